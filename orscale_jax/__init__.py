@@ -1,0 +1,14 @@
+"""OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
+
+from orscale_jax._optimizers import muon as muon, orscale as orscale
+from orscale_jax._polar import polar_factor as polar_factor
+from orscale_jax._transforms import (
+    CalibratedTrustRatioState as CalibratedTrustRatioState,
+    FromFirstNonzeroUpdateState as FromFirstNonzeroUpdateState,
+    from_first_nonzero_update as from_first_nonzero_update,
+    orthogonalize as orthogonalize,
+    scale_by_calibrated_trust_ratio as scale_by_calibrated_trust_ratio,
+    scale_by_shape as scale_by_shape,
+)
+
+__version__ = "0.1.0"

@@ -1,0 +1,100 @@
+"""Hyperparameters, refused when an optimizer is built.
+
+Values that are only known when the program runs (traced ones, schedules) pass.
+"""
+
+import numbers
+from typing import Any, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    at_least: float = -np.inf,
+    below: float = np.inf,
+    schedule: bool = False,
+    optional: bool = False,
+) -> None:
+    """Refuse ``value`` unless it is a real scalar in ``[at_least, below]``.
+
+    ``below`` is excluded unless it is infinite.
+    """
+    if isinstance(value, jax.core.Tracer):
+        return
+    if (optional and value is None) or (schedule and callable(value)):
+        return
+    wanted = "a number" + " or a schedule" * schedule + " or None" * optional
+    if not _is_real_scalar(value):
+        refuse(name, value, f"pass {wanted}")
+    inside = at_least <= float(value) and (float(value) < below or np.isinf(below))
+    if not inside:
+        interval = (
+            f"[{at_least:g}, {below:g})"
+            if np.isfinite(below)
+            else (f"at least {at_least:g}" if np.isfinite(at_least) else "not NaN")
+        )
+        refuse(name, value, f"pass {wanted}, {interval}")
+
+
+def ordered(low_name: str, low: Any, high_name: str, high: Any) -> None:
+    """Refuse a pair of bounds whose lower one is the larger."""
+    if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
+        return
+    if float(low) > float(high):
+        raise ValueError(
+            f"{low_name}={low} is larger than {high_name}={high}: exchange or widen the "
+            "bounds."
+        )
+
+
+def count(name: str, value: Any) -> None:
+    """Refuse ``value`` unless it is a whole number of at least 1."""
+    if isinstance(value, jax.core.Tracer):
+        return
+    whole = _is_real_scalar(value) and jnp.issubdtype(
+        getattr(value, "dtype", type(value)), jnp.integer
+    )
+    if not whole or int(value) < 1:
+        refuse(name, value, "pass a whole number of at least 1")
+
+
+def flag(name: str, value: Any) -> None:
+    """Refuse ``value`` unless it is True or False."""
+    if not isinstance(value, bool | np.bool_):
+        refuse(name, value, "pass True or False")
+
+
+def dtype(name: str, value: Any) -> None:
+    """Refuse ``value`` unless it is None or a floating dtype this program can hold."""
+    if value is None:
+        return
+    try:
+        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        floating = False
+    if not floating:
+        refuse(name, value, "pass a floating dtype, such as jnp.bfloat16, or None")
+    if jax.dtypes.canonicalize_dtype(value) != jnp.dtype(value):
+        refuse(name, value, "switch on jax_enable_x64, or pass jnp.float32")
+
+
+def _is_real_scalar(value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, numbers.Real):
+        return True
+    real = hasattr(value, "dtype") and (
+        jnp.issubdtype(value.dtype, jnp.floating)
+        or jnp.issubdtype(value.dtype, jnp.integer)
+    )
+    return real and np.ndim(value) == 0
+
+
+def refuse(name: str, value: Any, remedy: str) -> NoReturn:
+    """Raise the one message of this module."""
+    raise ValueError(f"{name}={value!r} is not valid: {remedy}.")

@@ -1,0 +1,243 @@
+"""Which leaves of a parameter tree are matrices, and along which axes.
+
+This is the only module that resolves axes. Everything else handles
+:class:`MatrixAxes`: a leaf of any rank is a batch of ``(m, n)`` matrices whose rows
+and columns may each span several axes.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+PyTree: TypeAlias = Any
+WeightDimensionNumbers: TypeAlias = (
+    MuonDimensionNumbers | PyTree | Callable[[PyTree], PyTree] | None
+)
+
+# A word of a snake_case or CamelCase name: "lm_head" and "LMHead_0" both end in "head".
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_EMBEDDING_WORDS = frozenset({"wte", "wpe"})
+_HEAD_WORDS = frozenset({"head", "logits", "classifier"})
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixAxes:
+    """The axes of a leaf that is a batch of matrices.
+
+    Attributes:
+      batch: Axes that count matrices (layers, experts, ...), in the leaf's order.
+      rows: Axes that make up the ``m`` rows (the reduction axes of ``x @ W``).
+      columns: Axes that make up the ``n`` columns (the output axes).
+    """
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The axes of one matrix, over which norms are taken."""
+        return tuple(sorted(self.rows + self.columns))
+
+    def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
+        """One entry per matrix: ``()`` for a plain matrix."""
+        return tuple(leaf.shape[axis] for axis in self.batch)
+
+    def matrix_shape(self, leaf: jax.Array) -> tuple[int, int]:
+        """``(m, n)``."""
+        rows, columns = (
+            math.prod(leaf.shape[axis] for axis in axes)
+            for axes in (self.rows, self.columns)
+        )
+        return rows, columns
+
+    def to_matrices(self, leaf: jax.Array) -> jax.Array:
+        """The leaf as ``(*batch, m, n)``. Batch axes are kept apart, never merged."""
+        ordered = leaf.transpose(self.batch + self.rows + self.columns)
+        return ordered.reshape(self.batch_shape(leaf) + self.matrix_shape(leaf))
+
+    def from_matrices(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
+        """The inverse of :meth:`to_matrices` for a leaf of the shape of ``like``."""
+        order = self.batch + self.rows + self.columns
+        ordered = matrices.reshape(tuple(like.shape[axis] for axis in order))
+        return ordered.transpose(sorted(range(like.ndim), key=order.__getitem__))
+
+    def norms(self, leaf: jax.Array) -> jax.Array:
+        """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
+        return jnp.sqrt(jnp.sum(jnp.square(leaf), axis=self.matrix))
+
+    def per_matrix(self, scalars: jax.Array) -> jax.Array:
+        """Scalars of the batch shape, shaped to broadcast against the leaf."""
+        return jnp.expand_dims(scalars, self.matrix)
+
+
+def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) -> PyTree:
+    """Resolve dimension numbers against a tree of parameters (or updates).
+
+    Args:
+      weight_dimension_numbers: ``None`` for the default rule; a tree of
+        :class:`optax.contrib.MuonDimensionNumbers` that is a prefix of ``tree``, with
+        ``None`` where a leaf is not a matrix; or a callable from ``tree`` to such a
+        tree. Already resolved trees are accepted.
+      tree: Arrays, abstract arrays, or any pytree of them.
+
+    Returns:
+      A tree with a :class:`MatrixAxes` at each matrix and
+      :class:`optax.MaskedNode` at every other leaf, as :func:`optax.partition` leaves
+      it for one of its groups.
+
+    Raises:
+      ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
+    """
+    if callable(weight_dimension_numbers):
+        weight_dimension_numbers = weight_dimension_numbers(tree)
+    if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
+        return tree
+    if weight_dimension_numbers is None:
+        return jax.tree_util.tree_map_with_path(_default_axes, tree)
+    _check_prefix(weight_dimension_numbers, tree)
+    return jax.tree_util.tree_map_with_path(
+        _resolve_subtree, weight_dimension_numbers, tree, is_leaf=_is_resolvable
+    )
+
+
+def require_matrices(
+    weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
+) -> PyTree:
+    """:func:`matrix_axes` for a stage that handles nothing but matrices.
+
+    Raises:
+      ValueError: As :func:`matrix_axes`, and for any leaf that is not a matrix.
+    """
+
+    def check(path: Any, axes: Any, subtree: PyTree) -> Any:
+        if isinstance(axes, optax.MaskedNode) and jax.tree.leaves(subtree):
+            raise ValueError(
+                f"parameter {_name(path)} of shape {subtree.shape} is not a matrix, and "
+                "this stage takes matrices only: route it elsewhere with "
+                "optax.partition (as orscale does), or give its axes in "
+                "weight_dimension_numbers."
+            )
+        return axes
+
+    axes = matrix_axes(weight_dimension_numbers, tree)
+    return jax.tree_util.tree_map_with_path(check, axes, tree, is_leaf=is_axes_leaf)
+
+
+def is_axes_leaf(node: Any) -> bool:
+    """Whether ``node`` stands for one leaf in a tree of :func:`matrix_axes`."""
+    return isinstance(node, MatrixAxes | optax.MaskedNode)
+
+
+def _is_resolvable(node: Any) -> bool:
+    return node is None or isinstance(node, MuonDimensionNumbers) or is_axes_leaf(node)
+
+
+def _check_prefix(weight_dimension_numbers: PyTree, tree: PyTree) -> None:
+    def check(path: Any, numbers: Any, _: PyTree) -> None:
+        if not _is_resolvable(numbers):
+            raise ValueError(
+                f"found {numbers!r} at {_name(path)}, which is neither None nor an "
+                "optax.contrib.MuonDimensionNumbers"
+            )
+
+    try:
+        jax.tree_util.tree_map_with_path(
+            check, weight_dimension_numbers, tree, is_leaf=_is_resolvable
+        )
+    except ValueError as error:
+        raise ValueError(
+            "weight_dimension_numbers must be a tree of the parameters' structure, or "
+            f"a prefix of it: {error}"
+        ) from error
+
+
+def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
+    def resolve(path: Any, leaf: jax.Array) -> Any:
+        if numbers is None:
+            return optax.MaskedNode()
+        if isinstance(numbers, MatrixAxes):
+            return numbers
+        return _explicit_axes(_name(prefix + path), leaf, numbers)
+
+    return jax.tree_util.tree_map_with_path(resolve, subtree)
+
+
+def _explicit_axes(
+    name: str, leaf: jax.Array, numbers: MuonDimensionNumbers
+) -> MatrixAxes:
+    rows, columns = (
+        (axes,) if isinstance(axes, int) else tuple(axes)
+        for axes in (numbers.reduction_axis, numbers.output_axis)
+    )
+    used = rows + columns
+    rank, shape = np.ndim(leaf), np.shape(leaf)
+    misfit = None
+    if not rows or not columns:
+        misfit = "reduction_axis and output_axis must each name at least one axis"
+    elif not all(-rank <= axis < rank for axis in used):
+        misfit = f"the leaf has {rank} axes"
+    elif len({axis % rank for axis in used}) < len(used):
+        misfit = "an axis is named twice"
+    if misfit:
+        raise ValueError(
+            f"{numbers} does not fit parameter {name} of shape {shape}: {misfit}. "
+            "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
+        )
+    _check_dtype(name, leaf)
+    rows, columns = (tuple(a % rank for a in axes) for axes in (rows, columns))
+    batch = tuple(a for a in range(rank) if a not in rows + columns)
+    return MatrixAxes(batch, rows, columns)
+
+
+def _default_axes(path: Any, leaf: jax.Array) -> MatrixAxes | optax.MaskedNode:
+    name = _name(path)
+    rank, shape = np.ndim(leaf), np.shape(leaf)
+    if rank > 2:
+        raise ValueError(
+            f"parameter {name} of shape {shape} is ambiguous: its {rank} axes "
+            "may be a stack of matrices, a convolution or a projection with heads. Pass "
+            "weight_dimension_numbers with optax.contrib.MuonDimensionNumbers("
+            "reduction_axis=..., output_axis=...) for it, or None there for AdamW."
+        )
+    if rank < 2 or any(_names_embedding_or_head(_key(key)) for key in path):
+        return optax.MaskedNode()
+    _check_dtype(name, leaf)
+    return MatrixAxes(batch=(), rows=(0,), columns=(1,))
+
+
+def _names_embedding_or_head(key: str) -> bool:
+    words = [word.lower() for word in _WORD.findall(key)]
+    return "embed" in key.lower() or bool(
+        _EMBEDDING_WORDS.intersection(words) or _HEAD_WORDS.intersection(words[-1:])
+    )
+
+
+def _check_dtype(name: str, leaf: jax.Array) -> None:
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ValueError(
+            f"parameter {name} of shape {leaf.shape} has dtype {leaf.dtype}, and only "
+            "real floating-point matrices can be orthogonalized. Put None for it in "
+            "weight_dimension_numbers, or keep it out with optax.masked."
+        )
+
+
+def _key(entry: Any) -> str:
+    """The bare name of one path entry, whatever the container."""
+    for attribute in ("key", "name", "idx"):
+        if hasattr(entry, attribute):
+            return str(getattr(entry, attribute))
+    return str(entry)
+
+
+def _name(path: Any) -> str:
+    """A readable dotted path, such as ``blocks.0.mlp.up.kernel``."""
+    return repr(".".join(_key(entry) for entry in path)) if path else "(the only leaf)"

@@ -1,0 +1,368 @@
+"""OrScale and its limit, Muon: the paper's Algorithm 1."""
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from orscale_jax import _checks
+from orscale_jax._matrix import (
+    MatrixAxes,
+    PyTree,
+    WeightDimensionNumbers,
+    is_axes_leaf,
+    matrix_axes,
+)
+from orscale_jax._polar import Coefficients
+from orscale_jax._precision import in_float32
+from orscale_jax._transforms import (
+    from_first_nonzero_update,
+    orthogonalize,
+    scale_by_calibrated_trust_ratio,
+    scale_by_shape,
+)
+
+Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
+ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
+
+
+def orscale(
+    learning_rate: ScalarOrSchedule,
+    *,
+    momentum: ArrayLike = 0.95,
+    nesterov: bool = True,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: ScalarOrSchedule = 0.1,
+    weight_decay_mask: Mask | None = None,
+    consistent_rms: ArrayLike | None = 0.2,
+    calibrate: bool = True,
+    r_min: ArrayLike = 0.1,
+    r_max: ArrayLike = 5.0,
+    eps: ArrayLike = 1e-6,
+    ns_steps: int | jax.Array = 5,
+    ns_coeffs: Coefficients = "polar_express",
+    ns_dtype: DTypeLike | None = None,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    adam_learning_rate: ScalarOrSchedule | None = None,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.95,
+    adam_eps: ArrayLike = 1e-8,
+    adam_weight_decay: ScalarOrSchedule | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""OrScale: Muon with a calibrated trust ratio per matrix.
+
+    Each matrix :math:`W \in \mathbb{R}^{m \times n}` with gradient G takes the step
+
+    .. math::
+
+      M &\leftarrow \mu M + G, \qquad \tilde M = \mu M + G, \\
+      Q &= \mathrm{NS}_k(\tilde M), \\
+      D &= \lambda W + s Q, \qquad s = 0.2 \sqrt{\max(m, n)}, \\
+      r &= \|W\|_F / (c \|D\|_F + \varepsilon), \qquad
+      \hat r = \mathrm{clip}(r, r_{\min}, r_{\max}), \\
+      W &\leftarrow W - \eta \, \hat r \, D,
+
+    with c anchored at the matrix's first direction so that the first r is 1: the first
+    step is that of :func:`muon` (Muon+Moonlight). Every other parameter takes AdamW.
+
+    The defaults are the paper's language-model configuration. Its vision configuration is
+    ``orscale(lr, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)``.
+
+    Args:
+      learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
+      momentum: :math:`\mu` in [0, 1).
+      nesterov: Whether Q is taken of :math:`\tilde M` (True) or of M.
+      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state. None:
+        the parameter's.
+      weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: it stands inside
+        D, and r scales it.
+      weight_decay_mask: Tree of booleans (or a prefix, or a callable from the parameters
+        to one): False where nothing decays.
+      consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
+      calibrate: Whether c is anchored; False for :math:`c = 1`.
+      r_min: Lower bound of the ratio.
+      r_max: Upper bound of the ratio.
+      eps: The floor :math:`\varepsilon`, at least 0.
+      ns_steps: Newton–Schulz steps k, at least 1.
+      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table; see
+        :func:`polar_factor`.
+      ns_dtype: Of the Newton–Schulz products. None: bfloat16 where products accumulate in
+        float32 (GPU, TPU), else float32.
+      weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
+        one) of :class:`optax.contrib.MuonDimensionNumbers`, with None for AdamW. Axes it
+        does not name are a batch: each matrix has its own Q, c and r. Without it, a 2-D
+        leaf is a matrix, unless a key of its path contains ``embed``, ``wte`` or ``wpe``
+        or ends in ``head``, ``logits`` or ``classifier``; these and leaves of fewer axes
+        take AdamW; leaves of more axes are refused.
+      adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
+      adam_b1: AdamW's decay rate of the first moment, in [0, 1).
+      adam_b2: AdamW's decay rate of the second moment, in [0, 1).
+      adam_eps: AdamW's :math:`\varepsilon`, at least 0.
+      adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
+        ``weight_decay``.
+      mesh: Reserved for placement on several devices; None or a mesh of one device.
+
+    Returns:
+      A transformation whose updates have the gradients' shapes and dtypes. Norms, D, c
+      and r are float32 (float64 for float64) whatever the dtypes that come in. The ratios
+      are in the state: ``optax.tree.get_all_with_path(state, "trust_ratio")``, likewise
+      ``"raw_trust_ratio"`` and ``"calibration"``.
+
+    Raises:
+      ValueError: If a hyperparameter is not valid (at once), a leaf is ambiguous or does
+        not fit its dimension numbers (from ``init``), or ``params`` is missing (from
+        ``update``).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from orscale_jax import orscale
+      >>> optimizer = orscale(learning_rate=0.02)
+      >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
+      >>> state = optimizer.init(params)
+      >>> grads = jax.tree.map(jnp.ones_like, params)
+      >>> updates, state = optimizer.update(grads, state, params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
+      >>> print(ratios["kernel"].round(4))
+      1.0
+
+    References:
+      Lou & You, *OrScale: Orthogonalized Optimization with Layer-Wise Trust-Ratio
+      Scaling*, Algorithm 1.
+    """
+
+    def trust_ratio(matrices: WeightDimensionNumbers) -> optax.GradientTransformation:
+        return scale_by_calibrated_trust_ratio(
+            calibrate=calibrate,
+            r_min=r_min,
+            r_max=r_max,
+            eps=eps,
+            weight_dimension_numbers=matrices,
+        )
+
+    return _orthogonalized(
+        learning_rate,
+        trust_ratio,
+        momentum=momentum,
+        nesterov=nesterov,
+        mu_dtype=mu_dtype,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        consistent_rms=consistent_rms,
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        weight_dimension_numbers=weight_dimension_numbers,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        mesh=mesh,
+    )
+
+
+def muon(
+    learning_rate: ScalarOrSchedule,
+    *,
+    momentum: ArrayLike = 0.95,
+    nesterov: bool = True,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: ScalarOrSchedule = 0.1,
+    weight_decay_mask: Mask | None = None,
+    consistent_rms: ArrayLike | None = 0.2,
+    ns_steps: int | jax.Array = 5,
+    ns_coeffs: Coefficients = "polar_express",
+    ns_dtype: DTypeLike | None = None,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    adam_learning_rate: ScalarOrSchedule | None = None,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.95,
+    adam_eps: ArrayLike = 1e-8,
+    adam_weight_decay: ScalarOrSchedule | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon, as the limit :math:`\hat r \equiv 1` of :func:`orscale`.
+
+    ``consistent_rms=0.2`` is Muon+Moonlight, ``consistent_rms=None`` is Muon:
+    :math:`W \leftarrow W - \eta (\lambda W + s Q)`. All stages but the trust ratio, and
+    all arguments, are those of :func:`orscale`.
+
+    Args:
+      learning_rate: As in :func:`orscale`.
+      momentum: As in :func:`orscale`.
+      nesterov: As in :func:`orscale`.
+      mu_dtype: As in :func:`orscale`.
+      weight_decay: As in :func:`orscale`.
+      weight_decay_mask: As in :func:`orscale`.
+      consistent_rms: As in :func:`orscale`.
+      ns_steps: As in :func:`orscale`.
+      ns_coeffs: As in :func:`orscale`.
+      ns_dtype: As in :func:`orscale`.
+      weight_dimension_numbers: As in :func:`orscale`.
+      adam_learning_rate: As in :func:`orscale`.
+      adam_b1: As in :func:`orscale`.
+      adam_b2: As in :func:`orscale`.
+      adam_eps: As in :func:`orscale`.
+      adam_weight_decay: As in :func:`orscale`.
+      mesh: As in :func:`orscale`.
+
+    Returns:
+      A transformation whose updates have the gradients' shapes and dtypes.
+
+    Raises:
+      ValueError: As :func:`orscale`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import muon
+      >>> optimizer = muon(learning_rate=1.0, consistent_rms=None, weight_decay=0.0)
+      >>> params = {"kernel": jnp.eye(2)}
+      >>> grads = {"kernel": jnp.array([[0.0, 1.0], [1.0, 0.0]])}
+      >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
+      >>> print(updates["kernel"].round(1) + 0.0)
+      [[ 0. -1.]
+       [-1.  0.]]
+
+    References:
+      Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
+      arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
+    """
+    return _orthogonalized(
+        learning_rate,
+        lambda _: optax.identity(),
+        momentum=momentum,
+        nesterov=nesterov,
+        mu_dtype=mu_dtype,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        consistent_rms=consistent_rms,
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        weight_dimension_numbers=weight_dimension_numbers,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        mesh=mesh,
+    )
+
+
+def _orthogonalized(
+    learning_rate: ScalarOrSchedule,
+    trust_ratio: Callable[[WeightDimensionNumbers], optax.GradientTransformation],
+    *,
+    momentum: ArrayLike,
+    nesterov: bool,
+    mu_dtype: DTypeLike | None,
+    weight_decay: ScalarOrSchedule,
+    weight_decay_mask: Mask | None,
+    consistent_rms: ArrayLike | None,
+    ns_steps: int | jax.Array,
+    ns_coeffs: Coefficients,
+    ns_dtype: DTypeLike | None,
+    weight_dimension_numbers: WeightDimensionNumbers,
+    adam_learning_rate: ScalarOrSchedule | None,
+    adam_b1: ArrayLike,
+    adam_b2: ArrayLike,
+    adam_eps: ArrayLike,
+    adam_weight_decay: ScalarOrSchedule | None,
+    mesh: jax.sharding.Mesh | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Algorithm 1 with a given stage for the ratio, AdamW for what is no matrix."""
+    adam_learning_rate = _default(adam_learning_rate, learning_rate)
+    adam_weight_decay = _default(adam_weight_decay, weight_decay)
+    _checks.number("learning_rate", learning_rate, at_least=0, schedule=True)
+    _checks.number("momentum", momentum, at_least=0, below=1)
+    _checks.flag("nesterov", nesterov)
+    _checks.dtype("mu_dtype", mu_dtype)
+    _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
+    _checks.number("adam_learning_rate", adam_learning_rate, at_least=0, schedule=True)
+    _checks.number("adam_b1", adam_b1, at_least=0, below=1)
+    _checks.number("adam_b2", adam_b2, at_least=0, below=1)
+    _checks.number("adam_eps", adam_eps, at_least=0)
+    _checks.number("adam_weight_decay", adam_weight_decay, at_least=0, schedule=True)
+    _check_mesh(mesh)
+
+    def matrices(axes: WeightDimensionNumbers, mask: Mask | None) -> Any:
+        return optax.chain(
+            # M ← μM + G, M̃ = μM + G
+            optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype),
+            # Q = NSₖ(M̃)
+            orthogonalize(
+                ns_steps=ns_steps,
+                ns_coeffs=ns_coeffs,
+                ns_dtype=ns_dtype,
+                weight_dimension_numbers=axes,
+            ),
+            # sQ
+            scale_by_shape(consistent_rms, weight_dimension_numbers=axes),
+            # D = λW + sQ
+            from_first_nonzero_update(
+                optax.add_decayed_weights(weight_decay, mask),
+                weight_dimension_numbers=axes,
+            ),
+            # r̂D
+            trust_ratio(axes),
+            # W ← W − ηr̂D
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    def others(mask: Mask | None) -> optax.GradientTransformation:
+        return optax.adamw(
+            adam_learning_rate,
+            b1=adam_b1,
+            b2=adam_b2,
+            eps=adam_eps,
+            weight_decay=adam_weight_decay,
+            mask=mask,
+            mu_dtype=mu_dtype,
+        )
+
+    matrices(None, None)  # The stages refuse bad hyperparameters now, not at init.
+
+    def route(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        axes = matrix_axes(weight_dimension_numbers, tree)
+        mask = (
+            weight_decay_mask(tree) if callable(weight_decay_mask) else weight_decay_mask
+        )
+        labels = jax.tree.map(
+            lambda leaf: "matrix" if isinstance(leaf, MatrixAxes) else "adamw",
+            axes,
+            is_leaf=is_axes_leaf,
+        )
+        return optax.partition(
+            {"matrix": matrices(axes, mask), "adamw": others(mask)}, labels
+        )
+
+    def init(params: PyTree) -> optax.OptState:
+        return route(params).init(params)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, optax.OptState]:
+        tree = updates if params is None else params
+        return route(tree).update(updates, state, params, **extra_args)
+
+    return in_float32(optax.GradientTransformationExtraArgs(init, update))
+
+
+def _default(value: Any, otherwise: Any) -> Any:
+    return otherwise if value is None else value
+
+
+def _check_mesh(mesh: Any) -> None:
+    if mesh is None:
+        return
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise ValueError(f"mesh={mesh!r} is not a jax.sharding.Mesh: pass one, or None.")
+    if mesh.size > 1:
+        raise NotImplementedError(
+            f"mesh={mesh!r}: placement of Newton–Schulz over {mesh.size} devices is not "
+            "implemented yet. Leave mesh=None; the step then runs where pjit puts it."
+        )

@@ -1,0 +1,248 @@
+r"""The polar factor of a matrix by Newton–Schulz iteration.
+
+One step maps :math:`X \mapsto aX + (bA + cA^2)X` with :math:`A = XX^\top`, so that every
+singular value moves by the odd quintic :math:`p(x) = ax + bx^3 + cx^5` while the
+singular vectors stay. The tables below say which polynomials are composed.
+
+Stability margins: in arithmetic that errs by a relative :math:`\delta` per step, each
+step's result :math:`x` becomes :math:`x(1 \pm \delta)`. A table's margin is the largest
+:math:`\delta` for which five steps stay bounded (by 10; beyond it they explode) for every
+normalised singular value and every sequence of signs; ``tests/test_polar.py`` computes
+them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from orscale_jax import _checks
+
+Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
+
+# Amsel et al. 2025 (arXiv:2505.16932), the table its authors publish for use: lower
+# bound 1e-3, 5 steps, safety factor 1.02, cushion 0.02. The last two rows carry the same
+# greedy construction on: the optimal quintic for [0.85887, 1.14113], the interval left by
+# row 5, then the limit of all such polynomials, the Padé step.
+_POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+    (1.8963464975496418, -1.2735192189677562, 0.3773595922263333),
+    (1.875, -1.25, 0.375),
+)
+# The input is divided by 1.02 times its norm, which row 1 can do on the way.
+_POLAR_EXPRESS_SAFETY = 1.02
+
+# Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
+_JORDAN = ((3.4445, -4.7750, 2.0315),)
+
+# You Jiacheng's table of the modded-nanogpt speedrun (March 2025), also used by Dion
+# (Ahn et al. 2025, arXiv:2504.05295); optax.contrib.muon calls it "dion".
+_DION = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def _divide_input(
+    table: Sequence[Sequence[float]], by: float
+) -> Sequence[Sequence[float]]:
+    (a, b, c), *rest = table
+    return ((a / by, b / by**3, c / by**5), *rest)
+
+
+PRESETS = {
+    "polar_express": _divide_input(_POLAR_EXPRESS, by=_POLAR_EXPRESS_SAFETY),
+    "jordan": _JORDAN,
+    "dion": _DION,
+}
+
+
+def coefficient_table(
+    coeffs: Coefficients, *, argument: str = "coeffs"
+) -> np.ndarray | jax.Array:
+    """The table that ``coeffs`` names or holds.
+
+    Args:
+      coeffs: A preset, one ``(a, b, c)``, or one per step.
+      argument: What the caller's caller calls ``coeffs``.
+
+    Returns:
+      Shape (rows, 3): one ``(a, b, c)`` per step. Step ``i`` takes row ``i``; beyond the
+      table every step takes its last row.
+
+    Raises:
+      ValueError: If the preset is unknown or the numbers are not such a table.
+    """
+    remedy = (
+        f"pass a preset ({', '.join(sorted(PRESETS))}), one (a, b, c), or a sequence of "
+        "them, one per step, all finite"
+    )
+    table: np.ndarray | jax.Array
+    if isinstance(coeffs, jax.core.Tracer):
+        table = jnp.atleast_2d(coeffs)
+    else:
+        rows = PRESETS.get(coeffs) if isinstance(coeffs, str) else coeffs
+        try:
+            table = np.atleast_2d(np.asarray(rows, dtype=np.float64))
+        except (TypeError, ValueError):
+            _checks.refuse(argument, coeffs, remedy)
+        if not np.isfinite(table).all():
+            _checks.refuse(argument, coeffs, remedy)
+    if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
+        _checks.refuse(argument, coeffs, remedy)
+    return table
+
+
+def polar_factor(
+    x: jax.Array,
+    *,
+    steps: int | jax.Array = 5,
+    coeffs: Coefficients = "polar_express",
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    r"""Approximate polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
+
+    Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is taken in float32 (float64
+    for ``dtype=float64``) after dividing by the largest entry, so that the result does
+    not depend on the scale of ``x`` and nothing overflows or underflows. Products
+    accumulate in float32 and are rounded to ``dtype`` once each. A zero matrix gives
+    zero; a matrix with a NaN or an infinity gives NaN.
+
+    Presets, with the range that five steps bring normalised singular values from
+    [1e-3, 1] to, and the margin (see the module's docstring):
+
+    - ``"polar_express"``: [0.847, 1.142], margin 2.0 %; the greedy optimal sequence of
+      Amsel et al. (arXiv:2505.16932), bounded below by 1e-3 and made safe by 1.02. Fewer
+      steps take its prefix, which is optimal for that number of steps; more steps
+      continue the construction and only bring singular values nearer to 1.
+    - ``"jordan"``: [0.47, 1.21], margin 4.4 %; (3.4445, −4.7750, 2.0315) at every step
+      (Jordan et al. 2024). More steps stay in a band around 1 and do not converge.
+    - ``"dion"``: [0.47, 1.15], margin 3.6 %; the five-row table of the modded-nanogpt
+      speedrun and of Dion (arXiv:2504.05295). Beyond row 5 its last row repeats: a band
+      around 1, without convergence.
+
+    bfloat16 products that accumulate in float32 err by at most 0.4 %.
+
+    Args:
+      x: Shape (..., m, n), real floating point. Leading axes are a batch.
+      steps: Number of steps, at least 1. May be traced.
+      coeffs: A preset, one ``(a, b, c)`` for all steps, or one per step. Where ``steps``
+        is smaller than the table its prefix is taken; where it is larger, the last row
+        repeats.
+      dtype: Of the products' operands. ``None``: bfloat16 on GPU and TPU, float32 on
+        CPU, decided by the platform that the program is compiled for. On CPU, where XLA
+        may accumulate bfloat16 products in bfloat16, lower precisions are rounded to but
+        multiplied in float32.
+
+    Returns:
+      Shape (..., m, n), of the dtype of ``x``.
+
+    Raises:
+      ValueError: If ``x`` is not a batch of real matrices, or an argument is not valid.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import polar_factor
+      >>> q = polar_factor(jnp.diag(jnp.array([3.0, 0.5])), steps=8)
+      >>> bool(jnp.allclose(q, jnp.eye(2), atol=1e-5))
+      True
+    """
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"polar_factor takes real matrices of shape (..., m, n), got x of shape "
+            f"{x.shape} and dtype {x.dtype}."
+        )
+    _checks.count("steps", steps)
+    _checks.dtype("dtype", dtype)
+    run = functools.partial(_newton_schulz, table=coefficient_table(coeffs), steps=steps)
+    on_cpu = _on_cpu(jnp.dtype(jnp.float32 if dtype is None else dtype))
+    elsewhere = _on_accelerator(jnp.dtype(jnp.bfloat16 if dtype is None else dtype))
+    return jax.lax.platform_dependent(
+        x,
+        cpu=functools.partial(run, arithmetic=on_cpu),
+        default=functools.partial(run, arithmetic=elsewhere),
+    )
+
+
+class _Arithmetic(NamedTuple):
+    """How products are taken: operands rounded, sums accumulated wide."""
+
+    accumulator: jnp.dtype
+    round: Callable[[jax.Array], jax.Array]
+    einsum: Callable[[str, jax.Array, jax.Array], jax.Array]
+
+
+def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def _on_accelerator(dtype: jnp.dtype) -> _Arithmetic:
+    accumulator = _accumulator(dtype)
+    # Without it float32 products run in bfloat16 (TPU) or TF32 (GPU).
+    precision = jax.lax.Precision.HIGHEST if dtype == accumulator else None
+    return _Arithmetic(
+        accumulator,
+        round=lambda x: x.astype(dtype),
+        einsum=functools.partial(
+            jnp.einsum, precision=precision, preferred_element_type=accumulator
+        ),
+    )
+
+
+def _on_cpu(dtype: jnp.dtype) -> _Arithmetic:
+    accumulator = _accumulator(dtype)
+    kind = jnp.finfo(dtype)
+    # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
+    rounded = functools.partial(
+        jax.lax.reduce_precision, exponent_bits=kind.nexp, mantissa_bits=kind.nmant
+    )
+    return _Arithmetic(
+        accumulator,
+        round=(lambda x: x) if dtype == accumulator else rounded,
+        einsum=jnp.einsum,
+    )
+
+
+def _newton_schulz(
+    x: jax.Array,
+    *,
+    table: np.ndarray | jax.Array,
+    steps: int | jax.Array,
+    arithmetic: _Arithmetic,
+) -> jax.Array:
+    accumulator, rounded, einsum = arithmetic
+    rows = jnp.asarray(table, accumulator)
+    wide = x.shape[-2] <= x.shape[-1]
+
+    def step(i: jax.Array, x: jax.Array) -> jax.Array:
+        a, b, c = rows[jnp.minimum(i, len(rows) - 1)]
+        # The Gram matrix of the shorter side.
+        gram = einsum("...ik,...jk->...ij" if wide else "...ki,...kj->...ij", x, x)
+        factor = rounded(gram)
+        square = einsum("...ij,...jk->...ik", factor, factor)
+        polynomial = rounded(b * gram + c * square)
+        left, right = (polynomial, x) if wide else (x, polynomial)
+        product = einsum("...ij,...jk->...ik", left, right)
+        return rounded(a * x.astype(accumulator) + product)
+
+    start = rounded(_normalize(x.astype(accumulator)))
+    return jax.lax.fori_loop(0, steps, step, start).astype(x.dtype)
+
+
+def _normalize(x: jax.Array) -> jax.Array:
+    """Each matrix over its Frobenius norm, free of overflow and underflow."""
+    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
+    x = x / jnp.where(largest == 0, 1, largest)
+    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+    return x / jnp.where(norm == 0, 1, norm)

@@ -1,0 +1,56 @@
+"""Arithmetic in float32 or wider, whatever the dtypes that come in."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def in_float32(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """Run ``inner`` in float32 (float64 where there is float64), and keep all dtypes.
+
+    Updates come back in the dtype of the gradients and every state leaf in the dtype
+    that ``inner.init`` gave it, so that neither changes from step to step.
+
+    Args:
+      inner: The transformation to run.
+
+    Returns:
+      A transformation with the state of ``inner``.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, **extra_args: Any
+    ) -> tuple[Any, Any]:
+        dtype = compute_dtype((updates, params))
+        new_updates, new_state = inner.update(
+            _widen(updates, dtype),
+            _widen(state, dtype),
+            _widen(params, dtype),
+            **extra_args,
+        )
+        return _cast_like(new_updates, updates), _cast_like(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def compute_dtype(tree: Any) -> jnp.dtype:
+    """float64 if any leaf of ``tree`` is float64, else float32."""
+    double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
+
+
+def _widen(tree: Any, dtype: jnp.dtype) -> Any:
+    def widen(leaf: Any) -> Any:
+        floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+        return jnp.asarray(leaf, dtype) if floating else leaf
+
+    return jax.tree.map(widen, tree)
+
+
+def _cast_like(tree: Any, like: Any) -> Any:
+    return jax.tree.map(lambda leaf, old: leaf.astype(jnp.result_type(old)), tree, like)

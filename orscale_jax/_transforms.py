@@ -1,0 +1,370 @@
+"""The stages of OrScale's matrix branch, each a gradient transformation of its own."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from orscale_jax import _checks
+from orscale_jax._matrix import (
+    MatrixAxes,
+    PyTree,
+    WeightDimensionNumbers,
+    is_axes_leaf,
+    require_matrices,
+)
+from orscale_jax._polar import Coefficients, coefficient_table, polar_factor
+from orscale_jax._precision import compute_dtype
+
+
+def orthogonalize(
+    *,
+    ns_steps: int | jax.Array = 5,
+    ns_coeffs: Coefficients = "polar_express",
+    ns_dtype: DTypeLike | None = None,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+    r"""Replace every matrix by its polar factor, :math:`Q = \mathrm{NS}_k(\tilde M)`.
+
+    Args:
+      ns_steps: Newton–Schulz steps :math:`k`, at least 1.
+      ns_coeffs: A preset or table of :func:`polar_factor`.
+      ns_dtype: As ``dtype`` of :func:`polar_factor`.
+      weight_dimension_numbers: As in :func:`orscale`.
+
+    Returns:
+      A stateless transformation. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: If an argument is not valid, or (from ``update``) a leaf is no matrix.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import orthogonalize
+      >>> stage = orthogonalize(ns_steps=8)
+      >>> grads = {"kernel": jnp.array([[0.0, 2.0], [-5.0, 0.0]])}
+      >>> updates, _ = stage.update(grads, stage.init(grads))
+      >>> print(updates["kernel"].round(3) + 0.0)
+      [[ 0.  1.]
+       [-1.  0.]]
+
+    References:
+      Lou & You, *OrScale*, eq. (1) and Algorithm 1, line 3.
+    """
+    _checks.count("ns_steps", ns_steps)
+    _checks.dtype("ns_dtype", ns_dtype)
+    coefficient_table(ns_coeffs, argument="ns_coeffs")
+
+    def orthogonal(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+        q = polar_factor(
+            axes.to_matrices(leaf), steps=ns_steps, coeffs=ns_coeffs, dtype=ns_dtype
+        )
+        return axes.from_matrices(q, like=leaf)
+
+    return _per_matrix_leaf(orthogonal, weight_dimension_numbers)
+
+
+def scale_by_shape(
+    consistent_rms: ArrayLike | None = 0.2,
+    *,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+    r"""Scale every ``(m, n)`` matrix by :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`.
+
+    With it the entries of a semi-orthogonal Q have root mean square ``consistent_rms``
+    whatever their shape, which matches AdamW's at 0.2.
+
+    Args:
+      consistent_rms: The root mean square; ``None`` for :math:`s = 1`. (Optax's own
+        ``scale_by_shape`` takes ``None`` for another rule, the width scaling.)
+      weight_dimension_numbers: As in :func:`orscale`.
+
+    Returns:
+      A stateless transformation. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: If an argument is not valid, or (from ``update``) a leaf is no matrix.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import scale_by_shape
+      >>> stage = scale_by_shape(0.2)
+      >>> updates = {"kernel": jnp.ones((2, 100))}
+      >>> print(stage.update(updates, stage.init(updates))[0]["kernel"][0, 0])
+      2.0
+
+    References:
+      Liu et al. 2025, arXiv:2502.16982, section 2.2; Lou & You, *OrScale*, section 2.
+    """
+    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+    if consistent_rms is None:
+        return optax.identity()
+
+    def scale(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+        dtype = compute_dtype(leaf)
+        rms = jnp.asarray(consistent_rms, dtype)
+        factor = rms * float(np.sqrt(max(axes.matrix_shape(leaf))))
+        return (factor * leaf.astype(dtype)).astype(leaf.dtype)
+
+    return _per_matrix_leaf(scale, weight_dimension_numbers)
+
+
+class FromFirstNonzeroUpdateState(NamedTuple):
+    """State of :func:`from_first_nonzero_update`."""
+
+    started: PyTree  # As the matrices; shape: batch of the leaf, dtype bool.
+    inner_state: optax.OptState
+
+
+def from_first_nonzero_update(
+    inner: optax.GradientTransformation,
+    *,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Apply ``inner`` to a matrix from the first step on which its update is not zero.
+
+    OrScale puts weight decay in it: a matrix that has received no direction yet (an
+    expert without tokens, a frozen branch) keeps :math:`D = 0` instead of
+    :math:`D = \lambda W`. It stays as it is, and :math:`D \neq 0` tells the next stage
+    that the paper's "first non-zero update" has come.
+
+    Args:
+      inner: A transformation that keeps the updates' structure, such as
+        :func:`optax.add_decayed_weights`.
+      weight_dimension_numbers: As in :func:`orscale`.
+
+    Returns:
+      A transformation whose state holds, per matrix, whether it has started, and the
+      state of ``inner``, which runs at every step.
+
+    Raises:
+      ValueError: From ``init`` and ``update``, if a leaf is no matrix.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import from_first_nonzero_update
+      >>> stage = from_first_nonzero_update(optax.add_decayed_weights(0.1))
+      >>> params = {"kernel": jnp.ones((2, 2))}
+      >>> state = stage.init(params)
+      >>> zero = {"kernel": jnp.zeros((2, 2))}
+      >>> print(stage.update(zero, state, params)[0]["kernel"].max())
+      0.0
+
+    References:
+      Lou & You, *OrScale*, Definition 2.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> FromFirstNonzeroUpdateState:
+        started = _filled(weight_dimension_numbers, params, False, lambda _: jnp.bool_)
+        return FromFirstNonzeroUpdateState(started, inner.init(params))
+
+    def update(
+        updates: PyTree,
+        state: FromFirstNonzeroUpdateState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, FromFirstNonzeroUpdateState]:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        transformed, inner_state = inner.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        started = _map_matrices(
+            lambda axes, before, u: before | jnp.any(u != 0, axis=axes.matrix),
+            axes_tree,
+            state.started,
+            updates,
+        )
+        updates = _map_matrices(
+            lambda axes, on, u, v: jnp.where(axes.per_matrix(on), v, u),
+            axes_tree,
+            started,
+            updates,
+            transformed,
+        )
+        return updates, FromFirstNonzeroUpdateState(started, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class CalibratedTrustRatioState(NamedTuple):
+    """State of :func:`scale_by_calibrated_trust_ratio`.
+
+    Trees as the matrices. Leaves have the batch shape of their leaf (``()`` for a plain
+    matrix) and dtype float32 (float64 for float64 parameters).
+    """
+
+    calibration: PyTree  # c: 0 while unset, inf for a matrix without initial scale.
+    raw_trust_ratio: PyTree  # r, before clipping; 1 before the first step.
+    trust_ratio: PyTree  # r̂, what was applied; 1 before the first step.
+
+
+def scale_by_calibrated_trust_ratio(
+    *,
+    calibrate: bool = True,
+    r_min: ArrayLike = 0.1,
+    r_max: ArrayLike = 5.0,
+    eps: ArrayLike = 1e-6,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+    r"""Scale every direction D by its clipped, calibrated trust ratio.
+
+    .. math::
+
+      r = \frac{\|W\|_F}{c \, \|D\|_F + \varepsilon}, \qquad
+      \hat r = \mathrm{clip}(r, r_{\min}, r_{\max}), \qquad D \mapsto \hat r D,
+
+    where :math:`c = \|W\|_F / (\|D\|_F + \varepsilon)` is set once per matrix, at the
+    first step at which D is not zero and everything in c is finite, so that r starts at
+    1 and measures growth since then. Until then, and wherever D is zero, r is 1.
+
+    A matrix whose norm is zero at that step has no initial scale: its c becomes infinite,
+    which stands for "none", and it keeps r = 1 for good. A D that is not finite never
+    enters c and gives r = NaN.
+
+    Args:
+      calibrate: Whether to anchor c; if False, c = 1 from the start.
+      r_min: Lower bound of the ratio applied. ``-inf`` for none.
+      r_max: Upper bound of the ratio applied. ``inf`` for none.
+      eps: The floor :math:`\varepsilon`, at least 0.
+      weight_dimension_numbers: As in :func:`orscale`.
+
+    Returns:
+      A transformation with :class:`CalibratedTrustRatioState`. Norms and ratios are
+      float32 (float64 for float64); updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: If an argument is not valid, a leaf is no matrix, or ``params`` is
+        missing from ``update``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import scale_by_calibrated_trust_ratio
+      >>> stage = scale_by_calibrated_trust_ratio()
+      >>> params, direction = {"kernel": jnp.ones((2, 2))}, {"kernel": jnp.eye(2)}
+      >>> _, state = stage.update(direction, stage.init(params), params)
+      >>> params = {"kernel": 3 * jnp.ones((2, 2))}
+      >>> _, state = stage.update(direction, state, params)
+      >>> print(state.trust_ratio["kernel"].round(3))
+      3.0
+
+    References:
+      Lou & You, *OrScale*, Definitions 1 and 2, Algorithm 1, lines 4 to 11.
+    """
+    _checks.flag("calibrate", calibrate)
+    _checks.number("r_min", r_min)
+    _checks.number("r_max", r_max)
+    _checks.ordered("r_min", r_min, "r_max", r_max)
+    _checks.number("eps", eps, at_least=0)
+
+    def init(params: PyTree) -> CalibratedTrustRatioState:
+        def filled(value: float) -> PyTree:
+            return _filled(weight_dimension_numbers, params, value, compute_dtype)
+
+        return CalibratedTrustRatioState(
+            calibration=filled(0.0 if calibrate else 1.0),
+            raw_trust_ratio=filled(1.0),
+            trust_ratio=filled(1.0),
+        )
+
+    def scale(
+        axes: MatrixAxes, direction: jax.Array, weight: jax.Array, c: jax.Array
+    ) -> _Scaled:
+        dtype = compute_dtype((direction, weight))
+        d = direction.astype(dtype)
+        d_norm, w_norm = axes.norms(d), axes.norms(weight.astype(dtype))
+        floor = jnp.asarray(eps, dtype)
+        anchored = _anchor(c.astype(dtype), w_norm, d_norm, floor)
+        raw = _trust_ratio(anchored, w_norm, d_norm, floor)
+        clipped = jnp.clip(raw, jnp.asarray(r_min, dtype), jnp.asarray(r_max, dtype))
+        return _Scaled(
+            (axes.per_matrix(clipped) * d).astype(direction.dtype),
+            CalibratedTrustRatioState(
+                anchored.astype(c.dtype), raw.astype(c.dtype), clipped.astype(c.dtype)
+            ),
+        )
+
+    def update(
+        updates: PyTree, state: CalibratedTrustRatioState, params: PyTree | None = None
+    ) -> tuple[PyTree, CalibratedTrustRatioState]:
+        if params is None:  # Optax's own message, which is not public, from its twin.
+            optax.scale_by_trust_ratio().update(updates, optax.EmptyState(), None)
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        scaled = _map_matrices(scale, axes_tree, updates, params, state.calibration)
+
+        def pick(part: Callable[[_Scaled], jax.Array]) -> PyTree:
+            return jax.tree.map(part, scaled, is_leaf=lambda x: isinstance(x, _Scaled))
+
+        return pick(lambda s: s.updates), CalibratedTrustRatioState(
+            calibration=pick(lambda s: s.state.calibration),
+            raw_trust_ratio=pick(lambda s: s.state.raw_trust_ratio),
+            trust_ratio=pick(lambda s: s.state.trust_ratio),
+        )
+
+    return optax.GradientTransformation(init, update)
+
+
+class _Scaled(NamedTuple):
+    """What one leaf becomes."""
+
+    updates: jax.Array
+    state: CalibratedTrustRatioState
+
+
+def _anchor(
+    c: jax.Array, w_norm: jax.Array, d_norm: jax.Array, eps: jax.Array
+) -> jax.Array:
+    """Definition 2: set c where it is unset and the first direction has come."""
+    anchor = w_norm / (d_norm + eps)
+    ready = (c == 0) & (d_norm > 0) & jnp.isfinite(d_norm) & jnp.isfinite(anchor)
+    return jnp.where(ready, jnp.where(anchor > 0, anchor, jnp.inf), c)
+
+
+def _trust_ratio(
+    c: jax.Array, w_norm: jax.Array, d_norm: jax.Array, eps: jax.Array
+) -> jax.Array:
+    """Definition 1, and 1 where c is unset or infinite or there is no direction."""
+    ratio = w_norm / (c * d_norm + eps)
+    neutral = (c == 0) | jnp.isinf(c) | (d_norm == 0)
+    return jnp.where(neutral & jnp.isfinite(d_norm), 1, ratio)
+
+
+def _map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> PyTree:
+    """``fn(axes, *leaves)`` at every matrix; other places stay as they are."""
+
+    def at(axes: Any, *leaves: Any) -> Any:
+        return leaves[0] if isinstance(axes, optax.MaskedNode) else fn(axes, *leaves)
+
+    return jax.tree.map(at, axes_tree, *trees, is_leaf=is_axes_leaf)
+
+
+def _filled(
+    weight_dimension_numbers: WeightDimensionNumbers,
+    params: PyTree,
+    value: float | bool,
+    dtype: Callable[[jax.Array], DTypeLike],
+) -> PyTree:
+    """One ``value`` per matrix."""
+    axes_tree = require_matrices(weight_dimension_numbers, params)
+    return _map_matrices(
+        lambda axes, leaf: jnp.full(axes.batch_shape(leaf), value, dtype(leaf)),
+        axes_tree,
+        params,
+    )
+
+
+def _per_matrix_leaf(
+    fn: Callable[[MatrixAxes, jax.Array], jax.Array],
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    """The stateless transformation that maps ``fn`` over the matrices."""
+
+    def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        return _map_matrices(fn, axes_tree, updates)
+
+    return optax.stateless(update)

@@ -1,0 +1,104 @@
+"""Algorithm 1 of the paper in float64 NumPy, written from the paper alone.
+
+It shares no code with the package: matrices are 2-D arrays in a dict, one Python object
+per matrix, plain loops.
+"""
+
+import dataclasses
+
+import numpy as np
+
+# Amsel et al. 2025 (arXiv:2505.16932): 5 steps, lower bound 1e-3, safety factor 1.02.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+
+
+def svd_polar(x):
+    """The exact polar factor of a full-rank matrix."""
+    u, _, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
+    return u @ vt
+
+
+def newton_schulz(x, rows=POLAR_EXPRESS, safety=1.02):
+    x = np.asarray(x, np.float64)
+    norm = np.linalg.norm(x)
+    if norm == 0:
+        return np.zeros_like(x)
+    x = x / (safety * norm)
+    for a, b, c in rows:
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+@dataclasses.dataclass
+class Matrix:
+    """One matrix under OrScale (``adaptive``) or Muon."""
+
+    weight: np.ndarray
+    rms: float | None = 0.2
+    calibrate: bool = True
+    adaptive: bool = True
+    momentum: float = 0.95
+    nesterov: bool = True
+    decay: float = 0.1
+    r_min: float = 0.1
+    r_max: float = 5.0
+    eps: float = 1e-6
+    c: float | None = None
+    r: float = 1.0
+    clipped: float = 1.0
+
+    def __post_init__(self):
+        self.weight = np.asarray(self.weight, np.float64)
+        self.buffer = np.zeros_like(self.weight)
+        if not self.calibrate:
+            self.c = 1.0
+
+    def step(self, gradient, rate):
+        gradient = np.asarray(gradient, np.float64)
+        self.buffer = self.momentum * self.buffer + gradient
+        lookahead = (
+            self.momentum * self.buffer + gradient if self.nesterov else self.buffer
+        )
+        scale = 1.0 if self.rms is None else self.rms * max(self.weight.shape) ** 0.5
+        direction = self.decay * self.weight + scale * newton_schulz(lookahead)
+        weight_norm, norm = np.linalg.norm(self.weight), np.linalg.norm(direction)
+        if self.adaptive:
+            if self.c is None:
+                self.c = weight_norm / (norm + self.eps)
+            self.r = weight_norm / (self.c * norm + self.eps)
+            self.clipped = min(max(self.r, self.r_min), self.r_max)
+        self.weight = self.weight - rate * self.clipped * direction
+
+
+@dataclasses.dataclass
+class AdamW:
+    """Decoupled weight decay, bias-corrected moments (arXiv:1711.05101)."""
+
+    weight: np.ndarray
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    decay: float = 0.1
+
+    def __post_init__(self):
+        self.weight = np.asarray(self.weight, np.float64)
+        self.first = np.zeros_like(self.weight)
+        self.second = np.zeros_like(self.weight)
+        self.count = 0
+
+    def step(self, gradient, rate):
+        gradient = np.asarray(gradient, np.float64)
+        self.count += 1
+        self.first = self.b1 * self.first + (1 - self.b1) * gradient
+        self.second = self.b2 * self.second + (1 - self.b2) * gradient**2
+        first = self.first / (1 - self.b1**self.count)
+        second = self.second / (1 - self.b2**self.count)
+        step = first / (np.sqrt(second) + self.eps) + self.decay * self.weight
+        self.weight = self.weight - rate * step
