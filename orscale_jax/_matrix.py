@@ -162,7 +162,7 @@ def _check_prefix(weight_dimension_numbers: PyTree, tree: PyTree) -> None:
 
 def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
     def resolve(path: Any, leaf: jax.Array) -> Any:
-        if numbers is None:
+        if numbers is None or isinstance(numbers, optax.MaskedNode):
             return optax.MaskedNode()
         if isinstance(numbers, MatrixAxes):
             return numbers

@@ -1,0 +1,113 @@
+"""Which leaves are matrices, along which axes, and the way there and back."""
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import _matrix
+from tests import leaves
+
+
+@pytest.mark.parametrize("name", leaves.KINDS)
+def test_there_and_back(name):
+    leaf = leaves.random_tree(0)[name]
+    axes = _matrix.matrix_axes(leaves.KINDS[name][1], leaf)
+    batch = leaves.BATCHES.get(name, ())
+    expected = leaves.matrices(name, leaf)
+    stacked = axes.to_matrices(leaf)
+    assert axes.batch_shape(leaf) == batch
+    assert stacked.shape == batch + expected[0].shape == batch + axes.matrix_shape(leaf)
+    np.testing.assert_array_equal(stacked.reshape(-1, *expected[0].shape), expected)
+    np.testing.assert_array_equal(axes.from_matrices(stacked, like=leaf), leaf)
+    norms = [np.linalg.norm(matrix) for matrix in expected]
+    np.testing.assert_allclose(axes.norms(leaf).ravel(), norms, rtol=1e-6)
+    scaled = leaf * axes.per_matrix(
+        jnp.arange(len(norms), dtype=leaf.dtype).reshape(batch)
+    )
+    for i, matrix in enumerate(leaves.matrices(name, scaled)):
+        np.testing.assert_allclose(matrix, i * expected[i], rtol=1e-6)
+
+
+def is_matrix(tree, numbers=None):
+    axes = _matrix.matrix_axes(numbers, tree)
+    return jax.tree.map(
+        lambda a: isinstance(a, _matrix.MatrixAxes), axes, is_leaf=_matrix.is_axes_leaf
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "embedding", "embed_tokens", "tok_embeddings", "wte", "wpe", "Embed_0",
+        "pos_embed", "unembed", "lm_head", "head", "LMHead_0", "output_head", "logits",
+        "classifier", "patchEmbed", "lmHead",
+    ],
+)  # fmt: skip
+def test_embeddings_and_heads_are_no_matrices_by_default(path):
+    kernel = jnp.ones((3, 4))
+    assert is_matrix({path: kernel}) == {path: False}
+    assert is_matrix({path: {"kernel": kernel}}) == {path: {"kernel": False}}
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["kernel", "attention_heads", "query", "headline", "ahead", "out", "multi_head_q"],
+)
+def test_other_names_are_matrices_by_default(path):
+    assert is_matrix({path: jnp.ones((3, 4))}) == {path: True}
+
+
+def test_the_default_rule_by_rank():
+    tree = {"a": [jnp.ones((2, 3)), jnp.ones(3), jnp.ones(())], "b": None}
+    assert is_matrix(tree) == {"a": [True, False, False], "b": None}
+
+
+@pytest.mark.parametrize("container", [dict, flax.core.freeze])
+def test_prefixes_and_callables(container):
+    tree = container(
+        {"a": {"x": jnp.ones((5, 2, 3)), "y": jnp.ones((5, 2, 3))}, "b": 1.0}
+    )
+    prefix = container({"a": Dims(1, 2), "b": None})
+    expected = container({"a": {"x": True, "y": True}, "b": False})
+    assert is_matrix(tree, prefix) == expected
+    assert is_matrix(tree, lambda params: prefix) == expected
+    resolved = _matrix.matrix_axes(prefix, tree)
+    assert _matrix.matrix_axes(resolved, tree) == resolved
+
+
+def test_abstract_leaves_and_masked_nodes():
+    tree = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": optax.MaskedNode()}
+    axes = _matrix.matrix_axes(None, tree)
+    assert axes == {"a": _matrix.MatrixAxes((), (0,), (1,)), "b": optax.MaskedNode()}
+
+
+@pytest.mark.parametrize(
+    "numbers, words",
+    [
+        (None, r"'block\.0\.w' of shape \(2, 3, 4\) is ambiguous.*MuonDimensionNumbers"),
+        (Dims(0, 3), r"'block\.0\.w' of shape \(2, 3, 4\).*3 axes"),
+        (Dims(0, -3), r"'block\.0\.w'.*named twice"),
+        (Dims((), 1), r"'block\.0\.w'.*at least one axis"),
+        ({"block": 3}, "3 at 'block'.*neither None"),
+        ({"blok": None}, "structure of the parameters|structure, or a prefix"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(numbers, words):
+    tree = {"block": [{"w": jnp.ones((2, 3, 4))}]}
+    with pytest.raises(ValueError, match=words):
+        _matrix.matrix_axes(numbers, tree)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_only_real_floating_point_matrices(dtype):
+    with pytest.raises(ValueError, match=f"'w'.*{np.dtype(dtype).name}"):
+        _matrix.matrix_axes(None, {"w": jnp.ones((2, 3), dtype)})
+
+
+def test_stages_refuse_what_is_no_matrix():
+    with pytest.raises(ValueError, match=r"'b' of shape \(3,\) is not a matrix"):
+        _matrix.require_matrices(None, {"w": jnp.ones((2, 3)), "b": jnp.ones(3)})

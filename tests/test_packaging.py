@@ -1,0 +1,96 @@
+"""The package as it is declared, installed and published."""
+
+import importlib.resources
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import orscale_jax
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PIN = re.compile(r'([\w.-]+)==[\w.]+( ; python_version (<|>=) "3\.12")?')
+
+
+def normalized(name):
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def requirement_name(requirement):
+    return normalized(re.match(r"[\w.-]+", requirement)[0])
+
+
+def test_one_version_everywhere():
+    versions = {
+        "pyproject.toml": PROJECT["version"],
+        "orscale_jax": orscale_jax.__version__,
+        "CITATION.cff": re.search(
+            r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M
+        )[1],
+        "installed": metadata.version("orscale-jax"),
+    }
+    assert len(set(versions.values())) == 1, versions
+
+
+def test_depends_on_jax_and_optax_alone():
+    required = [r for r in metadata.requires("orscale-jax") if "extra ==" not in r]
+    assert {requirement_name(r) for r in required} == {"jax", "optax"}
+
+
+def test_type_information_is_shipped():
+    assert importlib.resources.files(orscale_jax).joinpath("py.typed").is_file()
+
+
+def test_imports_nothing_but_its_dependencies():
+    # In a process of its own: this one has imported the extras already.
+    program = """
+import importlib, pkgutil, sys
+import orscale_jax
+for module in pkgutil.iter_modules(orscale_jax.__path__, "orscale_jax."):
+    if module.name != "orscale_jax.flax":
+        importlib.import_module(module.name)
+print(*{name.partition(".")[0] for name in sys.modules})
+"""
+    imported = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout.split()
+    assert "orscale_jax" in imported
+    assert {"chex", "flax", "grain", "matplotlib", "orbax"}.isdisjoint(imported)
+
+
+def test_every_development_dependency_is_pinned():
+    text = (ROOT / "constraints.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    other = [line for line in lines if not PIN.fullmatch(line)]
+    assert not other  # No address and no option may stand there.
+    extras = PROJECT["optional-dependencies"].values()
+    declared = {requirement_name(r) for extra in extras for r in extra}
+    pinned = {requirement_name(line) for line in lines}
+    assert declared - {"orscale-jax"} <= pinned
+
+
+def test_no_file_names_a_package_index_or_a_path_of_one_machine():
+    listing = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if listing.returncode != 0:
+        pytest.skip("not a git checkout")
+    private = re.compile(
+        r"pypi\.org|pythonhosted\.|index[-_]url|find[-_]links"
+        r"|(?<![\w.~-])/(?:home|mnt|opt|root|Users|work)/"
+    )
+    found = {
+        name: match[0]
+        for name in filter(None, listing.stdout.split("\0"))
+        if (ROOT / name).is_file()
+        and (match := private.search((ROOT / name).read_text(errors="replace")))
+    }
+    assert not found

@@ -1,0 +1,253 @@
+"""Each stage alone, and the degenerate cases of the calibrated ratio."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import orscale_jax
+from orscale_jax import (
+    from_first_nonzero_update,
+    orthogonalize,
+    scale_by_calibrated_trust_ratio,
+    scale_by_shape,
+)
+from tests import leaves, oracle
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+D = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), jnp.float32)
+
+
+def matrices_only(tree):
+    return {name: tree[name] for name in leaves.KINDS}
+
+
+def test_orthogonalize_takes_each_matrix_apart():
+    grads = matrices_only(leaves.random_tree(0))
+    stage = orthogonalize(weight_dimension_numbers=matrices_only(leaves.DIMENSIONS))
+    updates, _ = stage.update(grads, stage.init(grads))
+    for name, leaf in updates.items():
+        for found, gradient in zip(
+            leaves.matrices(name, leaf), leaves.matrices(name, grads[name]), strict=True
+        ):
+            np.testing.assert_allclose(found, oracle.newton_schulz(gradient), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_stages_keep_dtypes(dtype):
+    tree = {"w": jnp.ones((3, 4), dtype)}
+    for stage in (orthogonalize(), scale_by_shape(), scale_by_calibrated_trust_ratio()):
+        updates, state = stage.update(tree, stage.init(tree), tree)
+        assert updates["w"].dtype == dtype
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
+
+
+def test_scale_by_shape():
+    grads = matrices_only(leaves.random_tree(0))
+    numbers = matrices_only(leaves.DIMENSIONS)
+    stage = scale_by_shape(0.2, weight_dimension_numbers=numbers)
+    updates, _ = stage.update(grads, stage.init(grads))
+    for name, leaf in updates.items():
+        factor = 0.2 * max(leaves.matrices(name, leaf)[0].shape) ** 0.5
+        np.testing.assert_allclose(leaf, factor * grads[name], rtol=1e-6)
+    alone = scale_by_shape(None)
+    assert alone.update(grads, alone.init(grads))[0] is grads
+
+
+def test_rms_of_a_scaled_direction_is_consistent():
+    chain = optax.chain(orthogonalize(ns_steps=8), scale_by_shape(0.2))
+    for shape in [(16, 16), (16, 256), (300, 20)]:
+        grads = {"w": jax.random.normal(jax.random.key(0), shape)}
+        q, _ = chain.update(grads, chain.init(grads))
+        np.testing.assert_allclose(jnp.sqrt(jnp.mean(q["w"] ** 2)), 0.2, rtol=1e-3)
+
+
+class TestFromFirstNonzeroUpdate:
+    def test_decay_waits_for_each_matrix(self):
+        stage = from_first_nonzero_update(
+            optax.add_decayed_weights(0.5),
+            weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2),
+        )
+        params = jnp.ones((3, 2, 4))
+        zero = jnp.zeros_like(params)
+        state = stage.init(params)
+        assert state.started.shape == (3,) and not state.started.any()
+        updates, state = stage.update(zero.at[1, 0, 0].set(2.0), state, params)
+        np.testing.assert_array_equal(updates[1], zero[1].at[0, 0].set(2.0) + 0.5)
+        assert not updates[::2].any()
+        # Once started, decay goes on through zero updates: Algorithm 1.
+        updates, state = stage.update(zero, state, params)
+        assert state.started.tolist() == [False, True, False]
+        np.testing.assert_array_equal(updates[1], zero[1] + 0.5)
+        assert not updates[::2].any()
+
+    def test_the_inner_transformation_counts_every_step(self):
+        decay = optax.add_decayed_weights(lambda count: 1.0 * count)
+        stage = from_first_nonzero_update(decay)
+        params, zero = {"w": jnp.ones((2, 2))}, {"w": jnp.zeros((2, 2))}
+        state = stage.init(params)
+        for _ in range(3):
+            _, state = stage.update(zero, state, params)
+        updates, _ = stage.update({"w": jnp.eye(2)}, state, params)
+        np.testing.assert_array_equal(updates["w"], jnp.eye(2) + 3.0)
+
+
+class TestCalibratedTrustRatio:
+    def run(self, directions, weights, **arguments):
+        stage = scale_by_calibrated_trust_ratio(**arguments)
+        state, seen = stage.init(weights[0]), []
+        for direction, weight in zip(directions, weights, strict=True):
+            updates, state = stage.update(direction, state, weight)
+            seen.append((updates, state))
+        return seen
+
+    def test_definitions_1_and_2(self):
+        eps = 1e-2
+        seen = self.run([D, 3 * D, D], [W, 2 * W, 0.5 * W], eps=eps)
+        w, d = np.linalg.norm(W), np.linalg.norm(D)
+        c = w / (d + eps)
+        expected = [w / (c * d + eps), 2 * w / (3 * c * d + eps), 0.5 * w / (c * d + eps)]
+        for (updates, state), r, direction in zip(
+            seen, expected, [D, 3 * D, D], strict=True
+        ):
+            np.testing.assert_allclose(state.calibration, c, rtol=1e-6)
+            np.testing.assert_allclose(state.raw_trust_ratio, r, rtol=1e-6)
+            np.testing.assert_allclose(updates, r * direction, rtol=1e-5)
+
+    def test_clip(self):
+        seen = self.run([D] * 3, [W, 7 * W, 0.01 * W], r_min=0.25, r_max=2.0)
+        raw = [float(state.raw_trust_ratio) for _, state in seen]
+        applied = [float(state.trust_ratio) for _, state in seen]
+        np.testing.assert_allclose(raw, [1, 7, 0.01], rtol=1e-5)
+        np.testing.assert_allclose(applied, [1, 2, 0.25], rtol=1e-5)
+        free = self.run([D] * 2, [W, 70 * W], r_min=-np.inf, r_max=np.inf)
+        np.testing.assert_allclose(free[1][1].trust_ratio, 70, rtol=1e-5)
+
+    def test_without_calibration_c_is_one(self):
+        [(_, state)] = self.run([D], [W], calibrate=False, r_min=0.0, r_max=99.0)
+        assert state.calibration == 1
+        expected = np.linalg.norm(W) / np.linalg.norm(D)
+        np.testing.assert_allclose(state.trust_ratio, expected, rtol=1e-5)
+
+    @pytest.mark.parametrize("calibrate", [True, False])
+    def test_no_direction_no_ratio(self, calibrate):
+        zero = jnp.zeros_like(D)
+        for eps in (0.0, 1e-6):
+            [(updates, state)] = self.run([zero], [W], calibrate=calibrate, eps=eps)
+            assert not updates.any()
+            assert state.raw_trust_ratio == state.trust_ratio == 1
+            assert state.calibration == (not calibrate)
+
+    def test_zero_directions_do_not_calibrate(self):
+        zero = jnp.zeros_like(D)
+        seen = self.run([zero, zero, D, D], [W, 2 * W, 3 * W, 6 * W])
+        assert [bool(state.calibration) for _, state in seen] == [
+            False,
+            False,
+            True,
+            True,
+        ]
+        ratios = [float(state.trust_ratio) for _, state in seen]
+        np.testing.assert_allclose(ratios, [1, 1, 1, 2], rtol=1e-5)
+
+    def test_a_matrix_of_norm_zero_keeps_one_for_good(self):
+        seen = self.run([D] * 3, [0 * W, W, 100 * W])
+        for updates, state in seen:
+            assert state.calibration == jnp.inf
+            assert state.raw_trust_ratio == state.trust_ratio == 1
+            np.testing.assert_array_equal(updates, D)
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_what_is_not_finite_never_enters_c(self, bad):
+        broken = D.at[1, 1].set(bad)
+        seen = self.run([broken, D, broken, D], [W, W, W, 2 * W])
+        assert [float(state.calibration) > 0 for _, state in seen] == [
+            False,
+            True,
+            True,
+            True,
+        ]
+        assert jnp.isnan(seen[0][1].trust_ratio) and not jnp.isfinite(seen[0][0]).any()
+        np.testing.assert_allclose(seen[1][1].trust_ratio, 1, rtol=1e-5)
+        assert seen[3][1].calibration == seen[1][1].calibration
+        np.testing.assert_allclose(seen[3][1].trust_ratio, 2, rtol=1e-5)
+
+    def test_nan_is_not_clipped_to_a_bound(self):
+        seen = self.run([D, D.at[0, 0].set(np.nan)], [W, W])
+        assert jnp.isnan(seen[1][1].trust_ratio) and jnp.isnan(seen[1][0]).all()
+
+    def test_one_entry_per_matrix(self):
+        params = jnp.ones((2, 3, 4, 5)).at[0, 1].set(0)
+        direction = jnp.ones_like(params).at[1, 2].set(0).at[0, 0, 1, 1].set(np.nan)
+        stage = scale_by_calibrated_trust_ratio(
+            weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(2, 3)
+        )
+        updates, state = stage.update(direction, stage.init(params), params)
+        assert state.trust_ratio.shape == (2, 3)
+        np.testing.assert_allclose(
+            state.trust_ratio, [[np.nan, 1, 1], [1, 1, 1]], rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            state.calibration, [[0, np.inf, 1], [1, 1, 0]], rtol=1e-5
+        )
+        assert jnp.isnan(updates[0, 0]).all() and jnp.isfinite(updates[1]).all()
+
+    def test_float64_is_float64(self, enable_x64):
+        w, d = np.asarray(W, np.float64), np.asarray(D, np.float64)
+        [_, (updates, state)] = self.run([jnp.asarray(d)] * 2, [jnp.asarray(w), 2 * w])
+        assert state.trust_ratio.dtype == updates.dtype == jnp.float64
+        w, d = np.linalg.norm(w), np.linalg.norm(d)
+        ratio = 2 * w / (w / (d + 1e-6) * d + 1e-6)
+        np.testing.assert_allclose(state.trust_ratio, ratio, rtol=1e-14)
+
+    def test_norms_are_wide_whatever_comes_in(self):
+        w = jnp.full((64, 64), 300.0, jnp.float16)  # Its square overflows float16.
+        [(updates, state)] = self.run([w], [w])
+        np.testing.assert_allclose(state.trust_ratio, 1, rtol=1e-5)
+        assert jnp.isfinite(updates).all()
+
+    def test_missing_params_is_optaxs_own_error(self):
+        stage = scale_by_calibrated_trust_ratio()
+        with pytest.raises(ValueError, match="not passing `params`"):
+            stage.update(D, stage.init(W))
+
+
+@pytest.mark.parametrize(
+    "build, words",
+    [
+        (lambda: orthogonalize(ns_steps=0), "ns_steps=0"),
+        (lambda: orthogonalize(ns_coeffs="x"), "ns_coeffs='x'"),
+        (lambda: orthogonalize(ns_dtype=jnp.int8), "ns_dtype="),
+        (lambda: scale_by_shape(-1.0), "consistent_rms=-1"),
+        (lambda: scale_by_calibrated_trust_ratio(r_min=2, r_max=1), "r_min=2.*r_max=1"),
+        (lambda: scale_by_calibrated_trust_ratio(eps=-1), "eps=-1"),
+        (lambda: scale_by_calibrated_trust_ratio(calibrate=None), "calibrate=None"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(build, words):
+    with pytest.raises(ValueError, match=words):
+        build()
+
+
+def test_the_stages_compose_to_orscale():
+    """The chain of the documentation, written out by a user, is the optimizer."""
+    chain = optax.chain(
+        optax.trace(0.95, nesterov=True),
+        orthogonalize(),
+        scale_by_shape(0.2),
+        optax.add_decayed_weights(0.1),
+        scale_by_calibrated_trust_ratio(),
+        optax.scale_by_learning_rate(1e-2),
+    )
+    whole = orscale_jax.orscale(1e-2)
+    params = {"a": W, "b": D.T}
+    states = chain.init(params), whole.init(params)
+    for seed in range(3):
+        grads = optax.tree.random_like(jax.random.key(seed), params)
+        ours, state_1 = chain.update(grads, states[0], params)
+        theirs, state_2 = whole.update(grads, states[1], params)
+        states = state_1, state_2
+        for name in params:
+            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-8)
+        params = optax.apply_updates(params, ours)
