@@ -1,10 +1,18 @@
 """What every test of the package runs under."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Read when jax is first imported.
+
+import hypothesis
 import jax
 import pytest
+
+# No deadline: an example of a new shape compiles. Derandomized: a run repeats the last.
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("default")
 
 EXAMPLES = Path(__file__).parent / "examples"
 

@@ -1,0 +1,356 @@
+"""What every Optax transformation owes its users."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import (
+    from_first_nonzero_update,
+    muon,
+    orscale,
+    orthogonalize,
+    scale_by_calibrated_trust_ratio,
+    scale_by_shape,
+)
+
+OPTIMIZERS = {
+    "orscale": orscale,
+    "vision": functools.partial(
+        orscale, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5
+    ),
+    "muon": muon,
+}
+NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
+SHAPES = {"w": (6, 4), "stack": (3, 4, 5), "b": (4,)}
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def build(request):
+    return functools.partial(OPTIMIZERS[request.param], weight_dimension_numbers=NUMBERS)
+
+
+def tree(seed, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    return {k: jnp.asarray(rng.normal(size=shape), dtype) for k, shape in SHAPES.items()}
+
+
+def train(optimizer, steps, params=None):
+    params = tree(0) if params is None else params
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    for step in range(steps):
+        updates, state = update(tree(step + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_trees_close(found, expected, rtol=1e-5):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=rtol, atol=1e-7),
+        found,
+        expected,
+    )
+
+
+def signature(tree):
+    return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
+
+
+def test_scan_equals_the_loop_and_jit_of_init(build):
+    optimizer = build(1e-2)
+    expected = train(optimizer, 4)
+    grads = jax.tree.map(lambda *g: jnp.stack(g), *[tree(s + 1) for s in range(4)])
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry = tree(0), jax.jit(optimizer.init)(tree(0))
+    assert_trees_close(jax.lax.scan(step, carry, grads)[0], expected)
+
+
+def test_vmap_over_seeds(build):
+    optimizer = build(1e-2)
+    params = [tree(seed) for seed in (10, 20)]
+    grads = [tree(seed) for seed in (11, 21)]
+    batched = jax.tree.map(lambda *x: jnp.stack(x), *params)
+    state = jax.vmap(optimizer.init)(batched)
+    updates, _ = jax.jit(jax.vmap(optimizer.update))(
+        jax.tree.map(lambda *x: jnp.stack(x), *grads), state, batched
+    )
+    for i in range(2):
+        alone, _ = optimizer.update(grads[i], optimizer.init(params[i]), params[i])
+        assert_trees_close(jax.tree.map(lambda x: x[i], updates), alone)
+
+
+def test_donation_and_one_compilation(build):
+    optimizer = build(optax.linear_schedule(1e-2, 1e-3, 10))
+    traces = []
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        traces.append(1)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = tree(0)
+    state = jax.jit(optimizer.init)(params)
+    for seed in range(5):
+        old = jax.tree.leaves((params, state))
+        params, state = step(params, state, tree(seed + 1))
+        assert all(leaf.is_deleted() for leaf in old if leaf.ndim > 1)
+    assert len(traces) == 1
+    assert step._cache_size() == 1
+
+
+def test_no_host_callbacks_and_no_float64_in_the_program(build):
+    optimizer = build(1e-2)
+    state = optimizer.init(tree(0))
+    text = jax.jit(optimizer.update).lower(tree(1), state, tree(0)).as_text()
+    assert "callback" not in text and "f64" not in text
+
+
+@pytest.mark.parametrize("params_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("grads_dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
+def test_dtypes_never_change(build, params_dtype, grads_dtype, mu_dtype):
+    optimizer = build(lambda step: 1e-2 / (1 + step), mu_dtype=mu_dtype)
+    params, grads = tree(0, params_dtype), tree(1, grads_dtype)
+    state = optimizer.init(params)
+    updates, after = jax.eval_shape(optimizer.update, grads, state, params)
+    assert signature(after) == signature(state)
+    assert signature(updates) == signature(grads)
+    [(_, momentum)] = optax.tree.get_all_with_path(state, "trace")
+    assert momentum["w"].dtype == (mu_dtype or params_dtype)
+    for name in ("calibration", "trust_ratio", "raw_trust_ratio"):
+        for _, ratios in optax.tree.get_all_with_path(state, name):
+            assert {leaf.dtype for leaf in jax.tree.leaves(ratios)} == {np.dtype("f4")}
+            assert ratios["stack"].shape == (3,)
+
+
+def test_low_precision_parameters_are_updated_in_float32(build):
+    """D = λW + sQ is not rounded on the way: only the update's last cast is."""
+    exact = tree(0, jnp.bfloat16)
+    params = jax.tree.map(lambda p: p.astype(jnp.float32), exact)
+    optimizer = build(1e-2)
+    low, _ = optimizer.update(tree(1), optimizer.init(exact), exact)
+    high, _ = optimizer.update(tree(1), optimizer.init(params), params)
+    assert_trees_close(low["w"], high["w"], rtol=1e-6)
+    assert_trees_close(low["stack"], high["stack"], rtol=1e-6)
+
+
+def test_float64_parameters_are_updated_in_float64(build, enable_x64):
+    optimizer = build(1e-2, ns_dtype=jnp.float64)
+    params, state = train(optimizer, 2, tree(0, jnp.float64))
+    updates, after = jax.eval_shape(optimizer.update, tree(1, jnp.float64), state, params)
+    assert signature(after) == signature(state)
+    assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {np.dtype("f8")}
+    for _, ratios in optax.tree.get_all_with_path(state, "trust_ratio"):
+        assert {leaf.dtype for leaf in jax.tree.leaves(ratios)} == {np.dtype("f8")}
+
+
+def test_debug_nans(build):
+    with jax.debug_nans(True):
+        train(build(1e-2), 2)
+
+
+def test_strict_dtype_promotion_of_the_matrix_stages():
+    """Optax's AdamW does not run under it; its other pieces and ours do."""
+    chain = optax.chain(
+        orthogonalize(),
+        scale_by_shape(jnp.float32(0.2)),
+        from_first_nonzero_update(optax.identity()),
+        scale_by_calibrated_trust_ratio(),
+    )
+    params, grads = ({"w": tree(seed, jnp.bfloat16)["w"]} for seed in (0, 1))
+    with jax.numpy_dtype_promotion("strict"):
+        updates, _ = jax.jit(chain.update)(grads, chain.init(params), params)
+    assert updates["w"].dtype == jnp.bfloat16
+
+
+def test_schedules_equal_constants(build):
+    constant = train(build(1e-2, weight_decay=0.2), 3)[0]
+    scheduled = train(build(lambda _: 1e-2, weight_decay=lambda _: 0.2), 3)[0]
+    assert_trees_close(scheduled, constant)
+
+
+def test_schedules_are_followed(build):
+    def piecewise(values):
+        return lambda count: jnp.asarray(values)[count]
+
+    scheduled, _ = train(
+        build(piecewise([1e-2, 3e-2]), weight_decay=piecewise([0.1, 0.3])), 2
+    )
+    params = tree(0)
+    state = build(1.0).init(params)
+    for step, (rate, decay) in enumerate([(1e-2, 0.1), (3e-2, 0.3)]):
+        optimizer = build(rate, weight_decay=decay)
+        updates, state = optimizer.update(tree(step + 1), state, params)
+        params = optax.apply_updates(params, updates)
+    assert_trees_close(scheduled, params)
+
+
+def test_a_traced_learning_rate(build):
+    @jax.jit
+    def step(rate, params, grads):
+        optimizer = build(rate)
+        return optimizer.update(grads, optimizer.init(params), params)[0]
+
+    optimizer = build(1e-2)
+    expected, _ = optimizer.update(tree(1), optimizer.init(tree(0)), tree(0))
+    assert_trees_close(step(1e-2, tree(0), tree(1)), expected)
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("factory", [orscale, muon])
+def test_inject_hyperparams_without_static_args(factory):
+    params = {"w": tree(0)["w"], "b": tree(0)["b"]}
+    grads = {"w": tree(1)["w"], "b": tree(1)["b"]}
+    plain = factory(1e-3)
+    injected = optax.inject_hyperparams(factory)(learning_rate=1e-3)
+    state = jax.jit(injected.init)(params)
+    update = jax.jit(injected.update)
+    assert_trees_close(
+        update(grads, state, params)[0],
+        plain.update(grads, plain.init(params), params)[0],
+    )
+    # Every numeric hyperparameter may change without another compilation.
+    state.hyperparams["learning_rate"] = jnp.float32(2e-3)
+    state.hyperparams["ns_steps"] = jnp.asarray(7)
+    state.hyperparams["weight_decay"] = jnp.float32(0.3)
+    changed = factory(2e-3, ns_steps=7, weight_decay=0.3)
+    expected, _ = changed.update(grads, changed.init(params), params)
+    found, _ = update(grads, state, params)
+    assert_trees_close(found["w"], expected["w"])
+    assert update._cache_size() == 1
+    signatures = (
+        signature(state),
+        signature(jax.eval_shape(update, grads, state, params)[1]),
+    )
+    assert signatures[0] == signatures[1]
+
+
+def test_inject_hyperparams_with_a_schedule_and_static_arguments():
+    injected = optax.inject_hyperparams(orscale, static_args="ns_steps")(
+        learning_rate=optax.linear_schedule(1e-2, 1e-3, 10),
+        weight_dimension_numbers=NUMBERS,
+    )
+    plain = orscale(
+        optax.linear_schedule(1e-2, 1e-3, 10), weight_dimension_numbers=NUMBERS
+    )
+    assert_trees_close(train(injected, 3)[0], train(plain, 3)[0])
+
+
+def test_vmap_over_injected_learning_rates():
+    injected = optax.inject_hyperparams(orscale)(learning_rate=1e-3)
+    params, grads = {"w": tree(0)["w"]}, {"w": tree(1)["w"]}
+    state = injected.init(params)
+
+    def with_rate(rate):
+        state.hyperparams["learning_rate"] = rate
+        return injected.update(grads, state, params)[0]["w"]
+
+    rates = jnp.asarray([1e-3, 1e-2])
+    found = jax.vmap(with_rate)(rates)
+    np.testing.assert_allclose(found[1], 10 * found[0], rtol=1e-5)
+
+
+def test_multi_steps_equals_the_mean_gradient(build):
+    optimizer = optax.MultiSteps(build(1e-2), every_k_schedule=2)
+    params = tree(0)
+    state = optimizer.init(params)
+    update = jax.jit(optimizer.update)
+    updates, state = update(tree(1), state, params)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+    updates, state = update(tree(2), state, params)
+    mean = jax.tree.map(lambda a, b: (a + b) / 2, tree(1), tree(2))
+    inner = build(1e-2)
+    expected, _ = inner.update(mean, inner.init(params), params)
+    assert_trees_close(updates, expected)
+
+
+def test_clipping_before_and_extra_arguments(build):
+    chain = optax.chain(optax.clip_by_global_norm(1.0), build(1e-2))
+    params, grads = tree(0), tree(1)
+    found, _ = chain.update(grads, chain.init(params), params, unknown=1)
+    inner = build(1e-2)
+    norm = optax.tree.norm(grads)
+    clipped = jax.tree.map(lambda g: g / norm, grads)
+    expected, _ = inner.update(clipped, inner.init(params), params)
+    assert_trees_close(found, expected)
+
+
+def test_masked_and_frozen_parts(build):
+    params, grads = tree(0), tree(1)
+    whole = build(1e-2)
+    expected, _ = whole.update(grads, whole.init(params), params)
+    mask = {"w": True, "stack": False, "b": True}
+    masked = optax.masked(whole, mask)
+    found, _ = masked.update(grads, masked.init(params), params)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5, atol=1e-7)
+    np.testing.assert_array_equal(found["stack"], grads["stack"])
+    frozen = optax.chain(
+        whole, optax.transforms.freeze({k: not v for k, v in mask.items()})
+    )
+    found, _ = frozen.update(grads, frozen.init(params), params)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5, atol=1e-7)
+    assert not found["stack"].any()
+    parts = optax.partition(
+        {"train": whole, "freeze": optax.set_to_zero()},
+        {"w": "train", "stack": "freeze", "b": "train"},
+    )
+    found, _ = parts.update(grads, parts.init(params), params)
+    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5, atol=1e-7)
+    assert not found["stack"].any()
+
+
+def test_state_is_made_of_arrays_only_and_maps(build):
+    optimizer = build(1e-2)
+    state = optimizer.init(tree(0))
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    mapped = optax.tree.map_params(optimizer, lambda leaf: leaf + 1, state)
+    [(_, momentum)] = optax.tree.get_all_with_path(mapped, "trace")
+    assert (momentum["w"] == 1).all()
+    abstract = jax.eval_shape(optimizer.init, jax.eval_shape(lambda: tree(0)))
+    assert signature(abstract) == signature(state)
+
+
+def test_none_leaves_stay_none(build):
+    params = tree(0) | {"absent": None}
+    numbers = NUMBERS | {"absent": None}
+    optimizer = orscale(1e-2, weight_dimension_numbers=numbers)
+    updates, _ = optimizer.update(
+        tree(1) | {"absent": None}, optimizer.init(params), params
+    )
+    assert updates["absent"] is None
+
+
+@pytest.mark.parametrize("build_", [orscale, muon])
+def test_learns(build_):
+    """A linear map is found from its values."""
+    target = jax.random.normal(jax.random.key(0), (8, 4))
+    inputs = jax.random.normal(jax.random.key(1), (64, 8))
+
+    def loss(params):
+        return jnp.mean(
+            (inputs @ params["w"] + params["b"][None] - inputs @ target - 1) ** 2
+        )
+
+    params = {"w": 0.1 * jax.random.normal(jax.random.key(2), (8, 4)), "b": jnp.zeros(4)}
+    optimizer = build_(optax.linear_schedule(0.1, 0.0, 200), weight_decay=0.0)
+
+    def step(carry, _):
+        params, state = carry
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    carry = params, optimizer.init(params)
+    (found, _), _ = jax.lax.scan(step, carry, length=200)
+    assert loss(found) < 1e-3 * loss(params)

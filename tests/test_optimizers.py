@@ -1,0 +1,390 @@
+"""`orscale` and `muon` against the float64 oracle, the paper's code, and each other."""
+
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import muon, orscale
+from tests import leaves, oracle
+
+DATA = Path(__file__).parent / "data"
+LANGUAGE_MODEL = {}
+VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
+
+
+def run(optimizer, params, steps, gradients=leaves.random_tree):
+    """The parameters and states after each step."""
+    update = jax.jit(optimizer.update)
+    state, seen = optimizer.init(params), []
+    for step in range(steps):
+        updates, state = update(gradients(step + 1), state, params)
+        params = optax.apply_updates(params, updates)
+        seen.append((params, state))
+    return seen
+
+
+def readout(state, name):
+    [(_, tree)] = optax.tree.get_all_with_path(state, name)
+    return tree
+
+
+class Oracles:
+    """One oracle per matrix and per other leaf of the tree."""
+
+    def __init__(self, params, **arguments):
+        self.matrices = {
+            name: [
+                oracle.Matrix(m, **arguments) for m in leaves.matrices(name, params[name])
+            ]
+            for name in leaves.KINDS
+        }
+        self.others = {
+            name: oracle.AdamW(params[name])
+            for name in params
+            if name not in leaves.KINDS
+        }
+
+    def step(self, gradients, rate):
+        for name, matrices in self.matrices.items():
+            pairs = zip(matrices, leaves.matrices(name, gradients[name]), strict=True)
+            for matrix, gradient in pairs:
+                matrix.step(gradient, rate)
+        for name, other in self.others.items():
+            other.step(gradients[name], rate)
+
+    def assert_close(self, params, tolerance):
+        for name, matrices in self.matrices.items():
+            found = leaves.matrices(name, params[name])
+            for matrix, weight in zip(matrices, found, strict=True):
+                assert leaves.relative_error(weight, matrix.weight) < tolerance, name
+        for name, other in self.others.items():
+            assert leaves.relative_error(params[name], other.weight) < tolerance, name
+
+
+@pytest.mark.parametrize("scale", [0.02, 1.0])
+def test_first_step_is_muon_moonlights_with_coupled_decay(scale):
+    params = leaves.random_tree(0, scale)
+    arguments = {"weight_dimension_numbers": leaves.DIMENSIONS}
+    [(found, _)] = run(orscale(1e-2, **arguments), params, steps=1)
+    [(expected, _)] = run(muon(1e-2, **arguments), params, steps=1)
+    by_hand = Oracles(params, adaptive=False)
+    by_hand.step(leaves.random_tree(1), 1e-2)
+    by_hand.assert_close(found, 1e-6)
+    for name in params:
+        assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize("consistent_rms", [0.2, None])
+def test_the_limit_is_muon(consistent_rms):
+    params = leaves.random_tree(0, 0.1)
+    arguments = {
+        "consistent_rms": consistent_rms,
+        "weight_dimension_numbers": leaves.DIMENSIONS,
+    }
+    limit = run(orscale(1e-2, r_min=1.0, r_max=1.0, **arguments), params, steps=20)
+    plain = run(muon(1e-2, **arguments), params, steps=20)
+    for (found, _), (expected, _) in zip(limit, plain, strict=True):
+        for name in params:
+            assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
+
+
+@pytest.mark.parametrize(
+    "arguments, by_hand",
+    [
+        (LANGUAGE_MODEL, {}),
+        (VISION, {"rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}),
+        ({"nesterov": False, "momentum": 0.8}, {"nesterov": False, "momentum": 0.8}),
+        ({"r_min": -np.inf, "r_max": np.inf}, {"r_min": -np.inf, "r_max": np.inf}),
+    ],
+    ids=["language_model", "vision", "no_nesterov", "no_clip"],
+)
+def test_25_steps_against_float64_numpy(arguments, by_hand):
+    params = leaves.random_tree(0, 0.05)
+    optimizer = orscale(
+        lambda step: 0.03 / (1 + step),
+        ns_dtype=jnp.float32,
+        weight_dimension_numbers=leaves.DIMENSIONS,
+        **arguments,
+    )
+    expected = Oracles(params, **by_hand)
+    seen = run(optimizer, params, steps=25)
+    for step, (_, state) in enumerate(seen):
+        expected.step(leaves.random_tree(step + 1), 0.03 / (1 + step))
+        for name, matrices in expected.matrices.items():
+            for part, attribute in [
+                ("calibration", "c"), ("raw_trust_ratio", "r"), ("trust_ratio", "clipped")
+            ]:  # fmt: skip
+                values = readout(state, part)[name]
+                assert values.shape == leaves.BATCHES.get(name, ())
+                by_matrix = [getattr(matrix, attribute) for matrix in matrices]
+                np.testing.assert_allclose(values.ravel(), by_matrix, rtol=1e-5)
+    expected.assert_close(seen[-1][0], 1e-5)
+
+
+RECORDED = {
+    "muon": (muon, {"consistent_rms": None}),
+    "muon_moonlight": (muon, {}),
+    "orscale": (orscale, {"consistent_rms": None, "calibrate": False}),
+    "orscale_lm": (orscale, {}),
+    "orscale_muon_moonlight": (orscale, {"calibrate": False}),
+}
+
+
+@pytest.mark.parametrize("variant", RECORDED)
+def test_trajectories_of_the_papers_own_code(variant):
+    build, arguments = RECORDED[variant]
+    inputs, recorded = np.load(DATA / "inputs.npz"), np.load(DATA / f"{variant}.npz")
+    hyper = json.loads(str(recorded["meta"]))["hp"]
+    if build is orscale:
+        arguments = arguments | {"r_min": hyper["r_min"], "r_max": hyper["r_max"]}
+    optimizer = build(
+        hyper["lr"],
+        momentum=hyper["momentum"],
+        weight_decay=hyper["weight_decay"],
+        # (out, in, kh, kw) convolutions, as in PyTorch.
+        weight_dimension_numbers=[Dims(), Dims(), Dims(), Dims(0, (1, 2, 3))],
+        **arguments,
+    )
+    params = [jnp.asarray(inputs[f"w{i}/init"]) for i in range(4)]
+
+    def gradients(step):
+        return [jnp.asarray(inputs[f"w{i}/grad/{step - 1}"]) for i in range(4)]
+
+    for step, (found, state) in enumerate(run(optimizer, params, 10, gradients)):
+        for i in range(4):
+            if f"w{i}/param/{step}" in recorded:
+                error = leaves.relative_error(found[i], recorded[f"w{i}/param/{step}"])
+                assert error < 2e-5
+            for ours, theirs in [
+                ("calibration", "c_denom"),
+                ("raw_trust_ratio", "trust_ratio_raw"),
+                ("trust_ratio", "trust_ratio_clipped"),
+            ]:
+                if f"w{i}/{theirs}" in recorded:
+                    np.testing.assert_allclose(
+                        readout(state, ours)[i],
+                        recorded[f"w{i}/{theirs}"][step],
+                        rtol=1e-4,
+                    )
+
+
+class TestDegenerateCases:
+    """On a stack of three matrices, of which one is out of the ordinary."""
+
+    numbers = Dims(1, 2)
+
+    @property
+    def params(self):
+        return self.gradients(0)
+
+    def optimizer(self, build=orscale, **arguments):
+        return build(0.1, weight_dimension_numbers=self.numbers, **arguments)
+
+    def gradients(self, step):
+        return {"w": jax.random.normal(jax.random.key(step), (3, 4, 6))}
+
+    @pytest.mark.parametrize("build", [orscale, muon])
+    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+    def test_a_zero_first_gradient_leaves_the_matrix_alone(self, build, dtype):
+        def gradients(step):
+            grads = self.gradients(step)["w"]
+            return {"w": (grads if step == 4 else grads.at[1].set(0)).astype(dtype)}
+
+        params = jax.tree.map(lambda p: p.astype(dtype), self.params)
+        seen = run(self.optimizer(build), params, 4, gradients)
+        for found, state in seen[:3]:
+            np.testing.assert_array_equal(found["w"][1], params["w"][1])
+            if build is orscale:
+                assert readout(state, "calibration")["w"][1] == 0
+                assert readout(state, "trust_ratio")["w"][1] == 1
+        assert (seen[3][0]["w"][1] != params["w"][1]).any()
+        if build is orscale:
+            ratio = readout(seen[3][1], "trust_ratio")["w"][1]
+            np.testing.assert_allclose(ratio, 1, rtol=1e-5)
+            c = readout(seen[3][1], "calibration")["w"]
+            assert (c > 0).all() and (c < 8).all()  # 1/λ would be 10.
+
+    def test_the_matrix_then_goes_on_as_if_it_had_begun_there(self):
+        def late(step):
+            return jax.tree.map(lambda g: g * (step > 3), self.gradients(step))
+
+        def early(step):
+            return self.gradients(step + 3)
+
+        waited = run(self.optimizer(), self.params, 8, late)[3:]
+        begun = run(self.optimizer(), self.params, 5, early)
+        for (found, _), (expected, _) in zip(waited, begun, strict=True):
+            np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
+
+    def test_zero_initial_weights_take_the_muon_moonlight_step(self):
+        params = {"w": self.params["w"].at[1].set(0)}
+        ours = run(self.optimizer(), params, 6, self.gradients)
+        plain = run(self.optimizer(muon), params, 6, self.gradients)
+        for (found, state), (expected, _) in zip(ours, plain, strict=True):
+            np.testing.assert_allclose(found["w"][1], expected["w"][1], rtol=1e-6)
+            assert readout(state, "trust_ratio")["w"][1] == 1
+            assert readout(state, "calibration")["w"][1] == jnp.inf
+        assert (found["w"][0] != expected["w"][0]).any()
+
+    @pytest.mark.parametrize("bad", [np.nan, np.inf])
+    def test_non_finite_gradients_show_as_nan(self, bad):
+        def gradients(step):
+            return {"w": self.gradients(step)["w"].at[1, 0, 0].set(bad)}
+
+        [(found, state)] = run(self.optimizer(), self.params, 1, gradients)
+        assert jnp.isnan(found["w"][1]).all() and jnp.isfinite(found["w"][::2]).all()
+        assert readout(state, "calibration")["w"].tolist()[1] == 0
+        assert jnp.isnan(readout(state, "trust_ratio")["w"][1])
+
+    def test_apply_if_finite_goes_on_as_if_the_bad_step_had_not_been(self):
+        def with_bad(step):
+            grads = self.gradients(step if step < 3 else step - 1)
+            return (
+                jax.tree.map(lambda g: g.at[0, 0, 0].set(np.nan), grads)
+                if (step == 3)
+                else grads
+            )
+
+        guarded = optax.apply_if_finite(self.optimizer(), max_consecutive_errors=5)
+        found = run(guarded, self.params, 6, with_bad)[-1][0]
+        expected = run(self.optimizer(), self.params, 5, self.gradients)[-1][0]
+        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
+
+    def test_momentum_may_underflow_and_decay_goes_on(self):
+        def gradients(step):
+            return jax.tree.map(lambda g: g * (step == 1), self.gradients(step))
+
+        seen = run(self.optimizer(momentum=0.0), self.params, 3, gradients)
+        # Q = 0 from step 2 on: W ← W − η·clip(‖W‖/(cλ‖W‖))·λW.
+        c = readout(seen[0][1], "calibration")["w"]
+        ratio = jnp.clip(1 / (c * 0.1), 0.1, 5.0)
+        expected = seen[1][0]["w"] * (1 - 0.1 * ratio * 0.1)[:, None, None]
+        np.testing.assert_allclose(seen[2][0]["w"], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("build", [orscale, muon])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"learning_rate": -1e-3}, "learning_rate=-0.001.*at least 0"),
+        ({"learning_rate": "fast"}, "learning_rate='fast'.*number or a schedule"),
+        ({"learning_rate": None}, "learning_rate=None"),
+        ({"learning_rate": np.nan}, "learning_rate=nan"),
+        ({"momentum": 1.0}, r"momentum=1\.0.*\[0, 1\)"),
+        ({"momentum": -0.1}, "momentum=-0.1"),
+        ({"momentum": True}, "momentum=True"),
+        ({"nesterov": 1}, "nesterov=1.*True or False"),
+        ({"mu_dtype": jnp.int32}, "mu_dtype=.*int32.*floating"),
+        ({"mu_dtype": "float12"}, "mu_dtype='float12'"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1"),
+        ({"consistent_rms": -0.2}, "consistent_rms=-0.2"),
+        ({"ns_steps": 0}, "ns_steps=0.*at least 1"),
+        ({"ns_steps": 5.0}, "ns_steps=5.0.*whole number"),
+        ({"ns_steps": True}, "ns_steps=True"),
+        ({"ns_coeffs": "quintic"}, "ns_coeffs='quintic'.*polar_express"),
+        ({"ns_coeffs": [(1.0, 2.0)]}, "ns_coeffs=.*one per step"),
+        ({"ns_dtype": "int8"}, "ns_dtype='int8'.*floating"),
+        ({"ns_dtype": jnp.float64}, "ns_dtype=.*jax_enable_x64"),
+        ({"adam_learning_rate": -1.0}, "adam_learning_rate=-1"),
+        ({"adam_b1": 1.0}, r"adam_b1=1\.0"),
+        ({"adam_b2": 1.5}, r"adam_b2=1\.5"),
+        ({"adam_eps": -1e-8}, "adam_eps=-1e-08"),
+        ({"adam_weight_decay": -1.0}, "adam_weight_decay=-1"),
+        ({"mesh": "data"}, "mesh='data'.*Mesh"),
+    ],
+)
+def test_bad_hyperparameters_are_refused_when_built(build, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        build(**({"learning_rate": 1e-3} | arguments))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"r_min": 2.0, "r_max": 1.0}, "r_min=2.0 is larger than r_max=1.0"),
+        ({"r_max": "5"}, "r_max='5'.*number"),
+        ({"r_min": np.nan}, "r_min=nan"),
+        ({"r_min": np.ones(2)}, "r_min="),
+        ({"eps": -1e-6}, "eps=-1e-06"),
+        ({"calibrate": "yes"}, "calibrate='yes'"),
+    ],
+)
+def test_bad_ratio_hyperparameters_are_refused_when_built(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        orscale(1e-3, **arguments)
+
+
+def test_placement_on_several_devices_is_refused_until_it_exists():
+    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    assert orscale(1e-3, mesh=one)
+    two = jax.sharding.AbstractMesh((2,), ("data",))
+    with pytest.raises(NotImplementedError, match="2 devices"):
+        orscale(1e-3, mesh=two)
+
+
+@pytest.mark.parametrize("build", [orscale, muon])
+def test_missing_params_is_optaxs_own_error(build):
+    optimizer = build(1e-3)
+    params = {"w": jnp.ones((2, 3))}
+    with pytest.raises(ValueError, match="not passing `params`"):
+        optimizer.update(params, optimizer.init(params))
+
+
+def test_ambiguous_and_misfitting_leaves_are_named():
+    tree = {"conv": {"kernel": jnp.ones((3, 3, 4, 8))}}
+    with pytest.raises(ValueError, match=r"'conv\.kernel' of shape \(3, 3, 4, 8\)"):
+        orscale(1e-3).init(tree)
+    with pytest.raises(ValueError, match=r"'conv\.kernel'.*4 axes"):
+        orscale(1e-3, weight_dimension_numbers=Dims(0, 7)).init(tree)
+
+
+def test_decay_mask_and_the_fallbacks_own_hyperparameters():
+    params = leaves.random_tree(0)
+    mask = {name: name in ("tall", "embedding") for name in params}
+    zero = jax.tree.map(jnp.zeros_like, params)
+    grads = leaves.random_tree(1)
+    for given in (mask, lambda tree: mask):
+        optimizer = orscale(
+            0.1,
+            weight_decay=0.5,
+            adam_learning_rate=0.2,
+            adam_weight_decay=0.25,
+            weight_decay_mask=given,
+            weight_dimension_numbers=leaves.DIMENSIONS,
+        )
+        state = optimizer.init(params)
+        update = jax.jit(optimizer.update)
+        updates, state = update(zero, state, params)
+        np.testing.assert_allclose(
+            updates["embedding"], -0.2 * 0.25 * params["embedding"], rtol=1e-6
+        )
+        assert not updates["bias"].any() and not updates["square"].any()
+        decayed, _ = optimizer.update(grads, state, params)
+        by_hand = oracle.Matrix(params["tall"], decay=0.5)
+        by_hand.step(grads["tall"], 0.1)
+        assert (
+            leaves.relative_error(params["tall"] + decayed["tall"], by_hand.weight) < 1e-6
+        )
+        bare = oracle.Matrix(params["wide"], decay=0.0)
+        bare.step(grads["wide"], 0.1)
+        assert leaves.relative_error(params["wide"] + decayed["wide"], bare.weight) < 1e-6
+
+
+def test_callable_dimension_numbers_see_the_whole_tree():
+    """Not the masked half that optax.partition hands to each group."""
+    params = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(4)}
+    seen = []
+
+    def numbers(tree):
+        seen.append(jax.tree.map(jnp.shape, tree, is_leaf=lambda x: x is None))
+        return {"w": Dims(1, 2), "b": None}
+
+    optimizer = orscale(1e-2, weight_dimension_numbers=numbers)
+    jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
+    assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 2
