@@ -1,0 +1,60 @@
+# Every target makes its own environment from a bare Python >= 3.11; see `make help`.
+PYTHON ?= $(shell for p in python3.11 python3 python; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+ARGS ?=
+
+RUN := $(VENV)/bin/python -m
+SEEDS := 0 1 2
+
+.DELETE_ON_ERROR:
+.PHONY: help test test-all lint format docs demo demo-seeds dist clean
+
+help: ## Show this list.
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS=\"$(ARGS)\""
+
+$(VENV)/pyvenv.cfg:
+	@test -n "$(PYTHON)" || { echo "No Python >= 3.11 found: make PYTHON=/path/to/python"; exit 1; }
+	@echo "Creating $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# The stamp's name holds the extras that it stands for: $(VENV)/.has-examples,test
+$(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
+	@echo "Installing orscale-jax[$*] into $(VENV)"
+	@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+test: $(VENV)/.has-examples,test ## Run the tests, without those marked slow.
+	$(RUN) pytest -n 2 -m "not slow" $(ARGS)
+
+test-all: $(VENV)/.has-examples,test ## Run all tests.
+	$(RUN) pytest -n 2 $(ARGS)
+
+lint: $(VENV)/.has-examples,lint ## Check style, formatting and types.
+	$(RUN) ruff check
+	$(RUN) ruff format --check
+	$(RUN) mypy
+
+format: $(VENV)/.has-examples,lint ## Mend style and formatting.
+	$(RUN) ruff check --fix-only
+	$(RUN) ruff format
+
+docs: $(VENV)/.has-docs ## Build the site into docs/_build/html; warnings are errors.
+	$(RUN) sphinx -W -n --keep-going -q -b html docs docs/_build/html
+
+demo: $(VENV)/.has-examples ## Run the pretraining demo; pass options in ARGS.
+	$(RUN) examples.pretrain $(ARGS)
+
+demo-seeds: $(VENV)/.has-examples ## Run the demo for seeds 0, 1, 2 and compare.
+	@set -e; for seed in $(SEEDS); do \
+		echo "Seed $$seed"; $(RUN) examples.pretrain --seed $$seed --out runs/seed$$seed $(ARGS); done
+	$(RUN) examples.pretrain.compare $(SEEDS:%=runs/seed%)
+
+dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel, into dist/.
+	rm -rf dist
+	$(RUN) build
+
+clean: ## Remove what the targets made, except environments and runs.
+	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find orscale_jax examples tests docs -name __pycache__ -prune -exec rm -rf {} +
