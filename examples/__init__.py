@@ -1,0 +1,1 @@
+"""Programs that show OrScale at work. None of them belongs to the package."""

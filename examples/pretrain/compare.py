@@ -1,0 +1,114 @@
+"""Several finished runs, of different seeds, side by side.
+
+python -m examples.pretrain.compare runs/seed0 runs/seed1 runs/seed2
+"""
+
+import dataclasses
+import pathlib
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from examples.pretrain import plots
+from examples.pretrain.arms import ARMS
+from examples.pretrain.config import UsageError
+from examples.pretrain.records import read_csv
+from examples.pretrain.report import curve
+from examples.pretrain.rundir import FREE_OPTIONS, differences, read_facts
+
+BASELINE = "muon"
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Compare finished runs that differ in nothing but their seed."""
+
+    runs: tyro.conf.Positional[tuple[pathlib.Path, ...]]
+    """Folders of the runs."""
+
+    out: pathlib.Path = pathlib.Path("runs/compare.png")
+    """The figure to write."""
+
+
+def compare(comparison: Comparison, console: Console) -> None:
+    """Prints the table and draws the figure.
+
+    Raises:
+      UsageError: If a run is not finished or they cannot be compared.
+    """
+    unit = _check(comparison.runs)
+    runs = [_validation_curves(folder) for folder in comparison.runs]
+    shared = [arm for arm in ARMS if all(arm in run for run in runs)]
+    if not shared:
+        raise UsageError("no arm is finished in all of these runs.")
+    curves = {arm: [run[arm] for run in runs] for arm in shared}
+    comparison.out.parent.mkdir(parents=True, exist_ok=True)
+    plots.draw_seeds(comparison.out, curves, unit)
+    final = {arm: np.array([y[-1] for _, y in curves[arm]]) for arm in shared}
+    console.print(_table(final, unit))
+    console.print(f"The curves are in {comparison.out}", highlight=False)
+
+
+def _check(folders: Sequence[pathlib.Path]) -> str:
+    """Refuses runs that do not go together; gives their unit."""
+    if not folders:
+        raise UsageError("name the folders of finished runs.")
+    for folder in folders:
+        if not (folder / "summary.csv").exists():
+            raise UsageError(f"{folder} holds no finished run: finish it first.")
+    facts = [read_facts(folder) for folder in folders]
+    for folder, other in zip(folders, facts, strict=True):
+        different = differences(facts[0], other)
+        unlike = different.keys() - FREE_OPTIONS - {"seed"}
+        if unlike:
+            raise UsageError(
+                f"{folders[0]} and {folder} differ in more than their seed:\n"
+                + "\n".join(f"  {n}: {a} and {b}" for n, (a, b) in different.items())
+            )
+    if len({other["seed"] for other in facts}) < len(facts):
+        raise UsageError("two of these runs have the same seed: leave one out.")
+    return facts[0]["unit"]
+
+
+def _validation_curves(folder: pathlib.Path) -> dict[str, plots.Curve]:
+    rows = read_csv(folder / "metrics.csv")
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    return {a: curve([row for row in rows if row["arm"] == a], "val_loss") for a in arms}
+
+
+def _table(final: dict[str, np.ndarray], unit: str) -> Table:
+    count = len(next(iter(final.values())))
+    table = Table(title=f"Validation loss (nats/{unit}) of {count} runs: mean [range]")
+    table.add_column("optimizer")
+    for title in ("loss", f"minus {ARMS[BASELINE].label}, run by run", "lower in"):
+        table.add_column(title, justify="right")
+    for arm, losses in final.items():
+        paired = ("", "")
+        if BASELINE in final and arm != BASELINE:
+            difference = losses - final[BASELINE]
+            paired = _spread(difference, "+.4f"), f"{np.sum(difference < 0)} of {count}"
+        table.add_row(ARMS[arm].label, _spread(losses, ".4f"), *paired)
+    return table
+
+
+def _spread(values: np.ndarray, form: str) -> str:
+    return f"{values.mean():{form}} \\[{values.min():{form}}, {values.max():{form}}]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and gives its exit code."""
+    prog = "python -m examples.pretrain.compare"
+    try:
+        compare(tyro.cli(Comparison, args=arguments, prog=prog), Console())
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,265 @@
+import pathlib
+import re
+
+import numpy as np
+import pytest
+
+from examples.pretrain.config import Config, UsageError
+from examples.pretrain.data import read_corpus
+from examples.pretrain.shards import HEADER_INTS, MAGIC
+
+TOKENS = np.arange(400, dtype="<u2")
+
+
+def read(*data, val=(), vocab_size=None):
+    data, val = (tuple(str(path) for path in paths) for paths in (data, val))
+    return read_corpus(Config(data=data, val_data=val, vocab_size=vocab_size))
+
+
+def text(split):
+    (piece,) = split.pieces
+    return piece.tobytes().decode()
+
+
+def write_header_shard(path, tokens=TOKENS, version=1, count=None):
+    header = np.zeros(HEADER_INTS, "<i4")
+    header[:3] = MAGIC, version, len(tokens) if count is None else count
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    return path
+
+
+def write_raw_shard(path, tokens=TOKENS):
+    path.write_bytes(tokens.tobytes())
+    return path
+
+
+def documents(folder: pathlib.Path, count=40):
+    for index in range(count):
+        (folder / f"{index}.txt").write_text(f"document {index}.")
+    return folder
+
+
+# Text.
+
+
+def test_files_are_split_whole(tmp_path):
+    corpus = read(documents(tmp_path))
+    train, val = (text(side).split("\0") for side in (corpus.train, corpus.val))
+    assert sorted(train + val) == sorted(f"document {index}." for index in range(40))
+    assert not set(train) & set(val)
+    assert 1 <= len(val) <= 10
+    assert (corpus.vocab_size, corpus.unit) == (256, "byte")
+
+
+def test_the_split_does_not_depend_on_the_place_or_on_other_files(tmp_path):
+    for name, count in (("here", 40), ("there", 60)):
+        (tmp_path / name).mkdir()
+        documents(tmp_path / name, count)
+    here, there = (text(read(tmp_path / n).val).split("\0") for n in ("here", "there"))
+    assert set(here) == {d for d in there if int(re.findall(r"\d+", d)[0]) < 40}
+
+
+def test_two_files_are_enough_for_a_split(tmp_path):
+    corpus = read(documents(tmp_path, count=2))
+    assert corpus.train.tokens and corpus.val.tokens
+
+
+def test_names_with_val_are_for_validation(tmp_path):
+    for name in ("train.txt", "val.txt", "eval.txt", "interval.txt", "my_Val-2.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "validation").mkdir()
+    (tmp_path / "validation" / "a.txt").write_text("below")
+    val = set(text(read(tmp_path).val).split("\0"))
+    assert val == {"val.txt", "my_Val-2.txt", "below"}
+
+
+def test_val_data_is_kept_out_of_training(tmp_path):
+    documents(tmp_path, count=5)
+    corpus = read(tmp_path, val=[tmp_path / "3.txt"])
+    assert text(corpus.val) == "document 3."
+    assert "document 3." not in text(corpus.train)
+    assert len(text(corpus.train).split("\0")) == 4
+
+
+def test_globs_and_folders_and_files_name_the_same_texts_once(tmp_path):
+    documents(tmp_path)
+    by_folder = read(tmp_path)
+    by_all = read(tmp_path, tmp_path / "*.txt", tmp_path / "3.txt")
+    assert by_folder.fingerprint() == by_all.fingerprint()
+
+
+def test_hidden_and_empty_files_of_a_folder_are_left_out(tmp_path):
+    expected = read(documents(tmp_path)).fingerprint()
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / "__init__.py").touch()
+    assert read(tmp_path).fingerprint() == expected
+
+
+def test_the_fingerprint_knows_contents_and_split(tmp_path):
+    documents(tmp_path)
+    before = read(tmp_path).fingerprint()
+    other_split = read(tmp_path, val=[tmp_path / "0.txt"]).fingerprint()
+    (tmp_path / "7.txt").write_text("Document 7.")
+    assert len({before, other_split, read(tmp_path).fingerprint()}) == 3
+
+
+def test_the_standard_library():
+    corpus = read_corpus(Config())
+    assert corpus.train.tokens > 3_000_000
+    assert 0.03 < corpus.val.tokens / corpus.train.tokens < 0.3
+    train, val = text(corpus.train), text(corpus.val)
+    for line in ("class OrderedDict(dict):", "def namedtuple("):
+        assert (line in train) != (line in val)
+    assert "class Test_TestCase" not in train + val
+    assert corpus.fingerprint() == read_corpus(Config()).fingerprint()
+
+
+# Shards.
+
+
+@pytest.mark.parametrize("write", [write_raw_shard, write_header_shard])
+def test_shards(tmp_path, write):
+    write(tmp_path / "fineweb_train_000001.bin", TOKENS[:300])
+    write(tmp_path / "fineweb_train_000002.bin", TOKENS[300:])
+    write(tmp_path / "fineweb_val_000000.bin", TOKENS[:50])
+    corpus = read(tmp_path)
+    assert [len(piece) for piece in corpus.train.pieces] == [300, 100]
+    np.testing.assert_array_equal(np.concatenate(corpus.train.pieces), TOKENS)
+    np.testing.assert_array_equal(corpus.val.pieces[0], TOKENS[:50])
+    assert isinstance(corpus.train.pieces[0], np.memmap)
+    assert (corpus.vocab_size, corpus.unit) == (50_304, "token")
+
+
+def test_shards_of_nanogpt(tmp_path):
+    write_raw_shard(tmp_path / "train.bin")
+    write_raw_shard(tmp_path / "val.bin", TOKENS[:50])
+    corpus = read(tmp_path)
+    assert (corpus.train.tokens, corpus.val.tokens) == (400, 50)
+
+
+def test_both_kinds_of_shards_in_one_run(tmp_path):
+    train = write_header_shard(tmp_path / "a.bin")
+    val = write_raw_shard(tmp_path / "b.bin", TOKENS[:50])
+    corpus = read(train, val=[val], vocab_size=400)
+    assert (corpus.train.tokens, corpus.val.tokens, corpus.vocab_size) == (400, 50, 400)
+
+
+# What is refused. Every message names the file and says what to do.
+
+
+def odd_length(path):
+    path.write_bytes(TOKENS.tobytes() + b"x")
+
+
+def wrong_version(path):
+    write_header_shard(path, version=2)
+
+
+def cut_off(path):
+    write_header_shard(path, count=401)
+
+
+def too_long(path):
+    write_header_shard(path, count=399)
+
+
+def cut_off_header(path):
+    write_header_shard(path)
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def header_alone(path):
+    write_header_shard(path, TOKENS[:0])
+
+
+def large_token(path):
+    write_raw_shard(path, np.array([3, 50_304, 5], "<u2"))
+
+
+def empty(path):
+    path.touch()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (odd_length, "odd length.*write it again"),
+        (wrong_version, "version 2.*version 1.*convert"),
+        (cut_off, "401 tokens.*holds 400.*write it again"),
+        (too_long, "399 tokens.*holds 400.*write it again"),
+        (cut_off_header, "within its header.*write it again"),
+        (header_alone, "no tokens.*write it again"),
+        (large_token, "token 50304.*ends at 50303.*--vocab-size 50305"),
+        (empty, "empty.*write it again"),
+    ],
+)
+@pytest.mark.parametrize("in_folder", [False, True])
+def test_a_corrupt_shard_is_refused(tmp_path, spoil, message, in_folder):
+    good = write_raw_shard(tmp_path / "good_val.bin")
+    bad = tmp_path / "bad.bin"
+    spoil(bad)
+    data = [tmp_path] if in_folder else [good, bad]
+    with pytest.raises(UsageError, match=rf"bad\.bin.*{message}"):
+        read(*data)
+
+
+def test_vocab_size_is_the_users(tmp_path):
+    large_token(tmp_path / "train.bin")
+    write_raw_shard(tmp_path / "val.bin", TOKENS[:5])
+    assert read(tmp_path, vocab_size=60_000).vocab_size == 60_000
+
+
+def test_missing_paths_are_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"nothing\.txt: no such file"):
+        read(tmp_path / "nothing.txt")
+    with pytest.raises(UsageError, match=r"\*\.csv: no such file"):
+        read(documents(tmp_path) / "*.csv")
+    with pytest.raises(UsageError, match=r"lost: no such file"):
+        read(tmp_path, val=[tmp_path / "lost"])
+    (tmp_path / "hollow").mkdir()
+    with pytest.raises(UsageError, match=r"hollow: no such file, and none within"):
+        read(tmp_path / "hollow")
+
+
+def test_an_empty_text_is_refused_by_name(tmp_path):
+    documents(tmp_path)
+    (tmp_path / "void.txt").touch()
+    with pytest.raises(UsageError, match=r"void\.txt is empty.*leave it out"):
+        read(tmp_path / "*.txt")
+
+
+def test_a_mixture_of_texts_and_shards_is_refused(tmp_path):
+    documents(tmp_path)
+    write_raw_shard(tmp_path / "tokens.bin")
+    with pytest.raises(UsageError, match=r"\.txt is text and .*tokens\.bin.*narrow"):
+        read(tmp_path)
+    with pytest.raises(UsageError, match=r"\.txt is text and .*tokens\.bin.*narrow"):
+        read(tmp_path / "*.txt", val=[tmp_path / "tokens.bin"])
+
+
+def test_a_single_file_needs_val_data(tmp_path):
+    documents(tmp_path, count=1)
+    with pytest.raises(UsageError, match=r"0\.txt is a single file.*pass --val-data"):
+        read(tmp_path)
+
+
+def test_nothing_to_train_on_is_refused(tmp_path):
+    write_raw_shard(tmp_path / "val.bin")
+    with pytest.raises(UsageError, match=r"val\.bin leaves nothing to train on.*add"):
+        read(tmp_path / "val.bin")
+
+
+def test_what_is_no_text_is_refused(tmp_path):
+    documents(tmp_path)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0")
+    with pytest.raises(UsageError, match=r"image\.png holds a zero byte.*leave it out"):
+        read(tmp_path)
+
+
+def test_text_beyond_a_small_vocabulary_is_refused(tmp_path):
+    documents(tmp_path)
+    (tmp_path / "french.txt").write_text("é")
+    with pytest.raises(UsageError, match=r"french\.txt holds token 195.*127"):
+        read(tmp_path, vocab_size=128)
+    assert read(tmp_path, vocab_size=196).vocab_size == 196

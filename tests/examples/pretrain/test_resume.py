@@ -1,0 +1,222 @@
+"""Stopped in any way and started again, a run ends as if it had never stopped."""
+
+import dataclasses
+import fcntl
+import json
+import random
+import re
+import signal
+import time
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from examples.pretrain.__main__ import main
+from tests.examples.pretrain import tiny
+
+STEPS = tiny.STEPS
+OPTIONS = tiny.OPTIONS | {"arms": ("orscale",)}
+
+
+def run(options):
+    process = tiny.start(options)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def metrics(out):
+    path = out / "orscale" / "metrics.csv"
+    return tiny.rows(path) if path.exists() else []
+
+
+def wait_for_row(process, out, count):
+    """Returns once the run has written `count` rows."""
+    while len(metrics(out)) < count:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.001)
+
+
+def last_state(out):
+    """The arrays of the last checkpoint, by name."""
+    with ocp.CheckpointManager((out / "orscale" / "checkpoints").absolute()) as manager:
+        assert manager.latest_step() == STEPS
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore())
+        state = manager.restore(STEPS, args=arguments).state
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def assert_same_run(out, reference):
+    got, expected = last_state(out), last_state(reference)
+    assert got.keys() == expected.keys()
+    assert any("kernel" in name for name in got) and any("mu" in name for name in got)
+    for name in expected:
+        np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+    rows, reference_rows = metrics(out), metrics(reference)
+    assert [row["step"] for row in rows] == [str(step) for step in range(1, STEPS + 1)]
+    for row, other in zip(rows, reference_rows, strict=True):
+        assert row | {"seconds": ""} == other | {"seconds": ""}
+    seconds = [float(row["seconds"]) for row in rows]
+    assert seconds == sorted(seconds)
+    name = "orscale/trust_ratios.csv"
+    assert (out / name).read_text() == (reference / name).read_text()
+
+
+@pytest.fixture
+def reference(tmp_path_factory):
+    """A run that was never stopped."""
+    return tiny.finished_run(tmp_path_factory.getbasetemp())[0]
+
+
+@pytest.fixture
+def data(tmp_path_factory):
+    return tiny.finished_run(tmp_path_factory.getbasetemp())[1]
+
+
+def kill_after(options, out, count, delay):
+    process = tiny.start(options)
+    wait_for_row(process, out, count)
+    time.sleep(delay)  # Into a step, a row or a checkpoint.
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "orscale" / "result.json").exists()
+
+
+def ask_to_stop(options, out, count, signum):
+    process = tiny.start(options)
+    wait_for_row(process, out, count)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signum, output
+    done = int(re.search(r"OrScale stopped at step (\d+)", output)[1])
+    assert "The same command carries on" in output
+    assert "Traceback" not in output
+    assert metrics(out)[-1]["step"] == str(done)  # No finished step is lost.
+    assert (out / "orscale" / "checkpoints" / str(done)).is_dir()
+
+
+def test_killed_and_then_asked_to_stop(data, reference, tmp_path):
+    options = tiny.arguments(data, tmp_path, **OPTIONS)
+    kill_after(options, tmp_path, random.randrange(60), random.uniform(0, 0.05))
+    ask_to_stop(options, tmp_path, 80, signal.SIGINT)
+    run(options)
+    assert_same_run(tmp_path, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+def test_killed_again_and_again(data, reference, tmp_path, seed):
+    options = tiny.arguments(data, tmp_path, **OPTIONS)
+    draw = random.Random(seed)
+    for _ in range(3):
+        already = min(len(metrics(tmp_path)), 100)
+        count = draw.randrange(already, 104)
+        kill_after(options, tmp_path, count, draw.uniform(0, 0.05))
+    run(options)
+    assert_same_run(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_terminated(data, reference, tmp_path):
+    options = tiny.arguments(data, tmp_path, **OPTIONS)
+    ask_to_stop(options, tmp_path, 30, signal.SIGTERM)
+    run(options)
+    assert_same_run(tmp_path, reference)
+
+
+@pytest.mark.slow
+def test_torn_files_do_no_harm(data, reference, tmp_path):
+    """What a kill in the middle of a write would leave."""
+    options = tiny.arguments(data, tmp_path, **OPTIONS)
+    kill_after(options, tmp_path, 60, delay=0)
+    with open(tmp_path / "orscale" / "metrics.csv", "a") as file:
+        file.write("orscale,9")
+    (tmp_path / "orscale" / "metrics.csv.tmp").write_text("half a fi")
+    (tmp_path / "orscale" / "result.json.tmp").write_text("{")
+    run(options)
+    assert_same_run(tmp_path, reference)
+
+
+def test_a_finished_run_is_only_shown(data, reference):
+    before = {
+        path: path.stat().st_mtime_ns for path in (reference / "orscale").rglob("*")
+    }
+    output = run(tiny.arguments(data, reference, **OPTIONS))
+    assert "OrScale" in output and "nats/byte" in output
+    after = {path: path.stat().st_mtime_ns for path in (reference / "orscale").rglob("*")}
+    assert after == before
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that is refused, here, and gives its message."""
+
+    def run_refused(options):
+        assert main(options) == 2
+        return capsys.readouterr().err
+
+    return run_refused
+
+
+def test_another_configuration_is_refused(data, reference, refused):
+    before = (reference / "config.json").read_text()
+    changes = {"learning_rate": 0.01, "seed": 3, "steps": STEPS + 1}
+    message = refused(tiny.arguments(data, reference, **(OPTIONS | changes)))
+    assert str(reference) in message
+    assert f"steps: {STEPS} there, {STEPS + 1} now" in message
+    assert "learning_rate: 0.003 there, 0.01 now" in message
+    assert "seed: 0 there, 3 now" in message
+    assert "width" not in message
+    assert (reference / "config.json").read_text() == before
+
+
+def test_every_option_that_matters_is_compared(data, reference, refused):
+    free = {"out", "arms", "data", "val_data", "checkpoint_every"}
+    for field in dataclasses.fields(tiny.TINY):
+        if field.name not in free:
+            value = getattr(tiny.config(**OPTIONS), field.name) or 256
+            changed = OPTIONS | {field.name: 2 * value}
+            message = refused(tiny.arguments(data, reference, **changed))
+            assert f"  {field.name}: " in message
+            assert message.count(" there, ") == 2, message  # And the arms.
+
+
+def test_another_corpus_is_refused(data, reference, tmp_path, refused):
+    other = tiny.write_texts(tmp_path / "other", words=201)
+    message = refused(tiny.arguments(other, reference, **OPTIONS))
+    facts = json.loads((reference / "config.json").read_text())
+    assert f"corpus_sha256: {facts['corpus_sha256']} there" in message
+    assert str(other) in message
+
+
+def test_a_refusal_shows_no_traceback(tmp_path):
+    process = tiny.start(["--data", str(tmp_path / "missing.txt")])
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert output.startswith("error: ") and output.count("\n") == 1, output
+
+
+def test_what_leaves_the_result_alone_may_change(data, reference, tmp_path):
+    moved = data.rename(tmp_path / "moved")
+    try:
+        options = OPTIONS | {"checkpoint_every": 50, "arms": ("orscale", "orscale")}
+        assert main(tiny.arguments(moved, reference, **options)) == 0
+    finally:
+        moved.rename(data)
+
+
+def test_a_folder_in_use_is_refused(data, tmp_path, refused):
+    with open(tmp_path / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        message = refused(tiny.arguments(data, tmp_path, **OPTIONS))
+    assert "another process is running" in message
+
+
+def test_a_file_in_place_of_the_folder_is_refused(data, tmp_path, refused):
+    (tmp_path / "file").touch()
+    message = refused(tiny.arguments(data, tmp_path / "file", **OPTIONS))
+    assert "cannot be a folder" in message

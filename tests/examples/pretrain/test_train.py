@@ -1,0 +1,162 @@
+"""All three arms, in one process, from the first step to the report."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.pretrain import compare
+from examples.pretrain.__main__ import main
+from examples.pretrain.train import learning_rates
+from tests.examples.pretrain import tiny
+
+STEPS, OPTIONS = tiny.STEPS, tiny.OPTIONS
+
+
+@pytest.fixture
+def finished(tmp_path_factory):
+    return tiny.finished_run(tmp_path_factory.getbasetemp())[0]
+
+
+def by_arm(rows):
+    arms = dict.fromkeys(row["arm"] for row in rows)
+    return {arm: [row for row in rows if row["arm"] == arm] for arm in arms}
+
+
+def test_metrics_hold_every_step_of_every_arm(finished):
+    arms = by_arm(tiny.rows(finished / "metrics.csv"))
+    assert list(arms) == ["adamw", "muon", "orscale"]
+    expected = [
+        float(learning_rates(tiny.config(**OPTIONS))(step)) for step in range(STEPS)
+    ]
+    for rows in arms.values():
+        assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+        assert [int(row["tokens"]) for row in rows] == [
+            64 * s for s in range(1, STEPS + 1)
+        ]
+        validated = [int(row["step"]) for row in rows if row["val_loss"]]
+        assert validated == [50, 100, 120]
+        rates = [float(row["learning_rate"]) for row in rows]
+        np.testing.assert_allclose(rates, expected, rtol=1e-4)
+        losses = [float(row["train_loss"]) for row in rows]
+        assert np.mean(losses[-5:]) < losses[0] - 1  # It learns.
+
+
+def test_arms_share_weights_and_batches(finished):
+    arms = by_arm(tiny.rows(finished / "metrics.csv"))
+    first = {rows[0]["train_loss"] for rows in arms.values()}
+    assert len(first) == 1
+    second = {arm: float(rows[1]["train_loss"]) for arm, rows in arms.items()}
+    # The first ratio is 1: OrScale's first step is Muon+Moonlight's, and not AdamW's.
+    assert second["orscale"] == pytest.approx(second["muon"], abs=2e-5)
+    assert second["adamw"] != pytest.approx(second["muon"], abs=1e-3)
+    last = {arm: rows[-1]["train_loss"] for arm, rows in arms.items()}
+    assert len(set(last.values())) == 3
+
+
+def test_trust_ratios_are_recorded_by_matrix(finished):
+    rows = tiny.rows(finished / "trust_ratios.csv")
+    matrices = [f"attention.{name}" for name in ("key", "out", "query", "value")]
+    matrices = [f"blocks.0.{name}" for name in [*matrices, "mlp.down", "mlp.up"]]
+    assert [row["matrix"] for row in rows] == matrices * 30
+    assert sorted({int(row["step"]) for row in rows}) == list(range(4, STEPS + 1, 4))
+    for row in rows:
+        assert float(row["calibration"]) > 0
+        assert float(row["clipped"]) == np.clip(float(row["raw"]), 0.1, 5.0)
+    assert any(row["clipped"] != "1" for row in rows)
+
+
+def test_summary(finished):
+    metrics = by_arm(tiny.rows(finished / "metrics.csv"))
+    summary = tiny.rows(finished / "summary.csv")
+    assert [row["label"] for row in summary] == ["AdamW", "Muon+Moonlight", "OrScale"]
+    for row in summary:
+        assert row["val_loss"] == metrics[row["arm"]][-1]["val_loss"]
+        assert float(row["optimizer_share"]) > 0
+        assert float(row["seconds_per_step"]) > 0
+        assert int(row["parameters"]) == 256 * 16 + 12 * 16**2 + 3 * 16
+
+
+@pytest.mark.parametrize("name", ["losses.png", "trust_ratios.png"])
+def test_figures(finished, name):
+    image = np.asarray(Image.open(finished / name).convert("RGB"))
+    assert image.shape[1] == 1500
+    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50  # Something is drawn.
+
+
+@pytest.mark.slow
+def test_arms_come_one_by_one_too(finished, tmp_path_factory, tmp_path):
+    """What one arm does depends on no other."""
+    data = tiny.finished_run(tmp_path_factory.getbasetemp())[1]
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "muon")
+    (tmp_path / "metrics.csv").unlink()
+    options = OPTIONS | {"arms": ("muon",)}
+    assert main(tiny.arguments(data, tmp_path, **options)) == 0
+    again, before = (tiny.rows(out / "metrics.csv") for out in (tmp_path, finished))
+    assert [r | {"seconds": ""} for r in again] == [r | {"seconds": ""} for r in before]
+
+
+def test_warmup_then_cosine_to_zero():
+    config = tiny.config(steps=100, warmup_steps=10, learning_rate=1.0)
+    rates = np.asarray(jax.vmap(learning_rates(config))(jnp.arange(101)))
+    assert rates[0] == pytest.approx(0.1)
+    assert np.all(np.diff(rates[:11]) > 0) and np.all(np.diff(rates[10:]) < 0)
+    np.testing.assert_allclose(rates[[10, 55, 100]], [1, 0.5, 0], atol=1e-6)
+    no_warmup = learning_rates(tiny.config(steps=100, warmup_steps=0, learning_rate=1.0))
+    assert no_warmup(0) == 1
+
+
+# Several seeds side by side.
+
+
+def copy_as_seed(finished, folder, seed, shift):
+    """A run like `finished` of another seed, whose OrScale ends lower by `shift`."""
+    shutil.copytree(finished, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"seed": seed}))
+    lines = []
+    for row in tiny.rows(folder / "metrics.csv"):
+        if row["val_loss"] and row["arm"] == "orscale":
+            row["val_loss"] = str(float(row["val_loss"]) - shift)
+        lines.append(",".join(row.values()))
+    header = (folder / "metrics.csv").read_text().splitlines()[0]
+    (folder / "metrics.csv").write_text("\n".join([header, *lines]) + "\n")
+    return folder
+
+
+def test_compare(finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    other = copy_as_seed(finished, tmp_path / "seed1", seed=1, shift=8.0)
+    figure = tmp_path / "figures" / "seeds.png"
+    assert compare.main([str(finished), str(other), "--out", str(figure)]) == 0
+    table = capsys.readouterr().out
+    loss = {
+        row["arm"]: float(row["val_loss"]) for row in tiny.rows(finished / "summary.csv")
+    }
+    muon, orscale = loss["muon"], loss["orscale"]
+    assert f"{muon:.4f} [{muon:.4f}, {muon:.4f}]" in table
+    assert f"{orscale - 4:.4f} [{orscale - 8:.4f}, {orscale:.4f}]" in table
+    gap = orscale - muon
+    assert f"{gap - 4:+.4f} [{gap - 8:+.4f}, {gap:+.4f}]" in table
+    assert f"{1 + (gap < 0)} of 2" in table
+    assert np.asarray(Image.open(figure)).shape[1] == 1500
+
+
+def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
+    other = copy_as_seed(finished, tmp_path / "other", seed=1, shift=0.0)
+    facts = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(facts | {"width": 32}))
+    for runs, message in (
+        ([finished, other], "width: 16 and 32"),
+        ([finished, finished], "same seed"),
+        ([finished, tmp_path], "no finished run"),
+        ([], "name the folders"),
+    ):
+        assert compare.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
