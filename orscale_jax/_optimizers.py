@@ -219,7 +219,7 @@ def muon(
     Example:
       >>> import jax.numpy as jnp
       >>> from orscale_jax import muon
-      >>> optimizer = muon(learning_rate=1.0, consistent_rms=None, weight_decay=0.0)
+      >>> optimizer = muon(1.0, consistent_rms=None, weight_decay=0.0, ns_steps=8)
       >>> params = {"kernel": jnp.eye(2)}
       >>> grads = {"kernel": jnp.array([[0.0, 1.0], [1.0, 0.0]])}
       >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)

@@ -116,7 +116,9 @@ def scale_by_shape(
 class FromFirstNonzeroUpdateState(NamedTuple):
     """State of :func:`from_first_nonzero_update`."""
 
-    started: PyTree  # As the matrices; shape: batch of the leaf, dtype bool.
+    #: Tree as the matrices; leaves of the batch shape of their leaf, dtype bool.
+    started: PyTree
+    #: The state of the inner transformation.
     inner_state: optax.OptState
 
 
@@ -198,9 +200,12 @@ class CalibratedTrustRatioState(NamedTuple):
     matrix) and dtype float32 (float64 for float64 parameters).
     """
 
-    calibration: PyTree  # c: 0 while unset, inf for a matrix without initial scale.
-    raw_trust_ratio: PyTree  # r, before clipping; 1 before the first step.
-    trust_ratio: PyTree  # r̂, what was applied; 1 before the first step.
+    #: c: 0 while unset, inf for a matrix without initial scale.
+    calibration: PyTree
+    #: r, before clipping; 1 before the first step.
+    raw_trust_ratio: PyTree
+    #: r̂, what was applied; 1 before the first step.
+    trust_ratio: PyTree
 
 
 def scale_by_calibrated_trust_ratio(

@@ -82,9 +82,9 @@ def _validation_curves(folder: pathlib.Path) -> dict[str, plots.Curve]:
 
 def _table(final: dict[str, np.ndarray], unit: str) -> Table:
     count = len(next(iter(final.values())))
-    table = Table(title=f"Validation loss (nats/{unit}) of {count} runs: mean [range]")
+    table = Table(title=f"Validation loss (nats/{unit}) of {count} runs: mean \\[range]")
     table.add_column("optimizer")
-    for title in ("loss", f"minus {ARMS[BASELINE].label}, run by run", "lower in"):
+    for title in ("loss", f"minus {ARMS[BASELINE].label}", "lower"):
         table.add_column(title, justify="right")
     for arm, losses in final.items():
         paired = ("", "")
@@ -96,7 +96,7 @@ def _table(final: dict[str, np.ndarray], unit: str) -> Table:
 
 
 def _spread(values: np.ndarray, form: str) -> str:
-    return f"{values.mean():{form}} \\[{values.min():{form}}, {values.max():{form}}]"
+    return f"{values.mean():{form}} \\[{values.min():{form}},{values.max():{form}}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

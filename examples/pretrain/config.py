@@ -45,13 +45,13 @@ class Config:
     # Sequences per step; a step sees batch_size * seq_len tokens.
     batch_size: int = 16
     # Optimizer steps per arm.
-    steps: int = 600
+    steps: int = 500
     # Peak learning rate, shared by all arms and by all their parameters.
     learning_rate: float = 4e-3
     # Weight decay, shared by all arms.
     weight_decay: float = 0.1
     # Steps of linear warmup; a cosine to zero follows.
-    warmup_steps: int = 30
+    warmup_steps: int = 25
     # Of the initial weights and of the order of the batches.
     seed: int = 0
     # Steps between validations (the last step is always validated).

@@ -49,6 +49,6 @@ def test_unknown_options_and_values_are_refused(options, capsys):
     ],
 )
 def test_impossible_options_are_refused(changes, message):
-    defaults = {"steps": 200, "width": 128}
+    defaults = {"steps": 200, "warmup_steps": 20, "width": 128}
     with pytest.raises(UsageError, match=message):
         Config(**(defaults | changes))

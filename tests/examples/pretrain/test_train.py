@@ -139,10 +139,10 @@ def test_compare(finished, tmp_path, capsys, monkeypatch):
         row["arm"]: float(row["val_loss"]) for row in tiny.rows(finished / "summary.csv")
     }
     muon, orscale = loss["muon"], loss["orscale"]
-    assert f"{muon:.4f} [{muon:.4f}, {muon:.4f}]" in table
-    assert f"{orscale - 4:.4f} [{orscale - 8:.4f}, {orscale:.4f}]" in table
+    assert f"{muon:.4f} [{muon:.4f},{muon:.4f}]" in table
+    assert f"{orscale - 4:.4f} [{orscale - 8:.4f},{orscale:.4f}]" in table
     gap = orscale - muon
-    assert f"{gap - 4:+.4f} [{gap - 8:+.4f}, {gap:+.4f}]" in table
+    assert f"{gap - 4:+.4f} [{gap - 8:+.4f},{gap:+.4f}]" in table
     assert f"{1 + (gap < 0)} of 2" in table
     assert np.asarray(Image.open(figure)).shape[1] == 1500
 
