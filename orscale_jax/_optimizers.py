@@ -289,7 +289,9 @@ def _orthogonalized(
     _checks.number("adam_weight_decay", adam_weight_decay, at_least=0, schedule=True)
     _check_mesh(mesh)
 
-    def matrices(axes: WeightDimensionNumbers, mask: Mask | None) -> Any:
+    def matrices(
+        axes: WeightDimensionNumbers, mask: Mask | None
+    ) -> optax.GradientTransformation:
         return optax.chain(
             # M ← μM + G, M̃ = μM + G
             optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype),
@@ -326,11 +328,28 @@ def _orthogonalized(
 
     matrices(None, None)  # The stages refuse bad hyperparameters now, not at init.
 
-    def route(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+    optimizer = _partition(matrices, others, weight_dimension_numbers, weight_decay_mask)
+    return in_float32(optimizer)
+
+
+def _partition(
+    matrices: Callable[
+        [WeightDimensionNumbers, Mask | None], optax.GradientTransformation
+    ],
+    others: Callable[[Mask | None], optax.GradientTransformation],
+    weight_dimension_numbers: WeightDimensionNumbers,
+    weight_decay_mask: Mask | None,
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`optax.partition`, built once the parameters are there.
+
+    Callables then see the whole tree, and not the half that a partition leaves of it.
+    """
+
+    def at(tree: PyTree) -> optax.GradientTransformationExtraArgs:
         axes = matrix_axes(weight_dimension_numbers, tree)
-        mask = (
-            weight_decay_mask(tree) if callable(weight_decay_mask) else weight_decay_mask
-        )
+        mask = weight_decay_mask
+        if callable(mask):
+            mask = mask(tree)
         labels = jax.tree.map(
             lambda leaf: "matrix" if isinstance(leaf, MatrixAxes) else "adamw",
             axes,
@@ -341,15 +360,15 @@ def _orthogonalized(
         )
 
     def init(params: PyTree) -> optax.OptState:
-        return route(params).init(params)
+        return at(params).init(params)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, optax.OptState]:
         tree = updates if params is None else params
-        return route(tree).update(updates, state, params, **extra_args)
+        return at(tree).update(updates, state, params, **extra_args)
 
-    return in_float32(optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _default(value: Any, otherwise: Any) -> Any:
