@@ -200,11 +200,11 @@ class CalibratedTrustRatioState(NamedTuple):
     matrix) and dtype float32 (float64 for float64 parameters).
     """
 
-    #: c: 0 while unset, inf for a matrix without initial scale.
+    #: The constant c, 0 while unset, inf for a matrix without initial scale.
     calibration: PyTree
-    #: r, before clipping; 1 before the first step.
+    #: The ratio r before clipping, 1 before the first step.
     raw_trust_ratio: PyTree
-    #: r̂, what was applied; 1 before the first step.
+    #: The ratio r̂ that was applied, 1 before the first step.
     trust_ratio: PyTree
 
 
