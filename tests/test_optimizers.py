@@ -345,10 +345,10 @@ def test_ambiguous_and_misfitting_leaves_are_named():
 
 
 def test_decay_mask_and_the_fallbacks_own_hyperparameters():
-    params = leaves.random_tree(0)
+    names = ("tall", "wide", "square", "embedding", "bias")
+    params, grads = ({n: leaves.random_tree(seed)[n] for n in names} for seed in (0, 1))
     mask = {name: name in ("tall", "embedding") for name in params}
     zero = jax.tree.map(jnp.zeros_like, params)
-    grads = leaves.random_tree(1)
     for given in (mask, lambda tree: mask):
         optimizer = orscale(
             0.1,
@@ -356,7 +356,7 @@ def test_decay_mask_and_the_fallbacks_own_hyperparameters():
             adam_learning_rate=0.2,
             adam_weight_decay=0.25,
             weight_decay_mask=given,
-            weight_dimension_numbers=leaves.DIMENSIONS,
+            weight_dimension_numbers={n: leaves.DIMENSIONS[n] for n in names},
         )
         state = optimizer.init(params)
         update = jax.jit(optimizer.update)
