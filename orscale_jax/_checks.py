@@ -17,12 +17,13 @@ def number(
     *,
     at_least: float = -np.inf,
     below: float = np.inf,
+    infinite: bool = False,
     schedule: bool = False,
     optional: bool = False,
 ) -> None:
-    """Refuse ``value`` unless it is a real scalar in ``[at_least, below]``.
+    """Refuse ``value`` unless it is a real scalar in ``[at_least, below)``.
 
-    ``below`` is excluded unless it is infinite.
+    ``infinite``, ``schedule`` and ``optional`` let infinities, callables and None pass.
     """
     if isinstance(value, jax.core.Tracer):
         return
@@ -31,14 +32,12 @@ def number(
     wanted = "a number" + " or a schedule" * schedule + " or None" * optional
     if not _is_real_scalar(value):
         refuse(name, value, f"pass {wanted}")
-    inside = at_least <= float(value) and (float(value) < below or np.isinf(below))
-    if not inside:
-        interval = (
-            f"[{at_least:g}, {below:g})"
-            if np.isfinite(below)
-            else (f"at least {at_least:g}" if np.isfinite(at_least) else "not NaN")
-        )
-        refuse(name, value, f"pass {wanted}, {interval}")
+    number = float(value)
+    if infinite and np.isinf(number):
+        return
+    if not at_least <= number < below or np.isinf(number):
+        interval = f"in [{at_least:g}, {below:g})".replace("[-inf", "(-inf")
+        refuse(name, value, f"pass {wanted} {interval}")
 
 
 def ordered(low_name: str, low: Any, high_name: str, high: Any) -> None:

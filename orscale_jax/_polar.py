@@ -114,10 +114,10 @@ def polar_factor(
     r"""Approximate polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
 
     Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is taken in float32 (float64
-    for ``dtype=float64``) after dividing by the largest entry, so that the result does
-    not depend on the scale of ``x`` and nothing overflows or underflows. Products
-    accumulate in float32 and are rounded to ``dtype`` once each. A zero matrix gives
-    zero; a matrix with a NaN or an infinity gives NaN.
+    where ``x`` or ``dtype`` is float64) after dividing by the largest entry, so that the
+    result does not depend on the scale of ``x`` and nothing overflows or underflows.
+    Products accumulate in float32 and are rounded to ``dtype`` once each. A zero matrix
+    gives zero; a matrix with a NaN or an infinity gives NaN.
 
     Presets, with the range that five steps bring normalised singular values from
     [1e-3, 1] to, and the margin (see the module's docstring):
@@ -236,7 +236,10 @@ def _newton_schulz(
         product = einsum("...ij,...jk->...ik", left, right)
         return rounded(a * x.astype(accumulator) + product)
 
-    start = rounded(_normalize(x.astype(accumulator)))
+    # A float64 input may lie beyond float32's range.
+    wide_dtype = max(accumulator, _accumulator(x.dtype), key=lambda kind: kind.itemsize)
+    normalized = _normalize(x.astype(wide_dtype))
+    start = rounded(normalized.astype(accumulator))
     return jax.lax.fori_loop(0, steps, step, start).astype(x.dtype)
 
 

@@ -261,8 +261,8 @@ def scale_by_calibrated_trust_ratio(
       Lou & You, *OrScale*, Definitions 1 and 2, Algorithm 1, lines 4 to 11.
     """
     _checks.flag("calibrate", calibrate)
-    _checks.number("r_min", r_min)
-    _checks.number("r_max", r_max)
+    _checks.number("r_min", r_min, infinite=True)
+    _checks.number("r_max", r_max, infinite=True)
     _checks.ordered("r_min", r_min, "r_max", r_max)
     _checks.number("eps", eps, at_least=0)
 

@@ -272,10 +272,12 @@ class TestDegenerateCases:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"learning_rate": -1e-3}, "learning_rate=-0.001.*at least 0"),
+        ({"learning_rate": -1e-3}, r"learning_rate=-0.001.*in \[0, inf\)"),
         ({"learning_rate": "fast"}, "learning_rate='fast'.*number or a schedule"),
         ({"learning_rate": None}, "learning_rate=None"),
         ({"learning_rate": np.nan}, "learning_rate=nan"),
+        ({"learning_rate": np.inf}, "learning_rate=inf"),
+        ({"weight_decay": np.inf}, "weight_decay=inf"),
         ({"momentum": 1.0}, r"momentum=1\.0.*\[0, 1\)"),
         ({"momentum": -0.1}, "momentum=-0.1"),
         ({"momentum": True}, "momentum=True"),

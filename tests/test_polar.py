@@ -147,6 +147,9 @@ def test_float64_is_float64(enable_x64):
     q = polar_factor(jnp.asarray(x), dtype=jnp.float64)
     assert q.dtype == jnp.float64
     np.testing.assert_allclose(q, oracle.newton_schulz(x), atol=1e-12)
+    for scale in (1e-200, 1e200):  # Beyond float32, also where the products are float32.
+        scaled = polar_factor(jnp.asarray(x * scale))
+        np.testing.assert_allclose(scaled, oracle.newton_schulz(x), atol=2e-5)
     exact = polar_factor(jnp.asarray(x), dtype=jnp.float64, steps=12)
     np.testing.assert_allclose(exact, oracle.svd_polar(x), atol=1e-12)
 
