@@ -35,7 +35,7 @@ def number(
     number = float(value)
     if infinite and np.isinf(number):
         return
-    if not at_least <= number < below or np.isinf(number):
+    if not at_least <= number < below:
         interval = f"in [{at_least:g}, {below:g})".replace("[-inf", "(-inf")
         refuse(name, value, f"pass {wanted} {interval}")
 

@@ -378,15 +378,22 @@ def test_decay_mask_and_the_fallbacks_own_hyperparameters():
         assert leaves.relative_error(params["wide"] + decayed["wide"], bare.weight) < 1e-6
 
 
-def test_callable_dimension_numbers_see_the_whole_tree():
+def test_callables_see_the_whole_tree():
     """Not the masked half that optax.partition hands to each group."""
     params = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(4)}
     seen = []
 
+    def look(tree):
+        seen.append(jax.tree.map(jnp.shape, tree))
+
     def numbers(tree):
-        seen.append(jax.tree.map(jnp.shape, tree, is_leaf=lambda x: x is None))
+        look(tree)
         return {"w": Dims(1, 2), "b": None}
 
-    optimizer = orscale(1e-2, weight_dimension_numbers=numbers)
+    def mask(tree):
+        look(tree)
+        return {"w": True, "b": False}
+
+    optimizer = orscale(1e-2, weight_dimension_numbers=numbers, weight_decay_mask=mask)
     jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
-    assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 2
+    assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 4
