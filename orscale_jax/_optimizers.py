@@ -1,7 +1,7 @@
 """OrScale and its limit, Muon: the paper's Algorithm 1."""
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -26,6 +26,22 @@ from orscale_jax._transforms import (
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
+
+
+class Stages(NamedTuple):
+    """What comes between the momentum and the learning rate, for given matrices."""
+
+    #: The axes of the matrices.
+    axes: WeightDimensionNumbers
+    #: M̃ to sQ.
+    direction: optax.GradientTransformation
+    #: Adds λW, once the matrix has received a direction.
+    decay: optax.GradientTransformation
+    #: Multiplies by r̂, measured on what comes in.
+    ratio: optax.GradientTransformation
+
+
+Arrangement: TypeAlias = Callable[[Stages], optax.GradientTransformation]
 
 
 def orscale(
@@ -133,25 +149,20 @@ def orscale(
       Lou & You, *OrScale: Orthogonalized Optimization with Layer-Wise Trust-Ratio
       Scaling*, Algorithm 1.
     """
-
-    def trust_ratio(matrices: WeightDimensionNumbers) -> optax.GradientTransformation:
-        return scale_by_calibrated_trust_ratio(
-            calibrate=calibrate,
-            r_min=r_min,
-            r_max=r_max,
-            eps=eps,
-            weight_dimension_numbers=matrices,
-        )
-
-    return _orthogonalized(
+    return arranged(
+        # D = λW + sQ, r̂D
+        lambda stages: optax.chain(stages.direction, stages.decay, stages.ratio),
         learning_rate,
-        trust_ratio,
         momentum=momentum,
         nesterov=nesterov,
         mu_dtype=mu_dtype,
         weight_decay=weight_decay,
         weight_decay_mask=weight_decay_mask,
         consistent_rms=consistent_rms,
+        calibrate=calibrate,
+        r_min=r_min,
+        r_max=r_max,
+        eps=eps,
         ns_steps=ns_steps,
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
@@ -231,9 +242,9 @@ def muon(
       Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
-    return _orthogonalized(
+    return arranged(
+        lambda stages: optax.chain(stages.direction, stages.decay),
         learning_rate,
-        lambda _: optax.identity(),
         momentum=momentum,
         nesterov=nesterov,
         mu_dtype=mu_dtype,
@@ -253,9 +264,9 @@ def muon(
     )
 
 
-def _orthogonalized(
+def arranged(
+    arrangement: Arrangement,
     learning_rate: ScalarOrSchedule,
-    trust_ratio: Callable[[WeightDimensionNumbers], optax.GradientTransformation],
     *,
     momentum: ArrayLike,
     nesterov: bool,
@@ -273,8 +284,12 @@ def _orthogonalized(
     adam_eps: ArrayLike,
     adam_weight_decay: ScalarOrSchedule | None,
     mesh: jax.sharding.Mesh | None,
+    calibrate: bool = True,
+    r_min: ArrayLike = 0.1,
+    r_max: ArrayLike = 5.0,
+    eps: ArrayLike = 1e-6,
 ) -> optax.GradientTransformationExtraArgs:
-    """Algorithm 1 with a given stage for the ratio, AdamW for what is no matrix."""
+    """Algorithm 1 with its stages as arranged, AdamW for what is no matrix."""
     adam_learning_rate = _default(adam_learning_rate, learning_rate)
     adam_weight_decay = _default(adam_weight_decay, weight_decay)
     _checks.number("learning_rate", learning_rate, at_least=0, schedule=True)
@@ -292,25 +307,35 @@ def _orthogonalized(
     def matrices(
         axes: WeightDimensionNumbers, mask: Mask | None
     ) -> optax.GradientTransformation:
-        return optax.chain(
-            # M ← μM + G, M̃ = μM + G
-            optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype),
-            # Q = NSₖ(M̃)
-            orthogonalize(
-                ns_steps=ns_steps,
-                ns_coeffs=ns_coeffs,
-                ns_dtype=ns_dtype,
-                weight_dimension_numbers=axes,
+        stages = Stages(
+            axes=axes,
+            direction=optax.chain(
+                # Q = NSₖ(M̃)
+                orthogonalize(
+                    ns_steps=ns_steps,
+                    ns_coeffs=ns_coeffs,
+                    ns_dtype=ns_dtype,
+                    weight_dimension_numbers=axes,
+                ),
+                # sQ
+                scale_by_shape(consistent_rms, weight_dimension_numbers=axes),
             ),
-            # sQ
-            scale_by_shape(consistent_rms, weight_dimension_numbers=axes),
-            # D = λW + sQ
-            from_first_nonzero_update(
+            decay=from_first_nonzero_update(
                 optax.add_decayed_weights(weight_decay, mask),
                 weight_dimension_numbers=axes,
             ),
-            # r̂D
-            trust_ratio(axes),
+            ratio=scale_by_calibrated_trust_ratio(
+                calibrate=calibrate,
+                r_min=r_min,
+                r_max=r_max,
+                eps=eps,
+                weight_dimension_numbers=axes,
+            ),
+        )
+        return optax.chain(
+            # M ← μM + G, M̃ = μM + G
+            optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype),
+            arrangement(stages),
             # W ← W − ηr̂D
             optax.scale_by_learning_rate(learning_rate),
         )

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks
+from orscale_jax import _checks, _sharding
 from orscale_jax._matrix import (
     MatrixAxes,
     PyTree,
@@ -60,12 +60,13 @@ def orthogonalize(
     coefficient_table(ns_coeffs, argument="ns_coeffs")
 
     def orthogonal(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+        whole = _sharding.gather(leaf, axes.matrix)
         q = polar_factor(
-            axes.to_matrices(leaf), steps=ns_steps, coeffs=ns_coeffs, dtype=ns_dtype
+            axes.to_matrices(whole), steps=ns_steps, coeffs=ns_coeffs, dtype=ns_dtype
         )
-        return axes.from_matrices(q, like=leaf)
+        return _sharding.shard_like(axes.from_matrices(q, like=whole), leaf)
 
-    return _per_matrix_leaf(orthogonal, weight_dimension_numbers)
+    return per_matrix_leaf(orthogonal, weight_dimension_numbers)
 
 
 def scale_by_shape(
@@ -110,7 +111,7 @@ def scale_by_shape(
         factor = rms * float(np.sqrt(max(axes.matrix_shape(leaf))))
         return (factor * leaf.astype(dtype)).astype(leaf.dtype)
 
-    return _per_matrix_leaf(scale, weight_dimension_numbers)
+    return per_matrix_leaf(scale, weight_dimension_numbers)
 
 
 class FromFirstNonzeroUpdateState(NamedTuple):
@@ -175,13 +176,13 @@ def from_first_nonzero_update(
         transformed, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
-        started = _map_matrices(
+        started = map_matrices(
             lambda axes, before, u: before | jnp.any(u != 0, axis=axes.matrix),
             axes_tree,
             state.started,
             updates,
         )
-        updates = _map_matrices(
+        updates = map_matrices(
             lambda axes, on, u, v: jnp.where(axes.per_matrix(on), v, u),
             axes_tree,
             started,
@@ -232,7 +233,9 @@ def scale_by_calibrated_trust_ratio(
     enters c and gives r = NaN.
 
     Args:
-      calibrate: Whether to anchor c; if False, c = 1 from the start.
+      calibrate: Whether to anchor c; if False, c = 1. It may change between runs: a
+        state without calibration is anchored at its next direction, and one with it
+        goes on with c = 1.
       r_min: Lower bound of the ratio applied. ``-inf`` for none.
       r_max: Upper bound of the ratio applied. ``inf`` for none.
       eps: The floor :math:`\varepsilon`, at least 0.
@@ -283,7 +286,11 @@ def scale_by_calibrated_trust_ratio(
         d = direction.astype(dtype)
         d_norm, w_norm = axes.norms(d), axes.norms(weight.astype(dtype))
         floor = jnp.asarray(eps, dtype)
-        anchored = _anchor(c.astype(dtype), w_norm, d_norm, floor)
+        anchored = (
+            _anchor(c.astype(dtype), w_norm, d_norm, floor)
+            if calibrate
+            else jnp.ones_like(w_norm)
+        )
         raw = _trust_ratio(anchored, w_norm, d_norm, floor)
         clipped = jnp.clip(raw, jnp.asarray(r_min, dtype), jnp.asarray(r_max, dtype))
         return _Scaled(
@@ -299,7 +306,7 @@ def scale_by_calibrated_trust_ratio(
         if params is None:  # Optax's own message, which is not public, from its twin.
             optax.scale_by_trust_ratio().update(updates, optax.EmptyState(), None)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
-        scaled = _map_matrices(scale, axes_tree, updates, params, state.calibration)
+        scaled = map_matrices(scale, axes_tree, updates, params, state.calibration)
 
         def pick(part: Callable[[_Scaled], jax.Array]) -> PyTree:
             return jax.tree.map(part, scaled, is_leaf=lambda x: isinstance(x, _Scaled))
@@ -325,8 +332,18 @@ def _anchor(
 ) -> jax.Array:
     """Definition 2: set c where it is unset and the first direction has come."""
     anchor = w_norm / (d_norm + eps)
-    ready = (c == 0) & (d_norm > 0) & jnp.isfinite(d_norm) & jnp.isfinite(anchor)
-    return jnp.where(ready, jnp.where(anchor > 0, anchor, jnp.inf), c)
+    ready = _unset(c) & (d_norm > 0) & jnp.isfinite(d_norm) & jnp.isfinite(anchor)
+    return jnp.where(ready, jnp.where(anchor > 0, not_one(anchor), jnp.inf), c)
+
+
+def _unset(c: jax.Array) -> jax.Array:
+    """0 from ``init``, or 1 from the checkpoint of a run without calibration."""
+    return (c == 0) | (c == 1)
+
+
+def not_one(c: jax.Array) -> jax.Array:
+    """The number next to 1 where c is 1, which stands for no calibration."""
+    return jnp.where(c == 1, 1 - jnp.finfo(c.dtype).epsneg, c)
 
 
 def _trust_ratio(
@@ -338,7 +355,7 @@ def _trust_ratio(
     return jnp.where(neutral & jnp.isfinite(d_norm), 1, ratio)
 
 
-def _map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> PyTree:
+def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> PyTree:
     """``fn(axes, *leaves)`` at every matrix; other places stay as they are."""
 
     def at(axes: Any, *leaves: Any) -> Any:
@@ -354,15 +371,16 @@ def _filled(
     dtype: Callable[[jax.Array], DTypeLike],
 ) -> PyTree:
     """One ``value`` per matrix."""
+
+    def fill(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+        filled = jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
+        return _sharding.shard_like_axes(filled, leaf, axes.batch)
+
     axes_tree = require_matrices(weight_dimension_numbers, params)
-    return _map_matrices(
-        lambda axes, leaf: jnp.full(axes.batch_shape(leaf), value, dtype(leaf)),
-        axes_tree,
-        params,
-    )
+    return map_matrices(fill, axes_tree, params)
 
 
-def _per_matrix_leaf(
+def per_matrix_leaf(
     fn: Callable[[MatrixAxes, jax.Array], jax.Array],
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
@@ -370,6 +388,6 @@ def _per_matrix_leaf(
 
     def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
-        return _map_matrices(fn, axes_tree, updates)
+        return map_matrices(fn, axes_tree, updates)
 
     return optax.stateless(update)

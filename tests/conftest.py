@@ -10,6 +10,8 @@ import hypothesis
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)  # Meshes to shard over.
+
 # No deadline: an example of a new shape compiles. Derandomized: a run repeats the last.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")

@@ -5,6 +5,7 @@ per matrix, plain loops.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 
@@ -36,9 +37,20 @@ def newton_schulz(x, rows=POLAR_EXPRESS, safety=1.02):
     return x
 
 
+def frobenius(x, eps):
+    return np.linalg.norm(x) + eps
+
+
+def root_mean_square(x, eps):
+    return np.sqrt(np.mean(x**2)) + eps
+
+
 @dataclasses.dataclass
 class Matrix:
-    """One matrix under OrScale (``adaptive``) or Muon."""
+    """One matrix under OrScale (``adaptive``), Muon, or an ablation of OrScale.
+
+    ``denominator`` names what the ratio's denominator is the ``norm`` of.
+    """
 
     weight: np.ndarray
     rms: float | None = 0.2
@@ -50,6 +62,9 @@ class Matrix:
     r_min: float = 0.1
     r_max: float = 5.0
     eps: float = 1e-6
+    denominator: str = "D"
+    norm: Callable = frobenius
+    coupled: bool = True
     c: float | None = None
     r: float = 1.0
     clipped: float = 1.0
@@ -67,14 +82,23 @@ class Matrix:
             self.momentum * self.buffer + gradient if self.nesterov else self.buffer
         )
         scale = 1.0 if self.rms is None else self.rms * max(self.weight.shape) ** 0.5
-        direction = self.decay * self.weight + scale * newton_schulz(lookahead)
-        weight_norm, norm = np.linalg.norm(self.weight), np.linalg.norm(direction)
+        scaled_q = scale * newton_schulz(lookahead)
+        direction = self.decay * self.weight + scaled_q
         if self.adaptive:
-            if self.c is None:
-                self.c = weight_norm / (norm + self.eps)
-            self.r = weight_norm / (self.c * norm + self.eps)
-            self.clipped = min(max(self.r, self.r_min), self.r_max)
-        self.weight = self.weight - rate * self.clipped * direction
+            measured = {"D": direction, "sQ": scaled_q, "M": lookahead}[self.denominator]
+            self.measure(measured)
+        if self.coupled:
+            self.weight = self.weight - rate * self.clipped * direction
+        else:
+            shrunk = (1 - rate * self.decay) * self.weight
+            self.weight = shrunk - rate * self.clipped * scaled_q
+
+    def measure(self, measured):
+        numerator = self.norm(self.weight, 0)
+        if self.c is None:
+            self.c = numerator / self.norm(measured, self.eps)
+        self.r = numerator / self.norm(self.c * measured, self.eps)
+        self.clipped = min(max(self.r, self.r_min), self.r_max)
 
 
 @dataclasses.dataclass

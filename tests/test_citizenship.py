@@ -1,4 +1,4 @@
-"""What every Optax transformation owes its users."""
+"""What every Optax transformation owes its users: each optimizer and each ablation."""
 
 import functools
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -17,6 +18,7 @@ from orscale_jax import (
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
 )
+from tests.runs import ABLATIONS
 
 OPTIMIZERS = {
     "orscale": orscale,
@@ -24,7 +26,7 @@ OPTIMIZERS = {
         orscale, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5
     ),
     "muon": muon,
-}
+} | ABLATIONS
 NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
 SHAPES = {"w": (6, 4), "stack": (3, 4, 5), "b": (4,)}
 
@@ -117,9 +119,17 @@ def test_no_host_callbacks_and_no_float64_in_the_program(build):
     assert "callback" not in text and "f64" not in text
 
 
-@pytest.mark.parametrize("params_dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("grads_dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("mu_dtype", [None, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize(
+    "params_dtype, grads_dtype, mu_dtype",
+    [
+        (jnp.float32, jnp.float32, None),
+        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+        (jnp.bfloat16, jnp.bfloat16, None),
+        (jnp.bfloat16, jnp.float32, jnp.float32),
+        (jnp.float16, jnp.bfloat16, None),
+        (jnp.float16, jnp.float32, jnp.bfloat16),
+    ],
+)
 def test_dtypes_never_change(build, params_dtype, grads_dtype, mu_dtype):
     optimizer = build(lambda step: 1e-2 / (1 + step), mu_dtype=mu_dtype)
     params, grads = tree(0, params_dtype), tree(1, grads_dtype)
@@ -209,8 +219,9 @@ def test_a_traced_learning_rate(build):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("factory", [orscale, muon])
-def test_inject_hyperparams_without_static_args(factory):
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_inject_hyperparams_without_static_args(name):
+    factory = OPTIMIZERS[name]
     params = {"w": tree(0)["w"], "b": tree(0)["b"]}
     grads = {"w": tree(1)["w"], "b": tree(1)["b"]}
     plain = factory(1e-3)
@@ -332,8 +343,48 @@ def test_none_leaves_stay_none(build):
     assert updates["absent"] is None
 
 
-@pytest.mark.parametrize("build_", [orscale, muon])
-def test_learns(build_):
+def test_extra_arguments_are_passed_over(build):
+    optimizer = build(1e-2)
+    params, grads = tree(0), tree(1)
+    state = optimizer.init(params)
+    assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
+    plain = optimizer.update(grads, state, params)
+    found = optimizer.update(grads, state, params, value=1.0, unknown=None)
+    assert_trees_close(found, plain)
+
+
+def test_sharding_types_are_kept(build):
+    """On a mesh of Explicit axes: of leaves sharded over matrices, rows and columns."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    specs = {"w": P("a", "b"), "stack": P("a", None, "b"), "b": P("b")}
+    shapes = {"w": (8, 16), "stack": (4, 12, 8), "b": (4,)}
+
+    def shard(seed):
+        rng = np.random.default_rng(seed)
+        return {
+            name: jax.device_put(
+                rng.normal(size=shape).astype(np.float32),
+                jax.NamedSharding(mesh, specs[name]),
+            )
+            for name, shape in shapes.items()
+        }
+
+    optimizer = build(1e-2)
+    params, grads = shard(0), shard(1)
+    alone = [jax.tree.map(np.asarray, x) for x in (params, grads)]
+    expected, _ = optimizer.update(alone[1], optimizer.init(alone[0]), alone[0])
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        updates, after = jax.jit(optimizer.update)(grads, state, params)
+    assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, grads)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+    for _, ratios in optax.tree.get_all_with_path(after, "trust_ratio"):
+        assert jax.typeof(ratios["stack"]).sharding.spec == P("a")
+    assert_trees_close(jax.tree.map(np.asarray, updates), expected)
+
+
+@pytest.mark.parametrize("build", [orscale, muon])
+def test_learns(build):
     """A linear map is found from its values."""
     target = jax.random.normal(jax.random.key(0), (8, 4))
     inputs = jax.random.normal(jax.random.key(1), (64, 8))
@@ -344,7 +395,7 @@ def test_learns(build_):
         )
 
     params = {"w": 0.1 * jax.random.normal(jax.random.key(2), (8, 4)), "b": jnp.zeros(4)}
-    optimizer = build_(optax.linear_schedule(0.1, 0.0, 200), weight_decay=0.0)
+    optimizer = build(optax.linear_schedule(0.1, 0.0, 200), weight_decay=0.0)
 
     def step(carry, _):
         params, state = carry

@@ -1,7 +1,4 @@
-"""`orscale` and `muon` against the float64 oracle, the paper's code, and each other."""
-
-import json
-from pathlib import Path
+"""`orscale` and `muon` against the float64 oracle and each other."""
 
 import jax
 import jax.numpy as jnp
@@ -12,59 +9,10 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale
 from tests import leaves, oracle
+from tests.runs import Oracles, readout, run
 
-DATA = Path(__file__).parent / "data"
 LANGUAGE_MODEL = {}
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
-
-
-def run(optimizer, params, steps, gradients=leaves.random_tree):
-    """The parameters and states after each step."""
-    update = jax.jit(optimizer.update)
-    state, seen = optimizer.init(params), []
-    for step in range(steps):
-        updates, state = update(gradients(step + 1), state, params)
-        params = optax.apply_updates(params, updates)
-        seen.append((params, state))
-    return seen
-
-
-def readout(state, name):
-    [(_, tree)] = optax.tree.get_all_with_path(state, name)
-    return tree
-
-
-class Oracles:
-    """One oracle per matrix and per other leaf of the tree."""
-
-    def __init__(self, params, **arguments):
-        self.matrices = {
-            name: [
-                oracle.Matrix(m, **arguments) for m in leaves.matrices(name, params[name])
-            ]
-            for name in leaves.KINDS
-        }
-        self.others = {
-            name: oracle.AdamW(params[name])
-            for name in params
-            if name not in leaves.KINDS
-        }
-
-    def step(self, gradients, rate):
-        for name, matrices in self.matrices.items():
-            pairs = zip(matrices, leaves.matrices(name, gradients[name]), strict=True)
-            for matrix, gradient in pairs:
-                matrix.step(gradient, rate)
-        for name, other in self.others.items():
-            other.step(gradients[name], rate)
-
-    def assert_close(self, params, tolerance):
-        for name, matrices in self.matrices.items():
-            found = leaves.matrices(name, params[name])
-            for matrix, weight in zip(matrices, found, strict=True):
-                assert leaves.relative_error(weight, matrix.weight) < tolerance, name
-        for name, other in self.others.items():
-            assert leaves.relative_error(params[name], other.weight) < tolerance, name
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0])
@@ -125,53 +73,6 @@ def test_25_steps_against_float64_numpy(arguments, by_hand):
                 by_matrix = [getattr(matrix, attribute) for matrix in matrices]
                 np.testing.assert_allclose(values.ravel(), by_matrix, rtol=1e-5)
     expected.assert_close(seen[-1][0], 1e-5)
-
-
-RECORDED = {
-    "muon": (muon, {"consistent_rms": None}),
-    "muon_moonlight": (muon, {}),
-    "orscale": (orscale, {"consistent_rms": None, "calibrate": False}),
-    "orscale_lm": (orscale, {}),
-    "orscale_muon_moonlight": (orscale, {"calibrate": False}),
-}
-
-
-@pytest.mark.parametrize("variant", RECORDED)
-def test_trajectories_of_the_papers_own_code(variant):
-    build, arguments = RECORDED[variant]
-    inputs, recorded = np.load(DATA / "inputs.npz"), np.load(DATA / f"{variant}.npz")
-    hyper = json.loads(str(recorded["meta"]))["hp"]
-    if build is orscale:
-        arguments = arguments | {"r_min": hyper["r_min"], "r_max": hyper["r_max"]}
-    optimizer = build(
-        hyper["lr"],
-        momentum=hyper["momentum"],
-        weight_decay=hyper["weight_decay"],
-        # (out, in, kh, kw) convolutions, as in PyTorch.
-        weight_dimension_numbers=[Dims(), Dims(), Dims(), Dims(0, (1, 2, 3))],
-        **arguments,
-    )
-    params = [jnp.asarray(inputs[f"w{i}/init"]) for i in range(4)]
-
-    def gradients(step):
-        return [jnp.asarray(inputs[f"w{i}/grad/{step - 1}"]) for i in range(4)]
-
-    for step, (found, state) in enumerate(run(optimizer, params, 10, gradients)):
-        for i in range(4):
-            if f"w{i}/param/{step}" in recorded:
-                error = leaves.relative_error(found[i], recorded[f"w{i}/param/{step}"])
-                assert error < 2e-5
-            for ours, theirs in [
-                ("calibration", "c_denom"),
-                ("raw_trust_ratio", "trust_ratio_raw"),
-                ("trust_ratio", "trust_ratio_clipped"),
-            ]:
-                if f"w{i}/{theirs}" in recorded:
-                    np.testing.assert_allclose(
-                        readout(state, ours)[i],
-                        recorded[f"w{i}/{theirs}"][step],
-                        rtol=1e-4,
-                    )
 
 
 class TestDegenerateCases:

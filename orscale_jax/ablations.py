@@ -1,0 +1,353 @@
+r"""The paper's deleted design choices: OrScale without one of them at a time.
+
+Each function below is one arrangement of the stages that :func:`orscale_jax.orscale`
+chains, :math:`\tilde M \mapsto sQ` (direction), :math:`u \mapsto \lambda W + u` (decay)
+and :math:`u \mapsto \hat r u` (ratio, measured on what it is given). What an ablation
+deletes is where its ratio stands:
+
+- after the direction and the decay, it is OrScale's: :math:`\|\lambda W + sQ\|`;
+- between the two, it does not see the decay, which is then decoupled;
+- around the direction, it sees the raw momentum.
+
+All are optimizers with the arguments of :func:`orscale_jax.orscale`, and with the
+defaults under which the paper reports them. LAMB and LARS, its other baselines, are
+:func:`optax.lamb` and :func:`optax.lars`.
+
+References:
+  Lou & You, *OrScale*, section 5.5, Table 4 (``tab:req-ablation``) and appendix C.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from orscale_jax._matrix import (
+    MatrixAxes,
+    PyTree,
+    WeightDimensionNumbers,
+    require_matrices,
+)
+from orscale_jax._optimizers import Arrangement, Stages, arranged, orscale
+from orscale_jax._transforms import map_matrices, not_one, per_matrix_leaf
+
+Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
+
+
+def _ablation(**defaults: Any) -> Callable[[Arrangement], Optimizer]:
+    """Gives an arrangement the arguments of OrScale, with these defaults."""
+    inherited = inspect.signature(orscale)
+    signature = inherited.replace(
+        parameters=[
+            parameter.replace(default=defaults.get(name, parameter.default))
+            for name, parameter in inherited.parameters.items()
+        ]
+    )
+
+    def decorate(arrangement: Arrangement) -> Optimizer:
+        def optimizer(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return arranged(arrangement, **bound.arguments)
+
+        functools.update_wrapper(optimizer, arrangement)
+        optimizer.__signature__ = signature  # type: ignore[attr-defined]
+        return optimizer
+
+    return decorate
+
+
+class _AroundState(NamedTuple):
+    """States of the ratio and of what it stands around."""
+
+    ratio: optax.OptState
+    inner: optax.OptState
+
+
+def _around(
+    inner: optax.GradientTransformation,
+    ratio: optax.GradientTransformation,
+    axes: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    """Scale what ``inner`` makes of the updates by the ratio of the updates themselves."""
+
+    def init(params: PyTree) -> _AroundState:
+        return _AroundState(ratio.init(params), inner.init(params))
+
+    def update(
+        updates: PyTree, state: _AroundState, params: PyTree | None = None
+    ) -> tuple[PyTree, _AroundState]:
+        _, ratio_state = ratio.update(updates, state.ratio, params)
+        directions, inner_state = inner.update(updates, state.inner, params)
+        scaled = map_matrices(
+            lambda at, direction, r: at.per_matrix(r) * direction,
+            require_matrices(axes, updates),
+            directions,
+            ratio_state.trust_ratio,
+        )
+        return scaled, _AroundState(ratio_state, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _of_root_mean_squares(
+    ratio: optax.GradientTransformation, axes: WeightDimensionNumbers
+) -> optax.GradientTransformation:
+    """The ratio with RMS for Frobenius norms, to be read off its state."""
+
+    def over_root_of_size(at: MatrixAxes, leaf: jax.Array) -> jax.Array:
+        return leaf / np.sqrt(math.prod(at.matrix_shape(leaf)), dtype=leaf.dtype)
+
+    rescale = per_matrix_leaf(over_root_of_size, axes)
+
+    def update(
+        updates: PyTree, state: optax.OptState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.OptState]:
+        rescaled, _ = rescale.update(updates, optax.EmptyState())
+        rescaled_params, _ = rescale.update(params, optax.EmptyState())
+        return ratio.update(rescaled, state, rescaled_params)
+
+    return optax.GradientTransformation(ratio.init, update)
+
+
+def _calibrated_in_bfloat16(
+    ratio: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """The ratio with a c that is anchored on rounded matrices, and rounded itself."""
+    # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
+    rounded = functools.partial(
+        jax.tree.map,
+        functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7),
+    )
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, Any]:
+        _, anchored = ratio.update(rounded(updates), state, rounded(params))
+        calibration = jax.tree.map(not_one, rounded(anchored.calibration))
+        return ratio.update(updates, state._replace(calibration=calibration), params)
+
+    return optax.GradientTransformation(ratio.init, update)
+
+
+@_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
+def polar_factor_denominator(stages: Stages) -> optax.GradientTransformation:
+    r"""Deletes the applied direction from the denominator: :math:`\|Q\|_F`.
+
+    .. math::
+
+      r = \|W\|_F / (\|Q\|_F + \varepsilon), \qquad
+      W \leftarrow (1 - \eta\lambda) W - \eta \, \hat r \, Q.
+
+    The symptom: :math:`\|Q\|_F = \sqrt{\operatorname{rank} Q}` is a constant of the
+    shape, so that the ratio carries no information about the update. In the paper's
+    table it ties with OrScale on CIFAR-10 (94.06) and trails on text (3.231).
+
+    Returns:
+      An optimizer with the arguments of :func:`orscale_jax.orscale`, whose defaults are
+      s = 1, no calibration and bounds 0.5 and 1.5.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import ablations
+      >>> optimizer = ablations.polar_factor_denominator(1e-2, ns_steps=8)
+      >>> params = {"kernel": jnp.eye(9)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> print(optax.tree.get(state, "raw_trust_ratio")["kernel"])  # 3 / √9
+      1.000
+
+    References:
+      Lou & You, *OrScale*, appendix C (the paper's code: ``orscale_muon``).
+    """
+    return optax.chain(stages.direction, stages.ratio, stages.decay)
+
+
+@_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
+def momentum_denominator(stages: Stages) -> optax.GradientTransformation:
+    r"""Deletes the applied direction from the denominator: :math:`\|\tilde M\|_F`.
+
+    .. math::
+
+      r = \|W\|_F / (\|\tilde M\|_F + \varepsilon), \qquad
+      W \leftarrow (1 - \eta\lambda) W - \eta \, \hat r \, Q.
+
+    The symptom: the momentum's norm has the units of the gradient, and r sits orders of
+    magnitude from 1; the paper logs :math:`\hat r = r_{\max}` on 99.75 to 100 % of the
+    steps, which is Muon with another learning rate (its Theorem "collapse").
+
+    Returns:
+      An optimizer with the arguments of :func:`orscale_jax.orscale`, whose defaults are
+      s = 1, no calibration and bounds 0.5 and 1.5. Momenta whose squares underflow
+      float32 (norms below about 1e-19) count as zero, with r = 1.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import ablations
+      >>> optimizer = ablations.momentum_denominator(1e-2)
+      >>> params = {"kernel": jnp.eye(9)}
+      >>> grads = {"kernel": 1e-4 * jnp.eye(9)}
+      >>> _, state = optimizer.update(grads, optimizer.init(params), params)
+      >>> print(optax.tree.get(state, "trust_ratio")["kernel"])
+      1.5
+
+    References:
+      Lou & You, *OrScale*, appendix C (the paper's code: ``mutrust``).
+    """
+    return optax.chain(_around(stages.direction, stages.ratio, stages.axes), stages.decay)
+
+
+@_ablation(calibrate=False, r_min=0.5, r_max=1.5)
+def momentum_rms_denominator(stages: Stages) -> optax.GradientTransformation:
+    r"""Deletes the applied direction from the denominator: RMS(M̃), with s.
+
+    .. math::
+
+      r = \mathrm{RMS}(W) / (\mathrm{RMS}(\tilde M) + \varepsilon), \qquad
+      W \leftarrow (1 - \eta\lambda) W - \eta \, \hat r \, s Q.
+
+    The symptom is that of :func:`momentum_denominator`, whose ratio this is but for
+    :math:`\varepsilon`, here a floor per entry: :math:`\hat r = r_{\max}` on 99.5 to
+    100 % of the steps.
+
+    Returns:
+      An optimizer with the arguments of :func:`orscale_jax.orscale`, whose defaults are
+      no calibration and bounds 0.5 and 1.5.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import ablations
+      >>> optimizer = ablations.momentum_rms_denominator(1e-2, momentum=0.0, eps=0.5)
+      >>> params = {"kernel": jnp.ones((9, 4))}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> print(optax.tree.get(state, "raw_trust_ratio")["kernel"].round(4))  # 1 / 1.5
+      0.6667
+
+    References:
+      Lou & You, *OrScale*, appendix C (the paper's code: ``muscale``).
+    """
+    ratio = _of_root_mean_squares(stages.ratio, stages.axes)
+    return optax.chain(_around(stages.direction, ratio, stages.axes), stages.decay)
+
+
+@_ablation(calibrate=False)
+def uncalibrated(stages: Stages) -> optax.GradientTransformation:
+    r"""Deletes the calibration: c = 1, with Moonlight's s.
+
+    .. math::
+
+      r = \|W\|_F / (\|\lambda W + sQ\|_F + \varepsilon), \qquad
+      W \leftarrow W - \eta \, \hat r \, (\lambda W + sQ).
+
+    The symptom: r starts at about RMS(W)/0.2, between 0.11 and 0.26 in the layers of the
+    paper's 125M model, so that a tuned learning rate no longer transfers; it needs to be
+    2.5 to 3 times as large, and the loss is still behind (3.2232 against 3.2120).
+
+    Returns:
+      ``orscale(..., calibrate=False)``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import ablations
+      >>> optimizer = ablations.uncalibrated(1e-3, weight_decay=0.0, ns_steps=8)
+      >>> params = {"kernel": 0.02 * jnp.eye(16)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> print(optax.tree.get(state, "raw_trust_ratio")["kernel"])  # 0.02 / (0.2 √16)
+      0.025
+
+    References:
+      Lou & You, *OrScale*, sections 5.4 and 5.5, appendix C (the paper's code:
+      ``orscale_muon_moonlight``).
+    """
+    return optax.chain(stages.direction, stages.decay, stages.ratio)
+
+
+@_ablation()
+def decoupled_weight_decay(stages: Stages) -> optax.GradientTransformation:
+    r"""Deletes the coupling of the decay: the ratio neither scales nor sees it.
+
+    .. math::
+
+      r = \|W\|_F / (c \|sQ\|_F + \varepsilon), \qquad
+      W \leftarrow (1 - \eta\lambda) W - \eta \, \hat r \, s Q.
+
+    The symptom: growing weights raise r, which makes them grow faster, and a decay that
+    does not scale with r cannot stop it. There is no ceiling :math:`1/(c\lambda)` before
+    the clip; the paper logs 10 to 50 times larger weight norms on MLPs and output
+    projections, and a loss of 3.305.
+
+    Returns:
+      An optimizer with the arguments and defaults of :func:`orscale_jax.orscale`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import ablations
+      >>> optimizer = ablations.decoupled_weight_decay(1e-2)
+      >>> params = {"kernel": jnp.eye(3)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> print(optax.tree.get(state, "raw_trust_ratio")["kernel"])
+      1.000
+
+    References:
+      Lou & You, *OrScale*, section 3.1 and appendix C (the paper's code: ``FM3``).
+    """
+    return optax.chain(stages.direction, stages.ratio, stages.decay)
+
+
+@_ablation()
+def bfloat16_calibration(stages: Stages) -> optax.GradientTransformation:
+    r"""Deletes the precision of the calibration: c in bfloat16.
+
+    c is anchored on W and D rounded to bfloat16 and rounded itself, to 8 significant
+    bits; all else is :func:`orscale_jax.orscale`. r then starts up to 0.4 % away from 1,
+    by a factor that stays. The symptom: a loss of 3.2158 instead of 3.2120.
+
+    Returns:
+      An optimizer with the arguments and defaults of :func:`orscale_jax.orscale`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import ablations
+      >>> optimizer = ablations.bfloat16_calibration(1e-2)
+      >>> params = {"kernel": jnp.eye(3)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> c = optax.tree.get(state, "calibration")["kernel"]
+      >>> print(c == c.astype(jnp.bfloat16))
+      True
+
+    References:
+      Lou & You, *OrScale*, Table 3 (``tab:calibration``).
+    """
+    ratio = _calibrated_in_bfloat16(stages.ratio)
+    return optax.chain(stages.direction, stages.decay, ratio)
+
+
+@_ablation(r_min=-np.inf, r_max=np.inf)
+def unclipped(stages: Stages) -> optax.GradientTransformation:
+    r"""Deletes the clip: :math:`\hat r = r`.
+
+    The symptom: a transient, r reaches 9.6 in the first 5 % of the paper's steps before
+    the ceiling :math:`1/(c\lambda)` of the coupled decay engages, and the loss is 3.2187
+    instead of 3.2120.
+
+    Returns:
+      ``orscale(..., r_min=-inf, r_max=inf)``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import ablations
+      >>> optimizer = ablations.unclipped(1e-2)
+      >>> params, grown = {"kernel": 0.01 * jnp.eye(3)}, {"kernel": 0.09 * jnp.eye(3)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> _, state = optimizer.update(params, state, grown)
+      >>> print(optax.tree.get(state, "trust_ratio")["kernel"] > 5)
+      True
+
+    References:
+      Lou & You, *OrScale*, appendix C, "Clip removal".
+    """
+    return optax.chain(stages.direction, stages.decay, stages.ratio)
