@@ -1,0 +1,268 @@
+"""States saved with Orbax, restored, and carried on; docs/checkpoints.md in tests."""
+
+import functools
+import gc
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import ablations, muon, orscale, scale_by_calibrated_trust_ratio
+from tests.runs import readout
+
+NUMBERS = {"w": Dims(0, 1), "late": Dims(0, 1), "stack": Dims(1, 2), "b": None}
+VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
+STEPS = 6
+
+
+def build(factory=orscale, rate=1e-2, **arguments):
+    return factory(rate, **({"weight_dimension_numbers": NUMBERS} | arguments))
+
+
+OPTIMIZERS = {
+    "orscale": build(),
+    "vision": build(**VISION),
+    "muon": build(muon),
+    "momentum_denominator": build(ablations.momentum_denominator),
+    "bfloat16_calibration": build(ablations.bfloat16_calibration),
+    "bfloat16_momentum": build(mu_dtype=jnp.bfloat16),
+    "schedule": build(rate=optax.linear_schedule(1e-2, 0.0, STEPS)),
+    "injected": optax.inject_hyperparams(orscale)(
+        learning_rate=optax.linear_schedule(1e-2, 0.0, STEPS),
+        weight_dimension_numbers=NUMBERS,
+    ),
+}
+
+
+def params():
+    rng = np.random.default_rng(0)
+    shapes = {"w": (6, 4), "late": (4, 4), "stack": (3, 4, 5), "b": (4,)}
+    tree = {k: jnp.asarray(rng.normal(size=s), jnp.float32) for k, s in shapes.items()}
+    return tree | {"stack": tree["stack"].at[2].set(0)}  # No initial scale: c = inf.
+
+
+def gradients(step):
+    """Of a matrix that waits until step 4, and an expert that waits until step 3."""
+    rng = np.random.default_rng(step)
+    grads = jax.tree.map(
+        lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params()
+    )
+    return grads | {
+        "late": grads["late"] * (step >= 4),
+        "stack": grads["stack"].at[0].multiply(step >= 3),
+    }
+
+
+@functools.cache
+def compiled(optimizer):
+    return jax.jit(optimizer.update)
+
+
+def advance(optimizer, run, steps):
+    """The weights and the state after each of the steps."""
+    seen = []
+    for step in steps:
+        weights, state = run
+        updates, state = compiled(optimizer)(gradients(step), state, weights)
+        run = optax.apply_updates(weights, updates), state
+        seen.append(run)
+    return seen
+
+
+def start(optimizer):
+    return params(), optimizer.init(params())
+
+
+def save_and_restore(folder, run, optimizer):
+    """The run, by way of the disk, in the structure that ``optimizer`` has."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "checkpoint", run)
+        checkpointer.wait_until_finished()
+        abstract = jax.eval_shape(lambda: start(optimizer))
+        return checkpointer.restore(folder / "checkpoint", abstract)
+
+
+def assert_equal_to_the_bit(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    dtypes = [jax.tree.map(lambda leaf: leaf.dtype, tree) for tree in (found, expected)]
+    assert dtypes[0] == dtypes[1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_step_can_be_resumed_to_the_bit(name, tmp_path):
+    optimizer = OPTIMIZERS[name]
+    begin = start(optimizer)
+    seen = advance(optimizer, begin, range(1, STEPS + 1))
+    for step, run in enumerate([begin, *seen[:-1]]):
+        folder = tmp_path / str(step)
+        restored = save_and_restore(folder, run, optimizer)
+        assert_equal_to_the_bit(restored, run)
+        carried_on = advance(optimizer, restored, range(step + 1, STEPS + 1))
+        assert_equal_to_the_bit(carried_on[-1], seen[-1])
+
+
+def test_the_trees_above_are_uncalibrated_half_calibrated_and_calibrated():
+    optimizer = OPTIMIZERS["orscale"]
+    seen = [start(optimizer), *advance(optimizer, start(optimizer), range(1, STEPS + 1))]
+    c = [readout(state, "calibration") for _, state in seen]
+    set_at = [[int(x["late"] > 0), *(x["stack"] > 0).astype(int).tolist()] for x in c]
+    assert set_at == [[0, 0, 0, 0]] + 2 * [[0, 0, 1, 1]] + [[0, 1, 1, 1]] + 3 * [[1] * 4]
+    assert c[-1]["stack"][2] == jnp.inf
+
+
+def after(optimizer, steps):
+    return advance(optimizer, start(optimizer), range(1, steps + 1))[-1]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"rate": 3e-2},
+        {"momentum": 0.8},
+        {"nesterov": False},
+        {"r_max": 1.01, "r_min": 0.99},
+        {"eps": 1e-3},
+        {"ns_steps": 7},
+        {"ns_coeffs": "jordan"},
+        {"ns_dtype": jnp.bfloat16},
+        {"adam_b2": 0.9},
+        {"mu_dtype": jnp.bfloat16},
+    ],
+    ids=lambda arguments: next(iter(arguments)),
+)
+def test_hyperparameters_take_over_at_the_next_step(arguments, tmp_path):
+    """Nothing that is stored depends on them: the same as if the object had changed."""
+    run, changed = after(build(), 4), build(**arguments)
+    restored = save_and_restore(tmp_path, run, changed)
+    [(weights, state)] = advance(changed, restored, [5])
+    kept = jax.tree.map(lambda x, a: x.astype(a.dtype), run, restored)
+    [(expected, _)] = advance(changed, kept, [5])
+    assert_equal_to_the_bit(weights, expected)
+    assert_equal_to_the_bit(readout(state, "calibration"), readout(run[1], "calibration"))
+    [(unchanged, _)] = advance(build(), run, [5])
+    assert any((weights[k] != unchanged[k]).any() for k in weights)
+
+
+def test_switching_calibration_on_anchors_at_the_next_direction(tmp_path):
+    run = after(build(calibrate=False), 4)
+    assert (readout(run[1], "calibration")["stack"] == 1).all()
+    restored = save_and_restore(tmp_path, run, build())
+    seen = advance(build(), restored, [5, 6])
+    for leaf in ("w", "late"):
+        ratios = [readout(state, "raw_trust_ratio")[leaf] for _, state in seen]
+        np.testing.assert_allclose(ratios[0], 1, rtol=1e-5)
+        assert ratios[1] != 1
+        c = [readout(state, "calibration")[leaf] for _, state in seen]
+        assert c[0] == c[1] != 1
+    # As a run that begins with the same weights and momentum.
+    fresh = optax.tree.set(
+        run[1],
+        calibration=jax.tree.map(jnp.zeros_like, readout(run[1], "calibration")),
+    )
+    assert_equal_to_the_bit(seen, advance(build(), (run[0], fresh), [5, 6]))
+
+
+def test_switching_calibration_off_goes_on_with_one(tmp_path):
+    run, plain = after(build(), 4), build(calibrate=False)
+    restored = save_and_restore(tmp_path, run, plain)
+    [(_, state)] = advance(plain, restored, [5])
+    ones = jax.tree.map(jnp.ones_like, readout(run[1], "calibration"))
+    assert_equal_to_the_bit(readout(state, "calibration"), ones)
+    never = optax.tree.set(run[1], calibration=ones)
+    assert_equal_to_the_bit(state, advance(plain, (run[0], never), [5])[0][1])
+
+
+def test_a_calibration_of_one_is_not_mistaken_for_none():
+    """‖W‖ = ‖D‖ + ε exactly: c is the number next to 1, set once."""
+    stage = scale_by_calibrated_trust_ratio(eps=0.0)
+    w = jnp.eye(4)
+    _, state = stage.update(w, stage.init(w), w)
+    assert state.calibration == 1 - 2.0**-24
+    _, state = stage.update(w, state, 3 * w)
+    assert state.calibration == 1 - 2.0**-24
+    np.testing.assert_allclose(state.trust_ratio, 3, rtol=1e-6)
+
+
+@pytest.mark.parametrize("arguments", [{"weight_decay": 0.4}, {"consistent_rms": 0.4}])
+def test_what_stands_in_c_is_anchored_again_on_request(arguments, tmp_path):
+    """λ and s are part of c: r jumps when they change, until c is set to zero."""
+    run, changed = after(build(), 4), build(r_max=99.0, **arguments)
+    weights, state = save_and_restore(tmp_path, run, changed)
+    _, jumped = advance(changed, (weights, state), [5])[0]
+    _, before = advance(build(r_max=99.0), run, [5])[0]
+    ratio = readout(jumped, "raw_trust_ratio")["w"]
+    assert ratio < 0.9 * readout(before, "raw_trust_ratio")["w"]
+    unset = jax.tree.map(jnp.zeros_like, readout(state, "calibration"))
+    state = optax.tree.set(state, calibration=unset)
+    _, anchored = advance(changed, (weights, state), [5])[0]
+    np.testing.assert_allclose(readout(anchored, "raw_trust_ratio")["w"], 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        (build(muon), "structures do not match"),
+        (build(ablations.decoupled_weight_decay), "Structure mismatch.*calibration"),
+        (build(ablations.momentum_denominator), "Structure mismatch.*calibration|do not"),
+        (build(rate=lambda _: 1e-2), "Structure mismatch.*count"),
+        (build(weight_decay=lambda _: 0.1), "Structure mismatch.*count"),
+        (
+            build(weight_dimension_numbers=NUMBERS | {"stack": None}),
+            r"Structure mismatch.*'mu', 'stack'",
+        ),
+        (optax.adamw(1e-2), "mismatch|do not match"),
+    ],
+    ids=[
+        "muon",
+        "decoupled",
+        "momentum",
+        "schedule",
+        "decay_schedule",
+        "routing",
+        "adamw",
+    ],
+)
+@pytest.mark.parametrize("back", [False, True])
+def test_another_structure_is_an_error(other, words, back, tmp_path):
+    saved, restored = (other, build()) if back else (build(), other)
+    match = "mismatch|do not match" if back else words
+    with pytest.raises(ValueError, match=match):
+        save_and_restore(tmp_path, after(saved, 2), restored)
+
+
+@pytest.mark.parametrize("axes", [Dims(0, (1, 2)), Dims(0, 2), Dims(0, 1)])
+def test_other_matrices_are_an_error(axes, tmp_path, monkeypatch):
+    """Read as one matrix, or as a batch along another axis, c has another shape."""
+    other = build(weight_dimension_numbers=NUMBERS | {"stack": axes})
+
+    def refusal():
+        try:
+            save_and_restore(tmp_path, after(build(), 2), other)
+        except ValueError as error:
+            return str(error)
+
+    # Orbax leaves the reads of the other leaves behind, which complain when collected.
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    message = refusal()
+    gc.collect()
+    assert "not compatible with the stored shape: (3,)" in message
+
+
+def test_under_other_wrappers(tmp_path):
+    """The state of a whole training program: clipping, accumulation, finite checks."""
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.apply_if_finite(
+            optax.MultiSteps(build(), every_k_schedule=2).gradient_transformation(),
+            max_consecutive_errors=3,
+        ),
+    )
+    seen = advance(optimizer, start(optimizer), range(1, STEPS + 1))
+    restored = save_and_restore(tmp_path, seen[2], optimizer)
+    carried_on = advance(optimizer, restored, range(4, STEPS + 1))
+    assert_equal_to_the_bit(carried_on[-1], seen[-1])
