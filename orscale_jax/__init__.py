@@ -2,6 +2,9 @@
 
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax._polar import polar_factor as polar_factor
+from orscale_jax._polar_express import (
+    polar_express_coefficients as polar_express_coefficients,
+)
 from orscale_jax._transforms import (
     CalibratedTrustRatioState as CalibratedTrustRatioState,
     FromFirstNonzeroUpdateState as FromFirstNonzeroUpdateState,

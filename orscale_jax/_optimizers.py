@@ -104,7 +104,7 @@ def orscale(
       eps: The floor :math:`\varepsilon`, at least 0.
       ns_steps: Newton–Schulz steps k, at least 1.
       ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table; see
-        :func:`polar_factor`.
+        :func:`polar_factor` and :func:`polar_express_coefficients`.
       ns_dtype: Of the Newton–Schulz products. None: bfloat16 where products accumulate in
         float32 (GPU, TPU), else float32.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to

@@ -4,11 +4,14 @@ One step maps :math:`X \mapsto aX + (bA + cA^2)X` with :math:`A = XX^\top`, so t
 singular value moves by the odd quintic :math:`p(x) = ax + bx^3 + cx^5` while the
 singular vectors stay. The tables below say which polynomials are composed.
 
-Stability margins: in arithmetic that errs by a relative :math:`\delta` per step, each
-step's result :math:`x` becomes :math:`x(1 \pm \delta)`. A table's margin is the largest
-:math:`\delta` for which five steps stay bounded (by 10; beyond it they explode) for every
-normalised singular value and every sequence of signs; ``tests/test_polar.py`` computes
-them.
+Stability margins: let each of a step's three products, :math:`A`, :math:`A^2` and
+:math:`(bA + cA^2)X`, err by a relative :math:`\delta`, with the worst sign for every
+product of every step. A table's margin is the largest :math:`\delta` for which singular
+values that start in [0, 1] stay bounded (by 10; beyond it they explode). Where the errors
+are the roundings of :func:`_newton_schulz` instead (the operand of the square, the
+polynomial, the result), the margin is smaller, since the square doubles its operand's
+error: it has to exceed the unit roundoff of the dtype. ``docs/newton_schulz.md`` lists
+both for every number of steps.
 """
 
 import functools
@@ -20,25 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks
+from orscale_jax import _checks, _polar_express as _express
 
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
-
-# Amsel et al. 2025 (arXiv:2505.16932), the table its authors publish for use: lower
-# bound 1e-3, 5 steps, safety factor 1.02, cushion 0.02. The last two rows carry the same
-# greedy construction on: the optimal quintic for [0.85887, 1.14113], the interval left by
-# row 5, then the limit of all such polynomials, the Padé step.
-_POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-    (1.8963464975496418, -1.2735192189677562, 0.3773595922263333),
-    (1.875, -1.25, 0.375),
-)
-# The input is divided by 1.02 times its norm, which row 1 can do on the way.
-_POLAR_EXPRESS_SAFETY = 1.02
 
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
 _JORDAN = ((3.4445, -4.7750, 2.0315),)
@@ -54,18 +41,21 @@ _DION = (
 )
 
 
-def _divide_input(
-    table: Sequence[Sequence[float]], by: float
-) -> Sequence[Sequence[float]]:
-    (a, b, c), *rest = table
-    return ((a / by, b / by**3, c / by**5), *rest)
+def _polar_express_table() -> np.ndarray:
+    """The table published for bfloat16 (arXiv:2505.16932), and how it goes on."""
+    lower, safety = 1e-3, 1.02
+    table = _express.polar_express_coefficients(
+        lower, steps=5, safety_factor=safety, cushion=0.02
+    )
+    for row in table:
+        lower = float(_express.evaluate(row, lower))
+    # It is made for x / (1.02 norm(x)); its first row can divide on the way.
+    table[0] = _express.divide_argument(table[0], safety)
+    # One step on, the interval has all but closed, and the optimum is its limit.
+    return np.stack([*table, _express.optimal_quintic(lower, 2 - lower), _express.PADE])
 
 
-PRESETS = {
-    "polar_express": _divide_input(_POLAR_EXPRESS, by=_POLAR_EXPRESS_SAFETY),
-    "jordan": _JORDAN,
-    "dion": _DION,
-}
+PRESETS = {"polar_express": _polar_express_table(), "jordan": _JORDAN, "dion": _DION}
 
 
 def coefficient_table(
@@ -120,19 +110,23 @@ def polar_factor(
     gives zero; a matrix with a NaN or an infinity gives NaN.
 
     Presets, with the range that five steps bring normalised singular values from
-    [1e-3, 1] to, and the margin (see the module's docstring):
+    [1e-3, 1] to, and the relative error that each product may have without any of them
+    exploding (the module's docstring defines it, ``docs/newton_schulz.md`` has more):
 
-    - ``"polar_express"``: [0.847, 1.142], margin 2.0 %; the greedy optimal sequence of
+    - ``"polar_express"``: [0.847, 1.142], margin 0.81 %; the greedy optimal sequence of
       Amsel et al. (arXiv:2505.16932), bounded below by 1e-3 and made safe by 1.02. Fewer
-      steps take its prefix, which is optimal for that number of steps; more steps
-      continue the construction and only bring singular values nearer to 1.
-    - ``"jordan"``: [0.47, 1.21], margin 4.4 %; (3.4445, −4.7750, 2.0315) at every step
+      steps take its prefix; more steps continue the construction and only bring singular
+      values nearer to 1.
+    - ``"jordan"``: [0.47, 1.21], margin 1.62 %; (3.4445, −4.7750, 2.0315) at every step
       (Jordan et al. 2024). More steps stay in a band around 1 and do not converge.
-    - ``"dion"``: [0.47, 1.15], margin 3.6 %; the five-row table of the modded-nanogpt
-      speedrun and of Dion (arXiv:2504.05295). Beyond row 5 its last row repeats: a band
-      around 1, without convergence.
+    - ``"dion"``: [0.47, 1.15], margin 1.42 %, 0.80 % where many steps follow; the
+      five-row table of the modded-nanogpt speedrun and of Dion (arXiv:2504.05295).
+      Beyond row 5 its last row repeats: a band around 1, without convergence.
 
-    bfloat16 products that accumulate in float32 err by at most 0.4 %.
+    Here bfloat16 rounds three times a step, by at most 0.39 %, and every preset bears at
+    least 0.53 % of that at any number of steps. Products that *accumulate* in
+    bfloat16 err by more than the margins. For another lower bound, or more safety, see
+    :func:`orscale_jax.polar_express_coefficients`.
 
     Args:
       x: Shape (..., m, n), real floating point. Leading axes are a batch.
@@ -202,16 +196,27 @@ def _on_accelerator(dtype: jnp.dtype) -> _Arithmetic:
 
 def _on_cpu(dtype: jnp.dtype) -> _Arithmetic:
     accumulator = _accumulator(dtype)
-    kind = jnp.finfo(dtype)
-    # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
-    rounded = functools.partial(
-        jax.lax.reduce_precision, exponent_bits=kind.nexp, mantissa_bits=kind.nmant
-    )
     return _Arithmetic(
         accumulator,
-        round=(lambda x: x) if dtype == accumulator else rounded,
+        round=functools.partial(_round_float32, dtype=dtype)
+        if dtype != accumulator
+        else lambda x: x,
         einsum=jnp.einsum,
     )
+
+
+def _round_float32(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """To the nearest number of a narrower dtype, subnormal ones included."""
+    kind = jnp.finfo(dtype)
+    # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
+    rounded = jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
+    if kind.nexp == jnp.finfo(jnp.float32).nexp:
+        return rounded
+    # It flushes subnormal numbers: in float16 those below 6e-5, which is an eighth of a
+    # typical entry of a normalised 1024×4096 matrix.
+    spacing = float(kind.smallest_subnormal)
+    subnormal = jnp.abs(x) < float(kind.smallest_normal)
+    return jnp.where(subnormal, jnp.round(x / spacing) * spacing, rounded)
 
 
 def _newton_schulz(

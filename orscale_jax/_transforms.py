@@ -32,7 +32,8 @@ def orthogonalize(
 
     Args:
       ns_steps: Newton–Schulz steps :math:`k`, at least 1.
-      ns_coeffs: A preset or table of :func:`polar_factor`.
+      ns_coeffs: A preset or table of :func:`polar_factor`, such as
+        :func:`polar_express_coefficients` makes.
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
       weight_dimension_numbers: As in :func:`orscale`.
 
