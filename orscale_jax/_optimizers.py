@@ -14,6 +14,7 @@ from orscale_jax._matrix import (
     WeightDimensionNumbers,
     is_axes_leaf,
     matrix_axes,
+    require_fitting,
 )
 from orscale_jax._polar import Coefficients
 from orscale_jax._precision import in_float32
@@ -390,6 +391,8 @@ def _partition(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, optax.OptState]:
+        if params is not None:
+            require_fitting(updates, params)
         tree = updates if params is None else params
         return at(tree).update(updates, state, params, **extra_args)
 

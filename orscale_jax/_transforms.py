@@ -332,8 +332,10 @@ def _anchor(
     c: jax.Array, w_norm: jax.Array, d_norm: jax.Array, eps: jax.Array
 ) -> jax.Array:
     """Definition 2: set c where it is unset and the first direction has come."""
-    anchor = w_norm / (d_norm + eps)
-    ready = _unset(c) & (d_norm > 0) & jnp.isfinite(d_norm) & jnp.isfinite(anchor)
+    directed = (d_norm > 0) & jnp.isfinite(d_norm)
+    # jax_debug_nans also sees what a where discards: nothing is divided by zero.
+    anchor = w_norm / (jnp.where(directed, d_norm, 1) + eps)
+    ready = _unset(c) & directed & jnp.isfinite(anchor)
     return jnp.where(ready, jnp.where(anchor > 0, not_one(anchor), jnp.inf), c)
 
 
@@ -351,9 +353,10 @@ def _trust_ratio(
     c: jax.Array, w_norm: jax.Array, d_norm: jax.Array, eps: jax.Array
 ) -> jax.Array:
     """Definition 1, and 1 where c is unset or infinite or there is no direction."""
-    ratio = w_norm / (c * d_norm + eps)
     neutral = (c == 0) | jnp.isinf(c) | (d_norm == 0)
-    return jnp.where(neutral & jnp.isfinite(d_norm), 1, ratio)
+    c, d = (jnp.where(neutral, 1, x) for x in (c, d_norm))
+    ratio = jnp.where(neutral, 1, w_norm / (c * d + eps))
+    return jnp.where(jnp.isfinite(d_norm), ratio, jnp.nan)
 
 
 def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> PyTree:

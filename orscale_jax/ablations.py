@@ -74,7 +74,7 @@ def _around(
     ratio: optax.GradientTransformation,
     axes: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
-    """Scale what ``inner`` makes of the updates by the ratio of the updates themselves."""
+    """Scale what ``inner`` makes of the updates by the ratio of the updates."""
 
     def init(params: PyTree) -> _AroundState:
         return _AroundState(ratio.init(params), inner.init(params))
@@ -182,8 +182,8 @@ def momentum_denominator(stages: Stages) -> optax.GradientTransformation:
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.orscale`, whose defaults are
-      s = 1, no calibration and bounds 0.5 and 1.5. Momenta whose squares underflow
-      float32 (norms below about 1e-19) count as zero, with r = 1.
+      s = 1, no calibration and bounds 0.5 and 1.5. Momenta whose squares leave float32
+      count as zero, with r = 1 (norms below about 1e-19), or give NaN (above 1e19).
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
 
 import orscale_jax
 from orscale_jax import (
@@ -43,6 +45,20 @@ def test_stages_keep_dtypes(dtype):
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
 
 
+def test_orthogonalize_keeps_sharding_types():
+    """Of matrices sharded over their rows and columns, on a mesh of Explicit axes."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
+    stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
+    expected, _ = stage.update(jnp.asarray(x), optax.EmptyState())
+    for spec in [P(None, "a", "b"), P("a", "b", None), P("a"), P()]:
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
+        with jax.set_mesh(mesh):
+            q, _ = jax.jit(stage.update)(sharded, optax.EmptyState())
+        assert jax.typeof(q) == jax.typeof(sharded)
+        np.testing.assert_allclose(q, expected, atol=1e-5)
+
+
 def test_scale_by_shape():
     grads = matrices_only(leaves.random_tree(0))
     numbers = matrices_only(leaves.DIMENSIONS)
@@ -67,7 +83,7 @@ class TestFromFirstNonzeroUpdate:
     def test_decay_waits_for_each_matrix(self):
         stage = from_first_nonzero_update(
             optax.add_decayed_weights(0.5),
-            weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2),
+            weight_dimension_numbers=Dims(1, 2),
         )
         params = jnp.ones((3, 2, 4))
         zero = jnp.zeros_like(params)
@@ -180,9 +196,7 @@ class TestCalibratedTrustRatio:
     def test_one_entry_per_matrix(self):
         params = jnp.ones((2, 3, 4, 5)).at[0, 1].set(0)
         direction = jnp.ones_like(params).at[1, 2].set(0).at[0, 0, 1, 1].set(np.nan)
-        stage = scale_by_calibrated_trust_ratio(
-            weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(2, 3)
-        )
+        stage = scale_by_calibrated_trust_ratio(weight_dimension_numbers=Dims(2, 3))
         updates, state = stage.update(direction, stage.init(params), params)
         assert state.trust_ratio.shape == (2, 3)
         np.testing.assert_allclose(

@@ -1,0 +1,792 @@
+"""Every row of docs/inputs.md: what unusual inputs do."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import (
+    from_first_nonzero_update,
+    muon,
+    orscale,
+    orthogonalize,
+    scale_by_calibrated_trust_ratio,
+    scale_by_shape,
+)
+
+PAGE = Path(__file__).parents[1] / "docs" / "inputs.md"
+BUILDS = {
+    "orscale": orscale,
+    "vision": functools.partial(
+        orscale, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5
+    ),
+    "muon": muon,
+}
+NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
+SHAPES = {"w": (6, 4), "stack": (3, 4, 5), "b": (4,)}
+RATE, DECAY = 1e-2, 0.1
+STEPS = 5
+WHEN = pytest.mark.parametrize("when", [0, 2], ids=["first", "middle"])
+# The parts that a bad gradient reaches, out of those of `split`.
+REACH = {"everywhere": {"w", "0", "1", "2", "b"}, "one_expert": {"1"}}
+# Where the trust ratio's configuration makes no difference.
+ORSCALE = pytest.mark.parametrize("name", ["orscale"])
+ORSCALE_MUON = pytest.mark.parametrize("name", ["orscale", "muon"])
+WHERE = pytest.mark.parametrize("where", REACH)
+BAD = pytest.mark.parametrize("bad", [np.nan, -np.inf])
+
+
+@pytest.fixture(params=BUILDS)
+def name(request):
+    return request.param
+
+
+def eager(optimizer):
+    """The optimizer's init, and a step: updates, and what they lead to."""
+
+    def step(grads, state, params):
+        updates, state = optimizer.update(grads, state, params)
+        return updates, optax.apply_updates(params, updates), state
+
+    return optimizer.init, step
+
+
+def compiled(optimizer):
+    init, step = eager(optimizer)
+    return init, jax.jit(step)
+
+
+@functools.cache
+def standard(name):
+    """Shared by the tests, as it compiles for a while."""
+    return compiled(BUILDS[name](RATE, weight_dimension_numbers=NUMBERS))
+
+
+@functools.cache
+def guarded(name):
+    optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    return compiled(optax.apply_if_finite(optimizer, max_consecutive_errors=3))
+
+
+def tree(seed, dtype=jnp.float32, shapes=SHAPES):
+    rng = np.random.default_rng(seed)
+    return {key: jnp.asarray(rng.normal(size=s), dtype) for key, s in shapes.items()}
+
+
+def gradients(steps=STEPS):
+    return [tree(seed) for seed in range(1, steps + 1)]
+
+
+def train(optimizer, grads, params=None):
+    """(updates, params after, state after) of every step."""
+    init, step = optimizer
+    params = tree(0) if params is None else params
+    state, seen = init(params), []
+    for gradient in grads:
+        updates, params, state = step(gradient, state, params)
+        seen.append((updates, params, state))
+    return seen
+
+
+@functools.cache
+def undisturbed(name):
+    return train(standard(name), gradients())
+
+
+def readout(state, name):
+    [(_, found)] = optax.tree.get_all_with_path(state, name)
+    return found
+
+
+def split(values):
+    """By part: the matrix w, the experts 0, 1 and 2, the bias where there is one."""
+    parts = {"w": values["w"]} | {str(i): x for i, x in enumerate(values["stack"])}
+    if isinstance(values["b"], jax.Array):
+        parts["b"] = values["b"]
+    return {part: np.asarray(value) for part, value in parts.items()}
+
+
+def spoil(gradient, where, change):
+    if where == "everywhere":
+        return jax.tree.map(change, gradient)
+    expert = change(gradient["stack"][1])
+    return gradient | {"stack": gradient["stack"].at[1].set(expert)}
+
+
+def one_entry(bad):
+    """In each matrix and each vector."""
+    return lambda leaf: leaf.at[(..., *(1,) * min(leaf.ndim, 2))].set(bad)
+
+
+def assert_same(found, expected):
+    """Trees that are equal to the bit (NaN equals NaN)."""
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+def assert_others_same(seen, expected, where):
+    """To the bit, in parameters and ratios, wherever the bad gradient was not."""
+    for (_, params, state), (_, params_2, state_2) in zip(seen, expected, strict=True):
+        pairs = [(params, params_2)]
+        if optax.tree.get_all_with_path(state, "trust_ratio"):
+            pairs += [
+                (readout(state, ratio), readout(state_2, ratio))
+                for ratio in ("calibration", "raw_trust_ratio", "trust_ratio")
+            ]
+        for found, reference in pairs:
+            found, reference = split(found), split(reference)
+            for part in found.keys() - REACH[where]:
+                np.testing.assert_array_equal(found[part], reference[part])
+
+
+def all_finite(values):
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves(values))
+
+
+def test_the_table_of_the_page_is_complete():
+    rows = re.findall(r"^\|.*\| `(test_\w+)` \|$", PAGE.read_text(), re.MULTILINE)
+    here = {name for name in globals() if name.startswith("test_")}
+    assert len(rows) == len(set(rows))
+    assert set(rows) == here - {"test_the_table_of_the_page_is_complete"}
+
+
+# Gradients.
+
+
+@WHEN
+@WHERE
+def test_zero_gradients(name, when, where):
+    grads = gradients()
+    grads[when] = spoil(grads[when], where, jnp.zeros_like)
+    seen = train(standard(name), grads)
+    assert_others_same(seen, undisturbed(name), where)
+    updates, params, state = seen[when]
+    before = tree(0) if when == 0 else seen[when - 1][1]
+    for part in REACH[where] - {"b"}:
+        moved = (split(params)[part] != split(before)[part]).any()
+        assert moved == (when > 0)  # Later the momentum carries it on.
+        if name == "orscale":
+            c = split(readout(state, "calibration"))[part]
+            assert (c == 0) == (when == 0)
+            assert c == 0 or c == split(readout(seen[0][2], "calibration"))[part]
+            assert split(readout(state, "trust_ratio"))[part] == 1 or when
+    if where == "everywhere":
+        assert all_finite(updates)
+    if when == 0:  # The matrix begins one step later, as it would have begun here.
+        late = train(standard(name), grads[1:])
+        for (_, found, _), (_, expected, _) in zip(seen[1:], late, strict=True):
+            for part in REACH[where] - {"b"}:
+                np.testing.assert_array_equal(split(found)[part], split(expected)[part])
+
+
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="XLA flushes denormals to zero on the CPU"
+)
+@WHEN
+@WHERE
+def test_denormal_gradients(name, when, where):
+    def run(change):
+        grads = gradients()
+        grads[when] = spoil(grads[when], where, change)
+        return train(standard(name), grads)
+
+    denormal = run(lambda g: jnp.asarray(np.sign(g) * np.float32(1e-40)))
+    assert_same(
+        [params for _, params, _ in denormal], [p for _, p, _ in run(jnp.zeros_like)]
+    )
+
+
+@WHERE
+@pytest.mark.parametrize("power", [99, -99], ids=["1e30", "1e-30"])
+@pytest.mark.parametrize("when", [0, 2, None], ids=["first", "middle", "always"])
+def test_huge_and_tiny_gradients(name, when, where, power):
+    grads = [
+        spoil(g, where, lambda leaf: leaf * 2.0**power) if when in (step, None) else g
+        for step, g in enumerate(gradients())
+    ]
+    seen, expected = train(standard(name), grads), undisturbed(name)
+    assert_others_same(seen, expected, where)
+    assert all_finite([(updates, params) for updates, params, _ in seen])
+    # Alone, or before any other, the scale of a gradient does not matter at all.
+    for step in {0: [0], 2: [], None: range(STEPS)}[when]:
+        found, reference = split(seen[step][0]), split(expected[step][0])
+        for part in found.keys() - {"b"}:
+            np.testing.assert_array_equal(found[part], reference[part])
+    if power > 0 and where == "everywhere":  # The square is infinite in AdamW.
+        _, before, _ = expected[1] if when == 2 else (None, tree(0), None)
+        decay_alone = -RATE * DECAY * before["b"]
+        np.testing.assert_allclose(seen[when or 0][0]["b"], decay_alone, rtol=1e-5)
+
+
+@BAD
+@WHEN
+@WHERE
+def test_gradients_that_are_not_finite(name, bad, when, where):
+    grads = gradients()
+    grads[when] = spoil(grads[when], where, one_entry(bad))
+    seen, expected = train(standard(name), grads), undisturbed(name)
+    assert_others_same(seen, expected, where)
+    for updates, params, state in seen[when:]:
+        for part in REACH[where] - {"b"}:
+            assert np.isnan(split(updates)[part]).all()
+            assert np.isnan(split(params)[part]).all()
+            if name == "orscale":
+                assert np.isnan(split(readout(state, "trust_ratio"))[part])
+                c = split(readout(state, "calibration"))[part]
+                first = split(readout(expected[0][2], "calibration"))[part]
+                assert c == (0 if when == 0 else first)
+        if where == "everywhere":  # AdamW goes entry by entry.
+            assert np.isnan(params["b"]).tolist() == [False, True, False, False]
+
+
+@BAD
+@WHEN
+@WHERE
+def test_apply_if_finite(name, bad, when, where):
+    grads = gradients()
+    broken = spoil(tree(99), where, one_entry(bad))
+    expected = train(guarded(name), grads)
+    seen = train(guarded(name), [*grads[:when], broken, *grads[when:]])
+    updates, params, state = seen.pop(when)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+    assert state.total_notfinite == 1
+    for (_, params, state), (_, params_2, state_2) in zip(seen, expected, strict=True):
+        assert_same(params, params_2)
+        assert_same(state.inner_state, state_2.inner_state)
+    fresh = (tree(0), guarded(name)[0](tree(0)))
+    before = expected[when - 1][1:] if when else fresh
+    (_, params, state), *_ = train(guarded(name), [*grads[:when], broken])[when:]
+    assert_same(params, before[0])
+    assert_same(state.inner_state, before[1].inner_state)
+
+
+def test_rank_1_gradients(name):
+    grads = [
+        jax.tree.map(lambda g: g[..., :1] * g[..., :1, :] if g.ndim > 1 else g, gradient)
+        for gradient in gradients(1)
+    ]
+    [(updates, _, _)] = train(standard(name), grads)
+    assert all_finite(updates)
+    stage = orthogonalize(weight_dimension_numbers=NUMBERS | {"b": Dims(0, 1)})
+    matrices = {key: grads[0][key] for key in ("w", "stack")} | {"b": jnp.zeros((1, 1))}
+    q, _ = stage.update(matrices, optax.EmptyState())
+    for matrix in [q["w"], *q["stack"]]:
+        largest, *others = np.linalg.svd(matrix, compute_uv=False)
+        assert 0.84 < largest < 1.15 and max(others) < 1e-3
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum_that_cancels(name, nesterov):
+    """With μ = 1/2: M̃ = G/4 − 3/2 G/6 = 0, or M = G/2 − G/2 = 0, exactly."""
+    optimizer = BUILDS[name](RATE, momentum=0.5, nesterov=nesterov)
+    params = {"w": tree(0)["w"]}
+    grad = {"w": 6 * jnp.round(8 * tree(1)["w"])}
+    back = jax.tree.map(lambda g: -g / (6 if nesterov else 2), grad)
+    (_, before, first), (updates, _, state) = train(
+        compiled(optimizer), [grad, back], params
+    )
+    ratio = 1.0
+    if name != "muon":
+        c = readout(state, "calibration")["w"]
+        assert c == readout(first, "calibration")["w"]
+        bounds = (0.1, 5.0) if name == "orscale" else (0.5, 1.5)
+        ratio = np.clip(1 / (c * DECAY), *bounds)
+        np.testing.assert_allclose(readout(state, "trust_ratio")["w"], ratio, rtol=1e-5)
+    np.testing.assert_allclose(
+        updates["w"], -RATE * ratio * DECAY * before["w"], rtol=1e-5
+    )
+
+
+# Weights.
+
+
+def test_zero_weights(name):
+    params = jax.tree.map(jnp.zeros_like, tree(0))
+    seen = train(standard(name), gradients(), params)
+    assert all_finite([(updates, params) for updates, params, _ in seen])
+    plain = train(standard("muon"), gradients(), params)
+    if name == "vision":  # r = 0 is clipped.
+        assert list(split(readout(seen[0][2], "trust_ratio")).values()) == [0.5] * 4
+        assert list(split(readout(seen[0][2], "raw_trust_ratio")).values()) == [0] * 4
+        return
+    for (_, found, state), (_, expected, _) in zip(seen, plain, strict=True):
+        if name == "orscale":
+            assert list(split(readout(state, "calibration")).values()) == [np.inf] * 4
+            assert list(split(readout(state, "trust_ratio")).values()) == [1] * 4
+        for key in SHAPES:
+            np.testing.assert_allclose(found[key], expected[key], rtol=1e-6, atol=1e-8)
+
+
+def test_rank_1_weights(name):
+    params = jax.tree.map(
+        lambda p: p[..., :1] * p[..., :1, :] if p.ndim > 1 else p, tree(0)
+    )
+    seen = train(standard(name), gradients(), params)
+    assert all_finite([(updates, params) for updates, params, _ in seen])
+    if name == "orscale":
+        plain = train(standard("muon"), gradients(1), params)
+        for part, ratio in split(readout(seen[0][2], "trust_ratio")).items():
+            np.testing.assert_allclose(ratio, 1, rtol=1e-5)
+            np.testing.assert_allclose(
+                split(seen[0][0])[part], split(plain[0][0])[part], rtol=1e-5, atol=1e-8
+            )
+
+
+@pytest.mark.parametrize(
+    "scale, c, ratio",
+    [
+        (1e-30, "infinite", 1),  # ‖W‖² underflows: as zero weights.
+        (1e-12, "finite", 0.1),  # ε outweighs c‖D‖: r < r_min.
+        (1e-3, "finite", 1),
+        (1e15, "finite", 1),
+        (1e25, "unset", np.nan),  # ‖W‖² overflows.
+    ],
+)
+def test_weights_of_extreme_scale(scale, c, ratio):
+    params = jax.tree.map(lambda p: p * scale, tree(0))
+    [(updates, _, state)] = train(standard("orscale"), gradients(1), params)
+    kinds = {
+        "infinite": np.isinf,
+        "finite": lambda x: 0 < x < 99,
+        "unset": lambda x: x == 0,
+    }
+    for part, value in split(readout(state, "calibration")).items():
+        assert kinds[c](value)
+        found = split(readout(state, "trust_ratio"))[part]
+        np.testing.assert_allclose(found, ratio, rtol=1e-2)
+        assert np.isfinite(split(updates)[part]).all() == np.isfinite(ratio)
+
+
+# Shapes.
+
+
+@ORSCALE_MUON
+def test_matrices_with_one_row_or_column(name):
+    shapes = {"row": (1, 5), "column": (5, 1), "one": (1, 1)}
+    params, grad = tree(0, shapes=shapes), tree(1, shapes=shapes)
+    optimizer = BUILDS[name](RATE, weight_decay=0.0)
+    [(updates, _, state)] = train(compiled(optimizer), [grad], params)
+    for key in shapes:  # Q is the normalised gradient.
+        u, g = np.ravel(updates[key]), np.ravel(grad[key])
+        np.testing.assert_allclose(
+            -u / np.linalg.norm(u), g / np.linalg.norm(g), rtol=1e-5
+        )
+        if name == "orscale":
+            np.testing.assert_allclose(readout(state, "trust_ratio")[key], 1, rtol=1e-5)
+            c = readout(state, "calibration")[key]
+            size = np.sqrt(max(shapes[key]))
+            norm = np.linalg.norm(params[key])
+            assert 0.84 < norm / (c * 0.2 * size) < 1.15
+
+
+@ORSCALE_MUON
+def test_empty_leaves(name):
+    empty = {"rows": (0, 4), "columns": (4, 0), "batch": (0, 3, 4), "none": (0,)}
+    numbers = NUMBERS | {
+        "rows": Dims(0, 1), "columns": Dims(0, 1), "batch": Dims(1, 2), "none": None
+    }  # fmt: skip
+    optimizer = BUILDS[name](RATE, weight_dimension_numbers=numbers)
+    nothing = tree(0, shapes=empty)
+    seen = train(
+        compiled(optimizer), [g | nothing for g in gradients()], tree(0) | nothing
+    )
+    expected = undisturbed(name)
+    for (updates, params, state), (_, params_2, _) in zip(seen, expected, strict=True):
+        assert {key: updates[key].shape for key in empty} == empty
+        for key in SHAPES:
+            np.testing.assert_allclose(params[key], params_2[key], rtol=1e-6, atol=1e-8)
+        if name != "muon":
+            c, ratio = readout(state, "calibration"), readout(state, "trust_ratio")
+            assert c["batch"].shape == ratio["batch"].shape == (0,)
+            assert c["rows"] == c["columns"] == (0 if name == "orscale" else 1)
+            assert ratio["rows"] == ratio["columns"] == 1
+
+
+@ORSCALE
+def test_scalars(name):
+    params = {"gain": jnp.float32(2.0), "python": 3.0, "w": tree(0)["w"]}
+    grads = [
+        {"gain": jnp.float32(s), "python": s, "w": tree(1)["w"]} for s in (1.0, -0.5)
+    ]
+    others = {"gain": params["gain"], "python": params["python"]}
+    adamw = optax.adamw(RATE, b2=0.95, weight_decay=DECAY)
+    seen = train(compiled(BUILDS[name](RATE)), grads, params)
+    expected = train(
+        compiled(adamw), [{key: g[key] for key in others} for g in grads], others
+    )
+    for (updates, _, _), (reference, _, _) in zip(seen, expected, strict=True):
+        for key in others:
+            assert updates[key].shape == ()
+            np.testing.assert_allclose(updates[key], reference[key], rtol=1e-5)
+
+
+# Dtypes and modes of JAX.
+
+
+@pytest.mark.parametrize(
+    "params_dtype, grads_dtype",
+    [
+        (jnp.bfloat16, jnp.float32),
+        (jnp.float32, jnp.bfloat16),
+        (jnp.float16, jnp.bfloat16),
+        (jnp.float64, jnp.float32),
+        (jnp.float32, jnp.float64),
+        (jnp.float64, jnp.bfloat16),
+    ],
+)
+def test_gradients_of_another_dtype(params_dtype, grads_dtype):
+    """Fixed parameters, so that only the state and the updates are rounded."""
+
+    def run(params, grads):
+        init, step = standard("orscale")
+        state = init(params)
+        for gradient in grads:
+            updates, _, state = step(gradient, state, params)
+        return updates, state
+
+    rounding = float(max(jnp.finfo(params_dtype).eps, jnp.finfo(grads_dtype).eps))
+    with jax.enable_x64(jnp.float64 in (params_dtype, grads_dtype)):
+        params, grads = tree(0, params_dtype), [tree(s, grads_dtype) for s in range(1, 4)]
+        updates, state = run(params, grads)
+        single = [
+            jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (params, *grads)
+        ]
+        expected, _ = run(single[0], single[1:])
+        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {
+            jnp.dtype(grads_dtype)
+        }
+        for leaf in jax.tree.leaves(readout(state, "trace")):
+            assert leaf.dtype == params_dtype
+    for key in SHAPES:
+        found, reference = (np.asarray(x[key], np.float64) for x in (updates, expected))
+        error = np.linalg.norm(found - reference) / np.linalg.norm(reference)
+        assert error < max(4 * rounding, 1e-5), (key, error, rounding)
+
+
+@ORSCALE
+def test_float32_with_x64_on(name):
+    expected = undisturbed(name)
+    with jax.enable_x64(True):
+        seen = train(standard(name), gradients())
+    for (_, found, state), (_, reference, state_2) in zip(seen, expected, strict=True):
+        assert {leaf.dtype for leaf in found.values()} == {np.dtype("f4")}
+        np.testing.assert_allclose(found["b"], reference["b"], rtol=1e-6)
+        for key in ("w", "stack"):
+            np.testing.assert_array_equal(found[key], reference[key])
+        types = [[x.dtype for x in jax.tree.leaves(s)] for s in (state, state_2)]
+        assert types[0] == types[1]
+
+
+ZERO = np.zeros((3, 4), np.float32)
+SOME = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
+# Weights and gradients in which something is zero, and nothing should be NaN.
+DEGENERATE = {
+    "zero_gradients": (SOME[0], [ZERO, SOME[1], ZERO]),
+    "zero_weights": (ZERO, [SOME[1], SOME[0], ZERO]),
+    "zero_everything": (ZERO, [ZERO, ZERO]),
+    "no_rows": (ZERO[:0], [ZERO[:0]]),
+}
+
+
+@pytest.mark.parametrize("case", DEGENERATE)
+@pytest.mark.parametrize("jit, eps", [(True, 1e-6), (False, 1e-6), (False, 0.0)])
+def test_debug_nans(case, jit, eps):
+    """No false alarm: what is set aside by a where is no NaN either."""
+    weight, grads = DEGENERATE[case]
+    optimizer = orscale(RATE, eps=eps, momentum=0.0, weight_decay=0.0)
+    steps = compiled(optimizer) if jit else eager(optimizer)
+    with jax.debug_nans(True):
+        train(steps, [{"w": g} for g in grads], {"w": jnp.asarray(weight)})
+        if case == "zero_gradients":
+            with pytest.raises(FloatingPointError):
+                train(steps, [{"w": SOME[1] * np.nan}], {"w": jnp.asarray(weight)})
+
+
+def test_debug_infs():
+    with jax.debug_infs(True):
+        train(compiled(orscale(RATE)), [{"w": SOME[1]}] * 2, {"w": jnp.asarray(SOME[0])})
+        with pytest.raises(FloatingPointError):
+            train(compiled(orscale(RATE)), [{"w": SOME[1]}], {"w": jnp.asarray(ZERO)})
+
+
+@pytest.mark.parametrize("jit", [True, False])
+@ORSCALE
+def test_rank_promotion_is_an_error(name, jit):
+    optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    with jax.numpy_rank_promotion("raise"):
+        seen = train(compiled(optimizer) if jit else eager(optimizer), gradients(2))
+    for key, expected in train(standard(name), gradients(2))[-1][1].items():
+        np.testing.assert_allclose(seen[-1][1][key], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_strict_dtype_promotion(dtype):
+    numbers = {"w": Dims(0, 1), "stack": Dims(1, 2)}
+    chain = optax.chain(
+        optax.trace(0.95, nesterov=True),
+        orthogonalize(weight_dimension_numbers=numbers),
+        scale_by_shape(weight_dimension_numbers=numbers),
+        from_first_nonzero_update(
+            optax.add_decayed_weights(DECAY), weight_dimension_numbers=numbers
+        ),
+        scale_by_calibrated_trust_ratio(weight_dimension_numbers=numbers),
+        optax.scale_by_learning_rate(RATE),
+    )
+    params, *grads = (
+        {key: tree(seed, dtype)[key] for key in numbers} for seed in range(3)
+    )
+    with jax.numpy_dtype_promotion("strict"):
+        seen = train(compiled(chain), grads, params)
+    if dtype == jnp.float32:
+        expected = train(standard("orscale"), [tree(1), tree(2)])
+        for key in numbers:
+            np.testing.assert_allclose(
+                seen[-1][1][key], expected[-1][1][key], rtol=1e-5, atol=1e-7
+            )
+    assert all_finite(seen[-1][1])
+    assert {leaf.dtype for leaf in jax.tree.leaves(seen[-1][1])} == {jnp.dtype(dtype)}
+
+
+@ORSCALE
+def test_checking_leaks(name):
+    optimizer = BUILDS[name](lambda step: RATE / (1 + step))
+
+    @jax.jit
+    def step(params, state):
+        value, grads = jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2))(params)
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    params = {"w": tree(0)["w"]}
+    with jax.checking_leaks():
+        state = jax.jit(optimizer.init)(params)
+        for _ in range(2):
+            params, state, _ = step(params, state)
+        jax.lax.scan(lambda carry, _: (step(*carry)[:2], None), (params, state), length=2)
+    assert all_finite(params)
+
+
+# Hyperparameters.
+
+
+@ORSCALE_MUON
+def test_learning_rate_zero(name):
+    optimizer = BUILDS[name](0.0, weight_dimension_numbers=NUMBERS)
+    seen = train(compiled(optimizer), gradients(2))
+    for _, params, _ in seen:
+        assert_same(params, tree(0))
+    expected = jax.tree.map(lambda a, b: 0.95 * a + b, *gradients(2))
+    for key in ("w", "stack"):
+        found = readout(seen[-1][2], "trace")[key]
+        np.testing.assert_allclose(found, expected[key], rtol=1e-5, atol=1e-6)
+    if name == "orscale":
+        c = readout(seen[0][2], "calibration")
+        assert all(0 < value < np.inf for value in split(c).values())
+        assert_same(readout(seen[1][2], "calibration"), c)
+
+
+def test_weight_decay_zero(name):
+    optimizer = BUILDS[name](RATE, weight_decay=0.0, weight_dimension_numbers=NUMBERS)
+    (updates, _, state), *_ = train(compiled(optimizer), gradients(1))
+    stages = optax.chain(
+        orthogonalize(), scale_by_shape(None if name == "vision" else 0.2)
+    )
+    [matrix] = jax.tree.leaves(stages.update({"w": tree(1)["w"]}, stages.init({}))[0])
+    ratio = 1.0 if name == "muon" else readout(state, "trust_ratio")["w"]
+    np.testing.assert_allclose(updates["w"], -RATE * ratio * matrix, rtol=1e-4, atol=1e-8)
+    if name == "orscale":
+        c = np.linalg.norm(tree(0)["w"]) / (np.linalg.norm(matrix) + 1e-6)
+        np.testing.assert_allclose(readout(state, "calibration")["w"], c, rtol=1e-4)
+    grads = [jax.tree.map(jnp.zeros_like, tree(1))]
+    [(_, params, _)] = train(compiled(optimizer), grads)
+    assert_same(params, tree(0))  # The bias, too.
+
+
+# Parts of a tree.
+
+FROZEN = {"w": False, "stack": True, "b": False}
+PARTIAL = {
+    "masked": lambda whole: optax.masked(whole, {k: not v for k, v in FROZEN.items()}),
+    "partition": lambda whole: optax.partition(
+        {"train": whole, "freeze": optax.set_to_zero()},
+        {key: "freeze" if frozen else "train" for key, frozen in FROZEN.items()},
+    ),
+    "freeze": lambda whole: optax.chain(whole, optax.transforms.freeze(FROZEN)),
+}
+
+
+@pytest.mark.parametrize("how", PARTIAL)
+@ORSCALE
+def test_frozen_and_masked_subtrees(name, how):
+    whole = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    seen = train(compiled(PARTIAL[how](whole)), gradients())
+    expected = undisturbed(name)
+    for step, (updates, params, state) in enumerate(seen):
+        for key in ("w", "b"):
+            np.testing.assert_allclose(
+                params[key], expected[step][1][key], rtol=1e-6, atol=1e-8
+            )
+        if how == "masked":  # Optax hands on what it masks.
+            assert_same(updates["stack"], gradients()[step]["stack"])
+        else:
+            assert_same(params["stack"], tree(0)["stack"])
+        if how != "freeze":  # Without any state for the stack.
+            assert jax.tree.leaves(readout(state, "trace")["stack"]) == []
+
+
+@ORSCALE_MUON
+def test_lora_adapters(name):
+    frozen, a = tree(0)["w"], tree(1, shapes={"a": (6, 2)})["a"]
+    inputs, targets = tree(2, shapes={"x": (8, 6), "y": (8, 4)}).values()
+
+    def loss(params):
+        return jnp.mean((inputs @ (frozen + params["a"] @ params["b"]) - targets) ** 2)
+
+    params = {"a": a, "b": jnp.zeros((2, 4))}
+    optimizer = BUILDS[name](RATE)
+    value_and_grad = jax.jit(jax.value_and_grad(loss))
+    init, update = compiled(optimizer)
+    state, seen, losses = init(params), [], []
+    for _ in range(10):
+        value, grads = value_and_grad(params)
+        _, params, state = update(grads, state, params)
+        seen.append((grads, params, state))
+        losses.append(value)
+    assert not seen[0][0]["a"].any()
+    np.testing.assert_array_equal(seen[0][1]["a"], a)  # Not decayed either.
+    assert seen[0][1]["b"].any() and (seen[1][1]["a"] != a).any()
+    assert losses[-1] < losses[0]
+    if name == "orscale":
+        c = [readout(state, "calibration") for _, _, state in seen]
+        assert c[0]["a"] == 0 and 0 < c[1]["a"] < np.inf
+        assert {float(x["b"]) for x in c} == {np.inf}
+        assert {float(x["a"]) for x in c[1:]} == {float(c[1]["a"])}
+        assert {float(readout(s, "trust_ratio")["b"]) for _, _, s in seen} == {1.0}
+
+
+def grow(new_state, old_state):
+    """The state of the larger tree, with all that the old one holds."""
+    old = dict(jax.tree_util.tree_leaves_with_path(old_state))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: old.get(path, leaf), new_state
+    )
+
+
+@ORSCALE
+def test_a_tree_that_grows(name):
+    """Without jit, so that old and new run the same instructions."""
+    new = {"new": tree(7)["w"], "new_bias": tree(7)["b"]}
+    numbers = NUMBERS | {"new": Dims(0, 1), "new_bias": None}
+    small = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    large = BUILDS[name](RATE, weight_dimension_numbers=numbers)
+    expected = train(eager(small), gradients(4))
+    _, params, state = expected[1]
+    params = params | new
+    state = grow(large.init(params), state)
+    for step in (2, 3):
+        seed = 20 + step
+        grads = gradients(4)[step] | {"new": tree(seed)["w"], "new_bias": tree(seed)["b"]}
+        updates, state = large.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert_same({key: params[key] for key in SHAPES}, expected[step][1])
+        if step == 2:
+            alone = BUILDS[name](RATE)
+            anchored = train(eager(alone), [{"new": grads["new"]}], {"new": new["new"]})
+            assert_same(params["new"], anchored[0][1]["new"])
+    if name != "muon":
+        for ratio in ("calibration", "trust_ratio"):
+            found, old = readout(state, ratio), readout(expected[-1][2], ratio)
+            assert_same(split(found), split(old))
+            first = readout(anchored[0][2], ratio)["new"]
+            assert ratio == "trust_ratio" or found["new"] == first
+
+
+@pytest.mark.parametrize("leaf", ["w", "b"])
+@ORSCALE_MUON
+def test_the_state_of_another_tree(name, leaf):
+    numbers = NUMBERS | {"grown": NUMBERS[leaf]}
+    large = BUILDS[name](RATE, weight_dimension_numbers=numbers)
+    params, grads = (t | {"grown": t[leaf]} for t in (tree(0), tree(1)))
+    with pytest.raises(ValueError, match="grown"):
+        large.update(grads, standard(name)[0](tree(0)), params)
+
+
+@pytest.mark.parametrize("leaf", SHAPES)
+@ORSCALE_MUON
+def test_gradients_with_a_leaf_missing_or_too_many(name, leaf):
+    optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    state, grads = optimizer.init(tree(0)), tree(1)
+    missing = {key: grads[key] for key in grads.keys() - {leaf}}
+    for broken in (missing, grads | {leaf: None}, grads | {leaf: [1.0, 2.0]}):
+        with pytest.raises(ValueError, match=rf"\b{leaf}\b"):
+            optimizer.update(broken, state, tree(0))
+    with pytest.raises(ValueError, match="surplus"):
+        optimizer.update(grads | {"surplus": grads[leaf]}, state, tree(0))
+
+
+@pytest.mark.parametrize(
+    "leaf, gradient",
+    [
+        ("w", np.ones((4, 6), np.float32)),
+        ("w", np.ones((1, 4), np.float32)),
+        ("w", np.float32(1.0)),
+        ("stack", np.ones((1, 4, 5), np.float32)),
+        ("b", np.ones(1, np.float32)),
+        ("w", np.ones((6, 4), np.int32)),
+        ("w", np.ones((6, 4), bool)),
+        ("w", np.ones((6, 4), np.complex64)),
+        ("b", np.ones(4, np.int32)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else f"{x.dtype}{list(x.shape)}",
+)
+@ORSCALE_MUON
+def test_gradients_that_do_not_fit(name, leaf, gradient):
+    optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    grads = tree(1) | {leaf: jnp.asarray(gradient)}
+    with pytest.raises(ValueError, match=f"'{leaf}'"):
+        optimizer.update(grads, optimizer.init(tree(0)), tree(0))
+
+
+@ORSCALE_MUON
+def test_ten_thousand_steps(name):
+    optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    target, traces = tree(3), []
+
+    def loss(params):
+        return sum(jnp.sum((params[key] - target[key]) ** 2) for key in SHAPES)
+
+    @jax.jit
+    def hundred_steps(params, state):
+        traces.append(1)
+
+        def step(carry, _):
+            params, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(step, (params, state), length=100)[0]
+
+    def types(values):
+        return jax.tree.map(lambda x: (x.shape, x.dtype, x.weak_type), values)
+
+    params = tree(0)
+    state = optimizer.init(params)
+    before = types((params, state))
+    for block in range(100):
+        params, state = hundred_steps(params, state)
+        if block == 0 and name != "muon":
+            c = readout(state, "calibration")
+    assert len(traces) == 1 and hundred_steps._cache_size() == 1
+    assert types((params, state)) == before
+    assert all_finite((params, state))
+    assert loss(params) < loss(tree(0))
+    if name != "muon":
+        assert_same(readout(state, "calibration"), c)
