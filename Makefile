@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-all lint format docs demo demo-seeds dist clean
+.PHONY: help test test-all coverage mutants lint format docs demo demo-seeds dist clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +30,12 @@ test: $(VENV)/.has-examples,test ## Run the tests, without those marked slow.
 
 test-all: $(VENV)/.has-examples,test ## Run all tests.
 	$(RUN) pytest -n 2 $(ARGS)
+
+coverage: ARGS += --cov=orscale_jax --cov-branch --cov-report=term-missing --cov-fail-under=97
+coverage: test ## Run the tests and require the coverage by branches.
+
+mutants: $(VENV)/.has-examples,test ## Break the numeric code line by line; tests must notice.
+	$(RUN) tests.mutants $(ARGS)
 
 lint: $(VENV)/.has-examples,lint ## Check style, formatting and types.
 	$(RUN) ruff check
@@ -56,5 +62,5 @@ dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel,
 	$(RUN) build
 
 clean: ## Remove what the targets made, except environments and runs.
-	rm -rf build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .coverage build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find orscale_jax examples tests docs -name __pycache__ -prune -exec rm -rf {} +

@@ -55,8 +55,8 @@ def polar_express_coefficients(
       cushion: In [0, 1), as a part of the interval's upper end; 0 is none.
 
     Returns:
-      Shape (steps, 3), float64: one ``(a, b, c)`` per step, for ``coeffs`` of
-      :func:`orscale_jax.polar_factor` and ``ns_coeffs`` of the optimizers.
+      One ``(a, b, c)`` per step, of shape (steps, 3) and dtype float64, for ``coeffs``
+      of :func:`orscale_jax.polar_factor` and ``ns_coeffs`` of the optimizers.
 
     Raises:
       ValueError: If an argument is not valid.

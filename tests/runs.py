@@ -41,7 +41,8 @@ class Oracles:
             name: [
                 oracle.Matrix(m, **arguments) for m in leaves.matrices(name, params[name])
             ]
-            for name in leaves.KINDS
+            for name in params
+            if name in leaves.KINDS
         }
         self.others = {
             name: oracle.AdamW(params[name])

@@ -18,8 +18,13 @@ TABLES = {
     "safer": polar_express_coefficients(safety_factor=1.05),
 }
 # Where the adversary of five steps needs least: found on a grid of starts, for errors
-# beyond the margin by a tenth.
-WORST = {"polar_express": 0.38, "jordan": 0.545, "dion": 0.475, "safer": 0.38}
+# beyond the margin by a tenth. At 0.376 a training run was seen to explode.
+WORST = {
+    "polar_express": (0.38, 0.376),
+    "jordan": (0.545,),
+    "dion": (0.475,),
+    "safer": (0.38, 0.376),
+}
 SIGNS = np.array(list(itertools.product([-1, 1], repeat=3)))
 
 
@@ -111,6 +116,15 @@ def test_more_steps_never_widen_the_margin(name, errors):
     assert all(later <= earlier for earlier, later in itertools.pairwise(margins))
 
 
+def test_where_the_published_table_peaks():
+    """At 1.9917, by the first step on 0.390; 0.376 comes within 0.2 % of that."""
+    x = np.linspace(0, 1, 10_001)
+    y = compose(rows_of("polar_express", 1), x)
+    np.testing.assert_allclose((y.max(), x[y.argmax()]), (1.9917, 0.3898), atol=1e-4)
+    np.testing.assert_allclose(y[3760], 1.9886, atol=1e-4)
+    assert all(compose(rows_of("polar_express", k), x).max() < 1.97 for k in range(2, 6))
+
+
 def test_safety_decides_the_margin_whatever_the_bound():
     for safety, low, high in [(1.02, 0.0079, 0.0082), (1.05, 0.0196, 0.0199)]:
         for bound in (1e-3, 1e-5, 1e-8):
@@ -174,10 +188,11 @@ def test_matrices_stay_bounded_within_the_margin_and_explode_beyond(name, errors
     margin = polar_margins.margin(TABLES[name], 5, errors)
     bases = tuple(random_bases(12, 20))
     rows = rows_of(name, 5)
-    for sigma in spectra(12, WORST[name]).values():
-        assert adversary(rows, sigma, bases, 0.95 * margin, errors) < 10
-    worst = spectra(12, WORST[name])["worst"]
-    assert adversary(rows, worst, bases, 1.15 * margin, errors) > 10
+    for worst in WORST[name]:
+        for sigma in spectra(12, worst).values():
+            assert adversary(rows, sigma, bases, 0.95 * margin, errors) < 10
+        sigma = spectra(12, worst)["worst"]
+        assert adversary(rows, sigma, bases, 1.15 * margin, errors) > 10
 
 
 # Low precision.
@@ -235,7 +250,7 @@ def test_accumulation_in_bfloat16(name, spectrum, shape, bases, explodes):
     """Long sums of like terms err by more than the margins; that is why we do not."""
     u, v = bases(*shape)
     # Without BLAS, so that every machine rounds the same numbers.
-    x = np.einsum("ik,k,jk->ij", u, spectra(len(u), WORST[name])[spectrum], v)
+    x = np.einsum("ik,k,jk->ij", u, spectra(len(u), WORST[name][0])[spectrum], v)
     norm = newton_schulz_in_bfloat16(x, rows_of(name, 5))
     # 32 singular values of at most 1.25 have a Frobenius norm of at most 7.1.
     assert norm > 100 if explodes else norm < 7.1
@@ -258,7 +273,8 @@ def test_our_low_precision_stays_bounded(shape, preset, dtype):
         [
             (u * sigma) @ v.T
             for u, v in (random_bases(*shape), hadamard_bases(*shape))
-            for sigma in spectra(shape[0], WORST[preset]).values()
+            for worst in WORST[preset]
+            for sigma in spectra(shape[0], worst).values()
         ]
     )
     q = polar_factor(jnp.asarray(x, jnp.float32), coeffs=preset, dtype=dtype)
