@@ -31,7 +31,7 @@ def test_300_steps_in_bfloat16_stay_finite(seed):
         losses.append(loss)
     losses = np.asarray(jax.device_get(losses))
     assert np.isfinite(losses).all()
-    # As low as in float32: 1.7 nats a byte at step 300, from ln 256 = 5.5.
+    # From ln 256 = 5.5. In float32 seeds 0 and 1 end at 1.798 and 1.822.
     assert losses[-20:].mean() < 1.9
     leaves = [np.abs(leaf) for leaf in jax.tree.leaves(state)]
     assert all(np.isfinite(leaf).all() for leaf in leaves)
