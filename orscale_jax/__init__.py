@@ -1,10 +1,15 @@
 """OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
 
+from orscale_jax._attention import (
+    AttentionHeads as AttentionHeads,
+    QueryKey as QueryKey,
+)
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax._polar import polar_factor as polar_factor
 from orscale_jax._polar_express import (
     polar_express_coefficients as polar_express_coefficients,
 )
+from orscale_jax._qk_clip import QKClipState as QKClipState, qk_clip as qk_clip
 from orscale_jax._transforms import (
     CalibratedTrustRatioState as CalibratedTrustRatioState,
     FromFirstNonzeroUpdateState as FromFirstNonzeroUpdateState,

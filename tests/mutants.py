@@ -173,6 +173,18 @@ MUTANTS = [
         "test_citizenship.py -k dtypes_never_change",
     ),
     Mutant(
+        "_qk_clip",
+        "key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))",
+        "key = jnp.max(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))",
+        "test_qk_clip.py",
+    ),
+    Mutant(
+        "_qk_clip",
+        "moved = (factor * (w + u) - w).astype(update.dtype)",
+        "moved = (factor * w + u - w).astype(update.dtype)",
+        "test_qk_clip.py",
+    ),
+    Mutant(
         "ablations",
         "lambda at, direction, r: at.per_matrix(r) * direction,",
         "lambda at, direction, r: direction,",
