@@ -4,12 +4,19 @@ from orscale_jax._attention import (
     AttentionHeads as AttentionHeads,
     QueryKey as QueryKey,
 )
+from orscale_jax._describe import (
+    Description as Description,
+    ParameterRow as ParameterRow,
+    Total as Total,
+    describe as describe,
+)
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax._polar import polar_factor as polar_factor
 from orscale_jax._polar_express import (
     polar_express_coefficients as polar_express_coefficients,
 )
 from orscale_jax._qk_clip import QKClipState as QKClipState, qk_clip as qk_clip
+from orscale_jax._rules import by_path as by_path
 from orscale_jax._transforms import (
     CalibratedTrustRatioState as CalibratedTrustRatioState,
     FromFirstNonzeroUpdateState as FromFirstNonzeroUpdateState,

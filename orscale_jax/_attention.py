@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax import _checks
-from orscale_jax._matrix import PyTree, _key
+from orscale_jax._matrix import PyTree, dotted
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -363,10 +363,6 @@ def named_leaves(tree: PyTree) -> dict[str, list[Any]]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         named.setdefault(dotted(path), []).append(leaf)
     return named
-
-
-def dotted(path: Any) -> str:
-    return ".".join(_key(entry) for entry in path)
 
 
 def _attention_name(path: Any) -> str:

@@ -8,7 +8,7 @@ and columns may each span several axes.
 import dataclasses
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -97,15 +97,16 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
     Raises:
       ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
     """
-    if callable(weight_dimension_numbers):
-        weight_dimension_numbers = weight_dimension_numbers(tree)
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
         return tree
+    if callable(weight_dimension_numbers):
+        weight_dimension_numbers = weight_dimension_numbers(tree)
     if weight_dimension_numbers is None:
-        return jax.tree_util.tree_map_with_path(_default_axes, tree)
-    _check_prefix(weight_dimension_numbers, tree)
+        refuse_ambiguous(jax.tree_util.tree_leaves_with_path(tree))
+        return jax.tree_util.tree_map_with_path(default_axes, tree)
+    check_prefix(weight_dimension_numbers, tree)
     return jax.tree_util.tree_map_with_path(
-        _resolve_subtree, weight_dimension_numbers, tree, is_leaf=_is_resolvable
+        _resolve_subtree, weight_dimension_numbers, tree, is_leaf=is_resolvable
     )
 
 
@@ -161,13 +162,20 @@ def is_axes_leaf(node: Any) -> bool:
     return isinstance(node, MatrixAxes | optax.MaskedNode)
 
 
-def _is_resolvable(node: Any) -> bool:
+def is_resolvable(node: Any) -> bool:
+    """Whether ``node`` stands for a subtree in a tree of dimension numbers."""
     return node is None or isinstance(node, MuonDimensionNumbers) or is_axes_leaf(node)
 
 
-def _check_prefix(weight_dimension_numbers: PyTree, tree: PyTree) -> None:
+def check_prefix(
+    weight_dimension_numbers: PyTree,
+    tree: PyTree,
+    argument: str = "weight_dimension_numbers",
+) -> None:
+    """Refuse what is not a tree of dimension numbers, or does not fit ``tree``."""
+
     def check(path: Any, numbers: Any, _: PyTree) -> None:
-        if not _is_resolvable(numbers):
+        if not is_resolvable(numbers):
             raise ValueError(
                 f"found {numbers!r} at {_name(path)}, which is neither None nor an "
                 "optax.contrib.MuonDimensionNumbers"
@@ -175,12 +183,12 @@ def _check_prefix(weight_dimension_numbers: PyTree, tree: PyTree) -> None:
 
     try:
         jax.tree_util.tree_map_with_path(
-            check, weight_dimension_numbers, tree, is_leaf=_is_resolvable
+            check, weight_dimension_numbers, tree, is_leaf=is_resolvable
         )
     except ValueError as error:
         raise ValueError(
-            "weight_dimension_numbers must be a tree of the parameters' structure, or "
-            f"a prefix of it: {error}"
+            f"{argument} must be a tree of the parameters' structure, or a prefix of it: "
+            f"{error}"
         ) from error
 
 
@@ -190,20 +198,21 @@ def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
             return optax.MaskedNode()
         if isinstance(numbers, MatrixAxes):
             return numbers
-        return _explicit_axes(_name(prefix + path), leaf, numbers)
+        return explicit_axes(prefix + path, leaf, numbers)
 
     return jax.tree_util.tree_map_with_path(resolve, subtree)
 
 
-def _explicit_axes(
-    name: str, leaf: jax.Array, numbers: MuonDimensionNumbers
+def explicit_axes(
+    path: Any, leaf: jax.Array, numbers: MuonDimensionNumbers
 ) -> MatrixAxes:
+    """The axes that ``numbers`` name for one leaf, if they fit it."""
     rows, columns = (
         (axes,) if isinstance(axes, int) else tuple(axes)
         for axes in (numbers.reduction_axis, numbers.output_axis)
     )
     used = rows + columns
-    rank, shape = np.ndim(leaf), np.shape(leaf)
+    rank = np.ndim(leaf)
     misfit = None
     if not rows or not columns:
         misfit = "reduction_axis and output_axis must each name at least one axis"
@@ -213,48 +222,66 @@ def _explicit_axes(
         misfit = "an axis is named twice"
     if misfit:
         raise ValueError(
-            f"{numbers} does not fit parameter {name} of shape {shape}: {misfit}. "
+            f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
             "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
         )
-    _check_dtype(name, leaf)
+    _check_dtype(path, leaf)
     rows, columns = (tuple(a % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
     return MatrixAxes(batch, rows, columns)
 
 
-def _default_axes(path: Any, leaf: jax.Array) -> MatrixAxes | optax.MaskedNode:
-    name = _name(path)
-    rank, shape = np.ndim(leaf), np.shape(leaf)
-    if rank > 2:
-        raise ValueError(
-            f"parameter {name} of shape {shape} is ambiguous: its {rank} axes "
-            "may be a stack of matrices, a convolution or a projection with heads. Pass "
-            "weight_dimension_numbers with optax.contrib.MuonDimensionNumbers("
-            "reduction_axis=..., output_axis=...) for it, or None there for AdamW."
-        )
-    if rank < 2 or any(_names_embedding_or_head(_key(key)) for key in path):
+def default_axes(path: Any, leaf: jax.Array) -> MatrixAxes | optax.MaskedNode:
+    """The default rule, for a leaf that :func:`refuse_ambiguous` lets pass."""
+    if np.ndim(leaf) < 2 or any(names_embedding_or_head(key_name(key)) for key in path):
         return optax.MaskedNode()
-    _check_dtype(name, leaf)
+    _check_dtype(path, leaf)
     return MatrixAxes(batch=(), rows=(0,), columns=(1,))
 
 
-def _names_embedding_or_head(key: str) -> bool:
+def refuse_ambiguous(leaves: Iterable[tuple[Any, jax.Array]]) -> None:
+    """Refuse, all at once, leaves in which a matrix would be a guess."""
+    found = [name_and_shape(path, leaf) for path, leaf in leaves if np.ndim(leaf) > 2]
+    if found:
+        raise ValueError(
+            f"{listed(found)} ambiguous: more than two axes may be a stack of matrices, "
+            "a convolution or a projection with heads. Pass weight_dimension_numbers "
+            "with optax.contrib.MuonDimensionNumbers(reduction_axis=..., "
+            "output_axis=...) there, or None for AdamW; orscale_jax.by_path gives both "
+            "by path."
+        )
+
+
+def name_and_shape(path: Any, leaf: Any) -> str:
+    """A leaf, for an error message."""
+    return f"{_name(path)} of shape {np.shape(leaf)}"
+
+
+def listed(parameters: list[str]) -> str:
+    """The subject of an error message, with its verb: one parameter, or a list."""
+    if len(parameters) == 1:
+        return f"parameter {parameters[0]} is"
+    return "\n  ".join([f"{len(parameters)} parameters", *parameters]) + "\nare"
+
+
+def names_embedding_or_head(key: str) -> bool:
+    """Whether a key of a path says that its parameter is a table or an output head."""
     words = [word.lower() for word in _WORD.findall(key)]
     return "embed" in key.lower() or bool(
         _EMBEDDING_WORDS.intersection(words) or _HEAD_WORDS.intersection(words[-1:])
     )
 
 
-def _check_dtype(name: str, leaf: jax.Array) -> None:
+def _check_dtype(path: Any, leaf: jax.Array) -> None:
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise ValueError(
-            f"parameter {name} of shape {leaf.shape} has dtype {leaf.dtype}, and only "
+            f"parameter {name_and_shape(path, leaf)} has dtype {leaf.dtype}, and only "
             "real floating-point matrices can be orthogonalized. Put None for it in "
             "weight_dimension_numbers, or keep it out with optax.masked."
         )
 
 
-def _key(entry: Any) -> str:
+def key_name(entry: Any) -> str:
     """The bare name of one path entry, whatever the container."""
     for attribute in ("key", "name", "idx"):
         if hasattr(entry, attribute):
@@ -262,6 +289,10 @@ def _key(entry: Any) -> str:
     return str(entry)
 
 
+def dotted(path: Any) -> str:
+    """A path as its readers write it, such as ``blocks.0.mlp.up.kernel``."""
+    return ".".join(key_name(entry) for entry in path)
+
+
 def _name(path: Any) -> str:
-    """A readable dotted path, such as ``blocks.0.mlp.up.kernel``."""
-    return repr(".".join(_key(entry) for entry in path)) if path else "(the only leaf)"
+    return repr(dotted(path)) if path else "(the only leaf)"

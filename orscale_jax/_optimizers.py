@@ -113,7 +113,8 @@ def orscale(
         does not name are a batch: each matrix has its own Q, c and r. Without it, a 2-D
         leaf is a matrix, unless a key of its path contains ``embed``, ``wte`` or ``wpe``
         or ends in ``head``, ``logits`` or ``classifier``; these and leaves of fewer axes
-        take AdamW; leaves of more axes are refused.
+        take AdamW; leaves of more axes are refused. :func:`by_path` makes one by
+        path, and :func:`describe` shows what it says.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).

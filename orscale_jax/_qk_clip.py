@@ -15,11 +15,10 @@ from orscale_jax._attention import (
     Attentions,
     Place,
     check_attentions,
-    dotted,
     find_attentions,
     named_leaves,
 )
-from orscale_jax._matrix import PyTree
+from orscale_jax._matrix import PyTree, dotted
 from orscale_jax._precision import compute_dtype
 
 

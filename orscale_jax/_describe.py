@@ -1,0 +1,404 @@
+"""What an optimizer will do with each parameter, before it does it."""
+
+import collections
+import dataclasses
+import html
+import itertools
+import math
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orscale_jax import _checks
+from orscale_jax._matrix import (
+    MatrixAxes,
+    PyTree,
+    WeightDimensionNumbers,
+    dotted,
+    matrix_axes,
+)
+from orscale_jax._precision import compute_dtype
+
+if TYPE_CHECKING:
+    import rich.table
+
+_HEADINGS = (
+    "parameter", "shape", "dtype", "rule", "matrices", "m × n", "s", "‖W‖", "parameters",
+    "state bytes",
+)  # fmt: skip
+_LEFT = 4  # Columns of words; the others are of numbers.
+
+_Cells: TypeAlias = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterRow:
+    """One leaf of the parameters.
+
+    Attributes:
+      path: Its path, with dots.
+      shape: Its shape.
+      dtype: Its dtype.
+      rule: ``"matrix"`` or ``"adamw"``.
+      matrices: How many matrices it holds; 0 under AdamW, as for ``m`` and ``n``.
+      m: Rows of each matrix.
+      n: Columns of each matrix.
+      scale: The factor s of Q; None under AdamW.
+      norms: Least and largest Frobenius norm of its matrices; None where there are no
+        matrices or no values.
+      parameters: The number of its entries.
+      state_bytes: Bytes of optimizer state that belong to it; None without optimizer.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    rule: Literal["matrix", "adamw"]
+    matrices: int
+    m: int
+    n: int
+    scale: float | None
+    norms: tuple[float, float] | None
+    parameters: int
+    state_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Sums over rows; ``state_bytes`` is None without optimizer."""
+
+    leaves: int
+    matrices: int
+    parameters: int
+    state_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """What :func:`describe` found. ``print`` shows it as a table.
+
+    Attributes:
+      rows: One per leaf, in the order of the tree: ``path``, ``shape``, ``dtype``,
+        ``rule``, ``matrices``, ``m``, ``n``, ``scale``, ``norms``, ``parameters`` and
+        ``state_bytes``.
+      shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
+        without optimizer.
+    """
+
+    rows: tuple[ParameterRow, ...]
+    shared_bytes: int | None = None
+
+    @property
+    def totals(self) -> dict[str, Total]:
+        """``leaves``, ``matrices``, ``parameters`` and ``state_bytes`` of each rule.
+
+        Under ``"shared"`` stands the state that belongs to no leaf, under ``"all"`` the
+        sum of everything.
+        """
+        return {
+            "matrix": _total(row for row in self.rows if row.rule == "matrix"),
+            "adamw": _total(row for row in self.rows if row.rule == "adamw"),
+            "shared": Total(0, 0, 0, self.shared_bytes),
+            "all": _total(self.rows, self.shared_bytes or 0),
+        }
+
+    def select(self, expression: str) -> "Description":
+        """The rows in whose paths :func:`re.search` finds the expression, alone."""
+        rows = tuple(row for row in self.rows if re.search(expression, row.path))
+        return Description(rows, None if self.shared_bytes is None else 0)
+
+    def table(self) -> "rich.table.Table":
+        """The table as a ``rich.table.Table``.
+
+        Raises:
+          ImportError: If rich is not installed.
+        """
+        try:
+            import rich.table
+            import rich.text
+        except ImportError as error:
+            raise ImportError(
+                "Description.table() needs rich: pip install orscale-jax[describe]. "
+                "print(description) does without."
+            ) from error
+        headings, rows, totals = self._cells()
+        table = rich.table.Table()
+        for index, heading in enumerate(headings):
+            table.add_column(heading, justify=_side(index), overflow="fold")
+        for cells in (*rows, *totals):
+            if totals and cells is totals[0]:
+                table.add_section()
+            table.add_row(*map(rich.text.Text, cells))
+        return table
+
+    def __str__(self) -> str:
+        headings, rows, totals = self._cells()
+        columns = zip(headings, *rows, *totals, strict=True)
+        widths = [max(map(len, column)) for column in columns]
+        rule = tuple("─" * width for width in widths)
+        return "\n".join(
+            "  ".join(
+                f"{cell:{'<' if _side(i) == 'left' else '>'}{width}}"
+                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+            ).rstrip()
+            for cells in (headings, rule, *rows, rule, *totals)
+        )
+
+    def __rich__(self) -> "rich.table.Table":
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        headings, rows, totals = self._cells()
+        return "\n".join(
+            [
+                "<table>",
+                f"<thead>{_html_row('th', headings)}</thead>",
+                *("<tbody>", *(_html_row("td", cells) for cells in rows), "</tbody>"),
+                *("<tfoot>", *(_html_row("td", cells) for cells in totals), "</tfoot>"),
+                "</table>",
+            ]
+        )
+
+    def _cells(self) -> tuple[_Cells, list[_Cells], list[_Cells]]:
+        """Headings, rows and totals, without the columns of what is not known."""
+        rows = [_row_cells(row) for row in self.rows]
+        totals = [_total_cells(name, total) for name, total in self.totals.items()]
+        if self.shared_bytes is None:
+            totals = [cells for cells in totals if cells[0] != "shared"]
+        hidden = {
+            "‖W‖": all(row.norms is None for row in self.rows),
+            "state bytes": self.shared_bytes is None,
+        }
+        shown = [not hidden.get(heading, False) for heading in _HEADINGS]
+
+        def visible(cells: _Cells) -> _Cells:
+            return tuple(itertools.compress(cells, shown))
+
+        return visible(_HEADINGS), [*map(visible, rows)], [*map(visible, totals)]
+
+
+def describe(
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    consistent_rms: float | None = 0.2,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Description:
+    r"""Tabulate which parameters are matrices, of what shape, and what each costs.
+
+    The audit before a run: a matrix that went to AdamW, an embedding that did not, an
+    expert stack taken for one matrix show here, on abstract parameters too
+    (:func:`jax.eval_shape`), before anything is allocated.
+
+    Args:
+      params: The parameters, or abstract ones. None leaves and masked ones have no row.
+      weight_dimension_numbers: As in :func:`orscale`; what the optimizer is given.
+      consistent_rms: As in :func:`orscale`.
+      optimizer: The optimizer, to add up its state: its ``init`` is traced, not run. Of
+        :func:`orscale`, :func:`muon` and the ablations it is also checked that they have
+        the same matrices as the table.
+
+    Returns:
+      A :class:`Description`: ``rows``, ``totals``, ``select(regex)``, and tables for
+      ``print``, rich and notebooks. s is :math:`0.2 \sqrt{\max(m, n)}`, and ‖W‖ the
+      smallest and the largest Frobenius norm among the matrices of a leaf.
+
+    Raises:
+      ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
+        dimension numbers, or the optimizer has other matrices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import describe, orscale
+      >>> params = {"up": jnp.eye(4, 16), "bias": jnp.zeros(16), "lm_head": jnp.eye(4)}
+      >>> description = describe(params, optimizer=orscale(1e-3))
+      >>> for row in description.rows:
+      ...     print(row.path, row.rule, row.scale, row.state_bytes)
+      bias adamw None 128
+      lm_head adamw None 128
+      up matrix 0.8 269
+      >>> description.totals["all"]
+      Total(leaves=3, matrices=1, parameters=96, state_bytes=529)
+    """
+    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+    axes_tree = matrix_axes(weight_dimension_numbers, params)
+    axes_of, leaf_of = _by_path(axes_tree), _by_path(params)
+    found: collections.Counter[Any] | None = None
+    if optimizer is not None:
+        state = list(_state_leaves(optimizer, params))
+        _refuse_other_matrices(state, axes_of, leaf_of)
+        found = _bytes_by_owner(state)
+    rows = tuple(
+        _row(
+            path,
+            leaf,
+            axes_of.get(path),
+            consistent_rms,
+            None if found is None else found[path],
+        )
+        for path, leaf in leaf_of.items()
+    )
+    return Description(rows, None if found is None else found[None])
+
+
+def _by_path(tree: PyTree) -> dict[Any, Any]:
+    return dict(jax.tree_util.tree_leaves_with_path(tree))
+
+
+def _row(
+    path: Any,
+    leaf: Any,
+    axes: MatrixAxes | None,
+    consistent_rms: float | None,
+    state_bytes: int | None,
+) -> ParameterRow:
+    shape = np.shape(leaf)
+    matrices, m, n, scale, norms = 0, 0, 0, None, None
+    if axes is not None:
+        matrices = math.prod(axes.batch_shape(leaf))
+        m, n = axes.matrix_shape(leaf)
+        scale = (
+            1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5
+        )
+        norms = _norms(axes, leaf)
+    return ParameterRow(
+        path=dotted(path),
+        shape=shape,
+        dtype=jnp.result_type(leaf),
+        rule="adamw" if axes is None else "matrix",
+        matrices=matrices,
+        m=m,
+        n=n,
+        scale=scale,
+        norms=norms,
+        parameters=math.prod(shape),
+        state_bytes=state_bytes,
+    )
+
+
+def _norms(axes: MatrixAxes, leaf: Any) -> tuple[float, float] | None:
+    concrete = isinstance(leaf, jax.Array | np.ndarray)
+    if not concrete or isinstance(leaf, jax.core.Tracer) or not math.prod(leaf.shape):
+        return None
+    norms = axes.norms(jnp.asarray(leaf, compute_dtype(leaf)))
+    return float(norms.min()), float(norms.max())
+
+
+class _StateLeaf(NamedTuple):
+    """An abstract array of an optimizer's state."""
+
+    place: Any
+    owner: Any  # The path of the parameter that it belongs to, or None.
+    array: Any
+
+
+def _state_leaves(optimizer: Any, params: PyTree) -> Iterator[_StateLeaf]:
+    """The state's arrays; a path that ends in a parameter's belongs to it.
+
+    optax.tree.map_params would tell as well, but calls ``init`` with a placeholder that
+    most label functions of :func:`optax.partition` cannot read.
+    """
+    if not callable(getattr(optimizer, "init", None)):
+        _checks.refuse("optimizer", optimizer, "pass an Optax optimizer, or None")
+    state = jax.eval_shape(optimizer.init, params)
+    leaf_of = _by_path(params)
+    for path, array in jax.tree_util.tree_leaves_with_path(state):
+        start = next((i for i in range(len(path) + 1) if path[i:] in leaf_of), None)
+        owner = None if start is None else path[start:]
+        if owner == () and array.shape != np.shape(leaf_of[()]):
+            owner = None  # Every path ends in that of a tree that is one leaf.
+        yield _StateLeaf(path[:start], owner, array)
+
+
+def _bytes_by_owner(state: list[_StateLeaf]) -> collections.Counter[Any]:
+    found: collections.Counter[Any] = collections.Counter()
+    for leaf in state:
+        found[leaf.owner] += math.prod(leaf.array.shape) * leaf.array.dtype.itemsize
+    return found
+
+
+def _refuse_other_matrices(
+    state: list[_StateLeaf], axes_of: dict[Any, MatrixAxes], leaf_of: dict[Any, Any]
+) -> None:
+    """Refuse a state of this library whose matrices are not those of the table."""
+    for place, owner, array in state:
+        rule = _rule_of(place)
+        if owner is None or rule is None:
+            continue
+        axes = axes_of.get(owner)
+        theirs, ours = rule, "adamw" if axes is None else "matrix"
+        if axes is not None and theirs == "matrix" and place[-1:] == (_STARTED,):
+            theirs = f"matrices of batch shape {array.shape}"
+            ours = f"matrices of batch shape {axes.batch_shape(leaf_of[owner])}"
+        if theirs != ours:
+            raise ValueError(
+                f"parameter {dotted(owner)!r} is {ours} here and {theirs} in the "
+                "optimizer: pass describe() the weight_dimension_numbers that the "
+                "optimizer was built with."
+            )
+
+
+_STARTED = jax.tree_util.GetAttrKey("started")  # Of from_first_nonzero_update.
+
+
+def _rule_of(place: Any) -> str | None:
+    """The group of the innermost partition whose groups are named as in orscale."""
+    names = [getattr(entry, "key", None) for entry in place]
+    return next((name for name in reversed(names) if name in ("matrix", "adamw")), None)
+
+
+def _total(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
+    rows = list(rows)
+    found = [row.state_bytes for row in rows if row.state_bytes is not None]
+    known = len(found) == len(rows)
+    return Total(
+        leaves=len(rows),
+        matrices=sum(row.matrices for row in rows),
+        parameters=sum(row.parameters for row in rows),
+        state_bytes=sum(found) + shared_bytes if known else None,
+    )
+
+
+def _row_cells(row: ParameterRow) -> _Cells:
+    return (
+        row.path or "(the only leaf)",
+        str(row.shape),
+        str(row.dtype),
+        row.rule,
+        f"{row.matrices:,}" if row.scale is not None else "",
+        f"{row.m} × {row.n}" if row.scale is not None else "",
+        f"{row.scale:.4g}" if row.scale is not None else "",
+        " … ".join(dict.fromkeys(f"{norm:.4g}" for norm in row.norms or ())),
+        f"{row.parameters:,}",
+        "" if row.state_bytes is None else f"{row.state_bytes:,}",
+    )
+
+
+def _total_cells(name: str, total: Total) -> _Cells:
+    leaves = "leaf" if total.leaves == 1 else "leaves"
+    return (
+        name,
+        f"{total.leaves:,} {leaves}" if name != "shared" else "",
+        *("", ""),
+        f"{total.matrices:,}" if name in ("matrix", "all") else "",
+        *("", "", ""),
+        f"{total.parameters:,}" if name != "shared" else "",
+        "" if total.state_bytes is None else f"{total.state_bytes:,}",
+    )
+
+
+def _side(index: int) -> Literal["left", "right"]:
+    return "left" if index < _LEFT else "right"
+
+
+def _html_row(tag: str, cells: _Cells) -> str:
+    columns = (
+        f'<{tag} style="text-align: {_side(index)}">{html.escape(cell)}</{tag}>'
+        for index, cell in enumerate(cells)
+    )
+    return f"<tr>{''.join(columns)}</tr>"

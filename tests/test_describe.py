@@ -1,0 +1,365 @@
+"""The table of which parameter is what, against hand counts."""
+
+import contextlib
+import functools
+import html
+import io
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import ablations, by_path, describe, muon, orscale
+from tests import leaves
+
+PAGE = Path(__file__).parents[1] / "docs" / "parameters.md"
+NUMBERS = by_path(
+    {
+        "query": Dims(0, (1, 2)),
+        "experts": Dims(-2, -1),
+        "stem": Dims((0, 1, 2), 3),
+        "router": "adamw",
+    }
+)
+# Path, shape, rule, matrices, m, n, and bytes of orscale's state in float32: a momentum
+# and, per matrix, three numbers and a flag; two moments under AdamW.
+TABLE = [
+    ("blocks.0.experts.up", (4, 6, 16), "matrix", 4, 6, 16, 4 * 384 + 13 * 4),
+    ("blocks.0.norm.scale", (6,), "adamw", 0, 0, 0, 8 * 6),
+    ("blocks.0.out", (6, 6), "matrix", 1, 6, 6, 4 * 36 + 13),
+    ("blocks.0.query", (6, 2, 5), "matrix", 1, 6, 10, 4 * 60 + 13),
+    ("blocks.0.router", (6, 4), "adamw", 0, 0, 0, 8 * 24),
+    ("lm_head.kernel", (6, 10), "adamw", 0, 0, 0, 8 * 60),
+    ("stem.kernel", (3, 3, 2, 6), "matrix", 1, 18, 6, 4 * 108 + 13),
+    ("wte", (10, 6), "adamw", 0, 0, 0, 8 * 60),
+]
+MATRIX_BYTES, ADAM_BYTES, COUNT_BYTES = 2352 + 91, 1200, 4
+
+
+def transformer(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return {
+        "stem": {"kernel": normal(3, 3, 2, 6)},
+        "wte": normal(10, 6),
+        "blocks": [
+            {
+                "query": normal(6, 2, 5),
+                "out": normal(6, 6),
+                "router": normal(6, 4),
+                "experts": {"up": normal(4, 6, 16)},
+                "norm": {"scale": normal(6)},
+            }
+        ],
+        "lm_head": {"kernel": normal(6, 10)},
+        "absent": None,
+    }
+
+
+def size(state):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def test_against_the_table():
+    params = transformer()
+    optimizer = orscale(1e-3, weight_dimension_numbers=NUMBERS)
+    for tree in (params, jax.eval_shape(lambda: params)):
+        description = describe(tree, NUMBERS, optimizer=optimizer)
+        found = [
+            (r.path, r.shape, r.rule, r.matrices, r.m, r.n, r.state_bytes)
+            for r in description.rows
+        ]
+        assert found == TABLE
+        for row in description.rows:
+            assert row.parameters == np.prod(row.shape)
+            assert row.dtype == np.dtype("float32")
+            if row.rule == "adamw":
+                assert row.scale is row.norms is None
+            else:
+                np.testing.assert_allclose(row.scale, 0.2 * np.sqrt(max(row.m, row.n)))
+                assert (row.norms is None) == (tree is not params)
+        totals = {
+            name: (total.leaves, total.matrices, total.parameters, total.state_bytes)
+            for name, total in description.totals.items()
+        }
+        assert totals == {
+            "matrix": (4, 7, 588, MATRIX_BYTES),
+            "adamw": (4, 0, 150, ADAM_BYTES),
+            "shared": (0, 0, 0, COUNT_BYTES),
+            "all": (8, 7, 738, MATRIX_BYTES + ADAM_BYTES + COUNT_BYTES),
+        }
+    assert totals["all"][-1] == size(optimizer.init(params))
+
+
+def test_norms_against_numpy():
+    tree = leaves.random_tree(0)
+    rows = {row.path: row for row in describe(tree, leaves.DIMENSIONS).rows}
+    for name in leaves.KINDS:
+        expected = [
+            np.linalg.norm(matrix) for matrix in leaves.matrices(name, tree[name])
+        ]
+        bounds = (min(expected), max(expected))
+        np.testing.assert_allclose(rows[name].norms, bounds, rtol=1e-6)
+        assert rows[name].matrices == len(expected)
+        assert (rows[name].m, rows[name].n) == leaves.matrices(name, tree[name])[0].shape
+    low = jnp.full((300, 300), 0.1, jnp.bfloat16)  # In bfloat16 the sum would stick.
+    [row] = describe({"w": low}).rows
+    np.testing.assert_allclose(row.norms[0], 300 * float(low[0, 0]), rtol=1e-5)
+    [row] = describe({"w": np.ones((2, 3))}).rows
+    np.testing.assert_allclose(row.norms, [6**0.5] * 2, rtol=1e-6)
+
+
+def test_scales():
+    params = {"w": jnp.ones((4, 25)), "b": jnp.ones(3)}
+    for rms, scale in [(None, 1.0), (0.2, 1.0), (1, 5.0), (jnp.float32(2), 10.0)]:
+        bias, kernel = describe(params, consistent_rms=rms).rows
+        assert (bias.scale, kernel.scale) == (None, scale)
+    with pytest.raises(ValueError, match="consistent_rms=-1 is not valid"):
+        describe(params, consistent_rms=-1)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        muon,
+        functools.partial(orscale, mu_dtype=jnp.bfloat16),
+        functools.partial(orscale, optax.linear_schedule(1e-2, 0.0, 9)),
+        ablations.momentum_denominator,
+        lambda **kwargs: optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.inject_hyperparams(orscale, static_args="weight_dimension_numbers")(
+                **kwargs
+            ),
+        ),
+        lambda **kwargs: optax.MultiSteps(orscale(**kwargs), 2),
+        lambda **kwargs: optax.apply_if_finite(orscale(**kwargs), 3),
+        lambda **kwargs: optax.adafactor(kwargs["learning_rate"], 2),
+        lambda **kwargs: optax.sgd(kwargs["learning_rate"]),
+        lambda **kwargs: optax.partition(
+            {"rest": orscale(**kwargs), "": optax.set_to_zero(), "own": optax.adam(0.1)},
+            lambda params: (
+                jax.tree.map(lambda _: "rest", params) | {"wte": "", "lm_head": "own"}
+            ),
+        ),
+    ],
+)
+def test_every_byte_of_the_state_is_counted_once(build):
+    params = transformer()
+    if isinstance(build, functools.partial) and build.args:
+        optimizer = build(weight_dimension_numbers=NUMBERS)
+    else:
+        optimizer = build(learning_rate=1e-2, weight_dimension_numbers=NUMBERS)
+    description = describe(params, NUMBERS, optimizer=optimizer)
+    total = description.totals["all"].state_bytes
+    assert total == size(optimizer.init(params))
+    assert total == description.shared_bytes + sum(
+        row.state_bytes for row in description.rows
+    )
+    assert description.shared_bytes < 100
+
+
+def test_bytes_of_other_dtypes_and_of_a_frozen_part():
+    params = {"w": jnp.ones((3, 4), jnp.bfloat16), "v": jnp.ones((3, 4), jnp.bfloat16)}
+    optimizer = optax.partition(
+        {"on": muon(0.1, mu_dtype=jnp.float32), "off": optax.set_to_zero()},
+        {"w": "on", "v": "off"},
+    )
+    frozen, trained = describe(params, optimizer=optimizer).rows
+    assert (frozen.state_bytes, trained.state_bytes) == (0, 4 * 12 + 1)
+
+
+def test_owners_of_the_state():
+    description = describe(jnp.ones((2, 3)), optimizer=orscale(0.1))
+    [row] = description.rows  # Owns what has its shape.
+    assert (row.path, row.state_bytes, description.shared_bytes) == ("", 24, 13 + 4)
+    assert "(the only leaf)" in str(description)
+    nested = {"w": jnp.ones(3), "a": {"w": jnp.ones(5), "b": [jnp.ones(7)]}}
+    rows = describe(nested, optimizer=optax.adam(0.1)).rows
+    assert [(r.path, r.state_bytes) for r in rows] == [
+        ("a.b.0", 56),
+        ("a.w", 40),
+        ("w", 24),
+    ]
+    listed = [jnp.ones(3), (jnp.ones(5), jnp.ones(7))]
+    chain = optax.chain(optax.trace(0.9), optax.scale_by_adam())
+    description = describe(listed, optimizer=chain)
+    assert [row.state_bytes for row in description.rows] == [36, 60, 84]
+    assert description.shared_bytes == 4
+
+
+def test_modules_have_rows():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(3, 4, rngs=rngs)
+            self.lm_head = nnx.Linear(4, 5, rngs=rngs)
+
+    params = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
+    description = describe(params, optimizer=orscale(0.1))
+    assert [(r.path, r.rule) for r in description.rows] == [
+        ("first.bias.value", "adamw"),
+        ("first.kernel.value", "matrix"),
+        ("lm_head.bias.value", "adamw"),
+        ("lm_head.kernel.value", "adamw"),
+    ]
+    assert description.rows[1].state_bytes == 4 * 12 + 13
+
+
+def test_nothing_to_describe():
+    params = {"a": None, "b": optax.MaskedNode()}
+    description = describe(params, optimizer=orscale(0.1))
+    assert description.rows == () and description.totals["all"].leaves == 0
+    assert str(description).startswith("parameter")
+    [row] = describe({"w": jnp.ones((0, 3))}).rows
+    assert (row.matrices, row.norms, row.parameters) == (1, None, 0)
+
+
+def test_all_ambiguous_leaves_are_listed():
+    with pytest.raises(ValueError, match="ambiguous") as caught:
+        describe(transformer())
+    for line in (
+        "3 parameters",
+        "  'blocks.0.experts.up' of shape (4, 6, 16)",
+        "  'blocks.0.query' of shape (6, 2, 5)",
+        "  'stem.kernel' of shape (3, 3, 2, 6)",
+    ):
+        assert line in str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    "numbers, words",
+    [
+        ({"w": None, "x": None}, "'w' is adamw here and matrix in the optimizer"),
+        ({"w": Dims(0, 1), "x": None}, "'x' is adamw here and matrix in the optimizer"),
+        (
+            {"w": Dims(0, 1), "x": Dims((0, 1), 2)},
+            r"'x' is matrices of batch shape \(\) here and .* \(2,\) in the optimizer",
+        ),
+    ],
+)
+def test_an_optimizer_with_other_matrices(numbers, words):
+    params = {"w": jnp.ones((2, 3)), "x": jnp.ones((2, 3, 4))}
+    optimizer = muon(0.1, weight_dimension_numbers={"w": Dims(0, 1), "x": Dims(1, 2)})
+    chain = optax.chain(optax.clip(1.0), optimizer)
+    with pytest.raises(ValueError, match=words):
+        describe(params, numbers, optimizer=chain)
+    with pytest.raises(ValueError, match="'w' is matrix here and adamw in"):
+        describe(
+            {"w": params["w"]},
+            optimizer=orscale(0.1, weight_dimension_numbers={"w": None}),
+        )
+
+
+def test_partitions_around_an_optimizer():
+    """Whatever their groups are called, the innermost decides."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "router": jnp.ones((2, 3))}
+    labels = {"w": "matrix", "b": "matrix", "router": "adamw"}
+    transforms = {"matrix": orscale(0.1), "adamw": optax.adamw(0.1)}
+    optimizer = optax.partition(transforms, labels)
+    rows = describe(params, by_path({"router": "adamw"}), optimizer=optimizer).rows
+    assert [row.rule for row in rows] == ["adamw", "adamw", "matrix"]
+    with pytest.raises(ValueError, match="'router' is matrix here and adamw in"):
+        describe(params, optimizer=optimizer)
+
+
+def test_what_is_no_optimizer():
+    with pytest.raises(ValueError, match="optimizer=3 is not valid: pass an Optax"):
+        describe({"w": jnp.ones((2, 3))}, optimizer=3)
+
+
+TEXT = """\
+parameter     shape      dtype    rule    matrices  m × n    s        ‖W‖  parameters  state bytes
+────────────  ─────────  ───────  ──────  ────────  ─────  ───  ─────────  ──────────  ───────────
+bias          (1000,)    float32  adamw                                         1,000        8,000
+layers.stack  (2, 1, 4)  float32  matrix         2  1 × 4  0.4  2 … 4.472           8           58
+wte           (2, 2)     float32  adamw                                             4           32
+────────────  ─────────  ───────  ──────  ────────  ─────  ───  ─────────  ──────────  ───────────
+matrix        1 leaf                             2                                  8           58
+adamw         2 leaves                                                          1,004        8,032
+shared                                                                                           4
+all           3 leaves                           2                              1,012        8,094
+"""  # noqa: E501
+
+
+@functools.cache
+def small():
+    params = {
+        "bias": jnp.ones(1000),
+        "layers": {"stack": jnp.asarray([[[1.0, 1, 1, 1]], [[2, 4, 0, 0]]])},
+        "wte": jnp.ones((2, 2)),
+    }
+    numbers = by_path({"stack": Dims(1, 2)})
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    return describe(params, numbers, optimizer=optimizer)
+
+
+def test_the_printed_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert str(small()) + "\n" == TEXT
+    with pytest.raises(ImportError, match=r"pip install orscale-jax\[describe\]"):
+        small().table()
+
+
+def test_columns_of_what_is_not_known_are_left_out():
+    text = str(describe({"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}))
+    assert "‖W‖" not in text and "state bytes" not in text and "shared" not in text
+    text = str(describe({"w": jnp.ones((2, 3))}))
+    assert "‖W‖" in text and "state bytes" not in text
+
+
+def words(line):
+    return re.findall(r"[^\s│┃]+", line)
+
+
+def test_the_tables_of_rich_and_of_notebooks():
+    import rich.console
+
+    console = rich.console.Console(width=200, file=io.StringIO(), color_system=None)
+    console.print(small())
+    expected = [words(line) for line in TEXT.splitlines() if "──" not in line]
+    found = [words(line) for line in console.file.getvalue().splitlines()]
+    assert [
+        line for line in found if line and not re.match("[┏┡├└]", line[0])
+    ] == expected
+    page = small()._repr_html_()
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    cells = [" ".join(re.findall(r">([^<]*)</t[hd]>", row)) for row in rows]
+    assert [words(html.unescape(line)) for line in cells] == expected
+    escaped = describe({"<b>": jnp.ones(2)})._repr_html_()
+    assert "&lt;b&gt;" in escaped and "<b>" not in escaped
+
+
+def test_select():
+    chosen = small().select(r"^layers\.|bias")
+    assert [row.path for row in chosen.rows] == ["bias", "layers.stack"]
+    assert chosen.totals["all"].state_bytes == 8058 and chosen.shared_bytes == 0
+    assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
+
+
+def test_the_output_on_the_page():
+    """A text block is what the Python block above it prints."""
+    blocks = re.findall(
+        r"^```(python|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    while blocks[-1][0] != "text":  # tests/test_docs.py runs them all.
+        blocks.pop()
+    namespace, printed = {"__name__": "__main__"}, ""
+    for language, text in blocks:
+        if language == "text":
+            assert text == printed
+            continue
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(text, PAGE, "exec"), namespace)
+        printed = output.getvalue()
+    assert [language for language, _ in blocks].count("text") == 2

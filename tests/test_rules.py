@@ -1,0 +1,277 @@
+"""Dimension numbers by path."""
+
+import dataclasses
+import re
+import typing
+
+import equinox as eqx
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import by_path, muon, orscale, orthogonalize
+
+PLAIN = Dims(0, 1)
+QUERY, STACK, CONV = Dims(0, (1, 2)), Dims(-2, -1), Dims((0, 1, 2), 3)
+RULES = {
+    r"query|key": QUERY,
+    r"router|\.gate\.": "adamw",
+    r"experts\.(up|down)$": STACK,
+    r"^stem\.": CONV,
+    r"lm_head": "matrix",
+}
+
+
+def transformer():
+    def block():
+        return {
+            "attention": {"query": jnp.ones((6, 2, 3)), "out": jnp.ones((6, 6))},
+            "router": jnp.ones((6, 4)),
+            "experts": {"up": jnp.ones((4, 6, 8)), "down": jnp.ones((4, 8, 6))},
+            "norm": {"scale": jnp.ones(6)},
+        }
+
+    return {
+        "stem": {"kernel": jnp.ones((3, 3, 2, 6))},
+        "embed": jnp.ones((10, 6)),
+        "blocks": [block(), block()],
+        "lm_head": {"kernel": jnp.ones((6, 10))},
+    }
+
+
+BLOCK = {
+    "attention": {"query": QUERY, "out": PLAIN},
+    "router": None,
+    "experts": {"up": STACK, "down": STACK},
+    "norm": {"scale": None},
+}
+EXPECTED = {
+    "stem": {"kernel": CONV},
+    "embed": None,
+    "blocks": [BLOCK, BLOCK],
+    "lm_head": {"kernel": PLAIN},
+}
+
+
+@pytest.mark.parametrize("pairs", [dict, list, tuple, iter])
+def test_a_transformer(pairs):
+    rules = RULES if pairs is dict else pairs(RULES.items())
+    numbers = by_path(rules)
+    assert numbers(transformer()) == EXPECTED
+    assert numbers(jax.eval_shape(transformer)) == EXPECTED  # And a second time.
+
+
+def test_the_first_expression_decides():
+    tree = {"a": {"kernel": jnp.ones((2, 3))}, "b": {"kernel": jnp.ones((2, 3))}}
+    numbers = by_path([(re.compile("A", re.I), "adamw"), ("kernel", Dims(1, 0))])
+    assert numbers(tree) == {"a": {"kernel": None}, "b": {"kernel": Dims(1, 0)}}
+    one = by_path({"": "adamw"})
+    assert one(jnp.ones((2, 3))) is None  # The path of the only leaf is empty.
+
+
+class Pair(typing.NamedTuple):
+    w: typing.Any
+    b: typing.Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+    w: typing.Any
+    b: typing.Any
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        lambda w, b: {"w": w, "b": b},
+        lambda w, b: flax.core.freeze({"w": w, "b": b}),
+        lambda w, b: nnx.State({"w": w, "b": b}),
+        Pair,
+        Data,
+    ],
+)
+def test_containers(container):
+    stack = jnp.ones((2, 3, 4))
+    tree = container([stack, None, (stack, jnp.ones((2, 3)))], jnp.ones(3))
+    numbers = by_path({r"w\.2\.0": "adamw", r"w\.0": STACK})(tree)
+    assert numbers == container([STACK, None, (None, PLAIN)], None)
+    optimizer = orscale(1e-3, weight_dimension_numbers=by_path({"w.[02].0|w.0": STACK}))
+    updates, _ = optimizer.update(tree, optimizer.init(tree), tree)
+    assert jax.tree.structure(updates) == jax.tree.structure(tree)
+
+
+def test_equinox_and_nnx_modules():
+    model = eqx.nn.MLP(3, 4, 5, 2, key=jax.random.key(0))
+    model = eqx.filter(model, eqx.is_inexact_array)
+    found = by_path({r"layers\.1\.weight$": "adamw"})(model)
+    assert [layer.weight for layer in found.layers] == [PLAIN, None, PLAIN]
+    assert [layer.bias for layer in found.layers] == [None] * 3
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(3, 4, rngs=rngs)
+            self.gate = nnx.Linear(3, 4, rngs=rngs)
+
+    params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
+    # Flax's parameters are nodes of their own: their paths end in ".value".
+    for end in ("kernel", r"kernel\.value$"):
+        found = by_path({f"gate.{end}": "adamw"})(params)
+        assert found["first"]["kernel"].get_value() == PLAIN
+        assert found["gate"]["kernel"].get_value() is None
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"a": Dims(1, 2), "b": None, "c": Dims(1, 0)},
+        {"a": {"x": Dims(1, 2), "y": Dims(1, 2)}, "b": None, "c": Dims(1, 0)},
+        lambda tree: {"a": Dims(1, 2), "b": None, "c": Dims(1, 0)},
+    ],
+)
+def test_otherwise(otherwise):
+    tree = {
+        "a": {"x": jnp.ones((2, 3, 4)), "y": jnp.ones(3)},
+        "b": jnp.ones((2, 3)),
+        "c": jnp.ones((2, 3)),
+    }
+    found = by_path({"y": "adamw"}, otherwise=otherwise)(tree)
+    assert found == {"a": {"x": Dims(1, 2), "y": None}, "b": None, "c": Dims(1, 0)}
+
+
+def test_otherwise_is_the_default_rule():
+    tree = {"a": jnp.ones((2, 3)), "wte": jnp.ones((2, 3)), "c": jnp.ones((2, 3, 4))}
+    for otherwise in (None, lambda _: None):
+        found = by_path({"c": "adamw"}, otherwise=otherwise)(tree)
+        assert found == {"a": PLAIN, "wte": None, "c": None}
+    with pytest.raises(ValueError, match=r"^otherwise must be a tree.*structure"):
+        by_path({"c": "adamw"}, otherwise={"x": None})(tree)
+
+
+def test_every_place_that_takes_dimension_numbers():
+    """The same steps as with the tree itself."""
+    params = {"gate": jnp.eye(4), "w": jnp.ones((3, 4, 4)), "b": jnp.ones(4)}
+    grads = jax.tree.map(lambda p: p + 0.5, params)
+    explicit = {"gate": None, "w": STACK, "b": None}
+    numbers = by_path({"gate": "adamw", "w": STACK})
+
+    def steps(build, given):
+        optimizer = build(given)
+        state = jax.jit(optimizer.init)(params)
+        return jax.jit(optimizer.update)(grads, state, params)[0]
+
+    labels = {"gate": "freeze", "w": "train", "b": "train"}
+    for build in (
+        lambda n: orscale(0.1, weight_dimension_numbers=n),
+        lambda n: muon(0.1, weight_dimension_numbers=n),
+        lambda n: optax.contrib.muon(0.1, muon_weight_dimension_numbers=n),
+        lambda n: optax.masked(
+            orscale(0.1, weight_dimension_numbers=n),
+            {"gate": False, "w": True, "b": True},
+        ),
+        lambda n: optax.partition(
+            {
+                "train": orscale(0.1, weight_dimension_numbers=n),
+                "freeze": optax.set_to_zero(),
+            },
+            labels,
+        ),
+        lambda n: optax.masked(
+            orthogonalize(weight_dimension_numbers=n),
+            {"gate": False, "w": True, "b": False},
+        ),
+    ):
+        found, expected = steps(build, numbers), steps(build, explicit)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+    # Whose placeholder no callable sees.
+    for given in (numbers, lambda tree: {name: explicit[name] for name in tree}):
+        optimizer = orscale(0.1, weight_dimension_numbers=given)
+        optax.tree.map_params(optimizer, lambda leaf: leaf + 1, optimizer.init(params))
+
+
+def test_an_expression_that_matches_nothing():
+    with pytest.raises(ValueError, match="rooter") as caught:
+        by_path(RULES | {"rooter": "adamw"})(transformer())
+    message = str(caught.value)
+    assert "expression 'rooter' of by_path matches no parameter" in message
+    assert "'blocks.0.router'" in message and "embed" not in message
+    assert message.count("'") == 2 + 5 * 2  # Five of thirteen paths.
+    with pytest.raises(ValueError, match="'A' of by_path matches no parameter"):
+        by_path({"A": "adamw"})({"a": jnp.ones(2)})
+
+
+@pytest.mark.parametrize(
+    "rules", [{"a": "matrix", "ab": "adamw"}, [("ab", "matrix"), ("ab", "adamw")]]
+)
+def test_an_expression_behind_a_wider_one(rules):
+    with pytest.raises(ValueError, match=r"'ab' of by_path decides nothing.*as '.*'ab'"):
+        by_path(rules)({"ab": jnp.ones((2, 3))})
+
+
+def test_what_is_masked_away_counts_as_matched():
+    numbers = by_path({"gate": "adamw", "up": STACK})
+    tree = {"gate": optax.MaskedNode(), "up": jnp.ones((2, 3, 4)), "out": None}
+    assert numbers(tree) == {"gate": optax.MaskedNode(), "up": STACK, "out": None}
+    for nothing in ({}, optax.MaskedNode(), {"other": optax.MaskedNode()}):
+        assert numbers(nothing) == nothing
+
+
+def test_all_refused_leaves_are_listed():
+    tree = transformer()
+    with pytest.raises(ValueError, match="ambiguous") as caught:
+        by_path({"stem": CONV, "router": "adamw"})(tree)
+    assert str(caught.value).startswith(
+        "6 parameters\n"
+        "  'blocks.0.attention.query' of shape (6, 2, 3)\n"
+        "  'blocks.0.experts.down' of shape (4, 8, 6)\n"
+        "  'blocks.0.experts.up' of shape (4, 6, 8)\n"
+        "  'blocks.1.attention.query' of shape (6, 2, 3)\n"
+        "  'blocks.1.experts.down' of shape (4, 8, 6)\n"
+        "  'blocks.1.experts.up' of shape (4, 6, 8)\n"
+        "are ambiguous: "
+    )
+    with pytest.raises(ValueError, match="matrix") as caught:
+        by_path(RULES | {"experts.*": "matrix", "norm": "matrix", "o": "matrix"})(
+            {"experts": jnp.ones((2, 3, 4)), "norm": jnp.ones(3)} | tree
+        )
+    assert "'experts.*' of by_path says \"matrix\"" in str(caught.value)
+    assert "parameter 'experts' of shape (2, 3, 4) is not so" in str(caught.value)
+    assert "norm" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "rule, leaf, words",
+    [
+        ("matrix", jnp.ones(3), r"'w' of by_path says \"matrix\".*shape \(3,\).*adamw"),
+        (Dims(0, 3), jnp.ones((2, 3)), r"expression 'w': .*'w' of shape.*2 axes"),
+        ("matrix", jnp.ones((2, 3), jnp.int32), r"expression 'w': .*dtype int32"),
+    ],
+)
+def test_rules_that_do_not_fit_their_leaf(rule, leaf, words):
+    with pytest.raises(ValueError, match=words):
+        by_path({"w": rule})({"w": leaf})
+
+
+@pytest.mark.parametrize(
+    "rules, words",
+    [
+        ("matrix", "rules='matrix' is not valid: pass a mapping"),
+        (3, "rules=3 is not valid"),
+        ([("a", "adamw", 1)], "is not valid: pass a mapping, or pairs"),
+        (["ab"], "is not valid: pass a mapping, or pairs"),
+        ({"(": "adamw"}, r"rules='\(' is not valid: missing \)"),
+        ({b"a": "adamw"}, "rules=b'a' is not valid: pass a string"),
+        ({re.compile(b"a"): "adamw"}, "is not valid: pass a string"),
+        ({"a": "adam"}, r"rules\['a'\]='adam' is not valid: pass \"matrix\", \"adamw\""),
+        ({"a": None}, r"rules\['a'\]=None is not valid"),
+        ({"a": (0, 1)}, r"rules\['a'\]=\(0, 1\) is not valid"),
+    ],
+)
+def test_invalid_rules_are_refused_at_once(rules, words):
+    with pytest.raises(ValueError, match=words):
+        by_path(rules)
