@@ -17,6 +17,7 @@ from orscale_jax._polar_express import (
 )
 from orscale_jax._qk_clip import QKClipState as QKClipState, qk_clip as qk_clip
 from orscale_jax._rules import by_path as by_path
+from orscale_jax._state_shardings import state_shardings as state_shardings
 from orscale_jax._transforms import (
     CalibratedTrustRatioState as CalibratedTrustRatioState,
     FromFirstNonzeroUpdateState as FromFirstNonzeroUpdateState,

@@ -1,0 +1,154 @@
+"""The shardings of the state, against what the compiled program gives."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import muon, orscale, state_shardings
+from tests.runs import ABLATIONS
+
+SPECS = {
+    "w": P("a", "b"),
+    "stack": P("a", None, "b"),
+    "middle": P(None, ("a", "b"), None),
+    "norm": P("b"),
+    "whole": P(),
+}
+SHAPES = {
+    "w": (8, 16),
+    "stack": (4, 12, 8),
+    "middle": (6, 8, 4),
+    "norm": (4,),
+    "whole": (6, 4),
+}
+NUMBERS = {
+    "w": Dims(0, 1),
+    "stack": Dims(1, 2),
+    "middle": Dims(0, 2),
+    "norm": None,
+    "whole": Dims(0, 1),
+}
+# Of the arrays with one entry per matrix.
+BATCHES = {"w": P(), "stack": P("a"), "middle": P(("a", "b")), "whole": P()}
+build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
+OPTIMIZERS = {
+    "orscale": build(),
+    "muon": muon(1e-2, weight_dimension_numbers=NUMBERS),
+    "bfloat16 momentum": build(mu_dtype=jnp.bfloat16),
+    "adamw": optax.adamw(1e-2),
+    "injected": optax.inject_hyperparams(orscale)(
+        learning_rate=optax.linear_schedule(1e-2, 0.0, 9),
+        weight_dimension_numbers=NUMBERS,
+    ),
+    "wrapped": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.MultiSteps(build(), 2).gradient_transformation(),
+    ),
+} | {
+    name: ablation(1e-2, weight_dimension_numbers=NUMBERS)
+    for name, ablation in ABLATIONS.items()
+}
+
+
+def mesh(kind):
+    return jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+
+
+def abstract(mesh):
+    return {
+        name: jax.ShapeDtypeStruct(
+            SHAPES[name], jnp.float32, sharding=NamedSharding(mesh, spec)
+        )
+        for name, spec in SPECS.items()
+    }
+
+
+def concrete(mesh, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        name: jax.device_put(
+            rng.normal(size=leaf.shape).astype(np.float32), leaf.sharding
+        )
+        for name, leaf in abstract(mesh).items()
+    }
+
+
+def equivalent(sharding, other, shape):
+    return sharding.is_equivalent_to(other, len(shape))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_shaped_like_a_parameter_and_what_is_not(name, kind):
+    on, optimizer = mesh(kind), OPTIMIZERS[name]
+    shardings = state_shardings(optimizer, abstract(on))
+    state = jax.eval_shape(optimizer.init, abstract(on))
+    assert jax.tree.structure(shardings) == jax.tree.structure(state)
+    seen = set()
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), found in zip(leaves, jax.tree.leaves(shardings), strict=True):
+        assert found.mesh == on
+        owner = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else None
+        if owner not in SHAPES:
+            expected = P()
+        elif leaf.shape == SHAPES[owner]:
+            expected = SPECS[owner]
+        else:
+            expected = BATCHES[owner]
+        seen.add((owner, expected))
+        assert equivalent(found, NamedSharding(on, expected), leaf.shape), path
+    assert set(SPECS.items()) <= seen
+    if name == "orscale":
+        assert set(BATCHES.items()) <= seen
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_state_made_there_stays_there(kind):
+    """Through a step whose compiler is free to choose, and without copies of shards."""
+    on, optimizer = mesh(kind), OPTIMIZERS["orscale"]
+    params, grads = concrete(on), concrete(on, 1)
+    shardings = state_shardings(optimizer, params)
+    with jax.set_mesh(on):
+        state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+        pinned = (jax.tree.map(lambda p: p.sharding, params), shardings)
+        updates, after = jax.jit(optimizer.update, out_shardings=pinned)(
+            grads, state, params
+        )
+    for made in (state, after):
+        for leaf, sharding in zip(
+            jax.tree.leaves(made), jax.tree.leaves(shardings), strict=True
+        ):
+            assert equivalent(leaf.sharding, sharding, leaf.shape)
+    alone = [jax.tree.map(np.asarray, tree) for tree in (params, grads)]
+    expected, _ = optimizer.update(alone[1], optimizer.init(alone[0]), alone[0])
+    for name, update in updates.items():
+        np.testing.assert_allclose(update, expected[name], rtol=1e-4, atol=1e-6)
+    [(_, momentum)] = optax.tree.get_all_with_path(state, "trace")
+    assert momentum["w"].addressable_shards[0].data.shape == (4, 4)
+
+
+def test_leaves_without_a_named_sharding_are_everywhere():
+    on = mesh(AxisType.Auto)
+    params = {"w": concrete(on)["w"], "own": jnp.ones((3, 2)), "gain": 1.0}
+    shardings = state_shardings(optax.adam(1e-2), params)
+    assert shardings[0].mu["w"].spec == P("a", "b")
+    for moment in (shardings[0].mu["own"], shardings[0].nu["gain"]):
+        assert moment.is_fully_replicated
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="no parameter has a jax"):
+        state_shardings(optax.adam(1e-2), {"w": jnp.ones(3)})
+    other = jax.make_mesh((8,), ("c",), axis_types=(AxisType.Auto,))
+    params = {
+        "w": concrete(mesh(AxisType.Auto))["w"],
+        "v": jax.device_put(jnp.ones(8), NamedSharding(other, P("c"))),
+    }
+    with pytest.raises(ValueError, match=r"'v' of shape \(8,\) and 'w' of"):
+        state_shardings(optax.adam(1e-2), params)
