@@ -10,6 +10,7 @@ from orscale_jax._describe import (
     Total as Total,
     describe as describe,
 )
+from orscale_jax._matrix import BlockDimensionNumbers as BlockDimensionNumbers
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax._polar import polar_factor as polar_factor
 from orscale_jax._polar_express import (

@@ -2,11 +2,12 @@
 
 import collections
 import dataclasses
+import functools
 import html
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -15,11 +16,12 @@ import numpy as np
 import optax
 
 from orscale_jax import _checks
+from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
-    MatrixAxes,
     PyTree,
     WeightDimensionNumbers,
     dotted,
+    is_axes_leaf,
     matrix_axes,
 )
 from orscale_jax._precision import compute_dtype
@@ -38,11 +40,11 @@ _Cells: TypeAlias = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class ParameterRow:
-    """One leaf of the parameters.
+    """One leaf of the parameters, or one of its blocks where these have several sizes.
 
     Attributes:
-      path: Its path, with dots.
-      shape: Its shape.
+      path: The leaf's path, with dots.
+      shape: Its shape; the block's, of a block.
       dtype: Its dtype.
       rule: ``"matrix"`` or ``"adamw"``.
       matrices: How many matrices it holds; 0 under AdamW, as for ``m`` and ``n``.
@@ -53,6 +55,8 @@ class ParameterRow:
         matrices or no values.
       parameters: The number of its entries.
       state_bytes: Bytes of optimizer state that belong to it; None without optimizer.
+      block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
+        whole leaf.
     """
 
     path: str
@@ -66,6 +70,7 @@ class ParameterRow:
     norms: tuple[float, float] | None
     parameters: int
     state_bytes: int | None
+    block: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +88,9 @@ class Description:
     """What :func:`describe` found. ``print`` shows it as a table.
 
     Attributes:
-      rows: One per leaf, in the order of the tree: ``path``, ``shape``, ``dtype``,
-        ``rule``, ``matrices``, ``m``, ``n``, ``scale``, ``norms``, ``parameters`` and
-        ``state_bytes``.
+      rows: One per leaf, in the order of the tree (one per block of a leaf whose blocks
+        have several sizes): ``path``, ``block``, ``shape``, ``dtype``, ``rule``,
+        ``matrices``, ``m``, ``n``, ``scale``, ``norms``, ``parameters``, ``state_bytes``.
       shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
         without optimizer.
     """
@@ -226,67 +231,89 @@ def describe(
       Total(leaves=3, matrices=1, parameters=96, state_bytes=529)
     """
     _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
-    axes_tree = matrix_axes(weight_dimension_numbers, params)
-    axes_of, leaf_of = _by_path(axes_tree), _by_path(params)
-    found: collections.Counter[Any] | None = None
+    axes_of = _by_path(matrix_axes(weight_dimension_numbers, params))
+    leaf_of = _by_path(params)
+    state: list[_StateLeaf] | None = None
     if optimizer is not None:
         state = list(_state_leaves(optimizer, params))
         _refuse_other_matrices(state, axes_of, leaf_of)
-        found = _bytes_by_owner(state)
-    rows = tuple(
-        _row(
-            path,
-            leaf,
-            axes_of.get(path),
-            consistent_rms,
-            None if found is None else found[path],
-        )
+    arrays = _arrays_by_owner(state or [])
+    rows = [
+        row
         for path, leaf in leaf_of.items()
-    )
-    return Description(rows, None if found is None else found[None])
+        for row in _rows(path, leaf, axes_of.get(path), arrays[path], consistent_rms)
+    ]
+    if state is None:
+        return Description(
+            tuple(dataclasses.replace(row, state_bytes=None) for row in rows)
+        )
+    return Description(tuple(rows), _bytes(arrays[None]))
 
 
 def _by_path(tree: PyTree) -> dict[Any, Any]:
-    return dict(jax.tree_util.tree_leaves_with_path(tree))
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axes_leaf)
+    return {path: leaf for path, leaf in leaves if not isinstance(leaf, optax.MaskedNode)}
 
 
-def _row(
+def _rows(
     path: Any,
     leaf: Any,
-    axes: MatrixAxes | None,
+    axes: MatrixAxes | MatrixBlocks | None,
+    state: list[Any],
     consistent_rms: float | None,
-    state_bytes: int | None,
-) -> ParameterRow:
-    shape = np.shape(leaf)
-    matrices, m, n, scale, norms = 0, 0, 0, None, None
-    if axes is not None:
-        matrices = math.prod(axes.batch_shape(leaf))
-        m, n = axes.matrix_shape(leaf)
-        scale = (
-            1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5
+) -> list[ParameterRow]:
+    """The row of a leaf, or one for each of its parts."""
+    common: dict[str, Any] = {"path": dotted(path), "dtype": jnp.result_type(leaf)}
+    if axes is None:
+        return [
+            ParameterRow(
+                **common,
+                shape=np.shape(leaf),
+                rule="adamw",
+                matrices=0,
+                m=0,
+                n=0,
+                scale=None,
+                norms=None,
+                parameters=math.prod(np.shape(leaf)),
+                state_bytes=_bytes(state),
+            )
+        ]
+
+    def row(index: int, label: str) -> ParameterRow:
+        part = functools.partial(axes.part, index=index)
+        shaped = jax.eval_shape(part, leaf)
+        m, n = axes.within.matrix_shape(shaped)
+        rms = None if consistent_rms is None else float(consistent_rms)
+        return ParameterRow(
+            **common,
+            block=label,
+            shape=shaped.shape if label else leaf.shape,
+            rule="matrix",
+            matrices=math.prod(axes.within.batch_shape(shaped)),
+            m=m,
+            n=n,
+            scale=1.0 if rms is None else rms * max(m, n) ** 0.5,
+            norms=_norms(axes.within, part, leaf),
+            parameters=math.prod(shaped.shape),
+            state_bytes=_bytes(jax.eval_shape(part, array) for array in state),
         )
-        norms = _norms(axes, leaf)
-    return ParameterRow(
-        path=dotted(path),
-        shape=shape,
-        dtype=jnp.result_type(leaf),
-        rule="adamw" if axes is None else "matrix",
-        matrices=matrices,
-        m=m,
-        n=n,
-        scale=scale,
-        norms=norms,
-        parameters=math.prod(shape),
-        state_bytes=state_bytes,
-    )
+
+    return [row(index, label) for index, label in enumerate(axes.labels)]
 
 
-def _norms(axes: MatrixAxes, leaf: Any) -> tuple[float, float] | None:
+def _norms(
+    axes: MatrixAxes, part: Callable[[jax.Array], jax.Array], leaf: Any
+) -> tuple[float, float] | None:
     concrete = isinstance(leaf, jax.Array | np.ndarray)
     if not concrete or isinstance(leaf, jax.core.Tracer) or not math.prod(leaf.shape):
         return None
-    norms = axes.norms(jnp.asarray(leaf, compute_dtype(leaf)))
+    norms = axes.norms(part(jnp.asarray(leaf, compute_dtype(leaf))))
     return float(norms.min()), float(norms.max())
+
+
+def _bytes(arrays: Iterable[Any]) -> int:
+    return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
 
 
 class _StateLeaf(NamedTuple):
@@ -315,15 +342,15 @@ def _state_leaves(optimizer: Any, params: PyTree) -> Iterator[_StateLeaf]:
         yield _StateLeaf(path[:start], owner, array)
 
 
-def _bytes_by_owner(state: list[_StateLeaf]) -> collections.Counter[Any]:
-    found: collections.Counter[Any] = collections.Counter()
+def _arrays_by_owner(state: list[_StateLeaf]) -> dict[Any, list[Any]]:
+    found = collections.defaultdict(list)
     for leaf in state:
-        found[leaf.owner] += math.prod(leaf.array.shape) * leaf.array.dtype.itemsize
+        found[leaf.owner].append(leaf.array)
     return found
 
 
 def _refuse_other_matrices(
-    state: list[_StateLeaf], axes_of: dict[Any, MatrixAxes], leaf_of: dict[Any, Any]
+    state: list[_StateLeaf], axes_of: dict[Any, Any], leaf_of: dict[Any, Any]
 ) -> None:
     """Refuse a state of this library whose matrices are not those of the table."""
     for place, owner, array in state:
@@ -357,7 +384,7 @@ def _total(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
     found = [row.state_bytes for row in rows if row.state_bytes is not None]
     known = len(found) == len(rows)
     return Total(
-        leaves=len(rows),
+        leaves=len({row.path for row in rows}),
         matrices=sum(row.matrices for row in rows),
         parameters=sum(row.parameters for row in rows),
         state_bytes=sum(found) + shared_bytes if known else None,
@@ -366,7 +393,7 @@ def _total(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
 
 def _row_cells(row: ParameterRow) -> _Cells:
     return (
-        row.path or "(the only leaf)",
+        (row.path or "(the only leaf)") + row.block,
         str(row.shape),
         str(row.dtype),
         row.rule,

@@ -1,12 +1,10 @@
 """Which leaves of a parameter tree are matrices, and along which axes.
 
-This is the only module that resolves axes. Everything else handles
-:class:`MatrixAxes`: a leaf of any rank is a batch of ``(m, n)`` matrices whose rows
-and columns may each span several axes.
+This is the only module that resolves dimension numbers. Everything else handles
+:class:`MatrixAxes` and :class:`MatrixBlocks`.
 """
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
@@ -17,10 +15,10 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
+from orscale_jax import _checks
+from orscale_jax._axes import MatrixAxes, MatrixBlocks, matrix_blocks
+
 PyTree: TypeAlias = Any
-WeightDimensionNumbers: TypeAlias = (
-    MuonDimensionNumbers | PyTree | Callable[[PyTree], PyTree] | None
-)
 
 # A word of a snake_case or CamelCase name: "lm_head" and "LMHead_0" both end in "head".
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
@@ -29,54 +27,50 @@ _HEAD_WORDS = frozenset({"head", "logits", "classifier"})
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixAxes:
-    """The axes of a leaf that is a batch of matrices.
+class BlockDimensionNumbers:
+    """Dimension numbers of a weight that several matrices share, side by side.
+
+    Query, key and value projections fused into one, gate and up projections, heads: each
+    block has its own Q, c and r, as if it were a parameter of its own.
 
     Attributes:
-      batch: Axes that count matrices (layers, experts, ...), in the leaf's order.
-      rows: Axes that make up the ``m`` rows (the reduction axes of ``x @ W``).
-      columns: Axes that make up the ``n`` columns (the output axes).
+      reduction_axis: As in :class:`optax.contrib.MuonDimensionNumbers`: the axes of the
+        rows. Axes that are neither of rows nor of columns count matrices.
+      output_axis: The axes of the columns.
+      block_axis: The axis along which the blocks lie, one of the rows' or the columns'.
+      blocks: The number of blocks of equal size, or a tuple of their sizes.
+
+    Raises:
+      ValueError: If ``blocks`` or ``block_axis`` is not made of such integers.
+
+    Example:
+      >>> from orscale_jax import BlockDimensionNumbers
+      >>> # q, k and v in one kernel of shape (768, 3 · 768)
+      >>> fused = BlockDimensionNumbers(0, 1, block_axis=1, blocks=3)
+      >>> # 12 query heads of 64 and 4 of keys and values: (768, 768 + 256 + 256)
+      >>> grouped = BlockDimensionNumbers(0, 1, block_axis=1, blocks=(768, 256, 256))
+      >>> # the same, every head alone
+      >>> per_head = BlockDimensionNumbers(0, 1, block_axis=1, blocks=12 + 4 + 4)
     """
 
-    batch: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
+    reduction_axis: int | tuple[int, ...] = 0
+    output_axis: int | tuple[int, ...] = 1
+    _: dataclasses.KW_ONLY
+    block_axis: int
+    blocks: int | tuple[int, ...]
 
-    @property
-    def matrix(self) -> tuple[int, ...]:
-        """The axes of one matrix, over which norms are taken."""
-        return tuple(sorted(self.rows + self.columns))
+    def __post_init__(self) -> None:
+        sizes = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
+        if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+            _checks.refuse("blocks", self.blocks, "pass a number, or a tuple of sizes")
+        if type(self.block_axis) is not int:
+            _checks.refuse("block_axis", self.block_axis, "pass one axis, an integer")
 
-    def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
-        """One entry per matrix: ``()`` for a plain matrix."""
-        return tuple(leaf.shape[axis] for axis in self.batch)
 
-    def matrix_shape(self, leaf: jax.Array) -> tuple[int, int]:
-        """``(m, n)``."""
-        rows, columns = (
-            math.prod(leaf.shape[axis] for axis in axes)
-            for axes in (self.rows, self.columns)
-        )
-        return rows, columns
-
-    def to_matrices(self, leaf: jax.Array) -> jax.Array:
-        """The leaf as ``(*batch, m, n)``. Batch axes are kept apart, never merged."""
-        ordered = leaf.transpose(self.batch + self.rows + self.columns)
-        return ordered.reshape(self.batch_shape(leaf) + self.matrix_shape(leaf))
-
-    def from_matrices(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
-        """The inverse of :meth:`to_matrices` for a leaf of the shape of ``like``."""
-        order = self.batch + self.rows + self.columns
-        ordered = matrices.reshape(tuple(like.shape[axis] for axis in order))
-        return ordered.transpose(sorted(range(like.ndim), key=order.__getitem__))
-
-    def norms(self, leaf: jax.Array) -> jax.Array:
-        """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
-        return jnp.sqrt(jnp.sum(jnp.square(leaf), axis=self.matrix))
-
-    def per_matrix(self, scalars: jax.Array) -> jax.Array:
-        """Scalars of the batch shape, shaped to broadcast against the leaf."""
-        return jnp.expand_dims(scalars, self.matrix)
+DimensionNumbers: TypeAlias = MuonDimensionNumbers | BlockDimensionNumbers
+WeightDimensionNumbers: TypeAlias = (
+    DimensionNumbers | PyTree | Callable[[PyTree], PyTree] | None
+)
 
 
 def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) -> PyTree:
@@ -84,14 +78,14 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
 
     Args:
       weight_dimension_numbers: ``None`` for the default rule; a tree of
-        :class:`optax.contrib.MuonDimensionNumbers` that is a prefix of ``tree``, with
-        ``None`` where a leaf is not a matrix; or a callable from ``tree`` to such a
-        tree. Already resolved trees are accepted.
+        :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
+        that is a prefix of ``tree``, with ``None`` where a leaf is not a matrix; or a
+        callable from ``tree`` to such a tree. Already resolved trees are accepted.
       tree: Arrays, abstract arrays, or any pytree of them.
 
     Returns:
-      A tree with a :class:`MatrixAxes` at each matrix and
-      :class:`optax.MaskedNode` at every other leaf, as :func:`optax.partition` leaves
+      A tree with :class:`MatrixAxes` or :class:`MatrixBlocks` at each leaf of matrices
+      and :class:`optax.MaskedNode` at every other leaf, as :func:`optax.partition` leaves
       it for one of its groups.
 
     Raises:
@@ -159,12 +153,12 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
 
 def is_axes_leaf(node: Any) -> bool:
     """Whether ``node`` stands for one leaf in a tree of :func:`matrix_axes`."""
-    return isinstance(node, MatrixAxes | optax.MaskedNode)
+    return isinstance(node, MatrixAxes | MatrixBlocks | optax.MaskedNode)
 
 
 def is_resolvable(node: Any) -> bool:
     """Whether ``node`` stands for a subtree in a tree of dimension numbers."""
-    return node is None or isinstance(node, MuonDimensionNumbers) or is_axes_leaf(node)
+    return node is None or isinstance(node, DimensionNumbers) or is_axes_leaf(node)
 
 
 def check_prefix(
@@ -178,7 +172,8 @@ def check_prefix(
         if not is_resolvable(numbers):
             raise ValueError(
                 f"found {numbers!r} at {_name(path)}, which is neither None nor an "
-                "optax.contrib.MuonDimensionNumbers"
+                "optax.contrib.MuonDimensionNumbers or an "
+                "orscale_jax.BlockDimensionNumbers"
             )
 
     try:
@@ -196,7 +191,7 @@ def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
     def resolve(path: Any, leaf: jax.Array) -> Any:
         if numbers is None or isinstance(numbers, optax.MaskedNode):
             return optax.MaskedNode()
-        if isinstance(numbers, MatrixAxes):
+        if isinstance(numbers, MatrixAxes | MatrixBlocks):
             return numbers
         return explicit_axes(prefix + path, leaf, numbers)
 
@@ -204,22 +199,17 @@ def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
 
 
 def explicit_axes(
-    path: Any, leaf: jax.Array, numbers: MuonDimensionNumbers
-) -> MatrixAxes:
+    path: Any, leaf: jax.Array, numbers: DimensionNumbers
+) -> MatrixAxes | MatrixBlocks:
     """The axes that ``numbers`` name for one leaf, if they fit it."""
+    rank = np.ndim(leaf)
     rows, columns = (
         (axes,) if isinstance(axes, int) else tuple(axes)
         for axes in (numbers.reduction_axis, numbers.output_axis)
     )
-    used = rows + columns
-    rank = np.ndim(leaf)
-    misfit = None
-    if not rows or not columns:
-        misfit = "reduction_axis and output_axis must each name at least one axis"
-    elif not all(-rank <= axis < rank for axis in used):
-        misfit = f"the leaf has {rank} axes"
-    elif len({axis % rank for axis in used}) < len(used):
-        misfit = "an axis is named twice"
+    misfit = _misfit(rows, columns, rank)
+    if not misfit and isinstance(numbers, BlockDimensionNumbers):
+        misfit = _misfit_of_blocks(numbers, rows + columns, np.shape(leaf))
     if misfit:
         raise ValueError(
             f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
@@ -228,7 +218,37 @@ def explicit_axes(
     _check_dtype(path, leaf)
     rows, columns = (tuple(a % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
-    return MatrixAxes(batch, rows, columns)
+    whole = MatrixAxes(batch, rows, columns)
+    if isinstance(numbers, BlockDimensionNumbers):
+        axis = numbers.block_axis % rank
+        return matrix_blocks(whole, axis, _block_sizes(numbers.blocks, leaf.shape[axis]))
+    return whole
+
+
+def _misfit(rows: tuple[int, ...], columns: tuple[int, ...], rank: int) -> str | None:
+    used = rows + columns
+    if not rows or not columns:
+        return "reduction_axis and output_axis must each name at least one axis"
+    if not all(-rank <= axis < rank for axis in used):
+        return f"the leaf has {rank} axes"
+    if len({axis % rank for axis in used}) < len(used):
+        return "an axis is named twice"
+    return None
+
+
+def _misfit_of_blocks(
+    numbers: BlockDimensionNumbers, used: tuple[int, ...], shape: tuple[int, ...]
+) -> str | None:
+    axis, rank = numbers.block_axis, len(shape)
+    if not -rank <= axis < rank or axis % rank not in {a % rank for a in used}:
+        return "block_axis must be one of the axes of the rows or the columns"
+    if sum(_block_sizes(numbers.blocks, shape[axis])) != shape[axis]:
+        return f"the blocks do not add up to {shape[axis]}, the length of axis {axis}"
+    return None
+
+
+def _block_sizes(blocks: int | tuple[int, ...], length: int) -> tuple[int, ...]:
+    return (length // blocks,) * blocks if isinstance(blocks, int) else blocks
 
 
 def default_axes(path: Any, leaf: jax.Array) -> MatrixAxes | optax.MaskedNode:

@@ -9,7 +9,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
 from orscale_jax._matrix import (
-    MatrixAxes,
     PyTree,
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -109,12 +108,13 @@ def orscale(
       ns_dtype: Of the Newton–Schulz products. None: bfloat16 where products accumulate in
         float32 (GPU, TPU), else float32.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
-        one) of :class:`optax.contrib.MuonDimensionNumbers`, with None for AdamW. Axes it
-        does not name are a batch: each matrix has its own Q, c and r. Without it, a 2-D
+        one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
+        :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
+        do not name are a batch: each matrix has its own Q, c and r. Without them, a 2-D
         leaf is a matrix, unless a key of its path contains ``embed``, ``wte`` or ``wpe``
         or ends in ``head``, ``logits`` or ``classifier``; these and leaves of fewer axes
-        take AdamW; leaves of more axes are refused. :func:`by_path` makes one by
-        path, and :func:`describe` shows what it says.
+        take AdamW; leaves of more axes are refused. :func:`by_path` makes them by
+        path, and :func:`describe` shows what they say.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
@@ -375,10 +375,10 @@ def _partition(
     def at(tree: PyTree) -> optax.GradientTransformationExtraArgs:
         axes = matrix_axes(weight_dimension_numbers, tree)
         mask = weight_decay_mask
-        if callable(mask):
-            mask = mask(tree)
+        if callable(mask):  # As in matrix_axes, a placeholder is no tree to ask about.
+            mask = mask(tree) if jax.tree.leaves(tree) else tree
         labels = jax.tree.map(
-            lambda leaf: "matrix" if isinstance(leaf, MatrixAxes) else "adamw",
+            lambda leaf: "adamw" if isinstance(leaf, optax.MaskedNode) else "matrix",
             axes,
             is_leaf=is_axes_leaf,
         )

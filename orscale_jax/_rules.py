@@ -12,6 +12,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
 from orscale_jax._matrix import (
+    DimensionNumbers,
     PyTree,
     WeightDimensionNumbers,
     check_prefix,
@@ -24,7 +25,7 @@ from orscale_jax._matrix import (
     refuse_ambiguous,
 )
 
-Rule: TypeAlias = Literal["matrix", "adamw"] | MuonDimensionNumbers
+Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = (
     Mapping[str | re.Pattern[str], Rule] | Iterable[tuple[str | re.Pattern[str], Rule]]
 )
@@ -47,7 +48,8 @@ def by_path(
     Args:
       rules: Mapping, or sequence of pairs, from a regular expression to ``"matrix"`` (a
         leaf of two axes, rows and columns), ``"adamw"``, or
-        :class:`optax.contrib.MuonDimensionNumbers` for leaves of any shape.
+        :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
+        for leaves of any shape.
       otherwise: For the parameters that no expression matches, anything that
         ``weight_dimension_numbers`` may be in :func:`orscale`. None: the default rule.
 
@@ -143,11 +145,12 @@ def _expression(expression: Any) -> re.Pattern[str]:
 
 def _rule(expression: Any, rule: Any) -> Rule:
     named = isinstance(rule, str) and rule in ("matrix", "adamw")
-    if not named and not isinstance(rule, MuonDimensionNumbers):
+    if not named and not isinstance(rule, DimensionNumbers):
         _checks.refuse(
             f"rules[{expression!r}]",
             rule,
-            'pass "matrix", "adamw" or an optax.contrib.MuonDimensionNumbers',
+            'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
+            "orscale_jax.BlockDimensionNumbers",
         )
     return rule
 
@@ -232,7 +235,7 @@ def _refuse_stacks(
 
 def _apply(
     decision: tuple[re.Pattern[str], Rule], path: Any, leaf: jax.Array
-) -> MuonDimensionNumbers | None:
+) -> DimensionNumbers | None:
     expression, rule = decision
     if rule == "adamw":
         return None

@@ -1,36 +1,70 @@
 """Sharding as part of an array's type, on meshes with Explicit axes.
 
-Elsewhere (no mesh, Auto axes) types carry no sharding, and nothing here does anything.
+Elsewhere (no mesh, Auto axes) types carry no sharding, and nothing here does anything
+but reshape.
 """
+
+import math
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 
+def spec(leaf: jax.Array) -> list[Any]:
+    """One entry per axis: the axes of the mesh that it is sharded over."""
+    entries = tuple(jax.typeof(leaf).sharding.spec)
+    return [*entries, *(None,) * (leaf.ndim - len(entries))]
+
+
 def gather(leaf: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """The leaf with ``axes`` whole on every device and the others as they are."""
-    spec = _spec(leaf)
-    return _reshard(leaf, leaf, [None if i in axes else s for i, s in enumerate(spec)])
+    gathered = [None if i in axes else entry for i, entry in enumerate(spec(leaf))]
+    return shard_as(leaf, leaf, gathered)
 
 
 def shard_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     """``x``, which has the axes of ``leaf``, sharded as it is."""
-    return _reshard(x, leaf, _spec(leaf))
+    return shard_as(x, leaf, spec(leaf))
 
 
-def shard_like_axes(x: jax.Array, leaf: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """``x``, which has only the given axes of ``leaf``, sharded as they are."""
-    spec = _spec(leaf)
-    return _reshard(x, leaf, [spec[axis] for axis in axes])
-
-
-def _spec(leaf: jax.Array) -> list[object]:
-    spec = tuple(jax.typeof(leaf).sharding.spec)
-    return [*spec, *(None,) * (leaf.ndim - len(spec))]
-
-
-def _reshard(x: jax.Array, like: jax.Array, spec: list[object]) -> jax.Array:
-    if spec == _spec(x):
+def shard_as(x: jax.Array, like: jax.Array, entries: list[Any]) -> jax.Array:
+    """``x`` sharded as ``entries`` say, on the mesh of ``like``."""
+    if entries == spec(x):
         return x
     mesh = jax.typeof(like).sharding.mesh
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+
+def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
+    """The leaf with an axis in two, ``(count, ...)``, sharded over the count."""
+    size = leaf.shape[axis] // count
+    shape = (*leaf.shape[:axis], count, size, *leaf.shape[axis + 1 :])
+    if spec(leaf)[axis] is None:
+        return leaf.reshape(shape)
+    if count % _shards(leaf, axis):
+        return gather(leaf, (axis,)).reshape(shape)
+    entries = spec(leaf)
+    return _reshape(leaf, shape, [*entries[: axis + 1], None, *entries[axis + 1 :]])
+
+
+def merge(leaf: jax.Array, axis: int) -> jax.Array:
+    """The inverse of :func:`split`."""
+    size = leaf.shape[axis] * leaf.shape[axis + 1]
+    shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 2 :])
+    whole = gather(leaf, (axis + 1,))
+    if spec(whole)[axis] is None:
+        return whole.reshape(shape)
+    entries = spec(whole)
+    return _reshape(whole, shape, [*entries[: axis + 1], *entries[axis + 2 :]])
+
+
+def _reshape(x: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Array:
+    out_sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*entries))
+    return jax.lax.reshape(x, shape, out_sharding=out_sharding)
+
+
+def _shards(leaf: jax.Array, axis: int) -> int:
+    entry = spec(leaf)[axis]
+    names = entry if isinstance(entry, tuple) else (entry,)
+    return math.prod(jax.typeof(leaf).sharding.mesh.shape[name] for name in names)

@@ -1,17 +1,17 @@
 """The stages of OrScale's matrix branch, each a gradient transformation of its own."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks, _sharding
+from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
-    MatrixAxes,
     PyTree,
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -60,14 +60,20 @@ def orthogonalize(
     _checks.dtype("ns_dtype", ns_dtype)
     coefficient_table(ns_coeffs, argument="ns_coeffs")
 
-    def orthogonal(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
-        whole = _sharding.gather(leaf, axes.matrix)
+    def orthogonal(axes: MatrixAxes, part: jax.Array) -> jax.Array:
+        whole = _sharding.gather(part, axes.matrix)
         q = polar_factor(
             axes.to_matrices(whole), steps=ns_steps, coeffs=ns_coeffs, dtype=ns_dtype
         )
-        return _sharding.shard_like(axes.from_matrices(q, like=whole), leaf)
+        return axes.from_matrices(q, like=whole)
 
-    return per_matrix_leaf(orthogonal, weight_dimension_numbers)
+    def joined(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
+        parts = [
+            orthogonal(axes.within, axes.part(leaf, i)) for i in range(len(axes.labels))
+        ]
+        return _sharding.shard_like(axes.join(parts), leaf)
+
+    return per_matrix_leaf(joined, weight_dimension_numbers)
 
 
 def scale_by_shape(
@@ -106,10 +112,13 @@ def scale_by_shape(
     if consistent_rms is None:
         return optax.identity()
 
-    def scale(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+    def root_of_larger(m: int, n: int) -> float:
+        return math.sqrt(max(m, n))
+
+    def scale(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         rms = jnp.asarray(consistent_rms, dtype)
-        factor = rms * float(np.sqrt(max(axes.matrix_shape(leaf))))
+        factor = rms * jnp.asarray(axes.by_shape(root_of_larger, leaf), dtype)
         return (factor * leaf.astype(dtype)).astype(leaf.dtype)
 
     return per_matrix_leaf(scale, weight_dimension_numbers)
@@ -178,7 +187,7 @@ def from_first_nonzero_update(
             updates, state.inner_state, params, **extra_args
         )
         started = map_matrices(
-            lambda axes, before, u: before | jnp.any(u != 0, axis=axes.matrix),
+            lambda axes, before, u: before | axes.reduce(jnp.any, u != 0),
             axes_tree,
             state.started,
             updates,
@@ -281,7 +290,10 @@ def scale_by_calibrated_trust_ratio(
         )
 
     def scale(
-        axes: MatrixAxes, direction: jax.Array, weight: jax.Array, c: jax.Array
+        axes: MatrixAxes | MatrixBlocks,
+        direction: jax.Array,
+        weight: jax.Array,
+        c: jax.Array,
     ) -> _Scaled:
         dtype = compute_dtype((direction, weight))
         d = direction.astype(dtype)
@@ -360,7 +372,7 @@ def _trust_ratio(
 
 
 def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> PyTree:
-    """``fn(axes, *leaves)`` at every matrix; other places stay as they are."""
+    """``fn(axes, *leaves)`` at every leaf of matrices; other places stay as they are."""
 
     def at(axes: Any, *leaves: Any) -> Any:
         return leaves[0] if isinstance(axes, optax.MaskedNode) else fn(axes, *leaves)
@@ -376,16 +388,16 @@ def _filled(
 ) -> PyTree:
     """One ``value`` per matrix."""
 
-    def fill(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+    def fill(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
         filled = jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
-        return _sharding.shard_like_axes(filled, leaf, axes.batch)
+        return _sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))
 
     axes_tree = require_matrices(weight_dimension_numbers, params)
     return map_matrices(fill, axes_tree, params)
 
 
 def per_matrix_leaf(
-    fn: Callable[[MatrixAxes, jax.Array], jax.Array],
+    fn: Callable[[MatrixAxes | MatrixBlocks, jax.Array], jax.Array],
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
     """The stateless transformation that maps ``fn`` over the matrices."""

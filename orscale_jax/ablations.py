@@ -24,11 +24,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
+from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
-    MatrixAxes,
     PyTree,
     WeightDimensionNumbers,
     require_matrices,
@@ -100,8 +101,11 @@ def _of_root_mean_squares(
 ) -> optax.GradientTransformation:
     """The ratio with RMS for Frobenius norms, to be read off its state."""
 
-    def over_root_of_size(at: MatrixAxes, leaf: jax.Array) -> jax.Array:
-        return leaf / np.sqrt(math.prod(at.matrix_shape(leaf)), dtype=leaf.dtype)
+    def root_of_size(m: int, n: int) -> float:
+        return math.sqrt(m * n)
+
+    def over_root_of_size(at: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
+        return leaf / jnp.asarray(at.by_shape(root_of_size, leaf), leaf.dtype)
 
     rescale = per_matrix_leaf(over_root_of_size, axes)
 

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from orscale_jax import BlockDimensionNumbers as Blocks
+
 # Name: shape, dimension numbers, and the list of matrices, written out by hand.
 KINDS = {
     "tall": ((24, 10), Dims(0, 1), lambda x: [x]),
@@ -26,8 +28,43 @@ KINDS = {
         Dims(1, (2, 3)),
         lambda x: [x[i].reshape(12, 12) for i in range(2)],
     ),
+    "fused": (
+        (8, 30),
+        Blocks(0, 1, block_axis=1, blocks=3),
+        lambda x: [x[:, :10], x[:, 10:20], x[:, 20:]],
+    ),
+    "grouped_query": (
+        (2, 16, 32),
+        Blocks(1, 2, block_axis=-1, blocks=(20, 6, 6)),
+        lambda x: [m for y in x for m in (y[:, :20], y[:, 20:26], y[:, 26:])],
+    ),
+    "interleaved": (  # Heads of query, key and value: (embed, heads, 3 · head_dim).
+        (12, 2, 15),
+        Blocks(0, (1, 2), block_axis=2, blocks=3),
+        lambda x: [x[:, :, i : i + 5].reshape(12, 10) for i in (0, 5, 10)],
+    ),
+    "fused_rows": (  # Blocks are counted where their axis stands, before the layers.
+        (28, 2, 6),
+        Blocks(0, 2, block_axis=0, blocks=(16, 12)),
+        lambda x: [x[rows, i] for rows in (slice(16), slice(16, 28)) for i in range(2)],
+    ),
+    "equal_rows": (
+        (16, 3, 6),
+        Blocks(0, 2, block_axis=0, blocks=2),
+        lambda x: [x[rows, i] for rows in (slice(8), slice(8, 16)) for i in range(3)],
+    ),
 }
-BATCHES = {"layers": (4,), "experts": (2, 3), "middle": (3,), "scanned_query": (2,)}
+BATCHES = {
+    "layers": (4,),
+    "experts": (2, 3),
+    "middle": (3,),
+    "scanned_query": (2,),
+    "fused": (3,),
+    "grouped_query": (2, 3),
+    "interleaved": (3,),
+    "fused_rows": (2, 2),
+    "equal_rows": (2, 3),
+}
 SHAPES = {name: shape for name, (shape, _, _) in KINDS.items()} | {
     "bias": (12,),
     "gain": (),

@@ -333,6 +333,32 @@ def test_state_is_made_of_arrays_only_and_maps(build):
     assert signature(abstract) == signature(state)
 
 
+def test_tools_that_look_for_parameters_in_the_state():
+    """They call init with a placeholder, which callables of users need not bear."""
+    params = tree(0)
+    optimizer = orscale(
+        1e-2,
+        weight_decay_mask=lambda params: {name: params[name].ndim > 1 for name in SHAPES},
+        weight_dimension_numbers=lambda params: {name: NUMBERS[name] for name in params},
+    )
+
+    def shapes(leaf, param):
+        masked = isinstance(leaf, optax.MaskedNode)
+        return leaf if masked else (leaf.shape, param.shape)
+
+    found = optax.tree.map_params(
+        optimizer,
+        shapes,
+        optimizer.init(params),
+        params,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+    momentum = optax.tree.get_all_with_path(found, "trace")[0][1]
+    assert momentum["stack"] == (SHAPES["stack"], SHAPES["stack"])
+    ratios = optax.tree.get_all_with_path(found, "trust_ratio")[0][1]
+    assert ratios["stack"] == (SHAPES["stack"][:1], SHAPES["stack"])
+
+
 def test_none_leaves_stay_none(build):
     params = tree(0) | {"absent": None}
     numbers = NUMBERS | {"absent": None}

@@ -103,15 +103,18 @@ def test_against_the_table():
 
 def test_norms_against_numpy():
     tree = leaves.random_tree(0)
-    rows = {row.path: row for row in describe(tree, leaves.DIMENSIONS).rows}
+    description = describe(tree, leaves.DIMENSIONS)
     for name in leaves.KINDS:
-        expected = [
-            np.linalg.norm(matrix) for matrix in leaves.matrices(name, tree[name])
-        ]
-        bounds = (min(expected), max(expected))
-        np.testing.assert_allclose(rows[name].norms, bounds, rtol=1e-6)
-        assert rows[name].matrices == len(expected)
-        assert (rows[name].m, rows[name].n) == leaves.matrices(name, tree[name])[0].shape
+        matrices = leaves.matrices(name, tree[name])
+        for row in description.select(f"^{name}$").rows:
+            alike = [m for m in matrices if m.shape == (row.m, row.n)]
+            norms = [np.linalg.norm(matrix) for matrix in alike]
+            if not row.block:
+                np.testing.assert_allclose(row.norms, (min(norms), max(norms)), rtol=1e-6)
+                assert row.matrices == len(matrices) == len(alike)
+            else:
+                for norm in row.norms:
+                    assert min(abs(norm / other - 1) for other in norms) < 1e-6
     low = jnp.full((300, 300), 0.1, jnp.bfloat16)  # In bfloat16 the sum would stick.
     [row] = describe({"w": low}).rows
     np.testing.assert_allclose(row.norms[0], 300 * float(low[0, 0]), rtol=1e-5)
@@ -362,4 +365,4 @@ def test_the_output_on_the_page():
         with contextlib.redirect_stdout(output):
             exec(compile(text, PAGE, "exec"), namespace)
         printed = output.getvalue()
-    assert [language for language, _ in blocks].count("text") == 2
+    assert [language for language, _ in blocks].count("text") == 3

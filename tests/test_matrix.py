@@ -8,7 +8,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import _matrix
+from orscale_jax import BlockDimensionNumbers as Blocks, _axes, _matrix
 from tests import leaves
 
 
@@ -18,24 +18,37 @@ def test_there_and_back(name):
     axes = _matrix.matrix_axes(leaves.KINDS[name][1], leaf)
     batch = leaves.BATCHES.get(name, ())
     expected = leaves.matrices(name, leaf)
-    stacked = axes.to_matrices(leaf)
-    assert axes.batch_shape(leaf) == batch
-    assert stacked.shape == batch + expected[0].shape == batch + axes.matrix_shape(leaf)
-    np.testing.assert_array_equal(stacked.reshape(-1, *expected[0].shape), expected)
-    np.testing.assert_array_equal(axes.from_matrices(stacked, like=leaf), leaf)
-    norms = [np.linalg.norm(matrix) for matrix in expected]
-    np.testing.assert_allclose(axes.norms(leaf).ravel(), norms, rtol=1e-6)
-    scaled = leaf * axes.per_matrix(
-        jnp.arange(len(norms), dtype=leaf.dtype).reshape(batch)
-    )
+    seen = []
+    for index in range(len(axes.labels)):
+        part = axes.part(leaf, index)
+        stacked = axes.within.to_matrices(part)
+        m, n = axes.within.matrix_shape(part)
+        assert stacked.shape == (*axes.within.batch_shape(part), m, n)
+        np.testing.assert_array_equal(axes.within.from_matrices(stacked, like=part), part)
+        seen.extend(np.asarray(stacked).reshape(-1, m, n))
+    # Blocks of several sizes come one after the other, each with all its layers.
+    assert len(seen) == len(expected)
+    for matrix in expected:
+        assert any(np.array_equal(found, matrix) for found in seen)
+    parts = [axes.part(leaf, index) for index in range(len(axes.labels))]
+    np.testing.assert_array_equal(axes.join(parts), leaf)
+    norms = axes.norms(leaf)
+    assert norms.shape == axes.batch_shape(leaf) == batch
+    by_size = [np.linalg.norm(matrix) for matrix in expected]
+    np.testing.assert_allclose(norms.ravel(), by_size, rtol=1e-6)
+    scalars = jnp.arange(len(expected), dtype=leaf.dtype).reshape(batch)
+    scaled = leaf * axes.per_matrix(scalars)
     for i, matrix in enumerate(leaves.matrices(name, scaled)):
         np.testing.assert_allclose(matrix, i * expected[i], rtol=1e-6)
+    sized = jnp.broadcast_to(axes.by_shape(lambda m, n: 100 * m + n, leaf), leaf.shape)
+    for found, matrix in zip(leaves.matrices(name, sized), expected, strict=True):
+        assert np.all(found == 100 * matrix.shape[0] + matrix.shape[1])
 
 
 def is_matrix(tree, numbers=None):
     axes = _matrix.matrix_axes(numbers, tree)
     return jax.tree.map(
-        lambda a: isinstance(a, _matrix.MatrixAxes), axes, is_leaf=_matrix.is_axes_leaf
+        lambda a: not isinstance(a, optax.MaskedNode), axes, is_leaf=_matrix.is_axes_leaf
     )
 
 
@@ -82,7 +95,7 @@ def test_prefixes_and_callables(container):
 def test_abstract_leaves_and_masked_nodes():
     tree = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": optax.MaskedNode()}
     axes = _matrix.matrix_axes(None, tree)
-    assert axes == {"a": _matrix.MatrixAxes((), (0,), (1,)), "b": optax.MaskedNode()}
+    assert axes == {"a": _axes.MatrixAxes((), (0,), (1,)), "b": optax.MaskedNode()}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +105,10 @@ def test_abstract_leaves_and_masked_nodes():
         (Dims(0, 3), r"'block\.0\.w' of shape \(2, 3, 4\).*3 axes"),
         (Dims(0, -3), r"'block\.0\.w'.*named twice"),
         (Dims((), 1), r"'block\.0\.w'.*at least one axis"),
+        (Blocks(0, 1, block_axis=2, blocks=2), r"'block\.0\.w'.*block_axis must be one"),
+        (Blocks(0, 1, block_axis=5, blocks=2), r"'block\.0\.w'.*block_axis must be one"),
+        (Blocks(0, 2, block_axis=2, blocks=3), r"'block\.0\.w'.*add up to 4, the length"),
+        (Blocks(0, 2, block_axis=-1, blocks=(3, 2)), r"'block\.0\.w'.*add up to 4"),
         ({"block": 3}, "3 at 'block'.*neither None"),
         ({"blok": None}, "structure of the parameters|structure, or a prefix"),
     ],
@@ -100,6 +117,14 @@ def test_what_does_not_fit_is_refused_by_name(numbers, words):
     tree = {"block": [{"w": jnp.ones((2, 3, 4))}]}
     with pytest.raises(ValueError, match=words):
         _matrix.matrix_axes(numbers, tree)
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 2.0, True, (), (2, 0), [2, 2], None])
+def test_blocks_are_counts(blocks):
+    with pytest.raises(ValueError, match=r"blocks=.* is not valid: pass a number, or a"):
+        Blocks(0, 1, block_axis=1, blocks=blocks)
+    with pytest.raises(ValueError, match=r"block_axis=\(1,\) is not valid"):
+        Blocks(0, 1, block_axis=(1,), blocks=2)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
