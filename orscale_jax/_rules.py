@@ -26,8 +26,11 @@ from orscale_jax._matrix import (
 )
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
-Rules: TypeAlias = (
-    Mapping[str | re.Pattern[str], Rule] | Iterable[tuple[str | re.Pattern[str], Rule]]
+Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
+    Mapping[str, Rule]
+    | Mapping[re.Pattern[str], Rule]
+    | Mapping[str | re.Pattern[str], Rule]
+    | Iterable[tuple[str | re.Pattern[str], Rule]]
 )
 
 _Compiled: TypeAlias = list[tuple[re.Pattern[str], Rule]]

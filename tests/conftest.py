@@ -1,8 +1,10 @@
 """What every test of the package runs under."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Read when jax is first imported.
 
@@ -16,7 +18,30 @@ jax.config.update("jax_num_cpu_devices", 8)  # Meshes to shard over.
 hypothesis.settings.register_profile("default", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("default")
 
+# Every program once for all workers, which would each compile it again.
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+COMPILED = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
+
 EXAMPLES = Path(__file__).parent / "examples"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    folder = getattr(config, "workerinput", {}).get("compiled")
+    if folder is None:
+        config.stash[COMPILED] = tempfile.TemporaryDirectory()
+        folder = config.stash[COMPILED].name
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
+@pytest.hookimpl(optionalhook=True)  # Of pytest-xdist.
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["compiled"] = node.config.stash[COMPILED].name
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if COMPILED in config.stash:
+        config.stash[COMPILED].cleanup()
 
 
 @pytest.fixture(autouse=True)
