@@ -15,7 +15,7 @@ both for every number of steps.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -135,9 +135,7 @@ def polar_factor(
         is smaller than the table its prefix is taken; where it is larger, the last row
         repeats.
       dtype: Of the products' operands. ``None``: bfloat16 on GPU and TPU, float32 on
-        CPU, decided by the platform that the program is compiled for. On CPU, where XLA
-        may accumulate bfloat16 products in bfloat16, lower precisions are rounded to but
-        multiplied in float32.
+        CPU, decided by the platform that the program is compiled for.
 
     Returns:
       Shape (..., m, n), of the dtype of ``x``.
@@ -159,74 +157,60 @@ def polar_factor(
         )
     _checks.count("steps", steps)
     _checks.dtype("dtype", dtype)
-    run = functools.partial(_newton_schulz, table=coefficient_table(coeffs), steps=steps)
-    on_cpu = _on_cpu(jnp.dtype(jnp.float32 if dtype is None else dtype))
-    elsewhere = _on_accelerator(jnp.dtype(jnp.bfloat16 if dtype is None else dtype))
+    table = coefficient_table(coeffs)
+
+    def run(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+        return _newton_schulz(x, table, steps, _Arithmetic.of(jnp.dtype(dtype)))
+
+    if dtype is not None:
+        return run(x, dtype)
     return jax.lax.platform_dependent(
         x,
-        cpu=functools.partial(run, arithmetic=on_cpu),
-        default=functools.partial(run, arithmetic=elsewhere),
+        cpu=functools.partial(run, dtype=jnp.float32),
+        default=functools.partial(run, dtype=jnp.bfloat16),
     )
 
 
 class _Arithmetic(NamedTuple):
     """How products are taken: operands rounded, sums accumulated wide."""
 
+    dtype: jnp.dtype
     accumulator: jnp.dtype
-    round: Callable[[jax.Array], jax.Array]
-    einsum: Callable[[str, jax.Array, jax.Array], jax.Array]
+
+    @classmethod
+    def of(cls, dtype: jnp.dtype) -> "_Arithmetic":
+        return cls(dtype, _accumulator(dtype))
+
+    def round(self, x: jax.Array) -> jax.Array:
+        return x.astype(self.dtype)
+
+    def einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        # Without it float32 products run in bfloat16 (TPU) or TF32 (GPU).
+        highest = jax.lax.Precision.HIGHEST if self.dtype == self.accumulator else None
+        return jnp.einsum(
+            subscripts,
+            x,
+            y,
+            precision=highest,
+            preferred_element_type=self.accumulator,
+        )
 
 
 def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def _on_accelerator(dtype: jnp.dtype) -> _Arithmetic:
-    accumulator = _accumulator(dtype)
-    # Without it float32 products run in bfloat16 (TPU) or TF32 (GPU).
-    precision = jax.lax.Precision.HIGHEST if dtype == accumulator else None
-    return _Arithmetic(
-        accumulator,
-        round=lambda x: x.astype(dtype),
-        einsum=functools.partial(
-            jnp.einsum, precision=precision, preferred_element_type=accumulator
-        ),
-    )
-
-
-def _on_cpu(dtype: jnp.dtype) -> _Arithmetic:
-    accumulator = _accumulator(dtype)
-    return _Arithmetic(
-        accumulator,
-        round=functools.partial(_round_float32, dtype=dtype)
-        if dtype != accumulator
-        else lambda x: x,
-        einsum=jnp.einsum,
-    )
-
-
-def _round_float32(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """To the nearest number of a narrower dtype, subnormal ones included."""
-    kind = jnp.finfo(dtype)
-    # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
-    rounded = jax.lax.reduce_precision(x, kind.nexp, kind.nmant)
-    if kind.nexp == jnp.finfo(jnp.float32).nexp:
-        return rounded
-    # It flushes subnormal numbers: in float16 those below 6e-5, which is an eighth of a
-    # typical entry of a normalised 1024×4096 matrix.
-    spacing = float(kind.smallest_subnormal)
-    subnormal = jnp.abs(x) < float(kind.smallest_normal)
-    return jnp.where(subnormal, jnp.round(x / spacing) * spacing, rounded)
-
-
 def _newton_schulz(
     x: jax.Array,
-    *,
     table: np.ndarray | jax.Array,
     steps: int | jax.Array,
     arithmetic: _Arithmetic,
 ) -> jax.Array:
-    accumulator, rounded, einsum = arithmetic
+    accumulator, rounded, einsum = (
+        arithmetic.accumulator,
+        arithmetic.round,
+        arithmetic.einsum,
+    )
     rows = jnp.asarray(table, accumulator)
     wide = x.shape[-2] <= x.shape[-1]
 

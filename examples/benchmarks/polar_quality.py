@@ -4,8 +4,7 @@
 
 The input's singular values fall geometrically from 1 to 1 / condition; a cell is the
 smallest and the largest singular value of the result, after the default five steps. The
-rows "exact" compose the polynomials in float64. On CPU the products of narrow dtypes are
-rounded to them and accumulate in float32.
+rows "exact" compose the polynomials in float64.
 """
 
 from collections.abc import Iterator

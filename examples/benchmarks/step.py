@@ -1,0 +1,260 @@
+"""One step of the optimizers on real shapes, against their peers and the machine's limit.
+
+    python -m examples.benchmarks.step                   # make bench: every case
+    python -m examples.benchmarks.step --cases gpt2      # some
+    python -m examples.benchmarks.step --out docs        # also the table and the plot
+
+Everything runs in one process, in turns, so that what else the machine does falls on all
+alike. Times are medians. "of the ceiling" is the nominal number of operations of
+Newton–Schulz, steps · (4m²n + 2m³) a matrix, over the time and over the best rate of a
+matrix product that was measured in the same turns.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import optax
+import tyro
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import muon, orscale
+
+Shapes = Mapping[str, tuple[int, ...]]
+NS_STEPS = 5
+
+
+def copies(count: int, shapes: Shapes) -> Shapes:
+    return {f"{i}.{name}": shape for i in range(count) for name, shape in shapes.items()}
+
+
+GPT2_BLOCK: Shapes = {
+    **dict.fromkeys(("query", "key", "value", "out"), (768, 768)),
+    "up": (768, 3072),
+    "down": (3072, 768),
+}
+DAVIDNET: Shapes = {
+    "prep": (27, 64),
+    "layer1": (576, 128),
+    "res1a": (1152, 128),
+    "res1b": (1152, 128),
+    "layer2": (1152, 256),
+    "layer3": (2304, 512),
+    "res3a": (4608, 512),
+    "res3b": (4608, 512),
+}
+CASES: dict[str, Shapes] = {
+    "gpt2": copies(4, GPT2_BLOCK),
+    "1.1B": {
+        **dict.fromkeys(("query", "out"), (2048, 2048)),
+        **dict.fromkeys(("key", "value"), (2048, 256)),
+        **dict.fromkeys(("gate", "up"), (2048, 5632)),
+        "down": (5632, 2048),
+    },
+    "experts": {"experts": (64, 2048, 1408)},
+    "davidnet": DAVIDNET,
+    "tiny": copies(500, {"w": (32, 64)}),
+}
+NAMES = {
+    "gpt2": "4 blocks of GPT-2 124M",
+    "1.1B": "a block of a 1.1B model",
+    "experts": "64 experts of 2048×1408",
+    "davidnet": "DavidNet",
+    "tiny": "500 matrices of 32×64",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    cases: tuple[str, ...] = tuple(CASES)
+    """Of gpt2, 1.1B, experts, davidnet and tiny."""
+    seconds: float = 20.0
+    """For each case and contender, about; at least three turns."""
+    ns_dtype: str = "float32"
+    """Of our Newton–Schulz; the peers multiply in float32."""
+    out: pathlib.Path | None = None
+    """Where benchmark.md and benchmark.png go."""
+
+
+def contenders(ns_dtype: str) -> dict[str, optax.GradientTransformation]:
+    """With the same mathematics, up to the tables of coefficients."""
+
+    def numbers(params: Any) -> Any:
+        return jax.tree.map(lambda p: Dims(p.ndim - 2, p.ndim - 1), params)
+
+    ours: dict[str, Any] = {
+        "weight_dimension_numbers": numbers,
+        "ns_steps": NS_STEPS,
+        "ns_dtype": ns_dtype,
+    }
+    return {
+        "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
+        "optax.contrib.muon": optax.contrib.muon(
+            1e-3,
+            ns_steps=NS_STEPS,
+            weight_decay=0.1,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=numbers,
+        ),
+        "muon": muon(1e-3, **ours),
+        "orscale": orscale(1e-3, **ours),
+    }
+
+
+def step_of(
+    optimizer: optax.GradientTransformation, shapes: Shapes
+) -> Callable[[], None]:
+    """A step that updates its own parameters and state in place."""
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    params, grads = (
+        {
+            name: jax.random.normal(jax.random.fold_in(key, salt), shape) * 0.02
+            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+        }
+        for salt in (0, 1)
+    )
+    held = [params, jax.jit(optimizer.init)(params)]
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def run() -> None:
+        held[:] = step(*held, grads)
+        jax.block_until_ready(held)
+
+    return run
+
+
+def products(dtype: str) -> dict[str, tuple[Callable[[], None], float]]:
+    """Matrix products that look for the machine's best rate, and their operations."""
+
+    def product(shape: tuple[int, ...]) -> tuple[Callable[[], None], float]:
+        x = jnp.ones(shape, dtype)
+        multiply = jax.jit(
+            functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+        )
+        flops = 2.0 * x.size * shape[-1]
+        return lambda: jax.block_until_ready(multiply(x, x)) and None, flops
+
+    shapes = [(1024, 1024), (2048, 2048), (4, 1024, 1024)]
+    return {str(shape): product(shape) for shape in shapes}
+
+
+def nominal_flops(shapes: Shapes) -> float:
+    total = 0.0
+    for shape in shapes.values():
+        *batch, rows, columns = shape
+        m, n = sorted((rows, columns))
+        matrices = 1
+        for size in batch:
+            matrices *= size
+        total += matrices * NS_STEPS * (4.0 * m * m * n + 2.0 * m**3)
+    return total
+
+
+def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
+    """Median seconds of each, after one run to compile."""
+    for run in runs.values():
+        run()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    began = time.perf_counter()
+    while len(times[next(iter(runs))]) < 3 or time.perf_counter() - began < seconds * len(
+        runs
+    ):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Seconds of each contender, and operations per second of the ceiling."""
+
+    case: str
+    seconds: dict[str, float]
+    ceiling: float
+
+    @property
+    def of_the_ceiling(self) -> float:
+        rate = nominal_flops(CASES[self.case]) / self.seconds["orscale"]
+        return rate / self.ceiling
+
+    @property
+    def speedup(self) -> float:
+        return self.seconds["optax.contrib.muon"] / self.seconds["orscale"]
+
+
+def measure(case: str, options: Options) -> Result:
+    optimizers = contenders(options.ns_dtype)
+    runs = {name: step_of(o, CASES[case]) for name, o in optimizers.items()}
+    multiplications = products(options.ns_dtype)
+    found = in_turns(
+        runs | {name: run for name, (run, _) in multiplications.items()}, options.seconds
+    )
+    rates = [flops / found[name] for name, (_, flops) in multiplications.items()]
+    return Result(case, {name: found[name] for name in runs}, max(rates))
+
+
+def table(results: list[Result]) -> list[str]:
+    names = list(results[0].seconds)
+    head = ["", *(f"{name}, ms" for name in names), "faster than optax", "of the ceiling"]
+    rows = [
+        [
+            NAMES[result.case],
+            *(f"{1000 * result.seconds[name]:.4g}" for name in names),
+            f"{result.speedup:.2f} ×",
+            f"{100 * result.of_the_ceiling:.0f} % of {result.ceiling / 1e9:.0f} GFLOP/s",
+        ]
+        for result in results
+    ]
+    return [
+        f"| {' | '.join(cells)} |"
+        for cells in (head, ["---", *["--:"] * (len(head) - 1)], *rows)
+    ]
+
+
+def plot(results: list[Result], path: pathlib.Path) -> None:
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.75 * len(results)))
+    names = list(results[0].seconds)
+    for place, name in enumerate(names):
+        axes.barh(
+            [row + 0.2 * (place - 1.5) for row in range(len(results))],
+            [r.seconds[name] / r.seconds["orscale"] for r in results],
+            height=0.18,
+            label=name,
+        )
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(results)), [NAMES[r.case] for r in results])
+    axes.invert_yaxis()
+    axes.set_xlabel("time of a step, over orscale's")
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(options: Options) -> None:
+    results = []
+    for case in options.cases:
+        results.append(measure(case, options))
+        print(f"{case}: {results[-1].speedup:.2f} times optax.contrib.muon", flush=True)
+    print("\n".join(table(results)))
+    if options.out is not None:
+        (options.out / "benchmark.md").write_text("\n".join(table(results)) + "\n")
+        plot(results, options.out / "benchmark.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
