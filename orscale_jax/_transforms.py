@@ -1,7 +1,8 @@
 """The stages of OrScale's matrix branch, each a gradient transformation of its own."""
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks, _sharding
+from orscale_jax import _checks, _sharding, _stacking
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
     PyTree,
@@ -26,6 +27,7 @@ def orthogonalize(
     ns_steps: int | jax.Array = 5,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
+    max_stack_bytes: int = 2**28,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Replace every matrix by its polar factor, :math:`Q = \mathrm{NS}_k(\tilde M)`.
@@ -35,6 +37,7 @@ def orthogonalize(
       ns_coeffs: A preset or table of :func:`polar_factor`, such as
         :func:`polar_express_coefficients` makes.
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
+      max_stack_bytes: Leaves whose matrices have one shape are stacked up to that size.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
@@ -58,22 +61,44 @@ def orthogonalize(
     """
     _checks.count("ns_steps", ns_steps)
     _checks.dtype("ns_dtype", ns_dtype)
+    _checks.count("max_stack_bytes", max_stack_bytes)
     coefficient_table(ns_coeffs, argument="ns_coeffs")
 
-    def orthogonal(axes: MatrixAxes, part: jax.Array) -> jax.Array:
-        whole = _sharding.gather(part, axes.matrix)
-        q = polar_factor(
-            axes.to_matrices(whole), steps=ns_steps, coeffs=ns_coeffs, dtype=ns_dtype
+    polar = functools.partial(
+        polar_factor, steps=ns_steps, coeffs=ns_coeffs, dtype=ns_dtype
+    )
+
+    def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        parts = jax.tree.leaves(map_matrices(_to_matrices, axes_tree, updates))
+        factors = iter(_stacking.map_stacks(polar, parts, max_stack_bytes))
+        return map_matrices(
+            lambda axes, leaf: _from_matrices(axes, factors, leaf), axes_tree, updates
         )
-        return axes.from_matrices(q, like=whole)
 
-    def joined(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
-        parts = [
-            orthogonal(axes.within, axes.part(leaf, i)) for i in range(len(axes.labels))
-        ]
-        return _sharding.shard_like(axes.join(parts), leaf)
+    return optax.stateless(update)
 
-    return per_matrix_leaf(joined, weight_dimension_numbers)
+
+def _to_matrices(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> list[jax.Array]:
+    """The matrices of every part, whole on every device."""
+    parts = (axes.part(leaf, index) for index in range(len(axes.labels)))
+    return [
+        axes.within.to_matrices(_sharding.gather(part, axes.within.matrix))
+        for part in parts
+    ]
+
+
+def _from_matrices(
+    axes: MatrixAxes | MatrixBlocks, matrices: Iterator[jax.Array], leaf: jax.Array
+) -> jax.Array:
+    """The leaf that is made of the next matrices."""
+
+    def part(index: int) -> jax.Array:
+        like = jax.eval_shape(functools.partial(axes.part, index=index), leaf)
+        return axes.within.from_matrices(next(matrices), like)
+
+    joined = axes.join([part(index) for index in range(len(axes.labels))])
+    return _sharding.shard_like(joined, leaf)
 
 
 def scale_by_shape(

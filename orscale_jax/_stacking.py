@@ -1,0 +1,99 @@
+"""Matrices of one shape from many leaves, through Newton–Schulz as one stack.
+
+A device runs few large kernels faster than many small ones, and compiles them once for
+all layers. The price is a copy into the stack and one out of it, of the order of 1/m of
+what Newton–Schulz itself reads and writes; and the stack's memory, which is capped.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orscale_jax import _sharding
+
+
+class Kind(NamedTuple):
+    """What two arrays of matrices have to share to go into one stack.
+
+    Attributes:
+      shape: ``(*batch, m, n)`` with ``m <= n``: tall matrices are transposed.
+      dtype: Of the entries.
+      sharding: Of the batch axes, where types carry it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "Kind":
+        """The kind of an array of shape ``(*batch, m, n)``."""
+        batch = tuple(_sharding.spec(x)[:-2])
+        return cls((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype, batch)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plan(kinds: Sequence[Kind], max_bytes: int) -> tuple[tuple[int, ...], ...]:
+    """Which arrays share a stack.
+
+    They are stacked along a new axis. No axis is merged with another, over which an array
+    may be sharded: layers of experts go together with layers of experts alone.
+
+    Args:
+      kinds: Of the arrays.
+      max_bytes: What a stack may have. An array that has more is on its own.
+
+    Returns:
+      The arrays' indices, one tuple per stack and each index once, in order. Stacks of
+      one kind differ in length by at most one.
+    """
+    alike: dict[Kind, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(index)
+    stacks = []
+    for kind, members in alike.items():
+        fitting = max(1, max_bytes // max(1, kind.nbytes))
+        parts = np.array_split(members, math.ceil(len(members) / fitting))
+        stacks += [tuple(part.tolist()) for part in parts]
+    return tuple(sorted(stacks))
+
+
+def map_stacks(
+    fn: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], max_bytes: int
+) -> list[jax.Array]:
+    """``fn`` of every array of matrices, by way of stacks.
+
+    Args:
+      fn: Keeps the shape ``(*batch, m, n)`` and treats each matrix alone and like its
+        transpose.
+      matrices: Arrays of shape ``(*batch, m, n)``.
+      max_bytes: As for :func:`plan`.
+
+    Returns:
+      The results, in the order of ``matrices``.
+    """
+    found: dict[int, jax.Array] = {}
+    for members in plan([Kind.of(x) for x in matrices], max_bytes):
+        alike = [matrices[index] for index in members]
+        found.update(zip(members, _through_one(fn, alike), strict=True))
+    return [found[index] for index in range(len(matrices))]
+
+
+def _through_one(
+    fn: Callable[[jax.Array], jax.Array], alike: list[jax.Array]
+) -> Sequence[jax.Array]:
+    if len(alike) == 1:
+        return [fn(alike[0])]
+    results = fn(jnp.stack([x if _is_wide(x) else x.mT for x in alike]))
+    return [q if _is_wide(x) else q.mT for q, x in zip(results, alike, strict=True)]
+
+
+def _is_wide(x: jax.Array) -> bool:
+    return x.shape[-2] <= x.shape[-1]

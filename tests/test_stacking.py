@@ -1,0 +1,106 @@
+"""Which leaves share a stack, and that sharing one changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import _stacking, orthogonalize
+from orscale_jax._stacking import Kind
+from tests import leaves, oracle
+
+FLOAT, HALF = np.dtype("float32"), np.dtype(jnp.bfloat16)
+
+
+def kind(*shape, dtype=FLOAT, sharding=()):
+    return Kind(shape, dtype, sharding)
+
+
+@pytest.mark.parametrize(
+    "kinds, max_bytes, stacks",
+    [
+        ([], 100, ()),
+        ([kind(2, 4), kind(3, 4), kind(2, 4)], 1000, ((0, 2), (1,))),
+        # Neither other dtypes, nor shardings, nor batches, though the sizes agree.
+        ([kind(2, 4), kind(2, 4, dtype=HALF)], 1000, ((0,), (1,))),
+        ([kind(3, 2, 4), kind(3, 2, 4, sharding=("a",))], 1000, ((0,), (1,))),
+        ([kind(3, 2, 4), kind(2, 4), kind(1, 2, 4)], 1000, ((0,), (1,), (2,))),
+        # 32 bytes each: three in a stack, and as evenly as that allows.
+        ([kind(2, 4)] * 4, 96, ((0, 1), (2, 3))),
+        ([kind(2, 4)] * 4, 95, ((0, 1), (2, 3))),
+        ([kind(2, 4)] * 7, 100, ((0, 1, 2), (3, 4), (5, 6))),
+        ([kind(2, 4)] * 2, 31, ((0,), (1,))),
+        ([kind(0, 4)] * 2, 2, ((0, 1),)),
+    ],
+)
+def test_the_plan(kinds, max_bytes, stacks):
+    assert _stacking.plan(kinds, max_bytes) == stacks
+
+
+def test_kinds():
+    assert Kind.of(jnp.ones((3, 5, 2))) == kind(3, 2, 5, sharding=(None,))
+    assert Kind.of(jnp.ones((2, 5), jnp.bfloat16)) == kind(2, 5, dtype=HALF)
+
+
+def stage(numbers, **arguments):
+    return orthogonalize(weight_dimension_numbers=numbers, **arguments)
+
+
+def products(tree, numbers, **arguments):
+    """Matrix products in the program: three for each Newton–Schulz iteration."""
+    optimizer = stage(numbers, **arguments)
+    text = jax.jit(lambda g: optimizer.update(g, ())[0]).lower(tree).as_text()
+    return text.count("dot_general")
+
+
+@pytest.mark.parametrize("max_bytes", [1, 2000, 2**28])
+def test_stacks_change_nothing(max_bytes):
+    rng = np.random.default_rng(0)
+    tree = {
+        "wide": jnp.asarray(rng.normal(size=(3, 8, 20)), jnp.float32),
+        "tall": jnp.asarray(rng.normal(size=(3, 20, 8)), jnp.float32),
+        **{
+            f"layer{i}": jnp.asarray(rng.normal(size=(12, 12)), jnp.float32)
+            for i in range(5)
+        },
+    }
+    found, _ = stage(Dims(-2, -1), max_stack_bytes=max_bytes).update(tree, ())
+    for name, leaf in tree.items():
+        for q, matrix in zip(
+            found[name].reshape(-1, *leaf.shape[-2:]),
+            leaf.reshape(-1, *leaf.shape[-2:]),
+            strict=True,
+        ):
+            assert leaves.relative_error(q, oracle.newton_schulz(matrix)) < 2e-5
+
+
+def test_the_program_grows_with_shapes_and_not_with_layers():
+    def layers(count):
+        return {
+            f"{i}.{name}": jnp.ones(shape)
+            for i in range(count)
+            for name, shape in {"up": (8, 16), "down": (16, 8), "out": (8, 8)}.items()
+        }
+
+    few, many = (products(layers(count), Dims(0, 1)) for count in (2, 20))
+    assert few == many
+    apart = products(layers(20), Dims(0, 1), max_stack_bytes=1)
+    assert apart == 30 * few
+
+
+def test_other_sharding_types_stay_apart():
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
+    tree = {
+        name: jax.device_put(x, NamedSharding(mesh, spec))
+        for name, spec in {"a": P("a"), "none": P(), "also": P("a", "b")}.items()
+    }
+    optimizer = stage(Dims(1, 2))
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda g: optimizer.update(g, ())[0])(tree)
+    for name, q in found.items():
+        assert jax.typeof(q) == jax.typeof(tree[name])
+        for one, matrix in zip(q, x, strict=True):
+            assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
