@@ -15,15 +15,17 @@ both for every number of steps.
 """
 
 import functools
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks, _polar_express as _express
+from orscale_jax import _checks, _gram, _polar_express as _express, _sharding
+from orscale_jax._precision import Arithmetic, accumulator
 
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
 
@@ -157,61 +159,60 @@ def polar_factor(
         )
     _checks.count("steps", steps)
     _checks.dtype("dtype", dtype)
-    table = coefficient_table(coeffs)
-
-    def run(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-        return _newton_schulz(x, table, steps, _Arithmetic.of(jnp.dtype(dtype)))
-
-    if dtype is not None:
-        return run(x, dtype)
+    iterate = functools.partial(_iterate, table=coefficient_table(coeffs), steps=steps)
+    on_cpu, elsewhere = (
+        Arithmetic(jnp.dtype(default if dtype is None else dtype))
+        for default in (jnp.float32, jnp.bfloat16)
+    )
     return jax.lax.platform_dependent(
         x,
-        cpu=functools.partial(run, dtype=jnp.float32),
-        default=functools.partial(run, dtype=jnp.bfloat16),
+        # XLA's batched products are slower than one after the other there.
+        cpu=_one_by_one(functools.partial(iterate, arithmetic=on_cpu)),
+        default=functools.partial(iterate, arithmetic=elsewhere),
     )
 
 
-class _Arithmetic(NamedTuple):
-    """How products are taken: operands rounded, sums accumulated wide."""
+def _one_by_one(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    def mapped(x: jax.Array) -> jax.Array:
+        if x.ndim == 2 or _sharding.is_sharded(x):
+            return fn(x)
+        matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+        return jax.lax.map(fn, matrices).reshape(x.shape)
 
-    dtype: jnp.dtype
-    accumulator: jnp.dtype
-
-    @classmethod
-    def of(cls, dtype: jnp.dtype) -> "_Arithmetic":
-        return cls(dtype, _accumulator(dtype))
-
-    def round(self, x: jax.Array) -> jax.Array:
-        return x.astype(self.dtype)
-
-    def einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-        # Without it float32 products run in bfloat16 (TPU) or TF32 (GPU).
-        highest = jax.lax.Precision.HIGHEST if self.dtype == self.accumulator else None
-        return jnp.einsum(
-            subscripts,
-            x,
-            y,
-            precision=highest,
-            preferred_element_type=self.accumulator,
-        )
+    return mapped
 
 
-def _accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+def _iterate(
+    x: jax.Array,
+    *,
+    table: np.ndarray | jax.Array,
+    steps: int | jax.Array,
+    arithmetic: Arithmetic,
+) -> jax.Array:
+    """Normalised, and by the form that takes fewer FLOPs."""
+    # A float64 input may lie beyond float32's range.
+    widths = (arithmetic.accumulator, accumulator(x.dtype))
+    normalized = _normalize(x.astype(max(widths, key=lambda kind: kind.itemsize)))
+    start = arithmetic.round(normalized.astype(arithmetic.accumulator))
+    # Restarts are placed while tracing, for steps and coefficients that are known then.
+    known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
+    if known and _gram.pays(*x.shape[-2:]):
+        table, steps = np.asarray(table), int(steps)
+        restarts = _gram.restarts(table, steps, arithmetic.unit)
+        q = _gram.gram_newton_schulz(start, table, steps, restarts, arithmetic)
+    else:
+        q = _newton_schulz(start, table, steps, arithmetic)
+    return q.astype(x.dtype)
 
 
 def _newton_schulz(
     x: jax.Array,
     table: np.ndarray | jax.Array,
     steps: int | jax.Array,
-    arithmetic: _Arithmetic,
+    arithmetic: Arithmetic,
 ) -> jax.Array:
-    accumulator, rounded, einsum = (
-        arithmetic.accumulator,
-        arithmetic.round,
-        arithmetic.einsum,
-    )
-    rows = jnp.asarray(table, accumulator)
+    rounded, einsum = arithmetic.round, arithmetic.einsum
+    rows = jnp.asarray(table, arithmetic.accumulator)
     wide = x.shape[-2] <= x.shape[-1]
 
     def step(i: jax.Array, x: jax.Array) -> jax.Array:
@@ -223,13 +224,9 @@ def _newton_schulz(
         polynomial = rounded(b * gram + c * square)
         left, right = (polynomial, x) if wide else (x, polynomial)
         product = einsum("...ij,...jk->...ik", left, right)
-        return rounded(a * x.astype(accumulator) + product)
+        return rounded(a * x.astype(product.dtype) + product)
 
-    # A float64 input may lie beyond float32's range.
-    wide_dtype = max(accumulator, _accumulator(x.dtype), key=lambda kind: kind.itemsize)
-    normalized = _normalize(x.astype(wide_dtype))
-    start = rounded(normalized.astype(accumulator))
-    return jax.lax.fori_loop(0, steps, step, start).astype(x.dtype)
+    return jax.lax.fori_loop(0, steps, step, x)
 
 
 def _normalize(x: jax.Array) -> jax.Array:

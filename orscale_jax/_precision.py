@@ -1,5 +1,6 @@
 """Arithmetic in float32 or wider, whatever the dtypes that come in."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -36,6 +37,44 @@ def in_float32(
         return _cast_like(new_updates, updates), _cast_like(new_state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """How matrix products are taken: operands rounded, sums accumulated wide.
+
+    Attributes:
+      dtype: Of the operands.
+    """
+
+    dtype: jnp.dtype
+
+    @property
+    def accumulator(self) -> jnp.dtype:
+        """The dtype of sums, and of all that is not multiplied."""
+        return accumulator(self.dtype)
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the operands."""
+        return float(jnp.finfo(self.dtype).eps) / 2
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """To an operand."""
+        return x.astype(self.dtype)
+
+    def einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The product of two operands, in the accumulator's dtype."""
+        # Without it float32 products run in bfloat16 (TPU) or TF32 (GPU).
+        highest = jax.lax.Precision.HIGHEST if self.dtype == self.accumulator else None
+        return jnp.einsum(
+            subscripts, x, y, precision=highest, preferred_element_type=self.accumulator
+        )
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """float64 for float64, float32 for anything narrower."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def compute_dtype(tree: Any) -> jnp.dtype:

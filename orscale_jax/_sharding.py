@@ -17,6 +17,11 @@ def spec(leaf: jax.Array) -> list[Any]:
     return [*entries, *(None,) * (leaf.ndim - len(entries))]
 
 
+def is_sharded(leaf: jax.Array) -> bool:
+    """Whether the leaf's type says that it is not on every device."""
+    return any(entry is not None for entry in spec(leaf))
+
+
 def gather(leaf: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """The leaf with ``axes`` whole on every device and the others as they are."""
     gathered = [None if i in axes else entry for i, entry in enumerate(spec(leaf))]

@@ -176,7 +176,7 @@ def test_float64_is_float64(enable_x64):
 def test_products_of_the_program_for_each_platform(platform, dtype, operands):
     """The platform compiled for decides, not the one this test runs on."""
     fn = jax.jit(lambda x: polar_factor(x, dtype=dtype))
-    x = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    x = jax.ShapeDtypeStruct((8, 12), jnp.float32)
     text = fn.trace(x).lower(lowering_platforms=(platform,)).as_text()
     products = [line for line in text.splitlines() if "dot_general" in line]
     assert len(products) == 3  # One loop, whatever the number of steps.
