@@ -7,7 +7,7 @@ This is the only module that resolves dimension numbers. Everything else handles
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
     """
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
         return tree
-    if callable(weight_dimension_numbers):
+    if is_function(weight_dimension_numbers, is_resolvable):
         weight_dimension_numbers = weight_dimension_numbers(tree)
     if weight_dimension_numbers is None:
         refuse_ambiguous(jax.tree_util.tree_leaves_with_path(tree))
@@ -159,6 +159,17 @@ def is_axes_leaf(node: Any) -> bool:
 def is_resolvable(node: Any) -> bool:
     """Whether ``node`` stands for a subtree in a tree of dimension numbers."""
     return node is None or isinstance(node, DimensionNumbers) or is_axes_leaf(node)
+
+
+def is_function(
+    given: Any, is_leaf: Callable[[Any], bool]
+) -> TypeGuard[Callable[[PyTree], PyTree]]:
+    """Whether ``given`` makes a tree of such leaves, and is not itself one.
+
+    A tree may be callable as well: a module of Equinox with another kind of leaves is.
+    """
+    leaves = jax.tree.leaves(given, is_leaf=is_leaf)
+    return callable(given) and not (leaves and all(map(is_leaf, leaves)))
 
 
 def check_prefix(

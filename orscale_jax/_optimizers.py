@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -12,6 +13,7 @@ from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
     is_axes_leaf,
+    is_function,
     matrix_axes,
     require_fitting,
 )
@@ -375,15 +377,17 @@ def _partition(
     def at(tree: PyTree) -> optax.GradientTransformationExtraArgs:
         axes = matrix_axes(weight_dimension_numbers, tree)
         mask = weight_decay_mask
-        if callable(mask):  # As in matrix_axes, a placeholder is no tree to ask about.
+        if is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_)):
+            # As in matrix_axes, a placeholder is no tree to ask about.
             mask = mask(tree) if jax.tree.leaves(tree) else tree
         labels = jax.tree.map(
             lambda leaf: "adamw" if isinstance(leaf, optax.MaskedNode) else "matrix",
             axes,
             is_leaf=is_axes_leaf,
         )
+        # A tree of labels may be callable, and optax.partition would call it.
         return optax.partition(
-            {"matrix": matrices(axes, mask), "adamw": others(mask)}, labels
+            {"matrix": matrices(axes, mask), "adamw": others(mask)}, lambda _: labels
         )
 
     def init(params: PyTree) -> optax.OptState:

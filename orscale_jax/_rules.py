@@ -1,5 +1,6 @@
 """Dimension numbers from regular expressions over the parameters' paths."""
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ from orscale_jax._matrix import (
     default_axes,
     dotted,
     explicit_axes,
+    is_function,
     is_resolvable,
     listed,
     name_and_shape,
@@ -33,7 +35,6 @@ Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
     | Iterable[tuple[str | re.Pattern[str], Rule]]
 )
 
-_Compiled: TypeAlias = list[tuple[re.Pattern[str], Rule]]
 _PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 _DEFAULT = object()
 
@@ -84,25 +85,28 @@ def by_path(
       None
       >>> optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
     """
-    compiled = _compiled(rules)
+    compiled = PathRules.compile(rules, "rules", "by_path")
 
     def numbers(tree: PyTree) -> PyTree:
         if not jax.tree.leaves(tree):  # As in matrix_axes.
             return tree
-        decisions = _decisions(compiled, tree)
-        default = otherwise(tree) if callable(otherwise) else otherwise
+        decided = compiled.numbers(_leaves(tree))
+        default = otherwise
+        if is_function(otherwise, is_resolvable):
+            default = otherwise(tree)
         if default is None:
             default = _DEFAULT
-            refuse_ambiguous(_decided(decisions, None, tree))
+            leaves = jax.tree_util.tree_leaves_with_path(tree)
+            refuse_ambiguous(leaf for leaf in leaves if dotted(leaf[0]) not in decided)
         else:
             check_prefix(default, tree, argument="otherwise")
 
         def broadcast(prefix: Any, default: Any, subtree: PyTree) -> PyTree:
             def at(path: Any, leaf: jax.Array) -> Any:
                 path = prefix + path
-                index = decisions[dotted(path)]
-                if index is not None:
-                    return _apply(compiled[index], path, leaf)
+                name = dotted(path)
+                if name in decided:
+                    return decided[name]
                 if default is not _DEFAULT:
                     return default
                 masked = isinstance(default_axes(path, leaf), optax.MaskedNode)
@@ -110,7 +114,6 @@ def by_path(
 
             return jax.tree_util.tree_map_with_path(at, subtree)
 
-        _refuse_stacks(compiled, decisions, tree)
         return jax.tree_util.tree_map_with_path(
             broadcast, default, tree, is_leaf=is_resolvable
         )
@@ -118,22 +121,108 @@ def by_path(
     return numbers
 
 
-def _compiled(rules: Any) -> _Compiled:
-    remedy = "pass a mapping, or pairs, from regular expressions to rules"
-    if isinstance(rules, Mapping):
-        rules = rules.items()
-    if isinstance(rules, str) or not isinstance(rules, Iterable):
-        _checks.refuse("rules", rules, remedy)
-    pairs = list(rules)
-    if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-        _checks.refuse("rules", pairs, remedy)
-    return [
-        (_expression(expression), _rule(expression, rule)) for expression, rule in pairs
-    ]
+@dataclasses.dataclass(frozen=True)
+class PathRules:
+    """Expressions and what they say of the parameters whose paths they match first.
+
+    Attributes:
+      pairs: The compiled expressions with their rules, in the order given.
+      source: Where they come from, for error messages.
+    """
+
+    pairs: tuple[tuple[re.Pattern[str], Rule], ...]
+    source: str
+
+    @classmethod
+    def compile(cls, rules: Any, argument: str, source: str) -> "PathRules":
+        """Check rules as :func:`by_path` takes them, given in an ``argument``."""
+        remedy = "pass a mapping, or pairs, from regular expressions to rules"
+        if isinstance(rules, Mapping):
+            rules = rules.items()
+        if isinstance(rules, str) or not isinstance(rules, Iterable):
+            _checks.refuse(argument, rules, remedy)
+        pairs = list(rules)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            _checks.refuse(argument, pairs, remedy)
+        compiled = (
+            (_expression(expression, argument), _rule(expression, rule, argument))
+            for expression, rule in pairs
+        )
+        return cls(tuple(compiled), source)
+
+    def numbers(
+        self, leaves: Iterable[tuple[Any, Any]]
+    ) -> dict[str, MuonDimensionNumbers | None]:
+        """By dotted path, the numbers of those leaves that an expression decides.
+
+        Raises:
+          ValueError: If an expression decides nothing, or a rule does not fit a leaf.
+        """
+        leaves = list(leaves)
+        decisions = self._decisions([dotted(path) for path, _ in leaves])
+        arrays = [leaf for leaf in leaves if not isinstance(leaf[1], optax.MaskedNode)]
+        self._refuse_stacks(decisions, arrays)
+        return {
+            dotted(path): _apply(self.pairs[index], path, leaf, self.source)
+            for path, leaf in arrays
+            if (index := decisions[dotted(path)]) is not None
+        }
+
+    def _decisions(self, names: Iterable[str]) -> dict[str, int | None]:
+        """By path, the index of the first expression that matches."""
+
+        def first(name: str) -> int | None:
+            matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
+            return next(matches, None)
+
+        decisions = {name: first(name) for name in names}
+        deciding = set(decisions.values())
+        for index, (expression, _) in enumerate(self.pairs):
+            if index not in deciding:
+                self._refuse_idle(expression, decisions)
+        return decisions
+
+    def _refuse_idle(
+        self, expression: re.Pattern[str], decisions: dict[str, int | None]
+    ) -> None:
+        this = f"the expression {expression.pattern!r} of {self.source}"
+        for name, index in decisions.items():
+            if index is not None and expression.search(name):
+                earlier = self.pairs[index][0].pattern
+                raise ValueError(
+                    f"{this} decides nothing: earlier ones match all its parameters, as "
+                    f"{earlier!r} does {name!r}. Put it before them, or leave it out."
+                )
+        nearest = sorted(decisions, key=_likeness(expression.pattern), reverse=True)
+        raise ValueError(
+            f"{this} matches no parameter. Correct it, or leave it out; of "
+            f"{len(decisions)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
+        )
+
+    def _refuse_stacks(
+        self, decisions: dict[str, int | None], leaves: list[tuple[Any, Any]]
+    ) -> None:
+        """Refuse "matrix", all leaves of an expression at once, but for two axes."""
+        for index, (expression, rule) in enumerate(self.pairs):
+            found = [
+                name_and_shape(path, leaf)
+                for path, leaf in leaves
+                if decisions[dotted(path)] == index
+                and rule == "matrix"
+                and np.ndim(leaf) != 2
+            ]
+            if found:
+                raise ValueError(
+                    f"the expression {expression.pattern!r} of {self.source} says "
+                    f'"matrix", which takes two axes, and {listed(found)} not so. Name '
+                    "the axes with optax.contrib.MuonDimensionNumbers("
+                    "reduction_axis=..., output_axis=...), or put a narrower expression "
+                    'with "adamw" before it.'
+                )
 
 
-def _expression(expression: Any) -> re.Pattern[str]:
-    name = "an expression of rules"
+def _expression(expression: Any, argument: str) -> re.Pattern[str]:
+    name = f"an expression of {argument}"
     if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
         return expression
     if not isinstance(expression, str):
@@ -146,11 +235,11 @@ def _expression(expression: Any) -> re.Pattern[str]:
         ) from error
 
 
-def _rule(expression: Any, rule: Any) -> Rule:
+def _rule(expression: Any, rule: Any, argument: str) -> Rule:
     named = isinstance(rule, str) and rule in ("matrix", "adamw")
     if not named and not isinstance(rule, DimensionNumbers):
         _checks.refuse(
-            f"rules[{expression!r}]",
+            f"{argument}[{expression!r}]",
             rule,
             'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
             "orscale_jax.BlockDimensionNumbers",
@@ -165,79 +254,16 @@ def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
     )
 
 
-def _decisions(compiled: _Compiled, tree: PyTree) -> dict[str, int | None]:
-    """By path, the index of the first expression that matches."""
-
-    def first(name: str) -> int | None:
-        matches = (i for i, (e, _) in enumerate(compiled) if e.search(name))
-        return next(matches, None)
-
-    decisions = {
-        name: first(name) for name in (dotted(path) for path, _ in _leaves(tree))
-    }
-    deciding = set(decisions.values())
-    for index, (expression, _) in enumerate(compiled):
-        if index not in deciding:
-            _refuse_idle(expression, compiled, decisions)
-    return decisions
-
-
-def _refuse_idle(
-    expression: re.Pattern[str], compiled: _Compiled, decisions: dict[str, int | None]
-) -> None:
-    for name, index in decisions.items():
-        if index is not None and expression.search(name):
-            earlier = compiled[index][0].pattern
-            raise ValueError(
-                f"the expression {expression.pattern!r} of by_path decides nothing: "
-                f"earlier ones match all its parameters, as {earlier!r} does {name!r}. "
-                "Put it before them, or leave it out."
-            )
-
+def _likeness(pattern: str) -> Callable[[str], int]:
     def likeness(name: str) -> int:
-        matcher = difflib.SequenceMatcher(None, expression.pattern, name, autojunk=False)
+        matcher = difflib.SequenceMatcher(None, pattern, name, autojunk=False)
         return matcher.find_longest_match().size
 
-    nearest = sorted(decisions, key=likeness, reverse=True)[:5]
-    raise ValueError(
-        f"the expression {expression.pattern!r} of by_path matches no parameter. Correct "
-        f"it, or leave it out; of {len(decisions)} paths the nearest are "
-        f"{', '.join(map(repr, nearest))}."
-    )
-
-
-def _decided(
-    decisions: dict[str, int | None], index: int | None, tree: PyTree
-) -> list[tuple[Any, jax.Array]]:
-    """The leaves that one expression decides; None: that no expression decides."""
-    return [
-        (path, leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if decisions[dotted(path)] == index
-    ]
-
-
-def _refuse_stacks(
-    compiled: _Compiled, decisions: dict[str, int | None], tree: PyTree
-) -> None:
-    """Refuse "matrix", all leaves of an expression at once, but for two axes."""
-    for index, (expression, rule) in enumerate(compiled):
-        found = [
-            name_and_shape(path, leaf)
-            for path, leaf in _decided(decisions, index, tree)
-            if rule == "matrix" and np.ndim(leaf) != 2
-        ]
-        if found:
-            raise ValueError(
-                f'the expression {expression.pattern!r} of by_path says "matrix", which '
-                f"takes two axes, and {listed(found)} not so. Name the axes with "
-                "optax.contrib.MuonDimensionNumbers(reduction_axis=..., "
-                'output_axis=...), or put a narrower expression with "adamw" before it.'
-            )
+    return likeness
 
 
 def _apply(
-    decision: tuple[re.Pattern[str], Rule], path: Any, leaf: jax.Array
+    decision: tuple[re.Pattern[str], Rule], path: Any, leaf: jax.Array, source: str
 ) -> DimensionNumbers | None:
     expression, rule = decision
     if rule == "adamw":
@@ -247,6 +273,6 @@ def _apply(
         explicit_axes(path, leaf, numbers)
     except ValueError as error:
         raise ValueError(
-            f"by_path, expression {expression.pattern!r}: {error}"
+            f"{source}, expression {expression.pattern!r}: {error}"
         ) from error
     return numbers

@@ -8,6 +8,7 @@ import functools
 import subprocess
 import sys
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -15,11 +16,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import freeze
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import orscale
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, orscale
 from orscale_jax._matrix import matrix_axes
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
+from tests.derivatives import axes_by_derivatives
 
 MATRIX = Dims(0, 1)
 CONVOLUTION = Dims((0, 1, 2), 3)
@@ -118,28 +121,6 @@ def squares(y, seed=3):
 
 
 # Single layers, against the axes that their own derivatives show.
-
-
-def axes_by_derivatives(apply, kernel, x):
-    """Rows, columns and batch axes of the kernel, from ∂²y/∂x∂W.
-
-    An axis of which each output sees one index alone is a column, or, if that goes for
-    each input too, counts matrices; what is left is summed over.
-    """
-    mixed = jax.jacobian(jax.jacobian(apply, 0), 1)(kernel, x)
-    outputs = np.prod(apply(kernel, x).shape)
-    pattern = np.asarray(mixed).reshape(outputs, *kernel.shape, -1) != 0
-
-    def one_index_each(pattern, axis):
-        others = tuple(a for a in range(1, pattern.ndim) if a != axis + 1)
-        return (pattern.any(axis=others).sum(axis=1) <= 1).all()
-
-    rows, columns, batch = [], [], []
-    for axis in range(kernel.ndim):
-        per_output = one_index_each(pattern, axis)
-        per_input = one_index_each(pattern.swapaxes(0, -1), axis)
-        (rows if not per_output else batch if per_input else columns).append(axis)
-    return tuple(rows), tuple(columns), tuple(batch)
 
 
 NNX_LAYERS = {
@@ -712,6 +693,9 @@ def test_a_shared_scope_keeps_the_owners_apart():
     x = jnp.ones((2, 3))
     with pytest.raises(ValueError, match=r"'a' of shape \(3, 2\): .* SharedScope"):
         linen_dimension_numbers(SharedScope(), x)
+    nested = nn.Sequential([nn.Dense(3), SharedScope()])
+    with pytest.raises(ValueError, match=r"'layers_1\.a' of .* SharedScope"):
+        linen_dimension_numbers(nested, x)
     rules = {SharedScope: lambda m: {"a": Weight((None, 2), 0, 1), "b": None}}
     assert linen_table(SharedScope(), x, rules=rules) == {
         "kernel": MATRIX,
@@ -738,14 +722,14 @@ def test_open_nnx_parameters_are_one_error():
     text = str(error.value)
     assert "'up' of shape (4, 8, 16): there is no rule for it in Experts" in text
     assert "'down.0' of shape (16, 8)" in text
-    assert "'mix.kernel' of shape (3, 3, 2, 8): it is split in 2 groups" in text
-    assert "overrides=" in text and "rules=" in text and "gain" not in text
+    assert "overrides=" in text and "rules=" in text
+    assert "gain" not in text and "mix" not in text
 
 
 def test_overrides_and_rules_for_nnx():
-    overrides = {"mix.kernel": None, r"(up|down\.\d+)": Dims(-2, -1)}
+    overrides = {r"mix\.kernel": "adamw", r"^(up|down\.\d+)$": Dims(-2, -1)}
     expected = {"up": Dims(-2, -1), "down.0": Dims(-2, -1), "gain": None}
-    expected |= linear("mix", kernel=None)
+    expected |= linear("mix", kernel=None)  # Instead of a matrix for each group.
     model = Experts(nnx.Rngs(0))
     assert nnx_table(model, overrides=overrides) == expected
     rules = {
@@ -755,7 +739,7 @@ def test_overrides_and_rules_for_nnx():
             "gain": None,
         }
     }
-    only_mix = {"mix.kernel": None}
+    only_mix = {r"mix\.kernel": "adamw"}
     expected |= {"up": Dims(1, 2), "down.0": MATRIX}
     assert nnx_table(model, overrides=only_mix, rules=rules) == expected
 
@@ -781,13 +765,23 @@ def test_open_linen_parameters_are_one_error():
         linen_dimension_numbers(OpenLinen(), x)
     text = str(error.value)
     assert "'w' of shape (3, 3): there is no rule for it in OpenLinen" in text
-    assert "'Conv_0.kernel' of shape (2, 2, 4): it is split in 2 groups" in text
+    assert "Conv_0" not in text
     assert "'Einsum_0.kernel' of shape (4, 5): its einsum_str is given to the" in text
-    overrides = {"w": MATRIX, "Conv_0.kernel": None, r"Einsum.*kernel": MATRIX}
+    overrides = {"^w$": "matrix", "Einsum.*kernel": MATRIX}
     found = linen_table(OpenLinen(), x, overrides=overrides)
+    groups = Blocks((0, 1), 2, block_axis=2, blocks=2)
     assert found == {"w": MATRIX} | linear("Dense_0", "Einsum_0") | linear(
-        "Conv_0", kernel=None
+        "Conv_0", kernel=groups
     )
+
+
+def test_a_convolution_in_groups_has_a_matrix_for_each():
+    layer = nnx.Conv(4, 6, (3,), feature_group_count=2, padding="VALID", rngs=nnx.Rngs(0))
+    assert nnx_table(layer)["kernel"] == Blocks((0, 1), 2, block_axis=2, blocks=2)
+    seen = jax.jacobian(lambda x: layer(x)[0])(jnp.ones((3, 4))) != 0
+    for group in range(2):  # Three outputs side by side, of two inputs.
+        outputs = seen[3 * group : 3 * (group + 1)].any(axis=(0, 1))
+        assert outputs.tolist() == [group == 0] * 2 + [group == 1] * 2
 
 
 @pytest.mark.parametrize(
@@ -838,8 +832,16 @@ def test_names_that_are_on_no_path(kind):
 
     with pytest.raises(ValueError, match=r"'vocab' in heads .*bias, kernel"):
         build(heads=["vocab"])
-    with pytest.raises(ValueError, match=r"matches 'kern' in overrides: .*kernel"):
-        build(overrides={"kern": None})
+    with pytest.raises(ValueError, match=r"'kern\$' of overrides matches no .*'kernel'"):
+        build(overrides={"kern$": "adamw"})
+    with pytest.raises(ValueError, match=r"'kernel' of overrides decides nothing: ear"):
+        build(overrides=[("k", "adamw"), ("kernel", "matrix")])
+    with pytest.raises(ValueError, match=r"overrides\['k'\]=None is not valid: pass"):
+        build(overrides={"k": None})
+    with pytest.raises(ValueError, match=r"overrides, expression 'k': .* has 2 axes"):
+        build(overrides={"k": Dims(1, 2)})
+    with pytest.raises(ValueError, match=r"'bias' of overrides says \"matrix\""):
+        build(overrides={"bias": "matrix"})
 
 
 def test_parameters_of_another_model():
@@ -851,7 +853,9 @@ def test_parameters_of_another_model():
 def test_overrides_come_before_names_and_types():
     model = nnx.Dict(head=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     assert nnx_table(model) == linear("head", kernel=None)
-    assert nnx_table(model, overrides={r"head\.kernel": MATRIX}) == linear("head")
+    assert nnx_table(model, overrides={r"head\.kernel": "matrix"}) == linear("head")
+    embed = nnx.Embed(5, 4, rngs=nnx.Rngs(0))
+    assert nnx_table(embed, overrides={"embedding": "matrix"}) == {"embedding": MATRIX}
 
 
 def test_modules_that_are_used_twice():
@@ -882,11 +886,47 @@ def test_modules_that_are_used_twice():
     assert found == {"stack.kernel": Dims((0, 1), (2, 4))}
 
 
+# Other containers, and modules of the other kind.
+
+
+def test_frozen_parameters():
+    x = jnp.ones((2, 3))
+    params = freeze(nn.Dense(4).init(jax.random.key(0), x)["params"])
+    numbers = linen_dimension_numbers(nn.Dense(4), x)
+    with pytest.raises(ValueError, match=r"(?s)must be a tree of.*dict.*FrozenDict"):
+        matrix_axes(numbers, params)
+    for found in (
+        freeze(numbers),
+        nnx_dimension_numbers(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))(params),
+        by_path({"bias": "adamw"})(params),
+    ):
+        assert found == freeze({"bias": None, "kernel": MATRIX})
+    with flax.config.temp_flip_flag("return_frozendict", True):
+        assert linen_dimension_numbers(nn.Dense(4), x) == freeze(numbers)
+
+
+def test_modules_behind_a_bridge_are_open():
+    x = jnp.ones((2, 3))
+    around = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(x)
+    model = nnx.Dict(linen=around, nnx=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'linen\.kernel' .* rule for it in ToNNX\n"):
+        nnx_dimension_numbers(model)
+    found = nnx_table(model, overrides={r"linen\.kernel": "matrix"})
+    assert found == linear("linen", "nnx")
+    within = nnx.bridge.ToLinen(nnx.Linear, args=(3, 4))
+    model = nn.Sequential([nn.Dense(3), within])
+    with pytest.raises(ValueError, match=r"'layers_1\.kernel' .* for it in ToLinen\n"):
+        linen_dimension_numbers(model, x)
+    found = linen_table(model, x, overrides={r"layers_1\.kernel": "matrix"})
+    assert found == linear("layers_0", "layers_1")
+
+
 def test_nothing_else_of_the_package_needs_flax():
     code = (
         "import sys; sys.modules['flax'] = None\n"
         "import pkgutil, importlib, orscale_jax\n"
-        "names = [m.name for m in pkgutil.iter_modules(orscale_jax.__path__)]\n"
-        "[importlib.import_module('orscale_jax.' + n) for n in names if n != 'flax']"
+        "names = {m.name for m in pkgutil.iter_modules(orscale_jax.__path__)}\n"
+        "names -= {'flax', 'haliax'}  # Haliax imports Flax.\n"
+        "[importlib.import_module('orscale_jax.' + name) for name in names]"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -270,6 +270,9 @@ class Module(eqx.Module):
     wide: Any
     activation: Any
 
+    def __call__(self, x):
+        raise TypeError("The parameters are a tree, and not a function from one.")
+
 
 class Network(nnx.Module):
     def __init__(self, tree):

@@ -1,0 +1,143 @@
+"""Dimension numbers from the types of an Equinox model's modules.
+
+Equinox keeps weights as ``(out, in, ...)``, and ``eqx.filter_vmap`` stacks biases and
+norms into leaves of two axes, which look like matrices. :func:`dimension_numbers` asks
+the module that made the leaf. What no type says is an error that names the parameter,
+never a guess.
+
+It needs Equinox.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import equinox as eqx
+import numpy as np
+
+from orscale_jax import _module_trees, _rules
+from orscale_jax._matrix import PyTree
+from orscale_jax._module_types import (
+    BlockWeight,
+    Found,
+    GroupedWeight,
+    Numbers,
+    Path,
+    Rule,
+    Rules,
+    Weight as Weight,
+    none_of,
+    numbers_by_owner,
+)
+
+
+def dimension_numbers(
+    model: PyTree,
+    *,
+    heads: Collection[str] = (),
+    overrides: _rules.Rules | None = None,
+    rules: Rules | None = None,
+) -> Callable[[PyTree], PyTree]:
+    """The ``weight_dimension_numbers`` of an Equinox model, from its modules' types.
+
+    Weights of ``Linear`` (and so of ``MLP`` and ``MultiheadAttention``), ``Conv`` and
+    ``ConvTranspose`` are matrices. Embeddings, norms, biases, depthwise convolutions and
+    parameters of fewer than two axes take AdamW, and so does every parameter with a name
+    on its path that is one of ``heads`` or that :func:`orscale_jax.orscale` takes for an
+    embedding or an output head. Axes that ``eqx.filter_vmap`` puts in front of what a
+    module declares are a batch. The recurrent cells, whose weights are the gates' one
+    below the other, are open.
+
+    Args:
+      model: The model, or a tree of modules, also an abstract one.
+      heads: Names on the paths of output heads, beside those that the library knows.
+      overrides: The rules of :func:`orscale_jax.by_path`, for the leaves as they stand.
+        They come before everything else.
+      rules: Types of modules of your own to a function from the module to a
+        :class:`orscale_jax.flax.Weight` (which is here as well), or None for AdamW, for
+        each of its attributes that is a parameter (or that holds parameters). A rule
+        holds for subclasses, and comes before the one for a type of Equinox.
+
+    Returns:
+      A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
+      to their tree of :class:`optax.contrib.MuonDimensionNumbers` and None, as
+      ``weight_dimension_numbers`` takes it.
+
+    Raises:
+      ValueError: If a type does not settle a parameter, or a leaf has not the shape that
+        its module declares; one error for all of them. If a name of ``heads`` is on no
+        path, and for ``overrides`` as :func:`orscale_jax.by_path`.
+
+    Example:
+      >>> import equinox as eqx, jax
+      >>> from orscale_jax import orscale
+      >>> from orscale_jax.equinox import dimension_numbers
+      >>> model = eqx.nn.Conv2d(3, 8, kernel_size=5, key=jax.random.key(0))
+      >>> numbers = dimension_numbers(model)
+      >>> params = eqx.filter(model, eqx.is_inexact_array)
+      >>> numbers(params).weight
+      MuonDimensionNumbers(reduction_axis=(1, 2, 3), output_axis=0)
+      >>> optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+
+    References:
+      https://docs.kidger.site/equinox/api/nn/linear/
+    """
+    every_rule = {**RULES, **(rules or {})}
+
+    def numbers_of(path: Path, leaf: Any, owners: Mapping[Path, Any]) -> Numbers:
+        return numbers_by_owner(path, np.shape(leaf), owners, every_rule)
+
+    return _module_trees.dimension_numbers(
+        model, eqx.Module, numbers_of, heads, overrides
+    )
+
+
+def _linear(module: eqx.nn.Linear) -> Mapping[str, Found]:
+    features = module.out_features, module.in_features
+    shape = tuple(1 if size == "scalar" else size for size in features)
+    return {"weight": Weight(shape, reduction_axis=1, output_axis=0), "bias": None}
+
+
+def _conv(module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Mapping[str, Found]:
+    groups = module.groups
+    inputs = module.in_channels // groups
+    shape = (module.out_channels, inputs, *module.kernel_size)
+    axes = tuple(range(1, len(shape))), 0
+    weight = (
+        Weight(shape, *axes)
+        if groups == 1
+        else GroupedWeight(shape, *axes, 0, groups, inputs=1)
+    )
+    return {"weight": weight, "bias": None}
+
+
+def _cell(gates: int) -> Rule:
+    """Whose gates lie one below the other."""
+
+    def weight(module: Any, inputs: int) -> BlockWeight:
+        return BlockWeight((gates * module.hidden_size, inputs), 1, 0, 0, gates)
+
+    return lambda module: {
+        "weight_ih": weight(module, module.input_size),
+        "weight_hh": weight(module, module.hidden_size),
+        "bias": None,
+        "bias_n": None,
+    }
+
+
+_NORM = none_of("weight", "bias")
+
+RULES: Rules = {
+    eqx.nn.Linear: _linear,
+    eqx.nn.Conv: _conv,
+    eqx.nn.ConvTranspose: _conv,
+    eqx.nn.GRUCell: _cell(3),
+    eqx.nn.LSTMCell: _cell(4),
+    eqx.nn.Embedding: none_of("weight"),
+    eqx.nn.LayerNorm: _NORM,
+    eqx.nn.RMSNorm: _NORM,
+    eqx.nn.GroupNorm: _NORM,
+    eqx.nn.BatchNorm: _NORM,
+    eqx.nn.WeightNorm: none_of("g"),
+    eqx.nn.PReLU: none_of("negative_slope"),
+    eqx.nn.StateIndex: none_of("init"),  # Of a model without eqx.nn.make_with_state.
+}

@@ -1,0 +1,13 @@
+"""Dimension numbers from the types of a Flax model's modules.
+
+A shape does not say which axes of a leaf are rows and which columns; the module that
+made the leaf does. :func:`nnx_dimension_numbers` and :func:`linen_dimension_numbers` ask
+it. What no type says is an error that names the parameter, never a guess.
+
+It needs Flax.
+"""
+
+from orscale_jax._module_types import Weight as Weight
+from orscale_jax.flax._linen import linen_dimension_numbers as linen_dimension_numbers
+from orscale_jax.flax._nnx import nnx_dimension_numbers as nnx_dimension_numbers
+from orscale_jax.flax._types import LINEN_RULES as LINEN_RULES, NNX_RULES as NNX_RULES

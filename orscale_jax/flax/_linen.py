@@ -1,0 +1,201 @@
+"""Dimension numbers from the types of a Linen model's modules."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import linen
+from flax.core import meta
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from orscale_jax import _module_types, _rules
+from orscale_jax._matrix import PyTree
+from orscale_jax._module_types import Found, Numbers, Path, Rules
+from orscale_jax.flax import _paths
+from orscale_jax.flax._types import LINEN_RULES
+
+_CALLS = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced(meta.AxisMetadata[Any]):
+    """A Linen parameter, where it is created, with what its module says of it.
+
+    Lifted transformations tell every box about the axes that they add, wherever they
+    put them: nothing has to be read off the shapes.
+    """
+
+    value: Any
+    found: Found
+    axes: tuple[int, ...]  # Where the module's own axes stand.
+    rank: int
+
+    def unbox(self) -> Any:
+        return self.value
+
+    def replace_boxed(self, val: Any) -> "_Traced":
+        return dataclasses.replace(self, value=meta.replace_boxed(self.value, val))
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "_Traced":
+        rank = self.rank + 1
+        added = index % rank
+        return dataclasses.replace(
+            self,
+            value=meta.add_axis(self.value, index, params),
+            axes=tuple(axis + (axis >= added) for axis in self.axes),
+            rank=rank,
+        )
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "_Traced":
+        removed = index % self.rank
+        return dataclasses.replace(
+            self,
+            value=meta.remove_axis(self.value, index, params),
+            axes=tuple(axis - (axis > removed) for axis in self.axes),
+            rank=self.rank - 1,
+        )
+
+
+# With a key of the kind that nn.WeightNorm and nn.SpectralNorm expect on their paths.
+jax.tree_util.register_pytree_with_keys(
+    _Traced,
+    lambda box: (
+        [(jax.tree_util.DictKey("value"), box.value)],
+        (box.found, box.axes, box.rank),
+    ),
+    lambda static, values: _Traced(next(iter(values)), *static),
+)
+
+
+def linen_dimension_numbers(
+    module: linen.Module,
+    *args: Any,
+    rngs: Any = None,
+    method: Callable[..., Any] | str | None = None,
+    heads: Collection[str] = (),
+    overrides: _rules.Rules | None = None,
+    rules: Rules | None = None,
+    **kwargs: Any,
+) -> PyTree:
+    """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
+
+    Which types a model holds is known only while it runs, so ``module.init`` is traced,
+    without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so attention),
+    ``Einsum``, ``Conv``, ``ConvTranspose``, ``ConvLocal`` and of the cells made of them
+    are matrices; the rest is as in :func:`nnx_dimension_numbers`. Axes that ``nn.vmap``
+    or ``nn.scan`` add are a batch, wherever ``variable_axes`` puts them.
+
+    Args:
+      module: The model, not bound.
+      *args: What ``module.init`` takes after its keys: arrays, or
+        ``jax.ShapeDtypeStruct`` in their place.
+      rngs: The keys of ``module.init``; None: one key for all.
+      method: Of the module, as for ``module.init``; None: ``__call__``.
+      heads: As in :func:`nnx_dimension_numbers`.
+      overrides: As in :func:`nnx_dimension_numbers`.
+      rules: As in :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
+      **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
+
+    Returns:
+      A tree of the structure of ``module.init(...)["params"]`` with a
+      :class:`optax.contrib.MuonDimensionNumbers`, or None for AdamW, for each parameter;
+      where the parameter is in a box, as ``nn.with_partitioning`` makes them, in the
+      place of the box, so that it suits the parameters with and without boxes.
+
+    Raises:
+      ValueError: As :func:`nnx_dimension_numbers`.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp
+      >>> from orscale_jax.flax import linen_dimension_numbers
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=2)
+      >>> numbers = linen_dimension_numbers(attention, jnp.ones((1, 3, 8)))
+      >>> numbers["query"]["kernel"]
+      MuonDimensionNumbers(reduction_axis=0, output_axis=(1, 2))
+
+    References:
+      https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
+    """
+    if rngs is None:
+        rngs = jax.random.key(0)
+    owners: dict[Path, str] = {(): type(module).__name__}
+    interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
+    with linen.intercept_methods(interceptor), _its_own_jit_cache():
+        traced = _abstract_params(module, rngs, args, method, kwargs)
+    # The boxes are pytree nodes, and a module may name its parameters after those.
+    params = _abstract_params(module, rngs, args, method, kwargs)
+    boxes = _paths.by_path(traced)
+    leaves = {
+        path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
+        for path, leaf in _paths.by_path(params).items()
+    }
+    found = {
+        path: _numbers(path, np.shape(leaf), boxes.get(path), owners)
+        for path, leaf in leaves.items()
+    }
+    numbers = _module_types.settle(leaves, found, heads, overrides)
+    return jax.tree_util.tree_map_with_path(
+        lambda entries, _: numbers[_module_types.keys(entries)],
+        params,
+        is_leaf=meta.is_axis_metadata,
+    )
+
+
+def _numbers(
+    path: Path, shape: tuple[int, ...], box: Any, owners: Mapping[Path, str]
+) -> Numbers:
+    if isinstance(box, _Traced):
+        return _module_types.place(box.found, box.axes, shape)
+    owner, _ = _module_types.owner_of(path, owners)
+    return _module_types.undeclared(owner, shape)
+
+
+def _its_own_jit_cache() -> Any:
+    """Keeps the boxes out of what nn.jit remembers, and what it remembers out of here."""
+    return set_xla_metadata(orscale_jax=str(next(_CALLS)))
+
+
+def _interceptor(rules: Rules, owners: dict[Path, str]) -> Callable[..., Any]:
+    """Boxes each parameter once a method of the module that created it has run."""
+
+    def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        result = call(*args, **kwargs)
+        module = context.module
+        if module.scope is not None and module.is_mutable_collection("params"):
+            # Of two modules that share a scope the outer one returns last.
+            owners[tuple(module.path)] = type(module).__name__
+            _box(module, _module_types.declared(module, rules))
+        return result
+
+    return intercept
+
+
+def _box(module: linen.Module, declared: Mapping[str, Found]) -> None:
+    for name, value in module.variables.get("params", {}).items():
+        if isinstance(value, Mapping | _Traced):
+            continue
+        rank = np.ndim(meta.unbox(value))
+        # Another one is perhaps of the module around this, which shares its scope.
+        if name in declared or rank < 2:
+            box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
+            module.put_variable("params", name, box)
+
+
+def _abstract_params(
+    module: linen.Module, rngs: Any, args: Any, method: Any, kwargs: Any
+) -> PyTree:
+    leaves, structure = jax.tree.flatten((args, kwargs))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+
+    def init(rngs: Any, arrays: Mapping[int, jax.Array]) -> Any:
+        # The rest (flags, strings) stays what it is: a model may branch on it.
+        filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
+        return module.init(rngs, *args, method=method, **kwargs)
+
+    variables = jax.eval_shape(init, rngs, arrays)
+    return variables.get("params", {})

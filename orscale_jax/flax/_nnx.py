@@ -1,0 +1,105 @@
+"""Dimension numbers from the types of an NNX model's modules."""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+from orscale_jax import _module_types, _rules
+from orscale_jax._matrix import PyTree, dotted
+from orscale_jax._module_types import Rules
+from orscale_jax.flax import _paths
+from orscale_jax.flax._types import NNX_RULES
+
+# Hold modules and parameters for their owner, which is the one that knows what they are.
+_CONTAINERS = (nnx.List, nnx.Dict)
+
+
+def nnx_dimension_numbers(
+    model: nnx.Module,
+    *,
+    heads: Collection[str] = (),
+    overrides: _rules.Rules | None = None,
+    rules: Rules | None = None,
+) -> Callable[[PyTree], PyTree]:
+    """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
+
+    Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
+    ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices.
+    Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
+    axes take AdamW, and so does every parameter with a name on its path that is one of
+    ``heads`` or that :func:`orscale_jax.orscale` takes for an embedding or an output
+    head. Axes that ``nnx.vmap`` or ``nnx.scan`` put in front of what a module declares
+    are a batch.
+
+    Args:
+      model: The module whose ``nnx.Param`` variables are optimized.
+      heads: Names on the paths of output heads, beside those that the library knows.
+      overrides: The rules of :func:`orscale_jax.by_path`, for the leaves as they stand.
+        They come before everything else, and match the paths that errors here show, which
+        are without the ``.value`` of a variable.
+      rules: Types of modules of your own to a function from the module to a
+        :class:`Weight`, or None for AdamW, for each of its attributes that is a
+        parameter (or that holds parameters). A rule holds for subclasses, and comes
+        before the one for a type of Flax.
+
+    Returns:
+      A callable from the parameters to their tree of
+      :class:`optax.contrib.MuonDimensionNumbers` and None, as
+      ``weight_dimension_numbers`` takes it. The parameters may be
+      ``nnx.state(model, nnx.Param)`` or a part of it (``nnx.LoRAParam``), with variables
+      or with bare arrays, or the ``nnx.to_pure_dict`` of either.
+
+    Raises:
+      ValueError: If a type does not settle a parameter, or a leaf has not the shape that
+        its module declares; one error for all of them. If a name of ``heads`` is on no
+        path, and for ``overrides`` as :func:`orscale_jax.by_path`.
+
+    Example:
+      >>> import jax, optax
+      >>> from flax import nnx
+      >>> from orscale_jax import orscale
+      >>> from orscale_jax.flax import nnx_dimension_numbers
+      >>> model = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
+      >>> numbers = nnx_dimension_numbers(model)
+      >>> numbers(nnx.state(model, nnx.Param))["out"]["kernel"]
+      MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
+      >>> optimizer = nnx.Optimizer(
+      ...     model, orscale(0.02, weight_dimension_numbers=numbers), wrt=nnx.Param
+      ... )
+
+    References:
+      https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
+    """
+    rules = {**NNX_RULES, **(rules or {})}
+    leaves = {
+        path: jax.tree.leaves(param)[0]
+        for path, param in _paths.by_path(nnx.state(model, nnx.Param)).items()
+    }
+    owners = {
+        tuple(map(str, path)): module
+        for path, module in nnx.iter_modules(model)
+        if not (path and isinstance(module, _CONTAINERS))
+    }
+    found = {
+        path: _module_types.numbers_by_owner(path, np.shape(leaf), owners, rules)
+        for path, leaf in leaves.items()
+    }
+    numbers = _module_types.settle(leaves, found, heads, overrides)
+
+    def weight_dimension_numbers(params: PyTree) -> PyTree:
+        def look_up(entries: Any, _: Any) -> MuonDimensionNumbers | None:
+            path = _module_types.keys(entries)
+            if path not in numbers:
+                raise ValueError(
+                    f"parameter {dotted(path)!r} is no nnx.Param of the model that "
+                    "nnx_dimension_numbers was given: pass it the model that is trained."
+                )
+            return numbers[path]
+
+        return jax.tree_util.tree_map_with_path(look_up, params, is_leaf=_paths.is_holder)
+
+    return weight_dimension_numbers

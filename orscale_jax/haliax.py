@@ -1,0 +1,154 @@
+"""Dimension numbers from the types of a Haliax model's modules and its named axes.
+
+A Haliax module knows the names of the axes that it sums over and of those that it makes.
+:func:`dimension_numbers` looks for them among the axes of each parameter, in any order;
+the others, such as the layers of ``haliax.nn.Stacked``, count matrices. What no type says
+is an error that names the parameter, never a guess.
+
+It needs Haliax, and Equinox, of which Haliax's modules are made.
+"""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+import equinox as eqx
+import haliax as hax
+import numpy as np
+from haliax.util import ensure_tuple
+from optax.contrib import MuonDimensionNumbers
+
+from orscale_jax import _module_trees, _module_types, _rules, equinox
+from orscale_jax._matrix import PyTree
+from orscale_jax._module_types import Found, Numbers, Open, Path, as_axis, none_of
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedWeight:
+    """What the type of a module says of one of its matrices, by the names of its axes.
+
+    Attributes:
+      reduction_axis: The axis or axes, or their names, that make up the rows.
+      output_axis: Those that make up the columns. The axes in neither are a batch of
+        matrices.
+
+    Example:
+      >>> import haliax as hax
+      >>> from orscale_jax.haliax import NamedWeight
+      >>> NamedWeight("embed", ("heads", "head_dim"))
+      NamedWeight(reduction_axis='embed', output_axis=('heads', 'head_dim'))
+    """
+
+    reduction_axis: Any
+    output_axis: Any
+
+
+Rule: TypeAlias = Callable[[Any], Mapping[str, NamedWeight | Found]]
+Rules: TypeAlias = Mapping[type, Rule]
+
+
+def dimension_numbers(
+    model: PyTree,
+    *,
+    heads: Collection[str] = (),
+    overrides: _rules.Rules | None = None,
+    rules: Rules | None = None,
+) -> Callable[[PyTree], PyTree]:
+    """The ``weight_dimension_numbers`` of a Haliax model, from its modules' types.
+
+    Weights of ``Linear`` (and so of ``MLP``), ``MoELinear``, ``Conv`` and
+    ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``.
+    Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
+    axes take AdamW; names on the path and modules of Equinox are treated as in
+    :func:`orscale_jax.equinox.dimension_numbers`.
+
+    Args:
+      model: The model, or a tree of modules, also an abstract one.
+      heads: As in :func:`orscale_jax.equinox.dimension_numbers`.
+      overrides: The rules of :func:`orscale_jax.by_path`, for the arrays as they stand.
+        They come before everything else, and match the paths of the named arrays, which
+        are without the ``.0`` of the array in one.
+      rules: As in :func:`orscale_jax.equinox.dimension_numbers`, with a
+        :class:`NamedWeight` for each attribute that is a named array.
+
+    Returns:
+      A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
+      to their tree of :class:`optax.contrib.MuonDimensionNumbers` and None, each in the
+      place of a named array, as ``weight_dimension_numbers`` takes it.
+
+    Raises:
+      ValueError: If a type does not settle a parameter; one error for all of them. If a
+        name of ``heads`` is on no path, and for ``overrides`` as
+        :func:`orscale_jax.by_path`.
+
+    Example:
+      >>> import equinox as eqx, haliax as hax, jax
+      >>> from orscale_jax import orscale
+      >>> from orscale_jax.haliax import dimension_numbers
+      >>> Embed, Heads, Size = hax.make_axes(embed=8, heads=2, head_size=4)
+      >>> model = hax.nn.Linear.init((Heads, Size), Embed, key=jax.random.key(0))
+      >>> numbers = dimension_numbers(model)
+      >>> model.weight.array.shape
+      (8, 2, 4)
+      >>> numbers(eqx.filter(model, eqx.is_inexact_array)).weight
+      MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=0)
+      >>> optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+
+    References:
+      https://haliax.readthedocs.io/en/latest/nn/
+    """
+    every_rule = {**equinox.RULES, **RULES, **(rules or {})}
+
+    def numbers_of(path: Path, node: Any, owners: Mapping[Path, Any]) -> Numbers:
+        owner, name = _module_types.owner_of(path, owners)
+        found = _module_types.declared(owner, every_rule).get(name)
+        if isinstance(found, NamedWeight):
+            return _place(found, node.axes)
+        shape = np.shape(getattr(node, "array", node))
+        return _module_types.numbers_by_owner(path, shape, owners, every_rule)
+
+    return _module_trees.dimension_numbers(
+        model, eqx.Module, numbers_of, heads, overrides, hax.NamedArray
+    )
+
+
+def _place(found: NamedWeight, axes: tuple[hax.Axis, ...]) -> Numbers:
+    own = [ensure_tuple(axis) for axis in (found.reduction_axis, found.output_axis)]
+    places: dict[Any, int] = {axis: index for index, axis in enumerate(axes)}
+    places |= {axis.name: index for index, axis in enumerate(axes)}
+    missing = [axis for axis in (*own[0], *own[1]) if axis not in places]
+    if missing:
+        return Open(f"its module names {missing}, and its axes are {list(axes)}")
+    rows, columns = (tuple(sorted(places[axis] for axis in named)) for named in own)
+    # A module that sums over nothing, or makes one number, has no matrix.
+    if not rows or not columns:
+        return None
+    return MuonDimensionNumbers(as_axis(rows), as_axis(columns))
+
+
+def _linear(module: Any) -> Mapping[str, NamedWeight | Found]:
+    return {"weight": NamedWeight(module.In, module.Out), "bias": None}
+
+
+def _conv(module: Any) -> Mapping[str, NamedWeight | Found]:
+    weight: NamedWeight | Found
+    inputs = module.In.size // module.groups
+    if inputs == module.In.size:
+        window = tuple(map(hax.axis_name, module.Spatial))
+        weight = NamedWeight((*window, module.In), module.Out)
+    elif inputs == 1:
+        weight = None  # Depthwise
+    else:
+        weight = Open(f"it is split in {module.groups} groups")
+    return {"weight": weight, "bias": None}
+
+
+RULES: Rules = {
+    hax.nn.Linear: _linear,
+    hax.nn.MoELinear: _linear,
+    hax.nn.Conv: _conv,
+    hax.nn.ConvTranspose: _conv,
+    hax.nn.Embedding: none_of("weight"),
+    hax.nn.LayerNorm: none_of("weight", "bias"),
+    hax.nn.RmsNorm: none_of("weight", "bias"),
+}

@@ -1,0 +1,240 @@
+"""Dimension numbers from Equinox's module types: layers, stacks, and what is open."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, muon, orscale
+from orscale_jax._matrix import matrix_axes
+from orscale_jax.equinox import Weight, dimension_numbers
+from tests.derivatives import axes_by_derivatives
+
+KEY = jax.random.key(0)
+MATRIX = Dims(1, 0)  # (out, in)
+
+
+def trained(model):
+    return eqx.filter(model, eqx.is_inexact_array)
+
+
+def table(model, params=None, **kwargs):
+    """Path, as jax.tree_util.keystr writes it, to dimension numbers."""
+    found = dimension_numbers(model, **kwargs)(
+        trained(model) if params is None else params
+    )
+    leaves = jax.tree_util.tree_leaves_with_path(
+        found, is_leaf=lambda node: node is None or isinstance(node, Dims)
+    )
+    paths = {
+        path
+        for path, _ in jax.tree_util.tree_leaves_with_path(
+            trained(model) if params is None else params
+        )
+    }
+    return {jax.tree_util.keystr(path): of for path, of in leaves if path in paths}
+
+
+LAYERS = {
+    "linear": (lambda k: eqx.nn.Linear(3, 4, key=k), (3,)),
+    "conv_1d": (lambda k: eqx.nn.Conv1d(2, 3, 3, key=k), (2, 4)),
+    "conv": (lambda k: eqx.nn.Conv2d(2, 3, 2, key=k), (2, 3, 3)),
+    "conv_transpose": (lambda k: eqx.nn.ConvTranspose2d(2, 3, 2, key=k), (2, 3, 3)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_by_its_derivatives(name):
+    build, shape = LAYERS[name]
+    layer = build(KEY)
+    x = jax.random.normal(jax.random.key(1), shape)
+
+    def apply(weight, x):
+        return eqx.tree_at(lambda layer: layer.weight, layer, weight)(x)
+
+    found = dimension_numbers(layer)(trained(layer))
+    axes = matrix_axes({"w": found.weight}, {"w": layer.weight})["w"]
+    expected = axes_by_derivatives(apply, layer.weight, x)
+    assert (axes.rows, axes.columns, axes.batch) == expected
+    assert found.bias is None
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: eqx.nn.Embedding(5, 4, key=KEY),
+        lambda: eqx.nn.LayerNorm((3, 4)),
+        lambda: eqx.nn.RMSNorm((3, 4)),
+        lambda: eqx.nn.GroupNorm(2, 4),
+        lambda: eqx.nn.BatchNorm(4, axis_name="batch", mode="batch"),
+        lambda: eqx.nn.PReLU(),
+        lambda: eqx.nn.Conv2d(4, 8, 3, groups=4, key=KEY),
+        lambda: eqx.nn.Dropout(0.1),
+    ],
+)
+def test_layers_without_matrices(build):
+    assert set(table(build()).values()) <= {None}
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), trained(build()))
+    assert set(table(stacked).values()) <= {None}
+
+
+def test_wrappers_and_models():
+    mlp = eqx.nn.MLP("scalar", "scalar", 5, 2, key=KEY)
+    assert table(mlp) == {
+        f".layers[{i}].{name}": numbers
+        for i in range(3)
+        for name, numbers in (("weight", MATRIX), ("bias", None))
+    }
+    attention = eqx.nn.MultiheadAttention(2, 8, use_output_bias=True, key=KEY)
+    names = ("query", "key", "value", "output")
+    expected = {f".{name}_proj.weight": MATRIX for name in names}
+    assert table(attention) == expected | {".output_proj.bias": None}
+    found = table(eqx.nn.WeightNorm(eqx.nn.Conv2d(2, 3, 2, key=KEY)))
+    assert found == {".layer.weight": Dims((1, 2, 3), 0), ".layer.bias": None, ".g": None}
+    linear, _ = eqx.nn.make_with_state(eqx.nn.SpectralNorm)(
+        eqx.nn.Linear(3, 4, key=KEY), "weight", key=KEY
+    )
+    assert table(linear)[".layer.weight"] == MATRIX
+    models = {"a": [eqx.nn.Sequential([eqx.nn.Linear(3, 4, key=KEY)])]}
+    path = "['a'][0].layers[0]"
+    assert table(models) == {f"{path}.weight": MATRIX, f"{path}.bias": None}
+
+
+def build_stacked(*layers):
+    build = lambda key: eqx.nn.MLP(4, 4, 6, 1, key=key)  # noqa: E731
+    for _ in layers:
+        build = eqx.filter_vmap(build)
+    return build(jax.random.split(KEY, layers))
+
+
+@pytest.mark.parametrize("layers", [(3,), (2, 3)])
+def test_stacks_and_their_biases(layers):
+    depth = len(layers)
+    stacked = build_stacked(*layers)
+    assert stacked.layers[0].bias.ndim == 1 + depth  # By its shape alone, a matrix.
+    found = dimension_numbers(stacked)(trained(stacked))
+    for layer in found.layers:
+        assert layer.weight == Dims(depth + 1, depth) and layer.bias is None
+    abstract = eqx.filter_eval_shape(lambda: build_stacked(*layers))
+    assert table(abstract, params=trained(stacked)) == table(stacked)
+
+
+def test_stacks_that_do_not_stand_in_front_are_refused():
+    build = eqx.filter_vmap(lambda key: eqx.nn.Linear(4, 5, key=key), out_axes=1)
+    stacked = build(jax.random.split(KEY, 3))
+    with pytest.raises(ValueError, match=r"'weight' of shape \(5, 3, 4\).*\(5, 4\)"):
+        dimension_numbers(stacked)
+    found = table(stacked, overrides={"weight": Dims(2, 0)})
+    assert found == {".weight": Dims(2, 0), ".bias": None}
+
+
+class Experts(eqx.Module):
+    up: jax.Array
+    down: list
+    gain: jax.Array
+    cell: eqx.nn.LSTMCell
+    gru: eqx.nn.GRUCell
+    mix: eqx.nn.Conv2d
+
+    def __init__(self):
+        self.up, self.down = jnp.ones((4, 8, 16)), [jnp.ones((16, 8))]
+        self.gain = jnp.ones(8)
+        self.cell = eqx.nn.LSTMCell(3, 4, key=KEY)
+        self.gru = eqx.nn.GRUCell(5, 4, key=KEY)
+        self.mix = eqx.nn.Conv2d(4, 8, 3, groups=2, key=KEY)
+
+
+REST = {
+    ".gain": None,
+    ".cell.weight_ih": Blocks(1, 0, block_axis=0, blocks=4),
+    ".cell.weight_hh": MATRIX,
+    ".cell.bias": None,
+    ".gru.weight_ih": Blocks(1, 0, block_axis=0, blocks=3),
+    ".gru.weight_hh": Blocks(1, 0, block_axis=0, blocks=3),
+    ".gru.bias": None,
+    ".gru.bias_n": None,
+    ".mix.weight": Blocks((1, 2, 3), 0, block_axis=0, blocks=2),
+    ".mix.bias": None,
+}
+
+
+def test_open_parameters_are_one_error():
+    with pytest.raises(ValueError, match="do not say which") as error:
+        dimension_numbers(Experts())
+    text = str(error.value)
+    assert "'up' of shape (4, 8, 16): there is no rule for it in Experts" in text
+    assert "'down.0' of shape (16, 8): there is no rule" in text
+    assert all(name not in text for name in ("gain", "bias", "cell", "gru", "mix"))
+
+
+def test_overrides_rules_and_heads():
+    overrides = {"cell.weight_hh": MATRIX, "up|down": Dims(-2, -1)}
+    expected = {".up": Dims(-2, -1), ".down[0]": Dims(-2, -1)}
+    assert table(Experts(), overrides=overrides) == expected | REST
+    del overrides["up|down"]
+    rules = {
+        Experts: lambda module: {
+            "up": Weight((4, 8, 16), 1, 2),
+            "down": Weight((16, 8), 0, 1),
+            "gain": None,
+        }
+    }
+    found = table(Experts(), overrides=overrides, rules=rules)
+    assert found == {".up": Dims(1, 2), ".down[0]": Dims(0, 1)} | REST
+    model = {
+        "vocab": eqx.nn.Linear(3, 4, key=KEY),
+        "lm_head": eqx.nn.Linear(3, 4, key=KEY),
+    }
+    assert table(model)["['vocab'].weight"] == MATRIX
+    assert set(table(model, heads=["vocab"]).values()) == {None}
+    with pytest.raises(ValueError, match="'vocabulary' in heads is on no parameter's"):
+        dimension_numbers(model, heads=["vocabulary"])
+    with pytest.raises(ValueError, match=r"'kernel' of overrides matches no parameter"):
+        dimension_numbers(model, overrides={"kernel": "adamw"})
+
+
+def test_parameters_of_another_model():
+    numbers = dimension_numbers(eqx.nn.Linear(3, 4, use_bias=False, key=KEY))
+    with pytest.raises(
+        ValueError, match="'bias' is no floating-point array of the model"
+    ):
+        numbers(trained(eqx.nn.Linear(3, 4, key=KEY)))
+
+
+@pytest.mark.parametrize("build", [orscale, muon])
+def test_trees_that_are_callable(build):
+    """A tree of the model's type has its __call__, and is no function from a tree."""
+    model = trained(eqx.nn.MLP(3, 4, 5, 1, key=KEY))
+    numbers = dimension_numbers(model)
+    mask = jax.tree.map(lambda leaf: leaf.ndim > 1, model)
+    assert callable(numbers(model)) and callable(mask)
+
+    def steps(numbers, mask, params=model, weight_decay=0.5):
+        optimizer = build(
+            0.1,
+            weight_decay=weight_decay,
+            weight_dimension_numbers=numbers,
+            weight_decay_mask=mask,
+        )
+        state = jax.jit(optimizer.init)(params)
+        return jax.tree.leaves(jax.jit(optimizer.update)(params, state, params)[0])
+
+    bare = {
+        jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(model)
+    }
+    expected = steps(
+        {path: MATRIX if leaf.ndim > 1 else None for path, leaf in bare.items()},
+        {path: leaf.ndim > 1 for path, leaf in bare.items()},
+        dict(bare),
+    )
+    expected = dict(zip(sorted(bare), expected, strict=True))
+    for given in (
+        (numbers, mask),
+        (numbers(model), lambda _: mask),
+        (by_path({"bias": "adamw"}, otherwise=numbers(model)), mask),
+    ):
+        found = dict(zip(bare, steps(*given), strict=True))
+        for path, leaf in found.items():
+            np.testing.assert_allclose(leaf, expected[path], rtol=1e-5)

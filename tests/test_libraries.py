@@ -1,0 +1,419 @@
+"""Models that this project did not write, as their packages define them.
+
+No axis is written by hand: types decide. The audit table is asserted leaf by leaf
+and agrees with what the optimizer does, and two steps are taken.
+"""
+
+import functools
+import types
+
+import equimo.models
+import equinox as eqx
+import flax.linen as nn
+import flaxmodels
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flaxmodels.gpt2.gpt2 import GPT2Block
+from flaxmodels.resnet.resnet import Bottleneck
+from haliax.nn import LayerNorm, Linear, Stacked
+from optax.contrib import MuonDimensionNumbers as Dims
+
+import orscale_jax.equinox
+import orscale_jax.haliax
+from orscale_jax import by_path, describe, orscale
+from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+
+KEY = jax.random.key(0)
+ADAMW = ("adamw", 0, 0, 0)
+
+
+@pytest.fixture(autouse=True)
+def broadcasting_as_libraries_do():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def matrix(m, n, matrices=1):
+    return ("matrix", matrices, m, n)
+
+
+def adamw(*paths):
+    return dict.fromkeys(paths, ADAMW)
+
+
+def under(prefix, rows):
+    return {f"{prefix}.{path}": row for path, row in rows.items()}
+
+
+def layer_of(name, kernel, of=("kernel", "bias")):
+    return {f"{name}.{of[0]}": kernel} | adamw(*(f"{name}.{rest}" for rest in of[1:]))
+
+
+def norm_of(*names, of=("scale", "bias")):
+    return adamw(*(f"{name}.{leaf}" for name in names for leaf in of))
+
+
+def audit(params, numbers, **kwargs):
+    rows = describe(params, numbers, **kwargs).rows
+    return {row.path: (row.rule, row.matrices, row.m, row.n) for row in rows}
+
+
+def audit_and_train(params, loss, numbers, expected):
+    """The table, which describe() compares with the optimizer's state; then two steps."""
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    assert audit(params, numbers, optimizer=optimizer) == expected
+
+    @jax.jit
+    def step(params, state):
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    before, state = params, jax.jit(optimizer.init)(params)
+    for _ in range(2):
+        params, state = step(params, state)
+    for leaf in jax.tree.leaves((params, state)):
+        assert not jnp.isnan(leaf).any()
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True):
+        assert np.isfinite(new).all() and not np.array_equal(old, new)
+
+
+def squares(y):
+    """A loss whose gradient differs from entry to entry."""
+    target = jax.random.normal(jax.random.key(7), y.shape)
+    return jnp.mean(jnp.square(y - target))
+
+
+def noise(*shape):
+    return jax.random.normal(jax.random.key(1), shape)
+
+
+# Flax NNX
+
+
+def attend(rngs):
+    # A bias of the keys has no gradient.
+    return nnx.MultiHeadAttention(
+        2, 8, 6, use_bias=False, decode=False, keep_rngs=False, rngs=rngs
+    )
+
+
+def train_nnx(model, run, numbers, expected):
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params):
+        return squares(run(nnx.merge(graph, params, rest, copy=True)))
+
+    values = {f"{path}.value": row for path, row in expected.items()}
+    audit_and_train(params, loss, numbers, values)
+
+
+def nnx_attention(prefix, matrices):
+    return {
+        f"{prefix}{name}.kernel": matrix(*shape, matrices)
+        for name, shape in {
+            "query": (8, 6), "key": (8, 6), "value": (8, 6), "out": (6, 8)
+        }.items()
+    }  # fmt: skip
+
+
+def test_nnx_attention_in_a_list():
+    model = nnx.List([attend(nnx.Rngs(i)) for i in range(2)])
+    expected = nnx_attention("0.", 1) | nnx_attention("1.", 1)
+
+    def run(model):
+        return model[1](model[0](noise(2, 5, 8)))
+
+    train_nnx(model, run, nnx_dimension_numbers(model), expected)
+
+
+def test_nnx_attention_stacked():
+    model = nnx.vmap(attend)(nnx.Rngs(0).split(3))
+
+    def run(model):
+        scan = nnx.scan(
+            lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        return scan(noise(2, 5, 8), model)
+
+    train_nnx(model, run, nnx_dimension_numbers(model), nnx_attention("", 3))
+
+
+def test_nnx_lstm():
+    model = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
+    expected = {f"cell.{name}.kernel": matrix(3, 4) for name in ("ii", "if_", "ig", "io")}
+    for gate in "ifgo":
+        expected |= layer_of(f"cell.h{gate}", matrix(4, 4))
+    numbers = nnx_dimension_numbers(model)
+    train_nnx(model, lambda model: model(noise(2, 5, 3)), numbers, expected)
+
+
+# Flax Linen
+
+
+def train_linen(module, args, expected):
+    variables = module.init(KEY, *args)
+
+    def loss(params):
+        y, _ = module.apply(variables | {"params": params}, *args, mutable="batch_stats")
+        return squares(y[0] if isinstance(y, tuple) else y)
+
+    numbers = linen_dimension_numbers(module, *args)
+    audit_and_train(variables["params"], loss, numbers, expected)
+
+
+class Attend(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.MultiHeadDotProductAttention(2, qkv_features=6, use_bias=False)(x), None
+
+
+def test_linen_attention_under_scan():
+    module = nn.scan(
+        Attend, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
+    )()
+    shapes = {"query": (8, 6), "key": (8, 6), "value": (8, 6), "out": (6, 8)}
+    expected = {
+        f"MultiHeadDotProductAttention_0.{name}.kernel": matrix(*shape, 3)
+        for name, shape in shapes.items()
+    }
+    train_linen(module, (noise(2, 5, 8), None), expected)
+
+
+# flaxmodels
+
+
+@pytest.mark.slow
+def test_the_gpt2_block_of_flaxmodels():
+    """Its whole GPT2Model needs an older JAX."""
+    config = types.SimpleNamespace(
+        n_positions=8, n_embd=8, n_head=2, n_inner=None, activation_function="gelu",
+        layer_norm_epsilon=1e-5, attn_pdrop=0.0, resid_pdrop=0.0, scale_attn_weights=True,
+    )  # fmt: skip
+    expected = (
+        layer_of("GPT2SelfAttention_0.Dense_0", matrix(8, 24))
+        | layer_of("GPT2SelfAttention_0.Dense_1", matrix(8, 8))
+        | layer_of("GPT2MLP_0.Dense_0", matrix(8, 32))
+        | layer_of("GPT2MLP_0.Dense_1", matrix(32, 8))
+        | norm_of("LayerNorm_0", "LayerNorm_1")
+    )
+    train_linen(GPT2Block(config=config), (noise(2, 5, 8),), expected)
+
+
+@pytest.mark.slow
+def test_the_resnet_block_of_flaxmodels():
+    convolutions = [(8, 4), (36, 4), (4, 16), (8, 16)]
+    expected = {
+        f"Conv_{i}.kernel": matrix(*shape) for i, shape in enumerate(convolutions)
+    } | norm_of(*(f"BatchNorm_{i}" for i in range(4)))
+    module = Bottleneck(
+        features=4,
+        kernel_size=(3, 3),
+        downsample=True,
+        kernel_init=nn.initializers.lecun_normal(),
+        bias_init=nn.initializers.zeros,
+    )
+    train_linen(module, (noise(2, 6, 6, 8), {}), expected)
+
+
+def test_the_table_of_resnet18_of_flaxmodels():
+    module = flaxmodels.ResNet18(
+        output="logits", pretrained=None, normalize=False, num_classes=5
+    )
+    x = jax.ShapeDtypeStruct((1, 16, 16, 3), jnp.float32)
+    params = jax.eval_shape(functools.partial(module.init, train=True), KEY, x)["params"]
+    expected = {"Conv_0.kernel": matrix(147, 64)} | norm_of("BatchNorm_0")
+    expected |= layer_of("Dense_0", ADAMW)
+    features = [64, 64, 128, 128, 256, 256, 512, 512]
+    for i, (before, after) in enumerate(zip([64, *features], features, strict=False)):
+        kernels = [(9 * before, after), (9 * after, after)]
+        if after != before:
+            kernels.append((before, after))  # The shortcut
+        for j, shape in enumerate(kernels):
+            expected[f"BasicBlock_{i}.Conv_{j}.kernel"] = matrix(*shape)
+            expected |= norm_of(f"BasicBlock_{i}.BatchNorm_{j}")
+    # The name does not say that it is the head.
+    numbers = linen_dimension_numbers(module, x, heads=["Dense_0"], train=True)
+    assert audit(params, numbers) == expected
+
+
+# Equinox
+
+
+WEIGHTS = ("weight", "bias")
+
+
+def train_equinox(model, run, numbers, expected):
+    params, rest = eqx.partition(model, eqx.is_inexact_array)
+
+    def loss(params):
+        return squares(run(eqx.combine(params, rest)))
+
+    audit_and_train(params, loss, numbers, expected)
+
+
+class EquinoxModel(eqx.Module):
+    embedding: eqx.nn.Embedding
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 3)
+        self.embedding = eqx.nn.Embedding(11, 8, key=keys[0])
+        self.attention = eqx.nn.MultiheadAttention(2, 8, key=keys[1])
+        self.norm = eqx.nn.LayerNorm(8)
+        self.mlp = eqx.nn.MLP(8, 4, 16, 1, key=keys[2])
+
+    def __call__(self, tokens):
+        x = jax.vmap(self.embedding)(tokens)
+        return jax.vmap(self.mlp)(jax.vmap(self.norm)(self.attention(x, x, x)))
+
+
+def test_equinox_attention_and_mlp():
+    model = EquinoxModel(KEY)
+    expected = {"embedding.weight": ADAMW} | norm_of("norm", of=WEIGHTS)
+    # (out, in): n columns stand before m rows.
+    expected |= layer_of("mlp.layers.0", matrix(8, 16), of=WEIGHTS)
+    expected |= layer_of("mlp.layers.1", matrix(16, 4), of=WEIGHTS)
+    for name in ("query", "key", "value", "output"):
+        expected[f"attention.{name}_proj.weight"] = matrix(8, 8)
+    numbers = orscale_jax.equinox.dimension_numbers(model)
+    train_equinox(model, lambda model: model(jnp.arange(5)), numbers, expected)
+    # The default rule finds the same matrices, transposed: s and the ratio are the same.
+    params = eqx.filter(model, eqx.is_inexact_array)
+    for ours, theirs in zip(
+        describe(params, numbers).rows, describe(params).rows, strict=True
+    ):
+        assert (ours.rule, ours.m, ours.n) == (theirs.rule, theirs.n, theirs.m)
+        assert (ours.scale, ours.norms) == (theirs.scale, theirs.norms)
+
+
+def test_equinox_layers_under_filter_vmap():
+    build = eqx.filter_vmap(lambda key: eqx.nn.MLP(8, 8, 16, 1, key=key))
+    model = build(jax.random.split(KEY, 3))
+    params = eqx.filter(model, eqx.is_inexact_array)
+
+    def run(model):
+        stacked, static = eqx.partition(model, eqx.is_array)
+
+        def layer(x, one):
+            return jax.vmap(eqx.combine(one, static))(x), None
+
+        return jax.lax.scan(layer, noise(5, 8), stacked)[0]
+
+    expected = layer_of("layers.0", matrix(8, 16, 3), of=WEIGHTS)
+    expected |= layer_of("layers.1", matrix(16, 8, 3), of=WEIGHTS)
+    numbers = orscale_jax.equinox.dimension_numbers(model)
+    train_equinox(model, run, numbers, expected)
+    # Without the types: refused, and then said by path, of the biases as well.
+    with pytest.raises(ValueError, match=r"'layers\.0\.weight' of shape"):
+        describe(params)
+    paths = by_path({"weight": Dims(-1, -2)})
+    assert audit(params, paths)["layers.0.bias"] == matrix(3, 16)
+    assert audit(params, by_path({"weight": Dims(-1, -2), "bias": "adamw"})) == expected
+
+
+@pytest.mark.slow
+def test_a_vision_transformer_of_equimo():
+    model = equimo.models.VisionTransformer(
+        img_size=8, in_channels=3, dim=8, patch_size=4, num_heads=2, depths=[2],
+        num_classes=5, reg_tokens=2, key=KEY,
+    )  # fmt: skip
+    block = (
+        layer_of("attn.qkv", matrix(8, 24), of=WEIGHTS)
+        | layer_of("attn.proj", matrix(8, 8), of=WEIGHTS)
+        | layer_of("mlp.fc1", matrix(8, 32), of=WEIGHTS)
+        | layer_of("mlp.fc2", matrix(32, 8), of=WEIGHTS)
+        | norm_of("prenorm", "norm", of=WEIGHTS)
+    )
+    expected = (
+        layer_of("patch_embed.proj", ADAMW, of=WEIGHTS)  # By its name
+        | {"global_pos_embed.weight": ADAMW}
+        | adamw("cls_token", "reg_tokens")
+        | under("blocks.0.blocks.0", block)
+        | under("blocks.0.blocks.1", block)
+        | norm_of("norm", of=WEIGHTS)
+        | layer_of("head", ADAMW, of=WEIGHTS)
+    )
+    with pytest.raises(ValueError, match=r"'cls_token' .* rule for it in VisionTrans"):
+        orscale_jax.equinox.dimension_numbers(model)
+    numbers = orscale_jax.equinox.dimension_numbers(model, overrides={"token": "adamw"})
+
+    def run(model):
+        x = noise(2, 3, 8, 8)
+        return jax.vmap(lambda x: model(x, key=KEY, inference=True))(x)
+
+    train_equinox(model, run, numbers, expected)
+
+
+# Haliax
+
+
+Embed, Mlp, Layers, Vocab, Position = hax.make_axes(
+    embed=8, mlp=16, layers=3, vocab=11, position=5
+)
+
+
+class HaliaxBlock(eqx.Module):
+    norm: LayerNorm
+    mlp: hax.nn.MLP
+
+    @staticmethod
+    def init(key):
+        mlp = hax.nn.MLP.init(Embed, Embed.alias("embed_out"), Mlp, 1, key=key)
+        return HaliaxBlock(LayerNorm.init(Embed), mlp)
+
+    def __call__(self, x):
+        return x + self.mlp(self.norm(x)).rename({"embed_out": "embed"})
+
+
+class HaliaxModel(eqx.Module):
+    embeddings: hax.nn.Embedding
+    blocks: Stacked
+    lm_head: Linear
+
+    @staticmethod
+    def init(key):
+        first, second, third = jax.random.split(key, 3)
+        blocks = Stacked.init(Layers, HaliaxBlock)
+        return HaliaxModel(
+            hax.nn.Embedding.init(Vocab, Embed, key=first),
+            blocks(key=jax.random.split(second, Layers.size)),
+            Linear.init(Embed, Vocab, key=third),
+        )
+
+    def __call__(self, tokens):
+        return self.lm_head(self.blocks.fold(self.embeddings(tokens))).array
+
+
+def haliax_model():
+    leaves = ("weight.0", "bias.0")
+    block = norm_of("norm", of=leaves)
+    block |= layer_of("mlp.layers.0", matrix(8, 16, 3), of=leaves)
+    block |= layer_of("mlp.layers.1", matrix(16, 8, 3), of=leaves)
+    expected = {"embeddings.weight.0": ADAMW} | layer_of("lm_head", ADAMW, of=leaves)
+    return HaliaxModel.init(KEY), expected | under("blocks.stacked", block)
+
+
+def test_the_table_of_haliax_stacked_blocks():
+    model, expected = haliax_model()
+    params = eqx.filter(model, eqx.is_inexact_array)
+    assert audit(params, orscale_jax.haliax.dimension_numbers(model)) == expected
+    # Without the types, by path: norms and biases of a stack have two axes.
+    rules = {r"mlp\.layers\.\d\.weight": Dims(-1, -2), "blocks": "adamw"}
+    assert audit(params, by_path(rules)) == expected
+
+
+@pytest.mark.skipif(
+    not hasattr(jax.core, "is_constant_dim"), reason="haliax.dot needs an older JAX"
+)
+def test_haliax_stacked_blocks():
+    model, expected = haliax_model()
+    numbers = orscale_jax.haliax.dimension_numbers(model)
+    tokens = hax.arange(Position)
+    train_equinox(model, lambda model: model(tokens), numbers, expected)
