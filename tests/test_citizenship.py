@@ -18,6 +18,7 @@ from orscale_jax import (
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
 )
+from tests import leaves
 from tests.runs import ABLATIONS
 
 OPTIMIZERS = {
@@ -406,7 +407,8 @@ def test_sharding_types_are_kept(build):
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
     for _, ratios in optax.tree.get_all_with_path(after, "trust_ratio"):
         assert jax.typeof(ratios["stack"]).sharding.spec == P("a")
-    assert_trees_close(jax.tree.map(np.asarray, updates), expected)
+    for name, update in updates.items():  # Rounding is that of the largest entries.
+        assert leaves.relative_error(update, expected[name]) < 1e-5
 
 
 @pytest.mark.parametrize("build", [orscale, muon])

@@ -208,7 +208,7 @@ def test_a_table_that_explodes_is_iterated_plainly():
 
 @pytest.mark.parametrize("dtype", UNITS)
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("steps", [5, 8])
+@pytest.mark.parametrize("steps", [5, pytest.param(8, marks=pytest.mark.slow)])
 def test_as_exact_as_the_plain_form(name, steps, dtype):
     """On the worst of the spectra, up to a factor."""
     x = np.asarray(rounded(adversaries(64, 256), dtype))

@@ -81,7 +81,7 @@ def test_the_program_grows_with_shapes_and_not_with_layers():
         return {
             f"{i}.{name}": jnp.ones(shape)
             for i in range(count)
-            for name, shape in {"up": (8, 16), "down": (16, 8), "out": (8, 8)}.items()
+            for name, shape in {"up": (8, 12), "down": (12, 8), "out": (8, 8)}.items()
         }
 
     few, many = (products(layers(count), Dims(0, 1)) for count in (2, 20))
