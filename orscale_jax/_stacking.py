@@ -1,8 +1,9 @@
 """Matrices of one shape from many leaves, through Newton–Schulz as one stack.
 
-A device runs few large kernels faster than many small ones, and compiles them once for
-all layers. The price is a copy into the stack and one out of it, of the order of 1/m of
-what Newton–Schulz itself reads and writes; and the stack's memory, which is capped.
+An accelerator runs few large kernels faster than many small ones, and they are compiled
+once for all layers. The price is a copy into the stack and one out of it, and the stack's
+memory, which is capped. A CPU gains nothing with matrices that fill its caches: the copies
+cost 4 % at 768×768 (``docs/speed.md``), and its cap is smaller.
 """
 
 import math
@@ -14,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax import _sharding
+
+MAX_BYTES = 2**28
+MAX_BYTES_CPU = 2**20
 
 
 class Kind(NamedTuple):
@@ -66,7 +70,9 @@ def plan(kinds: Sequence[Kind], max_bytes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def map_stacks(
-    fn: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], max_bytes: int
+    fn: Callable[[jax.Array], jax.Array],
+    matrices: Sequence[jax.Array],
+    max_bytes: int | None,
 ) -> list[jax.Array]:
     """``fn`` of every array of matrices, by way of stacks.
 
@@ -74,11 +80,26 @@ def map_stacks(
       fn: Keeps the shape ``(*batch, m, n)`` and treats each matrix alone and like its
         transpose.
       matrices: Arrays of shape ``(*batch, m, n)``.
-      max_bytes: As for :func:`plan`.
+      max_bytes: As for :func:`plan`; None: :data:`MAX_BYTES_CPU` or :data:`MAX_BYTES`,
+        by the platform that the program is compiled for.
 
     Returns:
       The results, in the order of ``matrices``.
     """
+
+    def up_to(max_bytes: int) -> Callable[..., list[jax.Array]]:
+        return lambda *matrices: _map_stacks(fn, matrices, max_bytes)
+
+    if max_bytes is not None:
+        return up_to(max_bytes)(*matrices)
+    return jax.lax.platform_dependent(
+        *matrices, cpu=up_to(MAX_BYTES_CPU), default=up_to(MAX_BYTES)
+    )
+
+
+def _map_stacks(
+    fn: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], max_bytes: int
+) -> list[jax.Array]:
     found: dict[int, jax.Array] = {}
     for members in plan([Kind.of(x) for x in matrices], max_bytes):
         alike = [matrices[index] for index in members]

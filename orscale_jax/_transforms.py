@@ -27,7 +27,7 @@ def orthogonalize(
     ns_steps: int | jax.Array = 5,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
-    max_stack_bytes: int = 2**28,
+    max_stack_bytes: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Replace every matrix by its polar factor, :math:`Q = \mathrm{NS}_k(\tilde M)`.
@@ -37,7 +37,9 @@ def orthogonalize(
       ns_coeffs: A preset or table of :func:`polar_factor`, such as
         :func:`polar_express_coefficients` makes.
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
-      max_stack_bytes: Leaves whose matrices have one shape are stacked up to that size.
+      max_stack_bytes: Leaves whose matrices have one shape, or its transpose, go through
+        Newton–Schulz together in stacks of up to this size. None: 256 MiB, and 1 MiB on
+        CPU, where larger matrices gain nothing by it.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
@@ -61,7 +63,8 @@ def orthogonalize(
     """
     _checks.count("ns_steps", ns_steps)
     _checks.dtype("ns_dtype", ns_dtype)
-    _checks.count("max_stack_bytes", max_stack_bytes)
+    if max_stack_bytes is not None:
+        _checks.count("max_stack_bytes", max_stack_bytes)
     coefficient_table(ns_coeffs, argument="ns_coeffs")
 
     polar = functools.partial(

@@ -35,7 +35,13 @@ def copies(count: int, shapes: Shapes) -> Shapes:
     return {f"{i}.{name}": shape for i in range(count) for name, shape in shapes.items()}
 
 
-GPT2_BLOCK: Shapes = {
+GPT2_BLOCK: Shapes = {  # As GPT-2 has them, query, key and value in one.
+    "c_attn": (768, 2304),
+    "c_proj": (768, 768),
+    "c_fc": (768, 3072),
+    "c_out": (3072, 768),
+}
+SPLIT_BLOCK: Shapes = {
     **dict.fromkeys(("query", "key", "value", "out"), (768, 768)),
     "up": (768, 3072),
     "down": (3072, 768),
@@ -52,6 +58,7 @@ DAVIDNET: Shapes = {
 }
 CASES: dict[str, Shapes] = {
     "gpt2": copies(4, GPT2_BLOCK),
+    "split": copies(4, SPLIT_BLOCK),
     "1.1B": {
         **dict.fromkeys(("query", "out"), (2048, 2048)),
         **dict.fromkeys(("key", "value"), (2048, 256)),
@@ -64,6 +71,7 @@ CASES: dict[str, Shapes] = {
 }
 NAMES = {
     "gpt2": "4 blocks of GPT-2 124M",
+    "split": "the same, query, key and value apart",
     "1.1B": "a block of a 1.1B model",
     "experts": "64 experts of 2048×1408",
     "davidnet": "DavidNet",
@@ -76,7 +84,7 @@ class Options:
     """What to run."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    """Of gpt2, 1.1B, experts, davidnet and tiny."""
+    """Of gpt2, split, 1.1B, experts, davidnet and tiny."""
     seconds: float = 20.0
     """For each case and contender, about; at least three turns."""
     ns_dtype: str = "float32"
@@ -144,8 +152,11 @@ def products(dtype: str) -> dict[str, tuple[Callable[[], None], float]]:
         multiply = jax.jit(
             functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
         )
-        flops = 2.0 * x.size * shape[-1]
-        return lambda: jax.block_until_ready(multiply(x, x)) and None, flops
+
+        def run() -> None:
+            jax.block_until_ready(multiply(x, x))
+
+        return run, 2.0 * x.size * shape[-1]
 
     shapes = [(1024, 1024), (2048, 2048), (4, 1024, 1024)]
     return {str(shape): product(shape) for shape in shapes}
