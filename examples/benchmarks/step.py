@@ -86,7 +86,7 @@ class Options:
     cases: tuple[str, ...] = tuple(CASES)
     """Of gpt2, split, 1.1B, experts, davidnet and tiny."""
     seconds: float = 20.0
-    """For each case and contender, about; at least three turns."""
+    """For each case and contender, about; at least one turn."""
     ns_dtype: str = "float32"
     """Of our Newton–Schulz; the peers multiply in float32."""
     out: pathlib.Path | None = None
@@ -180,9 +180,7 @@ def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, f
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
     began = time.perf_counter()
-    while len(times[next(iter(runs))]) < 3 or time.perf_counter() - began < seconds * len(
-        runs
-    ):
+    while not times["orscale"] or time.perf_counter() - began < seconds * len(runs):
         for name, run in runs.items():
             start = time.perf_counter()
             run()
