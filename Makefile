@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-all coverage mutants lint format docs demo demo-seeds dist clean
+.PHONY: help test test-all coverage mutants lint format docs bench demo demo-seeds dist clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ format: $(VENV)/.has-examples,lint ## Mend style and formatting.
 
 docs: $(VENV)/.has-docs ## Build the site into docs/_build/html; warnings are errors.
 	$(RUN) sphinx -W -n --keep-going -q -b html docs docs/_build/html
+
+bench: $(VENV)/.has-examples ## Time a step against its peers; pass options in ARGS.
+	$(RUN) examples.benchmarks.step $(ARGS)
 
 demo: $(VENV)/.has-examples ## Run the pretraining demo; pass options in ARGS.
 	$(RUN) examples.pretrain $(ARGS)

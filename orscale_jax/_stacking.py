@@ -1,9 +1,9 @@
 """Matrices of one shape from many leaves, through Newton–Schulz as one stack.
 
 An accelerator runs few large kernels faster than many small ones, which also compile once
-for all layers. The price is a copy into the stack and one out of it, and the memory of the
-stack, which is capped. A CPU gains nothing where one matrix fills its caches, and the
-copies cost 4 % at 768×768 (``docs/speed.md``): its cap is smaller.
+for all layers. The price is a copy into the stack and one out of it, and its memory,
+which is capped. A CPU gains nothing where one matrix fills its caches, and the copies
+cost 4 % at 768×768 (``docs/speed.md``): its cap is smaller.
 """
 
 import math
