@@ -1,0 +1,47 @@
+"""How often a step reads and writes a matrix, from the compiled program."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from orscale_jax import muon, orscale
+
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)")
+WHOLE = re.compile(r"f32\[(?:768,3072|3072,768)\]")
+FREE = {"parameter", "get-tuple-element", "tuple", "bitcast"}
+
+
+def passes(optimizer):
+    """Reads and writes of one 768×3072 matrix by the kernels of a donated step."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jax.ShapeDtypeStruct((768, 3072), jnp.float32)}
+    state = jax.eval_shape(optimizer.init, params)
+    text = step.lower(params, state, params).compile().as_text()
+    types, reads, writes = {}, 0, 0
+    for line in text[text.index("\nENTRY") :].splitlines():
+        if not (found := INSTRUCTION.match(line)):
+            continue
+        name, kind, operation, rest = found.groups()
+        types[name] = kind
+        if operation not in FREE:
+            operands = re.findall(r"%([\w.-]+)", rest.split("metadata")[0])
+            reads += sum(len(WHOLE.findall(types.get(o, ""))) for o in operands)
+            writes += len(WHOLE.findall(kind))
+    return reads, writes
+
+
+@pytest.mark.parametrize("build, reads, writes", [(muon, 19, 8), (orscale, 23, 9)])
+def test_passes_over_a_matrix(build, reads, writes):
+    """Two Gram matrices and two products with X among them: 6 reads, 4 writes."""
+    found = passes(build(1e-3))
+    print(build.__name__, found)
+    assert found[0] <= reads and found[1] <= writes
