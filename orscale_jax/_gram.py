@@ -85,9 +85,7 @@ def restarts(table: np.ndarray, steps: int, unit: float) -> tuple[int, ...]:
     ``unit`` is the unit roundoff of the products' operands. ``tests/test_gram.py``
     compares the first with errors found on adversarial spectra.
     """
-    rows = np.asarray(table, np.float64)
-    rows = rows[np.minimum(np.arange(steps), len(rows) - 1)]
-    return _restarts(tuple(map(tuple, rows.tolist())), float(unit))
+    return _restarts(rows_of(table, steps), float(unit))
 
 
 @functools.lru_cache(maxsize=256)
@@ -161,20 +159,25 @@ def _ranges(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(upper), np.array(noise)
 
 
+# Of many leaves with one shape, all but the first find it traced.
+@functools.partial(jax.jit, static_argnames=("rows", "restarts", "arithmetic"))
 def gram_newton_schulz(
     x: jax.Array,
-    table: np.ndarray,
-    steps: int,
-    restarts: Sequence[int],
+    rows: tuple[tuple[float, ...], ...],
+    restarts: tuple[int, ...],
     arithmetic: Arithmetic,
 ) -> jax.Array:
-    """Newton–Schulz of normalised and rounded matrices, restarted before some steps."""
+    """Newton–Schulz of normalised and rounded matrices, one step for each row."""
     wide = x.shape[-2] <= x.shape[-1]
-    rows = table[np.minimum(range(steps), len(table) - 1)].tolist()
-    bounds = [0, *restarts, steps]
-    for start, stop in itertools.pairwise(bounds):
+    for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
         x = _segment(x, rows[start:stop], wide, arithmetic)
     return x
+
+
+def rows_of(table: np.ndarray, steps: int) -> tuple[tuple[float, ...], ...]:
+    """One row per step; beyond the table its last."""
+    rows = np.asarray(table, np.float64)[np.minimum(range(steps), len(table) - 1)]
+    return tuple(map(tuple, rows.tolist()))
 
 
 def _segment(

@@ -199,7 +199,8 @@ def _iterate(
     if known and _gram.pays(*x.shape[-2:]):
         table, steps = np.asarray(table), int(steps)
         restarts = _gram.restarts(table, steps, arithmetic.unit)
-        q = _gram.gram_newton_schulz(start, table, steps, restarts, arithmetic)
+        rows = _gram.rows_of(table, steps)
+        q = _gram.gram_newton_schulz(start, rows, restarts, arithmetic)
     else:
         q = _newton_schulz(start, table, steps, arithmetic)
     return q.astype(x.dtype)
