@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orscale_jax import _checks
+from orscale_jax import _checks, _stacking
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
     PyTree,
@@ -33,6 +33,7 @@ _HEADINGS = (
     "parameter", "shape", "dtype", "rule", "matrices", "m × n", "s", "‖W‖", "parameters",
     "state bytes",
 )  # fmt: skip
+_NAMES = 4  # Of a stack, before it is abridged.
 _LEFT = 4  # Columns of words; the others are of numbers.
 
 _Cells: TypeAlias = tuple[str, ...]
@@ -57,6 +58,7 @@ class ParameterRow:
       state_bytes: Bytes of optimizer state that belong to it; None without optimizer.
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
         whole leaf.
+      batch_shape: How its matrices are counted, such as layers × experts.
     """
 
     path: str
@@ -71,6 +73,30 @@ class ParameterRow:
     parameters: int
     state_bytes: int | None
     block: str = ""
+    batch_shape: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Path and block, as the table shows them."""
+        return (self.path or "(the only leaf)") + self.block
+
+
+class Stack(NamedTuple):
+    """Matrices that go through Newton–Schulz together.
+
+    Attributes:
+      shape: ``(leaves, *batch, m, n)`` with ``m <= n``: tall matrices are transposed.
+      names: Of the leaves, or of their blocks.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names, more = self.names[:_NAMES], len(self.names) - _NAMES
+        rest = f" and {more:,} more" if more > 0 else ""
+        *counts, m, n = self.shape
+        return f"{math.prod(counts):,} of {m} × {n}: {', '.join(names)}{rest}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +143,32 @@ class Description:
         rows = tuple(row for row in self.rows if re.search(expression, row.path))
         return Description(rows, None if self.shared_bytes is None else 0)
 
+    def stacks(self, max_bytes: int = _stacking.MAX_BYTES) -> list[Stack]:
+        """Which matrices go through Newton–Schulz together.
+
+        Args:
+          max_bytes: As ``max_stack_bytes`` of :func:`orthogonalize`. The default is that
+            of accelerators; on CPU it is 1 MiB.
+
+        Returns:
+          The stacks, in the order of their first leaves.
+        """
+        rows = [row for row in self.rows if row.rule == "matrix"]
+        kinds = [
+            _stacking.Kind(
+                (*row.batch_shape, *sorted((row.m, row.n))),
+                compute_dtype(jax.ShapeDtypeStruct((), row.dtype)),
+            )
+            for row in rows
+        ]
+        return [
+            Stack(
+                (len(members), *kinds[members[0]].shape),
+                tuple(rows[index].name for index in members),
+            )
+            for members in _stacking.plan(kinds, max_bytes)
+        ]
+
     def table(self) -> "rich.table.Table":
         """The table as a ``rich.table.Table``.
 
@@ -132,7 +184,8 @@ class Description:
                 "print(description) does without."
             ) from error
         headings, rows, totals = self._cells()
-        table = rich.table.Table()
+        stacks = rich.text.Text("\n".join(self._stack_lines()))
+        table = rich.table.Table(caption=stacks, caption_justify="left")
         for index, heading in enumerate(headings):
             table.add_column(heading, justify=_side(index), overflow="fold")
         for cells in (*rows, *totals):
@@ -146,13 +199,14 @@ class Description:
         columns = zip(headings, *rows, *totals, strict=True)
         widths = [max(map(len, column)) for column in columns]
         rule = tuple("─" * width for width in widths)
-        return "\n".join(
+        lines = [
             "  ".join(
                 f"{cell:{'<' if _side(i) == 'left' else '>'}{width}}"
                 for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
             ).rstrip()
             for cells in (headings, rule, *rows, rule, *totals)
-        )
+        ]
+        return "\n".join([*lines, "", *self._stack_lines()]).rstrip()
 
     def __rich__(self) -> "rich.table.Table":
         return self.table()
@@ -166,8 +220,13 @@ class Description:
                 *("<tbody>", *(_html_row("td", cells) for cells in rows), "</tbody>"),
                 *("<tfoot>", *(_html_row("td", cells) for cells in totals), "</tfoot>"),
                 "</table>",
+                f"<p>{'<br>'.join(map(html.escape, self._stack_lines()))}</p>",
             ]
         )
+
+    def _stack_lines(self) -> list[str]:
+        stacks = list(map(str, self.stacks()))
+        return ["stacks for Newton–Schulz", *stacks] if stacks else []
 
     def _cells(self) -> tuple[_Cells, list[_Cells], list[_Cells]]:
         """Headings, rows and totals, without the columns of what is not known."""
@@ -291,6 +350,7 @@ def _rows(
             shape=shaped.shape if label else leaf.shape,
             rule="matrix",
             matrices=math.prod(axes.within.batch_shape(shaped)),
+            batch_shape=axes.within.batch_shape(shaped),
             m=m,
             n=n,
             scale=1.0 if rms is None else rms * max(m, n) ** 0.5,
@@ -393,7 +453,7 @@ def _total(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
 
 def _row_cells(row: ParameterRow) -> _Cells:
     return (
-        (row.path or "(the only leaf)") + row.block,
+        row.name,
         str(row.shape),
         str(row.dtype),
         row.rule,

@@ -5,10 +5,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _module_types, _rules
-from orscale_jax._matrix import PyTree, dotted
+from orscale_jax._matrix import DimensionNumbers, PyTree, dotted
 from orscale_jax._module_types import Numbers, Path
 
 
@@ -49,7 +48,7 @@ def dimension_numbers(
     numbers = _module_types.settle(leaves, found, heads, overrides)
 
     def weight_dimension_numbers(params: PyTree) -> PyTree:
-        def look_up(entries: Any, _: Any) -> MuonDimensionNumbers | None:
+        def look_up(entries: Any, _: Any) -> DimensionNumbers | None:
             path = _module_types.keys(entries)
             if path not in numbers:
                 raise ValueError(

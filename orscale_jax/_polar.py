@@ -111,6 +111,10 @@ def polar_factor(
     Products accumulate in float32 and are rounded to ``dtype`` once each. A zero matrix
     gives zero; a matrix with a NaN or an infinity gives NaN.
 
+    Where one side is more than 1.5 times the other, and steps and coefficients are known
+    while tracing, the iteration runs on the Gram matrix (Zhang et al. 2026), as far as
+    the dtype's rounding allows; ``docs/speed.md`` has more.
+
     Presets, with the range that five steps bring normalised singular values from
     [1e-3, 1] to, and the relative error that each product may have without any of them
     exploding (the module's docstring defines it, ``docs/newton_schulz.md`` has more):

@@ -152,7 +152,7 @@ class PathRules:
 
     def numbers(
         self, leaves: Iterable[tuple[Any, Any]]
-    ) -> dict[str, MuonDimensionNumbers | None]:
+    ) -> dict[str, DimensionNumbers | None]:
         """By dotted path, the numbers of those leaves that an expression decides.
 
         Raises:

@@ -16,7 +16,14 @@ import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import ablations, by_path, describe, muon, orscale
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    ablations,
+    by_path,
+    describe,
+    muon,
+    orscale,
+)
 from tests import leaves
 
 PAGE = Path(__file__).parents[1] / "docs" / "parameters.md"
@@ -290,6 +297,9 @@ matrix        1 leaf                             2                              
 adamw         2 leaves                                                          1,004        8,032
 shared                                                                                           4
 all           3 leaves                           2                              1,012        8,094
+
+stacks for Newton–Schulz
+2 of 1 × 4: layers.stack
 """  # noqa: E501
 
 
@@ -313,6 +323,29 @@ def test_the_printed_table(monkeypatch):
         small().table()
 
 
+def test_stacks():
+    """By hand; and as the optimizer is told by max_stack_bytes."""
+    params = {f"layer{i}": jnp.ones((6, 8), jnp.bfloat16) for i in range(7)}
+    params |= {"down": jnp.ones((8, 6)), "experts": jnp.ones((3, 6, 8)), "b": jnp.ones(3)}
+    params["qkv"] = jnp.ones((6, 20))
+    numbers = by_path(
+        {
+            "experts": Dims(1, 2),
+            "qkv": Blocks(0, 1, block_axis=1, blocks=(8, 8, 4)),
+        }
+    )
+    description = describe(params, numbers)
+    alike = ("down", *(f"layer{i}" for i in range(7)), "qkv[:, 0:8]", "qkv[:, 8:16]")
+    assert description.stacks() == [
+        ((10, 6, 8), alike),
+        ((1, 3, 6, 8), ("experts",)),
+        ((1, 4, 6), ("qkv[:, 16:20]",)),
+    ]
+    # Stacked in float32, whatever the parameters' dtype: 192 bytes each.
+    assert [len(stack.names) for stack in description.stacks(192 * 4)] == [4, 1, 3, 3, 1]
+    assert "10 of 6 × 8: down, layer0, layer1, layer2 and 6 more" in str(description)
+
+
 def test_columns_of_what_is_not_known_are_left_out():
     text = str(describe({"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}))
     assert "‖W‖" not in text and "state bytes" not in text and "shared" not in text
@@ -329,12 +362,17 @@ def test_the_tables_of_rich_and_of_notebooks():
 
     console = rich.console.Console(width=200, file=io.StringIO(), color_system=None)
     console.print(small())
-    expected = [words(line) for line in TEXT.splitlines() if "──" not in line]
+    text, stacks = TEXT.split("\n\n")
+    expected = [words(line) for line in text.splitlines() if "──" not in line]
+    below = [words(line) for line in stacks.splitlines()]
     found = [words(line) for line in console.file.getvalue().splitlines()]
+    assert found[-2:] == below
+    del found[-2:]
     assert [
         line for line in found if line and not re.match("[┏┡├└]", line[0])
     ] == expected
     page = small()._repr_html_()
+    assert page.endswith(f"<p>{'<br>'.join(stacks.splitlines())}</p>")
     rows = re.findall(r"<tr>(.*?)</tr>", page)
     cells = [" ".join(re.findall(r">([^<]*)</t[hd]>", row)) for row in rows]
     assert [words(html.unescape(line)) for line in cells] == expected

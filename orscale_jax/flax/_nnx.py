@@ -6,10 +6,9 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
-from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _module_types, _rules
-from orscale_jax._matrix import PyTree, dotted
+from orscale_jax._matrix import DimensionNumbers, PyTree, dotted
 from orscale_jax._module_types import Rules
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import NNX_RULES
@@ -91,7 +90,7 @@ def nnx_dimension_numbers(
     numbers = _module_types.settle(leaves, found, heads, overrides)
 
     def weight_dimension_numbers(params: PyTree) -> PyTree:
-        def look_up(entries: Any, _: Any) -> MuonDimensionNumbers | None:
+        def look_up(entries: Any, _: Any) -> DimensionNumbers | None:
             path = _module_types.keys(entries)
             if path not in numbers:
                 raise ValueError(
