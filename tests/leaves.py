@@ -49,9 +49,9 @@ KINDS = {
         lambda x: [x[rows, i] for rows in (slice(16), slice(16, 28)) for i in range(2)],
     ),
     "equal_rows": (
-        (16, 3, 6),
+        (24, 3, 8),
         Blocks(0, 2, block_axis=0, blocks=2),
-        lambda x: [x[rows, i] for rows in (slice(8), slice(8, 16)) for i in range(3)],
+        lambda x: [x[rows, i] for rows in (slice(12), slice(12, 24)) for i in range(3)],
     ),
 }
 BATCHES = {
