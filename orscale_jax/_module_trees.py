@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _module_types, _rules
-from orscale_jax._matrix import DimensionNumbers, PyTree, dotted
+from orscale_jax._matrix import PyTree
 from orscale_jax._module_types import Numbers, Path
 
 
@@ -47,19 +47,9 @@ def dimension_numbers(
     leaves = {path: jax.tree.leaves(node)[0] for path, node in nodes.items()}
     numbers = _module_types.settle(leaves, found, heads, overrides)
 
-    def weight_dimension_numbers(params: PyTree) -> PyTree:
-        def look_up(entries: Any, _: Any) -> DimensionNumbers | None:
-            path = _module_types.keys(entries)
-            if path not in numbers:
-                raise ValueError(
-                    f"parameter {dotted(path)!r} is no floating-point array of the model "
-                    "that dimension_numbers was given: pass it the model that is trained."
-                )
-            return numbers[path]
-
-        return jax.tree_util.tree_map_with_path(look_up, params, is_leaf=is_parameter)
-
-    return weight_dimension_numbers
+    return _module_types.look_up(
+        numbers, is_parameter, "floating-point array of the model that dimension_numbers"
+    )
 
 
 def _modules(node: PyTree, path: Path, kind: type) -> Iterator[tuple[Path, Any]]:

@@ -8,11 +8,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _matrix, _rules
-from orscale_jax._matrix import BlockDimensionNumbers, DimensionNumbers
+from orscale_jax._matrix import BlockDimensionNumbers, DimensionNumbers, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +169,28 @@ def settle(
             "{type of its module: ...}."
         )
     return numbers
+
+
+def look_up(
+    numbers: Mapping[Path, DimensionNumbers | None],
+    is_parameter: Callable[[Any], bool],
+    expected: str,
+) -> Callable[[PyTree], PyTree]:
+    """The callable that finds settled numbers for any tree of some of the parameters."""
+
+    def weight_dimension_numbers(params: PyTree) -> PyTree:
+        def at(entries: Any, _: Any) -> DimensionNumbers | None:
+            path = keys(entries)
+            if path not in numbers:
+                raise ValueError(
+                    f"parameter {_matrix.dotted(path)!r} is no {expected} was given: "
+                    "pass it the model that is trained."
+                )
+            return numbers[path]
+
+        return jax.tree_util.tree_map_with_path(at, params, is_leaf=is_parameter)
+
+    return weight_dimension_numbers
 
 
 def _check_heads(paths: Collection[Path], heads: Collection[str]) -> None:

@@ -1,14 +1,13 @@
 """Dimension numbers from the types of an NNX model's modules."""
 
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
 from orscale_jax import _module_types, _rules
-from orscale_jax._matrix import DimensionNumbers, PyTree, dotted
+from orscale_jax._matrix import PyTree
 from orscale_jax._module_types import Rules
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import NNX_RULES
@@ -89,16 +88,6 @@ def nnx_dimension_numbers(
     }
     numbers = _module_types.settle(leaves, found, heads, overrides)
 
-    def weight_dimension_numbers(params: PyTree) -> PyTree:
-        def look_up(entries: Any, _: Any) -> DimensionNumbers | None:
-            path = _module_types.keys(entries)
-            if path not in numbers:
-                raise ValueError(
-                    f"parameter {dotted(path)!r} is no nnx.Param of the model that "
-                    "nnx_dimension_numbers was given: pass it the model that is trained."
-                )
-            return numbers[path]
-
-        return jax.tree_util.tree_map_with_path(look_up, params, is_leaf=_paths.is_holder)
-
-    return weight_dimension_numbers
+    return _module_types.look_up(
+        numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"
+    )
