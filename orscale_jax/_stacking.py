@@ -2,8 +2,8 @@
 
 An accelerator runs few large kernels faster than many small ones, which also compile once
 for all layers. The price is a copy into the stack and one out of it, and its memory,
-which is capped. A CPU gains nothing where one matrix fills its caches, and the copies
-cost 4 % at 768×768 (``docs/speed.md``): its cap is smaller.
+which is capped. A CPU gains nothing where one matrix fills its caches, and pays for the
+copies: its cap is smaller.
 """
 
 import math

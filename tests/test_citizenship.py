@@ -18,7 +18,6 @@ from orscale_jax import (
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
 )
-from tests import leaves
 from tests.runs import ABLATIONS
 
 OPTIMIZERS = {
@@ -384,7 +383,7 @@ def test_sharding_types_are_kept(build):
     """On a mesh of Explicit axes: of leaves sharded over matrices, rows and columns."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     specs = {"w": P("a", "b"), "stack": P("a", None, "b"), "b": P("b")}
-    shapes = {"w": (8, 16), "stack": (4, 12, 8), "b": (4,)}
+    shapes = {"w": (8, 12), "stack": (4, 12, 8), "b": (4,)}
 
     def shard(seed):
         rng = np.random.default_rng(seed)
@@ -407,8 +406,7 @@ def test_sharding_types_are_kept(build):
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
     for _, ratios in optax.tree.get_all_with_path(after, "trust_ratio"):
         assert jax.typeof(ratios["stack"]).sharding.spec == P("a")
-    for name, update in updates.items():  # Rounding is that of the largest entries.
-        assert leaves.relative_error(update, expected[name]) < 1e-5
+    assert_trees_close(jax.tree.map(np.asarray, updates), expected)
 
 
 @pytest.mark.parametrize("build", [orscale, muon])
