@@ -1,5 +1,6 @@
 """OrScale and its limit, Muon: the paper's Algorithm 1."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -37,6 +38,8 @@ class Stages(NamedTuple):
     axes: WeightDimensionNumbers
     #: M̃ to sQ.
     direction: optax.GradientTransformation
+    #: M̃ to D = λW + sQ, once the matrix has received momentum.
+    coupled: optax.GradientTransformation
     #: Adds λW, once the matrix has received a direction.
     decay: optax.GradientTransformation
     #: Multiplies by r̂, measured on what comes in.
@@ -155,7 +158,7 @@ def orscale(
     """
     return arranged(
         # D = λW + sQ, r̂D
-        lambda stages: optax.chain(stages.direction, stages.decay, stages.ratio),
+        lambda stages: optax.chain(stages.coupled, stages.ratio),
         learning_rate,
         momentum=momentum,
         nesterov=nesterov,
@@ -247,7 +250,7 @@ def muon(
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
     return arranged(
-        lambda stages: optax.chain(stages.direction, stages.decay),
+        lambda stages: stages.coupled,
         learning_rate,
         momentum=momentum,
         nesterov=nesterov,
@@ -311,23 +314,26 @@ def arranged(
     def matrices(
         axes: WeightDimensionNumbers, mask: Mask | None
     ) -> optax.GradientTransformation:
-        stages = Stages(
-            axes=axes,
-            direction=optax.chain(
-                # Q = NSₖ(M̃)
-                orthogonalize(
-                    ns_steps=ns_steps,
-                    ns_coeffs=ns_coeffs,
-                    ns_dtype=ns_dtype,
-                    weight_dimension_numbers=axes,
-                ),
-                # sQ
-                scale_by_shape(consistent_rms, weight_dimension_numbers=axes),
-            ),
-            decay=from_first_nonzero_update(
-                optax.add_decayed_weights(weight_decay, mask),
+        direction = optax.chain(
+            # Q = NSₖ(M̃)
+            orthogonalize(
+                ns_steps=ns_steps,
+                ns_coeffs=ns_coeffs,
+                ns_dtype=ns_dtype,
                 weight_dimension_numbers=axes,
             ),
+            # sQ
+            scale_by_shape(consistent_rms, weight_dimension_numbers=axes),
+        )
+        decay = optax.add_decayed_weights(weight_decay, mask)
+        once_moving = functools.partial(
+            from_first_nonzero_update, weight_dimension_numbers=axes
+        )
+        stages = Stages(
+            axes=axes,
+            direction=direction,
+            coupled=once_moving(optax.chain(direction, decay)),
+            decay=once_moving(decay),
             ratio=scale_by_calibrated_trust_ratio(
                 calibrate=calibrate,
                 r_min=r_min,

@@ -168,14 +168,15 @@ def from_first_nonzero_update(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Apply ``inner`` to a matrix from the first step on which its update is not zero.
 
-    OrScale puts weight decay in it: a matrix that has received no direction yet (an
-    expert without tokens, a frozen branch) keeps :math:`D = 0` instead of
-    :math:`D = \lambda W`. It stays as it is, and :math:`D \neq 0` tells the next stage
-    that the paper's "first non-zero update" has come.
+    OrScale makes D in it: a matrix that has received no momentum yet (an expert without
+    tokens, a frozen branch) keeps :math:`D = 0` instead of :math:`D = \lambda W`. It
+    stays as it is, and :math:`D \neq 0` tells the next stage that the paper's "first
+    non-zero update" has come.
 
     Args:
       inner: A transformation that keeps the updates' structure, such as
-        :func:`optax.add_decayed_weights`.
+        :func:`optax.add_decayed_weights`. What it makes of zeros before that step is
+        replaced by zeros.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
@@ -215,21 +216,26 @@ def from_first_nonzero_update(
             updates, state.inner_state, params, **extra_args
         )
         started = map_matrices(
-            lambda axes, before, u: before | axes.reduce(jnp.any, u != 0),
+            lambda axes, before, u: before | _any_nonzero(axes, u),
             axes_tree,
             state.started,
             updates,
         )
         updates = map_matrices(
-            lambda axes, on, u, v: jnp.where(axes.per_matrix(on), v, u),
+            lambda axes, on, u: jnp.where(axes.per_matrix(on), u, jnp.zeros_like(u)),
             axes_tree,
             started,
-            updates,
             transformed,
         )
         return updates, FromFirstNonzeroUpdateState(started, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _any_nonzero(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
+    """Whether a matrix has an entry that is not zero (NaN is not), of the batch shape."""
+    # The reduction that Newton–Schulz begins with: of the same array, it runs once.
+    return axes.reduce(functools.partial(jnp.max, initial=0), jnp.abs(leaf)) != 0
 
 
 class CalibratedTrustRatioState(NamedTuple):

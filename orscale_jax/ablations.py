@@ -267,7 +267,7 @@ def uncalibrated(stages: Stages) -> optax.GradientTransformation:
       Lou & You, *OrScale*, sections 5.4 and 5.5, appendix C (the paper's code:
       ``orscale_muon_moonlight``).
     """
-    return optax.chain(stages.direction, stages.decay, stages.ratio)
+    return optax.chain(stages.coupled, stages.ratio)
 
 
 @_ablation()
@@ -327,7 +327,7 @@ def bfloat16_calibration(stages: Stages) -> optax.GradientTransformation:
       Lou & You, *OrScale*, Table 3 (``tab:calibration``).
     """
     ratio = _calibrated_in_bfloat16(stages.ratio)
-    return optax.chain(stages.direction, stages.decay, ratio)
+    return optax.chain(stages.coupled, ratio)
 
 
 @_ablation(r_min=-np.inf, r_max=np.inf)
@@ -354,4 +354,4 @@ def unclipped(stages: Stages) -> optax.GradientTransformation:
     References:
       Lou & You, *OrScale*, appendix C, "Clip removal".
     """
-    return optax.chain(stages.direction, stages.decay, stages.ratio)
+    return optax.chain(stages.coupled, stages.ratio)
