@@ -57,14 +57,24 @@ class MatrixAxes:
 
     def to_matrices(self, leaf: jax.Array) -> jax.Array:
         """The leaf as ``(*batch, m, n)``. Batch axes are kept apart, never merged."""
-        ordered = leaf.transpose(self.batch + self.rows + self.columns)
-        return ordered.reshape(self.batch_shape(leaf) + self.matrix_shape(leaf))
+        x = leaf.transpose(self.batch + self.rows + self.columns)
+        for axes, place in ((self.columns, -1), (self.rows, -2)):
+            end = x.ndim + place
+            for axis in reversed(range(end - len(axes) + 1, end)):
+                x = _sharding.merge(x, axis)
+        return x
 
     def from_matrices(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
         """The inverse of :meth:`to_matrices` for a leaf of the shape of ``like``."""
+        x = matrices
+        for axes, start in (
+            (self.rows, len(self.batch)),
+            (self.columns, len(self.batch + self.rows)),
+        ):
+            for place, axis in enumerate(axes[:-1], start):
+                x = _sharding.split(x, place, like.shape[axis])
         order = self.batch + self.rows + self.columns
-        ordered = matrices.reshape(tuple(like.shape[axis] for axis in order))
-        return ordered.transpose(sorted(range(like.ndim), key=order.__getitem__))
+        return x.transpose(sorted(range(like.ndim), key=order.__getitem__))
 
     # What follows is the same for MatrixBlocks, whose leaves may have several parts.
 

@@ -217,11 +217,11 @@ def _newton_schulz(
     arithmetic: Arithmetic,
 ) -> jax.Array:
     rounded, einsum = arithmetic.round, arithmetic.einsum
-    rows = jnp.asarray(table, arithmetic.accumulator)
+    row = _row_of(table, arithmetic.accumulator)
     wide = x.shape[-2] <= x.shape[-1]
 
     def step(i: jax.Array, x: jax.Array) -> jax.Array:
-        a, b, c = rows[jnp.minimum(i, len(rows) - 1)]
+        a, b, c = row(i)
         # The Gram matrix of the shorter side.
         gram = einsum("...ik,...jk->...ij" if wide else "...ki,...kj->...ij", x, x)
         factor = rounded(gram)
@@ -232,6 +232,24 @@ def _newton_schulz(
         return rounded(a * x.astype(product.dtype) + product)
 
     return jax.lax.fori_loop(0, steps, step, x)
+
+
+def _row_of(
+    table: np.ndarray | jax.Array, dtype: DTypeLike
+) -> Callable[[jax.Array], Sequence[jax.Array]]:
+    """The coefficients of a step; beyond the table its last row."""
+
+    def row(i: jax.Array) -> Sequence[jax.Array]:
+        i = jnp.minimum(i, len(table) - 1)
+        if isinstance(table, jax.Array):
+            return [*table.astype(dtype)[i]]
+        # Scalars alone: a program for one device of a mesh must have no other constants.
+        return [
+            jax.lax.select_n(i, *(jnp.asarray(value, dtype) for value in column))
+            for column in table.T.tolist()
+        ]
+
+    return row
 
 
 def _normalize(x: jax.Array) -> jax.Array:

@@ -6,6 +6,7 @@ which is capped. A CPU gains nothing where one matrix fills its caches, and pays
 copies: its cap is smaller.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -70,9 +71,7 @@ def plan(kinds: Sequence[Kind], max_bytes: int) -> tuple[tuple[int, ...], ...]:
 
 
 def map_stacks(
-    fn: Callable[[jax.Array], jax.Array],
-    matrices: Sequence[jax.Array],
-    max_bytes: int | None,
+    fn: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], max_bytes: int
 ) -> list[jax.Array]:
     """``fn`` of every array of matrices, by way of stacks.
 
@@ -80,31 +79,41 @@ def map_stacks(
       fn: Keeps the shape ``(*batch, m, n)`` and treats each matrix alone and like its
         transpose.
       matrices: Arrays of shape ``(*batch, m, n)``.
-      max_bytes: As for :func:`plan`; None: :data:`MAX_BYTES_CPU` or :data:`MAX_BYTES`,
-        by the platform that the program is compiled for.
+      max_bytes: As for :func:`plan`.
 
     Returns:
       The results, in the order of ``matrices``.
     """
-
-    def up_to(max_bytes: int) -> Callable[..., list[jax.Array]]:
-        return lambda *matrices: _map_stacks(fn, matrices, max_bytes)
-
-    if max_bytes is not None:
-        return up_to(max_bytes)(*matrices)
-    return jax.lax.platform_dependent(
-        *matrices, cpu=up_to(MAX_BYTES_CPU), default=up_to(MAX_BYTES)
-    )
-
-
-def _map_stacks(
-    fn: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], max_bytes: int
-) -> list[jax.Array]:
     found: dict[int, jax.Array] = {}
     for members in plan([Kind.of(x) for x in matrices], max_bytes):
         alike = [matrices[index] for index in members]
-        found.update(zip(members, _through_one(fn, alike), strict=True))
+        results = _through_one(functools.partial(in_chunks, fn, max_bytes), alike)
+        found.update(zip(members, results, strict=True))
     return [found[index] for index in range(len(matrices))]
+
+
+def in_chunks(
+    fn: Callable[[jax.Array], jax.Array], max_bytes: int, x: jax.Array
+) -> jax.Array:
+    """``fn`` of an array that may have more than ``max_bytes``, in parts that have not.
+
+    Only axes that count matrices are divided, into equal parts. An axis that types say
+    is sharded is not: its devices have a part each.
+    """
+    nbytes = x.size * x.dtype.itemsize
+    if x.ndim == 2 or nbytes <= max_bytes or _sharding.is_sharded(x):
+        return fn(x)
+    count = len(x)
+    chunks = next(k for k in _divisors(count) if nbytes <= k * max_bytes or k == count)
+    parts = x.reshape(chunks, count // chunks, *x.shape[1:])
+    inner = functools.partial(in_chunks, fn, max_bytes)
+    if chunks == count:
+        parts = parts[:, 0]
+    return jax.lax.map(inner if chunks == count else fn, parts).reshape(x.shape)
+
+
+def _divisors(count: int) -> list[int]:
+    return [k for k in range(1, count + 1) if count % k == 0]
 
 
 def _through_one(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks, _sharding, _stacking
+from orscale_jax import _checks, _engine, _sharding
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
     PyTree,
@@ -67,14 +67,17 @@ def orthogonalize(
         _checks.count("max_stack_bytes", max_stack_bytes)
     coefficient_table(ns_coeffs, argument="ns_coeffs")
 
-    polar = functools.partial(
-        polar_factor, steps=ns_steps, coeffs=ns_coeffs, dtype=ns_dtype
-    )
+    arguments: dict[str, Any] = {"steps": ns_steps, "coeffs": ns_coeffs}
+    traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
+    known = {k: v for k, v in arguments.items() if k not in traced}
+    polar = functools.partial(polar_factor, **known)
 
     def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         parts = jax.tree.leaves(map_matrices(_to_matrices, axes_tree, updates))
-        factors = iter(_stacking.map_stacks(polar, parts, max_stack_bytes))
+        factors = iter(
+            _engine.map_matrices(polar, parts, ns_dtype, max_stack_bytes, **traced)
+        )
         return map_matrices(
             lambda axes, leaf: _from_matrices(axes, factors, leaf), axes_tree, updates
         )
@@ -83,12 +86,9 @@ def orthogonalize(
 
 
 def _to_matrices(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> list[jax.Array]:
-    """The matrices of every part, whole on every device."""
+    """The matrices of every part."""
     parts = (axes.part(leaf, index) for index in range(len(axes.labels)))
-    return [
-        axes.within.to_matrices(_sharding.gather(part, axes.within.matrix))
-        for part in parts
-    ]
+    return [axes.within.to_matrices(part) for part in parts]
 
 
 def _from_matrices(

@@ -1,0 +1,154 @@
+"""Functions of what one device holds, run on all devices of the arrays' mesh."""
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from orscale_jax._placement import Axes, Sharded, devices
+
+PerDevice = Callable[..., Sequence[jax.Array]]
+
+
+def mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh | None:
+    """The mesh of several devices that the arrays' types name; None where none does.
+
+    None as well where an axis is manual: devices go their own ways there.
+    """
+    for array in arrays:
+        mesh = jax.typeof(array).sharding.mesh
+        if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
+            return mesh
+    return None
+
+
+def on_shards(
+    per_device: PerDevice,
+    arrays: Sequence[jax.Array],
+    scalars: Mapping[str, jax.Array],
+    mesh: AbstractMesh,
+) -> list[jax.Array]:
+    """Arrays of the shapes, dtypes and shardings of the given ones.
+
+    On a mesh of Explicit axes the shardings are part of the types. Auto axes are known
+    to the partitioner alone, which calls back for the program of one device.
+
+    Args:
+      per_device: ``per_device(shards, whole, sizes, **scalars)`` makes shards of the same
+        shapes. ``whole`` holds a :class:`Sharded` for each, ``sizes`` the lengths of the
+        mesh's axes. It must not close over traced values.
+      arrays: What it is given the shards of.
+      scalars: Traced values that every device has.
+      mesh: The mesh of the arrays.
+    """
+    if set(mesh.axis_types) == {AxisType.Explicit}:
+        return _on_typed_shards(per_device, arrays, scalars, mesh)
+    operation = _partitioned(per_device, len(arrays), tuple(scalars))
+    operands = (*arrays, *scalars.values())
+    operands = (*operands, _fingerprint(operation.fun, operands))
+    if AxisType.Explicit not in mesh.axis_types:
+        return list(operation(*operands))
+    specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
+    return list(jax.sharding.auto_axes(operation, out_sharding=specs)(*operands))
+
+
+def _on_typed_shards(
+    per_device: PerDevice,
+    arrays: Sequence[jax.Array],
+    scalars: Mapping[str, jax.Array],
+    mesh: AbstractMesh,
+) -> list[jax.Array]:
+    specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
+    whole = list(map(_sharded, arrays, specs))
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=specs,
+        check_vma=False,
+    )
+    def mapped(shards: Any, scalars: Any) -> tuple[jax.Array, ...]:
+        return tuple(per_device(shards, whole, mesh.shape, **scalars))
+
+    return list(mapped(tuple(arrays), dict(scalars)))
+
+
+def _partitioned(
+    per_device: PerDevice, count: int, names: tuple[str, ...]
+) -> custom_partitioning:
+    """Of ``count`` arrays, the named scalars, and what else there is."""
+
+    def call(operands: Any, whole: Any, sizes: Mapping[str, int]) -> Any:
+        scalars = dict(zip(names, operands[count:], strict=False))
+        return tuple(per_device(operands[:count], whole, sizes, **scalars))
+
+    @custom_partitioning
+    def operation(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        whole = [_sharded(array, PartitionSpec()) for array in operands[:count]]
+        return call(operands, whole, {})
+
+    def partition(mesh: Any, operands: Any, _: Any) -> Any:
+        shardings = tuple(_even(array, mesh) for array in operands[:count])
+        whole = [
+            _sharded(array, sharding.spec)
+            for array, sharding in zip(operands, shardings, strict=False)
+        ]
+        everywhere = (NamedSharding(mesh, PartitionSpec()),) * (len(operands) - count)
+
+        def lowered(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            # The mesh of the context is not that of one device's program.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return call(operands, whole, mesh.shape)
+
+        return mesh, lowered, shardings, shardings + everywhere
+
+    operation.def_partition(partition, sharding_rule=_same_shardings)
+    return operation
+
+
+def _fingerprint(fn: Callable[..., Any], operands: Sequence[jax.Array]) -> jax.Array:
+    """Numbers that tell programs apart whose partitioned operations do different things.
+
+    A persistent cache of compiled programs sees of such an operation its operands alone.
+    """
+    jaxpr = jax.make_jaxpr(fn)(*map(jax.typeof, operands))
+    digest = hashlib.sha256(str(jaxpr).encode()).digest()
+    return jnp.asarray(np.frombuffer(digest, np.uint32))
+
+
+def _same_shardings(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> str:
+    """Every result as its operand, in the notation of Shardy's rules."""
+    factors = [
+        " ".join(f"x{index}y{axis}" for axis in range(len(operand.shape)))
+        for index, operand in enumerate(operands)
+    ]
+    return f"{', '.join(factors)} -> {', '.join(factors[: len(results)])}"
+
+
+def _even(array: Any, mesh: Any) -> NamedSharding:
+    """The partitioner's choice, without what it would have to pad."""
+    axes = _axes(array.sharding.spec, len(array.shape))
+    spec = [
+        names if size % devices(names, mesh.shape) == 0 else None
+        for size, names in zip(array.shape, axes, strict=True)
+    ]
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def _sharded(array: Any, spec: PartitionSpec) -> Sharded:
+    return Sharded(array.shape, array.dtype, _axes(spec, len(array.shape)))
+
+
+def _axes(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
+    entries = [*spec, *(None,) * (rank - len(spec))]
+    return tuple(
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
