@@ -40,11 +40,13 @@ def map_matrices(
     mesh = _mesh.mesh_of(matrices)
 
     def on(
-        default_dtype: DTypeLike, default_bytes: int
+        default_dtype: DTypeLike, default_bytes: int, at_once: int
     ) -> Callable[..., list[jax.Array]]:
         operands = jnp.dtype(default_dtype if dtype is None else dtype)
         most = default_bytes if max_bytes is None else max_bytes
-        polar_in = functools.partial(polar, dtype=operands)
+        polar_in = functools.partial(
+            _in_chunks, functools.partial(polar, dtype=operands), min(at_once, most)
+        )
 
         def mapped(
             matrices: Sequence[jax.Array], traced: Mapping[str, jax.Array]
@@ -63,9 +65,16 @@ def map_matrices(
     return jax.lax.platform_dependent(
         list(matrices),
         traced,
-        cpu=on(jnp.float32, _stacking.MAX_BYTES_CPU),
-        default=on(jnp.bfloat16, _stacking.MAX_BYTES),
+        cpu=on(jnp.float32, _stacking.MAX_BYTES_CPU, _stacking.MAX_BYTES_CPU),
+        tpu=on(jnp.bfloat16, _stacking.MAX_BYTES, _stacking.AT_ONCE_TPU),
+        default=on(jnp.bfloat16, _stacking.MAX_BYTES, _stacking.MAX_BYTES),
     )
+
+
+def _in_chunks(
+    polar: Polar, max_bytes: int, x: jax.Array, **traced: jax.Array
+) -> jax.Array:
+    return _stacking.in_chunks(functools.partial(polar, **traced), max_bytes, x)
 
 
 def _per_device(

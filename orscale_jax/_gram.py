@@ -197,7 +197,8 @@ def _segment(
     scale, polynomial = 1.0, None  # P = scale I + polynomial.
     for k, (a, b, c) in enumerate(rows):
         factor = rounded(gram)
-        z = b * gram + c * times(factor, factor)
+        square = times(factor, factor)
+        z = b * factor.astype(square.dtype) + c * square
         if polynomial is None:
             polynomial = z
         else:

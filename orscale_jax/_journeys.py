@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
-from orscale_jax import _stacking
 from orscale_jax._placement import Journey, Sharded, devices, plan
 
 
@@ -36,7 +35,7 @@ def map_matrices(
     for journey in plan(arrays, sizes, max_bytes):
         stack = jnp.concatenate([_wide(shards[i], arrays[i]) for i in journey.members])
         whole = _to_owners(stack, journey, sizes)
-        results = _to_pieces(_stacking.in_chunks(fn, max_bytes, whole), journey, sizes)
+        results = _to_pieces(fn(whole), journey, sizes)
         start = 0
         for i in journey.members:
             matrices = math.prod(shards[i].shape[:-2])

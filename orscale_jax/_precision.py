@@ -60,8 +60,14 @@ class Arithmetic:
         return float(jnp.finfo(self.dtype).eps) / 2
 
     def round(self, x: jax.Array) -> jax.Array:
-        """To an operand."""
-        return x.astype(self.dtype)
+        """To an operand, which exists in its own dtype alone.
+
+        XLA would otherwise convert in every product that it is an operand of, and keep
+        the wider array for it.
+        """
+        if x.dtype == self.dtype:
+            return x
+        return jax.lax.optimization_barrier(x.astype(self.dtype))
 
     def einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """The product of two operands, in the accumulator's dtype."""

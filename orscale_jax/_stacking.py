@@ -19,6 +19,7 @@ from orscale_jax import _sharding
 
 MAX_BYTES = 2**28
 MAX_BYTES_CPU = 2**20
+AT_ONCE_TPU = 2**23  # Its memory on the chip holds a larger matrix or a few smaller ones.
 
 
 class Kind(NamedTuple):
@@ -87,8 +88,7 @@ def map_stacks(
     found: dict[int, jax.Array] = {}
     for members in plan([Kind.of(x) for x in matrices], max_bytes):
         alike = [matrices[index] for index in members]
-        results = _through_one(functools.partial(in_chunks, fn, max_bytes), alike)
-        found.update(zip(members, results, strict=True))
+        found.update(zip(members, _through_one(fn, alike), strict=True))
     return [found[index] for index in range(len(matrices))]
 
 

@@ -79,8 +79,8 @@ def search(rows, delta, errors):
                 gram = gram * (1 + d1)
                 y = a * x + (b * gram + c * gram**2 * (1 + d2)) * x * (1 + d3)
             elif errors == "roundings":
-                square = (gram * (1 + d1)) ** 2
-                y = (a * x + (b * gram + c * square) * (1 + d2) * x) * (1 + d3)
+                gram = gram * (1 + d1)
+                y = (a * x + (b * gram + c * gram**2) * (1 + d2) * x) * (1 + d3)
             else:
                 y = (a * x + (b * gram + c * gram**2) * x) * (1 + d3)
             largest = np.maximum(largest, np.abs(y))
@@ -159,12 +159,11 @@ def erring_step(x, row, u, delta, signs, errors):
     a, b, c = row
     first, second, third = (np.eye(len(u)) + (u * delta * s) @ u.T for s in signs)
     gram = x @ x.T
+    gram = first @ gram
     if errors == "products":
-        gram = first @ gram
         square = second @ (gram @ gram)
         return a * x + third @ ((b * gram + c * square) @ x)
-    square = (first @ gram) @ (first @ gram)
-    polynomial = second @ (b * gram + c * square)
+    polynomial = second @ (b * gram + c * gram @ gram)
     return third @ (a * x + polynomial @ x)
 
 

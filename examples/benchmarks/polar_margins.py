@@ -6,7 +6,7 @@ A singular value takes the step x → (a + bg + cs) x. What errs, each by a rela
 the worst sign:
 
 - "products": g = x²(1 + δ₁), s = g²(1 + δ₂), and (bg + cs)x times (1 + δ₃);
-- "roundings", those of `polar_factor`: the g that is squared for s, bg + cs, the result;
+- "roundings", those of `polar_factor`: g, bg + cs, the result;
 - "result": the result alone.
 
 The values that can be reached from [0, 1] fill an interval [0, U] at every step, since
@@ -44,7 +44,7 @@ def corner_factors(errors: str, delta: float) -> np.ndarray:
     if errors == "products":
         factors = (exact, first * third, first**2 * second * third)
     elif errors == "roundings":
-        factors = (third, second * third, first**2 * second * third)
+        factors = (third, first * second * third, first**2 * second * third)
     else:
         factors = (third, third, third)
     return np.stack(factors, axis=1)
