@@ -8,7 +8,8 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-all coverage mutants lint format docs bench demo demo-seeds dist clean
+.PHONY: help test test-all coverage mutants lint format docs bench bench-tpu demo demo-seeds \
+	dist clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -51,6 +52,11 @@ docs: $(VENV)/.has-docs ## Build the site into docs/_build/html; warnings are er
 
 bench: $(VENV)/.has-examples ## Time a step against its peers; pass options in ARGS.
 	$(RUN) examples.benchmarks.step $(ARGS)
+
+# An environment of its own: with its TPU plugin, JAX looks for TPUs in every program.
+bench-tpu: ## Compile a step for TPUs, which it needs none of; pass options in ARGS.
+	@$(MAKE) --no-print-directory VENV=.venv-tpu .venv-tpu/.has-examples,tpu
+	.venv-tpu/bin/python -m examples.benchmarks.tpu_compile $(ARGS)
 
 demo: $(VENV)/.has-examples ## Run the pretraining demo; pass options in ARGS.
 	$(RUN) examples.pretrain $(ARGS)

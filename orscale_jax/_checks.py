@@ -4,6 +4,7 @@ Values that are only known when the program runs (traced ones, schedules) pass.
 """
 
 import numbers
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import jax
@@ -66,6 +67,12 @@ def flag(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is True or False."""
     if not isinstance(value, bool | np.bool_):
         refuse(name, value, "pass True or False")
+
+
+def choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Refuse ``value`` unless it is one of ``choices``."""
+    if not isinstance(value, str) or value not in choices:
+        refuse(name, value, f"pass {' or '.join(map(repr, choices))}")
 
 
 def dtype(name: str, value: Any) -> None:

@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from orscale_jax._precision import Arithmetic
+from orscale_jax._preconditioning import Start
 
 _MAX_STEPS = 3  # Of one segment: what drifts between restarts does not correct itself.
 _MAX_ERROR = 2.5  # Of one segment, as a multiple of the whole plain iteration's.
@@ -162,16 +163,15 @@ def _ranges(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # Of many leaves with one shape, all but the first find it traced.
 @functools.partial(jax.jit, static_argnames=("rows", "restarts", "arithmetic"))
 def gram_newton_schulz(
-    x: jax.Array,
+    start: Start,
     rows: tuple[tuple[float, ...], ...],
     restarts: tuple[int, ...],
     arithmetic: Arithmetic,
 ) -> jax.Array:
-    """Newton–Schulz of normalised and rounded matrices, one step for each row."""
-    wide = x.shape[-2] <= x.shape[-1]
-    for start, stop in itertools.pairwise([0, *restarts, len(rows)]):
-        x = _segment(x, rows[start:stop], wide, arithmetic)
-    return x
+    """Newton–Schulz of preconditioned matrices, one step for each row."""
+    for i, j in itertools.pairwise([0, *restarts, len(rows)]):
+        start = Start(_segment(start, rows[i:j], arithmetic))
+    return start.x
 
 
 def rows_of(table: np.ndarray, steps: int) -> tuple[tuple[float, ...], ...]:
@@ -181,19 +181,20 @@ def rows_of(table: np.ndarray, steps: int) -> tuple[tuple[float, ...], ...]:
 
 
 def _segment(
-    x: jax.Array,
+    start: Start,
     rows: Sequence[Sequence[float]],
-    wide: bool,
     arithmetic: Arithmetic,
 ) -> jax.Array:
     rounded, einsum = arithmetic.round, arithmetic.einsum
+    x = start.x
+    wide = x.shape[-2] <= x.shape[-1]
 
     def times(left: jax.Array, right: jax.Array) -> jax.Array:
         # Tall matrices are iterated as their transposes, without transposing any.
         pair = (left, right) if wide else (right, left)
         return einsum("...ij,...jk->...ik", *pair)
 
-    gram = einsum("...ik,...jk->...ij" if wide else "...ki,...kj->...ij", x, x)
+    gram = arithmetic.gram(x) if start.gram is None else start.gram
     scale, polynomial = 1.0, None  # P = scale I + polynomial.
     for k, (a, b, c) in enumerate(rows):
         factor = rounded(gram)

@@ -65,6 +65,7 @@ def orscale(
     ns_steps: int | jax.Array = 5,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
+    ns_preconditioning: str = "frobenius",
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: ArrayLike = 0.9,
@@ -112,6 +113,8 @@ def orscale(
         :func:`polar_factor` and :func:`polar_express_coefficients`.
       ns_dtype: Of the Newton–Schulz products. None: bfloat16 where products accumulate in
         float32 (GPU, TPU), else float32.
+      ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
+        see :func:`polar_factor`.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
@@ -173,6 +176,7 @@ def orscale(
         ns_steps=ns_steps,
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
+        ns_preconditioning=ns_preconditioning,
         weight_dimension_numbers=weight_dimension_numbers,
         adam_learning_rate=adam_learning_rate,
         adam_b1=adam_b1,
@@ -195,6 +199,7 @@ def muon(
     ns_steps: int | jax.Array = 5,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
+    ns_preconditioning: str = "frobenius",
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: ArrayLike = 0.9,
@@ -220,6 +225,7 @@ def muon(
       ns_steps: As in :func:`orscale`.
       ns_coeffs: As in :func:`orscale`.
       ns_dtype: As in :func:`orscale`.
+      ns_preconditioning: As in :func:`orscale`.
       weight_dimension_numbers: As in :func:`orscale`.
       adam_learning_rate: As in :func:`orscale`.
       adam_b1: As in :func:`orscale`.
@@ -261,6 +267,7 @@ def muon(
         ns_steps=ns_steps,
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
+        ns_preconditioning=ns_preconditioning,
         weight_dimension_numbers=weight_dimension_numbers,
         adam_learning_rate=adam_learning_rate,
         adam_b1=adam_b1,
@@ -284,6 +291,7 @@ def arranged(
     ns_steps: int | jax.Array,
     ns_coeffs: Coefficients,
     ns_dtype: DTypeLike | None,
+    ns_preconditioning: str,
     weight_dimension_numbers: WeightDimensionNumbers,
     adam_learning_rate: ScalarOrSchedule | None,
     adam_b1: ArrayLike,
@@ -320,6 +328,7 @@ def arranged(
                 ns_steps=ns_steps,
                 ns_coeffs=ns_coeffs,
                 ns_dtype=ns_dtype,
+                ns_preconditioning=ns_preconditioning,
                 weight_dimension_numbers=axes,
             ),
             # sQ

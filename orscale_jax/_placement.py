@@ -112,7 +112,7 @@ def plan(
     journeys = [
         _journey(key, members, arrays, sizes)
         for key, found in alike.items()
-        for members in _up_to(_capacity(key, sizes, max_bytes), found, arrays, sizes)
+        for members in _stacks(key, found, arrays, sizes, max_bytes)
     ]
     return tuple(sorted(journeys))
 
@@ -143,26 +143,28 @@ def _journey(
     )
 
 
-def _capacity(key: Any, sizes: Mapping[str, int], max_bytes: int) -> int:
-    """How many matrices of a group fill the stacks of its devices."""
-    shape, dtype, apart, *_ = key
-    owners = math.prod(size for name, size in sizes.items() if name not in apart)
-    nbytes = max(1, math.prod(shape) * dtype.itemsize)
-    return max(1, max_bytes // nbytes) * owners
-
-
-def _up_to(
-    capacity: int,
+def _stacks(
+    key: Any,
     members: list[int],
     arrays: Sequence[Sharded],
     sizes: Mapping[str, int],
+    max_bytes: int,
 ) -> Iterator[list[int]]:
-    """Full stacks but for the last: a device computes zeros where one is not."""
+    """As few stacks as there can be, of about one length.
+
+    All but the last are full: where a stack is not, a device computes zeros.
+    """
+    shape, dtype, apart, *_ = key
+    owners = math.prod(size for name, size in sizes.items() if name not in apart)
+    nbytes = max(1, math.prod(shape) * dtype.itemsize)
+    capacity = max(1, max_bytes // nbytes) * owners
+    counts = [local_matrices(arrays[index], sizes) for index in members]
+    stacks = max(1, math.ceil(sum(counts) / capacity))
+    length = math.ceil(sum(counts) / stacks / owners) * owners
     stack: list[int] = []
     held = 0
-    for index in members:
-        count = local_matrices(arrays[index], sizes)
-        if stack and held + count > capacity:
+    for index, count in zip(members, counts, strict=True):
+        if stack and held + count > length:
             yield stack
             stack, held = [], 0
         stack.append(index)

@@ -23,8 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks, _gram, _polar_express as _express, _sharding
-from orscale_jax._precision import Arithmetic, accumulator
+from orscale_jax import (
+    _checks,
+    _gram,
+    _polar_express as _express,
+    _preconditioning,
+    _sharding,
+)
+from orscale_jax._precision import Arithmetic
+from orscale_jax._preconditioning import Start
 
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
 
@@ -101,6 +108,7 @@ def polar_factor(
     steps: int | jax.Array = 5,
     coeffs: Coefficients = "polar_express",
     dtype: DTypeLike | None = None,
+    preconditioning: str = "frobenius",
 ) -> jax.Array:
     r"""Approximate polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
 
@@ -141,6 +149,12 @@ def polar_factor(
         repeats.
       dtype: Of the products' operands. ``None``: bfloat16 on GPU and TPU, float32 on
         CPU, decided by the platform that the program is compiled for.
+      preconditioning: ``"frobenius"``, or ``"aol"`` for another direction in fewer
+        steps: each of the min(m, n) vectors on the shorter side (the rows of square
+        matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, A their Gram
+        matrix. The result is that of the scaled matrix, not of x (Boissin et al. 2025,
+        arXiv:2512.04632). Pass a table for four steps with it;
+        ``docs/newton_schulz.md`` has one, and what it costs in quality.
 
     Returns:
       Shape (..., m, n), of the dtype of ``x``.
@@ -162,7 +176,13 @@ def polar_factor(
         )
     _checks.count("steps", steps)
     _checks.dtype("dtype", dtype)
-    iterate = functools.partial(_iterate, table=coefficient_table(coeffs), steps=steps)
+    _preconditioning.check("preconditioning", preconditioning)
+    iterate = functools.partial(
+        _iterate,
+        table=coefficient_table(coeffs),
+        steps=steps,
+        preconditioning=preconditioning,
+    )
     on_cpu, elsewhere = (
         Arithmetic(jnp.dtype(default if dtype is None else dtype))
         for default in (jnp.float32, jnp.bfloat16)
@@ -190,18 +210,19 @@ def _iterate(
     *,
     table: np.ndarray | jax.Array,
     steps: int | jax.Array,
+    preconditioning: str,
     arithmetic: Arithmetic,
 ) -> jax.Array:
-    """Normalised, and by the form that takes fewer FLOPs."""
-    # A float64 input may lie beyond float32's range.
-    widths = (arithmetic.accumulator, accumulator(x.dtype))
-    normalized = _normalize(x.astype(max(widths, key=lambda kind: kind.itemsize)))
-    start = arithmetic.round(normalized.astype(arithmetic.accumulator))
+    """Preconditioned, and by the form that takes fewer FLOPs."""
+    start = _preconditioning.start(x, preconditioning, arithmetic)
     # Restarts are placed while tracing, for steps and coefficients that are known then.
     known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
-    if known and _gram.pays(*x.shape[-2:]):
+    pays = _gram.pays(*x.shape[-2:])
+    # A loop would copy the operands that it carries.
+    if known and (pays or arithmetic.narrow):
         table, steps = np.asarray(table), int(steps)
-        restarts = _gram.restarts(table, steps, arithmetic.unit)
+        every = tuple(range(1, steps))
+        restarts = _gram.restarts(table, steps, arithmetic.unit) if pays else every
         rows = _gram.rows_of(table, steps)
         q = _gram.gram_newton_schulz(start, rows, restarts, arithmetic)
     else:
@@ -210,19 +231,17 @@ def _iterate(
 
 
 def _newton_schulz(
-    x: jax.Array,
+    start: Start,
     table: np.ndarray | jax.Array,
     steps: int | jax.Array,
     arithmetic: Arithmetic,
 ) -> jax.Array:
     rounded, einsum = arithmetic.round, arithmetic.einsum
     row = _row_of(table, arithmetic.accumulator)
-    wide = x.shape[-2] <= x.shape[-1]
+    wide = start.x.shape[-2] <= start.x.shape[-1]
 
-    def step(i: jax.Array, x: jax.Array) -> jax.Array:
+    def step(i: ArrayLike, x: jax.Array, gram: jax.Array) -> jax.Array:
         a, b, c = row(i)
-        # The Gram matrix of the shorter side.
-        gram = einsum("...ik,...jk->...ij" if wide else "...ki,...kj->...ij", x, x)
         factor = rounded(gram)
         square = einsum("...ij,...jk->...ik", factor, factor)
         polynomial = rounded(b * factor.astype(square.dtype) + c * square)
@@ -230,15 +249,18 @@ def _newton_schulz(
         product = einsum("...ij,...jk->...ik", left, right)
         return rounded(a * x.astype(product.dtype) + product)
 
-    return jax.lax.fori_loop(0, steps, step, x)
+    first, x = 0, start.x
+    if start.gram is not None:
+        first, x = 1, step(0, x, start.gram)
+    return jax.lax.fori_loop(first, steps, lambda i, x: step(i, x, arithmetic.gram(x)), x)
 
 
 def _row_of(
     table: np.ndarray | jax.Array, dtype: DTypeLike
-) -> Callable[[jax.Array], Sequence[jax.Array]]:
+) -> Callable[[ArrayLike], Sequence[jax.Array]]:
     """The coefficients of a step; beyond the table its last row."""
 
-    def row(i: jax.Array) -> Sequence[jax.Array]:
+    def row(i: ArrayLike) -> Sequence[jax.Array]:
         i = jnp.minimum(i, len(table) - 1)
         if isinstance(table, jax.Array):
             return [*table.astype(dtype)[i]]
@@ -249,11 +271,3 @@ def _row_of(
         ]
 
     return row
-
-
-def _normalize(x: jax.Array) -> jax.Array:
-    """Each matrix over its Frobenius norm, free of overflow and underflow."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    x = x / jnp.where(largest == 0, 1, largest)
-    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
-    return x / jnp.where(norm == 0, 1, norm)

@@ -59,6 +59,11 @@ class Arithmetic:
         """The unit roundoff of the operands."""
         return float(jnp.finfo(self.dtype).eps) / 2
 
+    @property
+    def narrow(self) -> bool:
+        """Whether operands are narrower than sums."""
+        return self.dtype != self.accumulator
+
     def round(self, x: jax.Array) -> jax.Array:
         """To an operand, which exists in its own dtype alone.
 
@@ -76,6 +81,11 @@ class Arithmetic:
         return jnp.einsum(
             subscripts, x, y, precision=highest, preferred_element_type=self.accumulator
         )
+
+    def gram(self, x: jax.Array) -> jax.Array:
+        """The Gram matrix of the shorter side: of the rows where x is square."""
+        wide = x.shape[-2] <= x.shape[-1]
+        return self.einsum("...ik,...jk->...ij" if wide else "...ki,...kj->...ij", x, x)
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:

@@ -19,7 +19,7 @@ from orscale_jax import _sharding
 
 MAX_BYTES = 2**28
 MAX_BYTES_CPU = 2**20
-AT_ONCE_TPU = 2**23  # Its memory on the chip holds a larger matrix or a few smaller ones.
+AT_ONCE_TPU = 2**26  # A larger stack goes through Newton–Schulz in parts.
 
 
 class Kind(NamedTuple):
@@ -97,23 +97,23 @@ def in_chunks(
 ) -> jax.Array:
     """``fn`` of an array that may have more than ``max_bytes``, in parts that have not.
 
-    Only axes that count matrices are divided, into equal parts. An axis that types say
-    is sharded is not: its devices have a part each.
+    Only axes that count matrices are divided, into parts of one length and a rest. An
+    axis that types say is sharded is not: its devices have a part each.
     """
-    nbytes = x.size * x.dtype.itemsize
-    if x.ndim == 2 or nbytes <= max_bytes or _sharding.is_sharded(x):
-        return fn(x)
     count = len(x)
-    chunks = next(k for k in _divisors(count) if nbytes <= k * max_bytes or k == count)
-    parts = x.reshape(chunks, count // chunks, *x.shape[1:])
-    inner = functools.partial(in_chunks, fn, max_bytes)
-    if chunks == count:
-        parts = parts[:, 0]
-    return jax.lax.map(inner if chunks == count else fn, parts).reshape(x.shape)
-
-
-def _divisors(count: int) -> list[int]:
-    return [k for k in range(1, count + 1) if count % k == 0]
+    if x.ndim == 2 or count == 0 or _sharding.is_sharded(x):
+        return fn(x)
+    each = max(1, x.size // count * x.dtype.itemsize)
+    if count * each <= max_bytes:
+        return fn(x)
+    if each > max_bytes:
+        return jax.lax.map(functools.partial(in_chunks, fn, max_bytes), x)
+    parts = math.ceil(count / (max_bytes // each))
+    length = math.ceil(count / parts)
+    whole = count // length * length
+    chunks = x[:whole].reshape(-1, length, *x.shape[1:])
+    results = jax.lax.map(fn, chunks).reshape(whole, *x.shape[1:])
+    return results if whole == count else jnp.concatenate([results, fn(x[whole:])])
 
 
 def _through_one(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks, _engine, _sharding
+from orscale_jax import _checks, _engine, _preconditioning, _sharding
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
     PyTree,
@@ -27,6 +27,7 @@ def orthogonalize(
     ns_steps: int | jax.Array = 5,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
+    ns_preconditioning: str = "frobenius",
     max_stack_bytes: int | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -37,6 +38,7 @@ def orthogonalize(
       ns_coeffs: A preset or table of :func:`polar_factor`, such as
         :func:`polar_express_coefficients` makes.
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
+      ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
       max_stack_bytes: Leaves whose matrices have one shape, or its transpose, go through
         Newton–Schulz together in stacks of up to this size. None: 256 MiB, and 1 MiB on
         CPU, where larger matrices gain nothing by it.
@@ -63,6 +65,7 @@ def orthogonalize(
     """
     _checks.count("ns_steps", ns_steps)
     _checks.dtype("ns_dtype", ns_dtype)
+    _preconditioning.check("ns_preconditioning", ns_preconditioning)
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     coefficient_table(ns_coeffs, argument="ns_coeffs")
@@ -70,7 +73,7 @@ def orthogonalize(
     arguments: dict[str, Any] = {"steps": ns_steps, "coeffs": ns_coeffs}
     traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
     known = {k: v for k, v in arguments.items() if k not in traced}
-    polar = functools.partial(polar_factor, **known)
+    polar = functools.partial(polar_factor, preconditioning=ns_preconditioning, **known)
 
     def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
         axes_tree = require_matrices(weight_dimension_numbers, updates)

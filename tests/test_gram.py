@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from orscale_jax import _gram, _polar
+from orscale_jax import _gram, _polar, _preconditioning
 from orscale_jax._polar_express import polar_express_coefficients
 from orscale_jax._precision import Arithmetic
+from orscale_jax._preconditioning import Start
 from tests import oracle
 
 TABLES = {
@@ -40,7 +41,7 @@ def rounded(x, dtype):
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def gram(x, name, steps, restarts, dtype="float32"):
     return _gram.gram_newton_schulz(
-        rounded(x, dtype),
+        Start(rounded(x, dtype)),
         _gram.rows_of(TABLES[name], steps),
         restarts,
         Arithmetic(jnp.dtype(dtype)),
@@ -123,11 +124,10 @@ def test_every_table_and_number_of_steps_in_float64(enable_x64, name, steps):
 def test_restarts_before_every_step_are_the_plain_iteration():
     x = np.random.default_rng(0).normal(size=(3, 24, 40))
     for dtype in ("float32", "bfloat16"):
-        normalized = _polar._normalize(jnp.asarray(x, jnp.float32))
-        found = gram(normalized, "dion", 5, (1, 2, 3, 4), dtype)
-        plain = _polar._newton_schulz(
-            rounded(normalized, dtype), TABLES["dion"], 5, Arithmetic(jnp.dtype(dtype))
-        )
+        arithmetic = Arithmetic(jnp.dtype(dtype))
+        start = _preconditioning.start(jnp.asarray(x), "frobenius", arithmetic)
+        found = gram(start.x, "dion", 5, (1, 2, 3, 4), dtype)
+        plain = _polar._newton_schulz(start, TABLES["dion"], 5, arithmetic)
         np.testing.assert_allclose(found, plain, atol=16 * float(jnp.finfo(dtype).eps))
 
 

@@ -1,0 +1,232 @@
+"""The reader of compiled programs, on programs whose cost is counted by hand."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from examples.benchmarks import hlo_cost
+
+# As XLA prints for a TPU: layouts with tiles, no noted trip count, a counter's start that
+# is copied.
+LOOP = """
+%%condition (p: (s32[], f32[8,128])) -> pred[] {
+  %%limit = s32[]{:T(128)} constant(11)
+  %%p = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %%i = s32[]{:T(128)} get-tuple-element(%%p), index=0
+  ROOT %%lt = pred[]{:T(512)} compare(%%i, %%limit), direction=%(direction)s
+}
+
+%%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
+  %%two = s32[]{:T(128)} constant(2)
+  %%p = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
+  %%i = s32[]{:T(128)} get-tuple-element(%%p), index=0
+  %%x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%%p), index=1
+  %%next = s32[]{:T(128)} add(%%i, %%two), backend_config={"estimated_cycles":"1"}
+  %%sum = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} all-reduce(%%x), to_apply=%%add
+  %%y = f32[8,128]{1,0:T(8,128)} convert(%%sum), backend_config={"estimated_cycles":"9"}
+  ROOT %%out = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%%next, %%y)
+}
+
+ENTRY %%main (x: f32[8,128]) -> (s32[], f32[8,128]) {
+  %%one = s32[]{:T(128)} constant(1)
+  %%start = s32[]{:T(128)} copy(%%one)
+  %%x = f32[8,128]{1,0:T(8,128)} parameter(0)
+  %%init = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%%start, %%x)
+  ROOT %%while = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%%init), condition=%%condition, body=%%body%(noted)s
+}
+"""  # noqa: E501
+NOTED = ', backend_config={"known_trip_count":{"n":"7"}}'
+FUSION = """
+%inner (a: bf16[4,32], b: bf16[16,32]) -> f32[4,16] {
+  %a = bf16[4,32]{1,0} parameter(0)
+  %b = bf16[16,32]{1,0} parameter(1)
+  ROOT %c = f32[4,16]{1,0} convolution(%a, %b), dim_labels=bf_oi->bf, backend_config={"estimated_cycles":"70"}
+}
+
+%outer (a: bf16[4,32], b: bf16[16,32]) -> f32[4,16] {
+  %a = bf16[4,32]{1,0} parameter(0)
+  %b = bf16[16,32]{1,0} parameter(1)
+  ROOT %f = f32[4,16]{1,0} fusion(%a, %b), kind=kOutput, calls=%inner, backend_config={"estimated_cycles":"80"}
+}
+
+ENTRY %main (a: bf16[4,32], b: bf16[16,32]) -> f32[4,16] {
+  %a = bf16[4,32]{1,0} parameter(0)
+  %b = bf16[16,32]{1,0} parameter(1)
+  ROOT %f = f32[4,16]{1,0} fusion(%a, %b), kind=kCustom, calls=%outer, backend_config={"estimated_cycles":"100"}
+}
+"""  # noqa: E501
+CALLS = """
+%exchange (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %all = f32[64]{0} all-to-all(%p), dimensions={0}
+}
+
+%doubled (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %d = f32[64]{0} add(%p, %p), backend_config={"estimated_cycles":"10"}
+}
+
+%as_it_is (p: f32[64]) -> f32[64] {
+  %p = f32[64]{0} parameter(0)
+  ROOT %c = f32[64]{0} copy(%p), backend_config={"estimated_cycles":"5"}
+}
+
+ENTRY %main (x: f32[64], which: pred[]) -> f32[64] {
+  %x = f32[64]{0} parameter(0)
+  %which = pred[] parameter(1)
+  %started = ((f32[64]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%exchange
+  %called = f32[64]{0} call(%x), to_apply=%doubled, backend_config={"estimated_cycles":"10"}
+  %exchanged = f32[64]{0} async-done(%started), calls=%exchange
+  ROOT %either = f32[64]{0} conditional(%which, %exchanged, %called), branch_computations={%doubled, %as_it_is}
+}
+"""  # noqa: E501
+ASYNCHRONOUS = """
+ENTRY %main (x: f32[16]) -> f32[16] {
+  %x = f32[16]{0} parameter(0)
+  %g0 = (f32[16]{0}, f32[128]{0}) all-gather-start(%x), dimensions={0}
+  %g1 = f32[128]{0} all-gather-done(%g0)
+  %r0 = ((f32[128]{0}), f32[16]{0}) reduce-scatter-start(%g1), to_apply=%add
+  %r1 = f32[16]{0} reduce-scatter-done(%r0)
+  %p0 = (f32[16]{0}, f32[16]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%r1)
+  ROOT %p1 = f32[16]{0} collective-permute-done(%p0)
+}
+"""
+
+
+def collectives(cost):
+    return [(c.kind, c.nbytes, c.times, c.looped) for c in cost.collectives]
+
+
+@pytest.mark.parametrize("noted, trips", [("", 5), (NOTED, 7)])
+def test_a_body_counts_as_often_as_it_runs(noted, trips):
+    cost = hlo_cost.of(LOOP % {"direction": "LT", "noted": noted})
+    assert cost.cycles == trips * 10
+    assert collectives(cost) == [("all-reduce", 2 * 8 * 128, trips, True)]
+    assert cost.looped_bytes == cost.collective_bytes == trips * 2048
+
+
+def test_a_loop_that_is_not_understood_is_refused():
+    with pytest.raises(ValueError, match="how often does while run"):
+        hlo_cost.of(LOOP % {"direction": "NE", "noted": ""})
+
+
+def test_a_fusion_is_one_kernel_with_the_products_inside():
+    cost = hlo_cost.of(FUSION)
+    assert cost.cycles == 100
+    assert cost.flops == 2 * 4 * 16 * 32
+
+
+def test_what_is_called_counts_once_and_both_branches_do():
+    cost = hlo_cost.of(CALLS)
+    assert cost.cycles == 10 + 10 + 5
+    assert collectives(cost) == [("all-to-all", 4 * 64, 1, False)]
+    assert cost.looped_bytes == 0
+
+
+def test_an_asynchronous_pair_counts_once_and_as_what_is_whole():
+    assert collectives(hlo_cost.of(ASYNCHRONOUS)) == [
+        ("all-gather", 512, 1, False),
+        ("reduce-scatter", 512, 1, False),
+        ("collective-permute", 64, 1, False),
+    ]
+
+
+@pytest.mark.parametrize(
+    "product, flops",
+    [
+        # Four products of 8×32 by 32×16 as a TPU has them, over a dilated axis.
+        (
+            "f32[4,8,16] convolution(%a, %b), "
+            "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0oi->0bf",
+            2 * 4 * 8 * 32 * 16,
+        ),
+        # And as a CPU has them.
+        (
+            "f32[4,8,16] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+            "rhs_batch_dims={0}, rhs_contracting_dims={2}",
+            2 * 4 * 8 * 32 * 16,
+        ),
+        # Places of the window before the first input are padding.
+        (
+            "f32[4,8,16] convolution(%a, %b), "
+            "window={size=4 pad=3_0}, dim_labels=0bf_0oi->0bf",
+            2 * (1 + 2 + 3 + 4) * 8 * 32 * 16,
+        ),
+    ],
+)
+def test_flops_of_products(product, flops):
+    text = f"""
+ENTRY %main (a: f32[4,8,32], b: f32[4,16,32]) -> f32[4,8,16] {{
+  %a = f32[4,8,32]{{2,1,0}} parameter(0)
+  %b = f32[4,16,32]{{2,1,0}} parameter(1)
+  ROOT %c = {product}
+}}
+"""
+    assert hlo_cost.of(text).flops == flops
+
+
+def test_a_compiled_program():
+    mesh = jax.make_mesh((8,), ("data",))
+    spec = P(None, "data", None)
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def program(x):
+        def one(x):
+            whole = jax.lax.all_gather(x, "data", axis=0, tiled=True)
+            gram = whole @ whole.T
+            return jax.lax.psum_scatter(
+                gram @ whole, "data", scatter_dimension=0, tiled=True
+            )
+
+        x = jax.lax.map(one, x)
+        return jax.lax.all_to_all(x, "data", 0, 1, tiled=True).reshape(x.shape)
+
+    x = jax.ShapeDtypeStruct((16, 64, 32), "float32", sharding=NamedSharding(mesh, spec))
+    compiled = program.lower(x).compile()
+    cost = hlo_cost.of(compiled.as_text())
+    whole = 4 * 64 * 32
+    assert cost.flops == 16 * 2 * (2 * 64 * 64 * 32)
+    assert sorted(collectives(cost)) == [
+        ("all-gather", whole, 16, True),
+        ("all-to-all", 2 * whole, 1, False),
+        ("reduce-scatter", whole, 16, True),
+    ]
+    assert cost.looped_bytes == 2 * 16 * whole
+
+
+def test_flops_without_loops_are_xlas_own():
+    def program(x):
+        y = jnp.einsum("bij,bkj->bik", x, x)
+        return jnp.einsum("bij,bjk->ik", y, x)
+
+    compiled = jax.jit(program).lower(jnp.ones((3, 16, 32))).compile()
+    found = hlo_cost.of(compiled.as_text()).flops
+    assert found == pytest.approx(compiled.cost_analysis()["flops"], rel=0.01)
+
+
+CHAIN = """
+%first (p: bf16[2,8]) -> bf16[16,8] {
+  %p = bf16[2,8]{1,0} parameter(0)
+  ROOT %g = bf16[16,8]{1,0} all-gather(%p), frontend_attributes={chain_id="0"}
+}
+
+%second (p: bf16[2,8]) -> bf16[16,8] {
+  %p = bf16[2,8]{1,0} parameter(0)
+  ROOT %g = bf16[16,8]{1,0} all-gather(%p), frontend_attributes={chain_id="0"}
+}
+
+ENTRY %main (x: bf16[2,8]) -> (bf16[16,8], bf16[16,8]) {
+  %x = bf16[2,8]{1,0} parameter(0)
+  %a = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%first
+  %b = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%second
+  ROOT %out = (bf16[16,8]{1,0}, bf16[16,8]{1,0}) tuple(%a, %b)
+}
+"""
+
+
+def test_a_collective_beside_a_chain_of_kernels_is_one():
+    assert hlo_cost.of(CHAIN).collective_bytes == 16 * 8 * 2
