@@ -104,3 +104,11 @@ def _is_real_scalar(value: Any) -> bool:
 def refuse(name: str, value: Any, remedy: str) -> NoReturn:
     """Raise the one message of this module."""
     raise ValueError(f"{name}={value!r} is not valid: {remedy}.")
+
+
+def mesh(name: str, value: Any) -> None:
+    """Refuse ``value`` unless it is a mesh or None."""
+    if value is not None and not isinstance(
+        value, jax.sharding.Mesh | jax.sharding.AbstractMesh
+    ):
+        refuse(name, value, "pass a jax.sharding.Mesh, or None")

@@ -2,16 +2,40 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from orscale_jax import _journeys, _mesh, _stacking
+from orscale_jax import _journeys, _mesh, _sharding, _stacking
 from orscale_jax._placement import Sharded
 
 Polar = Callable[..., jax.Array]
+
+
+class Limits(NamedTuple):
+    """What suits a kind of device.
+
+    Attributes:
+      dtype: Of the products' operands.
+      stack_bytes: What a stack may have.
+      at_once: What goes through Newton–Schulz in one batch.
+      partitioner: Whether its compiler asks for the program of one device, which
+        placement on Auto axes takes. (libtpu's does not.)
+    """
+
+    dtype: np.dtype
+    stack_bytes: int
+    at_once: int
+    partitioner: bool = True
+
+
+_CPU = Limits(np.dtype(jnp.float32), _stacking.MAX_BYTES_CPU, _stacking.MAX_BYTES_CPU)
+_GPU = Limits(np.dtype(jnp.bfloat16), _stacking.MAX_BYTES, _stacking.MAX_BYTES)
+_TPU = _GPU._replace(at_once=_stacking.AT_ONCE_TPU, partitioner=False)
 
 
 def map_matrices(
@@ -19,6 +43,7 @@ def map_matrices(
     matrices: Sequence[jax.Array],
     dtype: DTypeLike | None,
     max_bytes: int | None,
+    mesh: Mesh | AbstractMesh | None,
     **traced: jax.Array,
 ) -> list[jax.Array]:
     """The polar factors of arrays of matrices.
@@ -30,45 +55,51 @@ def map_matrices(
       polar: ``polar_factor(x, dtype=..., **traced)``.
       matrices: Arrays of shape ``(*batch, m, n)``.
       dtype: As for :func:`orscale_jax.polar_factor`.
-      max_bytes: What a stack may have. None: :data:`_stacking.MAX_BYTES_CPU` or
-        :data:`_stacking.MAX_BYTES`.
+      max_bytes: What a stack may have; None for what suits the platform.
+      mesh: As for :func:`orscale_jax.orthogonalize`.
       traced: Arguments of ``polar`` that are known when the program runs.
 
     Returns:
       The factors, in the dtypes and shardings of ``matrices``.
     """
-    mesh = _mesh.mesh_of(matrices)
+    found = _mesh.mesh_of(matrices, mesh)
 
-    def on(
-        default_dtype: DTypeLike, default_bytes: int, at_once: int
-    ) -> Callable[..., list[jax.Array]]:
-        operands = jnp.dtype(default_dtype if dtype is None else dtype)
-        most = default_bytes if max_bytes is None else max_bytes
-        polar_in = functools.partial(
-            _in_chunks, functools.partial(polar, dtype=operands), min(at_once, most)
-        )
-
-        def mapped(
-            matrices: Sequence[jax.Array], traced: Mapping[str, jax.Array]
-        ) -> list[jax.Array]:
-            sent = [_rounded(x, operands) for x in matrices]
-            if mesh is None:
-                fn = functools.partial(polar_in, **traced)
-                factors = _stacking.map_stacks(fn, sent, most)
-            else:
-                per_device = functools.partial(_per_device, polar_in, most)
-                factors = _mesh.on_shards(per_device, sent, traced, mesh)
-            return [q.astype(x.dtype) for q, x in zip(factors, matrices, strict=True)]
-
-        return mapped
+    def on(limits: Limits) -> Callable[..., list[jax.Array]]:
+        if dtype is not None:
+            limits = limits._replace(dtype=jnp.dtype(dtype))
+        if max_bytes is not None:
+            at_once = min(max_bytes, limits.at_once)
+            limits = limits._replace(stack_bytes=max_bytes, at_once=at_once)
+        return functools.partial(_map_matrices, polar, found, limits)
 
     return jax.lax.platform_dependent(
-        list(matrices),
-        traced,
-        cpu=on(jnp.float32, _stacking.MAX_BYTES_CPU, _stacking.MAX_BYTES_CPU),
-        tpu=on(jnp.bfloat16, _stacking.MAX_BYTES, _stacking.AT_ONCE_TPU),
-        default=on(jnp.bfloat16, _stacking.MAX_BYTES, _stacking.MAX_BYTES),
+        list(matrices), traced, cpu=on(_CPU), tpu=on(_TPU), default=on(_GPU)
     )
+
+
+def _map_matrices(
+    polar: Polar,
+    mesh: AbstractMesh | None,
+    limits: Limits,
+    matrices: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
+) -> list[jax.Array]:
+    sent = [_rounded(x, limits.dtype) for x in matrices]
+    whole = functools.partial(polar, dtype=limits.dtype)
+    in_chunks = functools.partial(_in_chunks, whole, limits.at_once)
+    if mesh is None:
+        fn = functools.partial(in_chunks, **traced)
+        factors = _stacking.map_stacks(fn, sent, limits.stack_bytes)
+    elif limits.partitioner or _mesh.is_typed(mesh):
+        per_device = functools.partial(_per_device, in_chunks, limits.stack_bytes)
+        factors = _mesh.on_shards(per_device, sent, traced, mesh)
+    else:
+        # In one batch: which of its axes are sharded is not known.
+        fn = functools.partial(whole, **traced)
+        gathered = [_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in sent]
+        found = _stacking.map_stacks(fn, gathered, limits.stack_bytes)
+        factors = [_sharding.shard_like(q, x) for q, x in zip(found, sent, strict=True)]
+    return [q.astype(x.dtype) for q, x in zip(factors, matrices, strict=True)]
 
 
 def _in_chunks(

@@ -33,27 +33,29 @@ def map_matrices(
     """
     found: dict[int, jax.Array] = {}
     for journey in plan(arrays, sizes, max_bytes):
-        stack = jnp.concatenate([_wide(shards[i], arrays[i]) for i in journey.members])
+        stack = jnp.concatenate(
+            [_stacked(shards[i], arrays[i], journey) for i in journey.members]
+        )
         whole = _to_owners(stack, journey, sizes)
         results = _to_pieces(fn(whole), journey, sizes)
         start = 0
         for i in journey.members:
             matrices = math.prod(shards[i].shape[:-2])
-            found[i] = _as(results[start : start + matrices], shards[i], arrays[i])
+            part = results[start : start + matrices]
+            found[i] = _oriented(part, arrays[i], journey).reshape(shards[i].shape)
             start += matrices
     return [found[i] for i in range(len(shards))]
 
 
-def _wide(shard: jax.Array, array: Sharded) -> jax.Array:
-    """One axis for all batches, and the whole matrices wide."""
-    shard = shard if array.wide == array else shard.mT
+def _stacked(shard: jax.Array, array: Sharded, journey: Journey) -> jax.Array:
+    """One axis for all batches."""
+    shard = _oriented(shard, array, journey)
     return shard.reshape(math.prod(shard.shape[:-2]), *shard.shape[-2:])
 
 
-def _as(results: jax.Array, shard: jax.Array, array: Sharded) -> jax.Array:
-    """The inverse of :func:`_wide`."""
-    results = results if array.wide == array else results.mT
-    return results.reshape(shard.shape)
+def _oriented(x: jax.Array, array: Sharded, journey: Journey) -> jax.Array:
+    """To the journey's orientation, or back."""
+    return x if array.shape[-2:] == journey.shape else x.mT
 
 
 def _to_owners(stack: jax.Array, journey: Journey, sizes: Mapping[str, int]) -> jax.Array:

@@ -9,23 +9,46 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax._placement import Axes, Sharded, devices
 
 PerDevice = Callable[..., Sequence[jax.Array]]
 
 
-def mesh_of(arrays: Sequence[jax.Array]) -> AbstractMesh | None:
-    """The mesh of several devices that the arrays' types name; None where none does.
+def mesh_of(
+    arrays: Sequence[jax.Array], given: Mesh | AbstractMesh | None
+) -> AbstractMesh | None:
+    """The mesh of several devices that arrays are on; None where there is none.
 
-    None as well where an axis is manual: devices go their own ways there.
+    Their types name it, inside of ``jax.jit`` as well. None where an axis is manual:
+    devices go their own ways there.
+
+    Args:
+      arrays: The arrays.
+      given: The mesh for arrays whose types name none.
+
+    Raises:
+      ValueError: If types name another mesh than the given one.
     """
-    for array in arrays:
-        mesh = jax.typeof(array).sharding.mesh
-        if mesh.size > 1 and AxisType.Manual not in mesh.axis_types:
-            return mesh
-    return None
+    named = [jax.typeof(array).sharding.mesh for array in arrays]
+    found = next((mesh for mesh in named if mesh.size > 1), None)
+    if given is not None and given.size > 1:
+        wanted = given.abstract_mesh if isinstance(given, Mesh) else given
+        if found is not None and dict(found.shape) != dict(wanted.shape):
+            raise ValueError(
+                f"mesh={dict(wanted.shape)}, and the arrays are on a mesh "
+                f"{dict(found.shape)}: pass the mesh of the parameters, or None."
+            )
+        found = wanted if found is None else found
+    if found is None or AxisType.Manual in found.axis_types:
+        return None
+    return found
+
+
+def is_typed(mesh: AbstractMesh) -> bool:
+    """Whether all shardings are part of types."""
+    return set(mesh.axis_types) == {AxisType.Explicit}
 
 
 def on_shards(
@@ -47,15 +70,18 @@ def on_shards(
       scalars: Traced values that every device has.
       mesh: The mesh of the arrays.
     """
-    if set(mesh.axis_types) == {AxisType.Explicit}:
+    if is_typed(mesh):
         return _on_typed_shards(per_device, arrays, scalars, mesh)
     operation = _partitioned(per_device, len(arrays), tuple(scalars))
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return operation(*operands, _fingerprint(operation.fun, operands))
+
     operands = (*arrays, *scalars.values())
-    operands = (*operands, _fingerprint(operation.fun, operands))
     if AxisType.Explicit not in mesh.axis_types:
-        return list(operation(*operands))
+        return list(call(*operands))
     specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
-    return list(jax.sharding.auto_axes(operation, out_sharding=specs)(*operands))
+    return list(jax.sharding.auto_axes(call, out_sharding=specs)(*operands))
 
 
 def _on_typed_shards(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
@@ -72,7 +73,7 @@ def orscale(
     adam_b2: ArrayLike = 0.95,
     adam_eps: ArrayLike = 1e-8,
     adam_weight_decay: ScalarOrSchedule | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""OrScale: Muon with a calibrated trust ratio per matrix.
 
@@ -129,7 +130,8 @@ def orscale(
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
-      mesh: Reserved for placement on several devices; None or a mesh of one device.
+      mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
+        do not name theirs. Arrays that are on a mesh name it, so None does in general.
 
     Returns:
       A transformation whose updates have the gradients' shapes and dtypes. Norms, D, c
@@ -206,7 +208,7 @@ def muon(
     adam_b2: ArrayLike = 0.95,
     adam_eps: ArrayLike = 1e-8,
     adam_weight_decay: ScalarOrSchedule | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon, as the limit :math:`\hat r \equiv 1` of :func:`orscale`.
 
@@ -298,7 +300,7 @@ def arranged(
     adam_b2: ArrayLike,
     adam_eps: ArrayLike,
     adam_weight_decay: ScalarOrSchedule | None,
-    mesh: jax.sharding.Mesh | None,
+    mesh: Mesh | AbstractMesh | None,
     calibrate: bool = True,
     r_min: ArrayLike = 0.1,
     r_max: ArrayLike = 5.0,
@@ -317,7 +319,6 @@ def arranged(
     _checks.number("adam_b2", adam_b2, at_least=0, below=1)
     _checks.number("adam_eps", adam_eps, at_least=0)
     _checks.number("adam_weight_decay", adam_weight_decay, at_least=0, schedule=True)
-    _check_mesh(mesh)
 
     def matrices(
         axes: WeightDimensionNumbers, mask: Mask | None
@@ -329,6 +330,7 @@ def arranged(
                 ns_coeffs=ns_coeffs,
                 ns_dtype=ns_dtype,
                 ns_preconditioning=ns_preconditioning,
+                mesh=mesh,
                 weight_dimension_numbers=axes,
             ),
             # sQ
@@ -421,15 +423,3 @@ def _partition(
 
 def _default(value: Any, otherwise: Any) -> Any:
     return otherwise if value is None else value
-
-
-def _check_mesh(mesh: Any) -> None:
-    if mesh is None:
-        return
-    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
-        raise ValueError(f"mesh={mesh!r} is not a jax.sharding.Mesh: pass one, or None.")
-    if mesh.size > 1:
-        raise NotImplementedError(
-            f"mesh={mesh!r}: placement of Newton–Schulz over {mesh.size} devices is not "
-            "implemented yet. Leave mesh=None; the step then runs where pjit puts it."
-        )

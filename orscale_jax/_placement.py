@@ -52,8 +52,8 @@ class Journey(NamedTuple):
 
     Attributes:
       members: Indices of the arrays.
-      shape: ``(m, n)`` with ``m <= n``: tall matrices are transposed.
-      dtype: Of the entries that travel.
+      shape: ``(m, n)`` with ``m <= n`` where they travel: tall matrices are transposed.
+      dtype: Of the entries.
       rows: Axes of the mesh over which the rows are sharded.
       columns: Axes over which the columns are.
       copies: Axes along which the devices of a group hold copies.
@@ -105,9 +105,11 @@ def plan(
     """
     alike: dict[Any, list[int]] = {}
     for index, array in enumerate(arrays):
-        *batch, rows, columns = array.wide.axes
-        apart = frozenset(name for axes in batch for name in axes)
-        key = (array.wide.shape[-2:], array.dtype, apart, rows, columns)
+        apart = frozenset(name for axes in array.axes[:-2] for name in axes)
+        # Transposing what stays where it is would cost a copy and gain nothing.
+        sent = array if apart.issuperset(sizes) else array.wide
+        *_, rows, columns = sent.axes
+        key = (sent.shape[-2:], array.dtype, apart, rows, columns)
         alike.setdefault(key, []).append(index)
     journeys = [
         _journey(key, members, arrays, sizes)

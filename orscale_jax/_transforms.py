@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks, _engine, _preconditioning, _sharding
@@ -29,6 +30,7 @@ def orthogonalize(
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
     max_stack_bytes: int | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Replace every matrix by its polar factor, :math:`Q = \mathrm{NS}_k(\tilde M)`.
@@ -40,8 +42,9 @@ def orthogonalize(
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
       max_stack_bytes: Leaves whose matrices have one shape, or its transpose, go through
-        Newton–Schulz together in stacks of up to this size. None: 256 MiB, and 1 MiB on
-        CPU, where larger matrices gain nothing by it.
+        Newton–Schulz together in stacks of up to this size, on each device. None:
+        256 MiB, and 1 MiB on CPU, where larger matrices gain nothing by it.
+      mesh: As in :func:`orscale`.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
@@ -68,6 +71,7 @@ def orthogonalize(
     _preconditioning.check("ns_preconditioning", ns_preconditioning)
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
+    _checks.mesh("mesh", mesh)
     coefficient_table(ns_coeffs, argument="ns_coeffs")
 
     arguments: dict[str, Any] = {"steps": ns_steps, "coeffs": ns_coeffs}
@@ -79,7 +83,7 @@ def orthogonalize(
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         parts = jax.tree.leaves(map_matrices(_to_matrices, axes_tree, updates))
         factors = iter(
-            _engine.map_matrices(polar, parts, ns_dtype, max_stack_bytes, **traced)
+            _engine.map_matrices(polar, parts, ns_dtype, max_stack_bytes, mesh, **traced)
         )
         return map_matrices(
             lambda axes, leaf: _from_matrices(axes, factors, leaf), axes_tree, updates

@@ -223,14 +223,6 @@ def test_bad_ratio_hyperparameters_are_refused_when_built(arguments, words):
         orscale(1e-3, **arguments)
 
 
-def test_placement_on_several_devices_is_refused_until_it_exists():
-    one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
-    assert orscale(1e-3, mesh=one)
-    two = jax.sharding.AbstractMesh((2,), ("data",))
-    with pytest.raises(NotImplementedError, match="2 devices"):
-        orscale(1e-3, mesh=two)
-
-
 @pytest.mark.parametrize("build", [orscale, muon])
 def test_missing_params_is_optaxs_own_error(build):
     optimizer = build(1e-3)

@@ -1,0 +1,291 @@
+"""On 8 virtual devices: the values of one device, without redundant work."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.benchmarks import hlo_cost
+from orscale_jax import orscale, orthogonalize, state_shardings
+
+# Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
+SHAPES = {
+    **{f"up{i}": (16, 32) for i in range(8)},
+    **{f"down{i}": (32, 16) for i in range(8)},
+    **{f"odd{i}": (24, 24) for i in range(3)},
+    "experts": (8, 32, 16),
+    "bias": (16,),
+}
+NUMBERS = {
+    name: Dims(len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None
+    for name, shape in SHAPES.items()
+}
+
+
+def rng_tree(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()
+    }
+
+
+def on_the_rows(*axes):
+    return lambda rank: P(*[None] * (rank - 2), axes)
+
+
+def layers(rank):
+    return P("expert") if rank == 3 else P(None, "expert")
+
+
+LAYOUTS = {  # The mesh, and the spec of a leaf of matrices by its rank.
+    "replicated": ({"data": 8}, lambda rank: P()),
+    "rows": ({"fsdp": 8}, on_the_rows("fsdp")),
+    "columns": ({"fsdp": 8}, lambda rank: P(*[None] * (rank - 1), "fsdp")),
+    "rows, copies": ({"data": 2, "fsdp": 4}, on_the_rows("fsdp")),
+    "rows over both": ({"data": 2, "fsdp": 4}, on_the_rows("data", "fsdp")),
+    "rows × columns": (
+        {"fsdp": 4, "tensor": 2},
+        lambda rank: P(*[None] * (rank - 2), "fsdp", "tensor"),
+    ),
+    "experts": ({"expert": 8}, layers),
+    "experts × rows": (
+        {"expert": 4, "fsdp": 2},
+        lambda rank: P("expert", "fsdp") if rank == 3 else P(("expert", "fsdp")),
+    ),
+}
+
+
+def make_mesh(sizes, *kinds):
+    kinds = kinds if len(kinds) == len(sizes) else kinds * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def shardings(mesh, spec):
+    return {
+        name: NamedSharding(mesh, spec(len(shape)) if len(shape) > 1 else P())
+        for name, shape in SHAPES.items()
+    }
+
+
+def step_of(optimizer, **jit):
+    @functools.partial(jax.jit, donate_argnums=(0, 1), **jit)
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+OPTIMIZER = orscale(0.02, weight_dimension_numbers=NUMBERS)
+
+
+@functools.cache
+def expected(steps=2):
+    params, state = rng_tree(0), OPTIMIZER.init(rng_tree(0))
+    step = step_of(OPTIMIZER)
+    for seed in range(1, steps + 1):
+        params, state = step(params, state, rng_tree(seed))
+    return jax.tree.map(np.asarray, (params, state))
+
+
+def assert_close(found, wanted):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted
+    )
+
+
+def flops_alone():
+    """Of Newton–Schulz on one device, from the program."""
+    grads = jax.tree.map(jnp.asarray, rng_tree(1))
+    lowered = step_of(OPTIMIZER).lower(rng_tree(0), OPTIMIZER.init(grads), grads)
+    return hlo_cost.of(lowered.compile().as_text()).flops
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_that_of_one_device(layout, kind):
+    sizes, spec = LAYOUTS[layout]
+    mesh = make_mesh(sizes, kind)
+    where = shardings(mesh, spec)
+    params = jax.device_put(rng_tree(0), where)
+    of_state = state_shardings(OPTIMIZER, params)
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)
+        step = step_of(OPTIMIZER, out_shardings=(where, of_state))
+        types = jax.tree.map(jax.typeof, (params, state))
+        for seed in (1, 2):
+            grads = jax.device_put(rng_tree(seed), where)
+            params, state = step(params, state, grads)
+        program = step.lower(params, state, grads).compile().as_text()
+    assert step._cache_size() == 1
+    assert_close((params, state), expected())
+    assert jax.tree.map(jax.typeof, (params, state)) == types
+    assert all(params[name].sharding == where[name] for name in params)
+
+    cost = hlo_cost.of(program)
+    assert cost.looped_bytes == 0
+    kinds = {collective.kind for collective in cost.collectives}
+    assert kinds <= {"all-to-all", "all-gather", "all-reduce"}
+    assert ("all-gather" in kinds) == (layout in ("replicated", "rows, copies"))
+    # Where there are three matrices for eight devices, five devices have zeros instead.
+    assert cost.flops <= 1.15 * (flops_alone() + 5 * odd_flops()) / 8
+
+
+def odd_flops():
+    return 5 * 3 * 2 * 24**3
+
+
+def exchanged(layout, kind):
+    """Bytes of the collectives of the stage alone, and how many there are."""
+    sizes, spec = LAYOUTS[layout]
+    mesh = make_mesh(sizes, kind)
+    grads, where, numbers = (
+        {name: x for name, x in tree.items() if name != "bias"}
+        for tree in (rng_tree(0), shardings(mesh, spec), NUMBERS)
+    )
+    grads = jax.device_put(grads, where)
+    stage = orthogonalize(weight_dimension_numbers=numbers)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads)
+    return hlo_cost.of(lowered.compile().as_text())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "layout, matrices",
+    [
+        # Out and back: of the shape and its transpose apart, of the odd ones, of experts.
+        ("rows", 2 * (2 * 16 * 32 + 24 * 24 + 16 * 32)),
+        ("columns", 2 * (2 * 16 * 32 + 24 * 24 + 16 * 32)),
+        # Back alone, eight of a shape together.
+        ("replicated", 8 * (2 * 16 * 32 + 24 * 24 + 16 * 32)),
+        # The experts stay where they are.
+        ("experts", 2 * (2 * 16 * 32 + 24 * 24)),
+    ],
+)
+def test_bytes_exchanged(layout, matrices, kind):
+    """Each device receives and returns the matrices that it owns, once each."""
+    cost = exchanged(layout, kind)
+    assert cost.collective_bytes == matrices * 4
+    assert cost.looped_bytes == 0
+
+
+def test_bfloat16_travels_as_bfloat16():
+    mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
+    grads = {
+        f"w{i}": jax.ShapeDtypeStruct(
+            (16, 32), jnp.float32, sharding=NamedSharding(mesh, P("fsdp"))
+        )
+        for i in range(8)
+    }
+    stage = orthogonalize(ns_dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads)
+    text = lowered.as_text()
+    exchanges = [line for line in text.splitlines() if "all_to_all" in line]
+    assert len(exchanges) == 2 and all("bf16" in line for line in exchanges)
+
+
+def test_mixed_axes():
+    """One axis Auto, one Explicit: what types say of the latter is kept."""
+    mesh = make_mesh({"fsdp": 4, "tensor": 2}, AxisType.Auto, AxisType.Explicit)
+    where = shardings(mesh, LAYOUTS["rows × columns"][1])
+    params, grads = (jax.device_put(rng_tree(seed), where) for seed in (0, 1))
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init)(params)
+        after, _ = jax.jit(OPTIMIZER.update)(grads, state, params)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, grads)
+    alone, _ = OPTIMIZER.update(rng_tree(1), OPTIMIZER.init(rng_tree(0)), rng_tree(0))
+    assert_close(after, alone)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_traced_steps_and_coefficients(kind):
+    """As inject_hyperparams hands them over."""
+    mesh = make_mesh({"fsdp": 8}, kind)
+    grads = {"w": jax.device_put(rng_tree(1)["up0"], NamedSharding(mesh, P("fsdp")))}
+
+    def update(grads, steps, coeffs):
+        stage = orthogonalize(ns_steps=steps, ns_coeffs=coeffs)
+        return stage.update(grads, ())[0]["w"]
+
+    coeffs = jnp.array([3.4445, -4.7750, 2.0315])
+    with jax.set_mesh(mesh):
+        found = jax.jit(update)(grads, 3, coeffs)
+    wanted, _ = orthogonalize(ns_steps=3, ns_coeffs="jordan").update(
+        {"w": rng_tree(1)["up0"]}, ()
+    )
+    np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
+
+
+def test_programs_for_other_coefficients_are_told_apart():
+    """A persistent cache sees the text alone, and not what the partitioner is told."""
+    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    grads = {"w": jax.device_put(rng_tree(1)["up0"], NamedSharding(mesh, P("fsdp")))}
+
+    def constants(**arguments):
+        stage = orthogonalize(**arguments)
+        text = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads).as_text()
+        return [line for line in text.splitlines() if "stablehlo.constant" in line]
+
+    assert constants() == constants()
+    assert constants() != constants(ns_steps=4)
+    assert constants() != constants(ns_coeffs="dion")
+
+
+def test_the_mesh_argument():
+    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    where = NamedSharding(mesh, P("fsdp"))
+    grads = {f"w{i}": rng_tree(1)["up0"] for i in range(8)}
+    stage = orthogonalize(mesh=mesh)
+    update = jax.jit(lambda g: stage.update(g, ())[0], in_shardings=where)
+    wanted, _ = orthogonalize().update(grads, ())
+    assert_close(update(grads), wanted)
+    cost = hlo_cost.of(update.lower(grads).compile().as_text())
+    assert {c.kind for c in cost.collectives} == {"all-to-all"}
+
+    other = AbstractMesh((4, 2), ("fsdp", "tensor"))
+    stage = orthogonalize(mesh=other)
+    with pytest.raises(ValueError, match=r"'tensor': 2.*on a mesh.*'fsdp': 8"):
+        stage.update(jax.device_put(grads, where), ())
+    with pytest.raises(ValueError, match=r"mesh='data'.*jax\.sharding\.Mesh"):
+        orthogonalize(mesh="data")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_without_jit(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    where = NamedSharding(mesh, P("fsdp"))
+    grads = {"w": jax.device_put(rng_tree(1)["up0"], where)}
+    with jax.set_mesh(mesh):
+        found, _ = orthogonalize().update(grads, ())
+    wanted, _ = orthogonalize().update({"w": rng_tree(1)["up0"]}, ())
+    assert_close(found, wanted)
+
+
+def test_no_mesh_no_extra_operation():
+    """The program of one device has neither collectives nor calls to a partitioner."""
+    grads = jax.tree.map(jnp.asarray, {"w": rng_tree(1)["up0"], "v": rng_tree(1)["odd0"]})
+    stage = orthogonalize()
+    jaxpr = str(jax.make_jaxpr(lambda g: stage.update(g, ())[0])(grads))
+    assert "custom_partitioning" not in jaxpr and "shard_map" not in jaxpr
+
+
+def test_inside_shard_map_every_device_goes_its_own_way():
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    grads = np.stack([rng_tree(seed)["up0"] for seed in range(8)])
+    stage = orthogonalize()
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def update(grads):
+        return stage.update({"w": grads[0]}, ())[0]["w"][None]
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(update)(jax.device_put(grads, NamedSharding(mesh, P("data"))))
+    wanted, _ = orthogonalize(weight_dimension_numbers=Dims(1, 2)).update(grads, ())
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
