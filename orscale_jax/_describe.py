@@ -7,15 +7,17 @@ import html
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.typing import DTypeLike
 
-from orscale_jax import _checks, _stacking
+from orscale_jax import _checks, _sharding, _stacking
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
     PyTree,
@@ -24,6 +26,7 @@ from orscale_jax._matrix import (
     is_axes_leaf,
     matrix_axes,
 )
+from orscale_jax._placement import Sharded, plan
 from orscale_jax._precision import compute_dtype
 
 if TYPE_CHECKING:
@@ -59,6 +62,8 @@ class ParameterRow:
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
         whole leaf.
       batch_shape: How its matrices are counted, such as layers × experts.
+      mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
+        that it is sharded over; empty off a mesh and under AdamW.
     """
 
     path: str
@@ -74,6 +79,7 @@ class ParameterRow:
     state_bytes: int | None
     block: str = ""
     batch_shape: tuple[int, ...] = ()
+    mesh_axes: tuple[tuple[str, ...], ...] = ()
 
     @property
     def name(self) -> str:
@@ -93,10 +99,44 @@ class Stack(NamedTuple):
     names: tuple[str, ...]
 
     def __str__(self) -> str:
-        names, more = self.names[:_NAMES], len(self.names) - _NAMES
-        rest = f" and {more:,} more" if more > 0 else ""
         *counts, m, n = self.shape
-        return f"{math.prod(counts):,} of {m} × {n}: {', '.join(names)}{rest}"
+        return f"{math.prod(counts):,} of {m} × {n}: {_abridged(self.names)}"
+
+
+class Placed(NamedTuple):
+    """Matrices that go through Newton–Schulz together on a mesh.
+
+    The devices form groups, and each group has matrices of its own (experts that are
+    sharded over experts) or all of them.
+
+    Attributes:
+      shape: ``(m, n)`` of each, with ``m <= n`` where they travel.
+      matrices: How many a group of devices has.
+      devices: How many devices a group has, over which they are distributed.
+      each: How many a device takes; of the last ones some are zeros.
+      bytes_sent: By each device, there and back.
+      names: Of the leaves, or of their blocks.
+    """
+
+    shape: tuple[int, int]
+    matrices: int
+    devices: int
+    each: int
+    bytes_sent: int
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        m, n = self.shape
+        where = f"over {self.devices} devices" if self.devices > 1 else "on each device"
+        return (
+            f"{self.matrices:,} of {m} × {n} {where}, {self.each} each, "
+            f"{self.bytes_sent:,} bytes sent: {_abridged(self.names)}"
+        )
+
+
+def _abridged(names: tuple[str, ...]) -> str:
+    more = len(names) - _NAMES
+    return ", ".join(names[:_NAMES]) + (f" and {more:,} more" if more > 0 else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +159,12 @@ class Description:
         ``matrices``, ``m``, ``n``, ``scale``, ``norms``, ``parameters``, ``state_bytes``.
       shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
         without optimizer.
+      mesh: The lengths of the axes of the parameters' mesh; empty off a mesh.
     """
 
     rows: tuple[ParameterRow, ...]
     shared_bytes: int | None = None
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def totals(self) -> dict[str, Total]:
@@ -141,7 +183,7 @@ class Description:
     def select(self, expression: str) -> "Description":
         """The rows in whose paths :func:`re.search` finds the expression, alone."""
         rows = tuple(row for row in self.rows if re.search(expression, row.path))
-        return Description(rows, None if self.shared_bytes is None else 0)
+        return Description(rows, None if self.shared_bytes is None else 0, self.mesh)
 
     def stacks(self, max_bytes: int = _stacking.MAX_BYTES) -> list[Stack]:
         """Which matrices go through Newton–Schulz together.
@@ -167,6 +209,38 @@ class Description:
                 tuple(rows[index].name for index in members),
             )
             for members in _stacking.plan(kinds, max_bytes)
+        ]
+
+    def placement(
+        self,
+        max_bytes: int = _stacking.MAX_BYTES,
+        dtype: DTypeLike = jnp.bfloat16,
+    ) -> list[Placed]:
+        """Which devices of the mesh orthogonalize which matrices.
+
+        Args:
+          max_bytes: As for :meth:`stacks`.
+          dtype: In which the matrices are sent, ``ns_dtype`` of :func:`orscale`.
+
+        Returns:
+          The plan, in the order of the leaves; empty off a mesh.
+        """
+        rows = [row for row in self.rows if row.rule == "matrix"]
+        shapes = [(*row.batch_shape, row.m, row.n) for row in rows]
+        arrays = [
+            Sharded(shape, jnp.dtype(dtype), row.mesh_axes or ((),) * len(shape))
+            for row, shape in zip(rows, shapes, strict=True)
+        ]
+        return [
+            Placed(
+                shape=journey.shape,
+                matrices=journey.matrices,
+                devices=journey.owners,
+                each=journey.rounds,
+                bytes_sent=journey.bytes_sent,
+                names=tuple(rows[index].name for index in journey.members),
+            )
+            for journey in plan(arrays if self.mesh else [], self.mesh, max_bytes)
         ]
 
     def table(self) -> "rich.table.Table":
@@ -225,6 +299,9 @@ class Description:
         )
 
     def _stack_lines(self) -> list[str]:
+        if self.mesh:
+            axes = " × ".join(f"{size} {name}" for name, size in self.mesh.items())
+            return [f"Newton–Schulz on {axes}", *map(str, self.placement())]
         stacks = list(map(str, self.stacks()))
         return ["stacks for Newton–Schulz", *stacks] if stacks else []
 
@@ -302,11 +379,12 @@ def describe(
         for path, leaf in leaf_of.items()
         for row in _rows(path, leaf, axes_of.get(path), arrays[path], consistent_rms)
     ]
+    meshes = map(_mesh_shape, leaf_of.values())
+    mesh = next((mesh for mesh in meshes if mesh), {})
     if state is None:
-        return Description(
-            tuple(dataclasses.replace(row, state_bytes=None) for row in rows)
-        )
-    return Description(tuple(rows), _bytes(arrays[None]))
+        rows = [dataclasses.replace(row, state_bytes=None) for row in rows]
+        return Description(tuple(rows), mesh=mesh)
+    return Description(tuple(rows), _bytes(arrays[None]), mesh)
 
 
 def _by_path(tree: PyTree) -> dict[Any, Any]:
@@ -355,11 +433,43 @@ def _rows(
             n=n,
             scale=1.0 if rms is None else rms * max(m, n) ** 0.5,
             norms=_norms(axes.within, part, leaf),
+            mesh_axes=_mesh_axes(axes, index, leaf),
             parameters=math.prod(shaped.shape),
             state_bytes=_bytes(jax.eval_shape(part, array) for array in state),
         )
 
     return [row(index, label) for index, label in enumerate(axes.labels)]
+
+
+def _mesh_axes(
+    axes: MatrixAxes | MatrixBlocks, index: int, leaf: Any
+) -> tuple[tuple[str, ...], ...]:
+    """As JAX itself finds them where shardings are part of types."""
+    mesh = _mesh_shape(leaf)
+    if not mesh:
+        return ()
+    explicit = AbstractMesh(
+        tuple(mesh.values()), tuple(mesh), (AxisType.Explicit,) * len(mesh)
+    )
+    abstract = jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=NamedSharding(explicit, leaf.sharding.spec)
+    )
+    found: list[tuple[tuple[str, ...], ...]] = []
+
+    def read(leaf: jax.Array) -> None:
+        matrices = axes.within.to_matrices(axes.part(leaf, index))
+        found.append(_sharding.axes_of(jax.typeof(matrices).sharding.spec, matrices.ndim))
+
+    with jax.sharding.use_abstract_mesh(explicit):
+        jax.eval_shape(read, abstract)
+    return found[0]
+
+
+def _mesh_shape(leaf: Any) -> dict[str, int]:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return {}
+    return dict(sharding.mesh.shape) if sharding.mesh.size > 1 else {}
 
 
 def _norms(

@@ -11,7 +11,8 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from orscale_jax._placement import Axes, Sharded, devices
+from orscale_jax import _sharding
+from orscale_jax._placement import Sharded, devices
 
 PerDevice = Callable[..., Sequence[jax.Array]]
 
@@ -160,7 +161,7 @@ def _same_shardings(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> 
 
 def _even(array: Any, mesh: Any) -> NamedSharding:
     """The partitioner's choice, without what it would have to pad."""
-    axes = _axes(array.sharding.spec, len(array.shape))
+    axes = _sharding.axes_of(array.sharding.spec, len(array.shape))
     spec = [
         names if size % devices(names, mesh.shape) == 0 else None
         for size, names in zip(array.shape, axes, strict=True)
@@ -169,12 +170,4 @@ def _even(array: Any, mesh: Any) -> NamedSharding:
 
 
 def _sharded(array: Any, spec: PartitionSpec) -> Sharded:
-    return Sharded(array.shape, array.dtype, _axes(spec, len(array.shape)))
-
-
-def _axes(spec: PartitionSpec, rank: int) -> tuple[Axes, ...]:
-    entries = [*spec, *(None,) * (rank - len(spec))]
-    return tuple(
-        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        for entry in entries
-    )
+    return Sharded(array.shape, array.dtype, _sharding.axes_of(spec, len(array.shape)))

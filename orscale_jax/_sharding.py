@@ -17,6 +17,15 @@ def spec(leaf: jax.Array) -> list[Any]:
     return [*entries, *(None,) * (leaf.ndim - len(entries))]
 
 
+def axes_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """Of each of an array's axes, those of the mesh that it is sharded over."""
+    entries = [*spec, *(None,) * (rank - len(spec))]
+    return tuple(
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
+
+
 def is_sharded(leaf: jax.Array) -> bool:
     """Whether the leaf's type says that it is not on every device."""
     return any(entry is not None for entry in spec(leaf))

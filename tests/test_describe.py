@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -404,3 +405,48 @@ def test_the_output_on_the_page():
             exec(compile(text, PAGE, "exec"), namespace)
         printed = output.getvalue()
     assert [language for language, _ in blocks].count("text") == 3
+
+
+def test_placement():
+    """As in a run: what travels, between how many devices, and how much of it."""
+    mesh = AbstractMesh((4, 2), ("expert", "fsdp"))
+
+    def leaf(shape, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    params = {
+        "down": leaf((64, 16), "fsdp", "expert"),
+        "experts": leaf((8, 32, 16), "expert", "fsdp"),
+        "heads": leaf((16, 4, 8), None, "expert"),
+        "qkv": leaf((16, 48), None, "fsdp"),
+        "up": leaf((16, 64), "expert", "fsdp"),
+        "bias": leaf((16,)),
+    }
+    numbers = {
+        "down": Dims(0, 1),
+        "experts": Dims(1, 2),
+        "heads": Dims(0, (1, 2)),
+        "qkv": Blocks(0, 1, block_axis=1, blocks=2),
+        "up": Dims(0, 1),
+        "bias": None,
+    }
+    description = describe(params, numbers)
+    assert [tuple(placed) for placed in description.placement()] == [
+        # Half of their bytes in bfloat16 stay; the other seven of eight do not.
+        ((16, 64), 2, 8, 1, 2 * 2048 * 7 // 8, ("down", "up")),
+        ((16, 32), 2, 2, 1, 2 * 1024 // 2, ("experts",)),
+        # Merged with heads in front, which are sharded; copies along the other axis.
+        ((16, 32), 1, 8, 1, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
+        # A block on each of two devices, and copies along the other axis.
+        ((16, 24), 1, 4, 1, 3 * 768, ("qkv",)),
+    ]
+    assert str(description).splitlines()[-5:] == [
+        "Newton–Schulz on 4 expert × 2 fsdp",
+        "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent: down, up",
+        "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent: experts",
+        "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent: heads",
+        "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent: qkv",
+    ]
+    assert description.select("experts").placement() == description.placement()[1:2]
+    assert describe({"w": jnp.ones((2, 3))}).placement() == []
