@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from orscale_jax import _sharding
+
 
 def in_float32(
     inner: optax.GradientTransformation,
@@ -14,7 +16,8 @@ def in_float32(
     """Run ``inner`` in float32 (float64 where there is float64), and keep all dtypes.
 
     Updates come back in the dtype of the gradients and every state leaf in the dtype
-    that ``inner.init`` gave it, so that neither changes from step to step.
+    that ``inner.init`` gave it, so that neither changes from step to step. So do the
+    shardings that are part of types.
 
     Args:
       inner: The transformation to run.
@@ -108,4 +111,8 @@ def _widen(tree: Any, dtype: jnp.dtype) -> Any:
 
 
 def _cast_like(tree: Any, like: Any) -> Any:
-    return jax.tree.map(lambda leaf, old: leaf.astype(jnp.result_type(old)), tree, like)
+    def cast(leaf: jax.Array, old: jax.Array) -> jax.Array:
+        # Where the state is sharded and the parameter is not, its update is neither.
+        return _sharding.shard_like(leaf.astype(jnp.result_type(old)), jnp.asarray(old))
+
+    return jax.tree.map(cast, tree, like)

@@ -27,6 +27,10 @@ NUMBERS = {
 }
 
 
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
 def rng_tree(seed):
     rng = np.random.default_rng(seed)
     return {
@@ -202,6 +206,50 @@ def test_mixed_axes():
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, grads)
     alone, _ = OPTIMIZER.update(rng_tree(1), OPTIMIZER.init(rng_tree(0)), rng_tree(0))
     assert_close(after, alone)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_state_sharded_and_parameters_copied(kind):
+    """ZeRO-1: parameters and gradients on every device, the state over all of them."""
+    mesh = make_mesh({"data": 8}, kind)
+    copied = jax.tree.map(lambda _: NamedSharding(mesh, P()), SHAPES, is_leaf=is_shape)
+    zero = shardings(mesh, lambda rank: P(*[None] * (rank - 2), "data"))
+    params = jax.device_put(rng_tree(0), copied)
+    owned = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        params,
+        zero,
+    )
+    of_state = state_shardings(OPTIMIZER, owned)
+    step = step_of(OPTIMIZER, out_shardings=(copied, of_state))
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)
+        types = jax.tree.map(jax.typeof, (params, state))
+        for seed in (1, 2):
+            grads = jax.device_put(rng_tree(seed), copied)
+            params, state = step(params, state, grads)
+        updates, _ = jax.jit(OPTIMIZER.update)(grads, state, params)
+    assert_close((params, state), expected())
+    assert jax.tree.map(jax.typeof, (params, state)) == types
+    assert jax.tree.map(jax.typeof, updates) == types[0]
+    assert optax.tree.get(state, "trace")["up0"].sharding.spec == P("data", None)
+
+
+def test_auto_axes_made_explicit_for_the_optimizer():
+    """As docs/sharding.md has it for TPUs."""
+    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    where = shardings(mesh, on_the_rows("fsdp"))
+    params, grads = (jax.device_put(rng_tree(seed), where) for seed in (0, 1))
+    of_state = state_shardings(OPTIMIZER, params)
+    specs = jax.tree.map(lambda sharding: sharding.spec, (where, of_state, where))
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)
+        update = jax.jit(jax.sharding.explicit_axes(OPTIMIZER.update, in_sharding=specs))
+        found, _ = update(grads, state, params)
+        text = update.lower(grads, state, params).as_text()
+    assert "CustomSPMDPartitioning" not in text and "all_to_all" in text
+    alone, _ = OPTIMIZER.update(rng_tree(1), OPTIMIZER.init(rng_tree(0)), rng_tree(0))
+    assert_close(found, alone)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
