@@ -7,6 +7,7 @@ from orscale_jax._attention import (
 from orscale_jax._describe import (
     Description as Description,
     ParameterRow as ParameterRow,
+    Placed as Placed,
     Stack as Stack,
     Total as Total,
     describe as describe,

@@ -36,20 +36,20 @@ MUTANTS = [
     ),
     Mutant(
         "_axes",
-        "ordered = leaf.transpose(self.batch + self.rows + self.columns)",
-        "ordered = leaf.transpose(self.rows + self.batch + self.columns)",
+        "x = leaf.transpose(self.batch + self.rows + self.columns)",
+        "x = leaf.transpose(self.rows + self.batch + self.columns)",
         "test_transforms.py",
     ),
     Mutant(
         "_polar",
-        "polynomial = rounded(b * gram + c * square)",
-        "polynomial = rounded(b * gram - c * square)",
+        "polynomial = rounded(b * factor.astype(square.dtype) + c * square)",
+        "polynomial = rounded(b * factor.astype(square.dtype) - c * square)",
         "test_polar.py",
     ),
     Mutant(
         "_polar",
-        "a, b, c = rows[jnp.minimum(i, len(rows) - 1)]",
-        "a, b, c = rows[jnp.minimum(i, len(rows) - 2)]",
+        "i = jnp.minimum(i, len(table) - 1)",
+        "i = jnp.minimum(i, len(table) - 2)",
         "test_polar.py",
     ),
     Mutant(
@@ -150,8 +150,8 @@ MUTANTS = [
     ),
     Mutant(
         "_transforms",
-        "lambda axes, before, u: before | axes.reduce(jnp.any, u != 0),",
-        "lambda axes, before, u: axes.reduce(jnp.any, u != 0),",
+        "lambda axes, before, u: before | _any_nonzero(axes, u),",
+        "lambda axes, before, u: _any_nonzero(axes, u),",
         "test_transforms.py",
     ),
     Mutant(
@@ -168,7 +168,7 @@ MUTANTS = [
     ),
     Mutant(
         "_optimizers",
-        "lambda stages: optax.chain(stages.direction, stages.decay, stages.ratio),",
+        "lambda stages: optax.chain(stages.coupled, stages.ratio),",
         "lambda stages: optax.chain(stages.direction, stages.ratio, stages.decay),",
         "test_recordings.py",
     ),
@@ -273,6 +273,48 @@ MUTANTS = [
         "mask = mask(tree) if jax.tree.leaves(tree) else tree",
         "mask = mask(tree)",
         "test_citizenship.py -k look_for",
+    ),
+    Mutant(
+        "_placement",
+        "sent = array if apart.issuperset(sizes) else array.wide",
+        "sent = array",
+        "test_placement.py",
+    ),
+    Mutant(
+        "_placement",
+        "length = math.ceil(sum(counts) / stacks / owners) * owners",
+        "length = math.ceil(sum(counts) / stacks)",
+        "test_placement.py",
+    ),
+    Mutant(
+        "_journeys",
+        "start = jax.lax.axis_index(journey.copies) * share",
+        "start = 0 * share",
+        "test_mesh.py -k one_device",
+    ),
+    Mutant(
+        "_journeys",
+        "return pieces.transpose(2, 0, 3, 1, 4).reshape(-1, *journey.shape)",
+        "return pieces.transpose(2, 1, 3, 0, 4).reshape(-1, *journey.shape)",
+        "test_mesh.py -k one_device",
+    ),
+    Mutant(
+        "_mesh",
+        "return jnp.asarray(np.frombuffer(digest, np.uint32))",
+        "return jnp.zeros(8, jnp.uint32)",
+        "test_mesh.py -k told_apart",
+    ),
+    Mutant(
+        "_engine",
+        "sent = [_rounded(x, limits.dtype) for x in matrices]",
+        "sent = list(matrices)",
+        "test_mesh.py -k bfloat16",
+    ),
+    Mutant(
+        "_precision",
+        "return _sharding.shard_like(leaf.astype(jnp.result_type(old)), jnp.asarray(old))",
+        "return leaf.astype(jnp.result_type(old))",
+        "test_mesh.py -k copied",
     ),
 ]
 
