@@ -20,7 +20,7 @@ PerDevice = Callable[..., Sequence[jax.Array]]
 def mesh_of(
     arrays: Sequence[jax.Array], given: Mesh | AbstractMesh | None
 ) -> AbstractMesh | None:
-    """The mesh of several devices that arrays are on; None where there is none.
+    """The mesh that arrays are on; None where there is none, or one device without types.
 
     Their types name it, inside of ``jax.jit`` as well. None where an axis is manual:
     devices go their own ways there.
@@ -33,7 +33,10 @@ def mesh_of(
       ValueError: If types name another mesh than the given one.
     """
     named = [jax.typeof(array).sharding.mesh for array in arrays]
-    found = next((mesh for mesh in named if mesh.size > 1), None)
+    found = next(
+        (mesh for mesh in named if mesh.size > 1 or AxisType.Explicit in mesh.axis_types),
+        None,
+    )
     if given is not None and given.size > 1:
         wanted = given.abstract_mesh if isinstance(given, Mesh) else given
         if found is not None and dict(found.shape) != dict(wanted.shape):
@@ -143,7 +146,8 @@ def _partitioned(
 def _fingerprint(fn: Callable[..., Any], operands: Sequence[jax.Array]) -> jax.Array:
     """Numbers that tell programs apart whose partitioned operations do different things.
 
-    A persistent cache of compiled programs sees of such an operation its operands alone.
+    A persistent cache of compiled programs sees of such an operation its operands, and a
+    pointer that ``jax_remove_custom_partitioning_ptr_from_cache_key`` takes away.
     """
     jaxpr = jax.make_jaxpr(fn)(*map(jax.typeof, operands))
     digest = hashlib.sha256(str(jaxpr).encode()).digest()

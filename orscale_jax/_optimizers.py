@@ -258,7 +258,7 @@ def muon(
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
     return arranged(
-        lambda stages: stages.coupled,
+        lambda stages: optax.chain(stages.coupled),
         learning_rate,
         momentum=momentum,
         nesterov=nesterov,

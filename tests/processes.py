@@ -1,0 +1,175 @@
+"""A run on a mesh of several processes, and on smaller ones; by tests/test_processes.py.
+
+``python -m tests.processes <folder> <port> <index> <kind of axes>`` is one process.
+"""
+
+import pathlib
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import orscale, state_shardings
+from tests.runs import readout
+
+PROCESSES, DEVICES = 2, 4  # Of each process.
+TIMEOUT = 120  # Seconds, on a busy machine.
+SAVED, COMPARED, END = 2, 3, 4  # Steps after which something happens.
+
+SHAPES = {
+    "query": (16, 24),
+    "key": (16, 24),
+    "late": (16, 24),
+    "up": (32, 16),
+    "down": (16, 32),
+    "experts": (8, 8, 12),
+    "bias": (24,),
+}
+NUMBERS = {name: Dims(0, 1) for name in SHAPES} | {"experts": Dims(1, 2), "bias": None}
+OPTIMIZER = orscale(1e-2, weight_dimension_numbers=NUMBERS)
+
+# The axes of a mesh and their lengths, and what is sharded over them.
+FSDP = dict.fromkeys(SHAPES, P("data")) | {"down": P(None, "data")}
+OTHER_AXES = FSDP | {"query": P(None, "data"), "experts": P(None, "data")}
+TENSORS = dict.fromkeys(SHAPES, P("data", "model")) | {
+    "up": P(None, ("model", "data")),
+    "experts": P("model", None, "data"),
+    "bias": P("model"),
+}
+LAYOUTS = {
+    "8": ({"data": 8}, FSDP),
+    "4": ({"data": 4}, OTHER_AXES),
+    "2x2": ({"data": 2, "model": 2}, TENSORS),
+    "1": ({"data": 1}, FSDP),
+}
+
+
+def random(seed, name):
+    rng = np.random.default_rng([seed, *name.encode()])
+    return rng.normal(size=SHAPES[name]).astype(np.float32)
+
+
+def placed(layout, kind=AxisType.Auto):
+    """The shardings of the parameters, on the first devices that there are."""
+    axes, specs = LAYOUTS[layout]
+    lengths = tuple(axes.values())
+    devices = jax.devices()[: np.prod(lengths)]
+    mesh = jax.make_mesh(
+        lengths, tuple(axes), axis_types=(kind,) * len(axes), devices=devices
+    )
+    return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+
+def made(seed, shardings):
+    """Every process makes what its own devices hold."""
+    return {
+        name: jax.make_array_from_callback(
+            SHAPES[name], sharding, random(seed, name).__getitem__
+        )
+        for name, sharding in shardings.items()
+    }
+
+
+def abstract_run(shardings):
+    """The parameters and the state, where they belong."""
+    params = {
+        name: jax.ShapeDtypeStruct(SHAPES[name], jnp.float32, sharding=sharding)
+        for name, sharding in shardings.items()
+    }
+    state = jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding),
+        jax.eval_shape(OPTIMIZER.init, params),
+        state_shardings(OPTIMIZER, params),
+    )
+    return params, state
+
+
+def sharding_of(leaf):
+    return leaf.sharding
+
+
+def start(shardings):
+    params = made(0, shardings)
+    where = state_shardings(OPTIMIZER, params)
+    return params, jax.jit(OPTIMIZER.init, out_shardings=where)(params)
+
+
+def compiled(shardings):
+    """The program of a step, which donates the run."""
+    abstract = abstract_run(shardings)
+
+    def step(run, targets, index):
+        params, state = run
+        grads = jax.tree.map(jnp.subtract, params, targets)
+        # No direction before the checkpoint, which has no calibration for it then.
+        grads["late"] *= index > SAVED
+        updates, state = OPTIMIZER.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    where = jax.tree.map(sharding_of, abstract)
+    step = jax.jit(step, donate_argnums=0, out_shardings=where)
+    return step.lower(abstract, abstract[0], np.int32(0)).compile()
+
+
+def advance(program, run, steps):
+    for index in steps:
+        targets = made(index, jax.tree.map(sharding_of, run[0]))
+        run = program(run, targets, np.int32(index))
+    return run
+
+
+def save(path, run):
+    """By all processes, before the next step is given the run's buffers."""
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, run)
+        checkpointer.wait_until_finished()
+
+
+def restore(path, shardings):
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, abstract_run(shardings))
+
+
+def measured(run):
+    """What is compared: the weights, and what the state says of each matrix."""
+    params, state = run
+    names = ("calibration", "raw_trust_ratio", "trust_ratio")
+    tree = {"weights": params} | {name: readout(state, name) for name in names}
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def write(folder, steps, run):
+    """By all processes; the first one has the file."""
+    whole = multihost_utils.process_allgather(measured(run), tiled=True)
+    if jax.process_index() == 0:
+        np.savez(folder / f"{steps}.npz", **whole)
+
+
+def main(folder, port, index, kind):
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # A program that is read from it has another text than one that was compiled.
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", PROCESSES, int(index), initialization_timeout=TIMEOUT
+    )
+    folder = pathlib.Path(folder)
+    shardings = placed("8", AxisType[kind])
+    program = compiled(shardings)
+    (folder / f"program.{index}").write_text(program.as_text())
+    run = advance(program, start(shardings), range(1, SAVED + 1))
+    save(folder / "checkpoint", run)
+    write(folder, SAVED, run)
+    write(folder, COMPARED, advance(program, run, range(SAVED + 1, COMPARED + 1)))
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
