@@ -76,11 +76,8 @@ def on_shards(
     """
     if is_typed(mesh):
         return _on_typed_shards(per_device, arrays, scalars, mesh)
-    operation = _partitioned(per_device, len(arrays), tuple(scalars))
-
-    def call(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return operation(*operands, _fingerprint(operation.fun, operands))
-
+    count = len(arrays)
+    call = _transformable(_partitioned(per_device, count, tuple(scalars)), count)
     operands = (*arrays, *scalars.values())
     if AxisType.Explicit not in mesh.axis_types:
         return list(call(*operands))
@@ -141,6 +138,36 @@ def _partitioned(
 
     operation.def_partition(partition, sharding_rule=_same_shardings)
     return operation
+
+
+def _transformable(
+    operation: custom_partitioning, count: int
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """With rules that partitioned operations lack: to be mapped and differentiated."""
+    whole = operation.fun
+
+    @jax.custom_batching.custom_vmap
+    def mapped(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return operation(*operands, _fingerprint(whole, operands))
+
+    @mapped.def_vmap
+    def _(axis_size: int, batched: Any, *operands: jax.Array) -> Any:
+        # One more axis that counts matrices, if it is of all arrays and nothing else.
+        if any(batched[count:]) or not all(batched[:count]):
+            axes = [0 if is_batched else None for is_batched in batched]
+            return jax.vmap(whole, in_axes=axes)(*operands), (True,) * count
+        return mapped(*operands), (True,) * count
+
+    @jax.custom_jvp
+    def differentiable(*operands: jax.Array) -> tuple[jax.Array, ...]:
+        return mapped(*operands)
+
+    @differentiable.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        _, tangents = jax.jvp(whole, primals, tangents)
+        return differentiable(*primals), tangents
+
+    return differentiable
 
 
 def _fingerprint(fn: Callable[..., Any], operands: Sequence[jax.Array]) -> jax.Array:

@@ -271,6 +271,46 @@ def test_traced_steps_and_coefficients(kind):
     np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_mapped_over_a_population(kind):
+    """Also where some arrays, or the number of steps, are mapped and others are not."""
+    mesh = make_mesh({"fsdp": 8}, kind)
+    on = NamedSharding(mesh, P(None, "fsdp"))
+    grads = np.stack([rng_tree(seed)["up0"] for seed in range(3)])
+    sharded = jax.device_put(grads, on)
+    one = jax.device_put(grads[0], NamedSharding(mesh, P("fsdp")))
+
+    def update(grads, steps):
+        return orthogonalize(ns_steps=steps).update(grads, ())[0]
+
+    with jax.set_mesh(mesh):
+        all_of_them = jax.jit(jax.vmap(lambda g: update({"w": g}, 5)))(sharded)
+        some = jax.jit(jax.vmap(lambda g: update({"w": g, "v": one}, 5)))(sharded)
+        steps = jax.jit(jax.vmap(lambda k: update({"w": one}, k)))(jnp.arange(1, 4))
+    wanted = [update({"w": g}, 5)["w"] for g in grads]
+    np.testing.assert_allclose(all_of_them["w"], wanted, atol=1e-5)
+    np.testing.assert_allclose(some["w"], wanted, atol=1e-5)
+    np.testing.assert_allclose(some["v"], [wanted[0]] * 3, atol=1e-5)
+    wanted = [update({"w": grads[0]}, k)["w"] for k in (1, 2, 3)]
+    np.testing.assert_allclose(steps["w"], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_differentiated(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    x, direction = rng_tree(1)["up0"], rng_tree(2)["up0"]
+
+    def loss(x):
+        return jnp.sum(orthogonalize(ns_steps=3).update({"w": x}, ())[0]["w"] * direction)
+
+    wanted = jax.grad(loss)(x)
+    sharding = NamedSharding(mesh, P("fsdp"))
+    direction = jax.device_put(direction, sharding)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(jax.device_put(x, sharding))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_programs_for_other_coefficients_are_told_apart():
     """A persistent cache sees the text alone, and not what the partitioner is told."""
     mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
