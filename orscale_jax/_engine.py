@@ -62,6 +62,13 @@ def map_matrices(
     Returns:
       The factors, in the dtypes and shardings of ``matrices``.
     """
+    # An array without entries is its own factor, and has nothing to send.
+    filled = [x for x in matrices if x.size]
+    if len(filled) < len(matrices):
+        factors = iter(map_matrices(polar, filled, dtype, max_bytes, mesh, **traced))
+        return [next(factors) if x.size else x for x in matrices]
+    if not matrices:
+        return []
     found = _mesh.mesh_of(matrices, mesh)
 
     def on(limits: Limits) -> Callable[..., list[jax.Array]]:

@@ -272,6 +272,19 @@ def test_traced_steps_and_coefficients(kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_without_entries(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    shapes = {"none": (0, 16, 8), "narrow": (1, 16, 0), "w": (1, 16, 8)}
+    on = NamedSharding(mesh, P(None, "fsdp"))
+    grads = {k: jax.device_put(jnp.ones(s), on) for k, s in shapes.items()}
+    stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda g: stage.update(g, ())[0])(grads)
+    assert {k: x.shape for k, x in found.items()} == shapes
+    np.testing.assert_allclose(np.linalg.norm(found["w"][0], 2), 0.904, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mapped_over_a_population(kind):
     """Also where some arrays, or the number of steps, are mapped and others are not."""
     mesh = make_mesh({"fsdp": 8}, kind)
