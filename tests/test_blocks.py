@@ -166,6 +166,7 @@ def test_the_table_has_a_row_per_size():
         describe(params, Dims(0, 1), optimizer=optimizer)
 
 
+@pytest.mark.slow
 def test_decay_masks_hold_for_all_blocks():
     params, zero = fused(0), fused(0, 0.0)
     optimizer = orscale(

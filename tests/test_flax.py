@@ -636,6 +636,7 @@ class Convolutions(nn.Module):
         return nn.Dense(5, name="head")(y.mean((1, 2)).reshape(len(x), -1))
 
 
+@pytest.mark.slow
 def test_a_linen_convolutional_network():
     module = Convolutions()
     x = jax.random.normal(jax.random.key(1), (2, 6, 6, 3))

@@ -110,8 +110,18 @@ def flops_alone():
     return hlo_cost.of(lowered.compile().as_text()).flops
 
 
+# What the others contain between them.
+SLOW = {"columns", "rows over both"}
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in LAYOUTS
+    ],
+)
 def test_a_step_is_that_of_one_device(layout, kind):
     sizes, spec = LAYOUTS[layout]
     mesh = make_mesh(sizes, kind)
