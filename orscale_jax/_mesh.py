@@ -22,8 +22,8 @@ def mesh_of(
 ) -> AbstractMesh | None:
     """The mesh that arrays are on; None where there is none, or one device without types.
 
-    Their types name it, inside of ``jax.jit`` as well. None where an axis is manual:
-    devices go their own ways there.
+    Their types name it, inside of ``jax.jit`` as well; else it is the given one, or that
+    of the context. None where an axis is manual: devices go their own ways there.
 
     Args:
       arrays: The arrays.
@@ -32,22 +32,24 @@ def mesh_of(
     Raises:
       ValueError: If types name another mesh than the given one.
     """
+    wanted = given.abstract_mesh if isinstance(given, Mesh) else given
     named = [jax.typeof(array).sharding.mesh for array in arrays]
-    found = next(
-        (mesh for mesh in named if mesh.size > 1 or AxisType.Explicit in mesh.axis_types),
-        None,
-    )
-    if given is not None and given.size > 1:
-        wanted = given.abstract_mesh if isinstance(given, Mesh) else given
-        if found is not None and dict(found.shape) != dict(wanted.shape):
-            raise ValueError(
-                f"mesh={dict(wanted.shape)}, and the arrays are on a mesh "
-                f"{dict(found.shape)}: pass the mesh of the parameters, or None."
-            )
-        found = wanted if found is None else found
+    found = next(filter(_matters, named), None)
+    if found is None:
+        context = jax.sharding.get_abstract_mesh()
+        found = wanted or (context if _matters(context) else None)
+    elif wanted is not None and wanted.size > 1 and found.shape != wanted.shape:
+        raise ValueError(
+            f"mesh={dict(wanted.shape)}, and the arrays are on a mesh "
+            f"{dict(found.shape)}: pass the mesh of the parameters, or None."
+        )
     if found is None or AxisType.Manual in found.axis_types:
         return None
-    return found
+    return found if _matters(found) else None
+
+
+def _matters(mesh: AbstractMesh) -> bool:
+    return mesh.size > 1 or AxisType.Explicit in mesh.axis_types
 
 
 def is_typed(mesh: AbstractMesh) -> bool:

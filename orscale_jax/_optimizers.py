@@ -131,7 +131,8 @@ def orscale(
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
-        do not name theirs. Arrays that are on a mesh name it, so None does in general.
+        do not name theirs; None: that of the context (``jax.set_mesh``), if any. Arrays
+        that are on a mesh name it, so None does in general.
 
     Returns:
       A transformation whose updates have the gradients' shapes and dtypes. Norms, D, c

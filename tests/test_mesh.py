@@ -360,6 +360,11 @@ def test_the_mesh_argument():
     cost = hlo_cost.of(update.lower(grads).compile().as_text())
     assert {c.kind for c in cost.collectives} == {"all-to-all"}
 
+    alone = jax.jit(lambda g: orthogonalize().update(g, ())[0], in_shardings=where)
+    assert "CustomSPMDPartitioning" not in alone.lower(grads).as_text()
+    with jax.set_mesh(mesh):
+        assert "CustomSPMDPartitioning" in alone.lower(grads).as_text()
+
     other = AbstractMesh((4, 2), ("fsdp", "tensor"))
     stage = orthogonalize(mesh=other)
     with pytest.raises(ValueError, match=r"'tensor': 2.*on a mesh.*'fsdp': 8"):
