@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from orscale_jax import _journeys, _mesh, _sharding, _stacking
 from orscale_jax._placement import Sharded
+from orscale_jax._polar import polar_of, polar_on_cpu
 
 Polar = Callable[..., jax.Array]
 
@@ -20,6 +21,7 @@ class Limits(NamedTuple):
     """What suits a kind of device.
 
     Attributes:
+      polar: ``polar(x, dtype=..., **arguments)``, which takes polar factors there.
       dtype: Of the products' operands.
       stack_bytes: What a stack may have.
       at_once: What goes through Newton–Schulz in one batch.
@@ -27,24 +29,34 @@ class Limits(NamedTuple):
         placement on Auto axes takes. (libtpu's does not.)
     """
 
+    polar: Polar
     dtype: np.dtype
     stack_bytes: int
     at_once: int
     partitioner: bool = True
 
 
-_CPU = Limits(np.dtype(jnp.float32), _stacking.MAX_BYTES_CPU, _stacking.MAX_BYTES_CPU)
-_GPU = Limits(np.dtype(jnp.bfloat16), _stacking.MAX_BYTES, _stacking.MAX_BYTES)
-_TPU = _GPU._replace(at_once=_stacking.AT_ONCE_TPU, partitioner=False)
+_CPU = Limits(
+    polar_on_cpu,
+    np.dtype(jnp.float32),
+    stack_bytes=_stacking.MAX_BYTES_CPU,
+    at_once=_stacking.MAX_BYTES_CPU,
+)
+_ACCELERATOR = Limits(
+    polar_of,
+    np.dtype(jnp.bfloat16),
+    stack_bytes=_stacking.MAX_BYTES,
+    at_once=_stacking.AT_ONCE,
+)
+_TPU = _ACCELERATOR._replace(partitioner=False)
 
 
 def map_matrices(
-    polar: Polar,
     matrices: Sequence[jax.Array],
     dtype: DTypeLike | None,
     max_bytes: int | None,
     mesh: Mesh | AbstractMesh | None,
-    **traced: jax.Array,
+    **arguments: Any,
 ) -> list[jax.Array]:
     """The polar factors of arrays of matrices.
 
@@ -52,12 +64,11 @@ def map_matrices(
     of the entries: bfloat16 has float32's.
 
     Args:
-      polar: ``polar_factor(x, dtype=..., **traced)``.
       matrices: Arrays of shape ``(*batch, m, n)``.
       dtype: As for :func:`orscale_jax.polar_factor`.
       max_bytes: What a stack may have; None for what suits the platform.
       mesh: As for :func:`orscale_jax.orthogonalize`.
-      traced: Arguments of ``polar`` that are known when the program runs.
+      arguments: Of :func:`orscale_jax._polar.polar_of`. Some may be traced.
 
     Returns:
       The factors, in the dtypes and shardings of ``matrices``.
@@ -65,11 +76,13 @@ def map_matrices(
     # An array without entries is its own factor, and has nothing to send.
     filled = [x for x in matrices if x.size]
     if len(filled) < len(matrices):
-        factors = iter(map_matrices(polar, filled, dtype, max_bytes, mesh, **traced))
+        factors = iter(map_matrices(filled, dtype, max_bytes, mesh, **arguments))
         return [next(factors) if x.size else x for x in matrices]
     if not matrices:
         return []
     found = _mesh.mesh_of(matrices, mesh)
+    traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
+    known = {k: v for k, v in arguments.items() if k not in traced}
 
     def on(limits: Limits) -> Callable[..., list[jax.Array]]:
         if dtype is not None:
@@ -77,11 +90,13 @@ def map_matrices(
         if max_bytes is not None:
             at_once = min(max_bytes, limits.at_once)
             limits = limits._replace(stack_bytes=max_bytes, at_once=at_once)
+        polar = functools.partial(limits.polar, dtype=limits.dtype, **known)
         return functools.partial(_map_matrices, polar, found, limits)
 
-    return jax.lax.platform_dependent(
-        list(matrices), traced, cpu=on(_CPU), tpu=on(_TPU), default=on(_GPU)
-    )
+    platforms = {"cpu": on(_CPU), "default": on(_ACCELERATOR)}
+    if found is not None and not _mesh.is_typed(found):
+        platforms["tpu"] = on(_TPU)
+    return jax.lax.platform_dependent(list(matrices), traced, **platforms)
 
 
 def _map_matrices(
@@ -92,8 +107,7 @@ def _map_matrices(
     traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:
     sent = [_rounded(x, limits.dtype) for x in matrices]
-    whole = functools.partial(polar, dtype=limits.dtype)
-    in_chunks = functools.partial(_in_chunks, whole, limits.at_once)
+    in_chunks = functools.partial(_in_chunks, polar, limits.at_once)
     if mesh is None:
         fn = functools.partial(in_chunks, **traced)
         factors = _stacking.map_stacks(fn, sent, limits.stack_bytes)
@@ -102,7 +116,7 @@ def _map_matrices(
         factors = _mesh.on_shards(per_device, sent, traced, mesh)
     else:
         # In one batch: which of its axes are sharded is not known.
-        fn = functools.partial(whole, **traced)
+        fn = functools.partial(polar, **traced)
         gathered = [_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in sent]
         found = _stacking.map_stacks(fn, gathered, limits.stack_bytes)
         factors = [_sharding.shard_like(q, x) for q, x in zip(found, sent, strict=True)]

@@ -16,7 +16,7 @@ margin is a little smaller: it has to exceed the unit roundoff of the dtype.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -177,22 +177,43 @@ def polar_factor(
     _checks.count("steps", steps)
     _checks.dtype("dtype", dtype)
     _preconditioning.check("preconditioning", preconditioning)
-    iterate = functools.partial(
-        _iterate,
-        table=coefficient_table(coeffs),
-        steps=steps,
-        preconditioning=preconditioning,
-    )
+    arguments: dict[str, Any] = {
+        "steps": steps,
+        "table": coefficient_table(coeffs),
+        "preconditioning": preconditioning,
+    }
     on_cpu, elsewhere = (
-        Arithmetic(jnp.dtype(default if dtype is None else dtype))
-        for default in (jnp.float32, jnp.bfloat16)
+        default if dtype is None else dtype for default in (jnp.float32, jnp.bfloat16)
     )
     return jax.lax.platform_dependent(
         x,
-        # XLA's batched products are slower than one after the other there.
-        cpu=_one_by_one(functools.partial(iterate, arithmetic=on_cpu)),
-        default=functools.partial(iterate, arithmetic=elsewhere),
+        cpu=functools.partial(polar_on_cpu, dtype=on_cpu, **arguments),
+        default=functools.partial(polar_of, dtype=elsewhere, **arguments),
     )
+
+
+def polar_of(
+    x: jax.Array,
+    *,
+    table: np.ndarray | jax.Array,
+    steps: int | jax.Array,
+    preconditioning: str,
+    dtype: DTypeLike,
+) -> jax.Array:
+    """:func:`polar_factor` of checked arguments, for a platform that is known."""
+    arithmetic = Arithmetic(jnp.dtype(dtype))
+    return _iterate(
+        x,
+        table=table,
+        steps=steps,
+        preconditioning=preconditioning,
+        arithmetic=arithmetic,
+    )
+
+
+def polar_on_cpu(x: jax.Array, **arguments: Any) -> jax.Array:
+    """:func:`polar_of`, where XLA's batched products are slower than single ones."""
+    return _one_by_one(functools.partial(polar_of, **arguments))(x)
 
 
 def _one_by_one(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

@@ -19,7 +19,7 @@ from orscale_jax import _sharding
 
 MAX_BYTES = 2**28
 MAX_BYTES_CPU = 2**20
-AT_ONCE_TPU = 2**26  # A larger stack goes through Newton–Schulz in parts.
+AT_ONCE = 2**26  # A larger stack goes through Newton–Schulz in parts.
 
 
 class Kind(NamedTuple):

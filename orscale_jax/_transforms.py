@@ -19,7 +19,7 @@ from orscale_jax._matrix import (
     is_axes_leaf,
     require_matrices,
 )
-from orscale_jax._polar import Coefficients, coefficient_table, polar_factor
+from orscale_jax._polar import Coefficients, coefficient_table
 from orscale_jax._precision import compute_dtype
 
 
@@ -72,19 +72,20 @@ def orthogonalize(
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
-    coefficient_table(ns_coeffs, argument="ns_coeffs")
-
-    arguments: dict[str, Any] = {"steps": ns_steps, "coeffs": ns_coeffs}
-    traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
-    known = {k: v for k, v in arguments.items() if k not in traced}
-    polar = functools.partial(polar_factor, preconditioning=ns_preconditioning, **known)
+    map_all = functools.partial(
+        _engine.map_matrices,
+        dtype=ns_dtype,
+        max_bytes=max_stack_bytes,
+        mesh=mesh,
+        steps=ns_steps,
+        table=coefficient_table(ns_coeffs, argument="ns_coeffs"),
+        preconditioning=ns_preconditioning,
+    )
 
     def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         parts = jax.tree.leaves(map_matrices(_to_matrices, axes_tree, updates))
-        factors = iter(
-            _engine.map_matrices(polar, parts, ns_dtype, max_stack_bytes, mesh, **traced)
-        )
+        factors = iter(map_all(parts))
         return map_matrices(
             lambda axes, leaf: _from_matrices(axes, factors, leaf), axes_tree, updates
         )
