@@ -110,7 +110,14 @@ def test_splitting_costs_no_copy_that_can_be_avoided(blocks, expected):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P("a", "b"), P(None, "b"), P("b", "a"), P()])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("a", "b"),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (P(None, "b"), P("b", "a"))),
+        P(),
+    ],
+)
 def test_on_a_mesh(kind, spec):
     """Blocks lie across the shards, or within them; types and values stay."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)

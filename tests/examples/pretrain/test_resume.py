@@ -99,6 +99,7 @@ def ask_to_stop(options, out, count, signum):
     assert (out / "orscale" / "checkpoints" / str(done)).is_dir()
 
 
+@pytest.mark.slow
 def test_killed_and_then_asked_to_stop(data, reference, tmp_path):
     options = tiny.arguments(data, tmp_path, **OPTIONS)
     kill_after(options, tmp_path, random.randrange(60), random.uniform(0, 0.05))
