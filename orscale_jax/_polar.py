@@ -200,15 +200,25 @@ def polar_of(
     preconditioning: str,
     dtype: DTypeLike,
 ) -> jax.Array:
-    """:func:`polar_factor` of checked arguments, for a platform that is known."""
+    """:func:`polar_factor` of checked arguments, for a platform that is known.
+
+    Preconditioned, and by the form that takes fewer FLOPs.
+    """
     arithmetic = Arithmetic(jnp.dtype(dtype))
-    return _iterate(
-        x,
-        table=table,
-        steps=steps,
-        preconditioning=preconditioning,
-        arithmetic=arithmetic,
-    )
+    start = _preconditioning.start(x, preconditioning, arithmetic)
+    # Restarts are placed while tracing, for steps and coefficients that are known then.
+    known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
+    pays = _gram.pays(*x.shape[-2:])
+    # A loop would copy the operands that it carries.
+    if known and (pays or arithmetic.narrow):
+        table, steps = np.asarray(table), int(steps)
+        every = tuple(range(1, steps))
+        restarts = _gram.restarts(table, steps, arithmetic.unit) if pays else every
+        rows = _gram.rows_of(table, steps)
+        q = _gram.gram_newton_schulz(start, rows, restarts, arithmetic)
+    else:
+        q = _newton_schulz(start, table, steps, arithmetic)
+    return q.astype(x.dtype)
 
 
 def polar_on_cpu(x: jax.Array, **arguments: Any) -> jax.Array:
@@ -224,31 +234,6 @@ def _one_by_one(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], j
         return jax.lax.map(fn, matrices).reshape(x.shape)
 
     return mapped
-
-
-def _iterate(
-    x: jax.Array,
-    *,
-    table: np.ndarray | jax.Array,
-    steps: int | jax.Array,
-    preconditioning: str,
-    arithmetic: Arithmetic,
-) -> jax.Array:
-    """Preconditioned, and by the form that takes fewer FLOPs."""
-    start = _preconditioning.start(x, preconditioning, arithmetic)
-    # Restarts are placed while tracing, for steps and coefficients that are known then.
-    known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
-    pays = _gram.pays(*x.shape[-2:])
-    # A loop would copy the operands that it carries.
-    if known and (pays or arithmetic.narrow):
-        table, steps = np.asarray(table), int(steps)
-        every = tuple(range(1, steps))
-        restarts = _gram.restarts(table, steps, arithmetic.unit) if pays else every
-        rows = _gram.rows_of(table, steps)
-        q = _gram.gram_newton_schulz(start, rows, restarts, arithmetic)
-    else:
-        q = _newton_schulz(start, table, steps, arithmetic)
-    return q.astype(x.dtype)
 
 
 def _newton_schulz(
