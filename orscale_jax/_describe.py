@@ -110,11 +110,14 @@ class Placed(NamedTuple):
     sharded over experts) or all of them.
 
     Attributes:
-      shape: ``(m, n)`` of each, with ``m <= n`` where they travel.
+      shape: ``(m, n)`` of each, with ``m <= n`` where they travel; smaller ones are
+        padded.
       matrices: How many a group of devices has.
       devices: How many devices a group has, over which they are distributed.
       each: How many a device takes; of the last ones some are zeros.
-      bytes_sent: By each device, there and back.
+      sharers: How many devices share the columns of one matrix.
+      bytes_sent: By each device, there and back, and inside the iteration if matrices
+        are shared.
       names: Of the leaves, or of their blocks.
     """
 
@@ -122,14 +125,16 @@ class Placed(NamedTuple):
     matrices: int
     devices: int
     each: int
+    sharers: int
     bytes_sent: int
     names: tuple[str, ...]
 
     def __str__(self) -> str:
         m, n = self.shape
         where = f"over {self.devices} devices" if self.devices > 1 else "on each device"
+        each = f"{self.sharers} to one" if self.sharers > 1 else f"{self.each} each"
         return (
-            f"{self.matrices:,} of {m} × {n} {where}, {self.each} each, "
+            f"{self.matrices:,} of {m} × {n} {where}, {each}, "
             f"{self.bytes_sent:,} bytes sent: {_abridged(self.names)}"
         )
 
@@ -237,8 +242,12 @@ class Description:
                 matrices=journey.matrices,
                 devices=journey.owners,
                 each=journey.rounds,
+                sharers=journey.sharers,
                 bytes_sent=journey.bytes_sent,
-                names=tuple(rows[index].name for index in journey.members),
+                names=tuple(
+                    rows[index].name
+                    for index in dict.fromkeys(part.array for part in journey.parts)
+                ),
             )
             for journey in plan(arrays if self.mesh else [], self.mesh, max_bytes)
         ]

@@ -123,10 +123,8 @@ def _map_matrices(
     return [q.astype(x.dtype) for q, x in zip(factors, matrices, strict=True)]
 
 
-def _in_chunks(
-    polar: Polar, max_bytes: int, x: jax.Array, **traced: jax.Array
-) -> jax.Array:
-    return _stacking.in_chunks(functools.partial(polar, **traced), max_bytes, x)
+def _in_chunks(polar: Polar, max_bytes: int, x: jax.Array, **arguments: Any) -> jax.Array:
+    return _stacking.in_chunks(functools.partial(polar, **arguments), max_bytes, x)
 
 
 def _per_device(

@@ -187,7 +187,7 @@ def _segment(
 ) -> jax.Array:
     rounded, einsum = arithmetic.round, arithmetic.einsum
     x = start.x
-    wide = x.shape[-2] <= x.shape[-1]
+    wide = arithmetic.is_wide(x)
 
     def times(left: jax.Array, right: jax.Array) -> jax.Array:
         # Tall matrices are iterated as their transposes, without transposing any.

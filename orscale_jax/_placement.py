@@ -6,15 +6,27 @@ one shape and are sharded alike travel together: each device sends its pieces to
 matrices' owners, by one all-to-all, orthogonalizes the matrices that it owns, and sends
 the pieces of the results back by another. Devices that hold copies need the way back
 alone, and matrices that lie whole on their devices do not travel.
+
+What is left over when all devices have had the same number would leave most of them idle.
+It may be shared, each matrix among several devices that hold some of its columns and add
+up their Gram matrices in every iteration; and it may travel with what is left over of
+other shapes, all padded with zeros to one: Newton–Schulz keeps zeros. Whatever costs
+least is done, by the count of operations and of bytes.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 Axes = tuple[str, ...]
+
+# What plans are compared by. An H100 multiplies at 989 TFLOP/s and sends 450 GB/s to its
+# neighbours, a TPU v5p 459 TFLOP/s and 300 GB/s; Newton–Schulz has five steps.
+FLOPS_PER_BYTE = 2000
+STEPS = 5
 
 
 class Sharded(NamedTuple):
@@ -31,10 +43,18 @@ class Sharded(NamedTuple):
     axes: tuple[Axes, ...]
 
     @property
-    def wide(self) -> "Sharded":
-        """Of the transposed matrices, if they are tall."""
-        if self.shape[-2] <= self.shape[-1]:
-            return self
+    def is_wide(self) -> bool:
+        """Whether m is below n; square matrices are wide or not by how they are sharded.
+
+        Those that are sharded like each other's transposes can travel together then.
+        """
+        *_, m, n = self.shape
+        *_, rows, columns = self.axes
+        return m < n or (m == n and columns <= rows)
+
+    @property
+    def transposed(self) -> "Sharded":
+        """Of the transposed matrices."""
         *batch, m, n = range(len(self.shape))
         order = (*batch, n, m)
         return Sharded(
@@ -44,6 +64,44 @@ class Sharded(NamedTuple):
         )
 
 
+class Part(NamedTuple):
+    """Some of an array's matrices.
+
+    Attributes:
+      array: Index of the array.
+      start: The first, of those that a device has a part in.
+      stop: After the last.
+      transposed: Whether they travel as their transposes.
+    """
+
+    array: int
+    start: int
+    stop: int
+    transposed: bool
+
+    @property
+    def matrices(self) -> int:
+        return self.stop - self.start
+
+
+class Leg(NamedTuple):
+    """Matrices of a journey whose pieces lie alike.
+
+    Attributes:
+      parts: The matrices.
+      rows: Axes of the mesh over which their rows are sharded.
+      columns: Axes over which their columns are.
+    """
+
+    parts: tuple[Part, ...]
+    rows: Axes
+    columns: Axes
+
+    @property
+    def matrices(self) -> int:
+        return sum(part.matrices for part in self.parts)
+
+
 class Journey(NamedTuple):
     """Matrices that go through Newton–Schulz together, and between which devices.
 
@@ -51,49 +109,74 @@ class Journey(NamedTuple):
     same with its own.
 
     Attributes:
-      members: Indices of the arrays.
-      shape: ``(m, n)`` with ``m <= n`` where they travel: tall matrices are transposed.
+      legs: Of the matrices, in the order of the devices that they go to.
+      shape: ``(m, n)`` with ``m <= n`` where they travel; smaller ones are padded.
       dtype: Of the entries.
-      rows: Axes of the mesh over which the rows are sharded.
-      columns: Axes over which the columns are.
+      axes: Axes of the mesh over which matrices are in pieces.
       copies: Axes along which the devices of a group hold copies.
-      matrices: How many a group has.
       owners: How many devices are in a group.
       pieces: How many of them hold pieces of one matrix, without copies.
+      sharers: How many devices share the columns of one matrix.
     """
 
-    members: tuple[int, ...]
+    legs: tuple[Leg, ...]
     shape: tuple[int, int]
     dtype: np.dtype[Any]
-    rows: Axes
-    columns: Axes
+    axes: Axes
     copies: Axes
-    matrices: int
     owners: int
     pieces: int
+    sharers: int = 1
+
+    @property
+    def parts(self) -> Iterator[Part]:
+        """Of all legs."""
+        return itertools.chain.from_iterable(leg.parts for leg in self.legs)
+
+    @property
+    def matrices(self) -> int:
+        """How many a group of devices has."""
+        return sum(leg.matrices for leg in self.legs)
 
     @property
     def rounds(self) -> int:
         """How many matrices each device orthogonalizes; of the last some are zeros."""
-        return math.ceil(self.matrices / self.owners)
+        return math.ceil(self.matrices * self.sharers / self.owners)
 
     @property
     def nbytes(self) -> int:
-        """Of the stack of whole matrices on each device."""
-        return self.rounds * math.prod(self.shape) * self.dtype.itemsize
+        """Of the stack on each device."""
+        return self.rounds * math.prod(self.shape) * self.dtype.itemsize // self.sharers
 
     @property
     def bytes_sent(self) -> int:
-        """By each device, there and back: what it keeps for itself is not counted."""
+        """By each device, there and back, and for sums of Gram matrices.
+
+        What it keeps for itself is not counted.
+        """
         all_to_all = self.nbytes * (self.pieces - 1) // self.pieces
         gathered = self.nbytes * (self.owners // self.pieces - 1)
-        return 2 * all_to_all + gathered
+        # Gram matrices are added in the accumulator's dtype, and gathered in the other.
+        entry = max(4, self.dtype.itemsize) + self.dtype.itemsize
+        gram = min(self.shape) ** 2 * entry * (self.sharers - 1) // self.sharers
+        return 2 * all_to_all + gathered + STEPS * gram
+
+    @property
+    def flops(self) -> int:
+        """Of each device."""
+        m, n = sorted(self.shape)
+        return STEPS * self.rounds * (4 * m**2 * n // self.sharers + 2 * m**3)
+
+    @property
+    def cost(self) -> int:
+        """Of each device, in FLOPs."""
+        return self.flops + FLOPS_PER_BYTE * self.bytes_sent
 
 
 def plan(
     arrays: Sequence[Sharded], sizes: Mapping[str, int], max_bytes: int
 ) -> tuple[Journey, ...]:
-    """Which arrays travel together.
+    """Which matrices travel together.
 
     Args:
       arrays: The arrays of matrices, tall or wide.
@@ -101,21 +184,16 @@ def plan(
       max_bytes: What the stack of a device may have. An array that has more is alone.
 
     Returns:
-      Journeys, each array in one of them, ordered by their first members.
+      Journeys, each matrix in one of them, ordered by their first arrays.
     """
-    alike: dict[Any, list[int]] = {}
-    for index, array in enumerate(arrays):
-        apart = frozenset(name for axes in array.axes[:-2] for name in axes)
-        # Transposing what stays where it is would cost a copy and gain nothing.
-        sent = array if apart.issuperset(sizes) else array.wide
-        *_, rows, columns = sent.axes
-        key = (sent.shape[-2:], array.dtype, apart, rows, columns)
-        alike.setdefault(key, []).append(index)
-    journeys = [
-        _journey(key, members, arrays, sizes)
-        for key, found in alike.items()
-        for members in _stacks(key, found, arrays, sizes, max_bytes)
-    ]
+    kinds = _kinds(arrays, sizes)
+    divided = [_divided(kind) for kind in kinds]
+    rests = [rest for _, rest in divided if rest.matrices]
+    merged = _merged(rests, sizes)
+    journeys = [journey for journey in merged if journey not in rests]
+    for kind, (full, rest) in zip(kinds, divided, strict=True):
+        # A rest for which there is nothing better stays with its kind.
+        journeys += _stacks(kind if rest in merged else full, max_bytes)
     return tuple(sorted(journeys))
 
 
@@ -126,54 +204,123 @@ def local_matrices(array: Sharded, sizes: Mapping[str, int]) -> int:
     return whole // math.prod(devices(axes, sizes) for axes in array.axes[:batch])
 
 
-def _journey(
-    key: Any, members: list[int], arrays: Sequence[Sharded], sizes: Mapping[str, int]
-) -> Journey:
+def devices(axes: Axes, sizes: Mapping[str, int]) -> int:
+    """How many devices there are along axes of the mesh."""
+    return math.prod(sizes[name] for name in axes)
+
+
+def _kinds(arrays: Sequence[Sharded], sizes: Mapping[str, int]) -> list[Journey]:
+    """All matrices of one shape that are sharded alike."""
+    alike: dict[Any, list[Part]] = {}
+    for index, array in enumerate(arrays):
+        apart = frozenset(name for axes in array.axes[:-2] for name in axes)
+        # Transposing what stays where it is would cost a copy and gain nothing.
+        transposed = not (apart.issuperset(sizes) or array.is_wide)
+        sent = array.transposed if transposed else array
+        *_, rows, columns = sent.axes
+        key = (sent.shape[-2:], array.dtype, apart, rows, columns)
+        part = Part(index, 0, local_matrices(array, sizes), transposed)
+        alike.setdefault(key, []).append(part)
+    return [_kind(key, tuple(parts), sizes) for key, parts in alike.items()]
+
+
+def _kind(key: Any, parts: tuple[Part, ...], sizes: Mapping[str, int]) -> Journey:
     shape, dtype, apart, rows, columns = key
-    copies = tuple(n for n in sizes if n not in {*apart, *rows, *columns})
-    pieces = devices(rows + columns, sizes)
-    return Journey(
-        members=tuple(members),
+    axes = tuple(name for name in sizes if name in {*rows, *columns})
+    copies = tuple(name for name in sizes if name not in {*apart, *axes})
+    pieces = devices(axes, sizes)
+    owners = pieces * devices(copies, sizes)
+    legs = (Leg(parts, rows, columns),)
+    return Journey(legs, shape, dtype, axes, copies, owners, pieces)
+
+
+def _divided(kind: Journey) -> tuple[Journey, Journey]:
+    """As many matrices as all devices can have alike, and the rest."""
+    [leg] = kind.legs
+    count = leg.matrices // kind.owners * kind.owners
+    before, after = [], []
+    for part in leg.parts:
+        middle = part.start + min(max(count, 0), part.matrices)
+        before.append(part._replace(stop=middle))
+        after.append(part._replace(start=middle))
+        count -= part.matrices
+    return _with_parts(kind, before), _with_parts(kind, after)
+
+
+def _with_parts(kind: Journey, parts: Iterable[Part]) -> Journey:
+    [leg] = kind.legs
+    filled = tuple(part for part in parts if part.matrices)
+    return kind._replace(legs=(leg._replace(parts=filled),))
+
+
+def _merged(rests: Sequence[Journey], sizes: Mapping[str, int]) -> list[Journey]:
+    """Two of them in one as long as that saves anything, the best saving first."""
+    journeys = [_shared(rest, sizes) for rest in rests]
+    while True:
+        found = [
+            (one.cost + other.cost - both.cost, one, other, both)
+            for one, other in itertools.combinations(journeys, 2)
+            if (both := _together(one, other, sizes))
+        ]
+        saving, *best = max(found, key=lambda candidate: candidate[0], default=(0,))
+        if saving <= 0:
+            return journeys
+        *pair, both = best
+        journeys = [journey for journey in journeys if journey not in pair] + [both]
+
+
+def _together(one: Journey, other: Journey, sizes: Mapping[str, int]) -> Journey | None:
+    """One round of both, if they travel between the same devices and fit."""
+    between = (one.dtype, one.axes, one.copies, one.owners)
+    if between != (other.dtype, other.axes, other.copies, other.owners):
+        return None
+    legs: dict[Any, list[Part]] = {}
+    for leg in (*one.legs, *other.legs):
+        legs.setdefault((leg.rows, leg.columns), []).extend(leg.parts)
+    shape = (max(one.shape[0], other.shape[0]), max(one.shape[1], other.shape[1]))
+    both = one._replace(
+        legs=tuple(
+            sorted(Leg(tuple(sorted(parts)), *key) for key, parts in legs.items())
+        ),
         shape=shape,
-        dtype=dtype,
-        rows=rows,
-        columns=columns,
-        copies=copies,
-        matrices=sum(local_matrices(arrays[i], sizes) for i in members),
-        owners=pieces * devices(copies, sizes),
-        pieces=pieces,
+        sharers=1,
     )
+    fits = both.rounds == 1 and all(
+        size % devices(axes, sizes) == 0
+        for leg in both.legs
+        for size, axes in zip(shape, (leg.rows, leg.columns), strict=True)
+    )
+    return _shared(both, sizes) if fits else None
 
 
-def _stacks(
-    key: Any,
-    members: list[int],
-    arrays: Sequence[Sharded],
-    sizes: Mapping[str, int],
-    max_bytes: int,
-) -> Iterator[list[int]]:
+def _shared(journey: Journey, sizes: Mapping[str, int]) -> Journey:
+    """With as many devices to a matrix as is cheapest."""
+    m, n = journey.shape
+    columns = [n // devices(leg.columns, sizes) for leg in journey.legs]
+    candidates = [
+        journey._replace(sharers=count)
+        for count in range(1, journey.owners // journey.matrices + 1)
+        if not any(size % count for size in (journey.owners, m, *columns))
+    ]
+    return min(candidates, key=lambda candidate: candidate.cost)
+
+
+def _stacks(kind: Journey, max_bytes: int) -> Iterator[Journey]:
     """As few stacks as there can be, of about one length.
 
     All but the last are full: where a stack is not, a device computes zeros.
     """
-    shape, dtype, apart, *_ = key
-    owners = math.prod(size for name, size in sizes.items() if name not in apart)
-    nbytes = max(1, math.prod(shape) * dtype.itemsize)
-    capacity = max(1, max_bytes // nbytes) * owners
-    counts = [local_matrices(arrays[index], sizes) for index in members]
-    stacks = max(1, math.ceil(sum(counts) / capacity))
-    length = math.ceil(sum(counts) / stacks / owners) * owners
-    stack: list[int] = []
+    nbytes = max(1, math.prod(kind.shape) * kind.dtype.itemsize)
+    capacity = max(1, max_bytes // nbytes) * kind.owners
+    stacks = max(1, math.ceil(kind.matrices / capacity))
+    length = math.ceil(kind.matrices / stacks / kind.owners) * kind.owners
+    stack: list[Part] = []
     held = 0
-    for index, count in zip(members, counts, strict=True):
-        if stack and held + count > length:
-            yield stack
+    for part in kind.parts:
+        if stack and held + part.matrices > length:
+            yield _with_parts(kind, stack)
             stack, held = [], 0
-        stack.append(index)
-        held += count
-    yield stack
-
-
-def devices(axes: Axes, sizes: Mapping[str, int]) -> int:
-    """How many devices there are along axes of the mesh."""
-    return math.prod(sizes[name] for name in axes)
+        stack.append(part)
+        held += part.matrices
+    if stack:
+        yield _with_parts(kind, stack)

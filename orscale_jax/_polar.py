@@ -30,7 +30,7 @@ from orscale_jax import (
     _preconditioning,
     _sharding,
 )
-from orscale_jax._precision import Arithmetic
+from orscale_jax._precision import Arithmetic, Columns
 from orscale_jax._preconditioning import Start
 
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
@@ -199,16 +199,18 @@ def polar_of(
     steps: int | jax.Array,
     preconditioning: str,
     dtype: DTypeLike,
+    columns: Columns | None = None,
 ) -> jax.Array:
     """:func:`polar_factor` of checked arguments, for a platform that is known.
 
-    Preconditioned, and by the form that takes fewer FLOPs.
+    Preconditioned, and by the form that takes fewer FLOPs. ``columns`` tells which
+    devices have the other columns of x.
     """
-    arithmetic = Arithmetic(jnp.dtype(dtype))
+    arithmetic = Arithmetic(jnp.dtype(dtype), columns)
     start = _preconditioning.start(x, preconditioning, arithmetic)
     # Restarts are placed while tracing, for steps and coefficients that are known then.
     known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
-    pays = _gram.pays(*x.shape[-2:])
+    pays = _gram.pays(*arithmetic.whole_shape(x))
     # A loop would copy the operands that it carries.
     if known and (pays or arithmetic.narrow):
         table, steps = np.asarray(table), int(steps)
@@ -244,7 +246,7 @@ def _newton_schulz(
 ) -> jax.Array:
     rounded, einsum = arithmetic.round, arithmetic.einsum
     row = _row_of(table, arithmetic.accumulator)
-    wide = start.x.shape[-2] <= start.x.shape[-1]
+    wide = arithmetic.is_wide(start.x)
 
     def step(i: ArrayLike, x: jax.Array, gram: jax.Array) -> jax.Array:
         a, b, c = row(i)

@@ -1,10 +1,12 @@
 """Arithmetic in float32 or wider, whatever the dtypes that come in."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from orscale_jax import _sharding
@@ -43,14 +45,55 @@ def in_float32(
 
 
 @dataclasses.dataclass(frozen=True)
+class Columns:
+    """The devices of a mesh between which the columns of a wide matrix are divided.
+
+    Attributes:
+      axes: Of the mesh; devices that are neighbours along them share a matrix.
+      devices: How many devices there are along the axes.
+      sharers: How many share a matrix.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    sharers: int
+
+    @property
+    def _groups(self) -> list[list[int]]:
+        return np.arange(self.devices).reshape(-1, self.sharers).tolist()
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Of what the devices have."""
+        return jax.lax.psum(x, self.axes, axis_index_groups=self._groups)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Of what the devices have."""
+        return jax.lax.pmax(x, self.axes, axis_index_groups=self._groups)
+
+    def sum_matrices(
+        self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """As :meth:`sum`, of shape (m, n), added as they are and gathered rounded."""
+        rows = jax.lax.psum_scatter(
+            x, self.axes, axis_index_groups=self._groups, tiled=True
+        )
+        gathered = jax.lax.all_gather(
+            rounded(rows), self.axes, axis_index_groups=self._groups, tiled=True
+        )
+        return gathered.astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
 class Arithmetic:
     """How matrix products are taken: operands rounded, sums accumulated wide.
 
     Attributes:
       dtype: Of the operands.
+      columns: The devices that have the other columns of the matrices, if any.
     """
 
     dtype: jnp.dtype
+    columns: Columns | None = None
 
     @property
     def accumulator(self) -> jnp.dtype:
@@ -85,10 +128,31 @@ class Arithmetic:
             subscripts, x, y, precision=highest, preferred_element_type=self.accumulator
         )
 
+    def whole_shape(self, x: jax.Array) -> tuple[int, int]:
+        """``(m, n)`` of the matrices, with the columns that other devices have."""
+        m, n = x.shape[-2:]
+        return m, n * self.columns.sharers if self.columns else n
+
+    def is_wide(self, x: jax.Array) -> bool:
+        """Whether rows are what Gram matrices are made of: where x is square, too."""
+        m, n = self.whole_shape(x)
+        return m <= n
+
     def gram(self, x: jax.Array) -> jax.Array:
         """The Gram matrix of the shorter side: of the rows where x is square."""
-        wide = x.shape[-2] <= x.shape[-1]
-        return self.einsum("...ik,...jk->...ij" if wide else "...ki,...kj->...ij", x, x)
+        rows = "...ik,...jk->...ij" if self.is_wide(x) else "...ki,...kj->...ij"
+        product = self.einsum(rows, x, x)
+        return self.columns.sum_matrices(product, self.round) if self.columns else product
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """Of each matrix's entries, of shape ``(..., 1, 1)``."""
+        total = jnp.sum(x, axis=(-2, -1), keepdims=True)
+        return self.columns.sum(total) if self.columns else total
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Of each matrix's entries, at least 0, of shape ``(..., 1, 1)``."""
+        largest = jnp.max(x, axis=(-2, -1), keepdims=True, initial=0.0)
+        return self.columns.max(largest) if self.columns else largest
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:

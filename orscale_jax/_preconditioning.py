@@ -61,17 +61,14 @@ def start(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:
     # A float64 input may lie beyond float32's range.
     widths = (arithmetic.accumulator, accumulator(x.dtype))
     widest = x.astype(max(widths, key=lambda kind: kind.itemsize))
-    return _PRECONDITIONINGS[preconditioning](_over_largest(widest), arithmetic)
-
-
-def _over_largest(x: jax.Array) -> jax.Array:
-    """Each matrix over its largest entry: squares neither overflow nor underflow."""
-    largest = jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True, initial=0.0)
-    return x / jnp.where(largest == 0, 1, largest)
+    # Over its largest entry: squares neither overflow nor underflow.
+    largest = arithmetic.max(jnp.abs(widest))
+    bounded = widest / jnp.where(largest == 0, 1, largest)
+    return _PRECONDITIONINGS[preconditioning](bounded, arithmetic)
 
 
 def _frobenius(x: jax.Array, arithmetic: Arithmetic) -> Start:
-    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True))
+    norm = jnp.sqrt(arithmetic.sum(jnp.square(x)))
     normalized = x / jnp.where(norm == 0, 1, norm)
     return Start(arithmetic.round(normalized.astype(arithmetic.accumulator)))
 
@@ -83,8 +80,7 @@ def _aol(x: jax.Array, arithmetic: Arithmetic) -> Start:
     sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
     # Zero vectors stay zero; subnormal sums have too few digits to bound anything.
     scale = jax.lax.rsqrt(jnp.maximum(sums, jnp.finfo(sums.dtype).tiny))
-    wide = x.shape[-2] <= x.shape[-1]
-    scaled = (scale if wide else scale.mT) * operand.astype(gram.dtype)
+    scaled = (scale if arithmetic.is_wide(x) else scale.mT) * operand.astype(gram.dtype)
     # In this order, since the product of two factors may overflow.
     return Start(arithmetic.round(scaled), scale * gram * scale.mT)
 

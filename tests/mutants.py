@@ -54,8 +54,8 @@ MUTANTS = [
     ),
     Mutant(
         "_preconditioning",
-        "return x / jnp.where(largest == 0, 1, largest)",
-        "return x / 1",
+        "bounded = widest / jnp.where(largest == 0, 1, largest)",
+        "bounded = widest / 1",
         "test_polar.py",
     ),
     Mutant(
@@ -276,15 +276,45 @@ MUTANTS = [
     ),
     Mutant(
         "_placement",
-        "sent = array if apart.issuperset(sizes) else array.wide",
+        "sent = array.transposed if transposed else array",
         "sent = array",
         "test_placement.py",
     ),
     Mutant(
         "_placement",
-        "length = math.ceil(sum(counts) / stacks / owners) * owners",
-        "length = math.ceil(sum(counts) / stacks)",
+        "length = math.ceil(kind.matrices / stacks / kind.owners) * kind.owners",
+        "length = math.ceil(kind.matrices / stacks)",
         "test_placement.py",
+    ),
+    Mutant(
+        "_placement",
+        "if not any(size % count for size in (journey.owners, m, *columns))",
+        "if not any(size % count for size in (journey.owners, m))",
+        "test_placement.py -k plans",
+    ),
+    Mutant(
+        "_placement",
+        "kind if rest in merged else full",
+        "full",
+        "test_placement.py -k nothing_better",
+    ),
+    Mutant(
+        "_precision",
+        "return self.columns.max(largest) if self.columns else largest",
+        "return largest",
+        "test_shared_matrices.py -k one_device",
+    ),
+    Mutant(
+        "_precision",
+        "self.columns.sum_matrices(product, self.round) if self.columns else product",
+        "product",
+        "test_shared_matrices.py -k one_device",
+    ),
+    Mutant(
+        "_journeys",
+        "first += leg.matrices * journey.sharers",
+        "first += leg.matrices",
+        "test_shared_matrices.py -k one_device",
     ),
     Mutant(
         "_journeys",
@@ -294,8 +324,8 @@ MUTANTS = [
     ),
     Mutant(
         "_journeys",
-        "return pieces.transpose(2, 0, 3, 1, 4).reshape(-1, *journey.shape)",
-        "return pieces.transpose(2, 1, 3, 0, 4).reshape(-1, *journey.shape)",
+        "whole = pieces.transpose(_order(leg, journey))",
+        "whole = pieces.transpose(sorted(_order(leg, journey)))",
         "test_mesh.py -k one_device",
     ),
     Mutant(

@@ -434,12 +434,12 @@ def test_placement():
     description = describe(params, numbers)
     assert [tuple(placed) for placed in description.placement()] == [
         # Half of their bytes in bfloat16 stay; the other seven of eight do not.
-        ((16, 64), 2, 8, 1, 2 * 2048 * 7 // 8, ("down", "up")),
-        ((16, 32), 2, 2, 1, 2 * 1024 // 2, ("experts",)),
+        ((16, 64), 2, 8, 1, 1, 2 * 2048 * 7 // 8, ("down", "up")),
+        ((16, 32), 2, 2, 1, 1, 2 * 1024 // 2, ("experts",)),
         # Merged with heads in front, which are sharded; copies along the other axis.
-        ((16, 32), 1, 8, 1, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
+        ((16, 32), 1, 8, 1, 1, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
         # A block on each of two devices, and copies along the other axis.
-        ((16, 24), 1, 4, 1, 3 * 768, ("qkv",)),
+        ((16, 24), 1, 4, 1, 1, 3 * 768, ("qkv",)),
     ]
     assert str(description).splitlines()[-5:] == [
         "Newton–Schulz on 4 expert × 2 fsdp",

@@ -1,11 +1,15 @@
 """Where matrices are orthogonalized, from shapes and shardings alone."""
 
+import itertools
 import math
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orscale_jax._placement import Journey, Sharded, local_matrices, plan
+from orscale_jax import _placement
+from orscale_jax._placement import Journey, Leg, Part, Sharded, local_matrices, plan
 
 FLOAT = np.dtype("float32")
 MESH = {"data": 2, "fsdp": 4}
@@ -21,6 +25,14 @@ def array(*shape, axes=(), dtype=FLOAT):
 
 def rows(*shape, over="fsdp"):
     return array(*shape, axes=(*[()] * (len(shape) - 2), over, ()))
+
+
+def columns(*shape, over="fsdp"):
+    return array(*shape, axes=(*[()] * (len(shape) - 1), over))
+
+
+def members(journey):
+    return tuple(part.array for part in journey.parts)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +69,10 @@ def test_who_owns_what(given, expected):
     found = plan(given, MESH, LARGE)
     assert len(found) == len(expected)
     for journey, facts in zip(found, expected, strict=True):
-        assert {name: getattr(journey, name) for name in facts} == facts
+        [leg] = journey.legs
+        known = {"rows": leg.rows, "columns": leg.columns, "sharers": 1}
+        for name, value in ({"sharers": 1} | facts).items():
+            assert (known[name] if name in known else getattr(journey, name)) == value
 
 
 def test_who_travels_together():
@@ -70,8 +85,9 @@ def test_who_travels_together():
         array(4, 8, axes=("fsdp", ()), dtype=np.dtype("float16")),
         rows(6, 8),
     ]
-    members = [journey.members for journey in plan(arrays, MESH, LARGE)]
-    assert members == [(0, 1, 3), (2,), (4,), (5,), (6,)]
+    found = [members(journey) for journey in plan(arrays, MESH, LARGE)]
+    # By another all-to-all (2,), but to devices that would be idle.
+    assert found == [(0, 1, 3, 2), (4,), (5,), (6,)]
 
 
 def test_stacks_are_capped_and_full_but_for_the_last():
@@ -79,11 +95,11 @@ def test_stacks_are_capped_and_full_but_for_the_last():
     nbytes = 4 * 8 * FLOAT.itemsize
     for most in (1, nbytes, 2 * nbytes, 3 * nbytes, LARGE):
         journeys = plan(arrays, MESH, most)
-        assert sorted(i for j in journeys for i in j.members) == list(range(40))
+        assert sorted(i for j in journeys for i in members(j)) == list(range(40))
         assert all(j.nbytes <= max(most, nbytes) for j in journeys)
         assert sum(j.rounds for j in journeys) == 40 // 8
     # What is larger than a stack is alone.
-    assert [j.members for j in plan([rows(9, 4, 8)] * 2, MESH, 1)] == [(0,), (1,)]
+    assert [members(j) for j in plan([rows(16, 4, 8)] * 2, MESH, 1)] == [(0,), (1,)]
 
 
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 27, 64])
@@ -104,7 +120,102 @@ def test_bytes():
 
 
 def test_without_a_mesh_there_is_one_owner():
+    leg = Leg((Part(0, 0, 3, transposed=False),), rows=(), columns=())
     assert plan([array(3, 4, 8)], {}, LARGE) == (
-        Journey((0,), (4, 8), FLOAT, (), (), (), matrices=3, owners=1, pieces=1),
+        Journey((leg,), (4, 8), FLOAT, axes=(), copies=(), owners=1, pieces=1),
     )
     assert local_matrices(array(3, 5, 4, 8), {}) == 15
+
+
+def test_squares_that_are_sharded_like_transposes_travel_together():
+    square = array(8, 8, axes=("data", "fsdp")), array(8, 8, axes=("fsdp", "data"))
+    [journey] = plan(square, MESH, LARGE)
+    assert len(journey.legs) == 1
+    assert sorted(part.transposed for part in journey.parts) == [False, True]
+
+
+def test_what_is_left_over_is_shared():
+    """Ten matrices for eight devices: one each, and four devices for each other one."""
+    for given in [rows(16, 256)] * 10, [rows(10, 16, 256)]:
+        whole, shared = sorted(plan(given, MESH, LARGE), key=lambda j: j.sharers)
+        assert (whole.matrices, whole.rounds, whole.sharers) == (8, 1, 1)
+        assert (shared.matrices, shared.rounds, shared.sharers) == (2, 1, 4)
+        assert shared.nbytes == whole.nbytes / 4
+        # Its Gram matrices are added in pieces and gathered whole, five times.
+        assert shared.bytes_sent == (
+            2 * shared.nbytes * 3 // 4 + shared.nbytes + 5 * 2 * 16 * 16 * 4 * 3 // 4
+        )
+        assert shared.flops == 5 * (4 * 16**2 * 64 + 2 * 16**3)
+    # One array in two parts.
+    assert sorted(part[:3] for j in (whole, shared) for part in j.parts) == [
+        (0, 0, 8),
+        (0, 8, 10),
+    ]
+
+
+def test_short_matrices_are_not_shared():
+    """Their Gram matrices are as large as they are."""
+    [journey] = plan([rows(64, 64)] * 2, MESH, LARGE)
+    assert journey.sharers == 1
+
+
+def test_what_is_left_over_of_several_shapes_travels_together():
+    """As Moonlight's dense layer does: by rows and by columns, sixteen devices each."""
+    mesh = {"fsdp": 64}
+    bfloat16 = np.dtype("float16")
+    gate, up = (array(2048, 11264, axes=("fsdp", ()), dtype=bfloat16),) * 2
+    down = array(11264, 2048, axes=("fsdp", ()), dtype=bfloat16)
+    [journey] = plan([gate, up, down], mesh, LARGE)
+    assert (journey.matrices, journey.sharers, len(journey.legs)) == (3, 16, 2)
+
+    query = [array(2048, 3072, axes=("fsdp", ()), dtype=bfloat16)] * 27
+    out = [array(2048, 2048, axes=("fsdp", ()), dtype=bfloat16)] * 27
+    [journey] = plan(query + out, mesh, LARGE)
+    assert (journey.matrices, journey.rounds, journey.sharers) == (54, 1, 1)
+    assert journey.shape == (2048, 3072) and len(journey.legs) == 1
+
+
+def test_a_rest_for_which_there_is_nothing_better_stays_with_its_kind():
+    [journey] = plan([rows(64, 64)] * 9, MESH, LARGE)
+    assert (journey.matrices, journey.rounds) == (9, 2)
+
+
+SPECS = [(), ("data",), ("fsdp",), ("data", "fsdp")]
+
+
+@st.composite
+def sharded_arrays(draw):
+    free = [name for name in MESH if draw(st.booleans())]
+    axes = [
+        tuple(n for n in free if draw(st.integers(0, 2)) == axis) for axis in range(3)
+    ]
+    # No axis of the mesh twice.
+    axes = [tuple(n for n in a if n not in sum(axes[:i], ())) for i, a in enumerate(axes)]
+    shape = [draw(st.sampled_from(sizes)) for sizes in ((8, 24), (8, 16, 64), (16, 256))]
+    order = draw(st.permutations([1, 2]))
+    return Sharded(
+        (shape[0], *(shape[i] for i in order)),
+        FLOAT,
+        (axes[0], *(axes[i] for i in order)),
+    )
+
+
+@hypothesis.given(st.lists(sharded_arrays(), min_size=1, max_size=6))
+def test_plans(arrays):
+    """Every matrix travels once, nothing is cut unevenly, and nothing costs more."""
+    journeys = plan(arrays, MESH, LARGE)
+    parts = sorted(part for journey in journeys for part in journey.parts)
+    for index, found in itertools.groupby(parts, key=lambda part: part.array):
+        starts, stops = zip(*((part.start, part.stop) for part in found), strict=True)
+        assert (0, *stops) == (*starts, local_matrices(arrays[index], MESH))
+    for journey in journeys:
+        m, n = journey.shape
+        assert journey.owners % journey.sharers == 0 == m % journey.sharers
+        for leg in journey.legs:
+            assert m % _placement.devices(leg.rows, MESH) == 0
+            assert n % (_placement.devices(leg.columns, MESH) * journey.sharers) == 0
+            for part in leg.parts:
+                *_, rows, columns = arrays[part.array].shape
+                assert (rows, columns)[:: -1 if part.transposed else 1] <= (m, n)
+    alone = [plan([array], MESH, LARGE) for array in arrays]
+    assert sum(j.cost for j in journeys) <= sum(j.cost for plans in alone for j in plans)
