@@ -85,7 +85,7 @@ def _pieces(
         # Zeros among rows and columns change nothing in the others' results.
         padded.append(jnp.pad(x, [(0, 0), (0, m - x.shape[-2]), (0, n - x.shape[-1])]))
     pieces = _columns_apart(jnp.concatenate(padded), journey.sharers)
-    return pieces.reshape(-1, *_travelling_shape(journey, sizes))
+    return _long_side_last(pieces).reshape(-1, *_travelling_shape(journey, sizes))
 
 
 def _parts(
@@ -96,8 +96,7 @@ def _parts(
     sizes: Mapping[str, int],
 ) -> dict[Part, jax.Array]:
     """The inverse of :func:`_pieces`."""
-    m, n = _piece_shape(leg, journey, sizes)
-    pieces = pieces.reshape(-1, m, n // journey.sharers)
+    pieces = _upright(pieces, leg, journey, sizes)
     padded = _columns_together(pieces, journey.sharers)
     found, first = {}, 0
     for part in leg.parts:
@@ -118,7 +117,22 @@ def _piece_shape(leg: Leg, journey: Journey, sizes: Mapping[str, int]) -> tuple[
 def _travelling_shape(journey: Journey, sizes: Mapping[str, int]) -> tuple[int, int]:
     """Of a piece: that of the first leg. The others' have as many entries."""
     m, n = _piece_shape(journey.legs[0], journey, sizes)
-    return m, n // journey.sharers
+    short, long = sorted((m, n // journey.sharers))
+    return short, long
+
+
+def _long_side_last(x: jax.Array) -> jax.Array:
+    """As a TPU stores it without padding, when pieces of several shapes become one's."""
+    return x if x.shape[-2] <= x.shape[-1] else x.mT
+
+
+def _upright(
+    pieces: jax.Array, leg: Leg, journey: Journey, sizes: Mapping[str, int]
+) -> jax.Array:
+    """Pieces that travelled, ``(k, m, n)`` again."""
+    m, n = _piece_shape(leg, journey, sizes)
+    n //= journey.sharers
+    return pieces.reshape(-1, m, n) if m <= n else pieces.reshape(-1, n, m).mT
 
 
 def _to_owners(stack: jax.Array, journey: Journey, sizes: Mapping[str, int]) -> jax.Array:
@@ -169,9 +183,9 @@ def _whole(
     pieces: jax.Array, leg: Leg, journey: Journey, sizes: Mapping[str, int]
 ) -> jax.Array:
     """A matrix from one piece of each device, or the columns that are sent."""
-    m, n = _piece_shape(leg, journey, sizes)
+    pieces = _upright(pieces, leg, journey, sizes)
     lengths = [sizes[name] for name in journey.axes]
-    pieces = pieces.reshape(*lengths, journey.rounds, m, n // journey.sharers)
+    pieces = pieces.reshape(*lengths, journey.rounds, *pieces.shape[1:])
     whole = pieces.transpose(_order(leg, journey))
     return whole.reshape(journey.rounds, journey.shape[0], -1)
 
@@ -184,7 +198,8 @@ def _in_pieces(
     rows, columns = ([sizes[name] for name in axes] for axes in (leg.rows, leg.columns))
     pieces = whole.reshape(journey.rounds, *rows, m, *columns, n // journey.sharers)
     order = _order(leg, journey)
-    return pieces.transpose(sorted(range(len(order)), key=order.__getitem__))
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return _long_side_last(pieces.transpose(back))
 
 
 def _order(leg: Leg, journey: Journey) -> tuple[int, ...]:
