@@ -420,6 +420,7 @@ def test_placement():
         "experts": leaf((8, 32, 16), "expert", "fsdp"),
         "heads": leaf((16, 4, 8), None, "expert"),
         "qkv": leaf((16, 48), None, "fsdp"),
+        "thin": leaf((8, 512), "expert", "fsdp"),
         "up": leaf((16, 64), "expert", "fsdp"),
         "bias": leaf((16,)),
     }
@@ -428,6 +429,7 @@ def test_placement():
         "experts": Dims(1, 2),
         "heads": Dims(0, (1, 2)),
         "qkv": Blocks(0, 1, block_axis=1, blocks=2),
+        "thin": Dims(0, 1),
         "up": Dims(0, 1),
         "bias": None,
     }
@@ -440,13 +442,16 @@ def test_placement():
         ((16, 32), 1, 8, 1, 1, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
         # A block on each of two devices, and copies along the other axis.
         ((16, 24), 1, 4, 1, 1, 3 * 768, ("qkv",)),
+        # All devices share it, and add up its Gram matrix five times.
+        ((8, 512), 1, 8, 1, 8, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8, ("thin",)),
     ]
-    assert str(description).splitlines()[-5:] == [
+    assert str(description).splitlines()[-6:] == [
         "Newton–Schulz on 4 expert × 2 fsdp",
         "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent: down, up",
         "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent: experts",
         "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent: heads",
         "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent: qkv",
+        "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent: thin",
     ]
     assert description.select("experts").placement() == description.placement()[1:2]
     assert describe({"w": jnp.ones((2, 3))}).placement() == []
