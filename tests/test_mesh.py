@@ -143,8 +143,10 @@ def test_a_step_is_that_of_one_device(layout, kind):
 
     cost = hlo_cost.of(program)
     assert cost.looped_bytes == 0
-    kinds = {collective.kind for collective in cost.collectives}
-    assert kinds <= {"all-to-all", "all-gather", "all-reduce"}
+    kinds = [collective.kind for collective in cost.collectives]
+    assert set(kinds) <= {"all-to-all", "all-gather", "all-reduce"}
+    # All norms in one, and in the other who has received a gradient.
+    assert kinds.count("all-reduce") <= 2 * len(sizes)
     assert ("all-gather" in kinds) == (layout in ("replicated", "rows, copies"))
     # Where there are three matrices for eight devices, five devices have zeros instead.
     assert cost.flops <= 1.15 * (flops_alone() + 5 * odd_flops()) / 8
