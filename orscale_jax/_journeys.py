@@ -5,6 +5,7 @@ All of this runs where the mesh's axes are manual: shapes are those of one devic
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,95 +52,139 @@ def _through(
     journey: Journey,
     sizes: Mapping[str, int],
 ) -> dict[Part, jax.Array]:
-    stack = jnp.concatenate(
-        [_pieces(shards, leg, journey, sizes) for leg in journey.legs]
-    )
-    whole = _to_owners(stack, journey, sizes)
+    ways = [_Way(leg, journey, sizes) for leg in journey.legs]
+    whole = _to_owners(jnp.concatenate([way.pieces(shards) for way in ways]), ways)
     if journey.sharers == 1:
         results = fn(whole)
     else:
         axes = journey.copies + journey.axes
         columns = Columns(axes, journey.owners, journey.sharers)
         results = fn(whole[0], columns=columns)[None]
-    pieces = _to_pieces(results, journey, sizes)
+    pieces = _to_pieces(results, ways)
     found: dict[Part, jax.Array] = {}
     first = 0
-    for leg in journey.legs:
-        ours = pieces[first : first + leg.matrices * journey.sharers]
-        found |= _parts(ours, shards, leg, journey, sizes)
-        first += len(ours)
+    for way in ways:
+        ours = pieces[first : first + way.total]
+        found |= way.parts(ours, shards)
+        first += way.total
     return found
 
 
-def _pieces(
-    shards: Sequence[jax.Array], leg: Leg, journey: Journey, sizes: Mapping[str, int]
-) -> jax.Array:
-    """What this device has of a leg's matrices, of the shape that they travel in."""
-    m, n = _piece_shape(leg, journey, sizes)
-    padded = []
-    for part in leg.parts:
-        shard = shards[part.array]
-        x = shard.reshape(math.prod(shard.shape[:-2]), *shard.shape[-2:])
-        x = x[part.start : part.stop]
-        x = x.mT if part.transposed else x
-        # Zeros among rows and columns change nothing in the others' results.
-        padded.append(jnp.pad(x, [(0, 0), (0, m - x.shape[-2]), (0, n - x.shape[-1])]))
-    pieces = _columns_apart(jnp.concatenate(padded), journey.sharers)
-    return _long_side_last(pieces).reshape(-1, *_travelling_shape(journey, sizes))
+class _Way(NamedTuple):
+    """How the pieces of a leg's matrices get to their owners and back."""
+
+    leg: Leg
+    journey: Journey
+    sizes: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Of the pieces that a device has."""
+        return self.leg.matrices * self.journey.sharers
+
+    @property
+    def piece(self) -> tuple[int, int]:
+        """The shape of what a device has of a matrix."""
+        m, n = self.journey.shape
+        rows, columns = self.leg.rows, self.leg.columns
+        return m // devices(rows, self.sizes), n // devices(columns, self.sizes)
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """The shape of what it sends to each owner."""
+        m, n = self.piece
+        return m, n // self.journey.sharers
+
+    @property
+    def _is_turned(self) -> bool:
+        """Where legs take one shape for the way, a TPU would pad short last axes."""
+        m, n = self.sent
+        return len(self.journey.legs) > 1 and m > n
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """Of pieces ``(*axes, rounds, m, n)`` as ``(rounds, *rows, m, *columns, n)``."""
+        axes = self.journey.axes
+        rows, columns = (
+            tuple(axes.index(name) for name in names)
+            for names in (self.leg.rows, self.leg.columns)
+        )
+        return (len(axes), *rows, len(axes) + 1, *columns, len(axes) + 2)
+
+    def pieces(self, shards: Sequence[jax.Array]) -> jax.Array:
+        """What this device has of the matrices, ready to be sent."""
+        m, n = self.piece
+        padded = []
+        for part in self.leg.parts:
+            shard = shards[part.array]
+            x = shard.reshape(math.prod(shard.shape[:-2]), *shard.shape[-2:])
+            x = x[part.start : part.stop]
+            x = x.mT if part.transposed else x
+            # Zeros among rows and columns change nothing in the others' results.
+            pad = [(0, 0), (0, m - x.shape[-2]), (0, n - x.shape[-1])]
+            padded.append(jnp.pad(x, pad))
+        x = jnp.concatenate(padded)
+        x = x.reshape(len(x), m, self.journey.sharers, -1).swapaxes(1, 2)
+        return self.common(x.reshape(-1, *self.sent))
+
+    def parts(
+        self, pieces: jax.Array, shards: Sequence[jax.Array]
+    ) -> dict[Part, jax.Array]:
+        """The inverse of :meth:`pieces`."""
+        x = self.own(pieces)
+        x = x.reshape(-1, self.journey.sharers, *self.sent).swapaxes(1, 2)
+        x = x.reshape(-1, *self.piece)
+        found, first = {}, 0
+        for part in self.leg.parts:
+            *_, rows, columns = shards[part.array].shape
+            if part.transposed:
+                rows, columns = columns, rows
+            matrices = x[first : first + part.matrices, :rows, :columns]
+            found[part] = matrices.mT if part.transposed else matrices
+            first += part.matrices
+        return found
+
+    def common(self, pieces: jax.Array) -> jax.Array:
+        """In the shape that pieces of all legs travel in, the first leg's."""
+        if len(self.journey.legs) == 1:
+            return pieces
+        first = self._replace(leg=self.journey.legs[0])
+        m, n = first.sent
+        turned = pieces.mT if self._is_turned else pieces
+        return turned.reshape(-1, *((n, m) if first._is_turned else (m, n)))
+
+    def own(self, pieces: jax.Array) -> jax.Array:
+        """The inverse of :meth:`common`."""
+        m, n = self.sent
+        return (
+            pieces.reshape(-1, n, m).mT if self._is_turned else pieces.reshape(-1, m, n)
+        )
+
+    def whole(self, pieces: jax.Array) -> jax.Array:
+        """Matrices, or some columns, from one piece of each device."""
+        lengths = [self.sizes[name] for name in self.journey.axes]
+        pieces = self.own(pieces).reshape(*lengths, self.journey.rounds, *self.sent)
+        whole = pieces.transpose(self._order)
+        return whole.reshape(self.journey.rounds, self.journey.shape[0], -1)
+
+    def in_pieces(self, whole: jax.Array) -> jax.Array:
+        """The inverse of :meth:`whole`."""
+        m, n = self.sent
+        rows, columns = (
+            [self.sizes[name] for name in names]
+            for names in (self.leg.rows, self.leg.columns)
+        )
+        pieces = whole.reshape(self.journey.rounds, *rows, m, *columns, n)
+        back = sorted(range(pieces.ndim), key=self._order.__getitem__)
+        return self.common(pieces.transpose(back).reshape(-1, m, n))
 
 
-def _parts(
-    pieces: jax.Array,
-    shards: Sequence[jax.Array],
-    leg: Leg,
-    journey: Journey,
-    sizes: Mapping[str, int],
-) -> dict[Part, jax.Array]:
-    """The inverse of :func:`_pieces`."""
-    pieces = _upright(pieces, leg, journey, sizes)
-    padded = _columns_together(pieces, journey.sharers)
-    found, first = {}, 0
-    for part in leg.parts:
-        *_, rows, columns = shards[part.array].shape
-        if part.transposed:
-            rows, columns = columns, rows
-        x = padded[first : first + part.matrices, :rows, :columns]
-        found[part] = x.mT if part.transposed else x
-        first += part.matrices
-    return found
-
-
-def _piece_shape(leg: Leg, journey: Journey, sizes: Mapping[str, int]) -> tuple[int, int]:
-    m, n = journey.shape
-    return m // devices(leg.rows, sizes), n // devices(leg.columns, sizes)
-
-
-def _travelling_shape(journey: Journey, sizes: Mapping[str, int]) -> tuple[int, int]:
-    """Of a piece: that of the first leg. The others' have as many entries."""
-    m, n = _piece_shape(journey.legs[0], journey, sizes)
-    short, long = sorted((m, n // journey.sharers))
-    return short, long
-
-
-def _long_side_last(x: jax.Array) -> jax.Array:
-    """As a TPU stores it without padding, when pieces of several shapes become one's."""
-    return x if x.shape[-2] <= x.shape[-1] else x.mT
-
-
-def _upright(
-    pieces: jax.Array, leg: Leg, journey: Journey, sizes: Mapping[str, int]
-) -> jax.Array:
-    """Pieces that travelled, ``(k, m, n)`` again."""
-    m, n = _piece_shape(leg, journey, sizes)
-    n //= journey.sharers
-    return pieces.reshape(-1, m, n) if m <= n else pieces.reshape(-1, n, m).mT
-
-
-def _to_owners(stack: jax.Array, journey: Journey, sizes: Mapping[str, int]) -> jax.Array:
+def _to_owners(stack: jax.Array, ways: Sequence[_Way]) -> jax.Array:
     """Pieces of all matrices to whole matrices of this device, or to columns of them.
 
     The last owners get zeros.
     """
+    journey = ways[0].journey
     places = journey.rounds * journey.owners
     stack = jnp.pad(stack, [(0, places - len(stack)), (0, 0), (0, 0)])
     if journey.copies:
@@ -148,22 +193,16 @@ def _to_owners(stack: jax.Array, journey: Journey, sizes: Mapping[str, int]) -> 
         stack = jax.lax.dynamic_slice_in_dim(stack, start, share)
     if journey.pieces == 1:
         return stack
-    pieces = stack.reshape(journey.pieces, journey.rounds, *stack.shape[1:])
-    pieces = _all_to_all(pieces, journey)
-    wholes = [_whole(pieces, leg, journey, sizes) for leg in journey.legs]
-    return _of_this_leg(wholes, journey)
+    arrived = _all_to_all(stack, journey)
+    return _of_this_leg([way.whole(arrived) for way in ways], journey)
 
 
-def _to_pieces(whole: jax.Array, journey: Journey, sizes: Mapping[str, int]) -> jax.Array:
+def _to_pieces(whole: jax.Array, ways: Sequence[_Way]) -> jax.Array:
     """The inverse of :func:`_to_owners`, zeros included."""
+    journey = ways[0].journey
     if journey.pieces > 1:
-        m, n = _travelling_shape(journey, sizes)
-        in_pieces = [
-            _in_pieces(whole, leg, journey, sizes).reshape(journey.pieces, -1, m, n)
-            for leg in journey.legs
-        ]
-        pieces = _all_to_all(_of_this_leg(in_pieces, journey), journey)
-        whole = pieces.reshape(-1, m, n)
+        sent = _of_this_leg([way.in_pieces(whole) for way in ways], journey)
+        whole = _all_to_all(sent, journey)
     if journey.copies:
         whole = jax.lax.all_gather(whole, journey.copies, tiled=True)
     return whole
@@ -179,55 +218,8 @@ def _of_this_leg(found: Sequence[jax.Array], journey: Journey) -> jax.Array:
     return result
 
 
-def _whole(
-    pieces: jax.Array, leg: Leg, journey: Journey, sizes: Mapping[str, int]
-) -> jax.Array:
-    """A matrix from one piece of each device, or the columns that are sent."""
-    pieces = _upright(pieces, leg, journey, sizes)
-    lengths = [sizes[name] for name in journey.axes]
-    pieces = pieces.reshape(*lengths, journey.rounds, *pieces.shape[1:])
-    whole = pieces.transpose(_order(leg, journey))
-    return whole.reshape(journey.rounds, journey.shape[0], -1)
-
-
-def _in_pieces(
-    whole: jax.Array, leg: Leg, journey: Journey, sizes: Mapping[str, int]
-) -> jax.Array:
-    """The inverse of :func:`_whole`."""
-    m, n = _piece_shape(leg, journey, sizes)
-    rows, columns = ([sizes[name] for name in axes] for axes in (leg.rows, leg.columns))
-    pieces = whole.reshape(journey.rounds, *rows, m, *columns, n // journey.sharers)
-    order = _order(leg, journey)
-    back = sorted(range(len(order)), key=order.__getitem__)
-    return _long_side_last(pieces.transpose(back))
-
-
-def _order(leg: Leg, journey: Journey) -> tuple[int, ...]:
-    """Of pieces ``(*axes, rounds, m, n)`` as ``(rounds, *rows, m, *columns, n)``."""
-    rounds = len(journey.axes)
-    rows, columns = (
-        tuple(journey.axes.index(name) for name in axes)
-        for axes in (leg.rows, leg.columns)
-    )
-    return (rounds, *rows, rounds + 1, *columns, rounds + 2)
-
-
-def _columns_apart(x: jax.Array, count: int) -> jax.Array:
-    """``(k, m, n)`` to ``(k · count, m, n / count)``."""
-    if count == 1:
-        return x
-    k, m, n = x.shape
-    return x.reshape(k, m, count, -1).swapaxes(1, 2).reshape(k * count, m, n // count)
-
-
-def _columns_together(x: jax.Array, count: int) -> jax.Array:
-    """The inverse of :func:`_columns_apart`."""
-    if count == 1:
-        return x
-    k, m, n = x.shape
-    return x.reshape(-1, count, m, n).swapaxes(1, 2).reshape(k // count, m, n * count)
-
-
 def _all_to_all(pieces: jax.Array, journey: Journey) -> jax.Array:
-    """One to each device, in the order of the axes; one from each."""
-    return jax.lax.all_to_all(pieces, journey.axes, split_axis=0, concat_axis=0)
+    """Equally many to each device, in the order of the axes; as many from each."""
+    sent = pieces.reshape(journey.pieces, -1, *pieces.shape[1:])
+    arrived = jax.lax.all_to_all(sent, journey.axes, split_axis=0, concat_axis=0)
+    return arrived.reshape(pieces.shape)

@@ -324,8 +324,8 @@ MUTANTS = [
     ),
     Mutant(
         "_journeys",
-        "whole = pieces.transpose(_order(leg, journey))",
-        "whole = pieces.transpose(sorted(_order(leg, journey)))",
+        "whole = pieces.transpose(self._order)",
+        "whole = pieces.transpose(sorted(self._order))",
         "test_mesh.py -k one_device",
     ),
     Mutant(
