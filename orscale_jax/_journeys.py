@@ -10,7 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orscale_jax._placement import Journey, Leg, Part, Sharded, devices, plan
+from orscale_jax._placement import Axes, Journey, Leg, Part, Sharded, devices, plan
 from orscale_jax._precision import Columns
 
 
@@ -96,20 +96,31 @@ class _Way(NamedTuple):
         return m, n // self.journey.sharers
 
     @property
-    def _is_turned(self) -> bool:
+    def is_turned(self) -> bool:
         """Where legs take one shape for the way, a TPU would pad short last axes."""
         m, n = self.sent
         return len(self.journey.legs) > 1 and m > n
 
     @property
-    def _order(self) -> tuple[int, ...]:
+    def sides(self) -> list[tuple[Axes, int]]:
+        """The axes over which each side is sharded and what is sent of it, as turned."""
+        m, n = self.sent
+        sides = [(self.leg.rows, m), (self.leg.columns, n)]
+        return sides[::-1] if self.is_turned else sides
+
+    @property
+    def common_shape(self) -> list[int]:
+        """That pieces of all legs travel in: the first's, as turned."""
+        first = self._replace(leg=self.journey.legs[0])
+        return [length for _, length in first.sides]
+
+    @property
+    def order(self) -> list[int]:
         """Of pieces ``(*axes, rounds, m, n)`` as ``(rounds, *rows, m, *columns, n)``."""
         axes = self.journey.axes
-        rows, columns = (
-            tuple(axes.index(name) for name in names)
-            for names in (self.leg.rows, self.leg.columns)
-        )
-        return (len(axes), *rows, len(axes) + 1, *columns, len(axes) + 2)
+        (first, _), (last, _) = self.sides
+        rounds, m, n = range(len(axes), len(axes) + 3)
+        return [rounds, *map(axes.index, first), m, *map(axes.index, last), n]
 
     def pieces(self, shards: Sequence[jax.Array]) -> jax.Array:
         """What this device has of the matrices, ready to be sent."""
@@ -145,38 +156,32 @@ class _Way(NamedTuple):
         return found
 
     def common(self, pieces: jax.Array) -> jax.Array:
-        """In the shape that pieces of all legs travel in, the first leg's."""
-        if len(self.journey.legs) == 1:
-            return pieces
-        first = self._replace(leg=self.journey.legs[0])
-        m, n = first.sent
-        turned = pieces.mT if self._is_turned else pieces
-        return turned.reshape(-1, *((n, m) if first._is_turned else (m, n)))
+        """Pieces ``(k, m, n)`` in the shape that those of all legs travel in."""
+        turned = pieces.mT if self.is_turned else pieces
+        return turned.reshape(-1, *self.common_shape)
 
     def own(self, pieces: jax.Array) -> jax.Array:
         """The inverse of :meth:`common`."""
-        m, n = self.sent
-        return (
-            pieces.reshape(-1, n, m).mT if self._is_turned else pieces.reshape(-1, m, n)
-        )
+        turned = pieces.reshape(-1, *(length for _, length in self.sides))
+        return turned.mT if self.is_turned else turned
 
     def whole(self, pieces: jax.Array) -> jax.Array:
-        """Matrices, or some columns, from one piece of each device."""
+        """Matrices, or some columns, from one piece of each device, as they travel."""
+        (first, m), (last, n) = self.sides
         lengths = [self.sizes[name] for name in self.journey.axes]
-        pieces = self.own(pieces).reshape(*lengths, self.journey.rounds, *self.sent)
-        whole = pieces.transpose(self._order)
-        return whole.reshape(self.journey.rounds, self.journey.shape[0], -1)
+        pieces = pieces.reshape(*lengths, self.journey.rounds, m, n)
+        sides = m * devices(first, self.sizes), n * devices(last, self.sizes)
+        whole = pieces.transpose(self.order).reshape(-1, *sides)
+        return whole.mT if self.is_turned else whole
 
     def in_pieces(self, whole: jax.Array) -> jax.Array:
         """The inverse of :meth:`whole`."""
-        m, n = self.sent
-        rows, columns = (
-            [self.sizes[name] for name in names]
-            for names in (self.leg.rows, self.leg.columns)
-        )
-        pieces = whole.reshape(self.journey.rounds, *rows, m, *columns, n)
-        back = sorted(range(pieces.ndim), key=self._order.__getitem__)
-        return self.common(pieces.transpose(back).reshape(-1, m, n))
+        (first, m), (last, n) = self.sides
+        rows, columns = ([self.sizes[name] for name in axes] for axes in (first, last))
+        turned = whole.mT if self.is_turned else whole
+        pieces = turned.reshape(-1, *rows, m, *columns, n)
+        back = sorted(range(pieces.ndim), key=self.order.__getitem__)
+        return pieces.transpose(back).reshape(-1, *self.common_shape)
 
 
 def _to_owners(stack: jax.Array, ways: Sequence[_Way]) -> jax.Array:

@@ -324,8 +324,8 @@ MUTANTS = [
     ),
     Mutant(
         "_journeys",
-        "whole = pieces.transpose(self._order)",
-        "whole = pieces.transpose(sorted(self._order))",
+        "whole = pieces.transpose(self.order)",
+        "whole = pieces.transpose(sorted(self.order))",
         "test_mesh.py -k one_device",
     ),
     Mutant(
