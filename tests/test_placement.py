@@ -191,7 +191,7 @@ def sharded_arrays(draw):
     ]
     # No axis of the mesh twice.
     axes = [tuple(n for n in a if n not in sum(axes[:i], ())) for i, a in enumerate(axes)]
-    shape = [draw(st.sampled_from(sizes)) for sizes in ((8, 24), (8, 16, 64), (16, 256))]
+    shape = [draw(st.sampled_from(sizes)) for sizes in ((8, 24), (8, 16, 64), (16, 256, 264))]
     order = draw(st.permutations([1, 2]))
     return Sharded(
         (shape[0], *(shape[i] for i in order)),
