@@ -290,7 +290,7 @@ MUTANTS = [
         "_placement",
         "if not any(size % count for size in (journey.owners, m, *columns))",
         "if not any(size % count for size in (journey.owners, m))",
-        "test_placement.py -k plans",
+        "test_placement.py -k every_sharer",
     ),
     Mutant(
         "_placement",

@@ -153,6 +153,16 @@ def test_what_is_left_over_is_shared():
     ]
 
 
+def test_every_sharer_has_as_many_columns_of_each_piece():
+    """Eight devices with 33 or 34 columns each; four with 66."""
+    over = ("data", "fsdp")
+    counts = [
+        plan([columns(16, n, over=axes)], MESH, LARGE)[0].sharers
+        for n, axes in ((264, over), (272, over), (264, "fsdp"))
+    ]
+    assert counts == [1, 2, 2]
+
+
 def test_short_matrices_are_not_shared():
     """Their Gram matrices are as large as they are."""
     [journey] = plan([rows(64, 64)] * 2, MESH, LARGE)
@@ -180,9 +190,6 @@ def test_a_rest_for_which_there_is_nothing_better_stays_with_its_kind():
     assert (journey.matrices, journey.rounds) == (9, 2)
 
 
-SPECS = [(), ("data",), ("fsdp",), ("data", "fsdp")]
-
-
 @st.composite
 def sharded_arrays(draw):
     free = [name for name in MESH if draw(st.booleans())]
@@ -191,7 +198,7 @@ def sharded_arrays(draw):
     ]
     # No axis of the mesh twice.
     axes = [tuple(n for n in a if n not in sum(axes[:i], ())) for i, a in enumerate(axes)]
-    shape = [draw(st.sampled_from(sizes)) for sizes in ((8, 24), (8, 16, 64), (16, 256, 264))]
+    shape = [draw(st.sampled_from(sizes)) for sizes in ((8, 24), (8, 16, 64), (16, 256))]
     order = draw(st.permutations([1, 2]))
     return Sharded(
         (shape[0], *(shape[i] for i in order)),
