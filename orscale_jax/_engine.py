@@ -115,12 +115,30 @@ def _map_matrices(
         per_device = functools.partial(_per_device, in_chunks, limits.stack_bytes)
         factors = _mesh.on_shards(per_device, sent, traced, mesh)
     else:
-        # In one batch: which of its axes are sharded is not known.
         fn = functools.partial(polar, **traced)
         gathered = [_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in sent]
-        found = _stacking.map_stacks(fn, gathered, limits.stack_bytes)
+        found = _where_the_partitioner_puts_them(fn, mesh, limits, gathered)
         factors = [_sharding.shard_like(q, x) for q, x in zip(found, sent, strict=True)]
     return [q.astype(x.dtype) for q, x in zip(factors, matrices, strict=True)]
+
+
+def _where_the_partitioner_puts_them(
+    fn: Callable[[jax.Array], jax.Array],
+    mesh: AbstractMesh,
+    limits: Limits,
+    matrices: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Single matrices as stacks that are spread over the mesh, batches as they are.
+
+    How a batch is sharded is not known, and it may be right: experts over experts.
+    """
+    single = [x for x in matrices if x.ndim == 2]
+    spread = functools.partial(_mesh.spread, fn, mesh)
+    nbytes = min(limits.stack_bytes, limits.at_once) * mesh.size
+    of_single = iter(_stacking.map_stacks(spread, single, nbytes))
+    batches = [x for x in matrices if x.ndim > 2]
+    of_batches = iter(_stacking.map_stacks(fn, batches, limits.stack_bytes))
+    return [next(of_single if x.ndim == 2 else of_batches) for x in matrices]
 
 
 def _in_chunks(polar: Polar, max_bytes: int, x: jax.Array, **arguments: Any) -> jax.Array:

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,32 @@ def on_shards(
         return list(call(*operands))
     specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
     return list(jax.sharding.auto_axes(call, out_sharding=specs)(*operands))
+
+
+def spread(
+    fn: Callable[[jax.Array], jax.Array], mesh: AbstractMesh, x: jax.Array
+) -> jax.Array:
+    """``fn`` of matrices, as many on each device, put there by the partitioner.
+
+    Args:
+      fn: Keeps the shape ``(k, m, n)``, treats each matrix alone, and keeps zeros.
+      mesh: The mesh, over whose Auto axes they are spread.
+      x: Shape ``(m, n)`` or ``(k, m, n)``.
+    """
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    axes = tuple(name for name, kind in kinds if kind == AxisType.Auto)
+    count = math.prod(x.shape[:-2])
+    missing = -count % devices(axes, mesh.shape)
+    stack = jnp.pad(x.reshape(count, *x.shape[-2:]), [(0, missing), (0, 0), (0, 0)])
+    # By way of rows over all devices, or the partitioner goes by way of whole stacks.
+    by_rows = NamedSharding(mesh, PartitionSpec(None, axes))
+    by_matrices = NamedSharding(mesh, PartitionSpec(axes))
+    for sharding in (by_rows, by_matrices):
+        stack = jax.lax.with_sharding_constraint(stack, sharding)
+    result = fn(stack)
+    for sharding in (by_matrices, by_rows):
+        result = jax.lax.with_sharding_constraint(result, sharding)
+    return result[:count].reshape(x.shape)
 
 
 def _on_typed_shards(

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import orscale, orthogonalize, state_shardings
+from orscale_jax import _engine, orscale, orthogonalize, state_shardings
 
 # Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
 SHAPES = {
@@ -218,6 +218,31 @@ def test_mixed_axes():
     assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, grads)
     alone, _ = OPTIMIZER.update(rng_tree(1), OPTIMIZER.init(rng_tree(0)), rng_tree(0))
     assert_close(after, alone)
+
+
+@pytest.mark.parametrize("layout", ["replicated", "rows", "rows × columns"])
+def test_where_the_compiler_asks_for_no_program_of_one_device(layout, monkeypatch):
+    """On TPUs with Auto axes: stacks are spread over the mesh by the partitioner."""
+    single = [name for name, shape in SHAPES.items() if len(shape) == 2]
+    grads = {name: rng_tree(1)[name] for name in single}
+    wanted, _ = orthogonalize().update(grads, ())
+    update = jax.jit(lambda g: orthogonalize().update(g, ())[0])
+    alone = hlo_cost.of(update.lower(grads).compile().as_text())
+
+    as_tpu = _engine._TPU._replace(dtype=np.dtype(np.float32))
+    monkeypatch.setattr(_engine, "_CPU", as_tpu)
+    sizes, spec = LAYOUTS[layout]
+    mesh = make_mesh(sizes, AxisType.Auto)
+    where = {name: s for name, s in shardings(mesh, spec).items() if name in single}
+    sharded = jax.device_put(grads, where)
+    update = jax.jit(lambda g: orthogonalize().update(g, ())[0], out_shardings=where)
+    program = update.lower(sharded).compile()
+    assert_close(program(sharded), wanted)
+    cost = hlo_cost.of(program.as_text())
+    assert cost.looped_bytes == 0
+    assert cost.flops <= 1.15 * (alone.flops + 5 * odd_flops()) / 8
+    if layout == "rows":
+        assert {collective.kind for collective in cost.collectives} == {"all-to-all"}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

@@ -37,6 +37,9 @@ from examples.benchmarks import hlo_cost
 from orscale_jax import muon, orscale, state_shardings
 
 NS_STEPS = 5
+CONTENDERS = ("orscale", "orscale on Auto axes", "muon", "optax.contrib.muon")
+# Where optax's Newton–Schulz meets sharded axes, types would not let it.
+ON_AUTO_AXES = {"orscale on Auto axes", "optax.contrib.muon"}
 
 
 class Leaf(NamedTuple):
@@ -215,8 +218,8 @@ class Options:
 
     cases: tuple[str, ...] = tuple(CASES)
     """Of a, b, c, d and e."""
-    contenders: tuple[str, ...] = ("orscale", "muon", "optax.contrib.muon")
-    """Of orscale, muon and optax.contrib.muon."""
+    contenders: tuple[str, ...] = CONTENDERS
+    """Of orscale, orscale on Auto axes, muon and optax.contrib.muon."""
     dump: pathlib.Path | None = None
     """Where the compiled text goes, a file for each case and contender."""
 
@@ -231,6 +234,7 @@ def contenders(leaves: Leaves) -> dict[str, optax.GradientTransformation]:
     }
     return {
         "orscale": orscale(1e-3, **ours),
+        "orscale on Auto axes": orscale(1e-3, **ours),
         "muon": muon(1e-3, **ours),
         "optax.contrib.muon": optax.contrib.muon(
             1e-3,
@@ -259,8 +263,7 @@ def placed(tree: Any, shardings: Any) -> Any:
 
 
 def compiled(case: Case, contender: str) -> jax.stages.Compiled:
-    # Where optax's Newton–Schulz meets sharded axes, types would not let it.
-    auto = contender == "optax.contrib.muon"
+    auto = contender in ON_AUTO_AXES
     mesh = mesh_of(case, AxisType.Auto if auto else AxisType.Explicit)
     optimizer = contenders(case.leaves)[contender]
     params = {
