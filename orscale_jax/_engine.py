@@ -10,45 +10,61 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import DTypeLike
 
-from orscale_jax import _journeys, _mesh, _sharding, _stacking
+from orscale_jax import _journeys, _mesh, _preconditioning, _sharding, _stacking
 from orscale_jax._placement import Sharded
-from orscale_jax._polar import polar_of, polar_on_cpu
+from orscale_jax._polar import polars_of, polars_on_cpu
+from orscale_jax._precision import Arithmetic
 
-Polar = Callable[..., jax.Array]
+Polars = Callable[..., list[jax.Array]]
 
 
 class Limits(NamedTuple):
     """What suits a kind of device.
 
     Attributes:
-      polar: ``polar(x, dtype=..., **arguments)``, which takes polar factors there.
+      polars: ``polars(xs, dtype=..., **arguments)``, which takes polar factors there.
       dtype: Of the products' operands.
       stack_bytes: What a stack may have.
       at_once: What goes through Newton–Schulz in one batch.
+      together: How many batches go through it in turns.
+      normalized: Whether ``polars`` takes normalized matrices. Their norms are sums that
+        an accelerator adds up in the pass that makes the matrices, before they travel.
       partitioner: Whether its compiler asks for the program of one device, which
         placement on Auto axes takes. (libtpu's does not.)
     """
 
-    polar: Polar
+    polars: Polars
     dtype: np.dtype
     stack_bytes: int
     at_once: int
+    together: int = 1
+    normalized: bool = True
     partitioner: bool = True
 
 
 _CPU = Limits(
-    polar_on_cpu,
+    polars_on_cpu,
     np.dtype(jnp.float32),
     stack_bytes=_stacking.MAX_BYTES_CPU,
     at_once=_stacking.MAX_BYTES_CPU,
+    normalized=False,
 )
 _ACCELERATOR = Limits(
-    polar_of,
+    polars_of,
     np.dtype(jnp.bfloat16),
     stack_bytes=_stacking.MAX_BYTES,
     at_once=_stacking.AT_ONCE,
 )
-_TPU = _ACCELERATOR._replace(partitioner=False)
+# Between two products of one batch there is one of the other, during which operands are
+# fetched: the compiler prefetches no result of the kernel before.
+_TPU = Limits(
+    functools.partial(polars_of, opaque=True),
+    np.dtype(jnp.bfloat16),
+    stack_bytes=_stacking.MAX_BYTES_TPU,
+    at_once=_stacking.AT_ONCE_TPU,
+    together=2,
+)
+_TPU_AUTO = _ACCELERATOR._replace(partitioner=False)
 
 
 def map_matrices(
@@ -68,7 +84,7 @@ def map_matrices(
       dtype: As for :func:`orscale_jax.polar_factor`.
       max_bytes: What a stack may have; None for what suits the platform.
       mesh: As for :func:`orscale_jax.orthogonalize`.
-      arguments: Of :func:`orscale_jax._polar.polar_of`. Some may be traced.
+      arguments: Of :func:`orscale_jax._polar.polars_of`. Some may be traced.
 
     Returns:
       The factors, in the dtypes and shardings of ``matrices``.
@@ -90,40 +106,44 @@ def map_matrices(
         if max_bytes is not None:
             at_once = min(max_bytes, limits.at_once)
             limits = limits._replace(stack_bytes=max_bytes, at_once=at_once)
-        polar = functools.partial(limits.polar, dtype=limits.dtype, **known)
-        return functools.partial(_map_matrices, polar, found, limits)
+        polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
+        return functools.partial(_map_matrices, polars, found, limits)
 
-    platforms = {"cpu": on(_CPU), "default": on(_ACCELERATOR)}
-    if found is not None and not _mesh.is_typed(found):
-        platforms["tpu"] = on(_TPU)
-    return jax.lax.platform_dependent(list(matrices), traced, **platforms)
+    typed = found is None or _mesh.is_typed(found)
+    return jax.lax.platform_dependent(
+        list(matrices),
+        traced,
+        cpu=on(_CPU),
+        tpu=on(_TPU if typed else _TPU_AUTO),
+        default=on(_ACCELERATOR),
+    )
 
 
 def _map_matrices(
-    polar: Polar,
+    polars: Polars,
     mesh: AbstractMesh | None,
     limits: Limits,
     matrices: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:
-    sent = [_rounded(x, limits.dtype) for x in matrices]
-    in_chunks = functools.partial(_in_chunks, polar, limits.at_once)
+    sent = [_sent(x, limits) for x in matrices]
+    in_turns = functools.partial(_in_turns, polars, limits.at_once, limits.together)
     if mesh is None:
-        fn = functools.partial(in_chunks, **traced)
+        fn = functools.partial(in_turns, **traced)
         factors = _stacking.map_stacks(fn, sent, limits.stack_bytes)
     elif limits.partitioner or _mesh.is_typed(mesh):
-        per_device = functools.partial(_per_device, in_chunks, limits.stack_bytes)
+        per_device = functools.partial(_per_device, in_turns, limits.stack_bytes)
         factors = _mesh.on_shards(per_device, sent, traced, mesh)
     else:
-        fn = functools.partial(polar, **traced)
+        alone = functools.partial(polars, **traced)
         gathered = [_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in sent]
-        found = _where_the_partitioner_puts_them(fn, mesh, limits, gathered)
+        found = _where_the_partitioner_puts_them(alone, mesh, limits, gathered)
         factors = [_sharding.shard_like(q, x) for q, x in zip(found, sent, strict=True)]
     return [q.astype(x.dtype) for q, x in zip(factors, matrices, strict=True)]
 
 
 def _where_the_partitioner_puts_them(
-    fn: Callable[[jax.Array], jax.Array],
+    fn: Callable[[Sequence[jax.Array]], list[jax.Array]],
     mesh: AbstractMesh,
     limits: Limits,
     matrices: Sequence[jax.Array],
@@ -132,32 +152,48 @@ def _where_the_partitioner_puts_them(
 
     How a batch is sharded is not known, and it may be right: experts over experts.
     """
+
+    def of_each(xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return [fn([x])[0] for x in xs]
+
+    def of_each_spread(xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return [_mesh.spread(lambda y: fn([y])[0], mesh, x) for x in xs]
+
     single = [x for x in matrices if x.ndim == 2]
-    spread = functools.partial(_mesh.spread, fn, mesh)
     nbytes = min(limits.stack_bytes, limits.at_once) * mesh.size
-    of_single = iter(_stacking.map_stacks(spread, single, nbytes))
+    of_single = iter(_stacking.map_stacks(of_each_spread, single, nbytes))
     batches = [x for x in matrices if x.ndim > 2]
-    of_batches = iter(_stacking.map_stacks(fn, batches, limits.stack_bytes))
+    of_batches = iter(_stacking.map_stacks(of_each, batches, limits.stack_bytes))
     return [next(of_single if x.ndim == 2 else of_batches) for x in matrices]
 
 
-def _in_chunks(polar: Polar, max_bytes: int, x: jax.Array, **arguments: Any) -> jax.Array:
-    return _stacking.in_chunks(functools.partial(polar, **arguments), max_bytes, x)
+def _in_turns(
+    polars: Polars,
+    max_bytes: int,
+    together: int,
+    xs: Sequence[jax.Array],
+    **arguments: Any,
+) -> list[jax.Array]:
+    fn = functools.partial(polars, **arguments)
+    return _stacking.in_turns(fn, max_bytes, together, xs)
 
 
 def _per_device(
-    polar: Polar,
+    polars: Polars,
     max_bytes: int,
     shards: Sequence[jax.Array],
     arrays: Sequence[Sharded],
     sizes: Mapping[str, int],
     **traced: jax.Array,
 ) -> list[jax.Array]:
-    fn = functools.partial(polar, **traced)
+    fn = functools.partial(polars, **traced)
     return _journeys.map_matrices(fn, shards, arrays, sizes, max_bytes)
 
 
-def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    as_wide = jnp.finfo(dtype).maxexp >= jnp.finfo(x.dtype).maxexp
-    narrower = dtype.itemsize < x.dtype.itemsize
-    return x.astype(dtype) if as_wide and narrower else x
+def _sent(x: jax.Array, limits: Limits) -> jax.Array:
+    if limits.normalized:
+        arithmetic = Arithmetic(limits.dtype)
+        x = _preconditioning.normalize(x, arithmetic, in_one_pass=True)
+    as_wide = jnp.finfo(limits.dtype).maxexp >= jnp.finfo(x.dtype).maxexp
+    narrower = limits.dtype.itemsize < x.dtype.itemsize
+    return x.astype(limits.dtype) if as_wide and narrower else x

@@ -24,13 +24,18 @@ References:
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
 from orscale_jax._precision import Arithmetic
 from orscale_jax._preconditioning import Start
+
+Rows: TypeAlias = Sequence[Sequence[Any]]
+# Of one array of matrices: yields sums, is sent them as operands.
+Chain: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
 
 _MAX_STEPS = 3  # Of one segment: what drifts between restarts does not correct itself.
 _MAX_ERROR = 2.5  # Of one segment, as a multiple of the whole plain iteration's.
@@ -160,17 +165,52 @@ def _ranges(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(upper), np.array(noise)
 
 
-# Of many leaves with one shape, all but the first find it traced.
-@functools.partial(jax.jit, static_argnames=("rows", "restarts", "arithmetic"))
 def gram_newton_schulz(
     start: Start,
-    rows: tuple[tuple[float, ...], ...],
+    rows: Rows,
     restarts: tuple[int, ...],
     arithmetic: Arithmetic,
 ) -> jax.Array:
     """Newton–Schulz of preconditioned matrices, one step for each row."""
+    [x] = newton_schulz_in_turns((start,), rows, (restarts,), arithmetic)
+    return x
+
+
+# Of many leaves with one shape, all but the first find it traced.
+@functools.partial(jax.jit, static_argnames=("restarts", "arithmetic"))
+def newton_schulz_in_turns(
+    starts: Sequence[Start],
+    rows: Rows,
+    restarts: Sequence[tuple[int, ...]],
+    arithmetic: Arithmetic,
+) -> list[jax.Array]:
+    """Newton–Schulz of arrays of matrices in turns.
+
+    While a product of one array runs, the operands of the next one can be fetched.
+    """
+    chains = [
+        _chain(start, rows, before, arithmetic)
+        for start, before in zip(starts, restarts, strict=True)
+    ]
+    found: list[Any] = [None] * len(chains)
+    operands: dict[int, Any] = dict.fromkeys(range(len(chains)))
+    while operands:
+        wide = {}
+        for i, operand in operands.items():
+            try:
+                wide[i] = chains[i].send(operand)
+            except StopIteration as end:
+                found[i] = end.value
+        rounded = arithmetic.round_all([*wide.values()]) if wide else []
+        operands = dict(zip(wide, rounded, strict=True))
+    return found
+
+
+def _chain(
+    start: Start, rows: Rows, restarts: Sequence[int], arithmetic: Arithmetic
+) -> Chain:
     for i, j in itertools.pairwise([0, *restarts, len(rows)]):
-        start = Start(_segment(start, rows[i:j], arithmetic))
+        start = Start((yield from _segment(start, rows[i:j], arithmetic)))
     return start.x
 
 
@@ -180,35 +220,31 @@ def rows_of(table: np.ndarray, steps: int) -> tuple[tuple[float, ...], ...]:
     return tuple(map(tuple, rows.tolist()))
 
 
-def _segment(
-    start: Start,
-    rows: Sequence[Sequence[float]],
-    arithmetic: Arithmetic,
-) -> jax.Array:
-    rounded, einsum = arithmetic.round, arithmetic.einsum
+def _segment(start: Start, rows: Rows, arithmetic: Arithmetic) -> Chain:
     x = start.x
     wide = arithmetic.is_wide(x)
 
     def times(left: jax.Array, right: jax.Array) -> jax.Array:
         # Tall matrices are iterated as their transposes, without transposing any.
         pair = (left, right) if wide else (right, left)
-        return einsum("...ij,...jk->...ik", *pair)
+        return arithmetic.einsum("...ij,...jk->...ik", *pair)
 
     gram = arithmetic.gram(x) if start.gram is None else start.gram
-    scale, polynomial = 1.0, None  # P = scale I + polynomial.
+    scale: Any = 1.0
+    polynomial = None  # P = scale I + polynomial.
     for k, (a, b, c) in enumerate(rows):
-        factor = rounded(gram)
+        factor = yield gram
         square = times(factor, factor)
         z = b * factor.astype(square.dtype) + c * square
         if polynomial is None:
             polynomial = z
         else:
-            v = rounded(polynomial)
-            polynomial = scale * z + a * polynomial + times(rounded(z), v)
+            v = yield polynomial
+            polynomial = scale * z + a * polynomial + times((yield z), v)
         scale *= a
         if k + 1 < len(rows):
-            half = a * gram + times(factor, rounded(z))
-            gram = a * half + times(rounded(half), rounded(z))
+            half = a * gram + times(factor, (yield z))
+            gram = a * half + times((yield half), (yield z))
     assert polynomial is not None
-    product = times(rounded(polynomial), x)
-    return rounded(scale * x.astype(product.dtype) + product)
+    product = times((yield polynomial), x)
+    return (yield scale * x.astype(product.dtype) + product)

@@ -4,7 +4,7 @@ All of this runs where the mesh's axes are manual: shapes are those of one devic
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from orscale_jax._precision import Columns
 
 
 def map_matrices(
-    fn: Callable[..., jax.Array],
+    fn: Callable[..., Sequence[jax.Array]],
     shards: Sequence[jax.Array],
     arrays: Sequence[Sharded],
     sizes: Mapping[str, int],
@@ -35,9 +35,19 @@ def map_matrices(
     Returns:
       What this device has of the results.
     """
+    journeys = plan(arrays, sizes, max_bytes)
+    ways = [[_Way(leg, journey, sizes) for leg in journey.legs] for journey in journeys]
+    wholes = [
+        _to_owners(jnp.concatenate([way.pieces(shards) for way in group]), group)
+        for group in ways
+    ]
     found: dict[Part, jax.Array] = {}
-    for journey in plan(arrays, sizes, max_bytes):
-        found |= _through(fn, shards, journey, sizes)
+    for group, result in zip(ways, _of_stacks(fn, wholes, journeys), strict=True):
+        pieces, first = _to_pieces(result, group), 0
+        for way in group:
+            ours = pieces[first : first + way.total]
+            found |= way.parts(ours, shards)
+            first += way.total
     results = []
     for index, shard in enumerate(shards):
         parts = [found[part] for part in sorted(found) if part.array == index]
@@ -46,28 +56,22 @@ def map_matrices(
     return results
 
 
-def _through(
-    fn: Callable[..., jax.Array],
-    shards: Sequence[jax.Array],
-    journey: Journey,
-    sizes: Mapping[str, int],
-) -> dict[Part, jax.Array]:
-    ways = [_Way(leg, journey, sizes) for leg in journey.legs]
-    whole = _to_owners(jnp.concatenate([way.pieces(shards) for way in ways]), ways)
-    if journey.sharers == 1:
-        results = fn(whole)
-    else:
-        axes = journey.copies + journey.axes
-        columns = Columns(axes, journey.owners, journey.sharers)
-        results = fn(whole[0], columns=columns)[None]
-    pieces = _to_pieces(results, ways)
-    found: dict[Part, jax.Array] = {}
-    first = 0
-    for way in ways:
-        ours = pieces[first : first + way.total]
-        found |= way.parts(ours, shards)
-        first += way.total
-    return found
+def _of_stacks(
+    fn: Callable[..., Sequence[jax.Array]],
+    wholes: Sequence[jax.Array],
+    journeys: Sequence[Journey],
+) -> Iterator[jax.Array]:
+    """``fn`` of all stacks at once, but of columns apart."""
+    stacks = zip(wholes, journeys, strict=True)
+    alone = iter(fn([whole for whole, journey in stacks if journey.sharers == 1]))
+    for whole, journey in zip(wholes, journeys, strict=True):
+        if journey.sharers == 1:
+            yield next(alone)
+        else:
+            axes = journey.copies + journey.axes
+            columns = Columns(axes, journey.owners, journey.sharers)
+            [result] = fn([whole[0]], columns=columns)
+            yield result[None]
 
 
 class _Way(NamedTuple):

@@ -195,37 +195,74 @@ def polar_factor(
 def polar_of(
     x: jax.Array,
     *,
-    table: np.ndarray | jax.Array,
-    steps: int | jax.Array,
-    preconditioning: str,
     dtype: DTypeLike,
     columns: Columns | None = None,
+    in_one_pass: bool = True,
+    **arguments: Any,
 ) -> jax.Array:
-    """:func:`polar_factor` of checked arguments, for a platform that is known.
-
-    Preconditioned, and by the form that takes fewer FLOPs. ``columns`` tells which
-    devices have the other columns of x.
-    """
+    """:func:`polar_factor` of checked arguments, for a platform that is known."""
     arithmetic = Arithmetic(jnp.dtype(dtype), columns)
-    start = _preconditioning.start(x, preconditioning, arithmetic)
-    # Restarts are placed while tracing, for steps and coefficients that are known then.
-    known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
-    pays = _gram.pays(*arithmetic.whole_shape(x))
-    # A loop would copy the operands that it carries.
-    if known and (pays or arithmetic.narrow):
-        table, steps = np.asarray(table), int(steps)
-        every = tuple(range(1, steps))
-        restarts = _gram.restarts(table, steps, arithmetic.unit) if pays else every
-        rows = _gram.rows_of(table, steps)
-        q = _gram.gram_newton_schulz(start, rows, restarts, arithmetic)
-    else:
-        q = _newton_schulz(start, table, steps, arithmetic)
+    normalized = _preconditioning.normalize(x, arithmetic, in_one_pass=in_one_pass)
+    [q] = polars_of([normalized], dtype=dtype, columns=columns, **arguments)
     return q.astype(x.dtype)
 
 
 def polar_on_cpu(x: jax.Array, **arguments: Any) -> jax.Array:
     """:func:`polar_of`, where XLA's batched products are slower than single ones."""
-    return _one_by_one(functools.partial(polar_of, **arguments))(x)
+    return _one_by_one(functools.partial(polar_of, in_one_pass=False, **arguments))(x)
+
+
+def polars_on_cpu(xs: Sequence[jax.Array], **arguments: Any) -> list[jax.Array]:
+    """:func:`polars_of`, of matrices that are not normalized."""
+    return [polar_on_cpu(x, **arguments) for x in xs]
+
+
+def polars_of(
+    xs: Sequence[jax.Array],
+    *,
+    table: np.ndarray | jax.Array,
+    steps: int | jax.Array,
+    preconditioning: str,
+    dtype: DTypeLike,
+    columns: Columns | None = None,
+    opaque: bool = False,
+) -> list[jax.Array]:
+    """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
+
+    Args:
+      xs: Arrays of matrices, which take their steps in turns.
+      table: Of :func:`coefficient_table`.
+      steps: As for :func:`polar_factor`.
+      preconditioning: As for :func:`polar_factor`.
+      dtype: Of the products' operands.
+      columns: The devices that have the other columns of the matrices, if any.
+      opaque: Whether to hide the coefficients from the compiler, to which all steps are
+        the same then. It compiles the same but once.
+    """
+    arithmetic = Arithmetic(jnp.dtype(dtype), columns)
+    starts = [_preconditioning.start(x, preconditioning, arithmetic) for x in xs]
+    # Restarts are placed while tracing, for steps and coefficients that are known then.
+    known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
+    pay = [_gram.pays(*arithmetic.whole_shape(x)) for x in xs]
+    # A loop would copy the operands that it carries.
+    unrolled = [i for i, pays in enumerate(pay) if known and (pays or arithmetic.narrow)]
+    found = {
+        i: _newton_schulz(start, table, steps, arithmetic)
+        for i, start in enumerate(starts)
+        if i not in unrolled
+    }
+    if unrolled:
+        table, steps = np.asarray(table), int(steps)
+        few = _gram.restarts(table, steps, arithmetic.unit)
+        restarts = tuple(few if pay[i] else tuple(range(1, steps)) for i in unrolled)
+        rows: _gram.Rows = _gram.rows_of(table, steps)
+        if opaque:
+            scalar = functools.partial(jnp.asarray, dtype=arithmetic.accumulator)
+            rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
+        chosen = [starts[i] for i in unrolled]
+        qs = _gram.newton_schulz_in_turns(chosen, rows, restarts, arithmetic)
+        found.update(zip(unrolled, qs, strict=True))
+    return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
 
 
 def _one_by_one(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:

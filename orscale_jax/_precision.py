@@ -1,7 +1,7 @@
 """Arithmetic in float32 or wider, whatever the dtypes that come in."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -116,9 +116,13 @@ class Arithmetic:
         XLA would otherwise convert in every product that it is an operand of, and keep
         the wider array for it.
         """
-        if x.dtype == self.dtype:
-            return x
-        return jax.lax.optimization_barrier(x.astype(self.dtype))
+        return self.round_all([x])[0]
+
+    def round_all(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Operands that are all there before any of them is used."""
+        if all(x.dtype == self.dtype for x in xs):
+            return xs
+        return jax.lax.optimization_barrier([x.astype(self.dtype) for x in xs])
 
     def einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
         """The product of two operands, in the accumulator's dtype."""

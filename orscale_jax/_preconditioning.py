@@ -20,7 +20,8 @@ References:
   arXiv:2208.03160, theorem 1.
 """
 
-from typing import NamedTuple
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,30 +48,70 @@ def check(name: str, value: str) -> None:
     _checks.choice(name, value, _PRECONDITIONINGS)
 
 
+def normalize(x: jax.Array, arithmetic: Arithmetic, *, in_one_pass: bool) -> jax.Array:
+    """Each matrix over its Frobenius norm, whatever the scale of its entries.
+
+    Args:
+      x: Shape (..., m, n).
+      arithmetic: Of the products to come.
+      in_one_pass: Whether all sums are asked for at once. It takes three instead of one
+        and a maximum, none of which waits for another.
+
+    Returns:
+      Matrices of norm 1 or 0, in the wider of both dtypes' accumulators.
+    """
+    # A float64 input may lie beyond float32's range.
+    widths = (arithmetic.accumulator, accumulator(x.dtype))
+    widest = x.astype(max(widths, key=lambda kind: kind.itemsize))
+    scale = _at_three_scales if in_one_pass else _over_largest
+    scaled, square = scale(widest, arithmetic)
+    return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))
+
+
+def _over_largest(x: jax.Array, arithmetic: Arithmetic) -> tuple[jax.Array, jax.Array]:
+    """Each matrix over its largest entry, and the square of its norm then."""
+    largest = arithmetic.max(jnp.abs(x))
+    scaled = x / jnp.where(largest == 0, 1, largest)
+    return scaled, arithmetic.sum(jnp.square(scaled))
+
+
+def _at_three_scales(x: jax.Array, arithmetic: Arithmetic) -> tuple[jax.Array, jax.Array]:
+    """Matrices times a power of two each, and the squares of their norms then.
+
+    Where the sum of squares overflows, or may have lost digits to underflow, another one
+    that is scaled by a power of two has not.
+    """
+    exponent = jnp.finfo(x.dtype).maxexp // 8
+    shift, tiny = 2.0 ** (5 * exponent), 2.0 ** (-3 * exponent)
+    # Where this overflowed it would not be chosen, and yet spoil the derivative.
+    clipped = jnp.clip(x, -math.sqrt(tiny), math.sqrt(tiny))
+    middle, large, small = (
+        arithmetic.sum(jnp.square(y)) for y in (x, x / shift, clipped * shift)
+    )
+    overflows = jnp.isinf(middle)
+
+    def chosen(if_small: Any, if_large: Any, else_: Any) -> jax.Array:
+        return jnp.where(middle < tiny, if_small, jnp.where(overflows, if_large, else_))
+
+    return x * chosen(shift, 1 / shift, 1), chosen(small, large, middle)
+
+
 def start(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:
     """Precondition matrices.
 
     Args:
-      x: Shape (..., m, n).
+      x: From :func:`normalize`.
       preconditioning: ``"frobenius"`` or ``"aol"``.
       arithmetic: Of the products.
 
     Returns:
       Matrices whose singular values are at most 1, up to one rounding.
     """
-    # A float64 input may lie beyond float32's range.
-    widths = (arithmetic.accumulator, accumulator(x.dtype))
-    widest = x.astype(max(widths, key=lambda kind: kind.itemsize))
-    # Over its largest entry: squares neither overflow nor underflow.
-    largest = arithmetic.max(jnp.abs(widest))
-    bounded = widest / jnp.where(largest == 0, 1, largest)
-    return _PRECONDITIONINGS[preconditioning](bounded, arithmetic)
+    return _PRECONDITIONINGS[preconditioning](x, arithmetic)
 
 
 def _frobenius(x: jax.Array, arithmetic: Arithmetic) -> Start:
-    norm = jnp.sqrt(arithmetic.sum(jnp.square(x)))
-    normalized = x / jnp.where(norm == 0, 1, norm)
-    return Start(arithmetic.round(normalized.astype(arithmetic.accumulator)))
+    return Start(arithmetic.round(x.astype(arithmetic.accumulator)))
 
 
 def _aol(x: jax.Array, arithmetic: Arithmetic) -> Start:

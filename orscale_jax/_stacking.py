@@ -6,10 +6,9 @@ which is capped. A CPU gains nothing where one matrix fills its caches, and pays
 copies: its cap is smaller.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +16,13 @@ import numpy as np
 
 from orscale_jax import _sharding
 
+Fn: TypeAlias = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+
 MAX_BYTES = 2**28
 MAX_BYTES_CPU = 2**20
+MAX_BYTES_TPU = 2**24
 AT_ONCE = 2**26  # A larger stack goes through Newton–Schulz in parts.
+AT_ONCE_TPU = 2**24  # Operands of this size are fetched to the core's own memory.
 
 
 class Kind(NamedTuple):
@@ -71,58 +74,91 @@ def plan(kinds: Sequence[Kind], max_bytes: int) -> tuple[tuple[int, ...], ...]:
     return tuple(sorted(stacks))
 
 
-def map_stacks(
-    fn: Callable[[jax.Array], jax.Array], matrices: Sequence[jax.Array], max_bytes: int
-) -> list[jax.Array]:
-    """``fn`` of every array of matrices, by way of stacks.
+def map_stacks(fn: Fn, matrices: Sequence[jax.Array], max_bytes: int) -> list[jax.Array]:
+    """``fn`` of arrays of matrices, by way of stacks.
 
     Args:
-      fn: Keeps the shape ``(*batch, m, n)`` and treats each matrix alone and like its
-        transpose.
+      fn: Keeps the shapes ``(*batch, m, n)`` of the arrays that it is given, and treats
+        each matrix alone and like its transpose.
       matrices: Arrays of shape ``(*batch, m, n)``.
       max_bytes: As for :func:`plan`.
 
     Returns:
       The results, in the order of ``matrices``.
     """
+    stacks = plan([Kind.of(x) for x in matrices], max_bytes)
+    results = fn([_stacked([matrices[i] for i in members]) for members in stacks])
     found: dict[int, jax.Array] = {}
-    for members in plan([Kind.of(x) for x in matrices], max_bytes):
-        alike = [matrices[index] for index in members]
-        found.update(zip(members, _through_one(fn, alike), strict=True))
-    return [found[index] for index in range(len(matrices))]
+    for members, result in zip(stacks, results, strict=True):
+        qs = [result] if len(members) == 1 else result
+        for i, q in zip(members, qs, strict=True):
+            found[i] = q if q.shape == matrices[i].shape else q.mT
+    return [found[i] for i in range(len(matrices))]
 
 
-def in_chunks(
-    fn: Callable[[jax.Array], jax.Array], max_bytes: int, x: jax.Array
-) -> jax.Array:
-    """``fn`` of an array that may have more than ``max_bytes``, in parts that have not.
+def in_turns(
+    fn: Fn, max_bytes: int, together: int, xs: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """``fn`` of arrays, a few parts of them at a time.
 
     Only axes that count matrices are divided, into parts of one length and a rest. An
     axis that types say is sharded is not: its devices have a part each.
+
+    Args:
+      fn: As for :func:`map_stacks`.
+      max_bytes: What a part may have.
+      together: How many parts ``fn`` is given at once.
+      xs: Arrays of shape ``(*batch, m, n)``.
     """
-    count = len(x)
-    if x.ndim == 2 or count == 0 or _sharding.is_sharded(x):
-        return fn(x)
-    each = max(1, x.size // count * x.dtype.itemsize)
-    if count * each <= max_bytes:
-        return fn(x)
-    if each > max_bytes:
-        return jax.lax.map(functools.partial(in_chunks, fn, max_bytes), x)
-    parts = math.ceil(count / (max_bytes // each))
-    length = math.ceil(count / parts)
-    whole = count // length * length
-    chunks = x[:whole].reshape(-1, length, *x.shape[1:])
-    results = jax.lax.map(fn, chunks).reshape(whole, *x.shape[1:])
-    return results if whole == count else jnp.concatenate([results, fn(x[whole:])])
+    found: list[list[jax.Array]] = [[] for _ in xs]
+    parts = []
+    for i, x in enumerate(xs):
+        length = _length(x, max_bytes)
+        if len(x) > together * length:
+            found[i] = [_in_loop(fn, max_bytes, together, x)]
+        else:
+            parts += [(i, x[at : at + length]) for at in range(0, len(x), length)]
+    for at in range(0, len(parts), together):
+        turn = parts[at : at + together]
+        results = fn([part for _, part in turn])
+        for (i, _), q in zip(turn, results, strict=True):
+            found[i].append(q)
+    return [qs[0] if len(qs) == 1 else jnp.concatenate(qs) for qs in found]
 
 
-def _through_one(
-    fn: Callable[[jax.Array], jax.Array], alike: list[jax.Array]
-) -> Sequence[jax.Array]:
+def _length(x: jax.Array, max_bytes: int) -> int:
+    """How many of the first axis are a part: all if it counts no matrices, 0 if none."""
+    each = x.size // len(x) * x.dtype.itemsize
+    if x.ndim == 2 or _sharding.is_sharded(x) or len(x) * each <= max_bytes:
+        return len(x)
+    return max_bytes // each if x.ndim > 3 else max(1, max_bytes // each)
+
+
+def _in_loop(fn: Fn, max_bytes: int, together: int, x: jax.Array) -> jax.Array:
+    length = _length(x, max_bytes)
+    if not length:
+        return jax.lax.map(lambda y: in_turns(fn, max_bytes, together, [y])[0], x)
+    turns = math.ceil(len(x) / (length * together))
+    length = math.ceil(len(x) / (turns * together))
+    whole = len(x) // (length * together) * (length * together)
+
+    def turn(i: jax.Array, x: jax.Array) -> jax.Array:
+        starts = [(i * together + k) * length for k in range(together)]
+        parts = [jax.lax.dynamic_slice_in_dim(x, start, length) for start in starts]
+        for start, q in zip(starts, fn(parts), strict=True):
+            x = jax.lax.dynamic_update_slice_in_dim(x, q, start, axis=0)
+        return x
+
+    results = jax.lax.fori_loop(0, whole // (length * together), turn, x[:whole])
+    if whole == len(x):
+        return results
+    return jnp.concatenate([results, *in_turns(fn, max_bytes, together, [x[whole:]])])
+
+
+def _stacked(alike: Sequence[jax.Array]) -> jax.Array:
     if len(alike) == 1:
-        return [fn(alike[0])]
-    results = fn(jnp.stack([x if _is_wide(x) else x.mT for x in alike]))
-    return [q if _is_wide(x) else q.mT for q, x in zip(results, alike, strict=True)]
+        return alike[0]
+    return jnp.stack([x if _is_wide(x) else x.mT for x in alike])
 
 
 def _is_wide(x: jax.Array) -> bool:

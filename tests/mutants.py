@@ -54,15 +54,21 @@ MUTANTS = [
     ),
     Mutant(
         "_preconditioning",
-        "bounded = widest / jnp.where(largest == 0, 1, largest)",
-        "bounded = widest / 1",
+        "scaled = x / jnp.where(largest == 0, 1, largest)",
+        "scaled = x / 1",
         "test_polar.py",
     ),
     Mutant(
         "_preconditioning",
-        "normalized = x / jnp.where(norm == 0, 1, norm)",
-        "normalized = x / norm",
+        "return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))",
+        "return scaled / jnp.sqrt(square)",
         "test_polar.py",
+    ),
+    Mutant(
+        "_preconditioning",
+        "jnp.where(overflows, if_large, else_)",
+        "else_",
+        "test_preconditioning.py -k one_pass",
     ),
     Mutant(
         "_preconditioning",
@@ -228,8 +234,8 @@ MUTANTS = [
     ),
     Mutant(
         "_stacking",
-        "q if _is_wide(x) else q.mT for q, x in zip(",
-        "q for q, x in zip(",
+        "found[i] = q if q.shape == matrices[i].shape else q.mT",
+        "found[i] = q.reshape(matrices[i].shape)",
         "test_stacking.py",
     ),
     Mutant(
@@ -240,8 +246,8 @@ MUTANTS = [
     ),
     Mutant(
         "_gram",
-        "polynomial = scale * z + a * polynomial + times(rounded(z), v)",
-        "polynomial = scale * z + a * polynomial + times(v, rounded(z))",
+        "polynomial = scale * z + a * polynomial + times((yield z), v)",
+        "polynomial = scale * z + a * polynomial + times(v, (yield z))",
         "test_gram.py -k from_the_left",
     ),
     Mutant(
@@ -336,8 +342,8 @@ MUTANTS = [
     ),
     Mutant(
         "_engine",
-        "sent = [_rounded(x, limits.dtype) for x in matrices]",
-        "sent = list(matrices)",
+        "return x.astype(limits.dtype) if as_wide and narrower else x",
+        "return x",
         "test_mesh.py -k bfloat16",
     ),
     Mutant(

@@ -125,7 +125,8 @@ def test_restarts_before_every_step_are_the_plain_iteration():
     x = np.random.default_rng(0).normal(size=(3, 24, 40))
     for dtype in ("float32", "bfloat16"):
         arithmetic = Arithmetic(jnp.dtype(dtype))
-        start = _preconditioning.start(jnp.asarray(x), "frobenius", arithmetic)
+        normalized = x / np.linalg.norm(x, axis=(1, 2), keepdims=True)
+        start = _preconditioning.start(jnp.asarray(normalized), "frobenius", arithmetic)
         found = gram(start.x, "dion", 5, (1, 2, 3, 4), dtype)
         plain = _polar._newton_schulz(start, TABLES["dion"], 5, arithmetic)
         np.testing.assert_allclose(found, plain, atol=16 * float(jnp.finfo(dtype).eps))
@@ -327,3 +328,25 @@ def test_products_from_the_other_sides_are_less_exact():
         for order in (True, False)
     )
     assert other > 4 * ours
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_arrays_in_turns_are_as_alone(dtype, opaque):
+    """Also where some take other steps than others."""
+    rng = np.random.default_rng(0)
+    shapes = (16, 40), (2, 40, 16), (3, 20, 24)
+    xs = [rng.normal(size=shape) for shape in shapes]
+    xs = [x / np.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in xs]
+    polars = functools.partial(
+        _polar.polars_of,
+        table=TABLES["polar_express"],
+        steps=4,
+        preconditioning="frobenius",
+        dtype=dtype,
+    )
+    inputs = [jnp.asarray(x, jnp.float32) for x in xs]
+    found = polars(inputs, opaque=opaque)
+    for q, x in zip(found, inputs, strict=True):
+        [alone] = polars([x])
+        np.testing.assert_allclose(q, alone, atol=16 * float(jnp.finfo(dtype).eps))

@@ -50,7 +50,9 @@ def iterated(x, rows):
 
 @functools.partial(jax.jit, static_argnums=1)
 def preconditioned(x, dtype=jnp.float32):
-    return _preconditioning.start(x, "aol", Arithmetic(jnp.dtype(dtype)))
+    arithmetic = Arithmetic(jnp.dtype(dtype))
+    x = _preconditioning.normalize(x, arithmetic, in_one_pass=False)
+    return _preconditioning.start(x, "aol", arithmetic)
 
 
 def gaussian(shape, seed=0):
@@ -353,3 +355,42 @@ def test_unknown_names_are_refused_when_built(bad):
     for build in (orthogonalize, functools.partial(orscale, 1e-3)):
         with pytest.raises(ValueError, match=r"^ns_preconditioning=.*'aol'"):
             build(ns_preconditioning=bad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("in_one_pass", [False, True])
+def test_norms_at_any_scale_also_in_one_pass(in_one_pass, dtype):
+    """And of matrices whose entries differ in size by more than their squares can."""
+    with jax.enable_x64(dtype == "float64"):
+        normalize = functools.partial(
+            _preconditioning.normalize,
+            arithmetic=Arithmetic(jnp.dtype(dtype)),
+            in_one_pass=in_one_pass,
+        )
+        largest = jnp.finfo(dtype).maxexp - 1
+        x = gaussian((6, 9)) / 8
+        spread = x * np.logspace(0, -30, 9)
+        for exponent in np.linspace(24 - largest, largest, 41, dtype=int):
+            for matrix in x, spread:
+                scaled = jnp.asarray(np.ldexp(matrix, exponent), dtype)
+                exact = np.asarray(scaled, np.longdouble)
+                exact /= np.sqrt(np.square(exact).sum())
+                found = np.asarray(normalize(scaled), np.longdouble)
+                # Up to entries that are subnormal numbers.
+                np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-4)
+                assert np.isclose(np.square(found).sum(), 1, atol=1e-6)
+        assert not normalize(jnp.zeros((2, 3), dtype)).any()
+        for bad in jnp.nan, jnp.inf:
+            assert jnp.isnan(normalize(jnp.ones((2, 3), dtype).at[0, 1].set(bad))).any()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_norms_in_one_pass_have_derivatives(scale):
+    def normalized(x):
+        arithmetic = Arithmetic(jnp.dtype("float32"))
+        return _preconditioning.normalize(x, arithmetic, in_one_pass=True)
+
+    x, along = jnp.asarray(gaussian((2, 4, 6)), jnp.float32)
+    _, tangent = jax.jvp(normalized, [x * scale], [along * scale])
+    _, exact = jax.jvp(lambda x: x / jnp.linalg.norm(x), [x], [along])
+    np.testing.assert_allclose(tangent, exact, atol=1e-6)

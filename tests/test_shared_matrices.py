@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import orthogonalize
+from orscale_jax import _engine, orthogonalize
 from orscale_jax._placement import Sharded, plan
 from orscale_jax._sharding import axes_of
 from tests.oracle import svd_polar
@@ -82,6 +82,19 @@ def test_values_are_those_of_one_device(layout, kind, arguments):
     for name in SHAPES:
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
         assert found[name].sharding.is_equivalent_to(sharded[name].sharding, 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_way_of_tpus(monkeypatch, kind):
+    """Normalized before they travel, and all that is not shared in turns."""
+    limits = _engine._TPU._replace(dtype=FLOAT)
+    monkeypatch.setattr(_engine, "_CPU", limits)
+    mesh, sharded = placed("rows × columns", kind)
+    found = compiled(mesh, sharded)(sharded)
+    monkeypatch.undo()
+    wanted, _ = orthogonalize().update(grads(), ())
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
 
 
 def test_the_polar_factor_itself():

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import _stacking, orthogonalize
+from orscale_jax import _engine, _stacking, orthogonalize
 from orscale_jax._stacking import Kind
 from tests import leaves, oracle
 
@@ -103,4 +103,45 @@ def test_other_sharding_types_stay_apart():
     for name, q in found.items():
         assert jax.typeof(q) == jax.typeof(tree[name])
         for one, matrix in zip(q, x, strict=True):
+            assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
+
+
+@pytest.mark.parametrize("together", [1, 2, 3])
+@pytest.mark.parametrize("max_bytes", [1, 64, 100, 10_000])
+def test_parts_in_turns(max_bytes, together):
+    """Matrices of 32 bytes: each once, in parts and turns of no more than is allowed."""
+
+    def fn(parts):
+        assert len(parts) <= together
+        for x in parts:
+            assert x.ndim == 2 or x.size == 8 or x.size * 4 <= max_bytes
+        return [x + 1 for x in parts]
+
+    shapes = (2, 4), (1, 2, 4), (2, 2, 4), (7, 2, 4), (12, 4, 2), (3, 5, 2, 4)
+    xs = [jnp.arange(np.prod(shape), dtype=FLOAT).reshape(shape) for shape in shapes]
+    for x, result in zip(
+        xs, _stacking.in_turns(fn, max_bytes, together, xs), strict=True
+    ):
+        np.testing.assert_array_equal(result, x + 1)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a"), P("b", "a")])
+def test_the_way_of_tpus(monkeypatch, kind, spec):
+    """Normalized where they are, few at a time, in turns: here on CPU, in float32."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    rng = np.random.default_rng(0)
+    shapes = {"wide": (20, 8, 16), "tall": (4, 16, 8), "square": (4, 8, 8)}
+    tree = {
+        name: jax.device_put(
+            1e15 * rng.normal(size=shape).astype(np.float32), NamedSharding(mesh, spec)
+        )
+        for name, shape in shapes.items()
+    }
+    limits = _engine._TPU._replace(dtype=FLOAT, stack_bytes=2**12, at_once=2**10)
+    monkeypatch.setattr(_engine, "_CPU", limits)
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda g: stage(Dims(1, 2)).update(g, ())[0])(tree)
+    for name, q in found.items():
+        for one, matrix in zip(q, tree[name], strict=True):
             assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
