@@ -43,7 +43,7 @@ def orthogonalize(
       ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
       max_stack_bytes: Leaves whose matrices have one shape, or its transpose, go through
         Newton–Schulz together in stacks of up to this size, on each device. None:
-        256 MiB, 16 MiB on TPU, and 1 MiB on CPU, where larger matrices gain nothing.
+        256 MiB, 16 MiB on TPU, and on CPU eight leaves of together 64 MiB.
       mesh: As in :func:`orscale`.
       weight_dimension_numbers: As in :func:`orscale`.
 
@@ -339,20 +339,12 @@ def scale_by_calibrated_trust_ratio(
     ) -> _Scaled:
         dtype = compute_dtype((direction, weight))
         d = direction.astype(dtype)
-        d_norm, w_norm = axes.norms(d), axes.norms(weight.astype(dtype))
-        floor = jnp.asarray(eps, dtype)
-        anchored = (
-            _anchor(c.astype(dtype), w_norm, d_norm, floor)
-            if calibrate
-            else jnp.ones_like(w_norm)
-        )
-        raw = _trust_ratio(anchored, w_norm, d_norm, floor)
-        clipped = jnp.clip(raw, jnp.asarray(r_min, dtype), jnp.asarray(r_max, dtype))
+        norms = axes.norms(weight.astype(dtype)), axes.norms(d)
+        bounds = (jnp.asarray(bound, dtype) for bound in (eps, r_min, r_max))
+        found = _measured(c.astype(dtype) if calibrate else None, *norms, *bounds)
         return _Scaled(
-            (axes.per_matrix(clipped) * d).astype(direction.dtype),
-            CalibratedTrustRatioState(
-                anchored.astype(c.dtype), raw.astype(c.dtype), clipped.astype(c.dtype)
-            ),
+            (axes.per_matrix(found.trust_ratio) * d).astype(direction.dtype),
+            jax.tree.map(lambda scalar: scalar.astype(c.dtype), found),
         )
 
     def update(
@@ -380,6 +372,22 @@ class _Scaled(NamedTuple):
 
     updates: jax.Array
     state: CalibratedTrustRatioState
+
+
+# Of many leaves with one batch shape, all but the first find it traced.
+@jax.jit
+def _measured(
+    c: jax.Array | None,
+    w_norm: jax.Array,
+    d_norm: jax.Array,
+    eps: jax.Array,
+    r_min: jax.Array,
+    r_max: jax.Array,
+) -> CalibratedTrustRatioState:
+    """What the norms make of c, which is None for no calibration."""
+    c = jnp.ones_like(w_norm) if c is None else _anchor(c, w_norm, d_norm, eps)
+    raw = _trust_ratio(c, w_norm, d_norm, eps)
+    return CalibratedTrustRatioState(c, raw, jnp.clip(raw, r_min, r_max))
 
 
 def _anchor(

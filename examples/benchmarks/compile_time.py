@@ -1,0 +1,80 @@
+"""How long a step takes to compile, by the number of layers, as a Markdown table.
+
+    python -m examples.benchmarks.compile_time                  # some minutes on a CPU
+    python -m examples.benchmarks.compile_time --layers 12 48   # half a minute
+
+Blocks of GPT-2 124M, four matrices each and every matrix a leaf of its own; nothing is
+run. JAX's caches are emptied before each program, and none is kept on disk. Cells are
+seconds of tracing and lowering + of compilation. "dot" counts the matrix
+products in the compiled program, a loop's once.
+"""
+
+import dataclasses
+import functools
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import tyro
+
+from examples.benchmarks.step import GPT2_BLOCK, contenders, copies
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to compile."""
+
+    layers: tuple[int, ...] = (12, 48, 192)
+    """Numbers of blocks."""
+    optimizers: tuple[str, ...] = ("optax.adamw", "optax.contrib.muon", "muon", "orscale")
+    """Of optax.adamw, optax.contrib.muon, muon and orscale."""
+
+
+class Cost(NamedTuple):
+    """Of one program: seconds, and its matrix products."""
+
+    lowering: float
+    compilation: float
+    products: int
+
+
+def cost(optimizer: optax.GradientTransformation, layers: int) -> Cost:
+    """What the program of a donated step takes."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, shape in copies(layers, GPT2_BLOCK).items()
+    }
+    state = jax.eval_shape(optimizer.init, params)
+    jax.clear_caches()
+    began = time.perf_counter()
+    lowered = step.lower(params, state, params)
+    halfway = time.perf_counter()
+    compiled = lowered.compile()
+    ended = time.perf_counter()
+    products = (compiled.as_text() or "").count(" dot(")
+    return Cost(halfway - began, ended - halfway, products)
+
+
+def main(options: Options) -> None:
+    jax.config.update("jax_enable_compilation_cache", False)
+    optimizers = contenders("float32")
+    cost(optimizers["orscale"], 1)  # What is loaded once is loaded now.
+    heads = [f"{layers} layers, s | dot" for layers in options.layers]
+    print("| | " + " | ".join(heads) + " |")
+    print("| --- |" + " --: | --: |" * len(heads))
+    for name in options.optimizers:
+        found = [cost(optimizers[name], layers) for layers in options.layers]
+        cells = [f"{c.lowering:.1f} + {c.compilation:.1f} | {c.products}" for c in found]
+        print(f"| {name} | " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
