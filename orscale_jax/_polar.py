@@ -209,7 +209,8 @@ def polar_of(
 
 def polar_on_cpu(x: jax.Array, **arguments: Any) -> jax.Array:
     """:func:`polar_of`, where XLA's batched products are slower than single ones."""
-    return _one_by_one(functools.partial(polar_of, in_one_pass=False, **arguments))(x)
+    of_one = functools.partial(polar_of, in_one_pass=False, by_blocks=True, **arguments)
+    return _one_by_one(of_one)(x)
 
 
 def polars_on_cpu(xs: Sequence[jax.Array], **arguments: Any) -> list[jax.Array]:
@@ -225,6 +226,7 @@ def polars_of(
     preconditioning: str,
     dtype: DTypeLike,
     columns: Columns | None = None,
+    by_blocks: bool = False,
     opaque: bool = False,
 ) -> list[jax.Array]:
     """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
@@ -236,10 +238,11 @@ def polars_of(
       preconditioning: As for :func:`polar_factor`.
       dtype: Of the products' operands.
       columns: The devices that have the other columns of the matrices, if any.
+      by_blocks: Whether Gram matrices are made by blocks.
       opaque: Whether to hide the coefficients from the compiler, to which all steps are
         the same then. It compiles the same but once.
     """
-    arithmetic = Arithmetic(jnp.dtype(dtype), columns)
+    arithmetic = Arithmetic(jnp.dtype(dtype), columns, by_blocks)
     starts = [_preconditioning.start(x, preconditioning, arithmetic) for x in xs]
     # Restarts are placed while tracing, for steps and coefficients that are known then.
     known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
@@ -288,7 +291,7 @@ def _newton_schulz(
     def step(i: ArrayLike, x: jax.Array, gram: jax.Array) -> jax.Array:
         a, b, c = row(i)
         factor = rounded(gram)
-        square = einsum("...ij,...jk->...ik", factor, factor)
+        square = arithmetic.square(factor)
         polynomial = rounded(b * factor.astype(square.dtype) + c * square)
         left, right = (polynomial, x) if wide else (x, polynomial)
         product = einsum("...ij,...jk->...ik", left, right)

@@ -44,6 +44,9 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+_SMALLEST_BLOCK = 192  # Of Gram matrices; smaller products are slower.
+
+
 @dataclasses.dataclass(frozen=True)
 class Columns:
     """The devices of a mesh between which the columns of a wide matrix are divided.
@@ -90,10 +93,13 @@ class Arithmetic:
     Attributes:
       dtype: Of the operands.
       columns: The devices that have the other columns of the matrices, if any.
+      by_blocks: Whether large Gram matrices are made of blocks, and what is below their
+        diagonals of what is above.
     """
 
     dtype: jnp.dtype
     columns: Columns | None = None
+    by_blocks: bool = False
 
     @property
     def accumulator(self) -> jnp.dtype:
@@ -144,9 +150,24 @@ class Arithmetic:
 
     def gram(self, x: jax.Array) -> jax.Array:
         """The Gram matrix of the shorter side: of the rows where x is square."""
-        rows = "...ik,...jk->...ij" if self.is_wide(x) else "...ki,...kj->...ij"
-        product = self.einsum(rows, x, x)
+        product = self._gram(x, axis=-2 if self.is_wide(x) else -1)
         return self.columns.sum_matrices(product, self.round) if self.columns else product
+
+    def square(self, x: jax.Array) -> jax.Array:
+        """Of a symmetric matrix."""
+        if self.by_blocks:
+            return self._gram(x, axis=-2)
+        return self.einsum("...ij,...jk->...ik", x, x)
+
+    def _gram(self, x: jax.Array, axis: int) -> jax.Array:
+        subscripts = "...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij"
+        if not self.by_blocks or x.shape[axis] < 2 * _SMALLEST_BLOCK:
+            return self.einsum(subscripts, x, x)
+        first, second = jnp.array_split(x, 2, axis)
+        corner = self.einsum(subscripts, first, second)
+        above = [self._gram(first, axis), corner]
+        below = [corner.mT, self._gram(second, axis)]
+        return jnp.concatenate([jnp.concatenate(row, -1) for row in (above, below)], -2)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Of each matrix's entries, of shape ``(..., 1, 1)``."""

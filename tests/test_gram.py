@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from orscale_jax import _gram, _polar, _preconditioning
+from examples.benchmarks import hlo_cost
+from orscale_jax import _gram, _polar, _preconditioning, polar_factor
 from orscale_jax._polar_express import polar_express_coefficients
 from orscale_jax._precision import Arithmetic
 from orscale_jax._preconditioning import Start
@@ -221,6 +222,38 @@ def test_as_exact_as_the_plain_form(name, steps, dtype):
     found = distance(gram(x, name, steps, restarts, dtype), expected)
     plain = distance(gram(x, name, steps, tuple(range(1, steps)), dtype), expected)
     assert found < 3 * plain
+
+
+@pytest.mark.parametrize("shape", [(2, 385, 500), (500, 401), (400, 400), (20, 30)])
+def test_gram_matrices_by_blocks(shape):
+    """Symmetric to the bit, which the squares that follow count on."""
+    arithmetic = Arithmetic(jnp.dtype("float32"), by_blocks=True)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    exact = x.astype(np.float64)
+    wide = shape[-2] <= shape[-1]
+    exact = exact @ exact.mT if wide else exact.mT @ exact
+    gram = arithmetic.gram(jnp.asarray(x))
+    np.testing.assert_array_equal(gram, gram.mT)
+    scale = np.abs(exact).max()
+    np.testing.assert_allclose(gram / scale, exact / scale, atol=1e-6)
+    square = arithmetic.square(gram / scale)
+    np.testing.assert_allclose(square, (exact / scale) @ (exact / scale), atol=1e-5)
+
+
+def test_blocks_save_three_eighths_of_the_products():
+    arithmetic = Arithmetic(jnp.dtype("float32"), by_blocks=True)
+    x = jax.ShapeDtypeStruct((768, 1024), jnp.float32)
+    compiled = jax.jit(arithmetic.gram).lower(x).compile()
+    flops = hlo_cost.of(compiled.as_text()).flops
+    assert flops == 5 / 8 * 2 * 768**2 * 1024
+
+
+@pytest.mark.parametrize("shape", [(400, 450), (400, 800), (800, 400)])
+def test_the_polar_factor_of_large_matrices(shape):
+    """By blocks, in both forms."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    found = polar_factor(jnp.asarray(x), steps=9)
+    np.testing.assert_allclose(found, oracle.svd_polar(x), atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", UNITS)
