@@ -234,7 +234,7 @@ def _segment(start: Start, rows: Rows, arithmetic: Arithmetic) -> Chain:
     polynomial = None  # P = scale I + polynomial.
     for k, (a, b, c) in enumerate(rows):
         factor = yield gram
-        # The first is symmetric to the bit, the others are to rounding.
+        # The first comes from one product; products of several only commute roughly.
         square = arithmetic.square(factor) if k == 0 else times(factor, factor)
         z = b * factor.astype(square.dtype) + c * square
         if polynomial is None:

@@ -1,6 +1,7 @@
 """Arithmetic in float32 or wider, whatever the dtypes that come in."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,7 +45,8 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-_SMALLEST_BLOCK = 192  # Of Gram matrices; smaller products are slower.
+_STRIPS = 3  # Of Gram matrices by blocks; more are less work, and slower.
+_SMALLEST_IN_BLOCKS = 384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,13 +163,23 @@ class Arithmetic:
 
     def _gram(self, x: jax.Array, axis: int) -> jax.Array:
         subscripts = "...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij"
-        if not self.by_blocks or x.shape[axis] < 2 * _SMALLEST_BLOCK:
+        size = x.shape[axis]
+        if not self.by_blocks or size < _SMALLEST_IN_BLOCKS:
             return self.einsum(subscripts, x, x)
-        first, second = jnp.array_split(x, 2, axis)
-        corner = self.einsum(subscripts, first, second)
-        above = [self._gram(first, axis), corner]
-        below = [corner.mT, self._gram(second, axis)]
-        return jnp.concatenate([jnp.concatenate(row, -1) for row in (above, below)], -2)
+        at = [size * i // _STRIPS for i in range(_STRIPS + 1)]
+
+        def part(start: int, stop: int) -> jax.Array:
+            return jax.lax.slice_in_dim(x, start, stop, axis=axis)
+
+        strips = [
+            self.einsum(subscripts, part(start, stop), part(start, size))
+            for start, stop in itertools.pairwise(at)
+        ]
+        rows = []
+        for i, strip in enumerate(strips):
+            above = [strips[j][..., at[i] - at[j] : at[i + 1] - at[j]] for j in range(i)]
+            rows.append(jnp.concatenate([*(block.mT for block in above), strip], -1))
+        return jnp.concatenate(rows, -2)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Of each matrix's entries, of shape ``(..., 1, 1)``."""
