@@ -50,7 +50,12 @@ APART = {name: Dims(-2, -1) for name in FUSED}
 
 
 @pytest.mark.parametrize(
-    "build", [orscale, ablations.momentum_rms_denominator, ablations.unclipped]
+    "build",
+    [
+        orscale,
+        pytest.param(ablations.momentum_rms_denominator, marks=pytest.mark.slow),
+        pytest.param(ablations.unclipped, marks=pytest.mark.slow),
+    ],
 )
 def test_fused_and_split_take_the_same_steps(build):
     params = fused(0, 0.1)

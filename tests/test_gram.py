@@ -314,6 +314,7 @@ def test_what_float32_bears_overshoots_in_bfloat16():
     assert plain < 1.01 * bound and segments > 1.05 * bound
 
 
+@pytest.mark.slow
 def test_the_drift_predicts_errors_of_float32():
     """Every placement of up to two restarts, within a factor of 4."""
     x = np.asarray(adversaries(64, 256), np.float32)

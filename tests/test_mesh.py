@@ -111,7 +111,7 @@ def flops_alone():
 
 
 # What the others contain between them.
-SLOW = {"columns", "rows, copies", "rows over both"}
+SLOW = {"columns", "rows, copies", "rows over both", "experts × rows"}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -246,7 +246,9 @@ def test_where_the_compiler_asks_for_no_program_of_one_device(layout, monkeypatc
         assert kinds == {"all-reduce", "all-to-all"}
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
 def test_state_sharded_and_parameters_copied(kind):
     """ZeRO-1: parameters and gradients on every device, the state over all of them."""
     mesh = make_mesh({"data": 8}, kind)

@@ -98,7 +98,9 @@ def test_the_program_grows_with_shapes_and_not_with_layers():
     assert apart == 30 * few
 
 
-@pytest.mark.parametrize("shape", [(8, 12), (512, 768)])
+@pytest.mark.parametrize(
+    "shape", [(8, 12), pytest.param((512, 768), marks=pytest.mark.slow)]
+)
 def test_eight_layers_have_the_program_of_one(shape):
     """On CPU; the larger ones have more than goes through Newton–Schulz at once."""
 
