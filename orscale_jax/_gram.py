@@ -165,26 +165,15 @@ def _ranges(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.array(upper), np.array(noise)
 
 
-def gram_newton_schulz(
-    start: Start,
-    rows: Rows,
-    restarts: tuple[int, ...],
-    arithmetic: Arithmetic,
-) -> jax.Array:
-    """Newton–Schulz of preconditioned matrices, one step for each row."""
-    [x] = newton_schulz_in_turns((start,), rows, (restarts,), arithmetic)
-    return x
-
-
 # Of many leaves with one shape, all but the first find it traced.
 @functools.partial(jax.jit, static_argnames=("restarts", "arithmetic"))
-def newton_schulz_in_turns(
+def gram_newton_schulz(
     starts: Sequence[Start],
     rows: Rows,
     restarts: Sequence[tuple[int, ...]],
     arithmetic: Arithmetic,
 ) -> list[jax.Array]:
-    """Newton–Schulz of arrays of matrices in turns.
+    """Newton–Schulz of arrays of preconditioned matrices in turns, a step for each row.
 
     While a product of one array runs, the operands of the next one can be fetched.
     """

@@ -263,7 +263,7 @@ def polars_of(
             scalar = functools.partial(jnp.asarray, dtype=arithmetic.accumulator)
             rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
         chosen = [starts[i] for i in unrolled]
-        qs = _gram.newton_schulz_in_turns(chosen, rows, restarts, arithmetic)
+        qs = _gram.gram_newton_schulz(chosen, rows, restarts, arithmetic)
         found.update(zip(unrolled, qs, strict=True))
     return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
 

@@ -41,12 +41,13 @@ def rounded(x, dtype):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
 def gram(x, name, steps, restarts, dtype="float32"):
-    return _gram.gram_newton_schulz(
-        Start(rounded(x, dtype)),
+    [q] = _gram.gram_newton_schulz(
+        [Start(rounded(x, dtype))],
         _gram.rows_of(TABLES[name], steps),
-        restarts,
+        (restarts,),
         Arithmetic(jnp.dtype(dtype)),
     )
+    return q
 
 
 def with_spectrum(sigma, m, n, bases):
