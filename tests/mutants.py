@@ -306,6 +306,12 @@ MUTANTS = [
     ),
     Mutant(
         "_precision",
+        "*(block.mT for block in above)",
+        "*above",
+        "test_gram.py -k by_blocks",
+    ),
+    Mutant(
+        "_precision",
         "return self.columns.max(largest) if self.columns else largest",
         "return largest",
         "test_shared_matrices.py -k one_device",
