@@ -113,7 +113,7 @@ def polar_factor(
     r"""Approximate polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
 
     Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is taken in float32 (float64
-    where ``x`` or ``dtype`` is float64) after dividing by the largest entry, so that the
+    where ``x`` or ``dtype`` is float64) and of scaled entries, so that the
     result does not depend on the scale of ``x`` and nothing overflows or underflows.
     Products accumulate in float32 and are rounded to ``dtype`` once each. A zero matrix
     gives zero; a matrix with a NaN or an infinity gives NaN.
