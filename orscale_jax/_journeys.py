@@ -10,8 +10,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from orscale_jax._columns import Columns
 from orscale_jax._placement import Axes, Journey, Leg, Part, Sharded, devices, plan
-from orscale_jax._precision import Columns
 
 
 def map_matrices(

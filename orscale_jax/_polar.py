@@ -30,7 +30,8 @@ from orscale_jax import (
     _preconditioning,
     _sharding,
 )
-from orscale_jax._precision import Arithmetic, Columns
+from orscale_jax._columns import Columns
+from orscale_jax._precision import Arithmetic
 from orscale_jax._preconditioning import Start
 
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
