@@ -26,6 +26,7 @@ class Limits(NamedTuple):
       dtype: Of the products' operands.
       stack_bytes: What a stack may have.
       at_once: What goes through Newton–Schulz in one batch.
+      stack_length: How many arrays a stack may have; None for any number.
       together: How many batches go through it in turns.
       normalized: Whether ``polars`` takes normalized matrices. Their norms are sums that
         an accelerator adds up in the pass that makes the matrices, before they travel.
@@ -37,6 +38,7 @@ class Limits(NamedTuple):
     dtype: np.dtype
     stack_bytes: int
     at_once: int
+    stack_length: int | None = None
     together: int = 1
     normalized: bool = True
     partitioner: bool = True
@@ -46,7 +48,8 @@ _CPU = Limits(
     polars_on_cpu,
     np.dtype(jnp.float32),
     stack_bytes=_stacking.MAX_BYTES_CPU,
-    at_once=_stacking.MAX_BYTES_CPU,
+    at_once=_stacking.AT_ONCE_CPU,
+    stack_length=_stacking.MAX_LENGTH_CPU,
     normalized=False,
 )
 _ACCELERATOR = Limits(
@@ -105,7 +108,9 @@ def map_matrices(
             limits = limits._replace(dtype=jnp.dtype(dtype))
         if max_bytes is not None:
             at_once = min(max_bytes, limits.at_once)
-            limits = limits._replace(stack_bytes=max_bytes, at_once=at_once)
+            limits = limits._replace(
+                stack_bytes=max_bytes, stack_length=None, at_once=at_once
+            )
         polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
         return functools.partial(_map_matrices, polars, found, limits)
 
@@ -130,7 +135,7 @@ def _map_matrices(
     in_turns = functools.partial(_in_turns, polars, limits.at_once, limits.together)
     if mesh is None:
         fn = functools.partial(in_turns, **traced)
-        factors = _stacking.map_stacks(fn, sent, limits.stack_bytes)
+        factors = _stacking.map_stacks(fn, sent, limits.stack_bytes, limits.stack_length)
     elif limits.partitioner or _mesh.is_typed(mesh):
         per_device = functools.partial(_per_device, in_turns, limits.stack_bytes)
         factors = _mesh.on_shards(per_device, sent, traced, mesh)

@@ -2,8 +2,9 @@
 
 An accelerator runs few large kernels faster than many small ones, which also compile once
 for all layers. The price is a copy into the stack and one out of it, and its memory,
-which is capped. A CPU gains nothing where one matrix fills its caches, and pays for the
-copies: its cap is smaller.
+which is capped. A CPU takes the matrices of a stack one after another, and gains what the
+compiler does not see twice. It compiles a kernel for each place that a leaf has in its
+stack, which caps their number.
 """
 
 import math
@@ -19,8 +20,10 @@ from orscale_jax import _sharding
 Fn: TypeAlias = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 MAX_BYTES = 2**28
-MAX_BYTES_CPU = 2**20
+MAX_BYTES_CPU = 2**26
+MAX_LENGTH_CPU = 8
 MAX_BYTES_TPU = 2**24
+AT_ONCE_CPU = 2**20
 AT_ONCE = 2**26  # A larger stack goes through Newton–Schulz in parts.
 AT_ONCE_TPU = 2**24  # Operands of this size are fetched to the core's own memory.
 
@@ -49,7 +52,9 @@ class Kind(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def plan(kinds: Sequence[Kind], max_bytes: int) -> tuple[tuple[int, ...], ...]:
+def plan(
+    kinds: Sequence[Kind], max_bytes: int, max_length: int | None = None
+) -> tuple[tuple[int, ...], ...]:
     """Which arrays share a stack.
 
     They are stacked along a new axis. No axis is merged with another, over which an array
@@ -58,6 +63,7 @@ def plan(kinds: Sequence[Kind], max_bytes: int) -> tuple[tuple[int, ...], ...]:
     Args:
       kinds: Of the arrays.
       max_bytes: What a stack may have. An array that has more is on its own.
+      max_length: How many arrays it may have; None for any number.
 
     Returns:
       The arrays' indices, one tuple per stack and each index once, in order. Stacks of
@@ -69,12 +75,18 @@ def plan(kinds: Sequence[Kind], max_bytes: int) -> tuple[tuple[int, ...], ...]:
     stacks = []
     for kind, members in alike.items():
         fitting = max(1, max_bytes // max(1, kind.nbytes))
+        fitting = min(fitting, max_length or fitting)
         parts = np.array_split(members, math.ceil(len(members) / fitting))
         stacks += [tuple(part.tolist()) for part in parts]
     return tuple(sorted(stacks))
 
 
-def map_stacks(fn: Fn, matrices: Sequence[jax.Array], max_bytes: int) -> list[jax.Array]:
+def map_stacks(
+    fn: Fn,
+    matrices: Sequence[jax.Array],
+    max_bytes: int,
+    max_length: int | None = None,
+) -> list[jax.Array]:
     """``fn`` of arrays of matrices, by way of stacks.
 
     Args:
@@ -82,11 +94,12 @@ def map_stacks(fn: Fn, matrices: Sequence[jax.Array], max_bytes: int) -> list[ja
         each matrix alone and like its transpose.
       matrices: Arrays of shape ``(*batch, m, n)``.
       max_bytes: As for :func:`plan`.
+      max_length: As for :func:`plan`.
 
     Returns:
       The results, in the order of ``matrices``.
     """
-    stacks = plan([Kind.of(x) for x in matrices], max_bytes)
+    stacks = plan([Kind.of(x) for x in matrices], max_bytes, max_length)
     results = fn([_stacked([matrices[i] for i in members]) for members in stacks])
     found: dict[int, jax.Array] = {}
     for members, result in zip(stacks, results, strict=True):

@@ -39,6 +39,12 @@ def test_the_plan(kinds, max_bytes, stacks):
     assert _stacking.plan(kinds, max_bytes) == stacks
 
 
+def test_the_plan_of_a_length():
+    alike = [kind(2, 4)] * 7
+    assert _stacking.plan(alike, 1000, 3) == ((0, 1, 2), (3, 4), (5, 6))
+    assert _stacking.plan(alike, 64, 3) == ((0, 1), (2, 3), (4, 5), (6,))
+
+
 def test_kinds():
     assert Kind.of(jnp.ones((3, 5, 2))) == kind(3, 2, 5, sharding=(None,))
     assert Kind.of(jnp.ones((2, 5), jnp.bfloat16)) == kind(2, 5, dtype=HALF)
@@ -84,10 +90,24 @@ def test_the_program_grows_with_shapes_and_not_with_layers():
             for name, shape in {"up": (8, 12), "down": (12, 8), "out": (8, 8)}.items()
         }
 
-    few, many = (products(layers(count), Dims(0, 1)) for count in (2, 20))
+    few, many = (
+        products(layers(count), Dims(0, 1), max_stack_bytes=2**28) for count in (2, 20)
+    )
     assert few == many
     apart = products(layers(20), Dims(0, 1), max_stack_bytes=1)
     assert apart == 30 * few
+
+
+@pytest.mark.parametrize(
+    "shape", [(8, 12), pytest.param((512, 768), marks=pytest.mark.slow)]
+)
+def test_eight_layers_have_the_program_of_one(shape):
+    """On CPU; the larger ones have more than goes through Newton–Schulz at once."""
+
+    def count(layers):
+        return products({str(i): jnp.ones(shape) for i in range(layers)}, Dims(0, 1))
+
+    assert [count(8), count(16), count(17)] == [count(1) * n for n in (1, 2, 3)]
 
 
 def test_other_sharding_types_stay_apart():
