@@ -3,17 +3,20 @@ r"""Newton–Schulz on the Gram matrix: fewer products where matrices are far fr
 For wide :math:`X_0` (m ≤ n) every iterate is :math:`X_k = P_k X_0`, where :math:`P_k` is
 a polynomial in :math:`R_0 = X_0 X_0^\top`. With :math:`Z_k = a_kI + b_kR_k + c_kR_k^2`
 
-.. math:: P_{k+1} = Z_k P_k, \qquad R_{k+1} = R_k Z_k Z_k, \qquad P_0 = I,
+.. math:: P_{k+1} = Z_k P_k, \qquad R_{k+1} = Z_k R_k Z_k, \qquad P_0 = I,
 
 so that only :math:`R_0` and the final :math:`P X_0` cost m²n. A *restart* forms
 :math:`X_k = P X_0` and :math:`R_k = X_k X_k^\top` and goes on from there; restarting
 before every step is the plain iteration.
 
-Rounding limits the segments between restarts, and decides two things. (1) The products
+Rounding limits the segments between restarts, and decides three things. (1) The products
 commute only in exact arithmetic. With :math:`P \gets ZP` an error F of Z becomes
 :math:`F(PX_0)`, as in the plain iteration; with :math:`P \gets PZ` it becomes
-:math:`PFX_0`, larger by up to the gain of P. (2) The identity is never added: with
-:math:`P = \alpha I + V`, only V and :math:`bR + cR^2` are rounded.
+:math:`PFX_0`, larger by up to the gain of P. (2) :math:`ZRZ` is the Gram matrix of
+:math:`ZX` whatever the error of Z, and symmetric as R and Z are: one triangle of every
+product for R is enough, but none of P, which is symmetric in exact arithmetic alone.
+(3) The identity is never added: with :math:`P = \alpha I + V`, only V and
+:math:`bR + cR^2` are rounded.
 
 References:
   Zhang, Amsel, Chen, Dao, *Gram Newton-Schulz*, 2026,
@@ -213,18 +216,22 @@ def _segment(start: Start, rows: Rows, arithmetic: Arithmetic) -> Chain:
     x = start.x
     wide = arithmetic.is_wide(x)
 
+    # Tall matrices are iterated as their transposes, without transposing any.
+    def in_order(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (left, right) if wide else (right, left)
+
     def times(left: jax.Array, right: jax.Array) -> jax.Array:
-        # Tall matrices are iterated as their transposes, without transposing any.
-        pair = (left, right) if wide else (right, left)
-        return arithmetic.einsum("...ij,...jk->...ik", *pair)
+        return arithmetic.einsum("...ij,...jk->...ik", *in_order(left, right))
+
+    def symmetric(left: jax.Array, right: jax.Array) -> jax.Array:
+        return arithmetic.symmetric(*in_order(left, right))
 
     gram = arithmetic.gram(x) if start.gram is None else start.gram
     scale: Any = 1.0
     polynomial = None  # P = scale I + polynomial.
     for k, (a, b, c) in enumerate(rows):
         factor = yield gram
-        # The first comes from one product; products of several only commute roughly.
-        square = arithmetic.square(factor) if k == 0 else times(factor, factor)
+        square = symmetric(factor, factor)
         z = b * factor.astype(square.dtype) + c * square
         if polynomial is None:
             polynomial = z
@@ -233,8 +240,8 @@ def _segment(start: Start, rows: Rows, arithmetic: Arithmetic) -> Chain:
             polynomial = scale * z + a * polynomial + times((yield z), v)
         scale *= a
         if k + 1 < len(rows):
-            half = a * gram + times(factor, (yield z))
-            gram = a * half + times((yield half), (yield z))
+            half = a * gram + symmetric((yield z), factor)
+            gram = a * half + symmetric((yield half), (yield z))
     assert polynomial is not None
     product = times((yield polynomial), x)
     return (yield scale * x.astype(product.dtype) + product)

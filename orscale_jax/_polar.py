@@ -292,7 +292,7 @@ def _newton_schulz(
     def step(i: ArrayLike, x: jax.Array, gram: jax.Array) -> jax.Array:
         a, b, c = row(i)
         factor = rounded(gram)
-        square = arithmetic.square(factor)
+        square = arithmetic.symmetric(factor, factor)
         polynomial = rounded(b * factor.astype(square.dtype) + c * square)
         left, right = (polynomial, x) if wide else (x, polynomial)
         product = einsum("...ij,...jk->...ik", left, right)

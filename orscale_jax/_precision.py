@@ -1,6 +1,7 @@
 """Arithmetic in float32 or wider, whatever the dtypes that come in."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +46,8 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-_STRIPS = 3  # Of Gram matrices by blocks; more are less work, and slower.
+_OF_VECTORS = {-2: "...ik,...jk->...ij", -1: "...ki,...kj->...ij"}
+_STRIPS = 3  # Of symmetric products; more are less work, and slower.
 _SMALLEST_IN_BLOCKS = 384
 
 
@@ -56,8 +58,8 @@ class Arithmetic:
     Attributes:
       dtype: Of the operands.
       columns: The devices that have the other columns of the matrices, if any.
-      by_blocks: Whether large Gram matrices are made of blocks, and what is below their
-        diagonals of what is above.
+      by_blocks: Whether large symmetric products are made in strips, and what is below
+        their diagonals of what is above.
     """
 
     dtype: jnp.dtype
@@ -116,24 +118,27 @@ class Arithmetic:
         product = self._gram(x, axis=-2 if self.is_wide(x) else -1)
         return self.columns.sum_matrices(product, self.round) if self.columns else product
 
-    def square(self, x: jax.Array) -> jax.Array:
-        """Of a symmetric matrix."""
-        if self.by_blocks:
-            return self._gram(x, axis=-2)
-        return self.einsum("...ij,...jk->...ik", x, x)
+    def symmetric(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The product of two symmetric matrices that commute."""
+        if self._in_strips(x, axis=-2):
+            return self._strips(x, y, axis=-2)
+        return self.einsum("...ij,...jk->...ik", x, y)
 
     def _gram(self, x: jax.Array, axis: int) -> jax.Array:
-        subscripts = "...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij"
+        if self._in_strips(x, axis):
+            return self._strips(x, x, axis)
+        return self.einsum(_OF_VECTORS[axis], x, x)
+
+    def _in_strips(self, x: jax.Array, axis: int) -> bool:
+        return self.by_blocks and x.shape[axis] >= _SMALLEST_IN_BLOCKS
+
+    def _strips(self, x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
+        """Products of the vectors along ``axis``, of which half are computed."""
         size = x.shape[axis]
-        if not self.by_blocks or size < _SMALLEST_IN_BLOCKS:
-            return self.einsum(subscripts, x, x)
         at = [size * i // _STRIPS for i in range(_STRIPS + 1)]
-
-        def part(start: int, stop: int) -> jax.Array:
-            return jax.lax.slice_in_dim(x, start, stop, axis=axis)
-
+        part = functools.partial(jax.lax.slice_in_dim, axis=axis)
         strips = [
-            self.einsum(subscripts, part(start, stop), part(start, size))
+            self.einsum(_OF_VECTORS[axis], part(x, start, stop), part(y, start, size))
             for start, stop in itertools.pairwise(at)
         ]
         rows = []

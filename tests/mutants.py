@@ -252,6 +252,24 @@ MUTANTS = [
     ),
     Mutant(
         "_gram",
+        "times((yield z), v)",
+        "symmetric((yield z), v)",
+        "test_gram.py -k blocks_save",
+    ),
+    Mutant(
+        "_gram",
+        "gram = a * half + symmetric((yield half), (yield z))",
+        "gram = a * half + times((yield half), (yield z))",
+        "test_gram.py -k blocks_save",
+    ),
+    Mutant(
+        "_gram",
+        "half = a * gram + symmetric((yield z), factor)",
+        "half = b * gram + symmetric((yield z), factor)",
+        "test_gram.py -k parity_in_float64",
+    ),
+    Mutant(
+        "_gram",
         "j - i <= _MAX_STEPS",
         "j - i <= 99",
         "test_gram.py test_polar.py",
