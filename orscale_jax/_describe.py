@@ -195,7 +195,7 @@ class Description:
 
         Args:
           max_bytes: As ``max_stack_bytes`` of :func:`orthogonalize`. The default is that
-            of GPUs; TPUs have 16 MiB, CPUs eight leaves of together 64 MiB.
+            of GPUs; TPUs have 16 MiB, CPUs at most 32 leaves in 256.
 
         Returns:
           The stacks, in the order of their first leaves.

@@ -47,7 +47,7 @@ class Limits(NamedTuple):
 _CPU = Limits(
     polars_on_cpu,
     np.dtype(jnp.float32),
-    stack_bytes=_stacking.MAX_BYTES_CPU,
+    stack_bytes=_stacking.MAX_BYTES,
     at_once=_stacking.AT_ONCE_CPU,
     stack_length=_stacking.MAX_LENGTH_CPU,
     normalized=False,

@@ -20,8 +20,7 @@ from orscale_jax import _sharding
 Fn: TypeAlias = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
 
 MAX_BYTES = 2**28
-MAX_BYTES_CPU = 2**26
-MAX_LENGTH_CPU = 8
+MAX_LENGTH_CPU = 32
 MAX_BYTES_TPU = 2**24
 AT_ONCE_CPU = 2**20
 AT_ONCE = 2**26  # A larger stack goes through Newton–Schulz in parts.

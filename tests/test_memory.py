@@ -78,7 +78,7 @@ def capped(max_stack_bytes):
 
 
 print(*(temporaries(capped(2**20), count) for count in (2, 8)))
-print(*(temporaries(capped(5 * 2**20), count) for count in (8, 32)))
+print(*(temporaries(capped(5 * 2**20), count) for count in (8, 64)))
 print(*(temporaries(orscale(1e-3), count) for count in (8, 128)))
 """
 
@@ -99,10 +99,9 @@ def temporaries(flags=""):
 def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
     """Where XLA does not start as many matrices at once as it can."""
     flags = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    alone, of_four, of_eight = temporaries(flags)
+    alone, of_four, _ = temporaries(flags)
     assert max(alone) <= 1.05 * alone[0]
     assert max(of_four) <= 4 * 4 * MATRIX
-    assert max(of_eight) <= 5 * 8 * MATRIX
 
 
 def test_temporaries_are_two_copies_of_the_matrices():

@@ -99,15 +99,15 @@ def test_the_program_grows_with_shapes_and_not_with_layers():
 
 
 @pytest.mark.parametrize(
-    "shape", [(8, 12), pytest.param((512, 768), marks=pytest.mark.slow)]
+    "shape", [(8, 12), pytest.param((512, 640), marks=pytest.mark.slow)]
 )
-def test_eight_layers_have_the_program_of_one(shape):
+def test_32_layers_have_the_program_of_one(shape):
     """On CPU; the larger ones have more than goes through Newton–Schulz at once."""
 
     def count(layers):
         return products({str(i): jnp.ones(shape) for i in range(layers)}, Dims(0, 1))
 
-    assert [count(8), count(16), count(17)] == [count(1) * n for n in (1, 2, 3)]
+    assert [count(32), count(64), count(65)] == [count(1) * n for n in (1, 2, 3)]
 
 
 def test_other_sharding_types_stay_apart():
