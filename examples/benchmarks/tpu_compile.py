@@ -2,6 +2,7 @@
 
     python -m examples.benchmarks.tpu_compile               # make bench-tpu: every case
     python -m examples.benchmarks.tpu_compile --cases a c   # some
+    python -m examples.benchmarks.tpu_compile --layers 2    # of each model, the first two
     python -m examples.benchmarks.tpu_compile --dump hlo    # also the compiled text
 
 Nothing is run: the figures are the compiler's own, for one device and one step. Cycles
@@ -183,6 +184,16 @@ def tinyllama() -> Leaves:
     }
 
 
+def first(count: int, leaves: Leaves) -> Leaves:
+    """What belongs to the first layers, or to none."""
+    numbers = {name: name.split(".")[0] for name in leaves}
+    return {
+        name: leaf
+        for name, leaf in leaves.items()
+        if not numbers[name].isdigit() or int(numbers[name]) < count
+    }
+
+
 CASES = {
     "a": Case(
         "v5p:4x4x4",
@@ -220,6 +231,8 @@ class Options:
     """Of a, b, c, d and e."""
     contenders: tuple[str, ...] = CONTENDERS
     """Of orscale, orscale on Auto axes, muon and optax.contrib.muon."""
+    layers: int | None = None
+    """How many of a model's first layers; all without it."""
     dump: pathlib.Path | None = None
     """Where the compiled text goes, a file for each case and contender."""
 
@@ -301,19 +314,24 @@ HEAD = [
 ]
 
 
-def measure(name: str, contender: str, dump: pathlib.Path | None) -> list[str]:
+def measure(name: str, contender: str, options: Options) -> list[str]:
     """A row of the table."""
+    case = CASES[name]
+    if options.layers is not None:
+        leaves = first(options.layers, case.leaves)
+        title = f"{case.name}, {options.layers} layers"
+        case = dataclasses.replace(case, leaves=leaves, name=title)
     start = time.perf_counter()
-    program = compiled(CASES[name], contender)
+    program = compiled(case, contender)
     seconds = time.perf_counter() - start
     text = program.as_text() or ""
-    if dump is not None:
-        dump.mkdir(parents=True, exist_ok=True)
-        (dump / f"{name}.{contender}.txt").write_text(text)
+    if options.dump is not None:
+        options.dump.mkdir(parents=True, exist_ok=True)
+        (options.dump / f"{name}.{contender}.txt").write_text(text)
     cost = hlo_cost.of(text)
     memory: Any = program.memory_analysis()
     return [
-        CASES[name].name,
+        case.name,
         contender,
         f"{cost.cycles / 1e6:.4g}",
         f"{cost.collective_bytes / 1e6:.4g}",
@@ -334,7 +352,7 @@ def main(options: Options) -> None:
     print(line(["---"] * 2 + ["--:"] * (len(HEAD) - 2)))
     for case in options.cases:
         for contender in options.contenders:
-            print(line(measure(case, contender, options.dump)), flush=True)
+            print(line(measure(case, contender, options)), flush=True)
 
 
 if __name__ == "__main__":
