@@ -72,6 +72,7 @@ _TPU_AUTO = _ACCELERATOR._replace(partitioner=False)
 
 def map_matrices(
     matrices: Sequence[jax.Array],
+    specs: Sequence[list[Any]],
     dtype: DTypeLike | None,
     max_bytes: int | None,
     mesh: Mesh | AbstractMesh | None,
@@ -84,19 +85,29 @@ def map_matrices(
 
     Args:
       matrices: Arrays of shape ``(*batch, m, n)``.
+      specs: The shardings of the factors, where types carry any.
       dtype: As for :func:`orscale_jax.polar_factor`.
       max_bytes: What a stack may have; None for what suits the platform.
       mesh: As for :func:`orscale_jax.orthogonalize`.
       arguments: Of :func:`orscale_jax._polar.polars_of`. Some may be traced.
 
     Returns:
-      The factors, in the dtypes and shardings of ``matrices``.
+      The factors, in the dtypes of ``matrices``.
     """
     # An array without entries is its own factor, and has nothing to send.
-    filled = [x for x in matrices if x.size]
-    if len(filled) < len(matrices):
-        factors = iter(map_matrices(filled, dtype, max_bytes, mesh, **arguments))
-        return [next(factors) if x.size else x for x in matrices]
+    empty = [not x.size for x in matrices]
+    if any(empty):
+        filled, of_filled = (
+            [part for part, none in zip(parts, empty, strict=True) if not none]
+            for parts in (matrices, specs)
+        )
+        factors = iter(
+            map_matrices(filled, of_filled, dtype, max_bytes, mesh, **arguments)
+        )
+        return [
+            _sharding.shard_as(x, x, spec) if none else next(factors)
+            for x, spec, none in zip(matrices, specs, empty, strict=True)
+        ]
     if not matrices:
         return []
     found = _mesh.mesh_of(matrices, mesh)
@@ -112,7 +123,7 @@ def map_matrices(
                 stack_bytes=max_bytes, stack_length=None, at_once=at_once
             )
         polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
-        return functools.partial(_map_matrices, polars, found, limits)
+        return functools.partial(_map_matrices, polars, found, limits, specs)
 
     typed = found is None or _mesh.is_typed(found)
     return jax.lax.platform_dependent(
@@ -128,6 +139,7 @@ def _map_matrices(
     polars: Polars,
     mesh: AbstractMesh | None,
     limits: Limits,
+    specs: Sequence[list[Any]],
     matrices: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:
@@ -144,7 +156,8 @@ def _map_matrices(
         gathered = [_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in sent]
         found = _where_the_partitioner_puts_them(alone, mesh, limits, gathered)
         factors = [_sharding.shard_like(q, x) for q, x in zip(found, sent, strict=True)]
-    return [q.astype(x.dtype) for q, x in zip(factors, matrices, strict=True)]
+    placed = map(_sharding.shard_as, factors, matrices, specs)
+    return [q.astype(x.dtype) for q, x in zip(placed, matrices, strict=True)]
 
 
 def _where_the_partitioner_puts_them(

@@ -21,7 +21,7 @@ def in_float32(
 
     Updates come back in the dtype of the gradients and every state leaf in the dtype
     that ``inner.init`` gave it, so that neither changes from step to step. So do the
-    shardings that are part of types.
+    shardings that are part of types, but those of updates are the parameters'.
 
     Args:
       inner: The transformation to run.
@@ -41,7 +41,8 @@ def in_float32(
             _widen(params, dtype),
             **extra_args,
         )
-        return _cast_like(new_updates, updates), _cast_like(new_state, state)
+        place = updates if params is None else params
+        return _cast(new_updates, updates, place), _cast(new_state, state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -177,9 +178,11 @@ def _widen(tree: Any, dtype: jnp.dtype) -> Any:
     return jax.tree.map(widen, tree)
 
 
-def _cast_like(tree: Any, like: Any) -> Any:
-    def cast(leaf: jax.Array, old: jax.Array) -> jax.Array:
-        # Where the state is sharded and the parameter is not, its update is neither.
-        return _sharding.shard_like(leaf.astype(jnp.result_type(old)), jnp.asarray(old))
+def _cast(tree: Any, like: Any, place: Any) -> Any:
+    """To the dtypes of one tree and the shardings of another."""
 
-    return jax.tree.map(cast, tree, like)
+    def cast(leaf: jax.Array, old: jax.Array, placed: jax.Array) -> jax.Array:
+        cast = leaf.astype(jnp.result_type(old))
+        return _sharding.shard_like(cast, jnp.asarray(placed))
+
+    return jax.tree.map(cast, tree, like, place)

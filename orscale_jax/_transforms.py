@@ -82,12 +82,17 @@ def orthogonalize(
         preconditioning=ns_preconditioning,
     )
 
-    def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
+    def update(updates: PyTree, params: PyTree | None = None) -> PyTree:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
-        parts = jax.tree.leaves(map_matrices(_to_matrices, axes_tree, updates))
-        factors = iter(map_all(parts))
+        # Where momentum is sharded and weights are not, Q is gathered, and in ns_dtype.
+        like = updates if params is None else params
+        parts, alike = (
+            jax.tree.leaves(map_matrices(_to_matrices, axes_tree, tree))
+            for tree in (updates, like)
+        )
+        factors = iter(map_all(parts, [_sharding.spec(part) for part in alike]))
         return map_matrices(
-            lambda axes, leaf: _from_matrices(axes, factors, leaf), axes_tree, updates
+            lambda axes, leaf: _from_matrices(axes, factors, leaf), axes_tree, like
         )
 
     return optax.stateless(update)

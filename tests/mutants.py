@@ -186,8 +186,8 @@ MUTANTS = [
     ),
     Mutant(
         "_precision",
-        "return _cast_like(new_updates, updates), _cast_like(new_state, state)",
-        "return _cast_like(new_updates, updates), new_state",
+        "return _cast(new_updates, updates, place), _cast(new_state, state, state)",
+        "return _cast(new_updates, updates, place), new_state",
         "test_citizenship.py -k dtypes_never_change",
     ),
     Mutant(
@@ -372,9 +372,21 @@ MUTANTS = [
     ),
     Mutant(
         "_precision",
-        "return _sharding.shard_like(leaf.astype(jnp.result_type(old)),",
-        "return (lambda x, _: x)(leaf.astype(jnp.result_type(old)),",
+        "return _sharding.shard_like(cast, jnp.asarray(placed))",
+        "return cast",
         "test_mesh.py -k copied",
+    ),
+    Mutant(
+        "_precision",
+        "place = updates if params is None else params",
+        "place = updates",
+        "test_mesh.py -k narrow",
+    ),
+    Mutant(
+        "_engine",
+        "placed = map(_sharding.shard_as, factors, matrices, specs)",
+        "placed = factors",
+        "test_mesh.py -k narrow",
     ),
 ]
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
@@ -273,6 +274,47 @@ def test_state_sharded_and_parameters_copied(kind):
     assert jax.tree.map(jax.typeof, (params, state)) == types
     assert jax.tree.map(jax.typeof, updates) == types[0]
     assert optax.tree.get(state, "trace")["up0"].sharding.spec == P("data", None)
+
+
+def equations(jaxpr, name):
+    """Those of a primitive, in calls too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner, name)
+
+
+@pytest.mark.parametrize("grads_are", ["copied", "sharded"])
+def test_what_is_gathered_for_copied_parameters_is_narrow(grads_are):
+    """ZeRO-1 and 2: Q in ns_dtype, and no update of a matrix; they have W's sharding."""
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    specs = {"copied": P(), "sharded": P(None, "data")}
+
+    def tree(spec):
+        where = NamedSharding(mesh, spec)
+        return {
+            name: jax.ShapeDtypeStruct((16, 24), jnp.float32, sharding=where)
+            for name in ("a", "b")
+        }
+
+    optimizer = orscale(1e-3, ns_dtype=jnp.bfloat16)
+    params, grads = tree(P()), tree(specs[grads_are])
+    of_state = state_shardings(optimizer, tree(P(None, "data")))
+    state = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(optimizer.init, params),
+        of_state,
+    )
+    with jax.set_mesh(mesh):
+        traced = jax.jit(optimizer.update).trace(grads, state, params)
+    moved = [equation.invars[0].aval for equation in equations(traced.jaxpr, "reshard")]
+    gathered = [x for x in moved if x.shape == (16, 24) and any(x.sharding.spec)]
+    branches = 3  # CPU, TPU and the other platforms; CPU takes them from here.
+    assert len(gathered) == 2 * branches
+    assert {x.dtype for x in gathered} == {jnp.dtype(jnp.bfloat16)}
+    updates, _ = traced.out_info
+    assert {x.sharding.spec for x in updates.values()} <= {P(), P(None, None)}
 
 
 def test_auto_axes_made_explicit_for_the_optimizer():
