@@ -95,22 +95,17 @@ def map_matrices(
       The factors, in the dtypes of ``matrices``.
     """
     # An array without entries is its own factor, and has nothing to send.
-    empty = [not x.size for x in matrices]
-    if any(empty):
-        filled, of_filled = (
-            [part for part, none in zip(parts, empty, strict=True) if not none]
-            for parts in (matrices, specs)
-        )
-        factors = iter(
-            map_matrices(filled, of_filled, dtype, max_bytes, mesh, **arguments)
-        )
-        return [
-            _sharding.shard_as(x, x, spec) if none else next(factors)
-            for x, spec, none in zip(matrices, specs, empty, strict=True)
-        ]
+    filled = [i for i, x in enumerate(matrices) if x.size]
+    if len(filled) < len(matrices):
+        factors = [*map(_sharding.shard_as, matrices, matrices, specs)]
+        xs, of_xs = [matrices[i] for i in filled], [specs[i] for i in filled]
+        found = map_matrices(xs, of_xs, dtype, max_bytes, mesh, **arguments)
+        for i, q in zip(filled, found, strict=True):
+            factors[i] = q
+        return factors
     if not matrices:
         return []
-    found = _mesh.mesh_of(matrices, mesh)
+    on_mesh = _mesh.mesh_of(matrices, mesh)
     traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
     known = {k: v for k, v in arguments.items() if k not in traced}
 
@@ -123,9 +118,9 @@ def map_matrices(
                 stack_bytes=max_bytes, stack_length=None, at_once=at_once
             )
         polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
-        return functools.partial(_map_matrices, polars, found, limits, specs)
+        return functools.partial(_map_matrices, polars, on_mesh, limits, specs)
 
-    typed = found is None or _mesh.is_typed(found)
+    typed = on_mesh is None or _mesh.is_typed(on_mesh)
     return jax.lax.platform_dependent(
         list(matrices),
         traced,
