@@ -374,7 +374,7 @@ MUTANTS = [
         "_precision",
         "return _sharding.shard_like(cast, jnp.asarray(placed))",
         "return cast",
-        "test_mesh.py -k copied",
+        "test_mesh.py -k narrow",
     ),
     Mutant(
         "_precision",
