@@ -12,11 +12,10 @@ before every step is the plain iteration.
 Rounding limits the segments between restarts, and decides three things. (1) The products
 commute only in exact arithmetic. With :math:`P \gets ZP` an error F of Z becomes
 :math:`F(PX_0)`, as in the plain iteration; with :math:`P \gets PZ` it becomes
-:math:`PFX_0`, larger by up to the gain of P. (2) :math:`ZRZ` is the Gram matrix of
-:math:`ZX` whatever the error of Z, and symmetric as R and Z are: one triangle of every
-product for R is enough, but none of P, which is symmetric in exact arithmetic alone.
-(3) The identity is never added: with :math:`P = \alpha I + V`, only V and
-:math:`bR + cR^2` are rounded.
+:math:`PFX_0`, larger by up to the gain of P. (2) One triangle of a product for R is
+enough, and moves R no more than rounding does; of ZP it is not, since what is mirrored
+has its error on P's other side. (3) The identity is never added: with
+:math:`P = \alpha I + V`, only V and :math:`bR + cR^2` are rounded.
 
 References:
   Zhang, Amsel, Chen, Dao, *Gram Newton-Schulz*, 2026,
