@@ -20,6 +20,7 @@ References:
   arXiv:2208.03160, theorem 1.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -48,6 +49,8 @@ def check(name: str, value: str) -> None:
     _checks.choice(name, value, _PRECONDITIONINGS)
 
 
+# Of many leaves with one shape, all but the first find it traced.
+@functools.partial(jax.jit, static_argnames=("arithmetic", "in_one_pass"))
 def normalize(x: jax.Array, arithmetic: Arithmetic, *, in_one_pass: bool) -> jax.Array:
     """Each matrix over its Frobenius norm, whatever the scale of its entries.
 
