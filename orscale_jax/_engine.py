@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from orscale_jax import _journeys, _mesh, _preconditioning, _sharding, _stacking
@@ -72,7 +72,7 @@ _TPU_AUTO = _ACCELERATOR._replace(partitioner=False)
 
 def map_matrices(
     matrices: Sequence[jax.Array],
-    specs: Sequence[list[Any]],
+    specs: Sequence[PartitionSpec],
     dtype: DTypeLike | None,
     max_bytes: int | None,
     mesh: Mesh | AbstractMesh | None,
@@ -134,7 +134,7 @@ def _map_matrices(
     polars: Polars,
     mesh: AbstractMesh | None,
     limits: Limits,
-    specs: Sequence[list[Any]],
+    specs: Sequence[PartitionSpec],
     matrices: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:

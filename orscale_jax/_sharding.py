@@ -5,6 +5,7 @@ but reshape.
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -42,9 +43,9 @@ def shard_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
     return shard_as(x, leaf, spec(leaf))
 
 
-def shard_as(x: jax.Array, like: jax.Array, entries: list[Any]) -> jax.Array:
+def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array:
     """``x`` sharded as ``entries`` say, on the mesh of ``like``."""
-    if entries == spec(x):
+    if list(entries) == spec(x):
         return x
     mesh = jax.typeof(like).sharding.mesh
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks, _engine, _preconditioning, _sharding
@@ -86,13 +86,14 @@ def orthogonalize(
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         # Where momentum is sharded and weights are not, Q is gathered, and in ns_dtype.
         like = updates if params is None else params
-        parts, alike = (
-            jax.tree.leaves(map_matrices(_to_matrices, axes_tree, tree))
-            for tree in (updates, like)
-        )
-        factors = iter(map_all(parts, [_sharding.spec(part) for part in alike]))
+        parts = map_matrices(_to_matrices, axes_tree, updates)
+        specs = map_matrices(_specs, axes_tree, updates, like)
+        factors = iter(map_all(jax.tree.leaves(parts), jax.tree.leaves(specs)))
         return map_matrices(
-            lambda axes, leaf: _from_matrices(axes, factors, leaf), axes_tree, like
+            lambda axes, _, leaf: _from_matrices(axes, factors, leaf),
+            axes_tree,
+            updates,
+            like,
         )
 
     return optax.stateless(update)
@@ -102,6 +103,13 @@ def _to_matrices(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> list[jax.A
     """The matrices of every part."""
     parts = (axes.part(leaf, index) for index in range(len(axes.labels)))
     return [axes.within.to_matrices(part) for part in parts]
+
+
+def _specs(
+    axes: MatrixAxes | MatrixBlocks, _: jax.Array, like: jax.Array
+) -> list[PartitionSpec]:
+    """How the matrices of a leaf like this one are sharded."""
+    return [PartitionSpec(*_sharding.spec(part)) for part in _to_matrices(axes, like)]
 
 
 def _from_matrices(

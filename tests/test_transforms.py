@@ -59,6 +59,17 @@ def test_orthogonalize_keeps_sharding_types():
         np.testing.assert_allclose(q, expected, atol=1e-5)
 
 
+def test_orthogonalize_leaves_what_is_masked_to_others():
+    """Also where parameters come along that are not masked."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6)), jnp.float32)
+    stage = orthogonalize()
+    grads = {"b": optax.MaskedNode(), "w": x}
+    params = {"b": jnp.ones(3), "w": jnp.ones((4, 6), jnp.bfloat16)}
+    found, _ = stage.update(grads, stage.init(params), params)
+    assert found["b"] == optax.MaskedNode() and found["w"].dtype == x.dtype
+    np.testing.assert_array_equal(found["w"], stage.update({"w": x}, ())[0]["w"])
+
+
 def test_scale_by_shape():
     grads = matrices_only(leaves.random_tree(0))
     numbers = matrices_only(leaves.DIMENSIONS)
