@@ -3,7 +3,7 @@ r"""Newton–Schulz on the Gram matrix: fewer products where matrices are far fr
 For wide :math:`X_0` (m ≤ n) every iterate is :math:`X_k = P_k X_0`, where :math:`P_k` is
 a polynomial in :math:`R_0 = X_0 X_0^\top`. With :math:`Z_k = a_kI + b_kR_k + c_kR_k^2`
 
-.. math:: P_{k+1} = Z_k P_k, \qquad R_{k+1} = Z_k R_k Z_k, \qquad P_0 = I,
+.. math:: P_{k+1} = Z_k P_k, \qquad R_{k+1} = R_k Z_k Z_k, \qquad P_0 = I,
 
 so that only :math:`R_0` and the final :math:`P X_0` cost m²n. A *restart* forms
 :math:`X_k = P X_0` and :math:`R_k = X_k X_k^\top` and goes on from there; restarting
@@ -239,7 +239,7 @@ def _segment(start: Start, rows: Rows, arithmetic: Arithmetic) -> Chain:
             polynomial = scale * z + a * polynomial + times((yield z), v)
         scale *= a
         if k + 1 < len(rows):
-            half = a * gram + symmetric((yield z), factor)
+            half = a * gram + symmetric(factor, (yield z))
             gram = a * half + symmetric((yield half), (yield z))
     assert polynomial is not None
     product = times((yield polynomial), x)

@@ -1,7 +1,6 @@
 """Arithmetic in float32 or wider, whatever the dtypes that come in."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +46,6 @@ def in_float32(
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-_OF_VECTORS = {-2: "...ik,...jk->...ij", -1: "...ki,...kj->...ij"}
 _STRIPS = 3  # Of symmetric products; more are less work, and slower.
 _SMALLEST_IN_BLOCKS = 384
 
@@ -121,25 +119,28 @@ class Arithmetic:
 
     def symmetric(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """The product of two symmetric matrices that commute."""
-        if self._in_strips(x, axis=-2):
-            return self._strips(x, y, axis=-2)
-        return self.einsum("...ij,...jk->...ik", x, y)
+        return self._symmetric("...ik,...kj->...ij", x, y, (-2, -1))
 
     def _gram(self, x: jax.Array, axis: int) -> jax.Array:
-        if self._in_strips(x, axis):
-            return self._strips(x, x, axis)
-        return self.einsum(_OF_VECTORS[axis], x, x)
+        subscripts = "...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij"
+        return self._symmetric(subscripts, x, x, (axis, axis))
 
-    def _in_strips(self, x: jax.Array, axis: int) -> bool:
-        return self.by_blocks and x.shape[axis] >= _SMALLEST_IN_BLOCKS
-
-    def _strips(self, x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
-        """Products of the vectors along ``axis``, of which half are computed."""
-        size = x.shape[axis]
+    def _symmetric(
+        self, subscripts: str, x: jax.Array, y: jax.Array, axes: tuple[int, int]
+    ) -> jax.Array:
+        """A product whose rows and columns are the operands' ``axes``."""
+        of_x, of_y = axes
+        size = x.shape[of_x]
+        if not self.by_blocks or size < _SMALLEST_IN_BLOCKS:
+            return self.einsum(subscripts, x, y)
         at = [size * i // _STRIPS for i in range(_STRIPS + 1)]
-        part = functools.partial(jax.lax.slice_in_dim, axis=axis)
+        part = jax.lax.slice_in_dim
         strips = [
-            self.einsum(_OF_VECTORS[axis], part(x, start, stop), part(y, start, size))
+            self.einsum(
+                subscripts,
+                part(x, start, stop, axis=of_x),
+                part(y, start, size, axis=of_y),
+            )
             for start, stop in itertools.pairwise(at)
         ]
         rows = []

@@ -264,8 +264,8 @@ MUTANTS = [
     ),
     Mutant(
         "_gram",
-        "half = a * gram + symmetric((yield z), factor)",
-        "half = b * gram + symmetric((yield z), factor)",
+        "half = a * gram + symmetric(factor, (yield z))",
+        "half = b * gram + symmetric(factor, (yield z))",
         "test_gram.py -k parity_in_float64",
     ),
     Mutant(
