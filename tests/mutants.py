@@ -324,6 +324,12 @@ MUTANTS = [
     ),
     Mutant(
         "_precision",
+        'return self._symmetric("...ik,...kj->...ij", x, y, (-2, -1))',
+        'return self._symmetric("...ik,...jk->...ij", x, y, (-2, -2))',
+        "test_gram.py -k product_itself",
+    ),
+    Mutant(
+        "_precision",
         "*(block.mT for block in above)",
         "*above",
         "test_gram.py -k by_blocks",

@@ -262,6 +262,15 @@ def test_gram_matrices_by_blocks(shape):
         assert np.array_equal(below, above.mT) or gram.shape[-1] < 384
 
 
+def test_strips_are_of_the_product_itself():
+    """Rows of one operand and columns of the other, which rounding tells from its rows."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(450, 450)).astype(np.float32) for _ in range(2))
+    arithmetic = Arithmetic(jnp.dtype("float32"), by_blocks=True)
+    found = arithmetic.symmetric(jnp.asarray(x), jnp.asarray(y))
+    np.testing.assert_allclose(np.triu(found), np.triu(x @ y), atol=1e-3)
+
+
 def flops_of(fn, *shape):
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     return hlo_cost.of(jax.jit(fn).lower(x).compile().as_text()).flops
