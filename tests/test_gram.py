@@ -263,7 +263,7 @@ def test_gram_matrices_by_blocks(shape):
 
 
 def test_strips_are_of_the_product_itself():
-    """Of rows of one operand and columns of the other, also where that is not symmetric."""
+    """Rows of one operand, columns of the other, also where that is not symmetric."""
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(450, 450)).astype(np.float32) for _ in range(2))
     arithmetic = Arithmetic(jnp.dtype("float32"), by_blocks=True)
