@@ -225,7 +225,14 @@ def test_as_exact_as_the_plain_form(name, steps, dtype):
     assert found < 3 * plain
 
 
-@pytest.mark.parametrize("name", _polar.PRESETS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "polar_express",
+        pytest.param("jordan", marks=pytest.mark.slow),
+        pytest.param("dion", marks=pytest.mark.slow),
+    ],
+)
 def test_in_strips_as_exact_as_the_plain_form(monkeypatch, name):
     """One triangle of what is symmetric up to rounding, on the worst of the spectra."""
     monkeypatch.setattr(_precision, "_SMALLEST_IN_BLOCKS", 48)

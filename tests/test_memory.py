@@ -104,6 +104,7 @@ def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
     assert max(of_four) <= 4 * 4 * MATRIX
 
 
+@pytest.mark.slow
 def test_temporaries_are_two_copies_of_the_matrices():
     """At most, where it does."""
     *_, orscale = temporaries()
