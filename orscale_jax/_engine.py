@@ -110,13 +110,7 @@ def map_matrices(
     known = {k: v for k, v in arguments.items() if k not in traced}
 
     def on(limits: Limits) -> Callable[..., list[jax.Array]]:
-        if dtype is not None:
-            limits = limits._replace(dtype=jnp.dtype(dtype))
-        if max_bytes is not None:
-            at_once = min(max_bytes, limits.at_once)
-            limits = limits._replace(
-                stack_bytes=max_bytes, stack_length=None, at_once=at_once
-            )
+        limits = _as_asked(limits, dtype, max_bytes)
         polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
         return functools.partial(_map_matrices, polars, on_mesh, limits, specs)
 
@@ -128,6 +122,17 @@ def map_matrices(
         tpu=on(_TPU if typed else _TPU_AUTO),
         default=on(_ACCELERATOR),
     )
+
+
+def _as_asked(limits: Limits, dtype: DTypeLike | None, max_bytes: int | None) -> Limits:
+    if dtype is not None:
+        limits = limits._replace(dtype=jnp.dtype(dtype))
+    if max_bytes is not None:
+        at_once = min(max_bytes, limits.at_once)
+        limits = limits._replace(
+            stack_bytes=max_bytes, stack_length=None, at_once=at_once
+        )
+    return limits
 
 
 def _map_matrices(

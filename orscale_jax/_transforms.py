@@ -89,12 +89,8 @@ def orthogonalize(
         parts = map_matrices(_to_matrices, axes_tree, updates)
         specs = map_matrices(_specs, axes_tree, updates, like)
         factors = iter(map_all(jax.tree.leaves(parts), jax.tree.leaves(specs)))
-        return map_matrices(
-            lambda axes, _, leaf: _from_matrices(axes, factors, leaf),
-            axes_tree,
-            updates,
-            like,
-        )
+        joined = functools.partial(_from_matrices, factors)
+        return map_matrices(joined, axes_tree, updates, like)
 
     return optax.stateless(update)
 
@@ -113,9 +109,12 @@ def _specs(
 
 
 def _from_matrices(
-    axes: MatrixAxes | MatrixBlocks, matrices: Iterator[jax.Array], leaf: jax.Array
+    matrices: Iterator[jax.Array],
+    axes: MatrixAxes | MatrixBlocks,
+    _: jax.Array,
+    leaf: jax.Array,
 ) -> jax.Array:
-    """The leaf that is made of the next matrices."""
+    """What is made of the next matrices, and shaped and sharded like a leaf."""
 
     def part(index: int) -> jax.Array:
         like = jax.eval_shape(functools.partial(axes.part, index=index), leaf)
