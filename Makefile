@@ -8,8 +8,8 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-all coverage mutants lint format docs bench bench-tpu demo demo-seeds \
-	dist clean
+.PHONY: help test test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
+	demo-seeds dist clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ bench: $(VENV)/.has-examples ## Time a step against its peers; pass options in A
 bench-tpu: ## Compile a step for TPUs, which it needs none of; pass options in ARGS.
 	@$(MAKE) --no-print-directory VENV=.venv-tpu .venv-tpu/.has-examples,tpu
 	.venv-tpu/bin/python -m examples.benchmarks.tpu_compile $(ARGS)
+
+bench-gpu: ## Compile a step for GPUs, which it needs none of; pass options in ARGS.
+	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.has-examples,gpu
+	.venv-gpu/bin/python -m examples.benchmarks.gpu_compile $(ARGS)
 
 demo: $(VENV)/.has-examples ## Run the pretraining demo; pass options in ARGS.
 	$(RUN) examples.pretrain $(ARGS)

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import optax
 import tyro
 
-from examples.benchmarks.step import GPT2_BLOCK, Shapes, contenders, copies
+from examples.benchmarks.contenders import contenders, last_two_axes
+from examples.benchmarks.step import GPT2_BLOCK, Shapes, copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ def cost(optimizer: optax.GradientTransformation, shapes: Shapes) -> Cost:
 
 def main(options: Options) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
-    optimizers = contenders("float32")
+    optimizers = contenders(last_two_axes, "float32")
     cost(optimizers["orscale"], GPT2_BLOCK)  # What is loaded once is loaded now.
     heads = [f"{layers} layers, s | dot" for layers in options.layers]
     print("| | " + " | ".join(heads) + " |")

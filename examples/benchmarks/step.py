@@ -23,12 +23,10 @@ import jax.numpy as jnp
 import matplotlib.pyplot as plt
 import optax
 import tyro
-from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import muon, orscale
+from examples.benchmarks.contenders import NS_STEPS, contenders, last_two_axes
 
 Shapes = Mapping[str, tuple[int, ...]]
-NS_STEPS = 5
 
 
 def copies(count: int, shapes: Shapes) -> Shapes:
@@ -91,31 +89,6 @@ class Options:
     """Of our Newton–Schulz; the peers multiply in float32."""
     out: pathlib.Path | None = None
     """Where benchmark.md and benchmark.png go."""
-
-
-def contenders(ns_dtype: str) -> dict[str, optax.GradientTransformation]:
-    """With the same mathematics, up to the tables of coefficients."""
-
-    def numbers(params: Any) -> Any:
-        return jax.tree.map(lambda p: Dims(p.ndim - 2, p.ndim - 1), params)
-
-    ours: dict[str, Any] = {
-        "weight_dimension_numbers": numbers,
-        "ns_steps": NS_STEPS,
-        "ns_dtype": ns_dtype,
-    }
-    return {
-        "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
-        "optax.contrib.muon": optax.contrib.muon(
-            1e-3,
-            ns_steps=NS_STEPS,
-            weight_decay=0.1,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=numbers,
-        ),
-        "muon": muon(1e-3, **ours),
-        "orscale": orscale(1e-3, **ours),
-    }
 
 
 def step_of(
@@ -207,7 +180,7 @@ class Result:
 
 
 def measure(case: str, options: Options) -> Result:
-    optimizers = contenders(options.ns_dtype)
+    optimizers = contenders(last_two_axes, options.ns_dtype)
     runs = {name: step_of(o, CASES[case]) for name, o in optimizers.items()}
     multiplications = products(options.ns_dtype)
     found = in_turns(

@@ -22,8 +22,8 @@ import tyro
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.benchmarks.contenders import contenders
 from examples.pretrain.model import Decoder, cross_entropy
-from orscale_jax import muon, orscale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,21 +38,6 @@ class Options:
     """Of 512 tokens each."""
     at_once: int = 4
     """Sequences whose gradient is taken together; divides their number."""
-
-
-def optimizers(matrices: Any) -> dict[str, optax.GradientTransformation]:
-    numbers = jax.tree.map(lambda is_matrix: Dims(0, 1) if is_matrix else None, matrices)
-    return {
-        "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
-        "optax.contrib.muon": optax.contrib.muon(
-            1e-3,
-            weight_decay=0.1,
-            consistent_rms=0.2,
-            muon_weight_dimension_numbers=numbers,
-        ),
-        "muon": muon(1e-3, weight_dimension_numbers=numbers),
-        "orscale": orscale(1e-3, weight_dimension_numbers=numbers),
-    }
 
 
 def seconds_of(runs: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
@@ -110,14 +95,16 @@ def main(options: Options) -> None:
         return jax.lax.scan(add, zeros, tokens)[0]
 
     grads = jax.block_until_ready(gradient(params, tokens))
-    matrices = jax.tree.map(lambda p: p.ndim == 2 and max(p.shape) < 50257, params)
+    numbers = jax.tree.map(
+        lambda p: Dims(0, 1) if p.ndim == 2 and max(p.shape) < 50257 else None, params
+    )
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     gradients = {"gradient": lambda: gradient(params, tokens)}
     model_seconds = seconds_of(gradients, options.turns)["gradient"]
     print(f"{count / 1e6:.0f}M parameters; gradient {model_seconds:.2f} s", flush=True)
     runs = {
         name: stepping(optimizer, params, grads)
-        for name, optimizer in optimizers(matrices).items()
+        for name, optimizer in contenders(numbers, None).items()
     }
     print("| optimizer | its own seconds | whole step | share |\n|---|--:|--:|--:|")
     for name, seconds in seconds_of(runs, 3 * options.turns).items():

@@ -1,0 +1,45 @@
+"""The optimizers that are compared: the same mathematics, up to their coefficients."""
+
+from typing import Any
+
+import jax
+import optax
+from jax.typing import DTypeLike
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import muon, orscale
+
+NS_STEPS = 5
+
+
+def last_two_axes(params: Any) -> Any:
+    """Dimension numbers of leaves that all are matrices, or batches of them."""
+    return jax.tree.map(lambda p: Dims(p.ndim - 2, p.ndim - 1), params)
+
+
+def contenders(
+    numbers: Any, ns_dtype: DTypeLike | None
+) -> dict[str, optax.GradientTransformation]:
+    """By name.
+
+    Args:
+      numbers: Dimension numbers, as all of them take them.
+      ns_dtype: Of our products; Optax multiplies in the gradients' dtype.
+    """
+    ours: dict[str, Any] = {
+        "weight_dimension_numbers": numbers,
+        "ns_steps": NS_STEPS,
+        "ns_dtype": ns_dtype,
+    }
+    return {
+        "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
+        "optax.contrib.muon": optax.contrib.muon(
+            1e-3,
+            ns_steps=NS_STEPS,
+            weight_decay=0.1,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=numbers,
+        ),
+        "muon": muon(1e-3, **ours),
+        "orscale": orscale(1e-3, **ours),
+    }
