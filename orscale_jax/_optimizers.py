@@ -356,7 +356,9 @@ def arranged(
         )
         return optax.chain(
             # M ← μM + G, M̃ = μM + G
-            optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype),
+            _in_kernels_of_its_own(
+                optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
+            ),
             arrangement(stages),
             # W ← W − ηr̂D
             optax.scale_by_learning_rate(learning_rate),
@@ -420,6 +422,28 @@ def _partition(
         return at(tree).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _in_kernels_of_its_own(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """``inner``, which a GPU's kernels do not mix with what comes after it.
+
+    A kernel that also reduces cannot write over what it reads: XLA would make the new
+    momentum beside the old one and copy it, at every step.
+    """
+
+    def update(
+        updates: PyTree, state: optax.OptState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.OptState]:
+        updates, state = inner.update(updates, state, params)
+        apart = jax.lax.optimization_barrier
+        updates = jax.lax.platform_dependent(
+            updates, cuda=apart, rocm=apart, default=lambda updates: updates
+        )
+        return updates, state
+
+    return optax.GradientTransformation(inner.init, update)
 
 
 def _default(value: Any, otherwise: Any) -> Any:

@@ -394,6 +394,12 @@ MUTANTS = [
         "placed = factors",
         "test_mesh.py -k narrow",
     ),
+    Mutant(
+        "_optimizers",
+        "updates, cuda=apart, rocm=apart, default=lambda updates: updates",
+        "updates, default=lambda updates: updates",
+        "test_optimizers.py -k in_place",
+    ),
 ]
 
 

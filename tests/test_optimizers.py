@@ -298,3 +298,15 @@ def test_callables_see_the_whole_tree():
     optimizer = orscale(1e-2, weight_dimension_numbers=numbers, weight_decay_mask=mask)
     jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
     assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 4
+
+
+@pytest.mark.parametrize("platform, apart", [("cpu", 0), ("tpu", 0), ("cuda", 1)])
+def test_a_gpus_kernels_update_momentum_in_place(platform, apart):
+    """No reduction is fused with them; elsewhere it may be, or is not anyway."""
+    optimizer = orscale(1e-3, ns_dtype=jnp.float32)
+    params = {"kernel": jax.ShapeDtypeStruct((8, 12), jnp.float32)}
+    state = jax.eval_shape(optimizer.init, params)
+    traced = jax.jit(optimizer.update).trace(params, state, params)
+    text = traced.lower(lowering_platforms=(platform,)).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    assert sum("tensor<8x12xf32>" in line for line in barriers) == apart
