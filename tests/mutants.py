@@ -180,8 +180,8 @@ MUTANTS = [
     ),
     Mutant(
         "_optimizers",
-        "optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype),",
-        "optax.trace(momentum, nesterov=True, accumulator_dtype=mu_dtype),",
+        "optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)",
+        "optax.trace(momentum, nesterov=True, accumulator_dtype=mu_dtype)",
         "test_optimizers.py::test_25_steps_against_float64_numpy",
     ),
     Mutant(

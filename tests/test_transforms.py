@@ -46,17 +46,19 @@ def test_stages_keep_dtypes(dtype):
 
 
 def test_orthogonalize_keeps_sharding_types():
-    """Of matrices sharded over their rows and columns, on a mesh of Explicit axes."""
+    """On a mesh of Explicit axes, also where rows span axes that are both sharded."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
-    stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
-    expected, _ = stage.update(jnp.asarray(x), optax.EmptyState())
-    for spec in [P(None, "a", "b"), P("a", "b", None), P("a"), P()]:
-        sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
-        with jax.set_mesh(mesh):
-            q, _ = jax.jit(stage.update)(sharded, optax.EmptyState())
-        assert jax.typeof(q) == jax.typeof(sharded)
-        np.testing.assert_allclose(q, expected, atol=1e-5)
+    specs = [P(None, "a", "b"), P("a", "b", None), P("a"), P()]
+    for numbers in (Dims(1, 2), Dims((0, 1), 2)):
+        stage = orthogonalize(weight_dimension_numbers=numbers)
+        expected, _ = stage.update(jnp.asarray(x), optax.EmptyState())
+        for spec in specs:
+            sharded = jax.device_put(x, jax.NamedSharding(mesh, spec))
+            with jax.set_mesh(mesh):
+                q, _ = jax.jit(stage.update)(sharded, optax.EmptyState())
+            assert jax.typeof(q) == jax.typeof(sharded)
+            np.testing.assert_allclose(q, expected, atol=1e-5)
 
 
 def test_orthogonalize_leaves_what_is_masked_to_others():
