@@ -326,6 +326,7 @@ def test_converges_to_the_svd():
 # Why restarts, why this order.
 
 
+@pytest.mark.slow
 def test_without_restarts_float32_loses_two_digits():
     x = adversaries(64, 256)
     x = np.asarray(x, np.float32)

@@ -28,7 +28,9 @@ def test_first_step_is_muon_moonlights_with_coupled_decay(scale):
         assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
 
 
-@pytest.mark.parametrize("consistent_rms", [0.2, None])
+@pytest.mark.parametrize(
+    "consistent_rms", [0.2, pytest.param(None, marks=pytest.mark.slow)]
+)
 def test_the_limit_is_muon(consistent_rms):
     params = leaves.random_tree(0, 0.1)
     arguments = {

@@ -265,7 +265,9 @@ def test_the_error_of_accumulation_in_bfloat16():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("preset", _polar.PRESETS)
-@pytest.mark.parametrize("shape", [(16, 16), (32, 512), (128, 256)])
+@pytest.mark.parametrize(
+    "shape", [(16, 16), (32, 512), pytest.param((128, 256), marks=pytest.mark.slow)]
+)
 def test_our_low_precision_stays_bounded(shape, preset, dtype):
     """Rounded to dtype, accumulated in float32: as large as the exact composition's."""
     x = np.stack(
