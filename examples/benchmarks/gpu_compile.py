@@ -23,7 +23,7 @@ from jax.experimental import topologies
 
 from examples.benchmarks import ahead_of_time
 
-# From NVIDIA's data sheet and CUDA's device properties.
+# What XLA asks of a device, as CUDA reports it of an H100 SXM.
 H100 = """
 platform_name: "CUDA"
 device_description_str: "NVIDIA H100 80GB HBM3"
