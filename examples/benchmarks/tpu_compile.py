@@ -5,6 +5,9 @@
     python -m examples.benchmarks.tpu_compile --layers 2    # of each model, the first two
     python -m examples.benchmarks.tpu_compile --dump hlo    # also the compiled text
 
+Kernels that are alike are in a program once, to be called. The compiler's own default is
+to repeat them: ``--compiler-options.xla-tpu-enable-deduplicated-calls AUTO``.
+
 Cycles are what the compiler estimates for its kernels and leave out the time in
 collectives, whose bytes are listed instead: see :mod:`examples.benchmarks.hlo_cost`.
 """
@@ -45,5 +48,10 @@ def devices_of(case: str) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    options = tyro.cli(ahead_of_time.Options, description=__doc__)
+    once = {"xla_tpu_enable_deduplicated_calls": "ENABLED"}
+    options = tyro.cli(
+        ahead_of_time.Options,
+        default=ahead_of_time.Options(compiler_options=once),
+        description=__doc__,
+    )
     ahead_of_time.main(options, devices_of)

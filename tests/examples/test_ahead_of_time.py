@@ -30,3 +30,9 @@ def test_a_layer_of_gpt2_on_eight_devices(capsys, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         f"c.{name}.txt" for name in contenders
     )
+
+
+def test_compiler_options_reach_the_compiler():
+    options = Options(("c",), ("optax.adamw",), 1, compiler_options={"no_such": "ON"})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such"):
+        ahead_of_time.main(options, lambda _: np.array(jax.devices()[:8]))
