@@ -154,9 +154,9 @@ def measure(
         title = f"{title}, {options.layers} layers"
     devices = devices_of(name)  # The first time, this loads the compiler.
     began = time.perf_counter()
-    traced = lowered(leaves, case.mesh, devices, contender)
+    module = lowered(leaves, case.mesh, devices, contender)
     halfway = time.perf_counter()
-    program = traced.compile(compiler_options=dict(options.compiler_options))
+    program = module.compile(compiler_options=dict(options.compiler_options))
     ended = time.perf_counter()
     text = program.as_text() or ""
     if options.dump is not None:
