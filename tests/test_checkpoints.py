@@ -40,6 +40,8 @@ OPTIMIZERS = {
         weight_dimension_numbers=NUMBERS,
     ),
 }
+# Their states are made like those of others.
+SLOW = {"vision", "momentum_denominator", "schedule"}
 
 
 def params():
@@ -96,7 +98,13 @@ def assert_equal_to_the_bit(found, expected):
     assert dtypes[0] == dtypes[1]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in OPTIMIZERS
+    ],
+)
 def test_every_step_can_be_resumed_to_the_bit(name, tmp_path):
     optimizer = OPTIMIZERS[name]
     begin = start(optimizer)

@@ -27,11 +27,17 @@ OPTIMIZERS = {
     ),
     "muon": muon,
 } | ABLATIONS
+# Others have the same stages, with other hyperparameters.
+SLOW = {"vision", "uncalibrated", "unclipped", "momentum_denominator"}
+SOME_SLOW = [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    for name in OPTIMIZERS
+]
 NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
 SHAPES = {"w": (6, 4), "stack": (3, 4, 5), "b": (4,)}
 
 
-@pytest.fixture(params=OPTIMIZERS)
+@pytest.fixture(params=SOME_SLOW)
 def build(request):
     return functools.partial(OPTIMIZERS[request.param], weight_dimension_numbers=NUMBERS)
 
@@ -219,7 +225,7 @@ def test_a_traced_learning_rate(build):
     assert step._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", SOME_SLOW)
 def test_inject_hyperparams_without_static_args(name):
     factory = OPTIMIZERS[name]
     params = {"w": tree(0)["w"], "b": tree(0)["b"]}

@@ -76,37 +76,35 @@ def capped(max_stack_bytes):
     stage = orthogonalize(max_stack_bytes=max_stack_bytes)
     return optax.chain(optax.trace(0.95, nesterov=True), stage, optax.scale(-0.01))
 
-
-print(*(temporaries(capped(2**20), count) for count in (2, 8)))
-print(*(temporaries(capped(5 * 2**20), count) for count in (8, 64)))
-print(*(temporaries(orscale(1e-3), count) for count in (8, 128)))
 """
 
 
-def temporaries(flags=""):
-    """Of steps with some and with many matrices of 1.25 MiB, for caps of the stacks."""
+def temporaries(optimizer, counts, flags=""):
+    """Of steps with as many matrices of 1.25 MiB, in a process that has these flags."""
+    line = f"print(*(temporaries({optimizer}, count) for count in {counts}))"
     found = subprocess.run(
-        [sys.executable, "-c", TEMPORARIES],
+        [sys.executable, "-c", TEMPORARIES + line],
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
         check=True,
     )
-    print(flags, found.stdout)
-    return [[*map(int, line.split())] for line in found.stdout.splitlines()]
+    print(optimizer, counts, flags, found.stdout)
+    return [*map(int, found.stdout.split())]
 
 
 def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
     """Where XLA does not start as many matrices at once as it can."""
     flags = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
-    alone, of_four, _ = temporaries(flags)
-    assert max(alone) <= 1.05 * alone[0]
+    few, many = temporaries("capped(2**20)", (2, 8), flags)
+    assert many <= 1.05 * few
+    of_four = temporaries("capped(5 * 2**20)", (8, 64), flags)
     assert max(of_four) <= 4 * 4 * MATRIX
 
 
 @pytest.mark.slow
 def test_temporaries_are_two_copies_of_the_matrices():
     """At most, where it does."""
-    *_, orscale = temporaries()
-    for found, count in zip(orscale, (8, 128), strict=True):
+    counts = (8, 128)
+    for found, count in zip(temporaries("orscale(1e-3)", counts), counts, strict=True):
         assert found <= 2.05 * count * MATRIX

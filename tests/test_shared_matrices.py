@@ -62,8 +62,17 @@ def compiled(mesh, placed, **arguments):
         return update.lower(placed).compile()
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout, kind",
+    [
+        *((layout, AxisType.Explicit) for layout in LAYOUTS),
+        *(
+            pytest.param(layout, AxisType.Auto, marks=pytest.mark.slow)
+            for layout in ("replicated", "rows", "rows × columns")
+        ),
+        ("rows, columns or copies", AxisType.Auto),
+    ],
+)
 @pytest.mark.parametrize(
     "arguments",
     [

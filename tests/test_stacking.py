@@ -146,7 +146,13 @@ def test_parts_in_turns(max_bytes, together):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a"), P("b", "a")])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *(pytest.param(spec, marks=pytest.mark.slow) for spec in (P(), P(None, "a"))),
+        *(P("a"), P("b", "a")),
+    ],
+)
 def test_the_way_of_tpus(monkeypatch, kind, spec):
     """Normalized where they are, few at a time, in turns: here on CPU, in float32."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
