@@ -37,6 +37,9 @@ class AttentionHeads:
       layer_axes: Axes that count layers, if they are not the ``layer_axes`` of the
         :class:`QueryKey`.
 
+    Raises:
+      ValueError: If an attribute is not of the kind above.
+
     Example:
       >>> from orscale_jax import AttentionHeads
       >>> kernel = AttentionHeads("attention.query.kernel", axis=-1, heads=16)
@@ -86,6 +89,9 @@ class QueryKey:
         stays as it is: the rotated part in latent attention. Nothing elsewhere.
       layer_axes: The axes of these parameters that count layers, in the order of the
         leading axes of ``max_logits``: ``(0,)`` for scanned layers.
+
+    Raises:
+      ValueError: If an attribute is not of the kind above.
 
     Example:
       >>> from orscale_jax import AttentionHeads, QueryKey

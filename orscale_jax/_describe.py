@@ -159,9 +159,8 @@ class Description:
     """What :func:`describe` found. ``print`` shows it as a table.
 
     Attributes:
-      rows: One per leaf, in the order of the tree (one per block of a leaf whose blocks
-        have several sizes): ``path``, ``block``, ``shape``, ``dtype``, ``rule``,
-        ``matrices``, ``m``, ``n``, ``scale``, ``norms``, ``parameters``, ``state_bytes``.
+      rows: One :class:`ParameterRow` per leaf, in the order of the tree (one per block of
+        a leaf whose blocks have several sizes).
       shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
         without optimizer.
       mesh: The lengths of the axes of the parameters' mesh; empty off a mesh.

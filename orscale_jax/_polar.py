@@ -127,7 +127,7 @@ def polar_factor(
     [1e-3, 1] to, and the relative error that each product may have without any of them
     exploding (the module's docstring defines it, ``docs/newton_schulz.md`` has more):
 
-    - ``"polar_express"``: [0.847, 1.142], margin 0.81 %; the greedy optimal sequence of
+    - ``"polar_express"``: [0.846, 1.142], margin 0.81 %; the greedy optimal sequence of
       Amsel et al. (arXiv:2505.16932), bounded below by 1e-3 and made safe by 1.02. Fewer
       steps take its prefix; more steps continue the construction and only bring singular
       values nearer to 1.
@@ -169,6 +169,12 @@ def polar_factor(
       >>> q = polar_factor(jnp.diag(jnp.array([3.0, 0.5])), steps=8)
       >>> bool(jnp.allclose(q, jnp.eye(2), atol=1e-5))
       True
+
+    References:
+      Amsel et al. 2025, arXiv:2505.16932; Jordan et al. 2024,
+      https://kellerjordan.github.io/posts/muon/; Ahn et al. 2025, arXiv:2504.05295;
+      Boissin et al. 2025, arXiv:2512.04632; Zhang et al. 2026, *Gram Newton-Schulz*,
+      https://dao-lab.ai/blog/2026/gram-newton-schulz.
     """
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(

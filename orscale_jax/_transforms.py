@@ -43,7 +43,7 @@ def orthogonalize(
       ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
       max_stack_bytes: Leaves whose matrices have one shape, or its transpose, go through
         Newton–Schulz together in stacks of up to this size, on each device. None:
-        256 MiB, on TPU 16, and on CPU no more than 32 leaves.
+        256 MiB, on TPU 16 (256 on Auto axes), and on CPU no more than 32 leaves.
       mesh: As in :func:`orscale`.
       weight_dimension_numbers: As in :func:`orscale`.
 

@@ -45,7 +45,8 @@ def dimension_numbers(
     on its path that is one of ``heads`` or that :func:`orscale_jax.orscale` takes for an
     embedding or an output head. Axes that ``eqx.filter_vmap`` puts in front of what a
     module declares are a batch. The recurrent cells, whose weights are the gates' one
-    below the other, are open.
+    below the other, have a matrix for each gate, and other convolutions in groups one for
+    each group: :class:`orscale_jax.BlockDimensionNumbers`.
 
     Args:
       model: The model, or a tree of modules, also an abstract one.
@@ -59,8 +60,9 @@ def dimension_numbers(
 
     Returns:
       A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
-      to their tree of :class:`optax.contrib.MuonDimensionNumbers` and None, as
-      ``weight_dimension_numbers`` takes it.
+      to their tree of :class:`optax.contrib.MuonDimensionNumbers`,
+      :class:`orscale_jax.BlockDimensionNumbers` and None, as ``weight_dimension_numbers``
+      takes it.
 
     Raises:
       ValueError: If a type does not settle a parameter, or a leaf has not the shape that

@@ -73,8 +73,9 @@ def dimension_numbers(
 
     Returns:
       A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
-      to their tree of :class:`optax.contrib.MuonDimensionNumbers` and None, each in the
-      place of a named array, as ``weight_dimension_numbers`` takes it.
+      to their tree of :class:`optax.contrib.MuonDimensionNumbers`,
+      :class:`orscale_jax.BlockDimensionNumbers` (for some modules of Equinox) and None,
+      each in the place of a named array, as ``weight_dimension_numbers`` takes it.
 
     Raises:
       ValueError: If a type does not settle a parameter; one error for all of them. If a

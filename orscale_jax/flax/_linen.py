@@ -102,9 +102,11 @@ def linen_dimension_numbers(
 
     Returns:
       A tree of the structure of ``module.init(...)["params"]`` with a
-      :class:`optax.contrib.MuonDimensionNumbers`, or None for AdamW, for each parameter;
-      where the parameter is in a box, as ``nn.with_partitioning`` makes them, in the
-      place of the box, so that it suits the parameters with and without boxes.
+      :class:`optax.contrib.MuonDimensionNumbers`, a
+      :class:`orscale_jax.BlockDimensionNumbers` (for convolutions in groups), or None for
+      AdamW, for each parameter; where the parameter is in a box, as
+      ``nn.with_partitioning`` makes them, in the place of the box, so that it suits the
+      parameters with and without boxes.
 
     Raises:
       ValueError: As :func:`nnx_dimension_numbers`.

@@ -46,7 +46,8 @@ def nnx_dimension_numbers(
 
     Returns:
       A callable from the parameters to their tree of
-      :class:`optax.contrib.MuonDimensionNumbers` and None, as
+      :class:`optax.contrib.MuonDimensionNumbers`, None for AdamW, and
+      :class:`orscale_jax.BlockDimensionNumbers` for convolutions in groups, as
       ``weight_dimension_numbers`` takes it. The parameters may be
       ``nnx.state(model, nnx.Param)`` or a part of it (``nnx.LoRAParam``), with variables
       or with bare arrays, or the ``nnx.to_pure_dict`` of either.
