@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.benchmarks import hlo_cost
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
     ablations,
@@ -152,6 +153,29 @@ def test_on_a_mesh(kind, spec):
     if kind == AxisType.Explicit:
         assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+
+
+@pytest.mark.parametrize(
+    "kinds", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)]
+)
+@pytest.mark.parametrize("blocks", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_fewer_blocks_than_devices(kinds, blocks):
+    """The partitioner has some devices share the blocks and some the columns of each."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+    numbers = {"gate_up": Blocks(0, 1, block_axis=1, blocks=blocks)}
+    rng = np.random.default_rng(0)
+    trees = [{"gate_up": rng.normal(size=(8, 48)).astype(np.float32)} for _ in range(2)]
+    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
+    sharding = NamedSharding(mesh, P("a", "b"))
+    params, grads = jax.device_put(trees, sharding)
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        compiled = jax.jit(optimizer.update).lower(grads, state, params).compile()
+        updates, _ = compiled(grads, state, params)
+    np.testing.assert_allclose(updates["gate_up"], expected["gate_up"], atol=1e-5)
+    assert updates["gate_up"].sharding == sharding
+    assert hlo_cost.of(compiled.as_text()).looped_bytes == 0
 
 
 def test_the_table_has_a_row_per_size():

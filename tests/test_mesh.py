@@ -12,7 +12,14 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import _engine, orscale, orthogonalize, state_shardings
+from orscale_jax import (
+    _engine,
+    _mesh,
+    _sharding,
+    orscale,
+    orthogonalize,
+    state_shardings,
+)
 
 # Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
 SHAPES = {
@@ -395,6 +402,51 @@ def test_mapped_over_a_population(kind):
     np.testing.assert_allclose(some["v"], [wanted[0]] * 3, atol=1e-5)
     wanted = [update({"w": grads[0]}, k)["w"] for k in (1, 2, 3)]
     np.testing.assert_allclose(steps["w"], wanted, atol=1e-5)
+
+
+def test_gradients_sharded_by_what_they_were_multiplied_with():
+    """Of a mesh axis of four, two devices share the heads and two the columns of each."""
+    mesh = make_mesh({"fsdp": 2, "tensor": 4}, AxisType.Auto)
+    rng = np.random.default_rng(0)
+    kernel, x = (rng.normal(size=s).astype(np.float32) for s in ((16, 2, 32), (32, 16)))
+    optimizer = orscale(0.02, weight_dimension_numbers=Dims(0, 2))
+
+    def step(kernel, x, constrain):
+        grads = jax.grad(lambda w: jnp.sum(constrain(x @ w.reshape(16, 64)) ** 2))(kernel)
+        return optimizer.update(grads, optimizer.init(kernel), kernel)[0]
+
+    expected = step(kernel, x, lambda h: h)
+    by_tensor = NamedSharding(mesh, P("fsdp", "tensor"))
+    sharded = jax.device_put((kernel, x), NamedSharding(mesh, P("fsdp")))
+    by_tensor = functools.partial(jax.lax.with_sharding_constraint, shardings=by_tensor)
+    found = jax.jit(functools.partial(step, constrain=by_tensor))(*sharded)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+SPECS = [P(), P("x"), P("y", "x"), P(("x", "y")), P(("y", "x"), "z"), P(None, "z", "x")]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_shardings_have_the_names_of_their_axes(spec):
+    """Read from where its parts are, as the partitioner says it."""
+    mesh = make_mesh({"x": 2, "one": 1, "y": 2, "z": 2}, AxisType.Auto)
+    found = _mesh._axes_on(mesh, NamedSharding(mesh, spec), 3)
+    assert found == _sharding.axes_of(spec, 3)
+
+
+def test_parts_of_axes_have_names_on_a_finer_mesh():
+    coarse = make_mesh({"a": 2, "b": 4}, AxisType.Auto)
+    fine = _mesh._in_prime_axes(coarse)
+    assert dict(fine.shape) == {"a.0": 2, "b.0": 2, "b.1": 2}
+    assert [*fine.devices.flat] == [*coarse.devices.flat]
+    spec = P("b.1", "a.0", "b.0")
+    assert _mesh._axes_on(coarse, NamedSharding(fine, spec), 3) == (None, ("a",), None)
+    assert _mesh._axes_on(fine, NamedSharding(fine, spec), 3) == (
+        ("b.1",),
+        ("a.0",),
+        ("b.0",),
+    )
+    assert [*map(_mesh._primes, (1, 2, 7, 12))] == [[1], [2], [7], [2, 2, 3]]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
