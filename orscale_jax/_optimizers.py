@@ -1,53 +1,13 @@
 """OrScale and its limit, Muon: the paper's Algorithm 1."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
-
 import jax
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks
-from orscale_jax._matrix import (
-    PyTree,
-    WeightDimensionNumbers,
-    is_axes_leaf,
-    is_function,
-    matrix_axes,
-    require_fitting,
-)
+from orscale_jax._algorithm import Hyperparameters, Mask, ScalarOrSchedule, arranged
+from orscale_jax._matrix import WeightDimensionNumbers
 from orscale_jax._polar import Coefficients
-from orscale_jax._precision import in_float32
-from orscale_jax._transforms import (
-    from_first_nonzero_update,
-    orthogonalize,
-    scale_by_calibrated_trust_ratio,
-    scale_by_shape,
-)
-
-Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
-ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
-
-
-class Stages(NamedTuple):
-    """What comes between the momentum and the learning rate, for given matrices."""
-
-    #: The axes of the matrices.
-    axes: WeightDimensionNumbers
-    #: M̃ to sQ.
-    direction: optax.GradientTransformation
-    #: M̃ to D = λW + sQ, once the matrix has received momentum.
-    coupled: optax.GradientTransformation
-    #: Adds λW, once the matrix has received a direction.
-    decay: optax.GradientTransformation
-    #: Multiplies by r̂, measured on what comes in.
-    ratio: optax.GradientTransformation
-
-
-Arrangement: TypeAlias = Callable[[Stages], optax.GradientTransformation]
 
 
 def orscale(
@@ -162,32 +122,9 @@ def orscale(
       Lou & You, *OrScale: Orthogonalized Optimization with Layer-Wise Trust-Ratio
       Scaling*, Algorithm 1.
     """
-    return arranged(
-        # D = λW + sQ, r̂D
-        lambda stages: optax.chain(stages.coupled, stages.ratio),
-        learning_rate,
-        momentum=momentum,
-        nesterov=nesterov,
-        mu_dtype=mu_dtype,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        consistent_rms=consistent_rms,
-        calibrate=calibrate,
-        r_min=r_min,
-        r_max=r_max,
-        eps=eps,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        ns_preconditioning=ns_preconditioning,
-        weight_dimension_numbers=weight_dimension_numbers,
-        adam_learning_rate=adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps=adam_eps,
-        adam_weight_decay=adam_weight_decay,
-        mesh=mesh,
-    )
+    arguments = Hyperparameters(**locals())
+    # D = λW + sQ, r̂D
+    return arranged(lambda stages: optax.chain(stages.coupled, stages.ratio), arguments)
 
 
 def muon(
@@ -258,193 +195,5 @@ def muon(
       Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
-    return arranged(
-        lambda stages: optax.chain(stages.coupled),
-        learning_rate,
-        momentum=momentum,
-        nesterov=nesterov,
-        mu_dtype=mu_dtype,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        consistent_rms=consistent_rms,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        ns_preconditioning=ns_preconditioning,
-        weight_dimension_numbers=weight_dimension_numbers,
-        adam_learning_rate=adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps=adam_eps,
-        adam_weight_decay=adam_weight_decay,
-        mesh=mesh,
-    )
-
-
-def arranged(
-    arrangement: Arrangement,
-    learning_rate: ScalarOrSchedule,
-    *,
-    momentum: ArrayLike,
-    nesterov: bool,
-    mu_dtype: DTypeLike | None,
-    weight_decay: ScalarOrSchedule,
-    weight_decay_mask: Mask | None,
-    consistent_rms: ArrayLike | None,
-    ns_steps: int | jax.Array,
-    ns_coeffs: Coefficients,
-    ns_dtype: DTypeLike | None,
-    ns_preconditioning: str,
-    weight_dimension_numbers: WeightDimensionNumbers,
-    adam_learning_rate: ScalarOrSchedule | None,
-    adam_b1: ArrayLike,
-    adam_b2: ArrayLike,
-    adam_eps: ArrayLike,
-    adam_weight_decay: ScalarOrSchedule | None,
-    mesh: Mesh | AbstractMesh | None,
-    calibrate: bool = True,
-    r_min: ArrayLike = 0.1,
-    r_max: ArrayLike = 5.0,
-    eps: ArrayLike = 1e-6,
-) -> optax.GradientTransformationExtraArgs:
-    """Algorithm 1 with its stages as arranged, AdamW for what is no matrix."""
-    adam_learning_rate = _default(adam_learning_rate, learning_rate)
-    adam_weight_decay = _default(adam_weight_decay, weight_decay)
-    _checks.number("learning_rate", learning_rate, at_least=0, schedule=True)
-    _checks.number("momentum", momentum, at_least=0, below=1)
-    _checks.flag("nesterov", nesterov)
-    _checks.dtype("mu_dtype", mu_dtype)
-    _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
-    _checks.number("adam_learning_rate", adam_learning_rate, at_least=0, schedule=True)
-    _checks.number("adam_b1", adam_b1, at_least=0, below=1)
-    _checks.number("adam_b2", adam_b2, at_least=0, below=1)
-    _checks.number("adam_eps", adam_eps, at_least=0)
-    _checks.number("adam_weight_decay", adam_weight_decay, at_least=0, schedule=True)
-
-    def matrices(
-        axes: WeightDimensionNumbers, mask: Mask | None
-    ) -> optax.GradientTransformation:
-        direction = optax.chain(
-            # Q = NSₖ(M̃)
-            orthogonalize(
-                ns_steps=ns_steps,
-                ns_coeffs=ns_coeffs,
-                ns_dtype=ns_dtype,
-                ns_preconditioning=ns_preconditioning,
-                mesh=mesh,
-                weight_dimension_numbers=axes,
-            ),
-            # sQ
-            scale_by_shape(consistent_rms, weight_dimension_numbers=axes),
-        )
-        decay = optax.add_decayed_weights(weight_decay, mask)
-        once_moving = functools.partial(
-            from_first_nonzero_update, weight_dimension_numbers=axes
-        )
-        stages = Stages(
-            axes=axes,
-            direction=direction,
-            coupled=once_moving(optax.chain(direction, decay)),
-            decay=once_moving(decay),
-            ratio=scale_by_calibrated_trust_ratio(
-                calibrate=calibrate,
-                r_min=r_min,
-                r_max=r_max,
-                eps=eps,
-                weight_dimension_numbers=axes,
-            ),
-        )
-        return optax.chain(
-            # M ← μM + G, M̃ = μM + G
-            _in_kernels_of_its_own(
-                optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
-            ),
-            arrangement(stages),
-            # W ← W − ηr̂D
-            optax.scale_by_learning_rate(learning_rate),
-        )
-
-    def others(mask: Mask | None) -> optax.GradientTransformation:
-        return optax.adamw(
-            adam_learning_rate,
-            b1=adam_b1,
-            b2=adam_b2,
-            eps=adam_eps,
-            weight_decay=adam_weight_decay,
-            mask=mask,
-            mu_dtype=mu_dtype,
-        )
-
-    matrices(None, None)  # The stages refuse bad hyperparameters now, not at init.
-
-    optimizer = _partition(matrices, others, weight_dimension_numbers, weight_decay_mask)
-    return in_float32(optimizer)
-
-
-def _partition(
-    matrices: Callable[
-        [WeightDimensionNumbers, Mask | None], optax.GradientTransformation
-    ],
-    others: Callable[[Mask | None], optax.GradientTransformation],
-    weight_dimension_numbers: WeightDimensionNumbers,
-    weight_decay_mask: Mask | None,
-) -> optax.GradientTransformationExtraArgs:
-    """:func:`optax.partition`, built once the parameters are there.
-
-    Callables then see the whole tree, and not the half that a partition leaves of it.
-    """
-
-    def at(tree: PyTree) -> optax.GradientTransformationExtraArgs:
-        axes = matrix_axes(weight_dimension_numbers, tree)
-        mask = weight_decay_mask
-        if is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_)):
-            # As in matrix_axes, a placeholder is no tree to ask about.
-            mask = mask(tree) if jax.tree.leaves(tree) else tree
-        labels = jax.tree.map(
-            lambda leaf: "adamw" if isinstance(leaf, optax.MaskedNode) else "matrix",
-            axes,
-            is_leaf=is_axes_leaf,
-        )
-        # A tree of labels may be callable, and optax.partition would call it.
-        return optax.partition(
-            {"matrix": matrices(axes, mask), "adamw": others(mask)}, lambda _: labels
-        )
-
-    def init(params: PyTree) -> optax.OptState:
-        return at(params).init(params)
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, optax.OptState]:
-        if params is not None:
-            require_fitting(updates, params)
-        tree = updates if params is None else params
-        return at(tree).update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _in_kernels_of_its_own(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    """``inner``, which a GPU's kernels do not mix with what comes after it.
-
-    A kernel that also reduces cannot write over what it reads: XLA would make the new
-    momentum beside the old one and copy it, at every step.
-    """
-
-    def update(
-        updates: PyTree, state: optax.OptState, params: PyTree | None = None
-    ) -> tuple[PyTree, optax.OptState]:
-        updates, state = inner.update(updates, state, params)
-        apart = jax.lax.optimization_barrier
-        updates = jax.lax.platform_dependent(
-            updates, cuda=apart, rocm=apart, default=lambda updates: updates
-        )
-        return updates, state
-
-    return optax.GradientTransformation(inner.init, update)
-
-
-def _default(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value
+    arguments = Hyperparameters(**locals())
+    return arranged(lambda stages: optax.chain(stages.coupled), arguments)

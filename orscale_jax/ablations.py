@@ -28,13 +28,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from orscale_jax._algorithm import Arrangement, Hyperparameters, Stages, arranged
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
 from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
     require_matrices,
 )
-from orscale_jax._optimizers import Arrangement, Stages, arranged, orscale
+from orscale_jax._optimizers import orscale
 from orscale_jax._transforms import map_matrices, not_one, per_matrix_leaf
 
 Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
@@ -54,7 +55,7 @@ def _ablation(**defaults: Any) -> Callable[[Arrangement], Optimizer]:
         def optimizer(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return arranged(arrangement, **bound.arguments)
+            return arranged(arrangement, Hyperparameters(**bound.arguments))
 
         functools.update_wrapper(optimizer, arrangement)
         optimizer.__signature__ = signature  # type: ignore[attr-defined]

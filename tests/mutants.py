@@ -174,14 +174,14 @@ MUTANTS = [
     ),
     Mutant(
         "_optimizers",
-        "lambda stages: optax.chain(stages.coupled, stages.ratio),",
-        "lambda stages: optax.chain(stages.direction, stages.ratio, stages.decay),",
+        "lambda stages: optax.chain(stages.coupled, stages.ratio)",
+        "lambda stages: optax.chain(stages.direction, stages.ratio, stages.decay)",
         "test_recordings.py",
     ),
     Mutant(
-        "_optimizers",
-        "optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)",
-        "optax.trace(momentum, nesterov=True, accumulator_dtype=mu_dtype)",
+        "_algorithm",
+        "given.momentum, nesterov=given.nesterov, accumulator_dtype=given.mu_dtype",
+        "given.momentum, nesterov=True, accumulator_dtype=given.mu_dtype",
         "test_optimizers.py::test_25_steps_against_float64_numpy",
     ),
     Mutant(
@@ -293,7 +293,7 @@ MUTANTS = [
         "test_flax.py",
     ),
     Mutant(
-        "_optimizers",
+        "_algorithm",
         "mask = mask(tree) if jax.tree.leaves(tree) else tree",
         "mask = mask(tree)",
         "test_citizenship.py -k look_for",
@@ -395,7 +395,7 @@ MUTANTS = [
         "test_mesh.py -k narrow",
     ),
     Mutant(
-        "_optimizers",
+        "_algorithm",
         "updates, cuda=apart, rocm=apart, default=lambda updates: updates",
         "updates, default=lambda updates: updates",
         "test_optimizers.py -k in_place",
