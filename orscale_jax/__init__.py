@@ -4,13 +4,13 @@ from orscale_jax._attention import (
     AttentionHeads as AttentionHeads,
     QueryKey as QueryKey,
 )
-from orscale_jax._describe import (
+from orscale_jax._describe import describe as describe
+from orscale_jax._description import (
     Description as Description,
     ParameterRow as ParameterRow,
     Placed as Placed,
     Stack as Stack,
     Total as Total,
-    describe as describe,
 )
 from orscale_jax._matrix import BlockDimensionNumbers as BlockDimensionNumbers
 from orscale_jax._optimizers import muon as muon, orscale as orscale

@@ -3,22 +3,19 @@
 import collections
 import dataclasses
 import functools
-import html
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
-from jax.typing import DTypeLike
 
-from orscale_jax import _checks, _sharding, _stacking
+from orscale_jax import _checks, _sharding
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
+from orscale_jax._description import Description, ParameterRow
 from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
@@ -26,309 +23,7 @@ from orscale_jax._matrix import (
     is_axes_leaf,
     matrix_axes,
 )
-from orscale_jax._placement import Sharded, plan
 from orscale_jax._precision import compute_dtype
-
-if TYPE_CHECKING:
-    import rich.table
-
-_HEADINGS = (
-    "parameter", "shape", "dtype", "rule", "matrices", "m × n", "s", "‖W‖", "parameters",
-    "state bytes",
-)  # fmt: skip
-_NAMES = 4  # Of a stack, before it is abridged.
-_LEFT = 4  # Columns of words; the others are of numbers.
-
-_Cells: TypeAlias = tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class ParameterRow:
-    """One leaf of the parameters, or one of its blocks where these have several sizes.
-
-    Attributes:
-      path: The leaf's path, with dots.
-      shape: Its shape; the block's, of a block.
-      dtype: Its dtype.
-      rule: ``"matrix"`` or ``"adamw"``.
-      matrices: How many matrices it holds; 0 under AdamW, as for ``m`` and ``n``.
-      m: Rows of each matrix.
-      n: Columns of each matrix.
-      scale: The factor s of Q; None under AdamW.
-      norms: Least and largest Frobenius norm of its matrices; None where there are no
-        matrices or no values.
-      parameters: The number of its entries.
-      state_bytes: Bytes of optimizer state that belong to it; None without optimizer.
-      block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
-        whole leaf.
-      batch_shape: How its matrices are counted, such as layers × experts.
-      mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
-        that it is sharded over; empty off a mesh and under AdamW.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    rule: Literal["matrix", "adamw"]
-    matrices: int
-    m: int
-    n: int
-    scale: float | None
-    norms: tuple[float, float] | None
-    parameters: int
-    state_bytes: int | None
-    block: str = ""
-    batch_shape: tuple[int, ...] = ()
-    mesh_axes: tuple[tuple[str, ...], ...] = ()
-
-    @property
-    def name(self) -> str:
-        """Path and block, as the table shows them."""
-        return (self.path or "(the only leaf)") + self.block
-
-
-class Stack(NamedTuple):
-    """Matrices that go through Newton–Schulz together.
-
-    Attributes:
-      shape: ``(leaves, *batch, m, n)`` with ``m <= n``: tall matrices are transposed.
-      names: Of the leaves, or of their blocks.
-    """
-
-    shape: tuple[int, ...]
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        *counts, m, n = self.shape
-        return f"{math.prod(counts):,} of {m} × {n}: {_abridged(self.names)}"
-
-
-class Placed(NamedTuple):
-    """Matrices that go through Newton–Schulz together on a mesh.
-
-    The devices form groups, and each group has matrices of its own (experts that are
-    sharded over experts) or all of them.
-
-    Attributes:
-      shape: ``(m, n)`` of each, with ``m <= n`` where they travel; smaller ones are
-        padded.
-      matrices: How many a group of devices has.
-      devices: How many devices a group has, over which they are distributed.
-      each: How many a device takes; of the last ones some are zeros.
-      sharers: How many devices share the columns of one matrix.
-      bytes_sent: By each device, there and back, and inside the iteration if matrices
-        are shared.
-      names: Of the leaves, or of their blocks.
-    """
-
-    shape: tuple[int, int]
-    matrices: int
-    devices: int
-    each: int
-    sharers: int
-    bytes_sent: int
-    names: tuple[str, ...]
-
-    def __str__(self) -> str:
-        m, n = self.shape
-        where = f"over {self.devices} devices" if self.devices > 1 else "on each device"
-        each = f"{self.sharers} to one" if self.sharers > 1 else f"{self.each} each"
-        return (
-            f"{self.matrices:,} of {m} × {n} {where}, {each}, "
-            f"{self.bytes_sent:,} bytes sent: {_abridged(self.names)}"
-        )
-
-
-def _abridged(names: tuple[str, ...]) -> str:
-    more = len(names) - _NAMES
-    return ", ".join(names[:_NAMES]) + (f" and {more:,} more" if more > 0 else "")
-
-
-@dataclasses.dataclass(frozen=True)
-class Total:
-    """Sums over rows; ``state_bytes`` is None without optimizer."""
-
-    leaves: int
-    matrices: int
-    parameters: int
-    state_bytes: int | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Description:
-    """What :func:`describe` found. ``print`` shows it as a table.
-
-    Attributes:
-      rows: One :class:`ParameterRow` per leaf, in the order of the tree (one per block of
-        a leaf whose blocks have several sizes).
-      shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
-        without optimizer.
-      mesh: The lengths of the axes of the parameters' mesh; empty off a mesh.
-    """
-
-    rows: tuple[ParameterRow, ...]
-    shared_bytes: int | None = None
-    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
-
-    @property
-    def totals(self) -> dict[str, Total]:
-        """``leaves``, ``matrices``, ``parameters`` and ``state_bytes`` of each rule.
-
-        Under ``"shared"`` stands the state that belongs to no leaf, under ``"all"`` the
-        sum of everything.
-        """
-        return {
-            "matrix": _total(row for row in self.rows if row.rule == "matrix"),
-            "adamw": _total(row for row in self.rows if row.rule == "adamw"),
-            "shared": Total(0, 0, 0, self.shared_bytes),
-            "all": _total(self.rows, self.shared_bytes or 0),
-        }
-
-    def select(self, expression: str) -> "Description":
-        """The rows in whose paths :func:`re.search` finds the expression, alone."""
-        rows = tuple(row for row in self.rows if re.search(expression, row.path))
-        return Description(rows, None if self.shared_bytes is None else 0, self.mesh)
-
-    def stacks(self, max_bytes: int = _stacking.MAX_BYTES) -> list[Stack]:
-        """Which matrices go through Newton–Schulz together.
-
-        Args:
-          max_bytes: As ``max_stack_bytes`` of :func:`orthogonalize`. The default is that
-            of GPUs; TPUs have 16 MiB, CPUs at most 32 leaves in 256.
-
-        Returns:
-          The stacks, in the order of their first leaves.
-        """
-        rows = [row for row in self.rows if row.rule == "matrix"]
-        kinds = [
-            _stacking.Kind(
-                (*row.batch_shape, *sorted((row.m, row.n))),
-                compute_dtype(jax.ShapeDtypeStruct((), row.dtype)),
-            )
-            for row in rows
-        ]
-        return [
-            Stack(
-                (len(members), *kinds[members[0]].shape),
-                tuple(rows[index].name for index in members),
-            )
-            for members in _stacking.plan(kinds, max_bytes)
-        ]
-
-    def placement(
-        self,
-        max_bytes: int = _stacking.MAX_BYTES,
-        dtype: DTypeLike = jnp.bfloat16,
-    ) -> list[Placed]:
-        """Which devices of the mesh orthogonalize which matrices.
-
-        Args:
-          max_bytes: As for :meth:`stacks`.
-          dtype: In which the matrices are sent, ``ns_dtype`` of :func:`orscale`.
-
-        Returns:
-          The plan, in the order of the leaves; empty off a mesh.
-        """
-        rows = [row for row in self.rows if row.rule == "matrix"]
-        shapes = [(*row.batch_shape, row.m, row.n) for row in rows]
-        arrays = [
-            Sharded(shape, jnp.dtype(dtype), row.mesh_axes or ((),) * len(shape))
-            for row, shape in zip(rows, shapes, strict=True)
-        ]
-        return [
-            Placed(
-                shape=journey.shape,
-                matrices=journey.matrices,
-                devices=journey.owners,
-                each=journey.rounds,
-                sharers=journey.sharers,
-                bytes_sent=journey.bytes_sent,
-                names=tuple(
-                    rows[index].name
-                    for index in dict.fromkeys(part.array for part in journey.parts)
-                ),
-            )
-            for journey in plan(arrays if self.mesh else [], self.mesh, max_bytes)
-        ]
-
-    def table(self) -> "rich.table.Table":
-        """The table as a ``rich.table.Table``.
-
-        Raises:
-          ImportError: If rich is not installed.
-        """
-        try:
-            import rich.table
-            import rich.text
-        except ImportError as error:
-            raise ImportError(
-                "Description.table() needs rich: pip install orscale-jax[describe]. "
-                "print(description) does without."
-            ) from error
-        headings, rows, totals = self._cells()
-        stacks = rich.text.Text("\n".join(self._stack_lines()))
-        table = rich.table.Table(caption=stacks, caption_justify="left")
-        for index, heading in enumerate(headings):
-            table.add_column(heading, justify=_side(index), overflow="fold")
-        for cells in (*rows, *totals):
-            if totals and cells is totals[0]:
-                table.add_section()
-            table.add_row(*map(rich.text.Text, cells))
-        return table
-
-    def __str__(self) -> str:
-        headings, rows, totals = self._cells()
-        columns = zip(headings, *rows, *totals, strict=True)
-        widths = [max(map(len, column)) for column in columns]
-        rule = tuple("─" * width for width in widths)
-        lines = [
-            "  ".join(
-                f"{cell:{'<' if _side(i) == 'left' else '>'}{width}}"
-                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-            for cells in (headings, rule, *rows, rule, *totals)
-        ]
-        return "\n".join([*lines, "", *self._stack_lines()]).rstrip()
-
-    def __rich__(self) -> "rich.table.Table":
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        headings, rows, totals = self._cells()
-        return "\n".join(
-            [
-                "<table>",
-                f"<thead>{_html_row('th', headings)}</thead>",
-                *("<tbody>", *(_html_row("td", cells) for cells in rows), "</tbody>"),
-                *("<tfoot>", *(_html_row("td", cells) for cells in totals), "</tfoot>"),
-                "</table>",
-                f"<p>{'<br>'.join(map(html.escape, self._stack_lines()))}</p>",
-            ]
-        )
-
-    def _stack_lines(self) -> list[str]:
-        if self.mesh:
-            axes = " × ".join(f"{size} {name}" for name, size in self.mesh.items())
-            return [f"Newton–Schulz on {axes}", *map(str, self.placement())]
-        stacks = list(map(str, self.stacks()))
-        return ["stacks for Newton–Schulz", *stacks] if stacks else []
-
-    def _cells(self) -> tuple[_Cells, list[_Cells], list[_Cells]]:
-        """Headings, rows and totals, without the columns of what is not known."""
-        rows = [_row_cells(row) for row in self.rows]
-        totals = [_total_cells(name, total) for name, total in self.totals.items()]
-        if self.shared_bytes is None:
-            totals = [cells for cells in totals if cells[0] != "shared"]
-        hidden = {
-            "‖W‖": all(row.norms is None for row in self.rows),
-            "state bytes": self.shared_bytes is None,
-        }
-        shown = [not hidden.get(heading, False) for heading in _HEADINGS]
-
-        def visible(cells: _Cells) -> _Cells:
-            return tuple(itertools.compress(cells, shown))
-
-        return visible(_HEADINGS), [*map(visible, rows)], [*map(visible, totals)]
 
 
 def describe(
@@ -408,45 +103,56 @@ def _rows(
     consistent_rms: float | None,
 ) -> list[ParameterRow]:
     """The row of a leaf, or one for each of its parts."""
-    common: dict[str, Any] = {"path": dotted(path), "dtype": jnp.result_type(leaf)}
     if axes is None:
-        return [
-            ParameterRow(
-                **common,
-                shape=np.shape(leaf),
-                rule="adamw",
-                matrices=0,
-                m=0,
-                n=0,
-                scale=None,
-                norms=None,
-                parameters=math.prod(np.shape(leaf)),
-                state_bytes=_bytes(state),
-            )
-        ]
+        return [_adamw_row(path, leaf, state)]
+    row = functools.partial(_matrix_row, path, leaf, axes, state, consistent_rms)
+    return [row(index) for index in range(len(axes.labels))]
 
-    def row(index: int, label: str) -> ParameterRow:
-        part = functools.partial(axes.part, index=index)
-        shaped = jax.eval_shape(part, leaf)
-        m, n = axes.within.matrix_shape(shaped)
-        rms = None if consistent_rms is None else float(consistent_rms)
-        return ParameterRow(
-            **common,
-            block=label,
-            shape=shaped.shape if label else leaf.shape,
-            rule="matrix",
-            matrices=math.prod(axes.within.batch_shape(shaped)),
-            batch_shape=axes.within.batch_shape(shaped),
-            m=m,
-            n=n,
-            scale=1.0 if rms is None else rms * max(m, n) ** 0.5,
-            norms=_norms(axes.within, part, leaf),
-            mesh_axes=_mesh_axes(axes, index, leaf),
-            parameters=math.prod(shaped.shape),
-            state_bytes=_bytes(jax.eval_shape(part, array) for array in state),
-        )
 
-    return [row(index, label) for index, label in enumerate(axes.labels)]
+def _adamw_row(path: Any, leaf: Any, state: list[Any]) -> ParameterRow:
+    return ParameterRow(
+        path=dotted(path),
+        shape=np.shape(leaf),
+        dtype=jnp.result_type(leaf),
+        rule="adamw",
+        matrices=0,
+        m=0,
+        n=0,
+        scale=None,
+        norms=None,
+        parameters=math.prod(np.shape(leaf)),
+        state_bytes=_bytes(state),
+    )
+
+
+def _matrix_row(
+    path: Any,
+    leaf: Any,
+    axes: MatrixAxes | MatrixBlocks,
+    state: list[Any],
+    consistent_rms: float | None,
+    index: int,
+) -> ParameterRow:
+    part = functools.partial(axes.part, index=index)
+    shaped = jax.eval_shape(part, leaf)
+    batch_shape = axes.within.batch_shape(shaped)
+    m, n = axes.within.matrix_shape(shaped)
+    return ParameterRow(
+        path=dotted(path),
+        block=axes.labels[index],
+        shape=shaped.shape if axes.labels[index] else leaf.shape,
+        dtype=jnp.result_type(leaf),
+        rule="matrix",
+        matrices=math.prod(batch_shape),
+        batch_shape=batch_shape,
+        m=m,
+        n=n,
+        scale=1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5,
+        norms=_norms(axes.within, part, leaf),
+        mesh_axes=_mesh_axes(axes, index, leaf),
+        parameters=math.prod(shaped.shape),
+        state_bytes=_bytes(jax.eval_shape(part, array) for array in state),
+    )
 
 
 def _mesh_axes(
@@ -555,55 +261,3 @@ def _rule_of(place: Any) -> str | None:
     """The group of the innermost partition whose groups are named as in orscale."""
     names = [getattr(entry, "key", None) for entry in place]
     return next((name for name in reversed(names) if name in ("matrix", "adamw")), None)
-
-
-def _total(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
-    rows = list(rows)
-    found = [row.state_bytes for row in rows if row.state_bytes is not None]
-    known = len(found) == len(rows)
-    return Total(
-        leaves=len({row.path for row in rows}),
-        matrices=sum(row.matrices for row in rows),
-        parameters=sum(row.parameters for row in rows),
-        state_bytes=sum(found) + shared_bytes if known else None,
-    )
-
-
-def _row_cells(row: ParameterRow) -> _Cells:
-    return (
-        row.name,
-        str(row.shape),
-        str(row.dtype),
-        row.rule,
-        f"{row.matrices:,}" if row.scale is not None else "",
-        f"{row.m} × {row.n}" if row.scale is not None else "",
-        f"{row.scale:.4g}" if row.scale is not None else "",
-        " … ".join(dict.fromkeys(f"{norm:.4g}" for norm in row.norms or ())),
-        f"{row.parameters:,}",
-        "" if row.state_bytes is None else f"{row.state_bytes:,}",
-    )
-
-
-def _total_cells(name: str, total: Total) -> _Cells:
-    leaves = "leaf" if total.leaves == 1 else "leaves"
-    return (
-        name,
-        f"{total.leaves:,} {leaves}" if name != "shared" else "",
-        *("", ""),
-        f"{total.matrices:,}" if name in ("matrix", "all") else "",
-        *("", "", ""),
-        f"{total.parameters:,}" if name != "shared" else "",
-        "" if total.state_bytes is None else f"{total.state_bytes:,}",
-    )
-
-
-def _side(index: int) -> Literal["left", "right"]:
-    return "left" if index < _LEFT else "right"
-
-
-def _html_row(tag: str, cells: _Cells) -> str:
-    columns = (
-        f'<{tag} style="text-align: {_side(index)}">{html.escape(cell)}</{tag}>'
-        for index, cell in enumerate(cells)
-    )
-    return f"<tr>{''.join(columns)}</tr>"
