@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from orscale_jax import _checks, _sharding
 from orscale_jax._axes import MatrixAxes, MatrixBlocks
@@ -158,25 +158,14 @@ def _matrix_row(
 def _mesh_axes(
     axes: MatrixAxes | MatrixBlocks, index: int, leaf: Any
 ) -> tuple[tuple[str, ...], ...]:
-    """As JAX itself finds them where shardings are part of types."""
-    mesh = _mesh_shape(leaf)
-    if not mesh:
+    if not _mesh_shape(leaf):
         return ()
-    explicit = AbstractMesh(
-        tuple(mesh.values()), tuple(mesh), (AxisType.Explicit,) * len(mesh)
-    )
-    abstract = jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=NamedSharding(explicit, leaf.sharding.spec)
-    )
-    found: list[tuple[tuple[str, ...], ...]] = []
 
-    def read(leaf: jax.Array) -> None:
-        matrices = axes.within.to_matrices(axes.part(leaf, index))
-        found.append(_sharding.axes_of(jax.typeof(matrices).sharding.spec, matrices.ndim))
+    def matrices(leaf: jax.Array) -> jax.Array:
+        return axes.within.to_matrices(axes.part(leaf, index))
 
-    with jax.sharding.use_abstract_mesh(explicit):
-        jax.eval_shape(read, abstract)
-    return found[0]
+    spec = _sharding.inferred(matrices, leaf, leaf.sharding.mesh)
+    return _sharding.axes_of(spec, len(axes.within.batch) + 2)
 
 
 def _mesh_shape(leaf: Any) -> dict[str, int]:

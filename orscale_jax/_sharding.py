@@ -1,15 +1,16 @@
 """Sharding as part of an array's type, on meshes with Explicit axes.
 
-Elsewhere (no mesh, Auto axes) types carry no sharding, and nothing here does anything
-but reshape.
+Elsewhere (no mesh, Auto axes) types carry no sharding. Only :func:`inferred` is of use
+there; the others do nothing but reshape.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 
 def spec(leaf: jax.Array) -> list[Any]:
@@ -25,6 +26,32 @@ def axes_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
         () if entry is None else entry if isinstance(entry, tuple) else (entry,)
         for entry in entries
     )
+
+
+def inferred(fn: Callable[[Any], Any], tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """The specs of what ``fn`` makes of a tree of arrays on a mesh. Nothing is computed.
+
+    ``fn`` is traced on a mesh of Explicit axes, where JAX itself follows the shardings.
+    A leaf without :class:`jax.sharding.NamedSharding` is on every device.
+    """
+    axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
+    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types)
+    found = []
+
+    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        placed = NamedSharding(explicit, spec)
+        dtype = jax.numpy.result_type(leaf)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=placed)
+
+    def read(tree: Any) -> None:
+        # The types are read while tracing: what comes out of it has no mesh.
+        found.append(jax.tree.map(lambda x: jax.typeof(x).sharding.spec, fn(tree)))
+
+    with jax.sharding.use_abstract_mesh(explicit):
+        jax.eval_shape(read, jax.tree.map(abstract, tree))
+    return found[0]
 
 
 def is_sharded(leaf: jax.Array) -> bool:
@@ -80,6 +107,6 @@ def _reshape(x: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Ar
 
 
 def _shards(leaf: jax.Array, axis: int) -> int:
-    entry = spec(leaf)[axis]
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return math.prod(jax.typeof(leaf).sharding.mesh.shape[name] for name in names)
+    sharding = jax.typeof(leaf).sharding
+    names = axes_of(sharding.spec, leaf.ndim)[axis]
+    return math.prod(sharding.mesh.shape[name] for name in names)

@@ -3,10 +3,10 @@
 from typing import Any
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
+from orscale_jax import _sharding
 from orscale_jax._matrix import PyTree, name_and_shape
 
 
@@ -52,33 +52,8 @@ def state_shardings(optimizer: optax.GradientTransformation, params: PyTree) -> 
       ('data',)
     """
     mesh = _mesh(params)
-    explicit = jax.sharding.AbstractMesh(
-        mesh.axis_sizes, mesh.axis_names, (AxisType.Explicit,) * len(mesh.axis_names)
-    )
-
-    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-        sharding = getattr(leaf, "sharding", None)
-        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
-        return jax.ShapeDtypeStruct(
-            np.shape(leaf),
-            jax.numpy.result_type(leaf),
-            sharding=NamedSharding(explicit, spec),
-        )
-
-    shardings = []
-
-    def init(params: PyTree) -> None:
-        # The types are read while tracing: what comes out of it has no mesh.
-        state = optimizer.init(params)
-        shardings.append(
-            jax.tree.map(
-                lambda leaf: NamedSharding(mesh, jax.typeof(leaf).sharding.spec), state
-            )
-        )
-
-    with jax.sharding.use_abstract_mesh(explicit):
-        jax.eval_shape(init, jax.tree.map(abstract, params))
-    return shardings[0]
+    specs = _sharding.inferred(optimizer.init, params, mesh)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def _mesh(params: PyTree) -> Any:
