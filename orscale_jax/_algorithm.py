@@ -17,7 +17,6 @@ from orscale_jax._matrix import (
     is_axes_leaf,
     is_function,
     matrix_axes,
-    require_fitting,
 )
 from orscale_jax._polar import Coefficients
 from orscale_jax._precision import in_float32
@@ -27,6 +26,7 @@ from orscale_jax._transforms import (
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
 )
+from orscale_jax._updates import require_fitting
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule

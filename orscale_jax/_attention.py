@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax import _checks
-from orscale_jax._matrix import PyTree, dotted
+from orscale_jax._matrix import PyTree
+from orscale_jax._names import dotted
 
 _Array: TypeAlias = np.ndarray[Any, Any]
 

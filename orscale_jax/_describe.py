@@ -19,10 +19,10 @@ from orscale_jax._description import Description, ParameterRow
 from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
-    dotted,
     is_axes_leaf,
     matrix_axes,
 )
+from orscale_jax._names import dotted
 from orscale_jax._precision import compute_dtype
 
 

@@ -17,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
 from orscale_jax._axes import MatrixAxes, MatrixBlocks, matrix_blocks
+from orscale_jax._names import key_name, listed, name_and_shape, quoted
 
 PyTree: TypeAlias = Any
 
@@ -116,7 +117,7 @@ def require_matrices(
     def check(path: Any, axes: Any, subtree: PyTree) -> Any:
         if isinstance(axes, optax.MaskedNode) and jax.tree.leaves(subtree):
             raise ValueError(
-                f"parameter {_name(path)} of shape {subtree.shape} is not a matrix, and "
+                f"parameter {name_and_shape(path, subtree)} is not a matrix, and "
                 "this stage takes matrices only: route it elsewhere with "
                 "optax.partition (as orscale does), or give its axes in "
                 "weight_dimension_numbers."
@@ -125,30 +126,6 @@ def require_matrices(
 
     axes = matrix_axes(weight_dimension_numbers, tree)
     return jax.tree_util.tree_map_with_path(check, axes, tree, is_leaf=is_axes_leaf)
-
-
-def require_fitting(updates: PyTree, params: PyTree) -> None:
-    """Refuse gradients that broadcasting or casting would make fit their parameters.
-
-    Raises:
-      ValueError: If a gradient has another shape than its parameter, or is not real.
-    """
-
-    def check(path: Any, param: jax.Array, update: jax.Array) -> None:
-        shape, dtype = np.shape(update), jnp.result_type(update)
-        trainable = jnp.issubdtype(jnp.result_type(param), jnp.floating)
-        real = jnp.issubdtype(dtype, jnp.floating)
-        if shape != np.shape(param) or (trainable and not real):
-            raise ValueError(
-                f"the gradient of parameter {_name(path)} has shape {shape} and dtype "
-                f"{dtype}, and the parameter has shape {np.shape(param)} and dtype "
-                f"{jnp.result_type(param)}: pass a real gradient of that shape."
-            )
-
-    # Trees of different structures have an error of their own, from jax.tree.map.
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
-    if structures[0] == structures[1]:
-        jax.tree_util.tree_map_with_path(check, params, updates)
 
 
 def is_axes_leaf(node: Any) -> bool:
@@ -182,7 +159,7 @@ def check_prefix(
     def check(path: Any, numbers: Any, _: PyTree) -> None:
         if not is_resolvable(numbers):
             raise ValueError(
-                f"found {numbers!r} at {_name(path)}, which is neither None nor an "
+                f"found {numbers!r} at {quoted(path)}, which is neither None nor an "
                 "optax.contrib.MuonDimensionNumbers or an "
                 "orscale_jax.BlockDimensionNumbers"
             )
@@ -283,18 +260,6 @@ def refuse_ambiguous(leaves: Iterable[tuple[Any, jax.Array]]) -> None:
         )
 
 
-def name_and_shape(path: Any, leaf: Any) -> str:
-    """A leaf, for an error message."""
-    return f"{_name(path)} of shape {np.shape(leaf)}"
-
-
-def listed(parameters: list[str]) -> str:
-    """The subject of an error message, with its verb: one parameter, or a list."""
-    if len(parameters) == 1:
-        return f"parameter {parameters[0]} is"
-    return "\n  ".join([f"{len(parameters)} parameters", *parameters]) + "\nare"
-
-
 def names_embedding_or_head(key: str) -> bool:
     """Whether a key of a path says that its parameter is a table or an output head."""
     words = [word.lower() for word in _WORD.findall(key)]
@@ -310,20 +275,3 @@ def _check_dtype(path: Any, leaf: jax.Array) -> None:
             "real floating-point matrices can be orthogonalized. Put None for it in "
             "weight_dimension_numbers, or keep it out with optax.masked."
         )
-
-
-def key_name(entry: Any) -> str:
-    """The bare name of one path entry, whatever the container."""
-    for attribute in ("key", "name", "idx"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
-
-
-def dotted(path: Any) -> str:
-    """A path as its readers write it, such as ``blocks.0.mlp.up.kernel``."""
-    return ".".join(key_name(entry) for entry in path)
-
-
-def _name(path: Any) -> str:
-    return repr(dotted(path)) if path else "(the only leaf)"

@@ -14,6 +14,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _matrix, _rules
 from orscale_jax._matrix import BlockDimensionNumbers, DimensionNumbers, PyTree
+from orscale_jax._names import dotted, key_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,7 +151,7 @@ def settle(
     numbers: dict[Path, DimensionNumbers | None] = {}
     still_open: list[str] = []
     for path, by_type in found.items():
-        name = _matrix.dotted(path)
+        name = dotted(path)
         if name in overridden:
             numbers[path] = overridden[name]
         elif any(_matrix.names_embedding_or_head(key) or key in heads for key in path):
@@ -183,7 +184,7 @@ def look_up(
             path = keys(entries)
             if path not in numbers:
                 raise ValueError(
-                    f"parameter {_matrix.dotted(path)!r} is no {expected} was given: "
+                    f"parameter {dotted(path)!r} is no {expected} was given: "
                     "pass it the model that is trained."
                 )
             return numbers[path]
@@ -197,7 +198,7 @@ def _check_heads(paths: Collection[Path], heads: Collection[str]) -> None:
     keys = {key for path in paths for key in path}
     for head in heads:
         if head not in keys:
-            names = ", ".join(map(_matrix.dotted, paths))
+            names = ", ".join(map(dotted, paths))
             raise ValueError(
                 f"{head!r} in heads is on no parameter's path: the paths are {names}."
             )
@@ -205,7 +206,7 @@ def _check_heads(paths: Collection[Path], heads: Collection[str]) -> None:
 
 def keys(entries: Any) -> Path:
     """The names on a path of JAX's, whatever the containers."""
-    return tuple(_matrix.key_name(entry) for entry in entries)
+    return tuple(key_name(entry) for entry in entries)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:

@@ -18,8 +18,10 @@ from orscale_jax._attention import (
     find_attentions,
     named_leaves,
 )
-from orscale_jax._matrix import PyTree, dotted
+from orscale_jax._matrix import PyTree
+from orscale_jax._names import dotted
 from orscale_jax._precision import compute_dtype
+from orscale_jax._updates import require_params
 
 
 class QKClipState(NamedTuple):
@@ -239,8 +241,7 @@ def qk_clip(
         **_: Any,
     ) -> tuple[PyTree, QKClipState]:
         del state
-        if params is None:  # Optax's own message, which is not public, from its twin.
-            optax.scale_by_trust_ratio().update(updates, optax.EmptyState(), None)
+        require_params(updates, params)
         found, structure = find_attentions(attentions, params)
         gammas = [
             _gamma(logits, threshold, compute_dtype(params))

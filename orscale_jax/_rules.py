@@ -18,14 +18,12 @@ from orscale_jax._matrix import (
     WeightDimensionNumbers,
     check_prefix,
     default_axes,
-    dotted,
     explicit_axes,
     is_function,
     is_resolvable,
-    listed,
-    name_and_shape,
     refuse_ambiguous,
 )
+from orscale_jax._names import dotted, listed, name_and_shape
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.

@@ -7,7 +7,8 @@ import optax
 from jax.sharding import NamedSharding
 
 from orscale_jax import _sharding
-from orscale_jax._matrix import PyTree, name_and_shape
+from orscale_jax._matrix import PyTree
+from orscale_jax._names import name_and_shape
 
 
 def state_shardings(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:

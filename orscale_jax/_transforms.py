@@ -21,6 +21,7 @@ from orscale_jax._matrix import (
 )
 from orscale_jax._polar import Coefficients, coefficient_table
 from orscale_jax._precision import compute_dtype
+from orscale_jax._updates import require_params
 
 
 def orthogonalize(
@@ -362,8 +363,7 @@ def scale_by_calibrated_trust_ratio(
     def update(
         updates: PyTree, state: CalibratedTrustRatioState, params: PyTree | None = None
     ) -> tuple[PyTree, CalibratedTrustRatioState]:
-        if params is None:  # Optax's own message, which is not public, from its twin.
-            optax.scale_by_trust_ratio().update(updates, optax.EmptyState(), None)
+        require_params(updates, params)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         scaled = map_matrices(scale, axes_tree, updates, params, state.calibration)
 

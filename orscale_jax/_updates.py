@@ -1,0 +1,41 @@
+"""What ``update`` is given, refused before anything is made of it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orscale_jax._matrix import PyTree
+from orscale_jax._names import quoted
+
+
+def require_params(updates: PyTree, params: PyTree | None) -> None:
+    """Raise Optax's own error, which is not public, if there are no parameters."""
+    if params is None:
+        optax.scale_by_trust_ratio().update(updates, optax.EmptyState(), None)
+
+
+def require_fitting(updates: PyTree, params: PyTree) -> None:
+    """Refuse gradients that broadcasting or casting would make fit their parameters.
+
+    Raises:
+      ValueError: If a gradient has another shape than its parameter, or is not real.
+    """
+
+    def check(path: Any, param: jax.Array, update: jax.Array) -> None:
+        shape, dtype = np.shape(update), jnp.result_type(update)
+        trainable = jnp.issubdtype(jnp.result_type(param), jnp.floating)
+        real = jnp.issubdtype(dtype, jnp.floating)
+        if shape != np.shape(param) or (trainable and not real):
+            raise ValueError(
+                f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
+                f"{dtype}, and the parameter has shape {np.shape(param)} and dtype "
+                f"{jnp.result_type(param)}: pass a real gradient of that shape."
+            )
+
+    # Trees of different structures have an error of their own, from jax.tree.map.
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
+    if structures[0] == structures[1]:
+        jax.tree_util.tree_map_with_path(check, params, updates)
