@@ -59,6 +59,18 @@ def _factors(
         yield from ((place, factors) for place in places)
 
 
+def _factors_by_name(
+    found: list[Attention], gammas: list[jax.Array], alpha: ArrayLike
+) -> dict[str, jax.Array]:
+    """What multiplies each parameter."""
+    factors: dict[str, jax.Array] = {}
+    for attention, gamma in zip(found, gammas, strict=True):
+        for place, scale in _factors(attention, gamma, alpha):
+            # Parts of one parameter do not overlap: one of the factors is 1.
+            factors[place.name] = factors.get(place.name, 1) * place.spread(scale)
+    return factors
+
+
 def _rescale(updates: PyTree, params: PyTree, factors: dict[str, jax.Array]) -> PyTree:
     """What takes every parameter W to factor · (W + u) in place of W + u."""
     weights = named_leaves(params)
@@ -247,12 +259,7 @@ def qk_clip(
             _gamma(logits, threshold, compute_dtype(params))
             for logits in _matched_logits(found, structure, max_logits)
         ]
-        factors: dict[str, jax.Array] = {}
-        for attention, gamma in zip(found, gammas, strict=True):
-            for place, scale in _factors(attention, gamma, alpha):
-                spread = place.spread(scale)
-                # Parts of one parameter do not overlap: one of the factors is 1.
-                factors[place.name] = factors.get(place.name, 1) * spread
+        factors = _factors_by_name(found, gammas, alpha)
         readout = structure.unflatten([gamma.astype(jnp.float32) for gamma in gammas])
         return _rescale(updates, params, factors), QKClipState(readout)
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -344,21 +345,7 @@ def scale_by_calibrated_trust_ratio(
             trust_ratio=filled(1.0),
         )
 
-    def scale(
-        axes: MatrixAxes | MatrixBlocks,
-        direction: jax.Array,
-        weight: jax.Array,
-        c: jax.Array,
-    ) -> _Scaled:
-        dtype = compute_dtype((direction, weight))
-        d = direction.astype(dtype)
-        norms = axes.norms(weight.astype(dtype)), axes.norms(d)
-        bounds = (jnp.asarray(bound, dtype) for bound in (eps, r_min, r_max))
-        found = _measured(c.astype(dtype) if calibrate else None, *norms, *bounds)
-        return _Scaled(
-            (axes.per_matrix(found.trust_ratio) * d).astype(direction.dtype),
-            jax.tree.map(lambda scalar: scalar.astype(c.dtype), found),
-        )
+    scale = functools.partial(_scaled, calibrate, (eps, r_min, r_max))
 
     def update(
         updates: PyTree, state: CalibratedTrustRatioState, params: PyTree | None = None
@@ -367,14 +354,12 @@ def scale_by_calibrated_trust_ratio(
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         scaled = map_matrices(scale, axes_tree, updates, params, state.calibration)
 
-        def pick(part: Callable[[_Scaled], jax.Array]) -> PyTree:
-            return jax.tree.map(part, scaled, is_leaf=lambda x: isinstance(x, _Scaled))
+        def pick(part: str) -> PyTree:
+            found = operator.attrgetter(part)
+            return jax.tree.map(found, scaled, is_leaf=lambda x: isinstance(x, _Scaled))
 
-        return pick(lambda s: s.updates), CalibratedTrustRatioState(
-            calibration=pick(lambda s: s.state.calibration),
-            raw_trust_ratio=pick(lambda s: s.state.raw_trust_ratio),
-            trust_ratio=pick(lambda s: s.state.trust_ratio),
-        )
+        fields = (pick(f"state.{name}") for name in CalibratedTrustRatioState._fields)
+        return pick("updates"), CalibratedTrustRatioState(*fields)
 
     return optax.GradientTransformation(init, update)
 
@@ -384,6 +369,26 @@ class _Scaled(NamedTuple):
 
     updates: jax.Array
     state: CalibratedTrustRatioState
+
+
+def _scaled(
+    calibrate: bool,
+    bounds: tuple[ArrayLike, ArrayLike, ArrayLike],
+    axes: MatrixAxes | MatrixBlocks,
+    direction: jax.Array,
+    weight: jax.Array,
+    c: jax.Array,
+) -> _Scaled:
+    """Scale the matrices of a leaf; ``bounds`` are eps, r_min and r_max."""
+    dtype = compute_dtype((direction, weight))
+    d = direction.astype(dtype)
+    norms = axes.norms(weight.astype(dtype)), axes.norms(d)
+    limits = (jnp.asarray(bound, dtype) for bound in bounds)
+    found = _measured(c.astype(dtype) if calibrate else None, *norms, *limits)
+    return _Scaled(
+        (axes.per_matrix(found.trust_ratio) * d).astype(direction.dtype),
+        jax.tree.map(lambda scalar: scalar.astype(c.dtype), found),
+    )
 
 
 # Of many leaves with one batch shape, all but the first find it traced.
