@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -275,6 +275,10 @@ class UnequalBlocks(MatrixBlocks):
         shape = [1] * leaf.ndim
         shape[self.axis] = -1
         return np.repeat(values, self.sizes).reshape(shape)
+
+
+# Of any leaf of matrices.
+LeafAxes: TypeAlias = MatrixAxes | MatrixBlocks
 
 
 def matrix_blocks(whole: MatrixAxes, axis: int, sizes: tuple[int, ...]) -> MatrixBlocks:

@@ -14,7 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from orscale_jax import _checks, _sharding
-from orscale_jax._axes import MatrixAxes, MatrixBlocks
+from orscale_jax._axes import LeafAxes, MatrixAxes
 from orscale_jax._description import Description, ParameterRow
 from orscale_jax._matrix import (
     PyTree,
@@ -98,7 +98,7 @@ def _by_path(tree: PyTree) -> dict[Any, Any]:
 def _rows(
     path: Any,
     leaf: Any,
-    axes: MatrixAxes | MatrixBlocks | None,
+    axes: LeafAxes | None,
     state: list[Any],
     consistent_rms: float | None,
 ) -> list[ParameterRow]:
@@ -128,7 +128,7 @@ def _adamw_row(path: Any, leaf: Any, state: list[Any]) -> ParameterRow:
 def _matrix_row(
     path: Any,
     leaf: Any,
-    axes: MatrixAxes | MatrixBlocks,
+    axes: LeafAxes,
     state: list[Any],
     consistent_rms: float | None,
     index: int,
@@ -155,9 +155,7 @@ def _matrix_row(
     )
 
 
-def _mesh_axes(
-    axes: MatrixAxes | MatrixBlocks, index: int, leaf: Any
-) -> tuple[tuple[str, ...], ...]:
+def _mesh_axes(axes: LeafAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], ...]:
     if not _mesh_shape(leaf):
         return ()
 

@@ -70,7 +70,7 @@ _TPU = Limits(
 _TPU_AUTO = _ACCELERATOR._replace(partitioner=False)
 
 
-def map_matrices(
+def polar_factors(
     matrices: Sequence[jax.Array],
     specs: Sequence[PartitionSpec],
     dtype: DTypeLike | None,
@@ -99,7 +99,7 @@ def map_matrices(
     if len(filled) < len(matrices):
         factors = [*map(_sharding.shard_as, matrices, matrices, specs)]
         xs, of_xs = [matrices[i] for i in filled], [specs[i] for i in filled]
-        found = map_matrices(xs, of_xs, dtype, max_bytes, mesh, **arguments)
+        found = polar_factors(xs, of_xs, dtype, max_bytes, mesh, **arguments)
         for i, q in zip(filled, found, strict=True):
             factors[i] = q
         return factors
@@ -112,7 +112,7 @@ def map_matrices(
     def on(limits: Limits) -> Callable[..., list[jax.Array]]:
         limits = _as_asked(limits, dtype, max_bytes)
         polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
-        return functools.partial(_map_matrices, polars, on_mesh, limits, specs)
+        return functools.partial(_polar_factors, polars, on_mesh, limits, specs)
 
     typed = on_mesh is None or _mesh.is_typed(on_mesh)
     return jax.lax.platform_dependent(
@@ -135,7 +135,7 @@ def _as_asked(limits: Limits, dtype: DTypeLike | None, max_bytes: int | None) ->
     return limits
 
 
-def _map_matrices(
+def _polar_factors(
     polars: Polars,
     mesh: AbstractMesh | None,
     limits: Limits,
@@ -205,7 +205,7 @@ def _per_device(
     **traced: jax.Array,
 ) -> list[jax.Array]:
     fn = functools.partial(polars, **traced)
-    return _journeys.map_matrices(fn, shards, arrays, sizes, max_bytes)
+    return _journeys.map_journeys(fn, shards, arrays, sizes, max_bytes)
 
 
 def _sent(x: jax.Array, limits: Limits) -> jax.Array:

@@ -14,7 +14,7 @@ from orscale_jax._columns import Columns
 from orscale_jax._placement import Axes, Journey, Leg, Part, Sharded, devices, plan
 
 
-def map_matrices(
+def map_journeys(
     fn: Callable[..., Sequence[jax.Array]],
     shards: Sequence[jax.Array],
     arrays: Sequence[Sharded],

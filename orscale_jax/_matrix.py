@@ -16,7 +16,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
-from orscale_jax._axes import MatrixAxes, MatrixBlocks, matrix_blocks
+from orscale_jax._axes import LeafAxes, MatrixAxes, matrix_blocks
 from orscale_jax._names import key_name, listed, name_and_shape, quoted
 
 PyTree: TypeAlias = Any
@@ -130,7 +130,7 @@ def require_matrices(
 
 def is_axes_leaf(node: Any) -> bool:
     """Whether ``node`` stands for one leaf in a tree of :func:`matrix_axes`."""
-    return isinstance(node, MatrixAxes | MatrixBlocks | optax.MaskedNode)
+    return isinstance(node, LeafAxes | optax.MaskedNode)
 
 
 def is_resolvable(node: Any) -> bool:
@@ -179,16 +179,14 @@ def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
     def resolve(path: Any, leaf: jax.Array) -> Any:
         if numbers is None or isinstance(numbers, optax.MaskedNode):
             return optax.MaskedNode()
-        if isinstance(numbers, MatrixAxes | MatrixBlocks):
+        if isinstance(numbers, LeafAxes):
             return numbers
         return explicit_axes(prefix + path, leaf, numbers)
 
     return jax.tree_util.tree_map_with_path(resolve, subtree)
 
 
-def explicit_axes(
-    path: Any, leaf: jax.Array, numbers: DimensionNumbers
-) -> MatrixAxes | MatrixBlocks:
+def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> LeafAxes:
     """The axes that ``numbers`` name for one leaf, if they fit it."""
     rank = np.ndim(leaf)
     rows, columns = (

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks, _engine, _preconditioning, _sharding
-from orscale_jax._axes import MatrixAxes, MatrixBlocks
+from orscale_jax._axes import LeafAxes
 from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
@@ -75,7 +75,7 @@ def orthogonalize(
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
     map_all = functools.partial(
-        _engine.map_matrices,
+        _engine.polar_factors,
         dtype=ns_dtype,
         max_bytes=max_stack_bytes,
         mesh=mesh,
@@ -97,22 +97,20 @@ def orthogonalize(
     return optax.stateless(update)
 
 
-def _to_matrices(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> list[jax.Array]:
+def _to_matrices(axes: LeafAxes, leaf: jax.Array) -> list[jax.Array]:
     """The matrices of every part."""
     parts = (axes.part(leaf, index) for index in range(len(axes.labels)))
     return [axes.within.to_matrices(part) for part in parts]
 
 
-def _specs(
-    axes: MatrixAxes | MatrixBlocks, _: jax.Array, like: jax.Array
-) -> list[PartitionSpec]:
+def _specs(axes: LeafAxes, _: jax.Array, like: jax.Array) -> list[PartitionSpec]:
     """How the matrices of a leaf like this one are sharded."""
     return [PartitionSpec(*_sharding.spec(part)) for part in _to_matrices(axes, like)]
 
 
 def _from_matrices(
     matrices: Iterator[jax.Array],
-    axes: MatrixAxes | MatrixBlocks,
+    axes: LeafAxes,
     _: jax.Array,
     leaf: jax.Array,
 ) -> jax.Array:
@@ -165,7 +163,7 @@ def scale_by_shape(
     def root_of_larger(m: int, n: int) -> float:
         return math.sqrt(max(m, n))
 
-    def scale(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
+    def scale(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         rms = jnp.asarray(consistent_rms, dtype)
         factor = rms * jnp.asarray(axes.by_shape(root_of_larger, leaf), dtype)
@@ -254,7 +252,7 @@ def from_first_nonzero_update(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _any_nonzero(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
+def _any_nonzero(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
     """Whether a matrix has an entry that is not zero (NaN is not), of the batch shape."""
     # The reduction that Newton–Schulz begins with: of the same array, it runs once.
     return axes.reduce(functools.partial(jnp.max, initial=0), jnp.abs(leaf)) != 0
@@ -354,10 +352,7 @@ def scale_by_calibrated_trust_ratio(
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         scaled = map_matrices(scale, axes_tree, updates, params, state.calibration)
 
-        def pick(part: str) -> PyTree:
-            found = operator.attrgetter(part)
-            return jax.tree.map(found, scaled, is_leaf=lambda x: isinstance(x, _Scaled))
-
+        pick = functools.partial(_picked, scaled)
         fields = (pick(f"state.{name}") for name in CalibratedTrustRatioState._fields)
         return pick("updates"), CalibratedTrustRatioState(*fields)
 
@@ -371,10 +366,16 @@ class _Scaled(NamedTuple):
     state: CalibratedTrustRatioState
 
 
+def _picked(scaled: PyTree, part: str) -> PyTree:
+    """That part of every leaf."""
+    found = operator.attrgetter(part)
+    return jax.tree.map(found, scaled, is_leaf=lambda x: isinstance(x, _Scaled))
+
+
 def _scaled(
     calibrate: bool,
     bounds: tuple[ArrayLike, ArrayLike, ArrayLike],
-    axes: MatrixAxes | MatrixBlocks,
+    axes: LeafAxes,
     direction: jax.Array,
     weight: jax.Array,
     c: jax.Array,
@@ -455,7 +456,7 @@ def _filled(
 ) -> PyTree:
     """One ``value`` per matrix."""
 
-    def fill(axes: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
+    def fill(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
         filled = jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
         return _sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))
 
@@ -464,7 +465,7 @@ def _filled(
 
 
 def per_matrix_leaf(
-    fn: Callable[[MatrixAxes | MatrixBlocks, jax.Array], jax.Array],
+    fn: Callable[[LeafAxes, jax.Array], jax.Array],
     weight_dimension_numbers: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
     """The stateless transformation that maps ``fn`` over the matrices."""

@@ -29,7 +29,7 @@ import numpy as np
 import optax
 
 from orscale_jax._algorithm import Arrangement, Hyperparameters, Stages, arranged
-from orscale_jax._axes import MatrixAxes, MatrixBlocks
+from orscale_jax._axes import LeafAxes
 from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
@@ -105,7 +105,7 @@ def _of_root_mean_squares(
     def root_of_size(m: int, n: int) -> float:
         return math.sqrt(m * n)
 
-    def over_root_of_size(at: MatrixAxes | MatrixBlocks, leaf: jax.Array) -> jax.Array:
+    def over_root_of_size(at: LeafAxes, leaf: jax.Array) -> jax.Array:
         return leaf / jnp.asarray(at.by_shape(root_of_size, leaf), leaf.dtype)
 
     rescale = per_matrix_leaf(over_root_of_size, axes)
