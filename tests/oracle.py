@@ -37,6 +37,18 @@ def newton_schulz(x, rows=POLAR_EXPRESS, safety=1.02):
     return x
 
 
+def rows_of(table, steps):
+    """One row per step; beyond the table its last."""
+    return [table[min(i, len(table) - 1)] for i in range(steps)]
+
+
+def compose(rows, x):
+    """What the steps make of a singular value."""
+    for a, b, c in rows:
+        x = a * x + b * x**3 + c * x**5
+    return x
+
+
 def frobenius(x, eps):
     return np.linalg.norm(x) + eps
 
