@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
-from examples.benchmarks.contenders import contenders
+from examples.benchmarks.contenders import contenders, step_of
 from examples.benchmarks.models import (
     Leaves,
     first,
@@ -122,12 +121,8 @@ def lowered(
     shardings = state_shardings(optimizer, params)
     state = _placed(jax.eval_shape(optimizer.init, params), shardings)
 
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     jitted = jax.jit(
-        step,
+        step_of(optimizer),
         donate_argnums=(0, 1),
         out_shardings=(jax.tree.map(lambda p: p.sharding, params), shardings),
     )

@@ -10,16 +10,15 @@ of compilation. "dot" counts the matrix products in the compiled program, a loop
 """
 
 import dataclasses
-import functools
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 import tyro
 
-from examples.benchmarks.contenders import contenders, last_two_axes
+from examples.benchmarks.contenders import contenders, last_two_axes, step_of
 from examples.benchmarks.step import GPT2_BLOCK, Shapes, copies
 
 
@@ -47,12 +46,7 @@ def scanned(count: int, shapes: Shapes) -> Shapes:
 
 def cost(optimizer: optax.GradientTransformation, shapes: Shapes) -> Cost:
     """What the program of a donated step takes."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
     params = {
         name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()
     }

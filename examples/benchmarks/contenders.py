@@ -1,5 +1,6 @@
 """The optimizers that are compared: the same mathematics, up to their coefficients."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,6 +16,16 @@ NS_STEPS = 5
 def last_two_axes(params: Any) -> Any:
     """Dimension numbers of leaves that all are matrices, or batches of them."""
     return jax.tree.map(lambda p: Dims(p.ndim - 2, p.ndim - 1), params)
+
+
+def step_of(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any, Any]]:
+    """A step from parameters, state and gradients to the new ones of the first two."""
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def contenders(

@@ -12,11 +12,11 @@ matrix product that was measured in the same turns.
 
 import dataclasses
 import functools
+import math
 import pathlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ import matplotlib.pyplot as plt
 import optax
 import tyro
 
-from examples.benchmarks.contenders import NS_STEPS, contenders, last_two_axes
+from examples.benchmarks.contenders import NS_STEPS, contenders, last_two_axes, step_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -91,7 +91,7 @@ class Options:
     """Where benchmark.md and benchmark.png go."""
 
 
-def step_of(
+def stepping(
     optimizer: optax.GradientTransformation, shapes: Shapes
 ) -> Callable[[], None]:
     """A step that updates its own parameters and state in place."""
@@ -105,10 +105,7 @@ def step_of(
     )
     held = [params, jax.jit(optimizer.init)(params)]
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
+    step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
 
     def run() -> None:
         held[:] = step(*held, grads)
@@ -140,10 +137,7 @@ def nominal_flops(shapes: Shapes) -> float:
     for shape in shapes.values():
         *batch, rows, columns = shape
         m, n = sorted((rows, columns))
-        matrices = 1
-        for size in batch:
-            matrices *= size
-        total += matrices * NS_STEPS * (4.0 * m * m * n + 2.0 * m**3)
+        total += math.prod(batch) * NS_STEPS * (4.0 * m * m * n + 2.0 * m**3)
     return total
 
 
@@ -181,7 +175,7 @@ class Result:
 
 def measure(case: str, options: Options) -> Result:
     optimizers = contenders(last_two_axes, options.ns_dtype)
-    runs = {name: step_of(o, CASES[case]) for name, o in optimizers.items()}
+    runs = {name: stepping(o, CASES[case]) for name, o in optimizers.items()}
     multiplications = products(options.ns_dtype)
     found = in_turns(
         runs | {name: run for name, (run, _) in multiplications.items()}, options.seconds

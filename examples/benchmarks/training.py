@@ -9,7 +9,6 @@ optimizer's median over the sum with the gradient's.
 """
 
 import dataclasses
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,7 +21,7 @@ import tyro
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.benchmarks.contenders import contenders
+from examples.benchmarks.contenders import contenders, step_of
 from examples.pretrain.model import Decoder, cross_entropy
 
 
@@ -54,11 +53,7 @@ def seconds_of(runs: dict[str, Callable[[], Any]], turns: int) -> dict[str, floa
 def stepping(
     optimizer: optax.GradientTransformation, params: Any, grads: Any
 ) -> Callable[[], Any]:
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
     held = [jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params)]
     held[:] = jax.block_until_ready(step(*held, grads))  # Compiles.
 
@@ -69,17 +64,8 @@ def stepping(
     return run
 
 
-def main(options: Options) -> None:
-    model = Decoder(
-        vocab_size=50257,
-        width=768,
-        layers=options.layers,
-        heads=12,
-        rngs=nnx.Rngs(0),
-    )
-    graph, params = nnx.split(model, nnx.Param)
-    batches = (options.sequences // options.at_once, options.at_once)
-    tokens = jax.random.randint(jax.random.key(0), (*batches, 513), 0, 50257)
+def gradient_of(graph: Any) -> Callable[[Any, jax.Array], Any]:
+    """Of parameters and of tokens (batches, sequences, positions), a batch at a time."""
 
     @jax.jit
     def gradient(params: Any, tokens: jax.Array) -> Any:
@@ -94,6 +80,21 @@ def main(options: Options) -> None:
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, zeros, tokens)[0]
 
+    return gradient
+
+
+def main(options: Options) -> None:
+    model = Decoder(
+        vocab_size=50257,
+        width=768,
+        layers=options.layers,
+        heads=12,
+        rngs=nnx.Rngs(0),
+    )
+    graph, params = nnx.split(model, nnx.Param)
+    batches = (options.sequences // options.at_once, options.at_once)
+    tokens = jax.random.randint(jax.random.key(0), (*batches, 513), 0, 50257)
+    gradient = gradient_of(graph)
     grads = jax.block_until_ready(gradient(params, tokens))
     numbers = jax.tree.map(
         lambda p: Dims(0, 1) if p.ndim == 2 and max(p.shape) < 50257 else None, params
