@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -34,7 +34,6 @@ Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
 )
 
 _PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
-_DEFAULT = object()
 
 
 def by_path(
@@ -93,30 +92,34 @@ def by_path(
         if is_function(otherwise, is_resolvable):
             default = otherwise(tree)
         if default is None:
-            default = _DEFAULT
-            leaves = jax.tree_util.tree_leaves_with_path(tree)
-            refuse_ambiguous(leaf for leaf in leaves if dotted(leaf[0]) not in decided)
+            default = _by_default_rule(tree, decided)
         else:
             check_prefix(default, tree, argument="otherwise")
 
         def broadcast(prefix: Any, default: Any, subtree: PyTree) -> PyTree:
-            def at(path: Any, leaf: jax.Array) -> Any:
-                path = prefix + path
-                name = dotted(path)
-                if name in decided:
-                    return decided[name]
-                if default is not _DEFAULT:
-                    return default
-                masked = isinstance(default_axes(path, leaf), optax.MaskedNode)
-                return None if masked else _PLAIN
-
-            return jax.tree_util.tree_map_with_path(at, subtree)
+            return jax.tree_util.tree_map_with_path(
+                lambda path, _: decided.get(dotted(prefix + path), default), subtree
+            )
 
         return jax.tree_util.tree_map_with_path(
             broadcast, default, tree, is_leaf=is_resolvable
         )
 
     return numbers
+
+
+def _by_default_rule(tree: PyTree, decided: Collection[str]) -> PyTree:
+    """The numbers of the default rule, for the leaves that nothing else decides."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    refuse_ambiguous(leaf for leaf in leaves if dotted(leaf[0]) not in decided)
+
+    def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
+        if dotted(path) in decided:
+            return None
+        masked = isinstance(default_axes(path, leaf), optax.MaskedNode)
+        return None if masked else _PLAIN
+
+    return jax.tree_util.tree_map_with_path(numbers, tree)
 
 
 @dataclasses.dataclass(frozen=True)
