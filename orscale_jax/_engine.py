@@ -94,17 +94,25 @@ def polar_factors(
     Returns:
       The factors, in the dtypes of ``matrices``.
     """
-    # An array without entries is its own factor, and has nothing to send.
-    filled = [i for i, x in enumerate(matrices) if x.size]
-    if len(filled) < len(matrices):
-        factors = [*map(_sharding.shard_as, matrices, matrices, specs)]
-        xs, of_xs = [matrices[i] for i in filled], [specs[i] for i in filled]
-        found = polar_factors(xs, of_xs, dtype, max_bytes, mesh, **arguments)
-        for i, q in zip(filled, found, strict=True):
-            factors[i] = q
-        return factors
-    if not matrices:
-        return []
+    xs = [x for x in matrices if x.size]
+    of_xs = [spec for x, spec in zip(matrices, specs, strict=True) if x.size]
+    found = iter(_of_filled(xs, of_xs, dtype, max_bytes, mesh, **arguments) if xs else ())
+    return [
+        # An array without entries is its own factor, and has nothing to send.
+        next(found) if x.size else _sharding.shard_as(x, x, spec)
+        for x, spec in zip(matrices, specs, strict=True)
+    ]
+
+
+def _of_filled(
+    matrices: Sequence[jax.Array],
+    specs: Sequence[PartitionSpec],
+    dtype: DTypeLike | None,
+    max_bytes: int | None,
+    mesh: Mesh | AbstractMesh | None,
+    **arguments: Any,
+) -> list[jax.Array]:
+    """By the way that suits the platform that the program is compiled for."""
     on_mesh = _mesh.mesh_of(matrices, mesh)
     traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
     known = {k: v for k, v in arguments.items() if k not in traced}
@@ -112,7 +120,7 @@ def polar_factors(
     def on(limits: Limits) -> Callable[..., list[jax.Array]]:
         limits = _as_asked(limits, dtype, max_bytes)
         polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
-        return functools.partial(_polar_factors, polars, on_mesh, limits, specs)
+        return functools.partial(_on_platform, polars, on_mesh, limits, specs)
 
     typed = on_mesh is None or _mesh.is_typed(on_mesh)
     return jax.lax.platform_dependent(
@@ -135,7 +143,7 @@ def _as_asked(limits: Limits, dtype: DTypeLike | None, max_bytes: int | None) ->
     return limits
 
 
-def _polar_factors(
+def _on_platform(
     polars: Polars,
     mesh: AbstractMesh | None,
     limits: Limits,
