@@ -277,7 +277,7 @@ def test_decay_mask_and_the_fallbacks_own_hyperparameters():
             updates["embedding"], -0.2 * 0.25 * params["embedding"], rtol=1e-6
         )
         assert not updates["bias"].any() and not updates["square"].any()
-        decayed, _ = optimizer.update(grads, state, params)
+        decayed, _ = update(grads, state, params)
         by_hand = oracle.Matrix(params["tall"], decay=0.5)
         by_hand.step(grads["tall"], 0.1)
         assert (
