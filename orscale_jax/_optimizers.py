@@ -122,9 +122,32 @@ def orscale(
       Lou & You, *OrScale: Orthogonalized Optimization with Layer-Wise Trust-Ratio
       Scaling*, Algorithm 1.
     """
-    arguments = Hyperparameters(**locals())
+    given = Hyperparameters(
+        learning_rate=learning_rate,
+        momentum=momentum,
+        nesterov=nesterov,
+        mu_dtype=mu_dtype,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        consistent_rms=consistent_rms,
+        calibrate=calibrate,
+        r_min=r_min,
+        r_max=r_max,
+        eps=eps,
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        ns_preconditioning=ns_preconditioning,
+        weight_dimension_numbers=weight_dimension_numbers,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        mesh=mesh,
+    )
     # D = λW + sQ, r̂D
-    return arranged(lambda stages: optax.chain(stages.coupled, stages.ratio), arguments)
+    return arranged(lambda stages: optax.chain(stages.coupled, stages.ratio), given)
 
 
 def muon(
@@ -195,5 +218,24 @@ def muon(
       Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
-    arguments = Hyperparameters(**locals())
-    return arranged(lambda stages: optax.chain(stages.coupled), arguments)
+    given = Hyperparameters(
+        learning_rate=learning_rate,
+        momentum=momentum,
+        nesterov=nesterov,
+        mu_dtype=mu_dtype,
+        weight_decay=weight_decay,
+        weight_decay_mask=weight_decay_mask,
+        consistent_rms=consistent_rms,
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        ns_preconditioning=ns_preconditioning,
+        weight_dimension_numbers=weight_dimension_numbers,
+        adam_learning_rate=adam_learning_rate,
+        adam_b1=adam_b1,
+        adam_b2=adam_b2,
+        adam_eps=adam_eps,
+        adam_weight_decay=adam_weight_decay,
+        mesh=mesh,
+    )
+    return arranged(lambda stages: optax.chain(stages.coupled), given)
