@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -81,6 +82,8 @@ def arranged(
     arrangement: Arrangement, given: Hyperparameters
 ) -> optax.GradientTransformationExtraArgs:
     """Algorithm 1 with its stages as arranged, AdamW for what is no matrix."""
+    # NumPy's scalars would make float64 of all that they meet, where there is float64.
+    given = Hyperparameters(*map(_as_python_scalar, given))
     given = given._replace(
         adam_learning_rate=_default(given.adam_learning_rate, given.learning_rate),
         adam_weight_decay=_default(given.adam_weight_decay, given.weight_decay),
@@ -195,6 +198,8 @@ def _partition(
         if is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_)):
             # As in matrix_axes, a placeholder is no tree to ask about.
             mask = mask(tree) if jax.tree.leaves(tree) else tree
+        if mask is not None and jax.tree.leaves(tree):
+            _require_mask(mask, tree)
         labels = jax.tree.map(
             lambda leaf: "adamw" if isinstance(leaf, optax.MaskedNode) else "matrix",
             axes,
@@ -219,6 +224,18 @@ def _partition(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _require_mask(mask: PyTree, tree: PyTree) -> None:
+    """Refuse what :func:`optax.masked` takes for True, or fails on without a name."""
+    remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
+    for leaf in jax.tree.leaves(mask):
+        if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool):
+            _checks.refuse("weight_decay_mask", leaf, remedy)
+    try:
+        jax.tree.map(lambda *_: None, mask, tree)
+    except ValueError as error:
+        raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
+
+
 def _in_kernels_of_its_own(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
@@ -239,6 +256,10 @@ def _in_kernels_of_its_own(
         return updates, state
 
     return optax.GradientTransformation(inner.init, update)
+
+
+def _as_python_scalar(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _default(value: Any, otherwise: Any) -> Any:

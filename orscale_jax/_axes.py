@@ -103,7 +103,7 @@ class MatrixAxes:
 
     def norms(self, leaf: jax.Array) -> jax.Array:
         """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
-        return jnp.sqrt(self.reduce(jnp.sum, jnp.square(leaf)))
+        return _root(self.reduce(jnp.sum, jnp.square(leaf)))
 
     def per_matrix(self, scalars: jax.Array) -> jax.Array:
         """Scalars of the batch shape, shaped to broadcast against the leaf."""
@@ -139,7 +139,7 @@ class MatrixBlocks(abc.ABC):
 
     def norms(self, leaf: jax.Array) -> jax.Array:
         """As of :class:`MatrixAxes`."""
-        return jnp.sqrt(self.reduce(jnp.sum, jnp.square(leaf)))
+        return _root(self.reduce(jnp.sum, jnp.square(leaf)))
 
     def _with_blocks(self, batch: Sequence[Any], entry: Any) -> tuple[Any, ...]:
         return (*batch[: self.place], entry, *batch[self.place :])
@@ -285,3 +285,18 @@ def matrix_blocks(whole: MatrixAxes, axis: int, sizes: tuple[int, ...]) -> Matri
     """Blocks of the given sizes along an axis of the matrices."""
     kind = EqualBlocks if len(set(sizes)) == 1 else UnequalBlocks
     return kind(whole, axis, sizes)
+
+
+@jax.custom_jvp
+def _root(x: jax.Array) -> jax.Array:
+    """√x. Differentiated where x is 0, it is a norm's, of which 0 is a subgradient."""
+    return jnp.sqrt(x)
+
+
+@_root.defjvp
+def _(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    [x], [change] = primals, tangents
+    root = _root(x)
+    return root, jnp.where(x == 0, 0, change / (2 * jnp.where(x == 0, 1, root)))

@@ -156,18 +156,19 @@ def check_prefix(
 ) -> None:
     """Refuse what is not a tree of dimension numbers, or does not fit ``tree``."""
 
-    def check(path: Any, numbers: Any, _: PyTree) -> None:
+    def check(path: Any, numbers: Any) -> object:
         if not is_resolvable(numbers):
             raise ValueError(
                 f"found {numbers!r} at {quoted(path)}, which is neither None nor an "
                 "optax.contrib.MuonDimensionNumbers or an "
                 "orscale_jax.BlockDimensionNumbers"
             )
+        return object()  # JAX would blame None, and what is a tuple, for any difference.
 
     try:
-        jax.tree_util.tree_map_with_path(
-            check, weight_dimension_numbers, tree, is_leaf=is_resolvable
-        )
+        numbers = weight_dimension_numbers
+        leaves = jax.tree_util.tree_map_with_path(check, numbers, is_leaf=is_resolvable)
+        jax.tree.map(lambda *_: None, leaves, tree)
     except ValueError as error:
         raise ValueError(
             f"{argument} must be a tree of the parameters' structure, or a prefix of it: "
@@ -190,7 +191,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Leaf
     """The axes that ``numbers`` name for one leaf, if they fit it."""
     rank = np.ndim(leaf)
     rows, columns = (
-        (axes,) if isinstance(axes, int) else tuple(axes)
+        tuple(axes) if isinstance(axes, Iterable) else (axes,)
         for axes in (numbers.reduction_axis, numbers.output_axis)
     )
     misfit = _misfit(rows, columns, rank)
@@ -202,7 +203,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Leaf
             "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
         )
     _check_dtype(path, leaf)
-    rows, columns = (tuple(a % rank for a in axes) for axes in (rows, columns))
+    rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
     whole = MatrixAxes(batch, rows, columns)
     if isinstance(numbers, BlockDimensionNumbers):
@@ -215,6 +216,8 @@ def _misfit(rows: tuple[int, ...], columns: tuple[int, ...], rank: int) -> str |
     used = rows + columns
     if not rows or not columns:
         return "reduction_axis and output_axis must each name at least one axis"
+    if not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
+        return "axes are integers"
     if not all(-rank <= axis < rank for axis in used):
         return f"the leaf has {rank} axes"
     if len({axis % rank for axis in used}) < len(used):

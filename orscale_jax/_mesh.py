@@ -92,7 +92,9 @@ def on_shards(
     if AxisType.Explicit not in mesh.axis_types:
         return list(call(*operands))
     specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
-    return list(jax.sharding.auto_axes(call, out_sharding=specs)(*operands))
+    # All axes are Auto in there if the context has the mesh, and not if types alone do.
+    with jax.sharding.use_abstract_mesh(mesh):
+        return list(jax.sharding.auto_axes(call, out_sharding=specs)(*operands))
 
 
 def spread(

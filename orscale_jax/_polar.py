@@ -104,7 +104,7 @@ def coefficient_table(
 
 
 def polar_factor(
-    x: jax.Array,
+    x: ArrayLike,
     *,
     steps: int | jax.Array = 5,
     coeffs: Coefficients = "polar_express",
@@ -176,6 +176,7 @@ def polar_factor(
       Boissin et al. 2025, arXiv:2512.04632; Zhang et al. 2026, *Gram Newton-Schulz*,
       https://dao-lab.ai/blog/2026/gram-newton-schulz.
     """
+    x = jnp.asarray(x)
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
             f"polar_factor takes real matrices of shape (..., m, n), got x of shape "

@@ -74,8 +74,7 @@ def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array
     """``x`` sharded as ``entries`` say, on the mesh of ``like``."""
     if list(entries) == spec(x):
         return x
-    mesh = jax.typeof(like).sharding.mesh
-    return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
+    return jax.sharding.reshard(x, NamedSharding(_mesh(like), PartitionSpec(*entries)))
 
 
 def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
@@ -102,8 +101,16 @@ def merge(leaf: jax.Array, axis: int) -> jax.Array:
 
 
 def _reshape(x: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Array:
-    out_sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec(*entries))
+    out_sharding = NamedSharding(_mesh(x), PartitionSpec(*entries))
     return jax.lax.reshape(x, shape, out_sharding=out_sharding)
+
+
+def _mesh(leaf: jax.Array) -> Mesh | AbstractMesh:
+    """That of its type, which has no devices; with them, where nothing is traced."""
+    traced = isinstance(leaf, jax.core.Tracer)
+    sharding: Any = jax.typeof(leaf).sharding if traced else leaf.sharding
+    mesh: Mesh | AbstractMesh = sharding.mesh
+    return mesh
 
 
 def _shards(leaf: jax.Array, axis: int) -> int:

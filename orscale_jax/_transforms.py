@@ -425,8 +425,12 @@ def _unset(c: jax.Array) -> jax.Array:
 
 
 def not_one(c: jax.Array) -> jax.Array:
-    """The number next to 1 where c is 1, which stands for no calibration."""
-    return jnp.where(c == 1, 1 - jnp.finfo(c.dtype).epsneg, c)
+    """The number next to 1 where c is 1, which stands for no calibration.
+
+    In float32, as which c may be stored where it is computed in float64.
+    """
+    next_to_one = 1 - jnp.finfo(jnp.float32).epsneg
+    return jnp.where(c.astype(jnp.float32) == 1, next_to_one, c)
 
 
 def _trust_ratio(
@@ -443,7 +447,10 @@ def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> P
     """``fn(axes, *leaves)`` at every leaf of matrices; other places stay as they are."""
 
     def at(axes: Any, *leaves: Any) -> Any:
-        return leaves[0] if isinstance(axes, optax.MaskedNode) else fn(axes, *leaves)
+        if isinstance(axes, optax.MaskedNode):
+            return leaves[0]
+        # NumPy's have dtypes that JAX's may not have.
+        return fn(axes, *map(jnp.asarray, leaves))
 
     return jax.tree.map(at, axes_tree, *trees, is_leaf=is_axes_leaf)
 

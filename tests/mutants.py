@@ -400,6 +400,48 @@ MUTANTS = [
         "updates, default=lambda updates: updates",
         "test_optimizers.py -k in_place",
     ),
+    Mutant(
+        "_axes",
+        "return root, jnp.where(x == 0, 0, change / (2 * jnp.where(x == 0, 1, root)))",
+        "return root, change / (2 * root)",
+        "test_transforms.py test_inputs.py -k differentiated",
+    ),
+    Mutant(
+        "_transforms",
+        "jnp.where(c.astype(jnp.float32) == 1, next_to_one, c)",
+        "jnp.where(c == 1, 1 - jnp.finfo(c.dtype).epsneg, c)",
+        "test_transforms.py -k set_once",
+    ),
+    Mutant(
+        "_transforms",
+        "return fn(axes, *map(jnp.asarray, leaves))",
+        "return fn(axes, *leaves)",
+        "test_transforms.py -k of_numpy",
+    ),
+    Mutant(
+        "_algorithm",
+        "return value.item() if isinstance(value, np.generic) else value",
+        "return value",
+        "test_inputs.py -k numpy_scalars",
+    ),
+    Mutant(
+        "_sharding",
+        "traced = isinstance(leaf, jax.core.Tracer)",
+        "traced = True",
+        "test_mesh.py -k without_the_mesh",
+    ),
+    Mutant(
+        "_mesh",
+        "with jax.sharding.use_abstract_mesh(mesh):",
+        "if True:",
+        "test_mesh.py -k without_the_mesh",
+    ),
+    Mutant(
+        "_mesh",
+        "if any(None in axes for axes in found):",
+        "if False:",
+        "test_mesh.py -k parts_of_axes",
+    ),
 ]
 
 

@@ -471,6 +471,56 @@ def test_gradients_of_another_dtype(params_dtype, grads_dtype):
         assert error < max(4 * rounding, 1e-5), (key, error, rounding)
 
 
+def test_numpy_scalars_with_x64_on(name):
+    scalars = {
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "adam_b1": 0.9,
+    }
+    wide = {argument: np.float64(value) for argument, value in scalars.items()}
+    with jax.enable_x64(True):
+        optimizer = BUILDS[name](weight_dimension_numbers=NUMBERS, **wide)
+        params = tree(0)
+        update = jax.jit(optimizer.update)
+        text = update.lower(params, optimizer.init(params), params).as_text()
+    assert "xf64>" not in text
+
+
+def test_sam(name):
+    """With gradients that are the same everywhere, the steps are those without."""
+    inner = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
+    sam = optax.contrib.sam(inner, optax.sgd(0.1), sync_period=2, opaque_mode=True)
+
+    def update(grads, state, params):
+        return sam.update(grads, state, params, grad_fn=lambda *_: grads)
+
+    params = tree(0) | {"w": jnp.zeros(SHAPES["w"])}
+    around = compiled(optax.GradientTransformation(sam.init, update))
+    seen, expected = (
+        train(optimizer, [tree(1)] * 3, params) for optimizer in (around, standard(name))
+    )
+    for (_, found, _), (_, reference, _) in zip(seen, expected, strict=True):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5), found, reference
+        )
+
+
+def test_differentiated_by_zero_weights(name):
+    init, step = standard(name)
+    params = jax.tree.map(jnp.zeros_like, tree(0))
+
+    def total(params):
+        updates, *_ = step(tree(1), init(params), params)
+        return sum(jnp.sum(update) for update in updates.values())
+
+    found = jax.grad(total)(params)
+    # r is a constant there: of -η r̂ (λW + sQ) the first term alone.
+    ratio = 0.5 if name == "vision" else 1
+    for key in ("w", "stack"):
+        np.testing.assert_allclose(found[key], -RATE * ratio * DECAY, rtol=1e-5)
+
+
 @ORSCALE
 def test_float32_with_x64_on(name):
     expected = undisturbed(name)

@@ -105,6 +105,8 @@ def test_abstract_leaves_and_masked_nodes():
         (Dims(0, 3), r"'block\.0\.w' of shape \(2, 3, 4\).*3 axes"),
         (Dims(0, -3), r"'block\.0\.w'.*named twice"),
         (Dims((), 1), r"'block\.0\.w'.*at least one axis"),
+        (Dims(0.0, 1), r"'block\.0\.w'.*axes are integers"),
+        (Dims(True, 2), r"'block\.0\.w'.*axes are integers"),
         (Blocks(0, 1, block_axis=2, blocks=2), r"'block\.0\.w'.*block_axis must be one"),
         (Blocks(0, 1, block_axis=5, blocks=2), r"'block\.0\.w'.*block_axis must be one"),
         (Blocks(0, 2, block_axis=2, blocks=3), r"'block\.0\.w'.*add up to 4, the length"),
@@ -117,6 +119,19 @@ def test_what_does_not_fit_is_refused_by_name(numbers, words):
     tree = {"block": [{"w": jnp.ones((2, 3, 4))}]}
     with pytest.raises(ValueError, match=words):
         _matrix.matrix_axes(numbers, tree)
+
+
+def test_a_misfit_is_where_the_trees_differ():
+    tree = {"a": {"b": jnp.ones(3), "w": jnp.ones((3, 3))}, "z": {"w": jnp.ones((3, 3))}}
+    numbers = {"a": {"b": None, "w": Dims(0, 1)}, "z": {"v": Dims(0, 1)}}
+    with pytest.raises(ValueError, match=r"tree\['z'\]") as error:
+        _matrix.matrix_axes(numbers, tree)
+    assert "['a']" not in str(error.value)
+
+
+def test_axes_are_any_integers():
+    [axes] = _matrix.matrix_axes([Dims(np.int64(-1), (np.int32(0),))], [jnp.ones((2, 3))])
+    assert axes == _matrix.matrix_axes([Dims(1, 0)], [jnp.ones((2, 3))])[0]
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 2.0, True, (), (2, 0), [2, 2], None])

@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import (
+    BlockDimensionNumbers,
     _engine,
     _mesh,
     _sharding,
@@ -448,6 +449,18 @@ def test_parts_of_axes_have_names_on_a_finer_mesh():
     )
     assert [*map(_mesh._primes, (1, 2, 7, 12))] == [[1], [2], [7], [2, 2, 3]]
 
+    def placed(sharding, *shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    by_parts, whole = NamedSharding(fine, spec), NamedSharding(coarse, P("a", "b"))
+    arrays = [placed(by_parts, 2, 8, 24), placed(whole, 16, 8), placed(whole, 16, 7)]
+    mesh, found = _mesh._named(arrays, coarse)
+    assert mesh == fine
+    assert [s.spec for s in found] == [spec, P("a.0", ("b.0", "b.1")), P("a.0", None)]
+    mesh, found = _mesh._named(arrays[1:], coarse)
+    assert mesh == coarse
+    assert [s.spec for s in found] == [P("a", "b"), P("a", None)]
+
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_differentiated(kind):
@@ -513,6 +526,31 @@ def test_without_jit(kind):
         found, _ = orthogonalize().update(grads, ())
     wanted, _ = orthogonalize().update({"w": rng_tree(1)["up0"]}, ())
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "kinds", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)]
+)
+def test_without_the_mesh_in_the_context(kinds):
+    """Leaves of layers and of blocks, from init on."""
+    mesh = make_mesh({"x": 2, "y": 4}, *kinds)
+    numbers = {"w": Dims(0, 1), "layers": Dims(1, 2)}
+    numbers["fused"] = BlockDimensionNumbers(0, 1, block_axis=1, blocks=4)
+    shapes = {"w": (16, 24), "layers": (4, 8, 12), "fused": (8, 32)}
+    rng = np.random.default_rng(0)
+    trees = [
+        {
+            name: rng.normal(size=shape).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        for _ in range(2)
+    ]
+    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
+    params, grads = jax.device_put(trees, NamedSharding(mesh, P("x", "y")))
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    assert_close(updates, expected)
+    assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
 
 
 def test_no_mesh_no_extra_operation():

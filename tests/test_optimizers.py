@@ -256,6 +256,12 @@ def test_ambiguous_and_misfitting_leaves_are_named():
         orscale(1e-3, weight_dimension_numbers=Dims(0, 7)).init(tree)
 
 
+@pytest.mark.parametrize("mask", ["yes", {"w": 1}, {"v": True}, lambda _: {"w": None}])
+def test_a_mask_that_does_not_fit_is_refused(mask):
+    with pytest.raises(ValueError, match=r"weight_decay_mask.*tree of booleans"):
+        orscale(1e-2, weight_decay_mask=mask).init({"w": jnp.ones((2, 3))})
+
+
 def test_decay_mask_and_the_fallbacks_own_hyperparameters():
     names = ("tall", "wide", "square", "embedding", "bias")
     params, grads = ({n: leaves.random_tree(seed)[n] for n in names} for seed in (0, 1))

@@ -78,6 +78,12 @@ def test_a_users_own_table():
     np.testing.assert_array_equal(once, array)
 
 
+def test_whatever_makes_an_array():
+    x = [[1.0, 2.0, 3.0], [3.0, 4.0, -1.0]]
+    np.testing.assert_array_equal(polar_factor(x), polar_factor(jnp.asarray(x)))
+    np.testing.assert_array_equal(polar_factor(np.array(x)), polar_factor(jnp.asarray(x)))
+
+
 def test_traced_steps_and_coefficients_equal_static_ones():
     x = jax.random.normal(jax.random.key(0), (6, 9))
     traced = jax.jit(lambda x, k, t: polar_factor(x, steps=k, coeffs=t))

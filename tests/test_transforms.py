@@ -11,6 +11,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 import orscale_jax
 from orscale_jax import (
     from_first_nonzero_update,
+    orscale,
     orthogonalize,
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
@@ -43,6 +44,18 @@ def test_stages_keep_dtypes(dtype):
         updates, state = stage.update(tree, stage.init(tree), tree)
         assert updates["w"].dtype == dtype
         assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    "stage", [orthogonalize(), scale_by_shape(), scale_by_calibrated_trust_ratio()]
+)
+def test_arrays_of_numpy(stage):
+    tree = {"w": np.random.default_rng(0).normal(size=(3, 4))}
+    as_jax = jax.tree.map(jnp.asarray, tree)
+    found, _ = stage.update(tree, stage.init(tree), tree)
+    expected, _ = stage.update(as_jax, stage.init(as_jax), as_jax)
+    assert found["w"].dtype == jnp.float32
+    np.testing.assert_array_equal(found["w"], expected["w"])
 
 
 def test_orthogonalize_keeps_sharding_types():
@@ -190,6 +203,19 @@ class TestCalibratedTrustRatio:
             assert state.raw_trust_ratio == state.trust_ratio == 1
             np.testing.assert_array_equal(updates, D)
 
+    def test_differentiated_where_a_norm_is_zero(self):
+        """A constant ratio there: what D becomes does not depend on W."""
+        stage = scale_by_calibrated_trust_ratio()
+
+        def scaled(direction, weight):
+            return stage.update(direction, stage.init(weight), weight)[0]
+
+        for direction, weight in ((D, 0 * W), (0 * D, W)):
+            of_d, of_w = jax.jacobian(scaled, (0, 1))(direction, weight)
+            identity = np.eye(D.size).reshape(*D.shape, *D.shape)
+            np.testing.assert_array_equal(of_d, identity)
+            assert not of_w.any()
+
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_what_is_not_finite_never_enters_c(self, bad):
         broken = D.at[1, 1].set(bad)
@@ -230,6 +256,22 @@ class TestCalibratedTrustRatio:
         w, d = np.linalg.norm(w), np.linalg.norm(d)
         ratio = 2 * w / (w / (d + 1e-6) * d + 1e-6)
         np.testing.assert_allclose(state.trust_ratio, ratio, rtol=1e-14)
+
+    def test_c_is_set_once_where_other_leaves_are_float64(self, enable_x64):
+        """Also a c of 1 up to float32, in which it is stored, and 1 is "unset" there."""
+        params = {"w": jnp.eye(4, dtype="float32"), "b": jnp.zeros((), "float64")}
+        grads = jax.tree.map(jnp.negative, params)
+        arguments = {"weight_decay": 0.0, "consistent_rms": None, "eps": 0.0}
+        optimizer = orscale(0.3, ns_steps=12, **arguments)
+        state, c = optimizer.init(params), []
+        for _ in range(3):
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            [(_, calibration)] = optax.tree.get_all_with_path(state, "calibration")
+            c.append(calibration["w"])
+        assert c[0].dtype == jnp.float32
+        assert c[0] == c[1] == c[2] != 1
+        np.testing.assert_allclose(c[0], 1, rtol=1e-6)
 
     def test_norms_are_wide_whatever_comes_in(self):
         w = jnp.full((64, 64), 300.0, jnp.float16)  # Its square overflows float16.
