@@ -417,10 +417,10 @@ def test_gradients_sharded_by_what_they_were_multiplied_with():
         return optimizer.update(grads, optimizer.init(kernel), kernel)[0]
 
     expected = step(kernel, x, lambda h: h)
-    by_tensor = NamedSharding(mesh, P("fsdp", "tensor"))
     sharded = jax.device_put((kernel, x), NamedSharding(mesh, P("fsdp")))
-    by_tensor = functools.partial(jax.lax.with_sharding_constraint, shardings=by_tensor)
-    found = jax.jit(functools.partial(step, constrain=by_tensor))(*sharded)
+    by_tensor = NamedSharding(mesh, P("fsdp", "tensor"))
+    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=by_tensor)
+    found = jax.jit(functools.partial(step, constrain=constrain))(*sharded)
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
