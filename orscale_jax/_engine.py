@@ -94,42 +94,30 @@ def polar_factors(
     Returns:
       The factors, in the dtypes of ``matrices``.
     """
+    # An array without entries is its own factor, and has nothing to send.
     xs = [x for x in matrices if x.size]
     of_xs = [spec for x, spec in zip(matrices, specs, strict=True) if x.size]
-    found = iter(_of_filled(xs, of_xs, dtype, max_bytes, mesh, **arguments) if xs else ())
-    return [
-        # An array without entries is its own factor, and has nothing to send.
-        next(found) if x.size else _sharding.shard_as(x, x, spec)
-        for x, spec in zip(matrices, specs, strict=True)
-    ]
-
-
-def _of_filled(
-    matrices: Sequence[jax.Array],
-    specs: Sequence[PartitionSpec],
-    dtype: DTypeLike | None,
-    max_bytes: int | None,
-    mesh: Mesh | AbstractMesh | None,
-    **arguments: Any,
-) -> list[jax.Array]:
-    """By the way that suits the platform that the program is compiled for."""
-    on_mesh = _mesh.mesh_of(matrices, mesh)
+    on_mesh = _mesh.mesh_of(xs, mesh)
     traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
     known = {k: v for k, v in arguments.items() if k not in traced}
 
     def on(limits: Limits) -> Callable[..., list[jax.Array]]:
         limits = _as_asked(limits, dtype, max_bytes)
         polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
-        return functools.partial(_on_platform, polars, on_mesh, limits, specs)
+        return functools.partial(_on_platform, polars, on_mesh, limits, of_xs)
 
     typed = on_mesh is None or _mesh.is_typed(on_mesh)
-    return jax.lax.platform_dependent(
-        list(matrices),
-        traced,
+    by_platform = functools.partial(
+        jax.lax.platform_dependent,
         cpu=on(_CPU),
         tpu=on(_TPU if typed else _TPU_AUTO),
         default=on(_ACCELERATOR),
     )
+    found = iter(by_platform(xs, traced) if xs else ())
+    return [
+        next(found) if x.size else _sharding.shard_as(x, x, spec)
+        for x, spec in zip(matrices, specs, strict=True)
+    ]
 
 
 def _as_asked(limits: Limits, dtype: DTypeLike | None, max_bytes: int | None) -> Limits:

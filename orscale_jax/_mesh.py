@@ -10,17 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from orscale_jax import _sharding
-from orscale_jax._placement import Axes, Sharded, devices
+from orscale_jax import _named_shardings, _sharding
+from orscale_jax._placement import Sharded, devices
 
 PerDevice = Callable[..., Sequence[jax.Array]]
 
@@ -160,7 +153,7 @@ def _partitioned(
         return call(operands, whole, {})
 
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
-        mesh, shardings = _named(operands[:count], mesh)
+        mesh, shardings = _named_shardings.named(operands[:count], mesh)
         whole = [
             _sharded(array, sharding.spec)
             for array, sharding in zip(operands, shardings, strict=False)
@@ -229,73 +222,6 @@ def _same_shardings(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> 
         for index, operand in enumerate(operands)
     ]
     return f"{', '.join(factors)} -> {', '.join(factors[: len(results)])}"
-
-
-def _named(arrays: Sequence[Any], mesh: Mesh) -> tuple[Mesh, tuple[NamedSharding, ...]]:
-    """The partitioner's choices, on the mesh or on one whose axes are parts of its axes.
-
-    Of 4 devices that share 64 columns, it has 2 share each half where the columns become
-    (2, 32).
-    """
-
-    def axes_on(mesh: Mesh) -> list[tuple[Axes | None, ...]]:
-        return [_axes_on(mesh, array.sharding, len(array.shape)) for array in arrays]
-
-    found = axes_on(mesh)
-    if any(None in axes for axes in found):
-        mesh = _in_prime_axes(mesh)
-        found = axes_on(mesh)
-    return mesh, tuple(
-        _even(array.shape, axes, mesh) for array, axes in zip(arrays, found, strict=True)
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _axes_on(mesh: Mesh, sharding: Sharding, rank: int) -> tuple[Axes | None, ...]:
-    """Of each of an array's axes, those of the mesh that it is sharded over, or None."""
-    length = mesh.size  # Which every sharding divides.
-    indices = sharding.devices_indices_map((length,) * rank)
-    starts = np.array(
-        [[index.start or 0 for index in indices[device]] for device in mesh.devices.flat]
-    ).reshape(*mesh.devices.shape, rank)
-    places = np.indices(mesh.devices.shape)
-
-    def axes_of(starts: np.ndarray) -> Axes | None:
-        # The farther apart two neighbours along an axis begin, the earlier it counts.
-        steps = [np.diff(starts, axis=i).max(initial=0) for i in range(starts.ndim)]
-        order = [i for i in np.argsort(steps, stable=True)[::-1] if steps[i]]
-        expected, each = np.zeros_like(starts), length
-        for i in order:
-            each //= starts.shape[i]
-            expected = expected + each * places[i]
-        named = tuple(mesh.axis_names[i] for i in order)
-        return named if np.array_equal(starts, expected) else None
-
-    return tuple(axes_of(starts[..., axis]) for axis in range(rank))
-
-
-def _in_prime_axes(mesh: Mesh) -> Mesh:
-    """The mesh with axes of prime lengths, by which parts of its axes have names."""
-    lengths = {
-        f"{name}.{place}": prime
-        for name, size in mesh.shape.items()
-        for place, prime in enumerate(_primes(size))
-    }
-    return Mesh(mesh.devices.reshape(*lengths.values()), tuple(lengths))
-
-
-def _primes(number: int) -> list[int]:
-    smallest = next((k for k in range(2, number) if number % k == 0), number)
-    return [number] if smallest == number else [smallest, *_primes(number // smallest)]
-
-
-def _even(shape: Sequence[int], axes: Sequence[Axes | None], mesh: Mesh) -> NamedSharding:
-    """Without what the partitioner would have to pad, and what has no name."""
-    spec = [
-        names if names and size % devices(names, mesh.shape) == 0 else None
-        for size, names in zip(shape, axes, strict=True)
-    ]
-    return NamedSharding(mesh, PartitionSpec(*spec))
 
 
 def _sharded(array: Any, spec: PartitionSpec) -> Sharded:

@@ -437,10 +437,10 @@ MUTANTS = [
         "test_mesh.py -k without_the_mesh",
     ),
     Mutant(
-        "_mesh",
+        "_named_shardings",
         "if any(None in axes for axes in found):",
         "if False:",
-        "test_mesh.py -k parts_of_axes",
+        "test_named_shardings.py",
     ),
 ]
 

@@ -105,6 +105,7 @@ def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
 @pytest.mark.slow
 def test_temporaries_are_two_copies_of_the_matrices():
     """At most, where it does."""
-    counts = (8, 128)
-    for found, count in zip(temporaries("orscale(1e-3)", counts), counts, strict=True):
-        assert found <= 2.05 * count * MATRIX
+    counts = (8, 64, 128)
+    for optimizer in ("capped(5 * 2**20)", "orscale(1e-3)"):
+        found = temporaries(optimizer, counts)
+        assert all(x <= 2.05 * n * MATRIX for x, n in zip(found, counts, strict=True))

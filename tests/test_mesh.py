@@ -15,8 +15,6 @@ from examples.benchmarks import hlo_cost
 from orscale_jax import (
     BlockDimensionNumbers,
     _engine,
-    _mesh,
-    _sharding,
     orscale,
     orthogonalize,
     state_shardings,
@@ -422,44 +420,6 @@ def test_gradients_sharded_by_what_they_were_multiplied_with():
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=by_tensor)
     found = jax.jit(functools.partial(step, constrain=constrain))(*sharded)
     np.testing.assert_allclose(found, expected, atol=1e-5)
-
-
-SPECS = [P(), P("x"), P("y", "x"), P(("x", "y")), P(("y", "x"), "z"), P(None, "z", "x")]
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_shardings_have_the_names_of_their_axes(spec):
-    """Read from where its parts are, as the partitioner says it."""
-    mesh = make_mesh({"x": 2, "one": 1, "y": 2, "z": 2}, AxisType.Auto)
-    found = _mesh._axes_on(mesh, NamedSharding(mesh, spec), 3)
-    assert found == _sharding.axes_of(spec, 3)
-
-
-def test_parts_of_axes_have_names_on_a_finer_mesh():
-    coarse = make_mesh({"a": 2, "b": 4}, AxisType.Auto)
-    fine = _mesh._in_prime_axes(coarse)
-    assert dict(fine.shape) == {"a.0": 2, "b.0": 2, "b.1": 2}
-    assert [*fine.devices.flat] == [*coarse.devices.flat]
-    spec = P("b.1", "a.0", "b.0")
-    assert _mesh._axes_on(coarse, NamedSharding(fine, spec), 3) == (None, ("a",), None)
-    assert _mesh._axes_on(fine, NamedSharding(fine, spec), 3) == (
-        ("b.1",),
-        ("a.0",),
-        ("b.0",),
-    )
-    assert [*map(_mesh._primes, (1, 2, 7, 12))] == [[1], [2], [7], [2, 2, 3]]
-
-    def placed(sharding, *shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-    by_parts, whole = NamedSharding(fine, spec), NamedSharding(coarse, P("a", "b"))
-    arrays = [placed(by_parts, 2, 8, 24), placed(whole, 16, 8), placed(whole, 16, 7)]
-    mesh, found = _mesh._named(arrays, coarse)
-    assert mesh == fine
-    assert [s.spec for s in found] == [spec, P("a.0", ("b.0", "b.1")), P("a.0", None)]
-    mesh, found = _mesh._named(arrays[1:], coarse)
-    assert mesh == coarse
-    assert [s.spec for s in found] == [P("a", "b"), P("a", None)]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
