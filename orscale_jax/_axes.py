@@ -66,6 +66,8 @@ class MatrixAxes:
 
     def from_matrices(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
         """The inverse of :meth:`to_matrices` for a leaf of the shape of ``like``."""
+        if not matrices.size:  # Nothing says how long the others of a merged axis were.
+            return jnp.zeros(like.shape, matrices.dtype)
         x = matrices
         for axes, start in (
             (self.rows, len(self.batch)),
@@ -146,7 +148,7 @@ class MatrixBlocks(abc.ABC):
 
     def _block_shape(self, leaf: jax.Array, size: int) -> tuple[int, int]:
         m, n = self.whole.matrix_shape(leaf)
-        length = sum(self.sizes)
+        length = max(1, sum(self.sizes))  # Blocks of an empty axis are empty.
         if self.axis in self.whole.rows:
             return m // length * size, n
         return m, n // length * size

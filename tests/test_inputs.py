@@ -12,6 +12,7 @@ import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
+    BlockDimensionNumbers,
     from_first_nonzero_update,
     muon,
     orscale,
@@ -389,9 +390,14 @@ def test_matrices_with_one_row_or_column(name):
 
 @ORSCALE_MUON
 def test_empty_leaves(name):
-    empty = {"rows": (0, 4), "columns": (4, 0), "batch": (0, 3, 4), "none": (0,)}
+    empty = {
+        "rows": (0, 4), "columns": (4, 0), "merged": (0, 3, 4), "blocks": (4, 0),
+        "batch": (0, 3, 4), "none": (0,),
+    }  # fmt: skip
     numbers = NUMBERS | {
-        "rows": Dims(0, 1), "columns": Dims(0, 1), "batch": Dims(1, 2), "none": None
+        "rows": Dims(0, 1), "columns": Dims(0, 1), "merged": Dims((0, 1), 2),
+        "blocks": BlockDimensionNumbers(0, 1, block_axis=1, blocks=2),
+        "batch": Dims(1, 2), "none": None,
     }  # fmt: skip
     optimizer = BUILDS[name](RATE, weight_dimension_numbers=numbers)
     nothing = tree(0, shapes=empty)
@@ -406,8 +412,10 @@ def test_empty_leaves(name):
         if name != "muon":
             c, ratio = readout(state, "calibration"), readout(state, "trust_ratio")
             assert c["batch"].shape == ratio["batch"].shape == (0,)
-            assert c["rows"] == c["columns"] == (0 if name == "orscale" else 1)
-            assert ratio["rows"] == ratio["columns"] == 1
+            assert c["blocks"].shape == ratio["blocks"].shape == (2,)
+            for key in ("rows", "columns", "merged", "blocks"):
+                assert (c[key] == (0 if name == "orscale" else 1)).all()
+                assert (ratio[key] == 1).all()
 
 
 @ORSCALE
