@@ -259,7 +259,8 @@ def _in_kernels_of_its_own(
 
 
 def _as_python_scalar(value: Any) -> Any:
-    return value.item() if isinstance(value, np.generic) else value
+    scalar = isinstance(value, np.generic | np.ndarray) and not value.ndim
+    return value.item() if scalar else value
 
 
 def _default(value: Any, otherwise: Any) -> Any:

@@ -479,14 +479,15 @@ def test_gradients_of_another_dtype(params_dtype, grads_dtype):
         assert error < max(4 * rounding, 1e-5), (key, error, rounding)
 
 
-def test_numpy_scalars_with_x64_on(name):
+@pytest.mark.parametrize("kind", [np.float64, np.array])
+def test_numpy_scalars_with_x64_on(name, kind):
     scalars = {
         "learning_rate": 1e-2,
         "weight_decay": 0.1,
         "momentum": 0.9,
         "adam_b1": 0.9,
     }
-    wide = {argument: np.float64(value) for argument, value in scalars.items()}
+    wide = {argument: kind(value) for argument, value in scalars.items()}
     with jax.enable_x64(True):
         optimizer = BUILDS[name](weight_dimension_numbers=NUMBERS, **wide)
         params = tree(0)
