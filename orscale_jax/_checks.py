@@ -3,7 +3,6 @@
 Values that are only known when the program runs (traced ones, schedules) pass.
 """
 
-import numbers
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
@@ -24,7 +23,7 @@ def number(
 ) -> None:
     """Refuse ``value`` unless it is a real scalar in ``[at_least, below)``.
 
-    ``infinite``, ``schedule`` and ``optional`` let infinities, callables and None pass.
+    ``infinite``, ``schedule`` and ``optional`` let infinity, callables and None pass.
     """
     if isinstance(value, jax.core.Tracer):
         return
@@ -34,7 +33,7 @@ def number(
     if not _is_real_scalar(value):
         refuse(name, value, f"pass {wanted}")
     number = float(value)
-    if infinite and np.isinf(number):
+    if infinite and number == np.inf:
         return
     if not at_least <= number < below:
         interval = f"in [{at_least:g}, {below:g})".replace("[-inf", "(-inf")
@@ -79,8 +78,10 @@ def dtype(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is None or a floating dtype this program can hold."""
     if value is None:
         return
+    # NumPy takes an array for its dtype, and what casts to it later does not.
+    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
     try:
-        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        floating = not is_array and jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
         floating = False
     if not floating:
@@ -92,7 +93,7 @@ def dtype(name: str, value: Any) -> None:
 def _is_real_scalar(value: Any) -> bool:
     if isinstance(value, bool | np.bool_):
         return False
-    if isinstance(value, numbers.Real):
+    if isinstance(value, int | float):
         return True
     real = hasattr(value, "dtype") and (
         jnp.issubdtype(value.dtype, jnp.floating)

@@ -67,7 +67,7 @@ def orscale(
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
       r_min: Lower bound of the ratio.
-      r_max: Upper bound of the ratio.
+      r_max: Upper bound of the ratio, at least 0.
       eps: The floor :math:`\varepsilon`, at least 0.
       ns_steps: Newton–Schulz steps k, at least 1.
       ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table; see

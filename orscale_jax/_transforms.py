@@ -301,7 +301,7 @@ def scale_by_calibrated_trust_ratio(
         state without calibration is anchored at its next direction, and one with it
         goes on with c = 1.
       r_min: Lower bound of the ratio applied. ``-inf`` for none.
-      r_max: Upper bound of the ratio applied. ``inf`` for none.
+      r_max: Upper bound of the ratio applied, at least 0. ``inf`` for none.
       eps: The floor :math:`\varepsilon`, at least 0.
       weight_dimension_numbers: As in :func:`orscale`.
 
@@ -328,8 +328,8 @@ def scale_by_calibrated_trust_ratio(
       Lou & You, *OrScale*, Definitions 1 and 2, Algorithm 1, lines 4 to 11.
     """
     _checks.flag("calibrate", calibrate)
-    _checks.number("r_min", r_min, infinite=True)
-    _checks.number("r_max", r_max, infinite=True)
+    _checks.number("r_min", r_min)
+    _checks.number("r_max", r_max, at_least=0, infinite=True)
     _checks.ordered("r_min", r_min, "r_max", r_max)
     _checks.number("eps", eps, at_least=0)
 

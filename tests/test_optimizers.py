@@ -1,5 +1,7 @@
 """`orscale` and `muon` against the float64 oracle and each other."""
 
+from fractions import Fraction
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -195,6 +197,7 @@ class TestDegenerateCases:
         ({"learning_rate": None}, "learning_rate=None"),
         ({"learning_rate": np.nan}, "learning_rate=nan"),
         ({"learning_rate": np.inf}, "learning_rate=inf"),
+        ({"learning_rate": Fraction(1, 8)}, r"learning_rate=Fraction\(1, 8\).*number"),
         ({"weight_decay": np.inf}, "weight_decay=inf"),
         ({"momentum": 1.0}, r"momentum=1\.0.*\[0, 1\)"),
         ({"momentum": -0.1}, "momentum=-0.1"),
@@ -211,6 +214,8 @@ class TestDegenerateCases:
         ({"ns_coeffs": [(1.0, 2.0)]}, "ns_coeffs=.*one per step"),
         ({"ns_dtype": "int8"}, "ns_dtype='int8'.*floating"),
         ({"ns_dtype": jnp.float64}, "ns_dtype=.*jax_enable_x64"),
+        ({"ns_dtype": jnp.ones(())}, "ns_dtype=Array.*floating dtype"),
+        ({"mu_dtype": np.ones(2)}, "mu_dtype=array.*floating dtype"),
         ({"adam_learning_rate": -1.0}, "adam_learning_rate=-1"),
         ({"adam_b1": 1.0}, r"adam_b1=1\.0"),
         ({"adam_b2": 1.5}, r"adam_b2=1\.5"),
@@ -228,6 +233,9 @@ def test_bad_hyperparameters_are_refused_when_built(build, arguments, words):
     "arguments, words",
     [
         ({"r_min": 2.0, "r_max": 1.0}, "r_min=2.0 is larger than r_max=1.0"),
+        ({"r_min": np.inf, "r_max": np.inf}, "r_min=inf.*number"),
+        ({"r_min": -2.0, "r_max": -1.0}, r"r_max=-1\.0.*in \[0, inf\)"),
+        ({"r_min": -np.inf, "r_max": -np.inf}, "r_max=-inf"),
         ({"r_max": "5"}, "r_max='5'.*number"),
         ({"r_min": np.nan}, "r_min=nan"),
         ({"r_min": np.ones(2)}, "r_min="),
