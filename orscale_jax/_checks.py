@@ -79,9 +79,15 @@ def dtype(name: str, value: Any) -> None:
     if value is None:
         return
     # NumPy takes an array for its dtype, and what casts to it later does not.
-    is_array = isinstance(value, jax.Array | np.ndarray | np.generic)
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        refuse(
+            name,
+            value,
+            "pass a dtype; to optax.inject_hyperparams, which calls jnp.bfloat16 as a "
+            'schedule, its name ("bfloat16")',
+        )
     try:
-        floating = not is_array and jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
     except TypeError:
         floating = False
     if not floating:

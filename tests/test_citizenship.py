@@ -265,6 +265,16 @@ def test_inject_hyperparams_with_a_schedule_and_static_arguments():
     assert_trees_close(train(injected, 3)[0], train(plain, 3)[0])
 
 
+@pytest.mark.parametrize("argument", ["mu_dtype", "ns_dtype"])
+def test_inject_hyperparams_takes_a_scalar_type_for_a_schedule(argument):
+    params = {"w": tree(0)["w"]}
+    injected = optax.inject_hyperparams(orscale)
+    with pytest.raises(ValueError, match=f'{argument}=Array.*inject_hyper.*"bfloat16"'):
+        injected(1e-3, **{argument: jnp.bfloat16}).init(params)
+    state = injected(1e-3, mu_dtype="bfloat16").init(params)
+    assert optax.tree.get(state, "trace")["w"].dtype == jnp.bfloat16
+
+
 def test_vmap_over_injected_learning_rates():
     injected = optax.inject_hyperparams(orscale)(learning_rate=1e-3)
     params, grads = {"w": tree(0)["w"]}, {"w": tree(1)["w"]}
