@@ -176,6 +176,16 @@ def check_prefix(
         ) from error
 
 
+def refuse_step_count(tree: PyTree) -> None:
+    """Refuse what optax.inject_hyperparams calls a function with, as if a schedule."""
+    integer = isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jnp.integer)
+    if integer and tree.ndim == 0:
+        raise ValueError(
+            "weight_dimension_numbers was called with a step count, as a schedule is: "
+            'pass static_args="weight_dimension_numbers" to optax.inject_hyperparams.'
+        )
+
+
 def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
     def resolve(path: Any, leaf: jax.Array) -> Any:
         if numbers is None or isinstance(numbers, optax.MaskedNode):

@@ -180,6 +180,8 @@ def look_up(
     """The callable that finds settled numbers for any tree of some of the parameters."""
 
     def weight_dimension_numbers(params: PyTree) -> PyTree:
+        _matrix.refuse_step_count(params)
+
         def at(entries: Any, _: Any) -> DimensionNumbers | None:
             path = keys(entries)
             if path not in numbers:

@@ -22,6 +22,7 @@ from orscale_jax._matrix import (
     is_function,
     is_resolvable,
     refuse_ambiguous,
+    refuse_step_count,
 )
 from orscale_jax._names import dotted, listed, name_and_shape
 
@@ -87,6 +88,7 @@ def by_path(
     def numbers(tree: PyTree) -> PyTree:
         if not jax.tree.leaves(tree):  # As in matrix_axes.
             return tree
+        refuse_step_count(tree)
         decided = compiled.numbers(_leaves(tree))
         default = otherwise
         if is_function(otherwise, is_resolvable):

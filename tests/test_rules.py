@@ -15,6 +15,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, muon, orscale, orthogonalize
+from orscale_jax.equinox import dimension_numbers
 
 PLAIN = Dims(0, 1)
 QUERY, STACK, CONV = Dims(0, (1, 2)), Dims(-2, -1), Dims((0, 1, 2), 3)
@@ -211,6 +212,14 @@ def test_an_expression_that_matches_nothing():
 def test_an_expression_behind_a_wider_one(rules):
     with pytest.raises(ValueError, match=r"'ab' of by_path decides nothing.*as '.*'ab'"):
         by_path(rules)({"ab": jnp.ones((2, 3))})
+
+
+def test_a_function_taken_for_a_schedule():
+    injected = optax.inject_hyperparams(orscale)
+    model = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+    for numbers in (by_path({"weight": "matrix"}), dimension_numbers(model)):
+        with pytest.raises(ValueError, match=r"a step count.* static_args="):
+            injected(1e-3, weight_dimension_numbers=numbers).init(model)
 
 
 def test_what_is_masked_away_counts_as_matched():
