@@ -186,8 +186,8 @@ def look_up(
             path = keys(entries)
             if path not in numbers:
                 raise ValueError(
-                    f"parameter {dotted(path)!r} is no {expected} was given: "
-                    "pass it the model that is trained."
+                    f"parameter {dotted(path)!r} is no {expected} was given: pass it the "
+                    "model that is trained, and the optimizer its parameters alone."
                 )
             return numbers[path]
 

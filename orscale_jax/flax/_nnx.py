@@ -78,11 +78,12 @@ def nnx_dimension_numbers(
         path: jax.tree.leaves(param)[0]
         for path, param in _paths.by_path(nnx.state(model, nnx.Param)).items()
     }
-    owners = {
+    modules = {
         tuple(map(str, path)): module
         for path, module in nnx.iter_modules(model)
         if not (path and isinstance(module, _CONTAINERS))
     }
+    owners = {(): model, **modules}
     found = {
         path: _module_types.numbers_by_owner(path, np.shape(leaf), owners, rules)
         for path, leaf in leaves.items()
