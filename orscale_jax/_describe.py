@@ -151,7 +151,7 @@ def _matrix_row(
         norms=_norms(axes.within, part, leaf),
         mesh_axes=_mesh_axes(axes, index, leaf),
         parameters=math.prod(shaped.shape),
-        state_bytes=_bytes(jax.eval_shape(part, array) for array in state),
+        state_bytes=_bytes_of_part(axes, leaf, state, index),
     )
 
 
@@ -181,6 +181,17 @@ def _norms(
         return None
     norms = axes.norms(part(jnp.asarray(leaf, compute_dtype(leaf))))
     return float(norms.min()), float(norms.max())
+
+
+def _bytes_of_part(axes: LeafAxes, leaf: Any, state: list[Any], index: int) -> int:
+    """Of what lies like the leaf or its matrices; the first part has all the rest."""
+    divided = (np.shape(leaf), axes.batch_shape(leaf))
+    part = functools.partial(axes.part, index=index)
+    return _bytes(
+        jax.eval_shape(part, array) if array.shape in divided else array
+        for array in state
+        if array.shape in divided or index == 0
+    )
 
 
 def _bytes(arrays: Iterable[Any]) -> int:

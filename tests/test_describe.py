@@ -179,6 +179,16 @@ def test_every_byte_of_the_state_is_counted_once(build):
     assert description.shared_bytes < 100
 
 
+@pytest.mark.parametrize("blocks", [3, (4, 1, 1)])
+def test_bytes_of_what_no_block_has_a_part_of(blocks):
+    params = {"qkv": jnp.ones((5, 6))}
+    numbers = Blocks(0, 1, block_axis=1, blocks=blocks)
+    for optimizer in (optax.adafactor(0.1, 2), optax.lbfgs(memory_size=3)):
+        description = describe(params, numbers, optimizer=optimizer)
+        total = description.totals["all"].state_bytes
+        assert total == size(optimizer.init(params))
+
+
 def test_bytes_of_other_dtypes_and_of_a_frozen_part():
     params = {"w": jnp.ones((3, 4), jnp.bfloat16), "v": jnp.ones((3, 4), jnp.bfloat16)}
     optimizer = optax.partition(
