@@ -177,6 +177,11 @@ def muon(
     :math:`W \leftarrow W - \eta (\lambda W + s Q)`. All stages but the trust ratio, and
     all arguments, are those of :func:`orscale`.
 
+    The defaults of :func:`optax.contrib.muon` are others: no decay, ``adam_b2=0.999``,
+    Nesterov's momentum in Adam as well, embeddings and heads among the matrices, and
+    ``consistent_rms=None``, which stands for a scale of :math:`\sqrt{\max(1, n / m)}`
+    there.
+
     Args:
       learning_rate: As in :func:`orscale`.
       momentum: As in :func:`orscale`.
