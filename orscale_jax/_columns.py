@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -15,11 +16,14 @@ class Columns:
       axes: Of the mesh; devices that are neighbours along them share a matrix.
       devices: How many devices there are along the axes.
       sharers: How many share a matrix.
+      members: How many of the devices do, the first ones; the others have whole matrices,
+        and take part in what is exchanged in vain.
     """
 
     axes: tuple[str, ...]
     devices: int
     sharers: int
+    members: int
 
     @property
     def _groups(self) -> list[list[int]]:
@@ -27,11 +31,15 @@ class Columns:
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Of what the devices have."""
-        return jax.lax.psum(x, self.axes, axis_index_groups=self._groups)
+        return self._for_members(
+            jax.lax.psum(x, self.axes, axis_index_groups=self._groups), x
+        )
 
     def max(self, x: jax.Array) -> jax.Array:
         """Of what the devices have."""
-        return jax.lax.pmax(x, self.axes, axis_index_groups=self._groups)
+        return self._for_members(
+            jax.lax.pmax(x, self.axes, axis_index_groups=self._groups), x
+        )
 
     def sum_matrices(
         self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
@@ -43,4 +51,10 @@ class Columns:
         gathered = jax.lax.all_gather(
             rounded(rows), self.axes, axis_index_groups=self._groups, tiled=True
         )
-        return gathered.astype(x.dtype)
+        return self._for_members(gathered.astype(x.dtype), x)
+
+    def _for_members(self, found: jax.Array, x: jax.Array) -> jax.Array:
+        """What was found, and on devices with whole matrices what they have."""
+        if self.members == self.devices:
+            return found
+        return jnp.where(jax.lax.axis_index(self.axes) < self.members, found, x)

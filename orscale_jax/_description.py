@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from orscale_jax import _stacking
-from orscale_jax._placement import Sharded, plan
+from orscale_jax._placement import Journey, Sharded, plan
 from orscale_jax._precision import compute_dtype
 from orscale_jax._tables import Cells, Table
 
@@ -96,12 +96,14 @@ class Placed(NamedTuple):
     sharded over experts) or all of them.
 
     Attributes:
-      shape: ``(m, n)`` of each, with ``m <= n`` where they travel; smaller ones are
-        padded.
+      shape: ``(m, n)`` of each that is not shared, or of each if all are; with
+        ``m <= n`` where they travel. Smaller ones are padded.
       matrices: How many a group of devices has.
       devices: How many devices a group has, over which they are distributed.
       each: How many a device takes; of the last ones some are zeros.
-      sharers: How many devices share the columns of one matrix.
+      sharers: How many devices share the columns of one matrix, where any do.
+      shared: How many of the matrices are shared. Where others are not, a device has as
+        many columns of them as ``shape`` says.
       bytes_sent: By each device, there and back, and inside the iteration if matrices
         are shared.
       names: Of the leaves, or of their blocks.
@@ -112,16 +114,24 @@ class Placed(NamedTuple):
     devices: int
     each: int
     sharers: int
+    shared: int
     bytes_sent: int
     names: tuple[str, ...]
 
     def __str__(self) -> str:
         m, n = self.shape
         where = f"over {self.devices} devices" if self.devices > 1 else "on each device"
-        each = f"{self.sharers} to one" if self.sharers > 1 else f"{self.each} each"
+        whole = self.matrices - self.shared
+        kinds = [
+            (whole, n, f"{self.each} each"),
+            (self.shared, n * self.sharers if whole else n, f"{self.sharers} to one"),
+        ]
+        found = [kind for kind in kinds if kind[0]]
+        matrices = " and ".join(f"{count:,} of {m} × {n}" for count, n, _ in found)
+        each = " or ".join(each for *_, each in found)
         return (
-            f"{self.matrices:,} of {m} × {n} {where}, {each}, "
-            f"{self.bytes_sent:,} bytes sent: {_abridged(self.names)}"
+            f"{matrices} {where}, {each}, {self.bytes_sent:,} bytes sent: "
+            f"{_abridged(self.names)}"
         )
 
 
@@ -222,18 +232,7 @@ class Description:
             for row, shape in zip(rows, shapes, strict=True)
         ]
         return [
-            Placed(
-                shape=journey.shape,
-                matrices=journey.matrices,
-                devices=journey.owners,
-                each=journey.rounds,
-                sharers=journey.sharers,
-                bytes_sent=journey.bytes_sent,
-                names=tuple(
-                    rows[index].name
-                    for index in dict.fromkeys(part.array for part in journey.parts)
-                ),
-            )
+            _placed(journey, rows)
             for journey in plan(arrays if self.mesh else [], self.mesh, max_bytes)
         ]
 
@@ -293,6 +292,25 @@ def _total(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
         matrices=sum(row.matrices for row in rows),
         parameters=sum(row.parameters for row in rows),
         state_bytes=sum(found) + shared_bytes if known else None,
+    )
+
+
+def _placed(journey: Journey, rows: Sequence[ParameterRow]) -> Placed:
+    m, n = journey.shape
+    legs = [leg for leg in journey.legs if leg.sharers > 1]
+    all_shared = len(legs) == len(journey.legs)
+    return Placed(
+        shape=(m, n * journey.sharers if all_shared else n),
+        matrices=journey.matrices,
+        devices=journey.owners,
+        each=journey.rounds,
+        sharers=journey.sharers,
+        shared=sum(leg.matrices for leg in legs),
+        bytes_sent=journey.bytes_sent,
+        names=tuple(
+            rows[index].name
+            for index in dict.fromkeys(part.array for part in journey.parts)
+        ),
     )
 
 

@@ -10,12 +10,24 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from orscale_jax import _journeys, _mesh, _preconditioning, _sharding, _stacking
+from orscale_jax import (
+    _journeys,
+    _layouts,
+    _mesh,
+    _preconditioning,
+    _sharding,
+    _stacking,
+)
+from orscale_jax._columns import Columns
 from orscale_jax._placement import Sharded
 from orscale_jax._polar import polars_of, polars_on_cpu
 from orscale_jax._precision import Arithmetic
 
 Polars = Callable[..., list[jax.Array]]
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
 
 
 class Limits(NamedTuple):
@@ -28,6 +40,7 @@ class Limits(NamedTuple):
       at_once: What goes through Newton–Schulz in one batch.
       stack_length: How many arrays a stack may have; None for any number.
       together: How many batches go through it in turns.
+      stored: Keeps an array of a device in the layout in which it would be stored.
       normalized: Whether ``polars`` takes normalized matrices. Their norms are sums that
         an accelerator adds up in the pass that makes the matrices, before they travel.
       partitioner: Whether its compiler asks for the program of one device, which
@@ -40,6 +53,7 @@ class Limits(NamedTuple):
     at_once: int
     stack_length: int | None = None
     together: int = 1
+    stored: Callable[[jax.Array], jax.Array] = _unchanged
     normalized: bool = True
     partitioner: bool = True
 
@@ -66,6 +80,7 @@ _TPU = Limits(
     stack_bytes=_stacking.MAX_BYTES_TPU,
     at_once=_stacking.AT_ONCE_TPU,
     together=2,
+    stored=_layouts.as_tpus_store,
 )
 _TPU_AUTO = _ACCELERATOR._replace(partitioner=False)
 
@@ -145,7 +160,7 @@ def _on_platform(
         fn = functools.partial(in_turns, **traced)
         factors = _stacking.map_stacks(fn, sent, limits.stack_bytes, limits.stack_length)
     elif limits.partitioner or _mesh.is_typed(mesh):
-        per_device = functools.partial(_per_device, in_turns, limits.stack_bytes)
+        per_device = functools.partial(_per_device, in_turns, limits)
         factors = _mesh.on_shards(per_device, sent, traced, mesh)
     else:
         alone = functools.partial(polars, **traced)
@@ -186,22 +201,25 @@ def _in_turns(
     max_bytes: int,
     together: int,
     xs: Sequence[jax.Array],
-    **arguments: Any,
+    columns: Sequence[Columns | None] | None = None,
+    **traced: jax.Array,
 ) -> list[jax.Array]:
-    fn = functools.partial(polars, **arguments)
-    return _stacking.in_turns(fn, max_bytes, together, xs)
+    fn = functools.partial(polars, **traced)
+    of_each = {} if columns is None else {"columns": columns}
+    return _stacking.in_turns(fn, max_bytes, together, xs, **of_each)
 
 
 def _per_device(
     polars: Polars,
-    max_bytes: int,
+    limits: Limits,
     shards: Sequence[jax.Array],
     arrays: Sequence[Sharded],
     sizes: Mapping[str, int],
     **traced: jax.Array,
 ) -> list[jax.Array]:
     fn = functools.partial(polars, **traced)
-    return _journeys.map_journeys(fn, shards, arrays, sizes, max_bytes)
+    stored = [limits.stored(x) for x in shards]
+    return _journeys.map_journeys(fn, stored, arrays, sizes, limits.stack_bytes)
 
 
 def _sent(x: jax.Array, limits: Limits) -> jax.Array:

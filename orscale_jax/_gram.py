@@ -168,20 +168,21 @@ def _ranges(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 # Of many leaves with one shape, all but the first find it traced.
-@functools.partial(jax.jit, static_argnames=("restarts", "arithmetic"))
+@functools.partial(jax.jit, static_argnames=("restarts", "arithmetics"))
 def gram_newton_schulz(
     starts: Sequence[Start],
     rows: Rows,
     restarts: Sequence[tuple[int, ...]],
-    arithmetic: Arithmetic,
+    arithmetics: Sequence[Arithmetic],
 ) -> list[jax.Array]:
     """Newton–Schulz of arrays of preconditioned matrices in turns, a step for each row.
 
-    While a product of one array runs, the operands of the next one can be fetched.
+    While a product of one array runs, the operands of the next one can be fetched. All
+    are of one dtype.
     """
     chains = [
         _chain(start, rows, before, arithmetic)
-        for start, before in zip(starts, restarts, strict=True)
+        for start, before, arithmetic in zip(starts, restarts, arithmetics, strict=True)
     ]
     found: list[Any] = [None] * len(chains)
     operands: dict[int, Any] = dict.fromkeys(range(len(chains)))
@@ -192,7 +193,7 @@ def gram_newton_schulz(
                 wide[i] = chains[i].send(operand)
             except StopIteration as end:
                 found[i] = end.value
-        rounded = arithmetic.round_all([*wide.values()]) if wide else []
+        rounded = arithmetics[0].round_all([*wide.values()]) if wide else []
         operands = dict(zip(wide, rounded, strict=True))
     return found
 

@@ -3,8 +3,9 @@
 All of this runs where the mesh's axes are manual: shapes are those of one device.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -24,9 +25,8 @@ def map_journeys(
     """``fn`` of every matrix, each on one device or on a few.
 
     Args:
-      fn: As for :func:`orscale_jax._stacking.map_stacks`. It keeps zeros, and of a matrix
-        that this device has some columns of it takes ``columns=``, the devices that have
-        them.
+      fn: As for :func:`orscale_jax._stacking.map_stacks`. It keeps zeros, and takes
+        ``columns=``, of each array the devices that have the other columns, if any.
       shards: What this device has of each array.
       arrays: The whole arrays.
       sizes: The lengths of the mesh's axes.
@@ -45,9 +45,9 @@ def map_journeys(
     for group, result in zip(ways, _of_stacks(fn, wholes, journeys), strict=True):
         pieces, first = _to_pieces(result, group), 0
         for way in group:
-            ours = pieces[first : first + way.total]
+            ours = pieces[first : first + way.leg.places]
             found |= way.parts(ours, shards)
-            first += way.total
+            first += way.leg.places
     results = []
     for index, shard in enumerate(shards):
         parts = [found[part] for part in sorted(found) if part.array == index]
@@ -60,18 +60,22 @@ def _of_stacks(
     fn: Callable[..., Sequence[jax.Array]],
     wholes: Sequence[jax.Array],
     journeys: Sequence[Journey],
-) -> Iterator[jax.Array]:
-    """``fn`` of all stacks at once, but of columns apart."""
-    stacks = zip(wholes, journeys, strict=True)
-    alone = iter(fn([whole for whole, journey in stacks if journey.sharers == 1]))
-    for whole, journey in zip(wholes, journeys, strict=True):
-        if journey.sharers == 1:
-            yield next(alone)
-        else:
-            axes = journey.copies + journey.axes
-            columns = Columns(axes, journey.owners, journey.sharers)
-            [result] = fn([whole[0]], columns=columns)
-            yield result[None]
+) -> list[jax.Array]:
+    """``fn`` of all stacks, of which large ones are neighbours of large ones."""
+    order = sorted(range(len(wholes)), key=lambda i: -wholes[i].size)
+    # A shared matrix is no batch.
+    stacks = [wholes[i][0] if journeys[i].sharers > 1 else wholes[i] for i in order]
+    columns = [_columns(journeys[i]) for i in order]
+    results = dict(zip(order, fn(stacks, columns=columns), strict=True))
+    return [results[i].reshape(whole.shape) for i, whole in enumerate(wholes)]
+
+
+def _columns(journey: Journey) -> Columns | None:
+    """Who has the other columns of what a device has of a matrix."""
+    if journey.sharers == 1:
+        return None
+    axes = journey.copies + journey.axes
+    return Columns(axes, journey.owners, journey.sharers, journey.shared_places)
 
 
 class _Way(NamedTuple):
@@ -82,22 +86,17 @@ class _Way(NamedTuple):
     sizes: Mapping[str, int]
 
     @property
-    def total(self) -> int:
-        """Of the pieces that a device has."""
-        return self.leg.matrices * self.journey.sharers
-
-    @property
     def piece(self) -> tuple[int, int]:
         """The shape of what a device has of a matrix."""
-        m, n = self.journey.shape
-        rows, columns = self.leg.rows, self.leg.columns
-        return m // devices(rows, self.sizes), n // devices(columns, self.sizes)
+        m, n = self.sent
+        return m, n * self.leg.sharers
 
     @property
     def sent(self) -> tuple[int, int]:
         """The shape of what it sends to each owner."""
-        m, n = self.piece
-        return m, n // self.journey.sharers
+        m, n = self.journey.shape
+        rows, columns = self.leg.rows, self.leg.columns
+        return m // devices(rows, self.sizes), n // devices(columns, self.sizes)
 
     @property
     def is_turned(self) -> bool:
@@ -139,7 +138,7 @@ class _Way(NamedTuple):
             pad = [(0, 0), (0, m - x.shape[-2]), (0, n - x.shape[-1])]
             padded.append(jnp.pad(x, pad))
         x = jnp.concatenate(padded)
-        x = x.reshape(len(x), m, self.journey.sharers, -1).swapaxes(1, 2)
+        x = x.reshape(len(x), m, self.leg.sharers, -1).swapaxes(1, 2)
         return self.common(x.reshape(-1, *self.sent))
 
     def parts(
@@ -147,7 +146,7 @@ class _Way(NamedTuple):
     ) -> dict[Part, jax.Array]:
         """The inverse of :meth:`pieces`."""
         x = self.own(pieces)
-        x = x.reshape(-1, self.journey.sharers, *self.sent).swapaxes(1, 2)
+        x = x.reshape(-1, self.leg.sharers, *self.sent).swapaxes(1, 2)
         x = x.reshape(-1, *self.piece)
         found, first = {}, 0
         for part in self.leg.parts:
@@ -203,27 +202,32 @@ def _to_owners(stack: jax.Array, ways: Sequence[_Way]) -> jax.Array:
     if journey.pieces == 1:
         return stack
     arrived = _all_to_all(stack, journey)
-    return _of_this_leg([way.whole(arrived) for way in ways], journey)
+    return _of_this_leg(lambda way: way.whole(arrived), ways)
 
 
 def _to_pieces(whole: jax.Array, ways: Sequence[_Way]) -> jax.Array:
     """The inverse of :func:`_to_owners`, zeros included."""
     journey = ways[0].journey
     if journey.pieces > 1:
-        sent = _of_this_leg([way.in_pieces(whole) for way in ways], journey)
+        sent = _of_this_leg(lambda way: way.in_pieces(whole), ways)
         whole = _all_to_all(sent, journey)
     if journey.copies:
         whole = jax.lax.all_gather(whole, journey.copies, tiled=True)
     return whole
 
 
-def _of_this_leg(found: Sequence[jax.Array], journey: Journey) -> jax.Array:
-    """What was found for the leg that this device's matrix comes by."""
-    result, first = found[0], 0
-    for leg, other in zip(journey.legs, found[1:], strict=False):
-        first += leg.matrices * journey.sharers
+def _of_this_leg(fn: Callable[[_Way], jax.Array], ways: Sequence[_Way]) -> jax.Array:
+    """``fn`` of the leg that this device's matrix comes by."""
+    journey = ways[0].journey
+    runs = [
+        list(run)
+        for _, run in itertools.groupby(ways, lambda way: (way.leg.rows, way.leg.columns))
+    ]
+    result, first = fn(runs[0][0]), 0
+    for run, following in itertools.pairwise(runs):
+        first += sum(way.leg.places for way in run)
         owner = jax.lax.axis_index(journey.copies + journey.axes)
-        result = jnp.where(owner < first, result, other)
+        result = jnp.where(owner < first, result, fn(following[0]))
     return result
 
 

@@ -10,8 +10,9 @@ alone, and matrices that lie whole on their devices do not travel.
 What is left over when all devices have had the same number would leave most of them idle.
 It may be shared, each matrix among several devices that hold some of its columns and add
 up their Gram matrices in every iteration; and it may travel with what is left over of
-other shapes, all padded with zeros to one: Newton–Schulz keeps zeros. Whatever costs
-least is done, by the count of operations and of bytes.
+other shapes, all padded with zeros to one: Newton–Schulz keeps zeros. Then the widest
+alone may be shared, by devices that would be idle. Whatever costs least is done, by the
+count of operations and of bytes.
 """
 
 import itertools
@@ -46,11 +47,13 @@ class Sharded(NamedTuple):
     def is_wide(self) -> bool:
         """Whether m is below n; square matrices are wide or not by how they are sharded.
 
-        Those that are sharded like each other's transposes can travel together then.
+        Those that are sharded like each other's transposes can travel together then, and
+        with wide ones that are sharded by rows.
         """
         *_, m, n = self.shape
         *_, rows, columns = self.axes
-        return m < n or (m == n and columns <= rows)
+        by_rows = (bool(columns), rows) <= (bool(rows), columns)
+        return m < n or (m == n and by_rows)
 
     @property
     def transposed(self) -> "Sharded":
@@ -91,15 +94,22 @@ class Leg(NamedTuple):
       parts: The matrices.
       rows: Axes of the mesh over which their rows are sharded.
       columns: Axes over which their columns are.
+      sharers: How many devices share the columns of one matrix.
     """
 
     parts: tuple[Part, ...]
     rows: Axes
     columns: Axes
+    sharers: int = 1
 
     @property
     def matrices(self) -> int:
         return sum(part.matrices for part in self.parts)
+
+    @property
+    def places(self) -> int:
+        """How many devices take a matrix, or columns of one."""
+        return self.matrices * self.sharers
 
 
 class Journey(NamedTuple):
@@ -109,14 +119,15 @@ class Journey(NamedTuple):
     same with its own.
 
     Attributes:
-      legs: Of the matrices, in the order of the devices that they go to.
-      shape: ``(m, n)`` with ``m <= n`` where they travel; smaller ones are padded.
+      legs: Of the matrices, in the order of the devices that they go to: shared ones
+        first, all by as many devices.
+      shape: ``(m, n)`` of a matrix, or of a device's columns of one; smaller ones are
+        padded. Those that travel are wide.
       dtype: Of the entries.
       axes: Axes of the mesh over which matrices are in pieces.
       copies: Axes along which the devices of a group hold copies.
       owners: How many devices are in a group.
       pieces: How many of them hold pieces of one matrix, without copies.
-      sharers: How many devices share the columns of one matrix.
     """
 
     legs: tuple[Leg, ...]
@@ -126,7 +137,6 @@ class Journey(NamedTuple):
     copies: Axes
     owners: int
     pieces: int
-    sharers: int = 1
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -139,14 +149,24 @@ class Journey(NamedTuple):
         return sum(leg.matrices for leg in self.legs)
 
     @property
+    def sharers(self) -> int:
+        """How many devices share the columns of one matrix, where any do."""
+        return max(leg.sharers for leg in self.legs)
+
+    @property
+    def shared_places(self) -> int:
+        """How many devices of a group have some columns of a matrix."""
+        return sum(leg.places for leg in self.legs if leg.sharers > 1)
+
+    @property
     def rounds(self) -> int:
         """How many matrices each device orthogonalizes; of the last some are zeros."""
-        return math.ceil(self.matrices * self.sharers / self.owners)
+        return math.ceil(sum(leg.places for leg in self.legs) / self.owners)
 
     @property
     def nbytes(self) -> int:
         """Of the stack on each device."""
-        return self.rounds * math.prod(self.shape) * self.dtype.itemsize // self.sharers
+        return self.rounds * math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def bytes_sent(self) -> int:
@@ -158,14 +178,20 @@ class Journey(NamedTuple):
         gathered = self.nbytes * (self.owners // self.pieces - 1)
         # Gram matrices are added in the accumulator's dtype, and gathered in the other.
         entry = max(4, self.dtype.itemsize) + self.dtype.itemsize
-        gram = min(self.shape) ** 2 * entry * (self.sharers - 1) // self.sharers
+        gram = self._gram**2 * entry * (self.sharers - 1) // self.sharers
         return 2 * all_to_all + gathered + STEPS * gram
 
     @property
     def flops(self) -> int:
         """Of each device."""
-        m, n = sorted(self.shape)
-        return STEPS * self.rounds * (4 * m**2 * n // self.sharers + 2 * m**3)
+        m = self._gram
+        return STEPS * self.rounds * (4 * m * math.prod(self.shape) + 2 * m**3)
+
+    @property
+    def _gram(self) -> int:
+        """Rows of the Gram matrices; some columns of a wide matrix need not be wide."""
+        m, n = self.shape
+        return min(m, n * self.sharers)
 
     @property
     def cost(self) -> int:
@@ -253,56 +279,73 @@ def _with_parts(kind: Journey, parts: Iterable[Part]) -> Journey:
     return kind._replace(legs=(leg._replace(parts=filled),))
 
 
+class _Round(NamedTuple):
+    """What one journey of one round is made of."""
+
+    kinds: tuple[Journey, ...]
+    journey: Journey
+
+
 def _merged(rests: Sequence[Journey], sizes: Mapping[str, int]) -> list[Journey]:
     """Two of them in one as long as that saves anything, the best saving first."""
-    journeys = [_shared(rest, sizes) for rest in rests]
+    rounds = [_Round((rest,), _cheapest((rest,), sizes) or rest) for rest in rests]
     while True:
-        found = [
-            (one.cost + other.cost - both.cost, one, other, both)
-            for one, other in itertools.combinations(journeys, 2)
-            if (both := _together(one, other, sizes))
+        pairs = [
+            (one.journey.cost + other.journey.cost - both.cost, one, other, both)
+            for one, other in itertools.combinations(rounds, 2)
+            if (both := _cheapest(one.kinds + other.kinds, sizes))
         ]
-        saving, *best = max(found, key=lambda candidate: candidate[0], default=(0,))
-        if saving <= 0:
-            return journeys
-        *pair, both = best
-        journeys = [journey for journey in journeys if journey not in pair] + [both]
+        best = max(pairs, key=lambda pair: pair[0], default=None)
+        if best is None or best[0] <= 0:
+            return [found.journey for found in rounds]
+        _, one, other, both = best
+        rounds = [found for found in rounds if found not in (one, other)]
+        rounds.append(_Round(one.kinds + other.kinds, both))
 
 
-def _together(one: Journey, other: Journey, sizes: Mapping[str, int]) -> Journey | None:
-    """One round of both, if they travel between the same devices and fit."""
-    between = (one.dtype, one.axes, one.copies, one.owners)
-    if between != (other.dtype, other.axes, other.copies, other.owners):
+def _cheapest(kinds: Sequence[Journey], sizes: Mapping[str, int]) -> Journey | None:
+    """One round of all kinds, if they travel between the same devices and fit."""
+    first = kinds[0]
+    between = {(kind.dtype, kind.axes, kind.copies, kind.owners) for kind in kinds}
+    if len(between) > 1:
         return None
-    legs: dict[Any, list[Part]] = {}
-    for leg in (*one.legs, *other.legs):
-        legs.setdefault((leg.rows, leg.columns), []).extend(leg.parts)
-    shape = (max(one.shape[0], other.shape[0]), max(one.shape[1], other.shape[1]))
-    both = one._replace(
-        legs=tuple(
-            sorted(Leg(tuple(sorted(parts)), *key) for key, parts in legs.items())
-        ),
-        shape=shape,
-        sharers=1,
+    m = max(kind.shape[0] for kind in kinds)
+    counts = range(1, first.owners + 1)
+    candidates = (
+        _in_shape(kinds, (m, kind.shape[1] // share), count)
+        for count in counts
+        if first.owners % count == 0 == m % count
+        for kind in kinds
+        for share in {1, count}
+        if kind.shape[1] % share == 0
     )
-    fits = both.rounds == 1 and all(
+    fitting = [journey for journey in candidates if journey and _fits(journey, sizes)]
+    return min(fitting, key=lambda journey: journey.cost, default=None)
+
+
+def _in_shape(
+    kinds: Sequence[Journey], shape: tuple[int, int], sharers: int
+) -> Journey | None:
+    """A journey of all kinds, where those with more columns are shared, if that does."""
+    _, n = shape
+    parts: dict[Any, list[Part]] = {}
+    for kind in kinds:
+        [leg] = kind.legs
+        needed = 1 if kind.shape[1] <= n else sharers
+        if kind.shape[1] > n * needed:
+            return None
+        parts.setdefault((leg.rows, leg.columns, needed), []).extend(leg.parts)
+    legs = [Leg(tuple(sorted(theirs)), *key) for key, theirs in parts.items()]
+    ordered = sorted(legs, key=lambda leg: (-leg.sharers, leg))
+    return kinds[0]._replace(legs=tuple(ordered), shape=shape)
+
+
+def _fits(journey: Journey, sizes: Mapping[str, int]) -> bool:
+    return journey.rounds == 1 and all(
         size % devices(axes, sizes) == 0
-        for leg in both.legs
-        for size, axes in zip(shape, (leg.rows, leg.columns), strict=True)
+        for leg in journey.legs
+        for size, axes in zip(journey.shape, (leg.rows, leg.columns), strict=True)
     )
-    return _shared(both, sizes) if fits else None
-
-
-def _shared(journey: Journey, sizes: Mapping[str, int]) -> Journey:
-    """With as many devices to a matrix as is cheapest."""
-    m, n = journey.shape
-    columns = [n // devices(leg.columns, sizes) for leg in journey.legs]
-    candidates = [
-        journey._replace(sharers=count)
-        for count in range(1, journey.owners // journey.matrices + 1)
-        if not any(size % count for size in (journey.owners, m, *columns))
-    ]
-    return min(candidates, key=lambda candidate: candidate.cost)
 
 
 def _stacks(kind: Journey, max_bytes: int) -> Iterator[Journey]:

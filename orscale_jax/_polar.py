@@ -13,6 +13,7 @@ margin is a little smaller: it has to exceed the unit roundoff of the dtype.
 ``docs/newton_schulz.md`` lists both for every number of steps.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -211,7 +212,7 @@ def polar_of(
     """:func:`polar_factor` of checked arguments, for a platform that is known."""
     arithmetic = Arithmetic(jnp.dtype(dtype), columns)
     normalized = _preconditioning.normalize(x, arithmetic, in_one_pass=in_one_pass)
-    [q] = polars_of([normalized], dtype=dtype, columns=columns, **arguments)
+    [q] = polars_of([normalized], dtype=dtype, columns=[columns], **arguments)
     return q.astype(x.dtype)
 
 
@@ -221,9 +222,17 @@ def polar_on_cpu(x: jax.Array, **arguments: Any) -> jax.Array:
     return _one_by_one(of_one)(x)
 
 
-def polars_on_cpu(xs: Sequence[jax.Array], **arguments: Any) -> list[jax.Array]:
+def polars_on_cpu(
+    xs: Sequence[jax.Array],
+    *,
+    columns: Sequence[Columns | None] | None = None,
+    **arguments: Any,
+) -> list[jax.Array]:
     """:func:`polars_of`, of matrices that are not normalized."""
-    return [polar_on_cpu(x, **arguments) for x in xs]
+    return [
+        polar_on_cpu(x, columns=of_x, **arguments)
+        for x, of_x in zip(xs, columns or [None] * len(xs), strict=True)
+    ]
 
 
 def polars_of(
@@ -233,7 +242,7 @@ def polars_of(
     steps: int | jax.Array,
     preconditioning: str,
     dtype: DTypeLike,
-    columns: Columns | None = None,
+    columns: Sequence[Columns | None] | None = None,
     by_blocks: bool = False,
     opaque: bool = False,
 ) -> list[jax.Array]:
@@ -245,20 +254,28 @@ def polars_of(
       steps: As for :func:`polar_factor`.
       preconditioning: As for :func:`polar_factor`.
       dtype: Of the products' operands.
-      columns: The devices that have the other columns of the matrices, if any.
+      columns: Of each array, the devices that have the other columns of its matrices, if
+        any do.
       by_blocks: Whether Gram matrices are made by blocks.
       opaque: Whether to hide the coefficients from the compiler, to which all steps are
         the same then. It compiles the same but once.
     """
-    arithmetic = Arithmetic(jnp.dtype(dtype), columns, by_blocks)
-    starts = [_preconditioning.start(x, preconditioning, arithmetic) for x in xs]
+    arithmetic = Arithmetic(jnp.dtype(dtype), None, by_blocks)
+    of_each = [
+        dataclasses.replace(arithmetic, columns=of_x)
+        for of_x in columns or [None] * len(xs)
+    ]
+    starts = [
+        _preconditioning.start(x, preconditioning, of_x)
+        for x, of_x in zip(xs, of_each, strict=True)
+    ]
     # Restarts are placed while tracing, for steps and coefficients that are known then.
     known = isinstance(table, np.ndarray) and isinstance(steps, int | np.integer)
-    pay = [_gram.pays(*arithmetic.whole_shape(x)) for x in xs]
+    pay = [_gram.pays(*of_x.whole_shape(x)) for x, of_x in zip(xs, of_each, strict=True)]
     # A loop would copy the operands that it carries.
     unrolled = [i for i, pays in enumerate(pay) if known and (pays or arithmetic.narrow)]
     found = {
-        i: _newton_schulz(start, table, steps, arithmetic)
+        i: _newton_schulz(start, table, steps, of_each[i])
         for i, start in enumerate(starts)
         if i not in unrolled
     }
@@ -271,7 +288,8 @@ def polars_of(
             scalar = functools.partial(jnp.asarray, dtype=arithmetic.accumulator)
             rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
         chosen = [starts[i] for i in unrolled]
-        qs = _gram.gram_newton_schulz(chosen, rows, restarts, arithmetic)
+        theirs = tuple(of_each[i] for i in unrolled)
+        qs = _gram.gram_newton_schulz(chosen, rows, restarts, theirs)
         found.update(zip(unrolled, qs, strict=True))
     return [found[i].astype(x.dtype) for i, x in enumerate(xs)]
 

@@ -7,6 +7,7 @@ compiler does not see twice. It compiles a kernel for each place that a leaf has
 stack, which caps their number.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -109,7 +110,11 @@ def map_stacks(
 
 
 def in_turns(
-    fn: Fn, max_bytes: int, together: int, xs: Sequence[jax.Array]
+    fn: Callable[..., Sequence[jax.Array]],
+    max_bytes: int,
+    together: int,
+    xs: Sequence[jax.Array],
+    **of_each: Sequence[Any],
 ) -> list[jax.Array]:
     """``fn`` of arrays, a few parts of them at a time.
 
@@ -121,21 +126,32 @@ def in_turns(
       max_bytes: What a part may have.
       together: How many parts ``fn`` is given at once.
       xs: Arrays of shape ``(*batch, m, n)``.
+      of_each: Further arguments of ``fn``, with an entry for each array.
     """
+
+    def of_parts(indices: Sequence[int], parts: Sequence[jax.Array]) -> Any:
+        return fn(parts, **{k: [v[i] for i in indices] for k, v in of_each.items()})
+
     found: list[list[jax.Array]] = [[] for _ in xs]
     parts = []
     for i, x in enumerate(xs):
         length = _length(x, max_bytes)
         if len(x) > together * length:
-            found[i] = [_in_loop(fn, max_bytes, together, x)]
+            alike = functools.partial(_of_one, of_parts, i)
+            found[i] = [_in_loop(alike, max_bytes, together, x)]
         else:
             parts += [(i, x[at : at + length]) for at in range(0, len(x), length)]
     for at in range(0, len(parts), together):
         turn = parts[at : at + together]
-        results = fn([part for _, part in turn])
-        for (i, _), q in zip(turn, results, strict=True):
+        indices = [i for i, _ in turn]
+        results = of_parts(indices, [part for _, part in turn])
+        for i, q in zip(indices, results, strict=True):
             found[i].append(q)
     return [qs[0] if len(qs) == 1 else jnp.concatenate(qs) for qs in found]
+
+
+def _of_one(of_parts: Callable[..., Any], index: int, parts: Sequence[jax.Array]) -> Any:
+    return of_parts([index] * len(parts), parts)
 
 
 def _length(x: jax.Array, max_bytes: int) -> int:

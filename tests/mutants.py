@@ -348,9 +348,27 @@ MUTANTS = [
     ),
     Mutant(
         "_journeys",
-        "first += leg.matrices * journey.sharers",
-        "first += leg.matrices",
+        "first += sum(way.leg.places for way in run)",
+        "first += sum(way.leg.matrices for way in run)",
         "test_shared_matrices.py -k one_device",
+    ),
+    Mutant(
+        "_columns",
+        "return jnp.where(jax.lax.axis_index(self.axes) < self.members, found, x)",
+        "return found",
+        "test_shared_matrices.py -k one_device",
+    ),
+    Mutant(
+        "_placement",
+        "ordered = sorted(legs, key=lambda leg: (-leg.sharers, leg))",
+        "ordered = sorted(legs, key=lambda leg: (leg.sharers, leg))",
+        "test_placement.py",
+    ),
+    Mutant(
+        "_layouts",
+        "order = (*batch, n, m) if turned else (*batch, m, n)",
+        "order = (*batch, m, n)",
+        "test_layouts.py",
     ),
     Mutant(
         "_journeys",

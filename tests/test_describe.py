@@ -446,14 +446,14 @@ def test_placement():
     description = describe(params, numbers)
     assert [tuple(placed) for placed in description.placement()] == [
         # Half of their bytes in bfloat16 stay; the other seven of eight do not.
-        ((16, 64), 2, 8, 1, 1, 2 * 2048 * 7 // 8, ("down", "up")),
-        ((16, 32), 2, 2, 1, 1, 2 * 1024 // 2, ("experts",)),
+        ((16, 64), 2, 8, 1, 1, 0, 2 * 2048 * 7 // 8, ("down", "up")),
+        ((16, 32), 2, 2, 1, 1, 0, 2 * 1024 // 2, ("experts",)),
         # Merged with heads in front, which are sharded; copies along the other axis.
-        ((16, 32), 1, 8, 1, 1, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
+        ((16, 32), 1, 8, 1, 1, 0, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
         # A block on each of two devices, and copies along the other axis.
-        ((16, 24), 1, 4, 1, 1, 3 * 768, ("qkv",)),
+        ((16, 24), 1, 4, 1, 1, 0, 3 * 768, ("qkv",)),
         # All devices share it, and add up its Gram matrix five times.
-        ((8, 512), 1, 8, 1, 8, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8, ("thin",)),
+        ((8, 512), 1, 8, 1, 8, 1, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8, ("thin",)),
     ]
     assert str(description).splitlines()[-6:] == [
         "Newton–Schulz on 4 expert × 2 fsdp",
@@ -465,3 +465,21 @@ def test_placement():
     ]
     assert description.select("experts").placement() == description.placement()[1:2]
     assert describe({"w": jnp.ones((2, 3))}).placement() == []
+
+
+def test_placement_of_matrices_some_of_which_are_shared():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    shapes = {"wide": (16, 512), **dict.fromkeys(("q", "k", "v"), (16, 128))}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for name, shape in shapes.items()
+    }
+    description = describe(params)
+    [placed] = description.placement()
+    assert (placed.shape, placed.matrices) == ((16, 128), 4)
+    assert (placed.sharers, placed.shared) == (4, 1)
+    assert str(placed).startswith(
+        "3 of 16 × 128 and 1 of 16 × 512 over 8 devices, 1 each or 4 to one, "
+    )
+    assert str(placed).endswith(" bytes sent: wide, k, q, v")

@@ -185,6 +185,37 @@ def test_what_is_left_over_of_several_shapes_travels_together():
     assert journey.shape == (2048, 3072) and len(journey.legs) == 1
 
 
+def test_idle_devices_share_what_is_wider():
+    """The 52 of Moonlight's shared experts leave twelve of 64 devices to its layer 0."""
+    half = np.dtype("float16")
+    rows = ("fsdp", ())
+    wide = [array(2048, 11264, axes=rows, dtype=half)] * 3
+    narrow = [array(2048, 2816, axes=rows, dtype=half)] * 52
+    [journey] = plan(wide + narrow, {"fsdp": 64}, LARGE)
+    assert [(leg.matrices, leg.sharers) for leg in journey.legs] == [(3, 4), (52, 1)]
+    assert (journey.shape, journey.rounds) == ((2048, 2816), 1)
+    assert (journey.sharers, journey.shared_places) == (4, 12)
+    # As a round of the narrow ones alone, and sums of Gram matrices.
+    [alone] = plan(narrow, {"fsdp": 64}, LARGE)
+    assert journey.flops == alone.flops
+    assert journey.bytes_sent == alone.bytes_sent + 5 * 2048**2 * 6 * 3 // 4
+
+
+def test_work_is_even_where_matrices_are_left_over():
+    """A 1.1B model on 64 devices: within 1.15 of what an even division would be."""
+    mesh = {"fsdp": 8, "tensor": 8}
+    arrays = [
+        array(2048, n, axes=("fsdp", "tensor"), dtype=np.dtype("float16"))
+        for n, matrices in ((2048, 44), (5632, 66))
+        for _ in range(matrices)
+    ]
+    journeys = plan(arrays, mesh, LARGE)
+    even = sum(
+        5 * (4 * m**2 * n + 2 * m**3) / 64 for array in arrays for m, n in [array.shape]
+    )
+    assert sum(journey.flops for journey in journeys) < 1.15 * even
+
+
 def test_a_rest_for_which_there_is_nothing_better_stays_with_its_kind():
     [journey] = plan([rows(64, 64)] * 9, MESH, LARGE)
     assert (journey.matrices, journey.rounds) == (9, 2)
@@ -218,11 +249,17 @@ def test_plans(arrays):
     for journey in journeys:
         m, n = journey.shape
         assert journey.owners % journey.sharers == 0 == m % journey.sharers
+        sharers = [leg.sharers for leg in journey.legs]
+        assert sharers == sorted(sharers, reverse=True)
+        assert set(sharers) <= {1, journey.sharers}
+        assert sum(leg.places for leg in journey.legs) <= journey.rounds * journey.owners
         for leg in journey.legs:
             assert m % _placement.devices(leg.rows, MESH) == 0
-            assert n % (_placement.devices(leg.columns, MESH) * journey.sharers) == 0
+            assert n % _placement.devices(leg.columns, MESH) == 0
             for part in leg.parts:
                 *_, rows, columns = arrays[part.array].shape
-                assert (rows, columns)[:: -1 if part.transposed else 1] <= (m, n)
+                if part.transposed:
+                    rows, columns = columns, rows
+                assert rows <= m and columns <= n * leg.sharers
     alone = [plan([array], MESH, LARGE) for array in arrays]
     assert sum(j.cost for j in journeys) <= sum(j.cost for plans in alone for j in plans)
