@@ -227,6 +227,13 @@ def _partition(
 def _require_mask(mask: PyTree, tree: PyTree) -> None:
     """Refuse what :func:`optax.masked` takes for True, or fails on without a name."""
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
+    if len(jax.tree.leaves(tree)) > 1 and jax.tree_util.all_leaves([mask]):
+        _checks.refuse(
+            "weight_decay_mask",
+            mask,
+            f"{remedy} with more than one. To optax.inject_hyperparams a function is "
+            'a schedule, unless static_args="weight_decay_mask"',
+        )
     for leaf in jax.tree.leaves(mask):
         if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool):
             _checks.refuse("weight_decay_mask", leaf, remedy)

@@ -23,8 +23,8 @@ PyTree: TypeAlias = Any
 
 # A word of a snake_case or CamelCase name: "lm_head" and "LMHead_0" both end in "head".
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_EMBEDDING_WORDS = frozenset({"wte", "wpe"})
-_HEAD_WORDS = frozenset({"head", "logits", "classifier"})
+_WORDS = frozenset({"wte", "wpe", "emb", "logits"})
+_LAST_WORDS = frozenset({"head", "classifier"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,7 +275,7 @@ def names_embedding_or_head(key: str) -> bool:
     """Whether a key of a path says that its parameter is a table or an output head."""
     words = [word.lower() for word in _WORD.findall(key)]
     return "embed" in key.lower() or bool(
-        _EMBEDDING_WORDS.intersection(words) or _HEAD_WORDS.intersection(words[-1:])
+        _WORDS.intersection(words) or _LAST_WORDS.intersection(words[-1:])
     )
 
 

@@ -80,10 +80,10 @@ def orscale(
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
         do not name are a batch: each matrix has its own Q, c and r. Without them, a 2-D
-        leaf is a matrix, unless a key of its path contains ``embed`` or the word ``wte``
-        or ``wpe``, or ends in the word ``head``, ``logits`` or ``classifier``; these and
-        leaves of fewer axes take AdamW; leaves of more axes are refused. :func:`by_path`
-        makes them by path, and :func:`describe` shows what they say.
+        leaf is a matrix, unless a key of its path contains ``embed`` or the word ``emb``,
+        ``wte``, ``wpe`` or ``logits``, or ends in the word ``head`` or ``classifier``.
+        These and leaves of fewer axes take AdamW; leaves of more axes are refused.
+        :func:`by_path` makes them by path, and :func:`describe` shows what they say.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).

@@ -57,7 +57,7 @@ def is_matrix(tree, numbers=None):
     [
         "embedding", "embed_tokens", "tok_embeddings", "wte", "wpe", "Embed_0",
         "pos_embed", "unembed", "lm_head", "head", "LMHead_0", "output_head", "logits",
-        "classifier", "patchEmbed", "lmHead",
+        "classifier", "patchEmbed", "lmHead", "tok_emb", "posEmb", "logits_dense",
     ],
 )  # fmt: skip
 def test_embeddings_and_heads_are_no_matrices_by_default(path):
@@ -68,7 +68,16 @@ def test_embeddings_and_heads_are_no_matrices_by_default(path):
 
 @pytest.mark.parametrize(
     "path",
-    ["kernel", "attention_heads", "query", "headline", "ahead", "out", "multi_head_q"],
+    [
+        "kernel",
+        "attention_heads",
+        "query",
+        "headline",
+        "ahead",
+        "out",
+        "multi_head_q",
+        "ember",
+    ],
 )
 def test_other_names_are_matrices_by_default(path):
     assert is_matrix({path: jnp.ones((3, 4))}) == {path: True}

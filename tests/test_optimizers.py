@@ -270,6 +270,21 @@ def test_a_mask_that_does_not_fit_is_refused(mask):
         orscale(1e-2, weight_decay_mask=mask).init({"w": jnp.ones((2, 3))})
 
 
+@pytest.mark.parametrize("injected", [False, True])
+def test_one_boolean_is_no_mask_of_several_parameters(injected):
+    """What a function becomes that inject_hyperparams calls with the step count."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    if injected:
+        optimizer = optax.inject_hyperparams(orscale)(
+            1e-2,
+            weight_decay_mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree),
+        )
+    else:
+        optimizer = orscale(1e-2, weight_decay_mask=False)
+    with pytest.raises(ValueError, match=r"weight_decay_mask.*False.*static_args"):
+        optimizer.init(params)
+
+
 def test_decay_mask_and_the_fallbacks_own_hyperparameters():
     names = ("tall", "wide", "square", "embedding", "bias")
     params, grads = ({n: leaves.random_tree(seed)[n] for n in names} for seed in (0, 1))
