@@ -83,8 +83,8 @@ def dtype(name: str, value: Any) -> None:
         refuse(
             name,
             value,
-            "pass a dtype; to optax.inject_hyperparams, which calls jnp.bfloat16 as a "
-            'schedule, its name ("bfloat16")',
+            "pass a floating dtype; to optax.inject_hyperparams, which calls "
+            'jnp.bfloat16 as a schedule, its name ("bfloat16")',
         )
     try:
         floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)

@@ -45,7 +45,7 @@ def gram(x, name, steps, restarts, dtype="float32", by_blocks=False):
         [Start(rounded(x, dtype))],
         _gram.rows_of(TABLES[name], steps),
         (restarts,),
-        Arithmetic(jnp.dtype(dtype), by_blocks=by_blocks),
+        (Arithmetic(jnp.dtype(dtype), by_blocks=by_blocks),),
     )
     return q
 

@@ -125,7 +125,7 @@ def test_the_gram_form_equals_the_plain_one(shape, steps):
     rows = _gram.rows_of(TABLE, steps)
     plain = _polar._newton_schulz(start, TABLE, steps, FLOAT32)
     for restarts in ((), tuple(range(1, steps)), _gram.restarts(TABLE, steps, 2**-24)):
-        [q] = _gram.gram_newton_schulz([start], rows, (restarts,), FLOAT32)
+        [q] = _gram.gram_newton_schulz([start], rows, (restarts,), (FLOAT32,))
         np.testing.assert_allclose(q, plain, atol=5e-5)
 
 
