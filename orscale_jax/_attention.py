@@ -60,7 +60,7 @@ class AttentionHeads:
         if not isinstance(self.path, str) or not self.path:
             _checks.refuse("path", self.path, "pass dotted keys, such as 'query.kernel'")
         for name in ("axis", "part_axis"):
-            if not _is_whole(getattr(self, name)):
+            if not _checks.is_whole(getattr(self, name)):
                 _checks.refuse(name, getattr(self, name), "pass one whole number")
         if self.heads is not None:
             _checks.count("heads", self.heads)
@@ -348,20 +348,16 @@ def _entries(name: str, heads: Any) -> tuple[AttentionHeads, ...]:
 
 
 def _check_layer_axes(axes: Any) -> None:
-    if not isinstance(axes, tuple) or not all(map(_is_whole, axes)):
+    if not isinstance(axes, tuple) or not all(map(_checks.is_whole, axes)):
         _checks.refuse("layer_axes", axes, "pass a tuple of whole numbers, such as (0,)")
 
 
 def _check_range(name: str, limits: Any) -> None:
     if limits is None:
         return
-    pair = isinstance(limits, tuple) and len(limits) == 2 and all(map(_is_whole, limits))
-    if not pair or not 0 <= limits[0] < limits[1]:
+    whole = isinstance(limits, tuple) and all(map(_checks.is_whole, limits))
+    if not whole or len(limits) != 2 or not 0 <= limits[0] < limits[1]:
         _checks.refuse(name, limits, "pass (start, stop) with 0 <= start < stop, or None")
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def named_leaves(tree: PyTree) -> dict[str, list[Any]]:

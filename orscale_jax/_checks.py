@@ -62,6 +62,11 @@ def count(name: str, value: Any) -> None:
         refuse(name, value, "pass a whole number of at least 1")
 
 
+def is_whole(value: Any) -> bool:
+    """Whether a value is one whole number, Python's or NumPy's."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def flag(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is True or False."""
     if not isinstance(value, bool | np.bool_):

@@ -62,9 +62,9 @@ class BlockDimensionNumbers:
 
     def __post_init__(self) -> None:
         sizes = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
-        if not sizes or not all(type(size) is int and size > 0 for size in sizes):
+        if not sizes or not all(_checks.is_whole(size) and size > 0 for size in sizes):
             _checks.refuse("blocks", self.blocks, "pass a number, or a tuple of sizes")
-        if type(self.block_axis) is not int:
+        if not _checks.is_whole(self.block_axis):
             _checks.refuse("block_axis", self.block_axis, "pass one axis, an integer")
 
 
@@ -217,7 +217,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Leaf
     batch = tuple(a for a in range(rank) if a not in rows + columns)
     whole = MatrixAxes(batch, rows, columns)
     if isinstance(numbers, BlockDimensionNumbers):
-        axis = numbers.block_axis % rank
+        axis = int(numbers.block_axis) % rank
         return matrix_blocks(whole, axis, _block_sizes(numbers.blocks, leaf.shape[axis]))
     return whole
 
@@ -247,7 +247,9 @@ def _misfit_of_blocks(
 
 
 def _block_sizes(blocks: int | tuple[int, ...], length: int) -> tuple[int, ...]:
-    return (length // blocks,) * blocks if isinstance(blocks, int) else blocks
+    if isinstance(blocks, tuple):
+        return tuple(map(int, blocks))
+    return (length // blocks,) * int(blocks)
 
 
 def default_axes(path: Any, leaf: jax.Array) -> MatrixAxes | optax.MaskedNode:

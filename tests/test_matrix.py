@@ -143,6 +143,15 @@ def test_axes_are_any_integers():
     assert axes == _matrix.matrix_axes([Dims(1, 0)], [jnp.ones((2, 3))])[0]
 
 
+@pytest.mark.parametrize("blocks", [np.int64(2), (np.int32(2), np.int64(2))])
+def test_blocks_are_any_integers(blocks):
+    leaf = [jnp.ones((3, 4))]
+    [axes] = _matrix.matrix_axes(
+        [Blocks(0, 1, block_axis=np.int64(1), blocks=blocks)], leaf
+    )
+    assert axes == _matrix.matrix_axes([Blocks(0, 1, block_axis=1, blocks=2)], leaf)[0]
+
+
 @pytest.mark.parametrize("blocks", [0, -1, 2.0, True, (), (2, 0), [2, 2], None])
 def test_blocks_are_counts(blocks):
     with pytest.raises(ValueError, match=r"blocks=.* is not valid: pass a number, or a"):
