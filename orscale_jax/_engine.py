@@ -30,7 +30,7 @@ def _unchanged(x: jax.Array) -> jax.Array:
     return x
 
 
-class Limits(NamedTuple):
+class Platform(NamedTuple):
     """What suits a kind of device.
 
     Attributes:
@@ -58,7 +58,7 @@ class Limits(NamedTuple):
     partitioner: bool = True
 
 
-_CPU = Limits(
+_CPU = Platform(
     polars_on_cpu,
     np.dtype(jnp.float32),
     stack_bytes=_stacking.MAX_BYTES,
@@ -66,7 +66,7 @@ _CPU = Limits(
     stack_length=_stacking.MAX_LENGTH_CPU,
     normalized=False,
 )
-_ACCELERATOR = Limits(
+_ACCELERATOR = Platform(
     polars_of,
     np.dtype(jnp.bfloat16),
     stack_bytes=_stacking.MAX_BYTES,
@@ -74,7 +74,7 @@ _ACCELERATOR = Limits(
 )
 # Between two products of one batch there is one of the other, during which operands are
 # fetched: the compiler prefetches no result of the kernel before.
-_TPU = Limits(
+_TPU = Platform(
     functools.partial(polars_of, opaque=True),
     np.dtype(jnp.bfloat16),
     stack_bytes=_stacking.MAX_BYTES_TPU,
@@ -116,10 +116,10 @@ def polar_factors(
     traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
     known = {k: v for k, v in arguments.items() if k not in traced}
 
-    def on(limits: Limits) -> Callable[..., list[jax.Array]]:
-        limits = _as_asked(limits, dtype, max_bytes)
-        polars = functools.partial(limits.polars, dtype=limits.dtype, **known)
-        return functools.partial(_on_platform, polars, on_mesh, limits, of_xs)
+    def on(platform: Platform) -> Callable[..., list[jax.Array]]:
+        platform = _as_asked(platform, dtype, max_bytes)
+        polars = functools.partial(platform.polars, dtype=platform.dtype, **known)
+        return functools.partial(_on_platform, polars, on_mesh, platform, of_xs)
 
     typed = on_mesh is None or _mesh.is_typed(on_mesh)
     by_platform = functools.partial(
@@ -135,37 +135,41 @@ def polar_factors(
     ]
 
 
-def _as_asked(limits: Limits, dtype: DTypeLike | None, max_bytes: int | None) -> Limits:
+def _as_asked(
+    platform: Platform, dtype: DTypeLike | None, max_bytes: int | None
+) -> Platform:
     if dtype is not None:
-        limits = limits._replace(dtype=jnp.dtype(dtype))
+        platform = platform._replace(dtype=jnp.dtype(dtype))
     if max_bytes is not None:
-        at_once = min(max_bytes, limits.at_once)
-        limits = limits._replace(
+        at_once = min(max_bytes, platform.at_once)
+        platform = platform._replace(
             stack_bytes=max_bytes, stack_length=None, at_once=at_once
         )
-    return limits
+    return platform
 
 
 def _on_platform(
     polars: Polars,
     mesh: AbstractMesh | None,
-    limits: Limits,
+    platform: Platform,
     specs: Sequence[PartitionSpec],
     matrices: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:
-    sent = [_sent(x, limits) for x in matrices]
-    in_turns = functools.partial(_in_turns, polars, limits.at_once, limits.together)
+    sent = [_sent(x, platform) for x in matrices]
+    in_turns = functools.partial(_in_turns, polars, platform.at_once, platform.together)
     if mesh is None:
         fn = functools.partial(in_turns, **traced)
-        factors = _stacking.map_stacks(fn, sent, limits.stack_bytes, limits.stack_length)
-    elif limits.partitioner or _mesh.is_typed(mesh):
-        per_device = functools.partial(_per_device, in_turns, limits)
+        factors = _stacking.map_stacks(
+            fn, sent, platform.stack_bytes, platform.stack_length
+        )
+    elif platform.partitioner or _mesh.is_typed(mesh):
+        per_device = functools.partial(_per_device, in_turns, platform)
         factors = _mesh.on_shards(per_device, sent, traced, mesh)
     else:
         alone = functools.partial(polars, **traced)
         gathered = [_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in sent]
-        found = _where_the_partitioner_puts_them(alone, mesh, limits, gathered)
+        found = _where_the_partitioner_puts_them(alone, mesh, platform, gathered)
         factors = [_sharding.shard_like(q, x) for q, x in zip(found, sent, strict=True)]
     placed = map(_sharding.shard_as, factors, matrices, specs)
     return [q.astype(x.dtype) for q, x in zip(placed, matrices, strict=True)]
@@ -174,7 +178,7 @@ def _on_platform(
 def _where_the_partitioner_puts_them(
     fn: Callable[[Sequence[jax.Array]], list[jax.Array]],
     mesh: AbstractMesh,
-    limits: Limits,
+    platform: Platform,
     matrices: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Single matrices as stacks that are spread over the mesh, batches as they are.
@@ -189,10 +193,10 @@ def _where_the_partitioner_puts_them(
         return [_mesh.spread(lambda y: fn([y])[0], mesh, x) for x in xs]
 
     single = [x for x in matrices if x.ndim == 2]
-    nbytes = min(limits.stack_bytes, limits.at_once) * mesh.size
+    nbytes = min(platform.stack_bytes, platform.at_once) * mesh.size
     of_single = iter(_stacking.map_stacks(of_each_spread, single, nbytes))
     batches = [x for x in matrices if x.ndim > 2]
-    of_batches = iter(_stacking.map_stacks(of_each, batches, limits.stack_bytes))
+    of_batches = iter(_stacking.map_stacks(of_each, batches, platform.stack_bytes))
     return [next(of_single if x.ndim == 2 else of_batches) for x in matrices]
 
 
@@ -211,21 +215,21 @@ def _in_turns(
 
 def _per_device(
     polars: Polars,
-    limits: Limits,
+    platform: Platform,
     shards: Sequence[jax.Array],
     arrays: Sequence[Sharded],
     sizes: Mapping[str, int],
     **traced: jax.Array,
 ) -> list[jax.Array]:
     fn = functools.partial(polars, **traced)
-    stored = [limits.stored(x) for x in shards]
-    return _journeys.map_journeys(fn, stored, arrays, sizes, limits.stack_bytes)
+    stored = [platform.stored(x) for x in shards]
+    return _journeys.map_journeys(fn, stored, arrays, sizes, platform.stack_bytes)
 
 
-def _sent(x: jax.Array, limits: Limits) -> jax.Array:
-    if limits.normalized:
-        arithmetic = Arithmetic(limits.dtype)
+def _sent(x: jax.Array, platform: Platform) -> jax.Array:
+    if platform.normalized:
+        arithmetic = Arithmetic(platform.dtype)
         x = _preconditioning.normalize(x, arithmetic, in_one_pass=True)
-    as_wide = jnp.finfo(limits.dtype).maxexp >= jnp.finfo(x.dtype).maxexp
-    narrower = limits.dtype.itemsize < x.dtype.itemsize
-    return x.astype(limits.dtype) if as_wide and narrower else x
+    as_wide = jnp.finfo(platform.dtype).maxexp >= jnp.finfo(x.dtype).maxexp
+    narrower = platform.dtype.itemsize < x.dtype.itemsize
+    return x.astype(platform.dtype) if as_wide and narrower else x
