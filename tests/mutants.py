@@ -312,8 +312,8 @@ MUTANTS = [
     ),
     Mutant(
         "_placement",
-        "if not any(size % count for size in (journey.owners, m, *columns))",
-        "if not any(size % count for size in (journey.owners, m))",
+        "size % devices(axes, sizes) == 0",
+        "size > 0 and axes is not None",
         "test_placement.py -k every_sharer",
     ),
     Mutant(
@@ -390,7 +390,7 @@ MUTANTS = [
     ),
     Mutant(
         "_engine",
-        "return x.astype(limits.dtype) if as_wide and narrower else x",
+        "return x.astype(platform.dtype) if as_wide and narrower else x",
         "return x",
         "test_mesh.py -k bfloat16",
     ),
@@ -438,7 +438,7 @@ MUTANTS = [
     ),
     Mutant(
         "_algorithm",
-        "return value.item() if isinstance(value, np.generic) else value",
+        "return value.item() if scalar else value",
         "return value",
         "test_inputs.py -k numpy_scalars",
     ),
