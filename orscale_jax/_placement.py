@@ -17,7 +17,7 @@ count of operations and of bytes.
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +65,11 @@ class Sharded(NamedTuple):
             self.dtype,
             tuple(self.axes[i] for i in order),
         )
+
+    def over(self, names: Container[str]) -> "Sharded":
+        """Over these axes of the mesh alone."""
+        kept = (tuple(name for name in axes if name in names) for axes in self.axes)
+        return self._replace(axes=tuple(kept))
 
 
 class Part(NamedTuple):
@@ -212,7 +217,9 @@ def plan(
     Returns:
       Journeys, each matrix in one of them, ordered by their first arrays.
     """
-    kinds = _kinds(arrays, sizes)
+    # An axis of one device divides nothing, and would keep apart what lies alike.
+    sizes = {name: size for name, size in sizes.items() if size > 1}
+    kinds = _kinds([array.over(sizes) for array in arrays], sizes)
     divided = [_divided(kind) for kind in kinds]
     rests = [rest for _, rest in divided if rest.matrices]
     merged = _merged(rests, sizes)

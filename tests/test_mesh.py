@@ -403,6 +403,17 @@ def test_mapped_over_a_population(kind):
     np.testing.assert_allclose(steps["w"], wanted, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_axis_of_one_device(kind):
+    """Four devices share each matrix, of which it is said to divide the columns."""
+    mesh = make_mesh({"data": 8, "tensor": 1}, kind)
+    grads = {"up": rng_tree(1)["up0"][:8, :16], "small": rng_tree(1)["up1"][:4, :4]}
+    wanted, _ = orthogonalize().update(grads, ())
+    sharded = jax.device_put(grads, NamedSharding(mesh, P(None, "tensor")))
+    found = jax.jit(lambda g: orthogonalize().update(g, ())[0])(sharded)
+    assert_close(found, wanted)
+
+
 def test_gradients_sharded_by_what_they_were_multiplied_with():
     """Of a mesh axis of four, two devices share the heads and two the columns of each."""
     mesh = make_mesh({"fsdp": 2, "tensor": 4}, AxisType.Auto)

@@ -127,6 +127,19 @@ def test_without_a_mesh_there_is_one_owner():
     assert local_matrices(array(3, 5, 4, 8), {}) == 15
 
 
+def test_axes_of_one_device_change_nothing():
+    """What they keep apart would be in pieces that do not travel."""
+    one = {"one": 1} | MESH | {"last": 1}
+    given = [array(8, 16, axes=("fsdp", "one")), array(4, 8, axes=(("last", "fsdp"), ()))]
+    given += [array(24, 6, 4, axes=(("data", "one", "fsdp"), (), "last"))]
+    without = [rows(8, 16), rows(4, 8), array(24, 6, 4, axes=(("data", "fsdp"), (), ()))]
+    assert plan(given, one, LARGE) == plan(without, MESH, LARGE)
+    # Copies that eight devices share, four to a matrix.
+    apart = [array(8, 16, axes=((), "one")), array(4, 4, axes=("one", ()))]
+    [journey] = plan(apart, one, LARGE)
+    assert (len(journey.legs), journey.sharers) == (1, 4)
+
+
 def test_squares_that_are_sharded_like_transposes_travel_together():
     square = array(8, 8, axes=("data", "fsdp")), array(8, 8, axes=("fsdp", "data"))
     [journey] = plan(square, MESH, LARGE)
