@@ -242,7 +242,7 @@ def from_first_nonzero_update(
             updates,
         )
         updates = map_matrices(
-            lambda axes, on, u: jnp.where(axes.per_matrix(on), u, jnp.zeros_like(u)),
+            lambda axes, on, u: jnp.where(per_matrix(axes, on, u), u, jnp.zeros_like(u)),
             axes_tree,
             started,
             transformed,
@@ -383,11 +383,11 @@ def _scaled(
     """Scale the matrices of a leaf; ``bounds`` are eps, r_min and r_max."""
     dtype = compute_dtype((direction, weight))
     d = direction.astype(dtype)
-    norms = axes.norms(weight.astype(dtype)), axes.norms(d)
+    norms = (_sharding.shard_like(axes.norms(x), c) for x in (weight.astype(dtype), d))
     limits = (jnp.asarray(bound, dtype) for bound in bounds)
     found = _measured(c.astype(dtype) if calibrate else None, *norms, *limits)
     return _Scaled(
-        (axes.per_matrix(found.trust_ratio) * d).astype(direction.dtype),
+        (per_matrix(axes, found.trust_ratio, d) * d).astype(direction.dtype),
         jax.tree.map(lambda scalar: scalar.astype(c.dtype), found),
     )
 
@@ -453,6 +453,15 @@ def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> P
         return fn(axes, *map(jnp.asarray, leaves))
 
     return jax.tree.map(at, axes_tree, *trees, is_leaf=is_axes_leaf)
+
+
+def per_matrix(axes: LeafAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Scalars of the batch shape, to broadcast against a leaf that they are beside.
+
+    They are the state's, which may be sharded otherwise than the leaf.
+    """
+    beside = _sharding.shard_as(scalars, leaf, axes.batch_sharding(leaf))
+    return axes.per_matrix(beside)
 
 
 def _filled(

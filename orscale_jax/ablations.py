@@ -36,7 +36,12 @@ from orscale_jax._matrix import (
     require_matrices,
 )
 from orscale_jax._optimizers import orscale
-from orscale_jax._transforms import map_matrices, not_one, per_matrix_leaf
+from orscale_jax._transforms import (
+    map_matrices,
+    not_one,
+    per_matrix,
+    per_matrix_leaf,
+)
 
 Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
 
@@ -87,7 +92,7 @@ def _around(
         _, ratio_state = ratio.update(updates, state.ratio, params)
         directions, inner_state = inner.update(updates, state.inner, params)
         scaled = map_matrices(
-            lambda at, direction, r: at.per_matrix(r) * direction,
+            lambda at, direction, r: per_matrix(at, r, direction) * direction,
             require_matrices(axes, updates),
             directions,
             ratio_state.trust_ratio,

@@ -204,7 +204,7 @@ MUTANTS = [
     ),
     Mutant(
         "ablations",
-        "lambda at, direction, r: at.per_matrix(r) * direction,",
+        "lambda at, direction, r: per_matrix(at, r, direction) * direction,",
         "lambda at, direction, r: direction,",
         "test_recordings.py",
     ),

@@ -285,6 +285,30 @@ def test_state_sharded_and_parameters_copied(kind):
     assert optax.tree.get(state, "trace")["up0"].sharding.spec == P("data", None)
 
 
+@pytest.mark.parametrize(
+    "of_params, of_grads, of_state",
+    [(P("data"), P("data"), P()), (P(), P("data"), P()), (P(), P(), P("data"))],
+)
+def test_layers_sharded_where_the_state_is_not_and_the_reverse(
+    of_params, of_grads, of_state
+):
+    """The small arrays of the state are not where the matrices are."""
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    optimizer = orscale(0.02, weight_dimension_numbers=Dims(1, 2))
+    weight, grad = (rng_tree(seed)["experts"] for seed in (0, 1))
+    expected = optimizer.update(grad, optimizer.init(weight), weight)
+    params, grads, owned = (
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in ((weight, of_params), (grad, of_grads), (weight, of_state))
+    )
+    with jax.set_mesh(mesh):
+        where = state_shardings(optimizer, owned)
+        state = jax.jit(optimizer.init, out_shardings=where)(params)
+        found = jax.jit(optimizer.update)(grads, state, params)
+    assert_close(found, expected)
+    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, (params, state))
+
+
 def equations(jaxpr, name):
     """Those of a primitive, in calls too."""
     for equation in jaxpr.eqns:
@@ -298,19 +322,20 @@ def equations(jaxpr, name):
 def test_what_is_gathered_for_copied_parameters_is_narrow(grads_are):
     """ZeRO-1 and 2: Q in ns_dtype, and no update of a matrix; they have W's sharding."""
     mesh = make_mesh({"data": 8}, AxisType.Explicit)
-    shapes = {"a": (16, 24), "b": (16, 24), "bias": (24,)}
+    shapes = {"a": (16, 24), "b": (16, 24), "layers": (8, 4, 6), "bias": (24,)}
 
-    def tree(columns):
+    def tree(axis):
+        specs = {name: P(*[None] * (len(s) - 1), axis) for name, s in shapes.items()}
+        specs["layers"] = P(axis)
         return {
             name: jax.ShapeDtypeStruct(
-                shape,
-                jnp.float32,
-                sharding=NamedSharding(mesh, P(*[None] * (len(shape) - 1), columns)),
+                shape, jnp.float32, sharding=NamedSharding(mesh, specs[name])
             )
             for name, shape in shapes.items()
         }
 
-    optimizer = orscale(1e-3, ns_dtype=jnp.bfloat16)
+    numbers = {name: Dims(-2, -1) if len(s) > 1 else None for name, s in shapes.items()}
+    optimizer = orscale(1e-3, ns_dtype=jnp.bfloat16, weight_dimension_numbers=numbers)
     params = tree(None)
     grads = params if grads_are == "copied" else tree("data")
     of_state = state_shardings(optimizer, tree("data"))
@@ -322,9 +347,9 @@ def test_what_is_gathered_for_copied_parameters_is_narrow(grads_are):
     with jax.set_mesh(mesh):
         traced = jax.jit(optimizer.update).trace(grads, state, params)
     moved = [equation.invars[0].aval for equation in equations(traced.jaxpr, "reshard")]
-    gathered = [x for x in moved if x.shape == (16, 24) and any(x.sharding.spec)]
+    gathered = [x for x in moved if x.ndim > 1 and any(x.sharding.spec)]
     branches = 3  # CPU, TPU and the other platforms; CPU takes them from here.
-    assert len(gathered) == 2 * branches
+    assert len(gathered) == 3 * branches
     assert {x.dtype for x in gathered} == {jnp.dtype(jnp.bfloat16)}
     updates, _ = traced.out_info
     assert not any(any(x.sharding.spec) for x in updates.values())
