@@ -513,6 +513,25 @@ def test_the_mesh_argument():
         orthogonalize(mesh="data")
 
 
+def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
+    """Their types name no mesh, and those of the state or of the parameters do."""
+    mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
+    where = NamedSharding(mesh, P("fsdp"))
+    params, grads = ({k: rng_tree(i)[k] for k in ("up0", "bias")} for i in (0, 1))
+    optimizer = orscale(0.02)
+    state = optimizer.init(params)
+    of_state = state_shardings(optimizer, jax.device_put(params, where))
+    update = jax.jit(optimizer.update, in_shardings=(where, of_state, where))
+    found = update(grads, jax.device_put(state, of_state), params)
+    assert_close(found, optimizer.update(grads, state, params))
+
+    stage = orthogonalize()
+    update = jax.jit(stage.update, in_shardings=(where, None, where))
+    found, _ = update(grads["up0"], (), jax.device_put(params["up0"], where))
+    assert_close(found, stage.update(grads["up0"], ())[0])
+    assert found.sharding.is_equivalent_to(where, 2)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_without_jit(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
