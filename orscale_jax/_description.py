@@ -218,6 +218,8 @@ class Description:
     ) -> list[Placed]:
         """Which devices of the mesh orthogonalize which matrices.
 
+        With ``ns_preconditioning="aol"``, square matrices do not travel as transposes.
+
         Args:
           max_bytes: As for :meth:`stacks`.
           dtype: In which the matrices are sent, ``ns_dtype`` of :func:`orscale`.

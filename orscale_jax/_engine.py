@@ -113,13 +113,14 @@ def polar_factors(
     xs = [x for x in matrices if x.size]
     of_xs = [spec for x, spec in zip(matrices, specs, strict=True) if x.size]
     on_mesh = _mesh.mesh_of(xs, mesh)
+    turns = _preconditioning.turns_squares(arguments["preconditioning"])
     traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
     known = {k: v for k, v in arguments.items() if k not in traced}
 
     def on(platform: Platform) -> Callable[..., list[jax.Array]]:
         platform = _as_asked(platform, dtype, max_bytes)
         polars = functools.partial(platform.polars, dtype=platform.dtype, **known)
-        return functools.partial(_on_platform, polars, on_mesh, platform, of_xs)
+        return functools.partial(_on_platform, polars, on_mesh, platform, turns, of_xs)
 
     typed = on_mesh is None or _mesh.is_typed(on_mesh)
     by_platform = functools.partial(
@@ -152,6 +153,7 @@ def _on_platform(
     polars: Polars,
     mesh: AbstractMesh | None,
     platform: Platform,
+    turns: bool,
     specs: Sequence[PartitionSpec],
     matrices: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
@@ -164,7 +166,7 @@ def _on_platform(
             fn, sent, platform.stack_bytes, platform.stack_length
         )
     elif platform.partitioner or _mesh.is_typed(mesh):
-        per_device = functools.partial(_per_device, in_turns, platform)
+        per_device = functools.partial(_per_device, in_turns, platform, turns)
         factors = _mesh.on_shards(per_device, sent, traced, mesh)
     else:
         alone = functools.partial(polars, **traced)
@@ -216,6 +218,7 @@ def _in_turns(
 def _per_device(
     polars: Polars,
     platform: Platform,
+    turns: bool,
     shards: Sequence[jax.Array],
     arrays: Sequence[Sharded],
     sizes: Mapping[str, int],
@@ -223,6 +226,7 @@ def _per_device(
 ) -> list[jax.Array]:
     fn = functools.partial(polars, **traced)
     stored = [platform.stored(x) for x in shards]
+    arrays = [array._replace(turns=turns) for array in arrays]
     return _journeys.map_journeys(fn, stored, arrays, sizes, platform.stack_bytes)
 
 

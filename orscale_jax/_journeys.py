@@ -25,8 +25,9 @@ def map_journeys(
     """``fn`` of every matrix, each on one device or on a few.
 
     Args:
-      fn: As for :func:`orscale_jax._stacking.map_stacks`. It keeps zeros, and takes
-        ``columns=``, of each array the devices that have the other columns, if any.
+      fn: As for :func:`orscale_jax._stacking.map_stacks`, but of squares that do not turn
+        not like their transposes. It keeps zeros, and takes ``columns=``, of each array
+        the devices that have the other columns, if any.
       shards: What this device has of each array.
       arrays: The whole arrays.
       sizes: The lengths of the mesh's axes.

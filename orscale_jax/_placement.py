@@ -37,15 +37,17 @@ class Sharded(NamedTuple):
       shape: ``(*batch, m, n)``, of the whole array.
       dtype: Of the entries.
       axes: For each axis, those of the mesh that it is sharded over.
+      turns: Whether square matrices may travel as their transposes.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     axes: tuple[Axes, ...]
+    turns: bool = True
 
     @property
     def is_wide(self) -> bool:
-        """Whether m is below n; square matrices are wide or not by how they are sharded.
+        """Whether m is below n; squares that turn are wide by how they are sharded.
 
         Those that are sharded like each other's transposes can travel together then, and
         with wide ones that are sharded by rows.
@@ -53,17 +55,16 @@ class Sharded(NamedTuple):
         *_, m, n = self.shape
         *_, rows, columns = self.axes
         by_rows = (bool(columns), rows) <= (bool(rows), columns)
-        return m < n or (m == n and by_rows)
+        return m < n or (m == n and (by_rows or not self.turns))
 
     @property
     def transposed(self) -> "Sharded":
         """Of the transposed matrices."""
         *batch, m, n = range(len(self.shape))
         order = (*batch, n, m)
-        return Sharded(
-            tuple(self.shape[i] for i in order),
-            self.dtype,
-            tuple(self.axes[i] for i in order),
+        return self._replace(
+            shape=tuple(self.shape[i] for i in order),
+            axes=tuple(self.axes[i] for i in order),
         )
 
     def over(self, names: Container[str]) -> "Sharded":

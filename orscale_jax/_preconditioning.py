@@ -49,6 +49,11 @@ def check(name: str, value: str) -> None:
     _checks.choice(name, value, _PRECONDITIONINGS)
 
 
+def turns_squares(name: str) -> bool:
+    """Whether it makes of a square matrix's transpose the transpose of what it makes."""
+    return name != "aol"  # Which scales rows.
+
+
 # Of many leaves with one shape, all but the first find it traced.
 @functools.partial(jax.jit, static_argnames=("arithmetic", "in_one_pass"))
 def normalize(x: jax.Array, arithmetic: Arithmetic, *, in_one_pass: bool) -> jax.Array:

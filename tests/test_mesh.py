@@ -392,6 +392,17 @@ def test_traced_steps_and_coefficients(kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_aol_scales_the_rows_of_squares_that_are_sharded_by_columns(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    square = rng_tree(1)["odd0"]
+    stage = orthogonalize(ns_preconditioning="aol")
+    wanted, _ = stage.update(square, ())
+    sharded = jax.device_put(square, NamedSharding(mesh, P(None, "fsdp")))
+    found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_without_entries(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
     shapes = {"none": (0, 16, 8), "narrow": (1, 16, 0), "w": (1, 16, 8)}

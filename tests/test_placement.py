@@ -145,6 +145,8 @@ def test_squares_that_are_sharded_like_transposes_travel_together():
     [journey] = plan(square, MESH, LARGE)
     assert len(journey.legs) == 1
     assert sorted(part.transposed for part in journey.parts) == [False, True]
+    apart = plan([x._replace(turns=False) for x in square], MESH, LARGE)
+    assert [part.transposed for journey in apart for part in journey.parts] == [False] * 2
 
 
 def test_what_is_left_over_is_shared():
