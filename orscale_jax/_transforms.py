@@ -456,12 +456,14 @@ def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> P
 
 
 def per_matrix(axes: LeafAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Scalars of the batch shape, to broadcast against a leaf that they are beside.
+    """Scalars of the batch shape, to broadcast against a leaf, and sharded as it is.
 
-    They are the state's, which may be sharded otherwise than the leaf.
+    They are the state's, which may be sharded otherwise.
     """
-    beside = _sharding.shard_as(scalars, leaf, axes.batch_sharding(leaf))
-    return axes.per_matrix(beside)
+    spread = axes.per_matrix(scalars)
+    like = zip(spread.shape, leaf.shape, _sharding.spec(leaf), strict=True)
+    entries = [entry if size == full else None for size, full, entry in like]
+    return _sharding.shard_as(spread, leaf, entries)
 
 
 def _filled(

@@ -309,6 +309,20 @@ def test_layers_sharded_where_the_state_is_not_and_the_reverse(
     assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, (params, state))
 
 
+def test_blocks_of_a_single_column():
+    """What says whether each has started has the shape of the leaf, and no sharding."""
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    numbers = BlockDimensionNumbers(0, 1, block_axis=0, blocks=(3, 5))
+    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+    weight, grad = (rng_tree(seed)["up0"][:8, :1] for seed in (0, 1))
+    expected, _ = optimizer.update(grad, optimizer.init(weight), weight)
+    params, grads = jax.device_put((weight, grad), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        found, _ = jax.jit(optimizer.update)(grads, state, params)
+    assert_close(found, expected)
+
+
 def equations(jaxpr, name):
     """Those of a primitive, in calls too."""
     for equation in jaxpr.eqns:
@@ -347,7 +361,8 @@ def test_what_is_gathered_for_copied_parameters_is_narrow(grads_are):
     with jax.set_mesh(mesh):
         traced = jax.jit(optimizer.update).trace(grads, state, params)
     moved = [equation.invars[0].aval for equation in equations(traced.jaxpr, "reshard")]
-    gathered = [x for x in moved if x.ndim > 1 and any(x.sharding.spec)]
+    leaves = {shape for shape in shapes.values() if len(shape) > 1}
+    gathered = [x for x in moved if x.shape in leaves and any(x.sharding.spec)]
     branches = 3  # CPU, TPU and the other platforms; CPU takes them from here.
     assert len(gathered) == 3 * branches
     assert {x.dtype for x in gathered} == {jnp.dtype(jnp.bfloat16)}
