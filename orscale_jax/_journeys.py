@@ -101,9 +101,9 @@ class _Way(NamedTuple):
 
     @property
     def is_turned(self) -> bool:
-        """Where legs take one shape for the way, a TPU would pad short last axes."""
+        """Where pieces of two shapes take one for the way, a TPU would pad short axes."""
         m, n = self.sent
-        return len(self.journey.legs) > 1 and m > n
+        return len({leg.axes for leg in self.journey.legs}) > 1 and m > n
 
     @property
     def sides(self) -> list[tuple[Axes, int]]:
@@ -220,10 +220,7 @@ def _to_pieces(whole: jax.Array, ways: Sequence[_Way]) -> jax.Array:
 def _of_this_leg(fn: Callable[[_Way], jax.Array], ways: Sequence[_Way]) -> jax.Array:
     """``fn`` of the leg that this device's matrix comes by."""
     journey = ways[0].journey
-    runs = [
-        list(run)
-        for _, run in itertools.groupby(ways, lambda way: (way.leg.rows, way.leg.columns))
-    ]
+    runs = [list(run) for _, run in itertools.groupby(ways, lambda way: way.leg.axes)]
     result, first = fn(runs[0][0]), 0
     for run, following in itertools.pairwise(runs):
         first += sum(way.leg.places for way in run)

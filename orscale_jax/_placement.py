@@ -113,6 +113,11 @@ class Leg(NamedTuple):
         return sum(part.matrices for part in self.parts)
 
     @property
+    def axes(self) -> tuple[Axes, Axes]:
+        """Of the mesh, which divide them into pieces; where equal, of one shape."""
+        return self.rows, self.columns
+
+    @property
     def places(self) -> int:
         """How many devices take a matrix, or columns of one."""
         return self.matrices * self.sharers
