@@ -306,6 +306,18 @@ MUTANTS = [
     ),
     Mutant(
         "_placement",
+        "return m < n or (m == n and (columns <= rows or not self.turns))",
+        "return m < n or (m == n and columns <= rows)",
+        "test_mesh.py -k aol",
+    ),
+    Mutant(
+        "_placement",
+        "kinds = _kinds([array.over(sizes) for array in arrays], sizes)",
+        "kinds = _kinds(arrays, sizes)",
+        "test_mesh.py -k axis_of_one_device",
+    ),
+    Mutant(
+        "_placement",
         "length = math.ceil(kind.matrices / stacks / kind.owners) * kind.owners",
         "length = math.ceil(kind.matrices / stacks)",
         "test_placement.py",
