@@ -80,7 +80,7 @@ def on_shards(
     if is_typed(mesh):
         return _on_typed_shards(per_device, arrays, scalars, mesh)
     count = len(arrays)
-    call = _transformable(_partitioned(per_device, count, tuple(scalars)), count)
+    call = _transformable(_partitioned(per_device, count, tuple(scalars), mesh), count)
     operands = (*arrays, *scalars.values())
     if AxisType.Explicit not in mesh.axis_types:
         return list(call(*operands))
@@ -139,7 +139,7 @@ def _on_typed_shards(
 
 
 def _partitioned(
-    per_device: PerDevice, count: int, names: tuple[str, ...]
+    per_device: PerDevice, count: int, names: tuple[str, ...], abstract: AbstractMesh
 ) -> custom_partitioning:
     """Of ``count`` arrays, the named scalars, and what else there is."""
 
@@ -153,6 +153,8 @@ def _partitioned(
         return call(operands, whole, {})
 
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
+        if mesh.empty:  # Of arrays that are nowhere yet JAX has the devices alone.
+            mesh = _named_shardings.mesh_of_devices(operands[0], abstract)
         mesh, shardings = _named_shardings.named(operands[:count], mesh)
         whole = [
             _sharded(array, sharding.spec)

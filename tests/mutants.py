@@ -365,6 +365,12 @@ MUTANTS = [
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
+        "_mesh",
+        "if mesh.empty:  # Of arrays that are nowhere yet JAX has the devices alone.",
+        "if False:",
+        "test_mesh.py -k not_placed",
+    ),
+    Mutant(
         "_columns",
         "return jnp.where(jax.lax.axis_index(self.axes) < self.members, found, x)",
         "return found",

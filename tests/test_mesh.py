@@ -558,6 +558,18 @@ def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
     assert found.sharding.is_equivalent_to(where, 2)
 
 
+@pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
+def test_arrays_that_are_not_placed_yet(axes):
+    """Of which JAX tells the partitioner's callback no mesh, though one is set."""
+    mesh = make_mesh(dict(zip(axes, (2, 4), strict=True)), AxisType.Auto)
+    params, grads = ({k: rng_tree(i)[k] for k in ("up0", "bias")} for i in (0, 1))
+    optimizer = orscale(0.02)
+    expected = optimizer.update(grads, optimizer.init(params), params)
+    with jax.set_mesh(mesh):
+        found = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    assert_close(found, expected)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_without_jit(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
