@@ -306,8 +306,8 @@ MUTANTS = [
     ),
     Mutant(
         "_placement",
-        "return m < n or (m == n and (columns <= rows or not self.turns))",
-        "return m < n or (m == n and columns <= rows)",
+        "return m < n or (m == n and (by_rows or not self.turns))",
+        "return m < n or (m == n and by_rows)",
         "test_mesh.py -k aol",
     ),
     Mutant(
