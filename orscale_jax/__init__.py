@@ -4,6 +4,7 @@ from orscale_jax._attention import (
     AttentionHeads as AttentionHeads,
     QueryKey as QueryKey,
 )
+from orscale_jax._convert import convert_state as convert_state
 from orscale_jax._describe import describe as describe
 from orscale_jax._description import (
     Description as Description,

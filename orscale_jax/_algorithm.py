@@ -12,6 +12,8 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
+from orscale_jax._boxes import on_bare_arrays, unbox
+from orscale_jax._decay import add_decayed_weights
 from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
@@ -19,6 +21,7 @@ from orscale_jax._matrix import (
     is_function,
     matrix_axes,
 )
+from orscale_jax._param_shardings import ParamShardings
 from orscale_jax._polar import Coefficients
 from orscale_jax._precision import in_float32
 from orscale_jax._transforms import (
@@ -27,7 +30,7 @@ from orscale_jax._transforms import (
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
 )
-from orscale_jax._updates import require_fitting
+from orscale_jax._updates import require_fitting, where_gradients_are
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
@@ -52,8 +55,10 @@ class Hyperparameters(NamedTuple):
     adam_b1: ArrayLike
     adam_b2: ArrayLike
     adam_eps: ArrayLike
+    adam_nesterov: bool
     adam_weight_decay: ScalarOrSchedule | None
     mesh: Mesh | AbstractMesh | None
+    param_shardings: ParamShardings
     calibrate: bool = True
     r_min: ArrayLike = 0.1
     r_max: ArrayLike = 5.0
@@ -92,11 +97,10 @@ def arranged(
     matrices = functools.partial(_matrices, arrangement, given)
     matrices(None, None)  # The stages refuse bad hyperparameters now, not at init.
     others = functools.partial(_others, given)
-    return in_float32(
-        _partition(
-            matrices, others, given.weight_dimension_numbers, given.weight_decay_mask
-        )
+    partition = _partition(
+        matrices, others, given.weight_dimension_numbers, given.weight_decay_mask
     )
+    return on_bare_arrays(where_gradients_are(in_float32(partition, given.mu_dtype)))
 
 
 def _check(given: Hyperparameters) -> None:
@@ -111,6 +115,7 @@ def _check(given: Hyperparameters) -> None:
     number("adam_b1", given.adam_b1, below=1)
     number("adam_b2", given.adam_b2, below=1)
     number("adam_eps", given.adam_eps)
+    _checks.flag("adam_nesterov", given.adam_nesterov)
     number("adam_weight_decay", given.adam_weight_decay, schedule=True)
 
 
@@ -143,12 +148,13 @@ def _stages(
             ns_dtype=given.ns_dtype,
             ns_preconditioning=given.ns_preconditioning,
             mesh=given.mesh,
+            param_shardings=given.param_shardings,
             weight_dimension_numbers=axes,
         ),
         # sQ
         scale_by_shape(given.consistent_rms, weight_dimension_numbers=axes),
     )
-    decay = optax.add_decayed_weights(given.weight_decay, mask)
+    decay = add_decayed_weights(given.weight_decay, mask)
     once_moving = functools.partial(
         from_first_nonzero_update, weight_dimension_numbers=axes
     )
@@ -168,14 +174,17 @@ def _stages(
 
 
 def _others(given: Hyperparameters, mask: Mask | None) -> optax.GradientTransformation:
-    return optax.adamw(
-        given.adam_learning_rate,
-        b1=given.adam_b1,
-        b2=given.adam_b2,
-        eps=given.adam_eps,
-        weight_decay=given.adam_weight_decay,
-        mask=mask,
-        mu_dtype=given.mu_dtype,
+    """``optax.adamw``, link by link."""
+    return optax.chain(
+        optax.scale_by_adam(
+            b1=given.adam_b1,
+            b2=given.adam_b2,
+            eps=given.adam_eps,
+            mu_dtype=given.mu_dtype,
+            nesterov=given.adam_nesterov,
+        ),
+        add_decayed_weights(given.adam_weight_decay, mask),
+        optax.scale_by_learning_rate(given.adam_learning_rate),
     )
 
 
@@ -190,11 +199,13 @@ def _partition(
     """:func:`optax.partition`, built once the parameters are there.
 
     Callables then see the whole tree, and not the half that a partition leaves of it.
+    Labels and masks stand in the places of boxes: no box is made that holds nothing.
     """
 
     def at(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+        tree = unbox(tree)
         axes = matrix_axes(weight_dimension_numbers, tree)
-        mask = weight_decay_mask
+        mask = unbox(weight_decay_mask)
         if is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_)):
             # As in matrix_axes, a placeholder is no tree to ask about.
             mask = mask(tree) if jax.tree.leaves(tree) else tree

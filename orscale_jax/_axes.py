@@ -41,11 +41,15 @@ class MatrixAxes:
 
     def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
         """One entry per matrix: ``()`` for a plain matrix."""
-        return tuple(leaf.shape[axis] for axis in self.batch)
+        return self.of_batch(leaf.shape)
 
-    def batch_sharding(self, leaf: jax.Array) -> list[Any]:
+    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """Entries of the axes that count matrices, given one for each axis."""
+        return tuple(entries[axis] for axis in self.batch)
+
+    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
         """The axes of the mesh for an array of the batch shape."""
-        return [_sharding.spec(leaf)[axis] for axis in self.batch]
+        return self.of_batch(_sharding.spec(leaf))
 
     def matrix_shape(self, leaf: jax.Array) -> tuple[int, int]:
         """``(m, n)``."""
@@ -94,6 +98,10 @@ class MatrixAxes:
         """A part of an array of the leaf's shape or of the batch shape."""
         return array
 
+    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
+        """The matrices of each part, of shape ``(*batch, m, n)``."""
+        return [self.to_matrices(leaf)]
+
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """The inverse of :meth:`part`."""
         [array] = parts
@@ -139,9 +147,18 @@ class MatrixBlocks(abc.ABC):
         """One entry per matrix."""
         return self._with_blocks(self.whole.batch_shape(leaf), len(self.sizes))
 
+    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """The same as of :class:`MatrixAxes`, and None for the axis of the blocks."""
+        return self._with_blocks(self.whole.of_batch(entries), None)
+
     def norms(self, leaf: jax.Array) -> jax.Array:
         """As of :class:`MatrixAxes`."""
         return _root(self.reduce(jnp.sum, jnp.square(leaf)))
+
+    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
+        """As of :class:`MatrixAxes`."""
+        parts = (self.part(leaf, index) for index in range(len(self.labels)))
+        return [self.within.to_matrices(part) for part in parts]
 
     def _with_blocks(self, batch: Sequence[Any], entry: Any) -> tuple[Any, ...]:
         return (*batch[: self.place], entry, *batch[self.place :])
@@ -165,7 +182,7 @@ class MatrixBlocks(abc.ABC):
     def within(self) -> MatrixAxes: ...
 
     @abc.abstractmethod
-    def batch_sharding(self, leaf: jax.Array) -> list[Any]: ...
+    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]: ...
 
     @abc.abstractmethod
     def part(self, array: jax.Array, index: int) -> jax.Array: ...
@@ -199,7 +216,7 @@ class EqualBlocks(MatrixBlocks):
         )
         return MatrixAxes(self._with_blocks(batch, self.axis), rows, columns)
 
-    def batch_sharding(self, leaf: jax.Array) -> list[Any]:
+    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
         return self.within.batch_sharding(self.part(leaf, 0))
 
     def part(self, array: jax.Array, index: int) -> jax.Array:
@@ -242,8 +259,8 @@ class UnequalBlocks(MatrixBlocks):
     def _bounds(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise(itertools.accumulate(self.sizes, initial=0)))
 
-    def batch_sharding(self, leaf: jax.Array) -> list[Any]:
-        return list(self._with_blocks(self.whole.batch_sharding(leaf), None))
+    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
+        return self.of_batch(_sharding.spec(leaf))
 
     def part(self, array: jax.Array, index: int) -> jax.Array:
         if not self._is_leaf(array):

@@ -13,8 +13,9 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from orscale_jax import _checks, _sharding
+from orscale_jax import _audit, _checks, _sharding
 from orscale_jax._axes import LeafAxes, MatrixAxes
+from orscale_jax._boxes import unbox
 from orscale_jax._description import Description, ParameterRow
 from orscale_jax._matrix import (
     PyTree,
@@ -22,7 +23,7 @@ from orscale_jax._matrix import (
     is_axes_leaf,
     matrix_axes,
 )
-from orscale_jax._names import dotted
+from orscale_jax._names import dotted, key_name
 from orscale_jax._precision import compute_dtype
 
 
@@ -71,7 +72,7 @@ def describe(
     """
     _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
     axes_of = _by_path(matrix_axes(weight_dimension_numbers, params))
-    leaf_of = _by_path(params)
+    leaf_of = _by_path(unbox(params))
     state: list[_StateLeaf] | None = None
     if optimizer is not None:
         state = list(_state_leaves(optimizer, params))
@@ -149,6 +150,9 @@ def _matrix_row(
         n=n,
         scale=1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5,
         norms=_norms(axes.within, part, leaf),
+        check=_audit.reasons(
+            [key_name(key) for key in path], batch_shape, m, n, axes.within is not axes
+        ),
         mesh_axes=_mesh_axes(axes, index, leaf),
         parameters=math.prod(shaped.shape),
         state_bytes=_bytes_of_part(axes, leaf, state, index),
@@ -214,8 +218,8 @@ def _state_leaves(optimizer: Any, params: PyTree) -> Iterator[_StateLeaf]:
     """
     if not callable(getattr(optimizer, "init", None)):
         _checks.refuse("optimizer", optimizer, "pass an Optax optimizer, or None")
-    state = jax.eval_shape(optimizer.init, params)
-    leaf_of = _by_path(params)
+    state = unbox(jax.eval_shape(optimizer.init, params))
+    leaf_of = _by_path(unbox(params))
     for path, array in jax.tree_util.tree_leaves_with_path(state):
         start = next((i for i in range(len(path) + 1) if path[i:] in leaf_of), None)
         owner = None if start is None else path[start:]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _HEADINGS = (
     "parameter", "shape", "dtype", "rule", "matrices", "m × n", "s", "‖W‖", "parameters",
-    "state bytes",
+    "state bytes", "check",
 )  # fmt: skip
 _WORDS = 4  # Columns of words; the others are of numbers.
 _NAMES = 4  # Of a stack, before it is abridged.
@@ -48,6 +48,9 @@ class ParameterRow:
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
         whole leaf.
       batch_shape: How its matrices are counted, such as layers × experts.
+      check: Why a careful person would look at this leaf: it is named like a fused
+        projection, a router, a table or a head, one side is 16 times as long as the
+        other or more, or an axis of length 1 counts matrices. Empty where nothing is odd.
       mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
         that it is sharded over; empty off a mesh and under AdamW.
     """
@@ -66,6 +69,7 @@ class ParameterRow:
     block: str = ""
     batch_shape: tuple[int, ...] = ()
     mesh_axes: tuple[tuple[str, ...], ...] = ()
+    check: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -263,6 +267,7 @@ class Description:
         hidden = {
             "‖W‖": all(row.norms is None for row in self.rows),
             "state bytes": self.shared_bytes is None,
+            "check": not any(row.check for row in self.rows),
         }
         shown = [not hidden.get(heading, False) for heading in _HEADINGS]
 
@@ -328,6 +333,7 @@ def _row_cells(row: ParameterRow) -> Cells:
         " … ".join(dict.fromkeys(f"{norm:.4g}" for norm in row.norms or ())),
         f"{row.parameters:,}",
         "" if row.state_bytes is None else f"{row.state_bytes:,}",
+        ", ".join(row.check),
     )
 
 
@@ -341,4 +347,5 @@ def _total_cells(name: str, total: Total) -> Cells:
         *("", "", ""),
         f"{total.parameters:,}" if name != "shared" else "",
         "" if total.state_bytes is None else f"{total.state_bytes:,}",
+        "",
     )

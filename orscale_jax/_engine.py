@@ -88,6 +88,7 @@ _TPU_AUTO = _ACCELERATOR._replace(partitioner=False)
 def polar_factors(
     matrices: Sequence[jax.Array],
     specs: Sequence[PartitionSpec],
+    auto_specs: Sequence[PartitionSpec] | None,
     dtype: DTypeLike | None,
     max_bytes: int | None,
     mesh: Mesh | AbstractMesh | None,
@@ -101,6 +102,7 @@ def polar_factors(
     Args:
       matrices: Arrays of shape ``(*batch, m, n)``.
       specs: The shardings of the factors, where types carry any.
+      auto_specs: The shardings of the matrices on Auto axes, if they are known.
       dtype: As for :func:`orscale_jax.polar_factor`.
       max_bytes: What a stack may have; None for what suits the platform.
       mesh: As for :func:`orscale_jax.orthogonalize`.
@@ -110,9 +112,13 @@ def polar_factors(
       The factors, in the dtypes of ``matrices``.
     """
     # An array without entries is its own factor, and has nothing to send.
-    xs = [x for x in matrices if x.size]
-    of_xs = [spec for x, spec in zip(matrices, specs, strict=True) if x.size]
+    filled = [i for i, x in enumerate(matrices) if x.size]
+    xs = [matrices[i] for i in filled]
+    of_xs = [specs[i] for i in filled]
     on_mesh = _mesh.mesh_of(xs, mesh)
+    in_specs = None if auto_specs is None else [auto_specs[i] for i in filled]
+    if on_mesh is not None and _mesh.is_typed(on_mesh):
+        in_specs = [jax.typeof(x).sharding.spec for x in xs]
     turns = _preconditioning.turns_squares(arguments["preconditioning"])
     traced = {k: v for k, v in arguments.items() if isinstance(v, jax.core.Tracer)}
     known = {k: v for k, v in arguments.items() if k not in traced}
@@ -120,13 +126,15 @@ def polar_factors(
     def on(platform: Platform) -> Callable[..., list[jax.Array]]:
         platform = _as_asked(platform, dtype, max_bytes)
         polars = functools.partial(platform.polars, dtype=platform.dtype, **known)
-        return functools.partial(_on_platform, polars, on_mesh, platform, turns, of_xs)
+        return functools.partial(
+            _on_platform, polars, on_mesh, platform, turns, of_xs, in_specs
+        )
 
-    typed = on_mesh is None or _mesh.is_typed(on_mesh)
+    settled = on_mesh is None or in_specs is not None
     by_platform = functools.partial(
         jax.lax.platform_dependent,
         cpu=on(_CPU),
-        tpu=on(_TPU if typed else _TPU_AUTO),
+        tpu=on(_TPU if settled else _TPU_AUTO),
         default=on(_ACCELERATOR),
     )
     found = iter(by_platform(xs, traced) if xs else ())
@@ -155,6 +163,7 @@ def _on_platform(
     platform: Platform,
     turns: bool,
     specs: Sequence[PartitionSpec],
+    in_specs: Sequence[PartitionSpec] | None,
     matrices: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:
@@ -165,9 +174,9 @@ def _on_platform(
         factors = _stacking.map_stacks(
             fn, sent, platform.stack_bytes, platform.stack_length
         )
-    elif platform.partitioner or _mesh.is_typed(mesh):
+    elif platform.partitioner or in_specs is not None:
         per_device = functools.partial(_per_device, in_turns, platform, turns)
-        factors = _mesh.on_shards(per_device, sent, traced, mesh)
+        factors = _mesh.on_shards(per_device, sent, traced, mesh, in_specs)
     else:
         alone = functools.partial(polars, **traced)
         gathered = [_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in sent]

@@ -5,7 +5,6 @@ This is the only module that resolves dimension numbers. Everything else handles
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeGuard
 
@@ -17,13 +16,12 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
 from orscale_jax._axes import LeafAxes, MatrixAxes, matrix_blocks
-from orscale_jax._names import key_name, listed, name_and_shape, quoted
+from orscale_jax._boxes import unbox
+from orscale_jax._names import key_name, listed, name_and_shape, quoted, words
 
 PyTree: TypeAlias = Any
 
-# A word of a snake_case or CamelCase name: "lm_head" and "LMHead_0" both end in "head".
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_WORDS = frozenset({"wte", "wpe", "emb", "logits"})
+_WORDS = frozenset({"wte", "wpe", "emb", "vocab", "tok", "pos", "logits"})
 _LAST_WORDS = frozenset({"head", "classifier"})
 
 
@@ -82,20 +80,22 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
         :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
         that is a prefix of ``tree``, with ``None`` where a leaf is not a matrix; or a
         callable from ``tree`` to such a tree. Already resolved trees are accepted.
-      tree: Arrays, abstract arrays, or any pytree of them.
+      tree: Arrays, abstract arrays, or any pytree of them, in boxes or not.
 
     Returns:
-      A tree with :class:`MatrixAxes` or :class:`MatrixBlocks` at each leaf of matrices
-      and :class:`optax.MaskedNode` at every other leaf, as :func:`optax.partition` leaves
-      it for one of its groups.
+      A tree without boxes, with :class:`MatrixAxes` or :class:`MatrixBlocks` at each leaf
+      of matrices and :class:`optax.MaskedNode` at every other leaf, as
+      :func:`optax.partition` leaves it for one of its groups.
 
     Raises:
       ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
     """
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
         return tree
+    tree = unbox(tree)
     if is_function(weight_dimension_numbers, is_resolvable):
         weight_dimension_numbers = weight_dimension_numbers(tree)
+    weight_dimension_numbers = unbox(weight_dimension_numbers, is_resolvable)
     if weight_dimension_numbers is None:
         refuse_ambiguous(jax.tree_util.tree_leaves_with_path(tree))
         return jax.tree_util.tree_map_with_path(default_axes, tree)
@@ -125,7 +125,8 @@ def require_matrices(
         return axes
 
     axes = matrix_axes(weight_dimension_numbers, tree)
-    return jax.tree_util.tree_map_with_path(check, axes, tree, is_leaf=is_axes_leaf)
+    bare = unbox(tree)
+    return jax.tree_util.tree_map_with_path(check, axes, bare, is_leaf=is_axes_leaf)
 
 
 def is_axes_leaf(node: Any) -> bool:
@@ -275,9 +276,9 @@ def refuse_ambiguous(leaves: Iterable[tuple[Any, jax.Array]]) -> None:
 
 def names_embedding_or_head(key: str) -> bool:
     """Whether a key of a path says that its parameter is a table or an output head."""
-    words = [word.lower() for word in _WORD.findall(key)]
+    found = words(key)
     return "embed" in key.lower() or bool(
-        _WORDS.intersection(words) or _LAST_WORDS.intersection(words[-1:])
+        _WORDS.intersection(found) or _LAST_WORDS.intersection(found[-1:])
     )
 
 

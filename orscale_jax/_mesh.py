@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import core
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -44,13 +45,44 @@ def mesh_of(
             f"mesh={dict(wanted.shape)}, and the arrays are on a mesh "
             f"{dict(found.shape)}: pass the mesh of the parameters, or None."
         )
-    if found is None or AxisType.Manual in found.axis_types:
+    if found is None:
+        return None
+    if AxisType.Manual in found.axis_types:
+        _refuse_mixed_with_manual(arrays, found)
         return None
     return found if _matters(found) else None
 
 
+def _refuse_mixed_with_manual(arrays: Sequence[jax.Array], mesh: AbstractMesh) -> None:
+    """Within shard_map, matrices may not be in pieces that only types know of."""
+    for array in arrays:
+        spec = jax.typeof(array).sharding.spec
+        pieces = [name for names in _sharding.axes_of(spec, array.ndim) for name in names]
+        if pieces:
+            manual = [
+                name
+                for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+                if kind == AxisType.Manual
+            ]
+            raise ValueError(
+                f"within jax.shard_map over {manual} a matrix of shape {array.shape} is "
+                f"still sharded over {pieces}, which are Explicit: name these in "
+                "axis_names of shard_map as well, or call the optimizer outside of it."
+            )
+
+
 def _matters(mesh: AbstractMesh) -> bool:
     return mesh.size > 1 or AxisType.Explicit in mesh.axis_types
+
+
+def mapped_axes() -> frozenset[Any]:
+    """The axes of the mesh over which ``jax.vmap`` maps here.
+
+    They are named by its ``spmd_axis_name``, or are those of a sharded Explicit axis that
+    it maps over. JAX has no public way to ask.
+    """
+    env = core.get_axis_env()
+    return env.spmd_axis_names | env.explicit_mesh_axis_names
 
 
 def is_typed(mesh: AbstractMesh) -> bool:
@@ -58,16 +90,22 @@ def is_typed(mesh: AbstractMesh) -> bool:
     return set(mesh.axis_types) == {AxisType.Explicit}
 
 
+def is_auto(mesh: AbstractMesh) -> bool:
+    """Whether no sharding is part of types."""
+    return set(mesh.axis_types) == {AxisType.Auto}
+
+
 def on_shards(
     per_device: PerDevice,
     arrays: Sequence[jax.Array],
     scalars: Mapping[str, jax.Array],
     mesh: AbstractMesh,
+    specs: Sequence[PartitionSpec] | None,
 ) -> list[jax.Array]:
     """Arrays of the shapes, dtypes and shardings of the given ones.
 
-    On a mesh of Explicit axes the shardings are part of the types. Auto axes are known
-    to the partitioner alone, which calls back for the program of one device.
+    On Auto axes shardings may be known to the partitioner alone, which then calls back
+    for the program of one device.
 
     Args:
       per_device: ``per_device(shards, whole, sizes, **scalars)`` makes shards of the same
@@ -76,9 +114,10 @@ def on_shards(
       arrays: What it is given the shards of.
       scalars: Traced values that every device has.
       mesh: The mesh of the arrays.
+      specs: How they are sharded, if that is known.
     """
-    if is_typed(mesh):
-        return _on_typed_shards(per_device, arrays, scalars, mesh)
+    if specs is not None:
+        return _on_known_shards(per_device, arrays, scalars, mesh, tuple(specs))
     count = len(arrays)
     call = _transformable(_partitioned(per_device, count, tuple(scalars), mesh), count)
     operands = (*arrays, *scalars.values())
@@ -101,7 +140,10 @@ def spread(
       x: Shape ``(m, n)`` or ``(k, m, n)``.
     """
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    axes = tuple(name for name, kind in kinds if kind == AxisType.Auto)
+    apart = mapped_axes()
+    axes = tuple(
+        name for name, kind in kinds if kind == AxisType.Auto and name not in apart
+    )
     count = math.prod(x.shape[:-2])
     missing = -count % devices(axes, mesh.shape)
     stack = jnp.pad(x.reshape(count, *x.shape[-2:]), [(0, missing), (0, 0), (0, 0)])
@@ -116,14 +158,18 @@ def spread(
     return result[:count].reshape(x.shape)
 
 
-def _on_typed_shards(
+def _on_known_shards(
     per_device: PerDevice,
     arrays: Sequence[jax.Array],
     scalars: Mapping[str, jax.Array],
     mesh: AbstractMesh,
+    specs: tuple[PartitionSpec, ...],
 ) -> list[jax.Array]:
-    specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
     whole = list(map(_sharded, arrays, specs))
+
+    # Along an axis that jax.vmap maps over, devices hold different matrices, not copies.
+    apart = mapped_axes()
+    sizes = {name: size for name, size in mesh.shape.items() if name not in apart}
 
     @functools.partial(
         jax.shard_map,
@@ -133,7 +179,7 @@ def _on_typed_shards(
         check_vma=False,
     )
     def mapped(shards: Any, scalars: Any) -> tuple[jax.Array, ...]:
-        return tuple(per_device(shards, whole, mesh.shape, **scalars))
+        return tuple(per_device(shards, whole, sizes, **scalars))
 
     return list(mapped(tuple(arrays), dict(scalars)))
 

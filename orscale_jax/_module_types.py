@@ -92,8 +92,12 @@ def numbers_by_owner(
     shape: tuple[int, ...],
     owners: Mapping[Path, Any],
     rules: Mapping[type, Any],
+    stacked: Collection[int] = (),
 ) -> Numbers:
-    """The numbers of a parameter that is an attribute of a module."""
+    """The numbers of a parameter that is an attribute of a module.
+
+    ``stacked`` are the axes that are known to count modules, wherever they stand.
+    """
     owner, name = owner_of(path, owners)
     of_owner = declared(owner, rules)
     if name not in of_owner:
@@ -101,10 +105,11 @@ def numbers_by_owner(
     found = of_owner[name]
     if not isinstance(found, Weight):
         return found
-    # Transformations stack in front unless told otherwise, and nothing keeps what they
-    # were told; in front or not, the sizes have to be those that the module declares.
-    stacked = max(len(shape) - len(found.shape), 0)
-    return place(found, tuple(range(stacked, len(shape))), shape)
+    # Transformations stack in front unless told otherwise, and what they were told is
+    # kept in annotations alone; the sizes have to be those that the module declares.
+    others = [axis for axis in range(len(shape)) if axis not in stacked]
+    in_front = max(len(others) - len(found.shape), 0)
+    return place(found, tuple(others[in_front:]), shape)
 
 
 def undeclared(owner: str, shape: tuple[int, ...]) -> Numbers:

@@ -1,8 +1,12 @@
 """What error messages and tables call the leaves of a tree."""
 
+import re
 from typing import Any
 
 import numpy as np
+
+# "lm_head" and "LMHead_0" both end in "head".
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
 
 def key_name(entry: Any) -> str:
@@ -26,6 +30,11 @@ def quoted(path: Any) -> str:
 def name_and_shape(path: Any, leaf: Any) -> str:
     """A leaf, for an error message."""
     return f"{quoted(path)} of shape {np.shape(leaf)}"
+
+
+def words(key: str) -> list[str]:
+    """The words of a snake_case or CamelCase name, in lower case."""
+    return [word.lower() for word in _WORD.findall(key)]
 
 
 def listed(parameters: list[str]) -> str:

@@ -7,6 +7,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax._algorithm import Hyperparameters, Mask, ScalarOrSchedule, arranged
 from orscale_jax._matrix import WeightDimensionNumbers
+from orscale_jax._param_shardings import ParamShardings
 from orscale_jax._polar import Coefficients
 
 
@@ -32,8 +33,10 @@ def orscale(
     adam_b1: ArrayLike = 0.9,
     adam_b2: ArrayLike = 0.95,
     adam_eps: ArrayLike = 1e-8,
+    adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    param_shardings: ParamShardings = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""OrScale: Muon with a calibrated trust ratio per matrix.
 
@@ -81,23 +84,37 @@ def orscale(
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
         do not name are a batch: each matrix has its own Q, c and r. Without them, a 2-D
         leaf is a matrix, unless a key of its path contains ``embed`` or the word ``emb``,
-        ``wte``, ``wpe`` or ``logits``, or ends in the word ``head`` or ``classifier``.
-        These and leaves of fewer axes take AdamW; leaves of more axes are refused.
-        :func:`by_path` makes them by path, and :func:`describe` shows what they say.
+        ``wte``, ``wpe``, ``vocab``, ``tok``, ``pos`` or ``logits``, or ends in the word
+        ``head`` or ``classifier``. These and leaves of fewer axes take AdamW; leaves of
+        more axes are refused. A router or a fused projection of two axes is one matrix;
+        the column "check" of :func:`describe` points at such names. :func:`by_path` makes
+        dimension numbers by path.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
+      adam_nesterov: Whether AdamW, too, has Nesterov's momentum (as in
+        :func:`optax.contrib.muon` by default).
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name theirs; None: that of the context (``jax.set_mesh``), if any. Arrays
         that are on a mesh name it, so None does in general.
+      param_shardings: How the parameters (and their gradients) are sharded, on a mesh of
+        Auto axes, where types do not say: a tree of :class:`jax.sharding.NamedSharding`
+        or :class:`jax.sharding.PartitionSpec`, or of arrays or
+        :class:`jax.ShapeDtypeStruct` that have shardings, or a prefix of one, or a
+        callable from the parameters to one. None: what Flax or Haliax annotate, as
+        ``init`` was last shown parameters of these names and shapes. It decides where
+        Newton–Schulz runs, and nothing else: an array that is sharded otherwise is sent
+        there. Explicit axes do not need it.
 
     Returns:
-      A transformation whose updates have the gradients' shapes and dtypes. Norms, D, c
-      and r are float32 (float64 for float64) whatever the dtypes that come in. The ratios
-      are in the state: ``optax.tree.get_all_with_path(state, "trust_ratio")``, likewise
+      A transformation whose updates have the gradients' shapes, and the dtypes to which
+      gradient, parameter and ``mu_dtype`` promote, as those of Optax's optimizers.
+      Norms, D, c and r are float32 (float64 for float64) whatever the dtypes that come
+      in. The ratios are in the state:
+      ``optax.tree.get_all_with_path(state, "trust_ratio")``, likewise
       ``"raw_trust_ratio"`` and ``"calibration"``.
 
     Raises:
@@ -108,7 +125,7 @@ def orscale(
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from orscale_jax import orscale
-      >>> optimizer = orscale(learning_rate=0.02)
+      >>> optimizer = orscale(learning_rate=1e-3)
       >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
       >>> state = optimizer.init(params)
       >>> grads = jax.tree.map(jnp.ones_like, params)
@@ -143,8 +160,10 @@ def orscale(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_nesterov=adam_nesterov,
         adam_weight_decay=adam_weight_decay,
         mesh=mesh,
+        param_shardings=param_shardings,
     )
     # D = λW + sQ, r̂D
     return arranged(lambda stages: optax.chain(stages.coupled, stages.ratio), given)
@@ -168,8 +187,10 @@ def muon(
     adam_b1: ArrayLike = 0.9,
     adam_b2: ArrayLike = 0.95,
     adam_eps: ArrayLike = 1e-8,
+    adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    param_shardings: ParamShardings = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon, as the limit :math:`\hat r \equiv 1` of :func:`orscale`.
 
@@ -178,7 +199,7 @@ def muon(
     all arguments, are those of :func:`orscale`.
 
     The defaults of :func:`optax.contrib.muon` are others: no decay, ``adam_b2=0.999``,
-    Nesterov's momentum in Adam as well, embeddings and heads among the matrices, and
+    ``adam_nesterov=True``, embeddings and heads among the matrices, and
     ``consistent_rms=None``, which stands for a scale of :math:`\sqrt{\max(1, n / m)}`
     there.
 
@@ -199,11 +220,13 @@ def muon(
       adam_b1: As in :func:`orscale`.
       adam_b2: As in :func:`orscale`.
       adam_eps: As in :func:`orscale`.
+      adam_nesterov: As in :func:`orscale`.
       adam_weight_decay: As in :func:`orscale`.
       mesh: As in :func:`orscale`.
+      param_shardings: As in :func:`orscale`.
 
     Returns:
-      A transformation whose updates have the gradients' shapes and dtypes.
+      A transformation whose updates have the shapes and dtypes of :func:`orscale`'s.
 
     Raises:
       ValueError: As :func:`orscale`.
@@ -240,7 +263,9 @@ def muon(
         adam_b1=adam_b1,
         adam_b2=adam_b2,
         adam_eps=adam_eps,
+        adam_nesterov=adam_nesterov,
         adam_weight_decay=adam_weight_decay,
         mesh=mesh,
+        param_shardings=param_shardings,
     )
     return arranged(lambda stages: optax.chain(stages.coupled), given)

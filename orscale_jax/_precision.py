@@ -7,23 +7,27 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from orscale_jax import _sharding
 from orscale_jax._columns import Columns
 
 
 def in_float32(
-    inner: optax.GradientTransformation,
+    inner: optax.GradientTransformation, mu_dtype: DTypeLike | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Run ``inner`` in float32 (float64 where there is float64), and keep all dtypes.
 
-    Updates come back in the dtype of the gradients and every state leaf in the dtype
-    that ``inner.init`` gave it, so that neither changes from step to step. So do the
-    shardings that are part of types, but those of updates are the parameters'.
+    Updates come back in the dtype to which gradient, parameter and momentum promote, as
+    Optax's do: nothing is rounded on the way to the weights. Every state leaf keeps the
+    dtype that ``inner.init`` gave it. So do the shardings that are part of types, but
+    those of updates are the parameters'.
 
     Args:
       inner: The transformation to run.
+      mu_dtype: Of the momentum; None: the parameter's.
 
     Returns:
       A transformation with the state of ``inner``.
@@ -41,7 +45,10 @@ def in_float32(
             **extra_args,
         )
         place = updates if params is None else params
-        return _cast(new_updates, updates, place), _cast(new_state, state, state)
+        promoted = jax.tree.map(
+            lambda update, param: _promoted(update, param, mu_dtype), updates, place
+        )
+        return _cast(new_updates, promoted, place), _cast(new_state, state, state)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
@@ -179,10 +186,18 @@ def _widen(tree: Any, dtype: jnp.dtype) -> Any:
     return jax.tree.map(widen, tree)
 
 
+def _promoted(update: Any, param: Any, mu_dtype: DTypeLike | None) -> np.ndarray:
+    """An array without entries, of the dtype that an update has."""
+    found = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))
+    if mu_dtype is not None:
+        found = jnp.promote_types(found, mu_dtype)
+    return np.empty(0, found)
+
+
 def _cast(tree: Any, like: Any, place: Any) -> Any:
     """To the dtypes of one tree and the shardings of another."""
 
-    def cast(leaf: jax.Array, old: jax.Array, placed: jax.Array) -> jax.Array:
+    def cast(leaf: jax.Array, old: Any, placed: jax.Array) -> jax.Array:
         cast = leaf.astype(jnp.result_type(old))
         return _sharding.shard_like(cast, jnp.asarray(placed))
 

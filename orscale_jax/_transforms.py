@@ -12,14 +12,23 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks, _engine, _preconditioning, _sharding
+from orscale_jax import (
+    _checks,
+    _engine,
+    _mesh,
+    _param_shardings,
+    _preconditioning,
+    _sharding,
+)
 from orscale_jax._axes import LeafAxes
+from orscale_jax._boxes import box_like, on_bare_arrays, unbox
 from orscale_jax._matrix import (
     PyTree,
     WeightDimensionNumbers,
     is_axes_leaf,
     require_matrices,
 )
+from orscale_jax._param_shardings import ParamShardings
 from orscale_jax._polar import Coefficients, coefficient_table
 from orscale_jax._precision import compute_dtype
 from orscale_jax._updates import require_params
@@ -33,6 +42,7 @@ def orthogonalize(
     ns_preconditioning: str = "frobenius",
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    param_shardings: ParamShardings = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
     r"""Replace every matrix by its polar factor, :math:`Q = \mathrm{NS}_k(\tilde M)`.
@@ -47,6 +57,7 @@ def orthogonalize(
         Newton–Schulz together in stacks of up to this size, on each device. None:
         256 MiB, on TPU 16 (256 on Auto axes), and on CPU no more than 32 leaves.
       mesh: As in :func:`orscale`.
+      param_shardings: As in :func:`orscale`.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
@@ -74,6 +85,7 @@ def orthogonalize(
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
+    _param_shardings.check(param_shardings)
     map_all = functools.partial(
         _engine.polar_factors,
         dtype=ns_dtype,
@@ -84,28 +96,52 @@ def orthogonalize(
         preconditioning=ns_preconditioning,
     )
 
-    def update(updates: PyTree, params: PyTree | None = None) -> PyTree:
+    def init(params: PyTree) -> optax.EmptyState:
+        _param_shardings.note_annotations(params)
+        return optax.EmptyState()
+
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.EmptyState]:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         # Where momentum is sharded and weights are not, Q is gathered, and in ns_dtype.
         like = updates if params is None else params
-        parts = map_matrices(_to_matrices, axes_tree, updates)
-        specs = map_matrices(_specs, axes_tree, updates, like)
-        factors = iter(map_all(jax.tree.leaves(parts), jax.tree.leaves(specs)))
+        parts = map_matrices(lambda axes, leaf: axes.matrices(leaf), axes_tree, updates)
+        specs = map_matrices(_typed_specs, axes_tree, updates, like)
+        known = _known_specs(param_shardings, axes_tree, updates, mesh)
+        factors = iter(map_all(jax.tree.leaves(parts), jax.tree.leaves(specs), known))
         joined = functools.partial(_from_matrices, factors)
-        return map_matrices(joined, axes_tree, updates, like)
+        return map_matrices(joined, axes_tree, updates, like), state
 
-    return optax.stateless(update)
-
-
-def _to_matrices(axes: LeafAxes, leaf: jax.Array) -> list[jax.Array]:
-    """The matrices of every part."""
-    parts = (axes.part(leaf, index) for index in range(len(axes.labels)))
-    return [axes.within.to_matrices(part) for part in parts]
+    return on_bare_arrays(optax.GradientTransformation(init, update))
 
 
-def _specs(axes: LeafAxes, _: jax.Array, like: jax.Array) -> list[PartitionSpec]:
-    """How the matrices of a leaf like this one are sharded."""
-    return [PartitionSpec(*_sharding.spec(part)) for part in _to_matrices(axes, like)]
+def _typed_specs(axes: LeafAxes, _: jax.Array, like: jax.Array) -> list[PartitionSpec]:
+    """How the matrices of a leaf like this one are sharded, as types say."""
+    return [PartitionSpec(*_sharding.spec(part)) for part in axes.matrices(like)]
+
+
+def _known_specs(
+    given: ParamShardings,
+    axes_tree: PyTree,
+    updates: PyTree,
+    mesh: Mesh | AbstractMesh | None,
+) -> list[PartitionSpec] | None:
+    """How all matrices are sharded on Auto axes, if that is known."""
+    on_mesh = _mesh.mesh_of(jax.tree.leaves(updates), mesh)
+    if on_mesh is None or not _mesh.is_auto(on_mesh):
+        return None
+    specs = _param_shardings.specs_of(given, updates, on_mesh)
+    if specs is None:
+        return None
+
+    def of_leaf(axes: Any, leaf: Any, spec: Any) -> Any:
+        if isinstance(axes, optax.MaskedNode):
+            return axes
+        return _param_shardings.matrix_specs(axes, leaf.shape, spec, on_mesh)
+
+    found = jax.tree.map(of_leaf, axes_tree, updates, specs, is_leaf=is_axes_leaf)
+    return jax.tree.leaves(found, is_leaf=lambda node: isinstance(node, PartitionSpec))
 
 
 def _from_matrices(
@@ -175,7 +211,7 @@ def scale_by_shape(
 class FromFirstNonzeroUpdateState(NamedTuple):
     """State of :func:`from_first_nonzero_update`."""
 
-    #: Tree as the matrices; leaves of the batch shape of their leaf, dtype bool.
+    #: Tree as the matrices; leaves of the batch shape of their leaf, 0 or 1, dtype int8.
     started: PyTree
     #: The state of the inner transformation.
     inner_state: optax.OptState
@@ -222,7 +258,7 @@ def from_first_nonzero_update(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> FromFirstNonzeroUpdateState:
-        started = _filled(weight_dimension_numbers, params, False, lambda _: jnp.bool_)
+        started = _filled(weight_dimension_numbers, params, 0, lambda _: jnp.int8)
         return FromFirstNonzeroUpdateState(started, inner.init(params))
 
     def update(
@@ -236,20 +272,22 @@ def from_first_nonzero_update(
             updates, state.inner_state, params, **extra_args
         )
         started = map_matrices(
-            lambda axes, before, u: before | _any_nonzero(axes, u),
+            lambda axes, before, u: before | _any_nonzero(axes, u).astype(before.dtype),
             axes_tree,
             state.started,
             updates,
         )
         updates = map_matrices(
-            lambda axes, on, u: jnp.where(per_matrix(axes, on, u), u, jnp.zeros_like(u)),
+            lambda axes, on, u: jnp.where(
+                per_matrix(axes, on, u) != 0, u, jnp.zeros_like(u)
+            ),
             axes_tree,
             started,
             transformed,
         )
         return updates, FromFirstNonzeroUpdateState(started, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
 
 
 def _any_nonzero(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
@@ -356,7 +394,7 @@ def scale_by_calibrated_trust_ratio(
         fields = (pick(f"state.{name}") for name in CalibratedTrustRatioState._fields)
         return pick("updates"), CalibratedTrustRatioState(*fields)
 
-    return optax.GradientTransformation(init, update)
+    return on_bare_arrays(optax.GradientTransformation(init, update))
 
 
 class _Scaled(NamedTuple):
@@ -474,12 +512,19 @@ def _filled(
 ) -> PyTree:
     """One ``value`` per matrix."""
 
-    def fill(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+    def fill(axes: Any, node: Any) -> Any:
+        if isinstance(axes, optax.MaskedNode):
+            return axes
+        leaf = jnp.asarray(unbox(node))
         filled = jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
-        return _sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))
+        filled = _sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))
+        return box_like(filled, node, axes.of_batch)
 
+    if type(params).__name__ == "_ParamsPlaceholder":
+        # To optax.tree.map_params, what has not the parameters' shapes is one leaf.
+        return jnp.full((), value)
     axes_tree = require_matrices(weight_dimension_numbers, params)
-    return map_matrices(fill, axes_tree, params)
+    return jax.tree.map(fill, axes_tree, params, is_leaf=is_axes_leaf)
 
 
 def per_matrix_leaf(
@@ -492,4 +537,4 @@ def per_matrix_leaf(
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         return map_matrices(fn, axes_tree, updates)
 
-    return optax.stateless(update)
+    return on_bare_arrays(optax.stateless(update))

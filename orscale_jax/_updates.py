@@ -39,3 +39,27 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
     if structures[0] == structures[1]:
         jax.tree_util.tree_map_with_path(check, params, updates)
+
+
+def where_gradients_are(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """``inner``, which is given the parameters that have gradients.
+
+    The others may be anything: functions and settings among the fields of a module.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        if params is not None:
+            params = jax.tree.map(
+                lambda update, param: None if update is None else param,
+                updates,
+                params,
+                is_leaf=lambda node: node is None,
+            )
+        return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)

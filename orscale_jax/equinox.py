@@ -78,7 +78,7 @@ def dimension_numbers(
       >>> params = eqx.filter(model, eqx.is_inexact_array)
       >>> numbers(params).weight
       MuonDimensionNumbers(reduction_axis=(1, 2, 3), output_axis=0)
-      >>> optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+      >>> optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
 
     References:
       https://docs.kidger.site/equinox/api/nn/linear/

@@ -66,8 +66,7 @@ def dimension_numbers(
       model: The model, or a tree of modules, also an abstract one.
       heads: As in :func:`orscale_jax.equinox.dimension_numbers`.
       overrides: The rules of :func:`orscale_jax.by_path`, for the arrays as they stand.
-        They come before everything else, and match the paths of the named arrays, which
-        are without the ``.0`` of the array in one.
+        They come before everything else, and match the paths of the named arrays.
       rules: As in :func:`orscale_jax.equinox.dimension_numbers`, with a
         :class:`NamedWeight` for each attribute that is a named array.
 
@@ -93,7 +92,7 @@ def dimension_numbers(
       (8, 2, 4)
       >>> numbers(eqx.filter(model, eqx.is_inexact_array)).weight
       MuonDimensionNumbers(reduction_axis=(1, 2), output_axis=0)
-      >>> optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+      >>> optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
 
     References:
       https://haliax.readthedocs.io/en/latest/nn/

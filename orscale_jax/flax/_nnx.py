@@ -1,6 +1,7 @@
 """Dimension numbers from the types of an NNX model's modules."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,6 +23,7 @@ def nnx_dimension_numbers(
     heads: Collection[str] = (),
     overrides: _rules.Rules | None = None,
     rules: Rules | None = None,
+    partition_names: Collection[str] = (),
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
 
@@ -37,12 +39,15 @@ def nnx_dimension_numbers(
       model: The module whose ``nnx.Param`` variables are optimized.
       heads: Names on the paths of output heads, beside those that the library knows.
       overrides: The rules of :func:`orscale_jax.by_path`, for the leaves as they stand.
-        They come before everything else, and match the paths that errors here show, which
-        are without the ``.value`` of a variable.
+        They come before everything else, and match the paths that errors here show.
       rules: Types of modules of your own to a function from the module to a
         :class:`Weight`, or None for AdamW, for each of its attributes that is a
         parameter (or that holds parameters). A rule holds for subclasses, and comes
         before the one for a type of Flax.
+      partition_names: The ``nnx.PARTITION_NAME`` of transformations that stack modules
+        elsewhere than in front: axes of these names, in the variables' annotations, are
+        a batch wherever they stand. Names that variables keep in their metadata under
+        ``nnx.PARTITION_NAME`` itself, as MaxText's do, are found without it.
 
     Returns:
       A callable from the parameters to their tree of
@@ -67,17 +72,19 @@ def nnx_dimension_numbers(
       >>> numbers(nnx.state(model, nnx.Param))["out"]["kernel"]
       MuonDimensionNumbers(reduction_axis=(0, 1), output_axis=2)
       >>> optimizer = nnx.Optimizer(
-      ...     model, orscale(0.02, weight_dimension_numbers=numbers), wrt=nnx.Param
+      ...     model, orscale(1e-3, weight_dimension_numbers=numbers), wrt=nnx.Param
       ... )
 
     References:
       https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
     """
     rules = {**NNX_RULES, **(rules or {})}
-    leaves = {
-        path: jax.tree.leaves(param)[0]
-        for path, param in _paths.by_path(nnx.state(model, nnx.Param)).items()
+    params = _paths.by_path(nnx.state(model, nnx.Param))
+    leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
+    stacked = {
+        path: _stacked_axes(param, partition_names) for path, param in params.items()
     }
+    _check_partition_names(stacked, partition_names)
     modules = {
         tuple(map(str, path)): module
         for path, module in nnx.iter_modules(model)
@@ -85,7 +92,9 @@ def nnx_dimension_numbers(
     }
     owners = {(): model, **modules}
     found = {
-        path: _module_types.numbers_by_owner(path, np.shape(leaf), owners, rules)
+        path: _module_types.numbers_by_owner(
+            path, np.shape(leaf), owners, rules, stacked[path].values()
+        )
         for path, leaf in leaves.items()
     }
     numbers = _module_types.settle(leaves, found, heads, overrides)
@@ -93,3 +102,26 @@ def nnx_dimension_numbers(
     return _module_types.look_up(
         numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"
     )
+
+
+def _stacked_axes(
+    param: nnx.Variable[Any], partition_names: Collection[str]
+) -> dict[str, int]:
+    """The axes that count modules, by their names in the variable's annotation."""
+    own = param.get_metadata(nnx.PARTITION_NAME, None)
+    wanted = {*partition_names, *([] if own is None else [own])}
+    names = param.get_metadata("out_sharding", None) or ()
+    return {name: axis for axis, name in enumerate(names) if name in wanted}
+
+
+def _check_partition_names(
+    stacked: Mapping[Any, Mapping[str, int]], partition_names: Collection[str]
+) -> None:
+    found = {name for axes in stacked.values() for name in axes}
+    for name in partition_names:
+        if name not in found:
+            raise ValueError(
+                f"{name!r} in partition_names is in no variable's annotation: annotate "
+                "the parameters, and give the transformation transform_metadata="
+                f"{{nnx.PARTITION_NAME: {name!r}}}."
+            )

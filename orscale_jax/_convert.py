@@ -1,0 +1,245 @@
+"""The state of one optimizer made of another's, for a run that goes on."""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax._boxes import rebox, unbox
+from orscale_jax._matrix import PyTree
+from orscale_jax._names import key_name, listed
+
+Keys: TypeAlias = tuple[str, ...]
+
+
+def convert_state(
+    state: optax.OptState,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    *,
+    momentum: ArrayLike | None = None,
+    nesterov: bool = True,
+    allow_new: bool = False,
+) -> optax.OptState:
+    r"""The state with which ``optimizer`` goes on from the state of another.
+
+    Between :func:`orscale`, :func:`muon`, the ablations, :func:`optax.contrib.muon` and
+    :func:`optax.adamw`, in any of Optax's wrappers (``chain``, ``partition``,
+    ``MultiSteps``), with other hyperparameters, or with more parameters. What both states
+    hold under one name for a parameter is taken over: momentum, AdamW's moments, c, r.
+    Counts are, too, so that schedules and bias corrections go on. What the old state does
+    not hold begins as ``optimizer.init`` has it: c is anchored at the next direction.
+
+    The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` of the sum
+    M here. It also corrects the bias of the two terms of Nesterov's momentum by different
+    factors, which vanishes as :math:`\mu^t`. M is scaled so that the next Q is the same;
+    those after it differ by less than :math:`\mu^t`. Without ``nesterov`` all are the
+    same. From AdamW's first moment, an average with another decay rate, M is an estimate.
+
+    Args:
+      state: Of the old optimizer, also as a restored tree of dictionaries and lists.
+      optimizer: The new one.
+      params: The parameters.
+      momentum: :math:`\mu` of the matrices' momentum, in [0, 1), where one of the states
+        has an average and the other a sum.
+      nesterov: Whether :func:`optax.contrib.muon` has Nesterov's momentum.
+      allow_new: Whether there may be parameters of which the old state holds nothing.
+
+    Returns:
+      A tree like ``optimizer.init(params)``, with its dtypes. It may be computed under
+      ``jax.jit``.
+
+    Raises:
+      ValueError: If the state holds nothing of some parameter (and ``allow_new`` is not
+        set), an array has another shape, ``momentum`` is missing, AdamW would need a
+        second moment that the state does not hold, or counts differ from each other.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import convert_state, orscale
+      >>> params = {"kernel": jnp.eye(2)}
+      >>> old = optax.contrib.muon(1e-3)
+      >>> _, state = old.update(params, old.init(params), params)
+      >>> optimizer = orscale(1e-3)
+      >>> state = convert_state(state, optimizer, params, momentum=0.95)
+      >>> print(optax.tree.get(state, "calibration")["kernel"])
+      0.0
+    """
+    _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
+    _checks.flag("nesterov", nesterov)
+    names = {_keys(path): leaf for path, leaf in _leaves(unbox(params))}
+    old = _Held.of(unbox(state), names)
+    new = optimizer.init(params)
+    bare = unbox(new)
+    _refuse_new(old, names, allow_new)
+    source = _Source(old, _Held.of(bare, names), momentum, nesterov)
+    converted = jax.tree_util.tree_map_with_path(
+        lambda path, array: source.value(_entry(path, array, names)), bare
+    )
+    return rebox(converted, new)
+
+
+class _Entry(NamedTuple):
+    """An array of a state."""
+
+    place: Keys  # Down to its field.
+    owner: Keys | None  # The parameter that it belongs to.
+    array: Any
+
+    @property
+    def field(self) -> str:
+        return self.place[-1] if self.place else ""
+
+    @property
+    def name(self) -> str:
+        """The parameter's, in quotes."""
+        return repr(".".join(self.owner or ()))
+
+
+class _Held(NamedTuple):
+    """What a state holds."""
+
+    of_params: dict[tuple[str, Keys], Any]
+    others: dict[Keys, Any]
+
+    @classmethod
+    def of(cls, state: PyTree, names: dict[Keys, Any]) -> "_Held":
+        of_params, others = {}, {}
+        for path, array in _leaves(state):
+            entry = _entry(path, array, names)
+            if entry.owner is None:
+                others[entry.place] = entry.array
+            else:
+                of_params[entry.field, entry.owner] = entry.array
+        return cls(of_params, others)
+
+    def has(self, field: str, owner: Keys) -> bool:
+        return (field, owner) in self.of_params
+
+    @property
+    def counts(self) -> list[Any]:
+        return [array for place, array in self.others.items() if place[-1] == "count"]
+
+
+class _Source(NamedTuple):
+    """Where the arrays of a new state come from."""
+
+    old: _Held
+    new: _Held
+    momentum: ArrayLike | None
+    nesterov: bool
+
+    def value(self, entry: _Entry) -> jax.Array:
+        """What the new state has in the place of an initial array."""
+        found = self._found(entry)
+        if found is None:
+            return entry.array
+        if np.shape(found) != np.shape(entry.array):
+            raise ValueError(
+                f"{entry.field} of {entry.name} has shape "
+                f"{np.shape(found)} in the old state and {np.shape(entry.array)} in the "
+                "new one: pass the parameters and dimension numbers of the old run."
+            )
+        return jnp.asarray(found, jnp.result_type(entry.array))
+
+    def _found(self, entry: _Entry) -> Any:
+        if entry.owner is None:
+            return self._count(entry)
+        if self._is_average_of_muon(entry) and self.old.has("trace", entry.owner):
+            total = self.old.of_params["trace", entry.owner]
+            return (1 - self._mu(entry)) / self._of_nesterov(entry) * total
+        if entry.field == "trace" and self.old.has("mu", entry.owner):
+            average = self.old.of_params["mu", entry.owner]
+            factor = 1 / (1 - self._mu(entry))
+            if not self.old.has("nu", entry.owner):
+                factor = factor * self._of_nesterov(entry)
+            return factor * jnp.asarray(average, jnp.result_type(entry.array))
+        known = self.old.of_params.get((entry.field, entry.owner))
+        if known is None and entry.field == "nu" and self._has_momentum(entry.owner):
+            raise ValueError(
+                f"AdamW needs a second moment of {entry.name}, which the old "
+                "state does not hold: begin with optimizer.init(params)."
+            )
+        return known
+
+    def _has_momentum(self, owner: Keys) -> bool:
+        return self.old.has("trace", owner) or self.old.has("mu", owner)
+
+    def _is_average_of_muon(self, entry: _Entry) -> bool:
+        assert entry.owner is not None
+        return entry.field == "mu" and not self.new.has("nu", entry.owner)
+
+    def _mu(self, entry: _Entry) -> Any:
+        if self.momentum is None:
+            raise ValueError(
+                f"the momentum of {entry.name} is an average in one of "
+                "the states and a sum in the other: pass momentum=, the decay rate of it."
+            )
+        return self.momentum
+
+    def _of_nesterov(self, entry: _Entry) -> Any:
+        """The sum that gives the next Q, over the sum of Optax's average."""
+        if not self.nesterov or not self.old.counts:
+            return 1.0
+        mu, t = self._mu(entry), self._step()
+        whole, last = 1 / (1 - mu ** (t + 2.0)), 1 / (1 - mu ** (t + 1.0))
+        return whole * (mu + 1) / (mu * whole + last)
+
+    def _count(self, entry: _Entry) -> Any:
+        if entry.field in ("count", "gradient_step", "mini_step"):
+            return self.old.others.get(entry.place, self._named_like(entry))
+        return None
+
+    def _named_like(self, entry: _Entry) -> Any:
+        if entry.field == "count" and self.old.counts:
+            return self._step()
+        named = [a for place, a in self.old.others.items() if place[-1] == entry.field]
+        return named[0] if len(named) == 1 else None
+
+    def _step(self) -> Any:
+        """The number of steps that the run has taken."""
+        counts = self.old.counts
+        known = {int(c) for c in counts if not isinstance(c, jax.core.Tracer)}
+        if len(known) > 1:
+            raise ValueError(
+                f"the counts in the old state differ: {sorted(known)}. Set them to one "
+                "number, with optax.tree.set(state, count=...)."
+            )
+        return counts[0]
+
+
+def _entry(path: Any, array: Any, names: dict[Keys, Any]) -> _Entry:
+    keys = _keys(path)
+    # The longest end of a path that is a parameter's; a state's own names come first.
+    start = next((i for i in range(1, len(keys) + 1) if keys[i:] in names), None)
+    if start is None or (keys[start:] == () and np.shape(names[()]) != np.shape(array)):
+        return _Entry(keys, None, array)
+    return _Entry(keys[:start], keys[start:], array)
+
+
+def _leaves(tree: PyTree) -> list[Any]:
+    return jax.tree_util.tree_leaves_with_path(tree)
+
+
+def _keys(path: Any) -> Keys:
+    return tuple(map(key_name, path))
+
+
+def _refuse_new(old: _Held, names: dict[Keys, Any], allow_new: bool) -> None:
+    owners = {owner for _, owner in old.of_params}
+    new = [repr(".".join(keys)) for keys in names if keys not in owners]
+    if not owners:
+        raise ValueError(
+            "the old state holds nothing of these parameters: pass the parameters of its "
+            "run. Their names are "
+            f"{', '.join(repr('.'.join(keys)) for keys in list(names)[:5])}."
+        )
+    if new and not allow_new:
+        raise ValueError(
+            f"{listed(new)} not in the old state. Pass allow_new=True if it is to begin "
+            "anew, or the parameters under the names of the old run."
+        )

@@ -1,0 +1,163 @@
+"""How the parameters are sharded on a mesh of Auto axes, where types do not say.
+
+The optimizer may be told by an argument. What Flax and Haliax annotate it finds by
+itself: ``init`` is given the parameters in their boxes, and what these say is kept for
+``update``, to which ``nnx.Optimizer`` gives bare arrays. It decides where Newton–Schulz
+runs, never what comes out: arrays that are sharded otherwise are sent there.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from orscale_jax import _checks, _mesh, _sharding
+from orscale_jax._axes import LeafAxes
+from orscale_jax._boxes import annotated_spec, is_box, unbox
+from orscale_jax._names import dotted, name_and_shape
+
+PyTree: TypeAlias = Any
+ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
+
+# By the name and shape of a parameter. The optimizer may be another object in ``update``:
+# optax.inject_hyperparams builds it anew for every step.
+_annotated: dict[tuple[str, tuple[int, ...]], PartitionSpec] = {}
+
+
+def note_annotations(params: PyTree) -> None:
+    """Keep what the boxes of parameters say, as long as no other boxes say otherwise."""
+    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+    boxes = [(path, node) for path, node in nodes if is_box(node)]
+    found = {
+        (dotted(path), np.shape(unbox(box))): annotated_spec(box)
+        for path, box in boxes
+        if jax.tree.leaves(box)
+    }
+    says = any(spec is not None for spec in found.values())
+    for key, spec in found.items():
+        # Beside annotated parameters, Flax takes one without annotation as replicated.
+        if says:
+            _annotated[key] = spec or PartitionSpec()
+        else:
+            _annotated.pop(key, None)
+
+
+def specs_of(given: ParamShardings, tree: PyTree, mesh: AbstractMesh) -> PyTree | None:
+    """The specs of the leaves of a tree on a mesh, or None if they are not known.
+
+    Args:
+      given: As ``param_shardings`` of :func:`orscale_jax.orscale`.
+      tree: The gradients, without boxes.
+      mesh: The mesh that they are on.
+
+    Raises:
+      ValueError: If what is given does not fit the tree or the mesh.
+    """
+    if given is not None:
+        return _given_specs(given(tree) if callable(given) else given, tree, mesh)
+
+    def annotated(path: Any, leaf: Any) -> PartitionSpec | str:
+        spec = _annotated.get((dotted(path), np.shape(leaf)))
+        return unknown if spec is None or _misfit(spec, np.shape(leaf), mesh) else spec
+
+    unknown = "unknown"
+    specs = jax.tree_util.tree_map_with_path(annotated, tree)
+    return None if unknown in jax.tree.leaves(specs) else specs
+
+
+def check(given: ParamShardings) -> None:
+    """Refuse what is callable and no function of the parameters."""
+    if isinstance(given, Mesh | AbstractMesh):
+        _checks.refuse("param_shardings", given, "pass a mesh as mesh=")
+
+
+def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
+    def of_subtree(path: Any, sharding: Any, subtree: PyTree) -> PyTree:
+        spec = _spec(sharding)
+        return jax.tree_util.tree_map_with_path(
+            lambda rest, leaf: _fitting(spec, path + rest, leaf, mesh), subtree
+        )
+
+    try:
+        jax.tree.map(lambda *_: None, given, tree, is_leaf=_says_sharding)
+    except ValueError as error:
+        raise ValueError(
+            "param_shardings must be a tree of the parameters' structure, or a prefix of "
+            "it, with a jax.sharding.PartitionSpec (no tuple) or NamedSharding for a "
+            f"leaf: {error}"
+        ) from error
+    return jax.tree_util.tree_map_with_path(
+        of_subtree, given, tree, is_leaf=_says_sharding
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def matrix_specs(
+    axes: LeafAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
+) -> tuple[PartitionSpec, ...]:
+    """The specs of the matrices ``(*batch, m, n)`` of a leaf, of each of its parts."""
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    return tuple(_sharding.inferred(axes.matrices, leaf, mesh))
+
+
+def _says_sharding(node: Any) -> bool:
+    return node is None or is_box(node) or isinstance(node, NamedSharding | PartitionSpec)
+
+
+def _fitting(
+    spec: PartitionSpec, path: Any, leaf: Any, mesh: AbstractMesh
+) -> PartitionSpec:
+    misfit = _misfit(spec, np.shape(leaf), mesh)
+    if misfit:
+        raise ValueError(
+            f"param_shardings has {spec} for parameter {name_and_shape(path, leaf)}: "
+            f"{misfit}. Pass the shardings that the parameters have."
+        )
+    return spec
+
+
+def _spec(node: Any) -> PartitionSpec:
+    """That of a sharding, or of an array or box that has one; replicated otherwise."""
+    if isinstance(node, PartitionSpec):
+        return node
+    annotated = annotated_spec(node) if is_box(node) else None
+    if annotated is not None:
+        return annotated
+    bare = unbox(node)
+    sharding = getattr(bare, "sharding", bare)
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+        _checks.refuse(
+            "param_shardings",
+            node,
+            "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of arrays "
+            "(or jax.ShapeDtypeStruct) that have shardings",
+        )
+    return PartitionSpec()
+
+
+def _misfit(
+    spec: PartitionSpec, shape: tuple[int, ...], mesh: AbstractMesh
+) -> str | None:
+    if len(spec) > len(shape):
+        return f"it has {len(shape)} axes"
+    axes = _sharding.axes_of(spec, len(shape))
+    named = [name for names in axes for name in names]
+    unknown = set(named).difference(mesh.axis_names)
+    if unknown:
+        return f"the mesh has the axes {mesh.axis_names}"
+    mapped = _mesh.mapped_axes().intersection(named)
+    if mapped:
+        return f"jax.vmap maps over {sorted(mapped)} here"
+    if len(set(named)) < len(named):
+        return "an axis of the mesh is named twice"
+    for size, names in zip(shape, axes, strict=True):
+        if size % math.prod(mesh.shape[name] for name in names):
+            return f"{names} of the mesh {dict(mesh.shape)} do not divide {size}"
+    return None
