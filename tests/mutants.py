@@ -156,14 +156,14 @@ MUTANTS = [
     ),
     Mutant(
         "_transforms",
-        "lambda axes, before, u: before | _any_nonzero(axes, u),",
-        "lambda axes, before, u: _any_nonzero(axes, u),",
+        "lambda axes, before, u: before | _any_nonzero(axes, u).astype(before.dtype),",
+        "lambda axes, before, u: _any_nonzero(axes, u).astype(before.dtype),",
         "test_transforms.py",
     ),
     Mutant(
         "_transforms",
-        "return _sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))",
-        "return filled",
+        "filled = _sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))",
+        "pass",
         "test_citizenship.py -k sharding_types_are_kept",
     ),
     Mutant(
@@ -186,8 +186,8 @@ MUTANTS = [
     ),
     Mutant(
         "_precision",
-        "return _cast(new_updates, updates, place), _cast(new_state, state, state)",
-        "return _cast(new_updates, updates, place), new_state",
+        "return _cast(new_updates, promoted, place), _cast(new_state, state, state)",
+        "return _cast(new_updates, promoted, place), new_state",
         "test_citizenship.py -k dtypes_never_change",
     ),
     Mutant(
@@ -477,6 +477,42 @@ MUTANTS = [
         "if any(None in axes for axes in found):",
         "if False:",
         "test_named_shardings.py",
+    ),
+    Mutant(
+        "_precision",
+        "found = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))",
+        "found = jnp.result_type(update)",
+        "test_citizenship.py -k dtypes_never_change",
+    ),
+    Mutant(
+        "_boxes",
+        "return node.replace(value=array, names=of_axes(names))",
+        "return node.replace(value=array)",
+        "test_boxes.py",
+    ),
+    Mutant(
+        "_mesh",
+        "sizes = {name: size for name, size in mesh.shape.items() if name not in apart}",
+        "sizes = mesh.shape",
+        "test_param_shardings.py -k population",
+    ),
+    Mutant(
+        "_param_shardings",
+        "if size % math.prod(mesh.shape[name] for name in names):",
+        "if False:",
+        "test_param_shardings.py -k bad_param",
+    ),
+    Mutant(
+        "_convert",
+        "return whole * (mu + 1) / (mu * whole + last)",
+        "return 1.0",
+        "test_convert.py -k young",
+    ),
+    Mutant(
+        "_decay",
+        "return decayed, state._replace(count=optax.safe_increment(state.count))",
+        "return decayed, state",
+        "test_optimizers.py -k take_optax",
     ),
 ]
 

@@ -142,7 +142,9 @@ def test_dtypes_never_change(build, params_dtype, grads_dtype, mu_dtype):
     state = optimizer.init(params)
     updates, after = jax.eval_shape(optimizer.update, grads, state, params)
     assert signature(after) == signature(state)
-    assert signature(updates) == signature(grads)
+    adamw = optax.adamw(1e-2, mu_dtype=mu_dtype)
+    theirs, _ = jax.eval_shape(adamw.update, grads, adamw.init(params), params)
+    assert signature(updates) == signature(theirs)
     [(_, momentum)] = optax.tree.get_all_with_path(state, "trace")
     assert momentum["w"].dtype == (mu_dtype or params_dtype)
     for name in ("calibration", "trust_ratio", "raw_trust_ratio"):
@@ -152,7 +154,7 @@ def test_dtypes_never_change(build, params_dtype, grads_dtype, mu_dtype):
 
 
 def test_low_precision_parameters_are_updated_in_float32(build):
-    """D = λW + sQ is not rounded on the way: only the update's last cast is."""
+    """D = λW + sQ is not rounded on the way."""
     exact = tree(0, jnp.bfloat16)
     params = jax.tree.map(lambda p: p.astype(jnp.float32), exact)
     optimizer = build(1e-2)
@@ -371,8 +373,18 @@ def test_tools_that_look_for_parameters_in_the_state():
     )
     momentum = optax.tree.get_all_with_path(found, "trace")[0][1]
     assert momentum["stack"] == (SHAPES["stack"], SHAPES["stack"])
+    # Arrays per matrix have not the shapes of parameters: no spec of theirs fits them.
     ratios = optax.tree.get_all_with_path(found, "trust_ratio")[0][1]
-    assert ratios["stack"] == (SHAPES["stack"][:1], SHAPES["stack"])
+    assert ratios["stack"].shape == SHAPES["stack"][:1]
+    specs = optax.tree.map_params(
+        optimizer,
+        lambda leaf, param: "sharded",
+        optimizer.init(params),
+        params,
+        transform_non_params=lambda _: "replicated",
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+    assert optax.tree.get_all_with_path(specs, "trust_ratio")[0][1] == "replicated"
 
 
 def test_none_leaves_stay_none(build):

@@ -227,10 +227,10 @@ def test_modules_have_rows():
     params = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
     description = describe(params, optimizer=orscale(0.1))
     assert [(r.path, r.rule) for r in description.rows] == [
-        ("first.bias.value", "adamw"),
-        ("first.kernel.value", "matrix"),
-        ("lm_head.bias.value", "adamw"),
-        ("lm_head.kernel.value", "adamw"),
+        ("first.bias", "adamw"),
+        ("first.kernel", "matrix"),
+        ("lm_head.bias", "adamw"),
+        ("lm_head.kernel", "adamw"),
     ]
     assert description.rows[1].state_bytes == 4 * 12 + 13
 
@@ -483,3 +483,33 @@ def test_placement_of_matrices_some_of_which_are_shared():
         "3 of 16 × 128 and 1 of 16 × 512 over 8 devices, 1 each or 4 to one, "
     )
     assert str(placed).endswith(" bytes sent: wide, k, q, v")
+
+
+@pytest.mark.parametrize(
+    "name, shape, check",
+    [
+        ("attention.qkv", (8, 24), "fused?"),
+        ("attention.kv", (8, 16), "fused?"),
+        ("in_proj", (8, 24), "fused?"),
+        ("router", (8, 4), "router?"),
+        ("mlp.gate.kernel", (8, 4), "router?"),
+        ("output", (8, 32), "table or head?"),
+        ("adapter", (64, 4), "16 times as long"),
+        ("wi_0", (8, 32), ""),
+        ("attention.output.dense", (8, 8), ""),
+    ],
+)
+def test_what_a_careful_person_would_look_at(name, shape, check):
+    tree = jnp.ones(shape)
+    for key in reversed(name.split(".")):
+        tree = {key: tree}
+    [row] = describe(tree).rows
+    assert (", ".join(row.check), row.rule) == (check, "matrix")
+    assert ("check" in str(describe(tree)).splitlines()[0]) == bool(check)
+
+
+def test_checks_know_blocks_and_batches():
+    blocks = Blocks(0, 1, block_axis=1, blocks=3)
+    assert describe({"qkv": jnp.ones((8, 24))}, blocks).rows[0].check == ()
+    [row] = describe({"experts": jnp.ones((1, 8, 8))}, Dims(1, 2)).rows
+    assert row.check == ("batch of one",)

@@ -184,13 +184,13 @@ def test_overrides_rules_and_heads():
     found = table(Experts(), overrides=overrides, rules=rules)
     assert found == {".up": Dims(1, 2), ".down[0]": Dims(0, 1)} | REST
     model = {
-        "vocab": eqx.nn.Linear(3, 4, key=KEY),
+        "readout": eqx.nn.Linear(3, 4, key=KEY),
         "lm_head": eqx.nn.Linear(3, 4, key=KEY),
     }
-    assert table(model)["['vocab'].weight"] == MATRIX
-    assert set(table(model, heads=["vocab"]).values()) == {None}
-    with pytest.raises(ValueError, match="'vocabulary' in heads is on no parameter's"):
-        dimension_numbers(model, heads=["vocabulary"])
+    assert table(model)["['readout'].weight"] == MATRIX
+    assert set(table(model, heads=["readout"]).values()) == {None}
+    with pytest.raises(ValueError, match="'readouts' in heads is on no parameter's"):
+        dimension_numbers(model, heads=["readouts"])
     with pytest.raises(ValueError, match=r"'kernel' of overrides matches no parameter"):
         dimension_numbers(model, overrides={"kernel": "adamw"})
 

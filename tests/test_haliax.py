@@ -148,12 +148,14 @@ def test_abstract_parameters_and_heads():
     def build():
         return {
             "lm_head": Linear.init(In, Out, key=KEY),
-            "vocab": Linear.init(In, Out, key=KEY),
+            "readout": Linear.init(In, Out, key=KEY),
         }
 
     abstract = eqx.filter_eval_shape(build)
     found = dimension_numbers(abstract)(trained(build()))
-    assert found["lm_head"].weight is None and found["vocab"].weight == Dims(1, 0)
-    assert dimension_numbers(abstract, heads=["vocab"])(abstract)["vocab"].weight is None
+    assert found["lm_head"].weight is None and found["readout"].weight == Dims(1, 0)
+    assert (
+        dimension_numbers(abstract, heads=["readout"])(abstract)["readout"].weight is None
+    )
     with pytest.raises(ValueError, match="'other' is no floating-point array"):
         dimension_numbers(abstract)({"other": jnp.asarray(np.ones(2))})

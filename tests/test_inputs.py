@@ -13,6 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
     BlockDimensionNumbers,
+    convert_state,
     from_first_nonzero_update,
     muon,
     orscale,
@@ -468,9 +469,8 @@ def test_gradients_of_another_dtype(params_dtype, grads_dtype):
             jax.tree.map(lambda x: x.astype(jnp.float32), x) for x in (params, *grads)
         ]
         expected, _ = run(single[0], single[1:])
-        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {
-            jnp.dtype(grads_dtype)
-        }
+        promoted = jnp.promote_types(params_dtype, grads_dtype)
+        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {promoted}
         for leaf in jax.tree.leaves(readout(state, "trace")):
             assert leaf.dtype == params_dtype
     for key in SHAPES:
@@ -731,12 +731,17 @@ def test_lora_adapters(name):
         assert {float(readout(s, "trust_ratio")["b"]) for _, _, s in seen} == {1.0}
 
 
-def grow(new_state, old_state):
-    """The state of the larger tree, with all that the old one holds."""
-    old = dict(jax.tree_util.tree_leaves_with_path(old_state))
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: old.get(path, leaf), new_state
-    )
+def test_a_global_clip_spreads_a_nan():
+    chain = optax.chain(optax.clip_by_global_norm(1.0), orscale(RATE))
+    params = {"w": jnp.eye(3), "v": jnp.ones((3, 2)), "b": jnp.ones(3)}
+    grads = params | {"w": params["w"].at[0, 0].set(jnp.nan)}
+    updates, _ = chain.update(grads, chain.init(params), params)
+    assert all(np.isnan(leaf).all() for leaf in jax.tree.leaves(updates))
+    guarded = optax.apply_if_finite(chain, 5)
+    updates, state = guarded.update(grads, guarded.init(params), params)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(updates))
+    updates, _ = guarded.update(params, state, params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
 
 
 @ORSCALE
@@ -753,7 +758,7 @@ def test_a_tree_that_grows(name):
     expected = train(eager(small), gradients(4))
     _, params, state = expected[1]
     params = params | new
-    state = grow(large.init(params), state)
+    state = convert_state(state, large, params, allow_new=True)
     for step in (2, 3):
         seed = 20 + step
         of_new = {"new": tree(seed)["w"][:, :3], "new_bias": tree(seed)["b"]}

@@ -25,7 +25,8 @@ def test_first_step_is_muon_moonlights_with_coupled_decay(scale):
     [(expected, _)] = run(muon(1e-2, **arguments), params, steps=1)
     by_hand = Oracles(params, adaptive=False)
     by_hand.step(leaves.random_tree(1), 1e-2)
-    by_hand.assert_close(found, 1e-6)
+    # float32 rounds otherwise where there is no AVX-512: 1.2e-6 on such a machine.
+    by_hand.assert_close(found, 2e-6)
     for name in params:
         assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
 
@@ -348,3 +349,34 @@ def test_a_gpus_kernels_update_momentum_in_place(platform, apart):
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
     assert sum("tensor<8x12xf32>" in line for line in barriers) == apart
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_other_parameters_take_optax_adamw(nesterov):
+    """With a decay whose schedule counts, which Optax's own does from 0.2.7 on."""
+
+    def decay(step):
+        return 0.1 * (step + 1)
+
+    optimizer = orscale(1e-2, weight_decay=decay, adam_nesterov=nesterov)
+    params = {"bias": jnp.linspace(-1, 1, 5), "w": jnp.eye(5, 3)}
+    bias, state = params["bias"], optimizer.init(params)
+    adam = optax.scale_by_adam(b2=0.95, nesterov=nesterov)
+    by_hand = adam.init(bias)
+    for step in range(3):
+        grads = jax.tree.map(lambda p, step=step: jnp.cos(p + step), params)
+        updates, state = optimizer.update(grads, state, params)
+        direction, by_hand = adam.update(jnp.cos(bias + step), by_hand)
+        bias = bias - 1e-2 * (direction + decay(step) * bias)
+        params = optax.apply_updates(params, updates)
+        np.testing.assert_allclose(params["bias"], bias, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["vocab", "tok", "pos", "vocab_proj", "lm_head", "TokEmb"]
+)
+def test_names_of_tables_and_heads(name):
+    state = orscale(1e-3).init({name: jnp.ones((8, 4)), "o_proj": jnp.ones((4, 4))})
+    momentum = optax.tree.get(state, "trace")
+    assert isinstance(momentum[name], optax.MaskedNode)
+    assert momentum["o_proj"].shape == (4, 4)

@@ -353,7 +353,7 @@ def signature(tree):
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_dtypes_never_change(name, double):
-    """Every leaf of parameters and gradients has a dtype of its own."""
+    """Each parameter and gradient has its own; updates have those of AdamW's."""
     kinds = FLOATS + [jnp.float64] * double
 
     # To shrink a failure would take minutes, as every example traces.
@@ -365,7 +365,10 @@ def test_dtypes_never_change(name, double):
         state = jax.eval_shape(optimizer.init, params)
         updates, after = jax.eval_shape(optimizer.update, grads, state, params)
         assert signature(after) == signature(state)
-        assert signature(updates) == signature(grads)
+        adamw = optax.adamw(1e-3, mu_dtype=mu_dtype)
+        theirs = jax.eval_shape(adamw.init, params)
+        theirs, _ = jax.eval_shape(adamw.update, grads, theirs, params)
+        assert signature(updates) == signature(theirs)
         for leaf in jax.tree.leaves(readout(state, "trace")):
             assert mu_dtype is None or leaf.dtype == mu_dtype
 

@@ -128,14 +128,13 @@ class TestFromFirstNonzeroUpdate:
         assert not updates[::2].any()
 
     def test_the_inner_transformation_counts_every_step(self):
-        decay = optax.add_decayed_weights(lambda count: 1.0 * count)
-        stage = from_first_nonzero_update(decay)
+        stage = from_first_nonzero_update(optax.scale_by_schedule(lambda count: count))
         params, zero = {"w": jnp.ones((2, 2))}, {"w": jnp.zeros((2, 2))}
         state = stage.init(params)
         for _ in range(3):
             _, state = stage.update(zero, state, params)
         updates, _ = stage.update({"w": jnp.eye(2)}, state, params)
-        np.testing.assert_array_equal(updates["w"], jnp.eye(2) + 3.0)
+        np.testing.assert_array_equal(updates["w"], 3.0 * jnp.eye(2))
 
 
 class TestCalibratedTrustRatio:

@@ -1,0 +1,448 @@
+"""Annotated Flax, Haliax and Equinox models on meshes, with AdamW as the control."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+import orscale_jax.equinox
+import orscale_jax.haliax
+from orscale_jax import muon, orscale, state_shardings
+from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+
+slow = pytest.mark.slow
+X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+RULES = (("rows", "fsdp"), ("columns", "tensor"), ("layers", None), ("experts", "fsdp"))
+RATE = 1e-3
+OPTIMIZERS = {
+    "adamw": optax.adamw,
+    "orscale": orscale,
+    "chain": lambda rate: optax.chain(optax.clip_by_global_norm(1.0), orscale(rate)),
+    "muon": muon,
+}
+STEPS = 2
+
+
+def mesh_of(kind=AxisType.Auto, sizes=(4, 2)):
+    return jax.make_mesh(sizes, ("fsdp", "tensor"), axis_types=(kind,) * 2)
+
+
+def assert_close(found, wanted):
+    """Compare parameters after some steps, in boxes or not."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    for x, y in pairs:
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def per_matrix_arrays(state):
+    names = ("started", "calibration", "raw_trust_ratio", "trust_ratio")
+    return [
+        tree for name in names for _, tree in optax.tree.get_all_with_path(state, name)
+    ]
+
+
+# NNX
+
+
+class Pair(nnx.Module):
+    """Two layers whose kernels are annotated, or not."""
+
+    def __init__(self, rngs, *names, annotated=True):
+        init = nnx.initializers.lecun_normal()
+        up, down = (names, names[::-1])
+        if annotated:
+            up, down = (nnx.with_partitioning(init, axes) for axes in (up, down))
+        else:
+            up = down = init
+        self.up = nnx.Linear(16, 32, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(32, 16, kernel_init=down, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.relu(self.up(x)))
+
+
+def on_mesh(rngs):
+    return Pair(rngs, "fsdp", "tensor")
+
+
+def squares(model):
+    return jnp.mean(jnp.square(model(X)))
+
+
+def sharded(node):
+    """Constrain the variables of a model or an optimizer as they are annotated."""
+    state = nnx.state(node)
+    specs = nnx.get_partition_spec(state)
+    nnx.update(node, jax.lax.with_sharding_constraint(state, specs))
+
+
+@functools.partial(nnx.jit, donate_argnums=(0, 1))
+def nnx_step(model, optimizer):
+    optimizer.update(model, nnx.grad(squares)(model))
+
+
+def nnx_trained(model, optimizer, steps=STEPS):
+    for _ in range(steps):
+        nnx_step(model, optimizer)
+    return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+@functools.cache
+def nnx_alone(name):
+    """The same model on one device, without annotations."""
+    model = Pair(nnx.Rngs(0), annotated=False)
+    optimizer = nnx.Optimizer(model, OPTIMIZERS[name](RATE), wrt=nnx.Param)
+    return nnx_trained(model, optimizer)
+
+
+NAMES = [
+    "orscale",
+    *(pytest.param(name, marks=slow) for name in ("adamw", "chain", "muon")),
+]
+
+
+@pytest.mark.parametrize("name", ["adamw", "orscale", "chain", "muon"])
+def test_nnx_created_eagerly(name):
+    with jax.set_mesh(mesh_of()):
+        model = on_mesh(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, OPTIMIZERS[name](RATE), wrt=nnx.Param)
+        assert_close(nnx_trained(model, optimizer), nnx_alone(name))
+    assert model.up.kernel.get_value().sharding.spec == P("fsdp", "tensor")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nnx_created_in_jit(name):
+    @nnx.jit
+    def create():
+        model = on_mesh(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, OPTIMIZERS[name](RATE), wrt=nnx.Param)
+        sharded(model)
+        sharded(optimizer)
+        return model, optimizer
+
+    with jax.set_mesh(mesh_of()):
+        model, optimizer = create()
+        assert_close(nnx_trained(model, optimizer), nnx_alone(name))
+    for variable in jax.tree.leaves(
+        nnx.state(optimizer), is_leaf=lambda node: isinstance(node, nnx.Variable)
+    ):
+        if variable.get_value().ndim == 2:
+            assert variable.get_value().sharding.spec in (
+                P("fsdp", "tensor"),
+                P("tensor", "fsdp"),
+            )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nnx_on_explicit_axes(name):
+    """Creation and an update: a matmul of such axes would have to say its sharding."""
+    gradients = jax.tree.map(lambda x: jnp.cos(17 * x), nnx.state(on_mesh_alone()))
+    wanted = on_mesh_alone()
+    optimizer = nnx.Optimizer(wanted, OPTIMIZERS[name](RATE), wrt=nnx.Param)
+    optimizer.update(wanted, gradients)
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        model = on_mesh(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, OPTIMIZERS[name](RATE), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            gradients = jax.tree.map(lambda x: jnp.cos(17 * x), nnx.state(model))
+            optimizer.update(model, gradients)
+
+        step(model, optimizer)
+    assert_close(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(nnx.state(wanted)))
+
+
+def on_mesh_alone():
+    return Pair(nnx.Rngs(0), annotated=False)
+
+
+def test_nnx_with_logical_names_and_wrappers():
+    """Rules, accumulation over two steps, an injected learning rate."""
+
+    def wrapped():
+        injected = optax.inject_hyperparams(orscale)(learning_rate=RATE)
+        return optax.MultiSteps(injected, every_k_schedule=2)
+
+    alone = on_mesh_alone()
+    wanted = nnx_trained(alone, nnx.Optimizer(alone, wrapped(), wrt=nnx.Param))
+    with jax.set_mesh(mesh_of()), nnx.logical_axis_rules(RULES):
+        model = Pair(nnx.Rngs(0), "rows", "columns")
+        optimizer = nnx.Optimizer(model, wrapped(), wrt=nnx.Param)
+        assert_close(nnx_trained(model, optimizer), wanted)
+        assert model.down.kernel.get_value().sharding.spec == P("tensor", "fsdp")
+
+
+@pytest.mark.parametrize("axis", [0, pytest.param(1, marks=slow)])
+def test_nnx_layers(axis):
+    """Kernels (3, 16, 16), or (16, 3, 16): arrays per matrix are sharded as layers."""
+
+    class Layer(nnx.Module):
+        def __init__(self, rngs, annotated=True):
+            init = nnx.initializers.lecun_normal()
+            kernel = nnx.with_partitioning(init, ("fsdp", None)) if annotated else init
+            self.linear = nnx.Linear(16, 16, kernel_init=kernel, rngs=rngs)
+
+    def stacked(annotated):
+        names = {nnx.PARTITION_NAME: "tensor"} if annotated else {}
+        create = nnx.vmap(
+            functools.partial(Layer, annotated=annotated),
+            out_axes=nnx.StateAxes({nnx.Param: axis}),
+            transform_metadata=names or {nnx.PARTITION_NAME: None},
+        )
+        return create(nnx.Rngs(0).split(4))
+
+    def optimizer_of(model, **kwargs):
+        numbers = nnx_dimension_numbers(model, **kwargs)
+        tx = orscale(RATE, weight_dimension_numbers=numbers)
+        return nnx.Optimizer(model, tx, wrt=nnx.Param), tx
+
+    @nnx.jit
+    def step(model, optimizer):
+        gradients = jax.tree.map(lambda x: jnp.cos(17 * x), nnx.state(model, nnx.Param))
+        optimizer.update(model, gradients)
+
+    with jax.set_mesh(mesh_of()):
+        model = stacked(True)
+        optimizer, tx = optimizer_of(model, partition_names=["tensor"])
+        step(model, optimizer)
+    kernel = model.linear.kernel
+    assert kernel.get_value().shape == ((4, 16, 16) if axis == 0 else (16, 4, 16))
+    for tree in per_matrix_arrays(optimizer.opt_state):
+        [array] = jax.tree.leaves(tree)
+        assert array.shape == (4,) and array.sharding.spec == P("tensor")
+    for tree in per_matrix_arrays(state_shardings(tx, nnx.state(model, nnx.Param))):
+        [where] = jax.tree.leaves(tree)
+        assert where.spec == P("tensor")
+
+
+def test_layers_on_an_axis_that_only_annotations_tell_apart():
+    """MaxText's are on axis 1, and as many as features here; it keeps their name."""
+    model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel = nnx.Param(
+        jnp.ones((16, 16, 16)),
+        out_sharding=("rows", "layers", "columns"),
+        eager_sharding=False,
+    )
+    params = nnx.state(model, nnx.Param)
+    assert nnx_dimension_numbers(model)(params)["kernel"] == Dims(1, 2)
+    numbers = nnx_dimension_numbers(model, partition_names=["layers"])
+    assert numbers(params)["kernel"] == Dims(0, 2)
+    model.kernel.set_metadata(nnx.PARTITION_NAME, "layers")
+    assert nnx_dimension_numbers(model)(params)["kernel"] == Dims(0, 2)
+
+
+def test_a_layer_name_that_no_variable_has():
+    with pytest.raises(ValueError, match="'layers' in partition_names is in no"):
+        nnx_dimension_numbers(on_mesh_alone(), partition_names=["layers"])
+
+
+# Linen
+
+
+def dense(features, *names, logical=False):
+    init = nn.initializers.lecun_normal()
+    annotate = nn.with_logical_partitioning if logical else nn.with_partitioning
+    return nn.Dense(features, kernel_init=annotate(init, names) if names else init)
+
+
+class LinenPair(nn.Module):
+    names: tuple[str, ...] = ()
+    logical: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(dense(32, *self.names, logical=self.logical)(x))
+        return dense(16, *self.names[::-1], logical=self.logical)(x)
+
+
+class LinenLayers(nn.Module):
+    """Layers (4, 16, 16), scanned."""
+
+    names: tuple[str, ...] = ()
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(
+            lambda module, x, _: (nn.tanh(dense(16, *self.names)(x)), None),
+            variable_axes={"params": 0},
+            split_rngs={"params": True},
+            length=4,
+            metadata_params={nn.PARTITION_NAME: "tensor"},
+        )
+        return scanned(self, x, None)[0]
+
+
+def linen_state(model, tx, key):
+    params = model.init(key, X)["params"]
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def linen_step(state):
+    def loss(params):
+        return jnp.mean(jnp.square(state.apply_fn({"params": params}, X)))
+
+    return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+
+def linen_alone(model, tx):
+    state = linen_state(model, tx, jax.random.key(0))
+    for _ in range(STEPS):
+        state = jax.jit(linen_step)(state)
+    return state
+
+
+def linen_placed(model, tx, mesh, specs_of=nn.get_partition_spec):
+    """A state made where it is annotated to be, and its shardings."""
+    init = functools.partial(linen_state, model, tx)
+    specs = specs_of(jax.eval_shape(init, jax.random.key(0)))
+    where = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
+    return jax.jit(init, out_shardings=where)(jax.random.key(0)), where
+
+
+def linen_trained(state, where):
+    step = jax.jit(linen_step, donate_argnums=0, out_shardings=where)
+    for _ in range(STEPS):
+        state = step(state)
+    return state
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linen(name):
+    tx, mesh = OPTIMIZERS[name](RATE), mesh_of()
+    with jax.set_mesh(mesh):
+        state, where = linen_placed(LinenPair(("fsdp", "tensor")), tx, mesh)
+        state = linen_trained(state, where)
+    assert_close(state.params, linen_alone(LinenPair(), tx).params)
+
+
+@pytest.mark.parametrize("boxes", ["kept", pytest.param("removed", marks=slow)])
+def test_linen_with_logical_names(boxes):
+    tx, mesh = orscale(RATE), mesh_of()
+    to_mesh = functools.partial(nn.logical_to_mesh, rules=RULES)
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        model = LinenPair(("rows", "columns"), logical=True)
+        state, where = linen_placed(
+            model, tx, mesh, lambda tree: to_mesh(nn.get_partition_spec(tree))
+        )
+        if boxes == "removed":
+            state = nn.meta.unbox(state)
+        found = linen_trained(state, where)
+    assert_close(found.params, linen_alone(LinenPair(), tx).params)
+
+
+def test_linen_layers_and_checkpoints_on_another_mesh(tmp_path):
+    """What annotations say of the state is what state_shardings does."""
+    numbers = linen_dimension_numbers(LinenLayers(("fsdp", None)), X)
+    tx, mesh = orscale(RATE, weight_dimension_numbers=numbers), mesh_of()
+    with jax.set_mesh(mesh):
+        state, where = linen_placed(LinenLayers(("fsdp", None)), tx, mesh)
+        by_type = jax.tree.leaves(state_shardings(tx, state.params))
+        annotated = jax.tree.leaves(where.opt_state)
+        for x, y, leaf in zip(
+            annotated, by_type, jax.tree.leaves(state.opt_state), strict=True
+        ):
+            assert x.is_equivalent_to(y, leaf.ndim)
+        state = linen_trained(state, where)
+    wanted = linen_alone(LinenLayers(), tx)
+    assert_close(state.params, wanted.params)
+    for tree in per_matrix_arrays(state.opt_state):
+        [array] = jax.tree.leaves(tree)
+        assert array.shape == (4,) and array.sharding.spec == P("tensor")
+
+    other = mesh_of(sizes=(2, 4))
+    init = functools.partial(linen_state, LinenLayers(("fsdp", None)), tx)
+    abstract = jax.eval_shape(init, jax.random.key(0))
+    specs = jax.tree.leaves(nn.get_partition_spec(abstract))
+    leaves, structure = jax.tree.flatten(abstract)
+    target = structure.unflatten(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(other, spec))
+        for x, spec in zip(leaves, specs, strict=True)
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", (state.params, state.opt_state))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(
+            tmp_path / "state", (target.params, target.opt_state)
+        )
+    for x, y in zip(
+        jax.tree.leaves(restored[1]), jax.tree.leaves(state.opt_state), strict=True
+    ):
+        np.testing.assert_array_equal(x, y)
+    with jax.set_mesh(other):
+        state = state.replace(params=restored[0], opt_state=restored[1])
+        state = jax.jit(linen_step)(state)
+    assert_close(state.params, jax.jit(linen_step)(wanted).params)
+
+
+# Haliax and Equinox
+
+
+def test_haliax():
+    In, Out, Layers = hax.make_axes(rows=16, columns=32, layers=4)
+    mapping = {"rows": "fsdp", "columns": "tensor"}
+
+    def create():
+        init = functools.partial(hax.nn.Linear.init, In, Out, use_bias=False)
+        keys = jax.random.split(jax.random.key(0), 4)
+        return hax.vmap(lambda key: init(key=key), Layers)(keys)
+
+    tx = orscale(
+        RATE, weight_dimension_numbers=orscale_jax.haliax.dimension_numbers(create())
+    )
+
+    def start():
+        model = create()
+        return model, tx.init(model)
+
+    def step(model, state):
+        gradients = jax.tree.map(lambda x: jnp.cos(17 * x), model)
+        updates, state = tx.update(gradients, state, model)
+        return optax.apply_updates(model, updates), state
+
+    wanted, wanted_state = step(*start())
+    with jax.set_mesh(mesh_of()), hax.axis_mapping(mapping):
+        model, state = hax.named_jit(start, out_axis_resources=mapping)()
+        for tree in per_matrix_arrays(state):
+            assert tree.weight.axes == (Layers,)
+        model, state = hax.named_jit(step, axis_resources=mapping)(model, state)
+    placed = dict(zip(model.weight.axes, model.weight.array.sharding.spec, strict=True))
+    assert placed == {Layers: None, In: "fsdp", Out: "tensor"}
+    assert_close(model, wanted)
+    assert jax.tree.structure(state) == jax.tree.structure(wanted_state)
+
+
+def test_equinox_with_filter_shard_and_the_module_as_parameters():
+    """Functions and sizes among a module's fields have no gradients."""
+    model = eqx.nn.MLP(16, 8, 32, depth=1, key=jax.random.key(0))
+    numbers = orscale_jax.equinox.dimension_numbers(model)
+    tx = orscale(RATE, weight_dimension_numbers=numbers)
+
+    @eqx.filter_jit
+    def step(model, state):
+        gradients = eqx.filter_grad(lambda m: jnp.mean(jnp.square(jax.vmap(m)(X))))(model)
+        updates, state = tx.update(gradients, state, model)
+        return eqx.apply_updates(model, updates), state
+
+    def trained(model):
+        state = tx.init(eqx.filter(model, eqx.is_inexact_array))
+        for _ in range(STEPS):
+            model, state = step(model, state)
+        return eqx.filter(model, eqx.is_inexact_array)
+
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        on_mesh = eqx.filter_shard(model, NamedSharding(mesh, P("fsdp")))
+        found = trained(on_mesh)
+    assert_close(found, trained(model))

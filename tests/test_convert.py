@@ -1,0 +1,224 @@
+"""Runs that go on with another optimizer."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from orscale_jax import convert_state, muon, orscale
+
+RATE = 1e-2
+SHAPES = {"up": (8, 16), "down": (16, 8), "bias": (8,)}
+slow = pytest.mark.slow
+
+
+def tree(seed):
+    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
+    pairs = zip(SHAPES.items(), keys, strict=True)
+    return {name: jax.random.normal(key, shape) for (name, shape), key in pairs}
+
+
+def after(optimizer, steps, state=None, start=0):
+    """The state and the last updates, at fixed parameters."""
+    params = tree(0)
+    update = jax.jit(optimizer.update)
+    state = optimizer.init(params) if state is None else state
+    updates = None
+    for step in range(start, start + steps):
+        updates, state = update(tree(step + 1), state, params)
+    return state, updates
+
+
+def assert_close(found, wanted, rtol=1e-5):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max())
+
+
+def optax_muon(**kwargs):
+    return optax.contrib.muon(
+        RATE, weight_decay=0.1, consistent_rms=0.2, adam_weight_decay=0.1, **kwargs
+    )
+
+
+def our_muon(nesterov, rate=RATE):
+    """The same mathematics."""
+    return muon(
+        rate,
+        nesterov=nesterov,
+        ns_coeffs="jordan",
+        adam_b2=0.999,
+        adam_nesterov=nesterov,
+    )
+
+
+WRAPPERS = {
+    "alone": lambda tx: tx,
+    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
+    "partition": lambda tx: optax.partition({"all": tx}, lambda params: "all"),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_optax_muon_goes_on_as_muon(nesterov, wrapper):
+    """The next updates are the same where 0.95^t has vanished, or without Nesterov."""
+    wrap = WRAPPERS[wrapper]
+    old, new = wrap(optax_muon(nesterov=nesterov)), wrap(our_muon(nesterov))
+    steps = 250 if nesterov else 3
+    state, _ = after(old, steps)
+    converted = convert_state(state, new, tree(0), momentum=0.95, nesterov=nesterov)
+    for start in range(steps, steps + 3):
+        state, wanted = after(old, 1, state, start)
+        converted, found = after(new, 1, converted, start)
+        assert_close(found, wanted, rtol=2e-5)
+
+
+def test_the_first_of_young_runs_is_the_same():
+    for steps in (1, 2, 10):
+        state, _ = after(optax_muon(), steps)
+        converted = convert_state(state, our_muon(True), tree(0), momentum=0.95)
+        _, wanted = after(optax_muon(), 1, state, steps)
+        _, found = after(our_muon(True), 1, converted, steps)
+        assert_close(found, wanted, rtol=2e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_there_and_back(steps):
+    state, _ = after(optax_muon(), steps)
+    ours = convert_state(state, orscale(RATE), tree(0), momentum=0.95)
+    back = convert_state(ours, optax_muon(), tree(0), momentum=0.95)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    assert_close(back, state, rtol=1e-6)
+
+
+def test_from_adamw():
+    """Moments and count of what stays with AdamW; c is anchored at the next direction."""
+    adamw = optax.adamw(RATE, b2=0.95, weight_decay=0.1)
+    state, _ = after(adamw, 5)
+    converted = convert_state(state, orscale(RATE), tree(0), momentum=0.95)
+    [(_, momentum)] = optax.tree.get_all_with_path(converted, "trace")
+    assert_close(momentum["up"], state[0].mu["up"] / (1 - 0.95))
+    assert not optax.tree.get(converted, "calibration")["up"]
+    converted, found = after(orscale(RATE), 1, converted, 5)
+    _, wanted = after(adamw, 1, state, 5)
+    assert_close(found["bias"], wanted["bias"])
+    assert optax.tree.get(converted, "raw_trust_ratio")["up"] == pytest.approx(1)
+
+
+def test_between_ours_and_to_schedules():
+    """All arrays of a run, and its count for a schedule that it did not have."""
+    state, _ = after(orscale(RATE), 3)
+    scheduled = orscale(optax.constant_schedule(RATE))
+    converted = convert_state(state, scheduled, tree(0))
+    counts = [c for _, c in optax.tree.get_all_with_path(converted, "count")]
+    assert [int(count) for count in counts] == [3] * len(counts) and len(counts) == 3
+    _, found = after(scheduled, 1, converted, 3)
+    _, wanted = after(orscale(RATE), 1, state, 3)
+    assert_close(found, wanted, rtol=1e-7)
+    as_muon = convert_state(state, muon(RATE), tree(0))
+    assert_close(
+        *(optax.tree.get_all_with_path(s, "trace")[0][1] for s in (as_muon, state)), 0
+    )
+
+
+def test_more_parameters():
+    params = tree(0) | {"new": jnp.ones((4, 4))}
+    state, _ = after(orscale(RATE), 2)
+    with pytest.raises(ValueError, match=r"'new' is not in the old state.*allow_new"):
+        convert_state(state, orscale(RATE), params)
+    grown = convert_state(state, orscale(RATE), params, allow_new=True)
+    c, before = (optax.tree.get(s, "calibration") for s in (grown, state))
+    assert c["new"] == 0 and c["up"] == before["up"] > 0
+
+
+def test_a_restored_tree_of_dictionaries(tmp_path):
+    state, _ = after(optax_muon(), 2)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state")
+    convert = functools.partial(
+        convert_state, optimizer=orscale(RATE), params=tree(0), momentum=0.95
+    )
+    assert_close(convert(restored), convert(state), rtol=0)
+
+
+def test_old_checkpoints_whose_flags_are_booleans(tmp_path):
+    """As they were stored before: Orbax casts them, and update takes them as they are."""
+    state, _ = after(orscale(RATE), 2)
+    old = optax.tree.set(
+        state, started=jax.tree.map(lambda x: x != 0, optax.tree.get(state, "started"))
+    )
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", old)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state", state)
+    assert [x.dtype for x in jax.tree.leaves(restored)] == [
+        x.dtype for x in jax.tree.leaves(state)
+    ]
+    _, wanted = after(orscale(RATE), 1, state, 2)
+    for found in (restored, old):
+        assert_close(after(orscale(RATE), 1, found, 2)[1], wanted, rtol=0)
+
+
+def test_in_jit_on_a_mesh_and_in_boxes():
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    where = NamedSharding(mesh, P("fsdp"))
+    state, _ = after(optax_muon(), 2)
+    params = jax.tree.map(nnx.Param, tree(0))
+    convert = functools.partial(convert_state, optimizer=orscale(RATE), momentum=0.95)
+    wanted = convert(state, params=tree(0))
+    found = jax.jit(lambda s, p: convert(s, params=p))(
+        jax.tree.map(lambda x: jax.device_put(x, where) if x.size % 8 == 0 else x, state),
+        params,
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(orscale(RATE).init(params))
+    assert_close(found, wanted, rtol=1e-6)
+
+
+def bad_counts(state):
+    adam = state.inner_states["adam"]
+    inner = optax.tree.set(adam.inner_state, count=jnp.asarray(7))
+    return state._replace(
+        inner_states=state.inner_states | {"adam": adam._replace(inner_state=inner)}
+    )
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"momentum": None}, "'down' is an average.*pass momentum="),
+        ({"momentum": 1.0}, "momentum=1.0 is not valid"),
+        ({"nesterov": "yes"}, "nesterov='yes' is not valid"),
+        (
+            {"params": {"other": jnp.ones((8, 16))}},
+            "nothing of these parameters.*'other'",
+        ),
+        ({"params": tree(0) | {"up": jnp.ones((8, 8))}}, "of 'up' has shape .8, 16"),
+        ({"optimizer": optax.adamw(RATE)}, "AdamW needs a second moment of 'down'"),
+        ({"state": bad_counts}, r"counts in the old state differ: \[2, 7\]"),
+    ],
+)
+def test_what_cannot_be_converted(change, words):
+    state, _ = after(optax_muon(), 2)
+    if "state" in change:
+        change = {"state": change["state"](state)}
+    given = {"optimizer": orscale(RATE), "params": tree(0), "momentum": 0.95}
+    with pytest.raises(ValueError, match=words):
+        convert_state(**{"state": state, **given, **change})
+
+
+def test_one_array():
+    params = jnp.ones((4, 6))
+    old = optax.contrib.muon(RATE)
+    _, state = old.update(params, old.init(params), params)
+    converted = convert_state(state, orscale(RATE), params, momentum=0.95)
+    [(_, momentum)] = optax.tree.get_all_with_path(converted, "trace")
+    assert momentum.shape == (4, 6) and momentum.any()
