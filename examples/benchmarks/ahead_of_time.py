@@ -30,7 +30,14 @@ from examples.benchmarks.models import (
 from orscale_jax import state_shardings
 
 ON_AUTO_AXES = "orscale on Auto axes"
-CONTENDERS = ("orscale", ON_AUTO_AXES, "muon", "optax.contrib.muon")
+WITHOUT_SHARDINGS = "orscale on Auto axes, without param_shardings"
+CONTENDERS = (
+    "orscale",
+    ON_AUTO_AXES,
+    WITHOUT_SHARDINGS,
+    "muon",
+    "optax.contrib.muon",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +75,7 @@ class Options:
     cases: tuple[str, ...] = tuple(CASES)
     """Of a, b, c, d and e."""
     contenders: tuple[str, ...] = CONTENDERS
-    """Of orscale, orscale on Auto axes, muon, optax.contrib.muon and optax.adamw."""
+    """Of these and optax.adamw."""
     layers: int | None = None
     """How many of a model's first layers; all without it."""
     dump: pathlib.Path | None = None
@@ -107,11 +114,13 @@ def lowered(
     A TPU rounds what is float32 for its products anyway.
     """
     # Where optax's Newton–Schulz meets sharded axes, types would not let it.
-    auto = contender == ON_AUTO_AXES or contender.startswith("optax.")
+    auto = " on Auto axes" in contender or contender.startswith("optax.")
     kinds = (AxisType.Auto if auto else AxisType.Explicit,) * devices.ndim
     mesh = Mesh(devices, tuple(axes), axis_types=kinds)
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
-    optimizer = contenders(numbers, jnp.bfloat16)[contender.split(" on ")[0]]
+    specs = {name: leaf.spec for name, leaf in leaves.items()}
+    told = specs if contender == ON_AUTO_AXES else None
+    optimizer = contenders(numbers, jnp.bfloat16, told)[contender.split(" on ")[0]]
     params = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, jnp.float32, sharding=NamedSharding(mesh, leaf.spec)

@@ -29,18 +29,20 @@ def step_of(optimizer: optax.GradientTransformation) -> Callable[..., tuple[Any,
 
 
 def contenders(
-    numbers: Any, ns_dtype: DTypeLike | None
+    numbers: Any, ns_dtype: DTypeLike | None, param_shardings: Any = None
 ) -> dict[str, optax.GradientTransformation]:
     """By name.
 
     Args:
       numbers: Dimension numbers, as all of them take them.
       ns_dtype: Of our products; Optax multiplies in the gradients' dtype.
+      param_shardings: As of orscale, on Auto axes.
     """
     ours: dict[str, Any] = {
         "weight_dimension_numbers": numbers,
         "ns_steps": NS_STEPS,
         "ns_dtype": ns_dtype,
+        "param_shardings": param_shardings,
     }
     return {
         "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
