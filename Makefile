@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
+.PHONY: help test test-oldest clients test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
 	demo-seeds dist clean
 
 help: ## Show this list.
@@ -27,10 +27,30 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@touch $@
 
 test: $(VENV)/.has-examples,test ## Run the tests, without those marked slow.
-	$(RUN) pytest -n 2 -m "not slow" $(ARGS)
+	$(RUN) pytest -n 2 -m "not slow and not client" $(ARGS)
+
+# Of the versions that pyproject.toml promises, the oldest, on what touches them.
+OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.6
+OLDEST_TESTS := tests/test_optimizers.py tests/test_transforms.py tests/test_boxes.py \
+	tests/test_param_shardings.py tests/test_annotations.py \
+	tests/test_checkpoints.py
+
+test-oldest: ## Run the tests that touch JAX and Optax most, on their oldest versions.
+	@$(MAKE) --no-print-directory VENV=.venv-oldest .venv-oldest/.has-examples,test
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(OLDEST)
+	.venv-oldest/bin/python -m pytest -n 2 -m "not slow" $(OLDEST_TESTS) $(ARGS)
+
+# They bound other packages than constraints.txt does: these pins spare pip a search.
+CLIENTS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 haliax==1.4.dev453 ray==2.60.0
+
+clients: ## Train with other people's trainers, as they are; takes minutes to install.
+	@$(MAKE) --no-print-directory VENV=.venv-clients .venv-clients/pyvenv.cfg
+	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check \
+		-e '.[clients]' $(CLIENTS)
+	.venv-clients/bin/python -m pytest -m client tests/clients $(ARGS)
 
 test-all: $(VENV)/.has-examples,test ## Run all tests.
-	$(RUN) pytest -n 2 $(ARGS)
+	$(RUN) pytest -n 2 -m "not client" $(ARGS)
 
 coverage: ARGS += --cov=orscale_jax --cov-branch --cov-report=term-missing --cov-fail-under=97
 coverage: test ## Run the tests and require the coverage by branches.
