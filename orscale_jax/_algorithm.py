@@ -1,8 +1,10 @@
-"""Algorithm 1 with its stages as arranged, and AdamW for what is no matrix."""
+"""Algorithm 1 on stages that can be composed anew, and AdamW for other parameters."""
 
+import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ParamSpec, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,32 +14,36 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax._boxes import on_bare_arrays, unbox
-from orscale_jax._decay import add_decayed_weights
-from orscale_jax._matrix import (
-    PyTree,
+from orscale_jax.distributed.param_shardings import ParamShardings
+from orscale_jax.newton_schulz.coefficients import Coefficients
+from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
     is_function,
     matrix_axes,
 )
-from orscale_jax._param_shardings import ParamShardings
-from orscale_jax._polar import Coefficients
-from orscale_jax._precision import in_float32
-from orscale_jax._transforms import (
-    from_first_nonzero_update,
-    orthogonalize,
-    scale_by_calibrated_trust_ratio,
-    scale_by_shape,
-)
-from orscale_jax._updates import require_fitting, where_gradients_are
+from orscale_jax.transforms.decay import add_decayed_weights
+from orscale_jax.transforms.first_update import from_first_nonzero_update
+from orscale_jax.transforms.float32 import in_float32
+from orscale_jax.transforms.fusion_barrier import fusion_barrier
+from orscale_jax.transforms.orthogonalize import orthogonalize
+from orscale_jax.transforms.shape import scale_by_shape
+from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
+from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
+from orscale_jax.trees.updates import require_fitting, where_gradients_are
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
+Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
+Parameters = ParamSpec("Parameters")
+
+# The groups of the partition, and so the keys of its state.
+MATRIX, ADAMW = "matrix", "adamw"
 
 
-class Hyperparameters(NamedTuple):
-    """The arguments of :func:`orscale_jax.orscale`; Muon has none for the ratio."""
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """The arguments of :func:`orscale_jax.orscale`, under their names."""
 
     learning_rate: ScalarOrSchedule
     momentum: ArrayLike
@@ -46,6 +52,10 @@ class Hyperparameters(NamedTuple):
     weight_decay: ScalarOrSchedule
     weight_decay_mask: Mask | None
     consistent_rms: ArrayLike | None
+    calibrate: bool
+    r_min: ArrayLike
+    r_max: ArrayLike
+    eps: ArrayLike
     ns_steps: int | jax.Array
     ns_coeffs: Coefficients
     ns_dtype: DTypeLike | None
@@ -59,170 +69,212 @@ class Hyperparameters(NamedTuple):
     adam_weight_decay: ScalarOrSchedule | None
     mesh: Mesh | AbstractMesh | None
     param_shardings: ParamShardings
-    calibrate: bool = True
-    r_min: ArrayLike = 0.1
-    r_max: ArrayLike = 5.0
-    eps: ArrayLike = 1e-6
 
 
-class Stages(NamedTuple):
-    """What comes between the momentum and the learning rate, for given matrices."""
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stages between the momentum and the learning rate, for given matrices.
 
-    #: The axes of the matrices.
+    Attributes:
+      axes: The axes of the matrices.
+      orthogonalize: M̃ to Q.
+      scale: Q to sQ.
+      decay: Adds λW.
+      ratio: Multiplies by r̂, measured on what comes in.
+    """
+
     axes: WeightDimensionNumbers
-    #: M̃ to sQ.
-    direction: optax.GradientTransformation
-    #: M̃ to D = λW + sQ, once the matrix has received momentum.
-    coupled: optax.GradientTransformation
-    #: Adds λW, once the matrix has received a direction.
+    orthogonalize: optax.GradientTransformation
+    scale: optax.GradientTransformation
     decay: optax.GradientTransformation
-    #: Multiplies by r̂, measured on what comes in.
     ratio: optax.GradientTransformation
+
+    @property
+    def direction(self) -> optax.GradientTransformation:
+        """M̃ to sQ."""
+        return optax.chain(self.orthogonalize, self.scale)
+
+    @property
+    def coupled(self) -> optax.GradientTransformation:
+        """M̃ to D = λW + sQ, once a matrix has received momentum."""
+        return self.once_moving(optax.chain(self.direction, self.decay))
+
+    @property
+    def decoupled_decay(self) -> optax.GradientTransformation:
+        """Adds λW, once a matrix has received a direction."""
+        return self.once_moving(self.decay)
+
+    def once_moving(
+        self, inner: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """``inner`` from the first update of a matrix that is not zero."""
+        return from_first_nonzero_update(inner, weight_dimension_numbers=self.axes)
 
 
 Arrangement: TypeAlias = Callable[[Stages], optax.GradientTransformation]
 
 
-def arranged(
-    arrangement: Arrangement, given: Hyperparameters
-) -> optax.GradientTransformationExtraArgs:
-    """Algorithm 1 with its stages as arranged, AdamW for what is no matrix."""
-    # NumPy's scalars would make float64 of all that they meet, where there is float64.
-    given = Hyperparameters(*map(_as_python_scalar, given))
-    given = given._replace(
-        adam_learning_rate=_default(given.adam_learning_rate, given.learning_rate),
-        adam_weight_decay=_default(given.adam_weight_decay, given.weight_decay),
+def with_arguments_of(
+    optimizer: Callable[Parameters, Optimizer],
+    without: tuple[str, ...] = (),
+    **defaults: Any,
+) -> Callable[[Arrangement], Callable[Parameters, Optimizer]]:
+    """Make an optimizer of an arrangement, with the arguments of another optimizer.
+
+    Args:
+      optimizer: The optimizer whose arguments it has.
+      without: The arguments that it does not have; their defaults apply.
+      **defaults: Defaults that differ.
+    """
+    inherited = inspect.signature(optimizer)
+    fixed = {name: inherited.parameters[name].default for name in without}
+    signature = inherited.replace(
+        parameters=[
+            parameter.replace(default=defaults.get(name, parameter.default))
+            for name, parameter in inherited.parameters.items()
+            if name not in without
+        ]
     )
-    _check(given)
-    matrices = functools.partial(_matrices, arrangement, given)
-    matrices(None, None)  # The stages refuse bad hyperparameters now, not at init.
-    others = functools.partial(_others, given)
-    partition = _partition(
-        matrices, others, given.weight_dimension_numbers, given.weight_decay_mask
-    )
-    return on_bare_arrays(where_gradients_are(in_float32(partition, given.mu_dtype)))
+
+    def decorate(arrangement: Arrangement) -> Callable[Parameters, Optimizer]:
+        def built(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Optimizer:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return build(arrangement, Hyperparameters(**fixed, **bound.arguments))
+
+        functools.update_wrapper(built, arrangement)
+        built.__signature__ = signature  # type: ignore[attr-defined]
+        return built
+
+    return decorate
 
 
-def _check(given: Hyperparameters) -> None:
-    """Refuse what no stage of ours refuses."""
+def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimizer:
+    """Algorithm 1 with its stages as arranged, and AdamW for other parameters."""
+    h = _normalize(hyperparameters)
+    _check(h)
+    _matrices(arrangement, h, None, None)  # The stages refuse bad values before init.
+    partition = _partition(arrangement, h)
+    return on_bare_arrays(where_gradients_are(in_float32(partition, h.mu_dtype)))
+
+
+def _normalize(h: Hyperparameters) -> Hyperparameters:
+    """Convert NumPy's scalars, and give AdamW the matrices' rate and decay.
+
+    NumPy's scalars would promote what they meet to float64, where that is enabled.
+    """
+    values = {
+        field.name: _as_python_scalar(getattr(h, field.name))
+        for field in dataclasses.fields(h)
+    }
+    for name in ("learning_rate", "weight_decay"):
+        if values[f"adam_{name}"] is None:
+            values[f"adam_{name}"] = values[name]
+    return Hyperparameters(**values)
+
+
+def _as_python_scalar(value: Any) -> Any:
+    scalar = isinstance(value, np.generic | np.ndarray) and not value.ndim
+    return value.item() if scalar else value
+
+
+def _check(h: Hyperparameters) -> None:
+    """Refuse what no stage refuses."""
     number = functools.partial(_checks.number, at_least=0)
-    number("learning_rate", given.learning_rate, schedule=True)
-    number("momentum", given.momentum, below=1)
-    _checks.flag("nesterov", given.nesterov)
-    _checks.dtype("mu_dtype", given.mu_dtype)
-    number("weight_decay", given.weight_decay, schedule=True)
-    number("adam_learning_rate", given.adam_learning_rate, schedule=True)
-    number("adam_b1", given.adam_b1, below=1)
-    number("adam_b2", given.adam_b2, below=1)
-    number("adam_eps", given.adam_eps)
-    _checks.flag("adam_nesterov", given.adam_nesterov)
-    number("adam_weight_decay", given.adam_weight_decay, schedule=True)
+    number("learning_rate", h.learning_rate, schedule=True)
+    number("momentum", h.momentum, below=1)
+    _checks.flag("nesterov", h.nesterov)
+    _checks.dtype("mu_dtype", h.mu_dtype)
+    number("weight_decay", h.weight_decay, schedule=True)
+    number("adam_learning_rate", h.adam_learning_rate, schedule=True)
+    number("adam_b1", h.adam_b1, below=1)
+    number("adam_b2", h.adam_b2, below=1)
+    number("adam_eps", h.adam_eps)
+    _checks.flag("adam_nesterov", h.adam_nesterov)
+    number("adam_weight_decay", h.adam_weight_decay, schedule=True)
 
 
 def _matrices(
     arrangement: Arrangement,
-    given: Hyperparameters,
+    h: Hyperparameters,
     axes: WeightDimensionNumbers,
     mask: Mask | None,
 ) -> optax.GradientTransformation:
-    momentum = optax.trace(
-        given.momentum, nesterov=given.nesterov, accumulator_dtype=given.mu_dtype
-    )
+    """Algorithm 1."""
+    momentum = optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype)
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
-        _in_kernels_of_its_own(momentum),
-        arrangement(_stages(given, axes, mask)),
+        fusion_barrier(momentum),
+        arrangement(_stages(h, axes, mask)),
         # W ← W − ηr̂D
-        optax.scale_by_learning_rate(given.learning_rate),
+        optax.scale_by_learning_rate(h.learning_rate),
     )
 
 
 def _stages(
-    given: Hyperparameters, axes: WeightDimensionNumbers, mask: Mask | None
+    h: Hyperparameters, axes: WeightDimensionNumbers, mask: Mask | None
 ) -> Stages:
-    direction = optax.chain(
-        # Q = NSₖ(M̃)
-        orthogonalize(
-            ns_steps=given.ns_steps,
-            ns_coeffs=given.ns_coeffs,
-            ns_dtype=given.ns_dtype,
-            ns_preconditioning=given.ns_preconditioning,
-            mesh=given.mesh,
-            param_shardings=given.param_shardings,
-            weight_dimension_numbers=axes,
-        ),
-        # sQ
-        scale_by_shape(given.consistent_rms, weight_dimension_numbers=axes),
-    )
-    decay = add_decayed_weights(given.weight_decay, mask)
-    once_moving = functools.partial(
-        from_first_nonzero_update, weight_dimension_numbers=axes
-    )
     return Stages(
         axes=axes,
-        direction=direction,
-        coupled=once_moving(optax.chain(direction, decay)),
-        decay=once_moving(decay),
+        orthogonalize=orthogonalize(
+            ns_steps=h.ns_steps,
+            ns_coeffs=h.ns_coeffs,
+            ns_dtype=h.ns_dtype,
+            ns_preconditioning=h.ns_preconditioning,
+            mesh=h.mesh,
+            param_shardings=h.param_shardings,
+            weight_dimension_numbers=axes,
+        ),
+        scale=scale_by_shape(h.consistent_rms, weight_dimension_numbers=axes),
+        decay=add_decayed_weights(h.weight_decay, mask),
         ratio=scale_by_calibrated_trust_ratio(
-            calibrate=given.calibrate,
-            r_min=given.r_min,
-            r_max=given.r_max,
-            eps=given.eps,
+            calibrate=h.calibrate,
+            r_min=h.r_min,
+            r_max=h.r_max,
+            eps=h.eps,
             weight_dimension_numbers=axes,
         ),
     )
 
 
-def _others(given: Hyperparameters, mask: Mask | None) -> optax.GradientTransformation:
-    """``optax.adamw``, link by link."""
+def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformation:
+    """:func:`optax.adamw`, link by link."""
     return optax.chain(
         optax.scale_by_adam(
-            b1=given.adam_b1,
-            b2=given.adam_b2,
-            eps=given.adam_eps,
-            mu_dtype=given.mu_dtype,
-            nesterov=given.adam_nesterov,
+            b1=h.adam_b1,
+            b2=h.adam_b2,
+            eps=h.adam_eps,
+            mu_dtype=h.mu_dtype,
+            nesterov=h.adam_nesterov,
         ),
-        add_decayed_weights(given.adam_weight_decay, mask),
-        optax.scale_by_learning_rate(given.adam_learning_rate),
+        add_decayed_weights(h.adam_weight_decay, mask),
+        optax.scale_by_learning_rate(h.adam_learning_rate),
     )
 
 
-def _partition(
-    matrices: Callable[
-        [WeightDimensionNumbers, Mask | None], optax.GradientTransformation
-    ],
-    others: Callable[[Mask | None], optax.GradientTransformation],
-    weight_dimension_numbers: WeightDimensionNumbers,
-    weight_decay_mask: Mask | None,
-) -> optax.GradientTransformationExtraArgs:
-    """:func:`optax.partition`, built once the parameters are there.
+def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
+    """:func:`optax.partition`, built once the parameters are known.
 
-    Callables then see the whole tree, and not the half that a partition leaves of it.
-    Labels and masks stand in the places of boxes: no box is made that holds nothing.
+    Dimension numbers and masks that are functions then see the whole tree, not the part
+    that a partition leaves of it. Labels and masks stand in the places of boxes, so that
+    no box is left without an array.
     """
 
-    def at(tree: PyTree) -> optax.GradientTransformationExtraArgs:
+    def build_for(tree: PyTree) -> Optimizer:
         tree = unbox(tree)
-        axes = matrix_axes(weight_dimension_numbers, tree)
-        mask = unbox(weight_decay_mask)
-        if is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_)):
-            # As in matrix_axes, a placeholder is no tree to ask about.
-            mask = mask(tree) if jax.tree.leaves(tree) else tree
-        if mask is not None and jax.tree.leaves(tree):
-            _require_mask(mask, tree)
+        axes = matrix_axes(h.weight_dimension_numbers, tree)
+        mask = _resolve_mask(h.weight_decay_mask, tree)
         labels = jax.tree.map(
-            lambda leaf: "adamw" if isinstance(leaf, optax.MaskedNode) else "matrix",
+            lambda leaf: ADAMW if isinstance(leaf, optax.MaskedNode) else MATRIX,
             axes,
             is_leaf=is_axes_leaf,
         )
-        # A tree of labels may be callable, and optax.partition would call it.
-        return optax.partition(
-            {"matrix": matrices(axes, mask), "adamw": others(mask)}, lambda _: labels
-        )
+        groups = {MATRIX: _matrices(arrangement, h, axes, mask), ADAMW: _adamw(h, mask)}
+        # A function: optax.partition would call a tree of labels that is callable.
+        return optax.partition(groups, lambda _: labels)
 
     def init(params: PyTree) -> optax.OptState:
-        return at(params).init(params)
+        return build_for(params).init(params)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
@@ -230,9 +282,19 @@ def _partition(
         if params is not None:
             require_fitting(updates, params)
         tree = updates if params is None else params
-        return at(tree).update(updates, state, params, **extra_args)
+        return build_for(tree).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _resolve_mask(mask: Mask | None, tree: PyTree) -> Mask | None:
+    mask = unbox(mask)
+    if is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_)):
+        # optax.tree.map_params passes a placeholder without leaves.
+        mask = mask(tree) if jax.tree.leaves(tree) else tree
+    if mask is not None and jax.tree.leaves(tree):
+        _require_mask(mask, tree)
+    return mask
 
 
 def _require_mask(mask: PyTree, tree: PyTree) -> None:
@@ -252,34 +314,3 @@ def _require_mask(mask: PyTree, tree: PyTree) -> None:
         jax.tree.map(lambda *_: None, mask, tree)
     except ValueError as error:
         raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
-
-
-def _in_kernels_of_its_own(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    """``inner``, which a GPU's kernels do not mix with what comes after it.
-
-    A kernel that also reduces cannot write over what it reads: XLA would make the new
-    momentum beside the old one and copy it, at every step.
-    """
-
-    def update(
-        updates: PyTree, state: optax.OptState, params: PyTree | None = None
-    ) -> tuple[PyTree, optax.OptState]:
-        updates, state = inner.update(updates, state, params)
-        apart = jax.lax.optimization_barrier
-        updates = jax.lax.platform_dependent(
-            updates, cuda=apart, rocm=apart, default=lambda updates: updates
-        )
-        return updates, state
-
-    return optax.GradientTransformation(inner.init, update)
-
-
-def _as_python_scalar(value: Any) -> Any:
-    scalar = isinstance(value, np.generic | np.ndarray) and not value.ndim
-    return value.item() if scalar else value
-
-
-def _default(value: Any, otherwise: Any) -> Any:
-    return otherwise if value is None else value

@@ -1,4 +1,4 @@
-"""The state of one optimizer made of another's, for a run that goes on."""
+"""Conversion of one optimizer's state to another's, for a run that goes on."""
 
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,9 +9,8 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax._boxes import rebox, unbox
-from orscale_jax._matrix import PyTree
-from orscale_jax._names import key_name, listed
+from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.names import key_name, listed
 
 Keys: TypeAlias = tuple[str, ...]
 
@@ -101,7 +100,7 @@ class _Entry(NamedTuple):
 
 
 class _Held(NamedTuple):
-    """What a state holds."""
+    """The arrays of a state, by parameter, and the others."""
 
     of_params: dict[tuple[str, Keys], Any]
     others: dict[Keys, Any]
@@ -126,7 +125,7 @@ class _Held(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """Where the arrays of a new state come from."""
+    """The old state, from which the arrays of a new one are computed."""
 
     old: _Held
     new: _Held
@@ -134,19 +133,19 @@ class _Source(NamedTuple):
     nesterov: bool
 
     def value(self, entry: _Entry) -> jax.Array:
-        """What the new state has in the place of an initial array."""
-        found = self._found(entry)
-        if found is None:
+        """The array of the new state in the place of an initial one."""
+        array = self._converted(entry)
+        if array is None:
             return entry.array
-        if np.shape(found) != np.shape(entry.array):
+        if np.shape(array) != np.shape(entry.array):
             raise ValueError(
                 f"{entry.field} of {entry.name} has shape "
-                f"{np.shape(found)} in the old state and {np.shape(entry.array)} in the "
+                f"{np.shape(array)} in the old state and {np.shape(entry.array)} in the "
                 "new one: pass the parameters and dimension numbers of the old run."
             )
-        return jnp.asarray(found, jnp.result_type(entry.array))
+        return jnp.asarray(array, jnp.result_type(entry.array))
 
-    def _found(self, entry: _Entry) -> Any:
+    def _converted(self, entry: _Entry) -> Any:
         if entry.owner is None:
             return self._count(entry)
         if self._is_average_of_muon(entry) and self.old.has("trace", entry.owner):

@@ -5,10 +5,17 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax._algorithm import Hyperparameters, Mask, ScalarOrSchedule, arranged
-from orscale_jax._matrix import WeightDimensionNumbers
-from orscale_jax._param_shardings import ParamShardings
-from orscale_jax._polar import Coefficients
+from orscale_jax._algorithm import (
+    Hyperparameters,
+    Mask,
+    ScalarOrSchedule,
+    Stages,
+    build,
+    with_arguments_of,
+)
+from orscale_jax.distributed.param_shardings import ParamShardings
+from orscale_jax.newton_schulz.coefficients import Coefficients
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 
 
 def orscale(
@@ -139,91 +146,29 @@ def orscale(
       Lou & You, *OrScale: Orthogonalized Optimization with Layer-Wise Trust-Ratio
       Scaling*, Algorithm 1.
     """
-    given = Hyperparameters(
-        learning_rate=learning_rate,
-        momentum=momentum,
-        nesterov=nesterov,
-        mu_dtype=mu_dtype,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        consistent_rms=consistent_rms,
-        calibrate=calibrate,
-        r_min=r_min,
-        r_max=r_max,
-        eps=eps,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        ns_preconditioning=ns_preconditioning,
-        weight_dimension_numbers=weight_dimension_numbers,
-        adam_learning_rate=adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps=adam_eps,
-        adam_nesterov=adam_nesterov,
-        adam_weight_decay=adam_weight_decay,
-        mesh=mesh,
-        param_shardings=param_shardings,
-    )
-    # D = λW + sQ, r̂D
-    return arranged(lambda stages: optax.chain(stages.coupled, stages.ratio), given)
+    return build(_orscale, Hyperparameters(**locals()))
 
 
-def muon(
-    learning_rate: ScalarOrSchedule,
-    *,
-    momentum: ArrayLike = 0.95,
-    nesterov: bool = True,
-    mu_dtype: DTypeLike | None = None,
-    weight_decay: ScalarOrSchedule = 0.1,
-    weight_decay_mask: Mask | None = None,
-    consistent_rms: ArrayLike | None = 0.2,
-    ns_steps: int | jax.Array = 5,
-    ns_coeffs: Coefficients = "polar_express",
-    ns_dtype: DTypeLike | None = None,
-    ns_preconditioning: str = "frobenius",
-    weight_dimension_numbers: WeightDimensionNumbers = None,
-    adam_learning_rate: ScalarOrSchedule | None = None,
-    adam_b1: ArrayLike = 0.9,
-    adam_b2: ArrayLike = 0.95,
-    adam_eps: ArrayLike = 1e-8,
-    adam_nesterov: bool = False,
-    adam_weight_decay: ScalarOrSchedule | None = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    param_shardings: ParamShardings = None,
-) -> optax.GradientTransformationExtraArgs:
+def _orscale(stages: Stages) -> optax.GradientTransformation:
+    """D = λW + sQ, then r̂D."""
+    return optax.chain(stages.coupled, stages.ratio)
+
+
+@with_arguments_of(orscale, without=("calibrate", "r_min", "r_max", "eps"))
+def muon(stages: Stages) -> optax.GradientTransformation:
     r"""Muon, as the limit :math:`\hat r \equiv 1` of :func:`orscale`.
 
     ``consistent_rms=0.2`` is Muon+Moonlight, ``consistent_rms=None`` is Muon:
-    :math:`W \leftarrow W - \eta (\lambda W + s Q)`. All stages but the trust ratio, and
-    all arguments, are those of :func:`orscale`.
+    :math:`W \leftarrow W - \eta (\lambda W + s Q)`. The stages are those of
+    :func:`orscale` without the trust ratio.
 
     The defaults of :func:`optax.contrib.muon` are others: no decay, ``adam_b2=0.999``,
     ``adam_nesterov=True``, embeddings and heads among the matrices, and
     ``consistent_rms=None``, which stands for a scale of :math:`\sqrt{\max(1, n / m)}`
     there.
 
-    Args:
-      learning_rate: As in :func:`orscale`.
-      momentum: As in :func:`orscale`.
-      nesterov: As in :func:`orscale`.
-      mu_dtype: As in :func:`orscale`.
-      weight_decay: As in :func:`orscale`.
-      weight_decay_mask: As in :func:`orscale`.
-      consistent_rms: As in :func:`orscale`.
-      ns_steps: As in :func:`orscale`.
-      ns_coeffs: As in :func:`orscale`.
-      ns_dtype: As in :func:`orscale`.
-      ns_preconditioning: As in :func:`orscale`.
-      weight_dimension_numbers: As in :func:`orscale`.
-      adam_learning_rate: As in :func:`orscale`.
-      adam_b1: As in :func:`orscale`.
-      adam_b2: As in :func:`orscale`.
-      adam_eps: As in :func:`orscale`.
-      adam_nesterov: As in :func:`orscale`.
-      adam_weight_decay: As in :func:`orscale`.
-      mesh: As in :func:`orscale`.
-      param_shardings: As in :func:`orscale`.
+    It has the arguments of :func:`orscale`, with the same defaults, except ``calibrate``,
+    ``r_min``, ``r_max`` and ``eps``.
 
     Returns:
       A transformation whose updates have the shapes and dtypes of :func:`orscale`'s.
@@ -246,26 +191,4 @@ def muon(
       Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
-    given = Hyperparameters(
-        learning_rate=learning_rate,
-        momentum=momentum,
-        nesterov=nesterov,
-        mu_dtype=mu_dtype,
-        weight_decay=weight_decay,
-        weight_decay_mask=weight_decay_mask,
-        consistent_rms=consistent_rms,
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        ns_preconditioning=ns_preconditioning,
-        weight_dimension_numbers=weight_dimension_numbers,
-        adam_learning_rate=adam_learning_rate,
-        adam_b1=adam_b1,
-        adam_b2=adam_b2,
-        adam_eps=adam_eps,
-        adam_nesterov=adam_nesterov,
-        adam_weight_decay=adam_weight_decay,
-        mesh=mesh,
-        param_shardings=param_shardings,
-    )
-    return arranged(lambda stages: optax.chain(stages.coupled), given)
+    return optax.chain(stages.coupled)

@@ -18,9 +18,7 @@ References:
 """
 
 import functools
-import inspect
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,45 +26,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orscale_jax._algorithm import Arrangement, Hyperparameters, Stages, arranged
-from orscale_jax._axes import LeafAxes
-from orscale_jax._matrix import (
-    PyTree,
+from orscale_jax._algorithm import Stages, with_arguments_of
+from orscale_jax._optimizers import orscale
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     require_matrices,
 )
-from orscale_jax._optimizers import orscale
-from orscale_jax._transforms import (
-    map_matrices,
-    not_one,
-    per_matrix,
-    per_matrix_leaf,
-)
+from orscale_jax.transforms.per_matrix import map_matrices, per_matrix_stage, spread
+from orscale_jax.transforms.trust_ratio import not_one
+from orscale_jax.trees.boxes import PyTree
 
-Optimizer = Callable[..., optax.GradientTransformationExtraArgs]
-
-
-def _ablation(**defaults: Any) -> Callable[[Arrangement], Optimizer]:
-    """Gives an arrangement the arguments of OrScale, with these defaults."""
-    inherited = inspect.signature(orscale)
-    signature = inherited.replace(
-        parameters=[
-            parameter.replace(default=defaults.get(name, parameter.default))
-            for name, parameter in inherited.parameters.items()
-        ]
-    )
-
-    def decorate(arrangement: Arrangement) -> Optimizer:
-        def optimizer(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return arranged(arrangement, Hyperparameters(**bound.arguments))
-
-        functools.update_wrapper(optimizer, arrangement)
-        optimizer.__signature__ = signature  # type: ignore[attr-defined]
-        return optimizer
-
-    return decorate
+_ablation = functools.partial(with_arguments_of, orscale)
 
 
 class _AroundState(NamedTuple):
@@ -92,7 +63,7 @@ def _around(
         _, ratio_state = ratio.update(updates, state.ratio, params)
         directions, inner_state = inner.update(updates, state.inner, params)
         scaled = map_matrices(
-            lambda at, direction, r: per_matrix(at, r, direction) * direction,
+            lambda at, direction, r: spread(at, r, direction) * direction,
             require_matrices(axes, updates),
             directions,
             ratio_state.trust_ratio,
@@ -113,7 +84,7 @@ def _of_root_mean_squares(
     def over_root_of_size(at: LeafAxes, leaf: jax.Array) -> jax.Array:
         return leaf / jnp.asarray(at.by_shape(root_of_size, leaf), leaf.dtype)
 
-    rescale = per_matrix_leaf(over_root_of_size, axes)
+    rescale = per_matrix_stage(over_root_of_size, axes)
 
     def update(
         updates: PyTree, state: optax.OptState, params: PyTree | None = None
@@ -174,7 +145,7 @@ def polar_factor_denominator(stages: Stages) -> optax.GradientTransformation:
     References:
       Lou & You, *OrScale*, appendix C (the paper's code: ``orscale_muon``).
     """
-    return optax.chain(stages.direction, stages.ratio, stages.decay)
+    return optax.chain(stages.direction, stages.ratio, stages.decoupled_decay)
 
 
 @_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
@@ -208,7 +179,9 @@ def momentum_denominator(stages: Stages) -> optax.GradientTransformation:
     References:
       Lou & You, *OrScale*, appendix C (the paper's code: ``mutrust``).
     """
-    return optax.chain(_around(stages.direction, stages.ratio, stages.axes), stages.decay)
+    return optax.chain(
+        _around(stages.direction, stages.ratio, stages.axes), stages.decoupled_decay
+    )
 
 
 @_ablation(calibrate=False, r_min=0.5, r_max=1.5)
@@ -241,7 +214,9 @@ def momentum_rms_denominator(stages: Stages) -> optax.GradientTransformation:
       Lou & You, *OrScale*, appendix C (the paper's code: ``muscale``).
     """
     ratio = _of_root_mean_squares(stages.ratio, stages.axes)
-    return optax.chain(_around(stages.direction, ratio, stages.axes), stages.decay)
+    return optax.chain(
+        _around(stages.direction, ratio, stages.axes), stages.decoupled_decay
+    )
 
 
 @_ablation(calibrate=False)
@@ -305,7 +280,7 @@ def decoupled_weight_decay(stages: Stages) -> optax.GradientTransformation:
     References:
       Lou & You, *OrScale*, section 3.1 and appendix C (the paper's code: ``FM3``).
     """
-    return optax.chain(stages.direction, stages.ratio, stages.decay)
+    return optax.chain(stages.direction, stages.ratio, stages.decoupled_decay)
 
 
 @_ablation()

@@ -14,28 +14,28 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
-from orscale_jax import _module_trees, _rules
-from orscale_jax._matrix import PyTree
-from orscale_jax._module_types import (
+from orscale_jax.parameters import module_trees, path_rules
+from orscale_jax.parameters.module_types import (
     BlockWeight,
-    Found,
+    Declared,
     GroupedWeight,
+    ModuleRules,
     Numbers,
-    Path,
     Rule,
-    Rules,
     Weight as Weight,
-    none_of,
+    adamw_only,
     numbers_by_owner,
 )
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path
 
 
 def dimension_numbers(
     model: PyTree,
     *,
     heads: Collection[str] = (),
-    overrides: _rules.Rules | None = None,
-    rules: Rules | None = None,
+    overrides: path_rules.Rules | None = None,
+    rules: ModuleRules | None = None,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an Equinox model, from its modules' types.
 
@@ -88,18 +88,16 @@ def dimension_numbers(
     def numbers_of(path: Path, leaf: Any, owners: Mapping[Path, Any]) -> Numbers:
         return numbers_by_owner(path, np.shape(leaf), owners, every_rule)
 
-    return _module_trees.dimension_numbers(
-        model, eqx.Module, numbers_of, heads, overrides
-    )
+    return module_trees.dimension_numbers(model, eqx.Module, numbers_of, heads, overrides)
 
 
-def _linear(module: eqx.nn.Linear) -> Mapping[str, Found]:
+def _linear(module: eqx.nn.Linear) -> Mapping[str, Declared]:
     features = module.out_features, module.in_features
     shape = tuple(1 if size == "scalar" else size for size in features)
     return {"weight": Weight(shape, reduction_axis=1, output_axis=0), "bias": None}
 
 
-def _conv(module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Mapping[str, Found]:
+def _conv(module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Mapping[str, Declared]:
     groups = module.groups
     inputs = module.in_channels // groups
     shape = (module.out_channels, inputs, *module.kernel_size)
@@ -113,7 +111,7 @@ def _conv(module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Mapping[str, Found]:
 
 
 def _cell(gates: int) -> Rule:
-    """Whose gates lie one below the other."""
+    """The rule of a cell whose gates lie one below the other."""
 
     def weight(module: Any, inputs: int) -> BlockWeight:
         return BlockWeight((gates * module.hidden_size, inputs), 1, 0, 0, gates)
@@ -126,20 +124,20 @@ def _cell(gates: int) -> Rule:
     }
 
 
-_NORM = none_of("weight", "bias")
+_NORM = adamw_only("weight", "bias")
 
-RULES: Rules = {
+RULES: ModuleRules = {
     eqx.nn.Linear: _linear,
     eqx.nn.Conv: _conv,
     eqx.nn.ConvTranspose: _conv,
     eqx.nn.GRUCell: _cell(3),
     eqx.nn.LSTMCell: _cell(4),
-    eqx.nn.Embedding: none_of("weight"),
+    eqx.nn.Embedding: adamw_only("weight"),
     eqx.nn.LayerNorm: _NORM,
     eqx.nn.RMSNorm: _NORM,
     eqx.nn.GroupNorm: _NORM,
     eqx.nn.BatchNorm: _NORM,
-    eqx.nn.WeightNorm: none_of("g"),
-    eqx.nn.PReLU: none_of("negative_slope"),
-    eqx.nn.StateIndex: none_of("init"),  # Of a model without eqx.nn.make_with_state.
+    eqx.nn.WeightNorm: adamw_only("g"),
+    eqx.nn.PReLU: adamw_only("negative_slope"),
+    eqx.nn.StateIndex: adamw_only("init"),  # Of a model without eqx.nn.make_with_state.
 }

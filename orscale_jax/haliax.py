@@ -18,14 +18,22 @@ import numpy as np
 from haliax.util import ensure_tuple
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import _module_trees, _module_types, _rules, equinox
-from orscale_jax._matrix import PyTree
-from orscale_jax._module_types import Found, Numbers, Open, Path, as_axis, none_of
+from orscale_jax import equinox
+from orscale_jax.parameters import module_trees, module_types, path_rules
+from orscale_jax.parameters.module_types import (
+    Declared,
+    Numbers,
+    Unresolved,
+    adamw_only,
+    as_axis,
+)
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path
 
 
 @dataclasses.dataclass(frozen=True)
 class NamedWeight:
-    """What the type of a module says of one of its matrices, by the names of its axes.
+    """The rows and columns of a matrix, by the names of its axes.
 
     Attributes:
       reduction_axis: The axis or axes, or their names, that make up the rows.
@@ -43,7 +51,7 @@ class NamedWeight:
     output_axis: Any
 
 
-Rule: TypeAlias = Callable[[Any], Mapping[str, NamedWeight | Found]]
+Rule: TypeAlias = Callable[[Any], Mapping[str, NamedWeight | Declared]]
 Rules: TypeAlias = Mapping[type, Rule]
 
 
@@ -51,7 +59,7 @@ def dimension_numbers(
     model: PyTree,
     *,
     heads: Collection[str] = (),
-    overrides: _rules.Rules | None = None,
+    overrides: path_rules.Rules | None = None,
     rules: Rules | None = None,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of a Haliax model, from its modules' types.
@@ -100,25 +108,25 @@ def dimension_numbers(
     every_rule = {**equinox.RULES, **RULES, **(rules or {})}
 
     def numbers_of(path: Path, node: Any, owners: Mapping[Path, Any]) -> Numbers:
-        owner, name = _module_types.owner_of(path, owners)
-        found = _module_types.declared(owner, every_rule).get(name)
-        if isinstance(found, NamedWeight):
-            return _place(found, node.axes)
+        owner, name = module_types.owner_of(path, owners)
+        declared = module_types.declarations(owner, every_rule).get(name)
+        if isinstance(declared, NamedWeight):
+            return _place(declared, node.axes)
         shape = np.shape(getattr(node, "array", node))
-        return _module_types.numbers_by_owner(path, shape, owners, every_rule)
+        return module_types.numbers_by_owner(path, shape, owners, every_rule)
 
-    return _module_trees.dimension_numbers(
+    return module_trees.dimension_numbers(
         model, eqx.Module, numbers_of, heads, overrides, hax.NamedArray
     )
 
 
-def _place(found: NamedWeight, axes: tuple[hax.Axis, ...]) -> Numbers:
-    own = [ensure_tuple(axis) for axis in (found.reduction_axis, found.output_axis)]
+def _place(declared: NamedWeight, axes: tuple[hax.Axis, ...]) -> Numbers:
+    own = [ensure_tuple(axis) for axis in (declared.reduction_axis, declared.output_axis)]
     places: dict[Any, int] = {axis: index for index, axis in enumerate(axes)}
     places |= {axis.name: index for index, axis in enumerate(axes)}
     missing = [axis for axis in (*own[0], *own[1]) if axis not in places]
     if missing:
-        return Open(f"its module names {missing}, and its axes are {list(axes)}")
+        return Unresolved(f"its module names {missing}, and its axes are {list(axes)}")
     rows, columns = (tuple(sorted(places[axis] for axis in named)) for named in own)
     # A module that sums over nothing, or makes one number, has no matrix.
     if not rows or not columns:
@@ -126,12 +134,12 @@ def _place(found: NamedWeight, axes: tuple[hax.Axis, ...]) -> Numbers:
     return MuonDimensionNumbers(as_axis(rows), as_axis(columns))
 
 
-def _linear(module: Any) -> Mapping[str, NamedWeight | Found]:
+def _linear(module: Any) -> Mapping[str, NamedWeight | Declared]:
     return {"weight": NamedWeight(module.In, module.Out), "bias": None}
 
 
-def _conv(module: Any) -> Mapping[str, NamedWeight | Found]:
-    weight: NamedWeight | Found
+def _conv(module: Any) -> Mapping[str, NamedWeight | Declared]:
+    weight: NamedWeight | Declared
     inputs = module.In.size // module.groups
     if inputs == module.In.size:
         window = tuple(map(hax.axis_name, module.Spatial))
@@ -139,7 +147,7 @@ def _conv(module: Any) -> Mapping[str, NamedWeight | Found]:
     elif inputs == 1:
         weight = None  # Depthwise
     else:
-        weight = Open(f"it is split in {module.groups} groups")
+        weight = Unresolved(f"it is split in {module.groups} groups")
     return {"weight": weight, "bias": None}
 
 
@@ -148,7 +156,7 @@ RULES: Rules = {
     hax.nn.MoELinear: _linear,
     hax.nn.Conv: _conv,
     hax.nn.ConvTranspose: _conv,
-    hax.nn.Embedding: none_of("weight"),
-    hax.nn.LayerNorm: none_of("weight", "bias"),
-    hax.nn.RmsNorm: none_of("weight", "bias"),
+    hax.nn.Embedding: adamw_only("weight"),
+    hax.nn.LayerNorm: adamw_only("weight", "bias"),
+    hax.nn.RmsNorm: adamw_only("weight", "bias"),
 }

@@ -1,17 +1,19 @@
-"""Break the numeric code, one line at a time: every mutant has to be caught.
+"""Break the numeric code, one expression at a time: every mutant has to be caught.
 
     python -m tests.mutants            # all of them
     python -m tests.mutants 3 7        # some
 
-A mutant is a copy of the tree in which one line is another; it is caught if the tests
-named beside it fail. `make mutants` runs all.
+A mutant is a copy of the tree in which one expression is another; it is caught if the
+tests named beside it fail. `make mutants` runs all.
 """
 
+import ast
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -19,497 +21,504 @@ COPIED = ("orscale_jax", "tests", "examples", "pyproject.toml")
 
 
 class Mutant(NamedTuple):
-    """One line, what it becomes, and the tests that must notice."""
+    """Code in a function, what it becomes, and the tests that must notice.
 
-    module: str
-    line: str
+    Attributes:
+      function: The function or class around the code, in any module.
+      code: An expression or a statement that occurs in it once, however it is formatted.
+      broken: What it becomes.
+      tests: Arguments of pytest; files by their names alone.
+    """
+
+    function: str
+    code: str
     broken: str
     tests: str
 
 
 MUTANTS = [
     Mutant(
-        "_axes",
+        "reduce",
         "return fn(leaf, axis=self.matrix)",
         "return fn(leaf, axis=self.matrix[-1:])[..., 0]",
         "test_optimizers.py::test_25_steps_against_float64_numpy",
     ),
     Mutant(
-        "_axes",
+        "to_matrices",
         "x = leaf.transpose(self.batch + self.rows + self.columns)",
         "x = leaf.transpose(self.rows + self.batch + self.columns)",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_polar",
+        "step",
         "polynomial = rounded(b * factor.astype(square.dtype) + c * square)",
         "polynomial = rounded(b * factor.astype(square.dtype) - c * square)",
         "test_polar.py",
     ),
     Mutant(
-        "_polar",
+        "row",
         "i = jnp.minimum(i, len(table) - 1)",
         "i = jnp.minimum(i, len(table) - 2)",
         "test_polar.py",
     ),
     Mutant(
-        "_preconditioning",
+        "_over_largest",
         "scaled = x / jnp.where(largest == 0, 1, largest)",
         "scaled = x / 1",
         "test_polar.py",
     ),
     Mutant(
-        "_preconditioning",
+        "normalize",
         "return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))",
         "return scaled / jnp.sqrt(square)",
         "test_polar.py",
     ),
     Mutant(
-        "_preconditioning",
+        "chosen",
         "jnp.where(overflows, if_large, else_)",
         "else_",
         "test_preconditioning.py -k one_pass",
     ),
     Mutant(
-        "_preconditioning",
+        "_aol",
         "sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)",
         "sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True) / 2",
         "test_preconditioning.py",
     ),
     Mutant(
-        "_preconditioning",
+        "_aol",
         "return Start(arithmetic.round(scaled), scale * gram * scale.mT)",
         "return Start(arithmetic.round(scaled), scale * gram)",
         "test_preconditioning.py",
     ),
     Mutant(
-        "_polar",
+        "step",
         "factor = rounded(gram)",
         "factor = gram",
         "test_polar.py test_stability.py",
     ),
     Mutant(
-        "_polar",
-        "table[0] = _express.divide_argument(table[0], safety)",
+        "_polar_express",
+        "table[0] = polar_express.divide_argument(table[0], safety)",
         "pass",
         "test_polar_express.py",
     ),
     Mutant(
-        "_polar_express",
+        "_cushioned_quintic",
         "row = row * 2 / (evaluate(row, lower) + evaluate(row, upper))",
         "row = row * 1",
         "test_polar_express.py",
     ),
     Mutant(
-        "_polar_express",
-        "if step < steps:",
-        "if step <= steps:",
+        "polar_express_coefficients",
+        "step < steps",
+        "step <= steps",
         "test_polar_express.py",
     ),
     Mutant(
-        "_transforms",
+        "root_of_larger",
         "return math.sqrt(max(m, n))",
         "return math.sqrt(min(m, n))",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
+        "_anchor",
         "anchor = w_norm / (jnp.where(directed, d_norm, 1) + eps)",
         "anchor = w_norm / jnp.where(directed, d_norm, 1)",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
+        "_trust_ratio",
         "ratio = jnp.where(neutral, 1, w_norm / (c * d + eps))",
         "ratio = jnp.where(neutral, 1, w_norm / (c * (d + eps)))",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
+        "_anchor",
         "directed = (d_norm > 0) & jnp.isfinite(d_norm)",
         "directed = jnp.isfinite(d_norm)",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
+        "_anchor",
         "directed = (d_norm > 0) & jnp.isfinite(d_norm)",
         "directed = d_norm > 0",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
+        "_anchor",
         "ready = _unset(c) & directed & jnp.isfinite(anchor)",
         "ready = directed & jnp.isfinite(anchor)",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
+        "_unset",
         "return (c == 0) | (c == 1)",
         "return c == 0",
         "test_checkpoints.py",
     ),
     Mutant(
-        "_transforms",
+        "_trust_ratio",
         "return jnp.where(jnp.isfinite(d_norm), ratio, jnp.nan)",
         "return ratio",
-        "test_transforms.py",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
-        "lambda axes, before, u: before | _any_nonzero(axes, u).astype(before.dtype),",
-        "lambda axes, before, u: _any_nonzero(axes, u).astype(before.dtype),",
-        "test_transforms.py",
+        "update",
+        "lambda axes, before, u: before | _any_nonzero(axes, u).astype(before.dtype)",
+        "lambda axes, before, u: _any_nonzero(axes, u).astype(before.dtype)",
+        "test_stages.py",
     ),
     Mutant(
-        "_transforms",
-        "filled = _sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))",
+        "fill",
+        "filled = typed_sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))",
         "pass",
         "test_citizenship.py -k sharding_types_are_kept",
     ),
     Mutant(
-        "_transforms",
-        "return _sharding.shard_like(joined, leaf)",
+        "_join",
+        "return typed_sharding.shard_like(joined, leaf)",
         "return joined",
-        "test_transforms.py -k sharding_types",
+        "test_stages.py -k sharding_types",
     ),
     Mutant(
-        "_optimizers",
-        "lambda stages: optax.chain(stages.coupled, stages.ratio)",
-        "lambda stages: optax.chain(stages.direction, stages.ratio, stages.decay)",
+        "_orscale",
+        "optax.chain(stages.coupled, stages.ratio)",
+        "optax.chain(stages.direction, stages.ratio, stages.decay)",
         "test_recordings.py",
     ),
     Mutant(
-        "_algorithm",
-        "given.momentum, nesterov=given.nesterov, accumulator_dtype=given.mu_dtype",
-        "given.momentum, nesterov=True, accumulator_dtype=given.mu_dtype",
+        "_matrices",
+        "h.nesterov",
+        "True",
         "test_optimizers.py::test_25_steps_against_float64_numpy",
     ),
     Mutant(
-        "_precision",
+        "update",
         "return _cast(new_updates, promoted, place), _cast(new_state, state, state)",
         "return _cast(new_updates, promoted, place), new_state",
         "test_citizenship.py -k dtypes_never_change",
     ),
     Mutant(
-        "_qk_clip",
+        "_factors",
         "key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))",
         "key = jnp.max(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))",
         "test_qk_clip.py",
     ),
     Mutant(
-        "_qk_clip",
+        "rescale",
         "moved = (factor * (w + u) - w).astype(update.dtype)",
         "moved = (factor * w + u - w).astype(update.dtype)",
         "test_qk_clip.py",
     ),
     Mutant(
-        "ablations",
-        "lambda at, direction, r: per_matrix(at, r, direction) * direction,",
-        "lambda at, direction, r: direction,",
+        "_around",
+        "spread(at, r, direction) * direction",
+        "direction",
         "test_recordings.py",
     ),
     Mutant(
-        "ablations",
+        "root_of_size",
         "return math.sqrt(m * n)",
         "return math.sqrt(m)",
         "test_ablations.py -k momentum_rms_denominator",
     ),
     Mutant(
-        "_axes",
+        "place",
         "return sum(axis < self.axis for axis in self.whole.batch)",
         "return len(self.whole.batch)",
-        "test_matrix.py",
+        "test_dimension_numbers.py",
     ),
     Mutant(
-        "_axes",
+        "within",
         "tuple(axis + (axis >= self.axis) for axis in axes)",
         "tuple(axis + (axis > self.axis) for axis in axes)",
-        "test_matrix.py",
+        "test_dimension_numbers.py",
     ),
     Mutant(
-        "_axes",
+        "_block_shape",
         "return m, n // length * size",
         "return m, n",
-        "test_matrix.py",
+        "test_dimension_numbers.py",
     ),
     Mutant(
-        "_stacking",
-        "found[i] = q if q.shape == matrices[i].shape else q.mT",
-        "found[i] = q.reshape(matrices[i].shape)",
-        "test_stacking.py",
+        "map_stacks",
+        "q if q.shape == matrices[i].shape else q.mT",
+        "q.reshape(matrices[i].shape)",
+        "test_stacks.py",
     ),
     Mutant(
-        "_stacking",
-        "batch = tuple(_sharding.spec(x)[:-2])",
+        "of",
+        "batch = tuple(typed_sharding.spec(x)[:-2])",
         "batch = ()",
-        "test_stacking.py",
+        "test_stacks.py",
     ),
     Mutant(
-        "_gram",
+        "_segment",
         "polynomial = scale * z + a * polynomial + times((yield z), v)",
         "polynomial = scale * z + a * polynomial + times(v, (yield z))",
         "test_gram.py -k from_the_left",
     ),
     Mutant(
-        "_gram",
+        "_segment",
         "times((yield z), v)",
         "symmetric((yield z), v)",
         "test_gram.py -k blocks_save",
     ),
     Mutant(
-        "_gram",
+        "_segment",
         "gram = a * half + symmetric((yield half), (yield z))",
         "gram = a * half + times((yield half), (yield z))",
         "test_gram.py -k blocks_save",
     ),
     Mutant(
-        "_gram",
+        "_segment",
         "half = a * gram + symmetric(factor, (yield z))",
         "half = b * gram + symmetric(factor, (yield z))",
         "test_gram.py -k parity_in_float64",
     ),
     Mutant(
-        "_gram",
+        "stable",
         "j - i <= _MAX_STEPS",
         "j - i <= 99",
         "test_gram.py test_polar.py",
     ),
     Mutant(
-        "_gram",
+        "is_cheaper",
         "return flops(m, n, steps=2, restarts=0) < flops(m, n, steps=2, restarts=1)",
         "return flops(m, n, steps=2, restarts=0) > flops(m, n, steps=2, restarts=1)",
-        "test_gram.py -k pays",
+        "test_gram.py -k cheaper",
     ),
     Mutant(
-        "_rules",
-        "if e.search(name)",
-        "if e.fullmatch(name)",
-        "test_rules.py",
+        "_decisions",
+        "e.search(name)",
+        "e.fullmatch(name)",
+        "test_path_rules.py",
     ),
     Mutant(
-        "_module_types",
-        "return None  # Depthwise.",
-        "pass",
+        "locate",
+        "isinstance(declared, GroupedWeight) and own[declared.inputs] == 1",
+        "False",
         "test_flax.py",
     ),
     Mutant(
-        "_algorithm",
+        "_resolve_mask",
         "mask = mask(tree) if jax.tree.leaves(tree) else tree",
         "mask = mask(tree)",
         "test_citizenship.py -k look_for",
     ),
     Mutant(
-        "_placement",
+        "_group_alike",
         "sent = array.transposed if transposed else array",
         "sent = array",
-        "test_placement.py",
+        "test_planner.py",
     ),
     Mutant(
-        "_placement",
-        "return m < n or (m == n and (by_rows or not self.turns))",
+        "is_wide",
+        "return m < n or (m == n and (by_rows or not self.may_transpose))",
         "return m < n or (m == n and by_rows)",
         "test_mesh.py -k aol",
     ),
     Mutant(
-        "_placement",
-        "kinds = _kinds([array.over(sizes) for array in arrays], sizes)",
-        "kinds = _kinds(arrays, sizes)",
+        "plan_buckets",
+        "[array.over(mesh_shape) for array in arrays]",
+        "arrays",
         "test_mesh.py -k axis_of_one_device",
     ),
     Mutant(
-        "_placement",
-        "length = math.ceil(kind.matrices / stacks / kind.owners) * kind.owners",
-        "length = math.ceil(kind.matrices / stacks)",
-        "test_placement.py",
+        "_split",
+        "per_device * bucket.group_size",
+        "math.ceil(bucket.matrices / stacks)",
+        "test_planner.py",
     ),
     Mutant(
-        "_placement",
-        "size % devices(axes, sizes) == 0",
+        "_fits",
+        "size % count_devices(axes, mesh_shape) == 0",
         "size > 0 and axes is not None",
-        "test_placement.py -k every_sharer",
+        "test_planner.py -k divide_every_shard",
     ),
     Mutant(
-        "_placement",
-        "kind if rest in merged else full",
-        "full",
-        "test_placement.py -k nothing_better",
+        "plan_buckets",
+        "bucket if remainder in merged else even",
+        "even",
+        "test_planner.py -k nothing_improves",
     ),
     Mutant(
-        "_precision",
+        "symmetric",
         'return self._symmetric("...ik,...kj->...ij", x, y, (-2, -1))',
         'return self._symmetric("...ik,...jk->...ij", x, y, (-2, -2))',
         "test_gram.py -k product_itself",
     ),
     Mutant(
-        "_precision",
-        "*(block.mT for block in above)",
-        "*above",
-        "test_gram.py -k by_blocks",
+        "_symmetric",
+        "block.mT",
+        "block",
+        "test_gram.py -k by_strips",
     ),
     Mutant(
-        "_precision",
+        "max",
         "return self.columns.max(largest) if self.columns else largest",
         "return largest",
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
-        "_precision",
+        "gram",
         "self.columns.sum_matrices(product, self.round) if self.columns else product",
         "product",
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
-        "_journeys",
-        "first += sum(way.leg.places for way in run)",
-        "first += sum(way.leg.matrices for way in run)",
+        "_by_layout",
+        "first += sum(packing.layout.slots for packing in run)",
+        "first += sum(packing.layout.matrices for packing in run)",
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
-        "_mesh",
-        "if mesh.empty:  # Of arrays that are nowhere yet JAX has the devices alone.",
-        "if False:",
+        "partition",
+        "mesh.empty",
+        "False",
         "test_mesh.py -k not_placed",
     ),
     Mutant(
-        "_columns",
-        "return jnp.where(jax.lax.axis_index(self.axes) < self.members, found, x)",
-        "return found",
+        "_if_active",
+        "jnp.where(jax.lax.axis_index(self.axes) < self.active, reduced, x)",
+        "reduced",
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
-        "_placement",
-        "ordered = sorted(legs, key=lambda leg: (-leg.sharers, leg))",
-        "ordered = sorted(legs, key=lambda leg: (leg.sharers, leg))",
-        "test_placement.py",
+        "_in_shape",
+        "ordered = sorted(layouts, key=lambda layout: (-layout.column_shards, layout))",
+        "ordered = sorted(layouts, key=lambda layout: (layout.column_shards, layout))",
+        "test_planner.py",
     ),
     Mutant(
-        "_layouts",
-        "order = (*batch, n, m) if turned else (*batch, m, n)",
-        "order = (*batch, m, n)",
-        "test_layouts.py",
+        "parameter_layout",
+        "(*batch, n, m) if swapped else (*batch, m, n)",
+        "(*batch, m, n)",
+        "test_platforms.py",
     ),
     Mutant(
-        "_journeys",
-        "start = jax.lax.axis_index(journey.copies) * share",
+        "_send",
+        "start = jax.lax.axis_index(bucket.replica_axes) * share",
         "start = 0 * share",
         "test_mesh.py -k one_device",
     ),
     Mutant(
-        "_journeys",
-        "whole = pieces.transpose(self.order)",
-        "whole = pieces.transpose(sorted(self.order))",
+        "join",
+        "self.order",
+        "sorted(self.order)",
         "test_mesh.py -k one_device",
     ),
     Mutant(
-        "_mesh",
+        "_fingerprint",
         "return jnp.asarray(np.frombuffer(digest, np.uint32))",
         "return jnp.zeros(8, jnp.uint32)",
         "test_mesh.py -k told_apart",
     ),
     Mutant(
-        "_engine",
-        "return x.astype(platform.dtype) if as_wide and narrower else x",
-        "return x",
+        "sent_dtype",
+        "self.dtype if as_wide and narrower else dtype",
+        "dtype",
         "test_mesh.py -k bfloat16",
     ),
     Mutant(
-        "_precision",
-        "return _sharding.shard_like(cast, jnp.asarray(placed))",
+        "cast",
+        "return typed_sharding.shard_like(cast, jnp.asarray(placed))",
         "return cast",
         "test_mesh.py -k narrow",
     ),
     Mutant(
-        "_precision",
+        "update",
         "place = updates if params is None else params",
         "place = updates",
         "test_mesh.py -k narrow",
     ),
     Mutant(
-        "_engine",
-        "placed = map(_sharding.shard_as, factors, matrices, specs)",
-        "placed = factors",
+        "_on_platform",
+        "map(typed_sharding.shard_as, qs, matrices, shardings.factors)",
+        "qs",
         "test_mesh.py -k narrow",
     ),
     Mutant(
-        "_algorithm",
-        "updates, cuda=apart, rocm=apart, default=lambda updates: updates",
-        "updates, default=lambda updates: updates",
+        "fusion_barrier",
+        "dict.fromkeys(FUSION_BARRIER, jax.lax.optimization_barrier)",
+        "{}",
         "test_optimizers.py -k in_place",
     ),
     Mutant(
-        "_axes",
+        "_",
         "return root, jnp.where(x == 0, 0, change / (2 * jnp.where(x == 0, 1, root)))",
         "return root, change / (2 * root)",
-        "test_transforms.py test_inputs.py -k differentiated",
+        "test_stages.py test_inputs.py -k differentiated",
     ),
     Mutant(
-        "_transforms",
+        "not_one",
         "jnp.where(c.astype(jnp.float32) == 1, next_to_one, c)",
         "jnp.where(c == 1, 1 - jnp.finfo(c.dtype).epsneg, c)",
-        "test_transforms.py -k set_once",
+        "test_stages.py -k set_once",
     ),
     Mutant(
-        "_transforms",
+        "at",
         "return fn(axes, *map(jnp.asarray, leaves))",
         "return fn(axes, *leaves)",
-        "test_transforms.py -k of_numpy",
+        "test_stages.py -k of_numpy",
     ),
     Mutant(
-        "_algorithm",
+        "_as_python_scalar",
         "return value.item() if scalar else value",
         "return value",
         "test_inputs.py -k numpy_scalars",
     ),
     Mutant(
-        "_sharding",
+        "_mesh",
         "traced = isinstance(leaf, jax.core.Tracer)",
         "traced = True",
         "test_mesh.py -k without_the_mesh",
     ),
     Mutant(
-        "_mesh",
-        "with jax.sharding.use_abstract_mesh(mesh):",
-        "if True:",
+        "on_unknown_shards",
+        "jax.sharding.use_abstract_mesh(mesh)",
+        "jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())",
         "test_mesh.py -k without_the_mesh",
     ),
     Mutant(
-        "_named_shardings",
-        "if any(None in axes for axes in found):",
-        "if False:",
+        "named",
+        "any(None in axes for axes in axes_of_arrays)",
+        "False",
         "test_named_shardings.py",
     ),
     Mutant(
-        "_precision",
-        "found = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))",
-        "found = jnp.result_type(update)",
+        "_promoted",
+        "dtype = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))",
+        "dtype = jnp.result_type(update)",
         "test_citizenship.py -k dtypes_never_change",
     ),
     Mutant(
-        "_boxes",
+        "box_like",
         "return node.replace(value=array, names=of_axes(names))",
         "return node.replace(value=array)",
         "test_boxes.py",
     ),
     Mutant(
-        "_mesh",
-        "sizes = {name: size for name, size in mesh.shape.items() if name not in apart}",
-        "sizes = mesh.shape",
+        "on_shards",
+        "name not in mapped",
+        "True",
         "test_param_shardings.py -k population",
     ),
     Mutant(
-        "_param_shardings",
-        "if size % math.prod(mesh.shape[name] for name in names):",
-        "if False:",
+        "_misfit",
+        "size % math.prod(mesh.shape[name] for name in names)",
+        "False",
         "test_param_shardings.py -k bad_param",
     ),
     Mutant(
-        "_convert",
+        "_of_nesterov",
         "return whole * (mu + 1) / (mu * whole + last)",
         "return 1.0",
         "test_convert.py -k young",
     ),
     Mutant(
-        "_decay",
+        "update",
         "return decayed, state._replace(count=optax.safe_increment(state.count))",
         "return decayed, state",
         "test_optimizers.py -k take_optax",
@@ -517,19 +526,52 @@ MUTANTS = [
 ]
 
 
-def break_line(path: pathlib.Path, mutant: Mutant) -> None:
-    text = path.read_text()
-    if text.count(mutant.line) != 1:
-        raise SystemExit(f"{path.name} does not hold this line once: {mutant.line}")
-    path.write_text(text.replace(mutant.line, mutant.broken))
+class Place(NamedTuple):
+    """Where code stands in a file; lines count from 1, columns in bytes."""
+
+    path: pathlib.Path
+    node: ast.AST
+
+
+def places(tree: pathlib.Path, mutant: Mutant) -> Iterator[Place]:
+    """All places in the package at which the mutant's code occurs."""
+    wanted = ast.dump(parsed(mutant.code))
+    for path in sorted((tree / "orscale_jax").rglob("*.py")):
+        for outer in ast.walk(ast.parse(path.read_text())):
+            if getattr(outer, "name", None) == mutant.function:
+                inner = (node for node in ast.walk(outer) if ast.dump(node) == wanted)
+                yield from (Place(path, node) for node in inner)
+
+
+def parsed(code: str) -> ast.AST:
+    try:
+        return ast.parse(code, mode="eval").body
+    except SyntaxError:
+        return ast.parse(code).body[0]
+
+
+def break_code(tree: pathlib.Path, mutant: Mutant) -> pathlib.Path:
+    """Break the one place; return its file, relative to the tree."""
+    found = list(places(tree, mutant))
+    if len(found) != 1:
+        raise SystemExit(
+            f"{mutant.code!r} stands in {mutant.function} {len(found)} times, not once."
+        )
+    [(path, node)] = found
+    lines = path.read_bytes().splitlines(keepends=True)
+    before = (
+        b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
+    )
+    after = lines[node.end_lineno - 1][node.end_col_offset :]
+    after += b"".join(lines[node.end_lineno :])
+    path.write_bytes(before + mutant.broken.encode() + after)
+    return path.relative_to(tree)
 
 
 def failing_test(tree: pathlib.Path, tests: str) -> str | None:
     """The first test that fails in the tree, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    arguments = [
-        t if t[0] == "-" or "." not in t else f"tests/{t}" for t in tests.split()
-    ]
+    arguments = [located(tree, argument) for argument in tests.split()]
     done = subprocess.run(
         [*command, *arguments], cwd=tree, capture_output=True, text=True
     )
@@ -539,6 +581,15 @@ def failing_test(tree: pathlib.Path, tests: str) -> str | None:
     return failed[0].split(" - ")[0].removeprefix("FAILED tests/") if failed else None
 
 
+def located(tree: pathlib.Path, argument: str) -> str:
+    """A file, with the test in it if there is one, by its path; else the argument."""
+    name, *test = argument.split("::")
+    if not name.endswith(".py"):
+        return argument
+    [path] = (tree / "tests").rglob(name)
+    return "::".join([str(path.relative_to(tree)), *test])
+
+
 def survives(number: int, mutant: Mutant) -> bool:
     """Prints what became of the mutant."""
     with tempfile.TemporaryDirectory() as folder:
@@ -546,9 +597,9 @@ def survives(number: int, mutant: Mutant) -> bool:
         for name in COPIED:
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, tree / name)
-        break_line(tree / "orscale_jax" / f"{mutant.module}.py", mutant)
+        broken = break_code(tree, mutant)
         caught = failing_test(tree, mutant.tests)
-    print(f"{number:2}  {mutant.module}.py: {mutant.line}")
+    print(f"{number:2}  {broken}, {mutant.function}: {mutant.code}")
     print(f"    became: {mutant.broken}")
     print(f"    {f'caught by {caught}' if caught else 'SURVIVED ' + mutant.tests}")
     sys.stdout.flush()

@@ -35,7 +35,7 @@ def test_every_ablation_is_tested():
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-@pytest.mark.parametrize("eps", [1e-6, 0.1])
+@pytest.mark.parametrize("eps", [pytest.param(1e-6, marks=pytest.mark.slow), 0.1])
 def test_15_steps_against_float64_numpy(name, eps):
     """A large ε shows where it stands; wide bounds show the ratio in the weights."""
     wide = {"r_min": 1e-3, "r_max": 1e3} if eps == 0.1 else {}

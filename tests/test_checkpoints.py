@@ -135,15 +135,20 @@ def after(optimizer, steps):
     "arguments",
     [
         {"rate": 3e-2},
-        {"momentum": 0.8},
-        {"nesterov": False},
         {"r_max": 1.01, "r_min": 0.99},
-        {"eps": 1e-3},
         {"ns_steps": 7},
-        {"ns_coeffs": "jordan"},
         {"ns_dtype": jnp.bfloat16},
-        {"adam_b2": 0.9},
         {"mu_dtype": jnp.bfloat16},
+        *(
+            pytest.param(arguments, marks=pytest.mark.slow)
+            for arguments in (
+                {"momentum": 0.8},
+                {"nesterov": False},
+                {"eps": 1e-3},
+                {"ns_coeffs": "jordan"},
+                {"adam_b2": 0.9},
+            )
+        ),
     ],
     ids=lambda arguments: next(iter(arguments)),
 )

@@ -27,10 +27,10 @@ OPTIMIZERS = {
     ),
     "muon": muon,
 } | ABLATIONS
-# Others have the same stages, with other hyperparameters.
-SLOW = {"vision", "uncalibrated", "unclipped", "momentum_denominator"}
+# Others have the same stages, in another order or with other hyperparameters.
+FAST = {"orscale", "muon", "momentum_rms_denominator"}
 SOME_SLOW = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name in OPTIMIZERS
 ]
 NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
@@ -118,6 +118,7 @@ def test_donation_and_one_compilation(build):
     assert step._cache_size() == 1
 
 
+@pytest.mark.compiled
 def test_no_host_callbacks_and_no_float64_in_the_program(build):
     optimizer = build(1e-2)
     state = optimizer.init(tree(0))

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from orscale_jax import orscale
-from tests.test_annotations import (
+from tests.flax.test_annotations import (
     RATE,
     RULES,
     LinenPair,

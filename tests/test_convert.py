@@ -66,7 +66,7 @@ WRAPPERS = {
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("nesterov", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_optax_muon_goes_on_as_muon(nesterov, wrapper):
     """The next updates are the same where 0.95^t has vanished, or without Nesterov."""
     wrap = WRAPPERS[wrapper]

@@ -8,8 +8,8 @@ import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import BlockDimensionNumbers as Blocks, by_path, muon, orscale
-from orscale_jax._matrix import matrix_axes
 from orscale_jax.equinox import Weight, dimension_numbers
+from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
 
 KEY = jax.random.key(0)

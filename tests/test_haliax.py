@@ -17,8 +17,8 @@ from haliax.nn import (
 )
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax._matrix import matrix_axes
 from orscale_jax.haliax import NamedWeight, dimension_numbers
+from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
 
 KEY = jax.random.key(0)
@@ -50,7 +50,17 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYERS)
+# The others contain them.
+SLOW = {"linear_in_first", "conv_1d"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in LAYERS
+    ],
+)
 def test_a_layer_by_its_derivatives(name):
     if "conv" not in name and not hasattr(jax.core, "is_constant_dim"):
         pytest.skip("haliax.dot needs an older JAX")

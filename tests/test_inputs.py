@@ -479,6 +479,7 @@ def test_gradients_of_another_dtype(params_dtype, grads_dtype):
         assert error < max(4 * rounding, 1e-5), (key, error, rounding)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", [np.float64, np.array])
 def test_numpy_scalars_with_x64_on(name, kind):
     scalars = {

@@ -339,6 +339,7 @@ def test_callables_see_the_whole_tree():
     assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 4
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("platform, apart", [("cpu", 0), ("tpu", 0), ("cuda", 1)])
 def test_a_gpus_kernels_update_momentum_in_place(platform, apart):
     """No reduction is fused with them; elsewhere it may be, or is not anyway."""

@@ -316,7 +316,7 @@ class TestRate:
             (adversary, LOW, HIGH, 80),
         ],
     )
-    @pytest.mark.parametrize("steps", [50, 400])
+    @pytest.mark.parametrize("steps", [pytest.param(50, marks=pytest.mark.slow), 400])
     def test_stochastic(self, build, low, high, idle, steps):
         """Means over seeds and steps; ``idle`` is how loose the bound may be here."""
         found = criterion(train(build, high, ANYWHERE, gaussian_noise(), steps))

@@ -98,10 +98,16 @@ class Collective(NamedTuple):
     nbytes: int
     times: int
     looped: bool
+    devices: int = 0  # In a group; 0 if the text does not list the groups.
 
     @property
     def total(self) -> int:
         return self.nbytes * self.times
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each device sends to others, of the data and for one algorithm."""
+        return self.total * (self.devices - 1) // self.devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +145,18 @@ def of(text: str) -> Cost:
         if kind in COLLECTIVES and (chain is None or (kind, chain) not in chains):
             chains.add((kind, chain))
             nbytes = _moved(instruction, run.computation)
-            collectives.append(Collective(kind, nbytes, run.times, run.looped))
+            devices = _devices(instruction)
+            collectives.append(Collective(kind, nbytes, run.times, run.looped, devices))
     return Cost(cycles, flops, tuple(collectives))
+
+
+def _devices(instruction: Instruction) -> int:
+    """The size of a collective's groups, which are listed or counted."""
+    listed = instruction.attribute(r"replica_groups=\{\{([\d,]*)\}")
+    if listed:
+        return len(listed.split(","))
+    counted = instruction.attribute(r"replica_groups=\[\d+,(\d+)\]")
+    return int(counted) if counted else 0
 
 
 def _parse(text: str) -> tuple[Program, str]:

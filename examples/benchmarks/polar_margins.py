@@ -19,14 +19,14 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from orscale_jax import _polar
-from orscale_jax._polar_express import polar_express_coefficients
+from orscale_jax.newton_schulz import coefficients
+from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
 
 BOUND = 10.0  # Beyond it every table explodes.
 ERRORS = ("products", "roundings", "result")
 STEPS = (*range(1, 11), 20)
 TABLES = {
-    **{f"`{name}`": np.array(rows) for name, rows in _polar.PRESETS.items()},
+    **{f"`{name}`": np.array(rows) for name, rows in coefficients.PRESETS.items()},
     "`safety_factor=1.05`": polar_express_coefficients(safety_factor=1.05),
 }
 _CORNERS = np.array(list(itertools.product([-1, 1], repeat=3)))

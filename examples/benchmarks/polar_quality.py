@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax import _polar, polar_factor
+from orscale_jax import polar_factor
+from orscale_jax.newton_schulz import coefficients
 
 STEPS = 5
 SHAPES = ((1, 1), (16, 16), (64, 256), (256, 256), (1024, 1024), (1024, 4096))
@@ -32,7 +33,7 @@ def orthonormal(shape: tuple[int, int], seed: int) -> np.ndarray:
 def exact(singular_values: np.ndarray) -> np.ndarray:
     """The scalar composition, on the spectrum of norm 1."""
     x = singular_values / np.linalg.norm(singular_values)
-    for a, b, c in np.asarray(_polar.PRESETS["polar_express"])[:STEPS]:
+    for a, b, c in np.asarray(coefficients.PRESETS["polar_express"])[:STEPS]:
         x = a * x + b * x**3 + c * x**5
     return x
 

@@ -30,7 +30,8 @@ from examples.pretrain.batches import train_batches
 from examples.pretrain.config import Config
 from examples.pretrain.data import read_corpus
 from examples.pretrain.train import compiled_step, initial_model
-from orscale_jax import _polar, muon, polar_express_coefficients, polar_factor
+from orscale_jax import muon, polar_express_coefficients, polar_factor
+from orscale_jax.newton_schulz import coefficients
 
 LOWER = 5e-3
 SIZE = 256
@@ -67,7 +68,7 @@ class Contender:
 
 
 POLAR_EXPRESS, DION = (
-    np.asarray(_polar.PRESETS[name]) for name in ("polar_express", "dion")
+    np.asarray(coefficients.PRESETS[name]) for name in ("polar_express", "dion")
 )
 FOUR = polar_express_coefficients(LOWER, 4)
 CONTENDERS = {

@@ -7,7 +7,7 @@ it. What no type says is an error that names the parameter, never a guess.
 It needs Flax.
 """
 
-from orscale_jax._module_types import Weight as Weight
 from orscale_jax.flax._linen import linen_dimension_numbers as linen_dimension_numbers
 from orscale_jax.flax._nnx import nnx_dimension_numbers as nnx_dimension_numbers
 from orscale_jax.flax._types import LINEN_RULES as LINEN_RULES, NNX_RULES as NNX_RULES
+from orscale_jax.parameters.module_types import Weight as Weight

@@ -12,11 +12,12 @@ from flax import linen
 from flax.core import meta
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from orscale_jax import _module_types, _rules
-from orscale_jax._matrix import PyTree
-from orscale_jax._module_types import Found, Numbers, Path, Rules
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
+from orscale_jax.parameters import module_types, path_rules, resolution
+from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path, names_on
 
 _CALLS = itertools.count()
 
@@ -30,7 +31,7 @@ class _Traced(meta.AxisMetadata[Any]):
     """
 
     value: Any
-    found: Found
+    declared: Declared
     axes: tuple[int, ...]  # Where the module's own axes stand.
     rank: int
 
@@ -65,7 +66,7 @@ jax.tree_util.register_pytree_with_keys(
     _Traced,
     lambda box: (
         [(jax.tree_util.DictKey("value"), box.value)],
-        (box.found, box.axes, box.rank),
+        (box.declared, box.axes, box.rank),
     ),
     lambda static, values: _Traced(next(iter(values)), *static),
 )
@@ -77,8 +78,8 @@ def linen_dimension_numbers(
     rngs: Any = None,
     method: Callable[..., Any] | str | None = None,
     heads: Collection[str] = (),
-    overrides: _rules.Rules | None = None,
-    rules: Rules | None = None,
+    overrides: path_rules.Rules | None = None,
+    rules: ModuleRules | None = None,
     **kwargs: Any,
 ) -> PyTree:
     """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
@@ -135,13 +136,13 @@ def linen_dimension_numbers(
         path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
         for path, leaf in _paths.by_path(params).items()
     }
-    found = {
+    by_type = {
         path: _numbers(path, np.shape(leaf), boxes.get(path), owners)
         for path, leaf in leaves.items()
     }
-    numbers = _module_types.settle(leaves, found, heads, overrides)
+    numbers = resolution.resolve(leaves, by_type, heads, overrides)
     return jax.tree_util.tree_map_with_path(
-        lambda entries, _: numbers[_module_types.keys(entries)],
+        lambda entries, _: numbers[names_on(entries)],
         params,
         is_leaf=meta.is_axis_metadata,
     )
@@ -151,9 +152,9 @@ def _numbers(
     path: Path, shape: tuple[int, ...], box: Any, owners: Mapping[Path, str]
 ) -> Numbers:
     if isinstance(box, _Traced):
-        return _module_types.place(box.found, box.axes, shape)
-    owner, _ = _module_types.owner_of(path, owners)
-    return _module_types.undeclared(owner, shape)
+        return module_types.locate(box.declared, box.axes, shape)
+    owner, _ = module_types.owner_of(path, owners)
+    return module_types.undeclared(owner, shape)
 
 
 def _its_own_jit_cache() -> Any:
@@ -161,7 +162,7 @@ def _its_own_jit_cache() -> Any:
     return set_xla_metadata(orscale_jax=str(next(_CALLS)))
 
 
-def _interceptor(rules: Rules, owners: dict[Path, str]) -> Callable[..., Any]:
+def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., Any]:
     """Boxes each parameter once a method of the module that created it has run."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -170,13 +171,13 @@ def _interceptor(rules: Rules, owners: dict[Path, str]) -> Callable[..., Any]:
         if module.scope is not None and module.is_mutable_collection("params"):
             # Of two modules that share a scope the outer one returns last.
             owners[tuple(module.path)] = type(module).__name__
-            _box(module, _module_types.declared(module, rules))
+            _box(module, module_types.declarations(module, rules))
         return result
 
     return intercept
 
 
-def _box(module: linen.Module, declared: Mapping[str, Found]) -> None:
+def _box(module: linen.Module, declared: Mapping[str, Declared]) -> None:
     for name, value in module.variables.get("params", {}).items():
         if isinstance(value, Mapping | _Traced):
             continue

@@ -7,11 +7,11 @@ import jax
 import numpy as np
 from flax import nnx
 
-from orscale_jax import _module_types, _rules
-from orscale_jax._matrix import PyTree
-from orscale_jax._module_types import Rules
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import NNX_RULES
+from orscale_jax.parameters import module_types, path_rules, resolution
+from orscale_jax.parameters.module_types import ModuleRules
+from orscale_jax.trees.boxes import PyTree
 
 # Hold modules and parameters for their owner, which is the one that knows what they are.
 _CONTAINERS = (nnx.List, nnx.Dict)
@@ -21,8 +21,8 @@ def nnx_dimension_numbers(
     model: nnx.Module,
     *,
     heads: Collection[str] = (),
-    overrides: _rules.Rules | None = None,
-    rules: Rules | None = None,
+    overrides: path_rules.Rules | None = None,
+    rules: ModuleRules | None = None,
     partition_names: Collection[str] = (),
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
@@ -91,15 +91,15 @@ def nnx_dimension_numbers(
         if not (path and isinstance(module, _CONTAINERS))
     }
     owners = {(): model, **modules}
-    found = {
-        path: _module_types.numbers_by_owner(
+    by_type = {
+        path: module_types.numbers_by_owner(
             path, np.shape(leaf), owners, rules, stacked[path].values()
         )
         for path, leaf in leaves.items()
     }
-    numbers = _module_types.settle(leaves, found, heads, overrides)
+    numbers = resolution.resolve(leaves, by_type, heads, overrides)
 
-    return _module_types.look_up(
+    return resolution.look_up(
         numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"
     )
 
@@ -117,9 +117,9 @@ def _stacked_axes(
 def _check_partition_names(
     stacked: Mapping[Any, Mapping[str, int]], partition_names: Collection[str]
 ) -> None:
-    found = {name for axes in stacked.values() for name in axes}
+    names = {name for axes in stacked.values() for name in axes}
     for name in partition_names:
-        if name not in found:
+        if name not in names:
             raise ValueError(
                 f"{name!r} in partition_names is in no variable's annotation: annotate "
                 "the parameters, and give the transformation transform_metadata="

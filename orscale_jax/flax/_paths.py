@@ -6,14 +6,14 @@ import jax
 from flax import nnx
 from flax.core import meta
 
-from orscale_jax._matrix import PyTree
-from orscale_jax._module_types import Path, keys
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path, names_on
 
 
 def by_path(tree: PyTree) -> dict[Path, Any]:
-    """Its variables, boxes and arrays, by the path on which each stands."""
+    """The variables, boxes and arrays of a tree, by path."""
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_holder)
-    return {keys(entries): leaf for entries, leaf in leaves}
+    return {names_on(entries): leaf for entries, leaf in leaves}
 
 
 def is_holder(node: Any) -> bool:

@@ -1,36 +1,36 @@
-"""What the types of NNX's and Linen's modules say of their parameters."""
+"""The rules for the types of NNX's and Linen's modules."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from flax import linen, nnx
 
-from orscale_jax._module_types import (
-    Found,
+from orscale_jax.parameters.module_types import (
+    Declared,
     GroupedWeight,
-    Open,
-    Rules,
+    ModuleRules,
+    Unresolved,
     Weight,
+    adamw_only,
     as_tuple,
-    none_of,
 )
 
 
-def _nnx_linear(module: nnx.Linear) -> Mapping[str, Found]:
+def _nnx_linear(module: nnx.Linear) -> Mapping[str, Declared]:
     return _dense((module.in_features,), (module.out_features,))
 
 
-def _linen_dense(module: Any) -> Mapping[str, Found]:
+def _linen_dense(module: Any) -> Mapping[str, Declared]:
     return _dense((None,), (module.features,))
 
 
-def _nnx_linear_general(module: nnx.LinearGeneral) -> Mapping[str, Found]:
+def _nnx_linear_general(module: nnx.LinearGeneral) -> Mapping[str, Declared]:
     return _dense(
         module.in_features, module.out_features, tuple(dict(module.batch_axis).values())
     )
 
 
-def _linen_dense_general(module: linen.DenseGeneral) -> Mapping[str, Found]:
+def _linen_dense_general(module: linen.DenseGeneral) -> Mapping[str, Declared]:
     inputs, batch = (
         (None,) * len(as_tuple(axes)) for axes in (module.axis, module.batch_dims)
     )
@@ -41,14 +41,14 @@ def _dense(
     inputs: tuple[int | None, ...],
     outputs: tuple[int | None, ...],
     batch: tuple[int | None, ...] = (),
-) -> Mapping[str, Found]:
+) -> Mapping[str, Declared]:
     first, second = len(batch), len(batch) + len(inputs)
     shape = batch + inputs + outputs
     rows, columns = tuple(range(first, second)), tuple(range(second, len(shape)))
     return {"kernel": Weight(shape, rows, columns), "bias": None}
 
 
-def _lora(module: nnx.LoRA) -> Mapping[str, Found]:
+def _lora(module: nnx.LoRA) -> Mapping[str, Declared]:
     inputs, outputs = module.in_features, module.out_features
     # The rank is an argument of the constructor alone.
     return {
@@ -57,20 +57,22 @@ def _lora(module: nnx.LoRA) -> Mapping[str, Found]:
     }
 
 
-def _nnx_einsum(module: nnx.Einsum) -> Mapping[str, Found]:
+def _nnx_einsum(module: nnx.Einsum) -> Mapping[str, Declared]:
     return _einsum(module.einsum_str, tuple(module.kernel_shape))
 
 
-def _linen_einsum(module: linen.Einsum) -> Mapping[str, Found]:
+def _linen_einsum(module: linen.Einsum) -> Mapping[str, Declared]:
     if module.einsum_str is None:
         return {
-            "kernel": Open("its einsum_str is given to the call, not to the module"),
+            "kernel": Unresolved(
+                "its einsum_str is given to the call, not to the module"
+            ),
             "bias": None,
         }
     return _einsum(module.einsum_str, tuple(module.shape))
 
 
-def _einsum(equation: str, shape: tuple[int, ...]) -> Mapping[str, Found]:
+def _einsum(equation: str, shape: tuple[int, ...]) -> Mapping[str, Declared]:
     operands, outputs = equation.replace(" ", "").split("->")
     inputs, kernel = operands.split(",")
     rows = tuple(i for i, x in enumerate(kernel) if x in inputs and x not in outputs)
@@ -78,7 +80,7 @@ def _einsum(equation: str, shape: tuple[int, ...]) -> Mapping[str, Found]:
     alone = set(kernel) - set(inputs) - set(outputs)
     if "." in kernel or alone or len(set(kernel)) < len(kernel):
         return {
-            "kernel": Open(
+            "kernel": Unresolved(
                 f"{equation!r} sums the kernel alone, repeats a letter or has an ellipsis"
             ),
             "bias": None,
@@ -88,21 +90,21 @@ def _einsum(equation: str, shape: tuple[int, ...]) -> Mapping[str, Found]:
     return {"kernel": weight, "bias": None}
 
 
-def _nnx_conv(module: nnx.Conv) -> Mapping[str, Found]:
+def _nnx_conv(module: nnx.Conv) -> Mapping[str, Declared]:
     groups = module.feature_group_count
     return _conv(
         module.kernel_size, module.in_features // groups, module.out_features, groups
     )
 
 
-def _linen_conv(module: linen.Conv) -> Mapping[str, Found]:
+def _linen_conv(module: linen.Conv) -> Mapping[str, Declared]:
     size = as_tuple(module.kernel_size)
     return _conv(size, None, module.features, module.feature_group_count)
 
 
 def _conv(
     size: Iterable[int | None], inputs: int | None, outputs: int, groups: int = 1
-) -> Mapping[str, Found]:
+) -> Mapping[str, Declared]:
     shape = (*size, inputs, outputs)
     rank = len(shape)
     axes = tuple(range(rank - 1)), rank - 1
@@ -114,7 +116,7 @@ def _conv(
     return {"kernel": weight, "bias": None}
 
 
-def _nnx_conv_transpose(module: nnx.ConvTranspose) -> Mapping[str, Found]:
+def _nnx_conv_transpose(module: nnx.ConvTranspose) -> Mapping[str, Declared]:
     return _conv_transpose(
         module.kernel_size,
         module.in_features,
@@ -123,7 +125,7 @@ def _nnx_conv_transpose(module: nnx.ConvTranspose) -> Mapping[str, Found]:
     )
 
 
-def _linen_conv_transpose(module: linen.ConvTranspose) -> Mapping[str, Found]:
+def _linen_conv_transpose(module: linen.ConvTranspose) -> Mapping[str, Declared]:
     return _conv_transpose(
         as_tuple(module.kernel_size), None, module.features, module.transpose_kernel
     )
@@ -131,7 +133,7 @@ def _linen_conv_transpose(module: linen.ConvTranspose) -> Mapping[str, Found]:
 
 def _conv_transpose(
     size: Iterable[int], inputs: int | None, outputs: int, transposed: bool
-) -> Mapping[str, Found]:
+) -> Mapping[str, Declared]:
     if not transposed:
         return _conv(size, inputs, outputs)
     shape = (*size, outputs, inputs)
@@ -140,31 +142,31 @@ def _conv_transpose(
     return {"kernel": Weight(shape, rows, rank - 2), "bias": None}
 
 
-def _linen_conv_local(module: linen.ConvLocal) -> Mapping[str, Found]:
+def _linen_conv_local(module: linen.ConvLocal) -> Mapping[str, Declared]:
     """A matrix for each pixel of the output, (pixels..., window, features)."""
     pixels = (None,) * len(as_tuple(module.kernel_size))
     return _dense((None,), (module.features,), pixels)
 
 
-_NORM = none_of("scale", "bias")
+_NORM = adamw_only("scale", "bias")
 
-NNX_RULES: Rules = {
+NNX_RULES: ModuleRules = {
     nnx.Linear: _nnx_linear,
     nnx.LinearGeneral: _nnx_linear_general,
     nnx.Einsum: _nnx_einsum,
     nnx.Conv: _nnx_conv,
     nnx.ConvTranspose: _nnx_conv_transpose,
     nnx.LoRA: _lora,
-    nnx.Embed: none_of("embedding"),
+    nnx.Embed: adamw_only("embedding"),
     nnx.BatchNorm: _NORM,
     nnx.LayerNorm: _NORM,
     nnx.RMSNorm: _NORM,
     nnx.GroupNorm: _NORM,
     nnx.InstanceNorm: _NORM,
-    nnx.WeightNorm: none_of("scales"),
-    nnx.PReLU: none_of("negative_slope"),
+    nnx.WeightNorm: adamw_only("scales"),
+    nnx.PReLU: adamw_only("negative_slope"),
 }
-LINEN_RULES: Rules = {
+LINEN_RULES: ModuleRules = {
     linen.Dense: _linen_dense,
     linen.DenseGeneral: _linen_dense_general,
     linen.recurrent.DenseParams: _linen_dense,
@@ -172,11 +174,11 @@ LINEN_RULES: Rules = {
     linen.Conv: _linen_conv,
     linen.ConvTranspose: _linen_conv_transpose,
     linen.ConvLocal: _linen_conv_local,
-    linen.Embed: none_of("embedding"),
+    linen.Embed: adamw_only("embedding"),
     linen.BatchNorm: _NORM,
     linen.LayerNorm: _NORM,
     linen.RMSNorm: _NORM,
     linen.GroupNorm: _NORM,
     linen.InstanceNorm: _NORM,
-    linen.PReLU: none_of("negative_slope"),
+    linen.PReLU: adamw_only("negative_slope"),
 }

@@ -1,0 +1,16 @@
+"""The audit before a run: what an optimizer will do with each parameter.
+
+Numbers alone: nothing here is on the traced path of ``update``.
+
+============  ======================================================================
+describe      the public ``describe``
+description   ``Description``: rows, sums and plan, as a table
+rows          ``ParameterRow`` and ``Total``
+plans         ``Stack`` and ``Placed``: the plan that the optimizer executes, for rows
+state         the abstract state of an optimizer, by parameter
+checks        reasons to look at a matrix
+tables        tables of strings, for terminals and notebooks
+============  ======================================================================
+
+Imports every other folder; nothing imports it but the package itself.
+"""

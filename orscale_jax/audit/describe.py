@@ -1,0 +1,243 @@
+"""The public ``describe``: the audit of an optimizer before a run."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from orscale_jax import _checks
+from orscale_jax.audit import checks
+from orscale_jax.audit.description import Description
+from orscale_jax.audit.plans import Planning
+from orscale_jax.audit.rows import ParameterRow
+from orscale_jax.audit.state import AbstractState, leaves_by_path, nbytes
+from orscale_jax.distributed import platforms, typed_sharding
+from orscale_jax.newton_schulz import preconditioning
+from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
+from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.dimension_numbers import (
+    WeightDimensionNumbers,
+    matrix_axes,
+)
+from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import dotted, key_name
+
+
+def describe(
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    consistent_rms: float | None = 0.2,
+    optimizer: optax.GradientTransformation | None = None,
+    platform: str | None = None,
+    ns_steps: int = 5,
+    ns_coeffs: Coefficients = "polar_express",
+    ns_dtype: DTypeLike | None = None,
+    ns_preconditioning: str = "frobenius",
+    max_stack_bytes: int | None = None,
+) -> Description:
+    r"""Tabulate which parameters are matrices, of what shape, and what each costs.
+
+    The audit before a run: a matrix that went to AdamW, an embedding that did not, an
+    expert stack taken for one matrix show here, on abstract parameters too
+    (:func:`jax.eval_shape`), before anything is allocated.
+
+    Args:
+      params: The parameters, or abstract ones. None leaves and masked ones have no row.
+      weight_dimension_numbers: As in :func:`orscale`; what the optimizer is given.
+      consistent_rms: As in :func:`orscale`.
+      optimizer: The optimizer, to add up its state: its ``init`` is traced, not run. If
+        it is :func:`orscale`, :func:`muon` or an ablation, it has to have the same
+        matrices as the table.
+      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, whose plan of Newton–Schulz to show;
+        None: that of the parameters' mesh, or of JAX's default backend.
+      ns_steps: As in :func:`orscale`.
+      ns_coeffs: As in :func:`orscale`.
+      ns_dtype: As in :func:`orscale`.
+      ns_preconditioning: As in :func:`orscale`.
+      max_stack_bytes: As in :func:`orthogonalize`.
+
+    Returns:
+      A :class:`Description`: ``rows``, ``totals``, ``select(regex)``, and tables for
+      ``print``, rich and notebooks. s is :math:`0.2 \sqrt{\max(m, n)}`, and ‖W‖ the
+      smallest and the largest Frobenius norm among the matrices of a leaf.
+
+    Raises:
+      ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
+        dimension numbers, or the optimizer has other matrices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import describe, orscale
+      >>> params = {"up": jnp.eye(4, 16), "bias": jnp.zeros(16), "lm_head": jnp.eye(4)}
+      >>> description = describe(params, optimizer=orscale(1e-3))
+      >>> for row in description.rows:
+      ...     print(row.path, row.rule, row.scale, row.state_bytes)
+      bias adamw None 128
+      lm_head adamw None 128
+      up matrix 0.8 269
+      >>> description.totals["all"]
+      Total(leaves=3, matrices=1, parameters=96, state_bytes=529)
+    """
+    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+    limits = platforms.PLATFORMS[_platform(platform, params)].limited(
+        ns_dtype, max_stack_bytes
+    )
+    _checks.count("ns_steps", ns_steps)
+    preconditioning.check("ns_preconditioning", ns_preconditioning)
+    settings = NewtonSchulz(
+        ns_steps, coefficient_table(ns_coeffs, argument="ns_coeffs"), ns_preconditioning
+    )
+    axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+    leaf_of = leaves_by_path(unbox(params))
+    state = None if optimizer is None else AbstractState.of(optimizer, params)
+    if state is not None:
+        state.refuse_other_matrices(axes_of, leaf_of)
+    arrays = {} if state is None else state.arrays
+    rows = tuple(
+        dataclasses.replace(row, state_bytes=None) if state is None else row
+        for path, leaf in leaf_of.items()
+        for row in _rows(
+            path, leaf, axes_of.get(path), arrays.get(path, []), consistent_rms
+        )
+    )
+    meshes = map(_mesh_shape, leaf_of.values())
+    return Description(
+        rows,
+        None if state is None else nbytes(arrays.get(None, [])),
+        next((mesh for mesh in meshes if mesh), {}),
+        Planning(limits, settings),
+        planned=rows,
+    )
+
+
+def _platform(given: str | None, params: PyTree) -> str:
+    """The given platform, or that on which the parameters are."""
+    if given is not None:
+        _checks.choice("platform", given, ("cpu", "gpu", "tpu"))
+        return given
+    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
+    devices = (
+        sharding.mesh.devices.flat[0]
+        for sharding in shardings
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    )
+    device = next(devices, None)
+    backend = jax.default_backend() if device is None else device.platform
+    return backend if backend in ("cpu", "tpu") else "gpu"
+
+
+def _rows(
+    path: Any,
+    leaf: Any,
+    axes: LeafAxes | None,
+    state: list[Any],
+    consistent_rms: float | None,
+) -> list[ParameterRow]:
+    """The row of a leaf, or one for each of its parts."""
+    if axes is None:
+        return [_adamw_row(path, leaf, state)]
+    row = functools.partial(_matrix_row, path, leaf, axes, state, consistent_rms)
+    return [row(index) for index in range(len(axes.labels))]
+
+
+def _adamw_row(path: Any, leaf: Any, state: list[Any]) -> ParameterRow:
+    return ParameterRow(
+        path=dotted(path),
+        shape=np.shape(leaf),
+        dtype=jnp.result_type(leaf),
+        rule="adamw",
+        matrices=0,
+        m=0,
+        n=0,
+        scale=None,
+        norms=None,
+        parameters=math.prod(np.shape(leaf)),
+        state_bytes=nbytes(state),
+    )
+
+
+def _matrix_row(
+    path: Any,
+    leaf: Any,
+    axes: LeafAxes,
+    state: list[Any],
+    consistent_rms: float | None,
+    index: int,
+) -> ParameterRow:
+    part = functools.partial(axes.part, index=index)
+    shaped = jax.eval_shape(part, leaf)
+    batch_shape = axes.within.batch_shape(shaped)
+    m, n = axes.within.matrix_shape(shaped)
+    return ParameterRow(
+        path=dotted(path),
+        block=axes.labels[index],
+        shape=shaped.shape if axes.labels[index] else leaf.shape,
+        dtype=jnp.result_type(leaf),
+        rule="matrix",
+        matrices=math.prod(batch_shape),
+        batch_shape=batch_shape,
+        m=m,
+        n=n,
+        scale=1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5,
+        norms=_norms(axes.within, part, leaf),
+        check=checks.reasons(
+            [key_name(key) for key in path], batch_shape, m, n, axes.within is not axes
+        ),
+        mesh_axes=_mesh_axes(axes, index, leaf),
+        parameters=math.prod(shaped.shape),
+        state_bytes=_bytes_of_part(axes, leaf, state, index),
+    )
+
+
+def _mesh_axes(axes: LeafAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], ...]:
+    if not _mesh_shape(leaf):
+        return ()
+
+    def matrices(leaf: jax.Array) -> jax.Array:
+        return axes.within.to_matrices(axes.part(leaf, index))
+
+    spec = typed_sharding.inferred(matrices, leaf, leaf.sharding.mesh)
+    return typed_sharding.axes_of(spec, len(axes.within.batch) + 2)
+
+
+def _mesh_shape(leaf: Any) -> dict[str, int]:
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(leaf, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
+        return {}
+    return dict(sharding.mesh.shape) if sharding.mesh.size > 1 else {}
+
+
+def _norms(
+    axes: MatrixAxes, part: Callable[[jax.Array], jax.Array], leaf: Any
+) -> tuple[float, float] | None:
+    concrete = isinstance(leaf, jax.Array | np.ndarray)
+    if not concrete or isinstance(leaf, jax.core.Tracer) or not math.prod(leaf.shape):
+        return None
+    norms = axes.norms(part(jnp.asarray(leaf, compute_dtype(leaf))))
+    return float(norms.min()), float(norms.max())
+
+
+def _bytes_of_part(axes: LeafAxes, leaf: Any, state: list[Any], index: int) -> int:
+    """The bytes of a part: of arrays that are divided as the leaf or its matrices.
+
+    The other arrays count for the first part.
+    """
+    divided = (np.shape(leaf), axes.batch_shape(leaf))
+    part = functools.partial(axes.part, index=index)
+    return nbytes(
+        jax.eval_shape(part, array) if array.shape in divided else array
+        for array in state
+        if array.shape in divided or index == 0
+    )

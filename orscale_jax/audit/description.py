@@ -1,0 +1,160 @@
+"""The description of an optimizer's parameters that ``describe`` returns."""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from jax.typing import DTypeLike
+
+from orscale_jax.audit.plans import Placed, Planning, Stack
+from orscale_jax.audit.rows import (
+    HEADINGS,
+    WORD_COLUMNS,
+    ParameterRow,
+    Total,
+    row_cells,
+    total_cells,
+    total_of,
+)
+from orscale_jax.audit.tables import Cells, Table
+
+if TYPE_CHECKING:
+    import rich.table
+
+_Entry = TypeVar("_Entry", Stack, Placed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """The parameters and the plan of an optimizer. ``print`` shows it as a table.
+
+    Attributes:
+      rows: One :class:`ParameterRow` per leaf, in the order of the tree (one per block of
+        a leaf whose blocks have several sizes).
+      shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
+        without optimizer.
+      mesh: The lengths of the axes of the parameters' mesh; empty off a mesh.
+      planning: What the plan of Newton–Schulz depends on.
+      planned: The rows for which the plan is made: all of them, also in a selection.
+    """
+
+    rows: tuple[ParameterRow, ...]
+    shared_bytes: int | None
+    mesh: Mapping[str, int]
+    planning: Planning = dataclasses.field(repr=False)
+    planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
+
+    @property
+    def totals(self) -> dict[str, Total]:
+        """``leaves``, ``matrices``, ``parameters`` and ``state_bytes`` of each rule.
+
+        ``"shared"`` is the state that belongs to no leaf, ``"all"`` the sum of all.
+        """
+        return {
+            "matrix": total_of(row for row in self.rows if row.rule == "matrix"),
+            "adamw": total_of(row for row in self.rows if row.rule == "adamw"),
+            "shared": Total(0, 0, 0, self.shared_bytes),
+            "all": total_of(self.rows, self.shared_bytes or 0),
+        }
+
+    def select(self, expression: str) -> "Description":
+        """The rows in whose paths :func:`re.search` finds the expression.
+
+        The plan stays that of all rows: :meth:`stacks` and :meth:`placement` then show
+        the stacks that hold a selected row.
+        """
+        rows = tuple(row for row in self.rows if re.search(expression, row.path))
+        shared_bytes = None if self.shared_bytes is None else 0
+        return dataclasses.replace(self, rows=rows, shared_bytes=shared_bytes)
+
+    def stacks(self, max_bytes: int | None = None) -> list[Stack]:
+        """Which matrices go through Newton–Schulz together on one device.
+
+        Args:
+          max_bytes: Another ``max_stack_bytes`` than :func:`describe` was given.
+
+        Returns:
+          The stacks, in the order of their first leaves.
+        """
+        planning = self._planning(max_bytes, None)
+        return self._selected(planning.stacks(self._matrices))
+
+    def placement(
+        self, max_bytes: int | None = None, dtype: DTypeLike | None = None
+    ) -> list[Placed]:
+        """Which devices of the mesh orthogonalize which matrices.
+
+        Args:
+          max_bytes: Another ``max_stack_bytes`` than :func:`describe` was given.
+          dtype: Another ``ns_dtype``.
+
+        Returns:
+          The plan, in the order of the leaves; empty off a mesh.
+        """
+        if not self.mesh:
+            return []
+        planning = self._planning(max_bytes, dtype)
+        return self._selected(planning.placement(self._matrices, self.mesh))
+
+    @property
+    def _matrices(self) -> list[ParameterRow]:
+        return [row for row in self.planned if row.rule == "matrix"]
+
+    def _planning(self, max_bytes: int | None, dtype: DTypeLike | None) -> Planning:
+        platform = self.planning.platform.limited(dtype, max_bytes)
+        return self.planning._replace(platform=platform)
+
+    def _selected(self, plan: Sequence[_Entry]) -> list[_Entry]:
+        names = {row.name for row in self.rows}
+        return [entry for entry in plan if not names.isdisjoint(entry.names)]
+
+    def table(self) -> "rich.table.Table":
+        """The table as a ``rich.table.Table``.
+
+        Raises:
+          ImportError: If rich is not installed.
+        """
+        return self._table().rich()
+
+    def __str__(self) -> str:
+        """The table in characters of one width."""
+        return self._table().text()
+
+    def __rich__(self) -> "rich.table.Table":
+        """The table for rich."""
+        return self.table()
+
+    def _repr_html_(self) -> str:
+        return self._table().html()
+
+    def _table(self) -> Table:
+        """The table, without columns of which nothing is known."""
+        totals = self.totals
+        if self.shared_bytes is None:
+            del totals["shared"]
+        hidden = {
+            "‖W‖": all(row.norms is None for row in self.rows),
+            "state bytes": self.shared_bytes is None,
+            "check": not any(row.check for row in self.rows),
+        }
+        shown = [not hidden.get(heading, False) for heading in HEADINGS]
+
+        def visible(cells: Cells) -> Cells:
+            return tuple(itertools.compress(cells, shown))
+
+        return Table(
+            headings=visible(HEADINGS),
+            rows=[visible(row_cells(row)) for row in self.rows],
+            totals=[visible(total_cells(*named)) for named in totals.items()],
+            notes=self._plan_lines(),
+            words=WORD_COLUMNS,
+        )
+
+    def _plan_lines(self) -> list[str]:
+        if self.mesh:
+            axes = " × ".join(f"{size} {name}" for name, size in self.mesh.items())
+            return [f"Newton–Schulz on {axes}", *map(str, self.placement())]
+        stacks = list(map(str, self.stacks()))
+        return ["stacks for Newton–Schulz", *stacks] if stacks else []

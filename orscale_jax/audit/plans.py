@@ -1,0 +1,165 @@
+"""The plan of Newton–Schulz for the rows of a description: what runs is what is shown."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from orscale_jax.audit.rows import ParameterRow
+from orscale_jax.distributed.buckets import Bucket, ShardedArray
+from orscale_jax.distributed.planner import plan_buckets
+from orscale_jax.distributed.platforms import Platform
+from orscale_jax.distributed.stacks import StackKey, plan_stacks
+from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.newton_schulz.preconditioning import may_transpose_squares
+from orscale_jax.transforms.float32 import compute_dtype
+
+_NAMES = 4  # Shown of a stack.
+
+
+class Stack(NamedTuple):
+    """Matrices that go through Newton–Schulz together on one device.
+
+    Attributes:
+      shape: ``(leaves, *batch, m, n)`` with ``m <= n``: tall matrices are transposed.
+      names: The names of the leaves, or of their blocks.
+    """
+
+    shape: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The matrices and the first names, in one line."""
+        *counts, m, n = self.shape
+        return f"{math.prod(counts):,} of {m} × {n}: {_abridged(self.names)}"
+
+
+class Placed(NamedTuple):
+    """Matrices that go through Newton–Schulz together on a mesh.
+
+    The devices form groups. Each group holds the shards of other matrices (experts that
+    are sharded over experts), or there is one group, which holds all of them.
+
+    Attributes:
+      shape: ``(m, n)`` of each matrix that is whole on a device, or of each if none is;
+        with ``m <= n`` where they are sent. Smaller ones are padded.
+      matrices: The number of matrices of a group.
+      devices: The number of devices in a group.
+      matrices_per_device: How many matrices a device takes, zeros as padding included.
+      devices_per_matrix: The number of devices that share the columns of one matrix, of
+        those that are shared; 1 if none is.
+      shared: The number of matrices that are shared. Where others are not, a device has
+        as many columns of them as ``shape`` says.
+      bytes_sent: The bytes that each device sends, both ways, and in the iteration if
+        matrices are shared.
+      names: The names of the leaves, or of their blocks.
+    """
+
+    shape: tuple[int, int]
+    matrices: int
+    devices: int
+    matrices_per_device: int
+    devices_per_matrix: int
+    shared: int
+    bytes_sent: int
+    names: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """The matrices, devices, bytes and first names, in one line."""
+        m, n = self.shape
+        where = f"over {self.devices} devices" if self.devices > 1 else "on each device"
+        whole = self.matrices - self.shared
+        columns = n * self.devices_per_matrix if whole else n
+        groups = [
+            (whole, n, f"{self.matrices_per_device} each"),
+            (self.shared, columns, f"{self.devices_per_matrix} to one"),
+        ]
+        filled = [group for group in groups if group[0]]
+        matrices = " and ".join(f"{count:,} of {m} × {n}" for count, n, _ in filled)
+        each = " or ".join(each for *_, each in filled)
+        return (
+            f"{matrices} {where}, {each}, {self.bytes_sent:,} bytes sent: "
+            f"{_abridged(self.names)}"
+        )
+
+
+class Planning(NamedTuple):
+    """The settings on which a plan depends.
+
+    Attributes:
+      platform: The policy of the platform, with the user's dtype and limits.
+      settings: The Newton–Schulz iteration.
+    """
+
+    platform: Platform
+    settings: NewtonSchulz
+
+    def stacks(self, rows: Sequence[ParameterRow]) -> list[Stack]:
+        """The stacks of one device, for rows of matrices."""
+        keys = [
+            StackKey((*row.batch_shape, *sorted((row.m, row.n))), self._dtype(row))
+            for row in rows
+        ]
+        plan = plan_stacks(keys, self.platform.stack_bytes, self.platform.stack_length)
+        return [
+            Stack(
+                (len(members), *keys[members[0]].shape),
+                tuple(rows[index].name for index in members),
+            )
+            for members in plan
+        ]
+
+    def placement(
+        self, rows: Sequence[ParameterRow], mesh_shape: Mapping[str, int]
+    ) -> list[Placed]:
+        """The buckets of a mesh, for rows of matrices."""
+        may_transpose = may_transpose_squares(self.settings.preconditioning)
+        arrays = [
+            ShardedArray(
+                shape := (*row.batch_shape, row.m, row.n),
+                self._dtype(row),
+                row.mesh_axes or ((),) * len(shape),
+                may_transpose,
+            )
+            for row in rows
+        ]
+        settings = dataclasses.replace(self.settings, dtype=self.platform.dtype)
+        buckets = plan_buckets(
+            arrays,
+            mesh_shape,
+            self.platform.stack_bytes,
+            self.platform.cost_model(settings),
+        )
+        return [_placed(bucket, rows) for bucket in buckets]
+
+    def _dtype(self, row: ParameterRow) -> np.dtype:
+        """The dtype in which the matrices of a row are stacked and sent."""
+        dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
+        return self.platform.sent_dtype(dtype)
+
+
+def _placed(bucket: Bucket, rows: Sequence[ParameterRow]) -> Placed:
+    m, n = bucket.shape
+    shared = [layout for layout in bucket.layouts if layout.column_shards > 1]
+    all_shared = len(shared) == len(bucket.layouts)
+    return Placed(
+        shape=(m, n * bucket.column_shards if all_shared else n),
+        matrices=bucket.matrices,
+        devices=bucket.group_size,
+        matrices_per_device=bucket.matrices_per_device,
+        devices_per_matrix=bucket.column_shards,
+        shared=sum(layout.matrices for layout in shared),
+        bytes_sent=bucket.bytes_sent,
+        names=tuple(
+            rows[index].name
+            for index in dict.fromkeys(part.array for part in bucket.slices)
+        ),
+    )
+
+
+def _abridged(names: tuple[str, ...]) -> str:
+    more = len(names) - _NAMES
+    return ", ".join(names[:_NAMES]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,0 +1,119 @@
+"""The rows of a description, and their sums."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import numpy as np
+
+from orscale_jax.audit.tables import Cells
+
+HEADINGS = (
+    "parameter", "shape", "dtype", "rule", "matrices", "m × n", "s", "‖W‖", "parameters",
+    "state bytes", "check",
+)  # fmt: skip
+WORD_COLUMNS = 4  # The first columns hold words, the others numbers.
+
+
+@dataclasses.dataclass(frozen=True)
+class ParameterRow:
+    """One leaf of the parameters, or one of its blocks where these have several sizes.
+
+    Attributes:
+      path: The leaf's path, with dots.
+      shape: Its shape; the block's, of a block.
+      dtype: Its dtype.
+      rule: ``"matrix"`` or ``"adamw"``.
+      matrices: How many matrices it holds; 0 under AdamW, as for ``m`` and ``n``.
+      m: Rows of each matrix.
+      n: Columns of each matrix.
+      scale: The factor s of Q; None under AdamW.
+      norms: Least and largest Frobenius norm of its matrices; None where there are no
+        matrices or no values.
+      parameters: The number of its entries.
+      state_bytes: Bytes of optimizer state that belong to it; None without optimizer.
+      block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
+        whole leaf.
+      batch_shape: How its matrices are counted, such as layers × experts.
+      check: Reasons to look at this leaf: it is named like a fused projection, a router,
+        a table or a head, one side is at least 16 times as long as the other, or an axis
+        of length 1 counts matrices. Empty where there is none.
+      mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
+        that it is sharded over; empty off a mesh and under AdamW.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    rule: Literal["matrix", "adamw"]
+    matrices: int
+    m: int
+    n: int
+    scale: float | None
+    norms: tuple[float, float] | None
+    parameters: int
+    state_bytes: int | None
+    block: str = ""
+    batch_shape: tuple[int, ...] = ()
+    mesh_axes: tuple[tuple[str, ...], ...] = ()
+    check: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Path and block, as the table shows them."""
+        return (self.path or "(the only leaf)") + self.block
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Sums over rows; ``state_bytes`` is None without optimizer."""
+
+    leaves: int
+    matrices: int
+    parameters: int
+    state_bytes: int | None
+
+
+def total_of(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
+    """The sums over some rows, and bytes that belong to none."""
+    rows = list(rows)
+    state_bytes = [row.state_bytes for row in rows if row.state_bytes is not None]
+    known = len(state_bytes) == len(rows)
+    return Total(
+        leaves=len({row.path for row in rows}),
+        matrices=sum(row.matrices for row in rows),
+        parameters=sum(row.parameters for row in rows),
+        state_bytes=sum(state_bytes) + shared_bytes if known else None,
+    )
+
+
+def row_cells(row: ParameterRow) -> Cells:
+    """The cells of a row, one for each heading."""
+    return (
+        row.name,
+        str(row.shape),
+        str(row.dtype),
+        row.rule,
+        f"{row.matrices:,}" if row.scale is not None else "",
+        f"{row.m} × {row.n}" if row.scale is not None else "",
+        f"{row.scale:.4g}" if row.scale is not None else "",
+        " … ".join(dict.fromkeys(f"{norm:.4g}" for norm in row.norms or ())),
+        f"{row.parameters:,}",
+        "" if row.state_bytes is None else f"{row.state_bytes:,}",
+        ", ".join(row.check),
+    )
+
+
+def total_cells(name: str, total: Total) -> Cells:
+    """The cells of a sum, one for each heading."""
+    leaves = "leaf" if total.leaves == 1 else "leaves"
+    return (
+        name,
+        f"{total.leaves:,} {leaves}" if name != "shared" else "",
+        *("", ""),
+        f"{total.matrices:,}" if name in ("matrix", "all") else "",
+        *("", "", ""),
+        f"{total.parameters:,}" if name != "shared" else "",
+        "" if total.state_bytes is None else f"{total.state_bytes:,}",
+        "",
+    )

@@ -1,0 +1,232 @@
+"""The parts of a plan: which matrices travel together, and between which devices.
+
+The devices of a mesh fall into groups of equal size. The devices of one group hold the
+shards of the same matrices, and all groups do the same with theirs.
+"""
+
+import itertools
+import math
+from collections.abc import Container, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from orscale_jax.newton_schulz.restarts import is_cheaper
+
+MeshAxes = tuple[str, ...]
+
+
+class CostModel(NamedTuple):
+    """The costs by which plans are compared.
+
+    Attributes:
+      flops_per_byte: The FLOPs of a device in the time in which it sends one byte.
+      steps: The number of Newton–Schulz steps.
+      gram_segments: The number of times that the Gram form computes a Gram matrix of X,
+        where that form is cheaper; None for the plain iteration.
+    """
+
+    flops_per_byte: int = 2000
+    steps: int = 5
+    gram_segments: int | None = None
+
+    def segments(self, m: int, n: int) -> int:
+        """How often the Gram matrix of an m×n matrix is computed from it."""
+        by_gram = self.gram_segments is not None and is_cheaper(m, n)
+        return self.gram_segments or self.steps if by_gram else self.steps
+
+
+class ShardedArray(NamedTuple):
+    """An array of matrices on a mesh.
+
+    Attributes:
+      shape: ``(*batch, m, n)``, of the whole array.
+      dtype: The dtype in which its matrices travel.
+      axes: For each axis of the array, the axes of the mesh over which it is sharded.
+      may_transpose: Whether square matrices may travel as their transposes.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axes: tuple[MeshAxes, ...]
+    may_transpose: bool = True
+
+    @property
+    def is_wide(self) -> bool:
+        """Whether its matrices travel as they are, and not as their transposes.
+
+        That is so where m is below n. Squares that may be transposed count as wide if
+        they are sharded by rows: those that are sharded by columns can then travel with
+        them, and with wide matrices that are sharded by rows.
+        """
+        *_, m, n = self.shape
+        *_, rows, columns = self.axes
+        by_rows = (bool(columns), rows) <= (bool(rows), columns)
+        return m < n or (m == n and (by_rows or not self.may_transpose))
+
+    @property
+    def transposed(self) -> "ShardedArray":
+        """The array of the transposed matrices."""
+        *batch, m, n = range(len(self.shape))
+        order = (*batch, n, m)
+        return self._replace(
+            shape=tuple(self.shape[i] for i in order),
+            axes=tuple(self.axes[i] for i in order),
+        )
+
+    def over(self, names: Container[str]) -> "ShardedArray":
+        """The same array with no axes of the mesh but these."""
+        kept = (tuple(name for name in axes if name in names) for axes in self.axes)
+        return self._replace(axes=tuple(kept))
+
+
+class MatrixSlice(NamedTuple):
+    """Consecutive matrices of one array.
+
+    Attributes:
+      array: The index of the array.
+      start: The first of them, counting the matrices of which a device holds a shard.
+      stop: The one after the last.
+      transposed: Whether they travel as their transposes.
+    """
+
+    array: int
+    start: int
+    stop: int
+    transposed: bool
+
+    @property
+    def matrices(self) -> int:
+        """The number of matrices."""
+        return self.stop - self.start
+
+
+class LayoutGroup(NamedTuple):
+    """Matrices of a bucket that are sharded alike.
+
+    Attributes:
+      slices: The matrices.
+      row_axes: The axes of the mesh over which their rows are sharded.
+      column_axes: The axes of the mesh over which their columns are sharded.
+      column_shards: The number of devices that share the columns of one matrix during
+        Newton–Schulz; 1 for matrices that are whole on one device.
+    """
+
+    slices: tuple[MatrixSlice, ...]
+    row_axes: MeshAxes
+    column_axes: MeshAxes
+    column_shards: int = 1
+
+    @property
+    def matrices(self) -> int:
+        """The number of matrices."""
+        return sum(part.matrices for part in self.slices)
+
+    @property
+    def axes(self) -> tuple[MeshAxes, MeshAxes]:
+        """The axes of the mesh over which rows and columns are sharded."""
+        return self.row_axes, self.column_axes
+
+    @property
+    def slots(self) -> int:
+        """The number of devices that take a matrix, or a column shard of one."""
+        return self.matrices * self.column_shards
+
+
+class Bucket(NamedTuple):
+    """Matrices that go through Newton–Schulz together.
+
+    Attributes:
+      layouts: The matrices, in the order of the devices to which they go: first those
+        with column shards, which all have the same number of them.
+      shape: ``(m, n)`` of a matrix, or of one column shard; smaller ones are padded.
+        Matrices that travel are wide.
+      dtype: The dtype of the entries.
+      shard_axes: The axes of the mesh over which the matrices are sharded.
+      replica_axes: The axes of the mesh along which a group holds replicas.
+      group_size: The number of devices in a group.
+      shards: The number of shards of a matrix in a group, without replicas.
+      cost_model: What the bucket's cost is computed by.
+    """
+
+    layouts: tuple[LayoutGroup, ...]
+    shape: tuple[int, int]
+    dtype: np.dtype[Any]
+    shard_axes: MeshAxes
+    replica_axes: MeshAxes
+    group_size: int
+    shards: int
+    cost_model: CostModel = CostModel()
+
+    @property
+    def slices(self) -> Iterator[MatrixSlice]:
+        """The slices of all layout groups."""
+        return itertools.chain.from_iterable(layout.slices for layout in self.layouts)
+
+    @property
+    def matrices(self) -> int:
+        """The number of matrices of a group of devices."""
+        return sum(layout.matrices for layout in self.layouts)
+
+    @property
+    def column_shards(self) -> int:
+        """The number of devices that share one matrix, of those that are shared."""
+        return max(layout.column_shards for layout in self.layouts)
+
+    @property
+    def active_devices(self) -> int:
+        """The number of devices of a group that hold a column shard."""
+        return sum(layout.slots for layout in self.layouts if layout.column_shards > 1)
+
+    @property
+    def matrices_per_device(self) -> int:
+        """The number of matrices that each device orthogonalizes, padding included."""
+        slots = sum(layout.slots for layout in self.layouts)
+        return math.ceil(slots / self.group_size)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the stack on each device."""
+        return self.matrices_per_device * math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def bytes_sent(self) -> int:
+        """The bytes that each device sends: both ways, and for sums of Gram matrices.
+
+        What it keeps for itself is not counted.
+        """
+        all_to_all = self.nbytes * (self.shards - 1) // self.shards
+        gathered = self.nbytes * (self.group_size // self.shards - 1)
+        # Gram matrices are added in the accumulator's dtype, and gathered in the other.
+        entry = max(4, self.dtype.itemsize) + self.dtype.itemsize
+        gram = self._gram**2 * entry * (self.column_shards - 1) // self.column_shards
+        return 2 * all_to_all + gathered + self._segments * gram
+
+    @property
+    def flops(self) -> int:
+        """The FLOPs of each device, counted as in ``newton_schulz/restarts.py``."""
+        m, segments = self._gram, self._segments
+        square_products = 4 * self.cost_model.steps - 3 * segments
+        one = 4 * segments * m * math.prod(self.shape) + 2 * square_products * m**3
+        return self.matrices_per_device * one
+
+    @property
+    def _gram(self) -> int:
+        """The rows of the Gram matrices; a column shard need not be wide."""
+        m, n = self.shape
+        return min(m, n * self.column_shards)
+
+    @property
+    def _segments(self) -> int:
+        m, n = self.shape
+        return self.cost_model.segments(m, n * self.column_shards)
+
+    @property
+    def cost(self) -> int:
+        """The cost of each device, in FLOPs."""
+        return self.flops + self.cost_model.flops_per_byte * self.bytes_sent
+
+
+def count_devices(axes: MeshAxes, mesh_shape: Mapping[str, int]) -> int:
+    """The number of devices along axes of the mesh."""
+    return math.prod(mesh_shape[name] for name in axes)

@@ -1,0 +1,257 @@
+"""The exchange that carries out a plan: shards to whole matrices, and back.
+
+All of it runs inside ``jax.shard_map``: shapes are those of one device.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from orscale_jax.distributed.buckets import (
+    Bucket,
+    LayoutGroup,
+    MatrixSlice,
+    MeshAxes,
+    count_devices,
+)
+from orscale_jax.distributed.chunks import PolarOfArrays
+from orscale_jax.distributed.columns import Columns
+
+
+def exchange(
+    polar: PolarOfArrays,
+    shards: Sequence[jax.Array],
+    buckets: Sequence[Bucket],
+    mesh_shape: Mapping[str, int],
+) -> list[jax.Array]:
+    """Polar factors of sharded matrices, each computed on one device or on a few.
+
+    Args:
+      polar: The polar factors of stacks ``(k, m, n)``, or of column shards ``(m, n)``,
+        given for each stack the devices that hold the other columns. It keeps zeros.
+      shards: This device's shard of each array.
+      buckets: The plan for these arrays.
+      mesh_shape: The lengths of the mesh's axes.
+
+    Returns:
+      This device's shards of the polar factors.
+    """
+    packings = [
+        [_Packing(layout, bucket, mesh_shape) for layout in bucket.layouts]
+        for bucket in buckets
+    ]
+    stacks = [
+        _send(jnp.concatenate([packing.pack(shards) for packing in group]), group)
+        for group in packings
+    ]
+    slices: dict[MatrixSlice, jax.Array] = {}
+    for group, stack in zip(packings, _polar(polar, stacks, buckets), strict=True):
+        returned, first = _return(stack, group), 0
+        for packing in group:
+            after = first + packing.layout.slots
+            slices |= packing.unpack(returned[first:after], shards)
+            first = after
+    return [_assemble(slices, i, shard) for i, shard in enumerate(shards)]
+
+
+def _assemble(
+    slices: Mapping[MatrixSlice, jax.Array], index: int, shard: jax.Array
+) -> jax.Array:
+    """The slices of one array, in its shape."""
+    own = [slices[part] for part in sorted(slices) if part.array == index]
+    joined = own[0] if len(own) == 1 else jnp.concatenate(own)
+    return joined.reshape(shard.shape)
+
+
+def _polar(
+    polar: PolarOfArrays, stacks: Sequence[jax.Array], buckets: Sequence[Bucket]
+) -> list[jax.Array]:
+    """Polar factors of all stacks, the largest first: neighbours are then alike."""
+    order = sorted(range(len(stacks)), key=lambda i: -stacks[i].size)
+    # A column shard is no batch.
+    xs = [stacks[i][0] if buckets[i].column_shards > 1 else stacks[i] for i in order]
+    columns = [_columns(buckets[i]) for i in order]
+    qs = dict(zip(order, polar(xs, columns), strict=True))
+    return [qs[i].reshape(stack.shape) for i, stack in enumerate(stacks)]
+
+
+def _columns(bucket: Bucket) -> Columns | None:
+    if bucket.column_shards == 1:
+        return None
+    axes = bucket.replica_axes + bucket.shard_axes
+    return Columns(axes, bucket.group_size, bucket.column_shards, bucket.active_devices)
+
+
+class _Packing(NamedTuple):
+    """How the shards of one layout group are packed for the exchange."""
+
+    layout: LayoutGroup
+    bucket: Bucket
+    mesh_shape: Mapping[str, int]
+
+    @property
+    def local(self) -> tuple[int, int]:
+        """The shape of this device's shard of a matrix, padded."""
+        m, n = self.sent
+        return m, n * self.layout.column_shards
+
+    @property
+    def sent(self) -> tuple[int, int]:
+        """The shape of what is sent to each device of the group."""
+        m, n = self.bucket.shape
+        rows, columns = self.layout.axes
+        return (
+            m // count_devices(rows, self.mesh_shape),
+            n // count_devices(columns, self.mesh_shape),
+        )
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether tall shards are sent transposed.
+
+        Shards of several layouts are sent in one shape, in which a TPU would pad short
+        axes.
+        """
+        m, n = self.sent
+        return len({layout.axes for layout in self.bucket.layouts}) > 1 and m > n
+
+    @property
+    def sides(self) -> list[tuple[MeshAxes, int]]:
+        """For both axes of what is sent, the axes of the mesh and the length."""
+        m, n = self.sent
+        sides = [(self.layout.row_axes, m), (self.layout.column_axes, n)]
+        return sides[::-1] if self.is_transposed else sides
+
+    @property
+    def common_shape(self) -> list[int]:
+        """The shape in which shards of all layout groups are sent."""
+        first = self._replace(layout=self.bucket.layouts[0])
+        return [length for _, length in first.sides]
+
+    @property
+    def order(self) -> list[int]:
+        """The permutation ``(*mesh axes, k, m, n)`` to ``(k, *rows, m, *columns, n)``."""
+        axes = self.bucket.shard_axes
+        (first, _), (last, _) = self.sides
+        k, m, n = range(len(axes), len(axes) + 3)
+        return [k, *map(axes.index, first), m, *map(axes.index, last), n]
+
+    def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
+        """This device's shards of the matrices, ready to be sent."""
+        m, n = self.local
+        padded = []
+        for part in self.layout.slices:
+            shard = shards[part.array]
+            x = shard.reshape(math.prod(shard.shape[:-2]), *shard.shape[-2:])
+            x = x[part.start : part.stop]
+            x = x.mT if part.transposed else x
+            # Zero rows and columns change nothing in the others' results.
+            pad = [(0, 0), (0, m - x.shape[-2]), (0, n - x.shape[-1])]
+            padded.append(jnp.pad(x, pad))
+        x = jnp.concatenate(padded)
+        x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
+        return self.to_common(x.reshape(-1, *self.sent))
+
+    def unpack(
+        self, packed: jax.Array, shards: Sequence[jax.Array]
+    ) -> dict[MatrixSlice, jax.Array]:
+        """Invert :meth:`pack`."""
+        x = self.from_common(packed)
+        x = x.reshape(-1, self.layout.column_shards, *self.sent).swapaxes(1, 2)
+        x = x.reshape(-1, *self.local)
+        slices, first = {}, 0
+        for part in self.layout.slices:
+            *_, rows, columns = shards[part.array].shape
+            if part.transposed:
+                rows, columns = columns, rows
+            matrices = x[first : first + part.matrices, :rows, :columns]
+            slices[part] = matrices.mT if part.transposed else matrices
+            first += part.matrices
+        return slices
+
+    def to_common(self, packed: jax.Array) -> jax.Array:
+        """Reshape ``(k, m, n)`` to the shape in which all layout groups are sent."""
+        sent = packed.mT if self.is_transposed else packed
+        return sent.reshape(-1, *self.common_shape)
+
+    def from_common(self, packed: jax.Array) -> jax.Array:
+        """Invert :meth:`to_common`."""
+        sent = packed.reshape(-1, *(length for _, length in self.sides))
+        return sent.mT if self.is_transposed else sent
+
+    def join(self, arrived: jax.Array) -> jax.Array:
+        """Matrices, or column shards, from what each device of the group has sent."""
+        (first, m), (last, n) = self.sides
+        lengths = [self.mesh_shape[name] for name in self.bucket.shard_axes]
+        x = arrived.reshape(*lengths, self.bucket.matrices_per_device, m, n)
+        sides = (
+            m * count_devices(first, self.mesh_shape),
+            n * count_devices(last, self.mesh_shape),
+        )
+        whole = x.transpose(self.order).reshape(-1, *sides)
+        return whole.mT if self.is_transposed else whole
+
+    def divide(self, whole: jax.Array) -> jax.Array:
+        """Invert :meth:`join`."""
+        (first, m), (last, n) = self.sides
+        rows, columns = (
+            [self.mesh_shape[name] for name in axes] for axes in (first, last)
+        )
+        x = whole.mT if self.is_transposed else whole
+        x = x.reshape(-1, *rows, m, *columns, n)
+        back = sorted(range(x.ndim), key=self.order.__getitem__)
+        return x.transpose(back).reshape(-1, *self.common_shape)
+
+
+def _send(packed: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
+    """Exchange shards of all matrices for whole matrices, or column shards, of some.
+
+    The last devices of the group receive zeros where there are too few matrices.
+    """
+    bucket = packings[0].bucket
+    slots = bucket.matrices_per_device * bucket.group_size
+    packed = jnp.pad(packed, [(0, slots - len(packed)), (0, 0), (0, 0)])
+    if bucket.replica_axes:
+        share = slots * bucket.shards // bucket.group_size
+        start = jax.lax.axis_index(bucket.replica_axes) * share
+        packed = jax.lax.dynamic_slice_in_dim(packed, start, share)
+    if bucket.shards == 1:
+        return packed
+    arrived = _all_to_all(packed, bucket)
+    return _by_layout(lambda packing: packing.join(arrived), packings)
+
+
+def _return(whole: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
+    """Invert :func:`_send`, zeros included."""
+    bucket = packings[0].bucket
+    if bucket.shards > 1:
+        divided = _by_layout(lambda packing: packing.divide(whole), packings)
+        whole = _all_to_all(divided, bucket)
+    if bucket.replica_axes:
+        whole = jax.lax.all_gather(whole, bucket.replica_axes, tiled=True)
+    return whole
+
+
+def _by_layout(
+    fn: Callable[[_Packing], jax.Array], packings: Sequence[_Packing]
+) -> jax.Array:
+    """``fn`` of the layout group to which this device's matrix belongs."""
+    bucket = packings[0].bucket
+    runs = [list(run) for _, run in itertools.groupby(packings, lambda p: p.layout.axes)]
+    result, first = fn(runs[0][0]), 0
+    for run, following in itertools.pairwise(runs):
+        first += sum(packing.layout.slots for packing in run)
+        device = jax.lax.axis_index(bucket.replica_axes + bucket.shard_axes)
+        result = jnp.where(device < first, result, fn(following[0]))
+    return result
+
+
+def _all_to_all(packed: jax.Array, bucket: Bucket) -> jax.Array:
+    """Send equal parts to the devices of the group, in the order of the mesh's axes."""
+    sent = packed.reshape(bucket.shards, -1, *packed.shape[1:])
+    arrived = jax.lax.all_to_all(sent, bucket.shard_axes, split_axis=0, concat_axis=0)
+    return arrived.reshape(packed.shape)

@@ -1,0 +1,133 @@
+"""The one table of platform policy."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.typing import DTypeLike
+
+from orscale_jax.distributed.buckets import CostModel
+from orscale_jax.newton_schulz.polar import NewtonSchulz
+
+
+class Platform(NamedTuple):
+    """The policy of one platform.
+
+    Attributes:
+      dtype: The dtype of Newton–Schulz's operands.
+      stack_bytes: The largest stack.
+      chunk_bytes: The largest part of a stack that goes through Newton–Schulz at once.
+      stack_length: The most arrays in a stack; None for any number.
+      interleave: The number of chunks that take their products alternately: while one
+        product runs, the operands of the next are fetched.
+      one_by_one: Whether the matrices of a batch are taken one after another, and their
+        Gram matrices in strips. They are then normalized there. Elsewhere matrices are
+        normalized before they are stacked or sent, in the pass that computes them.
+      hide_coefficients: As in :class:`orscale_jax.newton_schulz.polar.NewtonSchulz`.
+      constrain_layout: Whether to keep shards in the layout of parameters until they are
+        sent.
+      custom_partitioning: Whether the compiler's partitioner asks for the program of one
+        device. (libtpu's does not.)
+      flops_per_byte: As in :class:`orscale_jax.distributed.buckets.CostModel`.
+    """
+
+    dtype: np.dtype[Any]
+    stack_bytes: int
+    chunk_bytes: int
+    stack_length: int | None = None
+    interleave: int = 1
+    one_by_one: bool = False
+    hide_coefficients: bool = False
+    constrain_layout: bool = False
+    custom_partitioning: bool = True
+    flops_per_byte: int = 2000
+
+    def cost_model(self, settings: NewtonSchulz) -> CostModel:
+        """The cost model of an iteration; of five plain steps where it is traced."""
+        restarts = settings.restarts
+        if restarts is None:
+            return CostModel(self.flops_per_byte)
+        return CostModel(self.flops_per_byte, int(settings.steps), len(restarts) + 1)
+
+    def limited(self, dtype: DTypeLike | None, stack_bytes: int | None) -> "Platform":
+        """The policy with the user's dtype and stack limit; None keeps the platform's."""
+        platform = self
+        if dtype is not None:
+            platform = platform._replace(dtype=jnp.dtype(dtype))
+        if stack_bytes is not None:
+            platform = platform._replace(
+                stack_bytes=stack_bytes,
+                stack_length=None,
+                chunk_bytes=min(stack_bytes, platform.chunk_bytes),
+            )
+        return platform
+
+    def sent_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The dtype in which matrices of this dtype are stacked and sent.
+
+        It is that of the operands, if it is narrower and has the range of the entries:
+        bfloat16 has float32's.
+        """
+        as_wide = jnp.finfo(self.dtype).maxexp >= jnp.finfo(dtype).maxexp
+        narrower = self.dtype.itemsize < dtype.itemsize
+        return self.dtype if as_wide and narrower else dtype
+
+
+CPU = Platform(
+    np.dtype(jnp.float32),
+    stack_bytes=2**28,
+    chunk_bytes=2**20,
+    stack_length=32,
+    one_by_one=True,
+)
+GPU = Platform(np.dtype(jnp.bfloat16), stack_bytes=2**28, chunk_bytes=2**26)
+# A TPU prefetches no result of the kernel before: between two products of one chunk it
+# runs one of another. Operands of 16 MiB fit into the core's own memory.
+TPU = Platform(
+    np.dtype(jnp.bfloat16),
+    stack_bytes=2**24,
+    chunk_bytes=2**24,
+    interleave=2,
+    hide_coefficients=True,
+    constrain_layout=True,
+)
+# On Auto axes with unknown shardings.
+TPU_AUTO = GPU._replace(custom_partitioning=False)
+
+PLATFORMS: Mapping[str, Platform] = {
+    "cpu": CPU,
+    "gpu": GPU,
+    "tpu": TPU,
+    "tpu_auto": TPU_AUTO,
+}
+
+# A GPU kernel that also reduces cannot write over what it reads. XLA would fuse the
+# momentum with the norms after it, write the new one beside the old one, and copy it.
+FUSION_BARRIER = ("cuda", "rocm")
+
+_TILE = (8, 128)  # Of a TPU's memory: the last two axes are padded to multiples.
+
+
+def parameter_layout(x: jax.Array) -> jax.Array:
+    """Keep an array in the layout that a parameter of its shape has on TPUs.
+
+    That is the order of the last two axes that takes less padding. The compiler may
+    otherwise choose the order that suits a result, and transpose the gradient and the
+    momentum, in float32.
+    """
+    if x.ndim < 2:
+        return x
+    *batch, m, n = range(x.ndim)
+    rows, columns = x.shape[-2:]
+    swapped = _padded(columns, rows) < _padded(rows, columns)
+    order = (*batch, n, m) if swapped else (*batch, m, n)
+    return with_layout_constraint(x, Layout(order))
+
+
+def _padded(*shape: int) -> int:
+    pairs = zip(shape, _TILE, strict=True)
+    return math.prod(math.ceil(size / tile) * tile for size, tile in pairs)

@@ -1,0 +1,103 @@
+"""Matrices of one shape from many leaves, through Newton–Schulz as one stack.
+
+An accelerator runs few large kernels faster than many small ones, which also compile once
+for all layers. The price is a copy into the stack and one out of it, and its memory,
+which is limited. A CPU takes the matrices of a stack one after another, and gains compile
+time alone. There the number of leaves in a stack is limited too, since XLA compiles one
+kernel for each position in it.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orscale_jax.distributed import typed_sharding
+
+
+class StackKey(NamedTuple):
+    """The properties that arrays of matrices in one stack have in common.
+
+    Attributes:
+      shape: ``(*batch, m, n)`` with ``m <= n``: tall matrices are transposed.
+      dtype: The dtype of the entries.
+      sharding: The sharding of the batch axes, where types have it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "StackKey":
+        """The key of an array of shape ``(*batch, m, n)``."""
+        batch = tuple(typed_sharding.spec(x)[:-2])
+        return cls((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype, batch)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of one array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def plan_stacks(
+    keys: Sequence[StackKey], stack_bytes: int, stack_length: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Plan which arrays share a stack.
+
+    They are stacked along a new axis. Axes are never merged, since arrays may be sharded
+    over them: layers of experts share a stack with layers of experts alone.
+
+    Args:
+      keys: The keys of the arrays.
+      stack_bytes: The largest stack. An array that exceeds it is alone.
+      stack_length: The most arrays in a stack; None for any number.
+
+    Returns:
+      The arrays' indices, one tuple per stack and each index once, in order. Stacks of
+      one key differ in length by at most one.
+    """
+    alike: dict[StackKey, list[int]] = {}
+    for index, key in enumerate(keys):
+        alike.setdefault(key, []).append(index)
+    stacks = []
+    for key, members in alike.items():
+        fitting = max(1, stack_bytes // max(1, key.nbytes))
+        fitting = min(fitting, stack_length or fitting)
+        parts = np.array_split(members, math.ceil(len(members) / fitting))
+        stacks += [tuple(part.tolist()) for part in parts]
+    return tuple(sorted(stacks))
+
+
+def map_stacks(
+    fn: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+    matrices: Sequence[jax.Array],
+    stacks: Sequence[Sequence[int]],
+) -> list[jax.Array]:
+    """Apply ``fn`` to arrays of matrices, by way of stacks.
+
+    Args:
+      fn: A function of several stacks that keeps their shapes, and treats each matrix
+        alone and like its transpose.
+      matrices: Arrays of shape ``(*batch, m, n)``.
+      stacks: The plan for these arrays.
+
+    Returns:
+      The results, in the order of ``matrices``.
+    """
+    results = fn([_stack([matrices[i] for i in members]) for members in stacks])
+    qs: dict[int, jax.Array] = {}
+    for members, result in zip(stacks, results, strict=True):
+        parts = [result] if len(members) == 1 else result
+        for i, q in zip(members, parts, strict=True):
+            qs[i] = q if q.shape == matrices[i].shape else q.mT
+    return [qs[i] for i in range(len(matrices))]
+
+
+def _stack(alike: Sequence[jax.Array]) -> jax.Array:
+    if len(alike) == 1:
+        return alike[0]
+    return jnp.stack([x if x.shape[-2] <= x.shape[-1] else x.mT for x in alike])

@@ -1,0 +1,120 @@
+"""Sharding as part of an array's type, on meshes with Explicit axes.
+
+Elsewhere (no mesh, Auto axes) types carry no sharding. Only :func:`inferred` is of use
+there; the others do nothing but reshape.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+
+def spec(leaf: jax.Array) -> list[Any]:
+    """One entry per axis: the axes of the mesh that it is sharded over."""
+    entries = tuple(jax.typeof(leaf).sharding.spec)
+    return [*entries, *(None,) * (leaf.ndim - len(entries))]
+
+
+def axes_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
+    """For each axis of an array, the axes of the mesh over which it is sharded."""
+    entries = [*spec, *(None,) * (rank - len(spec))]
+    return tuple(
+        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+        for entry in entries
+    )
+
+
+def inferred(fn: Callable[[Any], Any], tree: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """The specs of what ``fn`` makes of a tree of arrays on a mesh. Nothing is computed.
+
+    ``fn`` is traced on a mesh of Explicit axes, where JAX itself follows the shardings.
+    A leaf without :class:`jax.sharding.NamedSharding` is on every device.
+    """
+    axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
+    explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types)
+    specs = []
+
+    def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+        sharding = getattr(leaf, "sharding", None)
+        spec = sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+        placed = NamedSharding(explicit, spec)
+        dtype = jax.numpy.result_type(leaf)
+        return jax.ShapeDtypeStruct(np.shape(leaf), dtype, sharding=placed)
+
+    def read(tree: Any) -> None:
+        # The types are read while tracing: what comes out of it has no mesh.
+        specs.append(jax.tree.map(lambda x: jax.typeof(x).sharding.spec, fn(tree)))
+
+    with jax.sharding.use_abstract_mesh(explicit):
+        jax.eval_shape(read, jax.tree.map(abstract, tree))
+    return specs[0]
+
+
+def is_sharded(leaf: jax.Array) -> bool:
+    """Whether the leaf's type says that it is not on every device."""
+    return any(entry is not None for entry in spec(leaf))
+
+
+def gather(leaf: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The leaf with ``axes`` whole on every device and the others as they are."""
+    gathered = [None if i in axes else entry for i, entry in enumerate(spec(leaf))]
+    return shard_as(leaf, leaf, gathered)
+
+
+def shard_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
+    """``x``, which has the axes of ``leaf``, sharded as it is."""
+    return shard_as(x, leaf, spec(leaf))
+
+
+def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array:
+    """``x`` sharded as ``entries`` say, on the mesh of ``like``."""
+    # A type without a mesh says nothing: ``in_shardings`` may place a NumPy array on one.
+    if list(entries) == spec(x) or jax.typeof(like).sharding.mesh.empty:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(_mesh(like), PartitionSpec(*entries)))
+
+
+def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
+    """The leaf with an axis in two, ``(count, ...)``, sharded over the count."""
+    size = leaf.shape[axis] // count
+    shape = (*leaf.shape[:axis], count, size, *leaf.shape[axis + 1 :])
+    if spec(leaf)[axis] is None:
+        return leaf.reshape(shape)
+    if count % _shards(leaf, axis):
+        return gather(leaf, (axis,)).reshape(shape)
+    entries = spec(leaf)
+    return _reshape(leaf, shape, [*entries[: axis + 1], None, *entries[axis + 1 :]])
+
+
+def merge(leaf: jax.Array, axis: int) -> jax.Array:
+    """The inverse of :func:`split`."""
+    size = leaf.shape[axis] * leaf.shape[axis + 1]
+    shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 2 :])
+    whole = gather(leaf, (axis + 1,))
+    if spec(whole)[axis] is None:
+        return whole.reshape(shape)
+    entries = spec(whole)
+    return _reshape(whole, shape, [*entries[: axis + 1], *entries[axis + 2 :]])
+
+
+def _reshape(x: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Array:
+    out_sharding = NamedSharding(_mesh(x), PartitionSpec(*entries))
+    return jax.lax.reshape(x, shape, out_sharding=out_sharding)
+
+
+def _mesh(leaf: jax.Array) -> Mesh | AbstractMesh:
+    """The mesh of a leaf: abstract where it is traced, with devices where it is not."""
+    traced = isinstance(leaf, jax.core.Tracer)
+    sharding: Any = jax.typeof(leaf).sharding if traced else leaf.sharding
+    mesh: Mesh | AbstractMesh = sharding.mesh
+    return mesh
+
+
+def _shards(leaf: jax.Array, axis: int) -> int:
+    sharding = jax.typeof(leaf).sharding
+    names = axes_of(sharding.spec, leaf.ndim)[axis]
+    return math.prod(sharding.mesh.shape[name] for name in names)

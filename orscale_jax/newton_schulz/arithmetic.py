@@ -1,0 +1,151 @@
+"""The matrix products of Newton–Schulz: operands rounded, sums accumulated wide."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+
+
+class ColumnShards(Protocol):
+    """Sums over the devices that hold the columns of a matrix, a part of them each.
+
+    :class:`orscale_jax.distributed.columns.Columns` is the one that exists. Numerics know
+    no more of a mesh.
+    """
+
+    @property
+    def shards(self) -> int:
+        """The number of devices that share one matrix."""
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum over these devices."""
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The maximum over these devices."""
+
+    def sum_matrices(
+        self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """The sum of matrices of shape (m, n), exchanged in rounded form."""
+
+
+# More strips are less work, and slower.
+_STRIPS = 3
+_SMALLEST_IN_STRIPS = 384
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """The dtypes and the form of matrix products.
+
+    Attributes:
+      dtype: The operands' dtype.
+      columns: The devices that hold the other columns of the matrices, if any.
+      by_strips: Whether large symmetric products are computed in strips, and the part
+        below the diagonal copied from the part above it.
+    """
+
+    dtype: jnp.dtype
+    columns: ColumnShards | None = None
+    by_strips: bool = False
+
+    @property
+    def accumulator(self) -> jnp.dtype:
+        """The dtype of sums, and of everything that is not an operand of a product."""
+        return accumulator(self.dtype)
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the operands."""
+        return float(jnp.finfo(self.dtype).eps) / 2
+
+    @property
+    def narrow(self) -> bool:
+        """Whether operands are narrower than sums."""
+        return self.dtype != self.accumulator
+
+    def round(self, x: jax.Array) -> jax.Array:
+        """Round to an operand of a product, and keep no wider copy.
+
+        XLA would otherwise keep the wider array and convert it in every product.
+        """
+        return self.round_all([x])[0]
+
+    def round_all(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """Round several arrays, all of them before any is used."""
+        if all(x.dtype == self.dtype for x in xs):
+            return xs
+        return jax.lax.optimization_barrier([x.astype(self.dtype) for x in xs])
+
+    def einsum(self, subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The product of two operands, in the accumulator's dtype."""
+        # By default float32 products run in bfloat16 (TPU) or TF32 (GPU).
+        highest = jax.lax.Precision.HIGHEST if self.dtype == self.accumulator else None
+        return jnp.einsum(
+            subscripts, x, y, precision=highest, preferred_element_type=self.accumulator
+        )
+
+    def whole_shape(self, x: jax.Array) -> tuple[int, int]:
+        """``(m, n)`` of the matrices, including the columns on other devices."""
+        m, n = x.shape[-2:]
+        return m, n * self.columns.shards if self.columns else n
+
+    def is_wide(self, x: jax.Array) -> bool:
+        """Whether Gram matrices are those of the rows; also true where x is square."""
+        m, n = self.whole_shape(x)
+        return m <= n
+
+    def gram(self, x: jax.Array) -> jax.Array:
+        """The Gram matrix of the shorter side; of the rows where x is square."""
+        product = self._gram(x, axis=-2 if self.is_wide(x) else -1)
+        return self.columns.sum_matrices(product, self.round) if self.columns else product
+
+    def symmetric(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """The product of two symmetric matrices that commute."""
+        return self._symmetric("...ik,...kj->...ij", x, y, (-2, -1))
+
+    def _gram(self, x: jax.Array, axis: int) -> jax.Array:
+        subscripts = "...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij"
+        return self._symmetric(subscripts, x, x, (axis, axis))
+
+    def _symmetric(
+        self, subscripts: str, x: jax.Array, y: jax.Array, axes: tuple[int, int]
+    ) -> jax.Array:
+        """A product whose rows and columns are the operands' ``axes``."""
+        of_x, of_y = axes
+        size = x.shape[of_x]
+        if not self.by_strips or size < _SMALLEST_IN_STRIPS:
+            return self.einsum(subscripts, x, y)
+        at = [size * i // _STRIPS for i in range(_STRIPS + 1)]
+        part = jax.lax.slice_in_dim
+        strips = [
+            self.einsum(
+                subscripts,
+                part(x, start, stop, axis=of_x),
+                part(y, start, size, axis=of_y),
+            )
+            for start, stop in itertools.pairwise(at)
+        ]
+        rows = []
+        for i, strip in enumerate(strips):
+            above = [strips[j][..., at[i] - at[j] : at[i + 1] - at[j]] for j in range(i)]
+            rows.append(jnp.concatenate([*(block.mT for block in above), strip], -1))
+        return jnp.concatenate(rows, -2)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum of each matrix's entries, of shape ``(..., 1, 1)``."""
+        total = jnp.sum(x, axis=(-2, -1), keepdims=True)
+        return self.columns.sum(total) if self.columns else total
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The largest of each matrix's entries and 0, of shape ``(..., 1, 1)``."""
+        largest = jnp.max(x, axis=(-2, -1), keepdims=True, initial=0.0)
+        return self.columns.max(largest) if self.columns else largest
+
+
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of sums: float64 for float64, float32 for anything narrower."""
+    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

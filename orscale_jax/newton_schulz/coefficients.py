@@ -1,0 +1,118 @@
+r"""Coefficients of Newton–Schulz: one odd quintic for each step.
+
+One step moves every singular value by :math:`p(x) = ax + bx^3 + cx^5`. A table has one
+row ``(a, b, c)`` for each step; beyond the table, every step takes its last row. To add
+a preset, add its line to ``PRESETS``.
+
+Stability margins: let each of a step's three products, :math:`A = XX^\top`, :math:`A^2`
+and :math:`(bA + cA^2)X`, err by a relative :math:`\delta`, with the worst sign for every
+product of every step. A table's margin is the largest :math:`\delta` for which singular
+values that start in [0, 1] stay bounded (by 10; beyond it they explode). Where the errors
+are roundings of the operands instead (A, the polynomial, the result), the margin is a
+little smaller: it has to exceed the unit roundoff of the dtype.
+``docs/newton_schulz.md`` lists both for every number of steps.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from orscale_jax import _checks
+from orscale_jax.newton_schulz import polar_express
+
+Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
+
+# Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/.
+_JORDAN = ((3.4445, -4.7750, 2.0315),)
+
+# You Jiacheng's table of the modded-nanogpt speedrun (March 2025), also used by Dion
+# (Ahn et al. 2025, arXiv:2504.05295); optax.contrib.muon calls it "dion".
+_DION = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def _polar_express() -> np.ndarray:
+    """The table published for bfloat16 (arXiv:2505.16932), and how it goes on."""
+    lower, safety = 1e-3, 1.02
+    table = polar_express.polar_express_coefficients(
+        lower, steps=5, safety_factor=safety, cushion=0.02
+    )
+    for row in table:
+        lower = float(polar_express.evaluate(row, lower))
+    # It is made for x / (1.02 norm(x)); its first row can divide on the way.
+    table[0] = polar_express.divide_argument(table[0], safety)
+    # One step on, the interval has all but closed, and the optimum is its limit.
+    return np.stack(
+        [*table, polar_express.optimal_quintic(lower, 2 - lower), polar_express.PADE]
+    )
+
+
+PRESETS = {"polar_express": _polar_express(), "jordan": _JORDAN, "dion": _DION}
+
+
+def coefficient_table(
+    coeffs: Coefficients, *, argument: str = "coeffs"
+) -> np.ndarray | jax.Array:
+    """Look up or check a table of coefficients.
+
+    Args:
+      coeffs: A preset, one ``(a, b, c)``, or one per step.
+      argument: The name of the argument in error messages.
+
+    Returns:
+      Shape (rows, 3): one ``(a, b, c)`` per step.
+
+    Raises:
+      ValueError: If the preset is unknown or the numbers are not such a table.
+    """
+    remedy = (
+        f"pass a preset ({', '.join(sorted(PRESETS))}), one (a, b, c), or a sequence of "
+        "them, one per step, all finite"
+    )
+    table: np.ndarray | jax.Array
+    if isinstance(coeffs, jax.core.Tracer):
+        table = jnp.atleast_2d(coeffs)
+    else:
+        rows = PRESETS.get(coeffs) if isinstance(coeffs, str) else coeffs
+        try:
+            table = np.atleast_2d(np.asarray(rows, dtype=np.float64))
+        except (TypeError, ValueError):
+            _checks.refuse(argument, coeffs, remedy)
+        if not np.isfinite(table).all():
+            _checks.refuse(argument, coeffs, remedy)
+    if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
+        _checks.refuse(argument, coeffs, remedy)
+    return table
+
+
+def rows_of(table: np.ndarray, steps: int) -> tuple[tuple[float, ...], ...]:
+    """The rows of all steps, known while tracing."""
+    rows = np.asarray(table, np.float64)[np.minimum(range(steps), len(table) - 1)]
+    return tuple(map(tuple, rows.tolist()))
+
+
+def row_at(
+    table: np.ndarray | jax.Array, dtype: DTypeLike
+) -> Callable[[ArrayLike], Sequence[jax.Array]]:
+    """Return a function from a step, which may be traced, to its coefficients."""
+
+    def row(i: ArrayLike) -> Sequence[jax.Array]:
+        i = jnp.minimum(i, len(table) - 1)
+        if isinstance(table, jax.Array):
+            return [*table.astype(dtype)[i]]
+        # Scalars alone: a program for one device of a mesh must have no other constants.
+        return [
+            jax.lax.select_n(i, *(jnp.asarray(value, dtype) for value in column))
+            for column in table.T.tolist()
+        ]
+
+    return row

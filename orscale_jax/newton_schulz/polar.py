@@ -1,0 +1,296 @@
+r"""The polar factor of a matrix by Newton–Schulz iteration.
+
+One step maps :math:`X \mapsto aX + (bA + cA^2)X` with :math:`A = XX^\top`, so that every
+singular value moves by the odd quintic :math:`p(x) = ax + bx^3 + cx^5` while the
+singular vectors stay. :mod:`orscale_jax.newton_schulz.coefficients` has the polynomials.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from orscale_jax import _checks
+from orscale_jax.newton_schulz import gram, preconditioning as _preconditioning, restarts
+from orscale_jax.newton_schulz.arithmetic import Arithmetic, ColumnShards
+from orscale_jax.newton_schulz.coefficients import (
+    Coefficients,
+    coefficient_table,
+    row_at,
+    rows_of,
+)
+from orscale_jax.newton_schulz.preconditioning import Start
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NewtonSchulz:
+    """The settings of the iteration, already checked.
+
+    Attributes:
+      steps: The number of steps; may be traced.
+      table: Coefficients of shape (rows, 3), from :func:`coefficient_table`; may be
+        traced.
+      preconditioning: ``"frobenius"`` or ``"aol"``.
+      dtype: The dtype of the products' operands; None for the platform's default.
+      by_strips: Whether large Gram matrices are computed in strips.
+      hide_coefficients: Whether to hide the coefficients from the compiler, to which all
+        steps then look the same, so that it compiles one of them.
+    """
+
+    steps: int | jax.Array
+    table: np.ndarray | jax.Array
+    preconditioning: str
+    dtype: DTypeLike | None = None
+    by_strips: bool = False
+    hide_coefficients: bool = False
+
+    @property
+    def traced(self) -> dict[str, jax.Array]:
+        """The traced settings by name."""
+        settings = {"steps": self.steps, "table": self.table}
+        return {k: v for k, v in settings.items() if isinstance(v, jax.core.Tracer)}
+
+    def with_traced(self, traced: Mapping[str, jax.Array]) -> "NewtonSchulz":
+        """The same settings with other values of those that are traced."""
+        return dataclasses.replace(
+            self,
+            steps=traced.get("steps", self.steps),
+            table=traced.get("table", self.table),
+        )
+
+    @property
+    def is_static(self) -> bool:
+        """Whether steps and coefficients are known while tracing."""
+        return isinstance(self.table, np.ndarray) and isinstance(
+            self.steps, int | np.integer
+        )
+
+    @property
+    def restarts(self) -> tuple[int, ...] | None:
+        """The steps before which the Gram form restarts; None if steps are traced."""
+        if not self.is_static:
+            return None
+        rows = rows_of(np.asarray(self.table), int(self.steps))
+        return restarts.restart_steps(rows, self.arithmetic().unit)
+
+    def arithmetic(self, columns: ColumnShards | None = None) -> Arithmetic:
+        """The arithmetic of the products, for whole matrices or for column shards."""
+        return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips)
+
+
+def polar_factor(
+    x: ArrayLike,
+    *,
+    steps: int | jax.Array = 5,
+    coeffs: Coefficients = "polar_express",
+    dtype: DTypeLike | None = None,
+    preconditioning: str = "frobenius",
+) -> jax.Array:
+    r"""Approximate polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
+
+    Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is taken in float32 (float64
+    where ``x`` or ``dtype`` is float64) and of scaled entries, so that the
+    result does not depend on the scale of ``x`` and nothing overflows or underflows.
+    Products accumulate in float32 and are rounded to ``dtype`` once each. A zero matrix
+    gives zero; a matrix with a NaN or an infinity gives NaN.
+
+    Where one side is more than 1.5 times the other, and steps and coefficients are known
+    while tracing, the iteration runs on the Gram matrix (Zhang et al. 2026), as far as
+    the dtype's rounding allows; ``docs/speed.md`` has more.
+
+    Presets, with the range that five steps bring normalised singular values from
+    [1e-3, 1] to, and the relative error that each product may have without any of them
+    exploding (defined in ``docs/newton_schulz.md``):
+
+    - ``"polar_express"``: [0.846, 1.142], margin 0.81 %; the greedy optimal sequence of
+      Amsel et al. (arXiv:2505.16932), bounded below by 1e-3 and made safe by 1.02. Fewer
+      steps take its prefix; more steps continue the construction and only bring singular
+      values nearer to 1.
+    - ``"jordan"``: [0.47, 1.21], margin 1.62 %; (3.4445, −4.7750, 2.0315) at every step
+      (Jordan et al. 2024). More steps stay in a band around 1 and do not converge.
+    - ``"dion"``: [0.47, 1.15], margin 1.42 %, 0.80 % where many steps follow; the
+      five-row table of the modded-nanogpt speedrun and of Dion (arXiv:2504.05295).
+      Beyond row 5 its last row repeats: a band around 1, without convergence.
+
+    Here bfloat16 rounds three times a step, by at most 0.39 %, and every preset bears at
+    least 0.74 % at any number of steps. Products that *accumulate* in
+    bfloat16 err by more than the margins. For another lower bound, or more safety, see
+    :func:`orscale_jax.polar_express_coefficients`.
+
+    Args:
+      x: Shape (..., m, n), real floating point. Leading axes are a batch.
+      steps: Number of steps, at least 1. May be traced.
+      coeffs: A preset, one ``(a, b, c)`` for all steps, or one per step. Where ``steps``
+        is smaller than the table its prefix is taken; where it is larger, the last row
+        repeats.
+      dtype: The dtype of the products' operands. ``None``: bfloat16 on GPU and TPU,
+        float32 on CPU, decided by the platform that the program is compiled for.
+      preconditioning: ``"frobenius"``, or ``"aol"`` for another direction in fewer
+        steps: each of the min(m, n) vectors on the shorter side (the rows of square
+        matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, A their Gram
+        matrix. The result is that of the scaled matrix, not of x (Boissin et al. 2025,
+        arXiv:2512.04632). Pass a table for four steps with it;
+        ``docs/newton_schulz.md`` has one, and what it costs in quality.
+
+    Returns:
+      Shape (..., m, n), of the dtype of ``x``.
+
+    Raises:
+      ValueError: If ``x`` is not a batch of real matrices, or an argument is not valid.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import polar_factor
+      >>> q = polar_factor(jnp.diag(jnp.array([3.0, 0.5])), steps=8)
+      >>> bool(jnp.allclose(q, jnp.eye(2), atol=1e-5))
+      True
+
+    References:
+      Amsel et al. 2025, arXiv:2505.16932; Jordan et al. 2024,
+      https://kellerjordan.github.io/posts/muon/; Ahn et al. 2025, arXiv:2504.05295;
+      Boissin et al. 2025, arXiv:2512.04632; Zhang et al. 2026, *Gram Newton-Schulz*,
+      https://dao-lab.ai/blog/2026/gram-newton-schulz.
+    """
+    x = jnp.asarray(x)
+    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            f"polar_factor takes real matrices of shape (..., m, n), got x of shape "
+            f"{x.shape} and dtype {x.dtype}."
+        )
+    _checks.count("steps", steps)
+    _checks.dtype("dtype", dtype)
+    _preconditioning.check("preconditioning", preconditioning)
+    settings = NewtonSchulz(steps, coefficient_table(coeffs), preconditioning)
+    on_cpu, elsewhere = (
+        dataclasses.replace(settings, dtype=default if dtype is None else dtype)
+        for default in (jnp.float32, jnp.bfloat16)
+    )
+    return jax.lax.platform_dependent(
+        x,
+        cpu=lambda x: one_by_one(x, dataclasses.replace(on_cpu, by_strips=True)),
+        default=lambda x: _normalized_polar(x, elsewhere, in_one_pass=True),
+    )
+
+
+def newton_schulz(
+    xs: Sequence[jax.Array],
+    settings: NewtonSchulz,
+    columns: Sequence[ColumnShards | None] | None = None,
+) -> list[jax.Array]:
+    """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
+
+    Args:
+      xs: Arrays of shape (..., m, n). Those that are unrolled take their products
+        alternately.
+      settings: The iteration's settings, with a dtype.
+      columns: For each array, the devices that hold the other columns of its matrices;
+        None for whole matrices.
+    """
+    arithmetics = [settings.arithmetic(of_x) for of_x in columns or [None] * len(xs)]
+    starts = [
+        _preconditioning.start(x, settings.preconditioning, arithmetic)
+        for x, arithmetic in zip(xs, arithmetics, strict=True)
+    ]
+    # A loop would copy the operands that it carries.
+    unrolled = [
+        i
+        for i, (x, arithmetic) in enumerate(zip(xs, arithmetics, strict=True))
+        if settings.is_static and (arithmetic.narrow or _by_gram(x, arithmetic))
+    ]
+    qs = {
+        i: _newton_schulz(start, settings.table, settings.steps, arithmetics[i])
+        for i, start in enumerate(starts)
+        if i not in unrolled
+    }
+    if unrolled:
+        some = _unrolled(
+            [starts[i] for i in unrolled], settings, [arithmetics[i] for i in unrolled]
+        )
+        qs.update(zip(unrolled, some, strict=True))
+    return [qs[i].astype(x.dtype) for i, x in enumerate(xs)]
+
+
+def one_by_one(
+    x: jax.Array, settings: NewtonSchulz, columns: ColumnShards | None = None
+) -> jax.Array:
+    """Polar factors, computed in a loop over the matrices.
+
+    It suits CPUs, on which XLA's batched products are slower than single ones. The
+    matrices need not be normalized.
+    """
+
+    def polar(x: jax.Array) -> jax.Array:
+        return _normalized_polar(x, settings, columns)
+
+    # A loop over an axis that the array's type says is sharded would gather it.
+    if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
+        return polar(x)
+    matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    return jax.lax.map(polar, matrices).reshape(x.shape)
+
+
+def _normalized_polar(
+    x: jax.Array,
+    settings: NewtonSchulz,
+    columns: ColumnShards | None = None,
+    *,
+    in_one_pass: bool = False,
+) -> jax.Array:
+    arithmetic = settings.arithmetic(columns)
+    # The sums of the norm do not depend on the strips: one trace serves both.
+    plain = dataclasses.replace(arithmetic, by_strips=False)
+    normalized = _preconditioning.normalize(x, plain, in_one_pass=in_one_pass)
+    [q] = newton_schulz([normalized], settings, [columns])
+    return q.astype(x.dtype)
+
+
+def _by_gram(x: jax.Array, arithmetic: Arithmetic) -> bool:
+    return restarts.is_cheaper(*arithmetic.whole_shape(x))
+
+
+def _unrolled(
+    starts: Sequence[Start], settings: NewtonSchulz, arithmetics: Sequence[Arithmetic]
+) -> list[jax.Array]:
+    """Newton–Schulz without a loop, restarted as seldom as is stable and cheaper."""
+    table, steps = np.asarray(settings.table), int(settings.steps)
+    every = tuple(range(1, steps))
+    before = tuple(
+        settings.restarts or () if _by_gram(start.x, arithmetic) else every
+        for start, arithmetic in zip(starts, arithmetics, strict=True)
+    )
+    rows: gram.Rows = rows_of(table, steps)
+    if settings.hide_coefficients:
+        scalar = functools.partial(jnp.asarray, dtype=arithmetics[0].accumulator)
+        rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
+    return gram.gram_newton_schulz(starts, rows, before, tuple(arithmetics))
+
+
+def _newton_schulz(
+    start: Start,
+    table: np.ndarray | jax.Array,
+    steps: int | jax.Array,
+    arithmetic: Arithmetic,
+) -> jax.Array:
+    """The plain iteration, in a loop."""
+    rounded, einsum = arithmetic.round, arithmetic.einsum
+    row = row_at(table, arithmetic.accumulator)
+    wide = arithmetic.is_wide(start.x)
+
+    def step(i: ArrayLike, x: jax.Array, gram: jax.Array) -> jax.Array:
+        a, b, c = row(i)
+        factor = rounded(gram)
+        square = arithmetic.symmetric(factor, factor)
+        polynomial = rounded(b * factor.astype(square.dtype) + c * square)
+        left, right = (polynomial, x) if wide else (x, polynomial)
+        product = einsum("...ij,...jk->...ik", left, right)
+        return rounded(a * x.astype(product.dtype) + product)
+
+    first, x = 0, start.x
+    if start.gram is not None:
+        first, x = 1, step(0, x, start.gram)
+    return jax.lax.fori_loop(first, steps, lambda i, x: step(i, x, arithmetic.gram(x)), x)

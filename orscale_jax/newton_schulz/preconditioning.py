@@ -1,0 +1,137 @@
+r"""Preconditioning before Newton–Schulz, which needs singular values of at most 1.
+
+Dividing by the Frobenius norm does that, and leaves the singular values of an m×n matrix
+(m ≤ n) at :math:`1/\sqrt m` or less on average. AOL (*almost orthogonal layer*) gives
+each of the m vectors on the shorter side its own factor instead,
+
+.. math:: s_i = \Bigl(\sum_j |A_{ij}|\Bigr)^{-1/2}, \qquad A = XX^\top, \qquad
+   X \gets \operatorname{diag}(s) X.
+
+:math:`\operatorname{diag}(s) |A| \operatorname{diag}(s)` is similar to
+:math:`\operatorname{diag}(s)^2 |A|`, a matrix without negative entries whose rows sum to
+1. Its spectral radius is 1, and bounds that of
+:math:`\operatorname{diag}(s) A \operatorname{diag}(s)`, the new Gram matrix, by the
+triangle inequality; it has the first step's product already.
+
+References:
+  Boissin, Massena, Mamalet, Serrurier, *Turbo-Muon: Accelerating Orthogonality-Based
+  Optimization with Pre-Conditioning*, 2025, arXiv:2512.04632; Prach & Lampert,
+  *Almost-Orthogonal Layers for Efficient General-Purpose Lipschitz Networks*, 2022,
+  arXiv:2208.03160, theorem 1.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from orscale_jax import _checks
+from orscale_jax.newton_schulz.arithmetic import Arithmetic, accumulator
+
+
+class Start(NamedTuple):
+    """A preconditioned array of matrices.
+
+    Attributes:
+      x: Shape (..., m, n), the dtype of the products' operands.
+      gram: The Gram matrix of the shorter side, in the accumulator's dtype, if
+        preconditioning computed it.
+    """
+
+    x: jax.Array
+    gram: jax.Array | None = None
+
+
+def check(name: str, value: str) -> None:
+    """Refuse ``value`` unless it names a preconditioning."""
+    _checks.choice(name, value, _PRECONDITIONINGS)
+
+
+def may_transpose_squares(name: str) -> bool:
+    """Whether a square matrix and its transpose are preconditioned alike."""
+    return name != "aol"  # AOL scales the rows of squares.
+
+
+# Jitted, so that leaves of one shape are traced once.
+@functools.partial(jax.jit, static_argnames=("arithmetic", "in_one_pass"))
+def normalize(x: jax.Array, arithmetic: Arithmetic, *, in_one_pass: bool) -> jax.Array:
+    """Divide each matrix by its Frobenius norm, whatever the scale of its entries.
+
+    Args:
+      x: Shape (..., m, n).
+      arithmetic: The arithmetic of the products that follow.
+      in_one_pass: Whether to take three independent sums (one pass over the entries)
+        instead of a maximum and then one sum.
+
+    Returns:
+      Matrices of norm 1 or 0, in the wider of the two accumulators' dtypes.
+    """
+    # A float64 input may lie beyond float32's range.
+    widths = (arithmetic.accumulator, accumulator(x.dtype))
+    widest = x.astype(max(widths, key=lambda kind: kind.itemsize))
+    scale = _at_three_scales if in_one_pass else _over_largest
+    scaled, square = scale(widest, arithmetic)
+    return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))
+
+
+def _over_largest(x: jax.Array, arithmetic: Arithmetic) -> tuple[jax.Array, jax.Array]:
+    """Divide each matrix by its largest entry; return also the square of its norm."""
+    largest = arithmetic.max(jnp.abs(x))
+    scaled = x / jnp.where(largest == 0, 1, largest)
+    return scaled, arithmetic.sum(jnp.square(scaled))
+
+
+def _at_three_scales(x: jax.Array, arithmetic: Arithmetic) -> tuple[jax.Array, jax.Array]:
+    """Scale each matrix by a power of two; return also the square of its norm.
+
+    Where the sum of squares overflows, or may have lost digits to underflow, the sum at
+    another scale has not.
+    """
+    exponent = jnp.finfo(x.dtype).maxexp // 8
+    shift, tiny = 2.0 ** (5 * exponent), 2.0 ** (-3 * exponent)
+    # Clipped: an overflow here would spoil the derivative, though it is not chosen.
+    clipped = jnp.clip(x, -math.sqrt(tiny), math.sqrt(tiny))
+    middle, large, small = (
+        arithmetic.sum(jnp.square(y)) for y in (x, x / shift, clipped * shift)
+    )
+    overflows = jnp.isinf(middle)
+
+    def chosen(if_small: Any, if_large: Any, else_: Any) -> jax.Array:
+        return jnp.where(middle < tiny, if_small, jnp.where(overflows, if_large, else_))
+
+    return x * chosen(shift, 1 / shift, 1), chosen(small, large, middle)
+
+
+def start(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:
+    """Precondition matrices.
+
+    Args:
+      x: From :func:`normalize`.
+      preconditioning: ``"frobenius"`` or ``"aol"``.
+      arithmetic: The arithmetic of the products.
+
+    Returns:
+      Matrices whose singular values are at most 1, up to one rounding.
+    """
+    return _PRECONDITIONINGS[preconditioning](x, arithmetic)
+
+
+def _frobenius(x: jax.Array, arithmetic: Arithmetic) -> Start:
+    return Start(arithmetic.round(x.astype(arithmetic.accumulator)))
+
+
+def _aol(x: jax.Array, arithmetic: Arithmetic) -> Start:
+    # From the rounded operand: an entry that float16 flushes to zero stays zero.
+    operand = arithmetic.round(x.astype(arithmetic.accumulator))
+    gram = arithmetic.gram(operand)
+    sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
+    # Zero vectors stay zero; subnormal sums have too few digits to bound anything.
+    scale = jax.lax.rsqrt(jnp.maximum(sums, jnp.finfo(sums.dtype).tiny))
+    scaled = (scale if arithmetic.is_wide(x) else scale.mT) * operand.astype(gram.dtype)
+    # In this order, since the product of two factors may overflow.
+    return Start(arithmetic.round(scaled), scale * gram * scale.mT)
+
+
+_PRECONDITIONINGS = {"frobenius": _frobenius, "aol": _aol}

@@ -1,0 +1,15 @@
+"""Which parameters are matrices, along which axes, and by which rule.
+
+==================  ==================================================================
+axes, blocks        the matrices in a leaf, and the way there and back
+dimension_numbers   dimension numbers to axes, for a whole tree
+default_rule        the rule for parameters without dimension numbers
+path_rules          the public ``by_path``
+module_types        dimension numbers from the types of modules
+resolution          overrides, names and types, in this order
+module_trees        models that are trees of modules
+matrix_specs        the shardings of the matrices in a leaf
+==================  ==================================================================
+
+Imports ``trees``, ``_checks``, and of ``distributed`` what reads shardings off types.
+"""

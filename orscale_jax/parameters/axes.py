@@ -1,0 +1,135 @@
+"""The matrices in a leaf of any rank: a batch of ``(m, n)``, and the way there and back.
+
+Rows and columns may each span several axes. Leaves that hold several matrices side by
+side are :class:`orscale_jax.parameters.blocks.MatrixBlocks`, with the same methods.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from orscale_jax.distributed import typed_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixAxes:
+    """The axes of a leaf that is a batch of matrices.
+
+    Attributes:
+      batch: Axes that count matrices (layers, experts, ...), in the leaf's order.
+      rows: Axes that make up the ``m`` rows (the reduction axes of ``x @ W``).
+      columns: Axes that make up the ``n`` columns (the output axes).
+    """
+
+    batch: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+
+    @property
+    def matrix(self) -> tuple[int, ...]:
+        """The axes of one matrix, over which norms are taken."""
+        return tuple(sorted(self.rows + self.columns))
+
+    def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
+        """The shape of one entry per matrix: ``()`` for a plain matrix."""
+        return self.of_batch(leaf.shape)
+
+    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """The entries for the batch axes, given one entry for each axis of the leaf."""
+        return tuple(entries[axis] for axis in self.batch)
+
+    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
+        """The sharding of an array with one entry per matrix."""
+        return self.of_batch(typed_sharding.spec(leaf))
+
+    def matrix_shape(self, leaf: jax.Array) -> tuple[int, int]:
+        """``(m, n)``."""
+        rows, columns = (
+            math.prod(leaf.shape[axis] for axis in axes)
+            for axes in (self.rows, self.columns)
+        )
+        return rows, columns
+
+    def to_matrices(self, leaf: jax.Array) -> jax.Array:
+        """The leaf as ``(*batch, m, n)``. Batch axes are kept apart, never merged."""
+        x = leaf.transpose(self.batch + self.rows + self.columns)
+        for axes, place in ((self.columns, -1), (self.rows, -2)):
+            end = x.ndim + place
+            for axis in reversed(range(end - len(axes) + 1, end)):
+                x = typed_sharding.merge(x, axis)
+        return x
+
+    def from_matrices(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
+        """The inverse of :meth:`to_matrices` for a leaf of the shape of ``like``."""
+        if not matrices.size:  # Nothing says how long the others of a merged axis were.
+            return jnp.zeros(like.shape, matrices.dtype)
+        x = matrices
+        for axes, start in (
+            (self.rows, len(self.batch)),
+            (self.columns, len(self.batch + self.rows)),
+        ):
+            for place, axis in enumerate(axes[:-1], start):
+                x = typed_sharding.split(x, place, like.shape[axis])
+        order = self.batch + self.rows + self.columns
+        return x.transpose(sorted(range(like.ndim), key=order.__getitem__))
+
+    # MatrixBlocks has the following, too; its leaves may have several parts.
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """For each part its place in the leaf, as NumPy slices; empty for all of it."""
+        return ("",)
+
+    @property
+    def within(self) -> "MatrixAxes":
+        """The axes of every part."""
+        return self
+
+    def part(self, array: jax.Array, index: int) -> jax.Array:
+        """A part of an array of the leaf's shape or of the batch shape."""
+        return array
+
+    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
+        """The matrices of each part, of shape ``(*batch, m, n)``."""
+        return [self.to_matrices(leaf)]
+
+    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The inverse of :meth:`part`."""
+        [array] = parts
+        return array
+
+    def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
+        """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
+        return fn(leaf, axis=self.matrix)
+
+    def norms(self, leaf: jax.Array) -> jax.Array:
+        """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
+        return square_root(self.reduce(jnp.sum, jnp.square(leaf)))
+
+    def per_matrix(self, scalars: jax.Array) -> jax.Array:
+        """Scalars of the batch shape, shaped to broadcast against the leaf."""
+        return jnp.expand_dims(scalars, self.matrix)
+
+    def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
+        """``fn(m, n)``, as it broadcasts against the leaf."""
+        return fn(*self.matrix_shape(leaf))
+
+
+@jax.custom_jvp
+def square_root(x: jax.Array) -> jax.Array:
+    """√x for norms: the derivative at 0 is the subgradient 0."""
+    return jnp.sqrt(x)
+
+
+@square_root.defjvp
+def _(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    [x], [change] = primals, tangents
+    root = square_root(x)
+    return root, jnp.where(x == 0, 0, change / (2 * jnp.where(x == 0, 1, root)))

@@ -1,0 +1,256 @@
+"""Dimension numbers: which leaves of a tree are matrices, and along which axes.
+
+Only this module resolves dimension numbers. Everything else handles
+:class:`~orscale_jax.parameters.axes.MatrixAxes` and
+:class:`~orscale_jax.parameters.blocks.MatrixBlocks`.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from orscale_jax import _checks
+from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.parameters.blocks import LeafAxes, matrix_blocks
+from orscale_jax.parameters.default_rule import (
+    check_dtype,
+    default_axes,
+    refuse_ambiguous,
+)
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import name_and_shape, quoted
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockDimensionNumbers:
+    """Dimension numbers of a weight that several matrices share, side by side.
+
+    Query, key and value projections fused into one, gate and up projections, heads: each
+    block has its own Q, c and r, as if it were a parameter of its own.
+
+    Attributes:
+      reduction_axis: As in :class:`optax.contrib.MuonDimensionNumbers`: the axes of the
+        rows. Axes that are neither of rows nor of columns count matrices.
+      output_axis: The axes of the columns.
+      block_axis: The axis along which the blocks lie, one of the rows' or the columns'.
+      blocks: The number of blocks of equal size, or a tuple of their sizes.
+
+    Raises:
+      ValueError: If ``blocks`` or ``block_axis`` is not made of such integers.
+
+    Example:
+      >>> from orscale_jax import BlockDimensionNumbers
+      >>> # q, k and v in one kernel of shape (768, 3 · 768)
+      >>> fused = BlockDimensionNumbers(0, 1, block_axis=1, blocks=3)
+      >>> # 12 query heads of 64 and 4 of keys and values: (768, 768 + 256 + 256)
+      >>> grouped = BlockDimensionNumbers(0, 1, block_axis=1, blocks=(768, 256, 256))
+      >>> # the same, every head alone
+      >>> per_head = BlockDimensionNumbers(0, 1, block_axis=1, blocks=12 + 4 + 4)
+    """
+
+    reduction_axis: int | tuple[int, ...] = 0
+    output_axis: int | tuple[int, ...] = 1
+    _: dataclasses.KW_ONLY
+    block_axis: int
+    blocks: int | tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        sizes = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
+        if not sizes or not all(_checks.is_whole(size) and size > 0 for size in sizes):
+            _checks.refuse("blocks", self.blocks, "pass a number, or a tuple of sizes")
+        if not _checks.is_whole(self.block_axis):
+            _checks.refuse("block_axis", self.block_axis, "pass one axis, an integer")
+
+
+DimensionNumbers: TypeAlias = MuonDimensionNumbers | BlockDimensionNumbers
+WeightDimensionNumbers: TypeAlias = (
+    DimensionNumbers | PyTree | Callable[[PyTree], PyTree] | None
+)
+
+
+def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) -> PyTree:
+    """Resolve dimension numbers against a tree of parameters (or updates).
+
+    Args:
+      weight_dimension_numbers: ``None`` for the default rule; a tree of
+        :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
+        that is a prefix of ``tree``, with ``None`` where a leaf is not a matrix; or a
+        callable from ``tree`` to such a tree. Already resolved trees are accepted.
+      tree: Arrays, abstract arrays, or any pytree of them, in boxes or not.
+
+    Returns:
+      A tree without boxes, with :class:`MatrixAxes` or :class:`MatrixBlocks` for each
+      leaf of matrices and :class:`optax.MaskedNode` for every other leaf, as
+      :func:`optax.partition` has them in each of its groups.
+
+    Raises:
+      ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
+    """
+    if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
+        return tree
+    tree = unbox(tree)
+    if is_function(weight_dimension_numbers, is_resolvable):
+        weight_dimension_numbers = weight_dimension_numbers(tree)
+    weight_dimension_numbers = unbox(weight_dimension_numbers, is_resolvable)
+    if weight_dimension_numbers is None:
+        refuse_ambiguous(jax.tree_util.tree_leaves_with_path(tree))
+        return jax.tree_util.tree_map_with_path(default_axes, tree)
+    check_prefix(weight_dimension_numbers, tree)
+    return jax.tree_util.tree_map_with_path(
+        _resolve_subtree, weight_dimension_numbers, tree, is_leaf=is_resolvable
+    )
+
+
+def require_matrices(
+    weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
+) -> PyTree:
+    """:func:`matrix_axes` for a stage that handles nothing but matrices.
+
+    Raises:
+      ValueError: As :func:`matrix_axes`, and for any leaf that is not a matrix.
+    """
+
+    def check(path: Any, axes: Any, subtree: PyTree) -> Any:
+        if isinstance(axes, optax.MaskedNode) and jax.tree.leaves(subtree):
+            raise ValueError(
+                f"parameter {name_and_shape(path, subtree)} is not a matrix, and "
+                "this stage takes matrices only: route it elsewhere with "
+                "optax.partition (as orscale does), or give its axes in "
+                "weight_dimension_numbers."
+            )
+        return axes
+
+    axes = matrix_axes(weight_dimension_numbers, tree)
+    bare = unbox(tree)
+    return jax.tree_util.tree_map_with_path(check, axes, bare, is_leaf=is_axes_leaf)
+
+
+def is_axes_leaf(node: Any) -> bool:
+    """Whether ``node`` stands for one leaf in a tree of :func:`matrix_axes`."""
+    return isinstance(node, LeafAxes | optax.MaskedNode)
+
+
+def is_resolvable(node: Any) -> bool:
+    """Whether ``node`` stands for a subtree in a tree of dimension numbers."""
+    return node is None or isinstance(node, DimensionNumbers) or is_axes_leaf(node)
+
+
+def is_function(
+    given: Any, is_leaf: Callable[[Any], bool]
+) -> TypeGuard[Callable[[PyTree], PyTree]]:
+    """Whether ``given`` is a function that makes a tree of such leaves, not such a tree.
+
+    A tree may be callable too: a module of Equinox that holds other leaves is.
+    """
+    leaves = jax.tree.leaves(given, is_leaf=is_leaf)
+    return callable(given) and not (leaves and all(map(is_leaf, leaves)))
+
+
+def check_prefix(
+    weight_dimension_numbers: PyTree,
+    tree: PyTree,
+    argument: str = "weight_dimension_numbers",
+) -> None:
+    """Refuse what is not a tree of dimension numbers, or does not fit ``tree``."""
+
+    def check(path: Any, numbers: Any) -> object:
+        if not is_resolvable(numbers):
+            raise ValueError(
+                f"found {numbers!r} at {quoted(path)}, which is neither None nor an "
+                "optax.contrib.MuonDimensionNumbers or an "
+                "orscale_jax.BlockDimensionNumbers"
+            )
+        return object()  # JAX would blame None, and what is a tuple, for any difference.
+
+    try:
+        numbers = weight_dimension_numbers
+        leaves = jax.tree_util.tree_map_with_path(check, numbers, is_leaf=is_resolvable)
+        jax.tree.map(lambda *_: None, leaves, tree)
+    except ValueError as error:
+        raise ValueError(
+            f"{argument} must be a tree of the parameters' structure, or a prefix of it: "
+            f"{error}"
+        ) from error
+
+
+def refuse_step_count(tree: PyTree) -> None:
+    """Refuse a step count: optax.inject_hyperparams takes functions for schedules."""
+    integer = isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jnp.integer)
+    if integer and tree.ndim == 0:
+        raise ValueError(
+            "weight_dimension_numbers was called with a step count, as a schedule is: "
+            'pass static_args="weight_dimension_numbers" to optax.inject_hyperparams.'
+        )
+
+
+def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
+    def resolve(path: Any, leaf: jax.Array) -> Any:
+        if numbers is None or isinstance(numbers, optax.MaskedNode):
+            return optax.MaskedNode()
+        if isinstance(numbers, LeafAxes):
+            return numbers
+        return explicit_axes(prefix + path, leaf, numbers)
+
+    return jax.tree_util.tree_map_with_path(resolve, subtree)
+
+
+def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> LeafAxes:
+    """The axes that ``numbers`` name for one leaf, if they fit it."""
+    rank = np.ndim(leaf)
+    rows, columns = (
+        tuple(axes) if isinstance(axes, Iterable) else (axes,)
+        for axes in (numbers.reduction_axis, numbers.output_axis)
+    )
+    misfit = _misfit(rows, columns, rank)
+    if not misfit and isinstance(numbers, BlockDimensionNumbers):
+        misfit = _misfit_of_blocks(numbers, rows + columns, np.shape(leaf))
+    if misfit:
+        raise ValueError(
+            f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
+            "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
+        )
+    check_dtype(path, leaf)
+    rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
+    batch = tuple(a for a in range(rank) if a not in rows + columns)
+    whole = MatrixAxes(batch, rows, columns)
+    if isinstance(numbers, BlockDimensionNumbers):
+        axis = int(numbers.block_axis) % rank
+        return matrix_blocks(whole, axis, _block_sizes(numbers.blocks, leaf.shape[axis]))
+    return whole
+
+
+def _misfit(rows: tuple[int, ...], columns: tuple[int, ...], rank: int) -> str | None:
+    used = rows + columns
+    if not rows or not columns:
+        return "reduction_axis and output_axis must each name at least one axis"
+    if not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
+        return "axes are integers"
+    if not all(-rank <= axis < rank for axis in used):
+        return f"the leaf has {rank} axes"
+    if len({axis % rank for axis in used}) < len(used):
+        return "an axis is named twice"
+    return None
+
+
+def _misfit_of_blocks(
+    numbers: BlockDimensionNumbers, used: tuple[int, ...], shape: tuple[int, ...]
+) -> str | None:
+    axis, rank = numbers.block_axis, len(shape)
+    if not -rank <= axis < rank or axis % rank not in {a % rank for a in used}:
+        return "block_axis must be one of the axes of the rows or the columns"
+    if sum(_block_sizes(numbers.blocks, shape[axis])) != shape[axis]:
+        return f"the blocks do not add up to {shape[axis]}, the length of axis {axis}"
+    return None
+
+
+def _block_sizes(blocks: int | tuple[int, ...], length: int) -> tuple[int, ...]:
+    if isinstance(blocks, tuple):
+        return tuple(map(int, blocks))
+    return (length // blocks,) * int(blocks)

@@ -1,0 +1,19 @@
+"""The shardings of matrices, given those of the leaves that hold them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from orscale_jax.distributed import typed_sharding
+from orscale_jax.parameters.blocks import LeafAxes
+
+
+@functools.lru_cache(maxsize=4096)
+def matrix_specs(
+    axes: LeafAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
+) -> tuple[PartitionSpec, ...]:
+    """The specs of the matrices ``(*batch, m, n)`` of a leaf, of each of its parts."""
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    return tuple(typed_sharding.inferred(axes.matrices, leaf, mesh))

@@ -1,0 +1,280 @@
+"""Dimension numbers from regular expressions over the parameters' paths."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+import optax
+from optax.contrib import MuonDimensionNumbers
+
+from orscale_jax import _checks
+from orscale_jax.parameters.default_rule import default_axes, refuse_ambiguous
+from orscale_jax.parameters.dimension_numbers import (
+    DimensionNumbers,
+    WeightDimensionNumbers,
+    check_prefix,
+    explicit_axes,
+    is_function,
+    is_resolvable,
+    refuse_step_count,
+)
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import dotted, listed, name_and_shape
+
+Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
+Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
+    Mapping[str, Rule]
+    | Mapping[re.Pattern[str], Rule]
+    | Mapping[str | re.Pattern[str], Rule]
+    | Iterable[tuple[str | re.Pattern[str], Rule]]
+)
+
+_PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+
+
+def by_path(
+    rules: Rules, *, otherwise: WeightDimensionNumbers = None
+) -> Callable[[PyTree], PyTree]:
+    r"""Weight dimension numbers by the names of the parameters.
+
+    A path is written with dots, as :func:`describe` and the error messages write it:
+    ``blocks.0.attention.query.kernel``. An expression matches if :func:`re.search` finds
+    it anywhere in the path, and the first that matches decides. One that decides nothing
+    is an error: it is misspelt, or stands behind a wider one.
+
+    Args:
+      rules: Mapping, or sequence of pairs, from a regular expression to ``"matrix"`` (a
+        leaf of two axes, rows and columns), ``"adamw"``, or
+        :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
+        for leaves of any shape.
+      otherwise: For the parameters that no expression matches, anything that
+        ``weight_dimension_numbers`` may be in :func:`orscale`. None: the default rule.
+
+    Returns:
+      A callable from a tree of parameters (also abstract ones) to its tree of dimension
+      numbers, with None for AdamW. It is meant for ``weight_dimension_numbers``.
+
+    Raises:
+      ValueError: At once, if an expression or a rule is not valid. From the callable, if
+        an expression decides nothing, a rule does not fit a leaf, or the default rule
+        finds a leaf ambiguous.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax.contrib import MuonDimensionNumbers
+      >>> from orscale_jax import by_path, orscale
+      >>> numbers = by_path({
+      ...     "router": "adamw",
+      ...     r"experts\.(up|down)": MuonDimensionNumbers(-2, -1),
+      ... })
+      >>> params = {
+      ...     "router": jnp.ones((8, 4)),
+      ...     "experts": {"up": jnp.ones((4, 8, 6)), "down": jnp.ones((4, 6, 8))},
+      ...     "out": jnp.ones((8, 8)),
+      ... }
+      >>> numbers(params)["out"]
+      MuonDimensionNumbers(reduction_axis=0, output_axis=1)
+      >>> print(numbers(params)["router"])
+      None
+      >>> optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    """
+    compiled = PathRules.compile(rules, "rules", "by_path")
+
+    def numbers(tree: PyTree) -> PyTree:
+        if not jax.tree.leaves(tree):  # As in matrix_axes.
+            return tree
+        refuse_step_count(tree)
+        decided = compiled.numbers(_leaves(tree))
+        default = otherwise
+        if is_function(otherwise, is_resolvable):
+            default = otherwise(tree)
+        if default is None:
+            default = _by_default_rule(tree, decided)
+        else:
+            check_prefix(default, tree, argument="otherwise")
+
+        def broadcast(prefix: Any, default: Any, subtree: PyTree) -> PyTree:
+            return jax.tree_util.tree_map_with_path(
+                lambda path, _: decided.get(dotted(prefix + path), default), subtree
+            )
+
+        return jax.tree_util.tree_map_with_path(
+            broadcast, default, tree, is_leaf=is_resolvable
+        )
+
+    return numbers
+
+
+def _by_default_rule(tree: PyTree, decided: Collection[str]) -> PyTree:
+    """The numbers of the default rule, for the leaves that nothing else decides."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    refuse_ambiguous(leaf for leaf in leaves if dotted(leaf[0]) not in decided)
+
+    def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
+        if dotted(path) in decided:
+            return None
+        masked = isinstance(default_axes(path, leaf), optax.MaskedNode)
+        return None if masked else _PLAIN
+
+    return jax.tree_util.tree_map_with_path(numbers, tree)
+
+
+@dataclasses.dataclass(frozen=True)
+class PathRules:
+    """Expressions and what they say of the parameters whose paths they match first.
+
+    Attributes:
+      pairs: The compiled expressions with their rules, in the order given.
+      source: Where they come from, for error messages.
+    """
+
+    pairs: tuple[tuple[re.Pattern[str], Rule], ...]
+    source: str
+
+    @classmethod
+    def compile(cls, rules: Any, argument: str, source: str) -> "PathRules":
+        """Check rules as :func:`by_path` takes them, given in an ``argument``."""
+        remedy = "pass a mapping, or pairs, from regular expressions to rules"
+        if isinstance(rules, Mapping):
+            rules = rules.items()
+        if isinstance(rules, str) or not isinstance(rules, Iterable):
+            _checks.refuse(argument, rules, remedy)
+        pairs = list(rules)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            _checks.refuse(argument, pairs, remedy)
+        compiled = (
+            (_expression(expression, argument), _rule(expression, rule, argument))
+            for expression, rule in pairs
+        )
+        return cls(tuple(compiled), source)
+
+    def numbers(
+        self, leaves: Iterable[tuple[Any, Any]]
+    ) -> dict[str, DimensionNumbers | None]:
+        """The numbers of the leaves that an expression decides, by dotted path.
+
+        Raises:
+          ValueError: If an expression decides nothing, or a rule does not fit a leaf.
+        """
+        leaves = list(leaves)
+        decisions = self._decisions([dotted(path) for path, _ in leaves])
+        arrays = [leaf for leaf in leaves if not isinstance(leaf[1], optax.MaskedNode)]
+        self._refuse_stacks(decisions, arrays)
+        return {
+            dotted(path): _apply(self.pairs[index], path, leaf, self.source)
+            for path, leaf in arrays
+            if (index := decisions[dotted(path)]) is not None
+        }
+
+    def _decisions(self, names: Iterable[str]) -> dict[str, int | None]:
+        """The index of the first expression that matches, by path."""
+
+        def first(name: str) -> int | None:
+            matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
+            return next(matches, None)
+
+        decisions = {name: first(name) for name in names}
+        deciding = set(decisions.values())
+        for index, (expression, _) in enumerate(self.pairs):
+            if index not in deciding:
+                self._refuse_idle(expression, decisions)
+        return decisions
+
+    def _refuse_idle(
+        self, expression: re.Pattern[str], decisions: dict[str, int | None]
+    ) -> None:
+        this = f"the expression {expression.pattern!r} of {self.source}"
+        for name, index in decisions.items():
+            if index is not None and expression.search(name):
+                earlier = self.pairs[index][0].pattern
+                raise ValueError(
+                    f"{this} decides nothing: earlier ones match all its parameters, as "
+                    f"{earlier!r} does {name!r}. Put it before them, or leave it out."
+                )
+        nearest = sorted(decisions, key=_likeness(expression.pattern), reverse=True)
+        raise ValueError(
+            f"{this} matches no parameter. Correct it, or leave it out; of "
+            f"{len(decisions)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
+        )
+
+    def _refuse_stacks(
+        self, decisions: dict[str, int | None], leaves: list[tuple[Any, Any]]
+    ) -> None:
+        """Refuse "matrix", all leaves of an expression at once, but for two axes."""
+        for index, (expression, rule) in enumerate(self.pairs):
+            misfits = [
+                name_and_shape(path, leaf)
+                for path, leaf in leaves
+                if decisions[dotted(path)] == index
+                and rule == "matrix"
+                and np.ndim(leaf) != 2
+            ]
+            if misfits:
+                raise ValueError(
+                    f"the expression {expression.pattern!r} of {self.source} says "
+                    f'"matrix", which takes two axes, and {listed(misfits)} not so. Name '
+                    "the axes with optax.contrib.MuonDimensionNumbers("
+                    "reduction_axis=..., output_axis=...), or put a narrower expression "
+                    'with "adamw" before it.'
+                )
+
+
+def _expression(expression: Any, argument: str) -> re.Pattern[str]:
+    name = f"an expression of {argument}"
+    if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
+        return expression
+    if not isinstance(expression, str):
+        _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"{name}={expression!r} is not valid: {error}; see Python's module re."
+        ) from error
+
+
+def _rule(expression: Any, rule: Any, argument: str) -> Rule:
+    named = isinstance(rule, str) and rule in ("matrix", "adamw")
+    if not named and not isinstance(rule, DimensionNumbers):
+        _checks.refuse(
+            f"{argument}[{expression!r}]",
+            rule,
+            'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
+            "orscale_jax.BlockDimensionNumbers",
+        )
+    return rule
+
+
+def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
+    """The leaves and, as expressions may be meant for them, the masked nodes."""
+    return jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )
+
+
+def _likeness(pattern: str) -> Callable[[str], int]:
+    def likeness(name: str) -> int:
+        matcher = difflib.SequenceMatcher(None, pattern, name, autojunk=False)
+        return matcher.find_longest_match().size
+
+    return likeness
+
+
+def _apply(
+    decision: tuple[re.Pattern[str], Rule], path: Any, leaf: jax.Array, source: str
+) -> DimensionNumbers | None:
+    expression, rule = decision
+    if rule == "adamw":
+        return None
+    numbers = _PLAIN if rule == "matrix" else rule
+    try:
+        explicit_axes(path, leaf, numbers)
+    except ValueError as error:
+        raise ValueError(
+            f"{source}, expression {expression.pattern!r}: {error}"
+        ) from error
+    return numbers

@@ -1,0 +1,102 @@
+"""Dimension numbers from overrides, names and module types, in this order."""
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from orscale_jax.parameters.default_rule import names_embedding_or_head
+from orscale_jax.parameters.dimension_numbers import DimensionNumbers, refuse_step_count
+from orscale_jax.parameters.module_types import Numbers, Unresolved
+from orscale_jax.parameters.path_rules import PathRules, Rules
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path, dotted, names_on
+
+Resolved: TypeAlias = Mapping[Path, DimensionNumbers | None]
+
+
+def resolve(
+    leaves: Mapping[Path, Any],
+    by_type: Mapping[Path, Numbers],
+    heads: Collection[str],
+    overrides: Rules | None,
+) -> Resolved:
+    """Resolve the dimension numbers of all parameters of a model.
+
+    Args:
+      leaves: The parameters by path.
+      by_type: Their dimension numbers, from the types of their modules.
+      heads: Names on the paths of output heads.
+      overrides: Rules by path, which come before names, which come before types.
+
+    Raises:
+      ValueError: If parameters are unresolved, or a head or an override matches none.
+    """
+    _check_heads(leaves, heads)
+    rules = PathRules.compile(overrides or {}, "overrides", "overrides")
+    overridden = rules.numbers(leaves.items())
+    numbers: dict[Path, DimensionNumbers | None] = {}
+    unresolved: list[str] = []
+    for path, declared in by_type.items():
+        name = dotted(path)
+        if name in overridden:
+            numbers[path] = overridden[name]
+        elif any(names_embedding_or_head(key) or key in heads for key in path):
+            numbers[path] = None
+        elif isinstance(declared, Unresolved):
+            shape = np.shape(leaves[path])
+            unresolved.append(f"  {name!r} of shape {shape}: {declared.reason}")
+        else:
+            numbers[path] = declared
+    if unresolved:
+        _refuse(unresolved)
+    return numbers
+
+
+def _refuse(unresolved: list[str]) -> None:
+    raise ValueError(
+        "the types of the modules do not say which axes of these parameters are rows "
+        "and which are columns:\n" + "\n".join(unresolved) + "\nPass overrides={"
+        "expression for its path: optax.contrib.MuonDimensionNumbers("
+        'reduction_axis=..., output_axis=...)} for each, or "adamw" there, or rules='
+        "{type of its module: ...}."
+    )
+
+
+def _check_heads(paths: Collection[Path], heads: Collection[str]) -> None:
+    keys = {key for path in paths for key in path}
+    for head in heads:
+        if head not in keys:
+            names = ", ".join(map(dotted, paths))
+            raise ValueError(
+                f"{head!r} in heads is on no parameter's path: the paths are {names}."
+            )
+
+
+def look_up(
+    numbers: Resolved, is_parameter: Callable[[Any], bool], expected: str
+) -> Callable[[PyTree], PyTree]:
+    """Make a function from any tree of some of the parameters to its numbers.
+
+    Args:
+      numbers: The numbers of all parameters of the model.
+      is_parameter: Whether a node of the tree is one parameter.
+      expected: What the parameters should be, for the message of the error.
+    """
+
+    def weight_dimension_numbers(params: PyTree) -> PyTree:
+        refuse_step_count(params)
+
+        def at(entries: Any, _: Any) -> DimensionNumbers | None:
+            path = names_on(entries)
+            if path not in numbers:
+                raise ValueError(
+                    f"parameter {dotted(path)!r} is no {expected} was given: pass it the "
+                    "model that is trained, and the optimizer its parameters alone."
+                )
+            return numbers[path]
+
+        return jax.tree_util.tree_map_with_path(at, params, is_leaf=is_parameter)
+
+    return weight_dimension_numbers

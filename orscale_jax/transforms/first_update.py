@@ -1,0 +1,102 @@
+"""The wrapper that leaves a matrix alone until it receives its first update."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.dimension_numbers import (
+    WeightDimensionNumbers,
+    require_matrices,
+)
+from orscale_jax.transforms.per_matrix import full_per_matrix, map_matrices, spread
+from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+
+
+class FromFirstNonzeroUpdateState(NamedTuple):
+    """State of :func:`from_first_nonzero_update`."""
+
+    #: Tree as the matrices; leaves of the batch shape of their leaf, 0 or 1, dtype int8.
+    started: PyTree
+    #: The state of the inner transformation.
+    inner_state: optax.OptState
+
+
+def from_first_nonzero_update(
+    inner: optax.GradientTransformation,
+    *,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Apply ``inner`` to a matrix from the first step on which its update is not zero.
+
+    OrScale makes D in it: a matrix that has received no momentum yet (an expert without
+    tokens, a frozen branch) keeps :math:`D = 0` instead of :math:`D = \lambda W`. It
+    stays as it is, and :math:`D \neq 0` tells the next stage that the paper's "first
+    non-zero update" has come.
+
+    Args:
+      inner: A transformation that keeps the updates' structure, such as
+        :func:`optax.add_decayed_weights`. What it makes of zeros before that step is
+        replaced by zeros.
+      weight_dimension_numbers: As in :func:`orscale`.
+
+    Returns:
+      A transformation whose state holds, per matrix, whether it has started, and the
+      state of ``inner``, which runs at every step.
+
+    Raises:
+      ValueError: From ``init`` and ``update``, if a leaf is no matrix.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import from_first_nonzero_update
+      >>> stage = from_first_nonzero_update(optax.add_decayed_weights(0.1))
+      >>> params = {"kernel": jnp.ones((2, 2))}
+      >>> state = stage.init(params)
+      >>> zero = {"kernel": jnp.zeros((2, 2))}
+      >>> print(stage.update(zero, state, params)[0]["kernel"].max())
+      0.0
+
+    References:
+      Lou & You, *OrScale*, Definition 2.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> FromFirstNonzeroUpdateState:
+        started = full_per_matrix(weight_dimension_numbers, params, 0, lambda _: jnp.int8)
+        return FromFirstNonzeroUpdateState(started, inner.init(params))
+
+    def update(
+        updates: PyTree,
+        state: FromFirstNonzeroUpdateState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, FromFirstNonzeroUpdateState]:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        transformed, inner_state = inner.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        started = map_matrices(
+            lambda axes, before, u: before | _any_nonzero(axes, u).astype(before.dtype),
+            axes_tree,
+            state.started,
+            updates,
+        )
+        updates = map_matrices(
+            lambda axes, on, u: jnp.where(spread(axes, on, u) != 0, u, jnp.zeros_like(u)),
+            axes_tree,
+            started,
+            transformed,
+        )
+        return updates, FromFirstNonzeroUpdateState(started, inner_state)
+
+    return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
+
+
+def _any_nonzero(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+    """Whether a matrix has an entry that is not zero (NaN is not), of the batch shape."""
+    # The reduction that Newton–Schulz begins with: of the same array, it runs once.
+    return axes.reduce(functools.partial(jnp.max, initial=0), jnp.abs(leaf)) != 0

@@ -1,0 +1,75 @@
+"""Maps over the leaves of matrices, and arrays with one entry for each matrix."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from orscale_jax.distributed import typed_sharding
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.dimension_numbers import (
+    WeightDimensionNumbers,
+    is_axes_leaf,
+    require_matrices,
+)
+from orscale_jax.trees.boxes import PyTree, box_like, on_bare_arrays, unbox
+
+
+def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> PyTree:
+    """Apply ``fn(axes, *leaves)`` to the leaves of matrices; keep the others."""
+
+    def at(axes: Any, *leaves: Any) -> Any:
+        if isinstance(axes, optax.MaskedNode):
+            return leaves[0]
+        # NumPy's arrays may have dtypes that JAX's do not.
+        return fn(axes, *map(jnp.asarray, leaves))
+
+    return jax.tree.map(at, axes_tree, *trees, is_leaf=is_axes_leaf)
+
+
+def per_matrix_stage(
+    fn: Callable[[LeafAxes, jax.Array], jax.Array],
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformation:
+    """A stateless transformation that applies ``fn(axes, leaf)`` to the matrices."""
+
+    def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        return map_matrices(fn, axes_tree, updates)
+
+    return on_bare_arrays(optax.stateless(update))
+
+
+def spread(axes: LeafAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Reshape one scalar per matrix to broadcast against a leaf, sharded as the leaf."""
+    spread = axes.per_matrix(scalars)
+    like = zip(spread.shape, leaf.shape, typed_sharding.spec(leaf), strict=True)
+    entries = [entry if size == full else None for size, full, entry in like]
+    return typed_sharding.shard_as(spread, leaf, entries)
+
+
+def full_per_matrix(
+    weight_dimension_numbers: WeightDimensionNumbers,
+    params: PyTree,
+    value: float,
+    dtype: Callable[[jax.Array], DTypeLike],
+) -> PyTree:
+    """Arrays with one ``value`` per matrix, sharded and boxed as the batch axes are."""
+
+    def fill(axes: Any, node: Any) -> Any:
+        if isinstance(axes, optax.MaskedNode):
+            return axes
+        leaf = jnp.asarray(unbox(node))
+        filled = jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
+        filled = typed_sharding.shard_as(filled, leaf, axes.batch_sharding(leaf))
+        return box_like(filled, node, axes.of_batch)
+
+    # optax.tree.map_params initializes with a placeholder. One array in the place of a
+    # tree tells it that these arrays have not the shapes of the parameters.
+    if type(params).__name__ == "_ParamsPlaceholder":
+        return jnp.full((), value)
+    axes_tree = require_matrices(weight_dimension_numbers, params)
+    return jax.tree.map(fill, axes_tree, params, is_leaf=is_axes_leaf)

@@ -1,0 +1,10 @@
+"""Trees of parameters: boxes, names and checks.
+
+=======  =============================================================================
+boxes    the nodes in which Flax and Haliax keep annotated parameters
+names    the names of leaves, for rules, messages and tables
+updates  checks of what ``update`` is given
+=======  =============================================================================
+
+Imports nothing of the package.
+"""

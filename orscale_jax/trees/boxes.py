@@ -1,0 +1,173 @@
+"""Boxes: the nodes in which Flax and Haliax keep a parameter with its annotations.
+
+``flax.nnx.Variable``, ``flax.linen.Partitioned`` and ``haliax.NamedArray`` hold one array
+each and say how its axes are called or sharded. What is made for each matrix of a
+parameter has other axes than the parameter, and must not inherit what its box says: it
+has a box that names the axes which count matrices. Everything else in this library
+handles the bare arrays.
+
+Outside the faces for these libraries, no other module looks into boxes. This one imports
+neither: a tree can hold their boxes only where they are imported already.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+PyTree: TypeAlias = Any
+
+# Where Flax's variables keep the names of their axes, in all versions.
+_NNX_NAMES = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names")
+
+
+def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
+    """Whether a node is a box of one leaf, or of what stands in the place of one."""
+    if not isinstance(node, _types()):
+        return False
+    contents = _contents(node)
+    return len(contents) == 1 and (
+        is_box(contents[0], is_leaf)
+        or bool(is_leaf and is_leaf(contents[0]))
+        or not _contents(contents[0])
+        or jax.tree_util.all_leaves(contents)
+    )
+
+
+def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
+    """The tree with leaves in the places of their boxes."""
+
+    def is_either(node: Any) -> bool:
+        return is_box(node, is_leaf) or bool(is_leaf and is_leaf(node))
+
+    def content(node: Any) -> Any:
+        return content(_contents(node)[0]) if is_box(node, is_leaf) else node
+
+    return jax.tree.map(content, tree, is_leaf=is_either)
+
+
+def rebox(tree: PyTree, like: PyTree) -> PyTree:
+    """The inverse of :func:`unbox`: the leaves of a tree in the boxes of another."""
+
+    def box(node: Any, leaf: Any) -> Any:
+        if not is_box(node):
+            return leaf
+        inner = box(_contents(node)[0], leaf)
+        return jax.tree.map(
+            lambda _: inner, node, is_leaf=lambda other: other is not node
+        )
+
+    return jax.tree.map(box, like, tree, is_leaf=is_box)
+
+
+def on_bare_arrays(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    """``inner``, whose ``update`` is given trees without boxes.
+
+    Updates and state come back in the boxes in which they were given.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        bare = unbox((updates, state, params))
+        new_updates, new_state = inner.update(*bare, **extra_args)
+        return rebox(new_updates, updates), rebox(new_state, state)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def box_like(
+    array: jax.Array, node: Any, pick: Callable[[Sequence[Any]], Iterable[Any]]
+) -> Any:
+    """An array in a box like a parameter's, with names for its own axes.
+
+    Args:
+      array: The array.
+      node: The parameter's box, or the parameter: the array then stays as it is.
+      pick: Of one entry for each axis of the parameter, those of the array's axes, None
+        for one that the parameter has not.
+    """
+    if not is_box(node):
+        return array
+
+    def of_axes(names: Iterable[Any]) -> tuple[Any, ...]:
+        given = tuple(names)
+        return tuple(pick(given + (None,) * (unbox(node).ndim - len(given))))
+
+    if isinstance(node, _type("haliax", "NamedArray")):
+        axes = of_axes(node.axes)
+        return type(node)(array, axes) if None not in axes else array
+    if isinstance(node, _type("flax.nnx", "Variable")):
+        metadata = {key: node.get_metadata(key, None) for key in _NNX_NAMES}
+        changed = {
+            key: _of_axes(names, of_axes) for key, names in metadata.items() if names
+        }
+        return node.replace(array, **changed)
+    names = getattr(node, "names", None)
+    if names is None:
+        return array
+    return node.replace(value=array, names=of_axes(names))
+
+
+def annotated_spec(box: Any) -> PartitionSpec | None:
+    """Over which axes of the mesh a box says its array is sharded; None if it does not.
+
+    Logical names are translated by the rules in effect.
+    """
+    if isinstance(box, _type("haliax", "NamedArray")):
+        partitioning = sys.modules["haliax.partitioning"]
+        mapping = partitioning.current_thread_local_mapping()
+        return partitioning.pspec_for_axis(box.axes, mapping) if mapping else None
+    if isinstance(box, _type("flax.nnx", "Variable")):
+        return _spec_of_variable(box)
+    if isinstance(box, _type("flax.linen", "LogicallyPartitioned")):
+        linen = sys.modules["flax.linen"]
+        rules = box.rules or linen.get_logical_axis_rules()
+        return linen.logical_to_mesh_axes(box.names, rules) if rules else None
+    get: Callable[[], PartitionSpec] | None = getattr(box, "get_partition_spec", None)
+    return get() if get else None
+
+
+def _spec_of_variable(variable: Any) -> PartitionSpec | None:
+    named = [variable.get_metadata(key, None) for key in _NNX_NAMES]
+    if not any(named):
+        return None
+    first = next(filter(None, named))
+    sharding = getattr(first, "sharding", first)  # Of a jax.experimental.layout.Format.
+    if isinstance(sharding, NamedSharding):
+        return sharding.spec
+    return sys.modules["flax.nnx"].spmd.get_var_pspec(variable)
+
+
+def _of_axes(names: Any, of_axes: Callable[[Iterable[Any]], tuple[Any, ...]]) -> Any:
+    """Names of other axes, in the form of a variable's own; None for unknown forms."""
+    if isinstance(names, NamedSharding):
+        return NamedSharding(names.mesh, PartitionSpec(*of_axes(names.spec)))
+    if isinstance(names, PartitionSpec):
+        return PartitionSpec(*of_axes(names))
+    return of_axes(names) if isinstance(names, tuple | list) else None
+
+
+def _types() -> tuple[type, ...]:
+    types = (
+        _type("flax.nnx", "Variable"),
+        _type("flax.core.meta", "AxisMetadata"),
+        _type("haliax", "NamedArray"),
+    )
+    return tuple(cls for cls in types if cls)
+
+
+def _type(module: str, name: str) -> Any:
+    """A type, or none where nobody has imported it."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+def _contents(box: Any) -> list[Any]:
+    """The children of a box by JAX's own account: nothing is converted on the way."""
+    return jax.tree.leaves(box, is_leaf=lambda node: node is not box)

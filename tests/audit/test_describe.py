@@ -1,0 +1,516 @@
+"""The table of which parameter is what, against hand counts."""
+
+import contextlib
+import functools
+import html
+import io
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    ablations,
+    by_path,
+    describe,
+    muon,
+    orscale,
+)
+from tests import leaves
+
+PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
+NUMBERS = by_path(
+    {
+        "query": Dims(0, (1, 2)),
+        "experts": Dims(-2, -1),
+        "stem": Dims((0, 1, 2), 3),
+        "router": "adamw",
+    }
+)
+# Path, shape, rule, matrices, m, n, and bytes of orscale's state in float32: a momentum
+# and, per matrix, three numbers and a flag; two moments under AdamW.
+TABLE = [
+    ("blocks.0.experts.up", (4, 6, 16), "matrix", 4, 6, 16, 4 * 384 + 13 * 4),
+    ("blocks.0.norm.scale", (6,), "adamw", 0, 0, 0, 8 * 6),
+    ("blocks.0.out", (6, 6), "matrix", 1, 6, 6, 4 * 36 + 13),
+    ("blocks.0.query", (6, 2, 5), "matrix", 1, 6, 10, 4 * 60 + 13),
+    ("blocks.0.router", (6, 4), "adamw", 0, 0, 0, 8 * 24),
+    ("lm_head.kernel", (6, 10), "adamw", 0, 0, 0, 8 * 60),
+    ("stem.kernel", (3, 3, 2, 6), "matrix", 1, 18, 6, 4 * 108 + 13),
+    ("wte", (10, 6), "adamw", 0, 0, 0, 8 * 60),
+]
+MATRIX_BYTES, ADAM_BYTES, COUNT_BYTES = 2352 + 91, 1200, 4
+
+
+def transformer(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    return {
+        "stem": {"kernel": normal(3, 3, 2, 6)},
+        "wte": normal(10, 6),
+        "blocks": [
+            {
+                "query": normal(6, 2, 5),
+                "out": normal(6, 6),
+                "router": normal(6, 4),
+                "experts": {"up": normal(4, 6, 16)},
+                "norm": {"scale": normal(6)},
+            }
+        ],
+        "lm_head": {"kernel": normal(6, 10)},
+        "absent": None,
+    }
+
+
+def size(state):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+
+
+def test_against_the_table():
+    params = transformer()
+    optimizer = orscale(1e-3, weight_dimension_numbers=NUMBERS)
+    for tree in (params, jax.eval_shape(lambda: params)):
+        description = describe(tree, NUMBERS, optimizer=optimizer)
+        found = [
+            (r.path, r.shape, r.rule, r.matrices, r.m, r.n, r.state_bytes)
+            for r in description.rows
+        ]
+        assert found == TABLE
+        for row in description.rows:
+            assert row.parameters == np.prod(row.shape)
+            assert row.dtype == np.dtype("float32")
+            if row.rule == "adamw":
+                assert row.scale is row.norms is None
+            else:
+                np.testing.assert_allclose(row.scale, 0.2 * np.sqrt(max(row.m, row.n)))
+                assert (row.norms is None) == (tree is not params)
+        totals = {
+            name: (total.leaves, total.matrices, total.parameters, total.state_bytes)
+            for name, total in description.totals.items()
+        }
+        assert totals == {
+            "matrix": (4, 7, 588, MATRIX_BYTES),
+            "adamw": (4, 0, 150, ADAM_BYTES),
+            "shared": (0, 0, 0, COUNT_BYTES),
+            "all": (8, 7, 738, MATRIX_BYTES + ADAM_BYTES + COUNT_BYTES),
+        }
+    assert totals["all"][-1] == size(optimizer.init(params))
+
+
+def test_norms_against_numpy():
+    tree = leaves.random_tree(0)
+    description = describe(tree, leaves.DIMENSIONS)
+    for name in leaves.KINDS:
+        matrices = leaves.matrices(name, tree[name])
+        for row in description.select(f"^{name}$").rows:
+            alike = [m for m in matrices if m.shape == (row.m, row.n)]
+            norms = [np.linalg.norm(matrix) for matrix in alike]
+            if not row.block:
+                np.testing.assert_allclose(row.norms, (min(norms), max(norms)), rtol=1e-6)
+                assert row.matrices == len(matrices) == len(alike)
+            else:
+                for norm in row.norms:
+                    assert min(abs(norm / other - 1) for other in norms) < 1e-6
+    low = jnp.full((300, 300), 0.1, jnp.bfloat16)  # In bfloat16 the sum would stick.
+    [row] = describe({"w": low}).rows
+    np.testing.assert_allclose(row.norms[0], 300 * float(low[0, 0]), rtol=1e-5)
+    [row] = describe({"w": np.ones((2, 3))}).rows
+    np.testing.assert_allclose(row.norms, [6**0.5] * 2, rtol=1e-6)
+
+
+def test_scales():
+    params = {"w": jnp.ones((4, 25)), "b": jnp.ones(3)}
+    for rms, scale in [(None, 1.0), (0.2, 1.0), (1, 5.0), (jnp.float32(2), 10.0)]:
+        bias, kernel = describe(params, consistent_rms=rms).rows
+        assert (bias.scale, kernel.scale) == (None, scale)
+    with pytest.raises(ValueError, match="consistent_rms=-1 is not valid"):
+        describe(params, consistent_rms=-1)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        muon,
+        functools.partial(orscale, mu_dtype=jnp.bfloat16),
+        functools.partial(orscale, optax.linear_schedule(1e-2, 0.0, 9)),
+        ablations.momentum_denominator,
+        lambda **kwargs: optax.chain(
+            optax.clip_by_global_norm(1.0),
+            optax.inject_hyperparams(orscale, static_args="weight_dimension_numbers")(
+                **kwargs
+            ),
+        ),
+        lambda **kwargs: optax.MultiSteps(orscale(**kwargs), 2),
+        lambda **kwargs: optax.apply_if_finite(orscale(**kwargs), 3),
+        lambda **kwargs: optax.adafactor(kwargs["learning_rate"], 2),
+        lambda **kwargs: optax.sgd(kwargs["learning_rate"]),
+        lambda **kwargs: optax.partition(
+            {"rest": orscale(**kwargs), "": optax.set_to_zero(), "own": optax.adam(0.1)},
+            lambda params: (
+                jax.tree.map(lambda _: "rest", params) | {"wte": "", "lm_head": "own"}
+            ),
+        ),
+    ],
+)
+def test_every_byte_of_the_state_is_counted_once(build):
+    params = transformer()
+    if isinstance(build, functools.partial) and build.args:
+        optimizer = build(weight_dimension_numbers=NUMBERS)
+    else:
+        optimizer = build(learning_rate=1e-2, weight_dimension_numbers=NUMBERS)
+    description = describe(params, NUMBERS, optimizer=optimizer)
+    total = description.totals["all"].state_bytes
+    assert total == size(optimizer.init(params))
+    assert total == description.shared_bytes + sum(
+        row.state_bytes for row in description.rows
+    )
+    assert description.shared_bytes < 100
+
+
+@pytest.mark.parametrize("blocks", [3, (4, 1, 1)])
+def test_bytes_of_what_no_block_has_a_part_of(blocks):
+    params = {"qkv": jnp.ones((5, 6))}
+    numbers = Blocks(0, 1, block_axis=1, blocks=blocks)
+    for optimizer in (optax.adafactor(0.1, 2), optax.lbfgs(memory_size=3)):
+        description = describe(params, numbers, optimizer=optimizer)
+        total = description.totals["all"].state_bytes
+        assert total == size(optimizer.init(params))
+
+
+def test_bytes_of_other_dtypes_and_of_a_frozen_part():
+    params = {"w": jnp.ones((3, 4), jnp.bfloat16), "v": jnp.ones((3, 4), jnp.bfloat16)}
+    optimizer = optax.partition(
+        {"on": muon(0.1, mu_dtype=jnp.float32), "off": optax.set_to_zero()},
+        {"w": "on", "v": "off"},
+    )
+    frozen, trained = describe(params, optimizer=optimizer).rows
+    assert (frozen.state_bytes, trained.state_bytes) == (0, 4 * 12 + 1)
+
+
+def test_owners_of_the_state():
+    description = describe(jnp.ones((2, 3)), optimizer=orscale(0.1))
+    [row] = description.rows  # Owns what has its shape.
+    assert (row.path, row.state_bytes, description.shared_bytes) == ("", 24, 13 + 4)
+    assert "(the only leaf)" in str(description)
+    nested = {"w": jnp.ones(3), "a": {"w": jnp.ones(5), "b": [jnp.ones(7)]}}
+    rows = describe(nested, optimizer=optax.adam(0.1)).rows
+    assert [(r.path, r.state_bytes) for r in rows] == [
+        ("a.b.0", 56),
+        ("a.w", 40),
+        ("w", 24),
+    ]
+    listed = [jnp.ones(3), (jnp.ones(5), jnp.ones(7))]
+    chain = optax.chain(optax.trace(0.9), optax.scale_by_adam())
+    description = describe(listed, optimizer=chain)
+    assert [row.state_bytes for row in description.rows] == [36, 60, 84]
+    assert description.shared_bytes == 4
+
+
+def test_modules_have_rows():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(3, 4, rngs=rngs)
+            self.lm_head = nnx.Linear(4, 5, rngs=rngs)
+
+    params = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
+    description = describe(params, optimizer=orscale(0.1))
+    assert [(r.path, r.rule) for r in description.rows] == [
+        ("first.bias", "adamw"),
+        ("first.kernel", "matrix"),
+        ("lm_head.bias", "adamw"),
+        ("lm_head.kernel", "adamw"),
+    ]
+    assert description.rows[1].state_bytes == 4 * 12 + 13
+
+
+def test_nothing_to_describe():
+    params = {"a": None, "b": optax.MaskedNode()}
+    description = describe(params, optimizer=orscale(0.1))
+    assert description.rows == () and description.totals["all"].leaves == 0
+    assert str(description).startswith("parameter")
+    [row] = describe({"w": jnp.ones((0, 3))}).rows
+    assert (row.matrices, row.norms, row.parameters) == (1, None, 0)
+
+
+def test_all_ambiguous_leaves_are_listed():
+    with pytest.raises(ValueError, match="ambiguous") as caught:
+        describe(transformer())
+    for line in (
+        "3 parameters",
+        "  'blocks.0.experts.up' of shape (4, 6, 16)",
+        "  'blocks.0.query' of shape (6, 2, 5)",
+        "  'stem.kernel' of shape (3, 3, 2, 6)",
+    ):
+        assert line in str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    "numbers, words",
+    [
+        ({"w": None, "x": None}, "'w' is adamw here and matrix in the optimizer"),
+        ({"w": Dims(0, 1), "x": None}, "'x' is adamw here and matrix in the optimizer"),
+        (
+            {"w": Dims(0, 1), "x": Dims((0, 1), 2)},
+            r"'x' is matrices of batch shape \(\) here and .* \(2,\) in the optimizer",
+        ),
+    ],
+)
+def test_an_optimizer_with_other_matrices(numbers, words):
+    params = {"w": jnp.ones((2, 3)), "x": jnp.ones((2, 3, 4))}
+    optimizer = muon(0.1, weight_dimension_numbers={"w": Dims(0, 1), "x": Dims(1, 2)})
+    chain = optax.chain(optax.clip(1.0), optimizer)
+    with pytest.raises(ValueError, match=words):
+        describe(params, numbers, optimizer=chain)
+    with pytest.raises(ValueError, match="'w' is matrix here and adamw in"):
+        describe(
+            {"w": params["w"]},
+            optimizer=orscale(0.1, weight_dimension_numbers={"w": None}),
+        )
+
+
+def test_partitions_around_an_optimizer():
+    """Whatever their groups are called, the innermost decides."""
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "router": jnp.ones((2, 3))}
+    labels = {"w": "matrix", "b": "matrix", "router": "adamw"}
+    transforms = {"matrix": orscale(0.1), "adamw": optax.adamw(0.1)}
+    optimizer = optax.partition(transforms, labels)
+    rows = describe(params, by_path({"router": "adamw"}), optimizer=optimizer).rows
+    assert [row.rule for row in rows] == ["adamw", "adamw", "matrix"]
+    with pytest.raises(ValueError, match="'router' is matrix here and adamw in"):
+        describe(params, optimizer=optimizer)
+
+
+def test_what_is_no_optimizer():
+    with pytest.raises(ValueError, match="optimizer=3 is not valid: pass an Optax"):
+        describe({"w": jnp.ones((2, 3))}, optimizer=3)
+
+
+TEXT = """\
+parameter     shape      dtype    rule    matrices  m × n    s        ‖W‖  parameters  state bytes
+────────────  ─────────  ───────  ──────  ────────  ─────  ───  ─────────  ──────────  ───────────
+bias          (1000,)    float32  adamw                                         1,000        8,000
+layers.stack  (2, 1, 4)  float32  matrix         2  1 × 4  0.4  2 … 4.472           8           58
+wte           (2, 2)     float32  adamw                                             4           32
+────────────  ─────────  ───────  ──────  ────────  ─────  ───  ─────────  ──────────  ───────────
+matrix        1 leaf                             2                                  8           58
+adamw         2 leaves                                                          1,004        8,032
+shared                                                                                           4
+all           3 leaves                           2                              1,012        8,094
+
+stacks for Newton–Schulz
+2 of 1 × 4: layers.stack
+"""  # noqa: E501
+
+
+@functools.cache
+def small():
+    params = {
+        "bias": jnp.ones(1000),
+        "layers": {"stack": jnp.asarray([[[1.0, 1, 1, 1]], [[2, 4, 0, 0]]])},
+        "wte": jnp.ones((2, 2)),
+    }
+    numbers = by_path({"stack": Dims(1, 2)})
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    return describe(params, numbers, optimizer=optimizer)
+
+
+def test_the_printed_table(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.table", None)
+    assert str(small()) + "\n" == TEXT
+    with pytest.raises(ImportError, match=r"pip install orscale-jax\[describe\]"):
+        small().table()
+
+
+def test_stacks():
+    """By hand; and as the optimizer is told by max_stack_bytes."""
+    params = {f"layer{i}": jnp.ones((6, 8), jnp.bfloat16) for i in range(7)}
+    params |= {"down": jnp.ones((8, 6)), "experts": jnp.ones((3, 6, 8)), "b": jnp.ones(3)}
+    params["qkv"] = jnp.ones((6, 20))
+    numbers = by_path(
+        {
+            "experts": Dims(1, 2),
+            "qkv": Blocks(0, 1, block_axis=1, blocks=(8, 8, 4)),
+        }
+    )
+    description = describe(params, numbers, platform="cpu")
+    alike = ("down", *(f"layer{i}" for i in range(7)), "qkv[:, 0:8]", "qkv[:, 8:16]")
+    assert description.stacks() == [
+        ((10, 6, 8), alike),
+        ((1, 3, 6, 8), ("experts",)),
+        ((1, 4, 6), ("qkv[:, 16:20]",)),
+    ]
+    # Stacked in float32, whatever the parameters' dtype: 192 bytes each.
+    assert [len(stack.names) for stack in description.stacks(192 * 4)] == [4, 1, 3, 3, 1]
+    assert "10 of 6 × 8: down, layer0, layer1, layer2 and 6 more" in str(description)
+
+
+def test_columns_of_what_is_not_known_are_left_out():
+    text = str(describe({"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}))
+    assert "‖W‖" not in text and "state bytes" not in text and "shared" not in text
+    text = str(describe({"w": jnp.ones((2, 3))}))
+    assert "‖W‖" in text and "state bytes" not in text
+
+
+def words(line):
+    return re.findall(r"[^\s│┃]+", line)
+
+
+def test_the_tables_of_rich_and_of_notebooks():
+    import rich.console
+
+    console = rich.console.Console(width=200, file=io.StringIO(), color_system=None)
+    console.print(small())
+    text, stacks = TEXT.split("\n\n")
+    expected = [words(line) for line in text.splitlines() if "──" not in line]
+    below = [words(line) for line in stacks.splitlines()]
+    found = [words(line) for line in console.file.getvalue().splitlines()]
+    assert found[-2:] == below
+    del found[-2:]
+    assert [
+        line for line in found if line and not re.match("[┏┡├└]", line[0])
+    ] == expected
+    page = small()._repr_html_()
+    assert page.endswith(f"<p>{'<br>'.join(stacks.splitlines())}</p>")
+    rows = re.findall(r"<tr>(.*?)</tr>", page)
+    cells = [" ".join(re.findall(r">([^<]*)</t[hd]>", row)) for row in rows]
+    assert [words(html.unescape(line)) for line in cells] == expected
+    escaped = describe({"<b>": jnp.ones(2)})._repr_html_()
+    assert "&lt;b&gt;" in escaped and "<b>" not in escaped
+
+
+def test_select():
+    chosen = small().select(r"^layers\.|bias")
+    assert [row.path for row in chosen.rows] == ["bias", "layers.stack"]
+    assert chosen.totals["all"].state_bytes == 8058 and chosen.shared_bytes == 0
+    assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
+
+
+def test_the_output_on_the_page():
+    """A text block is what the Python block above it prints."""
+    blocks = re.findall(
+        r"^```(python|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+    )
+    while blocks[-1][0] != "text":  # tests/test_docs.py runs them all.
+        blocks.pop()
+    namespace, printed = {"__name__": "__main__"}, ""
+    for language, text in blocks:
+        if language == "text":
+            assert text == printed
+            continue
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            exec(compile(text, PAGE, "exec"), namespace)
+        printed = output.getvalue()
+    assert [language for language, _ in blocks].count("text") == 3
+
+
+def test_placement():
+    """As in a run: what travels, between how many devices, and how much of it."""
+    mesh = AbstractMesh((4, 2), ("expert", "fsdp"))
+
+    def leaf(shape, *spec):
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+
+    params = {
+        "down": leaf((64, 16), "fsdp", "expert"),
+        "experts": leaf((8, 32, 16), "expert", "fsdp"),
+        "heads": leaf((16, 4, 8), None, "expert"),
+        "qkv": leaf((16, 48), None, "fsdp"),
+        "thin": leaf((8, 512), "expert", "fsdp"),
+        "up": leaf((16, 64), "expert", "fsdp"),
+        "bias": leaf((16,)),
+    }
+    numbers = {
+        "down": Dims(0, 1),
+        "experts": Dims(1, 2),
+        "heads": Dims(0, (1, 2)),
+        "qkv": Blocks(0, 1, block_axis=1, blocks=2),
+        "thin": Dims(0, 1),
+        "up": Dims(0, 1),
+        "bias": None,
+    }
+    description = describe(params, numbers, platform="gpu")
+    assert [tuple(placed) for placed in description.placement()] == [
+        # Half of their bytes in bfloat16 stay; the other seven of eight do not.
+        ((16, 64), 2, 8, 1, 1, 0, 2 * 2048 * 7 // 8, ("down", "up")),
+        ((16, 32), 2, 2, 1, 1, 0, 2 * 1024 // 2, ("experts",)),
+        # Merged with heads in front, which are sharded; copies along the other axis.
+        ((16, 32), 1, 8, 1, 1, 0, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
+        # A block on each of two devices, and copies along the other axis.
+        ((16, 24), 1, 4, 1, 1, 0, 3 * 768, ("qkv",)),
+        # All devices share it, and add up its Gram matrix five times.
+        ((8, 512), 1, 8, 1, 8, 1, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8, ("thin",)),
+    ]
+    assert str(description).splitlines()[-6:] == [
+        "Newton–Schulz on 4 expert × 2 fsdp",
+        "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent: down, up",
+        "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent: experts",
+        "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent: heads",
+        "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent: qkv",
+        "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent: thin",
+    ]
+    assert description.select("experts").placement() == description.placement()[1:2]
+    assert describe({"w": jnp.ones((2, 3))}).placement() == []
+
+
+def test_placement_of_matrices_some_of_which_are_shared():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    shapes = {"wide": (16, 512), **dict.fromkeys(("q", "k", "v"), (16, 128))}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        for name, shape in shapes.items()
+    }
+    description = describe(params)
+    [placed] = description.placement()
+    assert (placed.shape, placed.matrices) == ((16, 128), 4)
+    assert (placed.devices_per_matrix, placed.shared) == (4, 1)
+    assert str(placed).startswith(
+        "3 of 16 × 128 and 1 of 16 × 512 over 8 devices, 1 each or 4 to one, "
+    )
+    assert str(placed).endswith(" bytes sent: wide, k, q, v")
+
+
+@pytest.mark.parametrize(
+    "name, shape, check",
+    [
+        ("attention.qkv", (8, 24), "fused?"),
+        ("attention.kv", (8, 16), "fused?"),
+        ("in_proj", (8, 24), "fused?"),
+        ("router", (8, 4), "router?"),
+        ("mlp.gate.kernel", (8, 4), "router?"),
+        ("mlp.gate_proj.kernel", (8, 16), ""),
+        ("output", (8, 32), "table or head?"),
+        ("adapter", (64, 4), "16 times as long"),
+        ("wi_0", (8, 32), ""),
+        ("attention.output.dense", (8, 8), ""),
+    ],
+)
+def test_reasons_to_look_at_a_leaf(name, shape, check):
+    tree = jnp.ones(shape)
+    for key in reversed(name.split(".")):
+        tree = {key: tree}
+    [row] = describe(tree).rows
+    assert (", ".join(row.check), row.rule) == (check, "matrix")
+    assert ("check" in str(describe(tree)).splitlines()[0]) == bool(check)
+
+
+def test_checks_know_blocks_and_batches():
+    blocks = Blocks(0, 1, block_axis=1, blocks=3)
+    assert describe({"qkv": jnp.ones((8, 24))}, blocks).rows[0].check == ()
+    [row] = describe({"experts": jnp.ones((1, 8, 8))}, Dims(1, 2)).rows
+    assert row.check == ("batch of one",)

@@ -1,0 +1,112 @@
+"""How often a step reads and writes a matrix, from the compiled program."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from orscale_jax import muon, orscale
+
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)")
+# Gram matrices are not made by blocks, each of which reads a part of its matrix.
+WHOLE = re.compile(r"f32\[(?:256,1024|1024,256)\]")
+FREE = {"parameter", "get-tuple-element", "tuple", "bitcast"}
+
+
+def passes(optimizer):
+    """Reads and writes of one 256×1024 matrix by the kernels of a donated step."""
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"w": jax.ShapeDtypeStruct((256, 1024), jnp.float32)}
+    state = jax.eval_shape(optimizer.init, params)
+    text = step.lower(params, state, params).compile().as_text()
+    types, reads, writes = {}, 0, 0
+    for line in text[text.index("\nENTRY") :].splitlines():
+        if not (found := INSTRUCTION.match(line)):
+            continue
+        name, kind, operation, rest = found.groups()
+        types[name] = kind
+        if operation not in FREE:
+            operands = re.findall(r"%([\w.-]+)", rest.split("metadata")[0])
+            reads += sum(len(WHOLE.findall(types.get(o, ""))) for o in operands)
+            writes += len(WHOLE.findall(kind))
+    return reads, writes
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("build, reads, writes", [(muon, 17, 8), (orscale, 22, 9)])
+def test_passes_over_a_matrix(build, reads, writes):
+    """Two Gram matrices and two products with X among them: 6 reads, 4 writes."""
+    found = passes(build(1e-3))
+    print(build.__name__, found)
+    assert found[0] <= reads and found[1] <= writes
+
+
+MATRIX = 4 * 512 * 640
+TEMPORARIES = """
+import functools
+import jax, jax.numpy as jnp, optax
+from orscale_jax import orscale, orthogonalize
+
+
+def temporaries(optimizer, count):
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {
+        f"w{i:03d}": jax.ShapeDtypeStruct((512, 640), jnp.float32) for i in range(count)
+    }
+    state = jax.eval_shape(optimizer.init, params)
+    compiled = step.lower(params, state, params).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def capped(max_stack_bytes):
+    stage = orthogonalize(max_stack_bytes=max_stack_bytes)
+    return optax.chain(optax.trace(0.95, nesterov=True), stage, optax.scale(-0.01))
+
+"""
+
+
+def temporaries(optimizer, counts, flags=""):
+    """Of steps with as many matrices of 1.25 MiB, in a process that has these flags."""
+    line = f"print(*(temporaries({optimizer}, count) for count in {counts}))"
+    found = subprocess.run(
+        [sys.executable, "-c", TEMPORARIES + line],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    print(optimizer, counts, flags, found.stdout)
+    return [*map(int, found.stdout.split())]
+
+
+def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
+    """Where XLA does not start as many matrices at once as it can."""
+    flags = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    few, many = temporaries("capped(2**20)", (2, 8), flags)
+    assert many <= 1.05 * few
+    of_four = temporaries("capped(5 * 2**20)", (8, 64), flags)
+    assert max(of_four) <= 4 * 4 * MATRIX
+
+
+@pytest.mark.slow
+def test_temporaries_are_two_copies_of_the_matrices():
+    """At most, where it does."""
+    counts = (8, 64, 128)
+    for optimizer in ("capped(5 * 2**20)", "orscale(1e-3)"):
+        found = temporaries(optimizer, counts)
+        assert all(x <= 2.05 * n * MATRIX for x, n in zip(found, counts, strict=True))

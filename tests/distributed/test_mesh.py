@@ -1,0 +1,634 @@
+"""On 8 virtual devices: the values of one device, without redundant work."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.benchmarks import hlo_cost
+from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
+from orscale_jax.distributed import platforms
+from tests.platforms import orthogonalize_as
+
+# Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
+SHAPES = {
+    **{f"up{i}": (16, 32) for i in range(8)},
+    **{f"down{i}": (32, 16) for i in range(8)},
+    **{f"odd{i}": (24, 24) for i in range(3)},
+    "experts": (8, 32, 16),
+    "bias": (16,),
+}
+NUMBERS = {
+    name: Dims(len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None
+    for name, shape in SHAPES.items()
+}
+
+
+def is_shape(node):
+    return isinstance(node, tuple)
+
+
+def rng_tree(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()
+    }
+
+
+def on_the_rows(*axes):
+    return lambda rank: P(*[None] * (rank - 2), axes)
+
+
+def layers(rank):
+    return P("expert") if rank == 3 else P(None, "expert")
+
+
+LAYOUTS = {  # The mesh, and the spec of a leaf of matrices by its rank.
+    "replicated": ({"data": 8}, lambda rank: P()),
+    "rows": ({"fsdp": 8}, on_the_rows("fsdp")),
+    "columns": ({"fsdp": 8}, lambda rank: P(*[None] * (rank - 1), "fsdp")),
+    "rows, copies": ({"data": 2, "fsdp": 4}, on_the_rows("fsdp")),
+    "rows over both": ({"data": 2, "fsdp": 4}, on_the_rows("data", "fsdp")),
+    "rows × columns": (
+        {"fsdp": 4, "tensor": 2},
+        lambda rank: P(*[None] * (rank - 2), "fsdp", "tensor"),
+    ),
+    "experts": ({"expert": 8}, layers),
+    "experts × rows": (
+        {"expert": 4, "fsdp": 2},
+        lambda rank: P("expert", "fsdp") if rank == 3 else P(("expert", "fsdp")),
+    ),
+}
+
+
+def make_mesh(sizes, *kinds):
+    kinds = kinds if len(kinds) == len(sizes) else kinds * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+
+
+def shardings(mesh, spec):
+    return {
+        name: NamedSharding(mesh, spec(len(shape)) if len(shape) > 1 else P())
+        for name, shape in SHAPES.items()
+    }
+
+
+def step_of(optimizer, **jit):
+    @functools.partial(jax.jit, donate_argnums=(0, 1), **jit)
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+OPTIMIZER = orscale(0.02, weight_dimension_numbers=NUMBERS)
+
+
+@functools.cache
+def expected(steps=2):
+    params, state = rng_tree(0), OPTIMIZER.init(rng_tree(0))
+    step = step_of(OPTIMIZER)
+    for seed in range(1, steps + 1):
+        params, state = step(params, state, rng_tree(seed))
+    return jax.tree.map(np.asarray, (params, state))
+
+
+def assert_close(found, wanted):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted
+    )
+
+
+@functools.cache
+def flops_alone():
+    """Of Newton–Schulz on one device, from the program."""
+    grads = jax.tree.map(jnp.asarray, rng_tree(1))
+    lowered = step_of(OPTIMIZER).lower(rng_tree(0), OPTIMIZER.init(grads), grads)
+    return hlo_cost.of(lowered.compile().as_text()).flops
+
+
+# What the others contain between them.
+SLOW = {"columns", "rows", "rows, copies", "rows over both", "experts × rows"}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+        for name in LAYOUTS
+    ],
+)
+def test_a_step_is_that_of_one_device(layout, kind):
+    sizes, spec = LAYOUTS[layout]
+    mesh = make_mesh(sizes, kind)
+    where = shardings(mesh, spec)
+    params = jax.device_put(rng_tree(0), where)
+    of_state = state_shardings(OPTIMIZER, params)
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)
+        step = step_of(OPTIMIZER, out_shardings=(where, of_state))
+        types = jax.tree.map(jax.typeof, (params, state))
+        for seed in (1, 2):
+            grads = jax.device_put(rng_tree(seed), where)
+            params, state = step(params, state, grads)
+        program = step.lower(params, state, grads).compile().as_text()
+    assert step._cache_size() == 1
+    assert_close((params, state), expected())
+    assert jax.tree.map(jax.typeof, (params, state)) == types
+    assert all(params[name].sharding == where[name] for name in params)
+
+    cost = hlo_cost.of(program)
+    assert cost.looped_bytes == 0
+    kinds = [collective.kind for collective in cost.collectives]
+    assert set(kinds) <= {"all-to-all", "all-gather", "all-reduce"}
+    # All norms in one, and in the other who has received a gradient.
+    assert kinds.count("all-reduce") <= 2 * len(sizes)
+    assert ("all-gather" in kinds) == (layout in ("replicated", "rows, copies"))
+    # Where there are three matrices for eight devices, five devices have zeros instead.
+    assert cost.flops <= 1.15 * (flops_alone() + 5 * odd_flops()) / 8
+
+
+def odd_flops():
+    return 5 * 3 * 2 * 24**3
+
+
+def exchanged(layout, kind):
+    """Bytes of the collectives of the stage alone, and how many there are."""
+    sizes, spec = LAYOUTS[layout]
+    mesh = make_mesh(sizes, kind)
+    grads, where, numbers = (
+        {name: x for name, x in tree.items() if name != "bias"}
+        for tree in (rng_tree(0), shardings(mesh, spec), NUMBERS)
+    )
+    grads = jax.device_put(grads, where)
+    stage = orthogonalize(weight_dimension_numbers=numbers)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads)
+    return hlo_cost.of(lowered.compile().as_text())
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "layout, matrices",
+    [
+        # Out and back: of the shape and its transpose apart, of the odd ones, of experts.
+        ("rows", 2 * (2 * 16 * 32 + 24 * 24 + 16 * 32)),
+        pytest.param(
+            "columns", 2 * (2 * 16 * 32 + 24 * 24 + 16 * 32), marks=pytest.mark.slow
+        ),
+        # Back alone, eight of a shape together.
+        ("replicated", 8 * (2 * 16 * 32 + 24 * 24 + 16 * 32)),
+        # The experts stay where they are.
+        ("experts", 2 * (2 * 16 * 32 + 24 * 24)),
+    ],
+)
+def test_bytes_exchanged(layout, matrices, kind):
+    """Each device receives and returns the matrices that it owns, once each."""
+    cost = exchanged(layout, kind)
+    assert cost.collective_bytes == matrices * 4
+    assert cost.looped_bytes == 0
+
+
+@pytest.mark.compiled
+def test_bfloat16_travels_as_bfloat16():
+    mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
+    grads = {
+        f"w{i}": jax.ShapeDtypeStruct(
+            (16, 32), jnp.float32, sharding=NamedSharding(mesh, P("fsdp"))
+        )
+        for i in range(8)
+    }
+    stage = orthogonalize(ns_dtype=jnp.bfloat16)
+    with jax.set_mesh(mesh):
+        lowered = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads)
+    text = lowered.as_text()
+    exchanges = [line for line in text.splitlines() if "all_to_all" in line]
+    assert len(exchanges) == 2 and all("bf16" in line for line in exchanges)
+
+
+def test_mixed_axes():
+    """One axis Auto, one Explicit: what types say of the latter is kept."""
+    mesh = make_mesh({"fsdp": 4, "tensor": 2}, AxisType.Auto, AxisType.Explicit)
+    where = shardings(mesh, LAYOUTS["rows × columns"][1])
+    params, grads = (jax.device_put(rng_tree(seed), where) for seed in (0, 1))
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init)(params)
+        after, _ = jax.jit(OPTIMIZER.update)(grads, state, params)
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, grads)
+    alone, _ = OPTIMIZER.update(rng_tree(1), OPTIMIZER.init(rng_tree(0)), rng_tree(0))
+    assert_close(after, alone)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("layout", ["replicated", "rows", "rows × columns"])
+def test_the_policy_of_tpus_on_auto_axes(layout):
+    """The partitioner spreads stacks over the mesh where shardings are unknown."""
+    single = [name for name, shape in SHAPES.items() if len(shape) == 2]
+    grads = {name: rng_tree(1)[name] for name in single}
+    wanted, _ = orthogonalize().update(grads, ())
+    update = jax.jit(lambda g: orthogonalize().update(g, ())[0])
+    alone = hlo_cost.of(update.lower(grads).compile().as_text())
+
+    stage = orthogonalize_as(platforms.TPU_AUTO)
+    sizes, spec = LAYOUTS[layout]
+    mesh = make_mesh(sizes, AxisType.Auto)
+    where = {name: s for name, s in shardings(mesh, spec).items() if name in single}
+    sharded = jax.device_put(grads, where)
+    update = jax.jit(lambda g: stage.update(g, ())[0], out_shardings=where)
+    program = update.lower(sharded).compile()
+    assert_close(program(sharded), wanted)
+    cost = hlo_cost.of(program.as_text())
+    assert cost.looped_bytes == 0
+    assert cost.flops <= 1.15 * (alone.flops + 5 * odd_flops()) / 8
+    if layout == "rows":
+        kinds = {collective.kind for collective in cost.collectives}
+        assert kinds == {"all-reduce", "all-to-all"}
+
+
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
+def test_state_sharded_and_parameters_copied(kind):
+    """ZeRO-1: parameters and gradients on every device, the state over all of them."""
+    mesh = make_mesh({"data": 8}, kind)
+    copied = jax.tree.map(lambda _: NamedSharding(mesh, P()), SHAPES, is_leaf=is_shape)
+    zero = shardings(mesh, lambda rank: P(*[None] * (rank - 2), "data"))
+    params = jax.device_put(rng_tree(0), copied)
+    owned = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        params,
+        zero,
+    )
+    of_state = state_shardings(OPTIMIZER, owned)
+    step = step_of(OPTIMIZER, out_shardings=(copied, of_state))
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)
+        types = jax.tree.map(jax.typeof, (params, state))
+        for seed in (1, 2):
+            grads = jax.device_put(rng_tree(seed), copied)
+            params, state = step(params, state, grads)
+        updates, _ = jax.jit(OPTIMIZER.update)(grads, state, params)
+    assert_close((params, state), expected())
+    assert jax.tree.map(jax.typeof, (params, state)) == types
+    assert jax.tree.map(jax.typeof, updates) == types[0]
+    assert optax.tree.get(state, "trace")["up0"].sharding.spec == P("data", None)
+
+
+@pytest.mark.parametrize(
+    "of_params, of_grads, of_state",
+    [(P("data"), P("data"), P()), (P(), P("data"), P()), (P(), P(), P("data"))],
+)
+def test_layers_sharded_where_the_state_is_not_and_the_reverse(
+    of_params, of_grads, of_state
+):
+    """The small arrays of the state are not where the matrices are."""
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    optimizer = orscale(0.02, weight_dimension_numbers=Dims(1, 2))
+    weight, grad = (rng_tree(seed)["experts"] for seed in (0, 1))
+    expected = optimizer.update(grad, optimizer.init(weight), weight)
+    params, grads, owned = (
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in ((weight, of_params), (grad, of_grads), (weight, of_state))
+    )
+    with jax.set_mesh(mesh):
+        where = state_shardings(optimizer, owned)
+        state = jax.jit(optimizer.init, out_shardings=where)(params)
+        found = jax.jit(optimizer.update)(grads, state, params)
+    assert_close(found, expected)
+    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, (params, state))
+
+
+def test_blocks_of_a_single_column():
+    """What says whether each has started has the shape of the leaf, and no sharding."""
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    numbers = BlockDimensionNumbers(0, 1, block_axis=0, blocks=(3, 5))
+    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+    weight, grad = (rng_tree(seed)["up0"][:8, :1] for seed in (0, 1))
+    expected, _ = optimizer.update(grad, optimizer.init(weight), weight)
+    params, grads = jax.device_put((weight, grad), NamedSharding(mesh, P("data")))
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        found, _ = jax.jit(optimizer.update)(grads, state, params)
+    assert_close(found, expected)
+
+
+def equations(jaxpr, name):
+    """Those of a primitive, in calls too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner, name)
+
+
+@pytest.mark.parametrize("grads_are", ["copied", "sharded"])
+def test_what_is_gathered_for_copied_parameters_is_narrow(grads_are):
+    """ZeRO-1 and 2: Q in ns_dtype, and no update of a matrix; they have W's sharding."""
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    shapes = {"a": (16, 24), "b": (16, 24), "layers": (8, 4, 6), "bias": (24,)}
+
+    def tree(axis):
+        specs = {name: P(*[None] * (len(s) - 1), axis) for name, s in shapes.items()}
+        specs["layers"] = P(axis)
+        return {
+            name: jax.ShapeDtypeStruct(
+                shape, jnp.float32, sharding=NamedSharding(mesh, specs[name])
+            )
+            for name, shape in shapes.items()
+        }
+
+    numbers = {name: Dims(-2, -1) if len(s) > 1 else None for name, s in shapes.items()}
+    optimizer = orscale(1e-3, ns_dtype=jnp.bfloat16, weight_dimension_numbers=numbers)
+    params = tree(None)
+    grads = params if grads_are == "copied" else tree("data")
+    of_state = state_shardings(optimizer, tree("data"))
+    state = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(optimizer.init, params),
+        of_state,
+    )
+    with jax.set_mesh(mesh):
+        traced = jax.jit(optimizer.update).trace(grads, state, params)
+    moved = [equation.invars[0].aval for equation in equations(traced.jaxpr, "reshard")]
+    leaves = {shape for shape in shapes.values() if len(shape) > 1}
+    gathered = [x for x in moved if x.shape in leaves and any(x.sharding.spec)]
+    branches = 3  # CPU, TPU and the other platforms; CPU takes them from here.
+    assert len(gathered) == 3 * branches
+    assert {x.dtype for x in gathered} == {jnp.dtype(jnp.bfloat16)}
+    updates, _ = traced.out_info
+    assert not any(any(x.sharding.spec) for x in updates.values())
+
+
+@pytest.mark.compiled
+def test_auto_axes_made_explicit_for_the_optimizer():
+    """As docs/sharding.md has it for TPUs."""
+    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    where = shardings(mesh, on_the_rows("fsdp"))
+    params, grads = (jax.device_put(rng_tree(seed), where) for seed in (0, 1))
+    of_state = state_shardings(OPTIMIZER, params)
+    specs = jax.tree.map(lambda sharding: sharding.spec, (where, of_state, where))
+    with jax.set_mesh(mesh):
+        state = jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)
+        update = jax.jit(jax.sharding.explicit_axes(OPTIMIZER.update, in_sharding=specs))
+        found, _ = update(grads, state, params)
+        text = update.lower(grads, state, params).as_text()
+    assert "CustomSPMDPartitioning" not in text and "all_to_all" in text
+    alone, _ = OPTIMIZER.update(rng_tree(1), OPTIMIZER.init(rng_tree(0)), rng_tree(0))
+    assert_close(found, alone)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_traced_steps_and_coefficients(kind):
+    """As inject_hyperparams hands them over."""
+    mesh = make_mesh({"fsdp": 8}, kind)
+    grads = {"w": jax.device_put(rng_tree(1)["up0"], NamedSharding(mesh, P("fsdp")))}
+
+    def update(grads, steps, coeffs):
+        stage = orthogonalize(ns_steps=steps, ns_coeffs=coeffs)
+        return stage.update(grads, ())[0]["w"]
+
+    coeffs = jnp.array([3.4445, -4.7750, 2.0315])
+    with jax.set_mesh(mesh):
+        found = jax.jit(update)(grads, 3, coeffs)
+    wanted, _ = orthogonalize(ns_steps=3, ns_coeffs="jordan").update(
+        {"w": rng_tree(1)["up0"]}, ()
+    )
+    np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_aol_scales_the_rows_of_squares_that_are_sharded_by_columns(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    square = rng_tree(1)["odd0"]
+    stage = orthogonalize(ns_preconditioning="aol")
+    wanted, _ = stage.update(square, ())
+    sharded = jax.device_put(square, NamedSharding(mesh, P(None, "fsdp")))
+    found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_arrays_without_entries(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    shapes = {"none": (0, 16, 8), "narrow": (1, 16, 0), "w": (1, 16, 8)}
+    on = NamedSharding(mesh, P(None, "fsdp"))
+    grads = {k: jax.device_put(jnp.ones(s), on) for k, s in shapes.items()}
+    stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda g: stage.update(g, ())[0])(grads)
+    assert {k: x.shape for k, x in found.items()} == shapes
+    np.testing.assert_allclose(np.linalg.norm(found["w"][0], 2), 0.904, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_mapped_over_a_population(kind):
+    """Also where some arrays, or the number of steps, are mapped and others are not."""
+    mesh = make_mesh({"fsdp": 8}, kind)
+    on = NamedSharding(mesh, P(None, "fsdp"))
+    grads = np.stack([rng_tree(seed)["up0"] for seed in range(3)])
+    sharded = jax.device_put(grads, on)
+    one = jax.device_put(grads[0], NamedSharding(mesh, P("fsdp")))
+
+    def update(grads, steps):
+        return orthogonalize(ns_steps=steps).update(grads, ())[0]
+
+    with jax.set_mesh(mesh):
+        all_of_them = jax.jit(jax.vmap(lambda g: update({"w": g}, 5)))(sharded)
+        some = jax.jit(jax.vmap(lambda g: update({"w": g, "v": one}, 5)))(sharded)
+        steps = jax.jit(jax.vmap(lambda k: update({"w": one}, k)))(jnp.arange(1, 4))
+    wanted = [update({"w": g}, 5)["w"] for g in grads]
+    np.testing.assert_allclose(all_of_them["w"], wanted, atol=1e-5)
+    np.testing.assert_allclose(some["w"], wanted, atol=1e-5)
+    np.testing.assert_allclose(some["v"], [wanted[0]] * 3, atol=1e-5)
+    wanted = [update({"w": grads[0]}, k)["w"] for k in (1, 2, 3)]
+    np.testing.assert_allclose(steps["w"], wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_an_axis_of_one_device(kind):
+    """Four devices share each matrix, of which it is said to divide the columns."""
+    mesh = make_mesh({"data": 8, "tensor": 1}, kind)
+    grads = {"up": rng_tree(1)["up0"][:8, :16], "small": rng_tree(1)["up1"][:4, :4]}
+    wanted, _ = orthogonalize().update(grads, ())
+    sharded = jax.device_put(grads, NamedSharding(mesh, P(None, "tensor")))
+    found = jax.jit(lambda g: orthogonalize().update(g, ())[0])(sharded)
+    assert_close(found, wanted)
+
+
+def test_gradients_sharded_by_what_they_were_multiplied_with():
+    """Of a mesh axis of four, two devices share the heads and two the columns of each."""
+    mesh = make_mesh({"fsdp": 2, "tensor": 4}, AxisType.Auto)
+    rng = np.random.default_rng(0)
+    kernel, x = (rng.normal(size=s).astype(np.float32) for s in ((16, 2, 32), (32, 16)))
+    optimizer = orscale(0.02, weight_dimension_numbers=Dims(0, 2))
+
+    def step(kernel, x, constrain):
+        grads = jax.grad(lambda w: jnp.sum(constrain(x @ w.reshape(16, 64)) ** 2))(kernel)
+        return optimizer.update(grads, optimizer.init(kernel), kernel)[0]
+
+    expected = step(kernel, x, lambda h: h)
+    sharded = jax.device_put((kernel, x), NamedSharding(mesh, P("fsdp")))
+    by_tensor = NamedSharding(mesh, P("fsdp", "tensor"))
+    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=by_tensor)
+    found = jax.jit(functools.partial(step, constrain=constrain))(*sharded)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_differentiated(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    x, direction = rng_tree(1)["up0"], rng_tree(2)["up0"]
+
+    def loss(x):
+        return jnp.sum(orthogonalize(ns_steps=3).update({"w": x}, ())[0]["w"] * direction)
+
+    wanted = jax.jit(jax.grad(loss))(x)
+    sharding = NamedSharding(mesh, P("fsdp"))
+    direction = jax.device_put(direction, sharding)
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss))(jax.device_put(x, sharding))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.compiled
+def test_programs_for_other_coefficients_are_told_apart():
+    """A persistent cache sees the text alone, and not what the partitioner is told."""
+    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    grads = {"w": jax.device_put(rng_tree(1)["up0"], NamedSharding(mesh, P("fsdp")))}
+
+    def constants(**arguments):
+        stage = orthogonalize(**arguments)
+        text = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads).as_text()
+        return [line for line in text.splitlines() if "stablehlo.constant" in line]
+
+    assert constants() == constants()
+    assert constants() != constants(ns_steps=4)
+    assert constants() != constants(ns_coeffs="dion")
+
+
+@pytest.mark.compiled
+def test_the_mesh_argument():
+    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    where = NamedSharding(mesh, P("fsdp"))
+    grads = {f"w{i}": rng_tree(1)["up0"] for i in range(8)}
+    stage = orthogonalize(mesh=mesh)
+    update = jax.jit(lambda g: stage.update(g, ())[0], in_shardings=where)
+    wanted, _ = orthogonalize().update(grads, ())
+    assert_close(update(grads), wanted)
+    cost = hlo_cost.of(update.lower(grads).compile().as_text())
+    assert {c.kind for c in cost.collectives} == {"all-to-all"}
+
+    alone = jax.jit(lambda g: orthogonalize().update(g, ())[0], in_shardings=where)
+    assert "CustomSPMDPartitioning" not in alone.lower(grads).as_text()
+    with jax.set_mesh(mesh):
+        assert "CustomSPMDPartitioning" in alone.lower(grads).as_text()
+
+    other = AbstractMesh((4, 2), ("fsdp", "tensor"))
+    stage = orthogonalize(mesh=other)
+    with pytest.raises(ValueError, match=r"'tensor': 2.*on a mesh.*'fsdp': 8"):
+        stage.update(jax.device_put(grads, where), ())
+    with pytest.raises(ValueError, match=r"mesh='data'.*jax\.sharding\.Mesh"):
+        orthogonalize(mesh="data")
+
+
+def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
+    """Their types name no mesh, and those of the state or of the parameters do."""
+    mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
+    where = NamedSharding(mesh, P("fsdp"))
+    params, grads = ({k: rng_tree(i)[k] for k in ("up0", "bias")} for i in (0, 1))
+    optimizer = orscale(0.02)
+    state = optimizer.init(params)
+    of_state = state_shardings(optimizer, jax.device_put(params, where))
+    update = jax.jit(optimizer.update, in_shardings=(where, of_state, where))
+    found = update(grads, jax.device_put(state, of_state), params)
+    assert_close(found, optimizer.update(grads, state, params))
+
+    stage = orthogonalize()
+    update = jax.jit(stage.update, in_shardings=(where, None, where))
+    found, _ = update(grads["up0"], (), jax.device_put(params["up0"], where))
+    assert_close(found, stage.update(grads["up0"], ())[0])
+    assert found.sharding.is_equivalent_to(where, 2)
+
+
+@pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
+def test_arrays_that_are_not_placed_yet(axes):
+    """Of which JAX tells the partitioner's callback no mesh, though one is set."""
+    mesh = make_mesh(dict(zip(axes, (2, 4), strict=True)), AxisType.Auto)
+    params, grads = ({k: rng_tree(i)[k] for k in ("up0", "bias")} for i in (0, 1))
+    optimizer = orscale(0.02)
+
+    def first_step(grads, params):
+        return optimizer.update(grads, optimizer.init(params), params)
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(first_step)(grads, params)
+    assert_close(found, first_step(grads, params))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_without_jit(kind):
+    mesh = make_mesh({"fsdp": 8}, kind)
+    where = NamedSharding(mesh, P("fsdp"))
+    grads = {"w": jax.device_put(rng_tree(1)["up0"], where)}
+    with jax.set_mesh(mesh):
+        found, _ = orthogonalize().update(grads, ())
+    wanted, _ = orthogonalize().update({"w": rng_tree(1)["up0"]}, ())
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "kinds", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)]
+)
+def test_without_the_mesh_in_the_context(kinds):
+    """Leaves of layers and of blocks, from init on."""
+    mesh = make_mesh({"x": 2, "y": 4}, *kinds)
+    numbers = {"w": Dims(0, 1), "layers": Dims(1, 2)}
+    numbers["fused"] = BlockDimensionNumbers(0, 1, block_axis=1, blocks=4)
+    shapes = {"w": (16, 24), "layers": (4, 8, 12), "fused": (8, 32)}
+    rng = np.random.default_rng(0)
+    trees = [
+        {
+            name: rng.normal(size=shape).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        for _ in range(2)
+    ]
+    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
+    params, grads = jax.device_put(trees, NamedSharding(mesh, P("x", "y")))
+    updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    assert_close(updates, expected)
+    assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
+
+
+def test_no_mesh_no_extra_operation():
+    """The program of one device has neither collectives nor calls to a partitioner."""
+    grads = jax.tree.map(jnp.asarray, {"w": rng_tree(1)["up0"], "v": rng_tree(1)["odd0"]})
+    stage = orthogonalize()
+    jaxpr = str(jax.make_jaxpr(lambda g: stage.update(g, ())[0])(grads))
+    assert "custom_partitioning" not in jaxpr and "shard_map" not in jaxpr
+
+
+def test_inside_shard_map_every_device_goes_its_own_way():
+    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    grads = np.stack([rng_tree(seed)["up0"] for seed in range(8)])
+    stage = orthogonalize()
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    def update(grads):
+        return stage.update({"w": grads[0]}, ())[0]["w"][None]
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(update)(jax.device_put(grads, NamedSharding(mesh, P("data"))))
+    wanted, _ = orthogonalize(weight_dimension_numbers=Dims(1, 2)).update(grads, ())
+    np.testing.assert_allclose(found, wanted, atol=1e-5)

@@ -1,0 +1,103 @@
+"""A run on two processes, against one device; carried on in one process."""
+
+import functools
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from tests import processes
+from tests.processes import COMPARED, END, SAVED
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def run_on_processes(folder, kind):
+    """Until all have exited, one has failed, or the time is up."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-W", "error", "-m", "tests.processes", folder]
+    logs = [folder / f"log.{index}" for index in range(processes.PROCESSES)]
+    started, codes = [], [None]
+    try:
+        for index, log in enumerate(logs):
+            arguments = map(str, [*command, port, index, kind.name])
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    [*arguments], cwd=ROOT, stdout=file, stderr=subprocess.STDOUT
+                )
+            started.append(process)
+        deadline = time.monotonic() + processes.TIMEOUT
+        while None in codes and not any(codes) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            codes = [process.poll() for process in started]
+    finally:
+        for process in started:
+            process.kill()
+        for process in started:
+            process.wait()
+    output = [f"process {i}:\n{log.read_text()}" for i, log in enumerate(logs)]
+    assert not any(codes) and None not in codes, "\n".join([str(codes), *output])
+
+
+@functools.cache
+def on_one_device():
+    """What is measured after each step, of a run that nothing interrupts."""
+    shardings = processes.placed("1")
+    program, run = processes.compiled(shardings), processes.start(shardings)
+    seen = [fetched(run)]
+    for step in range(1, END + 1):
+        run = processes.advance(program, run, [step])
+        seen.append(fetched(run))
+    return seen
+
+
+def fetched(run):
+    return jax.tree.map(np.array, processes.measured(run))
+
+
+def assert_close(found, expected):
+    assert found.keys() == expected.keys()
+    for name in found:
+        np.testing.assert_allclose(
+            found[name], expected[name], rtol=1e-5, atol=1e-5, err_msg=name, strict=True
+        )
+
+
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
+)
+def test_a_run_on_two_processes_goes_on_in_one(kind, tmp_path):
+    """In one test, because what the processes leave takes the longest to make."""
+    run_on_processes(tmp_path, kind)
+    programs = [path.read_text() for path in tmp_path.glob("program.*")]
+    assert len(programs) == 2 and programs[0] == programs[1]
+    # There and back, two shapes together; the experts stay where they are.
+    assert programs[0].count(" all-to-all(") == 2
+    seen = {step: dict(np.load(tmp_path / f"{step}.npz")) for step in (SAVED, COMPARED)}
+    for step, found in seen.items():
+        assert_close(found, on_one_device()[step])
+
+    saved = {k: c for k, c in seen[SAVED].items() if k.startswith("calibration")}
+    assert [name for name, c in saved.items() if (c == 0).all()] == ["calibration/late"]
+    for layout in ("2x2", "4", "1"):
+        shardings = processes.placed(layout, kind)
+        run = processes.restore(tmp_path / "checkpoint", shardings)
+        abstract = processes.abstract_run(shardings)
+        for leaf, expected in zip(*map(jax.tree.leaves, (run, abstract)), strict=True):
+            assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+        for name, value in seen[SAVED].items():
+            np.testing.assert_array_equal(processes.measured(run)[name], value, name)
+        program = processes.compiled(shardings)
+        run = processes.advance(program, run, range(SAVED + 1, END + 1))
+        assert_close(fetched(run), on_one_device()[END])
+        for name, c in saved.items():
+            if name != "calibration/late":
+                np.testing.assert_array_equal(processes.measured(run)[name], c, name)

@@ -1,0 +1,222 @@
+"""Matrices that several devices share, and shapes that travel together, on 8 devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.benchmarks import hlo_cost
+from orscale_jax import describe, orthogonalize
+from orscale_jax.distributed import platforms
+from orscale_jax.distributed.buckets import ShardedArray
+from orscale_jax.distributed.planner import plan_buckets
+from orscale_jax.distributed.typed_sharding import axes_of
+from orscale_jax.newton_schulz.coefficients import coefficient_table
+from orscale_jax.newton_schulz.polar import NewtonSchulz
+from tests.oracle import svd_polar
+from tests.platforms import orthogonalize_as
+
+FLOAT = np.dtype("float32")
+SHAPES = {"a": (16, 256), "b": (16, 256), "c": (512, 16), "d": (8, 128), "e": (128, 16)}
+STEPS = 5
+
+LAYOUTS = {
+    "replicated": ({"data": 8}, {}),
+    "rows": ({"fsdp": 8}, dict.fromkeys(SHAPES, P("fsdp"))),
+    "rows × columns": (
+        {"fsdp": 4, "tensor": 2},
+        {
+            **dict.fromkeys("abd", P("fsdp", "tensor")),
+            **dict.fromkeys("ce", P("tensor", "fsdp")),
+        },
+    ),
+    "rows, columns or copies": (
+        {"fsdp": 4, "tensor": 2},
+        {"a": P("fsdp"), "b": P("tensor"), "c": P("fsdp"), "d": P(None, "fsdp")},
+    ),
+}
+
+
+def grads():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+
+
+def placed(layout, kind):
+    sizes, specs = LAYOUTS[layout]
+    kinds = (kind,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    where = {name: NamedSharding(mesh, specs.get(name, P())) for name in SHAPES}
+    return mesh, jax.device_put(grads(), where)
+
+
+def plan_of(layout):
+    """The plan of CPUs, which the tests compile for."""
+    sizes, specs = LAYOUTS[layout]
+    arrays = [
+        ShardedArray(shape, FLOAT, axes_of(specs.get(name, P()), 2))
+        for name, shape in SHAPES.items()
+    ]
+    table = coefficient_table("polar_express")
+    costs = platforms.CPU.cost_model(NewtonSchulz(STEPS, table, "frobenius", FLOAT))
+    return plan_buckets(arrays, sizes, platforms.CPU.stack_bytes, costs)
+
+
+def unshared(bucket):
+    """The operations, if every device had whole matrices."""
+    m, n = bucket.shape
+    layouts = tuple(layout._replace(column_shards=1) for layout in bucket.layouts)
+    whole = bucket._replace(layouts=layouts, shape=(m, n * bucket.column_shards))
+    return whole.flops
+
+
+def compiled(mesh, placed, **arguments):
+    return compiled_stage(mesh, placed, orthogonalize(**arguments))
+
+
+def compiled_stage(mesh, placed, stage):
+    with jax.set_mesh(mesh):
+        return jax.jit(lambda g: stage.update(g, ())[0]).lower(placed).compile()
+
+
+@pytest.mark.parametrize(
+    "layout, kind",
+    [
+        *((layout, AxisType.Explicit) for layout in LAYOUTS),
+        *(
+            pytest.param(layout, AxisType.Auto, marks=pytest.mark.slow)
+            for layout in ("replicated", "rows", "rows × columns")
+        ),
+        ("rows, columns or copies", AxisType.Auto),
+    ],
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        pytest.param({"ns_coeffs": "jordan", "ns_steps": 3}, marks=pytest.mark.slow),
+        pytest.param(
+            {"ns_preconditioning": "aol", "ns_steps": 4}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["defaults", "jordan", "aol"],
+)
+def test_values_are_those_of_one_device(layout, kind, arguments):
+    mesh, sharded = placed(layout, kind)
+    found = compiled(mesh, sharded, **arguments)(sharded)
+    wanted, _ = orthogonalize(**arguments).update(grads(), ())
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+        assert found[name].sharding.is_equivalent_to(sharded[name].sharding, 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_the_policy_of_tpus(kind):
+    """Matrices are normalized before they are sent, and whole ones interleaved."""
+    mesh, sharded = placed("rows × columns", kind)
+    found = compiled_stage(mesh, sharded, orthogonalize_as(platforms.TPU))(sharded)
+    wanted, _ = orthogonalize().update(grads(), ())
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+
+
+def test_the_polar_factor_itself():
+    """Of eight steps, with the Gram form's restarts among devices that share."""
+    mesh, sharded = placed("rows", AxisType.Explicit)
+    found = compiled(mesh, sharded, ns_steps=8)(sharded)
+    for name, x in grads().items():
+        np.testing.assert_allclose(found[name], svd_polar(x), atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_traced_steps(kind):
+    """Then the iteration is a loop, and the sums are inside."""
+    mesh, sharded = placed("rows", kind)
+    with jax.set_mesh(mesh):
+        update = jax.jit(lambda g, k: orthogonalize(ns_steps=k).update(g, ())[0])
+        found = update(sharded, 3)
+    wanted, _ = orthogonalize(ns_steps=3).update(grads(), ())
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_program_does_what_the_plan_says(layout):
+    buckets = plan_of(layout)
+    assert any(bucket.column_shards > 1 for bucket in buckets)
+    cost = hlo_cost.of(compiled(*placed(layout, AxisType.Explicit)).as_text())
+    assert cost.looped_bytes == 0
+    kinds = [collective.kind for collective in cost.collectives]
+    sent = [bucket for bucket in buckets if bucket.shards > 1]
+    assert kinds.count("all-to-all") == 2 * len(sent)
+    # The Gram form needs the Gram matrix twice in five steps.
+    assert kinds.count("reduce-scatter") == 2 * sum(b.column_shards > 1 for b in buckets)
+    assert cost.flops == sum(b.flops for b in buckets) < sum(map(unshared, buckets))
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_printed_bytes_are_those_of_the_program(layout):
+    mesh, sharded = placed(layout, AxisType.Explicit)
+    placement = describe(sharded, platform="cpu").placement()
+    printed = sum(placed.bytes_sent for placed in placement)
+    cost = hlo_cost.of(compiled(mesh, sharded).as_text())
+    # The norms of shared matrices are all-reduces, of one number for each.
+    scalars = [c.nbytes for c in cost.collectives if c.kind == "all-reduce"]
+    assert max(scalars) <= FLOAT.itemsize * len(placement)
+    assert printed == sum(c.sent for c in cost.collectives if c.kind != "all-reduce") > 0
+
+
+def test_some_of_an_array():
+    """Ten layers for eight devices: eight whole, and four devices for each other one."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
+    x = np.random.default_rng(0).normal(size=(10, 16, 256)).astype(np.float32)
+    sharded = jax.device_put({"w": x}, NamedSharding(mesh, P(None, "fsdp")))
+    with jax.set_mesh(mesh):
+        stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
+        found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)["w"]
+    wanted, _ = orthogonalize(weight_dimension_numbers=Dims(1, 2)).update({"w": x}, ())
+    np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
+
+
+@pytest.mark.compiled
+def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
+    mesh, sharded = placed("rows", AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        stage = orthogonalize(ns_dtype=jnp.bfloat16)
+        text = jax.jit(lambda g: stage.update(g, ())[0]).lower(sharded).as_text()
+    lines = text.splitlines()
+    # The types of a reduction stand after its body.
+    types = {
+        name: next(line for line in lines[i : i + 5] if "->" in line)
+        for name in ("stablehlo.reduce_scatter", "stablehlo.all_gather")
+        for i, line in enumerate(lines)
+        if name in line
+    }
+    assert "xf32>" in types["stablehlo.reduce_scatter"]
+    assert "xbf16>" in types["stablehlo.all_gather"]
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1e19])
+def test_scales(scale):
+    """The largest entry and the norm are those of all columns."""
+    mesh, sharded = placed("rows", AxisType.Explicit)
+    found = compiled(mesh, sharded)(jax.tree.map(lambda x: scale * x, sharded))
+    wanted, _ = orthogonalize().update(grads(), ())
+    for name in SHAPES:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+
+
+def test_what_is_not_finite_stays_in_its_matrix():
+    mesh, sharded = placed("rows", AxisType.Explicit)
+    bad = {**grads(), "a": np.full((16, 256), np.nan, np.float32), "c": 0 * grads()["c"]}
+    where = {name: x.sharding for name, x in sharded.items()}
+    bad = jax.device_put(bad, where)
+    found = compiled(mesh, bad)(bad)
+    wanted, _ = orthogonalize().update(grads(), ())
+    assert np.isnan(found["a"]).all() and not np.any(found["c"])
+    for name in "bde":
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)

@@ -1,0 +1,939 @@
+"""Dimension numbers from module types: layers, whole models, stacks, and what is open.
+
+The models follow the examples of google/flax (lm1b and lm1b_nnx's transformer, imagenet's
+ResNet, mnist's CNN), written with Flax's public modules alone and no table of axes.
+"""
+
+import functools
+import subprocess
+import sys
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.core import freeze
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, orscale
+from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
+from orscale_jax.parameters.dimension_numbers import matrix_axes
+from tests.derivatives import axes_by_derivatives
+
+MATRIX = Dims(0, 1)
+CONVOLUTION = Dims((0, 1, 2), 3)
+PROJECTION = Dims(0, (1, 2))  # (embed, heads, head_dim)
+MERGE = Dims((0, 1), 2)  # (heads, head_dim, embed)
+
+
+@pytest.fixture(autouse=True)
+def broadcasting_as_flax_does():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def shifted(numbers, by=1):
+    """The numbers of a leaf with one more axis in front."""
+    if numbers is None:
+        return None
+    return Dims(*jax.tree.map(lambda axis: axis + by, tuple(numbers)))
+
+
+def is_numbers(node):
+    return node is None or isinstance(node, Dims)
+
+
+def table(numbers):
+    """Dotted path to dimension numbers."""
+    leaves = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=is_numbers)
+    return {".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
+
+
+def nnx_table(model, **kwargs):
+    numbers = nnx_dimension_numbers(model, **kwargs)
+    return table(numbers(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+
+
+def linen_table(module, *args, **kwargs):
+    return table(linen_dimension_numbers(module, *args, **kwargs))
+
+
+def attention(prefix):
+    """Without biases: that of a key has no gradient but the rounding's."""
+    kernels = {"query": PROJECTION, "key": PROJECTION, "value": PROJECTION, "out": MERGE}
+    return {f"{prefix}.{name}.kernel": numbers for name, numbers in kernels.items()}
+
+
+def linear(*prefixes, bias=True, kernel=MATRIX):
+    found = {f"{prefix}.kernel": kernel for prefix in prefixes}
+    return found | ({f"{prefix}.bias": None for prefix in prefixes} if bias else {})
+
+
+def norms(*prefixes):
+    return {f"{prefix}.{name}": None for prefix in prefixes for name in ("scale", "bias")}
+
+
+def assert_all_change(before, after):
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        assert np.isfinite(new).all()
+        assert not np.array_equal(old, new)
+
+
+def train_nnx(model, loss, numbers, steps=2, wrt=nnx.Param, rate=0.02):
+    optimizer = nnx.Optimizer(
+        model, orscale(rate, weight_dimension_numbers=numbers), wrt=wrt
+    )
+
+    @nnx.jit
+    def step(model, optimizer):
+        optimizer.update(model, nnx.grad(loss, argnums=nnx.DiffState(0, wrt))(model))
+
+    before = jax.tree.map(jnp.copy, nnx.to_pure_dict(nnx.state(model, wrt)))
+    for _ in range(steps):
+        step(model, optimizer)
+    after = nnx.to_pure_dict(nnx.state(model, wrt))
+    assert_all_change(before, after)
+    return after
+
+
+def train_linen(params, loss, numbers, steps=2, rate=0.02):
+    optimizer = orscale(rate, weight_dimension_numbers=numbers)
+
+    @jax.jit
+    def step(params, state):
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    before, state = params, optimizer.init(params)
+    for _ in range(steps):
+        params, state = step(params, state)
+    assert_all_change(before, params)
+    return params
+
+
+def squares(y, seed=3):
+    """A loss whose gradient differs from entry to entry."""
+    return jnp.mean(jnp.square(y - jax.random.normal(jax.random.key(seed), y.shape)))
+
+
+# Single layers, against the axes that their own derivatives show.
+
+
+NNX_LAYERS = {
+    "linear": (lambda r: nnx.Linear(3, 4, rngs=r), (2, 3)),
+    "general": (
+        lambda r: nnx.LinearGeneral((2, 3), (4, 5), axis=(1, -1), rngs=r),
+        (2, 2, 3),
+    ),
+    "general_batch": (
+        lambda r: nnx.LinearGeneral(
+            3, (2, 4), axis=-1, batch_axis={0: 2}, use_bias=False, rngs=r
+        ),
+        (2, 2, 3),
+    ),
+    "einsum": (lambda r: nnx.Einsum("bti,iho->btho", (3, 2, 4), rngs=r), (1, 2, 3)),
+    "einsum_reversed": (lambda r: nnx.Einsum("ti,oi->to", (4, 3), rngs=r), (2, 3)),
+    "einsum_experts": (
+        lambda r: nnx.Einsum("...ei,oie->...eo", (4, 3, 2), (2, 4), rngs=r),
+        (2, 2, 3),
+    ),
+    "conv": (lambda r: nnx.Conv(2, 3, (2, 2), rngs=r), (1, 3, 3, 2)),
+    "conv_1d": (lambda r: nnx.Conv(2, 3, 3, rngs=r), (1, 4, 2)),
+    "conv_transpose": (
+        lambda r: nnx.ConvTranspose(2, 3, (2, 2), rngs=r),
+        (1, 3, 3, 2),
+    ),
+    "conv_transpose_kernel": (
+        lambda r: nnx.ConvTranspose(2, 3, (2, 2), transpose_kernel=True, rngs=r),
+        (1, 3, 3, 2),
+    ),
+}
+LINEN_LAYERS = {
+    "dense": (nn.Dense(4), (2, 3)),
+    "general": (nn.DenseGeneral((4, 5), axis=(1, -1)), (2, 2, 3)),
+    "general_batch": (nn.DenseGeneral((2, 4), axis=-1, batch_dims=0), (2, 2, 3)),
+    "einsum": (nn.Einsum((3, 2, 4), "bti,iho->btho"), (1, 2, 3)),
+    "einsum_reversed": (nn.Einsum((4, 3), "t i, o i -> t o"), (2, 3)),
+    "conv": (nn.Conv(3, (2, 2)), (1, 3, 3, 2)),
+    "conv_1d": (nn.Conv(3, 3), (1, 4, 2)),
+    "conv_transpose": (nn.ConvTranspose(3, (2, 2)), (1, 3, 3, 2)),
+    "conv_transpose_kernel": (
+        nn.ConvTranspose(3, (2, 2), transpose_kernel=True),
+        (1, 3, 3, 2),
+    ),
+    # Where windows do not overlap, an input is of one pixel.
+    "conv_local": (nn.ConvLocal(3, (2, 2), strides=2, padding="VALID"), (1, 4, 4, 2)),
+}
+
+
+def assert_axes(numbers, kernel, expected):
+    axes = matrix_axes({"kernel": numbers}, {"kernel": kernel})["kernel"]
+    assert (axes.rows, axes.columns, axes.batch) == expected
+
+
+@pytest.mark.parametrize("name", NNX_LAYERS)
+def test_an_nnx_layer_by_its_derivatives(name):
+    build, shape = NNX_LAYERS[name]
+    layer = build(nnx.Rngs(0))
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+    x = jax.random.normal(jax.random.key(1), shape)
+
+    def apply(kernel, x):
+        layer = nnx.merge(graph, params, rest)
+        layer.kernel = nnx.Param(kernel)
+        return layer(x)
+
+    kernel = layer.kernel[...]
+    found = nnx_table(layer)
+    assert_axes(found.pop("kernel"), kernel, axes_by_derivatives(apply, kernel, x))
+    assert set(found.values()) <= {None}
+
+
+@pytest.mark.parametrize("name", LINEN_LAYERS)
+def test_a_linen_layer_by_its_derivatives(name):
+    layer, shape = LINEN_LAYERS[name]
+    x = jax.random.normal(jax.random.key(1), shape)
+    params = layer.init(jax.random.key(0), x)["params"]
+
+    def apply(kernel, x):
+        return layer.apply({"params": params | {"kernel": kernel}}, x)
+
+    kernel = params["kernel"]
+    found = linen_table(layer, x)
+    assert_axes(found.pop("kernel"), kernel, axes_by_derivatives(apply, kernel, x))
+    assert set(found.values()) <= {None}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda r: nnx.Embed(5, 4, rngs=r),
+        lambda r: nnx.LayerNorm(4, rngs=r),
+        lambda r: nnx.RMSNorm(4, rngs=r),
+        lambda r: nnx.BatchNorm(4, rngs=r),
+        lambda r: nnx.GroupNorm(4, num_groups=2, rngs=r),
+        lambda r: nnx.InstanceNorm(4, rngs=r),
+        lambda r: nnx.PReLU(),
+        lambda r: nnx.Conv(6, 12, (3, 3), feature_group_count=6, rngs=r),
+        lambda r: nnx.Einsum("btd,td->btd", (3, 4), rngs=r),  # A scale
+        lambda r: nnx.Einsum("bthd,hd->bth", (2, 4), rngs=r),  # Inner products
+        lambda r: nnx.Sequential(nnx.Dropout(0.1)),
+    ],
+)
+def test_nnx_layers_without_matrices(build):
+    assert set(nnx_table(build(nnx.Rngs(0))).values()) <= {None}
+
+
+@pytest.mark.parametrize(
+    "layer, shape",
+    [
+        (nn.Embed(5, 4), (2,)),
+        (nn.LayerNorm(), (2, 4)),
+        (nn.LayerNorm(reduction_axes=(-2, -1), feature_axes=(-2, -1)), (2, 3, 4)),
+        (nn.RMSNorm(), (2, 4)),
+        (nn.BatchNorm(use_running_average=False), (2, 4)),
+        (nn.GroupNorm(2), (2, 4)),
+        (nn.InstanceNorm(), (2, 3, 4)),
+        (nn.PReLU(), (2, 4)),
+        (nn.Conv(12, (3, 3), feature_group_count=6), (1, 3, 3, 6)),
+    ],
+)
+def test_linen_layers_without_matrices(layer, shape):
+    dtype = jnp.int32 if isinstance(layer, nn.Embed) else jnp.float32
+    found = linen_table(layer, jax.ShapeDtypeStruct(shape, dtype))
+    assert found and set(found.values()) == {None}
+
+
+def test_nnx_recurrent_cells_and_wrappers():
+    rngs = nnx.Rngs(0)
+    for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
+        model = nnx.RNN(cell(3, 4, rngs=rngs), rngs=rngs)
+        for path, numbers in nnx_table(model).items():
+            assert numbers == (MATRIX if path.endswith("kernel") else None)
+    for wrapper in (nnx.WeightNorm, nnx.SpectralNorm):
+        wrapped = wrapper(nnx.Conv(2, 3, (2, 2), rngs=rngs), rngs=rngs)
+        found = nnx_table(wrapped)
+        assert found.pop("layer_instance.kernel") == CONVOLUTION
+        assert set(found.values()) == {None}
+
+
+class Wrapped(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.RNN(nn.LSTMCell(4))(x)
+        x = nn.Bidirectional(nn.RNN(nn.OptimizedLSTMCell(4)), nn.RNN(nn.GRUCell(4)))(x)
+        x = nn.WeightNorm(nn.Dense(3))(x)
+        return nn.SpectralNorm(nn.Dense(3))(x, update_stats=True)
+
+
+def test_linen_recurrent_cells_and_wrappers():
+    found = linen_table(Wrapped(), jnp.ones((2, 5, 3)))
+    assert found["WeightNorm_0.Dense_0/kernel/scale"] is None
+    for path, numbers in found.items():
+        assert numbers == (MATRIX if path.endswith(".kernel") else None)
+
+
+# Whole models.
+
+
+class Mlp(nnx.Module):
+    def __init__(self, width, hidden, rngs):
+        self.wi = nnx.Linear(width, hidden, rngs=rngs)
+        self.wo = nnx.Linear(hidden, width, rngs=rngs)
+
+    def __call__(self, x):
+        return self.wo(jax.nn.relu(self.wi(x)))
+
+
+class Block(nnx.Module):
+    """EncoderDecoder1DBlock of lm1b_nnx."""
+
+    def __init__(self, rngs, width=4):
+        self.ln1 = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            2, width, use_bias=False, decode=False, keep_rngs=False, rngs=rngs
+        )
+        self.ln2 = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp = Mlp(width, 6, rngs)
+
+    def __call__(self, x):
+        x = x + self.attention(self.ln1(x))
+        return x + self.mlp(self.ln2(x))
+
+
+class Transformer(nnx.Module):
+    """TransformerLM of lm1b_nnx; ``stack`` is what runs the blocks."""
+
+    def __init__(self, rngs, blocks, width=4, vocabulary=11):
+        self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
+        self.pos_embedding = nnx.Param(0.1 * jax.random.normal(rngs(), (1, 5, width)))
+        self.blocks = blocks
+        self.ln = nnx.LayerNorm(width, rngs=rngs)
+        self.logitdense = nnx.Linear(width, vocabulary, rngs=rngs)
+
+    def __call__(self, tokens):
+        x = self.embed(tokens) + self.pos_embedding
+        if isinstance(self.blocks, nnx.List):
+            for block in self.blocks:
+                x = block(x)
+        else:
+            run = nnx.scan(
+                lambda x, block: block(x),
+                in_axes=(nnx.Carry, 0),
+                out_axes=nnx.Carry,
+            )
+            x = run(x, self.blocks)
+        return self.logitdense(self.ln(x))
+
+
+def blocks_table(prefix):
+    return (
+        attention(f"{prefix}.attention")
+        | linear(f"{prefix}.mlp.wi", f"{prefix}.mlp.wo")
+        | norms(f"{prefix}.ln1", f"{prefix}.ln2")
+    )
+
+
+AROUND = {
+    "embed.embedding": None,
+    "pos_embedding": None,
+    "logitdense.kernel": None,
+    "logitdense.bias": None,
+} | norms("ln")
+TOKENS = jnp.arange(10).reshape(2, 5)
+
+
+def stack(layers, rngs):
+    return nnx.vmap(Block)(rngs.split(layers))
+
+
+def test_an_nnx_transformer():
+    rngs = nnx.Rngs(0)
+    model = Transformer(rngs, nnx.List([Block(rngs) for _ in range(2)]))
+    numbers = nnx_dimension_numbers(model, heads=["logitdense"])
+    expected = AROUND | blocks_table("blocks.0") | blocks_table("blocks.1")
+    state = nnx.state(model, nnx.Param)
+    assert table(numbers(nnx.to_pure_dict(state))) == expected
+    assert table(numbers(state)) == expected
+    train_nnx(model, lambda model: squares(model(TOKENS)), numbers)
+
+
+def test_an_nnx_model_that_is_only_shapes():
+    abstract = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
+    assert nnx_table(abstract) == nnx_table(Block(nnx.Rngs(0)))
+
+
+@pytest.mark.slow
+def test_a_stack_of_nnx_layers_takes_the_steps_of_the_single_layers():
+    layers, loss = 2, lambda model: squares(model(TOKENS))
+    scanned = Transformer(nnx.Rngs(0), stack(layers, nnx.Rngs(1)))
+    unrolled = Transformer(
+        nnx.Rngs(0), nnx.List([Block(nnx.Rngs(2)) for _ in range(layers)])
+    )
+    for layer, block in enumerate(unrolled.blocks):
+        one = jax.tree.map(lambda leaf: leaf[layer], nnx.state(scanned.blocks, nnx.Param))
+        nnx.update(block, one)
+    found = nnx_table(scanned, heads=["logitdense"])
+    assert found == AROUND | {
+        path: shifted(numbers) for path, numbers in blocks_table("blocks").items()
+    }
+    many, single = (
+        train_nnx(model, loss, nnx_dimension_numbers(model, heads=["logitdense"]), 3)
+        for model in (scanned, unrolled)
+    )
+    singles = single.pop("blocks")
+    assert_equal(
+        many.pop("blocks"),
+        jax.tree.map(lambda *leaf: jnp.stack(leaf), *(singles[i] for i in range(layers))),
+    )
+    assert_equal(many, single)
+
+
+def assert_equal(found, expected):
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected
+    )
+
+
+class ResNetBlock(nnx.Module):
+    """ResNetBlock of flax/examples/imagenet, with a depthwise convolution added."""
+
+    def __init__(self, inputs, outputs, rngs):
+        conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
+        self.conv1 = conv(inputs, outputs, (3, 3), strides=2)
+        self.norm1 = nnx.BatchNorm(outputs, rngs=rngs)
+        self.depthwise = conv(outputs, outputs, (3, 3), feature_group_count=outputs)
+        self.conv2 = conv(outputs, outputs, (1, 1))
+        self.norm2 = nnx.GroupNorm(outputs, num_groups=2, rngs=rngs)
+        self.conv_proj = conv(inputs, outputs, (1, 1), strides=2)
+
+    def __call__(self, x):
+        y = jax.nn.relu(self.norm1(self.conv1(x)))
+        y = self.norm2(self.conv2(self.depthwise(y)))
+        return jax.nn.relu(self.conv_proj(x) + y)
+
+
+class ResNet(nnx.Module):
+    def __init__(self, rngs):
+        self.conv_init = nnx.Conv(3, 4, (3, 3), rngs=rngs)
+        self.stages = nnx.Sequential(ResNetBlock(4, 8, rngs), nnx.PReLU())
+        self.classifier = nnx.Linear(8, 5, rngs=rngs)
+
+    def __call__(self, x):
+        return self.classifier(jnp.mean(self.stages(self.conv_init(x)), axis=(1, 2)))
+
+
+@pytest.mark.slow
+def test_an_nnx_resnet():
+    model = ResNet(nnx.Rngs(0))
+    expected = linear("conv_init", kernel=CONVOLUTION)
+    expected |= {"classifier.kernel": None, "classifier.bias": None}
+    expected["stages.layers.1.negative_slope"] = None
+    block = "stages.layers.0"
+    expected |= norms(f"{block}.norm1", f"{block}.norm2")
+    expected[f"{block}.depthwise.kernel"] = None
+    for name in ("conv1", "conv2", "conv_proj"):
+        expected[f"{block}.{name}.kernel"] = CONVOLUTION
+    assert nnx_table(model) == expected
+    x = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
+    train_nnx(model, lambda model: squares(model(x)), nnx_dimension_numbers(model))
+
+
+def test_lora_adapters_are_trained_alone():
+    rngs = nnx.Rngs(0)
+    linear = nnx.LoRALinear(
+        6, 4, lora_rank=2, b_initializer=nnx.initializers.normal(), rngs=rngs
+    )
+    around = nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
+    around.lora_b[...] = jnp.ones((2, 3))
+    model = nnx.Sequential(linear, around)
+    numbers = nnx_dimension_numbers(model)
+    found = table(numbers(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    assert {path for path, of in found.items() if of is None} == {
+        "layers.0.bias",
+        "layers.1.base_module.bias",
+    }
+    assert {of for of in found.values() if of is not None} == {MATRIX}
+    x = jax.random.normal(jax.random.key(1), (5, 6))
+    frozen = jnp.copy(linear.kernel[...])
+    train_nnx(model, lambda model: squares(model(x)), numbers, wrt=nnx.LoRAParam)
+    np.testing.assert_array_equal(frozen, linear.kernel[...])
+
+
+class LinenBlock(nn.Module):
+    """EncoderDecoder1DBlock of flax/examples/lm1b."""
+
+    width: int = 4
+
+    @nn.compact
+    def __call__(self, x, _=None):
+        y = nn.LayerNorm(name="ln1")(x)
+        x = x + nn.MultiHeadDotProductAttention(2, use_bias=False, name="attention")(y)
+        y = nn.Dense(6, name="wi")(nn.LayerNorm(name="ln2")(x))
+        x = x + nn.Dense(self.width, name="wo")(nn.relu(y))
+        # A parameter of its own: 1-D, and so no matrix, in a stack as well.
+        return x * self.param("gain", nn.initializers.ones, (self.width,)), None
+
+
+LINEN_BLOCK = (
+    attention("attention") | linear("wi", "wo") | norms("ln1", "ln2") | {"gain": None}
+)
+LINEN_AROUND = {"embed.embedding": None} | norms("ln")
+
+
+class LinenTransformer(nn.Module):
+    """TransformerLM of flax/examples/lm1b, with tied embeddings or a dense layer."""
+
+    layers: int = 2
+    axis: int | None = None
+    tied: bool = False
+
+    @nn.compact
+    def __call__(self, tokens):
+        embed = nn.Embed(11, 4, name="embed")
+        x = embed(tokens)
+        if self.axis is None:
+            for layer in range(self.layers):
+                x, _ = LinenBlock(name=f"block{layer}")(x)
+        else:
+            x, _ = nn.scan(
+                nn.remat(LinenBlock),
+                variable_axes={"params": self.axis},
+                split_rngs={"params": True},
+                length=self.layers,
+            )(name="blocks")(x, None)
+        x = nn.LayerNorm(name="ln")(x)
+        return embed.attend(x) if self.tied else nn.Dense(11, name="logitdense")(x)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_linen_transformer(tied):
+    module = LinenTransformer(tied=tied)
+    heads = [] if tied else ["logitdense"]
+    numbers = linen_dimension_numbers(module, TOKENS, heads=heads)
+    expected = LINEN_AROUND | {
+        f"block{layer}.{path}": numbers
+        for path, numbers in LINEN_BLOCK.items()
+        for layer in range(2)
+    }
+    if not tied:
+        expected |= linear("logitdense", kernel=None)
+    assert table(numbers) == expected
+    params = module.init(jax.random.key(0), TOKENS)["params"]
+    train_linen(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
+
+
+def inserted(numbers, axis):
+    """The numbers of a leaf with one more axis there, at 0, 1 or the end (-1)."""
+    if numbers is None or axis == -1:
+        return numbers
+    return Dims(*jax.tree.map(lambda a: a + (a >= axis), tuple(numbers)))
+
+
+# As many layers as features: the shapes alone would not tell the axes apart.
+@pytest.mark.parametrize("axis", [0, 1, -1])
+@pytest.mark.parametrize("layers", [3, 4])
+def test_linen_stacks_along_any_axis(axis, layers):
+    scanned = LinenTransformer(layers, axis=axis, tied=True)
+    assert linen_table(scanned, TOKENS) == LINEN_AROUND | {
+        f"blocks.{path}": inserted(numbers, axis) for path, numbers in LINEN_BLOCK.items()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_stack_of_linen_layers_takes_the_steps_of_the_single_layers(axis):
+    layers = 2
+    scanned = LinenTransformer(layers, axis=axis, tied=True)
+    unrolled = LinenTransformer(layers, tied=True)
+    params = scanned.init(jax.random.key(0), TOKENS)["params"]
+    singles = {
+        f"block{layer}": jax.tree.map(
+            lambda leaf, layer=layer: jnp.take(leaf, layer, axis), params["blocks"]
+        )
+        for layer in range(layers)
+    }
+    around = {name: leaf for name, leaf in params.items() if name != "blocks"}
+    many, single = (
+        train_linen(
+            start,
+            lambda p, module=module: squares(module.apply({"params": p}, TOKENS)),
+            linen_dimension_numbers(module, TOKENS),
+            3,
+        )
+        for module, start in ((scanned, params), (unrolled, around | singles))
+    )
+    stacked = jax.tree.map(
+        lambda *leaf: jnp.stack(leaf, axis),
+        *(single.pop(f"block{layer}") for layer in range(layers)),
+    )
+    assert_equal(many, single | {"blocks": stacked})
+
+
+class Partitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x, _=None):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
+        logical = nn.with_logical_partitioning(
+            nn.initializers.lecun_normal(), ("embed", "mlp")
+        )
+        x = nn.Dense(8, kernel_init=init, name="first")(x)
+        return nn.Dense(6, kernel_init=logical, name="second")(x), None
+
+
+class ManyPartitioned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.scan(
+            Partitioned,
+            variable_axes={"params": 1},
+            split_rngs={"params": True},
+            length=3,
+            metadata_params={nn.PARTITION_NAME: "layers"},
+        )(name="layers")(x, None)
+
+
+@pytest.mark.parametrize(
+    "module, prefix, kernel",
+    [(Partitioned(), "", MATRIX), (ManyPartitioned(), "layers.", Dims(0, 2))],
+)
+def test_boxed_linen_parameters(module, prefix, kernel):
+    x = jax.random.normal(jax.random.key(1), (4, 6))
+    numbers = linen_dimension_numbers(module, x)
+    expected = linear(f"{prefix}first", f"{prefix}second", kernel=kernel)
+    assert table(numbers) == expected
+    boxed = module.init(jax.random.key(0), x)["params"]
+    kinds = {
+        type(leaf)
+        for leaf in jax.tree.leaves(boxed, is_leaf=lambda n: hasattr(n, "unbox"))
+    }
+    assert nn.Partitioned in kinds and nn.LogicallyPartitioned in kinds
+
+    def loss(params):
+        return squares(module.apply({"params": params}, x)[0])
+
+    trained = train_linen(boxed, loss, numbers)
+    assert_equal(nn.unbox(trained), train_linen(nn.unbox(boxed), loss, numbers))
+
+
+class Convolutions(nn.Module):
+    """ResNetBlock of flax/examples/imagenet, with what else Linen has."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        y = nn.Conv(8, (3, 3), use_bias=False)(x)
+        y = nn.relu(nn.BatchNorm(use_running_average=not train)(y))
+        y = nn.Conv(8, (3, 3), feature_group_count=8, name="depthwise")(y)
+        y = nn.ConvTranspose(4, (2, 2), transpose_kernel=True)(nn.PReLU()(y))
+        y = nn.vmap(
+            nn.DenseGeneral, variable_axes={"params": 0}, split_rngs={"params": True}
+        )((2, 3))(y)
+        return nn.Dense(5, name="head")(y.mean((1, 2)).reshape(len(x), -1))
+
+
+@pytest.mark.slow
+def test_a_linen_convolutional_network():
+    module = Convolutions()
+    x = jax.random.normal(jax.random.key(1), (2, 6, 6, 3))
+    variables = module.init(jax.random.key(0), x, train=True)
+    numbers = linen_dimension_numbers(
+        module,
+        jax.ShapeDtypeStruct(x.shape, x.dtype),
+        rngs={"params": jax.random.key(0)},
+        train=True,
+    )
+    assert table(numbers) == {
+        "Conv_0.kernel": CONVOLUTION,
+        "ConvTranspose_0.kernel": Dims((0, 1, 3), 2),
+        "ConvTranspose_0.bias": None,
+        "PReLU_0.negative_slope": None,
+    } | linear("depthwise", "head", kernel=None) | norms("BatchNorm_0") | linear(
+        "VmapDenseGeneral_0", kernel=Dims(1, (2, 3))
+    )
+
+    def loss(params):
+        y, _ = module.apply(
+            variables | {"params": params}, x, train=True, mutable="batch_stats"
+        )
+        return squares(y)
+
+    train_linen(variables["params"], loss, numbers)
+
+
+def test_tracing_leaves_nothing_in_the_cache_of_nn_jit():
+    x = jnp.ones((2, 3))
+    for first in (True, False):
+        module = nn.jit(nn.Dense)(5 + first)
+        if first:
+            module.init(jax.random.key(0), x)
+        assert linen_table(module, x) == {"kernel": MATRIX, "bias": None}
+        params = module.init(jax.random.key(0), x)["params"]
+        assert {type(leaf) for leaf in params.values()} == {type(x)}
+        rules = {nn.Dense: lambda module: {"kernel": None}}
+        assert linen_table(module, x, rules=rules) == {"kernel": None, "bias": None}
+
+
+class SharedScope(nn.Module):
+    """The LoRA layer of nn.share_scope's documentation."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(4)
+        nn.share_scope(self, dense)
+        a = self.param("a", nn.initializers.normal(), (3, 2))
+        b = self.param("b", nn.initializers.normal(), (2, 4))
+        return dense(x) + x @ a @ b
+
+
+def test_a_shared_scope_keeps_the_owners_apart():
+    x = jnp.ones((2, 3))
+    with pytest.raises(ValueError, match=r"'a' of shape \(3, 2\): .* SharedScope"):
+        linen_dimension_numbers(SharedScope(), x)
+    nested = nn.Sequential([nn.Dense(3), SharedScope()])
+    with pytest.raises(ValueError, match=r"'layers_1\.a' of .* SharedScope"):
+        linen_dimension_numbers(nested, x)
+    rules = {SharedScope: lambda m: {"a": Weight((None, 2), 0, 1), "b": None}}
+    assert linen_table(SharedScope(), x, rules=rules) == {
+        "kernel": MATRIX,
+        "bias": None,
+        "a": MATRIX,
+        "b": None,
+    }
+
+
+# What types leave open.
+
+
+class Experts(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Param(jax.random.normal(rngs(), (4, 8, 16)))
+        self.down = nnx.List([nnx.Param(jax.random.normal(rngs(), (16, 8)))])
+        self.gain = nnx.Param(jnp.ones(8))
+        self.mix = nnx.Conv(4, 8, (3, 3), feature_group_count=2, rngs=rngs)
+
+
+def test_open_nnx_parameters_are_one_error():
+    with pytest.raises(ValueError, match="do not say which") as error:
+        nnx_dimension_numbers(Experts(nnx.Rngs(0)))
+    text = str(error.value)
+    assert "'up' of shape (4, 8, 16): there is no rule for it in Experts" in text
+    assert "'down.0' of shape (16, 8)" in text
+    assert "overrides=" in text and "rules=" in text
+    assert "gain" not in text and "mix" not in text
+
+
+def test_overrides_and_rules_for_nnx():
+    overrides = {r"mix\.kernel": "adamw", r"^(up|down\.\d+)$": Dims(-2, -1)}
+    expected = {"up": Dims(-2, -1), "down.0": Dims(-2, -1), "gain": None}
+    expected |= linear("mix", kernel=None)  # Instead of a matrix for each group.
+    model = Experts(nnx.Rngs(0))
+    assert nnx_table(model, overrides=overrides) == expected
+    rules = {
+        Experts: lambda module: {
+            "up": Weight((4, 8, 16), 1, 2),
+            "down": Weight((16, 8), (0,), (1,)),
+            "gain": None,
+        }
+    }
+    only_mix = {r"mix\.kernel": "adamw"}
+    expected |= {"up": Dims(1, 2), "down.0": MATRIX}
+    assert nnx_table(model, overrides=only_mix, rules=rules) == expected
+
+    class Subclass(Experts):
+        pass
+
+    stacked = nnx.vmap(Subclass)(nnx.Rngs(0).split(3))
+    expected |= {"up": Dims(2, 3), "down.0": Dims(1, 2)}
+    assert nnx_table(stacked, overrides=only_mix, rules=rules) == expected
+
+
+class OpenLinen(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        w = self.param("w", nn.initializers.normal(), (3, 3))
+        x = nn.Conv(4, (2,), feature_group_count=2)(nn.Dense(4)(x @ w))
+        return nn.Einsum((4, 5))(x, "btd,de->bte")
+
+
+def test_open_linen_parameters_are_one_error():
+    x = jnp.ones((2, 5, 3))
+    with pytest.raises(ValueError, match="do not say which") as error:
+        linen_dimension_numbers(OpenLinen(), x)
+    text = str(error.value)
+    assert "'w' of shape (3, 3): there is no rule for it in OpenLinen" in text
+    assert "Conv_0" not in text
+    assert "'Einsum_0.kernel' of shape (4, 5): its einsum_str is given to the" in text
+    overrides = {"^w$": "matrix", "Einsum.*kernel": MATRIX}
+    found = linen_table(OpenLinen(), x, overrides=overrides)
+    groups = Blocks((0, 1), 2, block_axis=2, blocks=2)
+    assert found == {"w": MATRIX} | linear("Dense_0", "Einsum_0") | linear(
+        "Conv_0", kernel=groups
+    )
+
+
+def test_a_convolution_in_groups_has_a_matrix_for_each():
+    layer = nnx.Conv(4, 6, (3,), feature_group_count=2, padding="VALID", rngs=nnx.Rngs(0))
+    assert nnx_table(layer)["kernel"] == Blocks((0, 1), 2, block_axis=2, blocks=2)
+    seen = jax.jacobian(lambda x: layer(x)[0])(jnp.ones((3, 4))) != 0
+    for group in range(2):  # Three outputs side by side, of two inputs.
+        outputs = seen[3 * group : 3 * (group + 1)].any(axis=(0, 1))
+        assert outputs.tolist() == [group == 0] * 2 + [group == 1] * 2
+
+
+@pytest.mark.parametrize(
+    "equation, shape", [("bi,ijk->bj", (3, 4, 2)), ("...i,...io->...o", (2, 3, 4))]
+)
+def test_an_einsum_that_no_matrix_explains(equation, shape):
+    with pytest.raises(ValueError, match="sums the kernel alone"):
+        nnx_dimension_numbers(nnx.Einsum(equation, shape, rngs=nnx.Rngs(0)))
+
+
+def test_nnx_stacks_that_do_not_stand_in_front_are_refused():
+    @nnx.vmap(out_axes=nnx.StateAxes({nnx.Param: 1}))
+    def build(rngs):
+        return nnx.Linear(4, 5, rngs=rngs)
+
+    stacked = build(nnx.Rngs(0).split(3))
+    assert stacked.kernel.shape == (4, 3, 5)
+    with pytest.raises(ValueError, match=r"'kernel' of .*declares \(4, 5\)"):
+        nnx_dimension_numbers(stacked)
+    found = nnx_table(stacked, overrides={"kernel": Dims(0, 2)})
+    assert found == {"kernel": Dims(0, 2), "bias": None}
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (5,), (4, 5, 1)])
+def test_a_leaf_of_another_shape_than_its_module_declares(shape):
+    model = nnx.Linear(4, 5, rngs=nnx.Rngs(0))
+    model.kernel = nnx.Param(jnp.ones(shape))
+    with pytest.raises(ValueError, match="'kernel' of shape"):
+        nnx_dimension_numbers(model)
+
+
+def test_twice_stacked_nnx_modules():
+    @nnx.vmap
+    @nnx.vmap
+    def build(rngs):
+        return nnx.Conv(2, 3, (3, 3), rngs=rngs)
+
+    stacked = build(nnx.Rngs(0).split((4, 5)))
+    assert nnx_table(stacked) == {"kernel": Dims((2, 3, 4), 5), "bias": None}
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_names_that_are_on_no_path(kind):
+    def build(**kwargs):
+        if kind == "nnx":
+            return nnx_dimension_numbers(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), **kwargs)
+        return linen_dimension_numbers(nn.Dense(3), jnp.ones((1, 2)), **kwargs)
+
+    with pytest.raises(ValueError, match=r"'vocab' in heads .*bias, kernel"):
+        build(heads=["vocab"])
+    with pytest.raises(ValueError, match=r"'kern\$' of overrides matches no .*'kernel'"):
+        build(overrides={"kern$": "adamw"})
+    with pytest.raises(ValueError, match=r"'kernel' of overrides decides nothing: ear"):
+        build(overrides=[("k", "adamw"), ("kernel", "matrix")])
+    with pytest.raises(ValueError, match=r"overrides\['k'\]=None is not valid: pass"):
+        build(overrides={"k": None})
+    with pytest.raises(ValueError, match=r"overrides, expression 'k': .* has 2 axes"):
+        build(overrides={"k": Dims(1, 2)})
+    with pytest.raises(ValueError, match=r"'bias' of overrides says \"matrix\""):
+        build(overrides={"bias": "matrix"})
+
+
+def test_parameters_of_another_model():
+    numbers = nnx_dimension_numbers(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'mlp\.kernel' is no nnx\.Param of the model"):
+        numbers({"mlp": {"kernel": jnp.ones((2, 3))}})
+
+
+def test_a_state_in_place_of_its_model():
+    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'kernel' of .* no rule for it in State\n"):
+        nnx_dimension_numbers(state)
+
+
+def test_overrides_come_before_names_and_types():
+    model = nnx.Dict(head=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    assert nnx_table(model) == linear("head", kernel=None)
+    assert nnx_table(model, overrides={r"head\.kernel": "matrix"}) == linear("head")
+    embed = nnx.Embed(5, 4, rngs=nnx.Rngs(0))
+    assert nnx_table(embed, overrides={"embedding": "matrix"}) == {"embedding": MATRIX}
+
+
+def test_modules_that_are_used_twice():
+    shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    model = nnx.Dict(a=shared, b=shared, c=nnx.Linear(3, 3, rngs=nnx.Rngs(1)))
+    assert nnx_table(model) == linear("a", "c")
+
+    class Twice(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(3, name="dense")
+            return dense(dense(x))
+
+    assert linen_table(Twice(), jnp.ones((2, 3))) == linear("dense")
+
+    class TwiceStacked(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            stack = nn.vmap(
+                nn.DenseGeneral,
+                variable_axes={"params": -2},
+                split_rngs={"params": True},
+            )((2, 2), axis=(-2, -1), use_bias=False, name="stack")
+            return stack(stack(x))
+
+    # A remove_axis of the box for the second call, and an add_axis after it.
+    found = linen_table(TwiceStacked(), jnp.ones((4, 2, 2)))
+    assert found == {"stack.kernel": Dims((0, 1), (2, 4))}
+
+
+# Other containers, and modules of the other kind.
+
+
+def test_frozen_parameters():
+    x = jnp.ones((2, 3))
+    params = freeze(nn.Dense(4).init(jax.random.key(0), x)["params"])
+    numbers = linen_dimension_numbers(nn.Dense(4), x)
+    with pytest.raises(ValueError, match=r"(?s)must be a tree of.*dict.*FrozenDict"):
+        matrix_axes(numbers, params)
+    for found in (
+        freeze(numbers),
+        nnx_dimension_numbers(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))(params),
+        by_path({"bias": "adamw"})(params),
+    ):
+        assert found == freeze({"bias": None, "kernel": MATRIX})
+    with flax.config.temp_flip_flag("return_frozendict", True):
+        assert linen_dimension_numbers(nn.Dense(4), x) == freeze(numbers)
+
+
+def test_modules_behind_a_bridge_are_open():
+    x = jnp.ones((2, 3))
+    around = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(x)
+    model = nnx.Dict(linen=around, nnx=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"'linen\.kernel' .* rule for it in ToNNX\n"):
+        nnx_dimension_numbers(model)
+    found = nnx_table(model, overrides={r"linen\.kernel": "matrix"})
+    assert found == linear("linen", "nnx")
+    within = nnx.bridge.ToLinen(nnx.Linear, args=(3, 4))
+    model = nn.Sequential([nn.Dense(3), within])
+    with pytest.raises(ValueError, match=r"'layers_1\.kernel' .* for it in ToLinen\n"):
+        linen_dimension_numbers(model, x)
+    found = linen_table(model, x, overrides={r"layers_1\.kernel": "matrix"})
+    assert found == linear("layers_0", "layers_1")
+
+
+def test_nothing_else_of_the_package_needs_flax():
+    code = (
+        "import sys; sys.modules['flax'] = None\n"
+        "import pkgutil, importlib, orscale_jax\n"
+        "names = {m.name for m in pkgutil.iter_modules(orscale_jax.__path__)}\n"
+        "names -= {'flax', 'haliax'}  # Haliax imports Flax.\n"
+        "[importlib.import_module('orscale_jax.' + name) for name in names]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

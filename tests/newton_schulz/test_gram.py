@@ -1,0 +1,453 @@
+"""Newton–Schulz on the Gram matrix: what it costs, where it restarts, how exact it is."""
+
+import dataclasses
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+
+from examples.benchmarks import hlo_cost
+from orscale_jax import polar_factor
+from orscale_jax.newton_schulz import (
+    arithmetic as arithmetic_,
+    polar,
+    preconditioning,
+    restarts as restarts_,
+)
+from orscale_jax.newton_schulz.arithmetic import Arithmetic
+from orscale_jax.newton_schulz.coefficients import PRESETS, rows_of as rows_at
+from orscale_jax.newton_schulz.gram import gram_newton_schulz
+from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
+from orscale_jax.newton_schulz.preconditioning import Start
+from tests import oracle
+
+TABLES = {
+    **{name: np.asarray(rows) for name, rows in PRESETS.items()},
+    "long": polar_express_coefficients(1e-5, 8),
+    "safer": polar_express_coefficients(safety_factor=1.05),
+}
+SOME_SLOW = [
+    pytest.param(name, marks=[] if name in PRESETS else [pytest.mark.slow])
+    for name in TABLES
+]
+UNITS = {"float32": 2**-24, "float16": 2**-11, "bfloat16": 2**-8}
+DTYPES = ["float32", pytest.param("float16", marks=pytest.mark.slow), "bfloat16"]
+SHAPES = [(16, 48), (48, 16), (3, 8, 40), (2, 2, 40, 8), (16, 16), (1, 5)]
+
+
+def restart_steps(table, steps, unit):
+    return restarts_.restart_steps(rows_at(table, steps), unit)
+
+
+def rows_of(name, steps):
+    return oracle.rows_of(TABLES[name], steps)
+
+
+def rounded(x, dtype):
+    arithmetic = Arithmetic(jnp.dtype(dtype))
+    return arithmetic.round(jnp.asarray(x, arithmetic.accumulator))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def gram(x, name, steps, restarts, dtype="float32", by_strips=False):
+    [q] = gram_newton_schulz(
+        [Start(rounded(x, dtype))],
+        rows_at(TABLES[name], steps),
+        (restarts,),
+        (Arithmetic(jnp.dtype(dtype), by_strips=by_strips),),
+    )
+    return q
+
+
+def with_spectrum(sigma, m, n, bases):
+    if bases == "hadamard":  # Entries of one size: roundings do not average out.
+        u, v = (scipy.linalg.hadamard(k)[:, :m] / np.sqrt(k) for k in (m, n))
+    else:
+        rng = np.random.default_rng(0)
+        u, v = (np.linalg.qr(rng.normal(size=(k, m)))[0] for k in (m, n))
+    return (u * sigma / np.linalg.norm(sigma)) @ v.T
+
+
+def adversaries(m, n):
+    """Matrices of norm 1; most have singular values that rounding makes negative."""
+    rng = np.random.default_rng(1)
+    spectra = {
+        "worst": np.r_[np.full(7, 0.377), np.zeros(m - 7)],
+        "rank one": np.eye(m)[0],
+        "rank one and noise": np.r_[1, np.full(m - 1, 1e-4)],
+        "low rank": np.r_[np.ones(m // 8), np.zeros(m - m // 8)],
+        "two clusters": np.r_[np.ones(m // 2), np.full(m // 2, 1e-3)],
+        "log-uniform": 10 ** rng.uniform(-6, 0, m),
+        "flat": np.ones(m),
+    }
+    found = {
+        (name, bases): with_spectrum(sigma, m, n, bases)
+        for (name, sigma), bases in itertools.product(
+            spectra.items(), ("random", "hadamard")
+        )
+    }
+    x = rng.normal(size=(m, n))
+    found["Gaussian"] = x / np.linalg.norm(x)
+    x[m // 2 :] = 0
+    found["zero rows"] = x / np.linalg.norm(x)
+    return np.stack(list(found.values()))
+
+
+def exact(x, name, steps):
+    """The composition in float64, on the singular values."""
+    u, sigma, vt = np.linalg.svd(np.asarray(x, np.float64), full_matrices=False)
+    for a, b, c in rows_of(name, steps):
+        sigma = a * sigma + b * sigma**3 + c * sigma**5
+    return np.einsum("...ik,...k,...kj->...ij", u, sigma, vt)
+
+
+def distance(x, y):
+    """Of matrices in float64, in the spectral norm; the largest of a batch."""
+    return np.linalg.norm(np.asarray(x, np.float64) - y, ord=2, axis=(-2, -1)).max()
+
+
+# Equal to the plain form in exact arithmetic.
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("restarts", [(), (1,), (2, 4), (1, 2, 3, 4, 5)])
+def test_parity_in_float64(enable_x64, shape, restarts):
+    x = np.random.default_rng(0).normal(size=shape)
+    x /= np.linalg.norm(x, axis=(-2, -1), keepdims=True)
+    q = gram(x, "polar_express", 6, restarts, "float64")
+    assert q.shape == shape and q.dtype == jnp.float64
+    expected = [
+        oracle.newton_schulz(m, rows_of("polar_express", 6), safety=1)
+        for m in x.reshape(-1, *shape[-2:])
+    ]
+    np.testing.assert_allclose(q, np.reshape(expected, shape), atol=1e-12)
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("steps", [1, 2, 5, 9])
+def test_every_table_and_number_of_steps_in_float64(enable_x64, name, steps):
+    x = with_spectrum(np.geomspace(1, 1e-2, 16), 16, 40, "random")
+    restarts = restart_steps(TABLES[name], steps, 2**-53)
+    q = gram(x, name, steps, restarts, "float64")
+    np.testing.assert_allclose(q, exact(x, name, steps), atol=1e-11)
+
+
+def test_restarts_before_every_step_are_the_plain_iteration():
+    x = np.random.default_rng(0).normal(size=(3, 24, 40))
+    for dtype in ("float32", "bfloat16"):
+        arithmetic = Arithmetic(jnp.dtype(dtype))
+        normalized = x / np.linalg.norm(x, axis=(1, 2), keepdims=True)
+        start = preconditioning.start(jnp.asarray(normalized), "frobenius", arithmetic)
+        found = gram(start.x, "dion", 5, (1, 2, 3, 4), dtype)
+        plain = polar._newton_schulz(start, TABLES["dion"], 5, arithmetic)
+        np.testing.assert_allclose(found, plain, atol=16 * float(jnp.finfo(dtype).eps))
+
+
+def test_tall_matrices_are_iterated_as_their_transposes():
+    x = adversaries(16, 64)
+    for dtype in ("float32", "bfloat16"):
+        wide = gram(x, "polar_express", 5, (2,), dtype)
+        tall = gram(np.swapaxes(x, 1, 2), "polar_express", 5, (2,), dtype)
+        # Sums differ in their order, and so do the roundings of what is zero.
+        found = np.abs(np.swapaxes(tall, 1, 2) - wide).max()
+        assert found < (1e-4 if dtype == "float32" else 0.05)
+
+
+# The cost.
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("shape", [(24, 96), (96, 24), (32, 32)])
+@pytest.mark.parametrize("restarts", [(), (2,), (2, 4), (1, 2, 3, 4)])
+def test_flops_are_those_of_the_compiled_program(shape, restarts):
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    compiled = gram.lower(x, "polar_express", 5, restarts).compile()
+    counted = restarts_.flops(*shape, steps=5, restarts=len(restarts))
+    found = compiled.cost_analysis()["flops"]
+    # The rest is elementwise: some tens per entry.
+    assert counted <= found <= counted + 150 * shape[0] * shape[1]
+
+
+def test_counted_flops():
+    m, n = 768, 3072
+    assert restarts_.flops(m, n, 5, 4) == 5 * (4 * m**2 * n + 2 * m**3)
+    assert restarts_.flops(n, m, 5, 0) == 4 * m**2 * n + 17 * 2 * m**3
+    assert restarts_.flops(m, n, 5, 1) * 3 == restarts_.flops(m, n, 5, 4) * 2
+
+
+@pytest.mark.parametrize("m, n", [(1, 1), (768, 768), (2, 3), (100, 151), (3072, 768)])
+@pytest.mark.parametrize("steps", [2, 5, 10])
+def test_it_pays_beyond_one_and_a_half(m, n, steps):
+    counted = [restarts_.flops(m, n, steps, k) for k in range(steps)]
+    assert restarts_.is_cheaper(m, n) == (max(m, n) > 1.5 * min(m, n))
+    assert restarts_.is_cheaper(m, n) == all(
+        f < g for f, g in itertools.pairwise(counted)
+    )
+
+
+# The restarts.
+
+
+@pytest.mark.parametrize(
+    "name, dtype, five, ten",
+    [
+        ("polar_express", "float32", (2,), (2, 5, 8)),
+        ("polar_express", "float16", (2, 4), (2, 4, 7)),
+        ("polar_express", "bfloat16", (1, 2, 3, 4), (1, 2, 3, 4, 5, 7, 9)),
+        ("jordan", "float32", (2,), (2, 5, 8)),
+        ("jordan", "float16", (2, 4), (2, 4, 6, 8)),
+        ("jordan", "bfloat16", (1, 2, 3, 4), tuple(range(1, 10))),
+        ("dion", "float32", (2,), (2, 5, 8)),
+        ("dion", "float16", (2,), (2, 5, 8)),
+        ("dion", "bfloat16", (1, 2, 3, 4), tuple(range(1, 10))),
+    ],
+)
+def test_placement_of_the_presets(name, dtype, five, ten):
+    assert restart_steps(TABLES[name], 5, UNITS[dtype]) == five
+    assert restart_steps(TABLES[name], 10, UNITS[dtype]) == ten
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_coarser_arithmetic_never_has_fewer_restarts(name):
+    for steps in range(1, 11):
+        units = (2.0**-k for k in (53, 24, 11, 8, 6, 4))
+        counts = [len(restart_steps(TABLES[name], steps, unit)) for unit in units]
+        assert counts == sorted(counts) and counts[-1] < steps
+
+
+def test_a_table_that_explodes_is_iterated_plainly():
+    table = np.array([(5.0, 3.0, 2.0)])
+    assert restart_steps(table, 7, 2**-24) == (1, 2, 3, 4, 5, 6)
+    assert restart_steps(table, 1, 2**-24) == ()
+
+
+# Quality.
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SOME_SLOW)
+@pytest.mark.parametrize("steps", [5, pytest.param(8, marks=pytest.mark.slow)])
+def test_as_exact_as_the_plain_form(name, steps, dtype):
+    """On the worst of the spectra, up to a factor."""
+    x = np.asarray(rounded(adversaries(64, 256), dtype))
+    expected = exact(x, name, steps)
+    restarts = restart_steps(TABLES[name], steps, UNITS[dtype])
+    found = distance(gram(x, name, steps, restarts, dtype), expected)
+    plain = distance(gram(x, name, steps, tuple(range(1, steps)), dtype), expected)
+    assert found < 3 * plain
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "polar_express",
+        pytest.param("jordan", marks=pytest.mark.slow),
+        pytest.param("dion", marks=pytest.mark.slow),
+    ],
+)
+def test_in_strips_as_exact_as_the_plain_form(monkeypatch, name):
+    """One triangle of what is symmetric up to rounding, on the worst of the spectra."""
+    monkeypatch.setattr(arithmetic_, "_SMALLEST_IN_STRIPS", 48)
+    x = np.asarray(adversaries(64, 256), np.float32)
+    expected = exact(x, name, 5)
+    restarts = restart_steps(TABLES[name], 5, UNITS["float32"])
+    found, plain = (
+        distance(gram(x, name, 5, before, "float32", True), expected)
+        for before in (restarts, (1, 2, 3, 4))
+    )
+    assert found < 3 * plain
+
+
+@pytest.mark.parametrize("shape", [(2, 385, 500), (500, 401), (400, 400), (20, 30)])
+def test_gram_matrices_by_strips(shape):
+    """And their squares, for which one triangle is computed of a symmetric matrix."""
+    arithmetic = Arithmetic(jnp.dtype("float32"), by_strips=True)
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    exact = x.astype(np.float64)
+    wide = shape[-2] <= shape[-1]
+    exact = exact @ exact.mT if wide else exact.mT @ exact
+    gram = arithmetic.gram(jnp.asarray(x))
+    scale = np.abs(exact).max()
+    np.testing.assert_allclose(gram / scale, exact / scale, atol=1e-6)
+    factor = gram / scale
+    square = arithmetic.symmetric(factor, factor)
+    exact /= scale
+    np.testing.assert_allclose(square, exact @ exact, atol=1e-5)
+    cube = arithmetic.symmetric(factor, square)
+    np.testing.assert_allclose(cube, exact @ exact @ exact, atol=2e-5)
+    third = gram.shape[-1] // 3
+    for x in (gram, square, cube):
+        below, above = x[..., third:, :third], x[..., :third, third:]
+        assert np.array_equal(below, above.mT) or gram.shape[-1] < 384
+
+
+def test_strips_are_of_the_product_itself():
+    """Rows of one operand, columns of the other, also where that is not symmetric."""
+    rng = np.random.default_rng(0)
+    x, y = (rng.normal(size=(450, 450)).astype(np.float32) for _ in range(2))
+    arithmetic = Arithmetic(jnp.dtype("float32"), by_strips=True)
+    found = arithmetic.symmetric(jnp.asarray(x), jnp.asarray(y))
+    np.testing.assert_allclose(np.triu(found), np.triu(x @ y), atol=1e-3)
+
+
+def flops_of(fn, *shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return hlo_cost.of(jax.jit(fn).lower(x).compile().as_text()).flops
+
+
+@pytest.mark.compiled
+def test_blocks_save_a_third_of_symmetric_products():
+    """In the Gram form all but P's, Q's: 2 + 11 of 13 + 3 + 2 at the default's five."""
+    m, n = 768, 1536
+    arithmetic = Arithmetic(jnp.dtype("float32"), by_strips=True)
+    assert flops_of(arithmetic.gram, m, n) == 2 / 3 * 2 * m**2 * n
+    form = functools.partial(
+        gram, name="polar_express", steps=5, restarts=(2,), dtype="float32"
+    )
+    symmetric = 2 * 2 * m**2 * n + 11 * 2 * m**3
+    others = 2 * 2 * m**2 * n + 3 * 2 * m**3
+    in_strips = flops_of(functools.partial(form, by_strips=True), m, n)
+    assert in_strips == 2 / 3 * symmetric + others
+    assert flops_of(functools.partial(form, by_strips=False), m, n) == symmetric + others
+
+
+@pytest.mark.parametrize("shape", [(400, 450), (400, 800), (800, 400)])
+def test_the_polar_factor_of_large_matrices(shape):
+    """By blocks, in both forms."""
+    x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    found = polar_factor(jnp.asarray(x), steps=9)
+    np.testing.assert_allclose(found, oracle.svd_polar(x), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SOME_SLOW)
+def test_low_precision_stays_bounded(name, dtype):
+    x = adversaries(64, 256)
+    restarts = restart_steps(TABLES[name], 5, UNITS[dtype])
+    q = np.asarray(gram(x, name, 5, restarts, dtype), np.float64)
+    bound = np.abs(exact(np.diag(np.linspace(0, 1, 1001)), name, 5)).max()
+    assert np.linalg.norm(q, ord=2, axis=(1, 2)).max() < 1.03 * bound
+
+
+def test_converges_to_the_svd():
+    x = with_spectrum(np.geomspace(1, 1e-2, 24), 24, 96, "random")
+    restarts = restart_steps(TABLES["polar_express"], 10, UNITS["float32"])
+    q = gram(x, "polar_express", 10, restarts)
+    assert distance(q, oracle.svd_polar(x)) < 1e-4
+
+
+# Why restarts, why this order.
+
+
+@pytest.mark.slow
+def test_without_restarts_float32_loses_two_digits():
+    x = adversaries(64, 256)
+    x = np.asarray(x, np.float32)
+    expected = exact(x, "polar_express", 5)
+    none, one, plain = (
+        distance(gram(x, "polar_express", 5, restarts), expected)
+        for restarts in ((), (2,), (1, 2, 3, 4))
+    )
+    assert none > 30 * plain and one < 3 * plain
+
+
+def test_without_restarts_more_steps_explode_in_bfloat16():
+    """A zero singular value's rounding is negative, and the steps drive it away."""
+    x = adversaries(64, 256)
+    restarts = restart_steps(TABLES["polar_express"], 8, UNITS["bfloat16"])
+    kept = gram(x, "polar_express", 8, restarts, "bfloat16")
+    exploded = gram(x, "polar_express", 8, (), "bfloat16")
+    assert np.linalg.norm(kept, ord=2, axis=(1, 2)).max() < 1.1
+    largest = np.linalg.norm(np.nan_to_num(exploded, nan=1e30), axis=(1, 2)).max()
+    assert largest > 100
+
+
+def test_the_polynomial_is_multiplied_from_the_left():
+    """From the right, bfloat16 without restarts reaches 60."""
+    q = gram(adversaries(64, 256), "polar_express", 5, (), "bfloat16")
+    assert np.linalg.norm(q, ord=2, axis=(1, 2)).max() < 4
+
+
+def test_what_float32_bears_overshoots_in_bfloat16():
+    """Its segments lift what is large beyond the next row's interval."""
+    name, bound, x = "polar_express", 1.142, adversaries(64, 256)
+    of_float32 = restart_steps(TABLES[name], 5, float(jnp.finfo(jnp.float32).eps) / 2)
+    segments, plain = (
+        np.linalg.norm(gram(x, name, 5, restarts, "bfloat16"), ord=2, axis=(1, 2)).max()
+        for restarts in (of_float32, (1, 2, 3, 4))
+    )
+    assert plain < 1.01 * bound and segments > 1.05 * bound
+
+
+@pytest.mark.slow
+def test_the_drift_predicts_errors_of_float32():
+    """Every placement of up to two restarts, within a factor of 4."""
+    x = np.asarray(adversaries(64, 256), np.float32)
+    expected = exact(x, "polar_express", 5)
+    rows = TABLES["polar_express"][:5]
+    upper, noise = restarts_._ranges(rows)
+
+    def predicted(restarts):
+        total = 0.0
+        for i, j in itertools.pairwise((0, *restarts, 5)):
+            drift = sum(
+                restarts_._drift(rows[k:j], upper[k]) * noise[k] for k in range(i, j)
+            )
+            gain = np.abs(
+                restarts_._gain(rows[i:j], (upper[i] * restarts_._GRID) ** 2)
+            ).max()
+            total += (drift + gain * upper[i]) * np.prod(rows[j:, 0])
+        return total
+
+    def found(restarts):
+        return distance(gram(x, "polar_express", 5, restarts), expected)
+
+    plain = (1, 2, 3, 4)
+    for count in range(3):
+        for restarts in itertools.combinations(range(1, 5), count):
+            ratio = found(restarts) / found(plain)
+            guess = predicted(restarts) / predicted(plain)
+            assert 1 / 4 < ratio / guess < 4, (restarts, ratio, guess)
+
+
+def test_the_polynomial_from_the_other_side_is_less_exact():
+    """P ← P Z, in NumPy, against the order that is used."""
+    x = np.asarray(adversaries(64, 256), np.float32)
+    expected = exact(x, "polar_express", 5)
+
+    def iterate(x, ours):
+        for rows in (TABLES["polar_express"][:2], TABLES["polar_express"][2:5]):
+            r, p = x @ x.T, np.eye(len(x), dtype=np.float32)
+            for a, b, c in np.asarray(rows, np.float32):
+                z = a * np.eye(len(x), dtype=np.float32) + b * r + c * (r @ r)
+                p = z @ p if ours else p @ z
+                r = z @ (r @ z)
+            x = p @ x
+        return x
+
+    ours, other = (
+        distance(np.stack([iterate(m, order) for m in x]), expected)
+        for order in (True, False)
+    )
+    assert other > 4 * ours
+
+
+@pytest.mark.parametrize("hide_coefficients", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_interleaved_arrays_are_as_alone(dtype, hide_coefficients):
+    """Also where some take other steps than others."""
+    rng = np.random.default_rng(0)
+    shapes = (16, 40), (2, 40, 16), (3, 20, 24)
+    xs = [rng.normal(size=shape) for shape in shapes]
+    xs = [x / np.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in xs]
+    settings = polar.NewtonSchulz(4, TABLES["polar_express"], "frobenius", dtype)
+    hidden = dataclasses.replace(settings, hide_coefficients=hide_coefficients)
+    inputs = [jnp.asarray(x, jnp.float32) for x in xs]
+    found = polar.newton_schulz(inputs, hidden)
+    for q, x in zip(found, inputs, strict=True):
+        [alone] = polar.newton_schulz([x], settings)
+        np.testing.assert_allclose(q, alone, atol=16 * float(jnp.finfo(dtype).eps))

@@ -1,0 +1,250 @@
+"""`polar_factor` against the SVD and the float64 oracle."""
+
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from orscale_jax import orscale, polar_factor
+from orscale_jax.newton_schulz import coefficients
+from tests import oracle
+
+SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (12, 40), (40, 12), (3, 5, 8), (2, 3, 8, 5)]
+
+
+def with_spectrum(singular_values, shape, seed=0):
+    rng = np.random.default_rng(seed)
+    k = min(shape)
+    u = np.linalg.qr(rng.normal(size=(shape[0], k)))[0]
+    v = np.linalg.qr(rng.normal(size=(shape[1], k)))[0]
+    return (u * np.asarray(singular_values)) @ v.T
+
+
+def compose(preset, steps, x):
+    return oracle.compose(oracle.rows_of(coefficients.PRESETS[preset], steps), x)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_equals_the_float64_iteration(shape):
+    x = np.random.default_rng(1).normal(size=shape)
+    expected = np.stack(
+        [oracle.newton_schulz(m) for m in x.reshape(-1, *shape[-2:])]
+    ).reshape(shape)
+    q = polar_factor(jnp.asarray(x, jnp.float32), dtype=jnp.float32)
+    assert q.shape == shape and q.dtype == jnp.float32
+    np.testing.assert_allclose(q, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)])
+def test_converges_to_the_svd_with_more_steps(shape):
+    x = with_spectrum(np.geomspace(1, 1e-2, min(shape)), shape)
+    exact = oracle.svd_polar(x)
+    errors = [
+        np.linalg.norm(polar_factor(jnp.asarray(x), steps=k) - exact, ord=2)
+        for k in (5, 6, 7, 8, 12, 20)
+    ]
+    assert errors[0] < 0.2 and errors[1] < 2e-3 and errors[2] < 1e-5
+    assert all(later < earlier + 1e-6 for earlier, later in itertools.pairwise(errors))
+
+
+def test_more_steps_never_make_the_worst_case_worse():
+    x = np.linspace(1e-3, 1, 100_001)
+    errors = [np.abs(1 - compose("polar_express", k, x)).max() for k in range(20)]
+    assert all(later < earlier + 1e-9 for earlier, later in itertools.pairwise(errors))
+    assert errors[7] < 1e-6
+
+
+@pytest.mark.parametrize("preset", ["polar_express", "jordan", "dion"])
+@pytest.mark.parametrize("steps", [1, 3, 5, 6, 9])
+def test_every_number_of_steps_takes_its_rows(preset, steps):
+    sigma = np.geomspace(1, 1e-2, 8)
+    x = with_spectrum(sigma, (8, 20))
+    expected = compose(preset, steps, sigma / np.linalg.norm(sigma))
+    q = polar_factor(jnp.asarray(x), steps=steps, coeffs=preset, dtype=jnp.float32)
+    found = np.linalg.svd(np.asarray(q, np.float64), compute_uv=False)
+    np.testing.assert_allclose(np.sort(found), np.sort(np.abs(expected)), atol=1e-5)
+
+
+def test_a_users_own_table():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 9)))
+    pade = (1.875, -1.25, 0.375)
+    once = polar_factor(x, steps=20, coeffs=pade, dtype=jnp.float32)
+    rows = polar_factor(x, steps=20, coeffs=[pade, pade], dtype=jnp.float32)
+    array = polar_factor(x, steps=20, coeffs=np.array([pade]), dtype=jnp.float32)
+    np.testing.assert_allclose(once, oracle.svd_polar(x), atol=1e-5)
+    np.testing.assert_array_equal(once, rows)
+    np.testing.assert_array_equal(once, array)
+
+
+def test_whatever_makes_an_array():
+    x = [[1.0, 2.0, 3.0], [3.0, 4.0, -1.0]]
+    np.testing.assert_array_equal(polar_factor(x), polar_factor(jnp.asarray(x)))
+    np.testing.assert_array_equal(polar_factor(np.array(x)), polar_factor(jnp.asarray(x)))
+
+
+def test_traced_steps_and_coefficients_equal_static_ones():
+    x = jax.random.normal(jax.random.key(0), (6, 9))
+    traced = jax.jit(lambda x, k, t: polar_factor(x, steps=k, coeffs=t))
+    for steps in (1, 5, 8):
+        rows = jnp.asarray(coefficients.PRESETS["dion"])
+        np.testing.assert_allclose(
+            traced(x, steps, rows),
+            polar_factor(x, steps=steps, coeffs="dion"),
+            atol=1e-6,
+        )
+
+
+@pytest.mark.parametrize("exponent", range(-30, 31, 10))
+@pytest.mark.parametrize("shape", [(5, 9), (64, 48)])
+def test_does_not_depend_on_scale(exponent, shape):
+    x = np.random.default_rng(2).normal(size=shape)
+    q = polar_factor(jnp.asarray(x, jnp.float32))
+    scaled = polar_factor(jnp.asarray(x * 10.0**exponent, jnp.float32))
+    np.testing.assert_allclose(scaled, q, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_large_values_in_low_precision_inputs(dtype):
+    x = np.random.default_rng(2).normal(size=(32, 64))
+    q = polar_factor(jnp.asarray(x * 1e4, dtype))
+    assert q.dtype == dtype
+    np.testing.assert_allclose(
+        q.astype(jnp.float32), polar_factor(jnp.asarray(x, jnp.float32)), atol=0.02
+    )
+
+
+def test_zero_is_zero_and_the_rest_of_the_batch_is_untouched():
+    x = jax.random.normal(jax.random.key(0), (3, 4, 6)).at[1].set(0)
+    q = polar_factor(x)
+    assert not q[1].any()
+    np.testing.assert_array_equal(q[0], polar_factor(x[0]))
+    assert polar_factor(jnp.zeros((0, 4))).shape == (0, 4)
+    assert polar_factor(jnp.zeros((2, 3, 0))).shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("steps", [1, 5])
+def test_non_finite_matrices_give_nan_and_no_others(bad, steps):
+    x = jax.random.normal(jax.random.key(0), (3, 4, 6)).at[1, 2, 3].set(bad)
+    q = polar_factor(x, steps=steps)
+    assert jnp.isnan(q[1]).all() and jnp.isfinite(q[::2]).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_is_rounded_to_and_stays_close(dtype):
+    x = jnp.asarray(with_spectrum(np.geomspace(1, 0.02, 32), (32, 80)), jnp.float32)
+    low = np.asarray(polar_factor(x, dtype=dtype), np.float64)
+    full = np.asarray(polar_factor(x, dtype=jnp.float32), np.float64)
+    error = np.linalg.norm(low - full) / np.linalg.norm(full)
+    assert 10 * jnp.finfo(jnp.float32).eps < error < 8 * jnp.finfo(dtype).eps
+    np.testing.assert_array_equal(low, np.asarray(low.astype(dtype), np.float64))
+
+
+def test_float16_keeps_small_entries():
+    """float16 holds numbers below 6e-5 as subnormals."""
+    q = polar_factor(jnp.diag(jnp.array([1.0, 3e-5])), steps=3, dtype=jnp.float16)
+    np.testing.assert_allclose(q[1, 1], compose("polar_express", 3, 3e-5), rtol=5e-3)
+
+
+def test_float64_is_float64(enable_x64):
+    x = with_spectrum(np.geomspace(1, 1e-2, 16), (16, 30))
+    q = polar_factor(jnp.asarray(x), dtype=jnp.float64)
+    assert q.dtype == jnp.float64
+    np.testing.assert_allclose(q, oracle.newton_schulz(x), atol=1e-12)
+    for scale in (1e-200, 1e200):  # Beyond float32, also where the products are float32.
+        scaled = polar_factor(jnp.asarray(x * scale))
+        np.testing.assert_allclose(scaled, oracle.newton_schulz(x), atol=2e-5)
+    exact = polar_factor(jnp.asarray(x), dtype=jnp.float64, steps=12)
+    np.testing.assert_allclose(exact, oracle.svd_polar(x), atol=1e-12)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "platform, dtype, operands",
+    [
+        ("cpu", None, "f32"),
+        ("cpu", jnp.bfloat16, "bf16"),
+        ("cuda", None, "bf16"),
+        ("tpu", None, "bf16"),
+        ("tpu", jnp.float32, "f32"),
+    ],
+)
+def test_products_of_the_program_for_each_platform(platform, dtype, operands):
+    """The platform compiled for decides, not the one this test runs on."""
+    fn = jax.jit(lambda x: polar_factor(x, dtype=dtype))
+    x = jax.ShapeDtypeStruct((8, 12), jnp.float32)
+    text = fn.trace(x).lower(lowering_platforms=(platform,)).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    # One loop, whatever the number of steps, but where it would copy what it carries.
+    assert len(products) == (3 if operands == "f32" else 3 * 5)
+    for line in products:
+        signature = line.rsplit(":", 1)[1]
+        before, after = signature.split("->")
+        assert before.count(f"x{operands}>") == 2, line
+        assert "xf32>" in after, line
+        if platform == "tpu" and operands == "f32":
+            assert "HIGHEST" in line
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_of_the_compiled_program_are_float32(dtype):
+    """XLA on CPU accumulates in the type of the result, inside a large program too."""
+    params = {"wide": jnp.ones((32, 48)), "tall": jnp.ones((40, 24)), "b": jnp.ones(3)}
+    optimizer = orscale(1e-3, ns_dtype=dtype)
+    state = optimizer.init(params)
+    compiled = jax.jit(optimizer.update).lower(params, state, params).compile()
+    found = re.findall(r"= (\w+)\[[\d,]*\]\S* dot\(", compiled.as_text())
+    assert len(found) >= 6 and set(found) == {"f32"}
+
+
+@pytest.mark.compiled
+def test_the_smaller_gram_matrix_is_iterated():
+    for shape in [(8, 32), (32, 8)]:
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        text = jax.jit(polar_factor).lower(x).as_text()
+        square = [line for line in text.splitlines() if "dot_general" in line]
+        assert any("-> tensor<8x8xf32>" in line for line in square)
+        assert not any("-> tensor<32x32xf32>" in line for line in square)
+
+
+@pytest.mark.parametrize(
+    "preset, lowest, highest",
+    [("polar_express", 0.846, 1.142), ("jordan", 0.47, 1.21), ("dion", 0.47, 1.15)],
+)
+def test_stated_range_after_five_steps(preset, lowest, highest):
+    y = compose(preset, 5, np.linspace(1e-3, 1, 200_001))
+    assert lowest <= y.min() < lowest + 0.01
+    assert highest - 0.01 < y.max() <= highest
+
+
+@pytest.mark.parametrize("preset", ["jordan", "dion"])
+def test_more_steps_stay_in_a_band(preset):
+    for steps in range(5, 30):
+        y = compose(preset, steps, np.linspace(1e-3, 1, 20_001))
+        assert y.min() > 0.45 and y.max() < 1.25
+
+
+@pytest.mark.parametrize(
+    "x, arguments, words",
+    [
+        (jnp.ones(3), {}, r"shape \(3,\)"),
+        (jnp.ones((3, 3), jnp.int32), {}, "int32"),
+        (jnp.ones((3, 3), jnp.complex64), {}, "complex64"),
+        (jnp.ones((3, 3)), {"coeffs": "quintic"}, "polar_express"),
+        (jnp.ones((3, 3)), {"coeffs": (1.0, 2.0)}, "one per step"),
+        (jnp.ones((3, 3)), {"coeffs": [(1.0, 2.0, np.nan)]}, "finite"),
+        (jnp.ones((3, 3)), {"coeffs": [(1.0, 2.0, 3.0), (1.0,)]}, "one per step"),
+        (jnp.ones((3, 3)), {"coeffs": []}, "one per step"),
+        (jnp.ones((3, 3)), {"steps": 0}, "steps=0"),
+        (jnp.ones((3, 3)), {"steps": 2.0}, "steps=2.0"),
+        (jnp.ones((3, 3)), {"dtype": jnp.int8}, "int8"),
+        (jnp.ones((3, 3)), {"dtype": "float12"}, "float12"),
+    ],
+)
+def test_bad_input_is_refused(x, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        polar_factor(x, **arguments)

@@ -1,0 +1,405 @@
+"""AOL against NumPy in float64: what it bounds, what it costs, what it leaves alone."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+
+from orscale_jax import (
+    muon,
+    orscale,
+    orthogonalize,
+    polar_express_coefficients,
+    polar_factor,
+)
+from orscale_jax.newton_schulz import polar, preconditioning, restarts as restarts_
+from orscale_jax.newton_schulz.arithmetic import Arithmetic
+from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of
+from orscale_jax.newton_schulz.gram import gram_newton_schulz
+from tests import oracle
+
+SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (12, 40), (40, 12), (3, 5, 8), (2, 2, 8, 3)]
+FLOAT32 = Arithmetic(jnp.dtype(jnp.float32))
+TABLE = polar_express_coefficients(5e-3, 4)
+
+eager_aol = functools.partial(polar_factor, preconditioning="aol", dtype=jnp.float32)
+
+
+def restart_steps(table, steps, unit):
+    return restarts_.restart_steps(rows_of(table, steps), unit)
+
+
+def aol(x, **arguments):
+    return jax.jit(functools.partial(eager_aol, **arguments))(x)
+
+
+def numpy_aol(x):
+    """Of one matrix, by loops over the vectors of its shorter side."""
+    if len(x) > len(x.T):
+        return numpy_aol(x.T).T
+    scaled = np.zeros_like(x)
+    for i, row in enumerate(x):
+        total = sum(abs(row @ other) for other in x)
+        if total > 0:
+            scaled[i] = row / total**0.5
+    return scaled
+
+
+def iterated(x, rows):
+    for a, b, c in rows:
+        gram = x @ x.T
+        x = a * x + b * gram @ x + c * gram @ gram @ x
+    return x
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def preconditioned(x, dtype=jnp.float32):
+    arithmetic = Arithmetic(jnp.dtype(dtype))
+    x = preconditioning.normalize(x, arithmetic, in_one_pass=False)
+    return preconditioning.start(x, "aol", arithmetic)
+
+
+def gaussian(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+def adversaries():
+    """Matrices that reach the bound, or whose rows are nearly lost, of shape (24, 32)."""
+    rng = np.random.default_rng(1)
+    g = rng.normal(size=(24, 32))
+    return {
+        "equal rows": np.ones((24, 1)) * g[:1],
+        "opposite rows": (-1.0) ** np.arange(24)[:, None] * g[:1],
+        "rank one": np.outer(np.geomspace(1, 1e-6, 24), g[0]),
+        "Hadamard": scipy.linalg.hadamard(32)[:24].astype(float),
+        "common row": g[0] + 0.1 * g,
+        "unequal rows": np.geomspace(1, 1e-9, 24)[:, None] * g,
+        "unequal columns": np.geomspace(1, 1e-9, 32) * g,
+        "low rank": rng.normal(size=(24, 2)) @ rng.normal(size=(2, 32)),
+        "one row": np.eye(24, 32)[:1] * np.eye(24)[:, :1],
+        "Gaussian": g,
+    }
+
+
+# Equal to NumPy.
+
+
+@pytest.mark.parametrize(
+    "shape, coeffs, tolerance",
+    [(shape, TABLE, 1e-5) for shape in SHAPES]
+    + [((12, 40), "dion", 1e-5), ((12, 40), "polar_express", 2e-5)],
+)
+def test_equals_the_float64_iteration(shape, coeffs, tolerance):
+    x = gaussian(shape, seed=1)
+    rows = rows_of(coefficient_table(coeffs), 4)
+    matrices = x.reshape(-1, *shape[-2:])
+    expected = np.reshape([iterated(numpy_aol(m), rows) for m in matrices], shape)
+    q = aol(jnp.asarray(x, jnp.float32), steps=4, coeffs=coeffs)
+    assert q.shape == shape and q.dtype == jnp.float32
+    np.testing.assert_allclose(q, expected, atol=tolerance)
+
+
+def test_float64_is_float64(enable_x64):
+    x = gaussian((16, 30))
+    expected = iterated(numpy_aol(x), TABLE)
+    for scale in (1e-200, 1, 1e200):
+        arguments = {"steps": 4, "coeffs": TABLE, "preconditioning": "aol"}
+        q = polar_factor(jnp.asarray(scale * x), dtype=jnp.float64, **arguments)
+        np.testing.assert_allclose(q, expected, atol=1e-12)
+        q = polar_factor(jnp.asarray(scale * x), **arguments)  # Products in float32.
+        np.testing.assert_allclose(q, expected, atol=1e-5)
+
+
+def test_traced_steps_and_coefficients_equal_static_ones():
+    x = jnp.asarray(gaussian((6, 12)), jnp.float32)
+    traced = jax.jit(lambda x, k, t: eager_aol(x, steps=k, coeffs=t))
+    for steps in (1, 4, 6):
+        static = aol(x, steps=steps, coeffs=TABLE)
+        np.testing.assert_allclose(traced(x, steps, TABLE), static, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (2, 8, 24)])
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_gram_form_equals_the_plain_one(shape, steps):
+    start = preconditioned(gaussian(shape))
+    rows = rows_of(TABLE, steps)
+    plain = polar._newton_schulz(start, TABLE, steps, FLOAT32)
+    for restarts in ((), tuple(range(1, steps)), restart_steps(TABLE, steps, 2**-24)):
+        [q] = gram_newton_schulz([start], rows, (restarts,), (FLOAT32,))
+        np.testing.assert_allclose(q, plain, atol=5e-5)
+
+
+def test_it_has_not_the_polar_factor_of_x_but_that_of_the_scaled_matrix():
+    x = np.geomspace(1, 1e-2, 8)[:, None] * gaussian((8, 16))
+    q = aol(jnp.asarray(x, jnp.float32), steps=9)
+    np.testing.assert_allclose(q, oracle.svd_polar(numpy_aol(x)), atol=1e-5)
+    assert np.linalg.norm(q - oracle.svd_polar(x)) > 0.1
+
+
+def test_of_a_square_matrix_the_rows_are_scaled():
+    x = jnp.asarray(np.geomspace(1, 0.1, 6)[:, None] * gaussian((6, 6)), jnp.float32)
+    assert np.abs(aol(x.T, steps=9).T - aol(x, steps=9)).max() > 0.05
+    orthogonal = jnp.asarray(np.linalg.qr(gaussian((6, 6)))[0], jnp.float32)
+    rows = jnp.arange(1.0, 7.0)[:, None] * orthogonal
+    np.testing.assert_allclose(preconditioned(rows).x, orthogonal, atol=1e-6)
+
+
+# The bound.
+
+
+def test_singular_values_are_at_most_one():
+    reached = ("equal rows", "opposite rows", "rank one", "Hadamard", "one row")
+    x = np.stack(list(adversaries().values()))
+    for matrices in (x, np.swapaxes(x, 1, 2)):
+        expected = np.stack([numpy_aol(matrix) for matrix in matrices])
+        found = np.asarray(preconditioned(matrices).x, np.float64)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+        norms = np.linalg.norm(found, ord=2, axis=(1, 2))
+        for name, norm in zip(adversaries(), norms, strict=True):
+            assert norm <= 1 + 1e-6, name
+            assert norm > 1 - 1e-6 or name not in reached, name
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_gram_matrix_handed_on_is_that_of_the_matrices(dtype):
+    x = np.stack(list(adversaries().values()))
+    unit = float(jnp.finfo(dtype).eps) / 2
+    for matrices in (x, np.swapaxes(x, 1, 2)):
+        start = preconditioned(matrices, dtype)
+        assert start.x.dtype == dtype and start.gram.dtype == jnp.float32
+        wide = np.asarray(start.x, np.float64)
+        wide = wide if wide.shape[1] <= wide.shape[2] else np.swapaxes(wide, 1, 2)
+        gram = wide @ np.swapaxes(wide, 1, 2)
+        np.testing.assert_allclose(start.gram, gram, atol=2 * unit + 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("coeffs", ["polar_express", "jordan", TABLE])
+def test_low_precision_stays_bounded(dtype, coeffs):
+    x = jnp.asarray(np.stack(list(adversaries().values())), jnp.float32)
+    y = np.linspace(0, 1, 10_001)
+    for a, b, c in rows_of(coefficient_table(coeffs), 4):
+        y = a * y + b * y**3 + c * y**5
+    q = aol(x, steps=4, coeffs=coeffs, dtype=dtype)
+    norms = np.linalg.norm(np.asarray(q, np.float64), ord=2, axis=(1, 2))
+    assert norms.max() < 1.02 * np.abs(y).max()
+
+
+def test_low_precision_is_rounded_to_and_stays_close():
+    x = jnp.asarray(gaussian((32, 80)), jnp.float32)
+    full = np.asarray(aol(x, steps=4, coeffs=TABLE), np.float64)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        low = np.asarray(aol(x, steps=4, coeffs=TABLE, dtype=dtype), np.float64)
+        error = np.linalg.norm(low - full) / np.linalg.norm(full)
+        assert 1e-4 < error < 8 * jnp.finfo(dtype).eps
+        np.testing.assert_array_equal(low, np.asarray(low.astype(dtype), np.float64))
+
+
+# Extremes.
+
+
+def test_does_not_depend_on_scale():
+    x = gaussian((9, 7)) * 10.0 ** np.arange(-30, 31, 10)[:, None, None]
+    q = aol(jnp.asarray(x, jnp.float32), steps=4)
+    np.testing.assert_allclose(q, np.broadcast_to(q[3], q.shape), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
+def test_zeros_stay_zero_without_a_division_by_zero(shape, dtype):
+    x = jnp.asarray(gaussian((4, *shape)), jnp.float32)
+    x = x.at[0].set(0).at[1, 1].set(0).at[2, :, 1].set(0)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        q = eager_aol(x, steps=4, dtype=dtype)
+    assert not q[x == 0].any()
+    assert (np.linalg.norm(q[1:], axis=(1, 2)) > 0.5).all()
+
+
+def test_matrices_without_entries():
+    assert aol(jnp.zeros((0, 4))).shape == (0, 4)
+    assert aol(jnp.zeros((2, 3, 0))).shape == (2, 3, 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_rows_beyond_the_range_of_squares_are_lost_quietly(dtype):
+    """Their Gram matrix is zero or subnormal, and no factor may make up for that."""
+    sizes = jnp.asarray([1, 1e-6, 1e-10, 1e-18, 1e-19, 1e-20, 1e-21, 1e-25, 1e-37])
+    x = sizes[:, None] * jnp.asarray(gaussian((9, 14)), jnp.float32)
+    start = preconditioned(x, dtype)
+    lengths = np.linalg.norm(np.asarray(start.x, np.float64), axis=1)
+    assert np.isfinite(lengths).all() and lengths.max() < 1.01
+    assert lengths[0] > 0.9 and lengths[-1] < 1e-3
+    assert np.isfinite(aol(x, steps=4, dtype=dtype)).all()
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (8, 3)])
+def test_non_finite_matrices_give_nan_and_no_others(shape):
+    bad = jnp.asarray([np.nan, np.inf, -np.inf])
+    x = jnp.asarray(gaussian((6, *shape)), jnp.float32).at[1::2, 2, 1].set(bad)
+    q = aol(x, steps=4)
+    assert jnp.isnan(q[1::2]).all() and jnp.isfinite(q[::2]).all()
+
+
+# Batches and transposes.
+
+
+@pytest.mark.parametrize("shape", [(5, 8), (4, 12)])
+def test_tall_matrices_are_wide_ones_transposed(shape):
+    x = jnp.asarray(gaussian((2, *shape)), jnp.float32)
+    np.testing.assert_allclose(aol(x.mT).mT, aol(x), atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7), (3, 6, 6)])
+def test_a_batch_is_one_matrix_after_the_other(shape):
+    x = jnp.asarray(gaussian(shape), jnp.float32)
+    matrices = x.reshape(-1, *shape[-2:])
+    alone = jnp.stack([aol(m) for m in matrices]).reshape(shape)
+    np.testing.assert_allclose(aol(x), alone, atol=1e-5)
+    np.testing.assert_allclose(jax.vmap(aol)(x), alone, atol=1e-5)
+
+
+# The cost.
+
+
+def executed_flops(text):
+    """Of the products of a compiled program, those of a loop as often as it runs."""
+    computations = dict(
+        re.findall(
+            r"^(?:ENTRY )?(%\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
+        )
+    )
+    entry = re.search(r"^ENTRY (%\S+)", text, re.MULTILINE)[1]
+    shapes = dict(re.findall(r"(%\S+) = \w+\[([\d,]*)\]", text))
+
+    def entries(name):
+        return [int(size) for size in shapes[name].split(",")]
+
+    def count(name):
+        total = 0
+        for line in computations[name].splitlines():
+            if found := re.search(r"(%\S+) = \S+ dot\((%[^,)]+)", line):
+                contracted = re.search(r"lhs_contracting_dims=\{(\d+)\}", line)[1]
+                inner = entries(found[2])[int(contracted)]
+                total += 2 * inner * np.prod(entries(found[1]))
+            repeats = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
+            for called in re.findall(r"(?:calls|body|to_apply)=(%[^\s,]+)", line):
+                total += count(called) * (int(repeats[1]) if repeats else 1)
+        return total
+
+    return count(entry)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "shape, dtype",
+    [((m, n), jnp.float32) for m, n in [(32, 32), (40, 32), (24, 96), (96, 24)]]
+    + [((24, 96), jnp.bfloat16)],  # Plain: before every step a restart.
+)
+def test_no_product_more_than_the_plain_steps_have(shape, dtype):
+    def products(preconditioning, steps):
+        fn = functools.partial(
+            polar_factor, steps=steps, dtype=dtype, preconditioning=preconditioning
+        )
+        x = jax.ShapeDtypeStruct(shape, jnp.float32)
+        return executed_flops(jax.jit(fn).lower(x).compile().as_text())
+
+    for steps in (1, 4):
+        table = coefficient_table("polar_express")
+        restarts = restart_steps(table, steps, Arithmetic(jnp.dtype(dtype)).unit)
+        segments = len(restarts) if restarts_.is_cheaper(*shape) else steps - 1
+        expected = restarts_.flops(*shape, steps, segments)
+        assert products("frobenius", steps) == products("aol", steps) == expected
+
+
+# In the optimizers.
+
+
+@pytest.mark.parametrize("build", [orscale, muon])
+def test_the_first_step_differs_only_through_q(build):
+    """At c's first step r̂ is 1: W - η(λW + sQ)."""
+    params = {"wide": gaussian((6, 9), 1), "tall": gaussian((8, 5), 2)}
+    params = jax.tree.map(functools.partial(jnp.asarray, dtype=jnp.float32), params)
+    params["bias"] = jnp.ones(3)
+    grads = jax.tree.map(lambda p: p[::-1] + 1, params)
+    steps = {}
+    for name in ("frobenius", "aol"):
+        optimizer = build(
+            0.5,
+            weight_decay=0.1,
+            ns_steps=4,
+            ns_coeffs=TABLE,
+            ns_dtype=jnp.float32,
+            ns_preconditioning=name,
+        )
+        step = jax.jit(lambda grads, o=optimizer: o.update(grads, o.init(params), params))
+        steps[name], _ = step(grads)
+        for key in ("wide", "tall"):
+            q = polar_factor(
+                grads[key],
+                steps=4,
+                coeffs=TABLE,
+                dtype=jnp.float32,
+                preconditioning=name,
+            )
+            expected = -0.5 * (0.1 * params[key] + 0.2 * max(q.shape) ** 0.5 * q)
+            np.testing.assert_allclose(steps[name][key], expected, atol=2e-5)
+    np.testing.assert_array_equal(steps["aol"]["bias"], steps["frobenius"]["bias"])
+    assert np.abs(steps["aol"]["wide"] - steps["frobenius"]["wide"]).max() > 1e-2
+
+
+def test_the_default_is_frobenius():
+    x = jnp.asarray(gaussian((6, 9)), jnp.float32)
+    named = polar_factor(x, preconditioning="frobenius")
+    np.testing.assert_array_equal(polar_factor(x), named)
+
+
+@pytest.mark.parametrize("bad", ["AOL", "spectral", None, 1, ["aol"]])
+def test_unknown_names_are_refused_when_built(bad):
+    with pytest.raises(ValueError, match=r"^preconditioning=.*'frobenius' or 'aol'\.$"):
+        polar_factor(jnp.ones((2, 2)), preconditioning=bad)
+    for build in (orthogonalize, functools.partial(orscale, 1e-3)):
+        with pytest.raises(ValueError, match=r"^ns_preconditioning=.*'aol'"):
+            build(ns_preconditioning=bad)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("in_one_pass", [False, True])
+def test_norms_at_any_scale_also_in_one_pass(in_one_pass, dtype):
+    """And of matrices whose entries differ in size by more than their squares can."""
+    with jax.enable_x64(dtype == "float64"):
+        normalize = functools.partial(
+            preconditioning.normalize,
+            arithmetic=Arithmetic(jnp.dtype(dtype)),
+            in_one_pass=in_one_pass,
+        )
+        largest = jnp.finfo(dtype).maxexp - 1
+        x = gaussian((6, 9)) / 8
+        spread = x * np.logspace(0, -30, 9)
+        for exponent in np.linspace(24 - largest, largest, 41, dtype=int):
+            for matrix in x, spread:
+                scaled = jnp.asarray(np.ldexp(matrix, exponent), dtype)
+                exact = np.asarray(scaled, np.longdouble)
+                exact /= np.sqrt(np.square(exact).sum())
+                found = np.asarray(normalize(scaled), np.longdouble)
+                # Up to entries that are subnormal numbers.
+                np.testing.assert_allclose(found, exact, rtol=1e-6, atol=1e-4)
+                assert np.isclose(np.square(found).sum(), 1, atol=1e-6)
+        assert not normalize(jnp.zeros((2, 3), dtype)).any()
+        for bad in jnp.nan, jnp.inf:
+            assert jnp.isnan(normalize(jnp.ones((2, 3), dtype).at[0, 1].set(bad))).any()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
+def test_norms_in_one_pass_have_derivatives(scale):
+    def normalized(x):
+        arithmetic = Arithmetic(jnp.dtype("float32"))
+        return preconditioning.normalize(x, arithmetic, in_one_pass=True)
+
+    x, along = jnp.asarray(gaussian((2, 4, 6)), jnp.float32)
+    _, tangent = jax.jvp(normalized, [x * scale], [along * scale])
+    _, exact = jax.jvp(lambda x: x / jnp.linalg.norm(x), [x], [along])
+    np.testing.assert_allclose(tangent, exact, atol=1e-6)

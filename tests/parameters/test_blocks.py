@@ -1,0 +1,227 @@
+"""Fused weights: every block takes the steps of a parameter of its own."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.benchmarks import hlo_cost
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    ablations,
+    by_path,
+    describe,
+    orscale,
+)
+from tests import leaves
+from tests.compiled import WITH_FUSION_EMITTERS
+from tests.runs import readout, run
+
+# A fused shape, its numbers, and the parameters of which it is made, with theirs.
+FUSED = {
+    "qkv": ((16, 36), Blocks(0, 1, block_axis=1, blocks=3), 1, (12, 12, 12)),
+    "grouped": ((16, 28), Blocks(0, 1, block_axis=1, blocks=(16, 6, 6)), 1, (16, 6, 6)),
+    "gate_up": ((24, 10), Blocks(0, 1, block_axis=0, blocks=2), 0, (12, 12)),
+    "layers": ((2, 8, 15), Blocks(1, 2, block_axis=2, blocks=(9, 6)), 2, (9, 6)),
+    "heads": ((8, 20), Blocks(0, 1, block_axis=-1, blocks=4), 1, (5, 5, 5, 5)),
+}
+
+
+def fused(step, scale=1.0, dtype=jnp.float32):
+    rng = np.random.default_rng(step)
+    return {
+        name: jnp.asarray(scale * rng.normal(size=shape), dtype)
+        for name, (shape, *_) in FUSED.items()
+    }
+
+
+def apart(tree):
+    return {
+        name: jnp.split(leaf, np.cumsum(FUSED[name][3])[:-1], axis=FUSED[name][2])
+        for name, leaf in tree.items()
+    }
+
+
+NUMBERS = {name: numbers for name, (_, numbers, *_) in FUSED.items()}
+APART = {name: Dims(-2, -1) for name in FUSED}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        orscale,
+        pytest.param(ablations.momentum_rms_denominator, marks=pytest.mark.slow),
+        pytest.param(ablations.unclipped, marks=pytest.mark.slow),
+    ],
+)
+def test_fused_and_split_take_the_same_steps(enable_x64, build):
+    """In float64: ratios amplify the roundings of float32, by which the two differ."""
+    build = functools.partial(build, 0.02, ns_dtype=jnp.float64)
+    wide = functools.partial(fused, dtype=jnp.float64)
+    params = wide(0, 0.1)
+    whole = run(build(weight_dimension_numbers=NUMBERS), params, 4, wide)
+    parts = run(
+        build(weight_dimension_numbers=APART),
+        apart(params),
+        4,
+        lambda step: apart(wide(step)),
+    )
+    for (found, state), (expected, by_part) in zip(whole, parts, strict=True):
+        for name, blocks in apart(found).items():
+            for block, other in zip(blocks, expected[name], strict=True):
+                assert leaves.relative_error(block, other) < 1e-12, name
+            for part in ("calibration", "trust_ratio"):
+                ratios = np.moveaxis(readout(state, part)[name], -1, 0)
+                if name == "gate_up":
+                    ratios = readout(state, part)[name]
+                np.testing.assert_allclose(
+                    ratios, np.stack(readout(by_part, part)[name]), rtol=1e-11
+                )
+
+
+def test_an_idle_block_waits_for_its_first_direction():
+    """As a parameter of its own does: its c is set later than the others'."""
+    params = {"qkv": fused(0)["qkv"]}
+
+    def gradients(step):
+        grads = fused(step)["qkv"]
+        return {"qkv": grads if step == 3 else grads.at[:, 12:24].set(0)}
+
+    optimizer = orscale(0.02, weight_dimension_numbers=NUMBERS["qkv"])
+    seen = run(optimizer, params, 3, gradients)
+    for found, state in seen[:2]:
+        np.testing.assert_array_equal(found["qkv"][:, 12:24], params["qkv"][:, 12:24])
+        assert (readout(state, "calibration")["qkv"] != 0).tolist() == [True, False, True]
+    assert (readout(seen[2][1], "calibration")["qkv"] != 0).all()
+
+
+def moves(optimizer, params):
+    """What moves a whole array about in the compiled step and does nothing else."""
+    compiled = jax.jit(optimizer.update).lower(params, optimizer.init(params), params)
+    text = compiled.compile(WITH_FUSION_EMITTERS).as_text()
+    entry = text[text.index("\nENTRY") :]
+    kinds = "copy|transpose|slice|dynamic-slice|concatenate|pad|reverse"
+    return re.findall(rf"= [a-z0-9]+\[\d[^\]]*\]\S* ({kinds})\(", entry)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "blocks, expected", [(3, []), (12, []), ((512, 128, 128), ["concatenate"])]
+)
+def test_splitting_costs_no_copy_that_can_be_avoided(blocks, expected):
+    """All is inside fused loops, but for putting Qs of several sizes side by side."""
+    params = {"qkv": jnp.ones((256, 768))}
+    numbers = Blocks(0, 1, block_axis=1, blocks=blocks)
+    assert moves(orscale(0.02, weight_dimension_numbers=numbers), params) == expected
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        P("a", "b"),
+        *(
+            pytest.param(spec, marks=pytest.mark.slow)
+            for spec in (P(None, "b"), P("b", "a"), P())
+        ),
+    ],
+)
+def test_on_a_mesh(kind, spec):
+    """Blocks lie across the shards, or within them; types and values stay."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    shapes = {"even": (8, 32), "odd": (8, 24), "unequal": (8, 32)}
+    numbers = {
+        "even": Blocks(0, 1, block_axis=1, blocks=4),
+        "odd": Blocks(0, 1, block_axis=1, blocks=3),
+        "unequal": Blocks(0, 1, block_axis=1, blocks=(16, 12, 4)),
+    }
+    rng = np.random.default_rng(0)
+    trees = [
+        {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
+        for _ in range(2)
+    ]
+    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
+    params, grads = jax.device_put(trees, NamedSharding(mesh, spec))
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        updates, after = jax.jit(optimizer.update)(grads, state, params)
+    for name, update in updates.items():
+        np.testing.assert_allclose(update, expected[name], rtol=1e-4, atol=1e-6)
+    if kind == AxisType.Explicit:
+        assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
+        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "kinds", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)]
+)
+@pytest.mark.parametrize("blocks", [2, pytest.param(6, marks=pytest.mark.slow)])
+def test_fewer_blocks_than_devices(kinds, blocks):
+    """The partitioner has some devices share the blocks and some the columns of each."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+    numbers = {"gate_up": Blocks(0, 1, block_axis=1, blocks=blocks)}
+    rng = np.random.default_rng(0)
+    trees = [{"gate_up": rng.normal(size=(8, 48)).astype(np.float32)} for _ in range(2)]
+    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
+    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
+    sharding = NamedSharding(mesh, P("a", "b"))
+    params, grads = jax.device_put(trees, sharding)
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        compiled = jax.jit(optimizer.update).lower(grads, state, params).compile()
+        updates, _ = compiled(grads, state, params)
+    np.testing.assert_allclose(updates["gate_up"], expected["gate_up"], atol=1e-5)
+    assert updates["gate_up"].sharding == sharding
+    assert hlo_cost.of(compiled.as_text()).looped_bytes == 0
+
+
+def test_the_table_has_a_row_per_size():
+    params = {"grouped": fused(0)["grouped"], "qkv": fused(0)["qkv"]}
+    numbers = by_path({name: NUMBERS[name] for name in params})
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    description = describe(params, numbers, optimizer=optimizer)
+    found = [
+        (r.path + r.block, r.shape, r.matrices, r.m, r.n, r.state_bytes)
+        for r in description.rows
+    ]
+    assert found == [
+        ("grouped[:, 0:16]", (16, 16), 1, 16, 16, 4 * 256 + 13),
+        ("grouped[:, 16:22]", (16, 6), 1, 16, 6, 4 * 96 + 13),
+        ("grouped[:, 22:28]", (16, 6), 1, 16, 6, 4 * 96 + 13),
+        ("qkv", (16, 36), 3, 16, 12, 4 * 576 + 3 * 13),
+    ]
+    total = description.totals["matrix"]
+    assert (total.leaves, total.matrices) == (2, 6)
+    state = optimizer.init(params)
+    everything = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    assert description.totals["all"].state_bytes == everything
+    norms = [np.linalg.norm(block) for block in apart(params)["grouped"]]
+    for row, norm in zip(description.rows, norms, strict=False):
+        np.testing.assert_allclose(row.norms, [norm, norm], rtol=1e-6)
+    assert "grouped[:, 16:22]" in str(description)
+    with pytest.raises(ValueError, match="'grouped' is matrices of batch shape"):
+        describe(params, Dims(0, 1), optimizer=optimizer)
+
+
+@pytest.mark.slow
+def test_decay_masks_hold_for_all_blocks():
+    params, zero = fused(0), fused(0, 0.0)
+    optimizer = orscale(
+        0.02,
+        weight_decay_mask={name: name == "qkv" for name in params},
+        weight_dimension_numbers=NUMBERS,
+    )
+    state = run(optimizer, params, 1, fused)[0][1]
+    state = optax.tree.set(state, trace=zero)
+    updates, _ = optimizer.update(zero, state, params)
+    assert {name: bool(update.any()) for name, update in updates.items()} == {
+        name: name == "qkv" for name in params
+    }

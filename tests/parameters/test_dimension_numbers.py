@@ -1,0 +1,204 @@
+"""Which leaves are matrices, along which axes, and the way there and back."""
+
+import flax.core
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import BlockDimensionNumbers as Blocks
+from orscale_jax.parameters import dimension_numbers
+from orscale_jax.parameters.axes import MatrixAxes
+from tests import leaves
+
+
+@pytest.mark.parametrize("name", leaves.KINDS)
+def test_there_and_back(name):
+    leaf = leaves.random_tree(0)[name]
+    axes = dimension_numbers.matrix_axes(leaves.KINDS[name][1], leaf)
+    batch = leaves.BATCHES.get(name, ())
+    expected = leaves.matrices(name, leaf)
+    seen = []
+    for index in range(len(axes.labels)):
+        part = axes.part(leaf, index)
+        stacked = axes.within.to_matrices(part)
+        m, n = axes.within.matrix_shape(part)
+        assert stacked.shape == (*axes.within.batch_shape(part), m, n)
+        np.testing.assert_array_equal(axes.within.from_matrices(stacked, like=part), part)
+        seen.extend(np.asarray(stacked).reshape(-1, m, n))
+    # Blocks of several sizes come one after the other, each with all its layers.
+    assert len(seen) == len(expected)
+    for matrix in expected:
+        assert any(np.array_equal(found, matrix) for found in seen)
+    parts = [axes.part(leaf, index) for index in range(len(axes.labels))]
+    np.testing.assert_array_equal(axes.join(parts), leaf)
+    norms = axes.norms(leaf)
+    assert norms.shape == axes.batch_shape(leaf) == batch
+    by_size = [np.linalg.norm(matrix) for matrix in expected]
+    np.testing.assert_allclose(norms.ravel(), by_size, rtol=1e-6)
+    scalars = jnp.arange(len(expected), dtype=leaf.dtype).reshape(batch)
+    scaled = leaf * axes.per_matrix(scalars)
+    for i, matrix in enumerate(leaves.matrices(name, scaled)):
+        np.testing.assert_allclose(matrix, i * expected[i], rtol=1e-6)
+    sized = jnp.broadcast_to(axes.by_shape(lambda m, n: 100 * m + n, leaf), leaf.shape)
+    for found, matrix in zip(leaves.matrices(name, sized), expected, strict=True):
+        assert np.all(found == 100 * matrix.shape[0] + matrix.shape[1])
+
+
+def is_matrix(tree, numbers=None):
+    axes = dimension_numbers.matrix_axes(numbers, tree)
+    return jax.tree.map(
+        lambda a: not isinstance(a, optax.MaskedNode),
+        axes,
+        is_leaf=dimension_numbers.is_axes_leaf,
+    )
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "embedding", "embed_tokens", "tok_embeddings", "wte", "wpe", "Embed_0",
+        "pos_embed", "unembed", "lm_head", "head", "LMHead_0", "output_head", "logits",
+        "classifier", "patchEmbed", "lmHead", "tok_emb", "posEmb", "logits_dense",
+    ],
+)  # fmt: skip
+def test_embeddings_and_heads_are_no_matrices_by_default(path):
+    kernel = jnp.ones((3, 4))
+    assert is_matrix({path: kernel}) == {path: False}
+    assert is_matrix({path: {"kernel": kernel}}) == {path: {"kernel": False}}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "kernel",
+        "attention_heads",
+        "query",
+        "headline",
+        "ahead",
+        "out",
+        "multi_head_q",
+        "ember",
+    ],
+)
+def test_other_names_are_matrices_by_default(path):
+    assert is_matrix({path: jnp.ones((3, 4))}) == {path: True}
+
+
+def test_the_default_rule_by_rank():
+    tree = {"a": [jnp.ones((2, 3)), jnp.ones(3), jnp.ones(())], "b": None}
+    assert is_matrix(tree) == {"a": [True, False, False], "b": None}
+
+
+@pytest.mark.parametrize("container", [dict, flax.core.freeze])
+def test_prefixes_and_callables(container):
+    tree = container(
+        {"a": {"x": jnp.ones((5, 2, 3)), "y": jnp.ones((5, 2, 3))}, "b": 1.0}
+    )
+    prefix = container({"a": Dims(1, 2), "b": None})
+    expected = container({"a": {"x": True, "y": True}, "b": False})
+    assert is_matrix(tree, prefix) == expected
+    assert is_matrix(tree, lambda params: prefix) == expected
+    resolved = dimension_numbers.matrix_axes(prefix, tree)
+    assert dimension_numbers.matrix_axes(resolved, tree) == resolved
+
+
+def test_abstract_leaves_and_masked_nodes():
+    tree = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": optax.MaskedNode()}
+    axes = dimension_numbers.matrix_axes(None, tree)
+    assert axes == {"a": MatrixAxes((), (0,), (1,)), "b": optax.MaskedNode()}
+
+
+@pytest.mark.parametrize(
+    "numbers, words",
+    [
+        (None, r"'block\.0\.w' of shape \(2, 3, 4\) is ambiguous.*MuonDimensionNumbers"),
+        (Dims(0, 3), r"'block\.0\.w' of shape \(2, 3, 4\).*3 axes"),
+        (Dims(0, -3), r"'block\.0\.w'.*named twice"),
+        (Dims((), 1), r"'block\.0\.w'.*at least one axis"),
+        (Dims(0.0, 1), r"'block\.0\.w'.*axes are integers"),
+        (Dims(True, 2), r"'block\.0\.w'.*axes are integers"),
+        (Blocks(0, 1, block_axis=2, blocks=2), r"'block\.0\.w'.*block_axis must be one"),
+        (Blocks(0, 1, block_axis=5, blocks=2), r"'block\.0\.w'.*block_axis must be one"),
+        (Blocks(0, 2, block_axis=2, blocks=3), r"'block\.0\.w'.*add up to 4, the length"),
+        (Blocks(0, 2, block_axis=-1, blocks=(3, 2)), r"'block\.0\.w'.*add up to 4"),
+        ({"block": 3}, "3 at 'block'.*neither None"),
+        ({"blok": None}, "structure of the parameters|structure, or a prefix"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(numbers, words):
+    tree = {"block": [{"w": jnp.ones((2, 3, 4))}]}
+    with pytest.raises(ValueError, match=words):
+        dimension_numbers.matrix_axes(numbers, tree)
+
+
+def test_a_misfit_is_where_the_trees_differ():
+    tree = {"a": {"b": jnp.ones(3), "w": jnp.ones((3, 3))}, "z": {"w": jnp.ones((3, 3))}}
+    numbers = {"a": {"b": None, "w": Dims(0, 1)}, "z": {"v": Dims(0, 1)}}
+    with pytest.raises(ValueError, match=r"tree\['z'\]") as error:
+        dimension_numbers.matrix_axes(numbers, tree)
+    assert "['a']" not in str(error.value)
+
+
+def test_axes_are_any_integers():
+    [axes] = dimension_numbers.matrix_axes(
+        [Dims(np.int64(-1), (np.int32(0),))], [jnp.ones((2, 3))]
+    )
+    assert axes == dimension_numbers.matrix_axes([Dims(1, 0)], [jnp.ones((2, 3))])[0]
+
+
+@pytest.mark.parametrize("blocks", [np.int64(2), (np.int32(2), np.int64(2))])
+def test_blocks_are_any_integers(blocks):
+    leaf = [jnp.ones((3, 4))]
+    [axes] = dimension_numbers.matrix_axes(
+        [Blocks(0, 1, block_axis=np.int64(1), blocks=blocks)], leaf
+    )
+    assert (
+        axes
+        == dimension_numbers.matrix_axes([Blocks(0, 1, block_axis=1, blocks=2)], leaf)[0]
+    )
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 2.0, True, (), (2, 0), [2, 2], None])
+def test_blocks_are_counts(blocks):
+    with pytest.raises(ValueError, match=r"blocks=.* is not valid: pass a number, or a"):
+        Blocks(0, 1, block_axis=1, blocks=blocks)
+    with pytest.raises(ValueError, match=r"block_axis=\(1,\) is not valid"):
+        Blocks(0, 1, block_axis=(1,), blocks=2)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+def test_only_real_floating_point_matrices(dtype):
+    with pytest.raises(ValueError, match=f"'w'.*{np.dtype(dtype).name}"):
+        dimension_numbers.matrix_axes(None, {"w": jnp.ones((2, 3), dtype)})
+
+
+def test_stages_refuse_what_is_no_matrix():
+    with pytest.raises(ValueError, match=r"'b' of shape \(3,\) is not a matrix"):
+        dimension_numbers.require_matrices(
+            None, {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+        )
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Named:
+    """A container of someone else's, whose keys are plain strings."""
+
+    def __init__(self, embedding, kernel):
+        self.embedding, self.kernel = embedding, kernel
+
+    def tree_flatten_with_keys(self):
+        return [("embedding", self.embedding), ("kernel", self.kernel)], None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+def test_names_of_any_container():
+    axes = is_matrix(Named(jnp.ones((2, 3)), jnp.ones((2, 3))))
+    assert (axes.embedding, axes.kernel) == (False, True)
+    with pytest.raises(ValueError, match=r"'kernel' of shape \(2, 3, 4\) is ambiguous"):
+        dimension_numbers.matrix_axes(None, Named(jnp.ones(3), jnp.ones((2, 3, 4))))
