@@ -1,12 +1,23 @@
 """What every test of the package runs under."""
 
+import importlib.metadata
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Read when jax is first imported.
+# Both are read when jax is first imported.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Compiling takes most of the tests' time. Without late optimizations a step of JAX 0.10
+# compiles in a quarter of it; newer ones do not have the last of these flags.
+# XLA_FLAGS= (empty) tests with them, as .ci/run does on the newest JAX.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+    + " --xla_cpu_use_fusion_emitters=false"
+    * (importlib.metadata.version("jaxlib") < "0.11"),
+)
 
 import hypothesis
 import jax
