@@ -118,7 +118,7 @@ def describe(
         None if state is None else nbytes(arrays.get(None, [])),
         next((mesh for mesh in meshes if mesh), {}),
         Planning(limits, settings),
-        planned=rows,
+        rows,
     )
 
 

@@ -36,15 +36,14 @@ class Description:
       shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
         without optimizer.
       mesh: The lengths of the axes of the parameters' mesh; empty off a mesh.
-      planning: What the plan of Newton–Schulz depends on.
-      planned: The rows for which the plan is made: all of them, also in a selection.
     """
 
     rows: tuple[ParameterRow, ...]
     shared_bytes: int | None
     mesh: Mapping[str, int]
-    planning: Planning = dataclasses.field(repr=False)
-    planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
+    _planning: Planning = dataclasses.field(repr=False)
+    # All rows, also in a selection: the plan is theirs.
+    _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
 
     @property
     def totals(self) -> dict[str, Total]:
@@ -78,7 +77,7 @@ class Description:
         Returns:
           The stacks, in the order of their first leaves.
         """
-        planning = self._planning(max_bytes, None)
+        planning = self._limited(max_bytes, None)
         return self._selected(planning.stacks(self._matrices))
 
     def placement(
@@ -95,16 +94,16 @@ class Description:
         """
         if not self.mesh:
             return []
-        planning = self._planning(max_bytes, dtype)
+        planning = self._limited(max_bytes, dtype)
         return self._selected(planning.placement(self._matrices, self.mesh))
 
     @property
     def _matrices(self) -> list[ParameterRow]:
-        return [row for row in self.planned if row.rule == "matrix"]
+        return [row for row in self._planned if row.rule == "matrix"]
 
-    def _planning(self, max_bytes: int | None, dtype: DTypeLike | None) -> Planning:
-        platform = self.planning.platform.limited(dtype, max_bytes)
-        return self.planning._replace(platform=platform)
+    def _limited(self, max_bytes: int | None, dtype: DTypeLike | None) -> Planning:
+        platform = self._planning.platform.limited(dtype, max_bytes)
+        return self._planning._replace(platform=platform)
 
     def _selected(self, plan: Sequence[_Entry]) -> list[_Entry]:
         names = {row.name for row in self.rows}
