@@ -151,12 +151,19 @@ def of(text: str) -> Cost:
 
 
 def _devices(instruction: Instruction) -> int:
-    """The size of a collective's groups, which are listed or counted."""
+    """The size of a collective's groups: listed, counted, or by axes of a mesh."""
     listed = instruction.attribute(r"replica_groups=\{\{([\d,]*)\}")
     if listed:
         return len(listed.split(","))
     counted = instruction.attribute(r"replica_groups=\[\d+,(\d+)\]")
-    return int(counted) if counted else 0
+    if counted:
+        return int(counted)
+    named = instruction.attribute(r"replica_groups=(mesh\[[^\]]*\] \{[^}]*\})")
+    if not named:
+        return 0
+    mesh, _, axes = named.partition("]")
+    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
+    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))
 
 
 def _parse(text: str) -> tuple[Program, str]:
