@@ -27,7 +27,7 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@touch $@
 
 test: $(VENV)/.has-examples,test ## Run the tests, without those marked slow.
-	$(RUN) pytest -n 2 -m "not slow and not client" $(ARGS)
+	$(RUN) pytest -n 2 --dist worksteal -m "not slow and not client" $(ARGS)
 
 # Of the versions that pyproject.toml promises, the oldest, on what touches them.
 OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.6

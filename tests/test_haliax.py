@@ -51,7 +51,7 @@ LAYERS = {
 
 
 # The others contain them.
-SLOW = {"linear_in_first", "conv_1d"}
+SLOW = {"linear_in_first", "conv", "conv_1d"}
 
 
 @pytest.mark.parametrize(

@@ -94,6 +94,7 @@ def temporaries(optimizer, counts, flags=""):
     return [*map(int, found.stdout.split())]
 
 
+@pytest.mark.slow
 def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
     """Where XLA does not start as many matrices at once as it can."""
     flags = "--xla_cpu_enable_concurrency_optimized_scheduler=false"

@@ -323,7 +323,13 @@ def test_the_polar_factor_of_large_matrices(shape):
     np.testing.assert_allclose(found, oracle.svd_polar(x), atol=2e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "bfloat16",
+        *(pytest.param(d, marks=pytest.mark.slow) for d in ("float32", "float16")),
+    ],
+)
 @pytest.mark.parametrize("name", SOME_SLOW)
 def test_low_precision_stays_bounded(name, dtype):
     x = adversaries(64, 256)
