@@ -52,7 +52,7 @@ def params():
 
 
 def gradients(step):
-    """Of a matrix that waits until step 4, and an expert that waits until step 3."""
+    """Gradients of a matrix that waits until step 4, an expert until step 3."""
     rng = np.random.default_rng(step)
     grads = jax.tree.map(
         lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params()

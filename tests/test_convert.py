@@ -151,7 +151,7 @@ def test_a_restored_tree_of_dictionaries(tmp_path):
 
 
 def test_old_checkpoints_whose_flags_are_booleans(tmp_path):
-    """As they were stored before: Orbax casts them, and update takes them as they are."""
+    """Booleans of old checkpoints: Orbax casts them, and update takes them, too."""
     state, _ = after(orscale(RATE), 2)
     old = optax.tree.set(
         state, started=jax.tree.map(lambda x: x != 0, optax.tree.get(state, "started"))

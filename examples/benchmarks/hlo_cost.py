@@ -61,12 +61,12 @@ class Instruction(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of an instruction that gives one array."""
+        """The shape of an instruction's one array."""
         return _arrays(self.type)[0][1]
 
     @property
     def nbytes(self) -> int:
-        """Of all arrays that it gives; contexts of asynchronous pairs are no arrays."""
+        """The bytes of all its arrays; contexts of asynchronous pairs are none."""
         return sum(
             BITS.get(dtype, 0) * math.prod(shape) // 8
             for dtype, shape in _arrays(self.type)
@@ -106,13 +106,13 @@ class Collective(NamedTuple):
 
     @property
     def sent(self) -> int:
-        """Bytes that each device sends to others, of the data and for one algorithm."""
+        """The bytes that each device sends; what it keeps for itself is not counted."""
         return self.total * (self.devices - 1) // self.devices
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """Of one device for one run of the program."""
+    """The cost of one device for one run of the program."""
 
     cycles: int
     flops: int
@@ -124,7 +124,7 @@ class Cost:
 
     @property
     def looped_bytes(self) -> int:
-        """Of the collectives inside loops, which no neighbour can be merged with."""
+        """The bytes of collectives inside loops, which cannot be merged with others."""
         return sum(c.total for c in self.collectives if c.looped)
 
 

@@ -44,7 +44,7 @@ class Options:
     """What to run."""
 
     momentum_steps: int = 50
-    """Of the demo's training; 0 leaves its momenta out."""
+    """Steps of the demo's training; 0 leaves its momenta out."""
     seconds: float = 60.0
     """For the times of each shape, about; 0 leaves them out."""
 
@@ -119,7 +119,7 @@ def synthetic() -> Iterator[tuple[str, np.ndarray]]:
 
 
 def momenta(steps: int) -> list[np.ndarray]:
-    """Of every matrix of the demo's model, after some steps of Muon."""
+    """The momentum of every matrix of the demo's model, after some steps of Muon."""
     config = Config()
     corpus = read_corpus(config)
     batches = train_batches(config, corpus)
@@ -135,7 +135,7 @@ def momenta(steps: int) -> list[np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """Of Q."""
+    """The quality of Q."""
 
     cosine: float
     rms: float

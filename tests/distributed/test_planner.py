@@ -152,7 +152,7 @@ def test_no_device_does_more_than_its_share_rounded_up(count):
 
 
 def test_bytes():
-    """Of 16 matrices each of 8 devices owns 2, and has an eighth of the others."""
+    """Each of 8 devices takes 2 of 16 matrices, and holds an eighth of the others."""
     [sharded] = plan_buckets([array(4, 8, axes=("data", "fsdp"))] * 16, MESH, LARGE)
     own = 2 * 4 * 8 * FLOAT.itemsize
     assert sharded.nbytes == own and sharded.bytes_sent == 2 * own * 7 // 8
@@ -248,7 +248,7 @@ def test_small_matrices_have_no_column_shards():
 
 
 def test_remainders_of_several_shapes_share_a_bucket():
-    """As Moonlight's dense layer does: by rows and by columns, sixteen devices each."""
+    """Moonlight's dense layer: sharded by rows and by columns, 16 devices to a matrix."""
     mesh = {"fsdp": 64}
     bfloat16 = np.dtype("float16")
     gate, up = (array(2048, 11264, axes=("fsdp", ()), dtype=bfloat16),) * 2
