@@ -1,5 +1,6 @@
 """OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
 
+from orscale_jax import ablations as ablations, family as family
 from orscale_jax._convert import convert_state as convert_state
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax.audit.describe import describe as describe
@@ -7,14 +8,6 @@ from orscale_jax.audit.description import Description as Description
 from orscale_jax.audit.plans import Placed as Placed, Stack as Stack
 from orscale_jax.audit.rows import ParameterRow as ParameterRow, Total as Total
 from orscale_jax.distributed.state_shardings import state_shardings as state_shardings
-from orscale_jax.family import (
-    cautious_orscale as cautious_orscale,
-    hyperball as hyperball,
-    muon_plus as muon_plus,
-    normuon as normuon,
-    pooled_orscale as pooled_orscale,
-    replayed_muon as replayed_muon,
-)
 from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
 from orscale_jax.newton_schulz.polar_express import (
     polar_express_coefficients as polar_express_coefficients,

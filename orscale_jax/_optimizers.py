@@ -16,7 +16,7 @@ from orscale_jax._algorithm import (
 from orscale_jax.distributed.param_shardings import ParamShardings
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.transforms.anchors import FIRST_DIRECTION
+from orscale_jax.transforms.anchors import FIRST
 from orscale_jax.transforms.decay import Mask
 
 
@@ -30,7 +30,7 @@ def orscale(
     weight_decay_mask: Mask | None = None,
     consistent_rms: ArrayLike | None = 0.2,
     calibrate: bool = True,
-    anchor: str = FIRST_DIRECTION,
+    anchor: str = FIRST,
     anchor_steps: ArrayLike = 100,
     r_min: ArrayLike = 0.1,
     r_max: ArrayLike = 5.0,
@@ -80,10 +80,10 @@ def orscale(
         to one): False where nothing decays.
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
-      anchor: What c is anchored by: ``"first_direction"`` as in the paper,
-        ``"full_rank"`` or ``"largest_direction"``, for first directions of low rank; see
+      anchor: What c is anchored by: ``"first"`` as in the paper,
+        ``"full_rank"`` or ``"largest"``, for first directions of low rank; see
         :func:`scale_by_calibrated_trust_ratio`.
-      anchor_steps: The number of directions for ``"largest_direction"``, at least 1.
+      anchor_steps: The number of directions for ``"largest"``, at least 1.
       r_min: Lower bound of the ratio.
       r_max: Upper bound of the ratio, at least 0.
       eps: The floor :math:`\varepsilon`, at least 0.

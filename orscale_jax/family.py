@@ -4,14 +4,14 @@ Each function below is one arrangement of the stages of :func:`orscale_jax.orsca
 the same Newton–Schulz, the same meshes and the same AdamW, so that a comparison with
 OrScale or Muon differs in one stage and nothing else.
 
-==================  ==================================================================
-hyperball           Muon on the sphere of each matrix's initial norm (MuonH)
-normuon             Muon with neurons over their running root mean square
-muon_plus           Muon with the inputs of Q, then its neurons, over their norms
-cautious_orscale    OrScale that decays only the entries that the update shrinks
-pooled_orscale      OrScale with one ratio for all matrices, or for all of a class
-replayed_muon       Muon whose learning rate is multiplied by recorded ratios
-==================  ==================================================================
+==========  ==========================================================================
+hyperball   Muon on the sphere of each matrix's initial norm (MuonH)
+normuon     Muon with neurons over their running root mean square
+muon_plus   Muon with the inputs of Q, then its neurons, over their norms
+cautious    OrScale that decays only the entries that the update shrinks
+pooled      OrScale with one ratio for all matrices, or for all of a class
+replayed    Muon whose learning rate is multiplied by recorded ratios
+==========  ==========================================================================
 
 All are optimizers with the arguments of :func:`orscale_jax.orscale`, except those of
 stages that they do not have, and with a few of their own.
@@ -26,7 +26,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax._algorithm import Links, Optimizer, Stages, with_arguments_of
 from orscale_jax._optimizers import RATIO, orscale
-from orscale_jax.transforms.decay import cautious
+from orscale_jax.transforms import decay
 from orscale_jax.transforms.initial_norm import keep_initial_norm
 from orscale_jax.transforms.neuron_rms import FULL_RANK, scale_by_neuron_rms
 from orscale_jax.transforms.normalize import INPUTS, NEURONS, normalize_vectors
@@ -69,8 +69,8 @@ def hyperball(stages: Stages) -> Links:
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from orscale_jax import hyperball
-      >>> optimizer = hyperball(0.02, adam_learning_rate=1e-3)
+      >>> from orscale_jax import family
+      >>> optimizer = family.hyperball(0.02, adam_learning_rate=1e-3)
       >>> params, grads = {"kernel": jnp.eye(9)}, {"kernel": jnp.ones((9, 9))}
       >>> updates, _ = optimizer.update(grads, optimizer.init(params), params)
       >>> params = optax.apply_updates(params, updates)
@@ -107,8 +107,8 @@ def normuon(
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from orscale_jax import normuon
-      >>> optimizer = normuon(1e-3)
+      >>> from orscale_jax import family
+      >>> optimizer = family.normuon(1e-3)
       >>> state = optimizer.init({"kernel": jnp.ones((16, 4))})
       >>> print(optax.tree.get(state, "neuron_mean_square")["kernel"].shape)
       (4,)
@@ -136,8 +136,8 @@ def muon_plus(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from orscale_jax import muon_plus
-      >>> optimizer = muon_plus(1.0, consistent_rms=None, weight_decay=0.0)
+      >>> from orscale_jax import family
+      >>> optimizer = family.muon_plus(1.0, consistent_rms=None, weight_decay=0.0)
       >>> params = {"kernel": jnp.eye(2, 8)}
       >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
       >>> print((-updates["kernel"]).round(3))
@@ -153,7 +153,7 @@ def muon_plus(
 
 
 @_optimizer()
-def cautious_orscale(stages: Stages) -> Links:
+def cautious(stages: Stages) -> Links:
     r"""OrScale that decays only the entries that the update shrinks.
 
     .. math::
@@ -169,8 +169,8 @@ def cautious_orscale(stages: Stages) -> Links:
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from orscale_jax import cautious_orscale
-      >>> optimizer = cautious_orscale(
+      >>> from orscale_jax import family
+      >>> optimizer = family.cautious(
       ...     1.0, consistent_rms=None, weight_decay=0.5, ns_steps=8
       ... )
       >>> params = {"kernel": 4 * jnp.eye(2)}
@@ -182,12 +182,12 @@ def cautious_orscale(stages: Stages) -> Links:
     References:
       Chen et al. 2025, *Cautious Weight Decay*, arXiv:2510.12402.
     """
-    stages = dataclasses.replace(stages, decay=cautious(stages.decay))
+    stages = dataclasses.replace(stages, decay=decay.cautious(stages.decay))
     return optax.chain(stages.coupled, stages.ratio), stages.learning_rate
 
 
 @_optimizer()
-def pooled_orscale(stages: Stages, *, classes: Classes = None) -> Links:
+def pooled(stages: Stages, *, classes: Classes = None) -> Links:
     r"""OrScale with one ratio for all matrices, or for all of a class.
 
     .. math::
@@ -205,8 +205,8 @@ def pooled_orscale(stages: Stages, *, classes: Classes = None) -> Links:
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from orscale_jax import pooled_orscale
-      >>> optimizer = pooled_orscale(1e-3, calibrate=False, weight_decay=0.0)
+      >>> from orscale_jax import family
+      >>> optimizer = family.pooled(1e-3, calibrate=False, weight_decay=0.0)
       >>> params = {"up": jnp.eye(4), "down": 2 * jnp.eye(4)}
       >>> _, state = optimizer.update(params, optimizer.init(params), params)
       >>> ratios = optax.tree.get(state, "trust_ratio")
@@ -230,7 +230,7 @@ def pooled_orscale(stages: Stages, *, classes: Classes = None) -> Links:
 
 
 @_optimizer(*RATIO)
-def replayed_muon(
+def replayed(
     stages: Stages, *, trust_ratio: ArrayLike | Callable[[jax.Array], jax.Array]
 ) -> Links:
     r"""Muon+Moonlight whose learning rate is multiplied by recorded ratios.
@@ -248,9 +248,9 @@ def replayed_muon(
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from orscale_jax import muon, replayed_muon
+      >>> from orscale_jax import family, muon
       >>> params = {"kernel": jnp.eye(4)}
-      >>> replayed = replayed_muon(1e-3, trust_ratio=[2.0, 3.0])
+      >>> replayed = family.replayed(1e-3, trust_ratio=[2.0, 3.0])
       >>> updates, _ = replayed.update(params, replayed.init(params), params)
       >>> expected, _ = muon(2e-3).update(params, muon(2e-3).init(params), params)
       >>> print(jnp.allclose(updates["kernel"], expected["kernel"]))

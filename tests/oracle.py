@@ -103,7 +103,7 @@ class Matrix:
     coupled: bool = True
     cautious: bool = False
     after_q: Callable = lambda: lambda q: q
-    anchor: str = "first_direction"
+    anchor: str = "first"
     anchor_steps: int = 100
     c: float | None = None
     r: float = 1.0
@@ -160,7 +160,7 @@ class Matrix:
             full = self.rms**2 * self.weight.size if self.rms else min(self.weight.shape)
             decayed = self.decay * self.first_weight_norm
             return self.first_weight_norm / (np.sqrt(decayed**2 + full) + self.eps)
-        count = self.anchor_steps if self.anchor == "largest_direction" else 1
+        count = self.anchor_steps if self.anchor == "largest" else 1
         return self.first_weight_norm / max(self.directions[:count])
 
 

@@ -23,11 +23,9 @@ def optimizers_of(module):
 
 ABLATIONS = optimizers_of(ablations)
 FAMILY = optimizers_of(family) | {
-    "replayed_muon": functools.partial(family.replayed_muon, trust_ratio=[1.5, 0.5, 2.0]),
+    "replayed": functools.partial(family.replayed, trust_ratio=[1.5, 0.5, 2.0]),
     "full_rank_anchor": functools.partial(orscale, anchor="full_rank"),
-    "largest_direction_anchor": functools.partial(
-        orscale, anchor="largest_direction", anchor_steps=3
-    ),
+    "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),
 }
 
 

@@ -16,12 +16,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
     ablations,
-    hyperball,
+    family,
     muon,
-    normuon,
     orscale,
-    pooled_orscale,
-    replayed_muon,
     scale_by_calibrated_trust_ratio,
 )
 from tests.runs import readout
@@ -49,16 +46,18 @@ OPTIMIZERS = {
         learning_rate=optax.linear_schedule(1e-2, 0.0, STEPS),
         weight_dimension_numbers=NUMBERS,
     ),
-    "hyperball": build(hyperball, weight_dimension_numbers=NUMBERS | {"stack": None}),
-    "normuon": build(normuon),
-    "largest_direction": build(anchor="largest_direction", anchor_steps=3),
-    "pooled_orscale": build(pooled_orscale),
-    "replayed_muon": build(replayed_muon, trust_ratio=[0.5, 2.0, 1.5]),
+    "hyperball": build(
+        family.hyperball, weight_dimension_numbers=NUMBERS | {"stack": None}
+    ),
+    "normuon": build(family.normuon),
+    "largest": build(anchor="largest", anchor_steps=3),
+    "pooled": build(family.pooled),
+    "replayed": build(family.replayed, trust_ratio=[0.5, 2.0, 1.5]),
 }
 # Their states are built like those of the others.
 SLOW = {
     "vision", "momentum_denominator", "bfloat16_calibration", "schedule", "hyperball",
-    "pooled_orscale", "replayed_muon",
+    "pooled", "replayed",
 }  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
+    family,
     from_first_nonzero_update,
-    hyperball,
     muon,
     orscale,
     orthogonalize,
@@ -67,7 +67,7 @@ def assert_trees_close(found, expected, rtol=1e-5, atol=1e-7):
 
 def rounding(build):
     """The absolute error of updates: Hyperball's round as its weights do."""
-    return {"atol": 1e-6} if getattr(build, "func", build) is hyperball else {}
+    return {"atol": 1e-6} if getattr(build, "func", build) is family.hyperball else {}
 
 
 def signature(tree):

@@ -49,7 +49,7 @@ ALL = pytest.mark.parametrize(
     [
         pytest.param(name, marks=() if name in {*BUILDS, "normuon"} else pytest.mark.slow)
         for name in {**BUILDS, **FAMILY}
-        if name != "pooled_orscale"
+        if name != "pooled"
     ],
 )
 BAD = pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -194,7 +194,7 @@ def test_zero_gradients(name, when, where):
         assert all_finite(updates)
     # The matrix begins one step later, as it would have begun at this one.
     # Recorded ratios go by the steps of the run.
-    if when == 0 and name != "replayed_muon":
+    if when == 0 and name != "replayed":
         late = train(standard(name), grads[1:])
         for (_, found, _), (_, expected, _) in zip(seen[1:], late, strict=True):
             for part in REACH[where] - {"b"}:

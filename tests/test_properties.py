@@ -17,9 +17,8 @@ from hypothesis import Phase, given, settings, strategies as st
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
-    hyperball,
+    family,
     muon,
-    normuon,
     orscale,
     orthogonalize,
     polar_factor,
@@ -35,11 +34,9 @@ OPTIMIZERS = {
     "vision": VISION,
     "muon": functools.partial(muon, 1e-2),
     "full_rank": functools.partial(orscale, 1e-2, anchor="full_rank"),
-    "largest_direction": functools.partial(
-        orscale, 1e-2, anchor="largest_direction", anchor_steps=2
-    ),
-    "hyperball": functools.partial(hyperball, 1e-2),
-    "normuon": functools.partial(normuon, 1e-2),
+    "largest": functools.partial(orscale, 1e-2, anchor="largest", anchor_steps=2),
+    "hyperball": functools.partial(family.hyperball, 1e-2),
+    "normuon": functools.partial(family.normuon, 1e-2),
 }
 RATIOS = ("calibration", "raw_trust_ratio", "trust_ratio")
 SEEDS = st.integers(0, 2**32 - 1)

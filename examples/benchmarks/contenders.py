@@ -9,14 +9,9 @@ from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
-    cautious_orscale,
-    hyperball,
+    family,
     muon,
-    muon_plus,
-    normuon,
     orscale,
-    pooled_orscale,
-    replayed_muon,
 )
 
 NS_STEPS = 5
@@ -68,12 +63,12 @@ def relatives(
     """The relatives of OrScale, by name; the arguments are those of the contenders."""
     ours = _ours(numbers, ns_dtype)
     return {
-        "hyperball": hyperball(1e-3, **ours),
-        "normuon": normuon(1e-3, **ours),
-        "muon_plus": muon_plus(1e-3, **ours),
-        "cautious_orscale": cautious_orscale(1e-3, **ours),
-        "pooled_orscale": pooled_orscale(1e-3, **ours),
-        "replayed_muon": replayed_muon(1e-3, trust_ratio=[1.0, 2.0], **ours),
+        "hyperball": family.hyperball(1e-3, **ours),
+        "normuon": family.normuon(1e-3, **ours),
+        "muon_plus": family.muon_plus(1e-3, **ours),
+        "cautious": family.cautious(1e-3, **ours),
+        "pooled": family.pooled(1e-3, **ours),
+        "replayed": family.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
     }
 
 

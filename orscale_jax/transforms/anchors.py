@@ -101,11 +101,11 @@ class Anchor:
     remembers: bool = False
 
 
-FIRST_DIRECTION = "first_direction"
+FIRST = "first"
 ANCHORS = {
-    FIRST_DIRECTION: Anchor(by_first_direction),
+    FIRST: Anchor(by_first_direction),
     "full_rank": Anchor(by_full_rank, needs_full_rank=True),
-    "largest_direction": Anchor(by_largest_direction, remembers=True),
+    "largest": Anchor(by_largest_direction, remembers=True),
 }
 UNCALIBRATED = Anchor(uncalibrated)
 

@@ -56,7 +56,7 @@ def add_cautious_decayed_weights(
     entry by entry, for updates that are subtracted later: before
     :func:`optax.scale_by_learning_rate`.
 
-    Coupled, as in :func:`orscale_jax.family.cautious_orscale`, D is what comes out, and
+    Coupled, as in :func:`orscale_jax.family.cautious`, D is what comes out, and
     the ratio sees the decay that was applied. Its ceiling rises from
     :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)` with :math:`W_+` the
     entries that decay: by about :math:`\sqrt 2` where half of them do.

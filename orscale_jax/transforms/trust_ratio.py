@@ -61,7 +61,7 @@ class LargestDirectionState(NamedTuple):
 def scale_by_calibrated_trust_ratio(
     *,
     calibrate: bool = True,
-    anchor: str = anchors.FIRST_DIRECTION,
+    anchor: str = anchors.FIRST,
     anchor_steps: ArrayLike = 100,
     r_min: ArrayLike = 0.1,
     r_max: ArrayLike = 5.0,
@@ -82,7 +82,7 @@ def scale_by_calibrated_trust_ratio(
     step at which D is not zero and everything in c is finite. :math:`W_0` is the weight
     at that step, and the anchor decides what :math:`d_0` is:
 
-    ``"first_direction"``
+    ``"first"``
       :math:`d_0 = \|D_0\|_F`, as in the paper: r starts at 1, and is the growth of W
       over that of D since then. If the first direction has low rank (few tokens, a
       small batch), later ones are larger, and the matrix keeps small ratios.
@@ -91,7 +91,7 @@ def scale_by_calibrated_trust_ratio(
       :math:`D = \lambda W_0 + sQ` for a Q of full rank that is orthogonal to
       :math:`W_0`. r starts above 1 if the first direction has low rank. (With cautious
       decay D is another, and r starts beside 1 where :math:`\lambda \|W_0\|` is large.)
-    ``"largest_direction"``
+    ``"largest"``
       :math:`d_0 = \max_t \|D_t\|_F` over the first ``anchor_steps`` directions of the
       matrix: r starts at 1, and c falls at each direction that is larger than those
       before.
@@ -104,9 +104,9 @@ def scale_by_calibrated_trust_ratio(
       calibrate: Whether to anchor c; if False, c = 1. It may change between runs: a
         state without calibration is anchored at its next direction, and one with it
         goes on with c = 1.
-      anchor: ``"first_direction"``, ``"full_rank"`` or ``"largest_direction"``. A c that
+      anchor: ``"first"``, ``"full_rank"`` or ``"largest"``. A c that
         has been set stays as it is if another anchor is chosen later.
-      anchor_steps: The number of directions for ``"largest_direction"``, at least 1.
+      anchor_steps: The number of directions for ``"largest"``, at least 1.
       r_min: Lower bound of the ratio applied. ``-inf`` for none.
       r_max: Upper bound of the ratio applied, at least 0. ``inf`` for none.
       eps: The floor :math:`\varepsilon`, at least 0.
@@ -139,7 +139,7 @@ def scale_by_calibrated_trust_ratio(
 
     References:
       Lou & You, *OrScale*, Definitions 1 and 2, Algorithm 1, lines 4 to 11. The anchors
-      ``"full_rank"`` and ``"largest_direction"`` are this library's own.
+      ``"full_rank"`` and ``"largest"`` are this library's own.
     """
     _checks.flag("calibrate", calibrate)
     _checks.choice("anchor", anchor, anchors.ANCHORS)

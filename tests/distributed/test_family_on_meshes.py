@@ -11,7 +11,7 @@ from tests.runs import FAMILY
 
 NUMBERS = mesh_tests.NUMBERS
 # On a mesh, the others do what one of these does.
-FAST = {"hyperball", "normuon", "pooled_orscale"}
+FAST = {"hyperball", "normuon", "pooled"}
 NAMES = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in FAMILY
 ]
@@ -61,7 +61,7 @@ def cost_of(optimizer, layout, kind):
 def test_collectives(name, layout):
     """OrScale's exchanges of matrices; beyond them vectors and scalars, not in loops."""
     kind = AxisType.Explicit
-    factory = muon if name in {"normuon", "muon_plus", "replayed_muon"} else orscale
+    factory = muon if name in {"normuon", "muon_plus", "replayed"} else orscale
     plain, plain_bytes = cost_of(
         factory(0.02, weight_dimension_numbers=NUMBERS), layout, kind
     )
