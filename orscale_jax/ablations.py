@@ -28,12 +28,14 @@ import optax
 
 from orscale_jax._algorithm import Links, Stages, with_arguments_of
 from orscale_jax._optimizers import orscale
+from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     require_matrices,
 )
 from orscale_jax.transforms.anchors import not_one
+from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.per_matrix import map_matrices, per_matrix_stage, spread
 from orscale_jax.trees.boxes import PyTree
 
@@ -65,15 +67,38 @@ def _around(
     ) -> tuple[PyTree, _AroundState]:
         _, ratio_state = ratio.update(updates, state.ratio, params)
         directions, inner_state = inner.update(updates, state.inner, params)
+        axes_tree = require_matrices(axes, updates)
         scaled = map_matrices(
             lambda at, direction, r: spread(at, r, direction) * direction,
-            require_matrices(axes, updates),
+            axes_tree,
             directions,
             ratio_state.trust_ratio,
         )
-        return scaled, _AroundState(ratio_state, inner_state)
+        norms = functools.partial(map_matrices, _norms, axes_tree)
+        like = ratio_state.weight_norm
+        weight_norm, direction_norm = norms(params, like), norms(directions, like)
+        ratio_state = ratio_state._replace(
+            weight_norm=weight_norm, direction_norm=direction_norm
+        )
+        return scaled, _AroundState(_anchored(ratio_state, state.ratio), inner_state)
 
     return optax.GradientTransformation(init, update)
+
+
+def _norms(at: LeafAxes, leaf: jax.Array, like: jax.Array) -> jax.Array:
+    """The norms of the matrices in a leaf, as an array of the state."""
+    norms = at.norms(leaf.astype(compute_dtype(leaf)))
+    return typed_sharding.shard_like(norms, like).astype(like.dtype)
+
+
+def _anchored(state: Any, before: Any) -> Any:
+    """A state of the ratio that holds the norm of W itself at the first direction."""
+
+    def norm(old: jax.Array, new: jax.Array, weight_norm: jax.Array) -> jax.Array:
+        return jnp.where(old > 0, old, jnp.where(new > 0, weight_norm, 0))
+
+    norms = before.anchor_weight_norm, state.anchor_weight_norm, state.weight_norm
+    return state._replace(anchor_weight_norm=jax.tree.map(norm, *norms))
 
 
 def _of_root_mean_squares(
@@ -114,7 +139,11 @@ def _calibrated_in_bfloat16(
     ) -> tuple[PyTree, Any]:
         _, anchored = ratio.update(rounded(updates), state, rounded(params))
         calibration = jax.tree.map(not_one, rounded(anchored.calibration))
-        return ratio.update(updates, state._replace(calibration=calibration), params)
+        given = state._replace(
+            calibration=calibration, anchor_weight_norm=anchored.anchor_weight_norm
+        )
+        scaled, new = ratio.update(updates, given, params)
+        return scaled, _anchored(new, state)
 
     return optax.GradientTransformation(ratio.init, update)
 

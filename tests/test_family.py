@@ -4,6 +4,7 @@ import functools
 import inspect
 
 import equinox as eqx
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,7 +222,10 @@ class TestLimits:
         arguments = {"anchor": "largest", "anchor_steps": 1} | given
         largest = run(orscale(0.1, **arguments), tree(0, 0.1), 10, tree)
         plain = run(orscale(0.1, **given), tree(0, 0.1), 10, tree)
-        assert_same_run(largest, plain, 1e-7)
+        assert_same_run(largest, plain, 5e-7)  # Two programs, which round apart.
+        for (_, found), (_, expected) in zip(largest, plain, strict=True):
+            found, expected = (readout(s, "calibration") for s in (found, expected))
+            chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
     def test_no_decay_is_not_cautious(self):
         tree, given = some("tall", "experts")
@@ -601,12 +605,12 @@ class TestAnchors:
         same = orscale(1e-3, anchor="full_rank", weight_dimension_numbers=self.numbers)
         assert jax.tree.structure(same.init(params)) == jax.tree.structure(state)
 
-    @pytest.mark.parametrize("calibrate, cls", [(True, 5), (False, 3)])
-    def test_without_calibration_no_anchor_is_kept(self, calibrate, cls):
+    @pytest.mark.parametrize("calibrate, fields", [(True, 8), (False, 7)])
+    def test_without_calibration_no_count_is_kept(self, calibrate, fields):
         stage = scale_by_calibrated_trust_ratio(calibrate=calibrate, anchor="largest")
         state = stage.init({"w": jnp.eye(2)})
         assert isinstance(state, LargestDirectionState) == calibrate
-        assert len(state) == cls
+        assert len(state) == fields
 
     def test_blocks_of_several_sizes_have_anchors_of_their_own(self):
         numbers = BlockDimensionNumbers(0, 1, block_axis=1, blocks=(8, 2))

@@ -17,6 +17,7 @@ from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.initial_norm import InitialNormState
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import dotted
+from orscale_jax.trees.nodes import nodes_of
 
 
 class AbstractState(NamedTuple):
@@ -77,28 +78,22 @@ _PER_MATRIX: dict[type, str] = {
 
 def _rules(state: PyTree) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
     """For each parameter, the batch shape of its matrices, or None for AdamW."""
-    for partition in _nodes(state, optax.transforms.PartitionState):
+    for partition in nodes_of(state, optax.transforms.PartitionState):
         groups = partition.inner_states
         matrices = [
             getattr(node, field)
             for cls, field in _PER_MATRIX.items()
-            for node in _nodes(groups.get(MATRIX), cls)
+            for node in nodes_of(groups.get(MATRIX), cls)
         ]
         if not matrices:
             yield from _rules(tuple(groups.values()))
         for path, array in jax.tree_util.tree_leaves_with_path(matrices):
             yield path[1:], array.shape
         for group in (
-            _nodes(groups.get(ADAMW), optax.ScaleByAdamState) if matrices else ()
+            nodes_of(groups.get(ADAMW), optax.ScaleByAdamState) if matrices else ()
         ):
             for path, _ in jax.tree_util.tree_leaves_with_path(group.mu):
                 yield path, None
-
-
-def _nodes(tree: PyTree, cls: type) -> list[Any]:
-    """The outermost nodes of a type."""
-    nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, cls))
-    return [node for node in nodes if isinstance(node, cls)]
 
 
 def _rule(batch_shape: Any, other: Any) -> str:

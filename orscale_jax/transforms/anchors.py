@@ -28,62 +28,64 @@ class Limits(NamedTuple):
     anchor_steps: jax.Array
 
 
-class History(NamedTuple):
-    """What the largest of several directions needs, of the batch shape."""
+class Anchored(NamedTuple):
+    """What is known of the first directions of matrices, of the batch shape."""
 
+    #: The constant c; see :class:`CalibratedTrustRatioState`.
+    calibration: jax.Array
     #: ‖W‖ at the first direction, 0 before it.
-    anchor_weight_norm: jax.Array
-    #: The number of directions that have entered c, dtype int32.
-    anchor_count: jax.Array
+    weight_norm: jax.Array
+    #: The number of directions that have entered c, dtype int32; None if nobody asks.
+    directions: jax.Array | None = None
 
 
-# Of c, what is remembered (nothing, or a History), the norms and the limits: c, and what
-# is remembered from now on.
-SetC: TypeAlias = Callable[
-    [jax.Array, tuple[jax.Array, ...], Norms, Limits],
-    tuple[jax.Array, tuple[jax.Array, ...]],
-]
+# Of what is known, the norms and the limits: what is known from now on, but for the norm
+# at the first direction, which is no matter of the rule.
+SetC: TypeAlias = Callable[[Anchored, Norms, Limits], Anchored]
 
 
-def uncalibrated(
-    c: jax.Array, history: tuple[jax.Array, ...], norms: Norms, limits: Limits
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Set c to 1."""
-    return jnp.ones_like(norms.weight), history
+def first_weight_norm(known: Anchored, norms: Norms) -> jax.Array:
+    """‖W‖ at the first direction at which it is not zero; 0 before it.
 
-
-def by_first_direction(
-    c: jax.Array, history: tuple[jax.Array, ...], norms: Norms, limits: Limits
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Set c at the first direction of each matrix (Definition 2)."""
-    return _anchored(c, norms.direction, norms, limits.eps), history
-
-
-def by_full_rank(
-    c: jax.Array, history: tuple[jax.Array, ...], norms: Norms, limits: Limits
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Set c at the first direction, by the norm of one of full rank."""
-    return _anchored(c, norms.full_rank, norms, limits.eps), history
-
-
-def by_largest_direction(
-    c: jax.Array, history: tuple[jax.Array, ...], norms: Norms, limits: Limits
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Set c at the first direction, and lower it at larger ones of the first steps."""
-    weight_norm, count = history
-    first = _anchored(c, norms.direction, norms, limits.eps)
-    is_first = _unset(c) & ~_unset(first)
-    weight_norm = jnp.where(is_first, norms.weight, weight_norm)
-    # A c that another anchor has set has no history: it stays.
-    entering = (
-        (weight_norm > 0)
-        & (norms.direction > 0)
-        & jnp.isfinite(norms.direction)
-        & (count < limits.anchor_steps)
+    It stays 0 for a c that was set before this norm was kept.
+    """
+    unknown = _unset(known.calibration) | jnp.isinf(known.calibration)
+    is_first = unknown & (known.weight_norm == 0) & _directed(norms)
+    return jnp.where(
+        is_first & jnp.isfinite(norms.weight), norms.weight, known.weight_norm
     )
+
+
+def uncalibrated(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
+    """Set c to 1."""
+    return known._replace(calibration=jnp.ones_like(norms.weight))
+
+
+def by_first_direction(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
+    """Set c at the first direction of each matrix (Definition 2)."""
+    c = _anchored(known.calibration, norms.direction, norms, limits.eps)
+    return known._replace(calibration=c)
+
+
+def by_full_rank(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
+    """Set c at the first direction, by the norm of one of full rank."""
+    c = _anchored(known.calibration, norms.full_rank, norms, limits.eps)
+    return known._replace(calibration=c)
+
+
+def by_largest_direction(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
+    """Set c at the first direction, and lower it at larger ones of the first steps."""
+    assert known.directions is not None
+    first = _anchored(known.calibration, norms.direction, norms, limits.eps)
+    is_first = _unset(known.calibration) & ~_unset(first) & jnp.isfinite(first)
+    # A c that another anchor has set has no count: it stays.
+    counting = is_first | (known.directions > 0)
+    entering = counting & _directed(norms) & (known.directions < limits.anchor_steps)
+    weight_norm = jnp.where(is_first, norms.weight, known.weight_norm)
     largest = weight_norm / (jnp.where(entering, norms.direction, 1) + limits.eps)
-    lowered = jnp.where(entering, jnp.minimum(first, not_one(largest)), first)
-    return lowered, History(weight_norm, count + entering.astype(count.dtype))
+    c = jnp.where(entering, jnp.minimum(first, not_one(largest)), first)
+    count = known.directions + entering.astype(known.directions.dtype)
+    return Anchored(c, known.weight_norm, count)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,19 +95,19 @@ class Anchor:
     Attributes:
       set_c: The rule.
       needs_full_rank: Whether it needs the norm of a D of full rank.
-      remembers: Whether it has a :class:`History`.
+      counts: Whether it counts the directions that have entered c.
     """
 
     set_c: SetC
     needs_full_rank: bool = False
-    remembers: bool = False
+    counts: bool = False
 
 
 FIRST = "first"
 ANCHORS = {
     FIRST: Anchor(by_first_direction),
     "full_rank": Anchor(by_full_rank, needs_full_rank=True),
-    "largest": Anchor(by_largest_direction, remembers=True),
+    "largest": Anchor(by_largest_direction, counts=True),
 }
 UNCALIBRATED = Anchor(uncalibrated)
 
@@ -114,11 +116,16 @@ def _anchored(
     c: jax.Array, anchor_norm: jax.Array, norms: Norms, eps: jax.Array
 ) -> jax.Array:
     """Set c to ‖W‖ over a norm, where there is a direction and c is unset."""
-    directed = (norms.direction > 0) & jnp.isfinite(norms.direction)
+    directed = _directed(norms)
     # No division by zero: jax_debug_nans also sees what a where discards.
     anchor = norms.weight / (jnp.where(directed, anchor_norm, 1) + eps)
     ready = _unset(c) & directed & jnp.isfinite(anchor)
     return jnp.where(ready, jnp.where(anchor > 0, not_one(anchor), jnp.inf), c)
+
+
+def _directed(norms: Norms) -> jax.Array:
+    """Whether there is a direction, and it is finite."""
+    return (norms.direction > 0) & jnp.isfinite(norms.direction)
 
 
 def _unset(c: jax.Array) -> jax.Array:

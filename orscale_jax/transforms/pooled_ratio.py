@@ -16,8 +16,8 @@ from orscale_jax.parameters.dimension_numbers import (
     is_function,
     require_matrices,
 )
-from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.per_matrix import map_matrices, spread
+from orscale_jax.transforms.trust_ratio import ratio_bounds
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.updates import require_params
@@ -59,8 +59,8 @@ def pool_trust_ratios(
 
     Returns:
       A transformation with the state of ``ratio``. ``raw_trust_ratio`` holds each
-      matrix's own r, ``trust_ratio`` the one that was applied. On a mesh, sums of one
-      more number per matrix and of two numbers per leaf are exchanged.
+      matrix's own r, ``trust_ratio`` the one that was applied. On a mesh, sums of two
+      more numbers per leaf are exchanged.
 
     Raises:
       ValueError: If an argument is not valid, a leaf is no matrix, or ``params`` is
@@ -91,8 +91,9 @@ def pool_trust_ratios(
         require_params(params)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
         _, measured = ratio.update(updates, state, params)
-        counts = map_matrices(
-            _counts, axes_tree, updates, measured.calibration, measured.raw_trust_ratio
+        norms = measured.direction_norm
+        counts = jax.tree.map(
+            _counts, norms, measured.calibration, measured.raw_trust_ratio
         )
         labels = class_labels(classes, params, updates)
         _require_labels(labels, updates)
@@ -109,17 +110,15 @@ def pool_trust_ratios(
             updates,
             ratios,
         )
-        return scaled, measured._replace(trust_ratio=ratios)
+        bounds = ratio_bounds(params, r_min, r_max)
+        return scaled, measured._replace(trust_ratio=ratios, bounds=bounds)
 
     return on_bare_arrays(optax.GradientTransformation(ratio.init, update))
 
 
-def _counts(
-    axes: LeafAxes, direction: jax.Array, c: jax.Array, raw: jax.Array
-) -> jax.Array:
+def _counts(direction_norm: jax.Array, c: jax.Array, raw: jax.Array) -> jax.Array:
     """Whether the ratio of a matrix was measured, of the batch shape."""
-    wide = direction.astype(compute_dtype(direction))
-    directed = axes.norms(wide) > 0  # On one device, the norm that the ratio needs.
+    directed = direction_norm > 0
     return directed & (c > 0) & jnp.isfinite(c) & (raw > 0) & jnp.isfinite(raw)
 
 

@@ -29,7 +29,8 @@ class CalibratedTrustRatioState(NamedTuple):
     """State of :func:`scale_by_calibrated_trust_ratio`.
 
     Trees as the matrices. Leaves have the batch shape of their leaf (``()`` for a plain
-    matrix) and dtype float32 (float64 for float64 parameters).
+    matrix) and dtype float32 (float64 for float64 parameters). The next step depends on
+    c alone; :func:`orscale_jax.diagnostics.read` makes readouts of the others.
     """
 
     #: The constant c, 0 while unset, inf for a matrix without initial scale.
@@ -38,12 +39,20 @@ class CalibratedTrustRatioState(NamedTuple):
     raw_trust_ratio: PyTree
     #: The ratio r̂ that was applied, 1 before the first step.
     trust_ratio: PyTree
+    #: ‖W‖ before the last step, 0 before the first one.
+    weight_norm: PyTree
+    #: ‖D‖ of the last step, 0 before the first one.
+    direction_norm: PyTree
+    #: ‖W‖ at the first direction at which it is not zero, 0 before it.
+    anchor_weight_norm: PyTree
+    #: The bounds of the last step, shape (2,), dtype as above.
+    bounds: jax.Array
 
 
 class LargestDirectionState(NamedTuple):
     """State of :func:`scale_by_calibrated_trust_ratio` with that anchor.
 
-    The fields of :class:`CalibratedTrustRatioState`, and two more of the same shapes.
+    The fields of :class:`CalibratedTrustRatioState`, and one more of the same shapes.
     """
 
     #: The constant c.
@@ -52,10 +61,16 @@ class LargestDirectionState(NamedTuple):
     raw_trust_ratio: PyTree
     #: The ratio r̂ that was applied.
     trust_ratio: PyTree
-    #: ‖W‖ at the first direction, 0 before it; the dtype of c.
+    #: ‖W‖ before the last step.
+    weight_norm: PyTree
+    #: ‖D‖ of the last step.
+    direction_norm: PyTree
+    #: ‖W‖ at the first direction.
     anchor_weight_norm: PyTree
     #: The number of directions that have entered c, dtype int32.
     anchor_count: PyTree
+    #: The bounds.
+    bounds: jax.Array
 
 
 def scale_by_calibrated_trust_ratio(
@@ -158,10 +173,15 @@ def scale_by_calibrated_trust_ratio(
             return full_per_matrix(weight_dimension_numbers, params, value, dtype)
 
         c = filled(0.0 if calibrate else 1.0)
-        state = CalibratedTrustRatioState(c, filled(1.0), filled(1.0))
-        if not rule.remembers:
-            return state
-        return LargestDirectionState(*state, filled(0.0), filled(0, lambda _: jnp.int32))
+        ratios, norms = (
+            (filled(1.0), filled(1.0)),
+            (filled(0.0), filled(0.0), filled(0.0)),
+        )
+        bounds = ratio_bounds(params, r_min, r_max)
+        if rule.counts:
+            count = filled(0, lambda _: jnp.int32)
+            return LargestDirectionState(c, *ratios, *norms, count, bounds)
+        return CalibratedTrustRatioState(c, *ratios, *norms, bounds)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
@@ -172,11 +192,18 @@ def scale_by_calibrated_trust_ratio(
             (weight_decay, weight_decay_mask) if rule.needs_full_rank else (0.0, None)
         )
         decays = _decay_of_leaves(*full_rank, params)
-        scaled = map_matrices(ratio, axes_tree, updates, params, decays, *state)
-        scaled, *fields = (_entry(scaled, index) for index in range(len(state) + 1))
-        return scaled, type(state)(*fields)
+        *per_matrix, _ = state
+        scaled = map_matrices(ratio, axes_tree, updates, params, decays, *per_matrix)
+        scaled, *fields = (_entry(scaled, i) for i in range(len(per_matrix) + 1))
+        return scaled, type(state)(*fields, ratio_bounds(params, r_min, r_max))
 
     return on_bare_arrays(optax.GradientTransformation(init, update))
+
+
+def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Array:
+    """The bounds as an array for the state."""
+    dtype = compute_dtype(params)
+    return jnp.stack([jnp.asarray(bound, dtype) for bound in (r_min, r_max)])
 
 
 class _ScaledLeaf(NamedTuple):
@@ -244,9 +271,8 @@ class _TrustRatio:
         widened = tuple(
             x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in state
         )
-        c, raw, clipped, *history = _calibrated(self.anchor, widened, norms, limits)
-        scaled = (spread(axes, clipped, d) * d).astype(direction.dtype)
-        new = (c, raw, clipped, *history)
+        new = _calibrated(self.anchor, widened, norms, limits)
+        scaled = (spread(axes, new[2], d) * d).astype(direction.dtype)
         cast = (x.astype(old.dtype) for x, old in zip(new, state, strict=True))
         return _ScaledLeaf((scaled, *cast))
 
@@ -271,10 +297,15 @@ def _calibrated(
     limits: anchors.Limits,
 ) -> tuple[jax.Array, ...]:
     """The entries of a leaf in the state, from those of the last step."""
-    c, _, _, *history = state
-    c, remembered = anchor.set_c(c, tuple(history), norms, limits)
+    c, _, _, _, _, *anchored = state
+    known = anchors.Anchored(c, *anchored)
+    known = anchor.set_c(known, norms, limits)._replace(
+        weight_norm=anchors.first_weight_norm(known, norms)
+    )
+    c, *anchored = (entry for entry in known if entry is not None)
     raw = _trust_ratio(c, norms, limits.eps)
-    return c, raw, jnp.clip(raw, limits.r_min, limits.r_max), *remembered
+    clipped = jnp.clip(raw, limits.r_min, limits.r_max)
+    return c, raw, clipped, norms.weight, norms.direction, *anchored
 
 
 def _trust_ratio(c: jax.Array, norms: anchors.Norms, eps: jax.Array) -> jax.Array:
