@@ -29,6 +29,7 @@ from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     matrix_axes,
 )
+from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import dotted, key_name
@@ -86,9 +87,9 @@ def describe(
       ...     print(row.path, row.rule, row.scale, row.state_bytes)
       bias adamw None 128
       lm_head adamw None 128
-      up matrix 0.8 269
+      up matrix 0.8 281
       >>> description.totals["all"]
-      Total(leaves=3, matrices=1, parameters=96, state_bytes=529)
+      Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
     """
     _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
     limits = platforms.PLATFORMS[_platform(platform, params)].limited(
@@ -105,8 +106,13 @@ def describe(
     if state is not None:
         state.refuse_other_matrices(axes_of, leaf_of)
     arrays = {} if state is None else state.arrays
+    class_of = leaves_by_path(layer_classes(params))
     rows = tuple(
-        dataclasses.replace(row, state_bytes=None) if state is None else row
+        dataclasses.replace(
+            row,
+            layer_class=class_of[path],
+            state_bytes=None if state is None else row.state_bytes,
+        )
         for path, leaf in leaf_of.items()
         for row in _rows(
             path, leaf, axes_of.get(path), arrays.get(path, []), consistent_rms

@@ -1,6 +1,8 @@
 """The description of an optimizer's parameters that ``describe`` returns."""
 
+import csv
 import dataclasses
+import io
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -10,10 +12,12 @@ from jax.typing import DTypeLike
 
 from orscale_jax.audit.plans import Placed, Planning, Stack
 from orscale_jax.audit.rows import (
+    CSV_HEADINGS,
     HEADINGS,
     WORD_COLUMNS,
     ParameterRow,
     Total,
+    csv_cells,
     row_cells,
     total_cells,
     total_of,
@@ -117,6 +121,17 @@ class Description:
         """
         return self._table().rich()
 
+    def to_csv(self) -> str:
+        """The rows as CSV, with a column for each attribute that one number can show.
+
+        In a run's folder as ``audit.csv``, it tells ``python -m orscale_jax.diagnostics``
+        the shapes of the matrices.
+        """
+        text = io.StringIO(newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerows([CSV_HEADINGS, *map(csv_cells, self.rows)])
+        return text.getvalue()
+
     def __str__(self) -> str:
         """The table as fixed-width text."""
         return self._table().text()
@@ -134,6 +149,7 @@ class Description:
         if self.shared_bytes is None:
             del totals["shared"]
         hidden = {
+            "class": all(row.layer_class == "other" for row in self.rows),
             "‖W‖": all(row.norms is None for row in self.rows),
             "state bytes": self.shared_bytes is None,
             "check": not any(row.check for row in self.rows),

@@ -9,10 +9,14 @@ import numpy as np
 from orscale_jax.audit.tables import Cells
 
 HEADINGS = (
-    "parameter", "shape", "dtype", "rule", "matrices", "m × n", "s", "‖W‖", "parameters",
-    "state bytes", "check",
+    "parameter", "shape", "dtype", "rule", "class", "matrices", "m × n", "s", "‖W‖",
+    "parameters", "state bytes", "check",
 )  # fmt: skip
-WORD_COLUMNS = 4  # The first columns hold words, the others numbers.
+CSV_HEADINGS = (
+    "parameter", "shape", "dtype", "rule", "class", "matrices", "m", "n", "s",
+    "parameters", "state_bytes", "check",
+)  # fmt: skip
+WORD_COLUMNS = 5  # The first columns hold words, the others numbers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +44,8 @@ class ParameterRow:
         of length 1 counts matrices. Empty where there is none.
       mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
         that it is sharded over; empty without a mesh and under AdamW.
+      layer_class: The class of its layer, such as "attention key", by its name:
+        :func:`orscale_jax.diagnostics.layer_classes`.
     """
 
     path: str
@@ -57,6 +63,7 @@ class ParameterRow:
     batch_shape: tuple[int, ...] = ()
     mesh_axes: tuple[tuple[str, ...], ...] = ()
     check: tuple[str, ...] = ()
+    layer_class: str = "other"
 
     @property
     def name(self) -> str:
@@ -94,6 +101,7 @@ def row_cells(row: ParameterRow) -> Cells:
         str(row.shape),
         str(row.dtype),
         row.rule,
+        row.layer_class,
         f"{row.matrices:,}" if row.scale is not None else "",
         f"{row.m} × {row.n}" if row.scale is not None else "",
         f"{row.scale:.4g}" if row.scale is not None else "",
@@ -104,13 +112,29 @@ def row_cells(row: ParameterRow) -> Cells:
     )
 
 
+def csv_cells(row: ParameterRow) -> tuple[Any, ...]:
+    """The cells of a row in a CSV file, one for each heading there."""
+    return (
+        row.name,
+        row.shape,
+        row.dtype,
+        row.rule,
+        row.layer_class,
+        row.matrices,
+        *(("", "", "") if row.scale is None else (row.m, row.n, f"{row.scale:.7g}")),
+        row.parameters,
+        row.state_bytes,
+        ", ".join(row.check),
+    )
+
+
 def total_cells(name: str, total: Total) -> Cells:
     """The cells of a sum, one for each heading."""
     leaves = "leaf" if total.leaves == 1 else "leaves"
     return (
         name,
         f"{total.leaves:,} {leaves}" if name != "shared" else "",
-        *("", ""),
+        *("", "", ""),
         f"{total.matrices:,}" if name in ("matrix", "all") else "",
         *("", "", ""),
         f"{total.parameters:,}" if name != "shared" else "",

@@ -180,13 +180,13 @@ def check_prefix(
         ) from error
 
 
-def refuse_step_count(tree: PyTree) -> None:
+def refuse_step_count(tree: PyTree, argument: str = "weight_dimension_numbers") -> None:
     """Refuse a step count: optax.inject_hyperparams takes functions for schedules."""
     integer = isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jnp.integer)
     if integer and tree.ndim == 0:
         raise ValueError(
-            "weight_dimension_numbers was called with a step count, as a schedule is: "
-            'pass static_args="weight_dimension_numbers" to optax.inject_hyperparams.'
+            f"{argument} was called with a step count, as a schedule is: pass "
+            f'static_args="{argument}" to optax.inject_hyperparams.'
         )
 
 

@@ -1,7 +1,5 @@
 """Dimension numbers from regular expressions over the parameters' paths."""
 
-import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
@@ -22,6 +20,7 @@ from orscale_jax.parameters.dimension_numbers import (
     is_resolvable,
     refuse_step_count,
 )
+from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import dotted, listed, name_and_shape
 
@@ -88,7 +87,7 @@ def by_path(
         if not jax.tree.leaves(tree):  # As in matrix_axes.
             return tree
         refuse_step_count(tree)
-        decided = compiled.numbers(_leaves(tree))
+        decided = compiled.numbers(leaves_and_masks(tree))
         default = otherwise
         if is_function(otherwise, is_resolvable):
             default = otherwise(tree)
@@ -123,34 +122,23 @@ def _by_default_rule(tree: PyTree, decided: Collection[str]) -> PyTree:
     return jax.tree_util.tree_map_with_path(numbers, tree)
 
 
-@dataclasses.dataclass(frozen=True)
-class PathRules:
-    """Expressions, and the rules of the parameters whose paths they are first to match.
+class PathRules(Expressions[Rule]):
+    """The rules of :func:`by_path`."""
 
-    Attributes:
-      pairs: The compiled expressions with their rules, in the order given.
-      source: Where they come from, for error messages.
-    """
+    kind = "rules"
 
-    pairs: tuple[tuple[re.Pattern[str], Rule], ...]
-    source: str
-
-    @classmethod
-    def compile(cls, rules: Any, argument: str, source: str) -> "PathRules":
-        """Check rules as :func:`by_path` takes them, given in an ``argument``."""
-        remedy = "pass a mapping, or pairs, from regular expressions to rules"
-        if isinstance(rules, Mapping):
-            rules = rules.items()
-        if isinstance(rules, str) or not isinstance(rules, Iterable):
-            _checks.refuse(argument, rules, remedy)
-        pairs = list(rules)
-        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-            _checks.refuse(argument, pairs, remedy)
-        compiled = (
-            (_expression(expression, argument), _rule(expression, rule, argument))
-            for expression, rule in pairs
-        )
-        return cls(tuple(compiled), source)
+    @staticmethod
+    def checked(name: str, value: Any) -> Rule:
+        """Refuse what is no rule."""
+        named = isinstance(value, str) and value in ("matrix", "adamw")
+        if not named and not isinstance(value, DimensionNumbers):
+            _checks.refuse(
+                name,
+                value,
+                'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
+                "orscale_jax.BlockDimensionNumbers",
+            )
+        return value
 
     def numbers(
         self, leaves: Iterable[tuple[Any, Any]]
@@ -169,37 +157,6 @@ class PathRules:
             for path, leaf in arrays
             if (index := decisions[dotted(path)]) is not None
         }
-
-    def _decisions(self, names: Iterable[str]) -> dict[str, int | None]:
-        """The index of the first expression that matches, by path."""
-
-        def first(name: str) -> int | None:
-            matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
-            return next(matches, None)
-
-        decisions = {name: first(name) for name in names}
-        deciding = set(decisions.values())
-        for index, (expression, _) in enumerate(self.pairs):
-            if index not in deciding:
-                self._refuse_idle(expression, decisions)
-        return decisions
-
-    def _refuse_idle(
-        self, expression: re.Pattern[str], decisions: dict[str, int | None]
-    ) -> None:
-        this = f"the expression {expression.pattern!r} of {self.source}"
-        for name, index in decisions.items():
-            if index is not None and expression.search(name):
-                earlier = self.pairs[index][0].pattern
-                raise ValueError(
-                    f"{this} decides nothing: earlier ones match all its parameters, as "
-                    f"{earlier!r} does {name!r}. Put it before them, or leave it out."
-                )
-        nearest = sorted(decisions, key=_likeness(expression.pattern), reverse=True)
-        raise ValueError(
-            f"{this} matches no parameter. Correct it, or leave it out; of "
-            f"{len(decisions)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
-        )
 
     def _refuse_stacks(
         self, decisions: dict[str, int | None], leaves: list[tuple[Any, Any]]
@@ -221,47 +178,6 @@ class PathRules:
                     "reduction_axis=..., output_axis=...), or put a narrower expression "
                     'with "adamw" before it.'
                 )
-
-
-def _expression(expression: Any, argument: str) -> re.Pattern[str]:
-    name = f"an expression of {argument}"
-    if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
-        return expression
-    if not isinstance(expression, str):
-        _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise ValueError(
-            f"{name}={expression!r} is not valid: {error}; see Python's module re."
-        ) from error
-
-
-def _rule(expression: Any, rule: Any, argument: str) -> Rule:
-    named = isinstance(rule, str) and rule in ("matrix", "adamw")
-    if not named and not isinstance(rule, DimensionNumbers):
-        _checks.refuse(
-            f"{argument}[{expression!r}]",
-            rule,
-            'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
-            "orscale_jax.BlockDimensionNumbers",
-        )
-    return rule
-
-
-def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
-    """The leaves and the masked nodes, for which expressions may be meant."""
-    return jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
-    )
-
-
-def _likeness(pattern: str) -> Callable[[str], int]:
-    def likeness(name: str) -> int:
-        matcher = difflib.SequenceMatcher(None, pattern, name, autojunk=False)
-        return matcher.find_longest_match().size
-
-    return likeness
 
 
 def _apply(

@@ -38,18 +38,19 @@ NUMBERS = by_path(
     }
 )
 # Path, shape, rule, matrices, m, n, and bytes of orscale's state in float32: a momentum
-# and, per matrix, three numbers and a flag; two moments under AdamW.
+# and, per matrix, six numbers and a flag; two moments under AdamW.
 TABLE = [
-    ("blocks.0.experts.up", (4, 6, 16), "matrix", 4, 6, 16, 4 * 384 + 13 * 4),
+    ("blocks.0.experts.up", (4, 6, 16), "matrix", 4, 6, 16, 4 * 384 + 25 * 4),
     ("blocks.0.norm.scale", (6,), "adamw", 0, 0, 0, 8 * 6),
-    ("blocks.0.out", (6, 6), "matrix", 1, 6, 6, 4 * 36 + 13),
-    ("blocks.0.query", (6, 2, 5), "matrix", 1, 6, 10, 4 * 60 + 13),
+    ("blocks.0.out", (6, 6), "matrix", 1, 6, 6, 4 * 36 + 25),
+    ("blocks.0.query", (6, 2, 5), "matrix", 1, 6, 10, 4 * 60 + 25),
     ("blocks.0.router", (6, 4), "adamw", 0, 0, 0, 8 * 24),
     ("lm_head.kernel", (6, 10), "adamw", 0, 0, 0, 8 * 60),
-    ("stem.kernel", (3, 3, 2, 6), "matrix", 1, 18, 6, 4 * 108 + 13),
+    ("stem.kernel", (3, 3, 2, 6), "matrix", 1, 18, 6, 4 * 108 + 25),
     ("wte", (10, 6), "adamw", 0, 0, 0, 8 * 60),
 ]
-MATRIX_BYTES, ADAM_BYTES, COUNT_BYTES = 2352 + 91, 1200, 4
+# A step count and the two bounds of the ratio belong to no leaf.
+MATRIX_BYTES, ADAM_BYTES, SHARED_BYTES = 2352 + 7 * 25, 1200, 4 + 8
 
 
 def transformer(dtype=jnp.float32):
@@ -104,10 +105,29 @@ def test_against_the_table():
         assert totals == {
             "matrix": (4, 7, 588, MATRIX_BYTES),
             "adamw": (4, 0, 150, ADAM_BYTES),
-            "shared": (0, 0, 0, COUNT_BYTES),
-            "all": (8, 7, 738, MATRIX_BYTES + ADAM_BYTES + COUNT_BYTES),
+            "shared": (0, 0, 0, SHARED_BYTES),
+            "all": (8, 7, 738, MATRIX_BYTES + ADAM_BYTES + SHARED_BYTES),
         }
     assert totals["all"][-1] == size(optimizer.init(params))
+
+
+def test_the_classes_of_layers():
+    """Those of layer_classes, also for the blocks of a leaf and in a selection."""
+    params = {"attention": {"qkv": jnp.ones((4, 9)), "out": jnp.ones((4, 4))}}
+    params["moe"] = {"gate": jnp.ones((4, 2)), "experts": {"up": jnp.ones((2, 4, 6))}}
+    numbers = by_path(
+        {"qkv": Blocks(0, 1, block_axis=1, blocks=(4, 5)), "experts": Dims(1, 2)}
+    )
+    description = describe(params, numbers)
+    assert [(row.name, row.layer_class) for row in description.rows] == [
+        ("attention.out", "attention output"),
+        ("attention.qkv[:, 0:4]", "attention qkv"),
+        ("attention.qkv[:, 4:9]", "attention qkv"),
+        ("moe.experts.up", "routed expert up"),
+        ("moe.gate", "router"),
+    ]
+    # That of one selected row still tells from what stands beside it.
+    assert [row.layer_class for row in description.select("gate").rows] == ["router"]
 
 
 def test_norms_against_numpy():
@@ -203,7 +223,7 @@ def test_bytes_of_other_dtypes_and_of_a_frozen_part():
 def test_owners_of_the_state():
     description = describe(jnp.ones((2, 3)), optimizer=orscale(0.1))
     [row] = description.rows  # It owns the arrays of its shape.
-    assert (row.path, row.state_bytes, description.shared_bytes) == ("", 24, 13 + 4)
+    assert (row.path, row.state_bytes, description.shared_bytes) == ("", 24, 25 + 12)
     assert "(the only leaf)" in str(description)
     nested = {"w": jnp.ones(3), "a": {"w": jnp.ones(5), "b": [jnp.ones(7)]}}
     rows = describe(nested, optimizer=optax.adam(0.1)).rows
@@ -233,7 +253,7 @@ def test_modules_have_rows():
         ("lm_head.bias", "adamw"),
         ("lm_head.kernel", "adamw"),
     ]
-    assert description.rows[1].state_bytes == 4 * 12 + 13
+    assert description.rows[1].state_bytes == 4 * 12 + 25
 
 
 def test_nothing_to_describe():
@@ -294,7 +314,7 @@ def test_the_family(name):
     description = describe(params, numbers, optimizer=optimizer)
     rows = sum(row.state_bytes for row in description.rows)
     assert rows + description.shared_bytes == size(optimizer.init(params))
-    assert description.shared_bytes <= 8  # Steps.
+    assert description.shared_bytes <= 12  # Steps and bounds.
     with pytest.raises(ValueError, match="'x' is adamw here and matrix in the optimizer"):
         describe(params, numbers | {"x": None}, optimizer=optimizer)
 
@@ -317,16 +337,16 @@ def test_an_object_that_is_no_optimizer():
 
 
 TEXT = """\
-parameter     shape      dtype    rule    matrices  m × n    s        ‖W‖  parameters  state bytes
-────────────  ─────────  ───────  ──────  ────────  ─────  ───  ─────────  ──────────  ───────────
-bias          (1000,)    float32  adamw                                         1,000        8,000
-layers.stack  (2, 1, 4)  float32  matrix         2  1 × 4  0.4  2 … 4.472           8           58
-wte           (2, 2)     float32  adamw                                             4           32
-────────────  ─────────  ───────  ──────  ────────  ─────  ───  ─────────  ──────────  ───────────
-matrix        1 leaf                             2                                  8           58
-adamw         2 leaves                                                          1,004        8,032
-shared                                                                                           4
-all           3 leaves                           2                              1,012        8,094
+parameter     shape      dtype    rule    class      matrices  m × n    s        ‖W‖  parameters  state bytes
+────────────  ─────────  ───────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
+bias          (1000,)    float32  adamw   bias                                             1,000        8,000
+layers.stack  (2, 1, 4)  float32  matrix  other             2  1 × 4  0.4  2 … 4.472           8           82
+wte           (2, 2)     float32  adamw   embedding                                            4           32
+────────────  ─────────  ───────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
+matrix        1 leaf                                        2                                  8           82
+adamw         2 leaves                                                                     1,004        8,032
+shared                                                                                                     12
+all           3 leaves                                      2                              1,012        8,126
 
 stacks for Newton–Schulz
 2 of 1 × 4: layers.stack
@@ -379,6 +399,7 @@ def test_stacks():
 def test_columns_without_values_are_left_out():
     text = str(describe({"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}))
     assert "‖W‖" not in text and "state bytes" not in text and "shared" not in text
+    assert "class" not in text  # It would be "other" everywhere.
     text = str(describe({"w": jnp.ones((2, 3))}))
     assert "‖W‖" in text and "state bytes" not in text
 
@@ -413,7 +434,7 @@ def test_the_tables_of_rich_and_of_notebooks():
 def test_select():
     chosen = small().select(r"^layers\.|bias")
     assert [row.path for row in chosen.rows] == ["bias", "layers.stack"]
-    assert chosen.totals["all"].state_bytes == 8058 and chosen.shared_bytes == 0
+    assert chosen.totals["all"].state_bytes == 8082 and chosen.shared_bytes == 0
     assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
 
 

@@ -1,0 +1,126 @@
+"""Regular expressions over the parameters' paths, of which the first to match decides."""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+import jax
+import optax
+
+from orscale_jax import _checks
+from orscale_jax.trees.boxes import PyTree
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Expressions(Generic[Value]):
+    """Expressions, and the values of the parameters whose paths they are first to match.
+
+    Attributes:
+      pairs: The compiled expressions with their values, in the order given.
+      source: Where they come from, for error messages.
+    """
+
+    pairs: tuple[tuple[re.Pattern[str], Value], ...]
+    source: str
+    kind: ClassVar[str]  # What the values are, for error messages.
+
+    @classmethod
+    def compile(cls, rules: Any, argument: str, source: str) -> Self:
+        """Check a mapping, or a sequence of pairs, given in an ``argument``."""
+        remedy = f"pass a mapping, or pairs, from regular expressions to {cls.kind}"
+        if isinstance(rules, Mapping):
+            rules = rules.items()
+        if isinstance(rules, str) or not isinstance(rules, Iterable):
+            _checks.refuse(argument, rules, remedy)
+        pairs = list(rules)
+        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
+            _checks.refuse(argument, pairs, remedy)
+        compiled = (
+            (
+                _expression(expression, argument),
+                cls.checked(f"{argument}[{expression!r}]", value),
+            )
+            for expression, value in pairs
+        )
+        return cls(tuple(compiled), source)
+
+    @staticmethod
+    def checked(name: str, value: Any) -> Value:
+        """Refuse a value that is not valid; ``name`` is for the message."""
+        raise NotImplementedError
+
+    def values(self, names: Iterable[str]) -> dict[str, Value]:
+        """The values of the paths that an expression matches.
+
+        Raises:
+          ValueError: If an expression applies to no path.
+        """
+        return {
+            name: self.pairs[index][1]
+            for name, index in self._decisions(names).items()
+            if index is not None
+        }
+
+    def _decisions(self, names: Iterable[str]) -> dict[str, int | None]:
+        """The index of the first expression that matches, by path."""
+
+        def first(name: str) -> int | None:
+            matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
+            return next(matches, None)
+
+        decisions = {name: first(name) for name in names}
+        deciding = set(decisions.values())
+        for index, (expression, _) in enumerate(self.pairs):
+            if index not in deciding:
+                self._refuse_idle(expression, decisions)
+        return decisions
+
+    def _refuse_idle(
+        self, expression: re.Pattern[str], decisions: dict[str, int | None]
+    ) -> None:
+        this = f"the expression {expression.pattern!r} of {self.source}"
+        for name, index in decisions.items():
+            if index is not None and expression.search(name):
+                earlier = self.pairs[index][0].pattern
+                raise ValueError(
+                    f"{this} decides nothing: earlier ones match all its parameters, as "
+                    f"{earlier!r} does {name!r}. Put it before them, or leave it out."
+                )
+        nearest = sorted(decisions, key=_likeness(expression.pattern), reverse=True)
+        raise ValueError(
+            f"{this} matches no parameter. Correct it, or leave it out; of "
+            f"{len(decisions)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
+        )
+
+
+def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
+    """The leaves and the masked nodes, for which expressions may be meant."""
+    return jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )
+
+
+def _expression(expression: Any, argument: str) -> re.Pattern[str]:
+    name = f"an expression of {argument}"
+    if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
+        return expression
+    if not isinstance(expression, str):
+        _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"{name}={expression!r} is not valid: {error}; see Python's module re."
+        ) from error
+
+
+def _likeness(pattern: str) -> Callable[[str], int]:
+    def likeness(name: str) -> int:
+        matcher = difflib.SequenceMatcher(None, pattern, name, autojunk=False)
+        return matcher.find_longest_match().size
+
+    return likeness
