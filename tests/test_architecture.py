@@ -16,6 +16,7 @@ FOLDERS = {
     "parameters": {"distributed", "trees"},
     "transforms": {"distributed", "newton_schulz", "parameters", "trees"},
     "audit": {"distributed", "newton_schulz", "parameters", "transforms", "trees"},
+    "diagnostics": {"distributed", "newton_schulz", "parameters", "transforms", "trees"},
     "flax": {"parameters", "trees"},
 }
 # Modules of the package itself that every folder may import, and one exception.

@@ -1,0 +1,55 @@
+"""See what the optimizer does: readouts, the paper's theory measured, a report.
+
+=================  =================================================================
+read               norms, ratios and steps of every matrix, inside of jit
+summarize          their mean, percentiles and shares, for any logger
+layer_classes      the class of each parameter: attention query, routed expert up, ...
+tabulate           a reading as columns on the host, with a row for every matrix
+find_problems      what is wrong in a reading, what it means and what to do
+History            the readings of a run in one file
+decompose          how much of the ratios is uniform, growth or direction
+measure            on a slower clock: stable ranks, convergence of Newton–Schulz
+qk_norms           norms of query and key heads
+estimate           signal, noise and smoothness of every matrix
+secant_smoothness  smoothness from successive gradients
+gain               what the ratios gain over Muon in the paper's model of a step
+verdict            the same in a sentence
+=================  =================================================================
+
+``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run.
+"""
+
+from orscale_jax.diagnostics.decomposition import (
+    Decomposition as Decomposition,
+    decompose as decompose,
+)
+from orscale_jax.diagnostics.descent import Gain as Gain, gain as gain
+from orscale_jax.diagnostics.history import History as History
+from orscale_jax.diagnostics.jackknife import Estimate as Estimate
+from orscale_jax.diagnostics.loggers import (
+    JsonLines as JsonLines,
+    TensorBoard as TensorBoard,
+    to_floats as to_floats,
+)
+from orscale_jax.diagnostics.measurements import (
+    MEASUREMENTS as MEASUREMENTS,
+    measure as measure,
+)
+from orscale_jax.diagnostics.problems import (
+    Problem as Problem,
+    find_problems as find_problems,
+)
+from orscale_jax.diagnostics.qk_norms import QKNorms as QKNorms, qk_norms as qk_norms
+from orscale_jax.diagnostics.reading import Reading as Reading, read as read
+from orscale_jax.diagnostics.smoothness import (
+    curvature as curvature,
+    secant_smoothness as secant_smoothness,
+)
+from orscale_jax.diagnostics.statistics import (
+    Statistics as Statistics,
+    estimate as estimate,
+)
+from orscale_jax.diagnostics.summary import summarize as summarize
+from orscale_jax.diagnostics.table import tabulate as tabulate
+from orscale_jax.diagnostics.verdicts import Verdict as Verdict, verdict as verdict
+from orscale_jax.parameters.layer_classes import layer_classes as layer_classes

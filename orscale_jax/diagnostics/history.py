@@ -1,0 +1,225 @@
+"""A run's readings in one file, which survives being killed."""
+
+import csv
+import io
+import itertools
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.table import tabulate
+from orscale_jax.trees.boxes import PyTree
+
+if TYPE_CHECKING:
+    import pandas
+
+FILE_NAME = "history.csv"
+_FIRST = ("step", "matrix", "class", *Reading._fields)
+
+
+class History:
+    """The readings of a run, appended to one CSV file: a row for each matrix and step.
+
+    The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
+    ``measurements`` (one number per matrix, at the steps at which they are taken) and
+    ``scalars`` (one number per step, in all its rows). A number that does not exist is
+    empty. :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
+    ``python -m orscale_jax.diagnostics`` makes a report of its folder.
+
+    A step is on the disk when :meth:`append` returns. If the process is killed while it
+    writes, the next one drops what is not whole. A run that goes on from a checkpoint
+    calls :meth:`rewind` with its step. One process writes a file.
+
+    Attributes:
+      path: The file.
+      classes: As in :func:`summarize`.
+      measurements: Names of columns with one number per matrix.
+      scalars: Names of columns with one number per step, such as ``"loss"``.
+
+    Raises:
+      ValueError: If the file has other columns, or is none of a History.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, orscale
+      >>> params = {"up": jnp.ones((2, 8)), "down": jnp.ones((8, 2))}
+      >>> reading = diagnostics.read(orscale(1e-3).init(params), params)
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> history = diagnostics.History(folder / "history.csv", scalars=["loss"])
+      >>> history.append(10, reading, loss=2.5)
+      >>> print(history.path.read_text().splitlines()[1])
+      10,down,other,1,1,0,4,0,,1,0,0,0,0,2.5
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        classes: PyTree | None = None,
+        measurements: Sequence[str] = (),
+        scalars: Sequence[str] = (),
+    ):
+        """Open the file, or begin it."""
+        self.path, self.classes = pathlib.Path(path), classes
+        self.measurements, self.scalars = tuple(measurements), tuple(scalars)
+        self._columns = [*_FIRST, *self.measurements, *self.scalars]
+        if len(set(self._columns)) < len(self._columns):
+            _checks.refuse(
+                "measurements and scalars",
+                (*self.measurements, *self.scalars),
+                "give each column a name of its own",
+            )
+        if self.path.exists() and self.path.stat().st_size:
+            self._require_columns()
+        else:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._write(_lines([self._columns]))
+        self._blocks = _blocks(self.path)
+        torn = (block for block in self._blocks if block.rows < self._blocks[0].rows)
+        self._cut(next(torn, None))
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step in the file, None if there is none."""
+        return self._blocks[-1].step if self._blocks else None
+
+    def append(
+        self,
+        step: int,
+        reading: Reading,
+        measurements: Mapping[str, PyTree] | None = None,
+        **scalars: Any,
+    ) -> None:
+        """Add a step. This fetches the reading, and so waits for the device.
+
+        Args:
+          step: The number of optimizer steps that are done; larger than the last one.
+          reading: Of :func:`read`.
+          measurements: Trees with one entry per matrix, by the name of their column.
+          **scalars: Numbers of the step, by the name of their column.
+
+        Raises:
+          ValueError: If a name is no column, the step is not new, or the matrices are
+            others than before.
+        """
+        unknown = ({*(measurements or {})} - {*self.measurements}) | (
+            {*scalars} - {*self.scalars}
+        )
+        if unknown:
+            raise ValueError(
+                f"{sorted(unknown)} are no columns of {self.path}: name them in "
+                "History(measurements=..., scalars=...)."
+            )
+        table = tabulate(reading, self.classes, measurements)
+        self._require_next(step, list(table["matrix"]))
+        count = len(table["matrix"])
+        given = {name: [_text(value)] * count for name, value in scalars.items()}
+        given["step"] = [str(step)] * count
+        columns = [
+            given.get(name) or [_text(x) for x in table.get(name, [""] * count)]
+            for name in self._columns
+        ]
+        start = self.path.stat().st_size
+        self._write(_lines(zip(*columns, strict=True)))
+        self._blocks.append(_Block(step, start, count))
+
+    def rewind(self, step: int) -> None:
+        """Drop what follows a step: the run goes on from there."""
+        self._cut(next((block for block in self._blocks if block.step > step), None))
+
+    def frame(self) -> "pandas.DataFrame":
+        """The file as a data frame of pandas."""
+        import pandas
+
+        return pandas.read_csv(self.path)
+
+    def _write(self, text: str) -> None:
+        with open(self.path, "a", newline="", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _cut(self, first: "_Block | None") -> None:
+        """Drop a step, and what follows it, or half a line at the end."""
+        if first is not None:
+            os.truncate(self.path, first.start)
+            del self._blocks[self._blocks.index(first) :]
+        with open(self.path, "rb+") as file:
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+    def _require_columns(self) -> None:
+        with open(self.path, newline="", encoding="utf-8") as file:
+            found = next(csv.reader(file), [])
+        if found != self._columns:
+            raise ValueError(
+                f"{self.path} has the columns {', '.join(found)}, and this run has "
+                f"{', '.join(self._columns)}: pass the same measurements and scalars, or "
+                "another path."
+            )
+
+    def _require_next(self, step: int, matrices: list[str]) -> None:
+        if self.last_step is not None and step <= self.last_step:
+            raise ValueError(
+                f"step={step} is not after {self.last_step}, the last one in {self.path}:"
+                " call rewind() where a run goes on from a checkpoint."
+            )
+        known = _matrices(self.path, self._blocks)
+        if len(self._blocks) == 1 and known == matrices[: len(known)] != matrices:
+            self._cut(self._blocks[0])  # Of a process that was killed as it wrote it.
+        elif known and known != matrices:
+            raise ValueError(
+                f"the reading has {len(matrices)} matrices, and {self.path} has "
+                f"{len(known)}, or others: pass another path for another model."
+            )
+
+
+class _Block(NamedTuple):
+    """The lines of a step, and where they begin in the file."""
+
+    step: int
+    start: int
+    rows: int
+
+
+def _text(value: Any) -> str:
+    """A number as it stands in the file."""
+    if isinstance(value, str):
+        return value
+    number = np.asarray(value)
+    return str(int(number)) if number.dtype == bool else f"{float(number):.7g}"
+
+
+def _lines(rows: Iterable[Iterable[str]]) -> str:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _blocks(path: pathlib.Path) -> list[_Block]:
+    """The steps of a file, without half a line at its end."""
+    blocks: list[_Block] = []
+    with open(path, "rb") as file:
+        place = len(file.readline())
+        for line in file:
+            if line.endswith(b"\n"):
+                step = int(line.split(b",", 1)[0])
+                if not blocks or blocks[-1].step != step:
+                    blocks.append(_Block(step, place, 0))
+                blocks[-1] = blocks[-1]._replace(rows=blocks[-1].rows + 1)
+            place += len(line)
+    return blocks
+
+
+def _matrices(path: pathlib.Path, blocks: list[_Block]) -> list[str]:
+    """The names of the matrices: those of the first step."""
+    if not blocks:
+        return []
+    with open(path, newline="", encoding="utf-8") as file:
+        file.seek(blocks[0].start)
+        return [row[1] for row in itertools.islice(csv.reader(file), blocks[0].rows)]

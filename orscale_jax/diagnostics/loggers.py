@@ -1,0 +1,110 @@
+"""Scalars by name, on their way to the loggers that people use."""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+
+def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
+    """Fetch scalars from the device, all at once.
+
+    Args:
+      scalars: Arrays of one element, or numbers, by name, as of :func:`summarize`.
+
+    Returns:
+      Python's floats by name: what ``wandb.log`` takes.
+
+    Raises:
+      ValueError: If an array has more than one element.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics
+      >>> diagnostics.to_floats({"loss": jnp.array(2.5), "step": 3})
+      {'loss': 2.5, 'step': 3.0}
+    """
+    fetched = jax.device_get(dict(scalars))
+    for name, value in fetched.items():
+        if np.size(value) != 1:
+            raise ValueError(f"{name} has shape {np.shape(value)}: pass scalars alone.")
+    return {
+        name: float(getattr(x, "item", lambda x=x: x)()) for name, x in fetched.items()
+    }
+
+
+class JsonLines:
+    r"""A file of JSON lines, one object for each step, with the key ``"step"`` first.
+
+    NaN and infinities are null, as JSON has none.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> from orscale_jax import diagnostics
+      >>> path = pathlib.Path(tempfile.mkdtemp()) / "metrics.jsonl"
+      >>> diagnostics.JsonLines(path).write(1, {"loss": 2.5})
+      >>> path.read_text()
+      '{"step": 1, "loss": 2.5}\n'
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Name the file, which the first step makes or continues."""
+        self.path = pathlib.Path(path)
+
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Add the scalars of a step."""
+        numbers = {
+            name: value if math.isfinite(value) else None
+            for name, value in to_floats(scalars).items()
+        }
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+
+class TensorBoard:
+    """Event files for TensorBoard, written by tensorboardX; a context manager.
+
+    Args:
+      folder: Where they go: TensorBoard's ``--logdir``, or a folder in it.
+
+    Raises:
+      ImportError: If tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]):
+        """Begin an event file."""
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ImportError(
+                "TensorBoard needs tensorboardX: pip install 'orscale-jax[report]'."
+            ) from error
+        self._writer = tensorboardX.SummaryWriter(os.fspath(folder))
+
+    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Add the scalars of a step."""
+        for name, value in to_floats(scalars).items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Put the last of it on the disk."""
+        self._writer.close()
+
+    def __enter__(self) -> "TensorBoard":
+        """Open for ``with``."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Close."""
+        self.close()

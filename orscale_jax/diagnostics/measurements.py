@@ -1,0 +1,207 @@
+"""Measurements on a slower clock: singular values, convergence, angles."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics.matrix_leaves import matrix_leaves, tree_of
+from orscale_jax.distributed import typed_sharding
+from orscale_jax.newton_schulz.polar import polar_factor
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.nodes import nodes_of
+
+PolarFactor = Callable[[jax.Array], jax.Array]
+
+# A singular value of Q below this has not been lifted to 1.
+LIFTED = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Momentum:
+    """The momentum of a part of a leaf, of shape (*batch, m, n), and what is made of it.
+
+    What nobody asks for is not computed: the compiler drops it.
+    """
+
+    matrices: jax.Array
+    previous: jax.Array
+    polar: PolarFactor
+
+    @property
+    def q(self) -> jax.Array:
+        return self.polar(self.matrices)
+
+    def stable_rank(self) -> jax.Array:
+        return _stable_rank(self.matrices)
+
+    def null_share(self) -> jax.Array:
+        values = jnp.linalg.svd(self.matrices, compute_uv=False)
+        floor = jnp.finfo(values.dtype).eps * max(self.matrices.shape[-2:])
+        return jnp.mean(values <= floor * values[..., :1], axis=-1, dtype=values.dtype)
+
+    def polar_stable_rank(self) -> jax.Array:
+        return _stable_rank(self.q)
+
+    def polar_null_share(self) -> jax.Array:
+        values = jnp.linalg.svd(self.q, compute_uv=False)
+        return jnp.mean(values < LIFTED, axis=-1, dtype=values.dtype)
+
+    def polar_error(self) -> jax.Array:
+        q = self.q
+        m, n = q.shape[-2:]
+        q = q if m >= n else q.mT
+        error = q.mT @ q - jnp.eye(min(m, n), dtype=q.dtype)
+        return _norm(error) / min(m, n) ** 0.5
+
+    def direction_angle(self) -> jax.Array:
+        a, b = self.q, self.polar(self.previous)
+        norms = _norm(a) * _norm(b)
+        cosine = jnp.sum(a * b, axis=(-2, -1)) / jnp.where(norms == 0, 1, norms)
+        return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1)))
+
+
+def _norm(x: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1)))
+
+
+def _stable_rank(x: jax.Array) -> jax.Array:
+    squares = jnp.square(jnp.linalg.svd(x, compute_uv=False))
+    largest = squares[..., 0]
+    return jnp.sum(squares, axis=-1) / jnp.where(largest == 0, 1, largest)
+
+
+_MEASUREMENTS: dict[str, Callable[[_Momentum], jax.Array]] = {
+    "momentum_stable_rank": _Momentum.stable_rank,
+    "momentum_null_share": _Momentum.null_share,
+    "polar_stable_rank": _Momentum.polar_stable_rank,
+    "polar_null_share": _Momentum.polar_null_share,
+    "polar_error": _Momentum.polar_error,
+    "direction_angle": _Momentum.direction_angle,
+}
+NEEDS_PREVIOUS = frozenset({"direction_angle"})
+#: The names of all measurements.
+MEASUREMENTS = tuple(_MEASUREMENTS)
+
+
+def measure(
+    state: Any,
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    names: Sequence[str] = ("momentum_stable_rank", "polar_error"),
+    previous: Any = None,
+    polar: PolarFactor = polar_factor,
+) -> dict[str, PyTree]:
+    r"""Measure the momentum M of every matrix and its polar factor Q.
+
+    For every hundredth step or so: unlike :func:`read`, it computes. Q is that of the M
+    in the state; with Nesterov's momentum the optimizer takes that of
+    :math:`\mu M + G`, which is no longer there. By name:
+
+    ``"momentum_stable_rank"``
+      :math:`\|M\|_F^2 / \|M\|_2^2`, between 1 and min(m, n); 0 for a zero matrix. Costs
+      the singular values of M.
+    ``"momentum_null_share"``
+      The share of the singular values of M that are zero to the precision of the dtype.
+      The same cost.
+    ``"polar_stable_rank"``, ``"polar_null_share"``
+      The same of Q; its share counts values below 0.5, which have not been lifted. Each
+      costs a Newton–Schulz and the singular values of Q.
+    ``"polar_error"``
+      :math:`\|Q^\top Q - I\|_F / \sqrt{\min(m, n)}`, of the smaller Gram matrix: 0 for an
+      orthogonal Q, 1 for a zero one. Did Newton–Schulz converge? Costs a Newton–Schulz
+      and a product.
+    ``"direction_angle"``
+      The angle between the Q of ``previous`` and this Q, in degrees: how much the
+      direction turned in between. Costs two Newton–Schulz.
+
+    Singular values of a 1024×1024 matrix take about as long as 20 to 50 steps of
+    Newton–Schulz. Sharded matrices are gathered on every device.
+
+    Args:
+      state: As in :func:`read`, of an optimizer with momentum.
+      params: The parameters.
+      weight_dimension_numbers: Those of the optimizer.
+      names: What to measure.
+      previous: A state of an earlier step, for ``"direction_angle"``.
+      polar: The polar factor of arrays of shape (*batch, m, n): :func:`polar_factor`,
+        with the optimizer's settings if it has others than the defaults
+        (``functools.partial(polar_factor, steps=8)``).
+
+    Returns:
+      Trees with one entry per matrix, by name, in float32 (float64 for float64): the
+      ``measurements`` of :meth:`History.append`.
+
+    Raises:
+      ValueError: If a name is not known, ``previous`` is missing, or a state has no
+        momentum for these matrices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, orscale
+      >>> optimizer = orscale(1e-3)
+      >>> params = {"up": jnp.eye(3, 4)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> measured = diagnostics.measure(state, params)
+      >>> print(measured["momentum_stable_rank"]["up"].round(3))
+      3.0
+    """
+    for name in names:
+        _checks.choice("names", name, MEASUREMENTS)
+    if previous is None and NEEDS_PREVIOUS & {*names}:
+        raise ValueError(
+            f"{sorted(NEEDS_PREVIOUS & {*names})} compares two states: pass previous=, "
+            "the optimizer's state of an earlier step."
+        )
+    axes_tree, leaves = matrix_leaves(weight_dimension_numbers, params)
+    now = leaves.parts(_momenta(state, params, axes_tree))
+    before = now
+    if previous is not None:
+        before = leaves.parts(_momenta(previous, params, axes_tree))
+    measured = [
+        _measured(tuple(names), polar, *pair) for pair in zip(now, before, strict=True)
+    ]
+    return {
+        name: tree_of(axes_tree, leaves.from_parts([part[name] for part in measured]))
+        for name in names
+    }
+
+
+# Jitted, so that equal shapes are compiled once, and nothing that nobody asks for.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _measured(
+    names: tuple[str, ...], polar: PolarFactor, now: jax.Array, before: jax.Array
+) -> dict[str, jax.Array]:
+    momentum = _Momentum(now, before, polar)
+    return {name: _MEASUREMENTS[name](momentum) for name in names}
+
+
+def _momenta(state: Any, params: PyTree, axes_tree: PyTree) -> list[jax.Array]:
+    """M of the leaves of matrices, whole on every device."""
+    traces: dict[Path, Any] = {}
+    for node in nodes_of(unbox(getattr(state, "opt_state", state)), optax.TraceState):
+        for path, array in jax.tree_util.tree_leaves_with_path(node.trace):
+            traces[names_on(path)] = array
+    leaf_of = dict(jax.tree_util.tree_leaves_with_path(unbox(params)))
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(axes_tree))
+    return [_momentum(traces.get(names_on(p)), p, leaf_of[p]) for p in paths]
+
+
+def _momentum(array: Any, path: Any, leaf: Any) -> jax.Array:
+    if array is None:
+        raise ValueError(
+            f"the state has no momentum for parameter {name_and_shape(path, leaf)}: pass "
+            "the state of the optimizer that updates it, and its dimension numbers."
+        )
+    array = jnp.asarray(array)
+    whole = typed_sharding.gather(array, tuple(range(array.ndim)))
+    return whole.astype(compute_dtype(whole))

@@ -1,0 +1,214 @@
+"""Warnings during training: what a reading shows, what it means and what to do."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.table import tabulate
+
+Table: TypeAlias = Mapping[str, Any]  # Columns of equal length; also a data frame.
+
+#: The share of all matrices at one bound from which the ratio counts as saturated.
+SATURATED_SHARE = 0.5
+#: ‖D₀‖/‖D‖ below which the direction that anchored c counts as one of low rank: since
+#: then directions are twice as large, the matrix takes half of its step.
+LOW_RANK_FACTOR = 0.5
+#: ‖W‖/‖W₀‖ from which the norm counts as running away: the paper saw 10 to 50 with a
+#: decoupled decay (its Table 4).
+RUNAWAY_GROWTH = 10.0
+#: The relative step above which one step undoes the work of many.
+LARGE_STEP = 0.1
+#: ‖QᵀQ − I‖/√min(m, n) above which Newton–Schulz has missed a quarter of the directions.
+POLAR_ERROR = 0.5
+
+
+class Problem(NamedTuple):
+    """Something that wants a look."""
+
+    #: What it is, in a few words.
+    title: str
+    #: The matrices that have it.
+    matrices: tuple[str, ...]
+    #: What it means.
+    meaning: str
+    #: What to do.
+    remedy: str
+
+    def __str__(self) -> str:
+        """One line for a terminal or a log."""
+        shown = ", ".join(self.matrices[:3])
+        others = f" and {len(self.matrices) - 3} more" * (len(self.matrices) > 3)
+        return f"{self.title}: {shown}{others}. {self.meaning} {self.remedy}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Check:
+    """A problem, the columns that show it, and whether each matrix has it."""
+
+    title: str
+    columns: tuple[str, ...]
+    found: Callable[..., Any]
+    meaning: str
+    remedy: str
+    least_share: float = 0.0  # Of all matrices: where fewer have it, it is none.
+
+
+def find_problems(reading: Reading | Table) -> list[Problem]:
+    r"""Find what is wrong in a reading, with what it means and what to do.
+
+    - a number that is not finite;
+    - saturation: at least half of the matrices at the same bound;
+    - a c that was anchored on a direction of low rank: :math:`\|D_0\| < \|D\|/2`;
+    - a runaway: :math:`\|W\| > 10 \|W_0\|`, the symptom of a decoupled decay;
+    - a relative step above 0.1;
+    - an expert without an update so far, where others of its stack have had one;
+    - a matrix that never anchored, though it has had updates, or that has no initial
+      scale;
+    - a Newton–Schulz that has not converged, if there is a column ``polar_error`` (see
+      :func:`measure`).
+
+    Args:
+      reading: Of :func:`read`, which is fetched; or columns of numbers by name, as of
+        :func:`tabulate`, or the rows of one step in a data frame of a :class:`History`.
+
+    Returns:
+      The problems, the most urgent first; an empty list if there are none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, orscale
+      >>> optimizer = orscale(0.5)
+      >>> params = {"up": 0.01 * jnp.eye(4)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> reading = diagnostics.read(state, params, learning_rate=0.5)
+      >>> [problem] = diagnostics.find_problems(reading)
+      >>> print(problem)
+      Large steps: up. The last step was more than 0.1 of ... Lower the learning rate ...
+
+    References:
+      Lou & You, *OrScale*, section 5.5 and Table 4, for saturation and the runaway.
+    """
+    table: Table = tabulate(reading) if isinstance(reading, Reading) else reading
+    problems = []
+    for check in _CHECKS:
+        if all(_has(table, name) for name in check.columns):
+            columns = (np.asarray(table[name]) for name in check.columns)
+            with np.errstate(all="ignore"):
+                found = np.asarray(check.found(*columns), bool)
+            if found.any() and found.mean() >= check.least_share:
+                names = tuple(map(str, np.asarray(table["matrix"])[found]))
+                problems.append(Problem(check.title, names, check.meaning, check.remedy))
+    return problems
+
+
+def _has(table: Table, name: str) -> bool:
+    """Whether a column is there and, of a file, not empty."""
+    if name not in table:
+        return False
+    column = np.asarray(table[name])
+    always = name == "weight_norm" or column.dtype.kind != "f"
+    return always or not np.isnan(column).all()
+
+
+def _leaf(matrix: str) -> str:
+    return matrix.partition("[")[0]
+
+
+def _left_out(matrices: np.ndarray, started: np.ndarray) -> np.ndarray:
+    """Matrices without an update in a stack in which others have had one."""
+    busy = {_leaf(name) for name, on in zip(matrices, started, strict=True) if on}
+    return np.array([_leaf(name) in busy for name in matrices]) & (started == 0)
+
+
+_CHECKS = (
+    _Check(
+        "Not finite",
+        ("weight_norm",),
+        lambda norm: ~np.isfinite(norm),
+        "The weights hold NaN or infinity.",
+        "Restore the last checkpoint, and clip or skip such gradients "
+        "(optax.apply_if_finite).",
+    ),
+    _Check(
+        "Directions not finite",
+        ("weight_norm", "direction_norm"),
+        lambda norm, direction: np.isfinite(norm) & ~np.isfinite(direction),
+        "The last gradient or the momentum holds NaN or infinity.",
+        "Clip or skip such gradients (optax.apply_if_finite).",
+    ),
+    _Check(
+        "Saturated at the upper bound",
+        ("at_r_max",),
+        lambda at: at != 0,
+        "The ratio is r_max for most matrices: this is Muon at r_max times the learning "
+        "rate (Theorem collapse).",
+        "Raise the learning rate and anchor c again, or raise r_max.",
+        SATURATED_SHARE,
+    ),
+    _Check(
+        "Saturated at the lower bound",
+        ("at_r_min",),
+        lambda at: at != 0,
+        "The ratio is r_min for most matrices: this is Muon at r_min times the learning "
+        "rate (Theorem collapse).",
+        "Look at the first directions, on which c is anchored; anchor c again.",
+        SATURATED_SHARE,
+    ),
+    _Check(
+        "Anchored on a direction of low rank",
+        ("raw_trust_ratio", "growth", "anchored"),
+        lambda r, growth, anchored: (r < LOW_RANK_FACTOR * growth) & (anchored != 0),
+        "Directions are more than twice as large as the one on which c was anchored, "
+        "as after a first gradient of low rank (few tokens, a small batch): the matrix "
+        "takes less than half of its step, for good.",
+        'Pass anchor="full_rank" or "largest", or anchor c again after the first steps.',
+    ),
+    _Check(
+        "Weight norm runs away",
+        ("growth",),
+        lambda growth: growth > RUNAWAY_GROWTH,
+        "‖W‖ has passed 10 times its initial value, and r grows with it.",
+        "Couple the weight decay (orscale does), raise it, or lower r_max.",
+    ),
+    _Check(
+        "Large steps",
+        ("relative_step",),
+        lambda step: step > LARGE_STEP,
+        "The last step was more than 0.1 of the matrix itself.",
+        "Lower the learning rate or r_max, or warm up for longer.",
+    ),
+    _Check(
+        "Without an update",
+        ("matrix", "started"),
+        _left_out,
+        "These have received no gradient so far, others of their stack have: experts "
+        "without tokens.",
+        "Look at the router and at the balance of its loads.",
+    ),
+    _Check(
+        "Never anchored",
+        ("calibration", "started"),
+        lambda c, started: (c == 0) & (started != 0),
+        "c is unset though there were updates: none of their directions was finite and "
+        "not zero. The ratio is 1.",
+        "Look at the gradients of these matrices.",
+    ),
+    _Check(
+        "No initial scale",
+        ("calibration",),
+        np.isinf,
+        "The matrix was zero at its first update: its ratio is 1 for good, as Muon's.",
+        "Start it from small random weights if it is to have a ratio.",
+    ),
+    _Check(
+        "Newton–Schulz has not converged",
+        ("polar_error",),
+        lambda error: error > POLAR_ERROR,
+        "More than a quarter of the singular values of Q are far from 1: the momentum "
+        "has low rank, or singular values below what the steps reach.",
+        'Raise ns_steps, or pass ns_preconditioning="aol".',
+    ),
+)

@@ -1,0 +1,276 @@
+"""Readouts of an optimizer: norms, ratios and steps of every matrix."""
+
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.distributed import typed_sharding
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.dimension_numbers import (
+    WeightDimensionNumbers,
+    is_axes_leaf,
+    matrix_axes,
+)
+from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
+from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.initial_norm import InitialNormState
+from orscale_jax.transforms.trust_ratio import (
+    CalibratedTrustRatioState,
+    LargestDirectionState,
+)
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.nodes import nodes_of
+
+# Of the leaves of matrices, by path.
+ByPath: TypeAlias = dict[Path, Any]
+
+
+class Reading(NamedTuple):
+    r"""What :func:`read` finds: trees like the parameters.
+
+    A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
+    matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
+    has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
+    the quantity: :func:`orscale_jax.muon` has ``weight_norm`` and ``started`` alone.
+
+    The *last update* is the one that led to ``params``; :math:`W` are the weights that it
+    started from, :math:`W'` those that it led to.
+    """
+
+    #: The ratio r̂ of the last update. 1 before the first one.
+    trust_ratio: PyTree
+    #: Its ratio r before the clip. 1 where it is not measured; NaN if D is not finite.
+    raw_trust_ratio: PyTree
+    #: The constant c: 0 while unset, 1 without calibration, inf without initial scale.
+    calibration: PyTree
+    #: ‖W'‖, of ``params``.
+    weight_norm: PyTree
+    #: ‖D‖ of the last update, 0 before the first one. In an ablation that decouples the
+    #: decay, or whose ratio is measured on something else, the norm of sQ.
+    direction_norm: PyTree
+    #: η·r̂·‖D‖/‖W‖ of the last update: the fraction of itself by which W has moved.
+    relative_step: PyTree
+    #: ‖W'‖/‖W₀‖, where W₀ is W at the matrix's first direction at which it is not zero
+    #: (where c is anchored). 1 before it; NaN if the state was restored from a checkpoint
+    #: that has c, and not yet ‖W₀‖.
+    growth: PyTree
+    #: Whether r̂ is at the lower bound.
+    at_r_min: PyTree
+    #: Whether r̂ is at the upper bound.
+    at_r_max: PyTree
+    #: Whether the matrix has received momentum that is not zero.
+    started: PyTree
+    #: Whether c is anchored: set, and finite.
+    anchored: PyTree
+
+
+def read(
+    state: Any,
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    learning_rate: ArrayLike | optax.Schedule | None = None,
+) -> Reading:
+    r"""Read norms, ratios and steps of every matrix off an optimizer's state.
+
+    To be called with what a training loop holds after ``optax.apply_updates``, inside of
+    ``jax.jit`` or outside. All but ``weight_norm`` was computed by the update itself and
+    lies in its state; the cost is one norm of the parameters. Nothing is sent to the
+    host. On a mesh, one number per matrix is summed over the devices that share it.
+
+    Args:
+      state: The state after the update, of :func:`orscale_jax.orscale`, :func:`muon`, an
+        ablation or a relative, in any of Optax's wrappers, or what holds it as
+        ``opt_state``: a ``flax.nnx.Optimizer`` or a ``TrainState``.
+      params: The parameters after the update; of an NNX model
+        ``nnx.state(model, nnx.Param)``.
+      weight_dimension_numbers: Those of the optimizer.
+      learning_rate: The :math:`\eta` of the last update, or the schedule that the
+        optimizer was given, whose count is in the state. None: the rate of
+        :func:`optax.inject_hyperparams`, if the state has it; otherwise
+        ``relative_step`` is None.
+
+    Returns:
+      A :class:`Reading`.
+
+    Raises:
+      ValueError: If the state is of another optimizer or has other matrices, or a
+        schedule is given and the state has no count.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import diagnostics, orscale
+      >>> optimizer = orscale(0.1)
+      >>> params = {"kernel": 2 * jnp.eye(4), "bias": jnp.zeros(4)}
+      >>> grads = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
+      >>> updates, state = optimizer.update(grads, optimizer.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> reading = diagnostics.read(state, params, learning_rate=0.1)
+      >>> print(reading.trust_ratio["kernel"], reading.relative_step["kernel"].round(2))
+      1.0 0.03
+
+    References:
+      Lou & You, *OrScale*, Definitions 1 and 2; section 5.4 reports these statistics.
+    """
+    state, params = unbox(getattr(state, "opt_state", state)), unbox(params)
+    ratios = nodes_of(state, CalibratedTrustRatioState, LargestDirectionState)
+    starts = nodes_of(state, FromFirstNonzeroUpdateState)
+    started = _by_path([node.started for node in starts])
+    initial = _by_path([x.initial_norm for x in nodes_of(state, InitialNormState)])
+    per_matrix = _fields(ratios)
+    like = per_matrix.get("trust_ratio", {}) | started | initial
+    if not like:
+        _checks.refuse(
+            "state", type(state), "pass that of an optimizer of orscale_jax after init"
+        )
+    weight_norm = _weight_norms(params, weight_dimension_numbers, like)
+    found: dict[str, ByPath] = {name: {} for name in Reading._fields}
+    if ratios:
+        eta = _learning_rate(learning_rate, state)
+        found |= _of_ratios(per_matrix, weight_norm, eta)
+    found["weight_norm"] = weight_norm
+    found["growth"] |= {path: weight_norm[path] / r for path, r in initial.items()}
+    found["started"] |= {path: on != 0 for path, on in started.items()}
+
+    def tree(arrays: ByPath) -> PyTree:
+        if not arrays:
+            return None
+        return jax.tree_util.tree_map_with_path(
+            lambda path, _: arrays.get(names_on(path), optax.MaskedNode()), params
+        )
+
+    return Reading(**{field: tree(arrays) for field, arrays in found.items()})
+
+
+def _fields(ratios: list[Any]) -> dict[str, ByPath]:
+    """The fields of all states of trust ratios, and the bounds of each matrix."""
+    if not ratios:
+        return {}
+    names = set(CalibratedTrustRatioState._fields) - {"bounds"}
+    fields = {name: _by_path([getattr(node, name) for node in ratios]) for name in names}
+    bounds = [jax.tree.map(lambda _, b=x.bounds: b, x.trust_ratio) for x in ratios]
+    return fields | {"bounds": _by_path(bounds)}
+
+
+def _by_path(trees: list[PyTree]) -> ByPath:
+    leaves = (
+        leaf for tree in trees for leaf in jax.tree_util.tree_leaves_with_path(tree)
+    )
+    return {names_on(path): array for path, array in leaves}
+
+
+def _weight_norms(
+    params: PyTree, weight_dimension_numbers: WeightDimensionNumbers, like: ByPath
+) -> ByPath:
+    """‖W‖ of the matrices that the state has, with the shardings of its arrays."""
+    tree = params
+    if weight_dimension_numbers is None:  # Other leaves may be another optimizer's.
+        tree = jax.tree_util.tree_map_with_path(
+            lambda path, leaf: leaf if names_on(path) in like else optax.MaskedNode(),
+            params,
+        )
+    axes_tree = matrix_axes(weight_dimension_numbers, tree)
+    axes_of = _axes_by_path(axes_tree)
+    norms = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        array, axes = like.get(names_on(path)), axes_of.get(names_on(path))
+        if array is not None:
+            _require_same(path, leaf, axes, array)
+            norms[names_on(path)] = _norms(axes, jnp.asarray(leaf), array)
+    if missing := [path for path in like if path not in norms]:
+        raise ValueError(
+            f"the state has matrices that params has not, such as "
+            f"{'.'.join(missing[0])!r}: pass the parameters that the optimizer updates."
+        )
+    return norms
+
+
+def _axes_by_path(axes_tree: PyTree) -> dict[Path, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes_leaf)
+    return {names_on(path): axes for path, axes in leaves if isinstance(axes, LeafAxes)}
+
+
+def _require_same(path: Any, leaf: Any, axes: LeafAxes | None, array: Any) -> None:
+    ours = None if axes is None else axes.batch_shape(leaf)
+    if ours != np.shape(array):
+        here = "no matrix" if ours is None else f"matrices of batch shape {ours}"
+        raise ValueError(
+            f"parameter {name_and_shape(path, leaf)} is {here}, and in the state "
+            f"matrices of batch shape {np.shape(array)}: pass read() the "
+            "weight_dimension_numbers that the optimizer was built with."
+        )
+
+
+def _norms(axes: Any, leaf: jax.Array, like: Any) -> jax.Array:
+    norms = axes.norms(leaf.astype(compute_dtype(leaf)))
+    return typed_sharding.shard_like(norms, jnp.asarray(like))
+
+
+def _of_ratios(
+    fields: dict[str, ByPath], weight_norm: ByPath, eta: ArrayLike | None
+) -> dict[str, ByPath]:
+    """The readouts of matrices that have a trust ratio, by field and path."""
+    found: dict[str, ByPath] = {name: {} for name in Reading._fields}
+    for path in fields["trust_ratio"]:
+        at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}
+        for name, array in _of_matrices(at, weight_norm[path], eta).items():
+            found[name][path] = array
+    return found
+
+
+def _of_matrices(
+    at: dict[str, jax.Array], weight_norm: jax.Array, eta: ArrayLike | None
+) -> dict[str, jax.Array]:
+    """The readouts of the matrices in one leaf, from its fields of the state."""
+    ratio, c = at["trust_ratio"], at["calibration"]
+    r_min, r_max = at["bounds"].astype(ratio.dtype)
+    readouts = {
+        "trust_ratio": ratio,
+        "raw_trust_ratio": at["raw_trust_ratio"],
+        "calibration": c,
+        "weight_norm": weight_norm,
+        "direction_norm": at["direction_norm"],
+        "growth": _growth(weight_norm, at["anchor_weight_norm"], c),
+        "at_r_min": ratio <= r_min,
+        "at_r_max": ratio >= r_max,
+        "anchored": (c != 0) & (c != 1) & jnp.isfinite(c),
+    }
+    if eta is not None:
+        moved = jnp.asarray(eta, ratio.dtype) * ratio * at["direction_norm"]
+        still = at["direction_norm"] == 0
+        norm = jnp.where(still, 1, at["weight_norm"])
+        readouts["relative_step"] = jnp.where(still, 0, moved / norm)
+    return readouts
+
+
+def _growth(norm: jax.Array, anchor_norm: jax.Array, c: jax.Array) -> jax.Array:
+    """‖W‖/‖W₀‖; 1 where W₀ is still to come, NaN where it is not known."""
+    known = anchor_norm > 0
+    to_come = (c == 0) | (c == 1) | jnp.isinf(c)
+    growth = jnp.where(known, norm / jnp.where(known, anchor_norm, 1), 1)
+    return jnp.where(known | to_come, growth, jnp.nan)
+
+
+def _learning_rate(given: Any, state: PyTree) -> ArrayLike | None:
+    """η of the last update, or None if nothing tells."""
+    if given is None:
+        injected = nodes_of(
+            state, optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
+        )
+        rates = [node.hyperparams.get("learning_rate") for node in injected]
+        return next((rate for rate in rates if rate is not None), None)
+    if not callable(given):
+        return given
+    counts = [node.count for node in nodes_of(state, optax.ScaleByScheduleState)]
+    if not counts:
+        raise ValueError(
+            "learning_rate is a schedule, and the state has no count for it: pass the "
+            "number that the optimizer used, or the schedule that it was built with."
+        )
+    return given(jnp.maximum(jnp.asarray(counts[0]) - 1, 0))

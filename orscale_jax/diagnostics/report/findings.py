@@ -1,0 +1,106 @@
+"""What the diagnostics say of a run: verdict, warnings and key numbers."""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from orscale_jax.diagnostics.problems import Problem, find_problems
+from orscale_jax.diagnostics.report import gains, trajectories
+from orscale_jax.diagnostics.report.run import Run
+from orscale_jax.diagnostics.verdicts import Verdict
+
+KAPPA = (
+    "κ_eff is the decrease of the loss that a step guarantees, relative to Muon at its "
+    "best learning rate; κ_layer is what the best ratios would reach."
+)
+
+
+class Occurrence(NamedTuple):
+    """A problem as it was last seen, and the steps of the history that have it.
+
+    Attributes:
+      problem: The problem.
+      first: The first step with it.
+      last: The last one.
+    """
+
+    problem: Problem
+    first: int
+    last: int
+
+
+class Judgement(NamedTuple):
+    """The verdict on a run.
+
+    Attributes:
+      step: The step of the history that it is of.
+      text: The verdict in one line.
+      sentences: What explains it.
+    """
+
+    step: int
+    text: str
+    sentences: list[str]
+
+
+def judge(run: Run) -> Judgement:
+    """The verdict on a run, and what explains it."""
+    found, step = gains.verdict_of(run)
+    return Judgement(step, found.text, _explanations(run, found))
+
+
+def occurrences(run: Run) -> list[Occurrence]:
+    """The problems of the steps shown: those of the last step first."""
+    seen: dict[str, Occurrence] = {}
+    for step, rows in run.rows[run.rows["step"].isin(run.shown_steps)].groupby("step"):
+        for problem in find_problems(rows):
+            before = seen.get(problem.title)
+            first = before.first if before else int(step)
+            seen[problem.title] = Occurrence(problem, first, int(step))
+    return sorted(seen.values(), key=lambda occurrence: -occurrence.last)
+
+
+def key_numbers(run: Run) -> list[tuple[str, str]]:
+    """What the last step comes down to: labels and values."""
+    numbers = gains.verdict_of(run)[0].numbers
+    found = []
+    losses = (("val_loss", "validation loss"), ("loss", "training loss"))
+    for column, label in [pair for pair in losses if run.has(pair[0])][:1]:
+        value = trajectories.per_step(run, column).iloc[-1]
+        found.append((label, f"{value:.4g}"))
+    if "kappa_eff" in numbers:
+        found.append(("κ_eff, gain over Muon", f"{numbers['kappa_eff']:.2f}"))
+    if run.has("trust_ratio") and len(ratio := run.last["trust_ratio"].dropna()):
+        p05, p95 = np.quantile(ratio, [0.05, 0.95])
+        found.append(("r̂, 5th to 95th percentile", f"{p05:.2f} – {p95:.2f}"))
+        found.append(("uniform part of r̂", f"× {numbers['uniform']:.2f}"))
+    if run.has("at_r_min", "at_r_max"):
+        share = run.last[["at_r_min", "at_r_max"]].max(axis="columns").mean()
+        found.append(("of the matrices at a bound", f"{share:.0%}"))
+    if run.has("relative_step"):
+        median = 100 * run.last["relative_step"].median()
+        found.append(("median relative step", f"{median:.2g}%"))
+    return found
+
+
+def _explanations(run: Run, found: Verdict) -> list[str]:
+    numbers, sentences = found.numbers, []
+    if not run.has("trust_ratio"):
+        return ["The history has no trust ratios, as that of Muon."]
+    if "kappa_eff" in numbers:
+        shown = "κ_eff" in found.text or math.isnan(numbers["kappa_eff"])
+        here = f"Here κ_eff is {numbers['kappa_eff']:.2f}. "
+        sentences.append(KAPPA if shown else here + KAPPA)
+    if numbers["measured"] and found.outcome not in ("uniform", "no statistics"):
+        sentences.append(
+            f"All matrices share a factor of {numbers['uniform']:.2f}, which a learning "
+            "rate could provide as well; from matrix to matrix, ratios differ by a "
+            f"factor of {math.exp(numbers['spread']):.2f}."
+        )
+    if run.has("signal", "smoothness") and "kappa_eff" not in numbers:
+        sentences.append(
+            "The history has signal and smoothness, but the gain also takes the shapes "
+            "of the matrices: write the audit of orscale_jax.describe to audit.csv."
+        )
+    return sentences

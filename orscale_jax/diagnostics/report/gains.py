@@ -1,0 +1,121 @@
+"""The verdict on a run, and the gain over Muon at each step with an estimate.
+
+The paper's b = L·p, and the scale s of the steps, take the shape of each matrix, which
+audit.csv has.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pandas as pd
+from optax.contrib import MuonDimensionNumbers
+
+from orscale_jax.diagnostics.jackknife import Estimate
+from orscale_jax.diagnostics.report.readings import leaves, reading_of
+from orscale_jax.diagnostics.report.run import Run, thinned
+from orscale_jax.diagnostics.statistics import Statistics
+from orscale_jax.diagnostics.verdicts import Verdict, verdict
+
+MAX_STEPS = 60  # Of the figure: each takes a verdict.
+ONLY_LEAF = "(the only leaf)"  # What an audit calls a parameter without a name.
+
+
+class Shapes(NamedTuple):
+    """The matrices whose shapes are known, in stacks of one shape.
+
+    Attributes:
+      sizes: m and n of each stack.
+      members: Which matrices, in the order of the history, are in each stack.
+      consistent_rms: s/√max(m, n) of all of them; None where s = 1.
+    """
+
+    sizes: dict[str, tuple[int, int]]
+    members: dict[str, np.ndarray]
+    consistent_rms: float | None
+
+
+def verdict_of(run: Run) -> tuple[Verdict, int]:
+    """The verdict at the last estimate, or at the last step without one; its step."""
+    if with_estimates := verdicts(run):
+        step = max(with_estimates)
+        return with_estimates[step], step
+    everything = {"": np.full(run.matrices, True)}
+    return verdict(reading_of(run, run.final, everything)), run.steps[-1]
+
+
+def estimate_steps(run: Run) -> list[int]:
+    """The steps at which signal and smoothness were measured, or some of them."""
+    if not run.has("trust_ratio", "signal", "smoothness"):
+        return []
+    known = np.isfinite(run.rows["signal"]) & np.isfinite(run.rows["smoothness"])
+    return thinned(
+        [int(step) for step in run.rows.loc[known, "step"].unique()], MAX_STEPS
+    )
+
+
+@functools.lru_cache(maxsize=1)
+def verdicts(run: Run) -> dict[int, Verdict]:
+    """The verdict at each step with an estimate; none where no shape is known."""
+    shapes, steps = shapes_of(run), estimate_steps(run)
+    if shapes is None:
+        return {}
+    rows = run.rows[run.rows["step"].isin(steps)].groupby("step", sort=False)
+    return {step: _verdict(run, rows.get_group(step), shapes) for step in steps}
+
+
+def shapes_of(run: Run) -> Shapes | None:
+    """The shapes that the audit knows; None where it knows none."""
+    columns = ["m", "n", "s"]
+    if run.audit is None or not {"parameter", *columns} <= {*run.audit.columns}:
+        return None
+    sizes = run.audit[columns].apply(pd.to_numeric, errors="coerce")
+    sizes["leaf"] = run.audit["parameter"].replace(ONLY_LEAF, "").map(_leaf)
+    sizes = sizes[(sizes[columns] > 0).all(axis="columns")].drop_duplicates()
+    sizes = sizes.drop_duplicates("leaf", keep=False)  # Not of blocks of several sizes.
+    found = pd.DataFrame({"leaf": run.final["matrix"].map(_leaf)}).merge(sizes, "left")
+    known = found.dropna()
+    if known.empty:
+        return None
+    rms = known["s"] / np.sqrt(known[["m", "n"]].max(axis="columns"))
+    pairs = known[["m", "n"]].drop_duplicates().astype(int).itertuples(index=False)
+    stacks = {f"{m} × {n}": (m, n) for m, n in pairs}
+    return Shapes(
+        stacks,
+        {
+            name: ((found["m"] == m) & (found["n"] == n)).to_numpy()
+            for name, (m, n) in stacks.items()
+        },
+        None if (known["s"] == 1).all() else float(rms.median()),
+    )
+
+
+def _leaf(name: str) -> str:
+    """The name of a parameter without the index of a matrix or block."""
+    return name.partition("[")[0]
+
+
+def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes) -> Verdict:
+    def of_matrices(column: str) -> dict[str, jax.Array]:
+        table = leaves(run, rows, column, shapes.members)
+        return {name: values[0] for name, values in table.items()}
+
+    params = {
+        name: jax.ShapeDtypeStruct((int(inside.sum()), *shapes.sizes[name]), jnp.float32)
+        for name, inside in shapes.members.items()
+    }
+    statistics = Statistics(
+        *(
+            Estimate(of_matrices(name), of_matrices(f"{name}_stderr"))
+            for name in Statistics._fields
+        )
+    )
+    return verdict(
+        jax.tree.map(lambda field: field[0], reading_of(run, rows, shapes.members)),
+        statistics,
+        params,
+        dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),
+        consistent_rms=shapes.consistent_rms,
+    )

@@ -1,0 +1,232 @@
+"""Signal, noise and smoothness of every matrix, from gradients of micro-batches."""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics import jackknife
+from orscale_jax.diagnostics.jackknife import Estimate
+from orscale_jax.diagnostics.matrix_leaves import (
+    MatrixLeaves,
+    matrix_leaves,
+    require_like,
+    tree_of,
+)
+from orscale_jax.diagnostics.samples import LossFn, Sample, Work
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.trees.boxes import PyTree
+
+
+class Statistics(NamedTuple):
+    """What :func:`estimate` finds.
+
+    Each field has ``value`` and ``stderr``: trees like the parameters (without boxes),
+    with one entry for each matrix, of the shape of its batch axes, and
+    :class:`optax.MaskedNode` where a leaf is no matrix.
+    """
+
+    #: a = ‖∇f‖_*, the nuclear norm of the true gradient.
+    signal: Estimate
+    #: σ of one micro-batch: σ² = E‖G − ∇f‖², Frobenius. That of k of them is σ/√k.
+    noise: Estimate
+    #: L along the direction: ⟨Δ, (HΔ)⟩ / ‖Δ‖² of the matrix's own block.
+    smoothness: Estimate
+
+
+def estimate(
+    loss_fn: LossFn,
+    params: PyTree,
+    batches: Any,
+    *,
+    directions: PyTree | None = None,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    exact: bool = True,
+    cross_terms: bool = True,
+) -> Statistics:
+    r"""Estimate the signal, noise and smoothness of every matrix, with standard errors.
+
+    The quantities of the paper's assumptions (A1) and (A2):
+
+    ``signal``
+      :math:`a_\ell = \|\nabla_\ell f\|_*`. The nuclear norm of a mean of noisy gradients
+      is too large, often several times; see *Bias* below. With ``exact=False`` it is
+      :math:`\langle \nabla_\ell f, Q_\ell \rangle`, the descent along the polar factor of
+      all micro-batches but the one that it is measured on: at most :math:`a_\ell` in the
+      mean, and near it where the noise is small.
+    ``noise``
+      :math:`\sigma_\ell` with :math:`b = 1` for one micro-batch:
+      :math:`\sigma_\ell^2 = \mathbb E \|G_\ell - \nabla_\ell f\|_F^2`. A batch of k
+      micro-batches has :math:`\sigma_\ell / \sqrt k`; with n examples in each, the σ of
+      one example is :math:`\sqrt n \, \sigma_\ell`.
+    ``smoothness``
+      :math:`L_\ell = \langle \Delta_\ell, (H \Delta)_\ell \rangle / \|\Delta_\ell\|_F^2`
+      along ``directions``, H the Hessian over all matrices. The descent inequality uses
+      :math:`\sum_\ell L_\ell \|\Delta_\ell\|_F^2` for a step of all matrices, and these
+      sum up to its second-order term, :math:`\langle \Delta, H \Delta \rangle`, exactly.
+      Its derivative with respect to the multiplier of each matrix is right as well. It
+      holds for steps near the one measured. ``cross_terms=False`` gives
+      :math:`\langle \Delta_\ell, H_{\ell\ell} \Delta_\ell \rangle` instead, the
+      smoothness of the matrix while the others stand still, at the same cost: each
+      micro-batch flips the signs of the :math:`\Delta_\ell` at random, which adds the
+      cross terms to the standard error. Negative along directions of negative curvature,
+      and NaN where a direction is zero.
+
+    *Bias.* The signal is a geometric mean, direction by direction, of singular values
+    that noise raises and of projections of left-out gradients that it lowers. What is
+    left depends on the spectrum: next to nothing for low rank and for pure noise, a fifth
+    of the distance between the two for a power law, a quarter where all singular values
+    are equal and near the noise; both downwards. A tenth of that distance is part of the
+    standard error. A signal that drowns in noise has a standard error above its value,
+    which may be negative: take more micro-batches.
+
+    *Cost.* For each of N micro-batches one gradient, and one Hessian-vector product with
+    the gradient that comes with it: about 4N gradients in all. With ``exact=True`` also N
+    singular value decompositions of each matrix, with singular vectors, which for large
+    matrices cost more than the gradients, on accelerators in particular; with
+    ``exact=False`` N Newton–Schulz iterations. Memory: three gradients, and the
+    Hessian-vector product's own. Compiled once for a ``loss_fn`` (the same function
+    object) and shapes. Eight micro-batches or more are advisable: standard errors
+    themselves have errors, of a quarter with eight.
+
+    Args:
+      loss_fn: ``loss_fn(params, batch)`` returns the mean loss of the batch, a scalar.
+        Hashable, as functions are. Without dropout, or with the same dropout each time.
+      params: The parameters at which to estimate.
+      batches: At least two micro-batches of the same shapes: a list or an iterator of
+        them, or one array, tuple, dict or other tree, whose leaves count micro-batches
+        along their first axis.
+      directions: The :math:`\Delta`: a tree like the parameters of which the matrices
+        count, such as the update, at any scale and sign. None: the polar factor of the
+        mean gradient, Muon's own direction.
+      weight_dimension_numbers: Those of the optimizer.
+      exact: Whether ``signal`` is the nuclear norm.
+      cross_terms: Whether ``smoothness`` is that of the joint step.
+
+    Returns:
+      :class:`Statistics`, float32 (float64 for float64 parameters). Standard errors are
+      those of the mean over micro-batches, by the jackknife for ``signal`` and ``noise``;
+      that of the noise takes three micro-batches, and is NaN with two.
+
+    Raises:
+      ValueError: If ``batches`` or ``directions`` do not fit, or the loss is no scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from orscale_jax.diagnostics import estimate
+      >>> def loss_fn(params, batch):  # L = 3, and noise in the gradient.
+      ...     w = params["kernel"]
+      ...     return 1.5 * jnp.sum(w**2) + jnp.sum(batch * w)
+      >>> params = {"kernel": 2.0 * jnp.eye(4)}  # The gradient 6I: nuclear norm 24.
+      >>> batches = 0.1 * jax.random.normal(jax.random.key(0), (16, 4, 4))
+      >>> found = estimate(loss_fn, params, batches)
+      >>> print(found.smoothness.value["kernel"].round(2))
+      3.0
+      >>> error = found.signal.value["kernel"] - 24
+      >>> bool(jnp.abs(error) < 2 * found.signal.stderr["kernel"])
+      True
+
+    References:
+      Lou & You, *OrScale*, section 4, (A1) to (A3), and appendix A, proof of Theorem 1.
+    """
+    _checks.flag("exact", exact)
+    _checks.flag("cross_terms", cross_terms)
+    micro_batches = _micro_batches(batches)
+    axes_tree, leaves = matrix_leaves(weight_dimension_numbers, params)
+    _require_scalar(loss_fn, params, micro_batches[0])
+    work = Work(loss_fn, leaves, exact, cross_terms)
+    total = work.gradients(params, micro_batches[0])
+    for batch in micro_batches[1:]:
+        total = jax.tree.map(jnp.add, total, work.gradients(params, batch))
+    steps = (
+        work.polar_factors(total)
+        if directions is None
+        else require_like("directions", axes_tree, directions, params)
+    )
+    count = len(micro_batches)
+    samples = [
+        work.measure(params, batch, (total, steps), (index, count))
+        for index, batch in enumerate(micro_batches)
+    ]
+    found = _statistics(exact, jax.tree.map(lambda *xs: jnp.stack(xs), *samples))
+    return _per_leaf(axes_tree, leaves, found)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _statistics(exact: bool, samples: list[Sample]) -> list[Statistics]:
+    """The statistics of each part, from samples stacked along the first axis."""
+
+    def signal(of_part: Sample) -> Estimate:
+        if exact:
+            return jackknife.nuclear_norm(of_part.spectrum, of_part.projection)
+        return jackknife.mean(of_part.projection)
+
+    return [
+        Statistics(
+            signal=signal(of_part),
+            noise=jackknife.noise(of_part.square),
+            smoothness=jackknife.mean(of_part.smoothness),
+        )
+        for of_part in samples
+    ]
+
+
+def _per_leaf(
+    axes_tree: PyTree, leaves: MatrixLeaves, parts: list[Statistics]
+) -> Statistics:
+    """The statistics of all parts as one, of trees."""
+
+    def tree(*scalars: jax.Array) -> PyTree:
+        return tree_of(axes_tree, leaves.from_parts(scalars))
+
+    if not parts:
+        masked = tree()
+        return Statistics(*(Estimate(masked, masked) for _ in Statistics._fields))
+    return jax.tree.map(tree, *parts)
+
+
+def _micro_batches(batches: Any) -> list[Any]:
+    """The micro-batches as a list, in either form."""
+    found = (
+        list(batches) if isinstance(batches, list | Iterator) else _along_first(batches)
+    )
+    if len(found) < 2:
+        raise ValueError(
+            f"batches has {len(found)} micro-batches: pass at least 2, better 8 or more."
+        )
+    shapes = [_shapes(batch) for batch in found]
+    for index, of_batch in enumerate(shapes):
+        if of_batch != shapes[0]:
+            raise ValueError(
+                "batches must have the same shapes, or their mean would weight them "
+                f"wrongly: batch 0 has {shapes[0]} and batch {index} has {of_batch}."
+            )
+    return found
+
+
+def _along_first(batches: Any) -> list[Any]:
+    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
+    if len(lengths) != 1 or () in lengths:
+        raise ValueError(
+            "batches must be a list of micro-batches, or a tree whose leaves count them "
+            f"along their first axis: found leaves of shapes {_shapes(batches)}."
+        )
+    [(length,)] = lengths
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], batches) for i in range(length)]
+
+
+def _shapes(batch: Any) -> list[tuple[int, ...]]:
+    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+
+
+def _require_scalar(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
+    loss = jax.eval_shape(loss_fn, params, batch)
+    if not jax.tree_util.all_leaves([loss]) or loss.shape:
+        raise ValueError(
+            f"loss_fn must return one scalar, the mean loss of the batch; it returns "
+            f"{loss}."
+        )

@@ -1,0 +1,145 @@
+"""Statistics of a reading as flat scalars, for any logger."""
+
+import re
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics.matrices import classes_of, names_of, vector
+from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.trees.boxes import PyTree
+
+Vectors = Mapping[str, jax.Array]
+
+# What is summed up, in this order; of a reading without it (muon), what there is.
+QUANTITIES = ("trust_ratio", "raw_trust_ratio", "relative_step", "growth")
+PERCENTILES = {"p05": 5.0, "p50": 50.0, "p95": 95.0}
+
+# Shares of matrices, and the field and the condition that they count.
+SHARES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
+    "share_at_r_min": ("at_r_min", jnp.asarray),
+    "share_at_r_max": ("at_r_max", jnp.asarray),
+    "share_not_started": ("started", jnp.logical_not),
+    "share_not_anchored": ("calibration", lambda c: c == 0),
+    "share_without_scale": ("calibration", jnp.isinf),
+    "share_not_finite": ("weight_norm", lambda norm: ~jnp.isfinite(norm)),
+}
+
+
+def summarize(
+    reading: Reading,
+    classes: PyTree | None = None,
+    prefix: str = "optimizer/",
+    *,
+    matrices: str | None = None,
+) -> dict[str, jax.Array]:
+    r"""Sum up a reading in flat scalars, over all matrices and over those of each class.
+
+    Of :math:`\hat r`, r, the relative step and the growth: ``mean``, ``p05``, ``p50``,
+    ``p95``, ``min`` and ``max``, every matrix with weight 1, in stacks and blocks, too.
+    And the shares of matrices at each bound (``share_at_r_min``, ``share_at_r_max``),
+    without an update so far (``share_not_started``), with a c that is still unset
+    (``share_not_anchored``) or without initial scale (``share_without_scale``), and whose
+    norm is not finite (``share_not_finite``).
+
+    Args:
+      reading: Of :func:`read`.
+      classes: Tree of strings like the parameters, as of :func:`layer_classes`, or a
+        prefix of one; None: no classes.
+      prefix: Of all names.
+      matrices: Regular expression for the names of single matrices, such as
+        ``"experts.up[3]"``, to be given, too; found anywhere in a name. None: none.
+
+    Returns:
+      Scalars by name: ``optimizer/trust_ratio/mean``, ``optimizer/share_at_r_max``, of a
+      class ``optimizer/attention_query/trust_ratio/p95``, of a matrix
+      ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
+
+    Raises:
+      ValueError: If ``classes`` does not fit, or ``matrices`` matches none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, orscale
+      >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+      >>> reading = diagnostics.read(orscale(1e-3).init(params), params)
+      >>> scalars = diagnostics.summarize(reading, classes={"up": "mlp", "down": None})
+      >>> print(scalars["optimizer/trust_ratio/p50"], scalars["optimizer/mlp/growth/max"])
+      1.0 1.0
+    """
+    trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
+    leaves = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
+    labels = classes_of(classes, reading.weight_norm)
+    groups = {"": list(range(len(labels)))}
+    if classes is not None:
+        for label in sorted(set(labels)):
+            members = [i for i, other in enumerate(labels) if other == label]
+            groups[label.replace(" ", "_") + "/"] = members
+    scalars: dict[str, jax.Array] = {}
+    for name, members in groups.items():
+        vectors = {
+            field: vector([arrays[i] for i in members])
+            for field, arrays in leaves.items()
+        }
+        of_group = _statistics(vectors) | _shares(vectors)
+        scalars |= {f"{prefix}{name}{key}": value for key, value in of_group.items()}
+    if matrices is not None:
+        scalars |= _single(trees, matrices, prefix)
+    return scalars
+
+
+def _statistics(vectors: Vectors) -> dict[str, jax.Array]:
+    """Statistics of all quantities, from one sort."""
+    names = [name for name in QUANTITIES if name in vectors]
+    if not names:
+        return {}
+    values = jnp.stack([vectors[name] for name in names])
+    percentiles = jnp.percentile(values, jnp.array([*PERCENTILES.values()]), axis=1)
+    rows = {
+        "mean": values.mean(axis=1),
+        **dict(zip(PERCENTILES, percentiles, strict=True)),
+        "min": values.min(axis=1),
+        "max": values.max(axis=1),
+    }
+    return {
+        f"{name}/{statistic}": row[index]
+        for index, name in enumerate(names)
+        for statistic, row in rows.items()
+    }
+
+
+def _shares(vectors: Vectors) -> dict[str, jax.Array]:
+    return {
+        share: jnp.mean(condition(vectors[field]), dtype=jnp.float32)
+        for share, (field, condition) in SHARES.items()
+        if field in vectors
+    }
+
+
+def _single(
+    trees: Mapping[str, PyTree], expression: str, prefix: str
+) -> dict[str, jax.Array]:
+    """The quantities of the matrices whose names match."""
+    names = names_of(trees["weight_norm"])
+    try:
+        chosen = [i for i, name in enumerate(names) if re.search(expression, name)]
+    except re.error as error:
+        raise ValueError(
+            f"matrices={expression!r} is not a regular expression: {error}."
+        ) from error
+    if not chosen:
+        _checks.refuse(
+            "matrices", expression, f"no name has it; the first are {names[:3]}"
+        )
+    vectors = {
+        field: vector(jax.tree.leaves(trees[field]))
+        for field in QUANTITIES
+        if field in trees
+    }
+    return {
+        f"{prefix}{names[i]}/{field}": values[i]
+        for field, values in vectors.items()
+        for i in chosen
+    }

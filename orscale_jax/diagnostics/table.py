@@ -1,0 +1,79 @@
+"""A reading as a table on the host, with a row for every matrix."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from orscale_jax.diagnostics.matrices import OTHER, classes_of, names_of
+from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.trees.boxes import PyTree
+
+
+def tabulate(
+    reading: Reading,
+    classes: PyTree | None = None,
+    measurements: Mapping[str, PyTree] | None = None,
+) -> dict[str, np.ndarray]:
+    """Fetch a reading and lay it out as columns, with a row for every matrix.
+
+    This waits for the device. ``pandas.DataFrame(tabulate(reading))`` is a data frame.
+
+    Args:
+      reading: Of :func:`read`.
+      classes: As in :func:`summarize`.
+      measurements: Further trees with one entry per matrix, by the name of their column.
+
+    Returns:
+      Arrays of equal length, by name: ``matrix``, ``class``, the fields of the reading
+      that are there, and the measurements.
+
+    Raises:
+      ValueError: If ``classes`` or a measurement does not fit, or an array lies on
+        devices of other processes, too.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, muon
+      >>> params = {"up": jnp.ones((2, 8))}
+      >>> table = diagnostics.tabulate(diagnostics.read(muon(1e-3).init(params), params))
+      >>> list(table)
+      ['matrix', 'class', 'weight_norm', 'started']
+      >>> print(table["matrix"][0], table["weight_norm"])
+      up [4.]
+    """
+    trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
+    trees |= measurements or {}
+    like = reading.weight_norm
+    for name, tree in trees.items():
+        _require_fitting(name, tree, like)
+    names, labels = names_of(like), classes_of(classes, like)
+    sizes = [np.size(leaf) for leaf in jax.tree.leaves(like)]
+    columns = {"matrix": np.array(names), "class": np.repeat(labels or [OTHER], sizes)}
+    arrays = jax.device_get([jax.tree.leaves(tree) for tree in trees.values()])
+    return columns | dict(zip(trees, map(_flat, arrays), strict=True))
+
+
+def _flat(leaves: list[Any]) -> np.ndarray:
+    return np.concatenate([np.ravel(leaf) for leaf in leaves])
+
+
+def _require_fitting(name: str, tree: PyTree, like: PyTree) -> None:
+    shapes, wanted = (
+        {path: np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(t)}
+        for t in (tree, like)
+    )
+    if shapes != wanted:
+        raise ValueError(
+            f"{name} has not one entry for each matrix: pass a tree like those of the "
+            "reading, with arrays of their shapes."
+        )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+        if not here and not leaf.is_fully_replicated:
+            raise ValueError(
+                f"{name} at {jax.tree_util.keystr(path)} lies on devices of other "
+                "processes, too: compile read() with replicated out_shardings, or gather "
+                "it with jax.experimental.multihost_utils.process_allgather."
+            )

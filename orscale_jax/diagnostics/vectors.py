@@ -1,0 +1,70 @@
+"""Trees with one entry for each matrix, as vectors over all matrices."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orscale_jax.diagnostics.matrices import vector
+from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import quoted
+
+
+def vectors(**trees: PyTree) -> tuple[jax.Array, ...]:
+    """Trees over the same matrices as vectors: all entries of all leaves, in one order.
+
+    Args:
+      **trees: Arrays, or trees of arrays of any shape; None and
+        :class:`optax.MaskedNode` hold no matrices. The names are for messages.
+
+    Returns:
+      A vector for each tree: float64 if any leaf of any tree is, else float32.
+
+    Raises:
+      ValueError: If a tree holds other leaves or shapes than the first, or no real
+        numbers.
+    """
+    leaves = {name: _leaves(name, tree) for name, tree in trees.items()}
+    first, *others = leaves
+    for other in others:
+        _require_same(first, leaves[first], other, leaves[other])
+    arrays = [list(by_path.values()) for by_path in leaves.values()]
+    dtype = compute_dtype(arrays)
+    return tuple(_joined(of_tree, dtype) for of_tree in arrays)
+
+
+def _leaves(name: str, tree: PyTree) -> dict[Any, jax.Array]:
+    found = jax.tree_util.tree_leaves_with_path(unbox(tree))
+    for path, leaf in found:
+        dtype = jnp.result_type(leaf)
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise ValueError(
+                f"{name}: {quoted(path)} has dtype {dtype}: pass real numbers, one for "
+                "each matrix."
+            )
+    return {path: jnp.asarray(leaf) for path, leaf in found}
+
+
+def _require_same(
+    first: str, expected: dict[Any, jax.Array], other: str, found: dict[Any, jax.Array]
+) -> None:
+    if unmatched := [*(expected.keys() ^ found.keys())]:
+        holder = first if unmatched[0] in expected else other
+        raise ValueError(
+            f"{first} and {other} must have the same matrices: {len(unmatched)} leaves, "
+            f"such as {quoted(unmatched[0])} in {holder}, are in one of them only."
+        )
+    for path, leaf in expected.items():
+        shape = np.shape(found[path])
+        if shape != leaf.shape:
+            raise ValueError(
+                f"{first} and {other} must have the same shapes, one entry for each "
+                f"matrix: {quoted(path)} is of shape {leaf.shape} in {first} and {shape} "
+                f"in {other}."
+            )
+
+
+def _joined(leaves: list[jax.Array], dtype: jnp.dtype) -> jax.Array:
+    return vector(leaves).astype(dtype) if leaves else jnp.zeros(0, dtype)

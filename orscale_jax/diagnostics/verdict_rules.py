@@ -1,0 +1,136 @@
+"""The cases of a verdict: when each applies, and what it says."""
+
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+# By name, as in :class:`orscale_jax.diagnostics.verdicts.Verdict`.
+Facts: TypeAlias = dict[str, float]
+
+# From here on the bounds, not the ratios, decide most of the step (Theorem collapse).
+SATURATED_SHARE = 0.5
+# Standard deviation of log r̂. To first order κ_eff is within 2·0.02·√(κ_layer − 1) of 1:
+# a percent or two at the headrooms of 1.1 to 1.3 that the paper expects.
+UNIFORM_SPREAD = 0.02
+# A gain of less than this cannot be told from a slightly better learning rate.
+HOMOGENEOUS_HEADROOM = 0.05
+# Where κ_eff is further from 1 than this many standard errors, it counts as different.
+STANDARD_ERRORS = 2
+# With larger standard errors the linear propagation that makes them does not hold.
+LARGEST_STDERR = 0.25
+# A κ_eff as close as this to 1 by measurement is a finding; beyond it, lack of data.
+RESOLVED_STDERR = 0.02
+# κ over fewer of the matrices than this is not that of the run.
+LEAST_SHARE = 0.5
+
+
+def _muon_at(facts: Facts) -> str:
+    return f"Muon at {facts['uniform']:.2g} × the learning rate"
+
+
+def _how_many(facts: Facts, name: str) -> str:
+    return f"{facts[name]:.0f} of {facts['matrices']:.0f} matrices"
+
+
+def _kappa(facts: Facts) -> str:
+    kappa, error = facts["kappa_eff"], facts["kappa_eff_stderr"]
+    return f"κ_eff {kappa:.2f} ± {error:.2f}"
+
+
+def _of_possible(facts: Facts) -> str:
+    # κ_layer has had the part of errors subtracted, and κ_eff has not.
+    possible = max(facts["kappa_layer"], facts["kappa_eff"])
+    return f"{_kappa(facts)} of a possible {possible:.2f}"
+
+
+def _standard_errors_from_one(facts: Facts) -> float:
+    return (facts["kappa_eff"] - 1) / facts["kappa_eff_stderr"]
+
+
+def _not_measured(facts: Facts) -> str | None:
+    if facts["measured"]:
+        return None
+    return f"not enough data to tell: {_how_many(facts, 'measured')} have a ratio yet"
+
+
+def _saturated(facts: Facts) -> str | None:
+    share, bound = max((facts[f"at_{bound}"], bound) for bound in ("r_max", "r_min"))
+    if share < SATURATED_SHARE:
+        return None
+    return (
+        f"saturated: {share:.0%} of the matrices are at {bound}, and take their step "
+        "from the bound, not from their ratio"
+    )
+
+
+def _uniform(facts: Facts) -> str | None:
+    if facts["spread"] > UNIFORM_SPREAD:
+        return None
+    return f"uniform: this is {_muon_at(facts)} ({_how_many(facts, 'measured')} measured)"
+
+
+def _no_statistics(facts: Facts) -> str | None:
+    if "kappa_eff" in facts:
+        return None
+    return (
+        f"not enough data to tell: ratios differ by a factor of "
+        f"{math.exp(facts['spread']):.2f} around {facts['uniform']:.2g}; whether that "
+        "helps takes the statistics of estimate()"
+    )
+
+
+def _too_noisy(facts: Facts) -> str | None:
+    enough = facts["counted"] >= LEAST_SHARE * facts["measured"]
+    if enough and facts["kappa_eff_stderr"] <= LARGEST_STDERR:
+        return None
+    return (
+        f"not enough data to tell: {_kappa(facts)}, from {_how_many(facts, 'counted')} "
+        "with positive curvature"
+    )
+
+
+def _wrong_way(facts: Facts) -> str | None:
+    if _standard_errors_from_one(facts) >= -STANDARD_ERRORS:
+        return None
+    return f"the ratios point the wrong way: {_of_possible(facts)}"
+
+
+def _homogeneous(facts: Facts) -> str | None:
+    most = facts["kappa_layer"] + STANDARD_ERRORS * facts["kappa_layer_stderr"]
+    if not most <= 1 + HOMOGENEOUS_HEADROOM:
+        return None
+    return (
+        f"too homogeneous to matter: no ratios could gain more than κ_layer "
+        f"{facts['kappa_layer']:.2f} ± {facts['kappa_layer_stderr']:.2f}"
+    )
+
+
+def _gain(facts: Facts) -> str | None:
+    if _standard_errors_from_one(facts) <= STANDARD_ERRORS:
+        return None
+    return f"in the gain regime: {_of_possible(facts)}"
+
+
+def _neutral(facts: Facts) -> str | None:
+    if facts["kappa_eff_stderr"] > RESOLVED_STDERR:
+        return None
+    return f"the ratios neither help nor hurt: {_of_possible(facts)}"
+
+
+def _undecided(facts: Facts) -> str:
+    return f"not enough data to tell: {_of_possible(facts)}"
+
+
+#: The cases in the order in which they are tried: each says its sentence, or None.
+RULES: dict[str, Callable[[Facts], str | None]] = {
+    "not measured": _not_measured,
+    "saturated": _saturated,
+    "uniform": _uniform,
+    "no statistics": _no_statistics,
+    "too noisy": _too_noisy,
+    "wrong way": _wrong_way,
+    "homogeneous": _homogeneous,
+    "gain": _gain,
+    "neutral": _neutral,
+    "undecided": _undecided,
+}

@@ -1,0 +1,194 @@
+"""A verdict on a run in plain words: do its trust ratios help?"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics.decomposition import decompose, measured
+from orscale_jax.diagnostics.jackknife import Estimate
+from orscale_jax.diagnostics.kappas import kappas
+from orscale_jax.diagnostics.matrix_leaves import masked_like
+from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.smoothness import curvature, shape_scale
+from orscale_jax.diagnostics.statistics import Statistics
+from orscale_jax.diagnostics.vectors import vectors
+from orscale_jax.diagnostics.verdict_rules import RULES, Facts
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.trees.boxes import PyTree, unbox
+
+
+class Verdict(NamedTuple):
+    """What :func:`verdict` finds; ``print`` shows the sentence.
+
+    Attributes:
+      outcome: The name of the case: one of those of :func:`verdict`.
+      text: The verdict in a sentence.
+      numbers: What it rests on: ``matrices``, ``measured``, ``uniform``, ``spread``,
+        ``at_r_max``, ``at_r_min``; and with statistics ``counted``, ``kappa_eff``,
+        ``kappa_eff_stderr``, ``kappa_layer``, ``kappa_layer_stderr``.
+    """
+
+    outcome: str
+    text: str
+    numbers: dict[str, float]
+
+    def __str__(self) -> str:
+        """The sentence."""
+        return self.text
+
+
+def verdict(
+    reading: Reading,
+    statistics: Statistics | None = None,
+    params: PyTree | None = None,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    consistent_rms: ArrayLike | None = 0.2,
+) -> Verdict:
+    r"""Say in a sentence whether the trust ratios of a run help, and by how much.
+
+    Without statistics it can tell a run that is saturated or uniform. With those of
+    :func:`estimate` it computes :func:`gain`, for steps at the optimizer's scale
+    :math:`s_\ell` (``consistent_rms``), so that :math:`\kappa_{\mathrm{eff}}` compares
+    with Muon at the same scale. Of ``kappa_layer`` it subtracts what errors of signal and
+    curvature add to it: they make layers look more different than they are.
+
+    Standard errors are propagated to first order, as if those of different matrices, and
+    of signal and smoothness, were independent. The first case that applies is the
+    verdict:
+
+    ``"not measured"``
+      No matrix has a ratio yet.
+    ``"saturated"``
+      At least half of the matrices are at ``r_max``, or at ``r_min``.
+    ``"uniform"``
+      All ratios are the same to 2 %: Muon at another learning rate.
+    ``"no statistics"``
+      Ratios differ, and nothing is known of signal and curvature.
+    ``"too noisy"``
+      Standard errors are missing or too large, or fewer than half of the matrices have a
+      positive curvature.
+    ``"wrong way"``
+      :math:`\kappa_{\mathrm{eff}}` is below 1 by two standard errors.
+    ``"homogeneous"``
+      :math:`\kappa_{\mathrm{layer}}` plus two standard errors is at most 1.05: no ratios
+      would gain more.
+    ``"gain"``
+      :math:`\kappa_{\mathrm{eff}}` is above 1 by two standard errors.
+    ``"neutral"``
+      It is 1 within two standard errors, which are small.
+    ``"undecided"``
+      It is 1 within two standard errors, which are not.
+
+    Args:
+      reading: From :func:`read`.
+      statistics: From :func:`estimate`, at the parameters of the reading.
+      params: The parameters. Needed with statistics.
+      weight_dimension_numbers: Those of the optimizer.
+      consistent_rms: That of the optimizer.
+
+    Returns:
+      A :class:`Verdict`. Reads numbers: not for use inside of ``jax.jit``.
+
+    Raises:
+      ValueError: If ``statistics`` come without ``params``, or of other matrices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import orscale
+      >>> from orscale_jax.diagnostics import read
+      >>> from orscale_jax.diagnostics import verdict
+      >>> optimizer = orscale(0.1, calibrate=False, weight_decay=0.0)
+      >>> params = {"up": 0.86 * jnp.eye(4), "down": 0.86 * jnp.eye(4)}
+      >>> _, state = optimizer.update(params, optimizer.init(params), params)
+      >>> print(verdict(read(state, params)))
+      uniform: this is Muon at 2 × the learning rate (2 of 2 matrices measured)
+
+    References:
+      Lou & You, *OrScale*, section 4.
+    """
+    facts = _facts_of_reading(reading)
+    with_ratios = reading.trust_ratio is not None and facts["measured"] > 0
+    if statistics is not None and with_ratios:
+        if params is None:
+            _checks.refuse("params", None, "pass the parameters along with statistics")
+        estimates = _estimates(
+            statistics, params, weight_dimension_numbers, consistent_rms
+        )
+        facts |= _facts_of_gain(reading, *estimates)
+    found = ((name, rule(facts)) for name, rule in RULES.items())
+    outcome, text = next((name, text) for name, text in found if text is not None)
+    return Verdict(outcome, text, facts)
+
+
+def _facts_of_reading(reading: Reading) -> Facts:
+    if reading.trust_ratio is None:
+        number = sum(leaf.size for leaf in jax.tree.leaves(unbox(reading.weight_norm)))
+        facts = dict.fromkeys(("spread", "at_r_max", "at_r_min"), 0.0)
+        return facts | {"matrices": number, "measured": number, "uniform": 1.0}
+    split = decompose(reading)
+    counts = measured(reading)
+    [on, at_max, at_min] = vectors(
+        counts=counts, at_max=_number(reading.at_r_max), at_min=_number(reading.at_r_min)
+    )
+    number = jnp.maximum(split.matrices, 1)
+    only_max, only_min = on * at_max * (1 - at_min), on * at_min * (1 - at_max)
+    found: dict[str, Any] = {
+        "matrices": on.size,
+        "measured": split.matrices,
+        "uniform": split.uniform,
+        "spread": split.spread,
+        "at_r_max": jnp.sum(only_max) / number,
+        "at_r_min": jnp.sum(only_min) / number,
+    }
+    return {name: float(value) for name, value in found.items()}
+
+
+def _number(flags: PyTree) -> PyTree:
+    return jax.tree.map(lambda flag: jnp.where(flag, 1.0, 0.0), unbox(flags))
+
+
+def _estimates(
+    statistics: Statistics,
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers,
+    consistent_rms: ArrayLike | None,
+) -> tuple[Estimate, Estimate]:
+    """Signal and curvature for steps at the optimizer's scale."""
+
+    def scale(tree: PyTree, power: int) -> PyTree:
+        return shape_scale(
+            tree,
+            params,
+            weight_dimension_numbers,
+            consistent_rms=consistent_rms,
+            power=power,
+        )
+
+    def b(smoothness: PyTree) -> PyTree:
+        return curvature(smoothness, params, weight_dimension_numbers)
+
+    return (
+        Estimate(*(scale(tree, 1) for tree in statistics.signal)),
+        Estimate(*(scale(b(tree), 2) for tree in statistics.smoothness)),
+    )
+
+
+def _facts_of_gain(reading: Reading, signal: Estimate, b: Estimate) -> Facts:
+    ratio = unbox(reading.trust_ratio)
+    of_same = (Estimate(*(masked_like(ratio, t) for t in each)) for each in (signal, b))
+    measured_ratio = jax.tree.map(
+        lambda r, on: jnp.where(on > 0, r, jnp.nan), ratio, measured(reading)
+    )
+    found = kappas(measured_ratio, *of_same)
+    facts = {
+        "kappa_eff": found.kappa_eff.value,
+        "kappa_eff_stderr": found.kappa_eff.stderr,
+        "kappa_layer": found.kappa_layer.value,
+        "kappa_layer_stderr": found.kappa_layer.stderr,
+        "counted": found.matrices,
+    }
+    return {name: float(value) for name, value in facts.items()}

@@ -1,0 +1,170 @@
+"""The file of a run: what is in it, and what is left of it after a kill."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pandas
+import pytest
+
+from orscale_jax import muon, orscale
+from orscale_jax.diagnostics import (
+    History,
+    JsonLines,
+    Reading,
+    TensorBoard,
+    read,
+    tabulate,
+    to_floats,
+)
+
+PARAMS = {"up": jnp.ones((2, 8)), "experts": jnp.arange(24.0).reshape(2, 3, 4)}
+NUMBERS = {"up": optax.contrib.MuonDimensionNumbers(0, 1)} | {
+    "experts": optax.contrib.MuonDimensionNumbers(1, 2)
+}
+CLASSES = {"up": "mlp up", "experts": "routed expert up"}
+
+
+@functools.cache
+def reading(step=1, names=tuple(PARAMS), build=orscale):
+    params, numbers = ({k: tree[k] for k in names} for tree in (PARAMS, NUMBERS))
+    optimizer = build(1e-3, weight_dimension_numbers=numbers)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(step):
+        updates, state = update(params, state, params)
+        params = optax.apply_updates(params, updates)
+    return read(state, params, numbers, learning_rate=1e-3)
+
+
+def written(path, steps=(1, 2, 3), **arguments):
+    history = History(path, classes=CLASSES, scalars=["loss"], **arguments)
+    for step in steps:
+        history.append(step, reading(step), loss=1 / step)
+    return history
+
+
+def test_pandas_reads_what_was_written(tmp_path):
+    history = written(tmp_path / "run" / "history.csv")
+    frame = history.frame()
+    assert [*frame.columns] == ["step", "matrix", "class", *Reading._fields, "loss"]
+    assert frame.step.tolist() == [1] * 3 + [2] * 3 + [3] * 3
+    for step, rows in frame.groupby("step"):
+        table = tabulate(reading(step), CLASSES)
+        assert rows.matrix.tolist() == ["experts[0]", "experts[1]", "up"]
+        assert rows["class"].tolist() == table["class"].tolist()
+        for field in Reading._fields:
+            np.testing.assert_allclose(rows[field], table[field], rtol=1e-6)
+        assert rows.loss.tolist() == pytest.approx([1 / step] * 3)
+    pandas.testing.assert_frame_equal(pandas.read_csv(history.path), frame)
+
+
+def test_what_does_not_exist_is_empty(tmp_path):
+    history = History(tmp_path / "history.csv", measurements=["signal"], scalars=["loss"])
+    history.append(1, reading(build=muon))
+    frame = history.frame()
+    assert frame[["trust_ratio", "signal", "loss"]].isna().all(axis=None)
+    assert frame.weight_norm.notna().all()
+
+
+def test_measurements_at_their_steps(tmp_path):
+    history = History(tmp_path / "history.csv", measurements=["signal"])
+    history.append(1, reading(), {"signal": reading().growth})
+    history.append(2, reading(2))
+    assert history.frame().signal.notna().tolist() == [True] * 3 + [False] * 3
+
+
+@pytest.mark.parametrize("bytes_lost", [1, 30, 150, 300])
+def test_a_torn_step_is_dropped_and_written_again(tmp_path, bytes_lost):
+    path = tmp_path / "history.csv"
+    whole = written(path).path.read_bytes()
+    last = len(written(tmp_path / "two.csv", (1, 2)).path.read_bytes())
+    assert len(whole) - bytes_lost > last  # The third step is torn, not the second.
+    path.write_bytes(whole[:-bytes_lost])
+    history = History(path, classes=CLASSES, scalars=["loss"])
+    assert history.last_step == 2
+    history.append(3, reading(3), loss=1 / 3)
+    assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("lines", [0, 1, 2])
+def test_a_torn_first_step_gives_way_to_the_next(tmp_path, lines):
+    path = tmp_path / "history.csv"
+    whole = written(path, (1,)).path.read_text()
+    path.write_text("".join(whole.splitlines(keepends=True)[: 1 + lines]) + "1,exp")
+    history = written(path, (2,))
+    assert history.frame().step.tolist() == [2] * 3
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path):
+    path = tmp_path / "history.csv"
+    whole = written(path).path.read_bytes()
+    history = History(path, classes=CLASSES, scalars=["loss"])
+    history.rewind(1)
+    assert history.last_step == 1
+    for step in (2, 3):
+        history.append(step, reading(step), loss=1 / step)
+    assert path.read_bytes() == whole
+    history.rewind(0)
+    assert history.last_step is None and len(path.read_text().splitlines()) == 1
+
+
+class TestErrors:
+    """Inputs that are refused, and what the messages say."""
+
+    def test_other_columns(self, tmp_path):
+        path = written(tmp_path / "history.csv").path
+        with pytest.raises(ValueError, match="pass the same measurements and scalars"):
+            History(path, scalars=["loss", "val_loss"])
+        (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+        with pytest.raises(ValueError, match="has the columns a, b, and this run has st"):
+            History(tmp_path / "other.csv")
+
+    def test_names(self, tmp_path):
+        with pytest.raises(ValueError, match="give each column a name of its own"):
+            History(tmp_path / "history.csv", scalars=["growth"])
+        history = written(tmp_path / "history.csv")
+        with pytest.raises(ValueError, match=r"\['accuracy'\] are no columns"):
+            history.append(4, reading(), accuracy=1.0)
+        with pytest.raises(ValueError, match=r"\['signal'\] are no columns"):
+            history.append(4, reading(), {"signal": reading().growth})
+
+    def test_steps_and_matrices(self, tmp_path):
+        history = written(tmp_path / "history.csv")
+        with pytest.raises(ValueError, match="step=3 is not after 3, the last one in"):
+            history.append(3, reading())
+        history = History(history.path, scalars=["loss"])
+        with pytest.raises(ValueError, match=r"the reading has 1 matrices, and .* has 3"):
+            history.append(4, reading(names=("up",)))
+
+
+SCALARS = {"loss": jnp.float32(2.5), "ratio": 0.5, "odd": np.float64("nan")}
+
+
+def test_floats():
+    found = to_floats(SCALARS)
+    assert {name: type(value) for name, value in found.items()} == dict.fromkeys(
+        SCALARS, float
+    )
+    assert found["loss"] == 2.5 and np.isnan(found["odd"])
+    with pytest.raises(ValueError, match=r"loss has shape \(2,\): pass scalars alone"):
+        to_floats({"loss": jnp.ones(2)})
+
+
+def test_json_lines(tmp_path):
+    for step in (1, 2):
+        JsonLines(tmp_path / "metrics.jsonl").write(step, SCALARS)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    expected = {"step": 2, "loss": 2.5, "ratio": 0.5, "odd": None}
+    assert json.loads(lines[1]) == expected and len(lines) == 2
+
+
+def test_tensorboard(tmp_path):
+    with TensorBoard(tmp_path) as board:
+        board.write(7, {"optimizer/trust_ratio/mean": jnp.float32(1.5)})
+    [path] = tmp_path.iterdir()
+    written = path.read_bytes()
+    assert b"optimizer/trust_ratio/mean" in written
+    assert np.float32(1.5).tobytes() in written
