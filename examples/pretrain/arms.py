@@ -27,11 +27,13 @@ class Arm:
       label: Its name in tables and figures.
       color: Its colour in figures (told apart by the colour-blind too).
       optimizer: Its factory.
+      has_readouts: Whether `orscale_jax.diagnostics` can read its state.
     """
 
     label: str
     color: str
     optimizer: OptimizerFactory
+    has_readouts: bool = True
 
 
 def _adamw(
@@ -53,7 +55,7 @@ def _orscale(
 
 
 ARMS: dict[str, Arm] = {
-    "adamw": Arm("AdamW", "#666666", _adamw),
+    "adamw": Arm("AdamW", "#666666", _adamw, has_readouts=False),
     "muon": Arm("Muon+Moonlight", "#0072B2", _muon),
     "orscale": Arm("OrScale", "#D55E00", _orscale),
 }

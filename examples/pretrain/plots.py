@@ -80,11 +80,11 @@ def draw_trust_ratios(path: pathlib.Path, ratios: Mapping[str, Curve]) -> None:
 
     Args:
       path: Of the PNG.
-      ratios: By name of the matrix, such as blocks.0.attention.query.
+      ratios: By name of the matrix, such as blocks.0.attention.query.kernel.
     """
     kinds: dict[str, dict[int, Curve]] = {}
     for name, curve in ratios.items():
-        _, index, kind = name.split(".", 2)
+        _, index, kind = name.removesuffix(".kernel").split(".", 2)
         kinds.setdefault(kind, {})[int(index)] = curve
     layers = sorted({layer for lines in kinds.values() for layer in lines})
     shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(layers)))

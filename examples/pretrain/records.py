@@ -16,19 +16,18 @@ from examples.pretrain.config import Config
 from examples.pretrain.rundir import write_atomically
 
 METRICS = ["arm", "step", "tokens", "train_loss", "val_loss", "learning_rate", "seconds"]
-TRUST_RATIOS = ["step", "matrix", "calibration", "raw", "clipped"]
 
 Row = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """What is known of the steps since the reading before.
+class Interval:
+    """What is known of some steps in a row.
 
     Attributes:
       step: How many steps are done.
       state: After them. The next step takes its memory.
-      losses: One per step since the reading before.
+      losses: One per step of the interval.
       seconds: What these steps took.
     """
 
@@ -61,7 +60,7 @@ class CsvLog:
 
 
 class Recorder:
-    """Writes down one arm's readings: a row of metrics per step, and its trust ratios.
+    """Writes down one arm's metrics, a row per step.
 
     What it writes depends on the step alone (but for the seconds), wherever the run was
     interrupted.
@@ -79,21 +78,19 @@ class Recorder:
         steps = np.arange(config.steps)
         self._learning_rates = jax.device_get(jax.jit(jax.vmap(schedule))(steps))
         self._metrics = CsvLog(folder / "metrics.csv", METRICS)
-        self._ratios = CsvLog(folder / "trust_ratios.csv", TRUST_RATIOS)
-        self._ratios.rewind(start)
         rows = self._metrics.rewind(start)
         self._seconds = float(rows[-1]["seconds"]) if rows else 0.0
         self.tokens_per_second = 0.0
 
-    def record(self, reading: Reading, val_loss: float | None) -> None:
-        """Writes a reading down; the validation loss belongs to its last step."""
-        count = len(reading.losses)
+    def record(self, interval: Interval, val_loss: float | None) -> None:
+        """Writes an interval down; the validation loss belongs to its last step."""
+        count = len(interval.losses)
         tokens_per_step = self._config.batch_size * self._config.seq_len
-        self.tokens_per_second = count * tokens_per_step / reading.seconds
+        self.tokens_per_second = count * tokens_per_step / interval.seconds
         rows = []
-        for index, loss in enumerate(reading.losses):
-            step = reading.step - count + index + 1
-            self._seconds += reading.seconds / count  # Single steps are not timed.
+        for index, loss in enumerate(interval.losses):
+            step = interval.step - count + index + 1
+            self._seconds += interval.seconds / count  # Single steps are not timed.
             rows.append(
                 {
                     "arm": self._arm,
@@ -108,38 +105,6 @@ class Recorder:
         if val_loss is not None:
             rows[-1]["val_loss"] = f"{val_loss:.6f}"
         self._metrics.append(rows)
-        if reading.step % self._config.log_every == 0:
-            opt_state = reading.state["opt_state"]
-            self._ratios.append(trust_ratio_rows(reading.step, opt_state))
-
-
-def trust_ratio_rows(step: int, opt_state: Any) -> list[Row]:
-    """One row per matrix; none for an optimizer without trust ratios."""
-    readouts = ("calibration", "raw_trust_ratio", "trust_ratio")
-    found = [optax.tree.get_all_with_path(opt_state, name) for name in readouts]
-    if not all(found):
-        return []
-    calibration, raw, clipped = jax.device_get([tree for [(_, tree)] in found])
-    return [
-        {
-            "step": step,
-            "matrix": matrix_name(path),
-            "calibration": f"{c:.6g}",
-            "raw": f"{r:.6g}",
-            "clipped": f"{r_clipped:.6g}",
-        }
-        for (path, c), r, r_clipped in zip(
-            jax.tree.leaves_with_path(calibration),
-            jax.tree.leaves(raw),
-            jax.tree.leaves(clipped),
-            strict=True,
-        )
-    ]
-
-
-def matrix_name(path: jax.tree_util.KeyPath) -> str:
-    """Such as blocks.0.attention.query."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".kernel")
 
 
 def read_csv(path: pathlib.Path) -> list[dict[str, str]]:

@@ -10,8 +10,10 @@ from rich.table import Table
 
 from examples.pretrain import plots
 from examples.pretrain.arms import ARMS
-from examples.pretrain.records import METRICS, TRUST_RATIOS, read_csv, write_csv
+from examples.pretrain.records import METRICS, read_csv, write_csv
 from examples.pretrain.rundir import read_facts
+from orscale_jax.diagnostics.history import FILE_NAME
+from orscale_jax.diagnostics.report import write_report
 
 SUMMARY = [
     "arm", "label", "val_loss", "steps", "tokens", "parameters",
@@ -24,26 +26,32 @@ def write(folder: pathlib.Path, console: Console) -> None:
     unit = read_facts(folder)["unit"]
     finished = [arm for arm in ARMS if (folder / arm / "result.json").exists()]
     metrics = {arm: read_csv(folder / arm / "metrics.csv") for arm in finished}
-    ratios = [
-        row for arm in finished for row in read_csv(folder / arm / "trust_ratios.csv")
-    ]
     summary = [_summary(arm, metrics[arm], folder) for arm in finished]
     every_row = [row for rows in metrics.values() for row in rows]
     write_csv(folder / "metrics.csv", METRICS, every_row)
-    write_csv(folder / "trust_ratios.csv", TRUST_RATIOS, ratios)
     write_csv(folder / "summary.csv", SUMMARY, summary)
     train = {arm: curve(rows, "train_loss") for arm, rows in metrics.items()}
     val = {arm: curve(rows, "val_loss") for arm, rows in metrics.items()}
     plots.draw_losses(folder / "losses.png", train, val, unit)
-    if ratios:
-        names = dict.fromkeys(row["matrix"] for row in ratios)
+    console.print(_table(summary, unit))
+    console.print(f"Figures and CSV files are in {folder}", highlight=False)
+    for arm in finished:
+        if ARMS[arm].has_readouts:
+            _report_readouts(arm, folder, console)
+
+
+def _report_readouts(arm: str, folder: pathlib.Path, console: Console) -> None:
+    """Reports on what one optimizer did."""
+    rows = read_csv(folder / arm / FILE_NAME)
+    if rows[-1]["trust_ratio"]:
+        names = dict.fromkeys(row["matrix"] for row in rows)
         curves = {
-            name: curve([row for row in ratios if row["matrix"] == name], "clipped")
+            name: curve([row for row in rows if row["matrix"] == name], "trust_ratio")
             for name in names
         }
         plots.draw_trust_ratios(folder / "trust_ratios.png", curves)
-    console.print(_table(summary, unit))
-    console.print(f"Figures and CSV files are in {folder}", highlight=False)
+    page = write_report(folder / arm)
+    console.print(f"What {ARMS[arm].label} did: {page}", highlight=False)
 
 
 def curve(rows: list[dict[str, str]], column: str) -> plots.Curve:

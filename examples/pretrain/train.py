@@ -21,7 +21,8 @@ from examples.pretrain.data import Corpus
 from examples.pretrain.interrupt import StopSignal
 from examples.pretrain.model import Decoder, cross_entropy
 from examples.pretrain.progress import Display
-from examples.pretrain.records import Reading, Recorder
+from examples.pretrain.readouts import Readouts, due, examples_to_measure
+from examples.pretrain.records import Interval, Recorder
 from examples.pretrain.rundir import write_atomically
 from examples.pretrain.timing import StepTime, time_step
 
@@ -49,13 +50,20 @@ def train_arm(
         state = {"params": params, "opt_state": optimizer.init(params)}
         state, start = checkpoints.restore(state)
         recorder = Recorder(folder, name, start, schedule, config)
+        readouts = None
+        if ARMS[name].has_readouts:
+            readouts = Readouts(folder, start, schedule, loss_fn, params)
         with Display(console, ARMS[name].label, start, config.steps) as display:
             train_step = compiled_step(loss_fn, optimizer, state, batches[start])
-            for reading in training(train_step, state, batches, start, stop, config):
-                state, step = reading.state, reading.step
-                due = _due(step, config.val_every, config)
-                recorder.record(reading, validate(state["params"]) if due else None)
-                display.update(step, reading.losses[-1], recorder.tokens_per_second)
+            for interval in training(train_step, state, batches, start, stop, config):
+                state, step = interval.state, interval.step
+                validating = _due(step, config.val_every, config)
+                val_loss = validate(state["params"]) if validating else None
+                recorder.record(interval, val_loss)
+                if readouts is not None and due(step, config):
+                    examples = examples_to_measure(step, batches, config)
+                    readouts.record(step, state, examples, loss=interval.losses[-1])
+                display.update(step, interval.losses[-1], recorder.tokens_per_second)
                 stopping = stop.requested  # Asked once: never stop without having saved.
                 if stopping or _due(step, config.checkpoint_every, config):
                     checkpoints.save(step, state)
@@ -142,10 +150,10 @@ def training(
     start: int,
     stop: StopSignal,
     config: Config,
-) -> Iterator[Reading]:
-    """Runs the steps and gives a reading wherever something is to be done.
+) -> Iterator[Interval]:
+    """Runs the steps and stops wherever something is to be done.
 
-    Between readings nothing waits for the device.
+    In between nothing waits for the device.
     """
     losses: list[jax.Array] = []
     began = time.perf_counter()
@@ -153,10 +161,15 @@ def training(
         state, loss = train_step(state, batches[step])
         losses.append(loss)
         done = step + 1
-        everies = (config.log_every, config.val_every, config.checkpoint_every)
+        everies = (
+            config.log_every,
+            config.measure_every,
+            config.val_every,
+            config.checkpoint_every,
+        )
         if stop.requested or any(_due(done, every, config) for every in everies):
             fetched = [float(loss) for loss in jax.device_get(losses)]
-            yield Reading(done, state, fetched, time.perf_counter() - began)
+            yield Interval(done, state, fetched, time.perf_counter() - began)
             losses, began = [], time.perf_counter()
 
 

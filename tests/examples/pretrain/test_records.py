@@ -1,9 +1,6 @@
-import jax.numpy as jnp
-import optax
 import pytest
 
-from examples.pretrain.arms import ARMS
-from examples.pretrain.records import CsvLog, read_csv, trust_ratio_rows
+from examples.pretrain.records import CsvLog, read_csv
 
 
 @pytest.fixture
@@ -35,26 +32,3 @@ def test_a_torn_line_goes(log, tmp_path, torn):
 def test_a_new_log_has_a_header(tmp_path):
     assert CsvLog(tmp_path / "new.csv", ["step"]).rewind(7) == []
     assert (tmp_path / "new.csv").read_text() == "step\n"
-
-
-def test_trust_ratios_are_read_where_there_are_any():
-    params = {
-        "blocks": {0: {"mlp": {"up": {"kernel": jnp.ones((2, 3))}}}},
-        "embed": {"embedding": jnp.ones((4, 2))},
-    }
-    rows = {
-        name: trust_ratio_rows(
-            7, arm.optimizer(optax.constant_schedule(0.1), 0.1).init(params)
-        )
-        for name, arm in ARMS.items()
-    }
-    assert rows["adamw"] == rows["muon"] == []
-    assert rows["orscale"] == [
-        {
-            "step": 7,
-            "matrix": "blocks.0.mlp.up",
-            "calibration": "0",
-            "raw": "1",
-            "clipped": "1",
-        }
-    ]

@@ -58,16 +58,39 @@ def test_arms_share_weights_and_batches(finished):
     assert len(set(last.values())) == 3
 
 
-def test_trust_ratios_are_recorded_by_matrix(finished):
-    rows = tiny.rows(finished / "trust_ratios.csv")
+def test_readouts_are_recorded_by_matrix(finished):
+    assert not (finished / "adamw" / "history.csv").exists()
+    rows = tiny.rows(finished / "orscale" / "history.csv")
     matrices = [f"attention.{name}" for name in ("key", "out", "query", "value")]
     matrices = [f"blocks.0.{name}" for name in [*matrices, "mlp.down", "mlp.up"]]
-    assert [row["matrix"] for row in rows] == matrices * 30
-    assert sorted({int(row["step"]) for row in rows}) == list(range(4, STEPS + 1, 4))
+    read = {*range(4, STEPS + 1, 4), *range(50, STEPS + 1, 50)}
+    expected = [f"{name}.kernel" for name in matrices] * len(read)
+    assert [row["matrix"] for row in rows] == expected
+    assert {int(row["step"]) for row in rows} == read
+    metrics = by_arm(tiny.rows(finished / "metrics.csv"))["orscale"]
     for row in rows:
         assert float(row["calibration"]) > 0
-        assert float(row["clipped"]) == np.clip(float(row["raw"]), 0.1, 5.0)
-    assert any(row["clipped"] != "1" for row in rows)
+        clipped = np.clip(float(row["raw_trust_ratio"]), 0.1, 5.0)
+        assert float(row["trust_ratio"]) == pytest.approx(clipped, rel=1e-6)
+        of_step = metrics[int(row["step"]) - 1]
+        assert float(row["loss"]) == pytest.approx(float(of_step["train_loss"]), abs=1e-6)
+    assert any(row["trust_ratio"] != "1" for row in rows)
+
+
+def test_measurements_are_taken_now_and_then(finished):
+    for arm in ("muon", "orscale"):
+        rows = tiny.rows(finished / arm / "history.csv")
+        measured = {int(row["step"]) for row in rows if row["signal"]}
+        assert measured == {50, 100}
+        for row in rows:
+            if row["signal"]:
+                assert float(row["noise"]) > 0 and float(row["smoothness_stderr"]) > 0
+                assert 1 <= float(row["momentum_stable_rank"]) <= 16
+
+
+def test_reports_are_written(finished):
+    assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
+    assert (finished / "muon" / "report" / "report.html").exists()
 
 
 def test_summary(finished):

@@ -32,7 +32,13 @@ TINY = Config(
 
 STEPS = 120
 # Readings, validations and checkpoints at steps that do not coincide.
-OPTIONS = {"steps": STEPS, "log_every": 4, "val_every": 50, "checkpoint_every": 17}
+OPTIONS = {
+    "steps": STEPS,
+    "log_every": 4,
+    "measure_every": 50,
+    "val_every": 50,
+    "checkpoint_every": 17,
+}
 
 
 def config(**changes) -> Config:

@@ -1,0 +1,102 @@
+"""What readouts at every step cost a training step, in turns with one without.
+
+    python -m examples.benchmarks.readouts
+    python -m examples.benchmarks.readouts --width 768 --layers 12 --heads 12 \
+        --vocab-size 50257 --seq-len 512 --batch-size 2 --turns 6
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import tyro
+from flax import nnx
+
+from examples.pretrain.model import Decoder, cross_entropy
+from orscale_jax import diagnostics, orscale
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The model, of the demo's size by default, and how often to time it."""
+
+    width: int = 128
+    layers: int = 3
+    heads: int = 4
+    vocab_size: int = 256
+    seq_len: int = 128
+    batch_size: int = 16
+    turns: int = 60
+    """Steps of each kind, one after the other."""
+
+
+def steps(options: Options) -> tuple[dict[str, Callable[..., Any]], Any]:
+    """The two steps, and the parameters and state that they begin with."""
+    model = Decoder(
+        vocab_size=options.vocab_size,
+        width=options.width,
+        layers=options.layers,
+        heads=options.heads,
+        rngs=nnx.Rngs(0),
+    )
+    graph, variables = nnx.split(model, nnx.Param)
+    params: Any = nnx.to_pure_dict(variables)
+    schedule = optax.cosine_decay_schedule(1e-3, 10_000)
+    optimizer = orscale(schedule)
+    classes = diagnostics.layer_classes(params)
+
+    def plain(carry: Any, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        params, state = carry
+
+        def loss_fn(params: Any) -> jax.Array:
+            logits = nnx.merge(graph, params)(tokens[:, :-1])
+            return cross_entropy(logits, tokens[:, 1:])
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return (params, state), {"loss": loss}
+
+    def reading(carry: Any, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
+        (params, state), scalars = plain(carry, tokens)
+        found = diagnostics.read(state, params, learning_rate=schedule)
+        return (params, state), scalars | diagnostics.summarize(found, classes)
+
+    kinds = {"without": plain, "with": reading}
+    compiled: dict[str, Callable[..., Any]] = {
+        name: jax.jit(step, donate_argnums=0) for name, step in kinds.items()
+    }
+    return compiled, (params, jax.jit(optimizer.init)(params))
+
+
+def main(options: Options) -> None:
+    compiled, carry = steps(options)
+    shape = (options.batch_size, options.seq_len + 1)
+    tokens = jax.random.randint(jax.random.key(0), shape, 0, options.vocab_size)
+    scalars: dict[str, jax.Array] = {}
+    for step in compiled.values():
+        carry, scalars = jax.block_until_ready(step(carry, tokens))  # Compiles.
+    seconds: dict[str, list[float]] = {name: [] for name in compiled}
+    for turn in range(options.turns):
+        for name in sorted(compiled, reverse=bool(turn % 2)):
+            began = time.perf_counter()
+            carry, _ = jax.block_until_ready(compiled[name](carry, tokens))
+            seconds[name].append(time.perf_counter() - began)
+    before, after = (np.array(seconds[name]) for name in compiled)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(carry[0]))
+    print(f"{parameters / 1e6:.1f}M parameters, {len(scalars) - 1} scalars a step")
+    print(f"a step: {statistics.median(before):.4f} s, with readouts "
+          f"{statistics.median(after):.4f} s")  # fmt: skip
+    added = np.median(after / before) - 1
+    spread = np.percentile(after / before, [25, 75]) - 1
+    print(f"readouts add {added:+.2%} (median of {options.turns} pairs; half of them "
+          f"between {spread[0]:+.1%} and {spread[1]:+.1%})")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
