@@ -3,8 +3,8 @@
 import functools
 import inspect
 
-import equinox as eqx
 import chex
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
