@@ -28,5 +28,5 @@ napoleon_numpy_docstring = False
 
 nitpick_ignore_regex = [
     # Other projects' names are not linked: that would need the network at build time.
-    ("py:.*", r"(collections|flax|jax|numpy|optax|re|rich)\..*"),
+    ("py:.*", r"(collections|flax|jax|numpy|optax|pandas|re|rich)\..*"),
 ]

@@ -531,8 +531,8 @@ MUTANTS = [
     ),
     Mutant(
         "by_largest_direction",
-        "count < limits.anchor_steps",
-        "count <= limits.anchor_steps",
+        "known.directions < limits.anchor_steps",
+        "known.directions <= limits.anchor_steps",
         "test_family.py -k largest",
     ),
     Mutant(
@@ -579,7 +579,7 @@ MUTANTS = [
     ),
     Mutant(
         "_counts",
-        "axes.norms(wide) > 0",
+        "direction_norm > 0",
         "c > 0",
         "test_family.py -k only_measured",
     ),
@@ -594,6 +594,79 @@ MUTANTS = [
         "jnp.sign(update) * jnp.sign(decayed) >= 0",
         "jnp.sign(update) * jnp.sign(decayed) > 0",
         "test_family.py -k signs",
+    ),
+    Mutant(
+        "first_weight_norm",
+        "known.weight_norm == 0",
+        "known.weight_norm >= 0",
+        "test_reading.py",
+    ),
+    Mutant(
+        "first_weight_norm",
+        "_unset(known.calibration) | jnp.isinf(known.calibration)",
+        "known.calibration >= 0",
+        "test_reading.py -k before_the_norms",
+    ),
+    Mutant(
+        "_anchored",
+        "jnp.where(new > 0, weight_norm, 0)",
+        "new",
+        "test_reading.py -k what_the_weights",
+    ),
+    Mutant(
+        "_of_matrices",
+        "jnp.asarray(eta, ratio.dtype) * ratio * at['direction_norm']",
+        "jnp.asarray(eta, ratio.dtype) * at['direction_norm']",
+        "test_reading.py -k saved_weights",
+    ),
+    Mutant(
+        "_of_matrices",
+        "jnp.where(still, 1, at['weight_norm'])",
+        "jnp.where(still, 1, weight_norm)",
+        "test_reading.py -k saved_weights",
+    ),
+    Mutant("_of_matrices", "ratio >= r_max", "ratio > r_max", "test_reading.py -k bound"),
+    Mutant(
+        "_learning_rate",
+        "jnp.asarray(counts[0]) - 1",
+        "jnp.asarray(counts[0])",
+        "test_reading.py -k injected",
+    ),
+    Mutant(
+        "summarize",
+        "vector([arrays[i] for i in members])",
+        "jnp.stack([jnp.mean(arrays[i]) for i in members])",
+        "test_summary.py",
+    ),
+    Mutant(
+        "_cut",
+        "file.read().rfind(b'\\n') + 1",
+        "len(file.read())",
+        "test_history.py",
+    ),
+    Mutant(
+        "null_share",
+        "values <= floor * values[..., :1]",
+        "values <= floor",
+        "test_measurements.py",
+    ),
+    Mutant(
+        "find_problems",
+        "found.mean() >= check.least_share",
+        "found.mean() > 0",
+        "test_problems.py",
+    ),
+    Mutant(
+        "kappas",
+        "found.kappa_layer - added",
+        "found.kappa_layer",
+        "test_verdict.py",
+    ),
+    Mutant(
+        "curvature",
+        "axes.batch_by_shape(min, leaf)",
+        "axes.batch_by_shape(max, leaf)",
+        "test_estimate.py",
     ),
 ]
 

@@ -61,9 +61,9 @@ class Config:
     # Steps between readings of losses and trust ratios.
     log_every: int = 10
     # Steps between measurements of signal, noise and smoothness.
-    measure_every: int = 100
-    # Batches to measure them on; each takes as long as four steps.
-    measure_batches: int = 2
+    measure_every: int = 125
+    # Batches to measure them on; each takes as long as ten steps.
+    measure_batches: int = 4
     # Steps between checkpoints. May change when a run is carried on.
     checkpoint_every: int = 100
 

@@ -16,6 +16,7 @@ from orscale_jax.diagnostics.history import FILE_NAME
 PyTree = Any
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
 STATISTICS = ("signal", "noise", "smoothness")
+OF_STEP = ("kappa_step", "kappa_step_stderr")
 MEASUREMENTS = (
     *OF_MOMENTUM,
     *(name + end for name in STATISTICS for end in ("", "_stderr")),
@@ -48,7 +49,7 @@ class Readouts:
             folder / FILE_NAME,
             classes=diagnostics.layer_classes(params),
             measurements=MEASUREMENTS,
-            scalars=("loss",),
+            scalars=("loss", *OF_STEP),
         )
         self.history.rewind(start)
         (folder / "audit.csv").write_text(describe(params).to_csv())
@@ -65,17 +66,23 @@ class Readouts:
         **scalars: Any,
     ) -> None:
         """Writes a reading down and, if there are examples, what is measured on them."""
-        measured = self._measured(state, examples) if len(examples) else {}
-        self.history.append(step, self.read(state), measured, **scalars)
+        reading = self.read(state)
+        # Without ratios the theory has nothing to say of their gain.
+        measuring = len(examples) and reading.trust_ratio is not None
+        measured = {}
+        if measuring:
+            micro_batches = _cut(examples)
+            measured = self._measured(state, micro_batches)
+            gained = diagnostics.step_gain(
+                self._loss_fn, state["params"], micro_batches, reading.trust_ratio
+            )
+            scalars |= dict(zip(OF_STEP, gained.kappa, strict=True))
+        self.history.append(step, reading, measured, **scalars)
 
     def _measured(
-        self, state: dict[str, PyTree], examples: np.ndarray
+        self, state: dict[str, PyTree], micro_batches: list[np.ndarray]
     ) -> dict[str, PyTree]:
-        params, size = state["params"], max(len(examples) // MICRO_BATCHES, 1)
-        micro_batches = [
-            examples[start : start + size]
-            for start in range(0, len(examples) - size + 1, size)
-        ]
+        params = state["params"]
         statistics = diagnostics.estimate(self._loss_fn, params, micro_batches)
         of_momentum = diagnostics.measure(state["opt_state"], params, names=OF_MOMENTUM)
         return of_momentum | {
@@ -83,6 +90,13 @@ class Readouts:
             for name in STATISTICS
             for end, field in (("", "value"), ("_stderr", "stderr"))
         }
+
+
+def _cut(examples: np.ndarray) -> list[np.ndarray]:
+    """Cuts examples into micro-batches of one size."""
+    size = max(len(examples) // MICRO_BATCHES, 1)
+    starts = range(0, len(examples) - size + 1, size)
+    return [examples[start : start + size] for start in starts]
 
 
 def due(step: int, config: Config) -> bool:

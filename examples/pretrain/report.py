@@ -36,20 +36,21 @@ def write(folder: pathlib.Path, console: Console) -> None:
     console.print(_table(summary, unit))
     console.print(f"Figures and CSV files are in {folder}", highlight=False)
     for arm in finished:
-        if ARMS[arm].has_readouts:
-            _report_readouts(arm, folder, console)
+        if (folder / arm / FILE_NAME).exists():
+            _report_ratios(arm, folder, console)
 
 
-def _report_readouts(arm: str, folder: pathlib.Path, console: Console) -> None:
-    """Reports on what one optimizer did."""
+def _report_ratios(arm: str, folder: pathlib.Path, console: Console) -> None:
+    """Reports on an optimizer's trust ratios, if it has any."""
     rows = read_csv(folder / arm / FILE_NAME)
-    if rows[-1]["trust_ratio"]:
-        names = dict.fromkeys(row["matrix"] for row in rows)
-        curves = {
-            name: curve([row for row in rows if row["matrix"] == name], "trust_ratio")
-            for name in names
-        }
-        plots.draw_trust_ratios(folder / "trust_ratios.png", curves)
+    if not rows[-1]["trust_ratio"]:
+        return
+    names = dict.fromkeys(row["matrix"] for row in rows)
+    curves = {
+        name: curve([row for row in rows if row["matrix"] == name], "trust_ratio")
+        for name in names
+    }
+    plots.draw_trust_ratios(folder / "trust_ratios.png", curves)
     page = write_report(folder / arm)
     console.print(f"What {ARMS[arm].label} did: {page}", highlight=False)
 

@@ -13,12 +13,17 @@ qk_norms           norms of query and key heads
 estimate           signal, noise and smoothness of every matrix
 secant_smoothness  smoothness from successive gradients
 gain               what the ratios gain over Muon in the paper's model of a step
-verdict            the same in a sentence
+step_gain          what they gain along the step itself
+verdict            whether they help, in a sentence
 =================  =================================================================
 
 ``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run.
 """
 
+from orscale_jax.diagnostics.along_step import (
+    StepGain as StepGain,
+    step_gain as step_gain,
+)
 from orscale_jax.diagnostics.decomposition import (
     Decomposition as Decomposition,
     decompose as decompose,

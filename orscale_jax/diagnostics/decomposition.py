@@ -17,14 +17,14 @@ from orscale_jax.trees.boxes import PyTree, unbox
 class Decomposition(NamedTuple):
     """What :func:`decompose` finds. Trees as those of the reading."""
 
-    #: The geometric mean of r̂ over the matrices, a scalar: a learning rate in disguise.
+    #: The geometric mean of r̂ over the matrices, a scalar. A learning rate in disguise;
     #: 1 if no matrix counts.
     uniform: jax.Array
     #: r̂ over ``uniform`` for each matrix; NaN for one that does not count.
     remainder: PyTree
     #: The geometric mean of the remainders of each class; NaN if none of it counts.
     class_remainder: dict[str, jax.Array]
-    #: The standard deviation of log r̂ over the matrices: 0 if everything is uniform.
+    #: The standard deviation of log r̂ over the matrices, 0 if everything is uniform.
     spread: jax.Array
     #: ‖W‖/‖W₀‖, the part of r that is growth; None if the reading lacks growth.
     growth_factor: PyTree | None

@@ -18,15 +18,15 @@ class Gain(NamedTuple):
     where a quotient is 0/0: no matrix counts, or the signal or all ratios are zero.
     """
 
-    #: Φ(r̂) = (Σ r̂ a)² / Σ b r̂²: twice the largest decrease that one step guarantees.
+    #: Φ(r̂) = (Σ r̂ a)² / Σ b r̂², twice the largest decrease that one step guarantees.
     phi: jax.Array
-    #: κ_eff = Φ(r̂) / Φ(1): above 1, the ratios beat Muon at its best learning rate.
+    #: κ_eff = Φ(r̂) / Φ(1). Above 1, the ratios beat Muon at its best learning rate.
     kappa_eff: jax.Array
-    #: κ_layer = max Φ / Φ(1) = Σ a²/b · Σ b / (Σ a)²: the most that any ratios can gain.
+    #: κ_layer = max Φ / Φ(1) = Σ a²/b · Σ b / (Σ a)², the most that any ratios can gain.
     kappa_layer: jax.Array
-    #: cos²θ_xy = Φ(r̂) / max Φ: 1 for the best ratios, r̂ ∝ a/b.
+    #: cos²θ_xy = Φ(r̂) / max Φ, 1 for the best ratios, r̂ ∝ a/b.
     alignment: jax.Array
-    #: 1 − cos²θ between y and √b: 0 where all r̂ are equal (Theorem collapse).
+    #: 1 − cos²θ between y and √b, 0 where all r̂ are equal (Theorem collapse).
     distance_to_collapse: jax.Array
     #: ν_r̂ = Var[y] / E[y]², the heterogeneity (S1).
     nu_r: jax.Array
@@ -34,7 +34,7 @@ class Gain(NamedTuple):
     nu_b: jax.Array
     #: ρ = corr(y, x), the alignment (S2); 0 where x or y is constant.
     rho: jax.Array
-    #: 1 + ρ²ν_r̂ (1 + ν_√b) / (1 + ν_√b/ρ²): Theorem gain's bound without its δ(λ).
+    #: 1 + ρ²ν_r̂ (1 + ν_√b) / (1 + ν_√b/ρ²), Theorem gain's bound without its δ(λ).
     lower_bound: jax.Array
     #: The number of matrices that count.
     matrices: jax.Array

@@ -74,6 +74,11 @@ def nuclear_norm(spectra: jax.Array, projections: jax.Array) -> Estimate:
     return _estimate(_geometric(raised, lowered)[0], jnp.hypot(sampling, remaining))
 
 
+def estimate_of(value: jax.Array, replicates: jax.Array) -> Estimate:
+    """An estimate, with the standard error of its values without one sample each."""
+    return _estimate(value, _spread(replicates))
+
+
 def _geometric(raised: jax.Array, lowered: jax.Array) -> jax.Array:
     roots = jnp.sign(lowered) * jnp.sqrt(raised * jnp.abs(lowered))
     return jnp.sum(roots, axis=-1)

@@ -19,7 +19,7 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
       scalars: Arrays of one element, or numbers, by name, as of :func:`summarize`.
 
     Returns:
-      Python's floats by name: what ``wandb.log`` takes.
+      Python's floats by name, which ``wandb.log`` takes.
 
     Raises:
       ValueError: If an array has more than one element.

@@ -124,8 +124,8 @@ def measure(
       The angle between the Q of ``previous`` and this Q, in degrees: how much the
       direction turned in between. Costs two Newton–Schulz.
 
-    Singular values of a 1024×1024 matrix take about as long as 20 to 50 steps of
-    Newton–Schulz. Sharded matrices are gathered on every device.
+    Singular values of large matrices take many times as long as Newton–Schulz. Sharded
+    matrices are gathered on every device.
 
     Args:
       state: As in :func:`read`, of an optimizer with momentum.
@@ -133,13 +133,13 @@ def measure(
       weight_dimension_numbers: Those of the optimizer.
       names: What to measure.
       previous: A state of an earlier step, for ``"direction_angle"``.
-      polar: The polar factor of arrays of shape (*batch, m, n): :func:`polar_factor`,
-        with the optimizer's settings if it has others than the defaults
-        (``functools.partial(polar_factor, steps=8)``).
+      polar: Makes the polar factors of an array of shape (..., m, n):
+        :func:`orscale_jax.polar_factor`, with the optimizer's settings if it has others
+        than the defaults (``functools.partial(polar_factor, steps=8)``).
 
     Returns:
-      Trees with one entry per matrix, by name, in float32 (float64 for float64): the
-      ``measurements`` of :meth:`History.append`.
+      Trees with one entry per matrix, by name, in float32 (float64 for float64). They are
+      the ``measurements`` of :meth:`History.append`.
 
     Raises:
       ValueError: If a name is not known, ``previous`` is missing, or a state has no

@@ -30,18 +30,20 @@ def qk_norms(params: PyTree, attentions: Attentions) -> PyTree:
     r"""Measure the norm of every query head and every key head.
 
     :math:`|q_h \cdot k_h| \le \|x\|^2 \|W_{q,h}\|_F \|W_{k,h}\|_F`: heads whose norms
-    grow are those whose logits may explode, which :func:`qk_clip` prevents. Costs one
-    pass over the parameters concerned, inside of ``jax.jit`` or outside.
+    grow are those whose logits may explode, which :func:`orscale_jax.qk_clip` prevents.
+    Costs one pass over the parameters concerned, inside of ``jax.jit`` or outside.
 
     Args:
       params: The parameters.
-      attentions: As in :func:`qk_clip`.
+      attentions: As in :func:`orscale_jax.qk_clip`.
 
     Returns:
-      A tree like ``attentions``, with :class:`QKNorms` for each :class:`QueryKey`.
+      A tree like ``attentions``, with :class:`QKNorms` for each
+      :class:`orscale_jax.QueryKey`.
 
     Raises:
-      ValueError: As :func:`qk_clip`, if a name matches no parameter or heads do not fit.
+      ValueError: As :func:`orscale_jax.qk_clip`, if a name matches no parameter or heads
+        do not fit.
 
     Example:
       >>> import jax.numpy as jnp

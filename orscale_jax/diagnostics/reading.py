@@ -47,14 +47,14 @@ class Reading(NamedTuple):
     trust_ratio: PyTree
     #: Its ratio r before the clip. 1 where it is not measured; NaN if D is not finite.
     raw_trust_ratio: PyTree
-    #: The constant c: 0 while unset, 1 without calibration, inf without initial scale.
+    #: The constant c, 0 while unset, 1 without calibration, inf without initial scale.
     calibration: PyTree
     #: ‖W'‖, of ``params``.
     weight_norm: PyTree
     #: ‖D‖ of the last update, 0 before the first one. In an ablation that decouples the
     #: decay, or whose ratio is measured on something else, the norm of sQ.
     direction_norm: PyTree
-    #: η·r̂·‖D‖/‖W‖ of the last update: the fraction of itself by which W has moved.
+    #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
     relative_step: PyTree
     #: ‖W'‖/‖W₀‖, where W₀ is W at the matrix's first direction at which it is not zero
     #: (where c is anchored). 1 before it; NaN if the state was restored from a checkpoint
@@ -66,7 +66,7 @@ class Reading(NamedTuple):
     at_r_max: PyTree
     #: Whether the matrix has received momentum that is not zero.
     started: PyTree
-    #: Whether c is anchored: set, and finite.
+    #: Whether c is set, and finite.
     anchored: PyTree
 
 
@@ -85,9 +85,9 @@ def read(
     host. On a mesh, one number per matrix is summed over the devices that share it.
 
     Args:
-      state: The state after the update, of :func:`orscale_jax.orscale`, :func:`muon`, an
-        ablation or a relative, in any of Optax's wrappers, or what holds it as
-        ``opt_state``: a ``flax.nnx.Optimizer`` or a ``TrainState``.
+      state: The state after the update, of :func:`orscale_jax.orscale`,
+        :func:`orscale_jax.muon`, an ablation or a relative, in any of Optax's wrappers,
+        or what holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or a ``TrainState``.
       params: The parameters after the update; of an NNX model
         ``nnx.state(model, nnx.Param)``.
       weight_dimension_numbers: Those of the optimizer.

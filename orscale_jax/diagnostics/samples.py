@@ -3,18 +3,17 @@
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from orscale_jax.diagnostics.batches import LossFn
 from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.trees.boxes import PyTree
-
-LossFn: TypeAlias = Callable[[PyTree, Any], jax.Array]
 
 # Eight steps bring singular values down to 1e-3 of the norm to 1 within 1e-3.
 NS_STEPS = 8

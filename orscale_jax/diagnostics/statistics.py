@@ -1,15 +1,14 @@
 """Signal, noise and smoothness of every matrix, from gradients of micro-batches."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from orscale_jax import _checks
 from orscale_jax.diagnostics import jackknife
+from orscale_jax.diagnostics.batches import LossFn, micro_batches, require_scalar
 from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.matrix_leaves import (
     MatrixLeaves,
@@ -17,7 +16,7 @@ from orscale_jax.diagnostics.matrix_leaves import (
     require_like,
     tree_of,
 )
-from orscale_jax.diagnostics.samples import LossFn, Sample, Work
+from orscale_jax.diagnostics.samples import Sample, Work
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.trees.boxes import PyTree
 
@@ -32,9 +31,9 @@ class Statistics(NamedTuple):
 
     #: a = ‖∇f‖_*, the nuclear norm of the true gradient.
     signal: Estimate
-    #: σ of one micro-batch: σ² = E‖G − ∇f‖², Frobenius. That of k of them is σ/√k.
+    #: σ of one micro-batch, with σ² = E‖G − ∇f‖², Frobenius. That of k of them is σ/√k.
     noise: Estimate
-    #: L along the direction: ⟨Δ, (HΔ)⟩ / ‖Δ‖² of the matrix's own block.
+    #: L along the direction, ⟨Δ, HΔ⟩ / ‖Δ‖² with the matrix's part of both.
     smoothness: Estimate
 
 
@@ -135,25 +134,25 @@ def estimate(
     """
     _checks.flag("exact", exact)
     _checks.flag("cross_terms", cross_terms)
-    micro_batches = _micro_batches(batches)
+    found = micro_batches(batches)
     axes_tree, leaves = matrix_leaves(weight_dimension_numbers, params)
-    _require_scalar(loss_fn, params, micro_batches[0])
+    require_scalar(loss_fn, params, found[0])
     work = Work(loss_fn, leaves, exact, cross_terms)
-    total = work.gradients(params, micro_batches[0])
-    for batch in micro_batches[1:]:
+    total = work.gradients(params, found[0])
+    for batch in found[1:]:
         total = jax.tree.map(jnp.add, total, work.gradients(params, batch))
     steps = (
         work.polar_factors(total)
         if directions is None
         else require_like("directions", axes_tree, directions, params)
     )
-    count = len(micro_batches)
+    count = len(found)
     samples = [
         work.measure(params, batch, (total, steps), (index, count))
-        for index, batch in enumerate(micro_batches)
+        for index, batch in enumerate(found)
     ]
-    found = _statistics(exact, jax.tree.map(lambda *xs: jnp.stack(xs), *samples))
-    return _per_leaf(axes_tree, leaves, found)
+    of_parts = _statistics(exact, jax.tree.map(lambda *xs: jnp.stack(xs), *samples))
+    return _per_leaf(axes_tree, leaves, of_parts)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -187,46 +186,3 @@ def _per_leaf(
         masked = tree()
         return Statistics(*(Estimate(masked, masked) for _ in Statistics._fields))
     return jax.tree.map(tree, *parts)
-
-
-def _micro_batches(batches: Any) -> list[Any]:
-    """The micro-batches as a list, in either form."""
-    found = (
-        list(batches) if isinstance(batches, list | Iterator) else _along_first(batches)
-    )
-    if len(found) < 2:
-        raise ValueError(
-            f"batches has {len(found)} micro-batches: pass at least 2, better 8 or more."
-        )
-    shapes = [_shapes(batch) for batch in found]
-    for index, of_batch in enumerate(shapes):
-        if of_batch != shapes[0]:
-            raise ValueError(
-                "batches must have the same shapes, or their mean would weight them "
-                f"wrongly: batch 0 has {shapes[0]} and batch {index} has {of_batch}."
-            )
-    return found
-
-
-def _along_first(batches: Any) -> list[Any]:
-    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
-    if len(lengths) != 1 or () in lengths:
-        raise ValueError(
-            "batches must be a list of micro-batches, or a tree whose leaves count them "
-            f"along their first axis: found leaves of shapes {_shapes(batches)}."
-        )
-    [(length,)] = lengths
-    return [jax.tree.map(lambda leaf, i=i: leaf[i], batches) for i in range(length)]
-
-
-def _shapes(batch: Any) -> list[tuple[int, ...]]:
-    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-
-
-def _require_scalar(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
-    loss = jax.eval_shape(loss_fn, params, batch)
-    if not jax.tree_util.all_leaves([loss]) or loss.shape:
-        raise ValueError(
-            f"loss_fn must return one scalar, the mean loss of the batch; it returns "
-            f"{loss}."
-        )

@@ -53,8 +53,9 @@ def summarize(
         ``"experts.up[3]"``, to be given, too; found anywhere in a name. None: none.
 
     Returns:
-      Scalars by name: ``optimizer/trust_ratio/mean``, ``optimizer/share_at_r_max``, of a
-      class ``optimizer/attention_query/trust_ratio/p95``, of a matrix
+      Scalars by name, such as ``optimizer/trust_ratio/mean`` and
+      ``optimizer/share_at_r_max``, of a class
+      ``optimizer/attention_query/trust_ratio/p95``, of a matrix
       ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
 
     Raises:

@@ -32,19 +32,37 @@ def _how_many(facts: Facts, name: str) -> str:
     return f"{facts[name]:.0f} of {facts['matrices']:.0f} matrices"
 
 
+def _deciding(facts: Facts) -> tuple[float, float]:
+    """κ and its standard error: along the step if that is known, or the model's."""
+    name = "kappa_step" if "kappa_step" in facts else "kappa_eff"
+    return facts[name], facts[f"{name}_stderr"]
+
+
+def _kappa_eff(facts: Facts) -> str:
+    return f"κ_eff {facts['kappa_eff']:.2f} ± {facts['kappa_eff_stderr']:.2f}"
+
+
 def _kappa(facts: Facts) -> str:
-    kappa, error = facts["kappa_eff"], facts["kappa_eff_stderr"]
-    return f"κ_eff {kappa:.2f} ± {error:.2f}"
+    if "kappa_step" not in facts:
+        return _kappa_eff(facts)
+    kappa, error = _deciding(facts)
+    along = f"κ {kappa:.2f} ± {error:.2f} along the step"
+    if "kappa_eff" not in facts:
+        return along
+    return f"{along}, and in the paper's model {_kappa_eff(facts)}"
 
 
 def _of_possible(facts: Facts) -> str:
+    if "kappa_step" in facts:
+        return _kappa(facts)
     # κ_layer has had the part of errors subtracted, and κ_eff has not.
     possible = max(facts["kappa_layer"], facts["kappa_eff"])
     return f"{_kappa(facts)} of a possible {possible:.2f}"
 
 
 def _standard_errors_from_one(facts: Facts) -> float:
-    return (facts["kappa_eff"] - 1) / facts["kappa_eff_stderr"]
+    kappa, error = _deciding(facts)
+    return (kappa - 1) / error
 
 
 def _not_measured(facts: Facts) -> str | None:
@@ -70,19 +88,23 @@ def _uniform(facts: Facts) -> str | None:
 
 
 def _no_statistics(facts: Facts) -> str | None:
-    if "kappa_eff" in facts:
+    if {"kappa_eff", "kappa_step"} & {*facts}:
         return None
     return (
         f"not enough data to tell: ratios differ by a factor of "
         f"{math.exp(facts['spread']):.2f} around {facts['uniform']:.2g}; whether that "
-        "helps takes the statistics of estimate()"
+        "helps takes step_gain(), or the statistics of estimate()"
     )
 
 
 def _too_noisy(facts: Facts) -> str | None:
-    enough = facts["counted"] >= LEAST_SHARE * facts["measured"]
-    if enough and facts["kappa_eff_stderr"] <= LARGEST_STDERR:
+    _, error = _deciding(facts)
+    whole = "kappa_step" in facts
+    enough = whole or facts["counted"] >= LEAST_SHARE * facts["measured"]
+    if enough and error <= LARGEST_STDERR:
         return None
+    if whole:
+        return f"not enough data to tell: {_kappa(facts)}"
     return (
         f"not enough data to tell: {_kappa(facts)}, from {_how_many(facts, 'counted')} "
         "with positive curvature"
@@ -96,6 +118,8 @@ def _wrong_way(facts: Facts) -> str | None:
 
 
 def _homogeneous(facts: Facts) -> str | None:
+    if "kappa_step" in facts:
+        return None
     most = facts["kappa_layer"] + STANDARD_ERRORS * facts["kappa_layer_stderr"]
     if not most <= 1 + HOMOGENEOUS_HEADROOM:
         return None
@@ -112,7 +136,7 @@ def _gain(facts: Facts) -> str | None:
 
 
 def _neutral(facts: Facts) -> str | None:
-    if facts["kappa_eff_stderr"] > RESOLVED_STDERR:
+    if _deciding(facts)[1] > RESOLVED_STDERR:
         return None
     return f"the ratios neither help nor hurt: {_of_possible(facts)}"
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
+from orscale_jax.diagnostics.along_step import StepGain
 from orscale_jax.diagnostics.decomposition import decompose, measured
 from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.kappas import kappas
@@ -27,8 +28,9 @@ class Verdict(NamedTuple):
       outcome: The name of the case: one of those of :func:`verdict`.
       text: The verdict in a sentence.
       numbers: What it rests on: ``matrices``, ``measured``, ``uniform``, ``spread``,
-        ``at_r_max``, ``at_r_min``; and with statistics ``counted``, ``kappa_eff``,
-        ``kappa_eff_stderr``, ``kappa_layer``, ``kappa_layer_stderr``.
+        ``at_r_max``, ``at_r_min``; with statistics ``counted``, ``kappa_eff``,
+        ``kappa_eff_stderr``, ``kappa_layer``, ``kappa_layer_stderr``; with a step's gain
+        ``kappa_step``, ``kappa_step_stderr``.
     """
 
     outcome: str
@@ -47,18 +49,21 @@ def verdict(
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
     consistent_rms: ArrayLike | None = 0.2,
+    gained: StepGain | None = None,
 ) -> Verdict:
     r"""Say in a sentence whether the trust ratios of a run help, and by how much.
 
-    Without statistics it can tell a run that is saturated or uniform. With those of
-    :func:`estimate` it computes :func:`gain`, for steps at the optimizer's scale
+    Alone it can tell a run that is saturated or uniform. With :func:`step_gain` it
+    decides by :math:`\kappa` along the step. With the statistics of :func:`estimate` it
+    computes :func:`gain`, the paper's model, for steps at the optimizer's scale
     :math:`s_\ell` (``consistent_rms``), so that :math:`\kappa_{\mathrm{eff}}` compares
-    with Muon at the same scale. Of ``kappa_layer`` it subtracts what errors of signal and
-    curvature add to it: they make layers look more different than they are.
+    with Muon at the same scale; it decides only where ``gained`` is not there. Of
+    ``kappa_layer`` it subtracts what errors of signal and curvature add to it: they make
+    layers look more different than they are.
 
-    Standard errors are propagated to first order, as if those of different matrices, and
-    of signal and smoothness, were independent. The first case that applies is the
-    verdict:
+    Standard errors of :math:`\kappa_{\mathrm{eff}}` are propagated to first order, as if
+    those of different matrices, and of signal and smoothness, were independent. The first
+    case that applies is the verdict, where κ is the one that decides:
 
     ``"not measured"``
       No matrix has a ratio yet.
@@ -67,17 +72,17 @@ def verdict(
     ``"uniform"``
       All ratios are the same to 2 %: Muon at another learning rate.
     ``"no statistics"``
-      Ratios differ, and nothing is known of signal and curvature.
+      Ratios differ, and nothing is known of κ.
     ``"too noisy"``
       Standard errors are missing or too large, or fewer than half of the matrices have a
       positive curvature.
     ``"wrong way"``
-      :math:`\kappa_{\mathrm{eff}}` is below 1 by two standard errors.
+      κ is below 1 by two standard errors.
     ``"homogeneous"``
-      :math:`\kappa_{\mathrm{layer}}` plus two standard errors is at most 1.05: no ratios
-      would gain more.
+      In the model, :math:`\kappa_{\mathrm{layer}}` plus two standard errors is at most
+      1.05: no ratios would gain more.
     ``"gain"``
-      :math:`\kappa_{\mathrm{eff}}` is above 1 by two standard errors.
+      κ is above 1 by two standard errors.
     ``"neutral"``
       It is 1 within two standard errors, which are small.
     ``"undecided"``
@@ -89,6 +94,8 @@ def verdict(
       params: The parameters. Needed with statistics.
       weight_dimension_numbers: Those of the optimizer.
       consistent_rms: That of the optimizer.
+      gained: From :func:`step_gain`, at the parameters of the reading. It then decides,
+        and :math:`\kappa_{\mathrm{eff}}` stands beside it.
 
     Returns:
       A :class:`Verdict`. Reads numbers: not for use inside of ``jax.jit``.
@@ -112,6 +119,9 @@ def verdict(
     """
     facts = _facts_of_reading(reading)
     with_ratios = reading.trust_ratio is not None and facts["measured"] > 0
+    if gained is not None and with_ratios:
+        value, stderr = gained.kappa
+        facts |= {"kappa_step": float(value), "kappa_step_stderr": float(stderr)}
     if statistics is not None and with_ratios:
         if params is None:
             _checks.refuse("params", None, "pass the parameters along with statistics")

@@ -53,7 +53,7 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
         matches applies; where none does, the names decide as above.
 
     Returns:
-      A tree like the parameters, without boxes, with a string for each leaf: for the
+      A tree like the parameters, without boxes, with a string for each leaf, for the
       argument ``classes`` of :func:`summarize` and of
       :func:`orscale_jax.family.pooled`. So is this function.
 

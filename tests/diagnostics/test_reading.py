@@ -9,7 +9,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -18,19 +18,12 @@ from orscale_jax import (
     family,
     muon,
     orscale,
-    state_shardings,
 )
 from orscale_jax.diagnostics import read
 from tests import leaves, oracle
-from tests.distributed import test_mesh as mesh_tests
 from tests.runs import ABLATIONS, FAMILY
 
 RATE, DECAY, MU = 0.1, 0.1, 0.95
-
-
-def matrices_of(tree, name):
-    """The matrices of a leaf in NumPy, and of a readout the numbers beside them."""
-    return leaves.matrices(name, tree[name])
 
 
 class Recomputed:
@@ -66,33 +59,74 @@ class Recomputed:
         }
 
 
-def test_readouts_are_those_of_saved_weights_and_momenta():
-    numbers = leaves.DIMENSIONS
-    optimizer = orscale(RATE, momentum=MU, weight_dimension_numbers=numbers)
-    params = leaves.random_tree(0, 0.005)
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    recomputed = {
-        name: [Recomputed(matrix.shape) for matrix in matrices_of(params, name)]
-        for name in leaves.KINDS
-    }
-    clipped = 0
-    for step in range(8):
-        # Of low rank at first: later directions are larger, and some ratios fall.
-        grads = leaves.random_tree(step // 4, dtype=jnp.float32)
-        before, momentum = params, optax.tree.get(state, "trace")
-        updates, state = update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        reading = read(state, params, numbers, learning_rate=RATE)
-        for name, matrices in recomputed.items():
-            trees = (before, params, momentum, grads)
-            saved = zip(*(matrices_of(tree, name) for tree in trees), strict=True)
+def check(steps, names, rtol=1e-5):
+    """Compare readings with NumPy on what was saved at each step; the share clipped."""
+    recomputed, clipped = {}, []
+    for (before, momentum, grads), (after, reading) in steps:
+        for name in names:
+            trees = (before, after, momentum, grads)
+            saved = list(
+                zip(*(leaves.matrices(name, t[name]) for t in trees), strict=True)
+            )
+            matrices = recomputed.setdefault(
+                name, [Recomputed(x.shape) for x, *_ in saved]
+            )
             for index, (matrix, arrays) in enumerate(zip(matrices, saved, strict=True)):
                 expected = matrix.readout(*arrays)
                 for field, value in expected.items():
                     found = np.ravel(getattr(reading, field)[name])[index]
-                    assert found == pytest.approx(value, rel=1e-5), (name, field)
-                clipped += expected["at_r_max"]
-    assert clipped
+                    assert found == pytest.approx(value, rel=rtol), (name, field)
+                clipped.append(expected["at_r_max"])
+    return np.mean(clipped)
+
+
+def stepped(optimizer, params, numbers, count):
+    """Steps as :func:`check` takes them."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, read(state, params, numbers, learning_rate=RATE)
+
+    state = jax.jit(optimizer.init)(params)
+    for index in range(count):
+        # The first are the same, so that later directions differ, and ratios fall.
+        grads = {name: leaves.random_tree(index // 4)[name] for name in params}
+        grads = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), grads, params)
+        saved = params, optax.tree.get(state, "trace"), grads
+        params, state, reading = step(params, state, grads)
+        yield saved, (params, reading)
+
+
+def test_readouts_are_those_of_saved_weights_and_momenta():
+    numbers = leaves.DIMENSIONS
+    optimizer = orscale(RATE, momentum=MU, weight_dimension_numbers=numbers)
+    params = leaves.random_tree(0, 0.005)
+    assert check(stepped(optimizer, params, numbers, 8), leaves.KINDS) > 0.1
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_8_devices(kind):
+    names = ("tall", "layers", "experts", "fused", "grouped_query")
+    specs = {
+        "tall": P("b", "a"),
+        "layers": P("b", "a"),
+        "experts": P("a", None, "b"),
+        "fused": P("b", "a"),
+        "grouped_query": P("a", "b"),
+        "bias": P("b"),
+    }
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    whole = leaves.random_tree(0, 0.005)
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.device_put(whole[name], NamedSharding(mesh, spec))
+            for name, spec in specs.items()
+        }
+        numbers = {name: leaves.DIMENSIONS[name] for name in specs}
+        optimizer = orscale(RATE, momentum=MU, weight_dimension_numbers=numbers)
+        assert check(stepped(optimizer, params, numbers, 6), names) > 0
 
 
 def test_other_parameters_are_masked():
@@ -314,34 +348,6 @@ class TestWrappers:
         _, readings = jax.lax.scan(step, (TREE, optimizer.init(TREE)), jnp.arange(3))
         last = jax.tree.map(lambda x: x[-1], readings)
         chex.assert_trees_all_close(last, self.expected(), rtol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("layout", ["rows × columns", "experts"])
-def test_on_8_devices(layout, kind):
-    numbers = mesh_tests.NUMBERS
-    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
-    sizes, spec = mesh_tests.LAYOUTS[layout]
-    mesh = mesh_tests.make_mesh(sizes, kind)
-    where = mesh_tests.shardings(mesh, spec)
-    params, grads = (mesh_tests.rng_tree(seed) for seed in (0, 1))
-
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        return params, read(state, params, numbers, learning_rate=0.02)
-
-    expected_params, expected = jax.jit(step)(params, optimizer.init(params), grads)
-    placed = [jax.device_put(tree, where) for tree in (params, grads)]
-    shardings = state_shardings(optimizer, placed[0])
-    with jax.set_mesh(mesh):
-        state = jax.jit(optimizer.init, out_shardings=shardings)(placed[0])
-        _, found = jax.jit(step)(placed[0], state, placed[1])
-    chex.assert_trees_all_close(found, expected, rtol=1e-5)
-    for name, norms in expected.weight_norm.items():
-        if not isinstance(norms, optax.MaskedNode):
-            exact = np.linalg.norm(np.float64(expected_params[name]), axis=(-2, -1))
-            np.testing.assert_allclose(norms, exact, rtol=1e-5)
 
 
 @pytest.mark.compiled

@@ -8,7 +8,14 @@ import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale
-from orscale_jax.diagnostics import Reading, Statistics, estimate, read, verdict
+from orscale_jax.diagnostics import (
+    Reading,
+    Statistics,
+    StepGain,
+    estimate,
+    read,
+    verdict,
+)
 from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.kappas import kappas
 from orscale_jax.diagnostics.verdict_rules import RULES
@@ -47,9 +54,16 @@ def statistics(a=A, b=B, a_error=1e-3, b_error=1e-3):
     )
 
 
-def judge(r, given=None, consistent_rms=None, **facts):
+def judge(r, given=None, consistent_rms=None, gained=None, **facts):
     found = reading(r, **facts)
-    return verdict(found, given, PARAMS, NUMBERS, consistent_rms=consistent_rms)
+    return verdict(
+        found, given, PARAMS, NUMBERS, consistent_rms=consistent_rms, gained=gained
+    )
+
+
+def along_step(kappa, stderr):
+    kappa = Estimate(jnp.float32(kappa), jnp.float32(stderr))
+    return StepGain(kappa, kappa, kappa)
 
 
 def phi(r, a=A, b=B):
@@ -71,7 +85,7 @@ CASES = {
         "saturated: 75% of the matrices are at r_max",
     ),
     "uniform": ({"r": 2.3}, "uniform: this is Muon at 2.3 × the learning rate"),
-    "no statistics": ({"r": SPREAD}, "takes the statistics of estimate"),
+    "no statistics": ({"r": SPREAD}, "takes step_gain(), or the statistics of estimate"),
     "too noisy": (
         {"r": SPREAD, "given": statistics(a_error=3.0)},
         "not enough data to tell: κ_eff",
@@ -93,6 +107,25 @@ CASES = {
         "not enough data to tell: κ_eff 1",
     ),
 }
+
+
+@pytest.mark.parametrize(
+    "kappa, outcome, text",
+    [
+        ((1.07, 0.01), "gain", "in the gain regime: κ 1.07 ± 0.01 along the step"),
+        ((0.9, 0.01), "wrong way", "point the wrong way: κ 0.90 ± 0.01 along the step"),
+        ((1.01, 0.01), "neutral", "neither help nor hurt: κ 1.01 ± 0.01 along the step"),
+        ((1.05, 0.05), "undecided", "not enough data to tell: κ 1.05 ± 0.05 along the"),
+        ((1.5, 0.4), "too noisy", "not enough data to tell: κ 1.50 ± 0.40 along the"),
+        ((np.nan, np.nan), "too noisy", "not enough data to tell: κ nan ± nan along"),
+    ],
+)
+def test_the_gain_along_the_step_decides(kappa, outcome, text):
+    """Also against the model, which has its own opinion here."""
+    for given in (None, statistics()):
+        found = judge(SPREAD[::-1], given, gained=along_step(*kappa))
+        assert found.outcome == outcome and text in str(found)
+        assert ("in the paper's model κ_eff 0." in str(found)) == (given is not None)
 
 
 @pytest.mark.parametrize("outcome", CASES)

@@ -41,11 +41,13 @@ def without(*columns: str) -> Callable[[Run], str]:
 
 def without_gain(run: Run) -> str:
     """Tells why the gain is not known."""
+    if gains.verdicts(run):
+        return ""
     if missing := without("trust_ratio", "signal", "smoothness")(run):
-        return missing
-    if not gains.verdicts(run):
-        return "The run folder has no audit.csv with the shapes of the matrices."
-    return ""
+        return (
+            f"{missing[:-1]}, and no kappa_step." if run.has("trust_ratio") else missing
+        )
+    return "The run folder has no audit.csv with the shapes of the matrices."
 
 
 def means_of(column: str) -> Callable[[Run], str]:
@@ -143,10 +145,11 @@ FIGURES = (
     Entry(
         "gain",
         "Gain over Muon",
-        "κ_eff is what a step with these ratios guarantees, as a multiple of Muon's "
-        "at its best learning rate; the band is one standard error, and κ_layer is "
-        "what the best ratios would reach. Above 1 the ratios pay; below 1 they point "
-        "the wrong way.",
+        "How much more a step with these ratios can lower the loss than Muon's, each at "
+        "its best learning rate: along the step itself (κ), and in the paper's model "
+        "(κ_eff), which leaves out the curvature between matrices; bars and bands are "
+        "one standard error. κ_layer is what the model's best ratios would reach. Above "
+        "1 the ratios pay; below 1 they point the wrong way.",
         without_gain,
         theory.gain,
         gains_of,

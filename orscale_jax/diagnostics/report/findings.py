@@ -10,9 +10,13 @@ from orscale_jax.diagnostics.report import gains, trajectories
 from orscale_jax.diagnostics.report.run import Run
 from orscale_jax.diagnostics.verdicts import Verdict
 
+ALONG_STEP = (
+    "κ is the largest decrease of the loss along the step, relative to Muon's, each at "
+    "its best learning rate."
+)
 KAPPA = (
-    "κ_eff is the decrease of the loss that a step guarantees, relative to Muon at its "
-    "best learning rate; κ_layer is what the best ratios would reach."
+    "κ_eff is the same in the paper's model, which has no curvature between matrices; "
+    "κ_layer is what the best ratios would reach there."
 )
 
 
@@ -69,7 +73,9 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
     for column, label in [pair for pair in losses if run.has(pair[0])][:1]:
         value = trajectories.per_step(run, column).iloc[-1]
         found.append((label, f"{value:.4g}"))
-    if "kappa_eff" in numbers:
+    if "kappa_step" in numbers:
+        found.append(("κ, gain over Muon", f"{numbers['kappa_step']:.2f}"))
+    elif "kappa_eff" in numbers:
         found.append(("κ_eff, gain over Muon", f"{numbers['kappa_eff']:.2f}"))
     if run.has("trust_ratio") and len(ratio := run.last["trust_ratio"].dropna()):
         p05, p95 = np.quantile(ratio, [0.05, 0.95])
@@ -88,6 +94,8 @@ def _explanations(run: Run, found: Verdict) -> list[str]:
     numbers, sentences = found.numbers, []
     if not run.has("trust_ratio"):
         return ["The history has no trust ratios, as that of Muon."]
+    if "kappa_step" in numbers:
+        sentences.append(ALONG_STEP)
     if "kappa_eff" in numbers:
         shown = "κ_eff" in found.text or math.isnan(numbers["kappa_eff"])
         here = f"Here κ_eff is {numbers['kappa_eff']:.2f}. "

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from optax.contrib import MuonDimensionNumbers
 
+from orscale_jax.diagnostics.along_step import StepGain
 from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.report.readings import leaves, reading_of
 from orscale_jax.diagnostics.report.run import Run, thinned
@@ -42,15 +43,24 @@ def verdict_of(run: Run) -> tuple[Verdict, int]:
     if with_estimates := verdicts(run):
         step = max(with_estimates)
         return with_estimates[step], step
+    return _plain_verdict(run, run.final), run.steps[-1]
+
+
+def _plain_verdict(run: Run, rows: pd.DataFrame) -> Verdict:
+    """The verdict at a step, without the paper's model."""
     everything = {"": np.full(run.matrices, True)}
-    return verdict(reading_of(run, run.final, everything)), run.steps[-1]
+    found = jax.tree.map(lambda field: field[0], reading_of(run, rows, everything))
+    return verdict(found, gained=_gained(rows))
 
 
 def estimate_steps(run: Run) -> list[int]:
-    """The steps at which signal and smoothness were measured, or some of them."""
-    if not run.has("trust_ratio", "signal", "smoothness"):
+    """The steps at which the gain was measured, or some of them."""
+    if not run.has("trust_ratio"):
         return []
-    known = np.isfinite(run.rows["signal"]) & np.isfinite(run.rows["smoothness"])
+    known = np.full(len(run.rows), False)
+    for columns in (["signal", "smoothness"], ["kappa_step"]):
+        if run.has(*columns):
+            known |= np.isfinite(run.rows[columns]).all(axis="columns").to_numpy()
     return thinned(
         [int(step) for step in run.rows.loc[known, "step"].unique()], MAX_STEPS
     )
@@ -58,12 +68,27 @@ def estimate_steps(run: Run) -> list[int]:
 
 @functools.lru_cache(maxsize=1)
 def verdicts(run: Run) -> dict[int, Verdict]:
-    """The verdict at each step with an estimate; none where no shape is known."""
-    shapes, steps = shapes_of(run), estimate_steps(run)
-    if shapes is None:
-        return {}
+    """The verdict at each step at which the gain is known, of the model or the step."""
+    shapes = shapes_of(run) if run.has("signal", "smoothness") else None
+    steps = estimate_steps(run)
     rows = run.rows[run.rows["step"].isin(steps)].groupby("step", sort=False)
-    return {step: _verdict(run, rows.get_group(step), shapes) for step in steps}
+    found = {}
+    for step in steps:
+        of_step = rows.get_group(step)
+        if shapes is not None:
+            found[step] = _verdict(run, of_step, shapes)
+        elif _gained(of_step) is not None:
+            found[step] = _plain_verdict(run, of_step)
+    return found
+
+
+def _gained(rows: pd.DataFrame) -> StepGain | None:
+    """The gain along the step, if the rows of the step have it."""
+    columns = ["kappa_step", "kappa_step_stderr"]
+    if not {*columns} <= {*rows.columns} or rows[columns[0]].isna().all():
+        return None
+    unknown = Estimate(jnp.nan, jnp.nan)
+    return StepGain(Estimate(*rows[columns].iloc[0]), unknown, unknown)
 
 
 def shapes_of(run: Run) -> Shapes | None:
@@ -118,4 +143,5 @@ def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes) -> Verdict:
         params,
         dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),
         consistent_rms=shapes.consistent_rms,
+        gained=_gained(rows),
     )

@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from orscale_jax.diagnostics.decomposition import Decomposition, decompose
@@ -34,36 +35,55 @@ def uniform_part(run: Run) -> Figure:
 
 
 def gain(run: Run) -> Figure:
-    """κ_eff with its standard error, and κ_layer, over the steps with an estimate."""
+    """κ along the step and κ_eff with their standard errors, and κ_layer."""
     figure = style.new_figure(3.0)
     axes = figure.subplots()
     steps = gains.verdicts(run)
     numbers = pd.DataFrame(
         [found.numbers for found in steps.values()],
         list(steps),
-        columns=["kappa_eff", "kappa_eff_stderr", "kappa_layer"],
+        columns=["kappa_step", "kappa_step_stderr", "kappa_eff", "kappa_eff_stderr",
+                 "kappa_layer"],
         dtype=float,
-    )
-    kappa, error = numbers["kappa_eff"], numbers["kappa_eff_stderr"]
+    )  # fmt: skip
     axes.axhline(1, color=style.MUTED, lw=0.8, ls=(0, (4, 3)))
-    axes.plot(
-        numbers.index, numbers["kappa_layer"], color=style.ORANGE, ls=style.DASHES[1],
-        label="κ_layer, what is possible", **style.marks(kappa),
-    )  # fmt: skip
-    axes.plot(
-        numbers.index, kappa, color=style.BLUE, label="κ_eff ± standard error",
-        **style.marks(kappa),
-    )  # fmt: skip
-    if len(numbers) == 1:
-        axes.vlines(numbers.index, kappa - error, kappa + error, color=style.BLUE, lw=1)
-    axes.fill_between(
-        numbers.index, kappa - error, kappa + error, color=style.BLUE, alpha=0.2, lw=0
-    )
+    possible = numbers["kappa_layer"].dropna()
+    if len(possible):
+        axes.plot(
+            possible.index, possible, color=style.ORANGE, ls=style.DASHES[1],
+            label="κ_layer, possible in the model", **style.marks(possible),
+        )  # fmt: skip
+    _with_errors(axes, numbers, "kappa_eff", (style.SKY, "κ_eff, the paper's model"))
+    _with_errors(axes, numbers, "kappa_step", (style.BLUE, "κ along the step"))
+    axes.set_ylim(*_limits(numbers))
     axes.set_xlabel("step")
     axes.set_ylabel("gain over Muon")
     axes.grid(axis="y")
-    figure.legend(loc="outside lower center", ncols=2, handlelength=2.8)
+    figure.legend(loc="outside lower center", ncols=2)
     return figure
+
+
+def _with_errors(
+    axes: Axes, numbers: pd.DataFrame, name: str, look: tuple[str, str]
+) -> None:
+    """Draw one kind of κ, where it is known."""
+    known = numbers[[name, f"{name}_stderr"]].dropna()
+    if known.empty:
+        return
+    (kappa, error), (color, label) = (known[column] for column in known), look
+    axes.errorbar(
+        known.index, kappa, error, color=color, label=label, capsize=2, lw=1.5,
+        marker="o", ms=3,
+    )  # fmt: skip
+
+
+def _limits(numbers: pd.DataFrame) -> tuple[float, float]:
+    """Limits that show what is known, whatever the errors of the rest."""
+    kappas = numbers[["kappa_step", "kappa_eff", "kappa_layer"]].to_numpy()
+    shown = np.append(kappas[np.isfinite(kappas)], 1.0)
+    low, high = max(shown.min(), 0.0), min(shown.max(), 4.0)
+    margin = 0.15 * (high - low) + 0.05
+    return max(low - margin, 0.0), high + margin
 
 
 @functools.lru_cache(maxsize=1)

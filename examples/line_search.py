@@ -1,0 +1,166 @@
+"""Is the gain that diagnostics measure what a line search finds? On the demo's model.
+
+    python -m examples.line_search
+
+Trains the demo's OrScale arm, stops at some steps, and compares κ of ``step_gain`` and
+κ_eff of the paper's model with the decreases of the loss that a search over learning
+rates finds along r̂sQ and along Muon's sQ, on batches that nothing else has seen.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+from examples.pretrain.arms import ARMS
+from examples.pretrain.batches import train_batches
+from examples.pretrain.config import Config
+from examples.pretrain.data import read_corpus
+from examples.pretrain.train import compiled_step, initial_model, learning_rates
+from orscale_jax import diagnostics, orthogonalize, scale_by_shape
+
+PyTree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """When to look, and on how much."""
+
+    steps: tuple[int, ...] = (100, 300)
+    micro_batches: int = 16
+    """Batches for the measurements."""
+    held_out: int = 32
+    """Other batches, on which the losses are compared."""
+
+
+def largest_decrease(
+    losses_at: Any, params: PyTree, step: PyTree, rates: np.ndarray
+) -> float:
+    """The decrease of the loss at the vertex of a parabola through the lowest losses."""
+    losses = np.array([float(losses_at(params, step, rate)) for rate in rates])
+    lowest = int(np.clip(losses.argmin(), 2, len(rates) - 3))
+    near = slice(lowest - 2, lowest + 3)
+    parabola = np.polynomial.Polynomial.fit(rates[near], losses[near], 2)
+    return float(losses[0] - parabola(parabola.deriv().roots()[0]))
+
+
+def muon_step(gradient: PyTree, trust_ratio: PyTree) -> PyTree:
+    """The matrices' sQ, and zeros for all other parameters."""
+
+    def only_matrices(ratio: Any, g: jax.Array) -> Any:
+        return ratio if isinstance(ratio, optax.MaskedNode) else g
+
+    def is_masked(node: Any) -> bool:
+        return isinstance(node, optax.MaskedNode)
+
+    masked = jax.tree.map(only_matrices, trust_ratio, gradient, is_leaf=is_masked)
+    stages = optax.chain(orthogonalize(ns_steps=8), scale_by_shape())
+    moved, _ = stages.update(masked, stages.init(masked), masked)
+    return jax.tree.map(
+        lambda step, g: jnp.zeros_like(g) if is_masked(step) else step,
+        moved,
+        gradient,
+        is_leaf=is_masked,
+    )
+
+
+def look(
+    loss_fn: Any,
+    state: dict[str, PyTree],
+    batches: Sequence[np.ndarray],
+    options: Options,
+) -> str:
+    """One line of the table."""
+    params = state["params"]
+    reading = diagnostics.read(state["opt_state"], params)
+    measured = [batches[i] for i in range(options.micro_batches)]
+    gained = diagnostics.step_gain(loss_fn, params, measured, reading.trust_ratio)
+    statistics = diagnostics.estimate(loss_fn, params, measured)
+    model = diagnostics.verdict(reading, statistics, params).numbers
+    gradient_of = jax.jit(jax.grad(loss_fn))
+    gradients = [gradient_of(params, batch) for batch in measured]
+    gradient = jax.tree.map(lambda *gs: sum(gs), *gradients)
+    muon = muon_step(gradient, reading.trust_ratio)
+    ours = jax.tree.map(
+        lambda r, step: step if isinstance(r, optax.MaskedNode) else r * step,
+        reading.trust_ratio,
+        muon,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+    unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
+    loss_of = jax.jit(
+        lambda params, step, rate, batch: loss_fn(
+            jax.tree.map(lambda p, d: p - rate * d, params, step), batch
+        )
+    )
+
+    def losses_at(params: PyTree, step: PyTree, rate: float) -> np.floating[Any]:
+        return np.mean([loss_of(params, step, rate, batch) for batch in unseen])
+
+    best = float(gained.muon_learning_rate.value)
+    rates = np.linspace(0, 2 * best, 9)
+    pairs = _share_of_pairs(loss_fn, params, measured, muon)
+    decreases = [largest_decrease(losses_at, params, s, rates) for s in (ours, muon)]
+    return (
+        f"κ by line search {decreases[0] / decreases[1]:.3f}; "
+        f"step_gain {gained.kappa.value:.3f} ± {gained.kappa.stderr:.3f}; "
+        f"κ_eff of the model {model['kappa_eff']:.3f} ± {model['kappa_eff_stderr']:.3f}; "
+        f"curvature of Muon's step {pairs:.1f} × that of its matrices alone"
+    )
+
+
+def _share_of_pairs(
+    loss_fn: Any, params: PyTree, batches: list[np.ndarray], step: PyTree
+) -> float:
+    """⟨Δ, HΔ⟩ over the sum of what each matrix has while the others stand still."""
+    curvatures = []
+    for cross_terms in (True, False):
+        found = diagnostics.estimate(
+            loss_fn,
+            params,
+            batches,
+            directions=step,
+            exact=False,
+            cross_terms=cross_terms,
+        )
+        of_matrices = jax.tree.map(
+            lambda smoothness, d: (
+                smoothness * jnp.sum(d**2)
+                if not isinstance(smoothness, optax.MaskedNode)
+                else 0.0
+            ),
+            found.smoothness.value,
+            step,
+            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+        )
+        curvatures.append(float(sum(jax.tree.leaves(of_matrices))))
+    return curvatures[0] / curvatures[1]
+
+
+def main(options: Options) -> None:
+    config = Config()
+    corpus = read_corpus(config)
+    batches = train_batches(config, corpus)
+    loss_fn, params = initial_model(config, corpus.vocab_size)
+    optimizer = ARMS["orscale"].optimizer(learning_rates(config), config.weight_decay)
+    state = {"params": params, "opt_state": optimizer.init(params)}
+    step = compiled_step(loss_fn, optimizer, state, batches[0])
+    for index in range(max(options.steps)):
+        state, _ = step(state, batches[index])
+        if index + 1 in options.steps:
+            unseen = [
+                batches[config.steps + i]
+                for i in range(options.micro_batches + options.held_out)
+            ]
+            print(
+                f"step {index + 1}: {look(loss_fn, state, unseen, options)}", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

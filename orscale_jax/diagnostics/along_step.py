@@ -1,0 +1,203 @@
+"""The gain over Muon along the step itself, without a model of the curvature."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics import jackknife
+from orscale_jax.diagnostics.batches import LossFn, micro_batches, require_scalar
+from orscale_jax.diagnostics.jackknife import Estimate
+from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
+from orscale_jax.diagnostics.samples import Work
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.trees.boxes import PyTree
+
+
+class StepGain(NamedTuple):
+    """What :func:`step_gain` finds: scalars with standard errors."""
+
+    #: The largest decrease of the loss along r̂sQ, over the largest along sQ.
+    kappa: Estimate
+    #: The learning rate of the largest decrease along r̂sQ.
+    learning_rate: Estimate
+    #: The learning rate of the largest decrease along sQ, Muon's step.
+    muon_learning_rate: Estimate
+
+
+class _Slopes(NamedTuple):
+    """Of one micro-batch, along sQ and along r̂sQ, each of shape (2,)."""
+
+    descent: jax.Array  # ⟨G, Δ⟩
+    curvature: jax.Array  # ⟨Δ, HΔ⟩
+
+
+def step_gain(
+    loss_fn: LossFn,
+    params: PyTree,
+    batches: Any,
+    trust_ratio: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    consistent_rms: ArrayLike | None = 0.2,
+) -> StepGain:
+    r"""Measure the gain over Muon of one step, each at its own best learning rate.
+
+    To second order, a step :math:`-\eta \Delta` decreases the loss by at most
+    :math:`\langle \nabla f, \Delta \rangle^2 / 2 \langle \Delta, H \Delta \rangle`, at
+    :math:`\eta = \langle \nabla f, \Delta \rangle / \langle \Delta, H \Delta \rangle`.
+    With :math:`\Delta_\ell(\hat r) = \hat r_\ell s_\ell Q_\ell`,
+
+    .. math::
+
+      \kappa = \frac{\langle \nabla f, \Delta(\hat r) \rangle^2}
+        {\langle \Delta(\hat r), H \Delta(\hat r) \rangle} \Big/
+        \frac{\langle \nabla f, \Delta(\mathbf 1) \rangle^2}
+        {\langle \Delta(\mathbf 1), H \Delta(\mathbf 1) \rangle} .
+
+    It is the :math:`\kappa_{\mathrm{eff}}` of :func:`gain` with the whole Hessian in the
+    place of one number per matrix. The paper's model has no terms between matrices, which
+    in deep networks are most of the curvature of a step: where the two differ, this is
+    the one that a line search along the steps confirms (``docs/reading_your_run.md``).
+
+    Q is the polar factor of the mean gradient of every second micro-batch, and slopes and
+    curvatures are measured on the others, and the other way round: no gradient is
+    measured along its own polar factor.
+
+    *Cost.* About seven gradients for each micro-batch, and two Newton–Schulz iterations.
+
+    Args:
+      loss_fn: As in :func:`estimate`.
+      params: The parameters.
+      batches: At least four micro-batches, as in :func:`estimate`.
+      trust_ratio: :math:`\hat r`, such as the ``trust_ratio`` of a :class:`Reading`.
+      weight_dimension_numbers: Those of the optimizer.
+      consistent_rms: That of the optimizer; None: :math:`s = 1`.
+
+    Returns:
+      :class:`StepGain`. Standard errors are the jackknife's over micro-batches. NaN along
+      a step of negative curvature, which has no best learning rate.
+
+    Raises:
+      ValueError: If ``batches`` or ``trust_ratio`` do not fit, or the loss is no scalar.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from orscale_jax import diagnostics
+      >>> def loss_fn(params, batch):  # The curvature of b is four times that of a.
+      ...     a, b = params["a"], params["b"]
+      ...     return jnp.sum(a**2) / 2 + 2 * jnp.sum(b**2) + jnp.sum(batch * a)
+      >>> params = {"a": jnp.eye(4), "b": jnp.eye(4)}
+      >>> batches = 0.01 * jax.random.normal(jax.random.key(0), (8, 4, 4))
+      >>> ratios = {"a": jnp.array(2.0), "b": jnp.array(1.0)}
+      >>> found = diagnostics.step_gain(loss_fn, params, batches, ratios)
+      >>> print(found.kappa.value.round(2))  # (2 + 4)²/(4 + 4) over (1 + 4)²/(1 + 4)
+      0.9
+
+    References:
+      Lou & You, *OrScale*, section 4 (the definition of κ_eff), with another curvature.
+    """
+    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+    found = micro_batches(batches, at_least=4)
+    _, leaves = matrix_leaves(weight_dimension_numbers, params)
+    require_scalar(loss_fn, params, found[0])
+    work = _Steps(Work(loss_fn, leaves, exact=False, cross_terms=True))
+    multipliers = _multipliers(leaves, params, trust_ratio, consistent_rms)
+    halves = [_total(work.of.gradients(params, x) for x in found[i::2]) for i in (0, 1)]
+    factors = [work.of.polar_factors(total) for total in halves]
+    slopes = [
+        work.slopes(params, batch, factors[1 - index % 2], multipliers)
+        for index, batch in enumerate(found)
+    ]
+    return _gain(jax.tree.map(lambda *xs: jnp.stack(xs), *slopes))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """What is done with one micro-batch: static in compiled programs."""
+
+    of: Work
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def slopes(
+        self,
+        params: PyTree,
+        batch: Any,
+        factors: list[jax.Array],
+        multipliers: tuple[list[jax.Array], list[jax.Array]],
+    ) -> _Slopes:
+        """Slope and curvature of the loss along both steps."""
+        matrices = self.of.leaves.pick(params)
+        gradient, hessian = jax.linearize(self.of.gradient(params, batch), matrices)
+        found = []
+        for of_step in multipliers:
+            pairs = zip(factors, of_step, matrices, strict=True)
+            step = [(q * by).astype(w.dtype) for q, by, w in pairs]
+            found.append(_Slopes(_inner(gradient, step), _inner(step, hessian(step))))
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
+
+
+def _multipliers(
+    leaves: MatrixLeaves,
+    params: PyTree,
+    trust_ratio: PyTree,
+    consistent_rms: ArrayLike | None,
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """What Q is multiplied by in both steps, for each leaf: s, and r̂s."""
+    picked, ratios = leaves.pick(params), jax.tree.leaves(trust_ratio)
+    shapes = [
+        axes.batch_shape(leaf)
+        for axes, leaf in zip(leaves.of_matrices, picked, strict=True)
+    ]
+    if [np.shape(ratio) for ratio in ratios] != shapes:
+        raise ValueError(
+            f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, and the "
+            f"matrices have batch shapes {shapes}: pass that of read(), with the same "
+            "weight_dimension_numbers."
+        )
+    rms = None if consistent_rms is None else float(np.asarray(consistent_rms))
+
+    def scale(m: int, n: int) -> float:
+        return 1.0 if rms is None else rms * math.sqrt(max(m, n))
+
+    of_leaves = list(zip(leaves.of_matrices, picked, ratios, strict=True))
+    scales = [jnp.asarray(axes.by_shape(scale, leaf)) for axes, leaf, _ in of_leaves]
+    scaled = [
+        axes.per_matrix(jnp.asarray(ratio)) * s
+        for (axes, _, ratio), s in zip(of_leaves, scales, strict=True)
+    ]
+    return scales, scaled
+
+
+def _total(trees: Any) -> list[jax.Array]:
+    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
+
+
+def _inner(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
+    pairs = zip(a, b, strict=True)
+    return sum((jnp.sum(x * y, dtype=jnp.float32) for x, y in pairs), jnp.float32(0))
+
+
+@jax.jit
+def _gain(slopes: _Slopes) -> StepGain:
+    """The estimates, of slopes stacked along the first axis."""
+    count = len(slopes.descent)
+    mean = jax.tree.map(lambda x: jnp.mean(x, axis=0, keepdims=True), slopes)
+    others = jax.tree.map(lambda m, x: (count * m - x) / (count - 1), mean, slopes)
+    pairs = zip(_of_means(mean), _of_means(others), strict=True)
+    return StepGain(*(jackknife.estimate_of(value[0], reps) for value, reps in pairs))
+
+
+def _of_means(means: _Slopes) -> tuple[jax.Array, ...]:
+    """κ and the two learning rates, of slopes of shape (..., 2)."""
+    descent, curvature = means
+    curvature = jnp.where(curvature > 0, curvature, jnp.nan)
+    rates = descent / curvature
+    decreases = descent * rates
+    return decreases[:, 1] / decreases[:, 0], rates[:, 1], rates[:, 0]

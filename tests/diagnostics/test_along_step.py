@@ -1,0 +1,156 @@
+"""The gain along a step, where it is known and where a line search finds it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import polar_factor
+from orscale_jax.diagnostics import step_gain
+from tests import leaves
+
+SHAPES = {"a": (6, 4), "b": (3, 5, 5), "c": (4, 8)}
+NUMBERS = {"a": Dims(0, 1), "b": Dims(1, 2), "c": Dims(0, 1)}
+RATIOS = {"a": 1.5, "b": np.array([0.5, 1.0, 2.0]), "c": 0.8}
+SIZE = sum(np.prod(shape) for shape in SHAPES.values())
+
+
+def flat(tree):
+    return jnp.concatenate([jnp.ravel(tree[name]) for name in SHAPES])
+
+
+def hessian(rng):
+    """Positive, with terms between all matrices."""
+    root = rng.normal(size=(SIZE, SIZE)) / SIZE**0.5
+    return root @ root.T + 0.1 * np.eye(SIZE)
+
+
+def quadratic(params, batch, curvature):
+    x = flat(params)
+    return 0.5 * x @ curvature @ x + jnp.sum(batch * x)
+
+
+def steps(gradient, ratios):
+    """r̂sQ in float64, with Q by an SVD."""
+    moved = []
+    for name, shape in SHAPES.items():
+        matrices = gradient[name].reshape(-1, *shape[-2:])
+        of_leaf = np.broadcast_to(np.ravel(ratios[name]), len(matrices))
+        for matrix, r in zip(matrices, of_leaf, strict=True):
+            u, _, vt = np.linalg.svd(matrix, full_matrices=False)
+            moved.append(r * 0.2 * max(matrix.shape) ** 0.5 * (u @ vt).ravel())
+    return np.concatenate(moved)
+
+
+def exact(params, curvature):
+    """κ and the two learning rates, in float64."""
+    gradient = curvature @ np.float64(flat(params))
+    sizes = np.cumsum([np.prod(shape) for shape in SHAPES.values()])[:-1]
+    parts = np.split(gradient, sizes)
+    tree = {n: p.reshape(s) for (n, s), p in zip(SHAPES.items(), parts, strict=True)}
+    ones = dict.fromkeys(SHAPES, 1.0)
+    found = []
+    for ratios in (RATIOS, ones):
+        step = steps(tree, ratios)
+        slope, bend = gradient @ step, step @ curvature @ step
+        found.append((slope**2 / bend, slope / bend))
+    (ours, rate), (muons, muon_rate) = found
+    return ours / muons, rate, muon_rate
+
+
+def problem(seed, noise, count=16):
+    rng = np.random.default_rng(seed)
+    curvature = hessian(rng)
+    params = {
+        name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in SHAPES.items()
+    }
+    batches = noise * rng.normal(size=(count, SIZE)).astype(np.float32)
+    loss_fn = functools.partial(quadratic, curvature=jnp.asarray(curvature, jnp.float32))
+    return loss_fn, params, batches, curvature
+
+
+def test_without_noise_it_is_the_closed_form():
+    loss_fn, params, batches, curvature = problem(0, 0.0, 4)
+    found = step_gain(loss_fn, params, batches, RATIOS, NUMBERS)
+    expected = exact(params, curvature)
+    # Q is that of eight steps of Newton–Schulz, not of an SVD.
+    for estimated, value in zip(found, expected, strict=True):
+        assert estimated.value == pytest.approx(value, rel=1e-3)
+    own = {"a": jnp.float32(1), "b": jnp.ones(3), "c": jnp.float32(1)}
+    assert step_gain(loss_fn, params, batches, own, NUMBERS).kappa.value == 1
+
+
+def test_with_noise_within_standard_errors():
+    deviations = []
+    for seed in range(20):
+        loss_fn, params, batches, curvature = problem(seed, 0.2)
+        kappa = step_gain(loss_fn, params, batches, RATIOS, NUMBERS).kappa
+        deviations.append((kappa.value - exact(params, curvature)[0]) / kappa.stderr)
+    assert np.mean(np.abs(deviations) < 2) >= 0.8
+    assert abs(np.mean(deviations)) < 1
+
+
+def test_terms_between_matrices_count():
+    """Two matrices whose curvature is all between them: the model sees none of it."""
+
+    def loss_fn(params, batch):
+        a, b = params["a"], params["b"]
+        between = jnp.sum((a + b) ** 2)
+        return 10 * between + 0.1 * jnp.sum(a**2) + jnp.sum(batch * a) + jnp.sum(a + b)
+
+    params = {"a": 0.1 * jnp.eye(4), "b": 0.1 * jnp.eye(4)}
+    batches = jnp.zeros((4, 4, 4))
+    ratios = {"a": jnp.float32(1.5), "b": jnp.float32(0.5)}
+    kappa = step_gain(loss_fn, params, batches, ratios).kappa.value
+    q = polar_factor(jax.grad(loss_fn)(params, batches[0])["a"], steps=8)
+    losses = {}
+    for name, (a, b) in {"muon": (1, 1), "ours": (1.5, 0.5)}.items():
+        rates = np.linspace(0, 2, 20001)
+        moved = jax.vmap(
+            lambda rate, a=a, b=b: loss_fn(
+                {"a": params["a"] - rate * a * q, "b": params["b"] - rate * b * q},
+                batches[0],
+            )
+        )(rates)
+        losses[name] = float(moved[0] - moved.min())
+    assert kappa == pytest.approx(losses["ours"] / losses["muon"], rel=0.02)
+
+
+def test_a_blocked_leaf():
+    numbers = {"fused": leaves.DIMENSIONS["fused"], "bias": None}
+    params = {name: leaves.random_tree(0)[name] for name in numbers}
+    target = leaves.random_tree(1)["fused"]
+
+    def loss_fn(params, batch):
+        return jnp.mean((params["fused"] - target + 0.1 * batch) ** 2) + params["bias"][0]
+
+    batches = jax.random.normal(jax.random.key(0), (4, *target.shape))
+    ratios = {"fused": jnp.ones(3), "bias": optax.MaskedNode()}
+    found = step_gain(loss_fn, params, batches, ratios, numbers)
+    assert found.kappa.value == 1 and found.learning_rate.value > 0
+
+
+class TestErrors:
+    """Inputs that are refused, and what the messages say."""
+
+    def test_too_few_batches(self):
+        loss_fn, params, batches, _ = problem(0, 0.1, 3)
+        with pytest.raises(ValueError, match="has 3 micro-batches: pass at least 4"):
+            step_gain(loss_fn, params, batches, RATIOS, NUMBERS)
+
+    def test_other_ratios(self):
+        loss_fn, params, batches, _ = problem(0, 0.1, 4)
+        with pytest.raises(ValueError, match="trust_ratio has arrays of shapes"):
+            step_gain(loss_fn, params, batches, {"a": 1.0, "b": 1.0, "c": 1.0}, NUMBERS)
+
+    def test_negative_curvature_has_no_best_step(self):
+        def loss_fn(params, batch):
+            return -jnp.sum(params["a"] ** 2) + jnp.sum(batch)
+
+        batches = jnp.zeros((4, 1))
+        found = step_gain(loss_fn, {"a": jnp.eye(3)}, batches, {"a": jnp.float32(2)})
+        assert np.isnan(found.kappa.value)
