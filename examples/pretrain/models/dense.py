@@ -1,0 +1,167 @@
+"""The paper's dense decoder: RMSNorm, rotary positions, ReLU² or SwiGLU, no biases."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from examples.pretrain.models.layers import (
+    LayerConfig,
+    Relu2Mlp,
+    SwigluMlp,
+    causal_mixture,
+    embedding,
+    linear,
+    look_up,
+    rms_norm,
+    rotate,
+    run,
+    stack,
+)
+from examples.pretrain.models.sharding import constrain
+from orscale_jax import BlockDimensionNumbers
+from orscale_jax.flax import nnx_dimension_numbers
+
+MLPS = {"relu2": Relu2Mlp, "swiglu": SwigluMlp}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseConfig(LayerConfig):
+    """The sizes of a dense decoder."""
+
+    vocab_size: int = 50_304
+    width: int
+    layers: int
+    heads: int
+    mlp: Literal["relu2", "swiglu"] = "relu2"
+    # The output head is the transposed table of embeddings.
+    tied: bool = True
+    # Query, key and value in one matrix (width, 3·width), as in the paper, or in three.
+    fused_qkv: bool = True
+
+    def __post_init__(self) -> None:
+        if self.mlp not in MLPS:
+            raise ValueError(f"mlp={self.mlp!r}: choose one of {', '.join(MLPS)}")
+        if self.width % (2 * self.heads):
+            raise ValueError(
+                f"width={self.width} with heads={self.heads}: the width has to be an "
+                "even multiple of the heads: rotary positions turn pairs of features"
+            )
+
+    @property
+    def hidden(self) -> int:
+        """The width of the MLP: 4·width, or 8/3·width in whole multiples of 256."""
+        by_mlp = {"relu2": 4 * self.width, "swiglu": -(-8 * self.width // 768) * 256}
+        return by_mlp[self.mlp]
+
+
+# The paper gives the names of its models. The sizes are those of its public code, from
+# 399M on Moonlight's (arXiv:2502.16982, table 2).
+PRESETS = {
+    "tiny": DenseConfig(vocab_size=256, width=64, layers=2, heads=2),
+    "125m": DenseConfig(width=768, layers=12, heads=12),
+    "399m": DenseConfig(width=1536, layers=12, heads=12),
+    "545m": DenseConfig(width=1792, layers=14, heads=14),
+    "1.1b": DenseConfig(width=2304, layers=18, heads=18),
+}
+
+
+class Dense(nnx.Module):
+    """A causal language model: tokens to logits of the token that follows each."""
+
+    def __init__(self, config: DenseConfig, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = embedding(config.vocab_size, config.width, config, rngs)
+        self.blocks = stack(
+            lambda rngs: Block(config, rngs), config.layers, config.scan, rngs
+        )
+        self.final_norm = rms_norm(config.width, config, rngs)
+        if not config.tied:
+            names = ("embed", "vocab")
+            self.head = linear(config.width, config.vocab_size, names, config, rngs)
+
+    def __call__(self, tokens_BxT: jax.Array) -> jax.Array:
+        return self.logits(self.hidden(tokens_BxT))
+
+    def hidden(self, tokens_BxT: jax.Array) -> jax.Array:
+        """The normed states that the head turns into logits."""
+        x_BxTxD = look_up(self.embed, tokens_BxT)
+        x_BxTxD, _ = run(self.blocks, x_BxTxD, remat=self.config.remat)
+        return self.final_norm(x_BxTxD)
+
+    def logits(self, x_BxTxD: jax.Array) -> jax.Array:
+        """The logits of some of the `hidden` states."""
+        head = self.embed.attend if self.config.tied else self.head
+        return constrain(head(x_BxTxD), "batch", "length", "vocab")
+
+    @property
+    def head_DxV(self) -> jax.Array:
+        """The matrix of the head, for a loss in parts of the vocabulary."""
+        return self.embed.embedding[...].T if self.config.tied else self.head.kernel[...]
+
+
+class Block(nnx.Module):
+    """Attention, then MLP, each on a normed copy and added to the stream."""
+
+    def __init__(self, config: DenseConfig, rngs: nnx.Rngs):
+        self.attention_norm = rms_norm(config.width, config, rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = rms_norm(config.width, config, rngs)
+        self.mlp = MLPS[config.mlp](config.width, config.hidden, config, rngs)
+
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, None]:
+        x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD))
+        x_BxTxD = x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
+        return constrain(x_BxTxD, "batch", "length", None), None
+
+
+class Attention(nnx.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, config: DenseConfig, rngs: nnx.Rngs):
+        self.config, width = config, config.width
+        if config.fused_qkv:
+            self.qkv = linear(width, 3 * width, ("embed", "qkv"), config, rngs)
+        else:
+            self.query = linear(width, width, ("embed", "heads"), config, rngs)
+            self.key = linear(width, width, ("embed", "heads"), config, rngs)
+            self.value = linear(width, width, ("embed", "heads"), config, rngs)
+        self.out = linear(width, width, ("heads", "embed"), config, rngs)
+
+    def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
+        B, T, D = x_BxTxD.shape
+        q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
+            constrain(
+                x.reshape(B, T, self.config.heads, -1), "batch", "length", "heads", None
+            )
+            for x in self._projections(x_BxTxD)
+        )
+        scores_BxNxTxS = jnp.einsum(
+            "btnh,bsnh->bnts",
+            rotate(q_BxTxNxH, self.config.rope_base),
+            rotate(k_BxTxNxH, self.config.rope_base),
+            preferred_element_type=self.config.precise_dtype,
+        )
+        scale = q_BxTxNxH.shape[-1] ** -0.5
+        mixed_BxTxNxH = causal_mixture(scores_BxNxTxS * scale, v_BxTxNxH)
+        return self.out(mixed_BxTxNxH.reshape(B, T, D))
+
+    def _projections(self, x_BxTxD: jax.Array) -> list[jax.Array]:
+        if self.config.fused_qkv:
+            return jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
+        return [project(x_BxTxD) for project in (self.query, self.key, self.value)]
+
+
+def weight_dimension_numbers(
+    model: Dense, qkv: Literal["matrix", "blocks"] = "matrix"
+) -> Callable[[Any], Any]:
+    """For `orscale` and its relatives: a fused qkv is one matrix, or three in blocks."""
+    if qkv not in ("matrix", "blocks"):
+        raise ValueError(f"qkv={qkv!r}: choose 'matrix' or 'blocks'")
+    if qkv == "matrix" or not model.config.fused_qkv:
+        return nnx_dimension_numbers(model)
+    blocks = BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)
+    return nnx_dimension_numbers(model, overrides={r"\.qkv\.": blocks})

@@ -1,0 +1,141 @@
+"""The optimizers that a recipe may name."""
+
+import dataclasses
+import functools
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import optax
+
+from examples.pretrain.config import UsageError
+from examples.pretrain.recipe import Recipe
+from orscale_jax import ablations, family, muon, orscale
+
+Transformation: TypeAlias = optax.GradientTransformationExtraArgs
+Constructor: TypeAlias = Callable[..., Transformation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """One entry of the table.
+
+    Attributes:
+      label: Its name in tables and figures.
+      constructor: Makes the transformation.
+      fixed: Arguments that make the constructor this optimizer.
+      given: Other arguments of the constructor, by the recipe's fields they are taken
+        from; a field that is None leaves the constructor's default.
+      has_matrices: Whether it treats matrices apart and takes what says which these are.
+    """
+
+    label: str
+    constructor: Constructor
+    fixed: Mapping[str, Any]
+    given: Mapping[str, str]
+    has_matrices: bool
+
+
+_ADAM = {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"}
+_LARS = {"momentum": "momentum", "weight_decay": "weight_decay"}
+_SAME_NAME = "momentum weight_decay r_min r_max adam_b1 adam_b2".split()
+
+
+def _ours(label: str, constructor: Constructor, **fixed: Any) -> Optimizer:
+    """An optimizer of this library: it has the recipe's names for what it has."""
+    has = inspect.signature(constructor).parameters
+    given = {name: name for name in _SAME_NAME if name in has and name not in fixed}
+    return Optimizer(label, constructor, fixed, given, has_matrices=True)
+
+
+def _optax(label: str, constructor: Constructor, given: Mapping[str, str]) -> Optimizer:
+    return Optimizer(label, constructor, {}, given, has_matrices=False)
+
+
+_VISION = {"consistent_rms": None, "calibrate": False}
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": _optax("AdamW", optax.adamw, _ADAM),
+    "lamb": _optax("LAMB", optax.lamb, _ADAM),
+    "lars": _optax("LARS", optax.lars, _LARS),
+    "muon": _ours("Muon", muon, consistent_rms=None),
+    "muon_moonlight": _ours("Muon + Moonlight", muon),
+    "orscale": _ours("OrScale", orscale),
+    "orscale_vision": _ours(
+        "OrScale (s = 1)",
+        functools.partial(orscale, r_min=0.5, r_max=1.5),
+        **_VISION,
+    ),
+    # The paper's deleted design choices.
+    "polar_factor_denominator": _ours(
+        "‖Q‖ denominator", ablations.polar_factor_denominator
+    ),
+    "momentum_denominator": _ours("‖M̃‖ denominator", ablations.momentum_denominator),
+    "momentum_rms_denominator": _ours(
+        "RMS(M̃) + Moonlight", ablations.momentum_rms_denominator
+    ),
+    "uncalibrated": _ours("Uncalibrated ratio", ablations.uncalibrated),
+    "decoupled_weight_decay": _ours(
+        "Decoupled weight decay", ablations.decoupled_weight_decay
+    ),
+    "bfloat16_calibration": _ours(
+        "Calibration in bfloat16", ablations.bfloat16_calibration
+    ),
+    "unclipped": _ours("No clip", ablations.unclipped, r_min=-math.inf, r_max=math.inf),
+    # The family.
+    "hyperball": _ours("Hyperball", family.hyperball),
+    "normuon": _ours("NorMuon", family.normuon),
+    "muon_plus": _ours("Muon+", family.muon_plus),
+    "cautious": _ours("OrScale, cautious decay", family.cautious),
+    "pooled": _ours("OrScale, one ratio for all", family.pooled),
+}
+
+
+def make_optimizer(
+    recipe: Recipe, learning_rate: optax.Schedule, **matrices: Any
+) -> Transformation:
+    """The recipe's optimizer.
+
+    Args:
+      recipe: Names the optimizer and has its hyperparameters.
+      learning_rate: The schedule of the recipe's learning rate. That of AdamW's
+        parameters has its shape.
+      **matrices: Arguments of :func:`orscale_jax.orscale` that the parameters call for,
+        such as ``weight_dimension_numbers``. Optimizers without matrices do without.
+
+    Raises:
+      UsageError: If there is no such optimizer.
+    """
+    optimizer = _find(recipe.optimizer)
+    arguments = optimizer_arguments(recipe)
+    if optimizer.has_matrices:
+        arguments |= matrices | {"adam_learning_rate": _adam_rate(recipe, learning_rate)}
+    return optimizer.constructor(learning_rate, **arguments)
+
+
+def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The arguments that the recipe gives its optimizer, apart from learning rates."""
+    optimizer = _find(recipe.optimizer)
+    given = {name: getattr(recipe, field) for name, field in optimizer.given.items()}
+    return {k: v for k, v in given.items() if v is not None} | dict(optimizer.fixed)
+
+
+def _find(name: str) -> Optimizer:
+    if name not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise UsageError(f"--optimizer {name} is unknown. Choose one of: {known}.")
+    return OPTIMIZERS[name]
+
+
+def _adam_rate(recipe: Recipe, learning_rate: optax.Schedule) -> optax.Schedule | None:
+    """AdamW's schedule, where its peak is another; None where it is the same."""
+    if recipe.adam_learning_rate is None:
+        return None
+    ratio = recipe.adam_learning_rate / recipe.learning_rate
+
+    def adam_rate(step: jax.Array) -> jax.Array:
+        return ratio * learning_rate(step)
+
+    return adam_rate

@@ -1,0 +1,1 @@
+"""The paper's vision run: DavidNet on CIFAR-10."""

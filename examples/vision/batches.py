@@ -1,0 +1,120 @@
+"""Which images a step sees, and how they are changed: a function of seed and step.
+
+The augmentation is that of the DavidNet speedrun: a random crop of 32×32 out of the image
+with 4 reflected pixels on each side, a horizontal flip of one image in two, and a square
+of 8×8 cut out, that is, set to the mean. The paper's public code cuts nothing out.
+
+References:
+  Page 2018, *How to train your ResNet*; DeVries & Taylor 2017, arXiv:1708.04552.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import grain
+import numpy as np
+
+from examples.pretrain.config import UsageError
+from examples.pretrain.process_batches import process_batches
+from examples.vision.images import SIZE, Images, Statistics
+
+PADDING = 4
+CUTOUT = 8
+# From the padded image to the pixels of the image, along one axis: 4 3 2 1 0 1 2 …
+_REFLECTED = np.pad(np.arange(SIZE), PADDING, mode="reflect")
+
+# "pixels", B×32×32×3 in float32, and "labels", B in int32.
+Batch = dict[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation:
+    """What is done to an image of training.
+
+    Attributes:
+      statistics: Of the training images.
+      cutout: The side of the square that is cut out; 0 for none.
+    """
+
+    statistics: Statistics
+    cutout: int = CUTOUT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.cutout <= SIZE:
+            raise UsageError(f"cutout {self.cutout} must be from 0 to {SIZE}.")
+
+    def __call__(self, example: Batch, rng: np.random.Generator) -> Batch:
+        """The example as one epoch shows it."""
+        shifts, cuts = 2 * PADDING + 1, SIZE - self.cutout + 1
+        top, left, cut_top, cut_left, flip = rng.integers((shifts, shifts, cuts, cuts, 2))
+        rows = _REFLECTED[top : top + SIZE]
+        columns = _REFLECTED[left : left + SIZE][:: -1 if flip else 1]
+        cropped = example["pixels"][rows[:, None], columns]
+        pixels = self.statistics.normalize(cropped)
+        cut = np.s_[cut_top : cut_top + self.cutout, cut_left : cut_left + self.cutout]
+        pixels[cut] = 0.0
+        return {"pixels": pixels, "labels": example["labels"]}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Examples:
+    """Images one by one."""
+
+    images: Images
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> Batch:
+        return {"pixels": self.images.pixels[index], "labels": self.images.labels[index]}
+
+
+def train_batches(
+    images: Images,
+    augmentation: Augmentation,
+    *,
+    batch_size: int,
+    seed: int,
+    process: int = 0,
+    processes: int = 1,
+) -> Sequence[Batch]:
+    """An endless sequence of batches; an epoch sees every image once, in a new order.
+
+    Item i is what step i sees (of it, the part of a process), and does not depend on the
+    items asked for before, nor on the number of processes.
+    """
+    if len(images) < batch_size:
+        raise UsageError(
+            f"A batch of {batch_size} is more than the {len(images)} images: lower it."
+        )
+    shuffled = grain.MapDataset.source(_Examples(images)).seed(seed).shuffle()
+    # Repeated first: an image is changed in another way in each epoch.
+    changed = shuffled.repeat().random_map(augmentation)
+    return process_batches(changed, batch_size, process, processes)
+
+
+def evaluation_batches(
+    images: Images,
+    statistics: Statistics,
+    *,
+    batch_size: int,
+    process: int = 0,
+    processes: int = 1,
+) -> list[Batch]:
+    """All images in their order, normalized and not augmented.
+
+    Raises:
+      UsageError: If they do not make whole batches: some would be left out.
+    """
+    if len(images) % batch_size:
+        raise UsageError(
+            f"Batches of {batch_size} leave some of the {len(images)} test images out: "
+            "choose a size that divides their number."
+        )
+
+    def normalized(example: Batch) -> Batch:
+        return example | {"pixels": statistics.normalize(example["pixels"])}
+
+    examples = grain.MapDataset.source(_Examples(images)).map(normalized)
+    batches = process_batches(examples, batch_size, process, processes)
+    return [batches[index] for index in range(len(images) // batch_size)]

@@ -1,0 +1,444 @@
+"""The language models against recordings of the paper's, and by themselves."""
+
+import dataclasses
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.pretrain import model as demo
+from examples.pretrain.models import dense, moonlight
+from examples.pretrain.models.layers import count_parameters
+from examples.pretrain.models.sharding import create, shardings
+from orscale_jax import BlockDimensionNumbers, describe, diagnostics, orscale
+from tests.examples.pretrain.recorded_models import (
+    expert_layers,
+    parameters,
+    recorded,
+    recorded_dense,
+    recorded_moonlight,
+    split_tokens,
+)
+from tests.examples.recorded import assert_close
+
+in_both_precisions = pytest.mark.parametrize("dtype", ["float32", "float64"])
+scanned_or_not = pytest.mark.parametrize("scan", [False, True], ids=["list", "scan"])
+
+
+@pytest.fixture(autouse=True)
+def precision(request):
+    """Double precision for tests with dtype="float64"."""
+    arguments = getattr(request.node, "callspec", None)
+    double = arguments and arguments.params.get("dtype") == "float64"
+    with jax.enable_x64(bool(double)):
+        yield
+
+
+def log_likelihood_loss(logits, targets):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+# Dense
+
+
+@in_both_precisions
+@scanned_or_not
+@pytest.mark.parametrize("name", ["dense", "dense_swiglu_untied"])
+def test_dense_is_the_recorded_model(name, scan, dtype):
+    recording = recorded(name)
+    model, place = recorded_dense(name, scan, dtype, remat=scan)
+    inputs, targets = split_tokens(recording)
+
+    @nnx.jit
+    def value_and_grad(model):
+        def loss(model):
+            logits = model(inputs)
+            return log_likelihood_loss(logits, targets), logits
+
+        return nnx.value_and_grad(loss, has_aux=True)(model)
+
+    (loss, logits), gradients = value_and_grad(model)
+    assert logits.dtype == dtype
+    assert_close(logits, recording["logits"], dtype)
+    assert_close(loss, recording["lm_loss"], dtype)
+    recording.assert_same_gradients(nnx.to_pure_dict(gradients), place, dtype)
+
+
+def test_dense_without_fusion_is_the_model_of_the_demo():
+    """The same initial weights under the same names, and the same logits."""
+    sizes = {"vocab_size": 11, "width": 16, "layers": 2, "heads": 2}
+    ours = dense.Dense(
+        dense.DenseConfig(**sizes, fused_qkv=False, scan=False), nnx.Rngs(0)
+    )
+    theirs = demo.Decoder(**sizes, rngs=nnx.Rngs(0))
+    jax.tree.map(np.testing.assert_array_equal, parameters(ours), parameters(theirs))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 12)))
+    np.testing.assert_allclose(ours(tokens), theirs(tokens), atol=1e-5)
+
+
+def test_a_fused_qkv_is_query_key_and_value_side_by_side():
+    config = dense.DenseConfig(vocab_size=11, width=16, layers=1, heads=2, scan=False)
+    fused = dense.Dense(config, nnx.Rngs(0))
+    apart = dense.Dense(dataclasses.replace(config, fused_qkv=False), nnx.Rngs(1))
+    weights = parameters(fused)
+    attention = weights["blocks"][0]["attention"]
+    kernels = jnp.split(attention.pop("qkv")["kernel"], 3, axis=1)
+    attention |= {
+        name: {"kernel": kernel}
+        for name, kernel in zip(("query", "key", "value"), kernels, strict=True)
+    }
+    nnx.update(apart, weights)
+    tokens = jnp.arange(10)[None]
+    np.testing.assert_allclose(apart(tokens), fused(tokens), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "preset, total, without_embeddings",
+    [
+        ("125m", 123_587_328, 84_953_856),
+        ("399m", 417_043_968, 339_777_024),
+        ("545m", 629_689_088, 539_544_320),
+        ("1.1b", 1_262_603_520, 1_146_703_104),
+    ],
+)
+def test_parameters_of_the_dense_models(preset, total, without_embeddings):
+    """125M is all of them; 545M and 1.1B are those without embeddings, to 4 %.
+
+    399M is neither: its name is that of Moonlight's model of the same sizes.
+    """
+    config = dense.PRESETS[preset]
+    assert (
+        count_parameters(nnx.eval_shape(lambda: dense.Dense(config, nnx.Rngs(0))))
+        == total
+    )
+    assert total - config.vocab_size * config.width == without_embeddings
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"mlp": "gelu"}, "mlp='gelu': choose one of relu2, swiglu"),
+        ({"heads": 3}, "width=64 with heads=3: the width has to be an even multiple"),
+    ],
+)
+def test_sizes_that_make_no_dense_model(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(dense.PRESETS["tiny"], **changes)
+
+
+# Moonlight
+
+
+@in_both_precisions
+@scanned_or_not
+@pytest.mark.parametrize("name", ["moe", "moe_six_experts"])
+def test_moonlight_is_the_recorded_model(name, scan, dtype):
+    recording = recorded(name)
+    model, place = recorded_moonlight(name, scan, dtype, remat=scan)
+    inputs, targets = split_tokens(recording)
+
+    @nnx.jit
+    def value_and_grad(model):
+        def loss(model):
+            logits, routing = model(inputs)
+            lm_loss = log_likelihood_loss(logits, targets)
+            return lm_loss + routing.aux_loss, (lm_loss, logits, routing)
+
+        return nnx.value_and_grad(loss, has_aux=True)(model)
+
+    (_, (loss, logits, routing)), gradients = value_and_grad(model)
+    assert logits.dtype == dtype
+    assert_close(logits, recording["logits"], dtype)
+    assert_close(loss, recording["lm_loss"], dtype)
+    assert_close(routing.aux_loss, recording["aux_loss"], dtype)
+    fractions = [recording[f"fraction/{layer}"] for layer in expert_layers(recording)]
+    assert_close(routing.fraction, np.stack(fractions), dtype)
+    recording.assert_same_gradients(nnx.to_pure_dict(gradients), place, dtype)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_parameters_of_moonlight_16b_a3b(scan):
+    config = dataclasses.replace(moonlight.PRESETS["moonlight_16b_a3b"], scan=scan)
+    start = time.perf_counter()
+    model = nnx.eval_shape(lambda: moonlight.Moonlight(config, nnx.Rngs(0)))
+    assert time.perf_counter() - start < 20  # A second on an idle machine.
+    assert round(count_parameters(model) / 1e6, 1) == 15_958.1
+    assert round(moonlight.count_active_parameters(model) / 1e6, 1) == 2_241.7
+    assert "routing_bias" not in parameters(model)
+    tokens = jax.ShapeDtypeStruct((1, 8192), jnp.int32)
+    logits, routing = nnx.eval_shape(lambda model, x: model(x), model, tokens)
+    assert logits.shape == (1, 8192, 163_840)
+    assert routing.fraction.shape == (26, 64)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dense_layers": 3}, "dense_layers=3 of layers=3: at least one layer"),
+        ({"experts_per_token": 9}, "experts_per_token=9: choose between 1 and experts=8"),
+        ({"rope_dim": 15}, "rope_dim=15: rotary positions turn pairs"),
+    ],
+)
+def test_sizes_that_make_no_moonlight(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(moonlight.PRESETS["tiny"], **changes)
+
+
+# Both
+
+MODELS = {
+    "dense": (dense.Dense, dense.PRESETS["tiny"]),
+    "swiglu": (
+        dense.Dense,
+        dataclasses.replace(
+            dense.PRESETS["tiny"], mlp="swiglu", tied=False, fused_qkv=False
+        ),
+    ),
+    "moonlight": (moonlight.Moonlight, moonlight.PRESETS["tiny"]),
+}
+
+
+def abstract(name, **changes):
+    kind, config = MODELS[name]
+    config = dataclasses.replace(config, **changes)
+    return nnx.eval_shape(lambda: kind(config, nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    "name, build",
+    [
+        ("dense", recorded_dense),
+        ("dense_swiglu_untied", recorded_dense),
+        ("moe", recorded_moonlight),
+    ],
+)
+def test_hidden_states_and_the_head_make_the_logits(name, build):
+    """For a loss that never holds all logits."""
+    model, _ = build(name, scan=True, dtype="float32")
+    inputs, _ = split_tokens(recorded(name))
+
+    @nnx.jit
+    def both(model):
+        hidden = model.hidden(inputs)
+        hidden = hidden[0] if name == "moe" else hidden
+        return model.logits(hidden), hidden @ model.head_DxV
+
+    for logits in both(model):
+        assert_close(logits, recorded(name)["logits"], "float32")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_activations_in_bfloat16_of_weights_in_float32(name):
+    model = abstract(name, dtype="bfloat16")
+    assert {x.dtype.name for x in jax.tree.leaves(parameters(model))} == {"float32"}
+    out = nnx.eval_shape(lambda m: m(jnp.zeros((2, 8), jnp.int32)), model)
+    if name == "moonlight":
+        out, routing = out
+        assert routing.fraction.dtype == routing.aux_loss.dtype == jnp.float32
+    assert out.dtype == jnp.bfloat16
+
+
+CLASSES = {
+    "attention.qkv.kernel": "attention qkv",
+    "attention.query.kernel": "attention query",
+    "attention.key.kernel": "attention key",
+    "attention.value.kernel": "attention value",
+    "attention.out.kernel": "attention output",
+    "attention.kv_down.kernel": "attention latent down",
+    "attention.kv_up.kernel": "attention latent up",
+    "mlp.up.kernel": "mlp up",
+    "mlp.gate.kernel": "mlp gate",
+    "mlp.down.kernel": "mlp down",
+    "mixture.router.kernel": "router",
+    "mixture.experts.up": "routed expert up",
+    "mixture.experts.gate": "routed expert gate",
+    "mixture.experts.down": "routed expert down",
+    "mixture.shared.up.kernel": "shared expert up",
+    "mixture.shared.gate.kernel": "shared expert gate",
+    "mixture.shared.down.kernel": "shared expert down",
+    "embed.embedding": "embedding",
+    "head.kernel": "head",
+}
+
+
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in leaves
+    }
+
+
+@scanned_or_not
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_has_the_class_of_its_layer(name, scan):
+    classes = by_path(diagnostics.layer_classes(parameters(abstract(name, scan=scan))))
+    for path, found in classes.items():
+        suffix = re.sub(r"^(dense_)?blocks\.(\d+\.)?", "", path)
+        assert found == ("norm" if path.endswith(".scale") else CLASSES[suffix]), path
+
+
+def matrices(model, numbers):
+    """The number and shape of the matrices of each parameter, in `describe`'s table."""
+    rows = describe(parameters(model), numbers).rows
+    return {
+        re.sub(r"^(dense_)?blocks\.(\d+\.)?", "", row.path): (row.matrices, row.m, row.n)
+        for row in rows
+        if row.rule == "matrix"
+    }
+
+
+def test_matrices_of_dense_models():
+    model = abstract("dense")
+    mlp = {"mlp.up.kernel": (2, 64, 256), "mlp.down.kernel": (2, 256, 64)}
+    rest = mlp | {"attention.out.kernel": (2, 64, 64)}
+    numbers = dense.weight_dimension_numbers
+    assert matrices(model, numbers(model)) == rest | {
+        "attention.qkv.kernel": (2, 64, 192)
+    }
+    blocks = numbers(model, qkv="blocks")
+    assert matrices(model, blocks) == rest | {"attention.qkv.kernel": (6, 64, 64)}
+    found = by_path(blocks(parameters(model)))["blocks.attention.qkv.kernel"]
+    assert found == BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)
+    apart = abstract("swiglu")
+    for qkv in ("matrix", "blocks"):
+        assert len(matrices(apart, numbers(apart, qkv=qkv))) == 7
+    with pytest.raises(ValueError, match="qkv='heads': choose 'matrix' or 'blocks'"):
+        numbers(model, qkv="heads")
+
+
+@scanned_or_not
+def test_matrices_of_moonlight(scan):
+    model = abstract("moonlight", scan=scan)
+    numbers = moonlight.weight_dimension_numbers(model)
+    layers = 2 if scan else 1  # In a parameter.
+    found = matrices(model, numbers)
+    assert {name: found[name] for name in found if name.startswith("mixture")} == {
+        "mixture.router.kernel": (layers, 64, 8),
+        "mixture.experts.gate": (8 * layers, 64, 64),
+        "mixture.experts.up": (8 * layers, 64, 64),
+        "mixture.experts.down": (8 * layers, 64, 64),
+        "mixture.shared.gate.kernel": (layers, 64, 64),
+        "mixture.shared.up.kernel": (layers, 64, 64),
+        "mixture.shared.down.kernel": (layers, 64, 64),
+    }
+    latent = {name: shape[1:] for name, shape in found.items() if "kv" in name}
+    assert latent == {
+        "attention.kv_down.kernel": (64, 48),
+        "attention.kv_up.kernel": (32, 128),
+    }
+    for_adamw = moonlight.weight_dimension_numbers(model, router="adamw")
+    assert found.keys() - matrices(model, for_adamw) == {"mixture.router.kernel"}
+    with pytest.raises(ValueError, match="router='sgd': choose one of matrix, adamw"):
+        moonlight.weight_dimension_numbers(model, router="sgd")
+
+
+def test_every_expert_of_every_layer_has_a_ratio_of_its_own():
+    model = abstract("moonlight")
+    numbers = moonlight.weight_dimension_numbers(model)
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    state = jax.eval_shape(optimizer.init, parameters(model))
+    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
+    shapes = {path: leaf.shape for path, leaf in by_path(ratios).items()}
+    assert shapes["blocks.mixture.experts.up"] == (2, 8)
+    assert shapes["blocks.mixture.router.kernel"] == (2,)
+    assert shapes["dense_blocks.0.mlp.up.kernel"] == ()
+    found = numbers(parameters(model))["blocks"]["mixture"]["experts"]["down"]
+    assert found == Dims(2, 3)
+
+
+# On meshes
+
+RULES = (
+    *(("batch", ("data", "expert")), ("length", None), ("vocab", "tensor")),
+    *(("embed", "data"), ("mlp", "tensor"), ("heads", "tensor"), ("qkv", "tensor")),
+    *(("kv", None), ("norm", None), ("layers", None), ("router", None)),
+    *(("expert", "expert"), ("expert_embed", "data"), ("expert_mlp", "tensor")),
+)
+AXES = ("data", "tensor", "expert")
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2, 2), AXES, axis_types=(kind,) * 3)
+
+
+def test_names_of_axes_become_axes_of_the_mesh():
+    mesh = mesh_of(AxisType.Auto)
+    state = nnx.state(abstract("moonlight"))
+    where = by_path(nnx.to_pure_dict(shardings(state, RULES, mesh)))
+    specs = {path: sharding.spec for path, sharding in where.items()}
+    assert specs["routing_bias"] == jax.P(None, None)
+    assert specs["blocks.mixture.experts.up"] == jax.P(None, "expert", "data", "tensor")
+    assert specs["blocks.mixture.experts.down"] == jax.P(None, "expert", "tensor", "data")
+    assert specs["dense_blocks.0.mlp.down.kernel"] == jax.P("tensor", "data")
+    assert specs["embed.embedding"] == jax.P("tensor", "data")
+    ranks = {path: x.ndim for path, x in by_path(nnx.to_pure_dict(state)).items()}
+    assert ranks == {path: len(spec) for path, spec in specs.items()}
+
+
+def test_a_name_without_a_rule():
+    rules = [rule for rule in RULES if rule[0] != "length"]
+    with (
+        jax.set_mesh(mesh_of(AxisType.Auto)),
+        nnx.logical_axis_rules(rules),
+        pytest.raises(ValueError, match="no rule for the logical axis 'length': add one"),
+    ):
+        nnx.eval_shape(lambda m: m(jnp.zeros((8, 8), jnp.int32)), abstract("dense"))
+
+
+def value_and_grad_on(model, tokens, explicit=False):
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, tokens):
+        out = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
+        logits, routing = out if isinstance(out, tuple) else (out, None)
+        aux = routing.aux_loss if routing else 0
+        return log_likelihood_loss(logits, tokens[:, 1:]) + aux
+
+    if explicit:
+        loss = jax.sharding.auto_axes(loss, out_sharding=jax.P())
+    return jax.jit(jax.value_and_grad(loss))(params, rest, tokens)
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("dense", AxisType.Explicit),
+        ("moonlight", AxisType.Auto),
+        pytest.param("dense", AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("moonlight", AxisType.Explicit, marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_on_a_mesh_is_that_on_one_device(name, kind):
+    cls, config = MODELS[name]
+    config = dataclasses.replace(config, vocab_size=32, width=32, layers=2, scan=False)
+    if name == "moonlight":
+        config = dataclasses.replace(config, aux=0.01)
+
+    mesh = mesh_of(kind)
+    model = create(lambda: cls(config, nnx.Rngs(0)), RULES, mesh)
+    kernel = model.blocks[0].attention.out.kernel.get_value()
+    assert kernel.sharding == jax.NamedSharding(mesh, jax.P("tensor", "data"))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, 9)))
+    alone = jax.tree.map(np.asarray, nnx.state(model))
+    wanted, wanted_gradients = value_and_grad_on(
+        nnx.merge(nnx.graphdef(model), alone), tokens
+    )
+    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
+        where = jax.NamedSharding(mesh, jax.P(("data", "expert")))
+        tokens = jax.device_put(tokens, where)
+        loss, gradients = value_and_grad_on(model, tokens, kind == AxisType.Explicit)
+    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(gradients),
+        jax.tree.leaves(wanted_gradients),
+        strict=True,
+    ):
+        assert_close(np.asarray(x), np.asarray(y), "float32", str(path))

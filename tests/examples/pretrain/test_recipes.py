@@ -1,0 +1,394 @@
+"""The recipes against the paper's tables, which lie beside the tests word for word."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from examples.pretrain.config import UsageError
+from examples.pretrain.optimizers import (
+    OPTIMIZERS,
+    make_optimizer,
+    optimizer_arguments,
+)
+from examples.pretrain.recipe import Recipe, accumulation
+from examples.pretrain.recipes import RECIPES, find_recipe
+
+PAPER = (pathlib.Path(__file__).parents[2] / "data" / "paper_tables.tex").read_text()
+MODELS = {"125M": "125m", "399M": "399m", "545M": "545m", "1.1B": "1.1b"}
+OPTIMIZER_OF = {
+    "AdamW": "adamw",
+    "LAMB": "lamb",
+    "Muon": "muon",
+    "Muon+Moonlight": "muon_moonlight",
+    "Muon + Moonlight": "muon_moonlight",
+    "Muon+Moonlight (reference)": "muon_moonlight",
+    "OrScale": "orscale",
+    "OrScale (ours)": "orscale",
+    "OrScale (calibrated)": "orscale",
+    "OrScale (r_max=10)": "orscale",
+    "OrScale (LM config.)": "orscale",
+    "OrScale (s=1)": "orscale_vision",
+    "OrScale, uncalibrated": "uncalibrated",
+    "OrScale, calibration in bf16": "bfloat16_calibration",
+    "Q denominator": "polar_factor_denominator",
+    "M denominator": "momentum_denominator",
+    "RMS(M) + Moonlight": "momentum_rms_denominator",
+    "Uncalibrated ratio": "uncalibrated",
+    "Decoupled weight decay": "decoupled_weight_decay",
+}
+
+
+# What stands in the place of LaTeX, in this order.
+PLAIN = [
+    (r"\\(label|cref)\{[^}]*\}", ""),
+    (r"\{?\\times\}?10\^\{", "e"),  # 9.503{\times}10^{-4}
+    (r"(?<![\d.])10\^\{", "1e"),
+    (r"\\\|(.*?)_\\ell\\\|_F", r"\1"),  # Norms: their argument alone.
+    (r"_\\ell|---|\{,\}|\\widetilde ", ""),
+    (r"_\{", "_"),
+    (r"\\pm", "±"),
+    (r"\\(textbf|emph|mathbf|mathrm|texttt)", ""),
+    (r"[{}$\\]", ""),
+]
+
+
+def plain(text):
+    """A text without its LaTeX."""
+    for pattern, replacement in PLAIN:
+        text = re.sub(pattern, replacement, text)
+    return " ".join(text.split())
+
+
+def table(label):
+    """The cells of a table, row by row, the header first."""
+    [body] = [
+        body
+        for body in re.findall(r"\\begin\{table\}.*?\\end\{table\}", PAPER, re.DOTALL)
+        if rf"\label{{{label}}}" in body
+    ]
+    body = body[body.index(r"\toprule") : body.index(r"\bottomrule")]
+    body = re.sub(r"\\(toprule|midrule)", "", body)
+    rows = [row for row in body.split(r"\\") if row.strip()]
+    return [[plain(cell) for cell in row.split("&")] for row in rows]
+
+
+def paragraph(start):
+    [found] = [line for line in PAPER.splitlines() if line.startswith(start)]
+    return plain(found)
+
+
+def measured(cell):
+    """A value and its spread; None where nothing is reported."""
+    numbers = [float(number) for number in re.findall(r"\d+\.\d+", cell)]
+    if not numbers:
+        return None
+    value, spread = (*numbers, None)[:2]
+    return value, spread
+
+
+def number(cell):
+    return float(re.search(r"\d+(\.\d+)?(e-?\d+)?", cell).group())
+
+
+def reported(label):
+    """What a table reports: (model, optimizer, value, spread, learning rate or None)."""
+    return set(READERS[label](table(label)))
+
+
+def _by_scale(rows):
+    header, *rows = rows
+    for scale, _, rate, *cells in rows:
+        for optimizer, cell in zip(header[3:], cells, strict=True):
+            yield MODELS[scale], OPTIMIZER_OF[optimizer], *measured(cell), number(rate)
+
+
+def _mixture(rows):
+    for optimizer, _, loss, *_ in rows[1:]:
+        yield "moonlight_16b_a3b", OPTIMIZER_OF[optimizer], *measured(loss), 4.2e-4
+
+
+def _calibration(rows):
+    for scale, variant, rate, loss in rows[1:]:
+        shared = RECIPES[f"{MODELS[scale]}-adamw"].learning_rate
+        stated = re.findall(r"\((\d[\d.e-]*)[,)]|\((\d[\d.e-]*)\)", rate)
+        rate = float(next(filter(None, stated[0]))) if stated else shared
+        yield MODELS[scale], OPTIMIZER_OF[variant], *measured(loss), rate
+
+
+def _sweep(rows):
+    header, *rows = rows
+    for optimizer, *cells in rows:
+        for rate, cell in zip(header[1:], cells, strict=True):
+            yield "125m", OPTIMIZER_OF[optimizer], *measured(cell), number(rate)
+
+
+def _ablation(rows):
+    for variant, _, _, accuracy, loss in rows[1:]:
+        for model, cell in (("davidnet", accuracy), ("125m", loss)):
+            if measured(cell):
+                yield model, OPTIMIZER_OF[variant], *measured(cell), None
+
+
+def _cifar10(rows):
+    for _, optimizer, rate, accuracy in rows[1:]:
+        # On images, OrScale runs the vision configuration.
+        name = OPTIMIZER_OF[optimizer].replace("orscale", "orscale_vision")
+        yield "davidnet", name, *measured(accuracy), number(rate)
+
+
+READERS = {
+    "tab:dense": _by_scale,
+    "tab:moe": _mixture,
+    "tab:calibration": _calibration,
+    "tab:lr-sweep": _sweep,
+    "tab:req-ablation": _ablation,
+    "tab:cifar": _cifar10,
+}
+
+
+def held(label):
+    """The same of the recipes."""
+    return {
+        (r.model, r.optimizer, result.value, result.spread, r.learning_rate)
+        for r in RECIPES.values()
+        for result in r.results
+        if result.table == label
+    }
+
+
+@pytest.mark.parametrize(
+    ("label", "rows"),
+    [
+        ("tab:dense", 12),
+        ("tab:moe", 4),
+        ("tab:calibration", 6),
+        ("tab:lr-sweep", 8),
+        ("tab:cifar", 5),
+    ],
+)
+def test_every_reported_row_is_a_recipe_and_every_recipe_a_reported_row(label, rows):
+    assert len(reported(label)) == rows
+    assert held(label) == reported(label)
+
+
+def test_every_ablation_is_a_recipe_though_the_table_has_no_rates():
+    assert len(reported("tab:req-ablation")) == 13
+    found = {(*row[:4], None) for row in held("tab:req-ablation")}
+    assert found == reported("tab:req-ablation")
+
+
+def test_results_beside_the_tables_are_the_papers():
+    assert "final CE 3.2187" in paragraph(r"\textbf{Clip removal.}")
+    text = paragraph("Two notes")
+    assert "Moonlight at LR 0.005 matches Muon at 0.02: 93.61 vs. 93.67" in text
+    assert "nominal 5e-4,1e-3 falls to 92.41±0.12 and 93.18±0.09" in text
+    assert held("app:req-details") == {("125m", "unclipped", 3.2187, None, 1e-3)}
+    assert held("app:cifar") == {
+        ("davidnet", "muon_moonlight", 93.61, None, 0.005),
+        ("davidnet", "muon", 93.67, None, 0.02),
+        ("davidnet", "muon_moonlight", 92.41, 0.12, 5e-4),
+        ("davidnet", "muon_moonlight", 93.18, 0.09, 1e-3),
+    }
+
+
+def test_every_recipe_reports_something_from_a_known_place():
+    places = {result.table for r in RECIPES.values() for result in r.results}
+    assert places == {*READERS, "app:req-details", "app:cifar"}
+    assert all(recipe.results for recipe in RECIPES.values())
+    assert len(RECIPES) == 46
+
+
+def test_recipes_of_a_dense_scale_have_its_settings():
+    _, *rows = table("tab:dense-hp")
+    assert [row[0] for row in rows] == list(MODELS)
+    for scale, *cells in rows:
+        seq_len, batch_size, tokens, steps, rate, warmup = cells
+        recipes = [r for r in RECIPES.values() if r.model == MODELS[scale]]
+        assert len(recipes) >= 3
+        for recipe in recipes:
+            assert recipe.seq_len == int(seq_len)
+            assert recipe.batch_size == int(batch_size)
+            assert f"{recipe.tokens / 1e9:.2f}B" == tokens
+            assert recipe.steps == int(steps)
+            assert recipe.steps * recipe.batch_size * recipe.seq_len == recipe.tokens
+            assert recipe.warmup_steps == int(warmup)
+        assert RECIPES[f"{MODELS[scale]}-orscale"].learning_rate == number(rate)
+
+
+def test_recipes_of_text_have_the_appendixs_hyperparameters():
+    text = paragraph(r"\textbf{Dense LM")
+    assert "betas (0.9,0.95) and weight decay 0.1" in text
+    assert "r_min=0.1, r_max=5.0, mu=0.95, lambda=0.1" in text
+    for recipe in RECIPES.values():
+        if recipe.tokens is not None:
+            assert (recipe.adam_b1, recipe.adam_b2) == (0.9, 0.95)
+            assert (recipe.weight_decay, recipe.momentum) == (0.1, 0.95)
+            assert (recipe.clip, recipe.compute_dtype) == (1.0, "bfloat16")
+    for name in ("125m", "399m", "545m", "1.1b", "16b-a3b"):
+        arguments = optimizer_arguments(RECIPES[f"{name}-orscale"])
+        # What is not given is the library's default, which is the paper's.
+        assert arguments == {
+            "momentum": 0.95,
+            "weight_decay": 0.1,
+            "adam_b1": 0.9,
+            "adam_b2": 0.95,
+        }
+
+
+def test_the_mixture_has_the_public_configuration():
+    text = paragraph(r"\textbf{16B-A3B MoE.}")
+    for stated in (
+        "sequence length 8192",
+        "(=2048 examples =16777216 tokens/step), 596 steps =9999220736",
+        "warmup 60 steps",
+        "seed 42, validation every 50 steps over 10 batches",
+        "LR 4.2e-4, weight decay 0.1",
+    ):
+        assert stated in text
+    recipes = [r for r in RECIPES.values() if r.model == "moonlight_16b_a3b"]
+    assert len(recipes) == 4
+    for recipe in recipes:
+        assert recipe.batch_size * recipe.seq_len == 16_777_216
+        assert (recipe.batch_size, recipe.seq_len) == (2048, 8192)
+        assert (recipe.steps, recipe.tokens) == (596, 9_999_220_736)
+        assert (recipe.warmup_steps, recipe.seed) == (60, 42)
+        assert (recipe.val_every, recipe.val_batches) == (50, 10)
+        assert (recipe.learning_rate, recipe.clip) == (4.2e-4, 1.0)
+        assert recipe.param_dtype == "bfloat16"
+    assert optimizer_arguments(RECIPES["16b-a3b-orscale-r-max-10"])["r_max"] == 10
+    [bounds] = {row[1] for row in table("tab:moe") if "10" in row[0]}
+    assert bounds == "0.1/10"
+
+
+def test_images_have_the_appendixs_hyperparameters():
+    text = paragraph(r"\textbf{CIFAR-10 / DavidNet.}")
+    for stated in (
+        "24 epochs, global batch 512, bf16, cosine schedule with 500-step warmup",
+        "no gradient clipping",
+        "weight decay 5e-4",
+        "OrScale clip (0.5,1.5)",
+        "AdamW fallback LR 1e-3, betas (0.9,0.999)",
+    ):
+        assert stated in text
+    recipes = [r for r in RECIPES.values() if r.model == "davidnet"]
+    assert len(recipes) == 14
+    for recipe in recipes:
+        assert (recipe.epochs, recipe.batch_size, recipe.warmup_steps) == (24, 512, 500)
+        assert recipe.steps == 24 * 97
+        assert (recipe.clip, recipe.weight_decay) == (None, 5e-4)
+        assert recipe.adam_learning_rate == 1e-3
+        assert (recipe.adam_b1, recipe.adam_b2) == (0.9, 0.999)
+    assert optimizer_arguments(RECIPES["cifar10-orscale"])["r_max"] == 1.5
+
+
+def test_uncalibrated_recipes_leave_adamw_at_the_shared_rate():
+    text = paragraph(r"\textbf{Uncalibrated variant")
+    assert "3e-3 at 125M" in text and "2.376e-3 at 399M" in text
+    for name in ("125m", "399m"):
+        recipe = RECIPES[f"{name}-uncalibrated"]
+        assert recipe.adam_learning_rate == RECIPES[f"{name}-orscale"].learning_rate
+
+
+def test_rates_that_the_paper_does_not_state_are_marked():
+    for recipe in RECIPES.values():
+        tables = {result.table for result in recipe.results}
+        unstated = tables == {"tab:req-ablation"}
+        assert (recipe.learning_rate_from == "paper") == (not unstated)
+
+
+def test_accumulation_makes_the_batch_of_whole_parts():
+    mixture = RECIPES["16b-a3b-orscale"]
+    assert accumulation(mixture, devices=8, per_device_batch=1) == 256
+    assert accumulation(mixture, devices=64, per_device_batch=4) == 8
+    assert accumulation(RECIPES["399m-orscale"], devices=8, per_device_batch=12) == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "per_device_batch"), [(8, 5), (64, 64), (0, 1), (8, 0)]
+)
+def test_a_batch_that_does_not_divide_is_refused(devices, per_device_batch):
+    with pytest.raises(UsageError, match=r"batch of 2048 does not divide .* choose"):
+        accumulation(RECIPES["16b-a3b-orscale"], devices, per_device_batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"epochs": 3}, "either tokens or epochs"),
+        ({"tokens": None}, "either tokens or epochs"),
+        ({"seq_len": None}, "needs seq_len"),
+        ({"tokens": 10**6}, "has 3 steps, of which 1000 are warmup"),
+    ],
+)
+def test_recipes_that_make_no_run_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        dataclasses.replace(RECIPES["125m-orscale"], **changes)
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    assert find_recipe("125m-orscale") is RECIPES["125m-orscale"]
+    with pytest.raises(UsageError, match=r"--recipe 125m-sgd .*125m-adamw"):
+        find_recipe("125m-sgd")
+    recipe = dataclasses.replace(RECIPES["125m-orscale"], optimizer="sgd")
+    with pytest.raises(UsageError, match=r"--optimizer sgd .*adamw, lamb, lars"):
+        make_optimizer(recipe, optax.constant_schedule(1.0))
+
+
+SMALL = Recipe("none", "adamw", 0.1, tokens=100, seq_len=1, batch_size=1, warmup_steps=0)
+PARAMS = {"kernel": jnp.eye(4, 6) + 0.1, "bias": jnp.ones(6)}
+GRADS = {"kernel": jnp.eye(4, 6)[:, ::-1] + 0.3, "bias": jnp.ones(6)}
+
+
+def update(recipe, **matrices):
+    schedule = optax.constant_schedule(recipe.learning_rate)
+    optimizer = make_optimizer(recipe, schedule, **matrices)
+    return optimizer.update(GRADS, optimizer.init(PARAMS), PARAMS)[0]
+
+
+def test_the_table_names_every_recipes_optimizer():
+    assert {recipe.optimizer for recipe in RECIPES.values()} < set(OPTIMIZERS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_steps(name):
+    recipe = dataclasses.replace(SMALL, optimizer=name, learning_rate=0.1)
+    updates = update(recipe, weight_dimension_numbers=None)
+    for leaf in updates.values():
+        assert np.all(np.isfinite(leaf)) and np.any(leaf != 0)
+
+
+def test_optimizers_differ_in_what_their_names_say():
+    def kernel(name, **changes):
+        return update(dataclasses.replace(SMALL, optimizer=name, **changes))["kernel"]
+
+    # With a ratio of 1, OrScale is Muon+Moonlight, which is Muon with a scale.
+    np.testing.assert_allclose(kernel("orscale"), kernel("muon_moonlight"), rtol=1e-5)
+    decay = {"weight_decay": 0.0}
+    np.testing.assert_allclose(
+        kernel("muon_moonlight", **decay),
+        kernel("muon", **decay) * 0.2 * np.sqrt(6),
+        rtol=1e-5,
+    )
+    # The vision configuration is clipped, and follows bounds that a recipe gives.
+    np.testing.assert_allclose(
+        kernel("orscale_vision", **decay, r_min=2.0, r_max=2.0),
+        2 * kernel("muon", **decay),
+        rtol=1e-5,
+    )
+    assert optimizer_arguments(
+        dataclasses.replace(SMALL, optimizer="unclipped", r_max=3)
+    )["r_max"] == float("inf")
+
+
+def test_other_parameters_have_a_rate_of_their_own():
+    at_rate = update(dataclasses.replace(SMALL, optimizer="orscale"))
+    apart = update(
+        dataclasses.replace(SMALL, optimizer="orscale", adam_learning_rate=0.025)
+    )
+    np.testing.assert_allclose(apart["kernel"], at_rate["kernel"])
+    np.testing.assert_allclose(apart["bias"], at_rate["bias"] / 4, rtol=1e-6)

@@ -1,0 +1,255 @@
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from examples.pretrain.config import UsageError
+from examples.vision.batches import Augmentation, evaluation_batches, train_batches
+from examples.vision.cifar import TEST_FILES, TRAIN_FILES, read_cifar10
+from examples.vision.images import Images, Statistics, statistics
+
+COUNT = 20  # Images of a file.
+
+
+def contents(index):
+    """Labels and pixels of file number `index`, as the files have them: planes."""
+    rng = np.random.default_rng(index)
+    labels = rng.integers(0, 10, COUNT).astype(np.uint8)
+    return labels, rng.integers(0, 256, (COUNT, 3, 32, 32)).astype(np.uint8)
+
+
+def write_binary(folder):
+    for index, name in enumerate((*TRAIN_FILES, *TEST_FILES)):
+        labels, planes = contents(index)
+        records = np.concatenate([labels[:, None], planes.reshape(COUNT, -1)], axis=1)
+        (folder / f"{name}.bin").write_bytes(records.tobytes())
+    return folder
+
+
+def python_2_pickle(labels, pixels):
+    """A batch as Python 2 and its NumPy pickled it, opcode by opcode."""
+    dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R"
+    dtype += b"(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+    count, size = len(labels).to_bytes(), (3072).to_bytes(2, "little")
+    length = pixels.size.to_bytes(4, "little")
+    array = b"cnumpy.core.multiarray\n_reconstruct\n"
+    array += b"cnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+    array += b"(K\x01K" + count + b"M" + size + b"\x86" + dtype
+    array += b"\x89T" + length + pixels.tobytes() + b"tb"
+    listed = b"](" + b"".join(b"K" + int(label).to_bytes() for label in labels) + b"e"
+    return b"\x80\x02}(U\x04data" + array + b"U\x06labels" + listed + b"u."
+
+
+def write_pickled(folder):
+    for index, name in enumerate((*TRAIN_FILES, *TEST_FILES)):
+        labels, planes = contents(index)
+        (folder / name).write_bytes(python_2_pickle(labels, planes))
+    return folder
+
+
+@pytest.fixture(params=[write_binary, write_pickled], ids=["binary", "python"])
+def folder(request, tmp_path):
+    return request.param(tmp_path)
+
+
+def test_both_versions_are_read_in_the_order_of_their_files(folder):
+    train, test = read_cifar10(folder, COUNT)
+    assert (len(train), len(test)) == (5 * COUNT, COUNT)
+    assert train.pixels.shape == (5 * COUNT, 32, 32, 3)
+    assert (train.pixels.dtype, train.labels.dtype) == (np.uint8, np.int32)
+    for index in range(5):
+        labels, planes = contents(index)
+        part = slice(index * COUNT, (index + 1) * COUNT)
+        np.testing.assert_array_equal(train.labels[part], labels)
+        for channel in range(3):
+            np.testing.assert_array_equal(
+                train.pixels[part, :, :, channel], planes[:, channel]
+            )
+    np.testing.assert_array_equal(test.labels, contents(5)[0])
+
+
+def test_the_folder_that_an_archive_makes_is_found(tmp_path):
+    below = tmp_path / "cifar-10-batches-bin"
+    below.mkdir()
+    write_binary(below)
+    assert len(read_cifar10(tmp_path, COUNT)[0]) == 5 * COUNT
+
+
+def test_missing_files_are_named(folder):
+    [third] = [path for path in folder.iterdir() if "batch_3" in path.name]
+    third.unlink()
+    with pytest.raises(UsageError, match=rf"lacks {third.name} of .*unpack"):
+        read_cifar10(folder, COUNT)
+    with pytest.raises(UsageError, match=r"nowhere is no folder: name"):
+        read_cifar10(folder / "nowhere")
+
+
+def test_a_file_of_another_size_is_refused(folder):
+    with pytest.raises(UsageError, match=r"data_batch_1.* holds 20 .*expected 10000"):
+        read_cifar10(folder)
+
+
+@pytest.mark.parametrize("kept", [0, 3073 * 4 + 5])
+def test_a_binary_file_that_is_cut_off_is_refused(tmp_path, kept):
+    write_binary(tmp_path)
+    os.truncate(tmp_path / "test_batch.bin", kept)
+    with pytest.raises(UsageError, match=rf"test_batch.bin has {kept} bytes.*cut off"):
+        read_cifar10(tmp_path, COUNT)
+
+
+def test_labels_of_another_data_set_are_refused(tmp_path):
+    write_binary(tmp_path)
+    file = tmp_path / "data_batch_2.bin"
+    file.write_bytes(b"\x0a" + file.read_bytes()[1:])
+    with pytest.raises(UsageError, match=r"data_batch_2.bin holds label 10.*10 classes"):
+        read_cifar10(tmp_path, COUNT)
+
+
+class Sneaky:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/never",)
+
+
+@pytest.mark.parametrize(
+    ("written", "why"),
+    [
+        (b"no pickle", "unpack"),
+        (pickle.dumps({b"data": [1]}), "labels"),
+        (pickle.dumps({b"data": Sneaky()}), r"it names (posix|nt)\.system"),
+    ],
+)
+def test_a_pickle_that_is_broken_or_would_run_code_is_refused(tmp_path, written, why):
+    write_pickled(tmp_path)
+    (tmp_path / "data_batch_4").write_bytes(written)
+    with pytest.raises(UsageError, match=rf"data_batch_4 is no file .*{why}"):
+        read_cifar10(tmp_path, COUNT)
+
+
+def images(count=44):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (count, 32, 32, 3)).astype(np.uint8)
+    return Images(pixels, np.arange(count, dtype=np.int32))
+
+
+PLAIN = Statistics(np.zeros(3, np.float32), np.ones(3, np.float32))
+
+
+def test_statistics_are_those_of_all_pixels():
+    data = images()
+    found = statistics(data)
+    np.testing.assert_allclose(found.mean, data.pixels.mean((0, 1, 2)), rtol=1e-6)
+    np.testing.assert_allclose(found.std, data.pixels.std((0, 1, 2)), rtol=1e-6)
+    normal = found.normalize(data.pixels)
+    np.testing.assert_allclose(normal.mean((0, 1, 2)), 0, atol=1e-4)
+    np.testing.assert_allclose(normal.std((0, 1, 2)), 1, rtol=1e-4)
+
+
+class Drawn:
+    """Stands for a generator: the places that it draws."""
+
+    def __init__(self, *values):
+        self.values = values
+
+    def integers(self, high):
+        assert all(0 <= v < h for v, h in zip(self.values, high, strict=True))
+        return self.values
+
+
+@pytest.mark.parametrize("flip", [0, 1])
+@pytest.mark.parametrize(("top", "left"), [(0, 8), (4, 4), (7, 2)])
+@pytest.mark.parametrize(("cut_top", "cut_left"), [(0, 24), (24, 0), (10, 11)])
+def test_augmentation_pads_crops_flips_and_cuts(top, left, cut_top, cut_left, flip):
+    data = images(1)
+    padded = np.pad(data.pixels[0], ((4, 4), (4, 4), (0, 0)), mode="reflect")
+    expected = padded[top : top + 32, left : left + 32].astype(np.float32)
+    expected = np.flip(expected, 1) if flip else expected
+    expected = (expected - 100) / 50
+    expected[cut_top : cut_top + 8, cut_left : cut_left + 8] = 0
+    scale = Statistics(np.full(3, 100, np.float32), np.full(3, 50, np.float32))
+    changed = Augmentation(scale)(
+        {"pixels": data.pixels[0], "labels": data.labels[0]},
+        Drawn(top, left, cut_top, cut_left, flip),
+    )
+    np.testing.assert_array_equal(changed["pixels"], expected)
+    assert changed["labels"] == 0
+
+
+def test_all_crops_flips_and_cuts_are_drawn():
+    example = {"pixels": images(1).pixels[0], "labels": np.int32(0)}
+
+    drawn = []
+
+    class Spy(Drawn):
+        def integers(self, high):
+            drawn.append(np.random.default_rng(len(drawn)).integers(high))
+            return drawn[-1]
+
+    for _ in range(1500):
+        Augmentation(PLAIN)(example, Spy())
+    assert [len(set(column)) for column in np.transpose(drawn)] == [9, 9, 25, 25, 2]
+
+
+def stream(data=None, **changes):
+    options = {"batch_size": 4, "seed": 3} | changes
+    return train_batches(data or images(), Augmentation(PLAIN), **options)
+
+
+def test_a_batch_depends_on_seed_and_step_alone():
+    one, two = stream(), stream()
+    forwards = [one[step]["pixels"] for step in range(30)]
+    backwards = [two[step]["pixels"] for step in reversed(range(30))][::-1]
+    np.testing.assert_array_equal(forwards, backwards)
+    assert forwards[0].shape == (4, 32, 32, 3)
+    assert (forwards[0].dtype, one[0]["labels"].dtype) == (np.float32, np.int32)
+    other = stream(seed=4)
+    assert not np.array_equal(forwards, [other[step]["pixels"] for step in range(30)])
+
+
+def test_an_epoch_shows_every_image_once_and_the_next_shows_it_otherwise():
+    batches = stream()
+    labels = np.concatenate([batches[step]["labels"] for step in range(22)])
+    pixels = np.concatenate([batches[step]["pixels"] for step in range(22)])
+    first, second = labels[:44], labels[44:]
+    assert set(first) == set(second) == set(range(44))
+    assert not np.array_equal(first, second)
+    same = [np.array_equal(pixels[i], pixels[44 + list(second).index(first[i])])
+            for i in range(44)]  # fmt: skip
+    assert sum(same) <= 1
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_see_parts_of_the_same_batch(processes):
+    whole = stream()
+    parts = [stream(process=p, processes=processes) for p in range(processes)]
+    for step in (0, 7, 12):  # The last is of another epoch.
+        for name in ("pixels", "labels"):
+            joined = np.concatenate([part[step][name] for part in parts])
+            np.testing.assert_array_equal(joined, whole[step][name])
+
+
+def test_an_evaluation_has_all_images_as_they_are():
+    data = images(40)
+    batches = evaluation_batches(data, PLAIN, batch_size=8)
+    pixels = np.concatenate([batch["pixels"] for batch in batches])
+    np.testing.assert_array_equal(pixels, data.pixels)
+    parts = [
+        evaluation_batches(data, PLAIN, batch_size=8, process=p, processes=2)
+        for p in (0, 1)
+    ]
+    assert len(parts[0]) == len(parts[1]) == 5
+    np.testing.assert_array_equal(
+        np.concatenate([parts[0][4]["labels"], parts[1][4]["labels"]]),
+        batches[4]["labels"],
+    )
+
+
+def test_batches_that_cannot_be_made_are_refused():
+    with pytest.raises(UsageError, match="batch of 45 is more than the 44 images"):
+        stream(batch_size=45)
+    with pytest.raises(UsageError, match="Batches of 7 leave some of the 44 test images"):
+        evaluation_batches(images(), PLAIN, batch_size=7)
+    with pytest.raises(UsageError, match="batch of 4 does not divide among 3 processes"):
+        stream(process=0, processes=3)
+    with pytest.raises(UsageError, match="cutout 33 must be from 0 to 32"):
+        Augmentation(PLAIN, cutout=33)
