@@ -67,10 +67,15 @@ def steps(options: Options) -> tuple[dict[str, Callable[..., Any]], Any]:
         found = diagnostics.read(state, params, learning_rate=schedule)
         return (params, state), scalars | diagnostics.summarize(found, classes)
 
+    def alone(carry: Any) -> dict[str, jax.Array]:
+        found = diagnostics.read(carry[1], carry[0], learning_rate=schedule)
+        return diagnostics.summarize(found, classes)
+
     kinds = {"without": plain, "with": reading}
     compiled: dict[str, Callable[..., Any]] = {
         name: jax.jit(step, donate_argnums=0) for name, step in kinds.items()
     }
+    compiled["alone"] = jax.jit(alone)
     return compiled, (params, jax.jit(optimizer.init)(params))
 
 
@@ -79,19 +84,30 @@ def main(options: Options) -> None:
     shape = (options.batch_size, options.seq_len + 1)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, options.vocab_size)
     scalars: dict[str, jax.Array] = {}
-    for step in compiled.values():
-        carry, scalars = jax.block_until_ready(step(carry, tokens))  # Compiles.
-    seconds: dict[str, list[float]] = {name: [] for name in compiled}
+    for name in ("without", "with"):  # Compiles.
+        carry, scalars = jax.block_until_ready(compiled[name](carry, tokens))
+    kinds = ("without", "with")
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
     for turn in range(options.turns):
-        for name in sorted(compiled, reverse=bool(turn % 2)):
+        for name in sorted(kinds, reverse=bool(turn % 2)):
             began = time.perf_counter()
             carry, _ = jax.block_until_ready(compiled[name](carry, tokens))
             seconds[name].append(time.perf_counter() - began)
-    before, after = (np.array(seconds[name]) for name in compiled)
+    before, after = (np.array(seconds[name]) for name in kinds)
+    jax.block_until_ready(compiled["alone"](carry))  # Compiles.
+    times = []
+    for _ in range(20):
+        began = time.perf_counter()
+        jax.block_until_ready(compiled["alone"](carry))
+        times.append(time.perf_counter() - began)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(carry[0]))
     print(f"{parameters / 1e6:.1f}M parameters, {len(scalars) - 1} scalars a step")
     print(f"a step: {statistics.median(before):.4f} s, with readouts "
           f"{statistics.median(after):.4f} s")  # fmt: skip
+    share = statistics.median(times) / statistics.median(before)
+    print(
+        f"readouts alone: {1e3 * statistics.median(times):.1f} ms, {share:.2%} of a step"
+    )
     added = np.median(after / before) - 1
     spread = np.percentile(after / before, [25, 75]) - 1
     print(f"readouts add {added:+.2%} (median of {options.turns} pairs; half of them "
