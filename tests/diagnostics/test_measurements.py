@@ -89,6 +89,18 @@ def test_low_rank_and_zero_are_seen(measured):
     assert (found["polar_error"]["grouped_query"] < 0.3).all()
 
 
+@pytest.mark.parametrize("scale", [1e-9, 1e9])
+def test_the_scale_of_the_momentum_does_not_matter(scale):
+    params = {"w": jnp.ones((6, 4))}
+    grads = {"w": scale * jnp.eye(6, 4).at[3, 3].set(0)}
+    optimizer = orscale(0.1)
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    names = ["momentum_null_share", "momentum_stable_rank"]
+    found = measure(state, params, names=names)
+    assert found["momentum_null_share"]["w"] == 0.25
+    assert found["momentum_stable_rank"]["w"] == pytest.approx(3)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_of_sharded_matrices(kind):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
