@@ -32,7 +32,7 @@ class StepGain(NamedTuple):
 
 
 class _Slopes(NamedTuple):
-    """Of one micro-batch, along sQ and along r̂sQ, each of shape (2,)."""
+    """Slopes of one micro-batch along sQ and along r̂sQ, each of shape (2,)."""
 
     descent: jax.Array  # ⟨G, Δ⟩
     curvature: jax.Array  # ⟨Δ, HΔ⟩

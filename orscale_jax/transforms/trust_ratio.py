@@ -173,10 +173,8 @@ def scale_by_calibrated_trust_ratio(
             return full_per_matrix(weight_dimension_numbers, params, value, dtype)
 
         c = filled(0.0 if calibrate else 1.0)
-        ratios, norms = (
-            (filled(1.0), filled(1.0)),
-            (filled(0.0), filled(0.0), filled(0.0)),
-        )
+        ratios = filled(1.0), filled(1.0)
+        norms = filled(0.0), filled(0.0), filled(0.0)
         bounds = ratio_bounds(params, r_min, r_max)
         if rule.counts:
             count = filled(0, lambda _: jnp.int32)
@@ -188,10 +186,8 @@ def scale_by_calibrated_trust_ratio(
     ) -> tuple[PyTree, Any]:
         require_params(params)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
-        full_rank = (
-            (weight_decay, weight_decay_mask) if rule.needs_full_rank else (0.0, None)
-        )
-        decays = _decay_of_leaves(*full_rank, params)
+        given = weight_decay, weight_decay_mask
+        decays = _decay_of_leaves(*(given if rule.needs_full_rank else (0, None)), params)
         *per_matrix, _ = state
         scaled = map_matrices(ratio, axes_tree, updates, params, decays, *per_matrix)
         scaled, *fields = (_entry(scaled, i) for i in range(len(per_matrix) + 1))

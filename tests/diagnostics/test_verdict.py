@@ -161,7 +161,7 @@ def test_numbers_are_those_of_the_paper():
 
 
 def test_standard_errors_are_those_of_draws():
-    """Of a and b with errors, κ scatters as far as the first order says."""
+    """Drawn with errors in a and b, κ scatters as far as the first order says."""
     rng = np.random.default_rng(0)
     a_error, b_error = 0.02 * A, 0.05 * B
     found = kappas(SPREAD, Estimate(A, a_error), Estimate(B, b_error))

@@ -773,7 +773,7 @@ def test_invalid_rules(rules, words):
 
 
 def test_classes_of_a_pooled_ratio():
-    """As a tree and as a function, also where AdamW's leaves are masked."""
+    """Classes are taken as a tree and as a function, also where leaves are masked."""
     params = {
         "attention": {"query": jnp.eye(4), "out": 2 * jnp.eye(4)},
         "mlp": {"up": 3 * jnp.eye(4), "down": 4 * jnp.eye(4)},

@@ -121,7 +121,7 @@ def test_an_accelerator_takes_ragged_dot_and_a_cpu_blocks():
 
 
 def test_rows_of_no_local_expert_take_no_part():
-    """As on a device with some of the experts: the parts add up to the whole."""
+    """Parts on devices with some of the experts add up to the whole."""
     draw = np.random.default_rng(0)
     x, weight, gate, up, down = (
         jnp.asarray(draw.normal(size=shape), jnp.float32)
