@@ -76,7 +76,7 @@ def moonlight(mesh: Mapping[str, int]) -> Leaves:
         "head": sharded(hidden, 163840)._replace(numbers=None),
         "norm": Leaf((hidden,)),
         **layers(27, attention),
-        **mlp("0.mlp", 11264),
+        **mlp("0.mlp", 10944),
         **{
             f"{i}.{name}": leaf
             for i in range(1, 27)

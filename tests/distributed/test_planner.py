@@ -248,7 +248,7 @@ def test_small_matrices_have_no_column_shards():
 
 
 def test_remainders_of_several_shapes_share_a_bucket():
-    """Moonlight's dense layer: sharded by rows and by columns, 16 devices to a matrix."""
+    """A wide MLP: sharded by rows and by columns, 16 devices to a matrix."""
     mesh = {"fsdp": 64}
     bfloat16 = np.dtype("float16")
     gate, up = (array(2048, 11264, axes=("fsdp", ()), dtype=bfloat16),) * 2
@@ -271,7 +271,7 @@ def test_idle_devices_take_column_shards_of_wider_matrices():
     """Moonlight's 52 shared experts leave twelve of 64 devices for its layer 0."""
     half = np.dtype("float16")
     rows = ("fsdp", ())
-    wide = [array(2048, 11264, axes=rows, dtype=half)] * 3
+    wide = [array(2048, 10944, axes=rows, dtype=half)] * 3
     narrow = [array(2048, 2816, axes=rows, dtype=half)] * 52
     [bucket] = plan_buckets(wide + narrow, {"fsdp": 64}, LARGE)
     assert [(layout.matrices, layout.column_shards) for layout in bucket.layouts] == [

@@ -67,7 +67,9 @@ class RecordedModel:
             found = to_pytorch(name, _at(gradients, path)[index])
             assert list(found.shape) == self.shapes[name]
             norm = self[f"grad_norm/{name}"]
-            assert_close(np.linalg.norm(found), norm, dtype, name)
+            # In float32 a sum of millions of squares depends on the machine.
+            found_norm = np.linalg.norm(found.astype(np.float64))
+            assert_close(found_norm, norm, dtype, name)
             places = np.linspace(0, found.size - 1, 16).astype(int)
             entries = found.reshape(-1)[places]
             assert_close(entries, self[f"grad_at/{name}"], dtype, name, scale=norm)

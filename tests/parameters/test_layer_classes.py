@@ -17,7 +17,8 @@ from flax import nnx
 from flaxmodels.gpt2.gpt2 import GPT2Block
 
 from examples.benchmarks import models
-from examples.pretrain.model import Decoder
+from examples.pretrain.configs import DEMOS
+from examples.pretrain.models.dense import Dense
 from orscale_jax.family import pooled
 from orscale_jax.parameters.default_rule import names_embedding_or_head
 from orscale_jax.parameters.layer_classes import layer_classes
@@ -64,10 +65,10 @@ def named(layer, *paths):
 
 
 def test_the_decoder_of_the_demo():
-    build = lambda: Decoder(vocab_size=8, width=4, layers=2, heads=2, rngs=nnx.Rngs(0))  # noqa: E731
+    build = lambda: Dense(DEMOS["demo"].model, nnx.Rngs(0))  # noqa: E731
     params = nnx.state(nnx.eval_shape(build), nnx.Param)
     expected = named("embedding", "embed.embedding") | named("norm", "final_norm.scale")
-    for block in ("blocks.0", "blocks.1"):
+    for block in ("blocks.0", "blocks.1", "blocks.2"):
         expected |= projections(f"{block}.attention.", ".kernel")
         expected |= named(
             "norm", f"{block}.attention_norm.scale", f"{block}.mlp_norm.scale"

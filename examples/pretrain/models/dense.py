@@ -32,10 +32,15 @@ MLPS = {"relu2": Relu2Mlp, "swiglu": SwigluMlp}
 class DenseConfig(LayerConfig):
     """The sizes of a dense decoder."""
 
+    # Tokens that there are.
     vocab_size: int = 50_304
+    # Features of a token.
     width: int
+    # Blocks of attention and MLP.
     layers: int
+    # Heads of attention, which share the width.
     heads: int
+    # Nonlinearity of the MLP.
     mlp: Literal["relu2", "swiglu"] = "relu2"
     # The output head is the transposed table of embeddings.
     tied: bool = True
@@ -43,6 +48,7 @@ class DenseConfig(LayerConfig):
     fused_qkv: bool = True
 
     def __post_init__(self) -> None:
+        self.check_sizes("vocab_size", "width", "layers", "heads")
         if self.mlp not in MLPS:
             raise ValueError(f"mlp={self.mlp!r}: choose one of {', '.join(MLPS)}")
         if self.width % (2 * self.heads):

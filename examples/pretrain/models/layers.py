@@ -16,7 +16,9 @@ from examples.pretrain.models.sharding import Init, constrain, named
 class LayerConfig:
     """What all layers of a model agree on."""
 
+    # Base of the wavelengths of the rotary positions.
     rope_base: float = 10_000.0
+    # Number added to the mean square that a norm divides by.
     norm_eps: float = 1e-6
     # Standard deviation of initial weights. Nothing: the inverse root of the fan-in.
     init_std: float | None = None
@@ -32,6 +34,12 @@ class LayerConfig:
     def precise_dtype(self) -> jnp.dtype:
         """For what is not to be rounded to bfloat16."""
         return jnp.promote_types(jnp.float32, self.dtype)
+
+    def check_sizes(self, *names: str) -> None:
+        """Raises ValueError if one of the sizes is below 1."""
+        for name in names:
+            if (size := getattr(self, name)) < 1:
+                raise ValueError(f"{name}={size}: choose at least 1")
 
     def weight_init(self, default: Init) -> Init:
         if self.init_std is None:

@@ -13,23 +13,33 @@ class MoonlightConfig(LayerConfig):
     code; Moonlight's own release has 50,000 and 1e-5.
     """
 
+    # Tokens that there are.
     vocab_size: int = 163_840
+    # Features of a token.
     width: int = 2048
+    # Blocks of attention and MLP or mixture.
     layers: int = 27
-    # The first layers, which have an MLP instead of a mixture, and its width.
+    # Blocks with an MLP, the first ones.
     dense_layers: int = 1
+    # Width of the MLP.
     dense_hidden: int = 10_944
-    # Attention: rank of the latent; width of a head's query and key without position and
-    # with one, and of its value.
+    # Heads of attention.
     heads: int = 16
+    # Rank of the latent that keys and values are made of.
     kv_rank: int = 512
+    # Features of a head's query and key that know no position.
     nope_dim: int = 128
+    # Features of a head's query and key that rotary positions turn.
     rope_dim: int = 64
+    # Features of a head's value.
     value_dim: int = 128
-    # The mixture.
+    # Routed experts of a mixture.
     experts: int = 64
+    # Routed experts that a token takes.
     experts_per_token: int = 6
+    # Shared experts of a mixture, which every token takes.
     shared_experts: int = 2
+    # Width of an expert.
     expert_hidden: int = 1408
     # Factor of the routed experts' weights, whose sum is 1 without it.
     routed_scale: float = 2.446
@@ -37,6 +47,10 @@ class MoonlightConfig(LayerConfig):
     aux: float = 0.0
 
     def __post_init__(self) -> None:
+        self.check_sizes(
+            *"vocab_size width dense_hidden heads kv_rank nope_dim rope_dim".split(),
+            *"value_dim shared_experts expert_hidden".split(),
+        )
         if not 0 <= self.dense_layers < self.layers:
             raise ValueError(
                 f"dense_layers={self.dense_layers} of layers={self.layers}: at least one "

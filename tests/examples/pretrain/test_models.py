@@ -13,9 +13,8 @@ from flax import nnx
 from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.pretrain import model as demo
 from examples.pretrain.models import dense, moonlight
-from examples.pretrain.models.layers import count_parameters
+from examples.pretrain.models.layers import count_parameters, rotate
 from examples.pretrain.models.sharding import create, shardings
 from orscale_jax import BlockDimensionNumbers, describe, diagnostics, orscale
 from tests.examples.pretrain.recorded_models import (
@@ -45,6 +44,14 @@ def log_likelihood_loss(logits, targets):
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
+def by_path(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in leaves
+    }
+
+
 # Dense
 
 
@@ -69,18 +76,6 @@ def test_dense_is_the_recorded_model(name, scan, dtype):
     assert_close(logits, recording["logits"], dtype)
     assert_close(loss, recording["lm_loss"], dtype)
     recording.assert_same_gradients(nnx.to_pure_dict(gradients), place, dtype)
-
-
-def test_dense_without_fusion_is_the_model_of_the_demo():
-    """The same initial weights under the same names, and the same logits."""
-    sizes = {"vocab_size": 11, "width": 16, "layers": 2, "heads": 2}
-    ours = dense.Dense(
-        dense.DenseConfig(**sizes, fused_qkv=False, scan=False), nnx.Rngs(0)
-    )
-    theirs = demo.Decoder(**sizes, rngs=nnx.Rngs(0))
-    jax.tree.map(np.testing.assert_array_equal, parameters(ours), parameters(theirs))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 11, (2, 12)))
-    np.testing.assert_allclose(ours(tokens), theirs(tokens), atol=1e-5)
 
 
 def test_a_fused_qkv_is_query_key_and_value_side_by_side():
@@ -191,7 +186,7 @@ def test_sizes_that_make_no_moonlight(changes, message):
         dataclasses.replace(moonlight.PRESETS["tiny"], **changes)
 
 
-# Both
+# All of them
 
 MODELS = {
     "dense": (dense.Dense, dense.PRESETS["tiny"]),
@@ -245,6 +240,48 @@ def test_activations_in_bfloat16_of_weights_in_float32(name):
     assert out.dtype == jnp.bfloat16
 
 
+def test_a_token_reaches_all_later_logits_and_no_earlier_one():
+    """Moonlight's attention mixes values by the same function."""
+    config = dataclasses.replace(dense.PRESETS["tiny"], width=16)
+    model, T = dense.Dense(config, nnx.Rngs(0)), 12
+    before = np.random.default_rng(0).integers(0, 256, T)
+    after = np.where(np.eye(T, dtype=bool), (before + 1) % 256, before)
+    logits = np.asarray(nnx.jit(lambda m, x: m(x))(model, jnp.asarray([before, *after])))
+    changes = np.abs(logits[1:] - logits[0]).max(-1)  # By changed token and position.
+    reached = np.triu(np.ones((T, T), bool))
+    assert changes[~reached].max() < 1e-5
+    assert changes[reached].min() > 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_initial_weights_scale_with_fan_in(name):
+    """Of products; those of the embedding have the width in the place of the fan-in."""
+    kind, config = MODELS[name]
+    params = by_path(parameters(kind(config, nnx.Rngs(0))))
+    for path, x in params.items():
+        if path.endswith("scale"):
+            assert (x == 1).all()
+        else:
+            fan_in = x.shape[-1 if path.startswith("embed") else -2]
+            rms = np.sqrt(np.mean(np.square(x)))
+            assert rms == pytest.approx(fan_in**-0.5, rel=0.1), path
+
+
+def test_a_rotation_is_seen_only_as_distance():
+    T, H = 16, 8
+    query, key = np.random.default_rng(0).normal(size=(2, H)).astype(np.float32)
+
+    def everywhere(x):
+        return rotate(jnp.broadcast_to(x, (1, T, 1, H)), 10_000.0)[0, :, 0]
+
+    scores = np.asarray(everywhere(query) @ everywhere(key).T)
+    for offset in range(-T + 1, T):
+        diagonal = np.diagonal(scores, offset)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-5)
+    assert np.ptp(scores[0]) > 0.5
+    np.testing.assert_allclose(np.diagonal(scores), query @ key, atol=1e-5)
+
+
 CLASSES = {
     "attention.qkv.kernel": "attention qkv",
     "attention.query.kernel": "attention query",
@@ -266,14 +303,6 @@ CLASSES = {
     "embed.embedding": "embedding",
     "head.kernel": "head",
 }
-
-
-def by_path(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): leaf
-        for path, leaf in leaves
-    }
 
 
 @scanned_or_not
