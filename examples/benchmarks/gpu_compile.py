@@ -9,58 +9,19 @@ XLA estimates no times for GPUs, and chooses the kernels of products by trying t
 one: without it, the text has its defaults. What is computed, sent and stored stays.
 """
 
-import os
-
-# Read when jax is imported. Its own backend is the CPU's: no GPU is looked for.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
-
 import math
 
+import jax
 import numpy as np
 import tyro
-from jax.experimental import topologies
 
-from examples.benchmarks import ahead_of_time
-
-# What XLA asks of a device, as CUDA reports it of an H100 SXM.
-H100 = """
-platform_name: "CUDA"
-device_description_str: "NVIDIA H100 80GB HBM3"
-dnn_version_info { major: 9 minor: 8 }
-runtime_version { major: 12 minor: 9 }
-gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  threads_per_warp: 32
-  threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-}
-"""
-PER_NODE = 8
+from examples.benchmarks import ahead_of_time, topologies
 
 
 def devices_of(case: str) -> np.ndarray:
     """GPUs in the shape of a case's mesh."""
     shape = tuple(ahead_of_time.CASES[case].mesh.values())
-    nodes = math.prod(shape) // PER_NODE
-    topology = topologies.get_topology_desc(
-        platform="cuda", target_config=H100, topology=f"1x{nodes}x{PER_NODE}"
-    )
-    return np.array(topology.devices).reshape(shape)
+    return np.array(topologies.h100s(math.prod(shape))).reshape(shape)
 
 
 # XLA does not say these of GPUs.
@@ -70,5 +31,11 @@ COLUMNS = {
 }
 
 if __name__ == "__main__":
-    options = tyro.cli(ahead_of_time.Options, description=__doc__)
+    # Its own backend is the CPU's: no GPU is looked for.
+    jax.config.update("jax_platforms", "cpu")
+    options = tyro.cli(
+        ahead_of_time.Options,
+        default=ahead_of_time.Options(compiler_options=topologies.GPU_COMPILER_OPTIONS),
+        description=__doc__,
+    )
     ahead_of_time.main(options, devices_of, COLUMNS)

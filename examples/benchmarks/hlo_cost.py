@@ -6,10 +6,15 @@ XLA's own ``cost_analysis()`` counts a loop's body once, and says nothing of col
 Here a body counts as often as it runs; every branch of a conditional counts.
 
 - *Cycles* are the TPU compiler's estimates, where the text has them: of kernels, a fusion
-  being one. Collectives and copies have no estimate and count as none.
+  being one. Collectives and grouped products (``ragged_dot``) have no estimate and count
+  as none.
 - *Bytes* of a collective are those of its results on one device, and of its operands for
   reduce-scatter: in either case of the whole that is gathered or reduced.
 - *FLOPs* are those of matrix products and convolutions.
+
+The gradient of a grouped product is one product for each group, with a mask of the rows
+of the others, which the kernel skips. The compiler's estimate knows nothing of the mask:
+it is divided by the number of groups, as if every block of rows were one group's.
 """
 
 import dataclasses
@@ -18,8 +23,17 @@ import pathlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
+
+from examples.benchmarks.hlo_program import (
+    CALLS,
+    Computation,
+    Instruction,
+    Run,
+    parse,
+    runs,
+)
 
 COLLECTIVES = {
     "all-gather",
@@ -29,66 +43,6 @@ COLLECTIVES = {
     "ragged-all-to-all",
     "reduce-scatter",
 }
-BITS = {"pred": 8, "bf16": 16} | {
-    f"{kind}{bits}": bits
-    for kind, sizes in {"s": (4, 8, 16, 32, 64), "f": (16, 32, 64)}.items()
-    for bits in sizes
-}
-BITS |= {f"u{bits}": bits for bits in (4, 8, 16, 32, 64)}
-CALLS = {"async-start", "call", "conditional", "fusion"}
-CALLED = re.compile(
-    r"(?:calls|to_apply|branch_computations|true_computation|false_computation)="
-    r"(\{[^}]*\}|%?[\w.-]+)"
-)
-COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
-INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\(([^)]*)\)")
-NAME = re.compile(r"%([\w.-]+)")
-ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-
-
-class Instruction(NamedTuple):
-    """One line: ``%name = type opcode(arguments), attributes``."""
-
-    name: str
-    type: str
-    opcode: str
-    arguments: str
-    attributes: str
-
-    @property
-    def operands(self) -> list[str]:
-        return NAME.findall(self.arguments)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of an instruction's one array."""
-        return _arrays(self.type)[0][1]
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of all its arrays; contexts of asynchronous pairs are none."""
-        return sum(
-            BITS.get(dtype, 0) * math.prod(shape) // 8
-            for dtype, shape in _arrays(self.type)
-        )
-
-    def attribute(self, pattern: str) -> str | None:
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else None
-
-
-Computation = dict[str, Instruction]  # In the order of the text: the last is the root.
-Program = dict[str, Computation]
-
-
-class Run(NamedTuple):
-    """An instruction, the computation that it stands in, and how often it runs."""
-
-    instruction: Instruction
-    computation: Computation
-    times: int
-    looped: bool
-    fused: bool
 
 
 class Collective(NamedTuple):
@@ -130,23 +84,39 @@ class Cost:
 
 def of(text: str) -> Cost:
     """The cost of the text of a compiled program, ``compiled.as_text()``."""
-    program, entry = _parse(text)
+    return by_scope(text, ())[""]
+
+
+def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
+    """The same of its parts, by the `jax.named_scope` that they were traced in.
+
+    A kernel that was fused from two scopes has that of its last operation. What is in
+    none of the scopes is "".
+    """
+    program, entry = parse(text)
+    parts: dict[str, list[Run]] = {scope: [] for scope in (*scopes, "")}
+    for run in runs(program, entry, scopes):
+        parts[run.place.scope].append(run)
+    return {scope: _cost(part) for scope, part in parts.items()}
+
+
+def _cost(part: Iterable[Run]) -> Cost:
     cycles = flops = 0
     collectives = []
     chains: set[tuple[str, str | None]] = set()
-    for run in _runs(program, entry):
-        instruction = run.instruction
-        if not run.fused:
-            cycles += run.times * _cycles(instruction)
-        flops += run.times * _flops(instruction, run.computation)
+    for instruction, computation, place in part:
+        if not place.fused:
+            cycles += place.times * _cycles(instruction) // place.groups
+        flops += place.times * _flops(instruction, computation) // place.groups
         kind = instruction.opcode.removesuffix("-done")
         # One that runs beside a chain of kernels is printed in each of them.
         chain = instruction.attribute(r'chain_id="(\d+)"')
         if kind in COLLECTIVES and (chain is None or (kind, chain) not in chains):
             chains.add((kind, chain))
-            nbytes = _moved(instruction, run.computation)
-            devices = _devices(instruction)
-            collectives.append(Collective(kind, nbytes, run.times, run.looped, devices))
+            nbytes, devices = _moved(instruction, computation), _devices(instruction)
+            collectives.append(
+                Collective(kind, nbytes, place.times, place.looped, devices)
+            )
     return Cost(cycles, flops, tuple(collectives))
 
 
@@ -166,76 +136,6 @@ def _devices(instruction: Instruction) -> int:
     return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))
 
 
-def _parse(text: str) -> tuple[Program, str]:
-    program: Program = {}
-    entry, current = "", None
-    for line in text.splitlines():
-        if header := COMPUTATION.match(line):
-            current = program.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
-        elif line.startswith("}"):
-            current = None
-        elif current is not None and (found := INSTRUCTION.match(line)):
-            name, type_, opcode, arguments = found.groups()
-            attributes = line[found.end() :]
-            current[name] = Instruction(name, type_, opcode, arguments, attributes)
-    return program, entry
-
-
-def _runs(
-    program: Program, name: str, times: int = 1, looped: bool = False, fused: bool = False
-) -> Iterator[Run]:
-    computation = program[name]
-    for instruction in computation.values():
-        yield Run(instruction, computation, times, looped, fused)
-        if instruction.opcode == "while":
-            body = instruction.attribute(r"body=%?([\w.-]+)") or ""
-            trips = _trips(instruction, computation, program)
-            yield from _runs(program, body, times * trips, True, fused)
-        elif instruction.opcode in CALLS:
-            fused_there = fused or instruction.opcode == "fusion"
-            for called in CALLED.findall(instruction.attributes):
-                for inner in re.findall(r"[\w.-]+", called):
-                    yield from _runs(program, inner, times, looped, fused_there)
-
-
-def _trips(loop: Instruction, computation: Computation, program: Program) -> int:
-    """How often a loop's body runs: as the compiler noted, or from its counter."""
-    if noted := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
-        return int(noted)
-    try:
-        condition = program[loop.attribute(r"condition=%?([\w.-]+)") or ""]
-        body = program[loop.attribute(r"body=%?([\w.-]+)") or ""]
-        test = _root(condition)
-        counter, limit = test.operands
-        if test.attribute(r"direction=(\w+)") != "LT":
-            raise ValueError("not to a limit from below")
-        index = int(condition[counter].attribute(r"index=(\d+)") or "")
-        first = computation[loop.operands[0]].operands[index]
-        increment = body[_root(body).operands[index]]
-        if increment.opcode != "add":
-            raise ValueError("not by addition")
-        [step] = [name for name in increment.operands if body[name].opcode == "constant"]
-        start = _constant(first, computation)
-        distance = _constant(limit, condition) - start
-        return -(-distance // _constant(step, body))
-    except (KeyError, IndexError, ValueError) as error:
-        raise ValueError(f"how often does {loop.name} run? {loop}") from error
-
-
-def _root(computation: Computation) -> Instruction:
-    return list(computation.values())[-1]
-
-
-def _constant(name: str, computation: Computation) -> int:
-    instruction = computation[name]
-    if instruction.opcode == "copy":
-        return _constant(instruction.operands[0], computation)
-    if instruction.opcode != "constant":
-        raise ValueError(f"{name} is no constant")
-    return int(instruction.arguments)
-
-
 def _cycles(instruction: Instruction) -> int:
     if instruction.opcode in CALLS - {"fusion"} | {"while"}:
         return 0  # What they run is counted.
@@ -253,6 +153,9 @@ def _moved(collective: Instruction, computation: Computation) -> int:
 
 
 def _flops(instruction: Instruction, computation: Computation) -> int:
+    if instruction.attribute("(ragged_dot_tiling)="):  # A kernel: rows by groups.
+        *_, rows, _ = instruction.operands
+        return 2 * math.prod(instruction.shape) * computation[rows].shape[-1]
     if instruction.opcode not in {"dot", "convolution"}:
         return 0
     left, right = (computation[name].shape for name in instruction.operands)
@@ -295,13 +198,6 @@ def _convolution_flops(
     spatial = math.prod(products(axis) for axis in range(len(of_left) - 2))
     outputs = instruction.shape[of_out.index("b")] * instruction.shape[of_out.index("f")]
     return 2 * outputs * right[of_right.index("i")] * spatial
-
-
-def _arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
-    return [
-        (dtype, tuple(int(size) for size in sizes.split(",") if size))
-        for dtype, sizes in ARRAY.findall(type_)
-    ]
 
 
 def main(paths: list[str]) -> None:

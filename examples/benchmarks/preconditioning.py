@@ -26,10 +26,8 @@ import numpy as np
 import optax
 import tyro
 
-from examples.pretrain.batches import train_batches
-from examples.pretrain.config import Config
-from examples.pretrain.data import read_corpus
-from examples.pretrain.train import compiled_step, initial_model
+from examples.pretrain.configs import DEMOS
+from examples.pretrain.functional import experiment, make_step
 from orscale_jax import muon, polar_express_coefficients, polar_factor
 from orscale_jax.newton_schulz import coefficients
 
@@ -120,16 +118,15 @@ def synthetic() -> Iterator[tuple[str, np.ndarray]]:
 
 def momenta(steps: int) -> list[np.ndarray]:
     """The momentum of every matrix of the demo's model, after some steps of Muon."""
-    config = Config()
-    corpus = read_corpus(config)
-    batches = train_batches(config, corpus)
-    loss_fn, params = initial_model(config, corpus.vocab_size)
-    optimizer = muon(config.learning_rate, weight_decay=config.weight_decay)
-    state = {"params": params, "opt_state": optimizer.init(params)}
-    train_step = compiled_step(loss_fn, optimizer, state, batches[0])
-    for batch in batches[:steps]:
-        state, _ = train_step(state, batch)
-    [(_, traces)] = optax.tree.get_all_with_path(state["opt_state"], "trace")
+    demo = DEMOS["demo"]
+    recipe = dataclasses.replace(demo.recipe, seq_len=128)  # A longer context than there.
+    loss_fn, params, batches, _ = experiment(dataclasses.replace(demo, recipe=recipe))
+    optimizer = muon(recipe.learning_rate, weight_decay=recipe.weight_decay)
+    state = optimizer.init(params)
+    train_step = make_step(loss_fn, optimizer)
+    for index in range(steps):
+        params, state, _ = train_step(params, state, batches[index])
+    [(_, traces)] = optax.tree.get_all_with_path(state, "trace")
     return [np.asarray(trace, np.float64) for trace in jax.tree.leaves(traces)]
 
 

@@ -15,10 +15,12 @@ import jax
 import numpy as np
 import optax
 import tyro
-from flax import nnx
 
-from examples.pretrain.model import Decoder, cross_entropy
+from examples.pretrain.configs import DEMOS
+from examples.pretrain.functional import experiment
 from orscale_jax import diagnostics, orscale
+
+SIZES = ("width", "layers", "heads", "vocab_size")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,27 +39,22 @@ class Options:
 
 def steps(options: Options) -> tuple[dict[str, Callable[..., Any]], Any]:
     """The two steps, and the parameters and state that they begin with."""
-    model = Decoder(
-        vocab_size=options.vocab_size,
-        width=options.width,
-        layers=options.layers,
-        heads=options.heads,
-        rngs=nnx.Rngs(0),
+    demo = DEMOS["demo"]
+    recipe = dataclasses.replace(
+        demo.recipe, seq_len=options.seq_len, batch_size=options.batch_size
     )
-    graph, variables = nnx.split(model, nnx.Param)
-    params: Any = nnx.to_pure_dict(variables)
+    sizes = {name: getattr(options, name) for name in SIZES}
+    model: Any = dataclasses.replace(demo.model, **sizes)
+    loss_fn, params, _, _ = experiment(
+        dataclasses.replace(demo, recipe=recipe, model=model)
+    )
     schedule = optax.cosine_decay_schedule(1e-3, 10_000)
     optimizer = orscale(schedule)
     classes = diagnostics.layer_classes(params)
 
     def plain(carry: Any, tokens: jax.Array) -> tuple[Any, dict[str, jax.Array]]:
         params, state = carry
-
-        def loss_fn(params: Any) -> jax.Array:
-            logits = nnx.merge(graph, params)(tokens[:, :-1])
-            return cross_entropy(logits, tokens[:, 1:])
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
         return (params, state), {"loss": loss}

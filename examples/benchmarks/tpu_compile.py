@@ -12,20 +12,11 @@ Cycles are what the compiler estimates for its kernels and leave out the time in
 collectives, whose bytes are listed instead: see :mod:`examples.benchmarks.hlo_cost`.
 """
 
-import os
-
-# Read when jax is imported and libtpu loaded, which would otherwise ask Google's servers
-# what this machine is, and refuse to be loaded twice. Of the types any will do.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5p-8")
-os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
 import numpy as np
 import tyro
-from jax.experimental import mesh_utils, topologies
+from jax.experimental import mesh_utils
 
-from examples.benchmarks import ahead_of_time
+from examples.benchmarks import ahead_of_time, topologies
 
 TOPOLOGIES = {
     "a": "v5p:4x4x4",
@@ -38,12 +29,9 @@ TOPOLOGIES = {
 
 def devices_of(case: str) -> np.ndarray:
     """The chips of a case's topology, in the shape of its mesh."""
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=TOPOLOGIES[case]
-    )
     shape = tuple(ahead_of_time.CASES[case].mesh.values())
     return mesh_utils.create_device_mesh(
-        shape, topology.devices, allow_split_physical_axes=True
+        shape, topologies.tpus(TOPOLOGIES[case]), allow_split_physical_axes=True
     )
 
 

@@ -2,7 +2,7 @@
 
     python -m examples.benchmarks.training            # some minutes on a CPU
 
-The demo's decoder in GPT-2's sizes, 8,192 tokens a step, everything in float32. The
+The demo's model in GPT-2's sizes, 8,192 tokens a step, everything in float32. The
 gradient is accumulated over micro-batches, which bounds the memory. It and each optimizer
 are programs of their own in one process, the optimizers' timed in turns; a share is the
 optimizer's median over the sum with the gradient's.
@@ -22,7 +22,8 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks.contenders import contenders, step_of
-from examples.pretrain.model import Decoder, cross_entropy
+from examples.pretrain.loss import cross_entropy
+from examples.pretrain.models.dense import Dense, DenseConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +71,9 @@ def gradient_of(graph: Any) -> Callable[[Any, jax.Array], Any]:
     @jax.jit
     def gradient(params: Any, tokens: jax.Array) -> Any:
         def loss(params: Any, batch: jax.Array) -> jax.Array:
-            logits = nnx.merge(graph, params)(batch[:, :-1])
-            return cross_entropy(logits, batch[:, 1:]) / len(tokens)
+            model = nnx.merge(graph, params)
+            hidden = model.hidden(batch[:, :-1])
+            return cross_entropy(hidden, model.logits, batch[:, 1:]) / len(tokens)
 
         def add(grads: Any, batch: jax.Array) -> tuple[Any, None]:
             found = jax.grad(loss)(params, batch)
@@ -84,14 +86,15 @@ def gradient_of(graph: Any) -> Callable[[Any, jax.Array], Any]:
 
 
 def main(options: Options) -> None:
-    model = Decoder(
+    config = DenseConfig(
         vocab_size=50257,
         width=768,
         layers=options.layers,
         heads=12,
-        rngs=nnx.Rngs(0),
+        fused_qkv=False,
+        scan=False,
     )
-    graph, params = nnx.split(model, nnx.Param)
+    graph, params = nnx.split(Dense(config, nnx.Rngs(0)), nnx.Param)
     batches = (options.sequences // options.at_once, options.at_once)
     tokens = jax.random.randint(jax.random.key(0), (*batches, 513), 0, 50257)
     gradient = gradient_of(graph)

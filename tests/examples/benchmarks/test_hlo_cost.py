@@ -230,3 +230,73 @@ ENTRY %main (x: bf16[2,8]) -> (bf16[16,8], bf16[16,8]) {
 
 def test_a_collective_beside_a_chain_of_kernels_is_one():
     assert hlo_cost.of(CHAIN).collective_bytes == 16 * 8 * 2
+
+
+# What the compiler makes itself, such as `%zero`, says nothing of where it comes from.
+SCOPES = """
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[8] get-tuple-element(%p), index=1
+  %zero = f32[8] broadcast(%i), backend_config={"estimated_cycles":"2"}
+  %y = f32[8] add(%x, %zero), metadata={op_name="jit(step)/optimizer/add"}, backend_config={"estimated_cycles":"3"}
+  ROOT %out = (s32[], f32[8]) tuple(%i, %y)
+}
+
+%shared (p: f32[64]) -> f32[64] {
+  %p = f32[64] parameter(0)
+  ROOT %d = f32[64] add(%p, %p), metadata={op_name="jit(step)/gradient/while/add"}, backend_config={"estimated_cycles":"20"}
+}
+
+ENTRY %main (x: f32[8]) -> (f32[8], f32[64]) {
+  %x = f32[8] parameter(0), metadata={op_name="x"}
+  %start = s32[] constant(0)
+  %init = (s32[], f32[8]) tuple(%start, %x)
+  %while = (s32[], f32[8]) while(%init), condition=%c, body=%body, metadata={op_name="jit(step)/gradient/while"}, backend_config={"known_trip_count":{"n":"10"}}
+  %z = f32[8] get-tuple-element(%while), index=1
+  %outside = f32[8] copy(%z), metadata={op_name="jit(step)/optimizers/add"}, backend_config={"estimated_cycles":"7"}
+  %gathered = f32[64] all-gather(%outside), dimensions={0}
+  %again = f32[64] copy(%gathered), backend_config={"estimated_cycles":"5"}
+  %called = f32[64] call(%again), to_apply=%shared, metadata={op_name="jit(step)/optimizer/add"}
+  %result = f32[64] copy(%called), backend_config={"estimated_cycles":"1"}
+  ROOT %out = (f32[8], f32[64]) tuple(%outside, %result)
+}
+"""  # noqa: E501
+
+
+def test_parts_by_what_they_were_traced_in():
+    """A loop or a call decides for all that it runs, a use for what has no name."""
+    parts = hlo_cost.by_scope(SCOPES, ("optimizer", "gradient"))
+    assert {scope: cost.cycles for scope, cost in parts.items()} == {
+        "gradient": 10 * (2 + 3),
+        "optimizer": 20 + 5 + 1,
+        "": 7,
+    }
+    assert parts["optimizer"].collective_bytes == 4 * 64
+    assert hlo_cost.of(SCOPES).cycles == 50 + 26 + 7
+
+
+# As XLA has the product of rows with the matrix of their group on a TPU, and the gradient
+# of the four matrices.
+GROUPED = """
+%masked (dy: bf16[64,16], x: bf16[64,32], mask: pred[4,64]) -> bf16[4,16,32] {
+  %a = bf16[4,64,16]{2,1,0} parameter(0)
+  %b = bf16[4,64,32]{2,1,0} parameter(1)
+  ROOT %c = bf16[4,16,32]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0fb_0io->0bf
+}
+
+ENTRY %main (x: bf16[64,32], w: bf16[4,32,16], n: s32[1]) -> (bf16[64,16], bf16[4,16,32]) {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %w = bf16[4,32,16]{2,1,0} parameter(1)
+  %n = s32[1]{0} parameter(2)
+  %y = bf16[64,16]{1,0} custom-call(%n, %n, /*index=2*/%x, %w), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,32,16"}
+  %dw = bf16[4,16,32]{2,1,0} fusion(%y, %x, %n), kind=kOutput, calls=%masked, backend_config={"estimated_cycles":"400","mask_aggregator_config":{"mask_dim_to_iteration_index":["1","4"]}}
+  ROOT %out = (bf16[64,16], bf16[4,16,32]) tuple(%y, %dw)
+}
+"""  # noqa: E501
+
+
+def test_a_grouped_product_multiplies_every_row_once():
+    cost = hlo_cost.of(GROUPED)
+    assert cost.flops == 2 * (2 * 64 * 32 * 16)
+    assert cost.cycles == 400 // 4
