@@ -9,13 +9,11 @@ References:
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import grain
 import numpy as np
 
-from examples.pretrain.config import UsageError
-from examples.pretrain.process_batches import process_batches
+from examples.pretrain.errors import UsageError
 from examples.vision.images import SIZE, Images, Statistics
 
 PADDING = 4
@@ -69,19 +67,15 @@ class _Examples:
         return {"pixels": self.images.pixels[index], "labels": self.images.labels[index]}
 
 
-def train_batches(
-    images: Images,
-    augmentation: Augmentation,
-    *,
-    batch_size: int,
-    seed: int,
-    process: int = 0,
-    processes: int = 1,
-) -> Sequence[Batch]:
-    """An endless sequence of batches; an epoch sees every image once, in a new order.
+def train_examples(
+    images: Images, augmentation: Augmentation, batch_size: int, seed: int
+) -> grain.MapDataset:
+    """Images without end; an epoch shows every one once, in a new order.
 
-    Item i is what step i sees (of it, the part of a process), and does not depend on the
-    items asked for before, nor on the number of processes.
+    What example i is does not depend on the examples asked for before.
+
+    Raises:
+      UsageError: If they do not fill a batch.
     """
     if len(images) < batch_size:
         raise UsageError(
@@ -89,32 +83,16 @@ def train_batches(
         )
     shuffled = grain.MapDataset.source(_Examples(images)).seed(seed).shuffle()
     # Repeated first: an image is changed in another way in each epoch.
-    changed = shuffled.repeat().random_map(augmentation)
-    return process_batches(changed, batch_size, process, processes)
+    return shuffled.repeat().random_map(augmentation)
 
 
-def evaluation_batches(
-    images: Images,
-    statistics: Statistics,
-    *,
-    batch_size: int,
-    process: int = 0,
-    processes: int = 1,
-) -> list[Batch]:
-    """All images in their order, normalized and not augmented.
-
-    Raises:
-      UsageError: If they do not make whole batches: some would be left out.
-    """
-    if len(images) % batch_size:
-        raise UsageError(
-            f"Batches of {batch_size} leave some of the {len(images)} test images out: "
-            "choose a size that divides their number."
-        )
+def evaluation_examples(
+    images: Images, statistics: Statistics, count: int | None = None
+) -> grain.MapDataset:
+    """The first images in their order, or all, normalized and not augmented."""
 
     def normalized(example: Batch) -> Batch:
         return example | {"pixels": statistics.normalize(example["pixels"])}
 
     examples = grain.MapDataset.source(_Examples(images)).map(normalized)
-    batches = process_batches(examples, batch_size, process, processes)
-    return [batches[index] for index in range(len(images) // batch_size)]
+    return examples if count is None else examples[:count]

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from examples.pretrain.config import UsageError
+from examples.pretrain.errors import UsageError
 from examples.vision.images import CLASSES, SIZE, Images
 
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))

@@ -24,6 +24,7 @@ class DavidNetConfig:
     widths: tuple[int, int, int, int] = (64, 128, 256, 512)
     # Stages, counted from 1, with a residual block.
     residual: tuple[int, ...] = (1, 3)
+    # Classes of images.
     classes: int = 10
     # Factor of the logits.
     logit_scale: float = 0.125

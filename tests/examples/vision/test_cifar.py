@@ -4,8 +4,8 @@ import pickle
 import numpy as np
 import pytest
 
-from examples.pretrain.config import UsageError
-from examples.vision.batches import Augmentation, evaluation_batches, train_batches
+from examples.pretrain.errors import UsageError
+from examples.vision.batches import Augmentation, evaluation_examples, train_examples
 from examples.vision.cifar import TEST_FILES, TRAIN_FILES, read_cifar10
 from examples.vision.images import Images, Statistics, statistics
 
@@ -190,66 +190,47 @@ def test_all_crops_flips_and_cuts_are_drawn():
     assert [len(set(column)) for column in np.transpose(drawn)] == [9, 9, 25, 25, 2]
 
 
-def stream(data=None, **changes):
-    options = {"batch_size": 4, "seed": 3} | changes
-    return train_batches(data or images(), Augmentation(PLAIN), **options)
+def stream(seed=3, batch_size=4):
+    return train_examples(images(), Augmentation(PLAIN), batch_size, seed)
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
+def pixels_of(examples, indices):
+    return np.stack([examples[index]["pixels"] for index in indices])
+
+
+def test_an_example_depends_on_seed_and_place_alone():
     one, two = stream(), stream()
-    forwards = [one[step]["pixels"] for step in range(30)]
-    backwards = [two[step]["pixels"] for step in reversed(range(30))][::-1]
+    forwards = pixels_of(one, range(120))
+    backwards = pixels_of(two, reversed(range(120)))[::-1]
     np.testing.assert_array_equal(forwards, backwards)
-    assert forwards[0].shape == (4, 32, 32, 3)
-    assert (forwards[0].dtype, one[0]["labels"].dtype) == (np.float32, np.int32)
-    other = stream(seed=4)
-    assert not np.array_equal(forwards, [other[step]["pixels"] for step in range(30)])
+    assert forwards.shape == (120, 32, 32, 3)
+    assert (forwards.dtype, one[0]["labels"].dtype) == (np.float32, np.int32)
+    assert not np.array_equal(forwards, pixels_of(stream(seed=4), range(120)))
 
 
 def test_an_epoch_shows_every_image_once_and_the_next_shows_it_otherwise():
-    batches = stream()
-    labels = np.concatenate([batches[step]["labels"] for step in range(22)])
-    pixels = np.concatenate([batches[step]["pixels"] for step in range(22)])
+    examples = stream()
+    labels = [int(examples[index]["labels"]) for index in range(88)]
+    pixels = pixels_of(examples, range(88))
     first, second = labels[:44], labels[44:]
     assert set(first) == set(second) == set(range(44))
-    assert not np.array_equal(first, second)
-    same = [np.array_equal(pixels[i], pixels[44 + list(second).index(first[i])])
+    assert first != second
+    same = [np.array_equal(pixels[i], pixels[44 + second.index(first[i])])
             for i in range(44)]  # fmt: skip
     assert sum(same) <= 1
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_processes_see_parts_of_the_same_batch(processes):
-    whole = stream()
-    parts = [stream(process=p, processes=processes) for p in range(processes)]
-    for step in (0, 7, 12):  # The last is of another epoch.
-        for name in ("pixels", "labels"):
-            joined = np.concatenate([part[step][name] for part in parts])
-            np.testing.assert_array_equal(joined, whole[step][name])
-
-
-def test_an_evaluation_has_all_images_as_they_are():
+def test_an_evaluation_has_the_images_as_they_are():
     data = images(40)
-    batches = evaluation_batches(data, PLAIN, batch_size=8)
-    pixels = np.concatenate([batch["pixels"] for batch in batches])
-    np.testing.assert_array_equal(pixels, data.pixels)
-    parts = [
-        evaluation_batches(data, PLAIN, batch_size=8, process=p, processes=2)
-        for p in (0, 1)
-    ]
-    assert len(parts[0]) == len(parts[1]) == 5
-    np.testing.assert_array_equal(
-        np.concatenate([parts[0][4]["labels"], parts[1][4]["labels"]]),
-        batches[4]["labels"],
-    )
+    examples = evaluation_examples(data, PLAIN)
+    assert len(examples) == 40
+    np.testing.assert_array_equal(pixels_of(examples, range(40)), data.pixels)
+    assert [int(example["labels"]) for example in examples] == list(range(40))
+    assert [int(e["labels"]) for e in evaluation_examples(data, PLAIN, 5)] == [*range(5)]
 
 
-def test_batches_that_cannot_be_made_are_refused():
+def test_examples_that_cannot_be_made_are_refused():
     with pytest.raises(UsageError, match="batch of 45 is more than the 44 images"):
         stream(batch_size=45)
-    with pytest.raises(UsageError, match="Batches of 7 leave some of the 44 test images"):
-        evaluation_batches(images(), PLAIN, batch_size=7)
-    with pytest.raises(UsageError, match="batch of 4 does not divide among 3 processes"):
-        stream(process=0, processes=3)
     with pytest.raises(UsageError, match="cutout 33 must be from 0 to 32"):
         Augmentation(PLAIN, cutout=33)
