@@ -9,7 +9,7 @@ SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
 .PHONY: help test test-oldest clients test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
-	demo-seeds dist clean
+	demo-moe demo-vision demo-seeds dist clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -81,8 +81,14 @@ bench-gpu: ## Compile a step for GPUs, which it needs none of; pass options in A
 	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.has-examples,gpu
 	.venv-gpu/bin/python -m examples.benchmarks.gpu_compile $(ARGS)
 
-demo: $(VENV)/.has-examples ## Run the pretraining demo; pass options in ARGS.
+demo: $(VENV)/.has-examples ## Train a small decoder with three optimizers; options in ARGS.
 	$(RUN) examples.pretrain $(ARGS)
+
+demo-moe: $(VENV)/.has-examples ## The same with a small mixture of experts.
+	$(RUN) examples.pretrain --recipe demo-moe $(ARGS)
+
+demo-vision: $(VENV)/.has-examples ## The same with a small DavidNet on drawings.
+	$(RUN) examples.pretrain --recipe demo-vision $(ARGS)
 
 demo-seeds: $(VENV)/.has-examples ## Run the demo for seeds 0, 1, 2 and compare.
 	@set -e; for seed in $(SEEDS); do \

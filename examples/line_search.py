@@ -17,14 +17,16 @@ import numpy as np
 import optax
 import tyro
 
-from examples.pretrain.arms import ARMS
-from examples.pretrain.batches import train_batches
-from examples.pretrain.config import Config
-from examples.pretrain.data import read_corpus
-from examples.pretrain.train import compiled_step, initial_model, learning_rates
+from examples.pretrain.configs import DEMOS
+from examples.pretrain.functional import experiment, make_step
+from examples.pretrain.optimizers import make_optimizer
+from examples.pretrain.setup import learning_rates
 from orscale_jax import diagnostics, orthogonalize, scale_by_shape
 
 PyTree = Any
+DEMO = DEMOS["demo"]
+# With a longer context than there.
+CONFIG = dataclasses.replace(DEMO, recipe=dataclasses.replace(DEMO.recipe, seq_len=128))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,13 +73,13 @@ def muon_step(gradient: PyTree, trust_ratio: PyTree) -> PyTree:
 
 def look(
     loss_fn: Any,
-    state: dict[str, PyTree],
+    params: PyTree,
+    opt_state: PyTree,
     batches: Sequence[np.ndarray],
     options: Options,
 ) -> str:
     """One line of the table."""
-    params = state["params"]
-    reading = diagnostics.read(state["opt_state"], params)
+    reading = diagnostics.read(opt_state, params)
     measured = [batches[i] for i in range(options.micro_batches)]
     gained = diagnostics.step_gain(loss_fn, params, measured, reading.trust_ratio)
     statistics = diagnostics.estimate(loss_fn, params, measured)
@@ -143,23 +145,20 @@ def _share_of_pairs(
 
 
 def main(options: Options) -> None:
-    config = Config()
-    corpus = read_corpus(config)
-    batches = train_batches(config, corpus)
-    loss_fn, params = initial_model(config, corpus.vocab_size)
-    optimizer = ARMS["orscale"].optimizer(learning_rates(config), config.weight_decay)
-    state = {"params": params, "opt_state": optimizer.init(params)}
-    step = compiled_step(loss_fn, optimizer, state, batches[0])
+    loss_fn, params, batches, numbers = experiment(CONFIG)
+    recipe = CONFIG.recipe_of("orscale")
+    optimizer = make_optimizer(
+        recipe, learning_rates(recipe), weight_dimension_numbers=numbers
+    )
+    opt_state = optimizer.init(params)
+    step = make_step(loss_fn, optimizer)
+    held_out = options.micro_batches + options.held_out
+    unseen = [batches[recipe.num_steps + i] for i in range(held_out)]
     for index in range(max(options.steps)):
-        state, _ = step(state, batches[index])
+        params, opt_state, _ = step(params, opt_state, batches[index])
         if index + 1 in options.steps:
-            unseen = [
-                batches[config.steps + i]
-                for i in range(options.micro_batches + options.held_out)
-            ]
-            print(
-                f"step {index + 1}: {look(loss_fn, state, unseen, options)}", flush=True
-            )
+            found = look(loss_fn, params, opt_state, unseen, options)
+            print(f"step {index + 1}: {found}", flush=True)
 
 
 if __name__ == "__main__":

@@ -8,31 +8,33 @@ warnings, and draws docs/worked_cases.png.
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
-from examples.pretrain.batches import train_batches
 from examples.pretrain.config import Config
-from examples.pretrain.data import read_corpus
-from examples.pretrain.readouts import Readouts, due, examples_to_measure
-from examples.pretrain.train import compiled_step, initial_model, learning_rates
-from orscale_jax import ablations, diagnostics, orscale
+from examples.pretrain.configs import DEMOS
+from examples.pretrain.loading import Batches
+from examples.pretrain.meshes import in_effect, make_mesh
+from examples.pretrain.models.dense import DenseConfig
+from examples.pretrain.readouts import Readouts
+from examples.pretrain.setup import set_up
+from examples.pretrain.step import compiled_step
+from examples.pretrain.tasks import Data, make_task, read_data
+from orscale_jax import diagnostics
 from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 
-TRAINING = Config(
-    width=64,
-    layers=2,
-    heads=2,
-    seq_len=64,
-    steps=200,
-    warmup_steps=10,
+DEMO = DEMOS["demo"]
+TRAINING = dataclasses.replace(
+    DEMO,
+    recipe=dataclasses.replace(DEMO.recipe, seq_len=64, steps=200, warmup_steps=10),
+    model=DenseConfig(
+        vocab_size=256, width=64, layers=2, heads=2, fused_qkv=False, scan=False
+    ),
     measure_every=50,
     measure_batches=32,
 )
@@ -54,43 +56,46 @@ class Case:
 
     Attributes:
       title: What it is.
-      optimizer: Made of the learning rates.
+      optimizer: By its name.
       first_tokens: Of the one sequence of the first batch; 0 for a batch as all others.
     """
 
     title: str
-    optimizer: Any
+    optimizer: str
     first_tokens: int = 0
 
 
 CASES = {
-    "healthy": Case("healthy", orscale),
-    "saturated": Case("saturated: r over ‖M‖", ablations.momentum_denominator),
-    "low_rank": Case("low-rank anchor: 8 tokens first", orscale, first_tokens=8),
+    "healthy": Case("healthy", "orscale"),
+    "saturated": Case("saturated: r over ‖M‖", "momentum_denominator"),
+    "low_rank": Case("low-rank anchor: 8 tokens first", "orscale", first_tokens=8),
 }
 
 
 def run(
-    case: Case, folder: pathlib.Path, batches: Sequence[np.ndarray]
+    case: Case, folder: pathlib.Path, config: Config, data: Data
 ) -> tuple[diagnostics.Reading, Any]:
     """Trains; gives the last reading, and the history as a data frame."""
-    schedule = learning_rates(TRAINING)
-    optimizer = case.optimizer(schedule)
-    loss_fn, params = initial_model(TRAINING, 256)
-    state = {"params": params, "opt_state": optimizer.init(params)}
+    recipe, mesh = config.recipe_of(case.optimizer), make_mesh(config.mesh)
+    setup = set_up(make_task(config), recipe, mesh)
+    batches = Batches(data.train, recipe.batch_size, mesh)
     folder.mkdir(parents=True, exist_ok=True)
-    readouts = Readouts(folder, 0, schedule, loss_fn, params)
+    readouts = Readouts(folder, setup, start=0)
     first = batches[0]
     if case.first_tokens:
         first = first[:1, : case.first_tokens + 1]
-    state, _ = compiled_step(loss_fn, optimizer, state, first)(state, first)
-    step = compiled_step(loss_fn, optimizer, state, batches[1])
-    for done in range(2, TRAINING.steps + 1):
-        state, loss = step(state, batches[done - 1])
-        if due(done, TRAINING):
-            examples = examples_to_measure(done, batches, TRAINING)
-            readouts.record(done, state, examples, loss=float(loss))
-    return readouts.read(state), readouts.history.frame()
+    with in_effect(mesh):
+        state = setup.initial_state()
+        state, _ = compiled_step(setup, 1, first)(state, first)
+        step = compiled_step(setup, 1, batches[1])
+        for done in range(2, recipe.num_steps + 1):
+            state, metrics = step(state, batches[done - 1])
+            measuring = done % (config.measure_every or 1) == 0
+            if done % config.log_every == 0 or measuring:
+                unseen = [batches[done + i] for i in range(config.measure_batches)]
+                to_measure = unseen if measuring else []
+                readouts.record(done, state, to_measure, loss=float(metrics["loss"]))
+        return readouts.read(state), readouts.history.frame()
 
 
 def draw(path: pathlib.Path, tables: dict[str, Any]) -> None:
@@ -130,12 +135,12 @@ def _finish(axes: Axes, label: str, ticks: list[float]) -> None:
 
 
 def main(options: Options) -> None:
-    batches = train_batches(TRAINING, read_corpus(TRAINING))
+    data = read_data(TRAINING)
     tables = {}
     for name, case in CASES.items():
         folder = options.out / name
         (folder / FILE_NAME).unlink(missing_ok=True)
-        reading, tables[name] = run(case, folder, batches)
+        reading, tables[name] = run(case, folder, TRAINING, data)
         page = write_report(folder)
         print(f"\n{case.title}\n{diagnostics.verdict(reading)}")
         for problem in diagnostics.find_problems(reading):

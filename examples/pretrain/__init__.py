@@ -1,11 +1,28 @@
-"""Trains a small decoder with AdamW, Muon+Moonlight and OrScale at one learning rate.
+"""A training program: the paper's models, recipes and optimizers, from a laptop to a pod.
 
-    python -m examples.pretrain                 # the demo: about 3 minutes on 2 cores
-    python -m examples.pretrain --help          # every option
-    python -m examples.pretrain.compare RUN...  # several seeds side by side
+    python -m examples.pretrain                           # the demo: minutes on 2 cores
+    python -m examples.pretrain --recipe 125m-orscale --data shards/*.bin
+    python -m examples.pretrain --recipe demo-moe --help  # every option
+    python -m examples.pretrain.compare RUN...            # several seeds side by side
 
-Read in this order: `config` (options), `model`, `data` and `shards` (which files),
-`batches` (which windows at which step), `arms` (the optimizers), `train` (the loop).
-What a run leaves behind: `rundir`, `records`, `checkpoint`; what it shows: `progress`,
-`timing`, `report`, `plots`.
+Read in this order:
+
+==================  ==============================================================
+recipe, config      the options: what decides the result, and where and how it runs
+recipes, configs    those of the paper's runs and of the demos, by name
+optimizers          every optimizer that a recipe may name
+models/, tasks/     the models; their losses and data as the trainer sees them
+data, shards,       which files, which windows of them, and which part of a batch a
+batches, loading    process reads
+meshes              the mesh, and the table from logical names to its axes
+setup, step         the training state, sharded; the step from one to the next
+train               the loop
+evaluation          validation
+checkpoint          saving and restoring; checksums
+stop, processes     signals; one process or many
+logs                what a run tells: records, readouts, progress, throughput
+report, plots       what it shows at its end; compare, timing
+compile_only        the step for a pod, compiled on any machine
+functional          the same models and data as plain functions, for experiments
+==================  ==============================================================
 """

@@ -1,12 +1,11 @@
 """Which windows of the corpus a step sees: a pure function of seed and step."""
 
-from collections.abc import Sequence
-
 import grain
 import numpy as np
 
-from examples.pretrain.config import Config, UsageError
 from examples.pretrain.data import Corpus, Split
+from examples.pretrain.errors import UsageError
+from examples.pretrain.recipe import Recipe
 
 # Not the run's seed: runs of different seeds are validated on the same windows.
 VALIDATION_SEED = 0
@@ -36,32 +35,29 @@ class Windows:
         return window.astype(np.int32)
 
 
-def train_batches(config: Config, corpus: Corpus) -> Sequence[np.ndarray]:
-    """An endless sequence of batches; an epoch sees every window once, in a new order.
-
-    Item i is what step i sees, of shape (batch_size, seq_len + 1), and does not depend on
-    the items asked for before: the step alone is the position in the data.
-    """
-    windows = _windows(corpus.train, config)
-    shuffled = grain.MapDataset.source(windows).seed(config.seed).shuffle()
-    return shuffled.repeat().batch(config.batch_size)
+def train_windows(recipe: Recipe, corpus: Corpus) -> grain.MapDataset:
+    """Windows without end; an epoch sees every one once, in a new order."""
+    windows = _windows(corpus.train, recipe)
+    return grain.MapDataset.source(windows).seed(recipe.seed).shuffle().repeat()
 
 
-def validation_batches(config: Config, corpus: Corpus) -> list[np.ndarray]:
-    """The batches of every validation."""
-    windows = _windows(corpus.val, config)
-    count = min(config.val_batches, len(windows) // config.batch_size)
+def validation_windows(recipe: Recipe, corpus: Corpus) -> grain.MapDataset:
+    """The windows of every validation, in whole batches."""
+    windows = _windows(corpus.val, recipe)
+    batches = len(windows) // recipe.batch_size
+    if recipe.val_batches is not None:
+        batches = min(recipe.val_batches, batches)
     shuffled = grain.MapDataset.source(windows).seed(VALIDATION_SEED).shuffle()
-    batches = shuffled.batch(config.batch_size)
-    return [batches[index] for index in range(count)]
+    return shuffled[: batches * recipe.batch_size]
 
 
-def _windows(split: Split, config: Config) -> Windows:
-    windows = Windows(split, config.seq_len)
-    if len(windows) < config.batch_size:
+def _windows(split: Split, recipe: Recipe) -> Windows:
+    seq_len = recipe.seq_len or 0  # A language model has one.
+    windows = Windows(split, seq_len)
+    if len(windows) < recipe.batch_size:
         raise UsageError(
             f"{split.name}: {split.tokens} tokens make {len(windows)} windows of "
-            f"{config.seq_len + 1}, and one batch takes {config.batch_size}: "
+            f"{seq_len + 1}, and one batch takes {recipe.batch_size}: "
             "add data, or lower --batch-size or --seq-len."
         )
     return windows

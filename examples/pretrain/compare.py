@@ -14,13 +14,13 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.pretrain import plots
-from examples.pretrain.arms import ARMS
-from examples.pretrain.config import UsageError
+from examples.pretrain.errors import UsageError
+from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.records import read_csv
 from examples.pretrain.report import curve
 from examples.pretrain.rundir import FREE_OPTIONS, differences, read_facts
 
-BASELINE = "muon"
+BASELINE = "muon_moonlight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +42,13 @@ def compare(comparison: Comparison, console: Console) -> None:
     """
     unit = _check(comparison.runs)
     runs = [_validation_curves(folder) for folder in comparison.runs]
-    shared = [arm for arm in ARMS if all(arm in run for run in runs)]
+    shared = [name for name in OPTIMIZERS if all(name in run for run in runs)]
     if not shared:
-        raise UsageError("no arm is finished in all of these runs.")
-    curves = {arm: [run[arm] for run in runs] for arm in shared}
+        raise UsageError("no optimizer is finished in all of these runs.")
+    curves = {name: [run[name] for run in runs] for name in shared}
     comparison.out.parent.mkdir(parents=True, exist_ok=True)
     plots.draw_seeds(comparison.out, curves, unit)
-    final = {arm: np.array([y[-1] for _, y in curves[arm]]) for arm in shared}
+    final = {name: np.array([y[-1] for _, y in curves[name]]) for name in shared}
     console.print(_table(final, unit))
     console.print(f"The curves are in {comparison.out}", highlight=False)
 
@@ -76,22 +76,24 @@ def _check(folders: Sequence[pathlib.Path]) -> str:
 
 def _validation_curves(folder: pathlib.Path) -> dict[str, plots.Curve]:
     rows = read_csv(folder / "metrics.csv")
-    arms = dict.fromkeys(row["arm"] for row in rows)
-    return {a: curve([row for row in rows if row["arm"] == a], "val_loss") for a in arms}
+    by_name: dict[str, list[dict[str, str]]] = {}
+    for row in rows:
+        by_name.setdefault(row["optimizer"], []).append(row)
+    return {name: curve(of_name, "val_loss") for name, of_name in by_name.items()}
 
 
 def _table(final: dict[str, np.ndarray], unit: str) -> Table:
     count = len(next(iter(final.values())))
     table = Table(title=f"Validation loss (nats/{unit}) of {count} runs: mean \\[range]")
     table.add_column("optimizer")
-    for title in ("loss", f"minus {ARMS[BASELINE].label}", "lower"):
+    for title in ("loss", f"minus {OPTIMIZERS[BASELINE].label}", "lower"):
         table.add_column(title, justify="right")
-    for arm, losses in final.items():
+    for name, losses in final.items():
         paired = ("", "")
-        if BASELINE in final and arm != BASELINE:
+        if BASELINE in final and name != BASELINE:
             difference = losses - final[BASELINE]
             paired = _spread(difference, "+.4f"), f"{np.sum(difference < 0)} of {count}"
-        table.add_row(ARMS[arm].label, _spread(losses, ".4f"), *paired)
+        table.add_row(OPTIMIZERS[name].label, _spread(losses, ".4f"), *paired)
     return table
 
 

@@ -11,13 +11,12 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from examples.pretrain.config import Config, UsageError
+from examples.pretrain.config import Config
+from examples.pretrain.errors import UsageError
 from examples.pretrain.shards import is_shard, read_shard
 
 Files = dict[str, pathlib.Path]  # By name: the path below their common folder.
 
-TEXT_VOCAB_SIZE = 256
-SHARD_VOCAB_SIZE = 50_304  # GPT-2's 50257, rounded up to a multiple of 128.
 SEPARATOR = b"\0"  # Between documents. No text holds it.
 VALIDATION_SHARE = 0.1
 _VALIDATION_NAME = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
@@ -55,13 +54,11 @@ class Corpus:
     Attributes:
       train: For training.
       val: For validation; from other files.
-      vocab_size: All tokens are below it.
       unit: What one token is: "byte" or "token".
     """
 
     train: Split
     val: Split
-    vocab_size: int
     unit: str
 
     def fingerprint(self) -> str:
@@ -75,8 +72,12 @@ class Corpus:
         return digest.hexdigest()
 
 
-def read_corpus(config: Config) -> Corpus:
+def read_corpus(config: Config, vocab_size: int) -> Corpus:
     """Reads the files that the configuration names, or the standard library.
+
+    Args:
+      config: Names them.
+      vocab_size: All tokens have to be below it.
 
     Raises:
       UsageError: If files are missing, empty, corrupt or of two kinds.
@@ -96,13 +97,8 @@ def read_corpus(config: Config) -> Corpus:
             "validation files: add files to it."
         )
     shards = _are_shards([*train.values(), *val.values()])
-    read, vocab_size, unit = (
-        (_read_shards, SHARD_VOCAB_SIZE, "token")
-        if shards
-        else (_read_texts, TEXT_VOCAB_SIZE, "byte")
-    )
-    vocab_size = config.vocab_size or vocab_size
-    return Corpus(read(train, vocab_size), read(val, vocab_size), vocab_size, unit)
+    read, unit = (_read_shards, "token") if shards else (_read_texts, "byte")
+    return Corpus(read(train, vocab_size), read(val, vocab_size), unit)
 
 
 def _are_shards(paths: list[pathlib.Path]) -> bool:
@@ -145,7 +141,7 @@ def _check_tokens(path: pathlib.Path, tokens: np.ndarray, vocab_size: int) -> No
     if largest >= vocab_size:
         raise UsageError(
             f"{path} holds token {largest}, but the vocabulary ends at {vocab_size - 1}: "
-            f"pass --vocab-size {largest + 1} or more, or write the file again."
+            f"pass --model.vocab-size {largest + 1} or more, or write the file again."
         )
 
 

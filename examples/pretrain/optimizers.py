@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
-from examples.pretrain.config import UsageError
+from examples.pretrain.errors import UsageError
 from examples.pretrain.recipe import Recipe
 from orscale_jax import ablations, family, muon, orscale
 
@@ -29,6 +29,7 @@ class Optimizer:
       given: Other arguments of the constructor, by the recipe's fields they are taken
         from; a field that is None leaves the constructor's default.
       has_matrices: Whether it treats matrices apart and takes what says which these are.
+      readable: Whether `orscale_jax.diagnostics` can read its state.
     """
 
     label: str
@@ -36,6 +37,7 @@ class Optimizer:
     fixed: Mapping[str, Any]
     given: Mapping[str, str]
     has_matrices: bool
+    readable: bool
 
 
 _ADAM = {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"}
@@ -47,21 +49,41 @@ def _ours(label: str, constructor: Constructor, **fixed: Any) -> Optimizer:
     """An optimizer of this library: it has the recipe's names for what it has."""
     has = inspect.signature(constructor).parameters
     given = {name: name for name in _SAME_NAME if name in has and name not in fixed}
-    return Optimizer(label, constructor, fixed, given, has_matrices=True)
+    return Optimizer(label, constructor, fixed, given, has_matrices=True, readable=True)
 
 
 def _optax(label: str, constructor: Constructor, given: Mapping[str, str]) -> Optimizer:
-    return Optimizer(label, constructor, {}, given, has_matrices=False)
+    return Optimizer(label, constructor, {}, given, has_matrices=False, readable=False)
+
+
+def _optax_muon(
+    learning_rate: optax.Schedule,
+    *,
+    weight_dimension_numbers: Any,
+    param_shardings: Any = None,
+    **arguments: Any,
+) -> Transformation:
+    """`optax.contrib.muon` by our names; it asks nobody where parameters lie."""
+    return optax.contrib.muon(
+        learning_rate, muon_weight_dimension_numbers=weight_dimension_numbers, **arguments
+    )
 
 
 _VISION = {"consistent_rms": None, "calibrate": False}
+_OPTAX_MUON = {
+    "beta": "momentum",
+    "weight_decay": "weight_decay",
+    "adam_weight_decay": "weight_decay",
+    "adam_b1": "adam_b1",
+    "adam_b2": "adam_b2",
+}
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": _optax("AdamW", optax.adamw, _ADAM),
     "lamb": _optax("LAMB", optax.lamb, _ADAM),
     "lars": _optax("LARS", optax.lars, _LARS),
     "muon": _ours("Muon", muon, consistent_rms=None),
-    "muon_moonlight": _ours("Muon + Moonlight", muon),
+    "muon_moonlight": _ours("Muon+Moonlight", muon),
     "orscale": _ours("OrScale", orscale),
     "orscale_vision": _ours(
         "OrScale (s = 1)",
@@ -90,6 +112,15 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon_plus": _ours("Muon+", family.muon_plus),
     "cautious": _ours("OrScale, cautious decay", family.cautious),
     "pooled": _ours("OrScale, one ratio for all", family.pooled),
+    # The same as Muon+Moonlight, by another library.
+    "optax_muon": Optimizer(
+        "optax.contrib.muon",
+        _optax_muon,
+        {"consistent_rms": 0.2},
+        _OPTAX_MUON,
+        has_matrices=True,
+        readable=False,
+    ),
 }
 
 
@@ -106,23 +137,27 @@ def make_optimizer(
         such as ``weight_dimension_numbers``. Optimizers without matrices do without.
 
     Raises:
-      UsageError: If there is no such optimizer.
+      UsageError: If there is no such optimizer, or it does not take the recipe's
+        hyperparameters.
     """
-    optimizer = _find(recipe.optimizer)
+    optimizer = find_optimizer(recipe.optimizer)
     arguments = optimizer_arguments(recipe)
     if optimizer.has_matrices:
         arguments |= matrices | {"adam_learning_rate": _adam_rate(recipe, learning_rate)}
-    return optimizer.constructor(learning_rate, **arguments)
+    try:
+        return optimizer.constructor(learning_rate, **arguments)
+    except ValueError as error:
+        raise UsageError(f"--optimizer {recipe.optimizer}: {error}") from error
 
 
 def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
     """The arguments that the recipe gives its optimizer, apart from learning rates."""
-    optimizer = _find(recipe.optimizer)
+    optimizer = find_optimizer(recipe.optimizer)
     given = {name: getattr(recipe, field) for name, field in optimizer.given.items()}
     return {k: v for k, v in given.items() if v is not None} | dict(optimizer.fixed)
 
 
-def _find(name: str) -> Optimizer:
+def find_optimizer(name: str) -> Optimizer:
     if name not in OPTIMIZERS:
         known = ", ".join(OPTIMIZERS)
         raise UsageError(f"--optimizer {name} is unknown. Choose one of: {known}.")

@@ -8,14 +8,17 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
-from examples.pretrain.arms import ARMS, R_MAX, R_MIN
+from examples.pretrain.optimizers import OPTIMIZERS
 
 SMOOTHING = 0.9  # Of the training loss: the weight of the past at each step.
+RATIO_TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10)
+MOST_LINES = 8  # More matrices than these are drawn as a band.
 INK, FAINT = "#333333", "#D9D9D9"
-# Panels of the matrices stand in the order in which a block uses them.
-KINDS = ("query", "key", "value", "out", "up", "down")
+# Told apart by the colour-blind, too (Okabe and Ito).
+COLORS = {"adamw": "#666666", "muon_moonlight": "#0072B2", "orscale": "#D55E00"}
+OTHER_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 
 Curve = tuple[np.ndarray, np.ndarray]  # Steps and values.
 
@@ -30,14 +33,14 @@ def draw_losses(
 
     Args:
       path: Of the PNG.
-      train: Training loss of every step, by arm.
-      val: Validation loss, by arm.
+      train: Training loss of every step, by optimizer.
+      val: Validation loss, by optimizer.
       unit: What one token is.
     """
     figure, (whole, late) = _two_panels(f"cross-entropy (nats per {unit})")
     for arm, curve in val.items():
         steps, losses = train[arm]
-        color = ARMS[arm].color
+        color = color_of(arm)
         whole.plot(steps, smooth(losses), color=color, lw=1, alpha=0.45)
         for axes in (whole, late):
             axes.plot(*curve, color=color, lw=1.8, marker="o", ms=3.5)
@@ -55,7 +58,7 @@ def draw_seeds(path: pathlib.Path, val: Mapping[str, Sequence[Curve]], unit: str
 
     Args:
       path: Of the PNG.
-      val: One curve per run, over the same steps, by arm.
+      val: One curve per run, over the same steps, by optimizer.
       unit: What one token is.
     """
     figure, (whole, late) = _two_panels(f"validation cross-entropy (nats per {unit})")
@@ -64,8 +67,8 @@ def draw_seeds(path: pathlib.Path, val: Mapping[str, Sequence[Curve]], unit: str
         means[arm] = curves[0][0], np.mean([losses for _, losses in curves], axis=0)
         for axes in (whole, late):
             for curve in curves:
-                axes.plot(*curve, color=ARMS[arm].color, lw=0.8, alpha=0.5)
-            axes.plot(*means[arm], color=ARMS[arm].color, lw=2.2)
+                axes.plot(*curve, color=color_of(arm), lw=0.8, alpha=0.5)
+            axes.plot(*means[arm], color=color_of(arm), lw=2.2)
     whole.plot([], [], color=INK, lw=2.2, label="mean of the runs")
     whole.plot([], [], color=INK, lw=0.8, alpha=0.5, label="single runs")
     whole.legend(frameon=False)
@@ -75,37 +78,94 @@ def draw_seeds(path: pathlib.Path, val: Mapping[str, Sequence[Curve]], unit: str
     _save(figure, path)
 
 
-def draw_trust_ratios(path: pathlib.Path, ratios: Mapping[str, Curve]) -> None:
-    """Trust ratios as applied: one panel per kind of matrix, one line per layer.
+def draw_trust_ratios(path: pathlib.Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Trust ratios as applied: a panel for each class of layers, a line for each matrix.
+
+    Where a class has many, its panel has their median and the band of the middle 90 %.
 
     Args:
       path: Of the PNG.
-      ratios: By name of the matrix, such as blocks.0.attention.query.kernel.
+      rows: Of history.csv.
     """
-    kinds: dict[str, dict[int, Curve]] = {}
-    for name, curve in ratios.items():
-        _, index, kind = name.removesuffix(".kernel").split(".", 2)
-        kinds.setdefault(kind, {})[int(index)] = curve
-    layers = sorted({layer for lines in kinds.values() for layer in lines})
-    shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(layers)))
-    figure, grid = _figure(2, 3, (10, 6), sharex=True, sharey=True)
+    classes: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        lines = classes.setdefault(row["class"], {})
+        lines.setdefault(row["matrix"], []).append(float(row["trust_ratio"]))
+    steps = sorted({int(row["step"]) for row in rows})
+    columns = min(len(classes), 3 if len(classes) <= 6 else 4)
+    height = -(-len(classes) // columns)
+    size = (10, 1.2 + 2.1 * height)
+    figure, grid = _figure(height, columns, size, sharex=True, sharey=True)
     panels = grid.ravel()
-    in_order = sorted(kinds, key=lambda kind: KINDS.index(kind.rpartition(".")[2]))
-    for axes, kind in zip(panels, in_order, strict=True):
-        axes.set_title(kind, loc="left")
-        _bounds(axes)
-        for layer, shade in zip(layers, shades, strict=True):
-            steps, values = kinds[kind][layer]
-            axes.plot(steps, values, color=shade, lw=1.8, label=f"layer {layer}")
-    figure.supxlabel("step", fontsize=10)
+    for axes, (name, lines) in zip(panels, classes.items(), strict=False):
+        _draw_class(axes, name, steps, np.array(list(lines.values())))
+    _ratio_axis(panels[0])
+    for axes in panels[len(classes) :]:
+        axes.set_visible(False)
+    figure.supxlabel("step. Lines are layers, from dark (first) to light", fontsize=10)
     figure.supylabel("trust ratio applied (log scale)", fontsize=10)
-    figure.legend(
-        *panels[0].get_legend_handles_labels(),
-        loc="outside upper right",
-        ncols=min(len(layers), 8),
-        frameon=False,
-    )
     _save(figure, path)
+
+
+def _draw_class(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -> None:
+    axes.set_title(name, loc="left", fontsize=10)
+    axes.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+    if len(values) <= MOST_LINES:
+        shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(values)))
+        for shade, line in zip(shades, values, strict=True):
+            axes.plot(steps, line, color=shade, lw=1.6)
+        return
+    low, middle, high = np.quantile(values, [0.05, 0.5, 0.95], axis=0)
+    axes.fill_between(steps, low, high, color="#0072B2", alpha=0.2, lw=0)
+    axes.plot(steps, middle, color="#0072B2", lw=1.8)
+    axes.annotate(
+        f"median and middle 90 % of {len(values)}",
+        (0.02, 0.03),
+        xycoords="axes fraction",
+        fontsize=7,
+        color=INK,
+    )
+
+
+def _ratio_axis(axes: Axes) -> None:
+    """A logarithmic axis with some room around what is drawn, and around 1."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, 0.7), max(high, 1.5))
+    axes.yaxis.set_major_locator(FixedLocator(RATIO_TICKS))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+
+
+def draw_loads(path: pathlib.Path, rows: Sequence[Mapping[str, str]]) -> None:
+    """Loads of the experts relative to even ones, a panel for each layer.
+
+    Args:
+      path: Of the PNG.
+      rows: Of expert_loads.csv.
+    """
+    steps = sorted({int(row["step"]) for row in rows})
+    layers = 1 + max(int(row["layer"]) for row in rows)
+    experts = 1 + max(int(row["expert"]) for row in rows)
+    shares = np.array([float(row["share"]) for row in rows])
+    loads = shares.reshape(len(steps), layers, experts) * experts
+    figure, grid = _figure(1, layers, (min(4 + 3 * layers, 14), 3.4), sharey=True)
+    for layer, axes in enumerate(grid.ravel()):
+        axes.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+        axes.plot(steps, loads[:, layer], color="#009E73", lw=0.8, alpha=0.6)
+        axes.set_title(f"mixture layer {layer}", loc="left")
+        axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    grid.ravel()[0].set_ylabel("load of an expert (1 is even)")
+    _save(figure, path)
+
+
+def color_of(name: str) -> str:
+    """The colour of an optimizer, the same in all figures."""
+    others = [other for other in OPTIMIZERS if other not in COLORS]
+    if name in COLORS:
+        return COLORS[name]
+    return OTHER_COLORS[others.index(name) % len(OTHER_COLORS)]
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -131,34 +191,12 @@ def _figure(
     rows: int, columns: int, size: tuple[float, float], **options: Any
 ) -> tuple[Figure, np.ndarray]:
     figure = Figure(figsize=size, layout="constrained", dpi=150)
-    grid = figure.subplots(rows, columns, **options)
+    grid = np.atleast_1d(figure.subplots(rows, columns, **options))
     for axes in grid.ravel():
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color=FAINT, lw=0.6)
         axes.set_axisbelow(True)
     return figure, grid
-
-
-def _bounds(axes: Axes) -> None:
-    """A logarithmic axis between the clip bounds, with lines at them and at 1."""
-    axes.set_yscale("log")
-    axes.set_ylim(R_MIN * 0.8, R_MAX * 1.25)
-    axes.yaxis.set_major_locator(FixedLocator([R_MIN, 0.2, 0.5, 1, 2, R_MAX]))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    for bound, name, side in ((R_MIN, "r_min", 3), (1.0, "", 0), (R_MAX, "r_max", -3)):
-        axes.axhline(bound, color=INK, lw=0.8, ls=(0, (4, 3)))
-        axes.annotate(
-            name,
-            xy=(1, bound),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(0, side),
-            textcoords="offset points",
-            ha="right",
-            va="bottom" if side > 0 else "top",
-            color=INK,
-            fontsize=8,
-        )
 
 
 def _zoom(axes: Axes, curves: Sequence[Curve]) -> None:
@@ -183,8 +221,8 @@ def _label_ends(axes: Axes, curves: Mapping[str, Curve]) -> None:
         axes.text(
             1.02,
             place,
-            f"{ARMS[arm].label}  {value:.4f}",
-            color=ARMS[arm].color,
+            f"{OPTIMIZERS[arm].label}  {value:.4f}",
+            color=color_of(arm),
             transform=axes.transAxes,
             va="center",
             fontweight="bold",

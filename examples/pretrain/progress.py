@@ -12,15 +12,17 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from examples.pretrain.throughput import Throughput
+
 SECONDS_BETWEEN_LINES = 15.0
 
 
 class Display:
-    """Shows how far one arm has come; a context manager.
+    """Shows how far the training with one optimizer has come; a context manager.
 
     Args:
       console: Where to.
-      label: The arm's name.
+      label: The optimizer's name.
       start: The step to go on from.
       steps: The step to end at.
     """
@@ -32,7 +34,7 @@ class Display:
             TextColumn("{task.description:<14}"),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[reading]:<32}"),
+            TextColumn("{task.fields[reading]:<40}"),
             TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
@@ -49,9 +51,9 @@ class Display:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def update(self, step: int, loss: float, throughput: Throughput) -> None:
         """Shows a reading."""
-        reading = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+        reading = f"loss {loss:.3f}  {throughput}"
         self._bar.update(self._task, completed=step, reading=reading)
         now = time.monotonic()
         late = now - self._said > SECONDS_BETWEEN_LINES or step == self._steps

@@ -1,15 +1,17 @@
-"""What an arm's optimizer does, written down: readings, and now and then measurements."""
+"""What an optimizer does, written down: readings, and now and then measurements."""
 
 import functools
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
-import optax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
-from examples.pretrain.config import Config
+from examples.pretrain.processes import is_first
+from examples.pretrain.setup import Setup, State
+from examples.pretrain.step import loss_of, on_auto_axes
 from orscale_jax import describe, diagnostics
 from orscale_jax.diagnostics.history import FILE_NAME
 
@@ -25,26 +27,32 @@ MICRO_BATCHES = 8  # The standard errors are over these.
 
 
 class Readouts:
-    """The history of one arm, which `python -m orscale_jax.diagnostics` reports on.
+    """The history of a run, which `python -m orscale_jax.diagnostics` reports on.
+
+    All processes take part in a reading; the first one writes it down.
 
     Args:
-      folder: Of the arm.
+      folder: Of the run with one optimizer.
+      setup: What is trained.
       start: The step to go on from.
-      schedule: The learning rates.
-      loss_fn: Of parameters and a batch.
-      params: The initial parameters.
     """
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        start: int,
-        schedule: optax.Schedule,
-        loss_fn: Callable[[PyTree, Any], jax.Array],
-        params: PyTree,
-    ):
-        self._read = jax.jit(functools.partial(diagnostics.read, learning_rate=schedule))
-        self._loss_fn = loss_fn
+    def __init__(self, folder: pathlib.Path, setup: Setup, start: int):
+        everywhere = NamedSharding(setup.mesh, PartitionSpec())
+        self._read = jax.jit(
+            functools.partial(
+                diagnostics.read,
+                learning_rate=setup.schedule,
+                weight_dimension_numbers=setup.weight_dimension_numbers,
+            ),
+            out_shardings=everywhere,
+        )
+        self._numbers = setup.weight_dimension_numbers
+        self._loss_fn = on_auto_axes(setup, _plain_loss(setup), PartitionSpec())
+        self._cut = jax.jit(on_auto_axes(setup, _cut, PartitionSpec()))
+        if not is_first():
+            return
+        params = setup.abstract["params"]
         self.history = diagnostics.History(
             folder / FILE_NAME,
             classes=diagnostics.layer_classes(params),
@@ -52,39 +60,47 @@ class Readouts:
             scalars=("loss", *OF_STEP),
         )
         self.history.rewind(start)
-        (folder / "audit.csv").write_text(describe(params).to_csv())
+        (folder / "audit.csv").write_text(describe(params, self._numbers).to_csv())
 
-    def read(self, state: dict[str, PyTree]) -> diagnostics.Reading:
+    def read(self, state: State) -> diagnostics.Reading:
         """What the optimizer has done in the last step."""
         return self._read(state["opt_state"], state["params"])
 
     def record(
-        self,
-        step: int,
-        state: dict[str, PyTree],
-        examples: np.ndarray,
-        **scalars: Any,
-    ) -> None:
-        """Writes a reading down and, if there are examples, what is measured on them."""
+        self, step: int, state: State, batches: Sequence[PyTree], **scalars: Any
+    ) -> diagnostics.Reading:
+        """Writes a reading down and, if there are batches, what is measured on them."""
         reading = self.read(state)
-        # Without ratios the theory has nothing to say of their gain.
-        measuring = len(examples) and reading.trust_ratio is not None
         measured = {}
-        if measuring:
-            micro_batches = _cut(examples)
+        # Without ratios the theory has nothing to say of their gain.
+        if batches and reading.trust_ratio is not None:
+            micro_batches = [
+                (state["variables"], part) for part in self._cut(list(batches))
+            ]
             measured = self._measured(state, micro_batches)
             gained = diagnostics.step_gain(
-                self._loss_fn, state["params"], micro_batches, reading.trust_ratio
+                self._loss_fn,
+                state["params"],
+                micro_batches,
+                reading.trust_ratio,
+                weight_dimension_numbers=self._numbers,
             )
             scalars |= dict(zip(OF_STEP, gained.kappa, strict=True))
-        self.history.append(step, reading, measured, **scalars)
+        if is_first():
+            self.history.append(step, reading, measured, **scalars)
+        return reading
 
-    def _measured(
-        self, state: dict[str, PyTree], micro_batches: list[np.ndarray]
-    ) -> dict[str, PyTree]:
+    def _measured(self, state: State, micro_batches: list[PyTree]) -> dict[str, PyTree]:
         params = state["params"]
-        statistics = diagnostics.estimate(self._loss_fn, params, micro_batches)
-        of_momentum = diagnostics.measure(state["opt_state"], params, names=OF_MOMENTUM)
+        statistics = diagnostics.estimate(
+            self._loss_fn, params, micro_batches, weight_dimension_numbers=self._numbers
+        )
+        of_momentum = diagnostics.measure(
+            state["opt_state"],
+            params,
+            names=OF_MOMENTUM,
+            weight_dimension_numbers=self._numbers,
+        )
         return of_momentum | {
             name + end: getattr(getattr(statistics, name), field)
             for name in STATISTICS
@@ -92,23 +108,23 @@ class Readouts:
         }
 
 
-def _cut(examples: np.ndarray) -> list[np.ndarray]:
-    """Cuts examples into micro-batches of one size."""
-    size = max(len(examples) // MICRO_BATCHES, 1)
-    starts = range(0, len(examples) - size + 1, size)
-    return [examples[start : start + size] for start in starts]
+def _plain_loss(setup: Setup) -> Any:
+    """The loss as a function of parameters and of (other variables, batch)."""
+    loss_of_all = loss_of(setup)
+
+    def loss_fn(params: PyTree, batch: tuple[PyTree, PyTree]) -> jax.Array:
+        return loss_of_all(params, *batch)[0]
+
+    return loss_fn
 
 
-def due(step: int, config: Config) -> bool:
-    """Whether a reading is due."""
-    return step % config.log_every == 0 or step % config.measure_every == 0
+def _cut(batches: list[PyTree]) -> list[PyTree]:
+    """Cuts the examples of batches into micro-batches of one size."""
+    examples = jax.tree.map(lambda *xs: jnp.concatenate(xs), *batches)
+    count = len(jax.tree.leaves(examples)[0])
+    size = max(count // MICRO_BATCHES, 1)
 
+    def part(start: int) -> PyTree:
+        return jax.tree.map(lambda x: x[start : start + size], examples)
 
-def examples_to_measure(
-    step: int, batches: Sequence[np.ndarray], config: Config
-) -> np.ndarray:
-    """The next batches, none of them seen yet, where a measurement is due."""
-    if step % config.measure_every:
-        return batches[step][:0]
-    following = range(step, step + config.measure_batches)
-    return np.concatenate([batches[index] for index in following])
+    return [part(start) for start in range(0, count - size + 1, size)]

@@ -1,9 +1,12 @@
 """What a recipe says of a run."""
 
 import dataclasses
+import math
 from typing import Literal
 
-from examples.pretrain.config import UsageError
+from tyro.conf import Suppress
+
+from examples.pretrain.errors import UsageError
 
 # Of CIFAR-10, in training.
 IMAGES_PER_EPOCH = 50_000
@@ -29,31 +32,36 @@ class Recipe:
     """One run: a model, an optimizer, and how it is trained."""
 
     # Preset of the model.
-    model: str
+    model: Suppress[str]
     # Optimizer, one of `examples.pretrain.optimizers.OPTIMIZERS`.
-    optimizer: str
+    optimizer: Suppress[str]
     # Peak learning rate.
     learning_rate: float
     # Where the learning rate stands. An assumed one is ours: the paper says "its best".
-    learning_rate_from: Literal["paper", "public logs", "assumed"] = "paper"
+    learning_rate_from: Suppress[Literal["paper", "public logs", "assumed"]] = "paper"
     # Peak learning rate of what takes AdamW beside matrices. Nothing: the one above.
     adam_learning_rate: float | None = None
-    # Decay rates of AdamW's moments.
+    # Decay rate of AdamW's first moment.
     adam_b1: float = 0.9
+    # Decay rate of AdamW's second moment.
     adam_b2: float = 0.95
     # Weight decay of all parameters.
     weight_decay: float = 0.1
-    # Of the matrices (and of LARS).
+    # Momentum of the matrices, and of LARS.
     momentum: float = 0.95
-    # Bounds of the trust ratio. Nothing: the optimizer's own.
+    # Lower bound of the trust ratio. Nothing: the optimizer's own.
     r_min: float | None = None
+    # Upper bound of the trust ratio. Nothing: the optimizer's own.
     r_max: float | None = None
     # Largest global norm of a gradient; a longer one is scaled down. Nothing: any.
     clip: float | None = 1.0
     # Steps of linear warmup; a cosine to zero follows.
     warmup_steps: int = 1_000
-    # Length of training: tokens of text, or epochs of images.
+    # Optimizer steps. Nothing: as many as the tokens or the epochs make.
+    steps: int | None = None
+    # Tokens of text to train on.
     tokens: int | None = None
+    # Epochs of images to train on.
     epochs: int | None = None
     # Tokens that a prediction may look back on. Nothing for images.
     seq_len: int | None = None
@@ -63,45 +71,83 @@ class Recipe:
     cutout: int = 0
     # Of the initial weights and the order of the data; three seeds go on from it.
     seed: int = 42
-    # Steps between validations, and their batches. Nothing: once an epoch, on all images.
+    # Steps between validations. Nothing: an epoch of images.
     val_every: int | None = 500
+    # Batches of a validation, always the same. Nothing: all validation data.
     val_batches: int | None = 20
-    # Numbers that weights are kept in, and those that activations are computed in.
+    # Dtype of the weights.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
+    # Dtype of activations and of products.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # What the paper reports of it.
-    results: tuple[Result, ...] = ()
+    results: Suppress[tuple[Result, ...]] = ()
+
+    # Who trains the routers of a mixture: as the paper has it, or as others do.
+    router: Literal["matrix", "adamw"] = "matrix"
+    # Change of a routing bias in a step.
+    balance_rate: float = 1e-3
+    # A fused query, key and value is one matrix, as the paper has it, or three.
+    qkv: Literal["matrix", "blocks"] = "matrix"
 
     def __post_init__(self) -> None:
-        if (self.tokens is None) == (self.epochs is None):
-            raise UsageError("A recipe has either tokens or epochs: set one of the two.")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            at_least = 0 if field.name in ("warmup_steps", "cutout", "seed") else 1
+            if field.type in (int, int | None) and value is not None and value < at_least:
+                self._refuse(field.name, f"must be at least {at_least}")
+        for name in ("learning_rate", "adam_learning_rate", "clip"):
+            value = getattr(self, name)
+            if value is not None and not (math.isfinite(value) and value > 0):
+                self._refuse(name, "must be a number above 0")
+        for name in ("weight_decay", "balance_rate"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                self._refuse(name, "must be a number of at least 0")
+        for name in ("momentum", "adam_b1", "adam_b2"):
+            if not 0 <= getattr(self, name) < 1:
+                self._refuse(name, "must be at least 0 and below 1")
+        if self.seed >= 2**32:
+            self._refuse("seed", "must be below 2**32")
+        if self.steps is None and (self.tokens is None) == (self.epochs is None):
+            raise UsageError("--steps, --tokens or --epochs: set one of the three.")
         if self.tokens is not None and self.seq_len is None:
-            raise UsageError("A recipe with tokens needs seq_len: set it.")
-        if self.steps <= self.warmup_steps:
-            raise UsageError(
-                f"The recipe has {self.steps} steps, of which {self.warmup_steps} are "
-                "warmup: train for longer, or lower batch_size or warmup_steps."
-            )
+            raise UsageError("--tokens needs --seq-len: set it.")
+        if self.num_steps <= self.warmup_steps:
+            self._refuse("warmup_steps", f"must be below the {self.num_steps} steps")
 
     @property
-    def steps(self) -> int:
-        """Whole optimizer steps that the tokens or epochs make."""
+    def num_steps(self) -> int:
+        """Optimizer steps: those set, or the whole ones that tokens or epochs make."""
+        if self.steps is not None:
+            return self.steps
         if self.tokens is not None and self.seq_len is not None:
             return self.tokens // (self.batch_size * self.seq_len)
         return (self.epochs or 0) * (IMAGES_PER_EPOCH // self.batch_size)
 
+    @property
+    def validation_every(self) -> int:
+        """Steps between validations: those set, or an epoch."""
+        return self.val_every or max(IMAGES_PER_EPOCH // self.batch_size, 1)
 
-def accumulation(recipe: Recipe, devices: int, per_device_batch: int) -> int:
+    def _refuse(self, name: str, why: str) -> None:
+        value = getattr(self, name)
+        raise UsageError(f"--{name.replace('_', '-')} {value} {why}.")
+
+
+def accumulation(recipe: Recipe, devices: int, per_device_batch: int | None) -> int:
     """How many gradients a step adds up so that its batch is the recipe's.
 
     Args:
       recipe: Whose batch_size it is.
       devices: Over which a batch is divided: all of them, less those of tensor axes.
-      per_device_batch: Sequences or images that one device takes at once.
+      per_device_batch: Sequences or images that one device takes at once; None for all
+        of its part of the batch.
 
     Raises:
       UsageError: If the batch cannot be made of whole parts.
     """
+    if per_device_batch is None:
+        return 1
     at_once = devices * per_device_batch
     if at_once < 1 or recipe.batch_size % at_once:
         raise UsageError(

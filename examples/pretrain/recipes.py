@@ -11,7 +11,6 @@ gradient, the validations, the rates of most CIFAR-10 ablations.
 import dataclasses
 from collections.abc import Iterable
 
-from examples.pretrain.config import UsageError
 from examples.pretrain.recipe import Recipe, Result
 
 Named = Iterable[tuple[str, Recipe]]
@@ -225,15 +224,3 @@ RECIPES: dict[str, Recipe] = _named(
     _cifar10(),
     _image_ablations(),
 )
-
-
-def find_recipe(name: str) -> Recipe:
-    """The recipe of a name.
-
-    Raises:
-      UsageError: If there is none.
-    """
-    if name not in RECIPES:
-        known = ", ".join(sorted(RECIPES))
-        raise UsageError(f"--recipe {name} is unknown. Choose one of: {known}.")
-    return RECIPES[name]

@@ -10,13 +10,11 @@ from typing import Any, TextIO
 
 import jax
 import numpy as np
-import optax
 
-from examples.pretrain.config import Config
 from examples.pretrain.rundir import write_atomically
+from examples.pretrain.setup import Setup, State
 
-METRICS = ["arm", "step", "tokens", "train_loss", "val_loss", "learning_rate", "seconds"]
-
+LOADS = ("step", "layer", "expert", "share")
 Row = Mapping[str, Any]
 
 
@@ -27,14 +25,26 @@ class Interval:
     Attributes:
       step: How many steps are done.
       state: After them. The next step takes its memory.
-      losses: One per step of the interval.
+      metrics: Of every step of the interval.
       seconds: What these steps took.
+      stopping: Whether the run has been asked to stop.
     """
 
     step: int
-    state: dict[str, Any]
-    losses: list[float]
+    state: State
+    metrics: list[dict[str, np.ndarray]]
     seconds: float
+    stopping: bool
+
+    @property
+    def first_step(self) -> int:
+        """The first one of the interval, counted from 1."""
+        return self.step - len(self.metrics) + 1
+
+    @property
+    def loss(self) -> float:
+        """The training loss of the last step."""
+        return float(self.metrics[-1]["loss"])
 
 
 class CsvLog:
@@ -60,51 +70,61 @@ class CsvLog:
 
 
 class Recorder:
-    """Writes down one arm's metrics, a row per step.
+    """Writes down the metrics of a run with one optimizer, a row per step.
 
     What it writes depends on the step alone (but for the seconds), wherever the run was
     interrupted.
     """
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        arm: str,
-        start: int,
-        schedule: optax.Schedule,
-        config: Config,
-    ):
-        self._arm, self._config = arm, config
-        steps = np.arange(config.steps)
-        self._learning_rates = jax.device_get(jax.jit(jax.vmap(schedule))(steps))
-        self._metrics = CsvLog(folder / "metrics.csv", METRICS)
+    def __init__(self, folder: pathlib.Path, setup: Setup, start: int):
+        self._recipe, self._task = setup.recipe, setup.task
+        steps = np.arange(setup.recipe.num_steps)
+        self.learning_rates = jax.device_get(jax.jit(jax.vmap(setup.schedule))(steps))
+        self._metrics = CsvLog(folder / "metrics.csv", columns(setup.task.item))
         rows = self._metrics.rewind(start)
+        self._loads = None
+        if setup.task.has_experts:
+            self._loads = CsvLog(folder / "expert_loads.csv", LOADS)
+            self._loads.rewind(start)
         self._seconds = float(rows[-1]["seconds"]) if rows else 0.0
-        self.tokens_per_second = 0.0
 
-    def record(self, interval: Interval, val_loss: float | None) -> None:
-        """Writes an interval down; the validation loss belongs to its last step."""
-        count = len(interval.losses)
-        tokens_per_step = self._config.batch_size * self._config.seq_len
-        self.tokens_per_second = count * tokens_per_step / interval.seconds
-        rows = []
-        for index, loss in enumerate(interval.losses):
-            step = interval.step - count + index + 1
-            self._seconds += interval.seconds / count  # Single steps are not timed.
+    def record(self, interval: Interval, validation: Mapping[str, float]) -> None:
+        """Writes an interval down; the validation belongs to its last step."""
+        items_per_step = self._recipe.batch_size * self._task.items_per_example
+        rows: list[dict[str, Any]] = []
+        for step, metrics in enumerate(interval.metrics, start=interval.first_step):
+            # Single steps are not timed.
+            self._seconds += interval.seconds / len(interval.metrics)
             rows.append(
                 {
-                    "arm": self._arm,
+                    "optimizer": self._recipe.optimizer,
                     "step": step,
-                    "tokens": step * tokens_per_step,
-                    "train_loss": f"{loss:.6f}",
-                    "val_loss": "",
-                    "learning_rate": f"{self._learning_rates[step - 1]:.6g}",
+                    self._task.item: step * items_per_step,
+                    "train_loss": f"{metrics['loss']:.6f}",
+                    "learning_rate": f"{self.learning_rates[step - 1]:.6g}",
+                    "grad_norm": f"{metrics['grad_norm']:.6g}",
                     "seconds": f"{self._seconds:.3f}",
                 }
             )
-        if val_loss is not None:
-            rows[-1]["val_loss"] = f"{val_loss:.6f}"
+        rows[-1] |= {f"val_{name}": f"{x:.6f}" for name, x in validation.items()}
         self._metrics.append(rows)
+
+    def record_loads(self, interval: Interval) -> None:
+        """Writes the experts' shares in the last step down, if the model has experts."""
+        if self._loads is None:
+            return
+        shares_LxE = interval.metrics[-1]["expert_load"]
+        self._loads.append(
+            {"step": interval.step, "layer": layer, "expert": e, "share": f"{share:.6f}"}
+            for (layer, e), share in np.ndenumerate(shares_LxE)
+        )
+
+
+def columns(item: str) -> list[str]:
+    """The columns of metrics.csv."""
+    before, after = ["optimizer", "step", item], ["learning_rate", "grad_norm", "seconds"]
+    accuracy = ["val_accuracy"] if item == "images" else []
+    return [*before, "train_loss", "val_loss", *accuracy, *after]
 
 
 def read_csv(path: pathlib.Path) -> list[dict[str, str]]:

@@ -9,50 +9,49 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.pretrain import plots
-from examples.pretrain.arms import ARMS
-from examples.pretrain.records import METRICS, read_csv, write_csv
+from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.records import read_csv, write_csv
 from examples.pretrain.rundir import read_facts
 from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 
 SUMMARY = [
-    "arm", "label", "val_loss", "steps", "tokens", "parameters",
-    "seconds_per_step", "optimizer_share", "tokens_per_second",
+    "optimizer", "label", "val_loss", "val_accuracy", "steps", "parameters",
+    "seconds_per_step", "optimizer_share", "items_per_second",
 ]  # fmt: skip
 
 
 def write(folder: pathlib.Path, console: Console) -> None:
-    """Reports on all finished arms of a run folder."""
+    """Reports on all finished optimizers of a run folder."""
     unit = read_facts(folder)["unit"]
-    finished = [arm for arm in ARMS if (folder / arm / "result.json").exists()]
-    metrics = {arm: read_csv(folder / arm / "metrics.csv") for arm in finished}
-    summary = [_summary(arm, metrics[arm], folder) for arm in finished]
+    finished = [n for n in OPTIMIZERS if (folder / n / "result.json").exists()]
+    metrics = {name: read_csv(folder / name / "metrics.csv") for name in finished}
+    summary = [_summary(name, metrics[name], folder) for name in finished]
     every_row = [row for rows in metrics.values() for row in rows]
-    write_csv(folder / "metrics.csv", METRICS, every_row)
+    write_csv(folder / "metrics.csv", list(every_row[0]), every_row)
     write_csv(folder / "summary.csv", SUMMARY, summary)
-    train = {arm: curve(rows, "train_loss") for arm, rows in metrics.items()}
-    val = {arm: curve(rows, "val_loss") for arm, rows in metrics.items()}
+    train = {name: curve(rows, "train_loss") for name, rows in metrics.items()}
+    val = {name: curve(rows, "val_loss") for name, rows in metrics.items()}
     plots.draw_losses(folder / "losses.png", train, val, unit)
     console.print(_table(summary, unit))
     console.print(f"Figures and CSV files are in {folder}", highlight=False)
-    for arm in finished:
-        if (folder / arm / FILE_NAME).exists():
-            _report_ratios(arm, folder, console)
+    for name in finished:
+        _report_matrices(name, folder, console)
 
 
-def _report_ratios(arm: str, folder: pathlib.Path, console: Console) -> None:
-    """Reports on an optimizer's trust ratios, if it has any."""
-    rows = read_csv(folder / arm / FILE_NAME)
-    if not rows[-1]["trust_ratio"]:
+def _report_matrices(name: str, folder: pathlib.Path, console: Console) -> None:
+    """Reports on what an optimizer did to matrices and experts, if it did."""
+    loads, history = folder / name / "expert_loads.csv", folder / name / FILE_NAME
+    if loads.exists():
+        plots.draw_loads(folder / name / "expert_loads.png", read_csv(loads))
+    if not history.exists():
         return
-    names = dict.fromkeys(row["matrix"] for row in rows)
-    curves = {
-        name: curve([row for row in rows if row["matrix"] == name], "trust_ratio")
-        for name in names
-    }
-    plots.draw_trust_ratios(folder / "trust_ratios.png", curves)
-    page = write_report(folder / arm)
-    console.print(f"What {ARMS[arm].label} did: {page}", highlight=False)
+    rows = read_csv(history)
+    if not rows or not rows[-1]["trust_ratio"]:
+        return
+    plots.draw_trust_ratios(folder / name / "trust_ratios.png", rows)
+    page = write_report(folder / name)
+    console.print(f"What {OPTIMIZERS[name].label} did: {page}", highlight=False)
 
 
 def curve(rows: list[dict[str, str]], column: str) -> plots.Curve:
@@ -63,35 +62,49 @@ def curve(rows: list[dict[str, str]], column: str) -> plots.Curve:
 
 
 def _summary(
-    arm: str, rows: list[dict[str, str]], folder: pathlib.Path
+    name: str, rows: list[dict[str, str]], folder: pathlib.Path
 ) -> dict[str, Any]:
-    result = json.loads((folder / arm / "result.json").read_text())
-    seconds = result["seconds"]
-    steps, tokens = int(rows[-1]["step"]), int(rows[-1]["tokens"])
-    return {
-        "arm": arm,
-        "label": ARMS[arm].label,
-        "val_loss": rows[-1]["val_loss"],
-        "steps": steps,
-        "tokens": tokens,
+    result = json.loads((folder / name / "result.json").read_text())
+    last = rows[-1]
+    summary = {
+        "optimizer": name,
+        "label": OPTIMIZERS[name].label,
+        "val_loss": last["val_loss"],
+        "val_accuracy": last.get("val_accuracy", ""),
+        "steps": last["step"],
         "parameters": result["parameters"],
+    }
+    seconds = result.get("seconds")
+    if seconds is None:
+        return summary
+    item = "images" if "images" in last else "tokens"
+    per_step = int(last[item]) / int(last["step"])
+    return summary | {
         "seconds_per_step": f"{seconds['step']:.5f}",
         "optimizer_share": f"{seconds['optimizer'] / seconds['step']:.4f}",
-        "tokens_per_second": f"{tokens / steps / seconds['step']:.0f}",
+        "items_per_second": f"{per_step / seconds['step']:.0f}",
     }
+
+
+# Columns of the table: title, key of the summary, format.
+COLUMNS = (
+    ("accuracy", "val_accuracy", ".2%"),
+    ("s/step", "seconds_per_step", ".3f"),
+    ("optimizer's share", "optimizer_share", ".1%"),
+    ("per second", "items_per_second", ",.0f"),
+)
 
 
 def _table(summary: list[dict[str, Any]], unit: str) -> Table:
     table = Table(title="Same learning rate, weights and batches; validation loss")
-    table.add_column("optimizer")
-    for title in (f"nats/{unit}", "s/step", "optimizer's share", "tokens/s"):
+    shown = [c for c in COLUMNS if any(row.get(c[1]) for row in summary)]
+    table.add_column("optimizer", no_wrap=True)
+    for title in (f"nats/{unit}", *(title for title, _, _ in shown)):
         table.add_column(title, justify="right")
     for row in summary:
-        table.add_row(
-            row["label"],
-            f"{float(row['val_loss']):.4f}",
-            f"{float(row['seconds_per_step']):.3f}",
-            f"{float(row['optimizer_share']):.1%}",
-            f"{int(row['tokens_per_second']):,}",
-        )
+        cells = [
+            format(float(row[key]), form) if row.get(key) else ""
+            for _, key, form in shown
+        ]
+        table.add_row(row["label"], f"{float(row['val_loss']):.4f}", *cells)
     return table

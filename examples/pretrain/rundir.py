@@ -9,21 +9,33 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from examples.pretrain.config import Config, UsageError
-from examples.pretrain.data import Corpus
+from examples.pretrain.config import Config, MeshConfig
+from examples.pretrain.errors import UsageError
+from examples.pretrain.processes import is_first
+from examples.pretrain.tasks import Data
 
-# These leave the result as it is: where it goes, which arms come now (they do not touch
-# each other), how often to save, and where the data lies (its fingerprint is compared).
-FREE_OPTIONS = frozenset({"out", "arms", "checkpoint_every", "data", "val_data"})
+# These leave the result as it is, but for rounding: where it goes, which optimizers come
+# now (they do not touch each other), on which devices and in which parts a step is
+# computed, how often to save, and where the data lies (its fingerprint is compared).
+FREE_OPTIONS = frozenset(
+    "out optimizer data val_data per_device_batch loss_chunks checkpoint_every keep "
+    "tensorboard time_optimizer model.remat".split()
+    + [f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)]
+)
 
 
 @contextlib.contextmanager
-def claim(config: Config, corpus: Corpus) -> Iterator[None]:
-    """Holds the folder for this process, as the home of this configuration.
+def claim(config: Config, data: Data) -> Iterator[None]:
+    """Holds the folder for this run, as the home of this configuration.
+
+    Of several processes the first one holds it for all.
 
     Raises:
-      UsageError: If another process holds it, or it is the home of another configuration.
+      UsageError: If another run holds it, or it is the home of another configuration.
     """
+    if not is_first():
+        yield
+        return
     try:
         config.out.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
@@ -34,12 +46,12 @@ def claim(config: Config, corpus: Corpus) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UsageError(f"another process is running in {config.out}.") from None
-        _settle(config.out / "config.json", config, corpus)
+        _settle(config.out / "config.json", config, data)
         yield
 
 
 def read_facts(folder: pathlib.Path) -> dict[str, Any]:
-    """The configuration and the corpus of a run, as its config.json tells them."""
+    """The configuration and the data of a run, as its config.json tells them."""
     return json.loads((folder / "config.json").read_text())
 
 
@@ -59,8 +71,8 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _settle(path: pathlib.Path, config: Config, corpus: Corpus) -> None:
-    facts = _facts(config, corpus)
+def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
+    facts = _facts(config, data)
     if not path.exists():
         write_atomically(path, json.dumps(facts, indent=2) + "\n")
         return
@@ -76,12 +88,9 @@ def _settle(path: pathlib.Path, config: Config, corpus: Corpus) -> None:
         )
 
 
-def _facts(config: Config, corpus: Corpus) -> dict[str, Any]:
+def _facts(config: Config, data: Data) -> dict[str, Any]:
     """What config.json holds."""
-    facts = dataclasses.asdict(config)
+    facts = config.to_dict()
     del facts["out"]  # The file lies there.
-    facts["vocab_size"] = corpus.vocab_size
-    facts["unit"] = corpus.unit
-    facts["corpus_tokens"] = {"train": corpus.train.tokens, "val": corpus.val.tokens}
-    facts["corpus_sha256"] = corpus.fingerprint()
-    return json.loads(json.dumps(facts))  # Tuples become the lists that are read back.
+    facts |= {"unit": data.unit, **data.facts}
+    return json.loads(json.dumps(facts, default=str))  # As they are read back.

@@ -8,7 +8,7 @@ import pathlib
 
 import numpy as np
 
-from examples.pretrain.config import UsageError
+from examples.pretrain.errors import UsageError
 
 MAGIC = 20240520
 VERSION = 1

@@ -28,7 +28,7 @@ class StepTime:
 
 
 def time_step(
-    train_step: Callable[[PyTree, Any], tuple[PyTree, jax.Array]],
+    train_step: Callable[[PyTree, Any], tuple[PyTree, Any]],
     optimizer: optax.GradientTransformation,
     state: PyTree,
     batch: Any,
@@ -38,7 +38,7 @@ def time_step(
     Args:
       train_step: Compiled; donates the state.
       optimizer: What the step updates with.
-      state: "params" and "opt_state"; used up.
+      state: The training state; used up.
       batch: Any batch.
     """
 
@@ -48,7 +48,9 @@ def time_step(
         return {"params": params, "opt_state": opt_state}
 
     grads = jax.tree.map(jnp.copy, state["params"])  # The time is the same for any.
-    alone = jax.tree.map(jnp.copy, state)
+    alone = {
+        name: jax.tree.map(jnp.copy, state[name]) for name in ("params", "opt_state")
+    }
     optimizer_step = jax.jit(optimizer_step, donate_argnums=0)
     optimizer_step = optimizer_step.lower(alone, grads).compile()
     steps: list[float] = []

@@ -1,177 +1,146 @@
-"""The training of one arm, from its first weights or its last checkpoint on."""
+"""Training with one optimizer, from the first weights or the last checkpoint on."""
 
 import dataclasses
 import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
-import optax
-from flax import nnx
+from jax.sharding import Mesh
 from rich.console import Console
 
-from examples.pretrain.arms import ARMS
-from examples.pretrain.batches import train_batches, validation_batches
 from examples.pretrain.checkpoint import Checkpoints
 from examples.pretrain.config import Config
-from examples.pretrain.data import Corpus
-from examples.pretrain.interrupt import StopSignal
-from examples.pretrain.model import Decoder, cross_entropy
-from examples.pretrain.progress import Display
-from examples.pretrain.readouts import Readouts, due, examples_to_measure
-from examples.pretrain.records import Interval, Recorder
+from examples.pretrain.evaluation import evaluation, evaluation_batch_size
+from examples.pretrain.loading import Batches
+from examples.pretrain.logs import Logs, check_finite
+from examples.pretrain.meshes import batch_shards, in_effect
+from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.processes import is_first
+from examples.pretrain.recipe import Recipe, accumulation
+from examples.pretrain.records import Interval
 from examples.pretrain.rundir import write_atomically
-from examples.pretrain.timing import StepTime, time_step
-
-PyTree = Any
-State = dict[str, PyTree]  # "params" and "opt_state".
-Batch = Any  # B×(T+1) tokens, of NumPy or JAX.
-LossFn = Callable[[PyTree, Batch], jax.Array]
-TrainStep = Callable[[State, Batch], tuple[State, jax.Array]]
+from examples.pretrain.setup import Setup, State, set_up
+from examples.pretrain.step import compiled_step
+from examples.pretrain.stop import StopSignal
+from examples.pretrain.tasks import Data, Task
+from examples.pretrain.timing import time_step
 
 
-def train_arm(
-    name: str, config: Config, corpus: Corpus, stop: StopSignal, console: Console
-) -> None:
-    """Trains one arm to its end and writes its result, unless that is there already."""
-    folder = config.out / name
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What the optimizers of a run share."""
+
+    config: Config
+    task: Task
+    data: Data
+    mesh: Mesh
+    stop: StopSignal
+    console: Console
+
+
+def check(config: Config, task: Task, data: Data, mesh: Mesh) -> None:
+    """Refuses what could not be trained, before anything is written.
+
+    Raises:
+      UsageError: If batches or the model do not divide among the devices, or if an
+        optimizer does not take the recipe's hyperparameters.
+    """
+    recipe = config.recipe
+    Batches(data.train, recipe.batch_size, mesh)
+    accumulation(recipe, batch_shards(mesh), config.per_device_batch)
+    evaluation_batch_size(len(data.validation), recipe.batch_size, batch_shards(mesh))
+    for name in config.optimizer:
+        set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
+
+
+def train(optimizer: str, run: Run) -> None:
+    """Trains to the end and writes the result, unless that is there already."""
+    config, mesh = run.config, run.mesh
+    folder = config.out / optimizer
     if (folder / "result.json").exists():
         return
-    schedule = learning_rates(config)
-    optimizer = ARMS[name].optimizer(schedule, config.weight_decay)
-    loss_fn, params = initial_model(config, corpus.vocab_size)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
-    batches = train_batches(config, corpus)
-    validate = validation(loss_fn, validation_batches(config, corpus))
-    with Checkpoints(folder / "checkpoints") as checkpoints:
-        state = {"params": params, "opt_state": optimizer.init(params)}
-        state, start = checkpoints.restore(state)
-        recorder = Recorder(folder, name, start, schedule, config)
-        readouts = None
-        if ARMS[name].has_readouts:
-            readouts = Readouts(folder, start, schedule, loss_fn, params)
-        with Display(console, ARMS[name].label, start, config.steps) as display:
-            train_step = compiled_step(loss_fn, optimizer, state, batches[start])
-            for interval in training(train_step, state, batches, start, stop, config):
-                state, step = interval.state, interval.step
-                validating = _due(step, config.val_every, config)
-                val_loss = validate(state["params"]) if validating else None
-                recorder.record(interval, val_loss)
-                if readouts is not None and due(step, config):
-                    examples = examples_to_measure(step, batches, config)
-                    readouts.record(step, state, examples, loss=interval.losses[-1])
-                display.update(step, interval.losses[-1], recorder.tokens_per_second)
-                stopping = stop.requested  # Asked once: never stop without having saved.
-                if stopping or _due(step, config.checkpoint_every, config):
-                    checkpoints.save(step, state)
-                if stopping:
-                    stop.check(f"{ARMS[name].label} stopped at step {step}")
-    step_time = time_step(train_step, optimizer, state, batches[start])
-    write_result(folder / "result.json", parameters, step_time)
-
-
-def write_result(path: pathlib.Path, parameters: int, step_time: StepTime) -> None:
-    """Writes down what the end of an arm tells; the file says that it is finished."""
-    result = {
-        "parameters": parameters,
-        "seconds": dataclasses.asdict(step_time),
-        "device": jax.devices()[0].device_kind,
-        "jax": jax.__version__,
-    }
-    write_atomically(path, json.dumps(result, indent=2) + "\n")
-
-
-def learning_rates(config: Config) -> optax.Schedule:
-    """Linear warmup, then a cosine to zero."""
-    return optax.warmup_cosine_decay_schedule(
-        # The warmup begins one step above zero: no step is without effect.
-        init_value=config.learning_rate / max(config.warmup_steps, 1),
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=config.steps,
-        end_value=0.0,
-    )
-
-
-def initial_model(config: Config, vocab_size: int) -> tuple[LossFn, PyTree]:
-    """The loss as a function of (parameters, batch), and the initial parameters."""
-    model = Decoder(
-        vocab_size=vocab_size,
-        width=config.width,
-        layers=config.layers,
-        heads=config.heads,
-        rngs=nnx.Rngs(config.seed),
-    )
-    graphdef, params = nnx.split(model, nnx.Param)
-
-    def loss_fn(params: PyTree, batch_BxT1: Batch) -> jax.Array:
-        logits_BxTxV = nnx.merge(graphdef, params)(batch_BxT1[:, :-1])
-        return cross_entropy(logits_BxTxV, batch_BxT1[:, 1:])
-
-    return loss_fn, nnx.to_pure_dict(params)
-
-
-def compiled_step(
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    state: State,
-    batch: Batch,
-) -> TrainStep:
-    """The training step, compiled for these shapes; it reuses the memory of its state."""
-
-    def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
-        params, opt_state = state["params"], state["opt_state"]
-        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        return {"params": params, "opt_state": opt_state}, loss
-
-    return jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-
-
-def validation(loss_fn: LossFn, batches: Sequence[Batch]) -> Callable[[PyTree], float]:
-    """The mean loss over all validation batches as a function of the parameters."""
-    loss_fn = jax.jit(loss_fn)
-    batches = jax.device_put(batches)
-
-    def validate(params: PyTree) -> float:
-        return float(np.mean(jax.device_get([loss_fn(params, b) for b in batches])))
-
-    return validate
+    recipe = config.recipe_of(optimizer)
+    setup = set_up(run.task, recipe, mesh, config.mesh.zero1)
+    batches = Batches(run.data.train, recipe.batch_size, mesh)
+    with in_effect(mesh):
+        evaluate = evaluation(setup, run.data, recipe.batch_size)
+        parts = accumulation(recipe, batch_shards(mesh), config.per_device_batch)
+        train_step = compiled_step(setup, parts, batches[0])
+        with Checkpoints(folder / "checkpoints", config.keep, run.console) as checkpoints:
+            state, start = checkpoints.restore(setup) or (setup.initial_state(), 0)
+            with Logs(folder, setup, start, config, run.console) as logs:
+                for interval in training(train_step, state, batches, start, run):
+                    state, step = interval.state, interval.step
+                    check_finite(interval, checkpoints.latest_step)
+                    validating = _due(step, recipe.validation_every, recipe)
+                    validation = evaluate(state) if validating else {}
+                    logs.write(interval, validation, _to_measure(step, batches, config))
+                    if interval.stopping or _due(step, config.checkpoint_every, recipe):
+                        checkpoints.save(step, state)
+                    if interval.stopping:
+                        label = OPTIMIZERS[optimizer].label
+                        run.stop.check(f"{label} stopped at step {step}")
+        _write_result(folder / "result.json", setup, train_step, state, batches, config)
 
 
 def training(
-    train_step: TrainStep,
-    state: State,
-    batches: Sequence[Batch],
-    start: int,
-    stop: StopSignal,
-    config: Config,
+    train_step: Any, state: State, batches: Batches, start: int, run: Run
 ) -> Iterator[Interval]:
     """Runs the steps and stops wherever something is to be done.
 
     In between nothing waits for the device.
     """
-    losses: list[jax.Array] = []
+    config, recipe = run.config, run.config.recipe
+    everies = (
+        config.log_every,
+        config.measure_every,
+        config.checkpoint_every,
+        recipe.validation_every,
+    )
+    pending: list[dict[str, jax.Array]] = []
     began = time.perf_counter()
-    for step in range(start, config.steps):
-        state, loss = train_step(state, batches[step])
-        losses.append(loss)
-        done = step + 1
-        everies = (
-            config.log_every,
-            config.measure_every,
-            config.val_every,
-            config.checkpoint_every,
-        )
-        if stop.requested or any(_due(done, every, config) for every in everies):
-            fetched = [float(loss) for loss in jax.device_get(losses)]
-            yield Interval(done, state, fetched, time.perf_counter() - began)
-            losses, began = [], time.perf_counter()
+    for step, batch in enumerate(batches.read_ahead(start, recipe.num_steps), start + 1):
+        state, metrics = train_step(state, batch)
+        pending.append(metrics)
+        stopping = run.stop.requested(step)
+        if stopping or any(_due(step, every, recipe) for every in everies):
+            fetched = jax.device_get(pending)
+            seconds = time.perf_counter() - began
+            yield Interval(step, state, fetched, seconds, stopping)
+            pending, began = [], time.perf_counter()
 
 
-def _due(step: int, every: int, config: Config) -> bool:
-    return step % every == 0 or step == config.steps
+def _due(step: int, every: int | None, recipe: Recipe) -> bool:
+    return step == recipe.num_steps or (every is not None and step % every == 0)
+
+
+def _to_measure(step: int, batches: Batches, config: Config) -> list[Any]:
+    """The next batches, none of them seen yet, where a measurement is due."""
+    if config.measure_every is None or step % config.measure_every:
+        return []
+    return [batches[step + index] for index in range(config.measure_batches)]
+
+
+def _write_result(
+    path: pathlib.Path,
+    setup: Setup,
+    train_step: Any,
+    state: State,
+    batches: Batches,
+    config: Config,
+) -> None:
+    """Writes down what the end tells; the file says that the training is finished."""
+    params = setup.abstract["params"]
+    result = {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+    }
+    if config.time_optimizer:
+        seconds = time_step(train_step, setup.optimizer, state, batches[0])
+        result["seconds"] = dataclasses.asdict(seconds)
+    if is_first():
+        write_atomically(path, json.dumps(result, indent=2) + "\n")

@@ -3,10 +3,14 @@ import itertools
 import numpy as np
 import pytest
 
-from examples.pretrain.batches import Windows, train_batches, validation_batches
-from examples.pretrain.config import UsageError
+from examples.pretrain.batches import Windows, train_windows, validation_windows
 from examples.pretrain.data import Corpus, Split
+from examples.pretrain.errors import UsageError
 from tests.examples.pretrain import tiny
+
+
+def recipe(**changes):
+    return tiny.config(**changes).recipe
 
 
 def corpus(*train, val=500):
@@ -16,7 +20,6 @@ def corpus(*train, val=500):
     return Corpus(
         Split("train.bin", pieces),
         Split("val.bin", (np.arange(val, dtype=np.uint16),)),
-        vocab_size=2**16,
         unit="token",
     )
 
@@ -30,46 +33,45 @@ def test_windows_cover_every_piece_and_cross_none():
         assert window.dtype == np.int32
 
 
-def test_a_batch_depends_on_seed_and_step_alone():
+def test_a_window_depends_on_seed_and_place_alone():
     data = corpus(3000)
-    one, two = (train_batches(tiny.config(), data) for _ in range(2))
-    forwards = [one[step] for step in range(200)]
-    backwards = [two[step] for step in reversed(range(200))][::-1]
+    one, two = (train_windows(recipe(), data) for _ in range(2))
+    forwards = [one[index] for index in range(400)]
+    backwards = [two[index] for index in reversed(range(400))][::-1]
     np.testing.assert_array_equal(forwards, backwards)
-    assert forwards[0].shape == (4, 17)
-    other = train_batches(tiny.config(seed=1), data)
-    assert not np.array_equal(forwards, [other[step] for step in range(200)])
+    other = train_windows(recipe(seed=1), data)
+    assert not np.array_equal(forwards, [other[index] for index in range(400)])
 
 
 def test_an_epoch_holds_every_window_once_and_the_next_in_another_order():
-    data = corpus(16 * 30 + 1, 16 * 14 + 1)  # 44 windows: 11 batches an epoch.
-    batches = train_batches(tiny.config(), data)
-    starts = np.concatenate([batches[step][:, 0] for step in range(22)])
+    windows = train_windows(recipe(), corpus(16 * 30 + 1, 16 * 14 + 1))
+    starts = [int(windows[index][0]) for index in range(88)]
     first, second = starts[:44], starts[44:]
     assert len(set(first)) == 44
     assert set(first) == set(second)
-    assert not np.array_equal(first, second)
+    assert first != second
 
 
 def test_seeds_share_the_validation_windows():
     data = corpus(3000)
-    one, two = (validation_batches(tiny.config(seed=seed), data) for seed in (0, 1))
-    assert len(one) == 2
-    np.testing.assert_array_equal(one, two)
-    assert len({int(start) for batch in one for start in batch[:, 0]}) == 8
+    one, two = (validation_windows(recipe(seed=seed), data) for seed in (0, 1))
+    assert len(one) == 2 * 4
+    np.testing.assert_array_equal(list(one), list(two))
+    assert len({int(window[0]) for window in one}) == 8
 
 
-def test_a_validation_takes_what_there_is():
-    data = corpus(3000, val=16 * 4 * 3)
-    assert len(validation_batches(tiny.config(val_batches=100), data)) == 2
+def test_a_validation_takes_the_whole_batches_that_there_are():
+    data = corpus(3000, val=16 * 4 * 3)  # 11 windows: 2 batches of 4.
+    for val_batches in (100, None):
+        assert len(validation_windows(recipe(val_batches=val_batches), data)) == 8
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(train_batches, "train.bin"), (validation_batches, "val.bin")]
+    ("make", "name"), [(train_windows, "train.bin"), (validation_windows, "val.bin")]
 )
 def test_too_little_for_a_batch_is_refused(make, name):
     data = corpus(64, val=64)  # 3 windows, and a batch takes 4.
     with pytest.raises(
         UsageError, match=rf"{name}: 64 tokens make 3 .*add data.*--batch"
     ):
-        make(tiny.config(), data)
+        make(recipe(), data)

@@ -1,54 +1,202 @@
+"""The command line: which options there are, and which of their values are refused."""
+
 import dataclasses
 import re
 
 import pytest
 
-from examples.pretrain.__main__ import main
-from examples.pretrain.config import Config, UsageError
+from examples.pretrain.__main__ import main, parse
+from examples.pretrain.configs import DEMOS, find_config
+from examples.pretrain.errors import UsageError
+from examples.pretrain.recipes import RECIPES
+from tests.examples.pretrain import tiny
 
 
-def test_help_explains_every_option(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
+@pytest.mark.parametrize("name", [*DEMOS, "125m-orscale"])
+def test_help_explains_every_option(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "90")  # Narrow: one panel below another.
     with pytest.raises(SystemExit) as exit:
-        main(["--help"])
+        main(["--recipe", name, "--help"])
     assert exit.value.code == 0
-    shown = re.sub(r"[│\s]+", " ", capsys.readouterr().out)
+    shown = re.sub(r"[│─╭╮╰╯\s]+", " ", capsys.readouterr().out)
     _, shown = shown.split("show this help message and exit")
-    explained = dict(re.findall(r"--([a-z][a-z-]*) .*?([A-Z][a-z].*?) \(default", shown))
-    names = [field.name.replace("_", "-") for field in dataclasses.fields(Config)]
-    assert list(explained) == names
+    option = r"--([a-z][a-z0-9.-]*)(?:, --\S*no-\S+| \S+| \[.*?\])? ([A-Z].*?) \(default"
+    explained = {n.replace("-", "_"): text for n, text in re.findall(option, shown)}
+    assert explained.keys() == find_config(name).to_dict().keys()
     # Tyro gives a field without a comment that of the field above.
-    assert len(set(explained.values())) == len(names)
+    assert len(set(explained.values())) == len(explained)
 
 
-@pytest.mark.parametrize(
-    "options", [["--lr", "1"], ["--arms", "sgd"], ["--steps", "many"], ["stray"]]
-)
-def test_unknown_options_and_values_are_refused(options, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(options)
-    assert exit.value.code != 0
-    assert options[-1] in "".join(capsys.readouterr())
+def test_every_recipe_gives_a_run():
+    for name, recipe in RECIPES.items():
+        config = find_config(name)
+        assert config.recipe is recipe
+        assert config.optimizer == (recipe.optimizer,)
+        assert config.out.name == name
+
+
+@pytest.mark.parametrize("name", [*DEMOS, "16b-a3b-orscale", "cifar10-orscale"])
+def test_a_recipe_without_other_options_is_what_its_name_says(name):
+    assert parse(["--recipe", name])[1] == find_config(name)
+
+
+def test_options_override_the_recipes():
+    options = "--steps 10 --warmup-steps 2 --model.layers 3 --optimizer adamw lars"
+    _, config = parse(["--recipe", "125m-orscale", *options.split()])
+    assert config.recipe.num_steps == 10
+    assert config.model.layers == 3
+    assert [config.recipe_of(name).optimizer for name in config.optimizer] == [
+        "adamw",
+        "lars",
+    ]
+    expected = find_config("125m-orscale").to_dict()
+    expected |= {"steps": 10, "warmup_steps": 2, "model.layers": 3}
+    assert config.to_dict() == expected | {"optimizer": ("adamw", "lars")}
+
+
+def test_a_length_in_tokens_or_epochs_becomes_steps():
+    recipe = RECIPES["125m-orscale"]
+    assert dataclasses.replace(recipe, tokens=10**9).num_steps == 3814
+    images = RECIPES["cifar10-orscale"]
+    assert dataclasses.replace(images, epochs=7).num_steps == 7 * 97
+    assert images.validation_every == 97
+    assert recipe.validation_every == 500
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"steps": 0}, "--steps 0 must be at least 1"),
+        ({"steps": None}, "--steps, --tokens or --epochs: set one of the three"),
+        (
+            {"steps": None, "tokens": 9999, "epochs": 3},
+            "--steps, --tokens or --epochs: set one of the three",
+        ),
+        ({"tokens": 10**6, "seq_len": None}, "--tokens needs --seq-len"),
         ({"seq_len": -1}, "--seq-len -1 must be at least 1"),
-        ({"vocab_size": 0}, "--vocab-size 0 must be at least 1"),
+        ({"batch_size": 0}, "--batch-size 0 must be at least 1"),
+        ({"val_every": 0}, "--val-every 0 must be at least 1"),
+        ({"val_batches": 0}, "--val-batches 0 must be at least 1"),
         ({"seed": 2**32}, r"--seed .* below 2\*\*32"),
         ({"seed": -1}, "--seed -1 must be at least 0"),
-        ({"warmup_steps": 200}, "--warmup-steps 200 must be below --steps 200"),
+        ({"cutout": -1}, "--cutout -1 must be at least 0"),
+        ({"warmup_steps": 6}, "--warmup-steps 6 must be below the 6 steps"),
+        ({"warmup_steps": -1}, "--warmup-steps -1 must be at least 0"),
         ({"learning_rate": 0.0}, "--learning-rate 0.0 must"),
         ({"learning_rate": float("nan")}, "--learning-rate nan must"),
+        ({"adam_learning_rate": -1.0}, "--adam-learning-rate -1.0 must"),
+        ({"clip": 0.0}, "--clip 0.0 must be a number above 0"),
         ({"weight_decay": -0.1}, "--weight-decay -0.1 must"),
-        ({"heads": 3}, r"--width 128 must be a multiple of 2 \* --heads 3"),
-        ({"arms": ()}, "--arms .* at least one"),
-        ({"val_data": ("a",)}, "--val-data .* needs --data"),
+        ({"balance_rate": float("inf")}, "--balance-rate inf must"),
+        ({"momentum": 1.0}, "--momentum 1.0 must be at least 0 and below 1"),
+        ({"adam_b1": -0.1}, "--adam-b1 -0.1 must be at least 0 and below 1"),
+        ({"adam_b2": float("nan")}, "--adam-b2 nan must be at least 0 and below 1"),
+        ({"optimizer": ()}, "--optimizer must name at least one"),
+        ({"val_data": ("a",)}, "--val-data needs --data"),
+        ({"per_device_batch": 0}, "--per-device-batch 0 must be at least 1"),
+        ({"loss_chunks": 0}, "--loss-chunks 0 must be at least 1"),
+        ({"log_every": 0}, "--log-every 0 must be at least 1"),
+        ({"measure_every": 0}, "--measure-every 0 must be at least 1"),
+        ({"measure_batches": 0}, "--measure-batches 0 must be at least 1"),
+        ({"checkpoint_every": 0}, "--checkpoint-every 0 must be at least 1"),
+        ({"keep": 0}, "--keep 0 must be at least 1"),
+        ({"mesh.fsdp": 0}, r"--mesh\.fsdp 0 must be at least 1"),
+        ({"mesh.data": 0}, r"--mesh\.data 0 must be at least 1"),
     ],
 )
 def test_impossible_options_are_refused(changes, message):
-    defaults = {"steps": 200, "warmup_steps": 20, "width": 128}
     with pytest.raises(UsageError, match=message):
-        Config(**(defaults | changes))
+        tiny.config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--lr 1", "Unrecognized options: --lr, 1"),
+        ("--steps many", "many"),
+        ("--steps 0", "--steps 0 must be at least 1"),
+        ("--model.heads 3", "width=128 with heads=3"),
+        ("--model.vocab-size 0", "vocab_size=0: choose at least 1"),
+        ("--recipe demo-moe --model.kv-rank 0", "kv_rank=0: choose at least 1"),
+        ("--recipe sgd", "--recipe sgd is unknown. Choose one of: demo, demo-moe, "),
+        ("--optimizer sgd", "--optimizer sgd is unknown. Choose one of: adamw, lamb, "),
+    ],
+)
+def test_a_wrong_command_ends_with_a_message(options, message, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    try:
+        code = main(options.split())
+    except SystemExit as exit:  # Tyro's.
+        code = exit.code
+    assert code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--tokens 99999", "--tokens 99999 .*: --steps 500 decides. Add --steps None"),
+        ("--recipe demo-vision --epochs 2", "--epochs 2 .* Add --steps None"),
+        ("--recipe demo-vision --seq-len 8", "--seq-len 8 .*: this model does not have"),
+        ("--recipe demo-moe --qkv blocks", "--qkv blocks would change nothing"),
+        ("--router adamw", "--router adamw would change nothing"),
+        ("--balance-rate 1e-2", "--balance-rate 0.01 would change nothing"),
+        ("--cutout 8", "--cutout 8 would change nothing"),
+        ("--optimizer adamw muon --r-max 2", "--r-max 2.0 .*: adamw, muon does not take"),
+        ("--optimizer adamw --momentum 0.9", "--momentum 0.9 .*: adamw does not take it"),
+        ("--optimizer lamb --adam-learning-rate 1", "--adam-learning-rate 1.0 would"),
+        ("--optimizer lars --adam-b2 0.9", "--adam-b2 0.9 would change nothing"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        parse(options.split())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--steps None --tokens 999999",
+        "--recipe 125m-adamw --steps 2000",  # In place of the recipe's tokens.
+        "--recipe demo-moe --router adamw --balance-rate 1e-4",
+        "--recipe demo-vision --cutout 4 --steps None --epochs 2",
+        "--optimizer adamw orscale --r-max 2 --adam-learning-rate 1e-3",
+        "--optimizer lars --momentum 0.8",
+    ],
+)
+def test_options_that_something_reads_are_taken(options):
+    parse(options.split())
+
+
+IMAGES = "--recipe demo-vision --steps 2 --warmup-steps 1 "
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--batch-size 10", "batch of 10 does not divide among 8 devices"),
+        ("--per-device-batch 3", "batch of 8 does not divide into .* 8 devices × 3 = 24"),
+        ("--mesh.fsdp 3", "--mesh.data 2 × --mesh.fsdp 3 .* are 6 devices"),
+        ("--mesh.fsdp 8 --model.width 12", r"--mesh: blocks\.0\..* of shape \(12, 12\)"),
+        ("--loss-chunks 7", "--loss-chunks 7 does not divide the vocabulary of 256"),
+        ("--seq-len None", "--seq-len: a language model needs one"),
+        ("--optimizer adamw orscale --r-min 3 --r-max 1", "--optimizer orscale: .*r_max"),
+        ("--data /nowhere", "/nowhere: no such file"),
+        (IMAGES + "--data a b", "--data a b: name one folder"),
+        (IMAGES + "--data /nowhere", "/nowhere is no folder"),
+        (IMAGES + "--data a --val-data b", "--val-data: CIFAR-10 comes with its own"),
+        (IMAGES + "--loss-chunks 2", "--loss-chunks: images have no vocabulary"),
+        (IMAGES + "--model.classes 9", "--model.classes 9 must be at least the 10"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_before_anything_is_written(
+    options, message, tmp_path, capsys
+):
+    """So that the right command finds the folder as it was."""
+    data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "out"
+    text = tiny.arguments(data, out, batch_size=8)
+    given = ["--out", str(out)] if options.startswith("--recipe") else text
+    assert main([*given, *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"error: .*{message}", error, re.DOTALL)
+    assert not out.exists()

@@ -4,16 +4,17 @@ import re
 import numpy as np
 import pytest
 
-from examples.pretrain.config import Config, UsageError
 from examples.pretrain.data import read_corpus
+from examples.pretrain.errors import UsageError
 from examples.pretrain.shards import HEADER_INTS, MAGIC
+from tests.examples.pretrain import tiny
 
 TOKENS = np.arange(400, dtype="<u2")
 
 
-def read(*data, val=(), vocab_size=None):
+def read(*data, val=(), vocab_size=50_304):
     data, val = (tuple(str(path) for path in paths) for paths in (data, val))
-    return read_corpus(Config(data=data, val_data=val, vocab_size=vocab_size))
+    return read_corpus(tiny.config(data=data, val_data=val), vocab_size)
 
 
 def text(split):
@@ -48,7 +49,7 @@ def test_files_are_split_whole(tmp_path):
     assert sorted(train + val) == sorted(f"document {index}." for index in range(40))
     assert not set(train) & set(val)
     assert 1 <= len(val) <= 10
-    assert (corpus.vocab_size, corpus.unit) == (256, "byte")
+    assert corpus.unit == "byte"
 
 
 def test_the_split_does_not_depend_on_the_place_or_on_other_files(tmp_path):
@@ -105,14 +106,14 @@ def test_the_fingerprint_knows_contents_and_split(tmp_path):
 
 
 def test_the_standard_library():
-    corpus = read_corpus(Config())
+    corpus = read()
     assert corpus.train.tokens > 3_000_000
     assert 0.03 < corpus.val.tokens / corpus.train.tokens < 0.3
     train, val = text(corpus.train), text(corpus.val)
     for line in ("class OrderedDict(dict):", "def namedtuple("):
         assert (line in train) != (line in val)
     assert "class Test_TestCase" not in train + val
-    assert corpus.fingerprint() == read_corpus(Config()).fingerprint()
+    assert corpus.fingerprint() == read().fingerprint()
 
 
 # Shards.
@@ -128,7 +129,7 @@ def test_shards(tmp_path, write):
     np.testing.assert_array_equal(np.concatenate(corpus.train.pieces), TOKENS)
     np.testing.assert_array_equal(corpus.val.pieces[0], TOKENS[:50])
     assert isinstance(corpus.train.pieces[0], np.memmap)
-    assert (corpus.vocab_size, corpus.unit) == (50_304, "token")
+    assert corpus.unit == "token"
 
 
 def test_shards_of_nanogpt(tmp_path):
@@ -142,7 +143,7 @@ def test_both_kinds_of_shards_in_one_run(tmp_path):
     train = write_header_shard(tmp_path / "a.bin")
     val = write_raw_shard(tmp_path / "b.bin", TOKENS[:50])
     corpus = read(train, val=[val], vocab_size=400)
-    assert (corpus.train.tokens, corpus.val.tokens, corpus.vocab_size) == (400, 50, 400)
+    assert (corpus.train.tokens, corpus.val.tokens) == (400, 50)
 
 
 # What is refused. Every message names the file and says what to do.
@@ -190,7 +191,7 @@ def empty(path):
         (too_long, "399 tokens.*holds 400.*write it again"),
         (cut_off_header, "within its header.*write it again"),
         (header_alone, "no tokens.*write it again"),
-        (large_token, "token 50304.*ends at 50303.*--vocab-size 50305"),
+        (large_token, "token 50304.*ends at 50303.*--model.vocab-size 50305"),
         (empty, "empty.*write it again"),
     ],
 )
@@ -204,10 +205,10 @@ def test_a_corrupt_shard_is_refused(tmp_path, spoil, message, in_folder):
         read(*data)
 
 
-def test_vocab_size_is_the_users(tmp_path):
+def test_the_vocabulary_bounds_the_tokens(tmp_path):
     large_token(tmp_path / "train.bin")
     write_raw_shard(tmp_path / "val.bin", TOKENS[:5])
-    assert read(tmp_path, vocab_size=60_000).vocab_size == 60_000
+    assert read(tmp_path, vocab_size=50_305).train.tokens == 3
 
 
 def test_missing_paths_are_refused(tmp_path):
@@ -262,4 +263,4 @@ def test_text_beyond_a_small_vocabulary_is_refused(tmp_path):
     (tmp_path / "french.txt").write_text("é")
     with pytest.raises(UsageError, match=r"french\.txt holds token 195.*127"):
         read(tmp_path, vocab_size=128)
-    assert read(tmp_path, vocab_size=196).vocab_size == 196
+    assert read(tmp_path, vocab_size=196).unit == "byte"

@@ -1,23 +1,25 @@
 """Stopped in any way and started again, a run ends as if it had never stopped."""
 
-import dataclasses
 import fcntl
+import itertools
 import json
+import math
 import random
 import re
 import signal
 import time
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 
-from examples.pretrain.__main__ import main
+from examples.pretrain import train
+from examples.pretrain.errors import UsageError
+from examples.pretrain.rundir import FREE_OPTIONS, claim
+from examples.pretrain.tasks import read_data
 from tests.examples.pretrain import tiny
 
 STEPS = tiny.STEPS
-OPTIONS = tiny.OPTIONS | {"arms": ("orscale",)}
+OPTIONS = tiny.OPTIONS | {"optimizer": ("orscale",)}
 
 
 def run(options):
@@ -39,20 +41,10 @@ def wait_for_row(process, out, count):
         time.sleep(0.001)
 
 
-def last_state(out):
-    """The arrays of the last checkpoint, by name."""
-    with ocp.CheckpointManager((out / "orscale" / "checkpoints").absolute()) as manager:
-        assert manager.latest_step() == STEPS
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore())
-        state = manager.restore(STEPS, args=arguments).state
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
 def assert_same_run(out, reference):
-    got, expected = last_state(out), last_state(reference)
+    got, expected = (tiny.last_state(folder / "orscale") for folder in (out, reference))
     assert got.keys() == expected.keys()
-    assert any("kernel" in name for name in got) and any("mu" in name for name in got)
+    assert any("kernel" in name for name in got) and any("trace" in name for name in got)
     for name in expected:
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
     rows, reference_rows = metrics(out), metrics(reference)
@@ -145,7 +137,8 @@ def test_torn_files_do_no_harm(data, reference, tmp_path):
 def test_a_finished_run_is_only_shown(data, reference):
     def times():
         paths = (reference / "orscale").rglob("*")
-        return {p: p.stat().st_mtime_ns for p in paths if "report" not in p.parts}
+        drawn = {"report", "trust_ratios.png"}
+        return {p: p.stat().st_mtime_ns for p in paths if drawn.isdisjoint(p.parts)}
 
     before = times()
     output = run(tiny.arguments(data, reference, **OPTIONS))
@@ -158,7 +151,7 @@ def refused(capsys):
     """Runs a command that is refused, here, and gives its message."""
 
     def run_refused(options):
-        assert main(options) == 2
+        assert tiny.main(options) == 2
         return capsys.readouterr().err
 
     return run_refused
@@ -176,15 +169,35 @@ def test_another_configuration_is_refused(data, reference, refused):
     assert (reference / "config.json").read_text() == before
 
 
-def test_every_option_that_matters_is_compared(data, reference, refused):
-    free = {"out", "arms", "data", "val_data", "checkpoint_every"}
-    for field in dataclasses.fields(tiny.TINY):
-        if field.name not in free:
-            value = getattr(tiny.config(**OPTIONS), field.name) or 256
-            changed = OPTIONS | {field.name: 2 * value}
-            message = refused(tiny.arguments(data, reference, **changed))
-            assert f"  {field.name}: " in message
-            assert message.count(" there, ") == 2, message  # And the arms.
+# Of the recipe, and not of the command line.
+NAMES = {"model", "optimizer", "learning_rate_from", "results"}
+WORDS = {"router": "adamw", "qkv": "blocks", "model.mlp": "swiglu"}
+
+
+def another(name, value):
+    """Another value that the option may have."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, str):
+        return WORDS.get(name, "bfloat16")
+    if isinstance(value, float):
+        return value / 2
+    return 2 * (value or 1)
+
+
+def test_every_option_that_matters_is_compared(data, tmp_path):
+    options = {"data": (str(data),), "out": tmp_path}
+    config = tiny.config(**options)
+    corpus = read_data(config)
+    with claim(config, corpus):
+        pass
+    for name, value in config.to_dict().items():
+        if name not in FREE_OPTIONS | NAMES:
+            changed = tiny.config(**options, **{name: another(name, value)})
+            with pytest.raises(UsageError) as error, claim(changed, corpus):
+                pass
+            message = str(error.value)
+            assert f"  {name}: " in message and message.count(" there, ") == 1, message
 
 
 def test_another_corpus_is_refused(data, reference, tmp_path, refused):
@@ -193,6 +206,18 @@ def test_another_corpus_is_refused(data, reference, tmp_path, refused):
     facts = json.loads((reference / "config.json").read_text())
     assert f"corpus_sha256: {facts['corpus_sha256']} there" in message
     assert str(other) in message
+
+
+def test_a_file_that_is_gone_is_missed(data, reference, refused):
+    before = sorted((reference / "orscale" / "checkpoints").rglob("*"))
+    file = next(data.iterdir())
+    aside = file.rename(data.parent / file.name)
+    try:
+        message = refused(tiny.arguments(data, reference, **OPTIONS))
+    finally:
+        aside.rename(file)
+    assert "corpus_tokens: " in message and "corpus_sha256: " in message
+    assert sorted((reference / "orscale" / "checkpoints").rglob("*")) == before
 
 
 def test_a_refusal_shows_no_traceback(tmp_path):
@@ -205,8 +230,8 @@ def test_a_refusal_shows_no_traceback(tmp_path):
 def test_what_leaves_the_result_alone_may_change(data, reference, tmp_path):
     moved = data.rename(tmp_path / "moved")
     try:
-        options = OPTIONS | {"checkpoint_every": 50, "arms": ("orscale", "orscale")}
-        assert main(tiny.arguments(moved, reference, **options)) == 0
+        options = OPTIONS | {"checkpoint_every": 50, "optimizer": ("orscale", "orscale")}
+        assert tiny.main(tiny.arguments(moved, reference, **options)) == 0
     finally:
         moved.rename(data)
 
@@ -222,3 +247,23 @@ def test_a_file_in_place_of_the_folder_is_refused(data, tmp_path, refused):
     (tmp_path / "file").touch()
     message = refused(tiny.arguments(data, tmp_path / "file", **OPTIONS))
     assert "cannot be a folder" in message
+
+
+def test_what_is_not_finite_is_not_saved(data, tmp_path, capsys, monkeypatch):
+    def compiled_step(*_):
+        steps = itertools.count(1)
+
+        def step(state, batch):
+            loss = math.nan if next(steps) == 5 else 2.0
+            return state, {"loss": np.float32(loss), "grad_norm": np.float32(1)}
+
+        return step
+
+    monkeypatch.setattr(train, "compiled_step", compiled_step)
+    options = {"optimizer": ("adamw",), "checkpoint_every": 2, "steps": 8}
+    assert tiny.main(tiny.arguments(data, tmp_path, **options)) == 1
+    message = capsys.readouterr().err
+    assert "Step 5: loss is nan. Nothing was saved since step 4" in message
+    assert "The same command carries on from the last checkpoint." in message
+    kept = {path.name for path in (tmp_path / "adamw" / "checkpoints").iterdir()}
+    assert kept == {"2", "4"}

@@ -8,27 +8,46 @@ import pathlib
 import random
 import subprocess
 import sys
+from unittest import mock
 
-from examples.pretrain.__main__ import main
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from examples.pretrain import __main__ as program
 from examples.pretrain.config import Config
+from examples.pretrain.configs import DEMOS
+from examples.pretrain.meshes import make_mesh
 
 ROOT = pathlib.Path(__file__).parents[3]
 WORDS = "the model reads a line of text and says which letter comes next".split()
-TINY = Config(
-    width=16,
-    layers=1,
-    heads=2,
-    seq_len=16,
-    batch_size=4,
-    steps=6,
-    warmup_steps=2,
-    learning_rate=0.003,
-    val_every=4,
-    val_batches=2,
-    log_every=3,
-    checkpoint_every=5,
-)
-
+OF_THE_RUN = {field.name for field in dataclasses.fields(Config)}
+TINY = {
+    "model.width": 16,
+    "model.layers": 1,
+    "model.heads": 2,
+    "seq_len": 16,
+    "batch_size": 4,
+    "steps": 6,
+    "warmup_steps": 2,
+    "learning_rate": 0.003,
+    "val_every": 4,
+    "val_batches": 2,
+    "log_every": 3,
+    "measure_every": None,
+    "checkpoint_every": 5,
+}
+# Of "demo-moe", besides.
+MIXTURE = {
+    "model.layers": 2,
+    "model.dense_hidden": 32,
+    "model.kv_rank": 8,
+    "model.nope_dim": 8,
+    "model.rope_dim": 4,
+    "model.value_dim": 8,
+    "model.experts": 8,
+    "model.expert_hidden": 16,
+}
 
 STEPS = 120
 # Readings, validations and checkpoints at steps that do not coincide.
@@ -41,24 +60,52 @@ OPTIONS = {
 }
 
 
-def config(**changes) -> Config:
-    return dataclasses.replace(TINY, **changes)
+def config(demo: str = "demo", **changes) -> Config:
+    """A tiny run with other options, by their names: steps=7, **{"model.width": 8}."""
+    small = TINY | (MIXTURE if demo == "demo-moe" else {})
+    groups = {"": {}, "recipe": {}, "model": {}, "mesh": {}}
+    for name, value in (small | changes).items():
+        group, _, field = name.rpartition(".")
+        if not group and name not in OF_THE_RUN:
+            group = "recipe"
+        groups[group][field] = value
+    parts = {
+        group: dataclasses.replace(getattr(DEMOS[demo], group), **values)
+        for group, values in groups.items()
+        if group
+    }
+    return dataclasses.replace(DEMOS[demo], **(parts | groups[""]))
 
 
-def arguments(data: pathlib.Path, out: pathlib.Path, **changes) -> list[str]:
-    """The command line of `config(**changes)`."""
-    options = []
-    values = dataclasses.asdict(config(**changes, data=(str(data),), out=out))
-    for name, value in values.items():
-        if value not in (None, ()):
-            options.append("--" + name.replace("_", "-"))
-            options += map(str, value if isinstance(value, tuple) else (value,))
+def arguments(
+    data: pathlib.Path, out: pathlib.Path, demo: str = "demo", **changes
+) -> list[str]:
+    """The command line of `config(demo, **changes)`."""
+    defaults = DEMOS[demo].to_dict()
+    options = ["--recipe", demo]
+    made = config(demo, **changes, data=(str(data),), out=out)
+    for name, value in made.to_dict().items():
+        if value == defaults[name]:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            options.append("--" + (flag if value else _negated(flag)))
+        else:
+            values = value if isinstance(value, tuple) else (value,)
+            options += [f"--{flag}", *map(str, values)]
     return options
+
+
+def main(options: list[str]) -> int:
+    """The command in this process, on one of its devices."""
+    on_one = functools.partial(make_mesh, devices=jax.devices()[:1])
+    with mock.patch.object(program, "make_mesh", on_one):
+        return program.main(options)
 
 
 @functools.cache
 def finished_run(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
-    """A finished run of all arms with `OPTIONS`: where it lies, and its data."""
+    """A finished run of all optimizers with `OPTIONS`: where it lies, and its data."""
     data, out = write_texts(folder / "texts"), folder / "finished"
     assert main(arguments(data, out, **OPTIONS)) == 0
     return out, data
@@ -66,10 +113,14 @@ def finished_run(folder: pathlib.Path) -> tuple[pathlib.Path, pathlib.Path]:
 
 def start(options: list[str]) -> subprocess.Popen:
     """The command in a process of its own, in which every warning is an error."""
+    compiled = {
+        "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-m", "examples.pretrain", *options],
         cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | compiled,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -88,3 +139,25 @@ def write_texts(folder: pathlib.Path, files: int = 12, words: int = 200) -> path
 def rows(path: pathlib.Path) -> list[dict[str, str]]:
     with open(path, newline="") as file:
         return list(csv.DictReader(file))
+
+
+def last_state(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """The arrays of the last checkpoint by name, whatever mesh has saved it.
+
+    Args:
+      folder: Of the run with one optimizer.
+    """
+    steps = (folder / "checkpoints").glob("[0-9]*")
+    newest = max((p for p in steps if p.name.isdigit()), key=lambda p: int(p.name))
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        path = (newest / "state").absolute()
+        metadata = reader.metadata(path).item_metadata
+        plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
+        state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=plain))
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def _negated(flag: str) -> str:
+    group, dot, name = flag.rpartition(".")
+    return f"{group}{dot}no-{name}"

@@ -3,6 +3,9 @@
 import signal
 from types import FrameType
 
+import jax
+from jax.experimental import multihost_utils
+
 
 class Stopped(Exception):
     """The run was asked to stop, and did.
@@ -17,25 +20,29 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Notes the first SIGINT (Ctrl-C) or SIGTERM; a second one acts as it always does."""
+    """Notes the first SIGINT (Ctrl-C) or SIGTERM; a second one acts as it always does.
+
+    Of several processes, JAX tells all when one gets a SIGTERM, as a preempted machine
+    does, and they stop at the same step.
+    """
 
     def __init__(self) -> None:
         self._signum: int | None = None
+        self._alone = jax.process_count() == 1
 
     def __enter__(self) -> "StopSignal":
-        self._previous = {
-            signum: signal.signal(signum, self._note)
-            for signum in (signal.SIGINT, signal.SIGTERM)
-        }
+        signums = (signal.SIGINT, signal.SIGTERM) if self._alone else ()
+        self._previous = {signum: signal.signal(signum, self._note) for signum in signums}
         return self
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._previous.items():
             signal.signal(signum, handler)
 
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come."""
+    def requested(self, step: int) -> bool:
+        """Whether to stop after so many steps; processes ask at every step."""
+        if not self._alone and multihost_utils.reached_preemption_sync_point(step):
+            self._signum = signal.SIGTERM
         return self._signum is not None
 
     def check(self, message: str) -> None:

@@ -1,0 +1,68 @@
+"""The cross-entropy of a language model, also where all logits would be too many."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+def cross_entropy(
+    hidden_BxTxD: jax.Array,
+    head: Callable[[jax.Array], jax.Array] | jax.Array,
+    targets_BxT: jax.Array,
+    chunks: int = 1,
+) -> jax.Array:
+    """Mean over all positions, in nats per token.
+
+    Args:
+      hidden_BxTxD: What the head turns into logits.
+      head: A function that does, for one chunk; the matrix (D, V) for several.
+      targets_BxT: The tokens to predict.
+      chunks: Parts of the vocabulary whose logits exist one after another, in the
+        backward pass, too. They divide the vocabulary.
+    """
+    if callable(head):
+        logits_BxTxV = head(hidden_BxTxD)
+        precise = jnp.promote_types(jnp.float32, logits_BxTxV.dtype)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits_BxTxV.astype(precise), targets_BxT
+        ).mean()
+    return _chunked(hidden_BxTxD, head, targets_BxT, chunks).mean()
+
+
+def _chunked(
+    hidden_BxTxD: jax.Array, head_DxV: jax.Array, targets_BxT: jax.Array, chunks: int
+) -> jax.Array:
+    D, V = head_DxV.shape
+    if V % chunks:
+        raise ValueError(
+            f"loss_chunks={chunks} does not divide a vocabulary of {V}: choose one that "
+            "does"
+        )
+    # Chunk c has the tokens v with v % C = c: where the vocabulary is sharded, every
+    # device has its part of each.
+    head_CxDxW = jnp.moveaxis(head_DxV.reshape(D, V // chunks, chunks), 2, 0)
+    precise = jnp.promote_types(jnp.float32, hidden_BxTxD.dtype)
+
+    @jax.checkpoint
+    def chunk(
+        carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array]
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
+        sum_BxT, target_BxT = carry  # Both are logarithms.
+        index, head_DxW = inputs
+        logits_BxTxW = jnp.einsum(
+            "btd,dw->btw", hidden_BxTxD, head_DxW, preferred_element_type=precise
+        )
+        here_BxT = targets_BxT % chunks == index
+        is_target_BxTxW = jnp.arange(V // chunks) == (targets_BxT // chunks)[..., None]
+        is_target_BxTxW &= here_BxT[..., None]
+        target_BxT += jnp.sum(jnp.where(is_target_BxTxW, logits_BxTxW, 0), axis=-1)
+        sum_BxT = jnp.logaddexp(sum_BxT, jax.nn.logsumexp(logits_BxTxW, axis=-1))
+        return (sum_BxT, target_BxT), None
+
+    start = jnp.full(targets_BxT.shape, -jnp.inf, precise)
+    (sum_BxT, target_BxT), _ = jax.lax.scan(
+        chunk, (start, jnp.zeros_like(start)), (jnp.arange(chunks), head_CxDxW)
+    )
+    return sum_BxT - target_BxT

@@ -1,0 +1,76 @@
+"""What the trainer asks of a model and of its data."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import grain
+import jax
+from flax import nnx
+
+PyTree = Any
+Metrics = dict[str, jax.Array]
+
+
+class Task(Protocol):
+    """A model and its loss.
+
+    Attributes:
+      item: What throughput counts: "tokens" or "images".
+      items_per_example: How many of them an example has.
+      flops_per_example: Operations of the model in a training step, without those that
+        rematerialization repeats; None where they are not counted.
+      has_experts: Whether the loss records "expert_load" (L, E): each expert's share of
+        the assignments of its layer.
+    """
+
+    item: str
+    items_per_example: int
+    flops_per_example: float | None
+    has_experts: bool
+
+    def create(self, rngs: nnx.Rngs) -> nnx.Module:
+        """The model with its initial weights."""
+        ...
+
+    def weight_dimension_numbers(self, model: Any) -> Callable[[PyTree], PyTree]:
+        """Which parameters are matrices, for `orscale` and its relatives."""
+        ...
+
+    def loss(self, model: Any, batch: PyTree) -> tuple[jax.Array, Metrics]:
+        """The loss that is trained on, and what is recorded besides, means over a batch.
+
+        May change variables of the model that are no parameters.
+        """
+        ...
+
+    def evaluate(self, model: Any, batch: PyTree) -> Metrics:
+        """What validation records, means over a batch; "loss" is one of them."""
+        ...
+
+    def after_step(self, variables: PyTree, metrics: Metrics) -> PyTree:
+        """The model's other variables after an optimizer step with these metrics."""
+        ...
+
+    def batch(self, size: int) -> PyTree:
+        """The shapes and dtypes of a batch."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What a run trains on and is validated on.
+
+    Attributes:
+      train: Examples in the order of training, without end.
+      validation: Examples of every validation, whole batches of them.
+      unit: What the loss counts by: "byte", "token" or "image".
+      description: A line for the reader.
+      facts: What tells it apart from other data, for `config.json`.
+    """
+
+    train: grain.MapDataset
+    validation: grain.MapDataset
+    unit: str
+    description: str
+    facts: dict[str, Any]

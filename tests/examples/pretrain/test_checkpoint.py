@@ -1,0 +1,159 @@
+"""Checkpoints: what is saved comes back, and what is damaged is noticed."""
+
+import errno
+import io
+import os
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from rich.console import Console
+
+from examples.pretrain.checkpoint import Checkpoints
+from examples.pretrain.errors import RunError
+
+# Whole numbers, whose sums are exact; the kernel is large enough for a file of its own.
+STATE = {
+    "params": {"kernel": jax.random.randint(jax.random.key(0), (64, 64), 0, 99) * 1.0},
+    "variables": {"routing_bias": jnp.arange(8, dtype=jnp.bfloat16)},
+    "opt_state": (jnp.int32(7), {"mu": jnp.ones((8, 8))}),
+}
+# Checkpoints asks for nothing else.
+SETUP = types.SimpleNamespace(
+    abstract=jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), STATE
+    )
+)
+
+
+@pytest.fixture
+def out():
+    return io.StringIO()
+
+
+@pytest.fixture
+def open_checkpoints(tmp_path, out):
+    console = Console(file=out, width=1000)
+    return lambda: Checkpoints(tmp_path / "checkpoints", keep=2, console=console)
+
+
+def after(steps):
+    return jax.tree.map(lambda x: x + steps, STATE)
+
+
+def save(open_checkpoints, *steps):
+    with open_checkpoints() as checkpoints:
+        for step in steps:
+            checkpoints.save(step, after(step))
+
+
+def restored_step(open_checkpoints):
+    """The step of what comes back, once its arrays are seen to be those of the step."""
+    with open_checkpoints() as checkpoints:
+        state, step = checkpoints.restore(SETUP)
+    jax.tree.map(np.testing.assert_array_equal, state, after(step))
+    return step
+
+
+def data_files(folder):
+    return sorted((folder / "state").glob("**/d/*"), key=lambda path: path.stat().st_size)
+
+
+def test_there_is_nothing_at_first(open_checkpoints):
+    with open_checkpoints() as checkpoints:
+        assert checkpoints.restore(SETUP) is None
+        assert checkpoints.latest_step is None
+
+
+def test_the_newest_ones_are_kept(open_checkpoints, tmp_path):
+    save(open_checkpoints, 3, 5, 9)
+    assert restored_step(open_checkpoints) == 9
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "9"}
+
+
+def test_the_next_step_may_take_the_memory_at_once(open_checkpoints):
+    step = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
+    state = step(after(-1))  # What donates never wrote to the arrays of STATE.
+    with open_checkpoints() as checkpoints:
+        for number in range(5):
+            checkpoints.save(number, state)
+            state = step(state)
+    assert restored_step(open_checkpoints) == 4
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = {
+    "a bit": flip,
+    "cut off": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "removed": os.unlink,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_moved_aside(damage, open_checkpoints, tmp_path, out):
+    save(open_checkpoints, 5, 9)
+    damage(data_files(tmp_path / "checkpoints" / "9")[-1])
+    assert restored_step(open_checkpoints) == 5
+    message = out.getvalue()
+    assert "The checkpoint of step 9 is damaged" in message
+    assert f"It is now {tmp_path}/damaged_checkpoint_9, and" in message
+    assert "carries on from step 5" in message
+    assert (tmp_path / "damaged_checkpoint_9").is_dir()
+    save(open_checkpoints, 9)  # The run comes by again.
+    assert restored_step(open_checkpoints) == 9
+
+
+def test_another_damaged_checkpoint_of_the_step_is_kept_too(open_checkpoints, tmp_path):
+    for _ in range(3):
+        save(open_checkpoints, 5, 9)
+        flip(data_files(tmp_path / "checkpoints" / "9")[-1])
+        assert restored_step(open_checkpoints) == 5
+    names = {"damaged_checkpoint_9", "damaged_checkpoint_9_2", "damaged_checkpoint_9_3"}
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"} | names
+
+
+def test_other_arrays_than_were_saved_are_noticed(open_checkpoints, monkeypatch, out):
+    """What no storage layer has complained about."""
+    save(open_checkpoints, 5)
+    monkeypatch.setattr(
+        "examples.pretrain.checkpoint.checksums", lambda state: {"params.kernel": 1}
+    )
+    save(open_checkpoints, 9)
+    monkeypatch.undo()
+    assert restored_step(open_checkpoints) == 5
+    assert "damaged (opt_state.0 is not what was saved)" in out.getvalue()
+
+
+def test_when_all_are_damaged_none_is_touched(open_checkpoints, tmp_path):
+    save(open_checkpoints, 5, 9)
+    for step in ("5", "9"):
+        flip(data_files(tmp_path / "checkpoints" / step)[-1])
+    with open_checkpoints() as checkpoints, pytest.raises(RunError) as error:
+        checkpoints.restore(SETUP)
+    for text in ("can be read: step 9: ", "; step 5: ", "Delete the folder"):
+        assert text in str(error.value)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "9"}
+
+
+def test_a_full_disk_is_named(open_checkpoints, monkeypatch):
+    """While the checkpoint is written, which is after `save` has returned."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    save(open_checkpoints, 5)
+    handler = ocp.JsonCheckpointHandler
+    monkeypatch.setattr(handler, "_save_fn", full)
+    with pytest.raises(RunError) as error:
+        save(open_checkpoints, 9)
+    assert "could not be written: No space left on device" in str(error.value)
+    assert "Newest complete one: step 5." in str(error.value)

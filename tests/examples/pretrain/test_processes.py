@@ -1,0 +1,86 @@
+"""Several processes: one command, the same result, and an end for all."""
+
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+
+from examples.pretrain import processes
+from examples.pretrain.processes import leaving_in_time, others_are_gone
+from tests import commands
+from tests.examples.pretrain import tiny
+
+
+@pytest.mark.slow
+def test_two_processes_come_to_what_one_device_comes_to(tmp_path):
+    """A mixture on 2 processes × 4 devices, data 2 × expert 4, after 10 steps."""
+    data = tiny.write_texts(tmp_path / "texts")
+    options = {"optimizer": ("orscale",), "steps": 10, "batch_size": 8}
+    arguments = tiny.arguments(data, tmp_path, "demo-moe", **options)
+    one = commands.Run(tmp_path / "one", tuple(arguments))
+    mesh = ("--mesh.data", "2", "--mesh.expert", "4")
+    two = commands.Run(tmp_path / "two", (*arguments, *mesh), processes=2, devices=4)
+    results = []
+    for run in (one, two):
+        run.finish()
+        losses = [
+            float(row["train_loss"]) for row in tiny.rows(run.folder / "metrics.csv")
+        ]
+        results.append((losses, tiny.last_state(run.folder)))
+    (losses, state), (expected_losses, expected_state) = results
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    assert state.keys() == expected_state.keys()
+    for name, expected in expected_state.items():
+        largest = np.abs(expected).max()
+        atol = 1e-5 * largest
+        np.testing.assert_allclose(state[name], expected, atol=atol, err_msg=name)
+    assert "8 × cpu" in (two.folder / "result.json").read_text()
+    assert two.messages(1).count("tokens/s") == 0  # The first one speaks for all.
+
+
+@pytest.fixture
+def timers(monkeypatch):
+    """Those that end the process, instead of ending it."""
+    started = []
+
+    class Timer(threading.Timer):
+        def start(self):
+            started.append((self.interval, self.args))
+
+    monkeypatch.setattr(processes.threading, "Timer", Timer)
+    return started
+
+
+@pytest.fixture
+def in_cluster(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+
+
+@pytest.mark.usefixtures("in_cluster")
+@pytest.mark.parametrize(("error", "code"), [(SystemExit(143), 143), (ValueError(), 1)])
+def test_a_process_that_fails_waits_for_the_others_for_seconds(error, code, timers):
+    with pytest.raises(type(error)), leaving_in_time():
+        raise error
+    assert timers == [(processes.PATIENCE, [code])]
+
+
+@pytest.mark.usefixtures("in_cluster")
+def test_a_process_that_succeeds_waits_for_the_others(timers):
+    with pytest.raises(SystemExit), leaving_in_time():
+        sys.exit(0)
+    assert timers == []
+
+
+def test_a_single_process_ends_as_it_always_does(timers):
+    with pytest.raises(ValueError, match="as always"), leaving_in_time():
+        raise ValueError("as always")
+    assert timers == []
+
+
+def test_whose_fault_an_error_is(monkeypatch):
+    of_jax, of_python = jax.errors.JaxRuntimeError("Gloo"), ValueError("here")
+    assert not others_are_gone(of_jax) and not others_are_gone(of_python)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert others_are_gone(of_jax) and not others_are_gone(of_python)
