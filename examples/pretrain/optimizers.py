@@ -13,6 +13,7 @@ import optax
 from examples.pretrain.errors import UsageError
 from examples.pretrain.recipe import Recipe
 from orscale_jax import ablations, family, muon, orscale
+from orscale_jax.diagnostics import layer_classes
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 Constructor: TypeAlias = Callable[..., Transformation]
@@ -112,6 +113,15 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon_plus": _ours("Muon+", family.muon_plus),
     "cautious": _ours("OrScale, cautious decay", family.cautious),
     "pooled": _ours("OrScale, one ratio for all", family.pooled),
+    "pooled_by_class": _ours(
+        "OrScale, one ratio for a class", family.pooled, classes=layer_classes
+    ),
+    # Other anchors.
+    "full_rank_anchor": _ours("OrScale, full-rank anchor", orscale, anchor="full_rank"),
+    "largest_anchor": _ours("OrScale, largest anchor", orscale, anchor="largest"),
+    "pooled_full_rank_anchor": _ours(
+        "One ratio for all, full-rank anchor", family.pooled, anchor="full_rank"
+    ),
     # The same as Muon+Moonlight, by another library.
     "optax_muon": Optimizer(
         "optax.contrib.muon",
