@@ -28,15 +28,15 @@ def test_operations_of_a_decoder(changes, more):
 
 
 def test_operations_of_a_mixture_are_those_of_a_tokens_experts():
-    """A block with an MLP and three with 2 of 16 experts and a shared one."""
+    """A block with an MLP and two with 2 of 16 experts and a shared one."""
     config = DEMOS["demo-moe"]
     T, D = 128, 128
     queries, latent, keys_and_values = D * 4 * 48, D * (32 + 16), 32 * 4 * (32 + 32)
     attention = queries + latent + keys_and_values + 4 * 32 * D
     norms = 2 * D + 32
     mlp, experts, router = 3 * D * 384, 3 * (3 * D * 128), D * 16
-    weights = 4 * (attention + norms) + mlp + 3 * (experts + router) + D + 256 * D
-    scores_and_values = 4 * T**2 * 4 * (48 + 32)
+    weights = 3 * (attention + norms) + mlp + 2 * (experts + router) + D + 256 * D
+    scores_and_values = 3 * T**2 * 4 * (48 + 32)
     expected = 6 * weights * T + 6 * scores_and_values
     assert make_task(config).flops_per_example == expected
 

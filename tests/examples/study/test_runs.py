@@ -1,0 +1,75 @@
+"""A run of the study is the trainer's, with the learning rate as an argument."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from examples.study.arms import ARMS
+from examples.study.runs import Trainer
+from examples.study.workloads import WORKLOADS, Workload
+from tests.examples.pretrain import tiny
+
+RATE = 0.003
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tiny.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def run(data, arm, rate=RATE, scale=1.0, **options):
+    config = tiny.config(data=(str(data),))
+    trainer = Trainer(Workload("tiny", config, scale), ARMS[arm], adam_rate=RATE)
+    return trainer.train(rate, seed=0, **options)
+
+
+@pytest.mark.parametrize("arm", ["adamw", "orscale"])
+def test_a_run_is_the_trainers(data, arm, tmp_path):
+    found = run(data, arm)
+    assert tiny.main(tiny.arguments(data, tmp_path, optimizer=(arm,))) == 0
+    rows = tiny.rows(tmp_path / arm / "metrics.csv")
+    expected = {int(r["step"]): float(r["val_loss"]) for r in rows if r["val_loss"]}
+    assert found.steps == list(expected)
+    np.testing.assert_allclose(found.val_loss, list(expected.values()), atol=2e-6)
+
+
+def test_ratios_are_written_down(data):
+    found = run(data, "orscale")
+    assert len(found.uniform) == 6 and found.uniform[0] == pytest.approx(1, abs=1e-5)
+    assert set(found.class_ratio) > {"attention query", "mlp up"}
+    assert found.at_bound == 0
+    assert run(data, "muon_moonlight").uniform == []
+
+
+def test_a_replay_of_ones_is_muon_moonlight_and_of_halves_half_the_rate(data):
+    plain = run(data, "muon_moonlight").val_loss
+    assert run(data, "replayed", factors=np.ones(6)).val_loss == plain
+    halves = run(data, "replayed", factors=np.full(6, 0.5)).val_loss
+    assert not np.allclose(halves, plain, atol=1e-4)
+
+
+def test_the_scale_is_that_of_the_initial_matrices(data):
+    config = tiny.config(data=(str(data),))
+    params, small = (
+        Trainer(Workload("tiny", config, scale), ARMS["orscale"], RATE).initial_state(0)[
+            "params"
+        ]
+        for scale in (1.0, 0.25)
+    )
+    up = params["blocks"][0]["mlp"]["up"]["kernel"]
+    np.testing.assert_array_equal(small["blocks"][0]["mlp"]["up"]["kernel"], 0.25 * up)
+    np.testing.assert_array_equal(
+        small["embed"]["embedding"], params["embed"]["embedding"]
+    )
+
+
+def test_workloads_come_at_two_sizes_and_two_scales():
+    kinds = [name.removesuffix("-small-init").split("-")[0] for name in WORKLOADS]
+    assert sorted(kinds) == sorted(["dense", "mixture", "vision"] * 4)
+    scales = [workload.initial_scale for workload in WORKLOADS.values()]
+    assert scales.count(1.0) == 6
+    for name, workload in WORKLOADS.items():
+        base = WORKLOADS[name.removesuffix("-small-init")]
+        same = dataclasses.replace(workload, name=base.name, initial_scale=1.0)
+        assert same == base
