@@ -1,5 +1,6 @@
 """The parameters of models that are trained, and how they are sharded."""
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -27,34 +28,41 @@ def experts(count: int, rows: int, columns: int, spec: P) -> Leaf:
     return Leaf((count, rows, columns), spec, Dims(1, 2))
 
 
-def layers(count: int, block: Leaves) -> Leaves:
-    return {f"{i}.{name}": leaf for i in range(count) for name, leaf in block.items()}
+def named(name: str, part: Leaves) -> Leaves:
+    return {f"{name}.{end}": leaf for end, leaf in part.items()}
+
+
+def layers(count: int, block: Leaves, first: int = 0) -> Leaves:
+    return {
+        name: leaf
+        for i in range(first, first + count)
+        for name, leaf in named(str(i), block).items()
+    }
+
+
+def over_all(mesh: Mapping[str, int], rows: int, columns: int) -> Leaf:
+    """A matrix sharded over all devices: by rows, or by columns if rows do not divide."""
+    by_rows = rows % math.prod(mesh.values()) == 0
+    spec = P(tuple(mesh), None) if by_rows else P(None, tuple(mesh))
+    return matrix(rows, columns, spec)
+
+
+def swiglu(mesh: Mapping[str, int], hidden: int, width: int) -> Leaves:
+    return {
+        "gate": over_all(mesh, hidden, width),
+        "up": over_all(mesh, hidden, width),
+        "down": over_all(mesh, width, hidden),
+    }
 
 
 def moonlight(mesh: Mapping[str, int]) -> Leaves:
     """Moonlight-16B-A3B, experts over the last axis of the mesh.
 
-    Matrices are sharded by rows over all devices, or by columns where rows do not divide;
-    experts also by rows over the other axes.
+    Experts are also sharded by rows over the other axes.
     """
     *others, expert_axis = mesh
-    everywhere = tuple(mesh)
-    devices = math.prod(mesh.values())
+    sharded = functools.partial(over_all, mesh)
     hidden, ffn, latent, heads = 2048, 1408, 512, 16
-
-    def sharded(rows: int, columns: int) -> Leaf:
-        by_rows = rows % devices == 0
-        return matrix(
-            rows, columns, P(everywhere, None) if by_rows else P(None, everywhere)
-        )
-
-    def mlp(name: str, width: int) -> Leaves:
-        return {
-            f"{name}.gate": sharded(hidden, width),
-            f"{name}.up": sharded(hidden, width),
-            f"{name}.down": sharded(width, hidden),
-        }
-
     attention: Leaves = {
         "q_proj": sharded(hidden, heads * 192),
         "kv_a_proj": sharded(hidden, latent + 64),
@@ -70,18 +78,15 @@ def moonlight(mesh: Mapping[str, int]) -> Leaves:
         "experts.gate": experts(64, hidden, ffn, spec),
         "experts.up": experts(64, hidden, ffn, spec),
         "experts.down": experts(64, ffn, hidden, spec),
+        **named("shared", swiglu(mesh, hidden, 2 * ffn)),
     }
     return {
         "embedding": sharded(163840, hidden)._replace(numbers=None),
         "head": sharded(hidden, 163840)._replace(numbers=None),
         "norm": Leaf((hidden,)),
         **layers(27, attention),
-        **mlp("0.mlp", 10944),
-        **{
-            f"{i}.{name}": leaf
-            for i in range(1, 27)
-            for name, leaf in ({**mixture, **mlp("shared", 2 * ffn)}).items()
-        },
+        **named("0.mlp", swiglu(mesh, hidden, 10944)),
+        **layers(26, mixture, first=1),
     }
 
 

@@ -66,7 +66,10 @@ def stepping(
 
 
 def gradient_of(graph: Any) -> Callable[[Any, jax.Array], Any]:
-    """Of parameters and of tokens (batches, sequences, positions), a batch at a time."""
+    """The gradient as a function of parameters and tokens.
+
+    Tokens are (batches, sequences, positions), and are taken a batch at a time.
+    """
 
     @jax.jit
     def gradient(params: Any, tokens: jax.Array) -> Any:

@@ -40,7 +40,8 @@ class Logs(contextlib.ExitStack):
         console: Console,
     ):
         super().__init__()
-        self._setup, self._config = setup, config
+        self._setup, self._config, self._console = setup, config, console
+        self._warned: set[str] = set()
         optimizer = OPTIMIZERS[setup.recipe.optimizer]
         self._readouts = Readouts(folder, setup, start) if optimizer.readable else None
         self._recorder = Recorder(folder, setup, start) if is_first() else None
@@ -73,6 +74,8 @@ class Logs(contextlib.ExitStack):
             )
         if self._recorder is None:
             return
+        if reading is not None:
+            self._warn(step, reading)
         recipe = self._setup.recipe
         examples = recipe.batch_size * len(interval.metrics)
         rate = throughput(self._setup.task, examples, interval.seconds)
@@ -88,6 +91,13 @@ class Logs(contextlib.ExitStack):
                 | {f"val/{name}": value for name, value in validation.items()}
                 | (diagnostics.summarize(reading) if reading is not None else {}),
             )
+
+    def _warn(self, step: int, reading: diagnostics.Reading) -> None:
+        """Prints what is wrong in a reading, each problem once."""
+        for problem in diagnostics.find_problems(reading):
+            if problem.title not in self._warned:
+                self._warned.add(problem.title)
+                self._console.print(f"Step {step}: {problem}", highlight=False)
 
     def due(self, step: int) -> bool:
         """Whether a reading is due."""

@@ -61,7 +61,7 @@ class Recipe:
     steps: int | None = None
     # Tokens of text to train on.
     tokens: int | None = None
-    # Epochs of images to train on.
+    # Epochs to train for, of CIFAR-10's 50,000 images whatever the data.
     epochs: int | None = None
     # Tokens that a prediction may look back on. Nothing for images.
     seq_len: int | None = None
@@ -71,7 +71,7 @@ class Recipe:
     cutout: int = 0
     # Of the initial weights and the order of the data; three seeds go on from it.
     seed: int = 42
-    # Steps between validations. Nothing: an epoch of images.
+    # Steps between validations. Nothing: an epoch of CIFAR-10.
     val_every: int | None = 500
     # Batches of a validation, always the same. Nothing: all validation data.
     val_batches: int | None = 20
@@ -126,7 +126,7 @@ class Recipe:
 
     @property
     def validation_every(self) -> int:
-        """Steps between validations: those set, or an epoch."""
+        """Steps between validations: those set, or an epoch of CIFAR-10."""
         return self.val_every or max(IMAGES_PER_EPOCH // self.batch_size, 1)
 
     def _refuse(self, name: str, why: str) -> None:

@@ -255,7 +255,7 @@ def test_a_token_reaches_all_later_logits_and_no_earlier_one():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_weights_scale_with_fan_in(name):
-    """Of products; those of the embedding have the width in the place of the fan-in."""
+    """Weights of products do; for those of the embedding the width is the fan-in."""
     kind, config = MODELS[name]
     params = by_path(parameters(kind(config, nnx.Rngs(0))))
     for path, x in params.items():
