@@ -9,30 +9,52 @@ class Arm:
 
     Attributes:
       optimizer: One of `examples.pretrain.optimizers.OPTIMIZERS`.
+      label: In tables and figures.
       rate: The learning rate that the search begins with, over AdamW's best.
       shared: Whether AdamW's parameters have the rate of the matrices. Otherwise they
         keep AdamW's best.
+      replays: The arm whose mean ratio at each step is a factor of the rate, if one is.
     """
 
     optimizer: str
+    label: str
     rate: float = 1.0
     shared: bool = True
+    replays: str | None = None
 
 
 ARMS: dict[str, Arm] = {
-    "adamw": Arm("adamw"),
-    "muon": Arm("muon", rate=4.0, shared=False),
-    "muon_moonlight": Arm("muon_moonlight"),
-    "orscale": Arm("orscale"),
+    "adamw": Arm("adamw", "AdamW"),
+    "muon": Arm("muon", "Muon", rate=4.0, shared=False),
+    "muon_moonlight": Arm("muon_moonlight", "Muon+Moonlight"),
+    "orscale": Arm("orscale", "OrScale"),
     # Controls.
-    "pooled": Arm("pooled"),
-    "pooled_by_class": Arm("pooled_by_class"),
-    "replayed": Arm("muon_moonlight"),
+    "pooled": Arm("pooled", "One ratio for all"),
+    "pooled_by_class": Arm("pooled_by_class", "One ratio per class"),
+    "replayed": Arm("muon_moonlight", "OrScale's mean replayed", replays="orscale"),
     # Anchors.
-    "full_rank_anchor": Arm("full_rank_anchor"),
-    "largest_anchor": Arm("largest_anchor"),
-    "pooled_full_rank_anchor": Arm("pooled_full_rank_anchor"),
+    "full_rank_anchor": Arm("full_rank_anchor", "OrScale, full-rank anchor"),
+    "largest_anchor": Arm("largest_anchor", "OrScale, largest anchor"),
+    "pooled_full_rank_anchor": Arm(
+        "pooled_full_rank_anchor", "One ratio for all, full-rank anchor"
+    ),
     # Rivals.
-    "hyperball": Arm("hyperball", rate=4.0, shared=False),
-    "normuon": Arm("normuon"),
+    "hyperball": Arm("hyperball", "Hyperball", rate=4.0, shared=False),
+    "normuon": Arm("normuon", "NorMuon"),
 }
+
+ABLATIONS: dict[str, Arm] = {
+    "polar_factor_denominator": Arm(
+        "polar_factor_denominator", "‖Q‖ denominator", shared=False
+    ),
+    "momentum_denominator": Arm("momentum_denominator", "‖M̃‖ denominator", shared=False),
+    "momentum_rms_denominator": Arm(
+        "momentum_rms_denominator", "RMS(M̃) + Moonlight", shared=False
+    ),
+    "uncalibrated": Arm("uncalibrated", "Uncalibrated", shared=False),
+    "decoupled_weight_decay": Arm("decoupled_weight_decay", "Decoupled weight decay"),
+    "bfloat16_calibration": Arm("bfloat16_calibration", "Calibration in bfloat16"),
+    "unclipped": Arm("unclipped", "No clip"),
+}
+# Of the workloads with rates of another.
+SENSITIVE = ("adamw", "muon_moonlight", "orscale", "full_rank_anchor")

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,28 +18,31 @@ from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.optimizers import find_optimizer, optimizer_arguments
 from examples.pretrain.setup import Setup, State, learning_rates, set_up, split
 from examples.pretrain.step import make_train_step
-from examples.pretrain.tasks import make_task, read_data
+from examples.pretrain.tasks import Data, make_task, read_data
 from examples.study.arms import Arm
 from examples.study.workloads import Workload
 from orscale_jax import diagnostics
 
 PyTree = Any
+Readings = list[dict[str, Any]]
 
 
 class Run(NamedTuple):
     """What a run comes to.
 
     Attributes:
-      steps: Those after which it was validated.
-      val_loss: After each of them.
-      uniform: The geometric mean of all r̂ at every step; empty without ratios.
+      losses: Validation losses, in nats: after every interval, and at the end.
+      growth: Geometric mean over the leaves of matrices of ‖W‖/‖W₀‖ at the end.
+      uniform: Geometric mean of all r̂ at every step; empty without ratios.
+      spread: Standard deviation of log r̂ over the matrices, mean over the steps.
       at_bound: Share of matrices at a bound, mean over the steps.
       class_ratio: Geometric mean of r̂ of each class of layers, at the end.
     """
 
-    steps: list[int]
-    val_loss: list[float]
+    losses: list[float]
+    growth: float
     uniform: list[float]
+    spread: float
     at_bound: float
     class_ratio: dict[str, float]
 
@@ -57,13 +61,6 @@ class Trainer:
     arm: Arm
     adam_rate: float
 
-    @functools.cached_property
-    def _setup(self) -> Setup:
-        config = self.workload.config
-        recipe = config.recipe_of(self.arm.optimizer)
-        mesh = make_mesh(config.mesh, jax.devices()[:1])
-        return set_up(make_task(config), recipe, mesh)
-
     def train(self, rate: float, seed: int, factors: np.ndarray | None = None) -> Run:
         """Trains to the end.
 
@@ -72,59 +69,106 @@ class Trainer:
           seed: Of the initial weights and the order of the data.
           factors: Of the matrices' learning rates at every step, for a replay.
         """
-        config = self.workload.config
-        recipe = dataclasses.replace(config.recipe_of(self.arm.optimizer), seed=seed)
-        data = read_data(dataclasses.replace(config, recipe=recipe))
-        if factors is None:
-            factors = np.ones(recipe.num_steps)
-        with in_effect(self._setup.mesh):
-            evaluate = evaluation(self._setup, data, recipe.batch_size)
-            batches = Batches(data.train, recipe.batch_size, self._setup.mesh)
+        losses: list[float] = []
+        every = self.setup.recipe.validation_every
+        steps = self.setup.recipe.num_steps
+        readings: Readings = []
+        norms = []
+        for step, state, reading in self.states(rate, seed, factors):
+            readings.append(reading)
+            if step == 0 or step == steps:
+                norms.append(self._matrix_norms(state["params"]))
+            if step and (step % every == 0 or step == steps):
+                losses.append(self._evaluate(state)["loss"])
+        growth = float(np.exp(np.mean(np.log(norms[1] / norms[0]))))
+        return Run(losses, growth, **_over_steps(jax.device_get(readings[1:])))
+
+    def states(
+        self, rate: float, seed: int, factors: np.ndarray | None = None
+    ) -> Iterator[tuple[int, State, dict[str, Any]]]:
+        """The state before the first step and after each one; the next one takes it."""
+        recipe = self.setup.recipe
+        factors = np.ones(recipe.num_steps) if factors is None else factors
+        rates = [jnp.float32(rate), jnp.float32(self.adam_rate)]
+        arguments = [*rates, jnp.asarray(factors, jnp.float32)]
+        with in_effect(self.setup.mesh):
             state = self.initial_state(seed)
-            readings, losses, steps = [], [], []
-            every = recipe.validation_every
-            arguments = jnp.float32(rate), jnp.asarray(factors, jnp.float32)
-            for step, batch in enumerate(batches.read_ahead(0, recipe.num_steps), 1):
+            yield 0, state, {}
+            for step, batch in enumerate(self.batches(seed), 1):
                 state, reading = self._step(state, batch, *arguments)
-                readings.append(reading)
-                if step % every == 0 or step == recipe.num_steps:
-                    steps.append(step)
-                    losses.append(evaluate(state)["loss"])
-        found = jax.device_get(readings)
-        classes = {k: float(v) for k, v in found[-1].get("class_ratio", {}).items()}
-        uniform = [float(f["uniform"]) for f in found if "uniform" in f]
-        at_bound = float(np.mean([f.get("at_bound", 0.0) for f in found]))
-        return Run(steps, losses, uniform, at_bound, classes)
+                yield step, state, reading
+
+    def batches(self, seed: int) -> Iterator[PyTree]:
+        """The batches of a run."""
+        data, recipe = self.data(seed), self.setup.recipe
+        batches = Batches(data.train, recipe.batch_size, self.setup.mesh)
+        first = 0
+        if self.workload.first_batch is not None:
+            first = 1
+            yield Batches(data.train, self.workload.first_batch, self.setup.mesh)[0]
+        yield from batches.read_ahead(first, recipe.num_steps)
+
+    def data(self, seed: int) -> Data:
+        """What a run trains on, and what it is validated on."""
+        return _data(self.workload.config, seed)
 
     def initial_state(self, seed: int) -> State:
         """The state before the first step, its matrices at the workload's scale."""
-        setup = self._setup
-        model = setup.task.create(nnx.Rngs(seed))
-        params, variables = split(model)
-        numbers = setup.weight_dimension_numbers(params)
-        params = jax.tree.map(
-            lambda p, n: p if n is None else p * self.workload.initial_scale,
-            params,
-            numbers,
-            is_leaf=lambda x: x is None,
+        return self._initial_state(jax.random.key(seed))
+
+    @functools.cached_property
+    def setup(self) -> Setup:
+        """The model, on one device."""
+        config = self.workload.config
+        recipe = config.recipe_of(self.arm.optimizer)
+        mesh = make_mesh(config.mesh, jax.devices()[:1])
+        return set_up(make_task(config), recipe, mesh)
+
+    @functools.cached_property
+    def _initial_state(self) -> Callable[[jax.Array], State]:
+        setup = self.setup
+
+        def scaled(p: jax.Array, numbers: Any) -> jax.Array:
+            return p if numbers is None else p * self.workload.initial_scale
+
+        def initial_state(key: jax.Array) -> State:
+            params, variables = split(setup.task.create(nnx.Rngs(key)))
+            numbers = setup.weight_dimension_numbers(params)
+            params = jax.tree.map(scaled, params, numbers, is_leaf=lambda x: x is None)
+            opt_state = setup.optimizer.init(params)
+            return {"params": params, "variables": variables, "opt_state": opt_state}
+
+        return jax.jit(initial_state)
+
+    @functools.cached_property
+    def _evaluate(self) -> Callable[[State], dict[str, float]]:
+        # All seeds are validated on the same examples.
+        return evaluation(self.setup, self.data(0), self.setup.recipe.batch_size)
+
+    def _matrix_norms(self, params: PyTree) -> np.ndarray:
+        numbers = self.setup.weight_dimension_numbers(params)
+        matrices = jax.tree.map(
+            lambda p, n: None if n is None else p, params, numbers, is_leaf=_is_none
         )
-        opt_state = jax.jit(setup.optimizer.init)(params)
-        return {"params": params, "variables": variables, "opt_state": opt_state}
+        return np.array([np.linalg.norm(x) for x in jax.tree.leaves(matrices)])
 
     @functools.cached_property
     def _step(self) -> Callable[..., tuple[State, dict[str, Any]]]:
-        setup = self._setup
+        setup = self.setup
         shape = learning_rates(dataclasses.replace(setup.recipe, learning_rate=1.0))
 
         def step(
-            state: State, batch: PyTree, rate: jax.Array, factors: jax.Array
+            state: State,
+            batch: PyTree,
+            rate: jax.Array,
+            adam_rate: jax.Array,
+            factors: jax.Array,
         ) -> tuple[State, dict[str, Any]]:
             def schedule(count: jax.Array) -> jax.Array:
                 return rate * factors[count] * shape(count)
 
             def adam_schedule(count: jax.Array) -> jax.Array:
-                peak = rate if self.arm.shared else self.adam_rate
-                return peak * shape(count)
+                return (rate if self.arm.shared else adam_rate) * shape(count)
 
             optimizer = find_optimizer(self.arm.optimizer)
             arguments = optimizer_arguments(setup.recipe)
@@ -137,6 +181,16 @@ class Trainer:
             return state, _reading(state, setup)
 
         return jax.jit(step, donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=8)
+def _data(config: Any, seed: int) -> Data:
+    recipe = dataclasses.replace(config.recipe, seed=seed)
+    return read_data(dataclasses.replace(config, recipe=recipe))
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
 
 
 def _reading(state: State, setup: Setup) -> dict[str, Any]:
@@ -154,6 +208,20 @@ def _reading(state: State, setup: Setup) -> dict[str, Any]:
     flat = [jnp.concatenate([jnp.ravel(x) for x in leaves]) for leaves in bounds]
     return {
         "uniform": parts.uniform,
+        "spread": parts.spread,
         "at_bound": jnp.mean(flat[0] | flat[1]),
         "class_ratio": {k: v * parts.uniform for k, v in parts.class_remainder.items()},
+    }
+
+
+def _over_steps(readings: Readings) -> dict[str, Any]:
+    def mean(name: str) -> float:
+        return float(np.mean([reading.get(name, math.nan) for reading in readings]))
+
+    classes = readings[-1].get("class_ratio", {})
+    return {
+        "uniform": [float(r["uniform"]) for r in readings if "uniform" in r],
+        "spread": mean("spread"),
+        "at_bound": mean("at_bound"),
+        "class_ratio": {name: float(ratio) for name, ratio in classes.items()},
     }

@@ -1,10 +1,11 @@
-"""What the study trains: three kinds of models, two sizes and two initial scales each."""
+"""What the study trains: models, their data, two sizes and two initial scales."""
 
 import dataclasses
 from typing import Any
 
 from examples.pretrain.config import Config
 from examples.pretrain.configs import DEMOS
+from examples.study.prose import FOLDER
 
 # Of the 16B run: the standard deviation 0.006 of its initial weights over 2048^-1/2.
 SMALL_SCALE = 0.27
@@ -19,16 +20,19 @@ class Workload:
       name: In file names.
       config: The trainer's; its learning rate is where the search begins.
       initial_scale: Factor of the initial matrices, whose variance is 1/fan-in.
+      first_batch: Examples of the first batch, if it has another size than the others.
+      rates_of: The workload whose inherited rate this one has. Nothing: it has its own.
     """
 
     name: str
     config: Config
     initial_scale: float = 1.0
+    first_batch: int | None = None
+    rates_of: str | None = None
 
 
-def _sized(demo: str, **changes: Any) -> Config:
-    """A demo with other sizes of its model, and other values of its recipe."""
-    config = DEMOS[demo]
+def _sized(config: Config, **changes: Any) -> Config:
+    """A run with other sizes of its model, and other values of its recipe."""
     fields = {field.name for field in dataclasses.fields(config.recipe)}
     recipe = {name: value for name, value in changes.items() if name in fields}
     sizes = {name: value for name, value in changes.items() if name not in fields}
@@ -39,19 +43,26 @@ def _sized(demo: str, **changes: Any) -> Config:
     )
 
 
-_LENGTH = {"steps": 300, "warmup_steps": 15, "val_every": 30}
+_TEXT = {
+    "steps": 300, "warmup_steps": 15, "val_every": 30, "batch_size": 8, "seq_len": 64,
+}  # fmt: skip
+_MIXTURE = {**_TEXT, "layers": 2, "experts": 8}
+_IMAGES = {"batch_size": 64, "val_every": 16}
+_DENSE = _sized(DEMOS["demo"], width=64, layers=2, heads=2, **_TEXT)
 _CONFIGS = {
-    "dense-small": _sized("demo", width=64, layers=2, heads=2, **_LENGTH),
-    "dense-large": _sized("demo", width=128, layers=3, heads=4, **_LENGTH),
+    "dense-small": _DENSE,
+    "dense-large": _sized(DEMOS["demo"], width=96, layers=3, heads=3, **_TEXT),
+    "prose": dataclasses.replace(_DENSE, data=(str(FOLDER),)),
     "mixture-small": _sized(
-        "demo-moe", width=64, layers=2, heads=2, dense_hidden=192, kv_rank=16, experts=8,
-        expert_hidden=64, seq_len=64, **_LENGTH,
+        DEMOS["demo-moe"], width=64, heads=2, dense_hidden=192, kv_rank=16,
+        expert_hidden=64, **_MIXTURE,
     ),
     "mixture-large": _sized(
-        "demo-moe", width=128, layers=2, experts=8, seq_len=64, **_LENGTH
+        DEMOS["demo-moe"], width=96, heads=3, dense_hidden=288, kv_rank=24,
+        expert_hidden=96, **_MIXTURE,
     ),
-    "vision-small": _sized("demo-vision", widths=(4, 8, 16, 32)),
-    "vision-large": _sized("demo-vision"),
+    "vision-small": _sized(DEMOS["demo-vision"], widths=(4, 8, 16, 32), **_IMAGES),
+    "vision-large": _sized(DEMOS["demo-vision"], widths=(6, 12, 24, 48), **_IMAGES),
 }  # fmt: skip
 
 WORKLOADS: dict[str, Workload] = {
@@ -60,5 +71,26 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         Workload(name, config),
         Workload(f"{name}-small-init", config, SMALL_SCALE),
+    )
+}
+
+
+def _varied(name: str, first_batch: int | None = None, **changes: Any) -> Workload:
+    """The small decoder with something else, at the rates of the small decoder."""
+    config = _sized(_DENSE, **changes)
+    return Workload(
+        f"dense-small-{name}", config, first_batch=first_batch, rates_of="dense-small"
+    )
+
+
+SENSITIVITY: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        _varied("first-batch-1", first_batch=1),
+        _varied("first-batch-64", first_batch=64),
+        _varied("no-warmup", warmup_steps=0),
+        _varied("four-times", steps=1200, warmup_steps=60, val_every=120),
+        _varied("no-decay", weight_decay=0.0),
+        _varied("more-decay", weight_decay=0.3),
     )
 }

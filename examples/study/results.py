@@ -1,0 +1,143 @@
+"""The results of runs, in one small table for each workload."""
+
+import csv
+import dataclasses
+import io
+import math
+import os
+import pathlib
+from typing import Any
+
+from examples.study.runs import Run
+
+# The mean ratio is written down after the first step and every fifth one since.
+UNIFORM_EVERY = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A row.
+
+    Attributes:
+      arm: One of `examples.study.arms`.
+      rate: The peak learning rate.
+      seed: Of the initial weights and the order of the data.
+      loss: The last validation loss, in nats, at most that of a uniform guess.
+      diverged: Whether it was above that, or not finite.
+      growth: As in `Run`.
+      spread: As in `Run`; NaN without ratios.
+      at_bound: As in `Run`; NaN without ratios.
+      losses: All validation losses.
+      uniform: The mean ratio, every fifth step.
+      class_ratio: As in `Run`.
+    """
+
+    arm: str
+    rate: float
+    seed: int
+    loss: float
+    diverged: bool
+    growth: float
+    spread: float
+    at_bound: float
+    losses: tuple[float, ...]
+    uniform: tuple[float, ...]
+    class_ratio: dict[str, float]
+
+
+def make_result(arm: str, rate: float, seed: int, run: Run, guess: float) -> Result:
+    """The row of a run.
+
+    Args:
+      arm: Its name.
+      rate: Its learning rate.
+      seed: Its seed.
+      run: What came of it.
+      guess: The loss of a uniform guess, in nats.
+    """
+    last = run.losses[-1]
+    diverged = not last <= guess
+    return Result(
+        arm,
+        rate,
+        seed,
+        round(guess if diverged else last, 5),
+        diverged,
+        _digits(run.growth),
+        _digits(run.spread),
+        _digits(run.at_bound),
+        tuple(_digits(loss) for loss in run.losses),
+        tuple(_digits(ratio) for ratio in run.uniform[::UNIFORM_EVERY]),
+        {name: _digits(ratio) for name, ratio in run.class_ratio.items()},
+    )
+
+
+def read_results(path: pathlib.Path) -> list[Result]:
+    """The rows of a table; none if there is no such file."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [_parse(row) for row in csv.DictReader(file)]
+
+
+def append_result(path: pathlib.Path, result: Result) -> None:
+    """Writes a row down in one piece: other processes write to the same table.
+
+    Raises:
+      FileNotFoundError: If there is no table; `sort_results` makes one.
+    """
+    file = os.open(path, os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(file, _lines([_row(result)]).encode())
+    finally:
+        os.close(file)
+
+
+def sort_results(path: pathlib.Path) -> None:
+    """Orders the rows of a table by arm, rate and seed; an empty one if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    results = read_results(path)
+    rows = [_row(r) for r in sorted(results, key=lambda r: (r.arm, r.rate, r.seed))]
+    path.write_text(_lines([_FIELDS, *rows]))
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Result)]
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.5g}")
+
+
+def _row(result: Result) -> list[Any]:
+    row = {name: getattr(result, name) for name in _FIELDS}
+    row["rate"] = f"{result.rate:.6g}"
+    row["diverged"] = int(result.diverged)
+    for name in ("spread", "at_bound"):
+        row[name] = "" if math.isnan(row[name]) else row[name]
+    for name in ("losses", "uniform"):
+        row[name] = " ".join(map(str, row[name]))
+    row["class_ratio"] = ";".join(f"{k}={v}" for k, v in result.class_ratio.items())
+    return list(row.values())
+
+
+def _lines(rows: list[list[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def _parse(row: dict[str, str]) -> Result:
+    pairs = [pair.split("=") for pair in row["class_ratio"].split(";") if pair]
+    return Result(
+        arm=row["arm"],
+        rate=float(row["rate"]),
+        seed=int(row["seed"]),
+        diverged=bool(int(row["diverged"])),
+        losses=tuple(map(float, row["losses"].split())),
+        uniform=tuple(map(float, row["uniform"].split())),
+        class_ratio={name: float(ratio) for name, ratio in pairs},
+        loss=float(row["loss"]),
+        growth=float(row["growth"]),
+        spread=float(row["spread"] or "nan"),
+        at_bound=float(row["at_bound"] or "nan"),
+    )
