@@ -32,6 +32,11 @@ ARMS: dict[str, Arm] = {
     "pooled": Arm("pooled", "One ratio for all"),
     "pooled_by_class": Arm("pooled_by_class", "One ratio per class"),
     "replayed": Arm("muon_moonlight", "OrScale's mean replayed", replays="orscale"),
+    # The same, with AdamW's parameters at AdamW's best rate.
+    "muon_moonlight_apart": Arm(
+        "muon_moonlight", "Muon+Moonlight, AdamW's rate apart", shared=False
+    ),
+    "orscale_apart": Arm("orscale", "OrScale, AdamW's rate apart", shared=False),
     # Anchors.
     "full_rank_anchor": Arm("full_rank_anchor", "OrScale, full-rank anchor"),
     "largest_anchor": Arm("largest_anchor", "OrScale, largest anchor"),
@@ -56,5 +61,6 @@ ABLATIONS: dict[str, Arm] = {
     "bfloat16_calibration": Arm("bfloat16_calibration", "Calibration in bfloat16"),
     "unclipped": Arm("unclipped", "No clip"),
 }
+KNOWN = ARMS | ABLATIONS
 # Of the workloads with rates of another.
 SENSITIVE = ("adamw", "muon_moonlight", "orscale", "full_rank_anchor")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from examples.pretrain.errors import UsageError
-from examples.study.arms import ABLATIONS, ARMS
+from examples.study.arms import KNOWN
 from examples.study.results import (
     UNIFORM_EVERY,
     Result,
@@ -89,14 +89,14 @@ class Runs:
 
     @functools.cached_property
     def _replayed(self) -> "Runs | None":
-        name = (ARMS | ABLATIONS)[self._arm].replays
+        name = KNOWN[self._arm].replays
         if name is None:
             return None
         return Runs(self._workload, name, self._adam_rate, self._folder)
 
     @functools.cached_property
     def _trainer(self) -> Trainer:
-        return Trainer(self._workload, (ARMS | ABLATIONS)[self._arm], self._adam_rate)
+        return Trainer(self._workload, KNOWN[self._arm], self._adam_rate)
 
 
 def run_arm(
@@ -112,7 +112,7 @@ def run_arm(
         adam_rate = workload.config.recipe.learning_rate
     else:
         adam_rate = inherited_rate(folder, workload)
-    first = (ARMS | ABLATIONS)[arm].rate * adam_rate
+    first = KNOWN[arm].rate * adam_rate
     runs = Runs(workload, arm, adam_rate, folder)
     rates = [first] if arm != "adamw" or not tuned else []
     if tuned:

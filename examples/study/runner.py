@@ -12,13 +12,13 @@ from typing import Any
 import jax
 from rich.console import Console
 
-from examples.study.arms import ABLATIONS, ARMS, SENSITIVE
+from examples.study.arms import ABLATIONS, ARMS, KNOWN, SENSITIVE
 from examples.study.plan import find_workload, run_arm, table_of
 from examples.study.prose import FOLDER, write_prose
 from examples.study.results import sort_results
 from examples.study.workloads import SEEDS, SENSITIVITY, WORKLOADS
 
-Job = tuple[str, str]  # A workload and an arm.
+Job = tuple[str, tuple[str, ...]]  # A workload and arms, in their order.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,19 +35,23 @@ class Options:
 
 
 def stages_of(options: Options) -> list[list[Job]]:
-    """What is done: AdamW, whose rates the others inherit, and replays at the end."""
+    """What is done: first AdamW, whose rates the others inherit.
+
+    An arm that replays another is done right after it.
+    """
     jobs = [
-        (workload, arm)
+        (workload, (arm, *replays_of(arm, options)))
         for workload in options.workloads
         for arm in arms_of(workload)
-        if arm in options.arms
+        if arm in options.arms and KNOWN[arm].replays not in options.arms
     ]
-    stages: list[list[Job]] = [[], [], []]
-    for workload, arm in jobs:
-        inherits = arm != "adamw" or workload in SENSITIVITY
-        replays = inherits and (ARMS | ABLATIONS)[arm].replays is not None
-        stages[inherits + replays].append((workload, arm))
-    return stages
+    first = [job for job in jobs if job[1] == ("adamw",) and job[0] not in SENSITIVITY]
+    return [first, [job for job in jobs if job not in first]]
+
+
+def replays_of(arm: str, options: Options) -> list[str]:
+    """The arms to run that replay this one."""
+    return [name for name in options.arms if KNOWN[name].replays == arm]
 
 
 def arms_of(workload: str) -> Sequence[str]:
@@ -82,7 +86,8 @@ def run(options: Options, console: Console) -> None:
             work = {pool.submit(_do, job, options): job for job in stage}
             for done in as_completed(work):
                 error = done.exception()
-                name = " ".join(work[done])
+                workload, arms = work[done]
+                name = " ".join([workload, *arms])
                 console.print(f"{time.strftime('%X')} {name} {error or ''}".rstrip())
                 if error is not None:
                     failed.append(name)
@@ -102,6 +107,8 @@ def _begin(cores: Any) -> None:
 
 
 def _do(job: Job, options: Options) -> None:
-    workload, arm = job
-    run_arm(find_workload(workload), arm, options.out, options.seeds)
+    workload, arms = job
+    for arm in arms:
+        if arm in arms_of(workload):
+            run_arm(find_workload(workload), arm, options.out, options.seeds)
     jax.clear_caches()

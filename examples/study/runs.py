@@ -95,7 +95,7 @@ class Trainer:
             state = self.initial_state(seed)
             yield 0, state, {}
             for step, batch in enumerate(self.batches(seed), 1):
-                state, reading = self._step(state, batch, *arguments)
+                state, reading = self.step(state, batch, *arguments)
                 yield step, state, reading
 
     def batches(self, seed: int) -> Iterator[PyTree]:
@@ -153,7 +153,8 @@ class Trainer:
         return np.array([np.linalg.norm(x) for x in jax.tree.leaves(matrices)])
 
     @functools.cached_property
-    def _step(self) -> Callable[..., tuple[State, dict[str, Any]]]:
+    def step(self) -> Callable[..., tuple[State, dict[str, Any]]]:
+        """A step, compiled: of state, batch, both rates and the factors of all steps."""
         setup = self.setup
         shape = learning_rates(dataclasses.replace(setup.recipe, learning_rate=1.0))
 

@@ -1,0 +1,187 @@
+"""The figures of the study."""
+
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from examples.pretrain.plots import COLORS, INK, OTHER_COLORS
+from examples.study.arms import ARMS
+from examples.study.plan import find_workload
+from examples.study.results import UNIFORM_EVERY
+from examples.study.study import COLUMNS, REFERENCE, Column, Study
+
+_TITLES = {"inherited": "At AdamW's best rate", "own": "At each arm's own best rate"}
+_COMPARED = tuple(arm for arm in ARMS if arm not in (REFERENCE, "adamw"))
+# In the figure of learning rates.
+_CURVES = ("adamw", REFERENCE, "orscale", "pooled", "full_rank_anchor")
+
+
+def color_of(arm: str) -> str:
+    """The same for an arm in all figures."""
+    others = [name for name in ARMS if name not in COLORS]
+    return COLORS.get(arm) or OTHER_COLORS[others.index(arm) % len(OTHER_COLORS)]
+
+
+def draw_differences(study: Study, path: pathlib.Path) -> None:
+    """Loss minus Muon+Moonlight's: every workload a dot, and their mean a bar."""
+    arms = [a for a in _COMPARED if any(study.has(n, a) for n in study.workloads)]
+    figure = Figure(figsize=(9, 0.42 * len(arms) + 1.6), layout="constrained")
+    panels = figure.subplots(1, len(COLUMNS), sharey=True, sharex=True)
+    for axes, column in zip(panels, COLUMNS, strict=True):
+        for place, arm in enumerate(arms):
+            _dots(axes, study, arm, column, place)
+        axes.axvline(0, color=INK, lw=1)
+        axes.set_title(_TITLES[column], loc="left")
+        axes.set_xscale("symlog", linthresh=0.02)
+        ticks = [-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3]
+        axes.set_xticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
+        axes.tick_params(axis="x", labelsize=8)
+        _bare(axes)
+    panels[0].set_yticks(range(len(arms)), [ARMS[arm].label for arm in arms])
+    panels[0].invert_yaxis()
+    figure.supxlabel("validation loss − Muon+Moonlight's (nats; left is better)")
+    _save(figure, path)
+
+
+def _dots(axes: Axes, study: Study, arm: str, column: Column, place: int) -> None:
+    found = study.differences(arm, column)
+    if not found:
+        return
+    for shift, difference in zip(
+        np.linspace(-0.25, 0.25, len(found)), found, strict=True
+    ):
+        sure = bool(difference.sign)
+        ends = [difference.low, difference.high]
+        if all(map(math.isfinite, ends)):
+            axes.plot(ends, [place + shift] * 2, color=color_of(arm), lw=0.8, alpha=0.5)
+        axes.plot(
+            difference.mean,
+            place + shift,
+            "o",
+            ms=4,
+            color=color_of(arm),
+            mfc=color_of(arm) if sure else "white",
+        )
+    mean = float(np.mean([difference.mean for difference in found]))
+    axes.plot([mean] * 2, [place - 0.36, place + 0.36], color=color_of(arm), lw=2.5)
+
+
+def draw_rates(study: Study, path: pathlib.Path) -> None:
+    """Loss by learning rate at the first seed, for every workload."""
+
+    def draw(axes: Axes, name: str) -> None:
+        lowest = math.inf
+        for arm in _CURVES:
+            found = study.search(name, arm)
+            if found:
+                rates = sorted(found)
+                losses = [found[rate] for rate in rates]
+                lowest = min(lowest, *losses)
+                label = ARMS[arm].label
+                axes.plot(rates, losses, "o-", ms=3, color=color_of(arm), label=label)
+        axes.set_xscale("log", base=2)
+        rates = sorted({r for arm in _CURVES for r in study.search(name, arm)})
+        axes.set_xticks(rates[::2], [f"{rate:.3g}" for rate in rates[::2]], fontsize=7)
+        axes.set_ylim(lowest * 0.985, lowest * 1.15)
+
+    figure = _grid(study, draw, "learning rate", "validation loss, seed 0 (nats)")
+    _save(figure, path)
+
+
+def draw_ratios(study: Study, path: pathlib.Path) -> None:
+    """OrScale's mean ratio along the runs, at both rates."""
+
+    def draw(axes: Axes, name: str) -> None:
+        for column, color in zip(COLUMNS, (COLORS["orscale"], INK), strict=True):
+            for run in study.runs(name, "orscale", column).values():
+                steps = 1 + UNIFORM_EVERY * np.arange(len(run.uniform))
+                axes.plot(steps, run.uniform, lw=0.9, color=color)
+            rate = study.rate(name, "orscale", column)
+            axes.plot([], [], color=color, label=f"{column} ({rate:.3g})")
+        axes.axhline(1, color=INK, lw=0.6, ls=":")
+        axes.set_yscale("log", base=2)
+        axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
+        axes.legend(frameon=False, fontsize=7)
+
+    figure = _grid(study, draw, "step", "geometric mean of r̂", legend=False)
+    _save(figure, path)
+
+
+def draw_kappa(study: Study, path: pathlib.Path) -> None:
+    """The gain of every workload by κ, as the model and the step have it."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
+    titles = {"kappa_eff": "κ_eff of the paper's model", "kappa": "κ along the step"}
+    for axes, (field, title) in zip(panels, titles.items(), strict=True):
+        for name in study.workloads:
+            values = [getattr(g, field) for g in study.gains if g.workload == name]
+            if values:
+                found = study.difference(name, "orscale", "inherited")
+                color = OTHER_COLORS[_kind(name)]
+                hollow = "white" if "init" in name else color
+                axes.plot(np.mean(values), -found.mean, "o", color=color, mfc=hollow)
+                at = (float(np.mean(values)), -found.mean)
+                short = name.replace("-small-init", " *").replace("-", " ")
+                axes.annotate(short, at, (4, 3), textcoords="offset points", fontsize=7)
+        axes.axvline(1, color=INK, lw=0.6, ls=":")
+        axes.axhline(0, color=INK, lw=0.6, ls=":")
+        axes.set_xlabel(title)
+        _bare(axes)
+    panels[0].set_ylabel("gain over Muon+Moonlight (nats)")
+    _save(figure, path)
+
+
+def _kind(workload: str) -> int:
+    return ("dense", "prose", "mixture", "vision").index(workload.split("-")[0])
+
+
+def _grid(
+    study: Study,
+    draw: Callable[[Axes, str], None],
+    x_label: str,
+    y_label: str,
+    legend: bool = True,
+) -> Figure:
+    """A panel for every workload."""
+    names = study.workloads
+    columns = min(4, len(names))
+    rows = -(-len(names) // columns)
+    figure = Figure(figsize=(2.6 * columns, 2.1 * rows + 0.6), layout="constrained")
+    panels: Any = figure.subplots(rows, columns, squeeze=False).ravel()
+    for axes, name in zip(panels, names, strict=False):
+        draw(axes, find_workload(name).name)
+        axes.set_title(name, loc="left", fontsize=9)
+        axes.tick_params(labelsize=7)
+        _bare(axes)
+    for axes in panels[len(names) :]:
+        axes.axis("off")
+    if legend:
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
+        )
+    figure.supxlabel(x_label, fontsize=10)
+    figure.supylabel(y_label, fontsize=10)
+    return figure
+
+
+def _bare(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _save(figure: Figure, path: pathlib.Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+FIGURES: dict[str, Callable[[Study, pathlib.Path], None]] = {
+    "differences": draw_differences,
+    "rates": draw_rates,
+    "ratios": draw_ratios,
+    "kappa": draw_kappa,
+}

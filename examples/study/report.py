@@ -1,0 +1,48 @@
+"""Draw the study's figures, and write its tables into the page that shows them.
+
+    python -m examples.study.report
+
+Between ``<!-- table: NAME -->`` and ``<!-- end -->`` the page is made from the results.
+"""
+
+import dataclasses
+import pathlib
+import re
+
+import tyro
+
+from examples.study.figures import FIGURES
+from examples.study.study import Study, read_study
+from examples.study.tables import TABLES
+
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Draw the study's figures and write its tables."""
+
+    tables: pathlib.Path = pathlib.Path("docs/data")
+    """Folder of the results."""
+    page: pathlib.Path | None = pathlib.Path("docs/does_it_work.md")
+    """Where tables are written. None: nowhere."""
+    figures: pathlib.Path = pathlib.Path("docs")
+    """Folder of the figures."""
+
+
+def with_tables(page: str, study: Study) -> str:
+    """The page with the tables of the study."""
+    return _BLOCK.sub(lambda found: found[1] + TABLES[found[2]](study) + found[3], page)
+
+
+def main(options: Options) -> None:
+    study = read_study(options.tables)
+    if options.page is not None:
+        page = options.page.read_text()
+        options.page.write_text(with_tables(page, study))
+    for name, draw in FIGURES.items():
+        draw(study, options.figures / f"study_{name}.png")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

@@ -1,0 +1,107 @@
+"""What the tables say: paired differences, steps saved, widths of valleys."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+CONFIDENCE = 0.95
+VALLEY = 1.02  # Of the best loss.
+
+HOLDS, FAILS, OPEN = "holds", "fails", "cannot be told at this size"
+
+
+class Interval(NamedTuple):
+    """A mean and its 95 % interval, by Student's t."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def sign(self) -> int:
+        """-1 or 1 if the interval excludes zero, else 0."""
+        return int(self.low > 0) - int(self.high < 0)
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of a sample; a single value has an endless interval."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    factor = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
+    error = float(factor * np.std(values, ddof=1) / math.sqrt(len(values)))
+    return Interval(mean, mean - error, mean + error)
+
+
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
+    """The mean difference over the seeds that both have."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    return interval([ours[seed] - theirs[seed] for seed in seeds])
+
+
+def verdict(differences: Sequence[Interval]) -> str:
+    """Whether a claim that differences are negative holds, by the protocol's rule."""
+    signs = [difference.sign for difference in differences]
+    less, more = signs.count(-1), signs.count(1)
+    if 2 * less > len(signs) and not more:
+        return HOLDS
+    if 2 * more > len(signs) and not less:
+        return FAILS
+    return OPEN
+
+
+def all_of(verdicts: Sequence[str]) -> str:
+    """The verdict on a claim of several parts."""
+    if FAILS in verdicts:
+        return FAILS
+    return OPEN if OPEN in verdicts else HOLDS
+
+
+def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, str]:
+    """Spearman's ρ, and whether the claim that it is positive holds."""
+    found = stats.spearmanr(x, y)
+    rho, p = float(found.statistic), float(found.pvalue)
+    if p > 1 - CONFIDENCE:
+        return rho, OPEN
+    return rho, HOLDS if rho > 0 else FAILS
+
+
+def steps_to(target: float, losses: Sequence[float], steps: Sequence[int]) -> float:
+    """The step at which a loss is reached, by linear interpolation; NaN if never."""
+    for i, loss in enumerate(losses):
+        if loss <= target:
+            if i == 0:
+                return float(steps[0])
+            share = (losses[i - 1] - target) / (losses[i - 1] - loss)
+            return float(steps[i - 1] + share * (steps[i] - steps[i - 1]))
+    return math.nan
+
+
+def valley_width(losses: Mapping[float, float]) -> float:
+    """Octaves of learning rates around the best within 2 % of its loss.
+
+    Between rates the loss is linear in their logarithm; beyond the last one nothing is
+    known, and the valley ends there.
+    """
+    rates = sorted(losses)
+    best = min(rates, key=losses.__getitem__)
+    bound = VALLEY * losses[best]
+    middle = rates.index(best)
+    return _reach(rates[middle:], losses, bound) + _reach(
+        rates[middle::-1], losses, bound
+    )
+
+
+def _reach(rates: Sequence[float], losses: Mapping[float, float], bound: float) -> float:
+    """Octaves from the first of the rates to where the loss crosses the bound."""
+    octaves = 0.0
+    for near, far in itertools.pairwise(rates):
+        step = abs(math.log2(far / near))
+        if losses[far] > bound:
+            return octaves + step * (bound - losses[near]) / (losses[far] - losses[near])
+        octaves += step
+    return octaves

@@ -1,0 +1,156 @@
+"""All results of the study, by workload, arm and learning rate."""
+
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Literal
+
+import numpy as np
+
+from examples.study.arms import KNOWN
+from examples.study.gains import Gains, read_gains
+from examples.study.plan import find_workload
+from examples.study.results import Result, read_results
+from examples.study.seconds import read_seconds
+from examples.study.statistics import Interval, paired, steps_to, valley_width
+from examples.study.workloads import SENSITIVITY, WORKLOADS
+
+Column = Literal["inherited", "own"]
+COLUMNS: tuple[Column, ...] = ("inherited", "own")
+REFERENCE = "muon_moonlight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The tables.
+
+    Attributes:
+      results: Rows of each workload that was run.
+      gains: What was measured along OrScale's runs.
+      seconds: Of a step, by workload and arm.
+    """
+
+    results: Mapping[str, tuple[Result, ...]]
+    gains: tuple[Gains, ...]
+    seconds: Mapping[str, Mapping[str, float]]
+
+    @functools.cached_property
+    def workloads(self) -> list[str]:
+        """Those with rates of their own, in the protocol's order."""
+        return [name for name in WORKLOADS if name in self.results]
+
+    @functools.cached_property
+    def variations(self) -> list[str]:
+        """Those with the rates of another."""
+        return [name for name in SENSITIVITY if name in self.results]
+
+    def rows(self, workload: str, arm: str) -> list[Result]:
+        """The runs of an arm."""
+        return [r for r in self.results[workload] if r.arm == arm]
+
+    def has(self, workload: str, arm: str) -> bool:
+        """Whether the arm was run."""
+        return bool(self.rows(workload, arm))
+
+    def search(self, workload: str, arm: str) -> dict[float, float]:
+        """Losses of the first seed by learning rate."""
+        return {r.rate: r.loss for r in self.rows(workload, arm) if r.seed == 0}
+
+    def rate(self, workload: str, arm: str, column: Column) -> float:
+        """The learning rate of a column."""
+        if column == "own":
+            losses = self.search(workload, arm)
+            return min(losses, key=losses.__getitem__)
+        source = find_workload(workload).rates_of or workload
+        best = self.rate(source, "adamw", "own")
+        return float(f"{best * KNOWN[arm].rate:.6g}")
+
+    def runs(self, workload: str, arm: str, column: Column) -> dict[int, Result]:
+        """The runs of a column by seed."""
+        rate = self.rate(workload, arm, column)
+        return {r.seed: r for r in self.rows(workload, arm) if r.rate == rate}
+
+    def losses(self, workload: str, arm: str, column: Column) -> dict[int, float]:
+        """The last validation losses of a column by seed."""
+        return {s: run.loss for s, run in self.runs(workload, arm, column).items()}
+
+    def difference(
+        self,
+        workload: str,
+        arm: str,
+        column: Column,
+        than: str = REFERENCE,
+        without: tuple[int, ...] = (),
+    ) -> Interval:
+        """Loss of an arm minus that of another, in nats, seed by seed.
+
+        Args:
+          workload: Its name.
+          arm: The one.
+          column: At which rates, of both.
+          than: The other.
+          without: Seeds to leave out.
+        """
+        ours, theirs = (self.losses(workload, a, column) for a in (arm, than))
+        return paired({s: x for s, x in ours.items() if s not in without}, theirs)
+
+    def differences(
+        self, arm: str, column: Column, than: str = REFERENCE
+    ) -> list[Interval]:
+        """The difference in every workload that has both."""
+        return [
+            self.difference(name, arm, column, than)
+            for name in self.workloads
+            if self.has(name, arm) and self.has(name, than)
+        ]
+
+    def share_of_steps(self, workload: str, arm: str) -> float:
+        """Steps to the final loss of tuned Muon+Moonlight, over its own; mean over seeds.
+
+        NaN where a seed does not get there.
+        """
+        targets = self.losses(workload, REFERENCE, "own")
+        recipe = find_workload(workload).config.recipe
+        every = recipe.validation_every
+        shares = []
+        for seed, run in self.runs(workload, arm, "own").items():
+            ends = [every * (i + 1) for i in range(len(run.losses))]
+            steps = [min(end, recipe.num_steps) for end in ends]
+            reached = steps_to(targets.get(seed, math.nan), run.losses, steps)
+            shares.append(reached / recipe.num_steps)
+        return float(np.mean(shares))
+
+    def valley(self, workload: str, arm: str) -> float:
+        """Octaves of learning rates within 2 % of the best loss, at the first seed."""
+        return valley_width(self.search(workload, arm))
+
+    def mean(self, workload: str, arm: str, column: Column, field: str) -> float:
+        """The mean of a field of the results over seeds."""
+        runs = self.runs(workload, arm, column).values()
+        return float(np.mean([getattr(run, field) for run in runs]))
+
+    def uniform(self, workload: str, arm: str, column: Column) -> float:
+        """The geometric mean of all ratios, steps and seeds."""
+        runs = self.runs(workload, arm, column).values()
+        return float(np.exp(np.mean([np.mean(np.log(run.uniform)) for run in runs])))
+
+    def class_ratios(self, workload: str, arm: str, column: Column) -> dict[str, float]:
+        """The mean ratio of each class at the end, geometric over seeds."""
+        runs = list(self.runs(workload, arm, column).values())
+        return {
+            name: float(np.exp(np.mean([np.log(run.class_ratio[name]) for run in runs])))
+            for name in runs[0].class_ratio
+        }
+
+
+def read_study(folder: pathlib.Path) -> Study:
+    """Reads the tables of a folder; those that are missing are left out."""
+    results = {}
+    for name in (*WORKLOADS, *SENSITIVITY):
+        rows = read_results(folder / f"{name}.csv")
+        if rows:
+            results[name] = tuple(rows)
+    gains = tuple(read_gains(folder / "gains.csv"))
+    return Study(results, gains, read_seconds(folder / "seconds.csv"))

@@ -1,0 +1,78 @@
+"""Intervals, verdicts, steps saved and widths of valleys, on cases done by hand."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from examples.study import statistics
+from examples.study.statistics import FAILS, HOLDS, OPEN, Interval
+
+LESS, MORE, NONE = (
+    Interval(-1, -2, -0.5),
+    Interval(1, 0.5, 2),
+    Interval(0.1, -1, 1.2),
+)
+
+
+def test_an_interval_is_that_of_a_paired_t_test():
+    ours, theirs = np.random.default_rng(0).normal(size=(2, 5))
+    found = statistics.paired(dict(enumerate(ours)), dict(enumerate(theirs)))
+    expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    np.testing.assert_allclose(found[1:], [expected.low, expected.high], rtol=1e-12)
+    assert found.mean == pytest.approx(np.mean(ours - theirs))
+
+
+def test_pairs_are_of_the_same_seed():
+    found = statistics.paired({0: 1.0, 1: 2.0, 7: 99.0}, {1: 1.5, 0: 0.5, 8: -99.0})
+    assert found == Interval(0.5, 0.5, 0.5)
+
+
+def test_one_value_decides_nothing():
+    assert statistics.interval([-3.0]).sign == 0
+
+
+@pytest.mark.parametrize(
+    ("differences", "expected"),
+    [
+        ([LESS, LESS, NONE], HOLDS),
+        ([LESS, NONE, NONE], OPEN),
+        ([LESS, LESS, MORE], OPEN),
+        ([MORE, MORE, NONE], FAILS),
+        ([LESS, NONE], OPEN),
+        ([NONE], OPEN),
+    ],
+)
+def test_a_verdict_takes_most_workloads_and_none_against(differences, expected):
+    assert statistics.verdict(differences) == expected
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [([HOLDS, HOLDS], HOLDS), ([HOLDS, OPEN], OPEN), ([OPEN, FAILS, HOLDS], FAILS)],
+)
+def test_a_claim_of_parts_holds_if_all_do(parts, expected):
+    assert statistics.all_of(parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("target", "expected"), [(2.5, 15.0), (2.0, 20.0), (3.5, 10.0), (1.5, math.nan)]
+)
+def test_steps_to_a_loss_are_interpolated(target, expected):
+    found = statistics.steps_to(target, losses=(3.0, 2.0, 1.8), steps=(10, 20, 30))
+    assert found == pytest.approx(expected, nan_ok=True)
+
+
+def test_a_valley_ends_where_the_loss_crosses_the_bound():
+    # 2 % of 1 is crossed half way to 0.5, and a quarter of the way from 4 to 8.
+    losses = {0.5: 1.04, 1.0: 1.0, 2.0: 1.0, 4.0: 1.01, 8.0: 1.05}
+    assert statistics.valley_width(losses) == pytest.approx(0.5 + 1 + 1 + 0.25)
+    assert statistics.valley_width({1.0: 1.0, 2.0: 1.01}) == 1.0
+
+
+def test_a_ranking_holds_if_it_is_sure():
+    x = np.arange(8.0)
+    assert statistics.correlation(x, x**3) == (pytest.approx(1), HOLDS)
+    assert statistics.correlation(x, -x) == (pytest.approx(-1), FAILS)
+    assert statistics.correlation(x, [0, 3, 1, 2, 9, 4, 0.5, 3.5])[1] == OPEN
