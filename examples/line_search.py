@@ -81,31 +81,14 @@ def look(
     """One line of the table."""
     reading = diagnostics.read(opt_state, params)
     measured = [batches[i] for i in range(options.micro_batches)]
+    unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
     gained = diagnostics.step_gain(loss_fn, params, measured, reading.trust_ratio)
     statistics = diagnostics.estimate(loss_fn, params, measured)
     model = diagnostics.verdict(reading, statistics, params).numbers
-    gradient_of = jax.jit(jax.grad(loss_fn))
-    gradients = [gradient_of(params, batch) for batch in measured]
-    gradient = jax.tree.map(lambda *gs: sum(gs), *gradients)
-    muon = muon_step(gradient, reading.trust_ratio)
-    ours = jax.tree.map(
-        lambda r, step: step if isinstance(r, optax.MaskedNode) else r * step,
-        reading.trust_ratio,
-        muon,
-        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-    )
-    unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
-    loss_of = jax.jit(
-        lambda params, step, rate, batch: loss_fn(
-            jax.tree.map(lambda p, d: p - rate * d, params, step), batch
-        )
-    )
-
-    def losses_at(params: PyTree, step: PyTree, rate: float) -> np.floating[Any]:
-        return np.mean([loss_of(params, step, rate, batch) for batch in unseen])
-
-    best = float(gained.muon_learning_rate.value)
-    rates = np.linspace(0, 2 * best, 9)
+    muon = muon_step(_mean_gradient(loss_fn, params, measured), reading.trust_ratio)
+    ours = _scaled(muon, reading.trust_ratio)
+    losses_at = _losses_along(loss_fn, unseen)
+    rates = np.linspace(0, 2 * float(gained.muon_learning_rate.value), 9)
     pairs = _share_of_pairs(loss_fn, params, measured, muon)
     decreases = [largest_decrease(losses_at, params, s, rates) for s in (ours, muon)]
     return (
@@ -114,6 +97,36 @@ def look(
         f"κ_eff of the model {model['kappa_eff']:.3f} ± {model['kappa_eff_stderr']:.3f}; "
         f"curvature of Muon's step {pairs:.1f} × that of its matrices alone"
     )
+
+
+def _mean_gradient(loss_fn: Any, params: PyTree, batches: Sequence[Any]) -> PyTree:
+    """The mean up to a factor, which Newton–Schulz does not see."""
+    gradient_of = jax.jit(jax.grad(loss_fn))
+    return jax.tree.map(lambda *gs: sum(gs), *[gradient_of(params, b) for b in batches])
+
+
+def _scaled(step: PyTree, trust_ratio: PyTree) -> PyTree:
+    """The step with every matrix times its ratio."""
+    return jax.tree.map(
+        lambda r, d: d if isinstance(r, optax.MaskedNode) else r * d,
+        trust_ratio,
+        step,
+        is_leaf=lambda node: isinstance(node, optax.MaskedNode),
+    )
+
+
+def _losses_along(loss_fn: Any, batches: Sequence[Any]) -> Any:
+    """The mean loss on the batches, of parameters, a step and a learning rate."""
+    loss_of = jax.jit(
+        lambda params, step, rate, batch: loss_fn(
+            jax.tree.map(lambda p, d: p - rate * d, params, step), batch
+        )
+    )
+
+    def losses_at(params: PyTree, step: PyTree, rate: float) -> np.floating[Any]:
+        return np.mean([loss_of(params, step, rate, batch) for batch in batches])
+
+    return losses_at
 
 
 def _share_of_pairs(

@@ -87,6 +87,13 @@ def test_measurements_are_taken_now_and_then(finished):
     assert all(float(row["weight_norm"]) > 0 for row in of_muon)
 
 
+def test_what_is_wrong_is_said_once(tmp_path, capsys):
+    data = tiny.write_texts(tmp_path / "texts")
+    options = {"optimizer": ("orscale",), "learning_rate": 0.5, "log_every": 1}
+    assert tiny.main(tiny.arguments(data, tmp_path / "run", **options)) == 0
+    assert capsys.readouterr().out.count("Large steps") == 1
+
+
 def test_a_report_is_written(finished):
     assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
 
