@@ -9,7 +9,7 @@ SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
 .PHONY: help test test-oldest clients test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
-	demo-moe demo-vision demo-seeds dist clean
+	demo-moe demo-vision demo-seeds study study-full dist clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -94,6 +94,19 @@ demo-seeds: $(VENV)/.has-examples ## Run the demo for seeds 0, 1, 2 and compare.
 	@set -e; for seed in $(SEEDS); do \
 		echo "Seed $$seed"; $(RUN) examples.pretrain --seed $$seed --out runs/seed$$seed $(ARGS); done
 	$(RUN) examples.pretrain.compare $(SEEDS:%=runs/seed%)
+
+STUDY := runs/study
+STUDY_ARMS := adamw muon_moonlight orscale replayed pooled full_rank_anchor
+
+study: $(VENV)/.has-examples ## Run a part of the study on the small decoder, and draw its figures.
+	$(RUN) examples.study --workloads dense-small --arms $(STUDY_ARMS) --out $(STUDY) $(ARGS)
+	$(RUN) examples.study.report --tables $(STUDY) --figures $(STUDY) --page None
+
+study-full: $(VENV)/.has-examples,prose ## Run what is missing of the study, and make its page anew.
+	$(RUN) examples.study $(ARGS)
+	$(RUN) examples.study.gains
+	$(RUN) examples.study.seconds
+	$(RUN) examples.study.report
 
 dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel, into dist/.
 	rm -rf dist

@@ -62,5 +62,7 @@ ABLATIONS: dict[str, Arm] = {
     "unclipped": Arm("unclipped", "No clip"),
 }
 KNOWN = ARMS | ABLATIONS
+# Those whose best rate is also found for the mean of all seeds.
+SETTLED = ("muon_moonlight", "orscale")
 # Of the workloads with rates of another.
 SENSITIVE = ("adamw", "muon_moonlight", "orscale", "full_rank_anchor")

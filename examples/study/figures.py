@@ -28,7 +28,7 @@ def color_of(arm: str) -> str:
 
 
 def draw_differences(study: Study, path: pathlib.Path) -> None:
-    """Loss minus Muon+Moonlight's: every workload a dot, and their mean a bar."""
+    """Loss minus Muon+Moonlight's: a dot for every workload, a bar for their mean."""
     arms = [a for a in _COMPARED if any(study.has(n, a) for n in study.workloads)]
     figure = Figure(figsize=(9, 0.42 * len(arms) + 1.6), layout="constrained")
     panels = figure.subplots(1, len(COLUMNS), sharey=True, sharex=True)
@@ -52,9 +52,8 @@ def _dots(axes: Axes, study: Study, arm: str, column: Column, place: int) -> Non
     found = study.differences(arm, column)
     if not found:
         return
-    for shift, difference in zip(
-        np.linspace(-0.25, 0.25, len(found)), found, strict=True
-    ):
+    shifts = np.linspace(-0.25, 0.25, len(found)) if len(found) > 1 else [0.0]
+    for shift, difference in zip(shifts, found, strict=True):
         sure = bool(difference.sign)
         ends = [difference.low, difference.high]
         if all(map(math.isfinite, ends)):
@@ -67,8 +66,9 @@ def _dots(axes: Axes, study: Study, arm: str, column: Column, place: int) -> Non
             color=color_of(arm),
             mfc=color_of(arm) if sure else "white",
         )
-    mean = float(np.mean([difference.mean for difference in found]))
-    axes.plot([mean] * 2, [place - 0.36, place + 0.36], color=color_of(arm), lw=2.5)
+    if len(found) > 1:
+        mean = float(np.mean([difference.mean for difference in found]))
+        axes.plot([mean] * 2, [place - 0.36, place + 0.36], color=color_of(arm), lw=2.5)
 
 
 def draw_rates(study: Study, path: pathlib.Path) -> None:
@@ -151,7 +151,9 @@ def _grid(
     names = study.workloads
     columns = min(4, len(names))
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(2.6 * columns, 2.1 * rows + 0.6), layout="constrained")
+    figure = Figure(
+        figsize=(max(2.6 * columns, 5), 2.1 * rows + 0.8), layout="constrained"
+    )
     panels: Any = figure.subplots(rows, columns, squeeze=False).ravel()
     for axes, name in zip(panels, names, strict=False):
         draw(axes, find_workload(name).name)
@@ -163,7 +165,7 @@ def _grid(
     if legend:
         handles, labels = panels[0].get_legend_handles_labels()
         figure.legend(
-            handles, labels, loc="outside lower center", ncols=len(labels), frameon=False
+            handles, labels, loc="outside upper center", ncols=columns + 1, frameon=False
         )
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)

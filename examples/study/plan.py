@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from examples.pretrain.errors import UsageError
-from examples.study.arms import KNOWN
+from examples.study.arms import KNOWN, SETTLED
 from examples.study.results import (
     UNIFORM_EVERY,
     Result,
@@ -16,7 +16,7 @@ from examples.study.results import (
     read_results,
 )
 from examples.study.runs import Trainer
-from examples.study.search import best_rate
+from examples.study.search import best_rate, settle
 from examples.study.workloads import SENSITIVITY, WORKLOADS, Workload
 
 
@@ -104,8 +104,9 @@ def run_arm(
 ) -> None:
     """Does all runs of an arm that are not written down.
 
-    A search at the first seed, then all seeds at the inherited rate and at the arm's own.
-    Where the workload has another's rates, all seeds at the inherited one.
+    A search at the first seed, then all seeds at the inherited rate and at the arm's own,
+    and for two arms a search at all seeds. Where the workload has another's rates, all
+    seeds at the inherited one.
     """
     tuned = workload.rates_of is None
     if arm == "adamw" and tuned:
@@ -117,9 +118,14 @@ def run_arm(
     rates = [first] if arm != "adamw" or not tuned else []
     if tuned:
         rates.append(best_rate(lambda rate: runs.result(rate, seeds[0]).loss, first))
+
+    def mean_loss_of(rate: float) -> float:
+        return float(np.mean([runs.result(rate, seed).loss for seed in seeds]))
+
     for rate in rates:
-        for seed in seeds:
-            runs.result(rate, seed)
+        mean_loss_of(rate)
+    if tuned and arm in SETTLED:
+        settle(mean_loss_of, rates[-1])
 
 
 def _guess(workload: Workload) -> float:

@@ -31,3 +31,18 @@ def best_rate(loss_of: Callable[[float], float], first: float) -> float:
         f"The best rate is at the edge of {low} to {high} octaves around {first}: "
         "begin the search elsewhere."
     )
+
+
+def settle(mean_loss_of: Callable[[float], float], rate: float) -> float:
+    """The rate whose mean loss is below that of its two neighbours, found downhill.
+
+    Args:
+      mean_loss_of: The mean loss over seeds at a rate.
+      rate: Where to begin.
+    """
+    while True:
+        near = (rate, rate / FACTOR, rate * FACTOR)
+        best = min(near, key=mean_loss_of)
+        if best == rate:
+            return rate
+        rate = best

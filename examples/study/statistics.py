@@ -62,7 +62,12 @@ def all_of(verdicts: Sequence[str]) -> str:
 
 
 def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, str]:
-    """Spearman's ρ, and whether the claim that it is positive holds."""
+    """Spearman's ρ, and whether the claim that it is positive holds.
+
+    NaN of fewer than three, and where all of one kind are the same.
+    """
+    if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
+        return math.nan, OPEN
     found = stats.spearmanr(x, y)
     rho, p = float(found.statistic), float(found.pvalue)
     if p > 1 - CONFIDENCE:

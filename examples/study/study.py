@@ -17,7 +17,8 @@ from examples.study.seconds import read_seconds
 from examples.study.statistics import Interval, paired, steps_to, valley_width
 from examples.study.workloads import SENSITIVITY, WORKLOADS
 
-Column = Literal["inherited", "own"]
+# The last one is the best for the mean of all seeds, where that was searched for.
+Column = Literal["inherited", "own", "settled"]
 COLUMNS: tuple[Column, ...] = ("inherited", "own")
 REFERENCE = "muon_moonlight"
 
@@ -38,13 +39,20 @@ class Study:
 
     @functools.cached_property
     def workloads(self) -> list[str]:
-        """Those with rates of their own, in the protocol's order."""
-        return [name for name in WORKLOADS if name in self.results]
+        """Those with rates of their own that are done, in the protocol's order."""
+        return [name for name in WORKLOADS if self._is_done(name)]
 
     @functools.cached_property
     def variations(self) -> list[str]:
-        """Those with the rates of another."""
-        return [name for name in SENSITIVITY if name in self.results]
+        """Those with the rates of another that are done."""
+        return [name for name in SENSITIVITY if self._is_done(name)]
+
+    def _is_done(self, workload: str) -> bool:
+        compared = (REFERENCE, "orscale")
+        return workload in self.results and all(
+            self.has(workload, arm) and len(self.losses(workload, arm, "own")) > 1
+            for arm in compared
+        )
 
     def rows(self, workload: str, arm: str) -> list[Result]:
         """The runs of an arm."""
@@ -60,12 +68,23 @@ class Study:
 
     def rate(self, workload: str, arm: str, column: Column) -> float:
         """The learning rate of a column."""
+        if column == "settled":
+            means = self._means(workload, arm)
+            return min(means, key=means.__getitem__)
         if column == "own":
             losses = self.search(workload, arm)
             return min(losses, key=losses.__getitem__)
         source = find_workload(workload).rates_of or workload
         best = self.rate(source, "adamw", "own")
         return float(f"{best * KNOWN[arm].rate:.6g}")
+
+    def _means(self, workload: str, arm: str) -> dict[float, float]:
+        """Mean losses by rate, where all seeds were run."""
+        by_rate: dict[float, list[float]] = {}
+        for row in self.rows(workload, arm):
+            by_rate.setdefault(row.rate, []).append(row.loss)
+        most = max(map(len, by_rate.values()))
+        return {r: float(np.mean(x)) for r, x in by_rate.items() if len(x) == most}
 
     def runs(self, workload: str, arm: str, column: Column) -> dict[int, Result]:
         """The runs of a column by seed."""

@@ -1,6 +1,7 @@
 """Several processes: one command, the same result, and an end for all."""
 
 import json
+import shutil
 import sys
 import threading
 
@@ -40,6 +41,14 @@ def test_two_processes_come_to_what_one_device_comes_to(tmp_path):
     result = json.loads((two.folder / "result.json").read_text())
     assert result["devices"] == "8 × cpu"
     assert two.messages(1).count("tokens/s") == 0  # The first one speaks for all.
+    # One process carries on from the middle of what two have done.
+    alone = commands.Run(tmp_path / "two", tuple(arguments))
+    (alone.folder / "result.json").unlink()
+    shutil.rmtree(alone.folder / "checkpoints" / "10")
+    alone.finish()
+    for name, value in tiny.last_state(alone.folder).items():
+        atol = 1e-5 * np.abs(expected_state[name]).max()
+        np.testing.assert_allclose(value, expected_state[name], atol=atol, err_msg=name)
 
 
 @pytest.fixture

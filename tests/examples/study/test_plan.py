@@ -11,7 +11,7 @@ from examples.study import plan, prose, runner
 from examples.study.arms import ABLATIONS, ARMS, SENSITIVE
 from examples.study.results import append_result, make_result, read_results, sort_results
 from examples.study.runs import Run
-from examples.study.search import best_rate
+from examples.study.search import best_rate, settle
 from examples.study.workloads import SENSITIVITY, WORKLOADS
 
 GUESS = math.log(256)
@@ -57,6 +57,11 @@ def test_a_search_goes_on_until_the_best_is_not_at_the_edge(best):
     assert len(rates) >= 5 and min(rates) < best < max(rates)
 
 
+def test_a_rate_settles_where_both_neighbours_are_worse():
+    assert settle(lambda rate: abs(math.log2(rate / 16)), 1.0) == 16
+    assert settle(lambda rate: abs(math.log2(rate * 4)), 1.0) == 1 / 4
+
+
 def test_a_search_without_an_end_is_refused():
     with pytest.raises(RuntimeError, match="begin the search elsewhere"):
         best_rate(lambda rate: -rate, first=1.0)
@@ -68,7 +73,8 @@ def test_an_arm_is_searched_then_run_for_all_seeds_at_both_rates(tmp_path, train
     ours = [(r.rate, r.seed) for r in rows if r.arm == "muon_moonlight"]
     assert {seed for rate, seed in ours if rate == 8e-3} == {0, 1}  # Inherited.
     assert {seed for rate, seed in ours if rate == 16e-3} == {0, 1}  # Its own.
-    assert len(ours) == 5 + 2 and len(set(ours)) == len(ours)
+    assert {seed for rate, seed in ours if rate == 32e-3} == {0, 1}  # Its neighbour.
+    assert len(ours) == 5 + 3 and len(set(ours)) == len(ours)
 
 
 def test_an_arm_of_another_scale_keeps_adamws_rate_beside_it(tmp_path, trained):

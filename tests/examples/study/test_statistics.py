@@ -76,3 +76,4 @@ def test_a_ranking_holds_if_it_is_sure():
     assert statistics.correlation(x, x**3) == (pytest.approx(1), HOLDS)
     assert statistics.correlation(x, -x) == (pytest.approx(-1), FAILS)
     assert statistics.correlation(x, [0, 3, 1, 2, 9, 4, 0.5, 3.5])[1] == OPEN
+    assert statistics.correlation(x, np.ones(8))[1] == OPEN

@@ -1,0 +1,194 @@
+"""What tables and claims say of results that are made up, and that the page says it."""
+
+import math
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.study import claims, report
+from examples.study.arms import ARMS
+from examples.study.figures import FIGURES
+from examples.study.gains import Gains
+from examples.study.results import Result
+from examples.study.statistics import FAILS, HOLDS, OPEN
+from examples.study.study import Study, read_study
+from examples.study.tables import TABLES, markdown
+
+ROOT = pathlib.Path(__file__).parents[3]
+PAGE = ROOT / "docs" / "does_it_work.md"
+BEST = {"adamw": 8e-3, "muon": 32e-3}
+CLASSES = {"routed expert up": 5.0, "router": 2.0, "attention query": 3.0}
+ABLATED = ("uncalibrated", "momentum_denominator", "momentum_rms_denominator")
+NAMES = ("dense-small", "dense-large", "mixture-small", "mixture-large")
+
+
+def rows_of(arm, shift, best=16e-3, **changes):
+    """Runs around a best rate; a seed adds its hundredth, and a little that differs."""
+    noise = np.random.default_rng(len(arm)).normal(size=5)
+    best = BEST.get(arm, best)
+    rows = []
+    for octave in range(-2, 3):
+        rate = best * 2**octave
+        inherited = 32e-3 if arm == "muon" else 8e-3
+        seeds = range(5) if octave == 0 or rate == inherited else (0,)
+        for seed in seeds:
+            loss = 2 + shift + 0.1 * octave**2 + 0.01 * seed + 1e-4 * noise[seed]
+            row = Result(
+                arm, rate, seed, loss, False, 1.5, 0.3, 0.25,
+                (3.0, loss), (1.0, 2.0), CLASSES,
+            )  # fmt: skip
+            rows.append(row.__class__(**(row.__dict__ | changes)))
+    return rows
+
+
+def study_of(shifts=None, names=NAMES, gains=()):
+    """All arms, with losses shifted by some nats."""
+    shifts = shifts or {}
+    arms = [
+        *ARMS,
+        *ABLATED,
+        "decoupled_weight_decay",
+        "bfloat16_calibration",
+        "unclipped",
+    ]
+    results = {
+        name: tuple(
+            row
+            for arm in arms
+            for row in rows_of(arm, shifts.get(arm, shifts.get((name, arm), 0.0)))
+        )
+        for name in names
+    }
+    seconds = {"dense-small": {"orscale": 1.03, "muon_moonlight": 1.0}}
+    return Study(results, tuple(gains), seconds)
+
+
+@pytest.mark.parametrize(("shift", "expected"), [(-0.1, HOLDS), (0.1, FAILS), (0, OPEN)])
+def test_a_gain_is_a_lower_loss_than_muon_moonlights(shift, expected):
+    study = study_of({"orscale": shift})
+    assert claims.tuned(study).verdict == expected
+    found = study.difference("dense-small", "orscale", "own")
+    assert found.mean == pytest.approx(shift, abs=1e-3)
+
+
+def test_zero_sweep_asks_for_both_steps_of_the_ranking():
+    assert claims.zero_sweep(study_of({"orscale": -0.1, "adamw": 0.9})).verdict == HOLDS
+    assert claims.zero_sweep(study_of({"orscale": -0.1, "adamw": 0.0})).verdict == FAILS
+
+
+def test_a_gain_that_one_ratio_has_too_is_not_layer_wise():
+    gain = {"orscale": -0.1}
+    assert claims.layer_wise(study_of(gain)).verdict == HOLDS
+    of_all = gain | {"pooled": -0.2}
+    assert claims.layer_wise(study_of(of_all)).verdict == FAILS
+    as_good = gain | {"replayed": -0.1}
+    assert claims.layer_wise(study_of(as_good)).verdict == OPEN
+
+
+def test_growth_with_experts_compares_models_of_a_size():
+    gains = {(name, "orscale"): -0.1 if "mixture" in name else 0.0 for name in NAMES}
+    assert claims.grows_with_experts(study_of(gains)).verdict == HOLDS
+    assert claims.grows_with_experts(study_of({"orscale": -0.1})).verdict == OPEN
+
+
+@pytest.mark.parametrize(("slope", "expected"), [(1, HOLDS), (-1, FAILS)])
+def test_kappa_predicts_if_its_ranking_is_that_of_gains(slope, expected):
+    names = [f"{kind}{end}" for kind in NAMES for end in ("", "-small-init")]
+    shifts = {(name, "orscale"): -0.02 * i for i, name in enumerate(names)}
+    gains = [
+        Gains(name, 0, 100, 1 + 0.1 * i, 0.1, 1 + 0.1 * slope * i, 0.1, 0.3, 0.5)
+        for i, name in enumerate(names)
+    ]
+    assert claims.kappa_ranks(study_of(shifts, names, gains)).verdict == expected
+
+
+def test_other_rules():
+    study = study_of()
+    assert claims.classes_separate(study).verdict == HOLDS
+    assert claims.wall_clock(study).verdict == HOLDS
+    assert claims.unclipped_survives(study).verdict == HOLDS
+    assert claims.ablations(study).verdict == FAILS  # A quarter of the steps at a bound.
+    assert claims.anchors(study_of({"full_rank_anchor": -0.1})).verdict == FAILS
+    assert claims.anchors(study_of({"largest_anchor": 0.1})).verdict == OPEN
+    worse = {"full_rank_anchor": 0.1, "largest_anchor": 0.1}
+    assert claims.anchors(study_of(worse)).verdict == HOLDS
+    assert claims.bfloat16_costs(study_of({"bfloat16_calibration": 0.1})).verdict == HOLDS
+
+
+def test_the_seed_that_chose_the_rates_can_be_left_out():
+    study = study_of()
+    everyone = study.difference("dense-small", "orscale", "own")
+    without = study.difference("dense-small", "orscale", "own", without=(0,))
+    ours, theirs = (
+        study.losses("dense-small", arm, "own") for arm in ("orscale", "muon_moonlight")
+    )
+    differences = [ours[seed] - theirs[seed] for seed in range(5)]
+    assert everyone.mean == pytest.approx(np.mean(differences))
+    assert without.mean == pytest.approx(np.mean(differences[1:]))
+
+
+def test_steps_are_counted_to_the_loss_of_tuned_muon_moonlight():
+    study = study_of({"orscale": -0.5, "pooled": 0.5})
+    share = study.share_of_steps("dense-small", "orscale")
+    assert 0.1 < share < 1  # Between the validations at steps 30 and 60.
+    assert math.isnan(study.share_of_steps("dense-small", "pooled"))
+
+
+def test_every_table_and_figure_is_made_of_a_whole_study(tmp_path):
+    gains = [
+        Gains(n, 0, 100, 1 + i, 0.1, 0.8 - i, 0.1, 0.3, 0.5) for i, n in enumerate(NAMES)
+    ]
+    shifts = {(name, "orscale"): -0.1 * i for i, name in enumerate(NAMES)}
+    study = study_of(shifts, gains=gains)
+    for name, table in TABLES.items():
+        widths = {line.count("|") for line in table(study).split("\n") if line}
+        assert widths and "nan" not in table(study), name
+    for name, draw in FIGURES.items():
+        draw(study, tmp_path / f"{name}.png")
+        assert np.ptp(np.asarray(Image.open(tmp_path / f"{name}.png").convert("L"))) > 200
+
+
+def test_a_table_is_markdown():
+    found = markdown(("", "a"), [("x", "1"), ("y", "2")])
+    assert found == "|  | a |\n| --- | --: |\n| x | 1 |\n| y | 2 |"
+
+
+def test_tables_are_written_into_their_places():
+    page = "Text.\n<!-- table: summary -->\nold\n<!-- end -->\nMore.\n"
+    found = report.with_tables(page, study_of({"orscale": -0.1}))
+    assert "old" not in found and "| OrScale | -0.100 | 4 | 0 | -0.100 | 4 | 0 |" in found
+    assert found.startswith("Text.\n<!--") and found.endswith("<!-- end -->\nMore.\n")
+
+
+@pytest.fixture(scope="module")
+def study():
+    return read_study(ROOT / "docs" / "data")
+
+
+def test_the_page_has_the_tables_of_the_results(study):
+    page = PAGE.read_text()
+    assert sorted(re.findall(r"<!-- table: (\w+) -->", page)) == sorted(TABLES)
+    assert report.with_tables(page, study) == page
+
+
+def test_every_number_of_the_text_is_in_a_table(study):
+    """Of the losses and shares: numbers with a decimal point."""
+    text = re.sub(r"<!-- table.*?<!-- end -->", "", PAGE.read_text(), flags=re.DOTALL)
+    tables = "\n".join(table(study) for table in TABLES.values())
+    numbers = set(re.findall(r"\d+\.\d+", text))
+    missing = {n for n in numbers if not re.search(rf"(?<!\d){re.escape(n)}", tables)}
+    assert missing <= {"0.27"}  # The factor of small initial weights.
+
+
+def test_the_results_are_whole(study):
+    for name in study.workloads:
+        for arm in ARMS:
+            for column in ("inherited", "own"):
+                seeds = set(study.losses(name, arm, column))
+                assert seeds == {0, 1, 2, 3, 4}, (name, arm, column)
+            rates = sorted(study.search(name, arm))
+            assert len(rates) >= 5
+            assert rates[0] < study.rate(name, arm, "own") < rates[-1]
