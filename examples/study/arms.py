@@ -62,7 +62,9 @@ ABLATIONS: dict[str, Arm] = {
     "unclipped": Arm("unclipped", "No clip"),
 }
 KNOWN = ARMS | ABLATIONS
-# Those whose best rate is also found for the mean of all seeds.
-SETTLED = ("muon_moonlight", "orscale")
+# Those whose best rate is found for the mean of all seeds.
+SETTLED = (
+    "adamw", "muon_moonlight", "orscale", "pooled", "replayed", "full_rank_anchor",
+)  # fmt: skip
 # Of the workloads with rates of another.
 SENSITIVE = ("adamw", "muon_moonlight", "orscale", "full_rank_anchor")

@@ -12,6 +12,7 @@ from examples.study.results import (
     UNIFORM_EVERY,
     Result,
     append_result,
+    best_rate_of,
     make_result,
     read_results,
 )
@@ -38,16 +39,16 @@ def table_of(folder: pathlib.Path, workload: str) -> pathlib.Path:
 
 
 def inherited_rate(folder: pathlib.Path, workload: Workload) -> float:
-    """AdamW's best rate, at the first seed.
+    """AdamW's best rate.
 
     Raises:
       UsageError: If AdamW was not run.
     """
     path = table_of(folder, workload.rates_of or workload.name)
-    found = [r for r in read_results(path) if r.arm == "adamw" and r.seed == 0]
+    found = [r for r in read_results(path) if r.arm == "adamw"]
     if not found:
         raise UsageError(f"{path} has no run of adamw, from which rates are inherited.")
-    return min(found, key=lambda r: r.loss).rate
+    return best_rate_of(found, for_all_seeds=True)
 
 
 class Runs:
@@ -104,9 +105,9 @@ def run_arm(
 ) -> None:
     """Does all runs of an arm that are not written down.
 
-    A search at the first seed, then all seeds at the inherited rate and at the arm's own,
-    and for two arms a search at all seeds. Where the workload has another's rates, all
-    seeds at the inherited one.
+    All seeds at the inherited rate and at the arm's own, which is searched for at the
+    first seed, and for some arms then at all of them. Where the workload has another's
+    rates, all seeds at the inherited one.
     """
     tuned = workload.rates_of is None
     if arm == "adamw" and tuned:
@@ -115,17 +116,17 @@ def run_arm(
         adam_rate = inherited_rate(folder, workload)
     first = KNOWN[arm].rate * adam_rate
     runs = Runs(workload, arm, adam_rate, folder)
-    rates = [first] if arm != "adamw" or not tuned else []
-    if tuned:
-        rates.append(best_rate(lambda rate: runs.result(rate, seeds[0]).loss, first))
 
     def mean_loss_of(rate: float) -> float:
         return float(np.mean([runs.result(rate, seed).loss for seed in seeds]))
 
-    for rate in rates:
-        mean_loss_of(rate)
-    if tuned and arm in SETTLED:
-        settle(mean_loss_of, rates[-1])
+    if arm != "adamw" or not tuned:
+        mean_loss_of(first)
+    if tuned:
+        own = best_rate(lambda rate: runs.result(rate, seeds[0]).loss, first)
+        mean_loss_of(own)
+        if arm in SETTLED:
+            settle(mean_loss_of, own)
 
 
 def _guess(workload: Workload) -> float:

@@ -6,6 +6,7 @@ import io
 import math
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from examples.study.runs import Run
@@ -99,6 +100,23 @@ def sort_results(path: pathlib.Path) -> None:
     results = read_results(path)
     rows = [_row(r) for r in sorted(results, key=lambda r: (r.arm, r.rate, r.seed))]
     path.write_text(_lines([_FIELDS, *rows]))
+
+
+def best_rate_of(results: Sequence[Result], for_all_seeds: bool) -> float:
+    """The rate that a search has found, from the rows of one arm.
+
+    Args:
+      results: The rows.
+      for_all_seeds: Whether the best is that for the mean over seeds, among the rates at
+        which all seeds were run, or else that for seed 0.
+    """
+    losses: dict[float, list[float]] = {}
+    for result in results:
+        if for_all_seeds or result.seed == 0:
+            losses.setdefault(result.rate, []).append(result.loss)
+    most = max(map(len, losses.values()))
+    means = {rate: sum(x) / most for rate, x in losses.items() if len(x) == most}
+    return min(means, key=means.__getitem__)
 
 
 _FIELDS = [field.name for field in dataclasses.fields(Result)]

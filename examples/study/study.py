@@ -9,16 +9,15 @@ from typing import Literal
 
 import numpy as np
 
-from examples.study.arms import KNOWN
+from examples.study.arms import KNOWN, SETTLED
 from examples.study.gains import Gains, read_gains
 from examples.study.plan import find_workload
-from examples.study.results import Result, read_results
+from examples.study.results import Result, best_rate_of, read_results
 from examples.study.seconds import read_seconds
 from examples.study.statistics import Interval, paired, steps_to, valley_width
 from examples.study.workloads import SENSITIVITY, WORKLOADS
 
-# The last one is the best for the mean of all seeds, where that was searched for.
-Column = Literal["inherited", "own", "settled"]
+Column = Literal["inherited", "own"]
 COLUMNS: tuple[Column, ...] = ("inherited", "own")
 REFERENCE = "muon_moonlight"
 
@@ -68,23 +67,11 @@ class Study:
 
     def rate(self, workload: str, arm: str, column: Column) -> float:
         """The learning rate of a column."""
-        if column == "settled":
-            means = self._means(workload, arm)
-            return min(means, key=means.__getitem__)
         if column == "own":
-            losses = self.search(workload, arm)
-            return min(losses, key=losses.__getitem__)
+            return best_rate_of(self.rows(workload, arm), for_all_seeds=arm in SETTLED)
         source = find_workload(workload).rates_of or workload
         best = self.rate(source, "adamw", "own")
         return float(f"{best * KNOWN[arm].rate:.6g}")
-
-    def _means(self, workload: str, arm: str) -> dict[float, float]:
-        """Mean losses by rate, where all seeds were run."""
-        by_rate: dict[float, list[float]] = {}
-        for row in self.rows(workload, arm):
-            by_rate.setdefault(row.rate, []).append(row.loss)
-        most = max(map(len, by_rate.values()))
-        return {r: float(np.mean(x)) for r, x in by_rate.items() if len(x) == most}
 
     def runs(self, workload: str, arm: str, column: Column) -> dict[int, Result]:
         """The runs of a column by seed."""
@@ -101,7 +88,6 @@ class Study:
         arm: str,
         column: Column,
         than: str = REFERENCE,
-        without: tuple[int, ...] = (),
     ) -> Interval:
         """Loss of an arm minus that of another, in nats, seed by seed.
 
@@ -110,10 +96,9 @@ class Study:
           arm: The one.
           column: At which rates, of both.
           than: The other.
-          without: Seeds to leave out.
         """
         ours, theirs = (self.losses(workload, a, column) for a in (arm, than))
-        return paired({s: x for s, x in ours.items() if s not in without}, theirs)
+        return paired(ours, theirs)
 
     def differences(
         self, arm: str, column: Column, than: str = REFERENCE

@@ -47,7 +47,10 @@ _TEXT = {
     "steps": 300, "warmup_steps": 15, "val_every": 30, "batch_size": 8, "seq_len": 64,
 }  # fmt: skip
 _MIXTURE = {**_TEXT, "layers": 2, "experts": 8}
-_IMAGES = {"batch_size": 64, "val_every": 16}
+_IMAGES = {
+    "learning_rate": 0.01, "batch_size": 32, "steps": 256, "warmup_steps": 16,
+    "val_every": 64,
+}  # fmt: skip
 _DENSE = _sized(DEMOS["demo"], width=64, layers=2, heads=2, **_TEXT)
 _CONFIGS = {
     "dense-small": _DENSE,
