@@ -28,6 +28,7 @@ class Claim(NamedTuple):
 
 
 Rule = Callable[[Study], Claim]
+NOT_RUN = "not run yet"
 _AT = {"inherited": "at the inherited rate", "own": "at each arm's own rate"}
 
 
@@ -102,7 +103,10 @@ def layer_wise(study: Study) -> Claim:
 
 
 def kappa_ranks(study: Study) -> Claim:
+    text = "κ_eff predicts the ranking of workloads"
     measured = [n for n in study.workloads if any(g.workload == n for g in study.gains)]
+    if len(measured) < 3:
+        return Claim(text, NOT_RUN, "")
     gained = [-study.difference(n, "orscale", "inherited").mean for n in measured]
     means = {
         field: [
@@ -115,7 +119,7 @@ def kappa_ranks(study: Study) -> Claim:
     along, _ = correlation(means["kappa"], gained)
     below = sum(k < 1 for k in means["kappa_eff"])
     return Claim(
-        "κ_eff predicts the ranking of workloads",
+        text,
         found,
         f"Spearman's ρ with the gain over {len(measured)} workloads {rho:+.2f} (κ along "
         f"the step {along:+.2f}); κ_eff is below 1 in {below} of them",
@@ -187,9 +191,9 @@ def unclipped_survives(study: Study) -> Claim:
     runs = [
         run
         for name in study.workloads
+        if study.has(name, "unclipped")
         for column in COLUMNS
         for run in study.runs(name, "unclipped", column).values()
-        if study.has(name, "unclipped")
     ]
     diverged = sum(run.diverged for run in runs)
     highest = max(max(run.uniform) for run in runs)
@@ -219,13 +223,16 @@ def wider_valley(study: Study) -> Claim:
 
 
 def wall_clock(study: Study) -> Claim:
+    text = "Wall-clock parity with Muon"
+    if not study.seconds:
+        return Claim(text, NOT_RUN, "")
     ratios = {
         name: seconds["orscale"] / seconds[REFERENCE]
         for name, seconds in study.seconds.items()
     }
     high = max(ratios.values())
     return Claim(
-        "Wall-clock parity with Muon",
+        text,
         HOLDS if high < 1.05 else FAILS if min(ratios.values()) > 1.05 else OPEN,
         "seconds of a step over Muon+Moonlight's: "
         + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()),

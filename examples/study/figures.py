@@ -38,7 +38,7 @@ def draw_differences(study: Study, path: pathlib.Path) -> None:
         axes.axvline(0, color=INK, lw=1)
         axes.set_title(_TITLES[column], loc="left")
         axes.set_xscale("symlog", linthresh=0.02)
-        ticks = [-0.3, -0.1, -0.03, -0.01, 0, 0.01, 0.03, 0.1, 0.3]
+        ticks = [-0.3, -0.1, -0.03, 0, 0.03, 0.1, 0.3]
         axes.set_xticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
         axes.tick_params(axis="x", labelsize=8)
         _bare(axes)
@@ -113,7 +113,12 @@ def draw_ratios(study: Study, path: pathlib.Path) -> None:
 
 
 def draw_kappa(study: Study, path: pathlib.Path) -> None:
-    """The gain of every workload by κ, as the model and the step have it."""
+    """The gain of every workload by κ, as the model and the step have it.
+
+    Nothing is drawn before κ has been measured.
+    """
+    if not study.gains:
+        return
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     titles = {"kappa_eff": "κ_eff of the paper's model", "kappa": "κ along the step"}

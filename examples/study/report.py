@@ -15,7 +15,7 @@ from examples.study.figures import FIGURES
 from examples.study.study import Study, read_study
 from examples.study.tables import TABLES
 
-_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Options:
 
 def with_tables(page: str, study: Study) -> str:
     """The page with the tables of the study."""
-    return _BLOCK.sub(lambda found: found[1] + TABLES[found[2]](study) + found[3], page)
+    return _BLOCK.sub(lambda x: f"{x[1]}{TABLES[x[2]](study)}\n{x[3]}", page)
 
 
 def main(options: Options) -> None:

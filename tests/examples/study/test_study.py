@@ -153,8 +153,12 @@ def test_a_table_is_markdown():
 
 
 def test_tables_are_written_into_their_places():
-    page = "Text.\n<!-- table: summary -->\nold\n<!-- end -->\nMore.\n"
-    found = report.with_tables(page, study_of({"orscale": -0.1}))
+    study = study_of({"orscale": -0.1})
+    page = "Text.\n<!-- table: summary -->\n<!-- end -->\nMore.\n"
+    found = report.with_tables(page, study)
+    assert report.with_tables(found, study) == found
+    page = page.replace("<!-- end", "old\n<!-- end")
+    assert report.with_tables(page, study) == found
     assert "old" not in found and "| OrScale | -0.100 | 4 | 0 | -0.100 | 4 | 0 |" in found
     assert found.startswith("Text.\n<!--") and found.endswith("<!-- end -->\nMore.\n")
 
