@@ -100,7 +100,7 @@ STUDY_ARMS := adamw muon_moonlight orscale replayed pooled full_rank_anchor
 
 study: $(VENV)/.has-examples ## Run a part of the study on the small decoder, and draw its figures.
 	$(RUN) examples.study --workloads dense-small --arms $(STUDY_ARMS) --out $(STUDY) $(ARGS)
-	$(RUN) examples.study.report --tables $(STUDY) --figures $(STUDY) --page None
+	$(RUN) examples.study.report --tables $(STUDY) --figures $(STUDY) --page None --arms $(STUDY_ARMS)
 
 study-full: $(VENV)/.has-examples,prose ## Run what is missing of the study, and make its page anew.
 	$(RUN) examples.study $(ARGS)

@@ -11,6 +11,7 @@ import re
 
 import tyro
 
+from examples.study.arms import ARMS
 from examples.study.figures import FIGURES
 from examples.study.study import Study, read_study
 from examples.study.tables import TABLES
@@ -28,6 +29,8 @@ class Options:
     """Where tables are written. None: nowhere."""
     figures: pathlib.Path = pathlib.Path("docs")
     """Folder of the figures."""
+    arms: tuple[str, ...] = tuple(ARMS)
+    """Workloads are shown once all of these were run."""
 
 
 def with_tables(page: str, study: Study) -> str:
@@ -36,7 +39,7 @@ def with_tables(page: str, study: Study) -> str:
 
 
 def main(options: Options) -> None:
-    study = read_study(options.tables)
+    study = read_study(options.tables, options.arms)
     if options.page is not None:
         page = options.page.read_text()
         options.page.write_text(with_tables(page, study))

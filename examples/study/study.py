@@ -4,14 +4,14 @@ import dataclasses
 import functools
 import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
-from examples.study.arms import KNOWN, SETTLED
+from examples.study.arms import ARMS, KNOWN, SENSITIVE, SETTLED
 from examples.study.gains import Gains, read_gains
-from examples.study.plan import find_workload
+from examples.study.plan import find_workload, table_of
 from examples.study.results import Result, best_rate_of, read_results
 from examples.study.seconds import read_seconds
 from examples.study.statistics import Interval, paired, steps_to, valley_width
@@ -30,27 +30,30 @@ class Study:
       results: Rows of each workload that was run.
       gains: What was measured along OrScale's runs.
       seconds: Of a step, by workload and arm.
+      arms: A workload counts as done once all of these were run.
     """
 
     results: Mapping[str, tuple[Result, ...]]
     gains: tuple[Gains, ...]
     seconds: Mapping[str, Mapping[str, float]]
+    arms: Sequence[str] = tuple(ARMS)
 
     @functools.cached_property
     def workloads(self) -> list[str]:
         """Those with rates of their own that are done, in the protocol's order."""
-        return [name for name in WORKLOADS if self._is_done(name)]
+        return [name for name in WORKLOADS if self._is_done(name, self.arms)]
 
     @functools.cached_property
     def variations(self) -> list[str]:
         """Those with the rates of another that are done."""
-        return [name for name in SENSITIVITY if self._is_done(name)]
+        return [name for name in SENSITIVITY if self._is_done(name, SENSITIVE)]
 
-    def _is_done(self, workload: str) -> bool:
-        compared = (REFERENCE, "orscale")
+    def _is_done(self, workload: str, arms: Sequence[str]) -> bool:
+        """Whether all arms have several seeds at both of their rates."""
         return workload in self.results and all(
-            self.has(workload, arm) and len(self.losses(workload, arm, "own")) > 1
-            for arm in compared
+            self.has(workload, arm) and len(self.losses(workload, arm, column)) > 1
+            for arm in arms
+            for column in COLUMNS
         )
 
     def rows(self, workload: str, arm: str) -> list[Result]:
@@ -115,7 +118,9 @@ class Study:
 
         NaN where a seed does not get there.
         """
-        targets = self.losses(workload, REFERENCE, "own")
+        # Not `loss`, which is written with more digits than the losses on the way.
+        reference = self.runs(workload, REFERENCE, "own")
+        targets = {seed: run.losses[-1] for seed, run in reference.items()}
         recipe = find_workload(workload).config.recipe
         every = recipe.validation_every
         shares = []
@@ -149,12 +154,17 @@ class Study:
         }
 
 
-def read_study(folder: pathlib.Path) -> Study:
-    """Reads the tables of a folder; those that are missing are left out."""
+def read_study(folder: pathlib.Path, arms: Sequence[str] = tuple(ARMS)) -> Study:
+    """Reads the tables of a folder; those that are missing are left out.
+
+    Args:
+      folder: Where they are.
+      arms: Those that make a workload whole; tables of other arms may be missing.
+    """
     results = {}
     for name in (*WORKLOADS, *SENSITIVITY):
-        rows = read_results(folder / f"{name}.csv")
+        rows = read_results(table_of(folder, name))
         if rows:
             results[name] = tuple(rows)
     gains = tuple(read_gains(folder / "gains.csv"))
-    return Study(results, gains, read_seconds(folder / "seconds.csv"))
+    return Study(results, gains, read_seconds(folder / "seconds.csv"), arms)

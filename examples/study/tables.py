@@ -7,17 +7,9 @@ import numpy as np
 from examples.study.arms import ABLATIONS, ARMS, SENSITIVE
 from examples.study.claims import claims
 from examples.study.statistics import Interval
-from examples.study.study import COLUMNS, REFERENCE, Study
+from examples.study.study import COLUMNS, REFERENCE, Column, Study
 
 Table = Callable[[Study], str]
-_WITH_RATIOS = (
-    "orscale",
-    "pooled",
-    "pooled_by_class",
-    "full_rank_anchor",
-    "largest_anchor",
-    "pooled_full_rank_anchor",
-)
 
 
 def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -55,7 +47,7 @@ def summary(study: Study) -> str:
 
 def losses(study: Study) -> str:
     """The loss of every arm in every workload, at both rates."""
-    names = [name for name in study.workloads if study.has(name, REFERENCE)]
+    names = study.workloads
     parts = []
     for column in COLUMNS:
         title = {"inherited": "At the inherited rate", "own": "At its own best rate"}
@@ -68,12 +60,11 @@ def losses(study: Study) -> str:
     return "\n\n".join(parts)
 
 
-def _loss(study: Study, workload: str, arm: str, column: str) -> str:
+def _loss(study: Study, workload: str, arm: str, column: Column) -> str:
     if not study.has(workload, arm):
         return "–"
-    at: object = column
-    found = study.losses(workload, arm, at)  # type: ignore[arg-type]
-    rate = study.rate(workload, arm, at)  # type: ignore[arg-type]
+    found = study.losses(workload, arm, column)
+    rate = study.rate(workload, arm, column)
     return f"{np.mean(list(found.values())):.3f} ({rate:.3g})"
 
 
@@ -91,11 +82,9 @@ def steps(study: Study) -> str:
 
 
 def ratios(study: Study) -> str:
-    """Of OrScale at the inherited rate: the ratios, growth, and the theory's numbers."""
+    """OrScale at the inherited rate: ratios, growth, and the theory's numbers."""
     rows = []
     for name in study.workloads:
-        if not study.has(name, "orscale"):
-            continue
         cells = [f"`{name}`", f"{study.uniform(name, 'orscale', 'inherited'):.2f}"]
         for field in ("spread", "growth"):
             cells.append(f"{study.mean(name, 'orscale', 'inherited', field):.2f}")

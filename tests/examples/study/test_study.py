@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from examples.study import claims, report
-from examples.study.arms import ARMS
+from examples.study.arms import ARMS, KNOWN
 from examples.study.figures import FIGURES
 from examples.study.gains import Gains
 from examples.study.results import Result, best_rate_of
@@ -20,7 +20,7 @@ from examples.study.tables import TABLES, markdown
 
 ROOT = pathlib.Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "does_it_work.md"
-BEST = {"adamw": 8e-3, "muon": 32e-3}
+BEST = {"adamw": 8e-3, "muon": 32e-3, "hyperball": 32e-3}
 CLASSES = {"routed expert up": 5.0, "router": 2.0, "attention query": 3.0}
 ABLATED = ("uncalibrated", "momentum_denominator", "momentum_rms_denominator")
 NAMES = ("dense-small", "dense-large", "mixture-small", "mixture-large")
@@ -33,7 +33,7 @@ def rows_of(arm, shift, best=16e-3, **changes):
     rows = []
     for octave in range(-2, 3):
         rate = best * 2**octave
-        inherited = 32e-3 if arm == "muon" else 8e-3
+        inherited = 8e-3 * KNOWN[arm].rate
         seeds = range(5) if octave == 0 or rate == inherited else (0,)
         for seed in seeds:
             loss = 2 + shift + 0.1 * octave**2 + 0.01 * seed + 1e-4 * noise[seed]
@@ -106,6 +106,31 @@ def test_kappa_predicts_if_its_ranking_is_that_of_gains(slope, expected):
     assert claims.kappa_ranks(study_of(shifts, names, gains)).verdict == expected
 
 
+def test_nothing_is_said_of_mixtures_that_were_not_run():
+    study = study_of(names=("dense-small", "dense-large"))
+    assert claims.grows_with_experts(study) == (
+        "It grows from dense models to mixtures",
+        claims.NOT_RUN,
+        "",
+    )
+    assert claims.classes_separate(study).verdict == claims.NOT_RUN
+
+
+def test_a_workload_counts_once_all_its_arms_are_run_for_several_seeds():
+    whole = study_of()
+    assert whole.workloads == list(NAMES)
+    rows = whole.results["dense-large"]
+    for missing in (
+        [r for r in rows if r.arm != "normuon"],
+        [r for r in rows if r.arm != "normuon" or r.seed == 0],
+    ):
+        results = {**whole.results, "dense-large": tuple(missing)}
+        study = dataclasses.replace(whole, results=results)
+        assert "dense-large" not in study.workloads
+        part = dataclasses.replace(study, arms=("orscale", "muon_moonlight", "adamw"))
+        assert part.workloads == list(NAMES)
+
+
 def test_other_rules():
     study = study_of()
     assert claims.classes_separate(study).verdict == HOLDS
@@ -131,6 +156,16 @@ def test_steps_are_counted_to_the_loss_of_tuned_muon_moonlight():
     share = study.share_of_steps("dense-small", "orscale")
     assert 0.1 < share < 1  # Between the validations at steps 30 and 60.
     assert math.isnan(study.share_of_steps("dense-small", "pooled"))
+
+
+def test_muon_moonlight_needs_all_its_steps_for_its_own_loss():
+    rows = rows_of("muon_moonlight", 0.0)
+    rounded = [
+        dataclasses.replace(r, losses=(3.0, round(r.loss + 5e-4, 3))) for r in rows
+    ]
+    results = {"dense-small": (*rows_of("adamw", 0.0), *rounded)}
+    study = Study(results, (), {}, ("adamw", "muon_moonlight"))
+    assert study.share_of_steps("dense-small", "muon_moonlight") == pytest.approx(0.2)
 
 
 def test_every_table_and_figure_is_made_of_a_whole_study(tmp_path):
@@ -175,7 +210,7 @@ def test_the_page_has_the_tables_of_the_results(study):
 
 
 def test_every_number_of_the_text_is_in_a_table(study):
-    """Of the losses and shares: numbers with a decimal point."""
+    """Losses and shares are the numbers with a decimal point."""
     text = re.sub(r"<!-- table.*?<!-- end -->", "", PAGE.read_text(), flags=re.DOTALL)
     tables = "\n".join(table(study) for table in TABLES.values())
     numbers = set(re.findall(r"\d+\.\d+", text))
