@@ -14,6 +14,7 @@ from examples.study.statistics import (
     all_of,
     correlation,
     interval,
+    tally,
     verdict,
 )
 from examples.study.study import COLUMNS, REFERENCE, Study
@@ -32,13 +33,12 @@ NOT_RUN = "not run yet"
 _AT = {"inherited": "at the inherited rate", "own": "at each arm's own rate"}
 
 
-def tally(differences: Sequence[Interval]) -> str:
+def in_words(differences: Sequence[Interval]) -> str:
     """How many differences are sure, and their mean."""
-    signs = [difference.sign for difference in differences]
-    mean = float(np.mean([difference.mean for difference in differences]))
+    found = tally(differences)
     return (
-        f"lower in {signs.count(-1)}, higher in {signs.count(1)} of {len(signs)} "
-        f"workloads, {mean:+.3f} nats on average"
+        f"lower in {found.lower}, higher in {found.higher} of {len(differences)} "
+        f"workloads, {found.mean:+.3f} nats on average"
     )
 
 
@@ -54,14 +54,14 @@ def zero_sweep(study: Study) -> Claim:
         "At the inherited rate OrScale is at least as good as Muon+Moonlight, and that "
         "as AdamW",
         all_of([verdict(first), verdict(second)]),
-        f"OrScale − Muon+Moonlight: {tally(first)}. Muon+Moonlight − AdamW: "
-        f"{tally(second)}",
+        f"OrScale − Muon+Moonlight: {in_words(first)}. Muon+Moonlight − AdamW: "
+        f"{in_words(second)}",
     )
 
 
 def tuned(study: Study) -> Claim:
     found = study.differences("orscale", "own")
-    return Claim("The gain survives tuning", verdict(found), tally(found))
+    return Claim("The gain survives tuning", verdict(found), in_words(found))
 
 
 def grows_with_experts(study: Study) -> Claim:
@@ -77,7 +77,7 @@ def grows_with_experts(study: Study) -> Claim:
         text,
         verdict(found),
         f"OrScale − Muon+Moonlight at the inherited rate, mixture minus dense: "
-        f"{tally(found)}",
+        f"{in_words(found)}",
     )
 
 
@@ -97,7 +97,7 @@ def layer_wise(study: Study) -> Claim:
         for column in COLUMNS:
             found = study.differences("orscale", column, than=control)
             verdicts.append(verdict(found))
-            evidence.append(f"OrScale − {name} {_AT[column]}: {tally(found)}")
+            evidence.append(f"OrScale − {name} {_AT[column]}: {in_words(found)}")
     return Claim(
         "It is layer-wise: more than one ratio for all, or a schedule, would give",
         all_of(verdicts),
@@ -107,20 +107,14 @@ def layer_wise(study: Study) -> Claim:
 
 def kappa_ranks(study: Study) -> Claim:
     text = "κ_eff predicts the ranking of workloads"
-    measured = [n for n in study.workloads if any(g.workload == n for g in study.gains)]
+    measured = [n for n in study.workloads if math.isfinite(study.gain(n, "kappa_eff"))]
     if len(measured) < 3:
         return Claim(text, NOT_RUN, "")
     gained = [-study.difference(n, "orscale", "inherited").mean for n in measured]
-    means = {
-        field: [
-            float(np.mean([getattr(g, field) for g in study.gains if g.workload == n]))
-            for n in measured
-        ]
-        for field in ("kappa_eff", "kappa")
-    }
-    rho, found = correlation(means["kappa_eff"], gained)
-    along, _ = correlation(means["kappa"], gained)
-    below = sum(k < 1 for k in means["kappa_eff"])
+    kappa_eff = [study.gain(name, "kappa_eff") for name in measured]
+    rho, found = correlation(kappa_eff, gained)
+    along, _ = correlation([study.gain(name, "kappa") for name in measured], gained)
+    below = sum(kappa < 1 for kappa in kappa_eff)
     return Claim(
         text,
         found,
@@ -191,7 +185,7 @@ def bfloat16_costs(study: Study) -> Claim:
     return Claim(
         "Calibration in bfloat16 costs",
         verdict(found),
-        f"OrScale − calibration in bfloat16: {tally(found)}",
+        f"OrScale − calibration in bfloat16: {in_words(found)}",
     )
 
 
@@ -210,7 +204,7 @@ def unclipped_survives(study: Study) -> Claim:
         "Without a clip a run survives",
         FAILS if diverged else HOLDS,
         f"{diverged} of {len(runs)} runs diverged; the mean ratio is at most "
-        f"{highest:.1f}; OrScale − no clip: {tally(found)}",
+        f"{highest:.1f}; OrScale − no clip: {in_words(found)}",
     )
 
 
@@ -253,7 +247,7 @@ def anchors(study: Study) -> Claim:
         for column in COLUMNS:
             found = study.differences(arm, column, than="orscale")
             better.append(verdict(found))
-            parts.append(f"{name} − the paper's, {_AT[column]}: {tally(found)}")
+            parts.append(f"{name} − the paper's, {_AT[column]}: {in_words(found)}")
     return Claim(
         "The paper's anchor is the one to recommend",
         FAILS if HOLDS in better else all_of([_reversed(v) for v in better]),

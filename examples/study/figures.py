@@ -8,17 +8,27 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from examples.pretrain.plots import COLORS, INK, OTHER_COLORS
 from examples.study.arms import ARMS
 from examples.study.plan import find_workload
 from examples.study.results import UNIFORM_EVERY
 from examples.study.study import COLUMNS, REFERENCE, Column, Study
+from examples.study.workloads import SMALL_INIT
 
 _TITLES = {"inherited": "At AdamW's best rate", "own": "At each arm's own best rate"}
-_COMPARED = tuple(arm for arm in ARMS if arm not in (REFERENCE, "adamw"))
+_COMPARED = tuple(arm for arm in ARMS if arm != REFERENCE)
 # In the figure of learning rates.
 _CURVES = ("adamw", REFERENCE, "orscale", "pooled", "full_rank_anchor")
+
+
+_KINDS = {
+    "dense": COLORS["muon_moonlight"],
+    "prose": OTHER_COLORS[0],
+    "mixture": COLORS["orscale"],
+    "vision": OTHER_COLORS[1],
+}
 
 
 def color_of(arm: str) -> str:
@@ -27,67 +37,91 @@ def color_of(arm: str) -> str:
     return COLORS.get(arm) or OTHER_COLORS[others.index(arm) % len(OTHER_COLORS)]
 
 
+def _look_of(workload: str) -> tuple[str, str]:
+    """Its colour, and its marker: a triangle for small initial weights."""
+    kind = workload.split("-")[0]
+    return _KINDS[kind], "v" if workload.endswith(SMALL_INIT) else "o"
+
+
 def draw_differences(study: Study, path: pathlib.Path) -> None:
-    """Loss minus Muon+Moonlight's: a dot for every workload, a bar for their mean."""
+    """Loss minus Muon+Moonlight's: a mark for every workload, a bar for their mean."""
     arms = [a for a in _COMPARED if any(study.has(n, a) for n in study.workloads)]
-    figure = Figure(figsize=(9, 0.42 * len(arms) + 1.6), layout="constrained")
+    figure = Figure(figsize=(9, 0.55 * len(arms) + 1.6), layout="constrained")
     panels = figure.subplots(1, len(COLUMNS), sharey=True, sharex=True)
     for axes, column in zip(panels, COLUMNS, strict=True):
         for place, arm in enumerate(arms):
-            _dots(axes, study, arm, column, place)
+            _marks(axes, study, arm, column, place)
         axes.axvline(0, color=INK, lw=1)
         axes.set_title(_TITLES[column], loc="left")
-        axes.set_xscale("symlog", linthresh=0.02)
-        ticks = [-0.3, -0.1, -0.03, 0, 0.03, 0.1, 0.3]
+        axes.set_xscale("symlog", linthresh=0.05, linscale=2)
+        ticks = [-0.3, -0.05, 0, 0.05, 0.3]
         axes.set_xticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
+        axes.minorticks_off()
         axes.tick_params(axis="x", labelsize=8)
         _bare(axes)
     panels[0].set_yticks(range(len(arms)), [ARMS[arm].label for arm in arms])
     panels[0].invert_yaxis()
     figure.supxlabel("validation loss − Muon+Moonlight's (nats; left is better)")
+    _explain_marks(figure, study)
     _save(figure, path)
 
 
-def _dots(axes: Axes, study: Study, arm: str, column: Column, place: int) -> None:
-    found = study.differences(arm, column)
-    if not found:
-        return
-    shifts = np.linspace(-0.25, 0.25, len(found)) if len(found) > 1 else [0.0]
-    for shift, difference in zip(shifts, found, strict=True):
-        sure = bool(difference.sign)
+def _marks(axes: Axes, study: Study, arm: str, column: Column, place: int) -> None:
+    names = [n for n in study.workloads if study.has(n, arm)]
+    found = [study.difference(name, arm, column) for name in names]
+    shifts = np.linspace(-0.3, 0.3, len(names)) if len(names) > 1 else [0.0]
+    for name, shift, difference in zip(names, shifts, found, strict=True):
+        color, marker = _look_of(name)
         ends = [difference.low, difference.high]
         if all(map(math.isfinite, ends)):
-            axes.plot(ends, [place + shift] * 2, color=color_of(arm), lw=0.8, alpha=0.5)
-        axes.plot(
-            difference.mean,
-            place + shift,
-            "o",
-            ms=4,
-            color=color_of(arm),
-            mfc=color_of(arm) if sure else "white",
-        )
+            axes.plot(ends, [place + shift] * 2, color=color, lw=0.8, alpha=0.5)
+        inside = color if difference.sign else "white"
+        style: dict[str, Any] = {"ms": 4, "color": color, "mfc": inside}
+        axes.plot(difference.mean, place + shift, marker, **style)
     if len(found) > 1:
         mean = float(np.mean([difference.mean for difference in found]))
-        axes.plot([mean] * 2, [place - 0.36, place + 0.36], color=color_of(arm), lw=2.5)
+        axes.plot([mean] * 2, [place - 0.4, place + 0.4], color=INK, lw=2.5)
+
+
+def _explain_marks(figure: Figure, study: Study) -> None:
+    present = {name.split("-")[0] for name in study.workloads}
+    style: dict[str, Any] = {"ls": "", "ms": 5}
+    marks = [
+        Line2D([], [], marker="o", color=color, label=kind, **style)
+        for kind, color in _KINDS.items()
+        if kind in present
+    ]
+    marks += [
+        Line2D([], [], marker="v", color=INK, label="small initial weights", **style),
+        Line2D(
+            [], [], marker="o", color=INK, mfc="white", label="interval has 0", **style
+        ),
+        Line2D([], [], color=INK, lw=2.5, label="mean"),
+    ]
+    figure.legend(
+        handles=marks, loc="outside upper center", ncols=len(marks), frameon=False,
+        fontsize=8, handletextpad=0.3, columnspacing=1.2,
+    )  # fmt: skip
 
 
 def draw_rates(study: Study, path: pathlib.Path) -> None:
     """Loss by learning rate at the first seed, for every workload."""
 
     def draw(axes: Axes, name: str) -> None:
-        lowest = math.inf
+        best = []
         for arm in _CURVES:
             found = study.search(name, arm)
             if found:
                 rates = sorted(found)
                 losses = [found[rate] for rate in rates]
-                lowest = min(lowest, *losses)
+                best.append(min(losses))
                 label = ARMS[arm].label
                 axes.plot(rates, losses, "o-", ms=3, color=color_of(arm), label=label)
         axes.set_xscale("log", base=2)
         rates = sorted({r for arm in _CURVES for r in study.search(name, arm)})
         axes.set_xticks(rates[::2], [f"{rate:.3g}" for rate in rates[::2]], fontsize=7)
-        axes.set_ylim(lowest * 0.985, lowest * 1.15)
+        top = max(1.15 * min(best), 1.05 * max(best))
+        axes.set_ylim(min(best) - 0.1 * (top - min(best)), top)
 
     figure = _grid(study, draw, "learning rate", "validation loss, seed 0 (nats)")
     _save(figure, path)
@@ -124,25 +158,21 @@ def draw_kappa(study: Study, path: pathlib.Path) -> None:
     titles = {"kappa_eff": "κ_eff of the paper's model", "kappa": "κ along the step"}
     for axes, (field, title) in zip(panels, titles.items(), strict=True):
         for name in study.workloads:
-            values = [getattr(g, field) for g in study.gains if g.workload == name]
-            if values:
-                found = study.difference(name, "orscale", "inherited")
-                color = OTHER_COLORS[_kind(name)]
-                hollow = "white" if "init" in name else color
-                axes.plot(np.mean(values), -found.mean, "o", color=color, mfc=hollow)
-                at = (float(np.mean(values)), -found.mean)
-                short = name.replace("-small-init", " *").replace("-", " ")
-                axes.annotate(short, at, (4, 3), textcoords="offset points", fontsize=7)
+            kappa = study.gain(name, field)
+            if math.isfinite(kappa):
+                gain = -study.difference(name, "orscale", "inherited").mean
+                color, marker = _look_of(name)
+                axes.plot(kappa, gain, marker, color=color)
+                axes.annotate(
+                    name.removesuffix(SMALL_INIT).replace("-", " "),
+                    (kappa, gain), (4, 3), textcoords="offset points", fontsize=7,
+                )  # fmt: skip
         axes.axvline(1, color=INK, lw=0.6, ls=":")
         axes.axhline(0, color=INK, lw=0.6, ls=":")
         axes.set_xlabel(title)
         _bare(axes)
     panels[0].set_ylabel("gain over Muon+Moonlight (nats)")
     _save(figure, path)
-
-
-def _kind(workload: str) -> int:
-    return ("dense", "prose", "mixture", "vision").index(workload.split("-")[0])
 
 
 def _grid(

@@ -147,6 +147,7 @@ def main(options: Options) -> None:
                 found.append(row)
                 print(row, flush=True)
             _write(options.out, found)
+        jax.clear_caches()  # A process may only map so many pieces of code.
 
 
 def _write(path: pathlib.Path, rows: list[Gains]) -> None:

@@ -43,13 +43,27 @@ def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
     return interval([ours[seed] - theirs[seed] for seed in seeds])
 
 
+class Tally(NamedTuple):
+    """How many differences are surely negative or positive, and the mean of all."""
+
+    lower: int
+    higher: int
+    mean: float
+
+
+def tally(differences: Sequence[Interval]) -> Tally:
+    """Differences of several workloads; they must not be none."""
+    signs = [difference.sign for difference in differences]
+    mean = float(np.mean([difference.mean for difference in differences]))
+    return Tally(signs.count(-1), signs.count(1), mean)
+
+
 def verdict(differences: Sequence[Interval]) -> str:
     """Whether a claim that differences are negative holds, by the protocol's rule."""
-    signs = [difference.sign for difference in differences]
-    less, more = signs.count(-1), signs.count(1)
-    if 2 * less > len(signs) and not more:
+    found, half = tally(differences), len(differences) / 2
+    if found.lower > half and not found.higher:
         return HOLDS
-    if 2 * more > len(signs) and not less:
+    if found.higher > half and not found.lower:
         return FAILS
     return OPEN
 

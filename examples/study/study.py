@@ -145,6 +145,16 @@ class Study:
         runs = self.runs(workload, arm, column).values()
         return float(np.exp(np.mean([np.mean(np.log(run.uniform)) for run in runs])))
 
+    def gain(self, workload: str, field: str) -> float:
+        """The mean of one of the theory's numbers, over seeds and steps.
+
+        Without those along which the curvature was negative, which have none; NaN if no
+        number is left.
+        """
+        rows = [g for g in self.gains if g.workload == workload]
+        values = [x for x in (getattr(g, field) for g in rows) if math.isfinite(x)]
+        return float(np.mean(values)) if values else math.nan
+
     def class_ratios(self, workload: str, arm: str, column: Column) -> dict[str, float]:
         """The mean ratio of each class at the end, geometric over seeds."""
         runs = list(self.runs(workload, arm, column).values())

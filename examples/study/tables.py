@@ -1,13 +1,16 @@
 """The tables of the page, as Markdown."""
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from examples.study.arms import ABLATIONS, ARMS, SENSITIVE
 from examples.study.claims import claims
-from examples.study.statistics import Interval
+from examples.study.statistics import Interval, tally
 from examples.study.study import COLUMNS, REFERENCE, Column, Study
+from examples.study.workloads import SMALL_INIT
 
 Table = Callable[[Study], str]
 
@@ -36,27 +39,41 @@ def summary(study: Study) -> str:
             continue
         cells = [about.label]
         for column in COLUMNS:
-            found = study.differences(arm, column)
-            signs = [difference.sign for difference in found]
-            mean = np.mean([difference.mean for difference in found])
-            cells += [f"{mean:+.3f}", f"{signs.count(-1)}", f"{signs.count(1)}"]
+            cells += _tally(study.differences(arm, column))
         rows.append(cells)
-    heading = ["", "inherited rate", "lower in", "higher in"]
-    return markdown([*heading, "own rate", "lower in", "higher in"], rows)
+    return markdown(["", *_TALLIES], rows)
+
+
+_TALLIES = (
+    "inherited rate",
+    "lower in",
+    "higher in",
+    "own rate",
+    "lower in",
+    "higher in",
+)
+
+
+def _tally(found: Sequence[Interval]) -> list[str]:
+    if not found:
+        return ["–"] * 3
+    of_all = tally(found)
+    return [f"{of_all.mean:+.3f}", f"{of_all.lower}", f"{of_all.higher}"]
 
 
 def losses(study: Study) -> str:
-    """The loss of every arm in every workload, at both rates."""
-    names = study.workloads
+    """The loss of every arm in every workload, at both rates; a table for each kind."""
+    title = {"inherited": "At the inherited rate", "own": "At its own best rate"}
+    kinds = itertools.groupby(study.workloads, lambda name: name.split("-")[0])
     parts = []
-    for column in COLUMNS:
-        title = {"inherited": "At the inherited rate", "own": "At its own best rate"}
-        rows = []
-        for arm, about in ARMS.items():
-            cells = [_loss(study, name, arm, column) for name in names]
-            rows.append([about.label, *cells])
-        heading = [title[column], *(f"`{name}`" for name in names)]
-        parts.append(markdown(heading, rows))
+    for names in [list(group) for _, group in kinds]:
+        for column in COLUMNS:
+            rows = [
+                [about.label, *(_loss(study, name, arm, column) for name in names)]
+                for arm, about in ARMS.items()
+            ]
+            heading = [title[column], *(f"`{name}`" for name in names)]
+            parts.append(markdown(heading, rows))
     return "\n\n".join(parts)
 
 
@@ -69,16 +86,25 @@ def _loss(study: Study, workload: str, arm: str, column: Column) -> str:
 
 
 def steps(study: Study) -> str:
-    """Steps to the final loss of tuned Muon+Moonlight, over its own."""
+    """Steps to the final loss of tuned Muon+Moonlight, over its own.
+
+    Without the arms that get there nowhere.
+    """
+    shares = {
+        arm: [_share_of_steps(study, name, arm) for name in study.workloads]
+        for arm in ARMS
+        if arm != REFERENCE
+    }
+    arms = [arm for arm, found in shares.items() if not all(map(math.isnan, found))]
     rows = []
-    for name in study.workloads:
-        cells = [f"`{name}`"]
-        for arm in ARMS:
-            has = study.has(name, arm)
-            share = study.share_of_steps(name, arm) if has else float("nan")
-            cells.append("–" if np.isnan(share) else f"{share:.2f}")
-        rows.append(cells)
-    return markdown(["", *(about.label for about in ARMS.values())], rows)
+    for i, name in enumerate(study.workloads):
+        found = [shares[arm][i] for arm in arms]
+        rows.append([f"`{name}`", *("–" if math.isnan(x) else f"{x:.2f}" for x in found)])
+    return markdown(["", *(ARMS[arm].label for arm in arms)], rows)
+
+
+def _share_of_steps(study: Study, workload: str, arm: str) -> float:
+    return study.share_of_steps(workload, arm) if study.has(workload, arm) else math.nan
 
 
 def ratios(study: Study) -> str:
@@ -89,14 +115,28 @@ def ratios(study: Study) -> str:
         for field in ("spread", "growth"):
             cells.append(f"{study.mean(name, 'orscale', 'inherited', field):.2f}")
         cells.append(f"{study.mean(name, 'orscale', 'inherited', 'at_bound'):.1%}")
-        found = [g for g in study.gains if g.workload == name]
         for field in ("kappa", "kappa_eff", "nu", "rho"):
-            values = [getattr(g, field) for g in found]
-            cells.append(f"{np.mean(values):.2f}" if values else "–")
+            value = study.gain(name, field)
+            cells.append("–" if math.isnan(value) else f"{value:.2f}")
         cells.append(_interval(study.difference(name, "orscale", "inherited")))
         rows.append(cells)
     heading = ["", "mean r̂", "spread", "growth", "at a bound", "κ", "κ_eff", "ν", "ρ"]
     return markdown([*heading, "− Muon+Moonlight"], rows)
+
+
+def anchors(study: Study) -> str:
+    """OrScale with other anchors minus the paper's, by the scale of initial weights."""
+    small = {name: name.endswith(SMALL_INIT) for name in study.workloads}
+    rows = []
+    for arm in ("full_rank_anchor", "largest_anchor"):
+        for title, kind in (("1/fan-in", False), ("small", True)):
+            names = [name for name in study.workloads if small[name] == kind]
+            cells = [ARMS[arm].label, title]
+            for column in COLUMNS:
+                found = [study.difference(n, arm, column, "orscale") for n in names]
+                cells += _tally(found)
+            rows.append(cells)
+    return markdown(["", "initial weights", *_TALLIES], rows, left=2)
 
 
 def ablations(study: Study) -> str:
@@ -145,6 +185,7 @@ TABLES: dict[str, Table] = {
     "losses": losses,
     "steps": steps,
     "ratios": ratios,
+    "anchors": anchors,
     "ablations": ablations,
     "sensitivity": sensitivity,
 }

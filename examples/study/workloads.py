@@ -8,6 +8,7 @@ from examples.pretrain.configs import DEMOS
 from examples.study.prose import FOLDER
 
 # Of the 16B run: the standard deviation 0.006 of its initial weights over 2048^-1/2.
+SMALL_INIT = "-small-init"  # The end of a name.
 SMALL_SCALE = 0.27
 SEEDS = (0, 1, 2, 3, 4)
 
@@ -73,7 +74,7 @@ WORKLOADS: dict[str, Workload] = {
     for name, config in _CONFIGS.items()
     for workload in (
         Workload(name, config),
-        Workload(f"{name}-small-init", config, SMALL_SCALE),
+        Workload(f"{name}{SMALL_INIT}", config, SMALL_SCALE),
     )
 }
 

@@ -17,6 +17,7 @@ from examples.study.results import Result, best_rate_of
 from examples.study.statistics import FAILS, HOLDS, OPEN
 from examples.study.study import Study, read_study
 from examples.study.tables import TABLES, markdown
+from examples.study.workloads import SENSITIVITY, WORKLOADS
 
 ROOT = pathlib.Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "does_it_work.md"
@@ -104,6 +105,17 @@ def test_kappa_predicts_if_its_ranking_is_that_of_gains(slope, expected):
         for i, name in enumerate(names)
     ]
     assert claims.kappa_ranks(study_of(shifts, names, gains)).verdict == expected
+
+
+def test_kappa_is_the_mean_of_what_could_be_measured():
+    def row(step, kappa):
+        return Gains("dense-small", 0, step, kappa, 0.1, math.nan, 0.1, 0.3, 0.5)
+
+    study = study_of(gains=[row(100, 1.2), row(200, 1.4), row(300, math.nan)])
+    assert study.gain("dense-small", "kappa") == pytest.approx(1.3)
+    assert math.isnan(study.gain("dense-small", "kappa_eff"))
+    assert math.isnan(study.gain("dense-large", "kappa"))
+    assert "nan" not in TABLES["ratios"](study)
 
 
 def test_nothing_is_said_of_mixtures_that_were_not_run():
@@ -219,6 +231,10 @@ def test_every_number_of_the_text_is_in_a_table(study):
 
 
 def test_the_results_are_whole(study):
+    assert study.workloads == list(WORKLOADS) and study.variations == list(SENSITIVITY)
+    assert {(g.workload, g.seed) for g in study.gains} == {
+        (name, seed) for name in WORKLOADS for seed in (0, 1, 2)
+    }
     for name in study.workloads:
         for arm in ARMS:
             for column in ("inherited", "own"):
