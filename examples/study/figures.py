@@ -62,7 +62,9 @@ def draw_differences(study: Study, path: pathlib.Path) -> None:
     panels[0].set_yticks(range(len(arms)), [ARMS[arm].label for arm in arms])
     panels[0].invert_yaxis()
     figure.supxlabel("validation loss − Muon+Moonlight's (nats; left is better)")
-    _explain_marks(figure, study)
+    hollow = _mark("o", INK, "interval has 0", mfc="white")
+    mean = Line2D([], [], color=INK, lw=2.5, label="mean")
+    _explain_marks(figure, study, hollow, mean)
     _save(figure, path)
 
 
@@ -83,25 +85,18 @@ def _marks(axes: Axes, study: Study, arm: str, column: Column, place: int) -> No
         axes.plot([mean] * 2, [place - 0.4, place + 0.4], color=INK, lw=2.5)
 
 
-def _explain_marks(figure: Figure, study: Study) -> None:
+def _explain_marks(figure: Figure, study: Study, *others: Line2D) -> None:
     present = {name.split("-")[0] for name in study.workloads}
-    style: dict[str, Any] = {"ls": "", "ms": 5}
-    marks = [
-        Line2D([], [], marker="o", color=color, label=kind, **style)
-        for kind, color in _KINDS.items()
-        if kind in present
-    ]
-    marks += [
-        Line2D([], [], marker="v", color=INK, label="small initial weights", **style),
-        Line2D(
-            [], [], marker="o", color=INK, mfc="white", label="interval has 0", **style
-        ),
-        Line2D([], [], color=INK, lw=2.5, label="mean"),
-    ]
+    kinds = [_mark("o", color, kind) for kind, color in _KINDS.items() if kind in present]
+    marks = [*kinds, _mark("v", INK, "small initial weights"), *others]
     figure.legend(
         handles=marks, loc="outside upper center", ncols=len(marks), frameon=False,
         fontsize=8, handletextpad=0.3, columnspacing=1.2,
     )  # fmt: skip
+
+
+def _mark(marker: str, color: str, label: str, **style: Any) -> Line2D:
+    return Line2D([], [], marker=marker, color=color, label=label, ls="", ms=5, **style)
 
 
 def draw_rates(study: Study, path: pathlib.Path) -> None:
@@ -149,7 +144,7 @@ def draw_ratios(study: Study, path: pathlib.Path) -> None:
 def draw_kappa(study: Study, path: pathlib.Path) -> None:
     """The gain of every workload by κ, as the model and the step have it.
 
-    Nothing is drawn before κ has been measured.
+    Larger models have larger marks. Nothing is drawn before κ has been measured.
     """
     if not study.gains:
         return
@@ -162,16 +157,14 @@ def draw_kappa(study: Study, path: pathlib.Path) -> None:
             if math.isfinite(kappa):
                 gain = -study.difference(name, "orscale", "inherited").mean
                 color, marker = _look_of(name)
-                axes.plot(kappa, gain, marker, color=color)
-                axes.annotate(
-                    name.removesuffix(SMALL_INIT).replace("-", " "),
-                    (kappa, gain), (4, 3), textcoords="offset points", fontsize=7,
-                )  # fmt: skip
+                size = 8 if "large" in name else 5
+                axes.plot(kappa, gain, marker, color=color, ms=size)
         axes.axvline(1, color=INK, lw=0.6, ls=":")
         axes.axhline(0, color=INK, lw=0.6, ls=":")
         axes.set_xlabel(title)
         _bare(axes)
     panels[0].set_ylabel("gain over Muon+Moonlight (nats)")
+    _explain_marks(figure, study)
     _save(figure, path)
 
 

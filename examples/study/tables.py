@@ -175,6 +175,18 @@ def sensitivity(study: Study) -> str:
     return markdown(["", *labels, *(f"{x} − Muon+Moonlight" for x in labels[2:])], rows)
 
 
+def seconds(study: Study) -> str:
+    """Milliseconds of a step of every arm that was timed."""
+    names = list(study.seconds)
+    rows = []
+    for arm, about in ARMS.items():
+        found = [study.seconds[name].get(arm) for name in names]
+        if any(found):
+            cells = ("–" if x is None else f"{1000 * x:.1f}" for x in found)
+            rows.append([about.label, *cells])
+    return markdown(["", *(f"`{name}`" for name in names)], rows)
+
+
 def _interval(found: Interval) -> str:
     return f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
 
@@ -188,4 +200,5 @@ TABLES: dict[str, Table] = {
     "anchors": anchors,
     "ablations": ablations,
     "sensitivity": sensitivity,
+    "seconds": seconds,
 }
