@@ -441,7 +441,7 @@ MUTANTS = [
     ),
     Mutant(
         "fusion_barrier",
-        "dict.fromkeys(FUSION_BARRIER, jax.lax.optimization_barrier)",
+        "dict.fromkeys(GPUS, jax.lax.optimization_barrier)",
         "{}",
         "test_optimizers.py -k in_place",
     ),

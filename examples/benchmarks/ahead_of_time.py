@@ -63,6 +63,10 @@ CASES = {
         moonlight({"fsdp2": 8, "fsdp": 64}),
         "Moonlight 16B, FSDP × experts",
     ),
+    "f": Case({}, gpt2(), "GPT-2 124M, one device"),
+    "g": Case(
+        {}, layers(500, {"w": matrix(32, 64, P())}), "500 matrices of 32×64, one device"
+    ),
 }
 # Of a case, by its letter: an array of devices in the shape of its mesh.
 DevicesOf: TypeAlias = Callable[[str], np.ndarray]
@@ -73,7 +77,7 @@ class Options:
     """What to compile."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    """Of a, b, c, d and e."""
+    """Of a to g."""
     contenders: tuple[str, ...] = CONTENDERS
     """Of these and optax.adamw."""
     layers: int | None = None
@@ -99,6 +103,7 @@ COLUMNS: Mapping[str, Callable[[Found], float]] = {
     "of these in loops, MB": lambda found: found.cost.looped_bytes / 1e6,
     "GFLOP": lambda found: found.cost.flops / 1e9,
     "temporaries, MiB": lambda found: found.memory.temp_size_in_bytes / 2**20,
+    "kernels": lambda found: found.cost.kernels,
     "arguments, MiB": lambda found: found.memory.argument_size_in_bytes / 2**20,
     "program, MiB": lambda found: found.memory.generated_code_size_in_bytes / 2**20,
     "traced and lowered in, s": lambda found: found.tracing,

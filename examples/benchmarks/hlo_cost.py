@@ -43,6 +43,19 @@ COLLECTIVES = {
     "ragged-all-to-all",
     "reduce-scatter",
 }
+# What only names an array, or calls something else.
+NO_KERNELS = CALLS - {"fusion"} | {
+    "after-all",
+    "bitcast",
+    "constant",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+    "while",
+}
 
 
 class Collective(NamedTuple):
@@ -66,10 +79,18 @@ class Collective(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of one device for one run of the program."""
+    """The cost of one device for one run of the program.
+
+    Attributes:
+      cycles: As the compiler estimates them.
+      flops: Of products.
+      kernels: How often one is launched, copies among them.
+      collectives: Those of the text.
+    """
 
     cycles: int
     flops: int
+    kernels: int
     collectives: tuple[Collective, ...]
 
     @property
@@ -101,12 +122,13 @@ def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
 
 
 def _cost(part: Iterable[Run]) -> Cost:
-    cycles = flops = 0
+    cycles = flops = kernels = 0
     collectives = []
     chains: set[tuple[str, str | None]] = set()
     for instruction, computation, place in part:
         if not place.fused:
             cycles += place.times * _cycles(instruction) // place.groups
+            kernels += place.times * (instruction.opcode not in NO_KERNELS)
         flops += place.times * _flops(instruction, computation) // place.groups
         kind = instruction.opcode.removesuffix("-done")
         # One that runs beside a chain of kernels is printed in each of them.
@@ -117,7 +139,7 @@ def _cost(part: Iterable[Run]) -> Cost:
             collectives.append(
                 Collective(kind, nbytes, place.times, place.looped, devices)
             )
-    return Cost(cycles, flops, tuple(collectives))
+    return Cost(cycles, flops, kernels, tuple(collectives))
 
 
 def _devices(instruction: Instruction) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from orscale_jax.distributed import meshes, partitioner, shards, typed_sharding
@@ -19,7 +20,13 @@ from orscale_jax.distributed.chunks import map_chunks
 from orscale_jax.distributed.columns import Columns
 from orscale_jax.distributed.exchange import exchange
 from orscale_jax.distributed.planner import plan_buckets
-from orscale_jax.distributed.platforms import PLATFORMS, Platform, parameter_layout
+from orscale_jax.distributed.platforms import (
+    PLATFORMS,
+    Platform,
+    parameter_layout,
+    row_major,
+)
+from orscale_jax.distributed.reductions import reduce_all
 from orscale_jax.distributed.stacks import StackKey, map_stacks, plan_stacks
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.polar import NewtonSchulz, newton_schulz, one_by_one
@@ -120,7 +127,7 @@ def _on_platform(
         by_strips=platform.one_by_one,
         hide_coefficients=platform.hide_coefficients,
     )
-    sent = [_to_send(x, platform, settings) for x in matrices]
+    sent = _to_send(matrices, platform, settings)
     if shardings.mesh is None:
         qs = _on_one_device(platform, settings.with_traced(traced), sent)
     else:
@@ -153,11 +160,18 @@ def _on_one_device(
     stacks = plan_stacks(
         [StackKey.of(x) for x in sent], platform.stack_bytes, platform.stack_length
     )
+    if platform.row_major:
+        sent = [row_major(x) for x in sent]
 
     def polar(xs: Sequence[jax.Array]) -> list[jax.Array]:
         return _in_chunks(platform, settings, xs, [None] * len(xs))
 
-    return map_stacks(polar, sent, stacks)
+    qs = map_stacks(polar, sent, stacks)
+    return [_tall_in_rows(q) for q in qs] if platform.row_major else qs
+
+
+def _tall_in_rows(x: jax.Array) -> jax.Array:
+    return row_major(x) if x.shape[-2] > x.shape[-1] else x
 
 
 def _on_each_device(
@@ -203,11 +217,20 @@ def _polar(
     return newton_schulz(xs, settings, columns)
 
 
-def _to_send(x: jax.Array, platform: Platform, settings: NewtonSchulz) -> jax.Array:
+def _to_send(
+    matrices: Sequence[jax.Array], platform: Platform, settings: NewtonSchulz
+) -> list[jax.Array]:
     """Normalize matrices, unless the platform does so later; round them to be sent."""
+    sent = matrices
     if not platform.one_by_one:
-        x = preconditioning.normalize(x, settings.arithmetic(), in_one_pass=True)
-    return x.astype(platform.sent_dtype(x.dtype))
+        sent = preconditioning.normalize_all(matrices, settings.arithmetic(), _sums)
+    return [x.astype(platform.sent_dtype(x.dtype)) for x in sent]
+
+
+def _sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The sums of the entries of each matrix, of shape (..., 1, 1)."""
+    sums = reduce_all(jnp.sum, xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
+    return [jnp.expand_dims(total, (-2, -1)) for total in sums]
 
 
 def _partitioned(

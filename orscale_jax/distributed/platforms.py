@@ -30,6 +30,8 @@ class Platform(NamedTuple):
       hide_coefficients: As in :class:`orscale_jax.newton_schulz.polar.NewtonSchulz`.
       constrain_layout: Whether to keep shards in the layout of parameters until they are
         sent.
+      row_major: Whether to keep tall matrices of one device in row-major order before
+        and after their stacks.
       custom_partitioning: Whether the compiler's partitioner asks for the program of one
         device. (libtpu's does not.)
       flops_per_byte: As in :class:`orscale_jax.distributed.buckets.CostModel`.
@@ -43,6 +45,7 @@ class Platform(NamedTuple):
     one_by_one: bool = False
     hide_coefficients: bool = False
     constrain_layout: bool = False
+    row_major: bool = False
     custom_partitioning: bool = True
     flops_per_byte: int = 2000
 
@@ -84,7 +87,11 @@ CPU = Platform(
     stack_length=32,
     one_by_one=True,
 )
-GPU = Platform(np.dtype(jnp.bfloat16), stack_bytes=2**28, chunk_bytes=2**26)
+# Tall matrices are transposed into stacks. XLA would otherwise transpose all that they
+# are made of, and what is made of them: gradients, momentum and weights, in float32.
+GPU = Platform(
+    np.dtype(jnp.bfloat16), stack_bytes=2**28, chunk_bytes=2**26, row_major=True
+)
 # A TPU cannot prefetch the previous kernel's result: between two products of one chunk
 # it runs one of another. Operands of 16 MiB fit into the core's own memory.
 TPU = Platform(
@@ -105,11 +112,14 @@ PLATFORMS: Mapping[str, Platform] = {
     "tpu_auto": TPU_AUTO,
 }
 
-# A GPU kernel that also reduces cannot update its input in place. XLA would fuse the
-# momentum with the norms after it, write the new one to another buffer, and copy it.
-FUSION_BARRIER = ("cuda", "rocm")
+GPUS = ("cuda", "rocm")
 
 _TILE = (8, 128)  # Of a TPU's memory: the last two axes are padded to multiples.
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Keep an array in row-major order."""
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def parameter_layout(x: jax.Array) -> jax.Array:

@@ -22,6 +22,7 @@ References:
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,40 +69,96 @@ def normalize(x: jax.Array, arithmetic: Arithmetic, *, in_one_pass: bool) -> jax
     Returns:
       Matrices of norm 1 or 0, in the wider of the two accumulators' dtypes.
     """
+    if in_one_pass:
+        wide, *squares = _at_three_scales(x, arithmetic)
+        return _divide(wide, *map(arithmetic.sum, squares))
+    return _over_largest(_widen(x, arithmetic), arithmetic)
+
+
+def normalize_all(
+    xs: Sequence[jax.Array],
+    arithmetic: Arithmetic,
+    sums: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+) -> list[jax.Array]:
+    """:func:`normalize` of several arrays, in one pass over each.
+
+    Args:
+      xs: Arrays of shape (..., m, n).
+      arithmetic: The arithmetic of the products that follow.
+      sums: The sums of the entries of each matrix, of shape (..., 1, 1), for several
+        arrays.
+
+    Returns:
+      Matrices of norm 1 or 0, in the wider of the two accumulators' dtypes.
+    """
+    of_all = [_at_three_scales(x, arithmetic) for x in xs]
+    found = iter(sums([square for _, *squares in of_all for square in squares]))
+    return [_divide(wide, *(next(found) for _ in squares)) for wide, *squares in of_all]
+
+
+def _widen(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     # A float64 input may lie beyond float32's range.
     widths = (arithmetic.accumulator, accumulator(x.dtype))
-    widest = x.astype(max(widths, key=lambda kind: kind.itemsize))
-    scale = _at_three_scales if in_one_pass else _over_largest
-    scaled, square = scale(widest, arithmetic)
-    return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))
+    return x.astype(max(widths, key=lambda kind: kind.itemsize))
 
 
-def _over_largest(x: jax.Array, arithmetic: Arithmetic) -> tuple[jax.Array, jax.Array]:
-    """Divide each matrix by its largest entry; return also the square of its norm."""
+def _over_largest(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
+    """Divide each matrix by its largest entry, and then by its norm."""
     largest = arithmetic.max(jnp.abs(x))
     scaled = x / jnp.where(largest == 0, 1, largest)
-    return scaled, arithmetic.sum(jnp.square(scaled))
+    return scaled / _root(arithmetic.sum(jnp.square(scaled)))
 
 
-def _at_three_scales(x: jax.Array, arithmetic: Arithmetic) -> tuple[jax.Array, jax.Array]:
-    """Scale each matrix by a power of two; return also the square of its norm.
+def _root(square: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.where(square == 0, 1, square))
+
+
+class _Scales(NamedTuple):
+    """Powers of two for the sums of squares of small, of usual and of large entries.
+
+    Attributes:
+      shift: The factor of small entries, and the divisor of large ones.
+      tiny: A sum of squares below it may have lost digits to underflow.
+    """
+
+    shift: float
+    tiny: float
+
+    @classmethod
+    def of(cls, dtype: Any) -> "_Scales":
+        exponent = jnp.finfo(dtype).maxexp // 8
+        return cls(2.0 ** (5 * exponent), 2.0 ** (-3 * exponent))
+
+
+# Jitted, so that leaves of one shape are traced once; so is the next one.
+@functools.partial(jax.jit, static_argnames="arithmetic")
+def _at_three_scales(
+    x: jax.Array, arithmetic: Arithmetic
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The matrices, widened, and their squares as they are, scaled down, and up."""
+    x = _widen(x, arithmetic)
+    shift, tiny = _Scales.of(x.dtype)
+    # Clipped: an overflow here would spoil the derivative even where it is not chosen.
+    clipped = jnp.clip(x, -math.sqrt(tiny), math.sqrt(tiny))
+    return x, jnp.square(x), jnp.square(x / shift), jnp.square(clipped * shift)
+
+
+@jax.jit
+def _divide(
+    x: jax.Array, middle: jax.Array, large: jax.Array, small: jax.Array
+) -> jax.Array:
+    """Divide each matrix by its norm, given the sums of its squares at three scales.
 
     Where the sum of squares overflows, or may have lost digits to underflow, the sum at
     another scale is taken, which has not.
     """
-    exponent = jnp.finfo(x.dtype).maxexp // 8
-    shift, tiny = 2.0 ** (5 * exponent), 2.0 ** (-3 * exponent)
-    # Clipped: an overflow here would spoil the derivative even where it is not chosen.
-    clipped = jnp.clip(x, -math.sqrt(tiny), math.sqrt(tiny))
-    middle, large, small = (
-        arithmetic.sum(jnp.square(y)) for y in (x, x / shift, clipped * shift)
-    )
+    shift, tiny = _Scales.of(x.dtype)
     overflows = jnp.isinf(middle)
 
     def chosen(if_small: Any, if_large: Any, else_: Any) -> jax.Array:
         return jnp.where(middle < tiny, if_small, jnp.where(overflows, if_large, else_))
 
-    return x * chosen(shift, 1 / shift, 1), chosen(small, large, middle)
+    return x * chosen(shift, 1 / shift, 1) / _root(chosen(small, large, middle))
 
 
 def start(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:

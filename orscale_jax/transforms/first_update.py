@@ -1,18 +1,21 @@
 """The wrapper that leaves a matrix alone until it receives its first update."""
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     require_matrices,
 )
-from orscale_jax.transforms.per_matrix import full_per_matrix, map_matrices, spread
+from orscale_jax.transforms.per_matrix import (
+    full_per_matrix,
+    map_matrices,
+    reduce_matrices,
+    spread,
+)
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
 
 
@@ -79,11 +82,12 @@ def from_first_nonzero_update(
         transformed, inner_state = inner.update(
             updates, state.inner_state, params, **extra_args
         )
+        largest = reduce_matrices(_largest, axes_tree, updates)
         started = map_matrices(
-            lambda axes, before, u: before | _any_nonzero(axes, u).astype(before.dtype),
+            lambda _, before, x: before | (x != 0).astype(before.dtype),
             axes_tree,
             state.started,
-            updates,
+            largest,
         )
         updates = map_matrices(
             lambda axes, on, u: jnp.where(spread(axes, on, u) != 0, u, jnp.zeros_like(u)),
@@ -96,7 +100,7 @@ def from_first_nonzero_update(
     return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
 
 
-def _any_nonzero(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
-    """Whether a matrix has an entry that is not zero (NaN is not), of the batch shape."""
+def _largest(leaf: jax.Array, axis: tuple[int, ...]) -> jax.Array:
+    """The largest absolute value, NaN if there is one; 0 of no values."""
     # The reduction that Newton–Schulz begins with: of the same array, it runs once.
-    return axes.reduce(functools.partial(jnp.max, initial=0), jnp.abs(leaf)) != 0
+    return jnp.max(jnp.abs(leaf), axis=axis, initial=None if leaf.size else 0)

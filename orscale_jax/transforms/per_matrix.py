@@ -1,5 +1,6 @@
 """Maps over the leaves of matrices, and arrays with one entry for each matrix."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import optax
 from jax.typing import DTypeLike
 
 from orscale_jax.distributed import typed_sharding
+from orscale_jax.distributed.reductions import Reduction, reduce_all
+from orscale_jax.parameters.axes import square_root
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
@@ -28,6 +31,37 @@ def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> P
         return fn(axes, *map(jnp.asarray, leaves))
 
     return jax.tree.map(at, axes_tree, *trees, is_leaf=is_axes_leaf)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unreduced:
+    """An array, and the axes along which it is to be reduced. To JAX a leaf."""
+
+    array: jax.Array
+    axes: tuple[int, ...]
+
+
+def reduce_matrices(fn: Reduction, axes_tree: PyTree, tree: PyTree) -> PyTree:
+    """``axes.reduce(fn, leaf)`` of the leaves of matrices, together on GPUs."""
+
+    def split(axes: LeafAxes, leaf: jax.Array) -> Any:
+        if len(axes.labels) > 1:
+            return axes.reduce(fn, leaf)
+        return _Unreduced(axes.part(leaf, 0), axes.within.matrix)
+
+    leaves, structure = jax.tree.flatten(map_matrices(split, axes_tree, tree))
+    found = [leaf for leaf in leaves if isinstance(leaf, _Unreduced)]
+    reduced = reduce_all(fn, [x.array for x in found], [x.axes for x in found])
+    results = iter(reduced)
+    done = (next(results) if isinstance(x, _Unreduced) else x for x in leaves)
+    return jax.tree.unflatten(structure, done)
+
+
+def matrix_norms(axes_tree: PyTree, tree: PyTree) -> PyTree:
+    """Frobenius norm of every matrix, of the batch shapes, in the leaves' dtypes."""
+    squares = map_matrices(lambda _, leaf: jnp.square(leaf), axes_tree, tree)
+    sums = reduce_matrices(jnp.sum, axes_tree, squares)
+    return map_matrices(lambda _, x: square_root(x), axes_tree, sums)
 
 
 def per_matrix_stage(

@@ -20,7 +20,12 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.transforms import anchors
 from orscale_jax.transforms.decay import Mask, add_decayed_weights, is_mask_function
 from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import full_per_matrix, map_matrices, spread
+from orscale_jax.transforms.per_matrix import (
+    full_per_matrix,
+    map_matrices,
+    matrix_norms,
+    spread,
+)
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
 from orscale_jax.trees.updates import require_params
 
@@ -189,7 +194,10 @@ def scale_by_calibrated_trust_ratio(
         given = weight_decay, weight_decay_mask
         decays = _decay_of_leaves(*(given if rule.needs_full_rank else (0, None)), params)
         *per_matrix, _ = state
-        scaled = map_matrices(ratio, axes_tree, updates, params, decays, *per_matrix)
+        norms = (_norms(axes_tree, tree, updates, params) for tree in (updates, params))
+        scaled = map_matrices(
+            ratio, axes_tree, updates, params, decays, *norms, *per_matrix
+        )
         scaled, *fields = (_entry(scaled, i) for i in range(len(per_matrix) + 1))
         return scaled, type(state)(*fields, ratio_bounds(params, r_min, r_max))
 
@@ -200,6 +208,16 @@ def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Arra
     """The bounds as an array for the state."""
     dtype = compute_dtype(params)
     return jnp.stack([jnp.asarray(bound, dtype) for bound in (r_min, r_max)])
+
+
+def _norms(axes_tree: PyTree, tree: PyTree, updates: PyTree, params: PyTree) -> PyTree:
+    """Norms of the matrices, in the dtype in which each leaf is computed."""
+
+    def widened(_: LeafAxes, leaf: jax.Array, *both: jax.Array) -> jax.Array:
+        return leaf.astype(compute_dtype(both))
+
+    wide = map_matrices(widened, axes_tree, tree, updates, params)
+    return matrix_norms(axes_tree, wide)
 
 
 class _ScaledLeaf(NamedTuple):
@@ -252,13 +270,17 @@ class _TrustRatio:
         direction: jax.Array,
         weight: jax.Array,
         decay: jax.Array,
+        direction_norm: jax.Array,
+        weight_norm: jax.Array,
         *state: jax.Array,
     ) -> _ScaledLeaf:
-        """Scale the direction of a leaf, given its λ and its entries in the state."""
+        """Scale the direction of a leaf, given λ, norms, and entries in the state."""
         dtype = compute_dtype((direction, weight))
-        d, w = direction.astype(dtype), weight.astype(dtype)
-        like = state[0]
-        w_norm, d_norm = (typed_sharding.shard_like(axes.norms(x), like) for x in (w, d))
+        d = direction.astype(dtype)
+        w_norm, d_norm = (
+            typed_sharding.shard_like(norm, state[0])
+            for norm in (weight_norm, direction_norm)
+        )
         full_rank = d_norm
         if self.anchor.needs_full_rank:
             full_rank = self._full_rank_norm(axes, d, decay.astype(dtype) * w_norm)

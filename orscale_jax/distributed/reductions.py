@@ -1,0 +1,78 @@
+"""Reductions of many arrays, which GPUs finish together.
+
+A GPU reduces a large array in two kernels, of which the second has next to nothing to do.
+There each of them is reduced along its last axis, and then what is left of all arrays of
+one shape at once: by one kernel, not by one for each array.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orscale_jax.distributed import meshes
+from orscale_jax.distributed.platforms import GPUS
+
+# Such as ``jnp.sum``, with an argument ``axis``: one for which it makes no difference
+# whether it reduces along several axes at once or along one after the other.
+Reduction: TypeAlias = Callable[..., jax.Array]
+
+# The most entries that XLA reduces to one in a single kernel.
+_IN_ONE_KERNEL = 2**14
+
+
+class _Kind(NamedTuple):
+    """What partly reduced arrays have in common that are finished together."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axes: tuple[int, ...]
+
+
+def reduce_all(
+    fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """``fn(array, axis=axes)`` of every array.
+
+    On a mesh each array is reduced alone, since arrays of one shape may be sharded
+    differently.
+
+    Args:
+      fn: The reduction.
+      arrays: The arrays.
+      axes: For each array, the axes along which it is reduced, in ascending order.
+    """
+
+    def alone(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [fn(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
+
+    def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return _together(fn, arrays, axes)
+
+    if len(arrays) < 2 or meshes.mesh_of(arrays, None) is not None:
+        return alone(arrays)
+    on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
+    return jax.lax.platform_dependent(list(arrays), **on_gpus, default=alone)
+
+
+def _together(
+    fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    results: dict[int, jax.Array] = {}
+    partial: dict[int, jax.Array] = {}
+    alike: dict[_Kind, list[int]] = {}
+    for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
+        if math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
+            results[i] = fn(x, axis=along)
+            continue
+        partial[i] = fn(x, axis=along[-1:])
+        kind = _Kind(partial[i].shape, partial[i].dtype, along[:-1])
+        alike.setdefault(kind, []).append(i)
+    for kind, members in alike.items():
+        stack = jnp.stack([partial[i] for i in members])
+        finished = fn(stack, axis=tuple(1 + axis for axis in kind.axes))
+        results.update(zip(members, finished, strict=True))
+    return [results[i] for i in range(len(arrays))]

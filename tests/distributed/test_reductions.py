@@ -1,0 +1,103 @@
+"""Reductions that GPUs finish together: values, and the operations of the program."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from orscale_jax import orscale
+from orscale_jax.distributed import reductions
+from tests.leaves import KINDS
+
+SHAPES = {(8, 12): (0, 1), (4, 12): (0, 1), (3, 4, 12): (1, 2), (5,): (0,)}
+
+
+def arrays_of(dtype):
+    random = np.random.default_rng(0)
+    # Integers: their sums are exact in any order.
+    shapes = [shape for shape in SHAPES for _ in range(3)]
+    return [jnp.asarray(random.integers(-9, 9, shape), dtype) for shape in shapes]
+
+
+@pytest.fixture(autouse=True)
+def small_counts_as_large(monkeypatch):
+    monkeypatch.setattr(reductions, "_IN_ONE_KERNEL", 12)
+
+
+@pytest.mark.parametrize("fn", [jnp.sum, jnp.max], ids=["sum", "max"])
+def test_arrays_of_several_shapes_and_dtypes(fn, monkeypatch):
+    monkeypatch.setattr(reductions, "GPUS", ("cpu",))
+    arrays = [*arrays_of(jnp.float32), *arrays_of(jnp.int32)]
+    axes = [SHAPES[x.shape] for x in arrays]
+    found = reductions.reduce_all(fn, arrays, axes)
+    for x, along, value in zip(arrays, axes, found, strict=True):
+        expected = getattr(np, fn.__name__)(np.asarray(x), axis=along)
+        np.testing.assert_array_equal(value, expected)
+        assert value.dtype == x.dtype
+
+
+def program(arrays, platform):
+    def step(arrays):
+        axes = [SHAPES[x.shape] for x in arrays]
+        return reductions.reduce_all(jnp.sum, arrays, axes)
+
+    return jax.jit(step).trace(arrays).lower(lowering_platforms=(platform,)).as_text()
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cuda", 12 + 3), ("cpu", 12)])
+def test_a_gpu_has_one_more_reduction_for_each_large_shape(platform, count):
+    text = program(arrays_of(jnp.float32), platform)
+    assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
+
+
+def params_and_grads():
+    random = np.random.default_rng(1)
+    names = [name for name in KINDS for _ in range(2)]
+    trees = [
+        {
+            f"{name}{i}": jnp.asarray(random.normal(size=KINDS[name][0]), jnp.float32)
+            for i, name in enumerate(names)
+        }
+        for _ in range(2)
+    ]
+    numbers = {f"{name}{i}": KINDS[name][1] for i, name in enumerate(names)}
+    return (*trees, numbers)
+
+
+def run(params, grads, numbers):
+    optimizer = orscale(0.01, weight_dimension_numbers=numbers)
+    state = optimizer.init(params)
+    for i in range(3):
+        scaled = jax.tree.map(lambda g, i=i: g * 0.5**i, grads)
+        scaled["tall0"] = 0 * scaled["tall0"] if i == 0 else scaled["tall0"]
+        updates, state = jax.jit(optimizer.update)(scaled, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def test_a_step_is_the_same(monkeypatch):
+    """On every kind of leaf, one of which has no first update."""
+    arguments = params_and_grads()
+    expected = run(*arguments)
+    monkeypatch.setattr(reductions, "GPUS", ("cpu",))
+    jax.clear_caches()
+    found = run(*arguments)
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gpu_reduces_few_times_for_many_leaves():
+    """Of each leaf: three sums and a maximum of M̃, the norms of D and of W."""
+    params = {f"w{i}": jnp.ones((8, 12)) for i in range(20)}
+    optimizer = orscale(0.01)
+    traced = jax.jit(optimizer.update).trace(params, optimizer.init(params), params)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    scalars = re.findall(r"stablehlo\.reduce\(.*-> tensor<f32>", text)
+    assert not scalars
+    vectors = re.findall(r"stablehlo\.reduce\(.*-> tensor<(\d+)xf32>", text)
+    assert vectors.count("8") == 20 * 6
+    assert len(vectors) == 20 * 6 + 4
