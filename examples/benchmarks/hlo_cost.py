@@ -128,7 +128,7 @@ def _cost(part: Iterable[Run]) -> Cost:
     for instruction, computation, place in part:
         if not place.fused:
             cycles += place.times * _cycles(instruction) // place.groups
-            kernels += place.times * (instruction.opcode not in NO_KERNELS)
+            kernels += place.times * _is_kernel(instruction)
         flops += place.times * _flops(instruction, computation) // place.groups
         kind = instruction.opcode.removesuffix("-done")
         # One that runs beside a chain of kernels is printed in each of them.
@@ -140,6 +140,12 @@ def _cost(part: Iterable[Run]) -> Cost:
                 Collective(kind, nbytes, place.times, place.looped, devices)
             )
     return Cost(cycles, flops, kernels, tuple(collectives))
+
+
+def _is_kernel(instruction: Instruction) -> bool:
+    """Whether something is launched; the second half of an asynchronous pair is not."""
+    opcode = instruction.opcode
+    return opcode not in NO_KERNELS and not opcode.endswith("-done")
 
 
 def _devices(instruction: Instruction) -> int:

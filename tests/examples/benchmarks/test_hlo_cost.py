@@ -104,6 +104,7 @@ def collectives(cost):
 def test_a_body_counts_as_often_as_it_runs(noted, trips):
     cost = hlo_cost.of(LOOP % {"direction": "LT", "noted": noted})
     assert cost.cycles == trips * 10
+    assert cost.kernels == 1 + trips * 3
     assert collectives(cost) == [("all-reduce", 2 * 8 * 128, trips, True)]
     assert cost.looped_bytes == cost.collective_bytes == trips * 2048
 
@@ -116,12 +117,14 @@ def test_a_loop_that_is_not_understood_is_refused():
 def test_a_fusion_is_one_kernel_with_the_products_inside():
     cost = hlo_cost.of(FUSION)
     assert cost.cycles == 100
+    assert cost.kernels == 1
     assert cost.flops == 2 * 4 * 16 * 32
 
 
 def test_what_is_called_counts_once_and_both_branches_do():
     cost = hlo_cost.of(CALLS)
     assert cost.cycles == 10 + 10 + 5
+    assert cost.kernels == 1 + 1 + 2
     assert collectives(cost) == [("all-to-all", 4 * 64, 1, False)]
     assert cost.looped_bytes == 0
 
