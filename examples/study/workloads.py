@@ -8,8 +8,8 @@ from examples.pretrain.configs import DEMOS
 from examples.study.prose import FOLDER
 
 # Of the 16B run: the standard deviation 0.006 of its initial weights over 2048^-1/2.
-SMALL_INIT = "-small-init"  # The end of a name.
 SMALL_SCALE = 0.27
+SMALL_INIT = "-small-init"  # How names of such workloads end.
 SEEDS = (0, 1, 2, 3, 4)
 
 

@@ -194,10 +194,8 @@ def scale_by_calibrated_trust_ratio(
         given = weight_decay, weight_decay_mask
         decays = _decay_of_leaves(*(given if rule.needs_full_rank else (0, None)), params)
         *per_matrix, _ = state
-        norms = (_norms(axes_tree, tree, updates, params) for tree in (updates, params))
-        scaled = map_matrices(
-            ratio, axes_tree, updates, params, decays, *norms, *per_matrix
-        )
+        trees = updates, params, decays, *_norms(axes_tree, updates, params), *per_matrix
+        scaled = map_matrices(ratio, axes_tree, *trees)
         scaled, *fields = (_entry(scaled, i) for i in range(len(per_matrix) + 1))
         return scaled, type(state)(*fields, ratio_bounds(params, r_min, r_max))
 
@@ -210,14 +208,15 @@ def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Arra
     return jnp.stack([jnp.asarray(bound, dtype) for bound in (r_min, r_max)])
 
 
-def _norms(axes_tree: PyTree, tree: PyTree, updates: PyTree, params: PyTree) -> PyTree:
-    """Norms of the matrices, in the dtype in which each leaf is computed."""
+def _norms(axes_tree: PyTree, updates: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
+    """‖D‖ and ‖W‖ of every matrix, in the dtype in which its leaf is computed."""
 
-    def widened(_: LeafAxes, leaf: jax.Array, *both: jax.Array) -> jax.Array:
-        return leaf.astype(compute_dtype(both))
+    def widened(_: LeafAxes, leaf: jax.Array, other: jax.Array) -> jax.Array:
+        return leaf.astype(compute_dtype((leaf, other)))
 
-    wide = map_matrices(widened, axes_tree, tree, updates, params)
-    return matrix_norms(axes_tree, wide)
+    directions = map_matrices(widened, axes_tree, updates, params)
+    weights = map_matrices(widened, axes_tree, params, updates)
+    return matrix_norms(axes_tree, directions), matrix_norms(axes_tree, weights)
 
 
 class _ScaledLeaf(NamedTuple):

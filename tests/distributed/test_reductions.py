@@ -69,11 +69,11 @@ def params_and_grads():
 
 def run(params, grads, numbers):
     optimizer = orscale(0.01, weight_dimension_numbers=numbers)
-    state = optimizer.init(params)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
     for i in range(3):
         scaled = jax.tree.map(lambda g, i=i: g * 0.5**i, grads)
         scaled["tall0"] = 0 * scaled["tall0"] if i == 0 else scaled["tall0"]
-        updates, state = jax.jit(optimizer.update)(scaled, state, params)
+        updates, state = update(scaled, state, params)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -83,15 +83,14 @@ def test_a_step_is_the_same(monkeypatch):
     arguments = params_and_grads()
     expected = run(*arguments)
     monkeypatch.setattr(reductions, "GPUS", ("cpu",))
-    jax.clear_caches()
     found = run(*arguments)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 def test_a_gpu_reduces_few_times_for_many_leaves():
-    """Of each leaf: three sums and a maximum of M̃, the norms of D and of W."""
+    """Six reductions a leaf: three sums and a maximum of M̃, the norms of D and of W."""
     params = {f"w{i}": jnp.ones((8, 12)) for i in range(20)}
     optimizer = orscale(0.01)
     traced = jax.jit(optimizer.update).trace(params, optimizer.init(params), params)

@@ -49,6 +49,8 @@ def test_theory_is_measured_at_a_third_and_at_two_thirds_of_a_run(trainer, tmp_p
     assert [(row.workload, row.step) for row in rows] == [("tiny", 2), ("tiny", 4)]
     for row in rows:
         assert 0 < row.kappa < 2 and 0 < row.kappa_eff < 2
+        # NaN if the curvature is negative without one of the batches.
+        assert row.kappa_stderr > 0 or math.isnan(row.kappa_stderr)
         assert row.kappa_eff_stderr > 0 and row.nu >= 0 and -1 <= row.rho <= 1
     gains._write(tmp_path / "gains.csv", rows)
     for read, row in zip(gains.read_gains(tmp_path / "gains.csv"), rows, strict=True):
