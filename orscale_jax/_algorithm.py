@@ -60,6 +60,7 @@ class Hyperparameters:
     ns_coeffs: Coefficients
     ns_dtype: DTypeLike | None
     ns_preconditioning: str
+    ns_products: str
     weight_dimension_numbers: WeightDimensionNumbers
     adam_learning_rate: ScalarOrSchedule | None
     adam_b1: ArrayLike
@@ -247,6 +248,7 @@ def _stages(
             ns_coeffs=h.ns_coeffs,
             ns_dtype=h.ns_dtype,
             ns_preconditioning=h.ns_preconditioning,
+            ns_products=h.ns_products,
             mesh=h.mesh,
             param_shardings=h.param_shardings,
             weight_dimension_numbers=axes,

@@ -39,6 +39,7 @@ def orscale(
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
+    ns_products: str = "xla",
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: ArrayLike = 0.9,
@@ -94,6 +95,8 @@ def orscale(
         float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
+      ns_products: ``"xla"`` or ``"pallas"``: kernels for symmetric products on GPUs and
+        TPUs, not timed yet; see :func:`orthogonalize`. On CPUs both are the same.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they

@@ -11,6 +11,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from orscale_jax.distributed.buckets import CostModel
+from orscale_jax.newton_schulz import symmetric
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 
 
@@ -34,6 +35,8 @@ class Platform(NamedTuple):
         and after their stacks.
       custom_partitioning: Whether the compiler's partitioner asks for the program of one
         device. (libtpu's does not.)
+      kernel: What computes symmetric products if the user asks for Pallas; None if
+        nothing does but XLA.
       flops_per_byte: As in :class:`orscale_jax.distributed.buckets.CostModel`.
     """
 
@@ -47,6 +50,7 @@ class Platform(NamedTuple):
     constrain_layout: bool = False
     row_major: bool = False
     custom_partitioning: bool = True
+    kernel: symmetric.Kernel | None = None
     flops_per_byte: int = 2000
 
     def cost_model(self, settings: NewtonSchulz) -> CostModel:
@@ -90,7 +94,11 @@ CPU = Platform(
 # Tall matrices are transposed into stacks. XLA would otherwise transpose all that they
 # are made of, and what is made of them: gradients, momentum and weights, in float32.
 GPU = Platform(
-    np.dtype(jnp.bfloat16), stack_bytes=2**28, chunk_bytes=2**26, row_major=True
+    np.dtype(jnp.bfloat16),
+    stack_bytes=2**28,
+    chunk_bytes=2**26,
+    row_major=True,
+    kernel=symmetric.TRITON,
 )
 # A TPU cannot prefetch the previous kernel's result: between two products of one chunk
 # it runs one of another. Operands of 16 MiB fit into the core's own memory.
@@ -101,9 +109,10 @@ TPU = Platform(
     interleave=2,
     hide_coefficients=True,
     constrain_layout=True,
+    kernel=symmetric.TPU,
 )
-# On Auto axes with unknown shardings.
-TPU_AUTO = GPU._replace(custom_partitioning=False)
+# On Auto axes with unknown shardings. The partitioner cannot divide a kernel.
+TPU_AUTO = GPU._replace(custom_partitioning=False, kernel=None)
 
 PLATFORMS: Mapping[str, Platform] = {
     "cpu": CPU,

@@ -8,6 +8,13 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
+from orscale_jax.newton_schulz.symmetric import (
+    SUBSCRIPTS,
+    Axes,
+    Kernel,
+    symmetric_product,
+)
+
 
 class ColumnShards(Protocol):
     """Sums over the devices that each hold a part of the columns of a matrix.
@@ -46,11 +53,18 @@ class Arithmetic:
       columns: The devices that hold the other columns of the matrices, if any.
       by_strips: Whether large symmetric products are computed in strips, and the part
         below the diagonal copied from the part above it.
+      kernel: What computes those symmetric products that it takes, instead of XLA.
     """
 
     dtype: jnp.dtype
     columns: ColumnShards | None = None
     by_strips: bool = False
+    kernel: Kernel | None = None
+
+    @property
+    def plain(self) -> "Arithmetic":
+        """The same dtypes, with every product in one piece, by XLA."""
+        return dataclasses.replace(self, by_strips=False, kernel=None)
 
     @property
     def accumulator(self) -> jnp.dtype:
@@ -105,18 +119,18 @@ class Arithmetic:
 
     def symmetric(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """The product of two symmetric matrices that commute."""
-        return self._symmetric("...ik,...kj->...ij", x, y, (-2, -1))
+        return self._symmetric(x, y, (-2, -1))
 
     def _gram(self, x: jax.Array, axis: int) -> jax.Array:
-        subscripts = "...ik,...jk->...ij" if axis == -2 else "...ki,...kj->...ij"
-        return self._symmetric(subscripts, x, x, (axis, axis))
+        return self._symmetric(x, x, (axis, axis))
 
-    def _symmetric(
-        self, subscripts: str, x: jax.Array, y: jax.Array, axes: tuple[int, int]
-    ) -> jax.Array:
+    def _symmetric(self, x: jax.Array, y: jax.Array, axes: Axes) -> jax.Array:
         """A product whose rows and columns are the operands' ``axes``."""
         of_x, of_y = axes
         size = x.shape[of_x]
+        if self.kernel is not None and self.kernel.takes(x.dtype, size):
+            return symmetric_product(x, y, axes, self.kernel)
+        subscripts = SUBSCRIPTS[axes]
         if not self.by_strips or size < _SMALLEST_IN_STRIPS:
             return self.einsum(subscripts, x, y)
         at = [size * i // _STRIPS for i in range(_STRIPS + 1)]

@@ -26,6 +26,7 @@ from orscale_jax.newton_schulz.coefficients import (
     rows_of,
 )
 from orscale_jax.newton_schulz.preconditioning import Start
+from orscale_jax.newton_schulz.symmetric import Kernel
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,6 +40,9 @@ class NewtonSchulz:
       preconditioning: ``"frobenius"`` or ``"aol"``.
       dtype: The dtype of the products' operands; None for the platform's default.
       by_strips: Whether large Gram matrices are computed in strips.
+      products: ``"xla"`` or ``"pallas"``: by whom symmetric products are computed, on
+        platforms that have a kernel.
+      kernel: The platform's kernel, if symmetric products are computed by it.
       hide_coefficients: Whether to hide the coefficients from the compiler: all steps
         then look the same to it, and it compiles one of them.
     """
@@ -48,6 +52,8 @@ class NewtonSchulz:
     preconditioning: str
     dtype: DTypeLike | None = None
     by_strips: bool = False
+    products: str = "xla"
+    kernel: Kernel | None = None
     hide_coefficients: bool = False
 
     @property
@@ -81,7 +87,7 @@ class NewtonSchulz:
 
     def arithmetic(self, columns: ColumnShards | None = None) -> Arithmetic:
         """The arithmetic of the products, for whole matrices or for column shards."""
-        return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips)
+        return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips, self.kernel)
 
 
 def polar_factor(
@@ -243,9 +249,8 @@ def _normalized_polar(
     in_one_pass: bool = False,
 ) -> jax.Array:
     arithmetic = settings.arithmetic(columns)
-    # The sums of the norm do not depend on the strips: one trace serves both.
-    plain = dataclasses.replace(arithmetic, by_strips=False)
-    normalized = _preconditioning.normalize(x, plain, in_one_pass=in_one_pass)
+    # The sums of the norm do not depend on the form of products: one trace serves all.
+    normalized = _preconditioning.normalize(x, arithmetic.plain, in_one_pass=in_one_pass)
     [q] = newton_schulz([normalized], settings, [columns])
     return q.astype(x.dtype)
 

@@ -18,7 +18,7 @@ from orscale_jax.distributed import (
 )
 from orscale_jax.distributed.engine import Execution
 from orscale_jax.distributed.param_shardings import ParamShardings
-from orscale_jax.newton_schulz import preconditioning
+from orscale_jax.newton_schulz import preconditioning, symmetric
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.parameters.blocks import LeafAxes
@@ -38,6 +38,7 @@ def orthogonalize(
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
+    ns_products: str = "xla",
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     param_shardings: ParamShardings = None,
@@ -51,6 +52,11 @@ def orthogonalize(
         :func:`polar_express_coefficients` makes.
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
+      ns_products: ``"xla"``, or ``"pallas"`` for half of the operations in symmetric
+        products, by a kernel for GPUs (Triton) and one for TPUs. It takes bfloat16 (on
+        GPUs also float16) and products of 512 rows and more, on TPUs 768. Everything
+        else stays with XLA: other dtypes, every product on CPUs, and on TPUs arrays on
+        Auto axes whose shardings are unknown.
       max_stack_bytes: Leaves whose matrices have one shape, or its transpose, go through
         Newton–Schulz together in stacks of up to this size, on each device. None:
         256 MiB, on TPU 16 (256 on Auto axes), and on CPU no more than 32 leaves.
@@ -80,6 +86,7 @@ def orthogonalize(
     _checks.count("ns_steps", ns_steps)
     _checks.dtype("ns_dtype", ns_dtype)
     preconditioning.check("ns_preconditioning", ns_preconditioning)
+    _checks.choice("ns_products", ns_products, symmetric.PRODUCTS)
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
@@ -89,6 +96,7 @@ def orthogonalize(
         table=coefficient_table(ns_coeffs, argument="ns_coeffs"),
         preconditioning=ns_preconditioning,
         dtype=ns_dtype,
+        products=ns_products,
     )
     return orthogonalize_by(
         Execution(settings, max_stack_bytes, mesh),

@@ -1,0 +1,161 @@
+r"""Symmetric products by Pallas kernels: the tiles of one triangle, each written twice.
+
+Newton–Schulz multiplies mostly what has a symmetric product: :math:`XX^\top`,
+:math:`X^\top X`, and two symmetric matrices that commute. Of T×T tiles a kernel computes
+:math:`T(T+1)/2`, and writes each of those off the diagonal a second time, transposed. A
+tile on the diagonal is computed in full.
+
+Pair p of a row and a column of tiles is :math:`(p \bmod T, (p + \lfloor p/T \rfloor)
+\bmod T)`: the diagonal first, then those one tile away from it, in a circle. Each pair
+of different tiles comes once, so that a kernel needs no table of them.
+
+Pallas itself is imported when the first kernel is traced.
+"""
+
+import dataclasses
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+# What einsum makes of an operand's last two axes: the rows and columns of the product
+# are these of the operands, and the others are summed over.
+Axes: TypeAlias = tuple[int, int]
+PRODUCTS = ("xla", "pallas")
+
+SUBSCRIPTS: dict[Axes, str] = {
+    (-2, -2): "...ik,...jk->...ij",
+    (-1, -1): "...ki,...kj->...ij",
+    (-2, -1): "...ik,...kj->...ij",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel for symmetric products, and the sizes of its tiles.
+
+    Attributes:
+      module: The module of this package that has it, as ``product``.
+      dtypes: The names of the operands' dtypes.
+      tile: The side of a tile of the product.
+      depth: How many rows and columns of the operands are multiplied at a time.
+      large_tile: The side of a tile of products of at least four of these.
+      smallest: The size from which it takes a product.
+      interpret: Whether to run it step by step, on any platform; for tests.
+    """
+
+    module: str
+    dtypes: tuple[str, ...]
+    tile: int
+    depth: int
+    large_tile: int
+    smallest: int
+    interpret: bool = False
+
+    def takes(self, dtype: jnp.dtype, size: int) -> bool:
+        """Whether it multiplies operands of this dtype to products of this size."""
+        return dtype.name in self.dtypes and size >= self.smallest
+
+    def tile_of(self, size: int) -> int:
+        """The side of the tiles of a product of this size."""
+        return self.large_tile if size >= 4 * self.large_tile else self.tile
+
+
+# Nothing wider: a float32 product of full precision runs on neither's matrix units.
+# From four tiles in a row, 62 % of the tiles are computed; of two, 75 %.
+TRITON = Kernel(
+    "triton_kernel", ("bfloat16", "float16"), 128, depth=64, large_tile=128, smallest=512
+)
+# A tile of 512 reads 1 byte for 256 FLOPs, about what a TPU does in that time.
+TPU = Kernel("tpu_kernel", ("bfloat16",), 256, depth=1024, large_tile=512, smallest=768)
+
+
+def tiles_along(size: int, tile: int) -> int:
+    """How many tiles, the last one perhaps not full."""
+    return math.ceil(size / tile)
+
+
+def pairs(count: int) -> int:
+    """How many tiles of a triangle of this many along a side."""
+    return count * (count + 1) // 2
+
+
+def pair(p: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The row and the column of tile p of the triangle, the row not below the column."""
+    # Not %, which is Python's, with branches for signs.
+    first = jax.lax.rem(p, count)
+    second = jax.lax.rem(first + jax.lax.div(p, count), count)
+    return jnp.minimum(first, second), jnp.maximum(first, second)
+
+
+def contracted(of: int) -> int:
+    """The axis of a matrix that a product sums over, given the one that it keeps."""
+    return -1 - of
+
+
+def multiply(left: jax.Array, right: jax.Array, axes: Axes) -> jax.Array:
+    """The product of two tiles, in float32."""
+    of_left, of_right = axes
+    summed = ((contracted(of_left),), (contracted(of_right),))
+    return jax.lax.dot_general(
+        left, right, (summed, ((), ())), preferred_element_type=jnp.float32
+    )
+
+
+def symmetric_product(
+    x: jax.Array, y: jax.Array, axes: Axes, kernel: Kernel
+) -> jax.Array:
+    """A product that is symmetric: the part above its diagonal, mirrored.
+
+    Args:
+      x: Shape (..., m, k), or (..., k, m), of one of the kernel's dtypes.
+      y: Shape (..., k, m), or (..., m, k), of the same dtype.
+      axes: The axis of x that has the product's rows and that of y that has its columns:
+        (-2, -2) for XXᵀ, (-1, -1) for XᵀX, (-2, -1) for XY.
+      kernel: The kernel; :meth:`Kernel.takes` says of what.
+
+    Returns:
+      Shape (..., m, m), float32: sums of exact products.
+
+    Example:
+      >>> import dataclasses
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax.newton_schulz import symmetric
+      >>> kernel = dataclasses.replace(symmetric.TRITON, tile=16, interpret=True)
+      >>> x = jnp.array([[1, 2, 0], [0, 3, 1]], jnp.bfloat16)
+      >>> print(symmetric.symmetric_product(x, x, (-2, -2), kernel))
+      [[ 5.  6.]
+       [ 6. 10.]]
+    """
+    *batch, _, _ = x.shape
+    single = [operand.reshape(-1, *operand.shape[-2:]) for operand in (x, y)]
+    product = _batched(*single, axes, kernel)
+    return product.reshape(*batch, *product.shape[-2:])
+
+
+# The kernels have no derivatives of their own.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def _batched(x: jax.Array, y: jax.Array, axes: Axes, kernel: Kernel) -> jax.Array:
+    multiply: Callable[..., jax.Array] = importlib.import_module(
+        f"orscale_jax.newton_schulz.{kernel.module}"
+    ).product
+    return multiply(x, y, axes, kernel)
+
+
+@_batched.defjvp
+def _derivative(
+    axes: Axes,
+    kernel: Kernel,
+    primals: tuple[jax.Array, jax.Array],
+    tangents: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    """Of the product itself, which is not symmetric if only one operand changes."""
+    einsum = functools.partial(
+        jnp.einsum, SUBSCRIPTS[axes], preferred_element_type=jnp.float32
+    )
+    _, tangent = jax.jvp(einsum, primals, tangents)
+    return _batched(*primals, axes, kernel), tangent
