@@ -345,8 +345,8 @@ MUTANTS = [
     ),
     Mutant(
         "symmetric",
-        'return self._symmetric("...ik,...kj->...ij", x, y, (-2, -1))',
-        'return self._symmetric("...ik,...jk->...ij", x, y, (-2, -2))',
+        "return self._symmetric(x, y, (-2, -1))",
+        "return self._symmetric(x, y, (-2, -2))",
         "test_gram.py -k product_itself",
     ),
     Mutant(
@@ -354,6 +354,24 @@ MUTANTS = [
         "block.mT",
         "block",
         "test_gram.py -k by_strips",
+    ),
+    Mutant(
+        "pair",
+        "first + jax.lax.div(p, along)",
+        "first + jax.lax.div(p, along) + 1",
+        "test_symmetric.py -k each_pair",
+    ),
+    Mutant(
+        "existing",
+        "jnp.where(at < summed - step * depth, ref[...], jnp.zeros_like(ref))",
+        "ref[...]",
+        "test_symmetric.py -k last_bit",
+    ),
+    Mutant(
+        "mirror",
+        "total[...].T",
+        "total[...]",
+        "test_symmetric.py -k mirrored",
     ),
     Mutant(
         "max",

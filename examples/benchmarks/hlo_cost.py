@@ -6,11 +6,11 @@ XLA's own ``cost_analysis()`` counts a loop's body once, and says nothing of col
 Here a body counts as often as it runs; every branch of a conditional counts.
 
 - *Cycles* are the TPU compiler's estimates, where the text has them: of kernels, a fusion
-  being one. Collectives and grouped products (``ragged_dot``) have no estimate and count
-  as none.
+  being one. Collectives, grouped products (``ragged_dot``) and kernels by Pallas have no
+  estimate and count as none.
 - *Bytes* of a collective are those of its results on one device, and of its operands for
   reduce-scatter: in either case of the whole that is gathered or reduced.
-- *FLOPs* are those of matrix products and convolutions.
+- *FLOPs* are those of matrix products and convolutions, without kernels by Pallas.
 
 The gradient of a grouped product is one product for each group, with a mask of the rows
 of the others, which the kernel skips. The compiler's estimate knows nothing of the mask:

@@ -86,9 +86,10 @@ def pairs(count: int) -> int:
 
 def pair(p: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The row and the column of tile p of the triangle, the row not below the column."""
-    # Not %, which is Python's, with branches for signs.
-    first = jax.lax.rem(p, count)
-    second = jax.lax.rem(first + jax.lax.div(p, count), count)
+    # Not %, which is Python's, with branches for signs; of p's dtype also in 64 bits.
+    along = p.dtype.type(count)
+    first = jax.lax.rem(p, along)
+    second = jax.lax.rem(first + jax.lax.div(p, along), along)
     return jnp.minimum(first, second), jnp.maximum(first, second)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
@@ -63,7 +64,7 @@ def _tile(
         return total + multiply(left, part(y_ref, of_y, column, step), axes)
 
     total = jnp.zeros((tile, tile), jnp.float32)
-    total = jax.lax.fori_loop(0, steps, add, total)
+    total = jax.lax.fori_loop(np.int32(0), np.int32(steps), add, total)
     _store(out_ref, (row, column), total)
 
     # On the diagonal two stores to one place would race.
@@ -85,7 +86,7 @@ def _window(
     inside = None
     for axis, (start, side) in enumerate(zip(starts, sides, strict=True)):
         if ref.shape[axis] % side:
-            exists = start + jnp.arange(side) < ref.shape[axis]
-            exists = jnp.broadcast_to(jnp.expand_dims(exists, 1 - axis), sides)
+            places = start + jax.lax.broadcasted_iota(start.dtype, sides, axis)
+            exists = places < ref.shape[axis]
             inside = exists if inside is None else inside & exists
     return ref.at[tuple(pl.ds(*each) for each in zip(starts, sides, strict=True))], inside

@@ -24,7 +24,7 @@ def small(monkeypatch):
 
 
 def test_without_an_accelerator_it_says_so():
-    with pytest.raises(SystemExit, match="no GPU and no TPU here.*--compile-only"):
+    with pytest.raises(SystemExit, match=r"no GPU and no TPU here.*--compile-only"):
         symmetric.main(Options())
 
 
@@ -59,6 +59,7 @@ def test_the_verdict_is_on_the_factors(ratios, words):
     assert f"{ratios[0]:.2f} to {ratios[1]:.2f}" in found
 
 
+@pytest.mark.compiled
 def test_what_the_compiler_says(small, capsys):
     symmetric.compile_all(KERNEL, jax.devices()[0], {})
     head, _, first, *_ = capsys.readouterr().out.splitlines()
