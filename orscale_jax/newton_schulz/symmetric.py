@@ -22,8 +22,8 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 
-# What einsum makes of an operand's last two axes: the rows and columns of the product
-# are these of the operands, and the others are summed over.
+# The axis of the left operand that has the product's rows, and that of the right one
+# that has its columns. Each operand's other axis is summed over.
 Axes: TypeAlias = tuple[int, int]
 PRODUCTS = ("xla", "pallas")
 
@@ -65,12 +65,13 @@ class Kernel:
         return self.large_tile if size >= 4 * self.large_tile else self.tile
 
 
-# Nothing wider: a float32 product of full precision runs on neither's matrix units.
+# No float32, which matrix units would round.
 # From four tiles in a row, 62 % of the tiles are computed; of two, 75 %.
 TRITON = Kernel(
     "triton_kernel", ("bfloat16", "float16"), 128, depth=64, large_tile=128, smallest=512
 )
-# A tile of 512 reads 1 byte for 256 FLOPs, about what a TPU does in that time.
+# A tile of 512 has 256 FLOPs for each byte that it reads: about as many as a TPU computes
+# in the time it takes to read one.
 TPU = Kernel("tpu_kernel", ("bfloat16",), 256, depth=1024, large_tile=512, smallest=768)
 
 
