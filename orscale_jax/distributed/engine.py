@@ -192,7 +192,8 @@ def _on_each_device(
     if platform.constrain_layout:
         shards = [parameter_layout(x) for x in shards]
     polar = functools.partial(_in_chunks, platform, settings)
-    return exchange(polar, shards, buckets, mesh_shape)
+    qs = exchange(polar, shards, buckets, mesh_shape)
+    return [parameter_layout(q) for q in qs] if platform.constrain_layout else qs
 
 
 def _in_chunks(
