@@ -27,7 +27,12 @@ from orscale_jax.distributed.platforms import (
     row_major,
 )
 from orscale_jax.distributed.reductions import reduce_all
-from orscale_jax.distributed.stacks import StackKey, map_stacks, plan_stacks
+from orscale_jax.distributed.stacks import (
+    StackKey,
+    join_in_place,
+    map_stacks,
+    plan_stacks,
+)
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.polar import NewtonSchulz, newton_schulz, one_by_one
 
@@ -192,7 +197,8 @@ def _on_each_device(
     if platform.constrain_layout:
         shards = [parameter_layout(x) for x in shards]
     polar = functools.partial(_in_chunks, platform, settings)
-    qs = exchange(polar, shards, buckets, mesh_shape)
+    join = join_in_place if platform.join_in_place else jnp.concatenate
+    qs = exchange(polar, shards, buckets, mesh_shape, join)
     return [parameter_layout(q) for q in qs] if platform.constrain_layout else qs
 
 

@@ -6,7 +6,7 @@ All of it runs inside ``jax.shard_map``: shapes are those of one device.
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,16 @@ from orscale_jax.distributed.buckets import (
 from orscale_jax.distributed.chunks import PolarOfArrays
 from orscale_jax.distributed.columns import Columns
 
+# Arrays, one after another along their first axis.
+Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
+
 
 def exchange(
     polar: PolarOfArrays,
     shards: Sequence[jax.Array],
     buckets: Sequence[Bucket],
     mesh_shape: Mapping[str, int],
+    join: Join = jnp.concatenate,
 ) -> list[jax.Array]:
     """Polar factors of sharded matrices, each computed on one device or on a few.
 
@@ -36,6 +40,7 @@ def exchange(
       shards: This device's shard of each array.
       buckets: The plan for these arrays.
       mesh_shape: The lengths of the mesh's axes.
+      join: How matrices that stay on their device become a stack.
 
     Returns:
       This device's shards of the polar factors.
@@ -45,7 +50,7 @@ def exchange(
         for bucket in buckets
     ]
     stacks = [
-        _send(jnp.concatenate([packing.pack(shards) for packing in group]), group)
+        _send(jnp.concatenate([packing.pack(shards, join) for packing in group]), group)
         for group in packings
     ]
     slices: dict[MatrixSlice, jax.Array] = {}
@@ -140,7 +145,7 @@ class _Packing(NamedTuple):
         k, m, n = range(len(axes), len(axes) + 3)
         return [k, *map(axes.index, first), m, *map(axes.index, last), n]
 
-    def pack(self, shards: Sequence[jax.Array]) -> jax.Array:
+    def pack(self, shards: Sequence[jax.Array], join: Join) -> jax.Array:
         """This device's shards of the matrices, ready to be sent."""
         m, n = self.local
         padded = []
@@ -152,7 +157,7 @@ class _Packing(NamedTuple):
             # Zero rows and columns change nothing in the others' results.
             pad = [(0, 0), (0, m - x.shape[-2]), (0, n - x.shape[-1])]
             padded.append(jnp.pad(x, pad))
-        x = jnp.concatenate(padded)
+        x = join(padded) if self.bucket.group_size == 1 else jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
         return self.to_common(x.reshape(-1, *self.sent))
 

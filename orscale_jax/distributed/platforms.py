@@ -30,7 +30,9 @@ class Platform(NamedTuple):
         before they are stacked or sent, in the pass that computes them.
       hide_coefficients: As in :class:`orscale_jax.newton_schulz.polar.NewtonSchulz`.
       constrain_layout: Whether to keep shards in the layout of parameters until they are
-        sent.
+        sent, and their factors from when they return.
+      join_in_place: Whether matrices that stay on their device are computed in the places
+        that they have in their stack.
       row_major: Whether to keep tall matrices of one device in row-major order before
         and after their stacks.
       custom_partitioning: Whether the compiler's partitioner asks for the program of one
@@ -48,6 +50,7 @@ class Platform(NamedTuple):
     one_by_one: bool = False
     hide_coefficients: bool = False
     constrain_layout: bool = False
+    join_in_place: bool = False
     row_major: bool = False
     custom_partitioning: bool = True
     kernel: symmetric.Kernel | None = None
@@ -110,6 +113,7 @@ TPU = Platform(
     hide_coefficients=True,
     constrain_layout=True,
     kernel=symmetric.TPU,
+    join_in_place=True,
 )
 # On Auto axes with unknown shardings. The partitioner cannot divide a kernel.
 TPU_AUTO = GPU._replace(custom_partitioning=False, kernel=None)

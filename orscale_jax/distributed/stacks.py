@@ -7,6 +7,7 @@ time alone. There the number of leaves in a stack is limited too, since XLA comp
 kernel for each position in it.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -95,6 +96,20 @@ def map_stacks(
         for i, q in zip(members, parts, strict=True):
             qs[i] = q if q.shape == matrices[i].shape else q.mT
     return [qs[i] for i in range(len(matrices))]
+
+
+def join_in_place(parts: Sequence[jax.Array]) -> jax.Array:
+    """``jnp.concatenate``, each part computed where it belongs.
+
+    XLA for TPUs computes the parts of a short concatenation first, and then copies them.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    lengths = [len(part) for part in parts]
+    joined = jax.lax.empty((sum(lengths), *parts[0].shape[1:]), parts[0].dtype)
+    for start, part in zip(itertools.accumulate([0, *lengths]), parts, strict=False):
+        joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, axis=0)
+    return joined
 
 
 def _stack(alike: Sequence[jax.Array]) -> jax.Array:

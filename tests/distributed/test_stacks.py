@@ -10,7 +10,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from orscale_jax import orthogonalize
 from orscale_jax.distributed import platforms
 from orscale_jax.distributed.chunks import map_chunks
-from orscale_jax.distributed.stacks import StackKey, plan_stacks
+from orscale_jax.distributed.stacks import StackKey, join_in_place, plan_stacks
 from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
 
@@ -175,3 +175,10 @@ def test_the_policy_of_tpus(kind, spec):
     for name, q in found.items():
         for one, matrix in zip(q, tree[name], strict=True):
             assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (2, 1, 3)])
+def test_join_in_place_concatenates(lengths):
+    rng = np.random.default_rng(0)
+    parts = [jnp.asarray(rng.normal(size=(length, 3, 5)), HALF) for length in lengths]
+    np.testing.assert_array_equal(join_in_place(parts), jnp.concatenate(parts))
