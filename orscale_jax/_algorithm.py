@@ -24,7 +24,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.transforms.decay import Mask, add_decayed_weights, is_mask_function
 from orscale_jax.transforms.first_update import from_first_nonzero_update
 from orscale_jax.transforms.float32 import in_float32
-from orscale_jax.transforms.fusion_barrier import fusion_barrier
+from orscale_jax.transforms.fusion import fusion_barrier, of_stacks
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.transforms.shape import scale_by_shape
 from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
@@ -228,7 +228,7 @@ def _matrices(
     momentum = optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype)
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
-        fusion_barrier(momentum),
+        fusion_barrier(of_stacks(momentum)),
         *arrangement(_stages(h, axes, mask, params)),
     )
 
@@ -273,14 +273,15 @@ def _stages(
 
 def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformation:
     """:func:`optax.adamw`, link by link."""
+    moments = optax.scale_by_adam(
+        b1=h.adam_b1,
+        b2=h.adam_b2,
+        eps=h.adam_eps,
+        mu_dtype=h.mu_dtype,
+        nesterov=h.adam_nesterov,
+    )
     return optax.chain(
-        optax.scale_by_adam(
-            b1=h.adam_b1,
-            b2=h.adam_b2,
-            eps=h.adam_eps,
-            mu_dtype=h.mu_dtype,
-            nesterov=h.adam_nesterov,
-        ),
+        of_stacks(moments),
         add_decayed_weights(h.adam_weight_decay, mask),
         optax.scale_by_learning_rate(h.adam_learning_rate),
     )

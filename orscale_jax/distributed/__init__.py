@@ -14,6 +14,8 @@ shards             functions of one device's shards, where shardings are known
 partitioner        the same where only XLA's partitioner knows them
 named_shardings    the partitioner's shardings by the names of a mesh's axes
 typed_sharding     shardings that are part of arrays' types
+reductions         reductions of many arrays, which GPUs finish together
+horizontal_fusion  stacks of small arrays, of which GPUs compute many in one kernel
 param_shardings    shardings from an argument or from annotations
 state_shardings    the public ``state_shardings``
 =================  ===================================================================

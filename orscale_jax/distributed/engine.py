@@ -19,6 +19,7 @@ from orscale_jax.distributed.buckets import ShardedArray
 from orscale_jax.distributed.chunks import map_chunks
 from orscale_jax.distributed.columns import Columns
 from orscale_jax.distributed.exchange import exchange
+from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
 from orscale_jax.distributed.planner import plan_buckets
 from orscale_jax.distributed.platforms import (
     PLATFORMS,
@@ -238,7 +239,7 @@ def _to_send(
 def _sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
     """The sums of the entries of each matrix, of shape (..., 1, 1)."""
     sums = reduce_all(jnp.sum, xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
-    return [jnp.expand_dims(total, (-2, -1)) for total in sums]
+    return [jnp.expand_dims(total, (-2, -1)) for total in slices_of_stacks(sums)]
 
 
 def _partitioned(

@@ -1,8 +1,9 @@
 """Reductions of many arrays, which GPUs finish together.
 
-A GPU reduces a large array in two kernels, of which the second has next to nothing to do.
-There each of them is reduced along its last axis, and then what is left of all arrays of
-one shape at once: by one kernel, not by one for each array.
+A GPU reduces a large matrix in two kernels, of which the second has next to nothing to
+do. There each of them is reduced along its last axis, and then what is left of all arrays
+of one shape at once: by one kernel, not by one for each array. Small arrays of one shape
+are stacked and reduced by one kernel.
 """
 
 import math
@@ -65,11 +66,14 @@ def _together(
     partial: dict[int, jax.Array] = {}
     alike: dict[_Kind, list[int]] = {}
     for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
-        if math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
+        if x.size <= _IN_ONE_KERNEL:
+            partial[i], kind = x, _Kind(x.shape, x.dtype, along)
+        elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
             results[i] = fn(x, axis=along)
             continue
-        partial[i] = fn(x, axis=along[-1:])
-        kind = _Kind(partial[i].shape, partial[i].dtype, along[:-1])
+        else:
+            partial[i] = fn(x, axis=along[-1:])
+            kind = _Kind(partial[i].shape, partial[i].dtype, along[:-1])
         alike.setdefault(kind, []).append(i)
     for kind, members in alike.items():
         stack = jnp.stack([partial[i] for i in members])

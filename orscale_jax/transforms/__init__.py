@@ -13,7 +13,7 @@ normalize       neurons and inputs of norm 1
 initial_norm    keeps the norms of the matrices
 per_matrix      maps over matrices, and arrays with one entry per matrix
 float32         runs a transformation in float32
-fusion_barrier  keeps a GPU from fusing a transformation with the next
+fusion          which kernels a GPU merges, and which not
 qk_clip         rescales queries and keys; ``attention`` finds them
 ==============  ======================================================================
 

@@ -10,6 +10,7 @@ from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     require_matrices,
 )
+from orscale_jax.transforms.fusion import in_stacks
 from orscale_jax.transforms.per_matrix import (
     full_per_matrix,
     map_matrices,
@@ -87,12 +88,12 @@ def from_first_nonzero_update(
             lambda _, before, x: before | (x != 0).astype(before.dtype),
             axes_tree,
             state.started,
-            largest,
+            in_stacks(largest),
         )
         updates = map_matrices(
             lambda axes, on, u: jnp.where(spread(axes, on, u) != 0, u, jnp.zeros_like(u)),
             axes_tree,
-            started,
+            in_stacks(started),
             transformed,
         )
         return updates, FromFirstNonzeroUpdateState(started, inner_state)

@@ -18,6 +18,7 @@ from orscale_jax.parameters.dimension_numbers import (
     is_axes_leaf,
     require_matrices,
 )
+from orscale_jax.transforms.fusion import in_stacks
 from orscale_jax.trees.boxes import PyTree, box_like, on_bare_arrays, unbox
 
 
@@ -60,7 +61,7 @@ def reduce_matrices(fn: Reduction, axes_tree: PyTree, tree: PyTree) -> PyTree:
 def matrix_norms(axes_tree: PyTree, tree: PyTree) -> PyTree:
     """Frobenius norm of every matrix, of the batch shapes, in the leaves' dtypes."""
     squares = map_matrices(lambda _, leaf: jnp.square(leaf), axes_tree, tree)
-    sums = reduce_matrices(jnp.sum, axes_tree, squares)
+    sums = in_stacks(reduce_matrices(jnp.sum, axes_tree, squares))
     return map_matrices(lambda _, x: square_root(x), axes_tree, sums)
 
 

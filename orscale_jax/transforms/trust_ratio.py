@@ -20,6 +20,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.transforms import anchors
 from orscale_jax.transforms.decay import Mask, add_decayed_weights, is_mask_function
 from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.fusion import in_stacks
 from orscale_jax.transforms.per_matrix import (
     full_per_matrix,
     map_matrices,
@@ -194,10 +195,14 @@ def scale_by_calibrated_trust_ratio(
         given = weight_decay, weight_decay_mask
         decays = _decay_of_leaves(*(given if rule.needs_full_rank else (0, None)), params)
         *per_matrix, _ = state
-        trees = updates, params, decays, *_norms(axes_tree, updates, params), *per_matrix
-        scaled = map_matrices(ratio, axes_tree, *trees)
-        scaled, *fields = (_entry(scaled, i) for i in range(len(per_matrix) + 1))
-        return scaled, type(state)(*fields, ratio_bounds(params, r_min, r_max))
+        norms = _norms(axes_tree, updates, params)
+        known = map(in_stacks, per_matrix)
+        trees = updates, params, decays, *norms, *known
+        entries = map_matrices(ratio, axes_tree, *trees)
+        fields = [_entry(entries, i) for i in range(len(per_matrix))]
+        new = type(state)(*fields, ratio_bounds(params, r_min, r_max))
+        ratios = in_stacks(new.trust_ratio)
+        return map_matrices(_scaled, axes_tree, updates, ratios, params), new
 
     return on_bare_arrays(optax.GradientTransformation(init, update))
 
@@ -219,19 +224,26 @@ def _norms(axes_tree: PyTree, updates: PyTree, params: PyTree) -> tuple[PyTree, 
     return matrix_norms(axes_tree, directions), matrix_norms(axes_tree, weights)
 
 
-class _ScaledLeaf(NamedTuple):
-    """The update of one leaf, and its entries in the fields of the state."""
+def _scaled(
+    axes: LeafAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
+) -> jax.Array:
+    d = direction.astype(compute_dtype((direction, weight)))
+    return (spread(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
+
+
+class _Entries(NamedTuple):
+    """The entries of one leaf in the fields of the state."""
 
     arrays: tuple[jax.Array, ...]
 
 
-def _entry(scaled: PyTree, index: int) -> PyTree:
-    """One entry of every scaled leaf."""
+def _entry(entries: PyTree, index: int) -> PyTree:
+    """One entry of every leaf."""
 
     def entry(leaf: Any) -> Any:
         return leaf.arrays[index]
 
-    return jax.tree.map(entry, scaled, is_leaf=lambda x: isinstance(x, _ScaledLeaf))
+    return jax.tree.map(entry, entries, is_leaf=lambda x: isinstance(x, _Entries))
 
 
 def _decay_of_leaves(
@@ -272,8 +284,8 @@ class _TrustRatio:
         direction_norm: jax.Array,
         weight_norm: jax.Array,
         *state: jax.Array,
-    ) -> _ScaledLeaf:
-        """Scale the direction of a leaf, given λ, norms, and entries in the state."""
+    ) -> _Entries:
+        """A leaf's next entries in the state, given λ, norms, and the last ones."""
         dtype = compute_dtype((direction, weight))
         d = direction.astype(dtype)
         w_norm, d_norm = (
@@ -289,9 +301,8 @@ class _TrustRatio:
             x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in state
         )
         new = _calibrated(self.anchor, widened, norms, limits)
-        scaled = (spread(axes, new[2], d) * d).astype(direction.dtype)
-        cast = (x.astype(old.dtype) for x, old in zip(new, state, strict=True))
-        return _ScaledLeaf((scaled, *cast))
+        pairs = zip(new, state, strict=True)
+        return _Entries(tuple(x.astype(old.dtype) for x, old in pairs))
 
     def _full_rank_norm(
         self, axes: LeafAxes, leaf: jax.Array, decayed_norm: jax.Array

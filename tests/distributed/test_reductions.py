@@ -9,7 +9,8 @@ import optax
 import pytest
 
 from orscale_jax import orscale
-from orscale_jax.distributed import reductions
+from orscale_jax.distributed import horizontal_fusion, reductions
+from orscale_jax.transforms import fusion
 from tests.leaves import KINDS
 
 SHAPES = {(8, 12): (0, 1), (4, 12): (0, 1), (3, 4, 12): (1, 2), (5,): (0,)}
@@ -47,8 +48,8 @@ def program(arrays, platform):
     return jax.jit(step).trace(arrays).lower(lowering_platforms=(platform,)).as_text()
 
 
-@pytest.mark.parametrize(("platform", "count"), [("cuda", 12 + 3), ("cpu", 12)])
-def test_a_gpu_has_one_more_reduction_for_each_large_shape(platform, count):
+@pytest.mark.parametrize(("platform", "count"), [("cuda", 9 + 4), ("cpu", 12)])
+def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count):
     text = program(arrays_of(jnp.float32), platform)
     assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
 
@@ -82,7 +83,8 @@ def test_a_step_is_the_same(monkeypatch):
     """On every kind of leaf, one of which has no first update."""
     arguments = params_and_grads()
     expected = run(*arguments)
-    monkeypatch.setattr(reductions, "GPUS", ("cpu",))
+    for module in (reductions, horizontal_fusion, fusion):
+        monkeypatch.setattr(module, "GPUS", ("cpu",))
     found = run(*arguments)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

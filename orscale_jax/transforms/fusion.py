@@ -1,10 +1,11 @@
-"""A wrapper that keeps a GPU from fusing a transformation with what follows it."""
+"""Wrappers that tell XLA which GPU kernels to merge, and which not."""
 
 from typing import Any
 
 import jax
 import optax
 
+from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
 from orscale_jax.distributed.platforms import GPUS
 from orscale_jax.trees.boxes import PyTree
 
@@ -24,6 +25,23 @@ def fusion_barrier(inner: optax.GradientTransformation) -> optax.GradientTransfo
         updates = jax.lax.platform_dependent(
             updates, **barriers, default=lambda updates: updates
         )
-        return updates, state
+        return in_stacks(updates), state
 
     return optax.GradientTransformation(inner.init, update)
+
+
+def of_stacks(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """``inner``, on GPUs in a few kernels for all small leaves."""
+
+    def update(
+        updates: PyTree, state: optax.OptState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.OptState]:
+        return inner.update(in_stacks(updates), state, params)
+
+    return optax.GradientTransformation(inner.init, update)
+
+
+def in_stacks(tree: PyTree) -> PyTree:
+    """The same tree; on GPUs its small leaves are slices of stacks."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, slices_of_stacks(leaves))
