@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-oldest clients test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
+.PHONY: help test test-oldest clients test-gpu test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
 	demo-moe demo-vision demo-seeds study study-full dist clean
 
 help: ## Show this list.
@@ -47,6 +47,10 @@ clients: ## Train with other people's trainers, as they are; takes minutes to in
 	.venv-clients/bin/python -m pip install --quiet --disable-pip-version-check \
 		-e '.[clients]' $(CLIENTS)
 	.venv-clients/bin/python -m pytest -m client tests/clients $(ARGS)
+
+test-gpu: ## Count the kernels of steps compiled for a GPU, which it needs none of.
+	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.has-examples,gpu,test
+	.venv-gpu/bin/python -m pytest tests/examples/benchmarks/test_gpu_kernels.py $(ARGS)
 
 test-all: $(VENV)/.has-examples,test ## Run all tests.
 	$(RUN) pytest -n 2 -m "not client" $(ARGS)
