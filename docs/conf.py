@@ -18,7 +18,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"orscale_jax {release}"
 
-myst_enable_extensions = ["amsmath", "dollarmath"]
+myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
