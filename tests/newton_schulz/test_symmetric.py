@@ -208,7 +208,12 @@ def lowered(optimizer, platform):
     params = {"kernel": jax.ShapeDtypeStruct((768, 1024), jnp.float32)}
     state = jax.eval_shape(optimizer.init, params)
     traced = jax.jit(optimizer.update).trace(params, state, params)
-    return traced.lower(lowering_platforms=(platform,)).as_text()
+    try:
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+    except RuntimeError as error:
+        if "AbstractDevice" in str(error):
+            pytest.skip("this JAX makes Triton kernels only where it sees a GPU")
+        raise
 
 
 @pytest.mark.parametrize(
