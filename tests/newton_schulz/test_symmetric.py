@@ -210,9 +210,10 @@ def lowered(optimizer, platform):
     traced = jax.jit(optimizer.update).trace(params, state, params)
     try:
         return traced.lower(lowering_platforms=(platform,)).as_text()
-    except RuntimeError as error:
-        if "AbstractDevice" in str(error):
-            pytest.skip("this JAX makes Triton kernels only where it sees a GPU")
+    except (RuntimeError, DeprecationWarning) as error:
+        # Newer JAX makes Triton kernels only where it sees a GPU, and will drop them.
+        if "AbstractDevice" in str(error) or "Triton backend" in str(error):
+            pytest.skip(str(error))
         raise
 
 
