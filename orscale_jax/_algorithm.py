@@ -24,7 +24,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.transforms.decay import Mask, add_decayed_weights, is_mask_function
 from orscale_jax.transforms.first_update import from_first_nonzero_update
 from orscale_jax.transforms.float32 import in_float32
-from orscale_jax.transforms.fusion import fusion_barrier, of_stacks
+from orscale_jax.transforms.fusion import of_stacks
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.transforms.shape import scale_by_shape
 from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
@@ -228,7 +228,7 @@ def _matrices(
     momentum = optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype)
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
-        fusion_barrier(of_stacks(momentum)),
+        of_stacks(momentum),
         *arrangement(_stages(h, axes, mask, params)),
     )
 

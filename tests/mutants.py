@@ -458,12 +458,6 @@ MUTANTS = [
         "test_mesh.py -k narrow",
     ),
     Mutant(
-        "fusion_barrier",
-        "dict.fromkeys(GPUS, jax.lax.optimization_barrier)",
-        "{}",
-        "test_optimizers.py -k in_place",
-    ),
-    Mutant(
         "_",
         "return root, jnp.where(x == 0, 0, change / (2 * jnp.where(x == 0, 1, root)))",
         "return root, change / (2 * root)",

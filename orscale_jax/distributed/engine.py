@@ -134,10 +134,11 @@ def _on_platform(
         kernel=platform.kernel if settings.products == "pallas" else None,
         hide_coefficients=platform.hide_coefficients,
     )
-    sent = _to_send(matrices, platform, settings)
+    sent = _to_send(platform, settings, matrices)
     if shardings.mesh is None:
         qs = _on_one_device(platform, settings.with_traced(traced), sent)
     else:
+        sent = _normalized_late(platform, settings, sent)
         qs = _on_mesh(platform, settings, shardings, sent, traced)
     # Resharded before the cast, to send the narrower dtype.
     placed = map(typed_sharding.shard_as, qs, matrices, shardings.factors)
@@ -171,6 +172,7 @@ def _on_one_device(
         sent = [row_major(x) for x in sent]
 
     def polar(xs: Sequence[jax.Array]) -> list[jax.Array]:
+        xs = _normalized_late(platform, settings, xs)
         return _in_chunks(platform, settings, xs, [None] * len(xs))
 
     qs = map_stacks(polar, sent, stacks)
@@ -227,13 +229,31 @@ def _polar(
 
 
 def _to_send(
-    matrices: Sequence[jax.Array], platform: Platform, settings: NewtonSchulz
+    platform: Platform, settings: NewtonSchulz, matrices: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """Round matrices to be stacked or sent; normalize them before, or late."""
+    if platform.round_first:
+        return jax.lax.optimization_barrier(_rounded(platform, matrices))
+    if platform.one_by_one:
+        return _rounded(platform, matrices)
+    return _normalized(platform, settings, matrices)
+
+
+def _normalized_late(
+    platform: Platform, settings: NewtonSchulz, sent: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    return _normalized(platform, settings, sent) if platform.round_first else sent
+
+
+def _normalized(
+    platform: Platform, settings: NewtonSchulz, matrices: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Normalize matrices, unless the platform does so later; round them to be sent."""
-    sent = matrices
-    if not platform.one_by_one:
-        sent = preconditioning.normalize_all(matrices, settings.arithmetic(), _sums)
-    return [x.astype(platform.sent_dtype(x.dtype)) for x in sent]
+    xs = preconditioning.normalize_all(matrices, settings.arithmetic(), _sums)
+    return _rounded(platform, xs)
+
+
+def _rounded(platform: Platform, matrices: Sequence[jax.Array]) -> list[jax.Array]:
+    return [x.astype(platform.sent_dtype(x.dtype)) for x in matrices]
 
 
 def _sums(xs: Sequence[jax.Array]) -> list[jax.Array]:

@@ -27,7 +27,10 @@ class Platform(NamedTuple):
         runs, the operands of the next are fetched.
       one_by_one: Whether the matrices of a batch are orthogonalized one after another,
         Gram matrices in strips, and normalized then. Otherwise matrices are normalized
-        before they are stacked or sent, in the pass that computes them.
+        before they are stacked or sent, in the pass that computes them, unless they are
+        rounded first.
+      round_first: Whether matrices are rounded in the pass that computes them, and on one
+        device stacked, before they are normalized: a GPU takes norms in other kernels.
       hide_coefficients: As in :class:`orscale_jax.newton_schulz.polar.NewtonSchulz`.
       constrain_layout: Whether to keep shards in the layout of parameters until they are
         sent, and their factors from when they return.
@@ -48,6 +51,7 @@ class Platform(NamedTuple):
     stack_length: int | None = None
     interleave: int = 1
     one_by_one: bool = False
+    round_first: bool = False
     hide_coefficients: bool = False
     constrain_layout: bool = False
     join_in_place: bool = False
@@ -99,7 +103,8 @@ CPU = Platform(
 GPU = Platform(
     np.dtype(jnp.bfloat16),
     stack_bytes=2**28,
-    chunk_bytes=2**26,
+    chunk_bytes=5 * 2**23,
+    round_first=True,
     row_major=True,
     kernel=symmetric.TRITON,
 )
@@ -116,7 +121,7 @@ TPU = Platform(
     join_in_place=True,
 )
 # On Auto axes with unknown shardings. The partitioner cannot divide a kernel.
-TPU_AUTO = GPU._replace(custom_partitioning=False, kernel=None)
+TPU_AUTO = GPU._replace(round_first=False, custom_partitioning=False, kernel=None)
 
 PLATFORMS: Mapping[str, Platform] = {
     "cpu": CPU,

@@ -149,6 +149,22 @@ def test_float16_keeps_small_entries():
     np.testing.assert_allclose(q[1, 1], compose("polar_express", 3, 3e-5), rtol=5e-3)
 
 
+@pytest.mark.parametrize(("steps", "factor"), [(5, 1.02), (8, 1.22)])
+@pytest.mark.parametrize("spread", [1, 100, 1000])
+@pytest.mark.parametrize("n", [256, 1024])
+def test_matrices_may_be_rounded_before_they_are_normalized(n, spread, steps, factor):
+    """As GPUs do: the error grows by no more than docs/speed.md says."""
+    random = np.random.default_rng(0)
+    u, v = (np.linalg.qr(random.normal(size=(k, 256)))[0] for k in (256, n))
+    x = jnp.asarray(u * np.geomspace(1, 1 / spread, 256) @ v.T, jnp.float32)
+
+    def error(x):
+        q = np.asarray(polar_factor(x, steps=steps, dtype=jnp.bfloat16), np.float64)
+        return np.linalg.norm(q - u @ v.T)
+
+    assert error(x.astype(jnp.bfloat16).astype(jnp.float32)) <= factor * error(x)
+
+
 def test_float64_is_float64(enable_x64):
     x = with_spectrum(np.geomspace(1, 1e-2, 16), (16, 30))
     q = polar_factor(jnp.asarray(x), dtype=jnp.float64)
