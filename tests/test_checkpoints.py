@@ -307,3 +307,33 @@ def test_under_other_wrappers(tmp_path):
     restored = save_and_restore(tmp_path, seen[2], optimizer)
     carried_on = advance(optimizer, restored, range(4, STEPS + 1))
     assert_equal_to_the_bit(carried_on[-1], seen[-1])
+
+
+# What docs/versions.md promises of 0.1.
+LAYOUT = """
+inner_states.adamw.inner_state.0.count int32 ()
+inner_states.adamw.inner_state.0.mu.bias float32 (8,)
+inner_states.adamw.inner_state.0.nu.bias float32 (8,)
+inner_states.matrix.inner_state.0.trace.kernel float32 (3, 4, 8)
+inner_states.matrix.inner_state.1.0.started.kernel int8 (3,)
+inner_states.matrix.inner_state.1.1.calibration.kernel float32 (3,)
+inner_states.matrix.inner_state.1.1.raw_trust_ratio.kernel float32 (3,)
+inner_states.matrix.inner_state.1.1.trust_ratio.kernel float32 (3,)
+inner_states.matrix.inner_state.1.1.weight_norm.kernel float32 (3,)
+inner_states.matrix.inner_state.1.1.direction_norm.kernel float32 (3,)
+inner_states.matrix.inner_state.1.1.anchor_weight_norm.kernel float32 (3,)
+inner_states.matrix.inner_state.1.1.bounds float32 (2,)
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("factory", [orscale, muon])
+def test_the_layout_of_0_1(factory):
+    """A change of it is for a minor release, and for the changelog."""
+    numbers = {"kernel": Dims(1, 2), "bias": None}
+    params = {"kernel": jnp.ones((3, 4, 8)), "bias": jnp.zeros(8)}
+    state = build(factory, weight_dimension_numbers=numbers).init(params)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    layout = [f"{name(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
+    without_ratio = [row for row in LAYOUT if "inner_state.1.1." not in row]
+    assert layout == (LAYOUT if factory is orscale else without_ratio)

@@ -1,5 +1,6 @@
-"""The Python blocks of README.md and the site run."""
+"""The Python blocks of README.md and the site run, and what they point at is there."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -24,3 +25,45 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         above = text.count("\n", 0, block.start(1))
         # Padded, so that a traceback shows the lines of the page.
         exec(compile("\n" * above + block[1], page, "exec"), namespace)
+
+
+MODULES = ("", ".ablations", ".diagnostics", ".equinox", ".family", ".flax", ".haliax")
+DIRECTIVE = re.compile(
+    r"^\.\. (?:auto|py:)?(?P<kind>currentmodule|module|function|class|data):: "
+    r"(?P<name>[\w.]+).*(?:\n   :members: (?P<members>.*(?:\n {6}.*)*))?",
+    re.MULTILINE,
+)
+
+
+def public_names(module):
+    """What it defines, and what it imports as itself, under names of their own."""
+    path = ROOT / module.replace(".", "/")
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name[0] != "_":
+            yield f"{module}.{node.name}"
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.asname == alias.name:
+                    yield f"{module}.{alias.name}"
+
+
+def names_on_the_api_page():
+    module = None
+    for directive in DIRECTIVE.finditer((ROOT / "docs" / "api.md").read_text()):
+        kind, name, members = directive.group("kind", "name", "members")
+        if kind in ("currentmodule", "module"):
+            module = name
+            yield module
+            yield from (
+                f"{module}.{member}" for member in re.findall(r"\w+", members or "")
+            )
+        else:
+            yield f"{module}.{name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_api_page_has_every_public_name(module):
+    public = set(public_names("orscale_jax" + module))
+    assert public
+    assert public - set(names_on_the_api_page()) == set()

@@ -76,6 +76,19 @@ def test_every_development_dependency_is_pinned():
     assert declared - {"orscale-jax"} <= pinned
 
 
+def test_versions_page_names_the_bounds_and_the_pins():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    rows = re.findall(r"^\| (\w+) \| (\S+) \| (\S+)", page, re.M)
+    tried = {name.lower(): versions for name, *versions in rows}
+    pins = (ROOT / "constraints.txt").read_text()
+    for requirement in [f"python{PROJECT['requires-python']}", *PROJECT["dependencies"]]:
+        name, declared = requirement.split(">=")
+        oldest, newest = tried[name]
+        assert oldest in (declared, f"{declared}.0")
+        pin = rf'^{name}=={re.escape(newest)}( ; python_version >= "3\.12")?$'
+        assert name == "python" or re.search(pin, pins, re.M)
+
+
 def test_no_file_names_a_package_index_or_a_path_of_one_machine():
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],
