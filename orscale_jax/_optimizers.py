@@ -1,5 +1,7 @@
 """OrScale and its limit, Muon: the paper's Algorithm 1."""
 
+import inspect
+
 import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -11,7 +13,6 @@ from orscale_jax._algorithm import (
     ScalarOrSchedule,
     Stages,
     build,
-    with_arguments_of,
 )
 from orscale_jax.distributed.param_shardings import ParamShardings
 from orscale_jax.newton_schulz.coefficients import Coefficients
@@ -167,10 +168,33 @@ def _orscale(stages: Stages) -> Links:
 
 # Arguments of the trust ratio alone.
 RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
+_UNUSED = {name: inspect.signature(orscale).parameters[name].default for name in RATIO}
 
 
-@with_arguments_of(orscale, without=RATIO)
-def muon(stages: Stages) -> Links:
+def muon(
+    learning_rate: ScalarOrSchedule,
+    *,
+    momentum: ArrayLike = 0.95,
+    nesterov: bool = True,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: ScalarOrSchedule = 0.1,
+    weight_decay_mask: Mask | None = None,
+    consistent_rms: ArrayLike | None = 0.2,
+    ns_steps: int | jax.Array = 5,
+    ns_coeffs: Coefficients = "polar_express",
+    ns_dtype: DTypeLike | None = None,
+    ns_preconditioning: str = "frobenius",
+    ns_products: str = "xla",
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    adam_learning_rate: ScalarOrSchedule | None = None,
+    adam_b1: ArrayLike = 0.9,
+    adam_b2: ArrayLike = 0.95,
+    adam_eps: ArrayLike = 1e-8,
+    adam_nesterov: bool = False,
+    adam_weight_decay: ScalarOrSchedule | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    param_shardings: ParamShardings = None,
+) -> optax.GradientTransformationExtraArgs:
     r"""Muon, as the limit :math:`\hat r \equiv 1` of :func:`orscale`.
 
     ``consistent_rms=0.2`` is Muon+Moonlight, ``consistent_rms=None`` is Muon:
@@ -182,11 +206,53 @@ def muon(stages: Stages) -> Links:
     ``consistent_rms=None``, which stands for a scale of :math:`\sqrt{\max(1, n / m)}`
     there.
 
-    It has the arguments of :func:`orscale`, with the same defaults, except ``calibrate``,
-    ``anchor``, ``anchor_steps``, ``r_min``, ``r_max`` and ``eps``.
+    Args:
+      learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
+      momentum: :math:`\mu` in [0, 1).
+      nesterov: Whether Q is the polar factor of :math:`\tilde M = \mu M + G` (True) or of
+        M, with :math:`M \leftarrow \mu M + G`.
+      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state. None:
+        the parameter's.
+      weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
+        the learning rate multiplies it.
+      weight_decay_mask: Tree of booleans (or a prefix, or a callable from the parameters
+        to one): False where nothing decays.
+      consistent_rms: Root mean square of the entries of sQ: 0.2 for
+        :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
+      ns_steps: Newton–Schulz steps k, at least 1.
+      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table, of shape
+        (steps, 3) or (3,); see :func:`polar_factor` and
+        :func:`polar_express_coefficients`.
+      ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
+        accumulate in float32 (GPU, TPU), else float32.
+      ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
+        see :func:`polar_factor`.
+      ns_products: ``"xla"`` or ``"pallas"``: kernels for symmetric products on GPUs and
+        TPUs; see :func:`orthogonalize`. On CPUs both are the same.
+      weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
+        one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
+        :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
+        do not name are a batch: each matrix has its own Q. None: 2-D leaves are matrices
+        unless their names are those of embeddings and heads, leaves of fewer axes take
+        AdamW, and leaves of more axes are refused; :func:`orscale` lists the names.
+      adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
+      adam_b1: AdamW's decay rate of the first moment, in [0, 1).
+      adam_b2: AdamW's decay rate of the second moment, in [0, 1).
+      adam_eps: AdamW's :math:`\varepsilon`, at least 0.
+      adam_nesterov: Whether AdamW, too, has Nesterov's momentum.
+      adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
+        ``weight_decay``.
+      mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
+        do not name theirs; None: that of the context (``jax.set_mesh``), if any.
+      param_shardings: How the parameters (and their gradients) are sharded, on a mesh of
+        Auto axes, where types do not say: a tree of :class:`jax.sharding.NamedSharding`
+        or :class:`jax.sharding.PartitionSpec`, or of arrays or
+        :class:`jax.ShapeDtypeStruct` that have shardings, or a prefix of one, or a
+        callable from the parameters to one. None: what Flax or Haliax annotate.
 
     Returns:
-      A transformation whose updates have the shapes and dtypes of :func:`orscale`'s.
+      A transformation whose updates have the gradients' shapes, and the dtypes to which
+      gradient, parameter and ``mu_dtype`` promote, as those of Optax's optimizers.
 
     Raises:
       ValueError: As :func:`orscale`.
@@ -206,4 +272,9 @@ def muon(stages: Stages) -> Links:
       Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
+    return build(_muon, Hyperparameters(**_UNUSED, **locals()))
+
+
+def _muon(stages: Stages) -> Links:
+    """D = λW + sQ, then W ← W − ηD."""
     return optax.chain(stages.coupled), stages.learning_rate

@@ -101,9 +101,14 @@ def normuon(
     With ``consistent_rms=0.2`` the step without decay has norm
     :math:`0.2 \, \eta \sqrt{mn}`, as in the paper.
 
+    Args:
+      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: every neuron gets one norm.
+      eps: The floor :math:`\varepsilon`, at least 0.
+      norm: ``"full_rank"``, as above, or ``"kept"``: :math:`\|Q\|_F` in the place of
+        :math:`\sqrt{\min(m, n)}`.
+
     Returns:
-      An optimizer with the arguments of :func:`orscale_jax.muon`, and ``b2``, ``eps`` and
-      ``norm`` of :func:`orscale_jax.scale_by_neuron_rms`.
+      An optimizer, which also has the arguments of :func:`orscale_jax.muon`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -130,9 +135,13 @@ def muon_plus(
 ) -> Links:
     r"""Muon+: Muon with the inputs of Q, then its neurons, over their norms.
 
+    Args:
+      order: ``"neurons"`` and ``"inputs"`` in the order in which they are normalized,
+        once or more.
+      eps: The floor :math:`\varepsilon` under the root of each norm, at least 0.
+
     Returns:
-      An optimizer with the arguments of :func:`orscale_jax.muon`, and ``order`` and
-      ``eps`` of :func:`orscale_jax.normalize_vectors`.
+      An optimizer, which also has the arguments of :func:`orscale_jax.muon`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -199,9 +208,13 @@ def pooled(stages: Stages, *, classes: Classes = None) -> Links:
     :func:`optax.inject_hyperparams`, which takes functions for schedules, a function for
     ``classes`` needs ``static_args="classes"``.
 
+    Args:
+      classes: Tree of labels (strings; None where there is no matrix) like the
+        parameters, or a prefix of one, or a callable from the parameters to one: one
+        ratio for each class. None: one for all.
+
     Returns:
-      An optimizer with the arguments of :func:`orscale_jax.orscale`, and ``classes`` of
-      :func:`orscale_jax.pool_trust_ratios`.
+      An optimizer, which also has the arguments of :func:`orscale_jax.orscale`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -242,9 +255,12 @@ def replayed(
     The control that tells a ratio which follows its own run from a schedule. AdamW's rate
     stays as it is.
 
+    Args:
+      trust_ratio: The ratios of the steps, of shape ``(T,)``; a schedule, from the step
+        to the ratio; or one number. After its T steps, an array goes on with its last.
+
     Returns:
-      An optimizer with the arguments of :func:`orscale_jax.muon`, and ``trust_ratio`` of
-      :func:`orscale_jax.scale_by_recorded_trust_ratio`.
+      An optimizer, which also has the arguments of :func:`orscale_jax.muon`.
 
     Example:
       >>> import jax.numpy as jnp

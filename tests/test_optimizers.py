@@ -1,5 +1,6 @@
 """`orscale` and `muon` against the float64 oracle and each other."""
 
+import inspect
 import re
 from fractions import Fraction
 
@@ -16,6 +17,16 @@ from tests.runs import Oracles, readout, run
 
 LANGUAGE_MODEL = {}
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
+
+
+def test_muon_has_the_arguments_of_orscale_without_the_ratio():
+    arguments = {**inspect.signature(orscale).parameters}
+    for name in ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps"):
+        del arguments[name]
+    assert {**inspect.signature(muon).parameters} == arguments
+    args, _ = muon.__doc__.split("    Returns:")
+    described = re.findall(r"^      (\w+): ", args, re.M)
+    assert described == list(arguments)
 
 
 @pytest.mark.parametrize("scale", [0.02, 1.0])
