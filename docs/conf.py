@@ -13,16 +13,25 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"orscale_jax {release}"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+
+# Printed output is not for copying, and neither are prompts.
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # The docstrings say it; spelled out, aliases fill lines.
+toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 
