@@ -8,7 +8,7 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-oldest clients test-gpu test-all coverage mutants lint format docs bench bench-gpu bench-tpu demo \
+.PHONY: help test test-oldest clients test-gpu test-all coverage mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
 	demo-moe demo-vision demo-seeds study study-full dist clean
 
 help: ## Show this list.
@@ -61,9 +61,10 @@ coverage: test ## Run the tests and require the coverage by branches.
 mutants: $(VENV)/.has-examples,test ## Break the numeric code line by line; tests must notice.
 	$(RUN) tests.mutants $(ARGS)
 
-lint: $(VENV)/.has-examples,lint ## Check style, formatting and types.
+lint: $(VENV)/.has-examples,lint ## Check style, formatting, spelling and types.
 	$(RUN) ruff check
 	$(RUN) ruff format --check
+	$(RUN) codespell_lib
 	$(RUN) mypy
 
 format: $(VENV)/.has-examples,lint ## Mend style and formatting.
@@ -72,6 +73,9 @@ format: $(VENV)/.has-examples,lint ## Mend style and formatting.
 
 docs: $(VENV)/.has-docs ## Build the site into docs/_build/html; warnings are errors.
 	$(RUN) sphinx -W -n --keep-going -q -b html docs docs/_build/html
+
+linkcheck: $(VENV)/.has-docs ## Follow the links of the site to other sites, which needs the network.
+	$(RUN) sphinx -q -b linkcheck docs docs/_build/linkcheck
 
 bench: $(VENV)/.has-examples ## Time a step against its peers; pass options in ARGS.
 	$(RUN) examples.benchmarks.step $(ARGS)

@@ -27,6 +27,27 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
         exec(compile("\n" * above + block[1], page, "exec"), namespace)
 
 
+# Sphinx checks the links of the site.
+LINK = re.compile(r"\]\((?!https?://)([^)#\s]*)(?:#([^)\s]+))?\)")
+CODE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+OTHER_PAGES = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+
+
+def anchors(page):
+    """Those that GitHub gives to the headings."""
+    for heading in re.findall(r"^#+ (.+)$", CODE.sub("", page.read_text()), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", OTHER_PAGES)
+def test_links_lead_somewhere(name):
+    page = ROOT / name
+    for path, anchor in LINK.findall(CODE.sub("", page.read_text())):
+        target = ROOT / path if path else page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
+
+
 MODULES = ("", ".ablations", ".diagnostics", ".equinox", ".family", ".flax", ".haliax")
 DIRECTIVE = re.compile(
     r"^\.\. (?:auto|py:)?(?P<kind>currentmodule|module|function|class|data):: "

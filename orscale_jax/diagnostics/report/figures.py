@@ -113,7 +113,7 @@ FIGURES = (
         "trust_ratio_map",
         "Trust ratio by layer and step",
         "Each row is a matrix, from the first layer of its class to the last, or a "
-        "layer where there are more than 60 matrices; vermillion steps are longer "
+        "layer where there are more than 60 matrices; vermilion steps are longer "
         "than Muon's, blue ones shorter. It shows whether a trend belongs to a class, "
         "to a depth or to a single matrix.",
         without("trust_ratio"),

@@ -21,13 +21,13 @@ MAX_NAME = 30  # Characters.
 WIDTH = 5.0  # In inches: at the width of a phone, 9 points are 9 pixels.
 INK, MUTED, GRID, PAPER = "#1F2328", "#666E77", "#E1E4E8", "#FFFFFF"
 # Okabe and Ito's colors, which are told apart without full color vision.
-BLUE, VERMILLION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
+BLUE, VERMILION, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
 ORANGE, SKY, YELLOW = (
     "#E69F00",
     "#56B4E9",
     "#C9B400",
 )  # Yellow is darkened for white paper.
-COLORS = (BLUE, VERMILLION, GREEN, PURPLE, ORANGE, SKY, YELLOW)
+COLORS = (BLUE, VERMILION, GREEN, PURPLE, ORANGE, SKY, YELLOW)
 MARKERS = ("o", "s", "^")
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.2, 1.5)))
 
@@ -64,9 +64,9 @@ RC: dict[Any, Any] = {
     "ytick.labelsize": 9,
 }
 
-# Blue below the middle, vermillion above; a gray that shows on light and on dark paper.
+# Blue below the middle, vermilion above; a gray that shows on light and on dark paper.
 AROUND_ONE = LinearSegmentedColormap.from_list(
-    "around_one", ["#003F63", BLUE, "#B4BAC2", VERMILLION, "#7A3300"]
+    "around_one", ["#003F63", BLUE, "#B4BAC2", VERMILION, "#7A3300"]
 )
 
 

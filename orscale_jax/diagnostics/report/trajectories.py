@@ -54,7 +54,7 @@ def trust_ratio_of_all(run: Run) -> Figure:
     _draw_band(above, band, style.INK)
     above.set_ylabel("trust ratio r̂")
     drawn = (
-        ("at_r_max", "at r_max", style.VERMILLION),
+        ("at_r_max", "at r_max", style.VERMILION),
         ("at_r_min", "at r_min", style.BLUE),
     )
     for column, label, color in drawn:
@@ -92,7 +92,7 @@ def loss(run: Run) -> Figure:
     axes = figure.subplots()
     drawn = (
         ("loss", "training", style.BLUE),
-        ("val_loss", "validation", style.VERMILLION),
+        ("val_loss", "validation", style.VERMILION),
     )
     for column, label, color in drawn:
         if run.has(column):
