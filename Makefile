@@ -9,7 +9,7 @@ SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
 .PHONY: help test test-oldest clients test-gpu test-all coverage mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
-	demo-moe demo-vision demo-seeds study study-full dist clean
+	demo-moe demo-vision demo-seeds study study-full dist release clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,6 +119,9 @@ study-full: $(VENV)/.has-examples,prose ## Run what is missing of the study, and
 dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel, into dist/.
 	rm -rf dist
 	$(RUN) build
+
+release: $(VENV)/.has-dist,docs ## Check what a release needs, build it, and print what is left to do.
+	$(RUN) tests.release
 
 clean: ## Remove what the targets made, except environments and runs.
 	rm -rf .coverage build dist docs/_build .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import orscale_jax
+from tests import release
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -25,16 +26,13 @@ def requirement_name(requirement):
     return normalized(re.match(r"[\w.-]+", requirement)[0])
 
 
-def test_one_version_everywhere():
-    versions = {
-        "pyproject.toml": PROJECT["version"],
-        "orscale_jax": orscale_jax.__version__,
-        "CITATION.cff": re.search(
-            r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.M
-        )[1],
+def test_one_version_and_date_everywhere():
+    versions = release.versions() | {
+        "imported": orscale_jax.__version__,
         "installed": metadata.version("orscale-jax"),
     }
     assert len(set(versions.values())) == 1, versions
+    assert len(release.dates()) == 1
 
 
 def test_depends_on_jax_and_optax_alone():
