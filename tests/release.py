@@ -75,7 +75,8 @@ def pythons() -> Iterator[str]:
 
 
 def check_tree() -> None:
-    changes = output("git", "status", "--porcelain")
+    status = ["git", "status", "--porcelain"]
+    changes = subprocess.check_output(status, cwd=ROOT, text=True)
     assert not changes, f"not committed:\n{changes}"
     assert len(set(versions().values())) == 1, versions()
     assert len(dates()) == 1, dates()
