@@ -19,6 +19,7 @@ from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.records import read_csv
 from examples.pretrain.report import curve
 from examples.pretrain.rundir import FREE_OPTIONS, differences, read_facts
+from examples.pretrain.titles import run_line
 
 BASELINE = "muon_moonlight"
 
@@ -47,7 +48,8 @@ def compare(comparison: Comparison, console: Console) -> None:
         raise UsageError("no optimizer is finished in all of these runs.")
     curves = {name: [run[name] for run in runs] for name in shared}
     comparison.out.parent.mkdir(parents=True, exist_ok=True)
-    plots.draw_seeds(comparison.out, curves, unit)
+    line = run_line(comparison.runs)
+    plots.draw_seeds(comparison.out, curves, unit, BASELINE, line)
     final = {name: np.array([y[-1] for _, y in curves[name]]) for name in shared}
     console.print(_table(final, unit))
     console.print(f"The curves are in {comparison.out}", highlight=False)

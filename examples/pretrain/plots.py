@@ -8,26 +8,28 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, MaxNLocator, NullLocator, ScalarFormatter
 
+from examples import figure_style as style
+from examples.figure_style import BLUE, GREEN, INK
 from examples.pretrain.optimizers import OPTIMIZERS
 
 SMOOTHING = 0.9  # Of the training loss: the weight of the past at each step.
 RATIO_TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 1, 1.5, 2, 3, 5, 10)
 MOST_LINES = 8  # More matrices than these are drawn as a band.
-INK, FAINT = "#333333", "#D9D9D9"
-# Told apart by the colour-blind, too (Okabe and Ito).
-COLORS = {"adamw": "#666666", "muon_moonlight": "#0072B2", "orscale": "#D55E00"}
-OTHER_COLORS = ("#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
+MARKERS = {"adamw": "s", "muon_moonlight": "o", "orscale": "^"}
 
 Curve = tuple[np.ndarray, np.ndarray]  # Steps and values.
 
 
+@style.styled
 def draw_losses(
     path: pathlib.Path,
     train: Mapping[str, Curve],
     val: Mapping[str, Curve],
     unit: str,
+    run: str,
 ) -> None:
     """Loss curves of the arms: the whole run, and its second half closer up.
 
@@ -36,49 +38,77 @@ def draw_losses(
       train: Training loss of every step, by optimizer.
       val: Validation loss, by optimizer.
       unit: What one token is.
+      run: Model, rate and seed, for the title.
     """
     figure, (whole, late) = _two_panels(f"cross-entropy (nats per {unit})")
     for arm, curve in val.items():
         steps, losses = train[arm]
-        color = color_of(arm)
-        whole.plot(steps, smooth(losses), color=color, lw=1, alpha=0.45)
+        whole.plot(steps, smooth(losses), color=color_of(arm), lw=1, alpha=0.45)
         for axes in (whole, late):
-            axes.plot(*curve, color=color, lw=1.8, marker="o", ms=3.5)
-    whole.plot([], [], color=INK, lw=1.8, marker="o", ms=3.5, label="validation")
+            axes.plot(*curve, **_look(arm))
+    whole.plot([], [], color=INK, lw=1.8, label="validation")
     whole.plot([], [], color=INK, lw=1, alpha=0.45, label="training, smoothed")
-    whole.legend(frameon=False)
-    late.set_title("Second half, validation", loc="left")
+    whole.legend()
+    whole.set_title("Whole run")
+    late.set_title("Second half, validation")
     _zoom(late, list(val.values()))
-    _label_ends(late, val)
-    _save(figure, path)
+    ends = {arm: float(values[-1]) for arm, (_, values) in val.items()}
+    _add_names(figure, {arm: f"{end:.4f}" for arm, end in ends.items()})
+    style.set_title(figure, "Loss, and that of validation at the end", run)
+    style.save(figure, path)
 
 
-def draw_seeds(path: pathlib.Path, val: Mapping[str, Sequence[Curve]], unit: str) -> None:
-    """Validation loss of several runs of each arm (thin) and their mean (thick).
+@style.styled
+def draw_seeds(
+    path: pathlib.Path,
+    val: Mapping[str, Sequence[Curve]],
+    unit: str,
+    baseline: str,
+    run: str,
+) -> None:
+    """Validation loss of several runs of each arm, and what sets it apart from one arm's.
+
+    The difference is taken seed by seed: thin lines; the thick one is their mean.
 
     Args:
       path: Of the PNG.
-      val: One curve per run, over the same steps, by optimizer.
+      val: One curve per run, over the same steps, by optimizer; runs in the same order.
       unit: What one token is.
+      baseline: The optimizer that is subtracted, if it is there.
+      run: Model, rate and seeds, for the title.
     """
-    figure, (whole, late) = _two_panels(f"validation cross-entropy (nats per {unit})")
-    means = {}
+    subtracted = baseline if baseline in val else next(iter(val))
+    figure, (losses, apart) = _two_panels(f"validation loss (nats per {unit})")
+    texts = {subtracted: ""}
     for arm, curves in val.items():
-        means[arm] = curves[0][0], np.mean([losses for _, losses in curves], axis=0)
-        for axes in (whole, late):
-            for curve in curves:
-                axes.plot(*curve, color=color_of(arm), lw=0.8, alpha=0.5)
-            axes.plot(*means[arm], color=color_of(arm), lw=2.2)
-    whole.plot([], [], color=INK, lw=2.2, label="mean of the runs")
-    whole.plot([], [], color=INK, lw=0.8, alpha=0.5, label="single runs")
-    whole.legend(frameon=False)
-    late.set_title("Second half", loc="left")
-    _zoom(late, [curve for curves in val.values() for curve in curves])
-    _label_ends(late, means)
-    _save(figure, path)
+        steps, values = curves[0][0], np.array([y for _, y in curves])
+        _mean_and_runs(losses, arm, steps, values)
+        difference = values - np.array([y for _, y in val[subtracted]])
+        if arm != subtracted:
+            _mean_and_runs(apart, arm, steps, difference)
+            texts[arm] = f"{difference[:, -1].mean():+.4f}"
+    label = OPTIMIZERS[subtracted].label
+    apart.axhline(0, color=color_of(subtracted), lw=1.8)
+    losses.set_title("Mean of the seeds (thick) and each seed")
+    apart.set_title(f"Minus {label}'s, seed by seed")
+    apart.set_ylabel(f"difference (nats per {unit})")
+    _add_names(figure, {arm: texts[arm] for arm in val})
+    style.set_title(
+        figure, f"Validation loss; at the end of the run minus {label}'s, mean", run
+    )
+    style.save(figure, path)
 
 
-def draw_trust_ratios(path: pathlib.Path, rows: Sequence[Mapping[str, str]]) -> None:
+def _mean_and_runs(axes: Axes, arm: str, steps: np.ndarray, values: np.ndarray) -> None:
+    for line in values:
+        axes.plot(steps, line, color=color_of(arm), lw=0.8, alpha=0.6)
+    axes.plot(steps, values.mean(0), **_look(arm))
+
+
+@style.styled
+def draw_trust_ratios(
+    path: pathlib.Path, rows: Sequence[Mapping[str, str]], run: str
+) -> None:
     """Trust ratios as applied: a panel for each class of layers, a line for each matrix.
 
     Where a class has many, its panel has their median and the band of the middle 90 %.
@@ -86,29 +116,35 @@ def draw_trust_ratios(path: pathlib.Path, rows: Sequence[Mapping[str, str]]) -> 
     Args:
       path: Of the PNG.
       rows: Of history.csv.
+      run: Model, rate and seed, for the title.
     """
     classes: dict[str, dict[str, list[float]]] = {}
     for row in rows:
         lines = classes.setdefault(row["class"], {})
         lines.setdefault(row["matrix"], []).append(float(row["trust_ratio"]))
     steps = sorted({int(row["step"]) for row in rows})
-    columns = min(len(classes), 3 if len(classes) <= 6 else 4)
+    columns = min(len(classes), 3)
     height = -(-len(classes) // columns)
-    size = (10, 1.2 + 2.1 * height)
-    figure, grid = _figure(height, columns, size, sharex=True, sharey=True)
+    figure, grid = style.new_figure(
+        1.2 + 1.7 * height, height, columns, sharex=True, sharey=True
+    )
     panels = grid.ravel()
     for axes, (name, lines) in zip(panels, classes.items(), strict=False):
         _draw_class(axes, name, steps, np.array(list(lines.values())))
     _ratio_axis(panels[0])
     for axes in panels[len(classes) :]:
         axes.set_visible(False)
-    figure.supxlabel("step. Lines are layers, from dark (first) to light", fontsize=10)
-    figure.supylabel("trust ratio applied (log scale)", fontsize=10)
-    _save(figure, path)
+    for axes in panels[: len(classes)][-columns:]:
+        axes.tick_params(labelbottom=True)
+    figure.supxlabel("step; a line is a layer, from dark (first) to light")
+    figure.supylabel("trust ratio r̂ (log scale)")
+    style.set_title(figure, "Trust ratio of each matrix, by class", run)
+    style.save(figure, path)
 
 
 def _draw_class(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -> None:
-    axes.set_title(name, loc="left", fontsize=10)
+    axes.set_title(name)
+    axes.grid(axis="y")
     axes.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
     if len(values) <= MOST_LINES:
         shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(values)))
@@ -116,15 +152,9 @@ def _draw_class(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray)
             axes.plot(steps, line, color=shade, lw=1.6)
         return
     low, middle, high = np.quantile(values, [0.05, 0.5, 0.95], axis=0)
-    axes.fill_between(steps, low, high, color="#0072B2", alpha=0.2, lw=0)
-    axes.plot(steps, middle, color="#0072B2", lw=1.8)
-    axes.annotate(
-        f"median and middle 90 % of {len(values)}",
-        (0.02, 0.03),
-        xycoords="axes fraction",
-        fontsize=7,
-        color=INK,
-    )
+    axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, lw=0)
+    axes.plot(steps, middle, color=BLUE, lw=1.8)
+    axes.set_title(f"{name}\nmedian, 90 % of {len(values)}")
 
 
 def _ratio_axis(axes: Axes) -> None:
@@ -137,35 +167,44 @@ def _ratio_axis(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(ScalarFormatter())
 
 
-def draw_loads(path: pathlib.Path, rows: Sequence[Mapping[str, str]]) -> None:
+@style.styled
+def draw_loads(path: pathlib.Path, rows: Sequence[Mapping[str, str]], run: str) -> None:
     """Loads of the experts relative to even ones, a panel for each layer.
 
     Args:
       path: Of the PNG.
       rows: Of expert_loads.csv.
+      run: Model, rate and seed, for the title.
     """
     steps = sorted({int(row["step"]) for row in rows})
     layers = 1 + max(int(row["layer"]) for row in rows)
     experts = 1 + max(int(row["expert"]) for row in rows)
     shares = np.array([float(row["share"]) for row in rows])
     loads = shares.reshape(len(steps), layers, experts) * experts
-    figure, grid = _figure(1, layers, (min(4 + 3 * layers, 14), 3.4), sharey=True)
-    for layer, axes in enumerate(grid.ravel()):
+    columns = min(layers, 3)
+    height = -(-layers // columns)
+    figure, grid = style.new_figure(0.9 + 2.3 * height, height, columns, sharey=True)
+    for layer, axes in enumerate(grid.ravel()[:layers]):
+        axes.grid(axis="y")
         axes.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
-        axes.plot(steps, loads[:, layer], color="#009E73", lw=0.8, alpha=0.6)
-        axes.set_title(f"mixture layer {layer}", loc="left")
+        axes.plot(steps, loads[:, layer], color=GREEN, lw=0.8, alpha=0.6)
+        axes.set_title(f"mixture layer {layer}")
         axes.set_xlabel("step")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    grid.ravel()[0].set_ylabel("load of an expert (1 is even)")
-    _save(figure, path)
+    for axes in grid.ravel()[layers:]:
+        axes.set_visible(False)
+    figure.supylabel("load of an expert (1 is even)")
+    style.set_title(figure, "Load of each expert, a line an expert", run)
+    style.save(figure, path)
 
 
 def color_of(name: str) -> str:
     """The colour of an optimizer, the same in all figures."""
-    others = [other for other in OPTIMIZERS if other not in COLORS]
-    if name in COLORS:
-        return COLORS[name]
-    return OTHER_COLORS[others.index(name) % len(OTHER_COLORS)]
+    return style.color_of(name, OPTIMIZERS)
+
+
+def _look(arm: str) -> dict[str, Any]:
+    return {"color": color_of(arm), "lw": 1.8, "marker": MARKERS.get(arm, "D"), "ms": 4}
 
 
 def smooth(values: np.ndarray) -> np.ndarray:
@@ -179,24 +218,13 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def _two_panels(ylabel: str) -> tuple[Figure, np.ndarray]:
-    figure, panels = _figure(1, 2, (10, 4.2), width_ratios=(1, 1.15))
-    panels[0].set_title("Whole run", loc="left")
+    figure, grid = style.new_figure(3.7, 1, 2)
+    panels = grid[0]
     panels[0].set_ylabel(ylabel)
     for axes in panels:
+        axes.grid(axis="y")
         axes.set_xlabel("step")
     return figure, panels
-
-
-def _figure(
-    rows: int, columns: int, size: tuple[float, float], **options: Any
-) -> tuple[Figure, np.ndarray]:
-    figure = Figure(figsize=size, layout="constrained", dpi=150)
-    grid = np.atleast_1d(figure.subplots(rows, columns, **options))
-    for axes in grid.ravel():
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color=FAINT, lw=0.6)
-        axes.set_axisbelow(True)
-    return figure, grid
 
 
 def _zoom(axes: Axes, curves: Sequence[Curve]) -> None:
@@ -210,25 +238,13 @@ def _zoom(axes: Axes, curves: Sequence[Curve]) -> None:
         axes.set_ylim(shown.min() - margin, shown.max() + margin)
 
 
-def _label_ends(axes: Axes, curves: Mapping[str, Curve]) -> None:
-    """Names the arms at the right ends of their lines, far enough apart to be read."""
-    low, high = axes.get_ylim()
-    lowest = 0.0
-    ends = {arm: float(values[-1]) for arm, (_, values) in curves.items()}
-    for arm, value in sorted(ends.items(), key=lambda item: item[1]):
-        place = max((value - low) / (high - low), lowest) if np.isfinite(value) else 1.0
-        lowest = place + 0.065
-        axes.text(
-            1.02,
-            place,
-            f"{OPTIMIZERS[arm].label}  {value:.4f}",
-            color=color_of(arm),
-            transform=axes.transAxes,
-            va="center",
-            fontweight="bold",
-            fontsize=9,
-        )
+def _add_names(figure: Figure, values: Mapping[str, str]) -> None:
+    """A legend of the arms below the panels, each with a number.
 
-
-def _save(figure: Figure, path: pathlib.Path) -> None:
-    figure.savefig(path)
+    Not at the ends of the lines, where names of equal arms would stand apart.
+    """
+    handles = [
+        Line2D([], [], label=f"{OPTIMIZERS[arm].label}  {value}".rstrip(), **_look(arm))
+        for arm, value in values.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)

@@ -12,6 +12,7 @@ from examples.pretrain import plots
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.records import read_csv, write_csv
 from examples.pretrain.rundir import read_facts
+from examples.pretrain.titles import run_line
 from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 
@@ -32,7 +33,7 @@ def write(folder: pathlib.Path, console: Console) -> None:
     write_csv(folder / "summary.csv", SUMMARY, summary)
     train = {name: curve(rows, "train_loss") for name, rows in metrics.items()}
     val = {name: curve(rows, "val_loss") for name, rows in metrics.items()}
-    plots.draw_losses(folder / "losses.png", train, val, unit)
+    plots.draw_losses(folder / "losses.png", train, val, unit, run_line([folder]))
     console.print(_table(summary, unit))
     console.print(f"Figures and CSV files are in {folder}", highlight=False)
     for name in finished:
@@ -42,14 +43,16 @@ def write(folder: pathlib.Path, console: Console) -> None:
 def _report_matrices(name: str, folder: pathlib.Path, console: Console) -> None:
     """Reports on what an optimizer did to matrices and experts, if it did."""
     loads, history = folder / name / "expert_loads.csv", folder / name / FILE_NAME
+    line = f"{OPTIMIZERS[name].label}; {run_line([folder])}"
     if loads.exists():
-        plots.draw_loads(folder / name / "expert_loads.png", read_csv(loads))
+        figure = folder / name / "expert_loads.png"
+        plots.draw_loads(figure, read_csv(loads), line)
     if not history.exists():
         return
     rows = read_csv(history)
     if not rows or not rows[-1]["trust_ratio"]:
         return
-    plots.draw_trust_ratios(folder / name / "trust_ratios.png", rows)
+    plots.draw_trust_ratios(folder / name / "trust_ratios.png", rows, line)
     page = write_report(folder / name)
     console.print(f"What {OPTIMIZERS[name].label} did: {page}", highlight=False)
 

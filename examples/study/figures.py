@@ -2,15 +2,17 @@
 
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-from examples.pretrain.plots import COLORS, INK, OTHER_COLORS
+from examples import figure_style as style
+from examples.figure_style import COLORS, GREEN, INK, ORANGE, PURPLE, SKY
 from examples.study.arms import ARMS
 from examples.study.plan import find_workload
 from examples.study.results import UNIFORM_EVERY
@@ -21,20 +23,16 @@ _TITLES = {"inherited": "At AdamW's best rate", "own": "At each arm's own best r
 _COMPARED = tuple(arm for arm in ARMS if arm != REFERENCE)
 # In the figure of learning rates.
 _CURVES = ("adamw", REFERENCE, "orscale", "pooled", "full_rank_anchor")
+# In the figure of seconds.
+_TIMED = ("adamw", "muon", REFERENCE, "orscale")
 
-
-_KINDS = {
-    "dense": COLORS["muon_moonlight"],
-    "prose": OTHER_COLORS[0],
-    "mixture": COLORS["orscale"],
-    "vision": OTHER_COLORS[1],
-}
+# None of the colours of the optimizers that have one of their own in the same figure.
+_KINDS = {"dense": SKY, "prose": GREEN, "mixture": ORANGE, "vision": PURPLE}
 
 
 def color_of(arm: str) -> str:
     """The same for an arm in all figures."""
-    others = [name for name in ARMS if name not in COLORS]
-    return COLORS.get(arm) or OTHER_COLORS[others.index(arm) % len(OTHER_COLORS)]
+    return style.color_of(arm, ARMS)
 
 
 def _look_of(workload: str) -> tuple[str, str]:
@@ -43,29 +41,53 @@ def _look_of(workload: str) -> tuple[str, str]:
     return _KINDS[kind], "v" if workload.endswith(SMALL_INIT) else "o"
 
 
+@style.styled
 def draw_differences(study: Study, path: pathlib.Path) -> None:
     """Loss minus Muon+Moonlight's: a mark for every workload, a bar for their mean."""
     arms = [a for a in _COMPARED if any(study.has(n, a) for n in study.workloads)]
-    figure = Figure(figsize=(9, 0.55 * len(arms) + 1.6), layout="constrained")
-    panels = figure.subplots(1, len(COLUMNS), sharey=True, sharex=True)
-    for axes, column in zip(panels, COLUMNS, strict=True):
+    figure, panels = style.new_figure(
+        0.55 * len(arms) + 1.9, 1, len(COLUMNS), sharey=True, sharex=True
+    )
+    for axes, column in zip(panels[0], COLUMNS, strict=True):
         for place, arm in enumerate(arms):
             _marks(axes, study, arm, column, place)
         axes.axvline(0, color=INK, lw=1)
-        axes.set_title(_TITLES[column], loc="left")
-        axes.set_xscale("symlog", linthresh=0.05, linscale=2)
+        axes.set_title(_TITLES[column])
+        axes.set_xscale("symlog", linthresh=0.05, linscale=1)
         ticks = [-0.3, -0.05, 0, 0.05, 0.3]
         axes.set_xticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
         axes.minorticks_off()
-        axes.tick_params(axis="x", labelsize=8)
-        _bare(axes)
-    panels[0].set_yticks(range(len(arms)), [ARMS[arm].label for arm in arms])
-    panels[0].invert_yaxis()
-    figure.supxlabel("validation loss − Muon+Moonlight's (nats; left is better)")
+    panels[0, 0].set_yticks(range(len(arms)), [_wrapped(arm) for arm in arms])
+    panels[0, 0].set_ylim(len(arms) - 0.4, -0.6)
+    figure.supxlabel("difference (nats; left is better; linear within ±0.05)")
     hollow = _mark("o", INK, "interval has 0", mfc="white")
-    mean = Line2D([], [], color=INK, lw=2.5, label="mean")
+    mean = Line2D([], [], color=INK, lw=2.5, label="mean of the workloads")
     _explain_marks(figure, study, hollow, mean)
-    _save(figure, path)
+    style.set_title(
+        figure,
+        "Validation loss minus Muon+Moonlight's, with 95 % intervals",
+        f"{_extent(study)}; thin lines are the intervals",
+    )
+    style.save(figure, path)
+
+
+def _wrapped(arm: str) -> str:
+    """A label in lines that leave the panels room."""
+    return ARMS[arm].label.replace(", ", ",\n")
+
+
+def _extent(study: Study) -> str:
+    """How many workloads and seeds there are."""
+    counts = [
+        len(study.losses(name, arm, column))
+        for name in study.workloads
+        for arm in (REFERENCE, "orscale")
+        for column in COLUMNS
+        if study.has(name, arm)
+    ]
+    fewest, most = min(counts), max(counts)
+    seeds = f"{most}" if fewest == most else f"{fewest} to {most}"
+    return f"{len(study.workloads)} workloads, {seeds} seeds each"
 
 
 def _marks(axes: Axes, study: Study, arm: str, column: Column, place: int) -> None:
@@ -90,8 +112,8 @@ def _explain_marks(figure: Figure, study: Study, *others: Line2D) -> None:
     kinds = [_mark("o", color, kind) for kind, color in _KINDS.items() if kind in present]
     marks = [*kinds, _mark("v", INK, "small initial weights"), *others]
     figure.legend(
-        handles=marks, loc="outside upper center", ncols=len(marks), frameon=False,
-        fontsize=8, handletextpad=0.3, columnspacing=1.2,
+        handles=marks, loc="outside lower center", ncols=4, handletextpad=0.3,
+        columnspacing=1.2,
     )  # fmt: skip
 
 
@@ -99,6 +121,7 @@ def _mark(marker: str, color: str, label: str, **style: Any) -> Line2D:
     return Line2D([], [], marker=marker, color=color, label=label, ls="", ms=5, **style)
 
 
+@style.styled
 def draw_rates(study: Study, path: pathlib.Path) -> None:
     """Loss by learning rate at the first seed, for every workload."""
 
@@ -114,33 +137,93 @@ def draw_rates(study: Study, path: pathlib.Path) -> None:
                 axes.plot(rates, losses, "o-", ms=3, color=color_of(arm), label=label)
         axes.set_xscale("log", base=2)
         rates = sorted({r for arm in _CURVES for r in study.search(name, arm)})
-        axes.set_xticks(rates[::2], [f"{rate:.3g}" for rate in rates[::2]], fontsize=7)
+        axes.set_xticks(rates[::2], [f"{rate:.3g}" for rate in rates[::2]])
         top = max(1.15 * min(best), 1.05 * max(best))
         axes.set_ylim(min(best) - 0.1 * (top - min(best)), top)
 
-    figure = _grid(study, draw, "learning rate", "validation loss, seed 0 (nats)")
-    _save(figure, path)
+    figure = _grid(study.workloads, draw, "learning rate", "validation loss (nats)")
+    style.set_title(
+        figure,
+        "Loss by learning rate, seed 0 of each workload",
+        "Up to 15 % above the best; curves leave the panel at the top",
+    )
+    style.save(figure, path)
 
 
-def draw_ratios(study: Study, path: pathlib.Path) -> None:
-    """OrScale's mean ratio along the runs, at both rates."""
+@style.styled
+def draw_seconds(study: Study, path: pathlib.Path) -> None:
+    """Loss by seconds of training, at each arm's own best rate, for timed workloads.
+
+    Nothing is drawn before the steps have been timed.
+    """
+    names = [name for name in study.workloads if name in study.seconds]
+    if not names:
+        return
 
     def draw(axes: Axes, name: str) -> None:
-        for column, color in zip(COLUMNS, (COLORS["orscale"], INK), strict=True):
+        recipe = find_workload(name).config.recipe
+        for arm in _TIMED:
+            if study.has(name, arm) and arm in study.seconds[name]:
+                runs = study.runs(name, arm, "own").values()
+                losses = np.mean([run.losses for run in runs], axis=0)
+                ends = recipe.validation_every * (1 + np.arange(len(losses)))
+                steps = np.minimum(ends, recipe.num_steps)
+                axes.plot(
+                    study.seconds[name][arm] * steps, losses, "o-", ms=3,
+                    color=color_of(arm), label=ARMS[arm].label,
+                )  # fmt: skip
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(ScalarFormatter())
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 2.5, 3, 5)))
+        axes.set_xlim(left=0)
+
+    figure = _grid(
+        names, draw, "seconds of training (steps × the median time of one, on one core)",
+        "validation loss (nats)",
+    )  # fmt: skip
+    style.set_title(
+        figure, "Loss by time, each optimizer at its own best rate", "Mean of the seeds"
+    )
+    style.save(figure, path)
+
+
+@style.styled
+def draw_ratios(study: Study, path: pathlib.Path) -> None:
+    """OrScale's mean ratio along the runs, at both rates."""
+    looks = dict(zip(COLUMNS, ((COLORS["orscale"], "-"), (INK, "--")), strict=True))
+
+    def draw(axes: Axes, name: str) -> None:
+        for column, (color, dashes) in looks.items():
             for run in study.runs(name, "orscale", column).values():
                 steps = 1 + UNIFORM_EVERY * np.arange(len(run.uniform))
-                axes.plot(steps, run.uniform, lw=0.9, color=color)
-            rate = study.rate(name, "orscale", column)
-            axes.plot([], [], color=color, label=f"{column} ({rate:.3g})")
+                axes.plot(steps, run.uniform, lw=0.9, color=color, ls=dashes)
         axes.axhline(1, color=INK, lw=0.6, ls=":")
         axes.set_yscale("log", base=2)
-        axes.set_yticks([0.5, 1, 2, 4], ["0.5", "1", "2", "4"])
-        axes.legend(frameon=False, fontsize=7)
+        axes.set_ylim(0.75, 5.6)
+        axes.set_yticks([1, 2, 4], ["1", "2", "4"])
+        axes.minorticks_off()
+        rates = [study.rate(name, "orscale", column) for column in COLUMNS]
+        told = [f"{rate:.3g}" for rate in dict.fromkeys(rates)]
+        axes.text(
+            0.97, 0.06 if max(run.uniform) > 1.6 else 0.94, f"rate {' and '.join(told)}",
+            transform=axes.transAxes, ha="right",
+            va="bottom" if max(run.uniform) > 1.6 else "top", fontsize=style.SMALL,
+        )  # fmt: skip
 
-    figure = _grid(study, draw, "step", "geometric mean of r̂", legend=False)
-    _save(figure, path)
+    figure = _grid(study.workloads, draw, "step", "geometric mean of r̂")
+    handles = [
+        Line2D([], [], color=color, ls=dashes, label=_TITLES[column])
+        for column, (color, dashes) in looks.items()
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    style.set_title(
+        figure, "OrScale's trust ratio, mean over the matrices", "A line is a seed"
+    )
+    style.save(figure, path)
 
 
+@style.styled
 def draw_kappa(study: Study, path: pathlib.Path) -> None:
     """The gain of every workload by κ, as the model and the step have it.
 
@@ -148,10 +231,9 @@ def draw_kappa(study: Study, path: pathlib.Path) -> None:
     """
     if not study.gains:
         return
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
+    figure, panels = style.new_figure(4.2, 1, 2, sharey=True)
     titles = {"kappa_eff": "κ_eff of the paper's model", "kappa": "κ along the step"}
-    for axes, (field, title) in zip(panels, titles.items(), strict=True):
+    for axes, (field, title) in zip(panels[0], titles.items(), strict=True):
         for name in study.workloads:
             kappa = study.gain(name, field)
             if math.isfinite(kappa):
@@ -162,51 +244,35 @@ def draw_kappa(study: Study, path: pathlib.Path) -> None:
         axes.axvline(1, color=INK, lw=0.6, ls=":")
         axes.axhline(0, color=INK, lw=0.6, ls=":")
         axes.set_xlabel(title)
-        _bare(axes)
-    panels[0].set_ylabel("gain over Muon+Moonlight (nats)")
+    panels[0, 0].set_ylabel("gain over Muon+Moonlight (nats)")
     _explain_marks(figure, study)
-    _save(figure, path)
+    style.set_title(
+        figure,
+        "OrScale's gain at AdamW's best rate by κ; small and large models",
+        _extent(study),
+    )
+    style.save(figure, path)
 
 
 def _grid(
-    study: Study,
-    draw: Callable[[Axes, str], None],
-    x_label: str,
-    y_label: str,
-    legend: bool = True,
+    names: Sequence[str], draw: Callable[[Axes, str], None], x_label: str, y_label: str
 ) -> Figure:
-    """A panel for every workload."""
-    names = study.workloads
-    columns = min(4, len(names))
+    """A panel for every workload, and a legend of what they have labels for."""
+    columns = min(3, len(names))
     rows = -(-len(names) // columns)
-    figure = Figure(
-        figsize=(max(2.6 * columns, 5), 2.1 * rows + 0.8), layout="constrained"
-    )
-    panels: Any = figure.subplots(rows, columns, squeeze=False).ravel()
+    figure, grid = style.new_figure(1.8 * rows + 1.5, rows, columns)
+    panels = grid.ravel()
     for axes, name in zip(panels, names, strict=False):
         draw(axes, find_workload(name).name)
-        axes.set_title(name, loc="left", fontsize=9)
-        axes.tick_params(labelsize=7)
-        _bare(axes)
+        axes.set_title(name)
     for axes in panels[len(names) :]:
         axes.axis("off")
-    if legend:
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside upper center", ncols=columns + 1, frameon=False
-        )
-    figure.supxlabel(x_label, fontsize=10)
-    figure.supylabel(y_label, fontsize=10)
+    handles, labels = panels[0].get_legend_handles_labels()
+    if handles:
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, columns))
+    figure.supxlabel(x_label)
+    figure.supylabel(y_label)
     return figure
-
-
-def _bare(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-
-
-def _save(figure: Figure, path: pathlib.Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
 
 
 FIGURES: dict[str, Callable[[Study, pathlib.Path], None]] = {
@@ -214,4 +280,5 @@ FIGURES: dict[str, Callable[[Study, pathlib.Path], None]] = {
     "rates": draw_rates,
     "ratios": draw_ratios,
     "kappa": draw_kappa,
+    "seconds": draw_seconds,
 }

@@ -127,7 +127,7 @@ def test_the_figure_of_the_loads_of_experts(tmp_path):
         for layer in range(2)
         for e, share in enumerate((0.5, 0.25, 0.25))
     ]
-    plots.draw_loads(tmp_path / "loads.png", rows)
+    plots.draw_loads(tmp_path / "loads.png", rows, "Model; rate; seed")
     assert_drawn(tmp_path / "loads.png")
 
 
