@@ -32,6 +32,8 @@ COLORS: Mapping[str, str] = {
     "muon": SKY,
     "muon_moonlight": BLUE,
     "orscale": VERMILLION,
+    "pooled": PURPLE,
+    "full_rank_anchor": GREEN,
 }
 OTHER_COLORS = (GREEN, PURPLE, ORANGE, BLACK, YELLOW)
 

@@ -9,7 +9,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from examples import figure_style as style
 from examples.figure_style import COLORS, GREEN, INK, ORANGE, PURPLE, SKY
@@ -22,9 +21,11 @@ from examples.study.workloads import SMALL_INIT
 _TITLES = {"inherited": "At AdamW's best rate", "own": "At each arm's own best rate"}
 _COMPARED = tuple(arm for arm in ARMS if arm != REFERENCE)
 # In the figure of learning rates.
-_CURVES = ("adamw", REFERENCE, "orscale", "pooled", "full_rank_anchor")
+_CURVES = {
+    "adamw": "s", REFERENCE: "o", "orscale": "^", "pooled": "D", "full_rank_anchor": "v",
+}  # fmt: skip
 # In the figure of seconds.
-_TIMED = ("adamw", "muon", REFERENCE, "orscale")
+_TIMED = {"adamw": "s", "muon": "D", REFERENCE: "o", "orscale": "^"}
 
 # None of the colours of the optimizers that have one of their own in the same figure.
 _KINDS = {"dense": SKY, "prose": GREEN, "mixture": ORANGE, "vision": PURPLE}
@@ -59,14 +60,15 @@ def draw_differences(study: Study, path: pathlib.Path) -> None:
         axes.minorticks_off()
     panels[0, 0].set_yticks(range(len(arms)), [_wrapped(arm) for arm in arms])
     panels[0, 0].set_ylim(len(arms) - 0.4, -0.6)
-    figure.supxlabel("difference (nats; left is better; linear within ±0.05)")
+    for axes in panels[0]:
+        axes.set_xlabel("difference (nats; left is better)")
     hollow = _mark("o", INK, "interval has 0", mfc="white")
     mean = Line2D([], [], color=INK, lw=2.5, label="mean of the workloads")
     _explain_marks(figure, study, hollow, mean)
     style.set_title(
         figure,
         "Validation loss minus Muon+Moonlight's, with 95 % intervals",
-        f"{_extent(study)}; thin lines are the intervals",
+        f"{_extent(study)}; thin lines: intervals; axis linear within ±0.05",
     )
     style.save(figure, path)
 
@@ -78,16 +80,19 @@ def _wrapped(arm: str) -> str:
 
 def _extent(study: Study) -> str:
     """How many workloads and seeds there are."""
-    counts = [
+    return f"{len(study.workloads)} workloads, {_seeds(study)} each"
+
+
+def _seeds(study: Study) -> str:
+    """How many seeds the arms of the workloads have."""
+    counts = {
         len(study.losses(name, arm, column))
         for name in study.workloads
-        for arm in (REFERENCE, "orscale")
+        for arm in ARMS
         for column in COLUMNS
         if study.has(name, arm)
-    ]
-    fewest, most = min(counts), max(counts)
-    seeds = f"{most}" if fewest == most else f"{fewest} to {most}"
-    return f"{len(study.workloads)} workloads, {seeds} seeds each"
+    }
+    return f"{' to '.join(map(str, sorted({min(counts), max(counts)})))} seeds"
 
 
 def _marks(axes: Axes, study: Study, arm: str, column: Column, place: int) -> None:
@@ -107,12 +112,14 @@ def _marks(axes: Axes, study: Study, arm: str, column: Column, place: int) -> No
         axes.plot([mean] * 2, [place - 0.4, place + 0.4], color=INK, lw=2.5)
 
 
-def _explain_marks(figure: Figure, study: Study, *others: Line2D) -> None:
+def _explain_marks(
+    figure: Figure, study: Study, *others: Line2D, columns: int = 4
+) -> None:
     present = {name.split("-")[0] for name in study.workloads}
     kinds = [_mark("o", color, kind) for kind, color in _KINDS.items() if kind in present]
     marks = [*kinds, _mark("v", INK, "small initial weights"), *others]
     figure.legend(
-        handles=marks, loc="outside lower center", ncols=4, handletextpad=0.3,
+        handles=marks, loc="outside lower center", ncols=columns, handletextpad=0.3,
         columnspacing=1.2,
     )  # fmt: skip
 
@@ -125,27 +132,29 @@ def _mark(marker: str, color: str, label: str, **style: Any) -> Line2D:
 def draw_rates(study: Study, path: pathlib.Path) -> None:
     """Loss by learning rate at the first seed, for every workload."""
 
-    def draw(axes: Axes, name: str) -> None:
+    def draw(axes: Axes, name: str) -> str:
         best = []
-        for arm in _CURVES:
+        for arm, marker in _CURVES.items():
             found = study.search(name, arm)
             if found:
                 rates = sorted(found)
                 losses = [found[rate] for rate in rates]
                 best.append(min(losses))
                 label = ARMS[arm].label
-                axes.plot(rates, losses, "o-", ms=3, color=color_of(arm), label=label)
+                color = color_of(arm)
+                axes.plot(rates, losses, marker=marker, ms=4, color=color, label=label)
         axes.set_xscale("log", base=2)
         rates = sorted({r for arm in _CURVES for r in study.search(name, arm)})
         axes.set_xticks(rates[::2], [f"{rate:.3g}" for rate in rates[::2]])
         top = max(1.15 * min(best), 1.05 * max(best))
         axes.set_ylim(min(best) - 0.1 * (top - min(best)), top)
+        return ""
 
     figure = _grid(study.workloads, draw, "learning rate", "validation loss (nats)")
     style.set_title(
         figure,
         "Loss by learning rate, seed 0 of each workload",
-        "Up to 15 % above the best; curves leave the panel at the top",
+        "Losses far above the best ones lie outside of the panels",
     )
     style.save(figure, path)
 
@@ -160,30 +169,26 @@ def draw_seconds(study: Study, path: pathlib.Path) -> None:
     if not names:
         return
 
-    def draw(axes: Axes, name: str) -> None:
+    def draw(axes: Axes, name: str) -> str:
         recipe = find_workload(name).config.recipe
-        for arm in _TIMED:
+        for arm, marker in _TIMED.items():
             if study.has(name, arm) and arm in study.seconds[name]:
                 runs = study.runs(name, arm, "own").values()
                 losses = np.mean([run.losses for run in runs], axis=0)
                 ends = recipe.validation_every * (1 + np.arange(len(losses)))
                 steps = np.minimum(ends, recipe.num_steps)
                 axes.plot(
-                    study.seconds[name][arm] * steps, losses, "o-", ms=3,
+                    study.seconds[name][arm] * steps, losses, marker=marker, ms=4,
                     color=color_of(arm), label=ARMS[arm].label,
                 )  # fmt: skip
-        axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(ScalarFormatter())
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 2.5, 3, 5)))
         axes.set_xlim(left=0)
+        return ""
 
-    figure = _grid(
-        names, draw, "seconds of training (steps × the median time of one, on one core)",
-        "validation loss (nats)",
-    )  # fmt: skip
+    figure = _grid(names, draw, "seconds of training", "validation loss (nats)")
     style.set_title(
-        figure, "Loss by time, each optimizer at its own best rate", "Mean of the seeds"
+        figure,
+        f"Loss by time, each optimizer at its own best rate, mean of {_seeds(study)}",
+        "Seconds: steps times the median time of a step, on one core",
     )
     style.save(figure, path)
 
@@ -191,34 +196,28 @@ def draw_seconds(study: Study, path: pathlib.Path) -> None:
 @style.styled
 def draw_ratios(study: Study, path: pathlib.Path) -> None:
     """OrScale's mean ratio along the runs, at both rates."""
+    labels = {"inherited": "At AdamW's best rate", "own": "At its own best rate"}
     looks = dict(zip(COLUMNS, ((COLORS["orscale"], "-"), (INK, "--")), strict=True))
 
-    def draw(axes: Axes, name: str) -> None:
+    def draw(axes: Axes, name: str) -> str:
         for column, (color, dashes) in looks.items():
             for run in study.runs(name, "orscale", column).values():
                 steps = 1 + UNIFORM_EVERY * np.arange(len(run.uniform))
                 axes.plot(steps, run.uniform, lw=0.9, color=color, ls=dashes)
+            axes.plot([], [], color=color, ls=dashes, label=labels[column])
         axes.axhline(1, color=INK, lw=0.6, ls=":")
         axes.set_yscale("log", base=2)
         axes.set_ylim(0.75, 5.6)
         axes.set_yticks([1, 2, 4], ["1", "2", "4"])
         axes.minorticks_off()
-        rates = [study.rate(name, "orscale", column) for column in COLUMNS]
-        told = [f"{rate:.3g}" for rate in dict.fromkeys(rates)]
-        axes.text(
-            0.97, 0.06 if max(run.uniform) > 1.6 else 0.94, f"rate {' and '.join(told)}",
-            transform=axes.transAxes, ha="right",
-            va="bottom" if max(run.uniform) > 1.6 else "top", fontsize=style.SMALL,
-        )  # fmt: skip
+        rates = [f"{study.rate(name, 'orscale', column):.3g}" for column in COLUMNS]
+        return f"rates {' and '.join(rates)}"
 
     figure = _grid(study.workloads, draw, "step", "geometric mean of r̂")
-    handles = [
-        Line2D([], [], color=color, ls=dashes, label=_TITLES[column])
-        for column, (color, dashes) in looks.items()
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
     style.set_title(
-        figure, "OrScale's trust ratio, mean over the matrices", "A line is a seed"
+        figure,
+        "OrScale's trust ratio, geometric mean over the matrices",
+        f"{_seeds(study)}, a line each; rates: AdamW's best and OrScale's own best",
     )
     style.save(figure, path)
 
@@ -245,32 +244,43 @@ def draw_kappa(study: Study, path: pathlib.Path) -> None:
         axes.axhline(0, color=INK, lw=0.6, ls=":")
         axes.set_xlabel(title)
     panels[0, 0].set_ylabel("gain over Muon+Moonlight (nats)")
-    _explain_marks(figure, study)
+    _explain_marks(figure, study, columns=5)
     style.set_title(
         figure,
-        "OrScale's gain at AdamW's best rate by κ; small and large models",
-        _extent(study),
+        "OrScale's gain over Muon+Moonlight at AdamW's best rate, by κ",
+        f"{_extent(study)}; large marks are the large models",
     )
     style.save(figure, path)
 
 
 def _grid(
-    names: Sequence[str], draw: Callable[[Axes, str], None], x_label: str, y_label: str
+    names: Sequence[str], draw: Callable[[Axes, str], str], x_label: str, y_label: str
 ) -> Figure:
-    """A panel for every workload, and a legend of what they have labels for."""
+    """A panel for every workload, and a legend of what the first has labels for.
+
+    Args:
+      names: Of the workloads.
+      draw: Draws one; what it gives is the second line of the title.
+      x_label: Of the lowest panels.
+      y_label: Of all.
+    """
     columns = min(3, len(names))
     rows = -(-len(names) // columns)
-    figure, grid = style.new_figure(1.8 * rows + 1.5, rows, columns)
+    figure, grid = style.new_figure(1.9 * rows + 1.2, rows, columns)
     panels = grid.ravel()
     for axes, name in zip(panels, names, strict=False):
-        draw(axes, find_workload(name).name)
-        axes.set_title(name)
-    for axes in panels[len(names) :]:
+        line = draw(axes, find_workload(name).name)
+        axes.set_title(f"{name}\n{line}".rstrip())
+    for axes in panels[: len(names)][-columns:]:
+        axes.set_xlabel(x_label)
+    handles = panels[0].get_legend_handles_labels()
+    free = panels[len(names) :]
+    for axes in free:
         axes.axis("off")
-    handles, labels = panels[0].get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=min(4, columns))
-    figure.supxlabel(x_label)
+    if len(free):
+        free[0].legend(*handles, loc="center")
+    else:
+        figure.legend(*handles, loc="outside lower center", ncols=3)
     figure.supylabel(y_label)
     return figure
 
