@@ -4,9 +4,11 @@
     python -m examples.benchmarks.step --cases gpt2      # some
     python -m examples.benchmarks.step --cases 1.1B --contenders muon orscale
     python -m examples.benchmarks.step --out docs        # also the table and the plot
+    python -m examples.benchmarks.step --out docs --replot  # the plot alone, of the CSV
 
 Everything runs in one process, in turns, so that what else the machine does falls on all
-alike. Times are medians. "of the ceiling" is the nominal number of operations of
+alike. Times are medians; bars of the plot reach from the first to the third quartile.
+benchmark.csv keeps them. "of the ceiling" is the nominal number of operations of
 Newton–Schulz, steps · (4m²n + 2m³) a matrix, over the time and over the best rate of a
 matrix product that was measured in the same turns.
 """
@@ -15,16 +17,15 @@ import dataclasses
 import functools
 import math
 import pathlib
-import statistics
 import time
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import optax
 import tyro
 
+from examples.benchmarks import step_figure
 from examples.benchmarks.contenders import (
     NS_STEPS,
     contenders,
@@ -32,6 +33,7 @@ from examples.benchmarks.contenders import (
     relatives,
     step_of,
 )
+from examples.benchmarks.step_figure import Times
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -98,7 +100,9 @@ class Options:
     ns_dtype: str = "float32"
     """Of our Newton–Schulz; the peers multiply in float32."""
     out: pathlib.Path | None = None
-    """Where benchmark.md and benchmark.png go."""
+    """Where benchmark.md, benchmark.csv and benchmark.png go."""
+    replot: bool = False
+    """Draw benchmark.png of the benchmark.csv that is there."""
 
 
 def stepping(
@@ -151,8 +155,8 @@ def nominal_flops(shapes: Shapes) -> float:
     return total
 
 
-def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, float]:
-    """Median seconds of each, after one run to compile."""
+def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, Times]:
+    """Seconds of each, after one run to compile."""
     for run in runs.values():
         run()
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -162,16 +166,21 @@ def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, f
             start = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
+    return {name: Times.of(found) for name, found in times.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Seconds of each contender, and operations per second of the ceiling."""
+    """Times of each contender, and operations per second of the ceiling."""
 
     case: str
-    seconds: dict[str, float]
+    times: dict[str, Times]
     ceiling: float
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Median of each contender."""
+        return {name: found.median for name, found in self.times.items()}
 
     @property
     def of_the_ceiling(self) -> float:
@@ -198,7 +207,7 @@ def measure(case: str, options: Options) -> Result:
     found = in_turns(
         runs | {name: run for name, (run, _) in multiplications.items()}, options.seconds
     )
-    rates = [flops / found[name] for name, (_, flops) in multiplications.items()]
+    rates = [flops / found[name].median for name, (_, flops) in multiplications.items()]
     return Result(case, {name: found[name] for name in runs}, max(rates))
 
 
@@ -221,34 +230,33 @@ def table(results: list[Result]) -> list[str]:
     ]
 
 
-def plot(results: list[Result], path: pathlib.Path) -> None:
-    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.75 * len(results)))
-    names = list(results[0].seconds)
-    for place, name in enumerate(names):
-        axes.barh(
-            [row + 0.2 * (place - 1.5) for row in range(len(results))],
-            [r.seconds[name] / r.seconds["orscale"] for r in results],
-            height=0.18,
-            label=name,
-        )
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_yticks(range(len(results)), [NAMES[r.case] for r in results])
-    axes.invert_yaxis()
-    axes.set_xlabel("time of a step, over orscale's")
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+def write(results: list[Result], ns_dtype: str, folder: pathlib.Path) -> None:
+    """The table, the times and the plot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "benchmark.md").write_text("\n".join(table(results)) + "\n")
+    times = {result.case: result.times for result in results}
+    step_figure.write_times(times, ns_dtype, folder / "benchmark.csv")
+    draw(folder)
+
+
+def draw(folder: pathlib.Path) -> None:
+    """The plot, of the times that are in the folder."""
+    times, measured = step_figure.read_times(folder / "benchmark.csv")
+    named = {NAMES[case]: found for case, found in times.items()}
+    step_figure.draw(named, measured, folder / "benchmark.png")
 
 
 def main(options: Options) -> None:
+    if options.replot:
+        draw(options.out or pathlib.Path("docs"))
+        return
     results = []
     for case in options.cases:
         results.append(measure(case, options))
         print(f"{case}: {results[-1].speedup:.2f} times {results[-1].peer}", flush=True)
     print("\n".join(table(results)))
     if options.out is not None:
-        (options.out / "benchmark.md").write_text("\n".join(table(results)) + "\n")
-        plot(results, options.out / "benchmark.png")
+        write(results, options.ns_dtype, options.out)
 
 
 if __name__ == "__main__":

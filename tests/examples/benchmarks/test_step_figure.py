@@ -1,0 +1,36 @@
+"""The times of a step: their quartiles, their CSV file and their figure."""
+
+import statistics
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.benchmarks import step, step_figure
+from examples.benchmarks.step_figure import Times
+
+SECONDS = [0.3, 0.1, 0.2, 0.5, 0.4]
+
+
+def test_quartiles():
+    low, median, high = statistics.quantiles(SECONDS, method="inclusive")
+    assert Times.of(SECONDS) == Times(*map(pytest.approx, (low, median, high)), 5)
+
+
+def test_the_figure_is_drawn_of_the_file_that_a_run_leaves(tmp_path):
+    names = step.Options().contenders
+    times = {
+        name: Times.of([x * (1 + i) for x in SECONDS]) for i, name in enumerate(names)
+    }
+    results = [step.Result(case, times, 1e9) for case in ("davidnet", "tiny")]
+    step.write(results, "bfloat16", tmp_path)
+    read, measured = step_figure.read_times(tmp_path / "benchmark.csv")
+    assert read == {"davidnet": times, "tiny": times}
+    assert "bfloat16" in measured and jax.__version__ in measured
+    drawn = np.asarray(Image.open(tmp_path / "benchmark.png").convert("RGB"))
+    assert drawn.shape[1] == 1500
+    assert tuple(drawn[0, 0]) == (255, 255, 255)
+    step.main(step.Options(out=tmp_path, replot=True))
+    again = np.asarray(Image.open(tmp_path / "benchmark.png").convert("RGB"))
+    assert np.array_equal(again, drawn)
