@@ -20,9 +20,7 @@ def test_quartiles():
 
 def test_the_figure_is_drawn_of_the_file_that_a_run_leaves(tmp_path):
     names = step.Options().contenders
-    times = {
-        name: Times.of([x * (1 + i) for x in SECONDS]) for i, name in enumerate(names)
-    }
+    times = {name: Times(0.5 + i, 1.0 + i, 1.5 + i, 7) for i, name in enumerate(names)}
     results = [step.Result(case, times, 1e9) for case in ("davidnet", "tiny")]
     step.write(results, "bfloat16", tmp_path)
     read, measured = step_figure.read_times(tmp_path / "benchmark.csv")
