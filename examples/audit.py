@@ -4,15 +4,17 @@ python -m examples.audit docs
 """
 
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples import figure_style as style
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
     Description,
@@ -21,7 +23,10 @@ from orscale_jax import (
     orscale,
 )
 
+# Fewer columns than the table has: they are to be read at the width of a page.
+SHOWN = ("parameter", "rule", "class", "matrices", "m × n", "check")
 LAYERS, EMBED, HIDDEN, EXPERTS, VOCABULARY = 24, 2048, 1408, 64, 102400
+MODEL = f"for a mixture of {LAYERS} layers with {EXPERTS} experts"
 SHAPES = {
     "embed": (VOCABULARY, EMBED),
     "layers": {
@@ -65,26 +70,43 @@ def audit(numbers: Callable[[Any], Any]) -> Description:
     return describe(params, numbers, optimizer=optimizer)
 
 
-def draw(
-    description: Description, remarks: Mapping[str, str], path: pathlib.Path
-) -> None:
+def table(description: Description) -> list[str]:
+    """The lines of the table, of the columns that are shown."""
     lines = str(description).splitlines()
-    width = max(map(len, lines)) + max(map(len, remarks.values()), default=0)
-    figure = plt.figure(figsize=(0.083 * width + 0.4, 0.19 * len(lines) + 0.2))
-    for number, line in enumerate(lines):
-        remark = remarks.get(line.split(" ")[0], "")
+    spans = [match.span() for match in re.finditer("─+", lines[1])]
+    shown = [span for span in spans if lines[0][slice(*span)].strip() in SHOWN]
+    last = lines.index(lines[1], 2)
+    return [
+        "  ".join(line.ljust(500)[slice(*span)] for span in shown)
+        for line in lines[:last]
+    ]
+
+
+def draw(
+    title: str, description: Description, remarks: Mapping[str, str], path: pathlib.Path
+) -> None:
+    """The table as a picture; a line with a remark is in colour, the remark below it."""
+    written: list[tuple[str, str]] = [(title, style.BLACK), ("", style.INK)]
+    for line in table(description):
+        remark = remarks.get(line.split(" ")[0])
+        written.append((line, style.VERMILLION if remark else style.INK))
+        if remark:
+            written.append((f"  ↑ {remark}", style.VERMILLION))
+    figure = Figure(figsize=(style.WIDTH, 0.185 * (len(written) + 1)))
+    width = max(len(line) for line, _ in written)
+    size = min(0.96 * style.WIDTH * 72 / (0.602 * width), style.NORMAL)
+    for number, (line, color) in enumerate(written):
         figure.text(
-            0.01,
-            1 - (number + 1) / (len(lines) + 1),
-            f"{line:{max(map(len, lines))}}   {remark}",
-            family="DejaVu Sans Mono",
-            fontsize=10,
-            color="firebrick" if remark else "black",
-        )
-    figure.savefig(path, dpi=100)
+            0.015, 1 - (number + 1) / (len(written) + 1), line,
+            family="DejaVu Sans Mono", fontsize=size, color=color,
+        )  # fmt: skip
+    style.save(figure, path)
+
+
+def main(folder: pathlib.Path) -> None:
+    draw(f"The right rules, {MODEL}", audit(RIGHT), {}, folder / "audit.png")
+    draw(f"Careless rules, {MODEL}", audit(WRONG), REMARKS, folder / "audit_wrong.png")
 
 
 if __name__ == "__main__":
-    folder = pathlib.Path(sys.argv[1])
-    draw(audit(RIGHT), {}, folder / "audit.png")
-    draw(audit(WRONG), REMARKS, folder / "audit_wrong.png")
+    main(pathlib.Path(sys.argv[1]))

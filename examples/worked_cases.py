@@ -12,9 +12,9 @@ from typing import Any
 
 import tyro
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
+from examples import figure_style as style
 from examples.pretrain.config import Config
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.loading import Batches
@@ -38,8 +38,9 @@ TRAINING = dataclasses.replace(
     measure_every=50,
     measure_batches=32,
 )
-# Told apart by the colour-blind, too (Okabe and Ito).
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = (
+    style.BLUE, style.VERMILLION, style.GREEN, style.PURPLE, style.ORANGE, style.SKY,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,8 +68,8 @@ class Case:
 
 CASES = {
     "healthy": Case("healthy", "orscale"),
-    "saturated": Case("saturated: r over ‖M‖", "momentum_denominator"),
-    "low_rank": Case("low-rank anchor: 8 tokens first", "orscale", first_tokens=8),
+    "saturated": Case("saturated: r over ‖M̃‖", "momentum_denominator"),
+    "low_rank": Case("low-rank anchor", "orscale", first_tokens=8),
 }
 
 
@@ -98,31 +99,43 @@ def run(
         return readouts.read(state), readouts.history.frame()
 
 
+@style.styled
 def draw(path: pathlib.Path, tables: dict[str, Any]) -> None:
     """Draws r̂ by class over the steps, and growth against r at the end, of each case."""
-    figure = Figure((11, 6.2), layout="constrained", dpi=150)
-    panels = figure.subplots(2, len(tables), sharey="row")
+    figure, panels = style.new_figure(5.6, 2, len(tables), sharey="row")
     for (over, against), (name, rows) in zip(panels.T, tables.items(), strict=True):
-        over.set_title(CASES[name].title, loc="left", fontsize=10)
+        over.set_title(CASES[name].title)
         last = rows[rows.step == rows.step.max()]
         for label, color in zip(last["class"].unique(), COLORS, strict=False):
             mean = rows[rows["class"] == label].groupby("step").trust_ratio.mean()
             over.plot(mean.index, mean, lw=1.8, color=color, label=label)
             of_class = last[last["class"] == label]
-            against.scatter(of_class.growth, of_class.raw_trust_ratio, color=color)
-        against.plot([0.5, 2], [0.5, 2], color="#999999", lw=0.8, ls="--", zorder=0)
-        against.annotate("r = growth", (1.5, 1.5), (4, -12), textcoords="offset points")
+            against.scatter(of_class.growth, of_class.raw_trust_ratio, 25, color=color)
+        against.plot([0.5, 2], [0.5, 2], color=style.GRAY, lw=0.8, ls="--", zorder=0)
+        against.annotate(
+            "r = growth", (2, 2), (0, 6), textcoords="offset points", ha="right",
+            fontsize=style.SMALL,
+        )  # fmt: skip
+        over.axhline(1, color=style.INK, lw=0.8, ls=(0, (4, 3)), zorder=0)
         _finish(over, "step", [0.3, 0.5, 0.7, 1, 1.5])
         _finish(against, "growth ‖W‖/‖W₀‖", [0.3, 1, 3, 10])
         against.set_xscale("log")
         against.xaxis.set_major_locator(FixedLocator([0.5, 1, 2]))
         against.xaxis.set_minor_locator(NullLocator())
         against.xaxis.set_major_formatter(ScalarFormatter())
-    panels[0, 0].set_ylabel("trust ratio r̂")
-    panels[1, 0].set_ylabel("ratio r before the clip")
+    panels[0, 0].set_ylabel("trust ratio r̂ (log scale)")
+    panels[1, 0].set_ylabel("r before the clip (log scale)")
     handles = panels[0, 0].get_legend_handles_labels()
-    figure.legend(*handles, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path)
+    figure.legend(*handles, loc="outside lower center", ncols=3)
+    recipe, model = TRAINING.recipe, TRAINING.model
+    assert isinstance(model, DenseConfig)
+    style.set_title(
+        figure,
+        "Trust ratios by class over the steps, and against growth at the end",
+        f"Decoder of {model.layers} blocks of width {model.width}; "
+        f"learning rate {recipe.learning_rate:g}; seed {recipe.seed}",
+    )
+    style.save(figure, path)
 
 
 def _finish(axes: Axes, label: str, ticks: list[float]) -> None:
@@ -131,7 +144,6 @@ def _finish(axes: Axes, label: str, ticks: list[float]) -> None:
     axes.yaxis.set_major_locator(FixedLocator(ticks))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def main(options: Options) -> None:
