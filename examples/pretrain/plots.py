@@ -54,7 +54,9 @@ def draw_losses(
     _zoom(late, list(val.values()))
     ends = {arm: float(values[-1]) for arm, (_, values) in val.items()}
     _add_names(figure, {arm: f"{end:.4f}" for arm, end in ends.items()})
-    style.set_title(figure, "Loss, and that of validation at the end", run)
+    style.set_title(
+        figure, "Training and validation loss; below, validation loss at the end", run
+    )
     style.save(figure, path)
 
 
@@ -86,16 +88,15 @@ def draw_seeds(
         difference = values - np.array([y for _, y in val[subtracted]])
         if arm != subtracted:
             _mean_and_runs(apart, arm, steps, difference)
-            texts[arm] = f"{difference[:, -1].mean():+.4f}"
+            texts[arm] = f"{difference[:, -1].mean():+.4f}".replace("-", "−")
     label = OPTIMIZERS[subtracted].label
     apart.axhline(0, color=color_of(subtracted), lw=1.8)
     losses.set_title("Mean of the seeds (thick) and each seed")
     apart.set_title(f"Minus {label}'s, seed by seed")
     apart.set_ylabel(f"difference (nats per {unit})")
     _add_names(figure, {arm: texts[arm] for arm in val})
-    style.set_title(
-        figure, f"Validation loss; at the end of the run minus {label}'s, mean", run
-    )
+    title = "Validation loss; below, the mean difference at the end"
+    style.set_title(figure, title, run)
     style.save(figure, path)
 
 

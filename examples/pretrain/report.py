@@ -43,7 +43,7 @@ def write(folder: pathlib.Path, console: Console) -> None:
 def _report_matrices(name: str, folder: pathlib.Path, console: Console) -> None:
     """Reports on what an optimizer did to matrices and experts, if it did."""
     loads, history = folder / name / "expert_loads.csv", folder / name / FILE_NAME
-    line = f"{OPTIMIZERS[name].label}; {run_line([folder])}"
+    line = f"{OPTIMIZERS[name].label}. {run_line([folder])}"
     if loads.exists():
         figure = folder / name / "expert_loads.png"
         plots.draw_loads(figure, read_csv(loads), line)
