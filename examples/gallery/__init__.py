@@ -1,0 +1,1 @@
+"""Complete small programs, each in one file that stands alone."""
