@@ -4,8 +4,10 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from optax.contrib import MuonDimensionNumbers
 
-from examples.gallery import linen_train_state, sharded_gpt
+from examples.gallery import cifar, linen_train_state, mixture_of_experts, sharded_gpt
+from orscale_jax.flax import nnx_dimension_numbers
 
 
 def assert_same(found, wanted):
@@ -37,3 +39,40 @@ def test_linen_train_state():
     shapes = {name: ratios["Block_0"][name]["kernel"].shape for name in ("qkv", "up")}
     assert shapes == {"qkv": (3,), "up": ()}  # Of each matrix, a ratio.
     assert not jax.tree.leaves(ratios["token_embed"])  # The tied head takes AdamW.
+
+
+def test_mixture_of_experts():
+    errors, state = mixture_of_experts.main(steps=40, experts=4, hidden=16)
+    assert errors[-1] < errors[0] / 2
+    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
+    assert ratios["up"].shape == ratios["down"].shape == (4,)
+    assert len(set(ratios["down"].tolist())) == 4
+    assert not jax.tree.leaves(ratios["router"])
+
+
+def test_mixture_of_experts_input_by_input():
+    params = mixture_of_experts.init(jax.random.key(0), experts=4, hidden=8)
+    x, _ = mixture_of_experts.batch(jax.random.key(1), count=10)
+    y, _ = mixture_of_experts.mixture(params, x)
+    for x_n, y_n in zip(x, y, strict=True):
+        p = np.exp(x_n @ params["router"])
+        best = np.argsort(p)[-2:]
+        wanted = sum(
+            p[e] * jax.nn.gelu(x_n @ params["up"][e]) @ params["down"][e] for e in best
+        )
+        np.testing.assert_allclose(y_n, wanted / p[best].sum(), rtol=1e-5, atol=1e-5)
+
+
+def test_cifar(tmp_path):
+    images, labels = cifar.draw(np.random.default_rng(1), 1500)
+    planes = images.transpose(0, 3, 1, 2).reshape(1500, -1)
+    path = tmp_path / "data_batch_1.bin"
+    np.concatenate([labels[:, None], planes], axis=1).tofile(path)
+    for found, wanted in zip(cifar.read(path), (images, labels), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    losses, accuracy, model = cifar.main(steps=60, width=8, path=path)
+    assert losses[-1] < losses[0] / 2 and accuracy > 0.5  # Chance: 0.1.
+    numbers = nnx_dimension_numbers(model)(nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+    kernels = [layer["kernel"] for layer in numbers["convolutions"].values()]
+    assert kernels == [MuonDimensionNumbers((0, 1, 2), 3)] * 3
+    assert numbers["head"]["kernel"] is None
