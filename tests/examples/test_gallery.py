@@ -6,7 +6,13 @@ import optax
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
-from examples.gallery import cifar, linen_train_state, mixture_of_experts, sharded_gpt
+from examples.gallery import (
+    cifar,
+    linen_train_state,
+    lora,
+    mixture_of_experts,
+    sharded_gpt,
+)
 from orscale_jax.flax import nnx_dimension_numbers
 
 
@@ -76,3 +82,22 @@ def test_cifar(tmp_path):
     kernels = [layer["kernel"] for layer in numbers["convolutions"].values()]
     assert kernels == [MuonDimensionNumbers((0, 1, 2), 3)] * 3
     assert numbers["head"]["kernel"] is None
+
+
+def test_lora():
+    losses, seen, model = lora.main(steps=20, width=16, rank=2)
+    assert losses[-1] < losses[0] / 2
+    assert seen[0] == (0, np.inf)  # A waits for B, which has no initial scale.
+    assert 0 < seen[1].a < np.inf
+    assert set(seen[1:]) == {seen[1]}
+    fresh = lora.MLP(16, 2, nnx.Rngs(0))
+    assert_same(*(nnx.state(m, nnx.Not(nnx.LoRAParam)) for m in (model, fresh)))
+
+
+def test_learning_rates():
+    table = learning_rates.main(steps=40, width=8, rates=3)
+    assert table.keys() == {"rate", "orscale", "muon", "adamw"}
+    alone = learning_rates.train("orscale", float(table["rate"][1]), 40, 8)
+    np.testing.assert_allclose(table["orscale"][1], alone, rtol=1e-4)
+    for name in learning_rates.OPTIMIZERS:
+        assert table[name].min() < table[name][0]  # The smallest rate is too small.
