@@ -8,6 +8,8 @@ from optax.contrib import MuonDimensionNumbers
 
 from examples.gallery import (
     cifar,
+    equinox_gpt,
+    learning_rates,
     linen_train_state,
     lora,
     mixture_of_experts,
@@ -101,3 +103,13 @@ def test_learning_rates():
     np.testing.assert_allclose(table["orscale"][1], alone, rtol=1e-4)
     for name in learning_rates.OPTIMIZERS:
         assert table[name].min() < table[name][0]  # The smallest rate is too small.
+
+
+def test_equinox_gpt():
+    losses, model, state = equinox_gpt.main(steps=30, width=16, layers=3)
+    assert losses[-1] < losses[0]
+    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
+    assert ratios.blocks.attention.query_proj.weight.shape == (3,)  # A ratio per layer.
+    assert not jax.tree.leaves((ratios.blocks.norms, ratios.token_embed, ratios.head))
+    one = equinox_gpt.Block(16, jax.random.key(0)).mlp.layers[0].weight
+    assert model.blocks.mlp.layers[0].weight.shape == (3, *one.shape)
