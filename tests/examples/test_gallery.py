@@ -3,12 +3,14 @@
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from examples.gallery import (
     cifar,
     equinox_gpt,
+    haliax_mlp,
     learning_rates,
     linen_train_state,
     lora,
@@ -87,7 +89,7 @@ def test_cifar(tmp_path):
 
 
 def test_lora():
-    losses, seen, model = lora.main(steps=20, width=16, rank=2)
+    losses, seen, model = lora.main(steps=60, width=16, rank=2)
     assert losses[-1] < losses[0] / 2
     assert seen[0] == (0, np.inf)  # A waits for B, which has no initial scale.
     assert 0 < seen[1].a < np.inf
@@ -113,3 +115,14 @@ def test_equinox_gpt():
     assert not jax.tree.leaves((ratios.blocks.norms, ratios.token_embed, ratios.head))
     one = equinox_gpt.Block(16, jax.random.key(0)).mlp.layers[0].weight
     assert model.blocks.mlp.layers[0].weight.shape == (3, *one.shape)
+
+
+@pytest.mark.skipif(
+    not hasattr(jax.core, "is_constant_dim"), reason="haliax.dot needs an older JAX"
+)
+def test_haliax_mlp():
+    losses, model, state = haliax_mlp.main(steps=30, hidden=16, layers=2)
+    assert losses[-1] < losses[0] / 2
+    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
+    assert jax.tree.leaves(ratios.stack.weight)[0].shape == (2,)
+    assert model.stack.weight.resolve_axis("layers").size == 2
