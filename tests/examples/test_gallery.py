@@ -14,6 +14,7 @@ from examples.gallery import (
     learning_rates,
     linen_train_state,
     lora,
+    maxtext_style,
     mixture_of_experts,
     sharded_gpt,
 )
@@ -126,3 +127,25 @@ def test_haliax_mlp():
     [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
     assert jax.tree.leaves(ratios.stack.weight)[0].shape == (2,)
     assert model.stack.weight.resolve_axis("layers").size == 2
+
+
+def test_maxtext_style():
+    losses, state = maxtext_style.main(steps=10, width=16, layers=2)
+    assert losses[-1] < losses[0]
+    attention = state.params["layers"]["self_attention"]
+    query, out = attention["query"].value, attention["out"].value
+    assert (query.shape, query.sharding.spec) == (
+        (16, 2, 4, 4),
+        jax.P("fsdp", None, "tensor", None),
+    )
+    assert (out.shape, out.sharding.spec) == (
+        (4, 2, 4, 16),
+        jax.P("tensor", None, None, "fsdp"),
+    )
+    [(_, trace)] = optax.tree.get_all_with_path(state.opt_state, "trace")
+    momentum = trace["layers"]["self_attention"]["query"].value
+    assert momentum.sharding.spec == query.sharding.spec
+    [(_, ratios)] = optax.tree.get_all_with_path(state.opt_state, "trust_ratio")
+    assert {leaf.shape for leaf in jax.tree.leaves(ratios)} == {
+        (2,)
+    }  # A ratio per layer.
