@@ -8,7 +8,7 @@ copyright = author
 version = release = installed_version("orscale-jax")
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
@@ -30,6 +30,10 @@ copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
 myst_heading_anchors = 3
+
+nb_execution_mode = "force"  # Of docs/notebooks, which hold no output.
+nb_execution_raise_on_error = True
+nb_execution_timeout = 300
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # The docstrings say it; spelled out, aliases fill lines.
