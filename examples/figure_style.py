@@ -19,7 +19,7 @@ INK, FAINT, PAPER = "#333333", "#D9D9D9", "#FFFFFF"
 
 # Okabe and Ito's colours, which are told apart without full colour vision. AdamW has gray
 # in place of their black, which is for axes.
-GRAY, BLUE, VERMILLION, SKY = "#666666", "#0072B2", "#D55E00", "#56B4E9"
+GRAY, BLUE, VERMILION, SKY = "#666666", "#0072B2", "#D55E00", "#56B4E9"
 GREEN, PURPLE, ORANGE, BLACK, YELLOW = (
     "#009E73",
     "#CC79A7",
@@ -31,7 +31,7 @@ COLORS: Mapping[str, str] = {
     "adamw": GRAY,
     "muon": SKY,
     "muon_moonlight": BLUE,
-    "orscale": VERMILLION,
+    "orscale": VERMILION,
     "pooled": PURPLE,
     "full_rank_anchor": GREEN,
 }

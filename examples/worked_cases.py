@@ -39,7 +39,7 @@ TRAINING = dataclasses.replace(
     measure_batches=32,
 )
 COLORS = (
-    style.BLUE, style.VERMILLION, style.GREEN, style.PURPLE, style.ORANGE, style.SKY,
+    style.BLUE, style.VERMILION, style.GREEN, style.PURPLE, style.ORANGE, style.SKY,
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ COLORS = {
     "optax.adamw": style.GRAY,
     "optax.contrib.muon": style.SKY,
     "muon": style.BLUE,
-    "orscale": style.VERMILLION,
+    "orscale": style.VERMILION,
 }
 
 
