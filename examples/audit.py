@@ -89,9 +89,9 @@ def draw(
     written: list[tuple[str, str]] = [(title, style.BLACK), ("", style.INK)]
     for line in table(description):
         remark = remarks.get(line.split(" ")[0])
-        written.append((line, style.VERMILLION if remark else style.INK))
+        written.append((line, style.VERMILION if remark else style.INK))
         if remark:
-            written.append((f"  ↑ {remark}", style.VERMILLION))
+            written.append((f"  ↑ {remark}", style.VERMILION))
     figure = Figure(figsize=(style.WIDTH, 0.185 * (len(written) + 1)))
     width = max(len(line) for line, _ in written)
     size = min(0.96 * style.WIDTH * 72 / (0.602 * width), style.NORMAL)
