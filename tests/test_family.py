@@ -165,7 +165,7 @@ def test_arguments_are_orscales_and_their_own(name):
         assert parameter.kind == plain.get(key, parameter).kind
         assert key in own or parameter.default == plain[key].default
         if key not in plain:
-            assert f"\n      {key}: " in getattr(family, name).__doc__
+            assert f"\n  {key}: " in inspect.getdoc(getattr(family, name))
     required = {"trust_ratio": 1.0} if name == "replayed" else {}
     with pytest.raises(TypeError, match="unexpected keyword argument 'b3'"):
         getattr(family, name)(1e-3, b3=2, **required)

@@ -24,8 +24,9 @@ def test_muon_has_the_arguments_of_orscale_without_the_ratio():
     for name in ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps"):
         del arguments[name]
     assert {**inspect.signature(muon).parameters} == arguments
-    args, _ = muon.__doc__.split("    Returns:")
-    described = re.findall(r"^      (\w+): ", args, re.M)
+    # From Python 3.13 on, __doc__ is dedented by the compiler; getdoc always dedents.
+    args, _ = inspect.getdoc(muon).split("\nReturns:")
+    described = re.findall(r"^  (\w+): ", args, re.M)
     assert described == list(arguments)
 
 
