@@ -28,6 +28,9 @@ def devices_of(case: str) -> np.ndarray:
 UNKNOWN = ("Mcycles", "program, MiB")
 COLUMNS = {
     name: figure for name, figure in ahead_of_time.COLUMNS.items() if name not in UNKNOWN
+} | {
+    "read, MB": lambda found: found.cost.traffic.read / 1e6,
+    "written, MB": lambda found: found.cost.traffic.written / 1e6,
 }
 
 if __name__ == "__main__":

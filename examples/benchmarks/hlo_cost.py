@@ -10,6 +10,7 @@ Here a body counts as often as it runs; every branch of a conditional counts.
   estimate and count as none.
 - *Bytes* of a collective are those of its results on one device, and of its operands for
   reduce-scatter: in either case of the whole that is gathered or reduced.
+- *Traffic* is what kernels read and write: :mod:`examples.benchmarks.hlo_traffic`.
 - *FLOPs* are those of matrix products and convolutions, without kernels by Pallas.
 
 The gradient of a grouped product is one product for each group, with a mask of the rows
@@ -26,10 +27,12 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from examples.benchmarks import hlo_traffic
 from examples.benchmarks.hlo_program import (
     CALLS,
     Computation,
     Instruction,
+    Program,
     Run,
     parse,
     runs,
@@ -85,12 +88,14 @@ class Cost:
       cycles: As the compiler estimates them.
       flops: Of products.
       kernels: How often one is launched, copies among them.
+      traffic: The bytes that kernels read and write.
       collectives: Those of the text.
     """
 
     cycles: int
     flops: int
     kernels: int
+    traffic: hlo_traffic.Traffic
     collectives: tuple[Collective, ...]
 
     @property
@@ -118,17 +123,21 @@ def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
     parts: dict[str, list[Run]] = {scope: [] for scope in (*scopes, "")}
     for run in runs(program, entry, scopes):
         parts[run.place.scope].append(run)
-    return {scope: _cost(part) for scope, part in parts.items()}
+    return {scope: _cost(part, program) for scope, part in parts.items()}
 
 
-def _cost(part: Iterable[Run]) -> Cost:
-    cycles = flops = kernels = 0
+def _cost(part: Iterable[Run], program: Program) -> Cost:
+    cycles = flops = kernels = read = written = 0
     collectives = []
     chains: set[tuple[str, str | None]] = set()
     for instruction, computation, place in part:
         if not place.fused:
             cycles += place.times * _cycles(instruction) // place.groups
-            kernels += place.times * _is_kernel(instruction)
+        if not place.fused and _is_kernel(instruction):
+            kernels += place.times
+            traffic = hlo_traffic.of(instruction, computation, program)
+            read += place.times * traffic.read
+            written += place.times * traffic.written
         flops += place.times * _flops(instruction, computation) // place.groups
         kind = instruction.opcode.removesuffix("-done")
         # One that runs beside a chain of kernels is printed in each of them.
@@ -139,7 +148,8 @@ def _cost(part: Iterable[Run]) -> Cost:
             collectives.append(
                 Collective(kind, nbytes, place.times, place.looped, devices)
             )
-    return Cost(cycles, flops, kernels, tuple(collectives))
+    traffic = hlo_traffic.Traffic(read, written)
+    return Cost(cycles, flops, kernels, traffic, tuple(collectives))
 
 
 def _is_kernel(instruction: Instruction) -> bool:

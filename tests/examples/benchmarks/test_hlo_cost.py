@@ -83,6 +83,26 @@ ENTRY %main (x: f32[64], which: pred[]) -> f32[64] {
   ROOT %either = f32[64]{0} conditional(%which, %exchanged, %called), branch_computations={%doubled, %as_it_is}
 }
 """  # noqa: E501
+# A turn of a loop: it reads one of eight slices, and writes over it.
+IN_PLACE = """
+%turn (stack: f32[8,64], i: s32[], scale: f32[64]) -> (f32[8,64], f32[1,64]) {
+  %stack = f32[8,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %scale = f32[64]{0} parameter(2)
+  %row = f32[1,64]{1,0} dynamic-slice(%stack, %i), dynamic_slice_sizes={1,64}
+  %wide = f32[1,64]{1,0} bitcast(%scale)
+  %scaled = f32[1,64]{1,0} multiply(%row, %wide)
+  %new = f32[8,64]{1,0} dynamic-update-slice(%stack, %scaled, %i)
+  ROOT %both = (f32[8,64]{1,0}, f32[1,64]{1,0}) tuple(%new, %scaled)
+}
+
+ENTRY %main (stack: f32[8,64], i: s32[], scale: f32[64]) -> (f32[8,64], f32[1,64]) {
+  %stack = f32[8,64]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %scale = f32[64]{0} parameter(2)
+  ROOT %f = (f32[8,64]{1,0}, f32[1,64]{1,0}) fusion(%stack, %i, %scale), kind=kLoop, calls=%turn
+}
+"""  # noqa: E501
 ASYNCHRONOUS = """
 ENTRY %main (x: f32[16]) -> f32[16] {
   %x = f32[16]{0} parameter(0)
@@ -119,6 +139,28 @@ def test_a_fusion_is_one_kernel_with_the_products_inside():
     assert cost.cycles == 100
     assert cost.kernels == 1
     assert cost.flops == 2 * 4 * 16 * 32
+
+
+@pytest.mark.parametrize(
+    ("text", "read", "written"),
+    [
+        (FUSION, 2 * (4 * 32 + 16 * 32), 4 * 4 * 16),
+        (IN_PLACE, 4 * (64 + 64) + 4, 4 * (64 + 64)),
+        # An exchange, a doubling and the two branches, which do the doubling again.
+        (CALLS, 4 * 64 * (1 + 2 + 2 + 1), 4 * 64 * 4),
+        (LOOP % {"direction": "LT", "noted": NOTED}, 4 + 7 * 6152, 4 + 7 * 6148),
+    ],
+)
+def test_traffic_of_kernels(text, read, written):
+    assert hlo_cost.of(text).traffic == (read, written)
+
+
+def test_traffic_of_a_step_in_place():
+    """Of x += y: reads of both, and one write."""
+    x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
+    step = jax.jit(lambda x, y: x + y, donate_argnums=0).lower(x, x).compile()
+    nbytes = 4 * 256 * 1024
+    assert hlo_cost.of(step.as_text()).traffic == (2 * nbytes, nbytes)
 
 
 def test_what_is_called_counts_once_and_both_branches_do():
