@@ -51,8 +51,8 @@ def zero_sweep(study: Study) -> Claim:
     first = study.differences("orscale", "inherited")
     second = study.differences(REFERENCE, "inherited", than="adamw")
     return Claim(
-        "At the inherited rate OrScale is at least as good as Muon+Moonlight, and that "
-        "as AdamW",
+        "At the inherited rate OrScale is at least as good as Muon+Moonlight, which is "
+        "at least as good as AdamW",
         all_of([verdict(first), verdict(second)]),
         f"OrScale − Muon+Moonlight: {in_words(first)}. Muon+Moonlight − AdamW: "
         f"{in_words(second)}",
@@ -70,7 +70,7 @@ def grows_with_experts(study: Study) -> Claim:
         dense = name.replace("mixture", "dense")
         if name != dense and dense in study.workloads:
             found.append(_difference_of_gains(study, name, dense))
-    text = "It grows from dense models to mixtures"
+    text = "The gain grows from dense models to mixtures"
     if not found:
         return Claim(text, NOT_RUN, "")
     return Claim(
@@ -99,7 +99,7 @@ def layer_wise(study: Study) -> Claim:
             verdicts.append(verdict(found))
             evidence.append(f"OrScale − {name} {_AT[column]}: {in_words(found)}")
     return Claim(
-        "It is layer-wise: more than one ratio for all, or a schedule, would give",
+        "The gain is layer-wise: one ratio for all, or a schedule, would give less",
         all_of(verdicts),
         ". ".join(evidence),
     )
@@ -137,8 +137,8 @@ def classes_separate(study: Study) -> Claim:
             f"{name}: routed {routed:.2f}, attention {attention:.2f}, router {router:.2f}"
         )
     text = (
-        "Ratios separate by class in a mixture: routed experts at the ceiling of 5, "
-        "routers near 2, attention between"
+        "In a mixture, ratios separate by class: routed experts at the upper bound of 5, "
+        "routers near 2, attention in between"
     )
     if not found:
         return Claim(text, NOT_RUN, "")
@@ -171,7 +171,7 @@ def ablations(study: Study) -> Claim:
         growth[0] >= 10,
     ]
     return Claim(
-        "The ablations have their symptoms",
+        "The ablations have the symptoms that the paper reports",
         HOLDS if all(seen) else FAILS if not any(seen) else OPEN,
         f"share at a bound {saturated[0]:.1%} (‖M̃‖) and {saturated[1]:.1%} (RMS(M̃)), "
         f"claimed 99.5–100 %; best rate without calibration {retune:g} × OrScale's, "
@@ -183,7 +183,7 @@ def ablations(study: Study) -> Claim:
 def bfloat16_costs(study: Study) -> Claim:
     found = study.differences("orscale", "inherited", than="bfloat16_calibration")
     return Claim(
-        "Calibration in bfloat16 costs",
+        "Calibration in bfloat16 raises the loss",
         verdict(found),
         f"OrScale − calibration in bfloat16: {in_words(found)}",
     )
@@ -201,7 +201,7 @@ def unclipped_survives(study: Study) -> Claim:
     highest = max(max(run.uniform) for run in runs)
     found = study.differences("orscale", "inherited", than="unclipped")
     return Claim(
-        "Without a clip a run survives",
+        "Without a clip, runs do not diverge",
         FAILS if diverged else HOLDS,
         f"{diverged} of {len(runs)} runs diverged; the mean ratio is at most "
         f"{highest:.1f}; OrScale − no clip: {in_words(found)}",
@@ -216,7 +216,7 @@ def wider_valley(study: Study) -> Claim:
     found = interval([theirs - ours for theirs, ours in pairs])
     theirs, ours = np.mean(pairs, axis=0)
     return Claim(
-        "The valley of learning rates is wider",
+        "OrScale has the wider valley of learning rates",
         verdict([found]),
         f"{ours:.2f} octaves within 2 % of the best loss, Muon+Moonlight {theirs:.2f}; "
         f"difference {-found.mean:+.2f} [{-found.high:+.2f}, {-found.low:+.2f}] over "
@@ -225,7 +225,7 @@ def wider_valley(study: Study) -> Claim:
 
 
 def wall_clock(study: Study) -> Claim:
-    text = "Wall-clock parity with Muon"
+    text = "A step takes as long as Muon's"
     if not study.seconds:
         return Claim(text, NOT_RUN, "")
     ratios = {

@@ -121,7 +121,7 @@ def test_kappa_is_the_mean_of_what_could_be_measured():
 def test_nothing_is_said_of_mixtures_that_were_not_run():
     study = study_of(names=("dense-small", "dense-large"))
     assert claims.grows_with_experts(study) == (
-        "It grows from dense models to mixtures",
+        "The gain grows from dense models to mixtures",
         claims.NOT_RUN,
         "",
     )
