@@ -15,7 +15,7 @@ from rich.console import Console
 from examples.study.arms import ABLATIONS, ARMS, KNOWN, SENSITIVE
 from examples.study.plan import find_workload, run_arm, table_of
 from examples.study.prose import FOLDER, write_prose
-from examples.study.results import sort_results
+from examples.study.results import read_results, sort_results
 from examples.study.workloads import SEEDS, SENSITIVITY, WORKLOADS
 
 Job = tuple[str, tuple[str, ...]]  # A workload and arms, in their order.
@@ -88,7 +88,8 @@ def run(options: Options, console: Console) -> None:
                 error = done.exception()
                 workload, arms = work[done]
                 name = " ".join([workload, *arms])
-                console.print(f"{time.strftime('%X')} {name} {error or ''}".rstrip())
+                found = error or f"{done.result()} new runs"
+                console.print(f"{time.strftime('%X')} {name}: {found}")
                 if error is not None:
                     failed.append(name)
     for table in tables:
@@ -106,9 +107,17 @@ def _begin(cores: Any) -> None:
     jax.config.update("jax_compilation_cache_dir", "runs/study/compiled")
 
 
-def _do(job: Job, options: Options) -> None:
+def _do(job: Job, options: Options) -> int:
+    """Does the runs of some arms, and counts those that were not written down."""
     workload, arms = job
+    table = table_of(options.out, workload)
+    before = _number_of_runs(table, arms)
     for arm in arms:
         if arm in arms_of(workload):
             run_arm(find_workload(workload), arm, options.out, options.seeds)
     jax.clear_caches()
+    return _number_of_runs(table, arms) - before
+
+
+def _number_of_runs(table: pathlib.Path, arms: Sequence[str]) -> int:
+    return sum(result.arm in arms for result in read_results(table))

@@ -1,5 +1,6 @@
 """What is measured beside the runs, and the runner's processes."""
 
+import io
 import math
 
 import jax
@@ -65,7 +66,9 @@ def test_a_run_that_is_missing_is_done_again_with_the_loss_that_it_had(tmp_path)
     table = plan.table_of(tmp_path, "dense-small")
     table.write_text("\n".join(x for x in lines if "adamw,0.004,1," not in x) + "\n")
     options = runner.Options(("dense-small",), ("adamw",), out=tmp_path, processes=1)
-    runner.run(options, Console(quiet=True))
+    said = io.StringIO()
+    runner.run(options, Console(file=said))
+    assert "dense-small adamw: 1 new runs" in said.getvalue()
     expected = tmp_path / "expected.csv"
     expected.write_text("\n".join(lines) + "\n")
     for one, other in zip(read_results(table), read_results(expected), strict=True):
