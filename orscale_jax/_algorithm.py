@@ -1,4 +1,4 @@
-"""Algorithm 1 on stages that can be composed anew, and AdamW for other parameters."""
+"""Algorithm 1 from stages that can be rearranged, and AdamW for other parameters."""
 
 import dataclasses
 import functools
@@ -77,13 +77,13 @@ class Stages:
     """The stages after the momentum, for given matrices.
 
     Attributes:
-      hyperparameters: Those of the optimizer.
+      hyperparameters: The hyperparameters of the optimizer.
       params: The parameters or, without them, the updates; None before they are known.
       axes: The axes of the matrices.
       orthogonalize: M̃ to Q.
       scale: Q to sQ.
       decay: Adds λW.
-      ratio: Multiplies by r̂, measured on what comes in.
+      ratio: Multiplies its input by r̂, which is measured on that input.
       learning_rate: Multiplies by −η.
     """
 
@@ -123,8 +123,8 @@ class Stages:
         return from_first_nonzero_update(inner, weight_dimension_numbers=self.axes)
 
 
-# Of the stages, the links that follow the momentum in the chain: as a rule two, what
-# makes the direction and the learning rate. They are the structure of the state.
+# The links that follow the momentum in the chain: as a rule two, one that makes the
+# direction and the learning rate. They determine the structure of the state.
 Links: TypeAlias = tuple[optax.GradientTransformation, ...]
 Arrangement: TypeAlias = Callable[[Stages], Links]
 
@@ -134,14 +134,14 @@ def with_arguments_of(
     without: tuple[str, ...] = (),
     **defaults: Any,
 ) -> Callable[[Callable[..., Links]], Callable[Parameters, Optimizer]]:
-    """Make an optimizer of an arrangement, with the arguments of another optimizer.
+    """Make an optimizer from an arrangement, with the arguments of another optimizer.
 
-    Keyword-only parameters of the arrangement are arguments of the optimizer, too.
+    Keyword-only parameters of the arrangement become arguments of the optimizer, too.
 
     Args:
-      optimizer: The optimizer whose arguments it has.
-      without: The arguments that it does not have; their defaults apply.
-      **defaults: Defaults that differ.
+      optimizer: The optimizer whose arguments the new one takes.
+      without: Arguments that the new one does not take; their defaults apply.
+      **defaults: Defaults that differ from those of ``optimizer``.
     """
     inherited = inspect.signature(optimizer)
     fixed = {name: inherited.parameters[name].default for name in without}
@@ -173,7 +173,7 @@ def with_arguments_of(
 
 
 def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimizer:
-    """Algorithm 1 with its stages as arranged, and AdamW for other parameters."""
+    """Build Algorithm 1 from its arranged stages, with AdamW for other parameters."""
     h = _normalize(hyperparameters)
     _check(h)
     _matrices(arrangement, h, None, None)  # The stages refuse bad values before init.
@@ -184,7 +184,7 @@ def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimiz
 def _normalize(h: Hyperparameters) -> Hyperparameters:
     """Convert NumPy's scalars, and give AdamW the matrices' rate and decay.
 
-    NumPy's scalars would promote what they meet to float64, where that is enabled.
+    Where float64 is enabled, NumPy's scalars would promote JAX's arrays to it.
     """
     values = {
         field.name: _as_python_scalar(getattr(h, field.name))
@@ -202,7 +202,7 @@ def _as_python_scalar(value: Any) -> Any:
 
 
 def _check(h: Hyperparameters) -> None:
-    """Refuse what no stage refuses."""
+    """Refuse bad values of arguments that no stage checks."""
     number = functools.partial(_checks.number, at_least=0)
     number("learning_rate", h.learning_rate, schedule=True)
     number("momentum", h.momentum, below=1)
@@ -290,9 +290,8 @@ def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformatio
 def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
     """:func:`optax.partition`, built once the parameters are known.
 
-    Dimension numbers and masks that are functions then see the whole tree, not the part
-    that a partition leaves of it. Labels and masks stand in the places of boxes, so that
-    no box is left without an array.
+    Dimension numbers and masks that are functions thus see the whole tree, not just one
+    group of it. Labels and masks replace whole boxes, so that no box is without an array.
     """
 
     def build_for(tree: PyTree) -> Optimizer:
@@ -306,7 +305,7 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
         )
         matrices = _matrices(arrangement, h, axes, mask, tree)
         groups = {MATRIX: matrices, ADAMW: _adamw(h, mask)}
-        # A function: optax.partition would call a tree of labels that is callable.
+        # As a function, since optax.partition would call a tree of labels if it can.
         return optax.partition(groups, lambda _: labels)
 
     def init(params: PyTree) -> optax.OptState:
@@ -334,14 +333,14 @@ def _resolve_mask(mask: Mask | None, tree: PyTree) -> Mask | None:
 
 
 def _require_mask(mask: PyTree, tree: PyTree) -> None:
-    """Refuse what :func:`optax.masked` takes for True, or fails on without a name."""
+    """Refuse masks that :func:`optax.masked` takes for True or rejects without a name."""
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
     if len(jax.tree.leaves(tree)) > 1 and jax.tree_util.all_leaves([mask]):
         _checks.refuse(
             "weight_decay_mask",
             mask,
-            f"{remedy} with more than one. To optax.inject_hyperparams a function is "
-            'a schedule, unless static_args="weight_decay_mask"',
+            f"{remedy} with more than one leaf. To optax.inject_hyperparams, which takes "
+            'functions for schedules, pass static_args="weight_decay_mask"',
         )
     for leaf in jax.tree.leaves(mask):
         if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool):

@@ -1,6 +1,6 @@
-"""Hyperparameters, refused when an optimizer is built.
+"""Checks of hyperparameters, which run when an optimizer is built.
 
-Values that are only known when the program runs (traced ones, schedules) pass.
+Values that are known only when the program runs (traced values, schedules) pass.
 """
 
 from collections.abc import Iterable
@@ -46,7 +46,7 @@ def ordered(low_name: str, low: Any, high_name: str, high: Any) -> None:
         return
     if float(low) > float(high):
         raise ValueError(
-            f"{low_name}={low} is larger than {high_name}={high}: exchange or widen the "
+            f"{low_name}={low} is larger than {high_name}={high}: swap or widen the "
             "bounds."
         )
 
@@ -83,13 +83,13 @@ def dtype(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is None or a floating dtype this program can hold."""
     if value is None:
         return
-    # NumPy takes an array for its dtype, and what casts to it later does not.
+    # jnp.dtype(array) is the array's dtype, but later casts to an array would fail.
     if isinstance(value, jax.Array | np.ndarray | np.generic):
         refuse(
             name,
             value,
-            "pass a floating dtype; to optax.inject_hyperparams, which calls "
-            'jnp.bfloat16 as a schedule, its name ("bfloat16")',
+            "pass a floating dtype. optax.inject_hyperparams calls jnp.bfloat16 as if it "
+            'were a schedule: pass it the name instead ("bfloat16")',
         )
     try:
         floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
@@ -98,7 +98,7 @@ def dtype(name: str, value: Any) -> None:
     if not floating:
         refuse(name, value, "pass a floating dtype, such as jnp.bfloat16, or None")
     if jax.dtypes.canonicalize_dtype(value) != jnp.dtype(value):
-        refuse(name, value, "switch on jax_enable_x64, or pass jnp.float32")
+        refuse(name, value, "enable jax_enable_x64, or pass jnp.float32")
 
 
 def _is_real_scalar(value: Any) -> bool:
@@ -114,7 +114,7 @@ def _is_real_scalar(value: Any) -> bool:
 
 
 def refuse(name: str, value: Any, remedy: str) -> NoReturn:
-    """Raise the one message of this module."""
+    """Raise a ValueError with the argument's name, its value and the remedy."""
     raise ValueError(f"{name}={value!r} is not valid: {remedy}.")
 
 

@@ -26,22 +26,24 @@ def convert_state(
 ) -> optax.OptState:
     r"""Convert another optimizer's state, so that ``optimizer`` continues the run.
 
-    The optimizers are :func:`orscale`, :func:`muon`, the ablations, the family,
-    :func:`optax.contrib.muon` and :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``), also with other hyperparameters or more
-    parameters. Arrays that both states hold for a parameter under one name are kept:
-    momentum, AdamW's moments, c, r. So are counts, for schedules and bias corrections.
-    Everything else starts as in ``optimizer.init``: c is anchored at the next direction.
+    Both optimizers may be :func:`orscale`, :func:`muon`, an ablation, one of the family,
+    :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
+    (``chain``, ``partition``, ``MultiSteps``). The new one may have other hyperparameters
+    or more parameters. Arrays that both states hold for a parameter under the same name
+    are kept: momentum, AdamW's moments, c, r. So are counts, for schedules and bias
+    corrections. Everything else starts as in ``optimizer.init``; a c that is new is
+    anchored at the next direction.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
-    sum M here, and the two terms of Nesterov's momentum have different bias corrections,
-    whose difference vanishes as :math:`\mu^t`. M is scaled so that the next Q is the
-    same; later ones differ by less than :math:`\mu^t`, and without ``nesterov`` not at
-    all. From AdamW's first moment, an average with another decay rate, M is an estimate.
+    sum M here, and the two terms of its Nesterov momentum have different bias
+    corrections, whose difference vanishes as :math:`\mu^t`. M is scaled so that the next
+    Q is the same; later ones differ by less than :math:`\mu^t`, or not at all without
+    ``nesterov``. AdamW's first moment is an average with another decay rate, so an M made
+    from it is an estimate.
 
     Args:
       state: The old optimizer's state; may be a restored tree of dictionaries and lists.
-      optimizer: The new one.
+      optimizer: The new optimizer.
       params: The parameters.
       momentum: :math:`\mu` of the matrices' momentum, in [0, 1); needed where one of the
         states has an average and the other a sum.
@@ -54,7 +56,7 @@ def convert_state(
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
         set), an array has another shape, ``momentum`` is missing, AdamW would need a
-        second moment that the state does not hold, or counts differ from each other.
+        second moment that the state does not hold, or the counts in the old state differ.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -175,12 +177,12 @@ class _Source(NamedTuple):
         if self.momentum is None:
             raise ValueError(
                 f"the momentum of {entry.name} is an average in one of "
-                "the states and a sum in the other: pass momentum=, the decay rate of it."
+                "the states and a sum in the other: pass its decay rate as momentum=."
             )
         return self.momentum
 
     def _of_nesterov(self, entry: _Entry) -> Any:
-        """The ratio of the sum that gives the same next Q to that of Optax's average."""
+        """The factor, besides 1/(1 − μ), from Optax's average to a sum with the same Q."""
         if not self.nesterov or not self.old.counts:
             return 1.0
         mu, t = self._mu(entry), self._step()
@@ -232,12 +234,12 @@ def _refuse_new(old: _Held, names: dict[Keys, Any], allow_new: bool) -> None:
     new = [repr(".".join(keys)) for keys in names if keys not in owners]
     if not owners:
         raise ValueError(
-            "the old state holds nothing of these parameters: pass the parameters of its "
-            "run. Their names are "
+            "the old state holds nothing of these parameters: pass the parameters under "
+            "the names of its run. The names passed are "
             f"{', '.join(repr('.'.join(keys)) for keys in list(names)[:5])}."
         )
     if new and not allow_new:
         raise ValueError(
-            f"{listed(new)} not in the old state. Pass allow_new=True if it is to begin "
-            "anew, or the parameters under the names of the old run."
+            f"{listed(new)} not in the old state. Pass allow_new=True to start with their "
+            "initial state, or pass the parameters under the names of the old run."
         )

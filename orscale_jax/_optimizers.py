@@ -73,27 +73,27 @@ def orscale(
     Args:
       learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
       momentum: :math:`\mu` in [0, 1).
-      nesterov: Whether Q is taken of :math:`\tilde M` (True) or of M.
+      nesterov: Whether Q is the polar factor of :math:`\tilde M` (True) or of M.
       mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state. None:
         the parameter's.
-      weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: it stands inside
-        D, and r scales it.
-      weight_decay_mask: Tree of booleans (or a prefix, or a callable from the parameters
-        to one): False where nothing decays.
+      weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
+        :math:`\lambda W`, so r scales the decay, too.
+      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
+        parameters to one): False for parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
-      anchor: What c is anchored by: ``"first"`` as in the paper,
-        ``"full_rank"`` or ``"largest"``, for first directions of low rank; see
+      anchor: The rule that sets c: ``"first"`` as in the paper, or ``"full_rank"`` or
+        ``"largest"`` for matrices whose first direction has low rank; see
         :func:`scale_by_calibrated_trust_ratio`.
-      anchor_steps: The number of directions for ``"largest"``, at least 1.
+      anchor_steps: The number of directions that ``"largest"`` considers, at least 1.
       r_min: Lower bound of the ratio.
       r_max: Upper bound of the ratio, at least 0.
       eps: The floor :math:`\varepsilon`, at least 0.
       ns_steps: Newton–Schulz steps k, at least 1.
       ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table; see
         :func:`polar_factor` and :func:`polar_express_coefficients`.
-      ns_dtype: Of the Newton–Schulz products. None: bfloat16 where products accumulate in
-        float32 (GPU, TPU), else float32.
+      ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
+        accumulate in float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
       ns_products: ``"xla"`` or ``"pallas"``: kernels for symmetric products on GPUs and
@@ -101,45 +101,44 @@ def orscale(
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
-        do not name are a batch: each matrix has its own Q, c and r. Without them, a 2-D
-        leaf is a matrix, unless a key of its path contains ``embed`` or the word ``emb``,
-        ``wte``, ``wpe``, ``vocab``, ``tok``, ``pos`` or ``logits``, or ends in the word
-        ``head`` or ``classifier``. These and leaves of fewer axes take AdamW; leaves of
-        more axes are refused. A router or a fused projection of two axes is one matrix;
-        the column "check" of :func:`describe` points at such names. :func:`by_path` makes
-        dimension numbers by path.
+        do not name are batch axes: each matrix has its own Q, c and r. If the argument is
+        None, a 2-D leaf is a matrix, unless a key of its path contains ``embed`` or the
+        word ``emb``, ``wte``, ``wpe``, ``vocab``, ``tok``, ``pos`` or ``logits``, or ends
+        in the word ``head`` or ``classifier``. Leaves with such names and leaves of fewer
+        axes take AdamW; leaves of more axes are refused. A 2-D router or fused projection
+        is then one matrix; the column "check" of :func:`describe` flags such names.
+        :func:`by_path` makes dimension numbers from rules on paths.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
-      adam_nesterov: Whether AdamW, too, has Nesterov's momentum (as in
-        :func:`optax.contrib.muon` by default).
+      adam_nesterov: Whether AdamW, too, uses Nesterov's momentum (the default of
+        :func:`optax.contrib.muon`).
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
-        do not name theirs; None: that of the context (``jax.set_mesh``), if any. Arrays
-        that are on a mesh name it, so None does in general.
-      param_shardings: How the parameters (and their gradients) are sharded, on a mesh of
-        Auto axes, where types do not say: a tree of :class:`jax.sharding.NamedSharding`
+        do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
+        Arrays on a mesh name it in their types, so None is enough as a rule.
+      param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
+        axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
         or :class:`jax.sharding.PartitionSpec`, or of arrays or
-        :class:`jax.ShapeDtypeStruct` that have shardings, or a prefix of one, or a
-        callable from the parameters to one. None: what Flax or Haliax annotate, as
-        ``init`` was last shown parameters of these names and shapes. It decides where
-        Newton–Schulz runs, and nothing else: an array that is sharded otherwise is sent
-        there. Explicit axes do not need it.
+        :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree; or a
+        callable from the parameters to one. None: the annotations of Flax or Haliax that
+        ``init`` last saw for parameters of these names and shapes. The argument only
+        decides where Newton–Schulz runs: arrays with other shardings are resharded.
+        Explicit axes do not need it.
 
     Returns:
-      A transformation whose updates have the gradients' shapes, and the dtypes to which
-      gradient, parameter and ``mu_dtype`` promote, as those of Optax's optimizers.
-      Norms, D, c and r are float32 (float64 for float64) whatever the dtypes that come
-      in. The ratios are in the state:
+      A transformation. Its updates have the gradients' shapes and, as in Optax's
+      optimizers, the dtype to which gradient, parameter and ``mu_dtype`` promote. Norms,
+      D, c and r are float32 (float64 for float64). The ratios are in the state:
       ``optax.tree.get_all_with_path(state, "trust_ratio")``, likewise
       ``"raw_trust_ratio"`` and ``"calibration"``.
 
     Raises:
-      ValueError: If a hyperparameter is not valid (at once), a leaf is ambiguous or does
-        not fit its dimension numbers (from ``init``), or ``params`` is missing (from
-        ``update``).
+      ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
+        ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
+        missing or a gradient has another shape than its parameter.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -195,16 +194,15 @@ def muon(
     mesh: Mesh | AbstractMesh | None = None,
     param_shardings: ParamShardings = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Muon, as the limit :math:`\hat r \equiv 1` of :func:`orscale`.
+    r"""Muon, the limit :math:`\hat r \equiv 1` of :func:`orscale`.
 
-    ``consistent_rms=0.2`` is Muon+Moonlight, ``consistent_rms=None`` is Muon:
-    :math:`W \leftarrow W - \eta (\lambda W + s Q)`. The stages are those of
-    :func:`orscale` without the trust ratio.
+    The step is :math:`W \leftarrow W - \eta (\lambda W + s Q)`, with the stages of
+    :func:`orscale` without the trust ratio. ``consistent_rms=0.2`` is Muon+Moonlight,
+    ``consistent_rms=None`` is Muon.
 
-    The defaults of :func:`optax.contrib.muon` are others: no decay, ``adam_b2=0.999``,
+    :func:`optax.contrib.muon` has other defaults: no decay, ``adam_b2=0.999``,
     ``adam_nesterov=True``, embeddings and heads among the matrices, and
-    ``consistent_rms=None``, which stands for a scale of :math:`\sqrt{\max(1, n / m)}`
-    there.
+    ``consistent_rms=None``, which there means a scale of :math:`\sqrt{\max(1, n / m)}`.
 
     Args:
       learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
@@ -215,8 +213,8 @@ def muon(
         the parameter's.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
         the learning rate multiplies it.
-      weight_decay_mask: Tree of booleans (or a prefix, or a callable from the parameters
-        to one): False where nothing decays.
+      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
+        parameters to one): False for parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ: 0.2 for
         :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
       ns_steps: Newton–Schulz steps k, at least 1.
@@ -232,30 +230,31 @@ def muon(
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
-        do not name are a batch: each matrix has its own Q. None: 2-D leaves are matrices
-        unless their names are those of embeddings and heads, leaves of fewer axes take
-        AdamW, and leaves of more axes are refused; :func:`orscale` lists the names.
+        do not name are batch axes: each matrix has its own Q. If the argument is None,
+        2-D leaves are matrices unless they are named like embeddings or heads (see
+        :func:`orscale` for the names), leaves of fewer axes take AdamW, and leaves of
+        more axes are refused.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
-      adam_nesterov: Whether AdamW, too, has Nesterov's momentum.
+      adam_nesterov: Whether AdamW, too, uses Nesterov's momentum.
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
-        do not name theirs; None: that of the context (``jax.set_mesh``), if any.
-      param_shardings: How the parameters (and their gradients) are sharded, on a mesh of
-        Auto axes, where types do not say: a tree of :class:`jax.sharding.NamedSharding`
+        do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
+      param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
+        axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
         or :class:`jax.sharding.PartitionSpec`, or of arrays or
-        :class:`jax.ShapeDtypeStruct` that have shardings, or a prefix of one, or a
-        callable from the parameters to one. None: what Flax or Haliax annotate.
+        :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree; or a
+        callable from the parameters to one. None: the annotations of Flax or Haliax.
 
     Returns:
-      A transformation whose updates have the gradients' shapes, and the dtypes to which
-      gradient, parameter and ``mu_dtype`` promote, as those of Optax's optimizers.
+      A transformation. Its updates have the gradients' shapes and, as in Optax's
+      optimizers, the dtype to which gradient, parameter and ``mu_dtype`` promote.
 
     Raises:
-      ValueError: As :func:`orscale`.
+      ValueError: In the same cases as :func:`orscale`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -3,15 +3,15 @@ r"""The paper's deleted design choices: OrScale without one of them at a time.
 Each function below is one arrangement of the stages that :func:`orscale_jax.orscale`
 chains before the learning rate: :math:`\tilde M \mapsto sQ` (direction),
 :math:`u \mapsto \lambda W + u` (decay) and :math:`u \mapsto \hat r u` (ratio, measured
-on what it is given). What an ablation deletes is where its ratio stands:
+on its input u). The place of the ratio decides what it is measured on:
 
-- after the direction and the decay, it is OrScale's: :math:`\|\lambda W + sQ\|`;
-- between the two, it does not see the decay, which is then decoupled;
-- around the direction, it sees the raw momentum.
+- after the direction and the decay, on :math:`\lambda W + sQ`, as in OrScale;
+- between the two, on sQ alone: the decay is then decoupled;
+- around the direction, on the raw momentum.
 
 All are optimizers with the arguments of :func:`orscale_jax.orscale` except ``anchor`` and
-``anchor_steps``, and with the defaults under which the paper reports them. LAMB and LARS,
-its other baselines, are :func:`optax.lamb` and :func:`optax.lars`.
+``anchor_steps``, and with the defaults under which the paper reports them. The paper's
+other baselines, LAMB and LARS, are :func:`optax.lamb` and :func:`optax.lars`.
 
 References:
   Lou & You, *OrScale*, section 5.5, Table 4 (``tab:req-ablation``) and appendix C.
@@ -39,14 +39,14 @@ from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.per_matrix import map_matrices, per_matrix_stage, spread
 from orscale_jax.trees.boxes import PyTree
 
-# The paper's designs have the paper's anchor.
+# The paper's designs use the paper's anchor.
 _ablation = functools.partial(
     with_arguments_of, orscale, without=("anchor", "anchor_steps")
 )
 
 
 class _AroundState(NamedTuple):
-    """States of the ratio and of what it stands around."""
+    """States of the ratio and of the transformation inside it."""
 
     ratio: optax.OptState
     inner: optax.OptState
@@ -57,7 +57,7 @@ def _around(
     ratio: optax.GradientTransformation,
     axes: WeightDimensionNumbers,
 ) -> optax.GradientTransformation:
-    """Scale what ``inner`` makes of the updates by the ratio of the updates."""
+    """Scale the output of ``inner`` by the ratio measured on its input."""
 
     def init(params: PyTree) -> _AroundState:
         return _AroundState(ratio.init(params), inner.init(params))
@@ -86,7 +86,7 @@ def _around(
 
 
 def _norms(at: LeafAxes, leaf: jax.Array, like: jax.Array) -> jax.Array:
-    """The norms of the matrices in a leaf, as an array of the state."""
+    """The norms of the matrices in a leaf, with sharding and dtype of ``like``."""
     norms = at.norms(leaf.astype(compute_dtype(leaf)))
     return typed_sharding.shard_like(norms, like).astype(like.dtype)
 
@@ -104,7 +104,7 @@ def _anchored(state: Any, before: Any) -> Any:
 def _of_root_mean_squares(
     ratio: optax.GradientTransformation, axes: WeightDimensionNumbers
 ) -> optax.GradientTransformation:
-    """The ratio with RMS for Frobenius norms, to be read off its state."""
+    """The ratio with RMS instead of Frobenius norms; its state holds the result."""
 
     def root_of_size(m: int, n: int) -> float:
         return math.sqrt(m * n)
@@ -150,7 +150,7 @@ def _calibrated_in_bfloat16(
 
 @_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
 def polar_factor_denominator(stages: Stages) -> Links:
-    r"""Deletes the applied direction from the denominator: :math:`\|Q\|_F`.
+    r"""Replaces the applied direction in the denominator by :math:`\|Q\|_F`.
 
     .. math::
 
@@ -183,7 +183,7 @@ def polar_factor_denominator(stages: Stages) -> Links:
 
 @_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
 def momentum_denominator(stages: Stages) -> Links:
-    r"""Deletes the applied direction from the denominator: :math:`\|\tilde M\|_F`.
+    r"""Replaces the applied direction in the denominator by :math:`\|\tilde M\|_F`.
 
     .. math::
 
@@ -196,8 +196,9 @@ def momentum_denominator(stages: Stages) -> Links:
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.orscale`, whose defaults are
-      s = 1, no calibration and bounds 0.5 and 1.5. Momenta whose squares leave float32
-      count as zero, with r = 1 (norms below about 1e-19), or give NaN (above 1e19).
+      s = 1, no calibration and bounds 0.5 and 1.5. A momentum whose squares underflow
+      float32 (norms below about 1e-19) counts as zero, with r = 1; one whose squares
+      overflow it (norms above 1e19) gives NaN.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -218,16 +219,16 @@ def momentum_denominator(stages: Stages) -> Links:
 
 @_ablation(calibrate=False, r_min=0.5, r_max=1.5)
 def momentum_rms_denominator(stages: Stages) -> Links:
-    r"""Deletes the applied direction from the denominator: RMS(M̃), with s.
+    r"""Replaces the applied direction in the denominator by RMS(M̃), with s.
 
     .. math::
 
       r = \mathrm{RMS}(W) / (\mathrm{RMS}(\tilde M) + \varepsilon), \qquad
       W \leftarrow (1 - \eta\lambda) W - \eta \, \hat r \, s Q.
 
-    The symptom is that of :func:`momentum_denominator`, whose ratio this is but for
-    :math:`\varepsilon`, here a floor per entry: :math:`\hat r = r_{\max}` on 99.5 to
-    100 % of the steps.
+    The symptom is that of :func:`momentum_denominator`: :math:`\hat r = r_{\max}` on 99.5
+    to 100 % of the steps. The two ratios differ only in :math:`\varepsilon`, which is
+    a floor per entry here.
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.orscale`, whose defaults are
@@ -319,9 +320,10 @@ def decoupled_weight_decay(stages: Stages) -> Links:
 def bfloat16_calibration(stages: Stages) -> Links:
     r"""Deletes the precision of the calibration: c in bfloat16.
 
-    c is anchored on W and D rounded to bfloat16 and rounded itself, to 8 significant
-    bits; all else is :func:`orscale_jax.orscale`. r then starts up to 0.4 % away from 1,
-    by a factor that stays. The symptom: a loss of 3.2158 instead of 3.2120.
+    c is anchored on W and D rounded to bfloat16, and is itself rounded to 8 significant
+    bits; everything else is as in :func:`orscale_jax.orscale`. r then starts up to 0.4 %
+    away from 1, and stays off by this factor. The symptom: a loss of 3.2158 instead of
+    3.2120.
 
     Returns:
       An optimizer with the arguments and defaults of :func:`orscale_jax.orscale`.
@@ -347,9 +349,9 @@ def bfloat16_calibration(stages: Stages) -> Links:
 def unclipped(stages: Stages) -> Links:
     r"""Deletes the clip: :math:`\hat r = r`.
 
-    The symptom: a transient, r reaches 9.6 in the first 5 % of the paper's steps before
-    the ceiling :math:`1/(c\lambda)` of the coupled decay engages, and the loss is 3.2187
-    instead of 3.2120.
+    The symptom is a transient: r reaches 9.6 in the first 5 % of the paper's steps before
+    the ceiling :math:`1/(c\lambda)` of the coupled decay takes effect, and the loss is
+    3.2187 instead of 3.2120.
 
     Returns:
       ``orscale(..., r_min=-inf, r_max=inf)``.

@@ -1,9 +1,9 @@
 """Dimension numbers from the types of an Equinox model's modules.
 
 Equinox keeps weights as ``(out, in, ...)``, and ``eqx.filter_vmap`` stacks biases and
-norms into leaves of two axes, which look like matrices. :func:`dimension_numbers` asks
-the module that made the leaf. A parameter that no type settles is an error that names it,
-never a guess.
+norms into leaves of two axes, which look like matrices. :func:`dimension_numbers` takes
+the axes from the module that made the leaf. Where a module's type does not determine
+them, an error names the parameter.
 
 Needs Equinox.
 """
@@ -41,22 +41,23 @@ def dimension_numbers(
 
     Weights of ``Linear`` (and so of ``MLP`` and ``MultiheadAttention``), ``Conv`` and
     ``ConvTranspose`` are matrices. Embeddings, norms, biases, depthwise convolutions and
-    parameters of fewer than two axes take AdamW, and so does every parameter with a name
-    on its path that is one of ``heads`` or that :func:`orscale_jax.orscale` takes for an
-    embedding or an output head. Axes that ``eqx.filter_vmap`` puts in front of what a
-    module declares are a batch. Recurrent cells, which concatenate the weights of their
-    gates, have a matrix for each gate, and other grouped convolutions one for each group:
-    :class:`orscale_jax.BlockDimensionNumbers`.
+    parameters of fewer than two axes take AdamW, and so does every parameter whose path
+    contains one of ``heads``, or a name that :func:`orscale_jax.orscale` takes for an
+    embedding or an output head. Axes that ``eqx.filter_vmap`` puts in front of those that
+    a module declares are batch axes. Recurrent cells, which concatenate the weights of
+    their gates, have one matrix per gate, and grouped convolutions that are not depthwise
+    have one per group: :class:`orscale_jax.BlockDimensionNumbers`.
 
     Args:
       model: The model, or a tree of modules; may be abstract.
-      heads: Names on the paths of output heads, besides those that the library knows.
+      heads: Names that mark output heads on a path, besides those that the library knows.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
-        axes. They come before everything else.
-      rules: A mapping from types of your own modules to functions of the module, which
-        return a :class:`orscale_jax.flax.Weight` (which is here as well), or None for
-        AdamW, for each attribute that is a parameter (or holds parameters). A rule also
-        applies to subclasses, and comes before the one for a type of Equinox.
+        axes. They take precedence over everything else.
+      rules: A mapping from types of modules to functions. A function takes a module and
+        returns a mapping from each attribute that is a parameter (or holds parameters) to
+        a :class:`orscale_jax.flax.Weight` (also available here), or to None for AdamW. A
+        rule also applies to subclasses without a rule, and replaces the library's rule
+        for the same type.
 
     Returns:
       A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
@@ -65,9 +66,10 @@ def dimension_numbers(
       takes it.
 
     Raises:
-      ValueError: If a type does not settle a parameter, or a leaf's shape is not the one
-        that its module declares; one error for all of them. If a name of ``heads`` is on
-        no path, and for ``overrides`` as :func:`orscale_jax.by_path`.
+      ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
+        is not the one that its module declares (one error lists all of them). If a name
+        of ``heads`` is on no path, or ``overrides`` is refused by
+        :func:`orscale_jax.by_path`.
 
     Example:
       >>> import equinox as eqx, jax

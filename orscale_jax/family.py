@@ -1,20 +1,20 @@
-r"""Relatives of OrScale: Muon with one stage more, or another in the place of one.
+r"""Relatives of OrScale, which add a stage to OrScale or Muon, or replace one.
 
-Each function below is one arrangement of the stages of :func:`orscale_jax.orscale`, on
-the same Newton–Schulz, the same meshes and the same AdamW, so that a comparison with
-OrScale or Muon differs in one stage and nothing else.
+Each function below is one arrangement of the stages of :func:`orscale_jax.orscale`, with
+the same Newton–Schulz, the same meshes and the same AdamW: a comparison with OrScale or
+Muon differs in one stage and nothing else.
 
 ==========  ==========================================================================
 hyperball   Muon on the sphere of each matrix's initial norm (MuonH)
-normuon     Muon with neurons over their running root mean square
-muon_plus   Muon with the inputs of Q, then its neurons, over their norms
+normuon     Muon that divides neurons by their running root mean square
+muon_plus   Muon that divides the inputs of Q, then its neurons, by their norms
 cautious    OrScale that decays only the entries that the update shrinks
-pooled      OrScale with one ratio for all matrices, or for all of a class
+pooled      OrScale with one ratio for all matrices, or one for each class
 replayed    Muon whose learning rate is multiplied by recorded ratios
 ==========  ==========================================================================
 
-All are optimizers with the arguments of :func:`orscale_jax.orscale`, except those of
-stages that they do not have, and with a few of their own.
+All are optimizers with the arguments of :func:`orscale_jax.orscale`, without those of
+stages that they do not have, and with a few more.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from orscale_jax.transforms.recorded_ratio import scale_by_recorded_trust_ratio
 def _optimizer(
     *without: str,
 ) -> Callable[[Callable[..., Links]], Callable[..., Optimizer]]:
-    """Make an optimizer with the arguments of orscale, and those of the arrangement."""
+    """Make an optimizer with the arguments of orscale and of the arrangement."""
     return with_arguments_of(orscale, without)
 
 
@@ -54,18 +54,19 @@ def hyperball(stages: Stages) -> Links:
       W \leftarrow R \, \mathrm{normalize}(W - \eta R \, \mathrm{normalize}(Q)), \qquad
       R = \|W_0\|_F, \qquad \mathrm{normalize}(X) = X / \|X\|_F.
 
-    :math:`\eta` is the relative size of a step; public runs use 0.01 to 0.03, with
-    ``adam_learning_rate`` apart from it. Matrices do not decay: ``weight_decay`` is that
-    of the parameters that take AdamW. A matrix of one entry cannot move: give it to
+    :math:`\eta` is the relative size of a step; public runs use 0.01 to 0.03, and set
+    ``adam_learning_rate`` separately. Matrices do not decay: ``weight_decay`` applies to
+    the parameters that take AdamW alone. A matrix of one entry cannot move: give it to
     AdamW, too.
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.muon` except
-      ``consistent_rms``, of which nothing would be seen.
+      ``consistent_rms``, which would have no effect.
 
     Raises:
-      ValueError: As :func:`orscale_jax.orscale`, and from ``init`` if a matrix is zero:
-        it could not keep its norm and move. See :func:`orscale_jax.keep_initial_norm`.
+      ValueError: In the same cases as :func:`orscale_jax.orscale`, and from ``init`` if a
+        matrix is zero: it could not both keep its norm and move. See
+        :func:`orscale_jax.keep_initial_norm`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -78,8 +79,8 @@ def hyperball(stages: Stages) -> Links:
       3.0
 
     References:
-      Wen et al. 2026, arXiv:2606.16899. It keeps R fixed, as here; the code of Marin
-      takes the norm of the current step instead.
+      Wen et al. 2026, arXiv:2606.16899. The paper keeps R fixed, as here; Marin's code
+      uses the norm of the current step instead.
     """
     step = keep_initial_norm(stages.learning_rate, weight_dimension_numbers=stages.axes)
     return optax.chain(stages.orthogonalize), step
@@ -89,7 +90,7 @@ def hyperball(stages: Stages) -> Links:
 def normuon(
     stages: Stages, *, b2: ArrayLike = 0.95, eps: ArrayLike = 1e-8, norm: str = FULL_RANK
 ) -> Links:
-    r"""NorMuon: Muon with output neurons over their running root mean square.
+    r"""NorMuon: Muon that divides output neurons by their running root mean square.
 
     .. math::
 
@@ -102,13 +103,13 @@ def normuon(
     :math:`0.2 \, \eta \sqrt{mn}`, as in the paper.
 
     Args:
-      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: every neuron gets one norm.
+      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
       eps: The floor :math:`\varepsilon`, at least 0.
-      norm: ``"full_rank"``, as above, or ``"kept"``: :math:`\|Q\|_F` in the place of
+      norm: ``"full_rank"``, as above, or ``"kept"``: :math:`\|Q\|_F` instead of
         :math:`\sqrt{\min(m, n)}`.
 
     Returns:
-      An optimizer, which also has the arguments of :func:`orscale_jax.muon`.
+      An optimizer with these arguments and those of :func:`orscale_jax.muon`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -133,15 +134,15 @@ def normuon(
 def muon_plus(
     stages: Stages, *, order: Sequence[str] = (INPUTS, NEURONS), eps: ArrayLike = 1e-8
 ) -> Links:
-    r"""Muon+: Muon with the inputs of Q, then its neurons, over their norms.
+    r"""Muon+: Muon that divides the inputs of Q, then its neurons, by their norms.
 
     Args:
-      order: ``"neurons"`` and ``"inputs"`` in the order in which they are normalized,
-        once or more.
+      order: What is normalized, in this order: ``"neurons"`` or ``"inputs"`` or both,
+        each any number of times.
       eps: The floor :math:`\varepsilon` under the root of each norm, at least 0.
 
     Returns:
-      An optimizer, which also has the arguments of :func:`orscale_jax.muon`.
+      An optimizer with these arguments and those of :func:`orscale_jax.muon`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,8 +155,8 @@ def muon_plus(
        [0. 1. 0. 0. 0. 0. 0. 0.]]
 
     References:
-      Zhang et al. 2026, arXiv:2602.21545. Its scale is :math:`\sqrt{n/m}` in the place of
-      s, and its momentum has no Nesterov term (``nesterov=False``).
+      Zhang et al. 2026, arXiv:2602.21545. Its scale is :math:`\sqrt{n/m}` instead of s,
+      and its momentum has no Nesterov term (``nesterov=False``).
     """
     normalized = normalize_vectors(order, eps, weight_dimension_numbers=stages.axes)
     return optax.chain(stages.after_q(normalized).coupled), stages.learning_rate
@@ -170,7 +171,7 @@ def cautious(stages: Stages) -> Links:
       D = \lambda \, \mathbf{1}[Q \odot W \geq 0] \odot W + sQ.
 
     The decay stays coupled: r is measured on this D and scales it; see
-    :func:`orscale_jax.add_cautious_decayed_weights`. AdamW's decay stays as it is.
+    :func:`orscale_jax.add_cautious_decayed_weights`. AdamW's decay is unchanged.
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.orscale`. With
@@ -197,24 +198,25 @@ def cautious(stages: Stages) -> Links:
 
 @_optimizer()
 def pooled(stages: Stages, *, classes: Classes = None) -> Links:
-    r"""OrScale with one ratio for all matrices, or for all of a class.
+    r"""OrScale with one ratio for all matrices, or one for each class.
 
     .. math::
 
       \hat r = \mathrm{clip}\Big(\exp \frac{1}{N} \sum_{i=1}^N \log r_i,
       \, r_{\min}, r_{\max}\Big).
 
-    The control that tells a ratio per matrix from a larger learning rate for all. To
-    :func:`optax.inject_hyperparams`, which takes functions for schedules, a function for
-    ``classes`` needs ``static_args="classes"``.
+    It is the control experiment that separates the effect of one ratio per matrix from
+    that of a larger learning rate for all. :func:`optax.inject_hyperparams` takes
+    functions for schedules: if ``classes`` is a function, pass it
+    ``static_args="classes"``.
 
     Args:
-      classes: Tree of labels (strings; None where there is no matrix) like the
-        parameters, or a prefix of one, or a callable from the parameters to one: one
-        ratio for each class. None: one for all.
+      classes: The class of each matrix: a tree of strings like the parameters (None where
+        there is no matrix), a prefix of such a tree, or a callable from the parameters to
+        one. Each class has one ratio. None: one ratio for all matrices.
 
     Returns:
-      An optimizer, which also has the arguments of :func:`orscale_jax.orscale`.
+      An optimizer with these arguments and those of :func:`orscale_jax.orscale`.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -252,15 +254,15 @@ def replayed(
 
       W \leftarrow W - \eta_t \hat r_t (\lambda W + sQ).
 
-    The control that tells a ratio which follows its own run from a schedule. AdamW's rate
-    stays as it is.
+    It is the control experiment that separates the effect of a ratio that responds to
+    its own run from that of a schedule. AdamW's learning rate is unchanged.
 
     Args:
-      trust_ratio: The ratios of the steps, of shape ``(T,)``; a schedule, from the step
-        to the ratio; or one number. After its T steps, an array goes on with its last.
+      trust_ratio: The ratio of each step, of shape ``(T,)``, whose last entry applies to
+        all later steps; a schedule, from the step to the ratio; or one number.
 
     Returns:
-      An optimizer, which also has the arguments of :func:`orscale_jax.muon`.
+      An optimizer with these arguments and those of :func:`orscale_jax.muon`.
 
     Example:
       >>> import jax.numpy as jnp

@@ -2,8 +2,8 @@
 
 A Haliax module knows the names of the axes that it sums over and of those that it makes.
 :func:`dimension_numbers` looks for them among the axes of each parameter, in any order;
-the others, such as the layers of ``haliax.nn.Stacked``, count matrices. A parameter that
-no type settles is an error that names it, never a guess.
+the others, such as the layers of ``haliax.nn.Stacked``, are batch axes. Where a module's
+type does not determine them, an error names the parameter.
 
 Needs Haliax, and Equinox, on which Haliax is built.
 """
@@ -37,8 +37,7 @@ class NamedWeight:
 
     Attributes:
       reduction_axis: The axis or axes, or their names, that make up the rows.
-      output_axis: Those that make up the columns. All other axes are a batch of
-        matrices.
+      output_axis: Those that make up the columns. All other axes are batch axes.
 
     Example:
       >>> import haliax as hax
@@ -74,7 +73,8 @@ def dimension_numbers(
       model: The model, or a tree of modules; may be abstract.
       heads: As in :func:`orscale_jax.equinox.dimension_numbers`.
       overrides: Rules as in :func:`orscale_jax.by_path`, for arrays with all their axes.
-        They come before everything else, and match the paths of the named arrays.
+        They take precedence over everything else, and match the paths of the named
+        arrays.
       rules: As in :func:`orscale_jax.equinox.dimension_numbers`, with a
         :class:`NamedWeight` for each attribute that is a named array.
 
@@ -85,8 +85,8 @@ def dimension_numbers(
       each in place of a named array, as ``weight_dimension_numbers`` takes it.
 
     Raises:
-      ValueError: If a type does not settle a parameter; one error for all of them. If a
-        name of ``heads`` is on no path, and for ``overrides`` as
+      ValueError: If a type does not determine the axes of a parameter (one error lists
+        all of them), a name of ``heads`` is on no path, or ``overrides`` is refused by
         :func:`orscale_jax.by_path`.
 
     Example:

@@ -84,16 +84,16 @@ def linen_dimension_numbers(
 ) -> PyTree:
     """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
 
-    Which types a model holds is known only while it runs, so ``module.init`` is traced,
+    The modules of a model are known only while it runs, so ``module.init`` is traced,
     without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so attention),
     ``Einsum``, ``Conv``, ``ConvTranspose``, ``ConvLocal`` and of the cells made of them
     are matrices; the rest is as in :func:`nnx_dimension_numbers`. Axes that ``nn.vmap``
-    or ``nn.scan`` add are a batch, wherever ``variable_axes`` puts them.
+    or ``nn.scan`` add are batch axes, wherever ``variable_axes`` puts them.
 
     Args:
       module: The model, not bound.
-      *args: The arguments of ``module.init`` after its keys: arrays, or
-        ``jax.ShapeDtypeStruct`` instead.
+      *args: The arguments of ``module.init`` after its keys: arrays or
+        ``jax.ShapeDtypeStruct``.
       rngs: The keys of ``module.init``; None: one key for all.
       method: The module's method, as for ``module.init``; None: ``__call__``.
       heads: As in :func:`nnx_dimension_numbers`.
@@ -105,12 +105,12 @@ def linen_dimension_numbers(
       A tree of the structure of ``module.init(...)["params"]`` with a
       :class:`optax.contrib.MuonDimensionNumbers`, a
       :class:`orscale_jax.BlockDimensionNumbers` (for grouped convolutions), or None for
-      AdamW, for each parameter. It replaces the box of a parameter that is in one, as
-      ``nn.with_partitioning`` makes them, so that the tree fits the parameters with and
-      without boxes.
+      AdamW, for each parameter. Where a parameter is in a box, such as one made by
+      ``nn.with_partitioning``, the entry stands for the whole box, so that the tree fits
+      the parameters with and without boxes.
 
     Raises:
-      ValueError: As :func:`nnx_dimension_numbers`.
+      ValueError: In the same cases as :func:`nnx_dimension_numbers`.
 
     Example:
       >>> import flax.linen as nn, jax, jax.numpy as jnp
@@ -129,7 +129,7 @@ def linen_dimension_numbers(
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     with linen.intercept_methods(interceptor), _its_own_jit_cache():
         traced = _abstract_params(module, rngs, args, method, kwargs)
-    # Without boxes, which are pytree nodes: a module may name parameters by path.
+    # Without our boxes: they are pytree nodes, and a module may name parameters by path.
     params = _abstract_params(module, rngs, args, method, kwargs)
     boxes = _paths.by_path(traced)
     leaves = {
@@ -163,13 +163,13 @@ def _its_own_jit_cache() -> Any:
 
 
 def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., Any]:
-    """Boxes each parameter once a method of the module that created it has run."""
+    """Make an interceptor that boxes each parameter after a method of its module."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         result = call(*args, **kwargs)
         module = context.module
         if module.scope is not None and module.is_mutable_collection("params"):
-            # Of two modules that share a scope the outer one returns last.
+            # Where two modules share a scope, the outer one returns last, and owns it.
             owners[tuple(module.path)] = type(module).__name__
             _box(module, module_types.declarations(module, rules))
         return result
@@ -182,7 +182,7 @@ def _box(module: linen.Module, declared: Mapping[str, Declared]) -> None:
         if isinstance(value, Mapping | _Traced):
             continue
         rank = np.ndim(meta.unbox(value))
-        # Any other may belong to an outer module that shares this scope.
+        # Any other parameter may belong to an outer module that shares this scope.
         if name in declared or rank < 2:
             box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
             module.put_variable("params", name, box)

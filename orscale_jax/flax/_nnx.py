@@ -30,23 +30,24 @@ def nnx_dimension_numbers(
     Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
     ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices.
     Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
-    axes take AdamW, and so does every parameter with a name on its path that is one of
-    ``heads`` or that :func:`orscale_jax.orscale` takes for an embedding or an output
-    head. Axes that ``nnx.vmap`` or ``nnx.scan`` put in front of what a module declares
-    are a batch.
+    axes take AdamW, and so does every parameter whose path contains one of ``heads``, or
+    a name that :func:`orscale_jax.orscale` takes for an embedding or an output head. Axes
+    that ``nnx.vmap`` or ``nnx.scan`` put in front of those that a module declares are
+    batch axes.
 
     Args:
       model: The module whose ``nnx.Param`` variables are optimized.
-      heads: Names on the paths of output heads, besides those that the library knows.
+      heads: Names that mark output heads on a path, besides those that the library knows.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
-        axes. They come before everything else, and match the paths that errors here show.
-      rules: A mapping from types of your own modules to functions of the module, which
-        return a :class:`Weight`, or None for AdamW, for each attribute that is a
-        parameter (or holds parameters). A rule also applies to subclasses, and comes
-        before the one for a type of Flax.
+        axes. They take precedence over everything else, and match the paths that errors
+        of this function show.
+      rules: A mapping from types of modules to functions. A function takes a module and
+        returns a mapping from each attribute that is a parameter (or holds parameters) to
+        a :class:`Weight`, or to None for AdamW. A rule also applies to subclasses without
+        a rule, and replaces the library's rule for the same type.
       partition_names: The ``nnx.PARTITION_NAME`` of transformations that stack modules
-        along another axis than the first: axes of these names, in the variables'
-        annotations, are a batch at any position. Names that variables keep in their
+        along another axis than the first. Axes with these names in the variables'
+        annotations are batch axes, at any position. Names that variables keep in their
         metadata under ``nnx.PARTITION_NAME`` itself, as MaxText's do, need not be given.
 
     Returns:
@@ -58,9 +59,10 @@ def nnx_dimension_numbers(
       or with bare arrays, or the ``nnx.to_pure_dict`` of either.
 
     Raises:
-      ValueError: If a type does not settle a parameter, or a leaf's shape is not the one
-        that its module declares; one error for all of them. If a name of ``heads`` is on
-        no path, and for ``overrides`` as :func:`orscale_jax.by_path`.
+      ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
+        is not the one that its module declares (one error lists all of them). If a name
+        of ``heads`` is on no path, or ``overrides`` is refused by
+        :func:`orscale_jax.by_path`.
 
     Example:
       >>> import jax, optax

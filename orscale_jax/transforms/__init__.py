@@ -1,4 +1,4 @@
-"""The stages of OrScale and its relatives, one a file, and wrappers around them.
+"""The stages of OrScale and its relatives, one per file, and wrappers around them.
 
 ==============  ======================================================================
 orthogonalize   M̃ to Q
@@ -7,13 +7,13 @@ decay           adds λW: to all entries, or cautiously
 first_update    waits for a matrix's first update
 trust_ratio     multiplies by the clipped, calibrated ratio; ``anchors`` set c
 pooled_ratio    one ratio for all matrices, or for each class
-recorded_ratio  ratios of another run
-neuron_rms      neurons over their running root mean square
-normalize       neurons and inputs of norm 1
+recorded_ratio  multiplies by the ratios of another run
+neuron_rms      divides neurons by their running root mean square
+normalize       scales neurons and inputs to norm 1
 initial_norm    keeps the norms of the matrices
 per_matrix      maps over matrices, and arrays with one entry per matrix
 float32         runs a transformation in float32
-fusion          which kernels a GPU merges, and which not
+fusion          has XLA merge GPU kernels of small leaves
 qk_clip         rescales queries and keys; ``attention`` finds them
 ==============  ======================================================================
 

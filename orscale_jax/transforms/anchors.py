@@ -15,7 +15,7 @@ class Norms(NamedTuple):
     weight: jax.Array
     #: ‖D‖.
     direction: jax.Array
-    #: The norm of a D of full rank; ‖D‖ where no anchor asks for it.
+    #: The norm of a D of full rank; ‖D‖ if the anchor does not need it.
     full_rank: jax.Array
 
 
@@ -29,25 +29,25 @@ class Limits(NamedTuple):
 
 
 class Anchored(NamedTuple):
-    """What is known of the first directions of matrices, of the batch shape."""
+    """What is known of the first directions of matrices, in arrays of the batch shape."""
 
     #: The constant c; see :class:`CalibratedTrustRatioState`.
     calibration: jax.Array
     #: ‖W‖ at the first direction, 0 before it.
     weight_norm: jax.Array
-    #: The number of directions that have entered c, dtype int32; None if nobody asks.
+    #: The number of directions that have entered c, dtype int32; None if not counted.
     directions: jax.Array | None = None
 
 
-# Of what is known, the norms and the limits: what is known from now on, but for the norm
-# at the first direction, which is no matter of the rule.
+# From what is known, the norms and the limits to what is known after this step, except
+# for the norm at the first direction, which the rule does not set.
 SetC: TypeAlias = Callable[[Anchored, Norms, Limits], Anchored]
 
 
 def first_weight_norm(known: Anchored, norms: Norms) -> jax.Array:
     """‖W‖ at the first direction at which it is not zero; 0 before it.
 
-    It stays 0 for a c that was set before this norm was kept.
+    It stays 0 where c was set before states kept this norm.
     """
     unknown = _unset(known.calibration) | jnp.isinf(known.calibration)
     is_first = unknown & (known.weight_norm == 0) & _directed(norms)

@@ -1,4 +1,4 @@
-"""Which parameters hold the queries and keys of attention, and where their heads are."""
+"""The parameters that hold queries and keys of attention, and the places of heads."""
 
 import dataclasses
 import difflib
@@ -39,7 +39,7 @@ class AttentionHeads:
         :class:`QueryKey`.
 
     Raises:
-      ValueError: If an attribute is not of the kind above.
+      ValueError: If an attribute is not as described above.
 
     Example:
       >>> from orscale_jax import AttentionHeads
@@ -56,7 +56,7 @@ class AttentionHeads:
     layer_axes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what no parameter could fit."""
+        """Refuse attributes that no parameter could fit."""
         if not isinstance(self.path, str) or not self.path:
             _checks.refuse("path", self.path, "pass dotted keys, such as 'query.kernel'")
         for name in ("axis", "part_axis"):
@@ -77,8 +77,8 @@ Heads: TypeAlias = str | AttentionHeads | Sequence[str | AttentionHeads]
 class QueryKey:
     """The query and key projections of one attention module, or of a stack of them.
 
-    Each of the first three is the path of a parameter, an :class:`AttentionHeads`, or a
-    sequence of them: kernel and bias.
+    ``query``, ``key`` and ``rotary_query`` are each the path of a parameter, an
+    :class:`AttentionHeads`, or a sequence of these, such as kernel and bias.
 
     With fewer key heads than query heads, key head k serves the query heads
     ``k * group`` to ``(k + 1) * group - 1``.
@@ -86,13 +86,13 @@ class QueryKey:
     Attributes:
       query: The query projections. In latent attention: the parts without rotation.
       key: The key projections. In latent attention: the parts without rotation.
-      rotary_query: Parts of the queries that are multiplied with a key which all heads
-        share and which is not scaled: the rotated part in latent attention. Else empty.
+      rotary_query: Parts of the queries that are multiplied by a key that all heads share
+        and that is not scaled: the rotated part in latent attention. Otherwise empty.
       layer_axes: The axes of these parameters that count layers, in the order of the
         leading axes of ``max_logits``: ``(0,)`` for scanned layers.
 
     Raises:
-      ValueError: If an attribute is not of the kind above.
+      ValueError: If an attribute is not as described above.
 
     Example:
       >>> from orscale_jax import AttentionHeads, QueryKey
@@ -113,7 +113,7 @@ class QueryKey:
     layer_axes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse what names no parameters."""
+        """Refuse attributes that name no parameters."""
         for name in ("query", "key", "rotary_query"):
             _entries(name, getattr(self, name))
         _check_layer_axes(self.layer_axes)
@@ -197,7 +197,7 @@ def _find(name: str, entry: QueryKey, leaves: dict[str, list[Any]]) -> Attention
         if (place.layers, place.heads) != (layers, count):
             raise ValueError(
                 f"parameter {place.name!r} of {name} has {place.heads} heads in layers "
-                f"of shape {place.layers}, and the others have {count} in {layers}: "
+                f"of shape {place.layers}, but the others have {count} in {layers}: "
                 "correct axis, heads or layer_axes in its AttentionHeads."
             )
     if heads % key_heads:

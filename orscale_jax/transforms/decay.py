@@ -25,7 +25,7 @@ def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]
 def add_decayed_weights(
     weight_decay: ArrayLike | optax.Schedule, mask: Mask | None
 ) -> optax.GradientTransformation:
-    """:func:`optax.add_decayed_weights`, whose own count stands still before 0.2.7."""
+    """:func:`optax.add_decayed_weights`, whose count does not advance before 0.2.7."""
     stage = (
         _by_schedule(weight_decay)
         if callable(weight_decay)
@@ -47,24 +47,24 @@ def _by_schedule(schedule: Callable[[Any], Any]) -> optax.GradientTransformation
 def add_cautious_decayed_weights(
     weight_decay: ArrayLike | optax.Schedule = 0.0, mask: Mask | None = None
 ) -> optax.GradientTransformation:
-    r"""Add the decay of those entries alone that the update shrinks, too.
+    r"""Add weight decay only to the entries that the update itself shrinks.
 
     .. math::
 
       u \mapsto u + \lambda \, \mathbf{1}[u \odot W \geq 0] \odot W,
 
-    entry by entry, for updates that are subtracted later: before
+    entry by entry. It is for updates that are subtracted later: put it before
     :func:`optax.scale_by_learning_rate`.
 
-    Coupled, as in :func:`orscale_jax.family.cautious`, D is what comes out, and
-    the ratio sees the decay that was applied. Its ceiling rises from
-    :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)` with :math:`W_+` the
-    entries that decay: by about :math:`\sqrt 2` where half of them do.
+    Where the decay is coupled, as in :func:`orscale_jax.family.cautious`, the result is
+    D, and the ratio sees the decay that was applied. The ceiling of the ratio rises from
+    :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)`, where :math:`W_+` holds
+    the entries that decay: by about :math:`\sqrt 2` where half of them do.
 
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule.
-      mask: Tree of booleans (or a prefix, or a callable from the parameters to one):
-        False where nothing decays.
+      mask: Tree of booleans (or a prefix of one, or a callable from the parameters to
+        one): False for parameters that do not decay.
 
     Returns:
       A transformation with the state of :func:`optax.add_decayed_weights`.
@@ -89,7 +89,7 @@ def add_cautious_decayed_weights(
 
 
 def cautious(decay: optax.GradientTransformation) -> optax.GradientTransformation:
-    """What ``decay`` adds to zeros, where it has the sign of the update or none."""
+    """Apply ``decay``, but not where its sign is opposite to the update's."""
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
@@ -103,6 +103,6 @@ def cautious(decay: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def _add_where_signs_agree(update: jax.Array, decayed: jax.Array) -> jax.Array:
-    # Signs, not a product: that of small numbers is zero, and of large ones infinite.
+    # Signs, since the product of two numbers may underflow or overflow.
     agree = jnp.sign(update) * jnp.sign(decayed) >= 0
     return jnp.where(agree, update + decayed, update)

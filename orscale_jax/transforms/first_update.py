@@ -23,7 +23,8 @@ from orscale_jax.trees.boxes import PyTree, on_bare_arrays
 class FromFirstNonzeroUpdateState(NamedTuple):
     """State of :func:`from_first_nonzero_update`."""
 
-    #: Tree as the matrices; leaves of the batch shape of their leaf, 0 or 1, dtype int8.
+    #: Tree like the parameters: for each leaf of matrices, 0 or 1 for each matrix, in an
+    #: array of the batch shape and dtype int8.
     started: PyTree
     #: The state of the inner transformation.
     inner_state: optax.OptState
@@ -36,15 +37,15 @@ def from_first_nonzero_update(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Apply ``inner`` to a matrix from the first step on which its update is not zero.
 
-    OrScale makes D in it: a matrix that has received no momentum yet (an expert without
+    OrScale computes D inside it: a matrix that has received no momentum yet (an expert without
     tokens, a frozen branch) keeps :math:`D = 0` instead of :math:`D = \lambda W`. It
     stays as it is, and :math:`D \neq 0` tells the next stage that the paper's "first
     non-zero update" has come.
 
     Args:
       inner: A transformation that keeps the updates' structure, such as
-        :func:`optax.add_decayed_weights`. What it makes of zeros before that step is
-        replaced by zeros.
+        :func:`optax.add_decayed_weights`. Its output before that step is replaced by
+        zeros.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
@@ -52,7 +53,7 @@ def from_first_nonzero_update(
       state of ``inner``, which runs at every step.
 
     Raises:
-      ValueError: From ``init`` and ``update``, if a leaf is no matrix.
+      ValueError: From ``init`` and ``update``, if a leaf is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -102,6 +103,6 @@ def from_first_nonzero_update(
 
 
 def _largest(leaf: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """The largest absolute value, NaN if there is one; 0 of no values."""
-    # The reduction that Newton–Schulz begins with: of the same array, it runs once.
+    """The largest absolute value, NaN if there is one; 0 without values."""
+    # Newton–Schulz begins with the same reduction; for the same array it runs once.
     return jnp.max(jnp.abs(leaf), axis=axis, initial=None if leaf.size else 0)

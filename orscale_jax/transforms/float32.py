@@ -16,10 +16,10 @@ def in_float32(
 ) -> optax.GradientTransformationExtraArgs:
     """Run ``inner`` in float32 (float64 where a leaf is float64).
 
-    Updates have the dtype to which gradient, parameter and momentum promote, as Optax's
-    do, so that nothing is rounded on the way to the weights. Every state leaf keeps the
-    dtype and the sharding that ``inner.init`` gave it. On Explicit axes updates are
-    sharded as the parameters are.
+    As in Optax, updates have the dtype to which gradient, parameter and momentum promote,
+    so that nothing is rounded on the way to the weights. Every state leaf keeps the dtype
+    and the sharding that ``inner.init`` gave it. On Explicit axes updates are sharded
+    like the parameters.
 
     Args:
       inner: The transformation to run.
@@ -72,7 +72,7 @@ def _promoted(update: Any, param: Any, mu_dtype: DTypeLike | None) -> np.ndarray
 
 
 def _cast(tree: Any, like: Any, place: Any) -> Any:
-    """Cast to the dtypes of ``like`` and reshard as ``place``."""
+    """Cast to the dtypes of ``like``, and reshard like ``place``."""
 
     def cast(leaf: jax.Array, old: Any, placed: jax.Array) -> jax.Array:
         cast = leaf.astype(jnp.result_type(old))

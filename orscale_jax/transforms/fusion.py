@@ -8,7 +8,7 @@ from orscale_jax.trees.boxes import PyTree
 
 
 def of_stacks(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """``inner``, on GPUs in a few kernels for all small leaves."""
+    """Run ``inner``, on GPUs in a few kernels for all small leaves."""
 
     def update(
         updates: PyTree, state: optax.OptState, params: PyTree | None = None

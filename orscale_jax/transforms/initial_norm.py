@@ -22,8 +22,8 @@ from orscale_jax.trees.updates import require_params
 class InitialNormState(NamedTuple):
     """State of :func:`keep_initial_norm`."""
 
-    #: Tree as the matrices of their norms R; leaves of the batch shape of their leaf
-    #: (``()`` for a plain matrix), dtype float32 (float64 for float64 parameters).
+    #: Tree like the parameters: for each leaf of matrices their norms R, in an array of
+    #: the batch shape (``()`` for a plain matrix), float32 (float64 for float64 parameters).
     initial_norm: PyTree
     #: The state of the inner transformation.
     inner_state: optax.OptState
@@ -44,24 +44,24 @@ def keep_initial_norm(
       W \leftarrow R \, \mathrm{normalize}(W - \eta R \, \mathrm{normalize}(u)).
 
     The scale of u has no effect, and :math:`\eta` is the relative size of a step: for u
-    orthogonal to W, the tangent of the angle by which W turns. Decay of these matrices
-    has no place beside it, and whatever else changes their norms (:func:`qk_clip`,
-    averages of weights) is undone by the next step.
+    orthogonal to W, the tangent of the angle by which W turns. Do not combine it with
+    weight decay of these matrices. The next step undoes whatever else changes their norms
+    (:func:`qk_clip`, averages of weights).
 
     Args:
-      inner: The last stage, :func:`optax.scale_by_learning_rate`, which makes
-        :math:`-\eta` times what it is given.
+      inner: The last stage, :func:`optax.scale_by_learning_rate`, which multiplies its
+        input by :math:`-\eta`.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
       A transformation with :class:`InitialNormState`. Updates keep their shapes and
-      dtypes; norms are float32 (float64 for float64). A matrix with a zero update stays
-      as it is.
+      dtypes; norms are float32 (float64 for float64). A matrix with a zero update does
+      not change.
 
     Raises:
-      ValueError: If a leaf is no matrix, a matrix is zero at the start (from ``init``; in
-        a compiled ``init``, its updates are NaN), or ``params`` is missing from
-        ``update``.
+      ValueError: If a leaf is not a matrix, ``init`` is given a matrix that is zero (if
+        ``init`` is compiled, the updates of the matrix are NaN instead), or ``params`` is
+        missing from ``update``.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -75,8 +75,8 @@ def keep_initial_norm(
 
     References:
       Wen et al. 2026, *Fantastic Pretraining Optimizers and Where to Find Them II:
-      Hyperball Optimization*, arXiv:2606.16899. Marin's public code takes the norm of the
-      current step for R; Dion's fixes it, as here and in the paper.
+      Hyperball Optimization*, arXiv:2606.16899. Marin's public code uses the norm of the
+      current step for R; Dion's code fixes R, as here and in the paper.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -119,7 +119,7 @@ def _to_norm(axes: LeafAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
 def _change(
     axes: LeafAxes, step: jax.Array, weight: jax.Array, norm: jax.Array
 ) -> jax.Array:
-    """What takes W to the norm R in the direction of W + step."""
+    """The change of W to the norm R in the direction of W + step."""
     dtype = compute_dtype((step, weight))
     w, by = weight.astype(dtype), step.astype(dtype)
     still = axes.reduce(functools.partial(jnp.max, initial=0), jnp.abs(by)) == 0

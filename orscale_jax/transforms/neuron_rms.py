@@ -1,4 +1,4 @@
-"""The stage of NorMuon: every neuron over its own root mean square."""
+"""The stage of NorMuon: divides every neuron by its running root mean square."""
 
 import math
 from typing import Any, NamedTuple
@@ -25,9 +25,9 @@ FULL_RANK, KEPT = NORMS = ("full_rank", "kept")
 class NeuronRMSState(NamedTuple):
     """State of :func:`scale_by_neuron_rms`."""
 
-    #: Tree as the matrices. A leaf has one entry per output neuron of each matrix, so the
-    #: shape of the parameter without its reduction axes (with an entry per block, if
-    #: blocks divide one of them), and dtype float32 (float64 for float64 parameters).
+    #: Tree like the parameters. A leaf of matrices has one entry per output neuron of each
+    #: matrix: the parameter's shape without its reduction axes (with an entry per block,
+    #: if blocks divide one of them), dtype float32 (float64 for float64 parameters).
     neuron_mean_square: PyTree
 
 
@@ -40,8 +40,8 @@ def scale_by_neuron_rms(
 ) -> optax.GradientTransformation:
     r"""Divide every output neuron of Q by its running root mean square.
 
-    A neuron :math:`Q_{:,j}` of an ``(m, n)`` matrix is what the reduction axes hold for
-    one index of the output axes (a column of Flax's ``(in, out)`` kernels):
+    A neuron :math:`Q_{:,j}` of an ``(m, n)`` matrix holds the entries along the reduction
+    axes for one index of the output axes (a column of Flax's ``(in, out)`` kernels):
 
     .. math::
 
@@ -49,11 +49,11 @@ def scale_by_neuron_rms(
       \hat Q_{:,j} = Q_{:,j} / (\sqrt{v_j} + \varepsilon), \\
       Q &\mapsto \hat Q \, \rho / \|\hat Q\|_F.
 
-    Put between :func:`orthogonalize` and :func:`scale_by_shape`, whose s then gives the
-    step of the paper, :math:`0.2 \sqrt{mn}` in norm.
+    Put it between :func:`orthogonalize` and :func:`scale_by_shape`, whose s then gives
+    the step of the paper, of norm :math:`0.2 \sqrt{mn}`.
 
     Args:
-      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: every neuron gets one norm.
+      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
       eps: The floor :math:`\varepsilon`, at least 0.
       norm: :math:`\rho`. ``"full_rank"``: :math:`\sqrt{\min(m, n)}`, the norm of a Q of
         full rank, as in the paper. ``"kept"``: :math:`\|Q\|_F`, as in the authors' and
@@ -65,7 +65,7 @@ def scale_by_neuron_rms(
       A matrix that is zero stays zero.
 
     Raises:
-      ValueError: If an argument is not valid, or a leaf is no matrix.
+      ValueError: If an argument is not valid, or a leaf is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,7 +78,7 @@ def scale_by_neuron_rms(
 
     References:
       Li et al. 2025, *NorMuon*, arXiv:2510.05491, Algorithm 1. Its momentum is an average
-      without Nesterov's term (``nesterov=False`` here: Q is the same of a sum).
+      without Nesterov's term (here ``nesterov=False``; a sum has the same Q).
     """
     _checks.number("b2", b2, at_least=0, below=1)
     _checks.number("eps", eps, at_least=0)
@@ -94,10 +94,10 @@ def scale_by_neuron_rms(
 
     def scale(axes: LeafAxes, q: jax.Array, now: jax.Array, v: jax.Array) -> jax.Array:
         wide, entries = q.astype(v.dtype), axes.of_neurons
-        # No division by zero, where a neuron is zero and eps is.
+        # No division by zero where both a neuron and eps are zero.
         root = jnp.sqrt(jnp.where(v == 0, 1, v))
         inverse = 1 / (root + jnp.asarray(eps, v.dtype))
-        # ‖Q̂‖² / m and ρ² / m: the matrix itself is read no second time for its norm.
+        # ‖Q̂‖² / m and ρ² / m, without reading the matrix again for its norm.
         found = entries.reduce(jnp.sum, now * inverse * inverse)
         if norm == KEPT:
             wanted = entries.reduce(jnp.sum, now)
@@ -119,7 +119,7 @@ def scale_by_neuron_rms(
 
 
 def _neurons(axes_tree: PyTree) -> PyTree:
-    """The axes by which each neuron is a matrix, leaf by leaf."""
+    """The axes that make each neuron a matrix, leaf by leaf."""
 
     def of_leaf(axes: Any) -> Any:
         return axes if isinstance(axes, optax.MaskedNode) else axes.neurons
@@ -133,7 +133,7 @@ def _mean_squares(axes: LeafAxes, q: jax.Array) -> jax.Array:
 
 
 def _mean(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """The mean, and 0 of nothing."""
+    """The mean; 0 without entries."""
     return jnp.sum(x, axis=axis) / max(1, math.prod(x.shape[i] for i in axis))
 
 

@@ -1,4 +1,4 @@
-"""The stage of Muon+: neurons and inputs over their norms."""
+"""The stage of Muon+: divides neurons and inputs by their norms."""
 
 from collections.abc import Sequence
 
@@ -28,18 +28,19 @@ def normalize_vectors(
 
       q \mapsto q / \sqrt{\|q\|^2 + \varepsilon}
 
-    for every vector q of one kind, then of the next. A neuron is what the reduction axes
-    hold for one index of the output axes (a column of Flax's ``(in, out)`` kernels, a row
-    of PyTorch's), an input what the output axes hold for one index of the reduction axes.
+    for every vector q of one kind, then of the next. A neuron holds the entries along the
+    reduction axes for one index of the output axes (a column of Flax's ``(in, out)``
+    kernels, a row of PyTorch's). An input holds the entries along the output axes for one
+    index of the reduction axes.
 
-    Put between :func:`orthogonalize` and :func:`scale_by_shape`. The norm of the result
+    Put it between :func:`orthogonalize` and :func:`scale_by_shape`. The norm of the result
     is :math:`\sqrt{n}` after ``"neurons"`` and :math:`\sqrt{m}` after ``"inputs"``,
     whatever the rank, instead of Q's :math:`\sqrt{\operatorname{rank} Q}`: steps may be
     larger than Muon's at the same learning rate.
 
     Args:
-      order: ``"neurons"`` and ``"inputs"`` in the order in which they are normalized,
-        once or more. The paper's "row" is ``("neurons",)``, "col" ``("inputs",)``, and
+      order: What is normalized, in this order: ``"neurons"`` or ``"inputs"`` or both,
+        each any number of times. The paper's "row" is ``("neurons",)``, "col" ``("inputs",)``, and
         "row_col" ``("neurons", "inputs")``. The default is its "col_row".
       eps: The floor :math:`\varepsilon` under the root, at least 0.
       weight_dimension_numbers: As in :func:`orscale`.
@@ -48,7 +49,7 @@ def normalize_vectors(
       A stateless transformation. Updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: If an argument is not valid, or a leaf is no matrix.
+      ValueError: If an argument is not valid, or a leaf is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp

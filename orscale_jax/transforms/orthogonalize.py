@@ -52,14 +52,15 @@ def orthogonalize(
         :func:`polar_express_coefficients` makes.
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
-      ns_products: ``"xla"``, or ``"pallas"`` for half of the operations in symmetric
-        products, by a kernel for GPUs (Triton) and one for TPUs. It takes bfloat16 (on
-        GPUs also float16) and products of 512 rows and more, on TPUs 768. Everything
-        else stays with XLA: other dtypes, every product on CPUs, and on TPUs arrays on
-        Auto axes whose shardings are unknown.
-      max_stack_bytes: Leaves whose matrices have one shape, or its transpose, go through
-        Newton–Schulz together in stacks of up to this size, on each device. None:
-        256 MiB, on TPU 16 (256 on Auto axes), and on CPU no more than 32 leaves.
+      ns_products: ``"xla"``, or ``"pallas"`` for little more than half of the operations
+        in symmetric products, by a kernel for GPUs (Triton) and one for TPUs. The kernels
+        take bfloat16 (on GPUs also float16) and products of at least 512 rows (768 on
+        TPUs). XLA computes everything else: other dtypes, every product on CPUs, and on
+        TPUs arrays on Auto axes whose shardings are unknown.
+      max_stack_bytes: The largest stack on each device, in bytes. Leaves whose matrices
+        have the same shape, or its transpose, go through Newton–Schulz together in
+        stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU,
+        but 256 MiB for arrays on Auto axes whose shardings are unknown.
       mesh: As in :func:`orscale`.
       param_shardings: As in :func:`orscale`.
       weight_dimension_numbers: As in :func:`orscale`.
@@ -68,7 +69,7 @@ def orthogonalize(
       A stateless transformation. Updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: If an argument is not valid, or (from ``update``) a leaf is no matrix.
+      ValueError: If an argument is not valid, or (from ``update``) a leaf is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp
@@ -138,7 +139,7 @@ def orthogonalize_by(
 
 
 def _typed_specs(axes: LeafAxes, _: jax.Array, like: jax.Array) -> list[PartitionSpec]:
-    """The shardings of the matrices of a leaf like this one, where types have any."""
+    """The shardings of the matrices of ``like``, where its type has any."""
     return [PartitionSpec(*typed_sharding.spec(part)) for part in axes.matrices(like)]
 
 

@@ -36,14 +36,14 @@ def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> P
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Unreduced:
-    """An array, and the axes along which it is to be reduced. To JAX a leaf."""
+    """An array, and the axes along which it is to be reduced; a leaf to JAX."""
 
     array: jax.Array
     axes: tuple[int, ...]
 
 
 def reduce_matrices(fn: Reduction, axes_tree: PyTree, tree: PyTree) -> PyTree:
-    """``axes.reduce(fn, leaf)`` of the leaves of matrices, together on GPUs."""
+    """``axes.reduce(fn, leaf)`` of the leaves of matrices; GPUs finish them together."""
 
     def split(axes: LeafAxes, leaf: jax.Array) -> Any:
         if len(axes.labels) > 1:
@@ -114,8 +114,8 @@ def init_per_matrix(
         made = typed_sharding.shard_as(fn(axes, leaf), leaf, axes.batch_sharding(leaf))
         return box_like(made, node, axes.of_batch)
 
-    # optax.tree.map_params initializes with a placeholder. One array in the place of a
-    # tree tells it that these arrays have not the shapes of the parameters.
+    # optax.tree.map_params initializes with a placeholder. One array instead of a tree
+    # tells it that these arrays do not have the parameters' shapes.
     if type(params).__name__ == "_ParamsPlaceholder":
         return jnp.ones(())
     axes_tree = require_matrices(weight_dimension_numbers, params)

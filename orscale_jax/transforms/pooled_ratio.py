@@ -1,4 +1,4 @@
-"""The wrapper that gives all matrices one trust ratio, or all of a class."""
+"""The wrapper that gives all matrices one trust ratio, or each class one."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -40,21 +40,21 @@ def pool_trust_ratios(
       \hat r = \mathrm{clip}\Big(\exp \frac{1}{N} \sum_{i=1}^N \log r_i,
       \, r_{\min}, r_{\max}\Big), \qquad D_i \mapsto \hat r D_i.
 
-    It is the control that tells a ratio per matrix from a larger learning rate for all:
-    beside the unpooled ratio, a run has the same overall scale and no differences between
-    matrices. The mean is over matrices, not leaves, whatever their size. Only ratios that
-    have been measured count: those of matrices with a direction, a finite c and a norm
-    that is not zero; without any, :math:`\hat r` is 1. Matrices that do not count are
-    scaled as the others are. A matrix whose ratio is not finite keeps it (NaN) and leaves
-    the others alone.
+    It is the control experiment that separates the effect of one ratio per matrix from
+    that of a larger learning rate for all: the overall scale is that of the unpooled
+    ratio, without its differences between matrices. The mean gives all matrices the same
+    weight, whatever their size. Only ratios that have been measured count: those of
+    matrices with a direction, a finite c and a norm that is not zero. If none counts,
+    :math:`\hat r` is 1. Matrices that do not count are scaled like the others. A matrix
+    whose ratio is not finite keeps it (NaN) and does not affect the others.
 
     Args:
       ratio: :func:`scale_by_calibrated_trust_ratio`; its own bounds have no effect.
       r_min: Lower bound of the ratio applied. ``-inf`` for none.
       r_max: Upper bound of the ratio applied, at least 0. ``inf`` for none.
-      classes: Tree of labels (strings; None where there is no matrix) like the
-        parameters, or a prefix of one, or a callable from the parameters to one: one
-        ratio per class. None: one for all.
+      classes: The class of each matrix: a tree of strings like the parameters (None where
+        there is no matrix), a prefix of such a tree, or a callable from the parameters to
+        one. Each class has one ratio. None: one ratio for all matrices.
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
@@ -63,7 +63,7 @@ def pool_trust_ratios(
       more numbers per leaf are exchanged.
 
     Raises:
-      ValueError: If an argument is not valid, a leaf is no matrix, or ``params`` is
+      ValueError: If an argument is not valid, a leaf is not a matrix, or ``params`` is
         missing from ``update``.
 
     Example:
@@ -161,7 +161,7 @@ def _is_label(node: Any) -> bool:
 
 
 def _pooled(labels: PyTree, ratios: PyTree, counts: PyTree) -> PyTree:
-    """For each leaf the geometric mean of its class, 1 if nothing counts."""
+    """For each leaf, the geometric mean over its class; 1 if no matrix of it counts."""
     sums: dict[str, list[Any]] = defaultdict(lambda: [0.0, 0])
     leaves = [jax.tree.leaves(tree) for tree in (labels, ratios, counts)]
     for label, ratio, count in zip(*leaves, strict=True):

@@ -26,7 +26,7 @@ from orscale_jax.trees.updates import require_params
 
 
 class QKClipState(NamedTuple):
-    """State of :func:`qk_clip`, to be read: the next step does not depend on it."""
+    """State of :func:`qk_clip`, for readouts: the next step does not depend on it."""
 
     #: Tree like ``attentions``; the last gamma, (layers..., query heads), float32.
     #: 1 where nothing was clipped, and before the first step.
@@ -49,7 +49,7 @@ def _factors(
     heads = attention.key[0].heads
     group = gamma.shape[-1] // heads
     grouped = gamma.reshape(*gamma.shape[:-1], heads, group)
-    # A shared key takes the strongest clip, and each query what is left of its own.
+    # A shared key takes the strongest clip of its queries; they take the rest of theirs.
     key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))
     query = (grouped / key[..., None]).reshape(gamma.shape)
     for places, factors in (
@@ -96,7 +96,7 @@ def _rescale(updates: PyTree, params: PyTree, factors: dict[str, jax.Array]) -> 
     updates = jax.tree_util.tree_map_with_path(rescale, updates)
     if missing := sorted(set(factors) - rescaled):
         raise ValueError(
-            f"parameter {missing[0]!r} has no update (None, or masked), and QK-Clip has "
+            f"parameter {missing[0]!r} has no update (None, or masked), but QK-Clip has "
             "to scale it: pass zeros for it, or leave it out of attentions."
         )
     return updates
@@ -133,7 +133,7 @@ def _checked_logits(attention: Attention, logits: Any) -> jax.Array:
     if logits.shape != attention.shape or not real:
         raise ValueError(
             f"max_logits of {attention.name} has shape {logits.shape} and dtype "
-            f"{logits.dtype}, and its queries have (layers..., heads) = "
+            f"{logits.dtype}, but its queries have (layers..., heads) = "
             f"{attention.shape}: pass a real array of that shape, the maximum over batch "
             "and positions, or correct axis, heads and layer_axes in attentions."
         )
@@ -180,8 +180,8 @@ def qk_clip(
 
     so that all logits of head h are multiplied by :math:`\gamma_h`. Where only other
     heads of a group are clipped, :math:`q_h` grows by :math:`1 / f_g` as its key shrinks
-    by :math:`f_g`, and its logits stay as they are. Wherever the factor is 1, the update
-    is passed on to the bit.
+    by :math:`f_g`, and its logits do not change. Wherever the factor is 1, the update
+    passes through bit for bit.
 
     :math:`q^R` and :math:`k^R` are the rotated parts in latent attention, where
     all heads share one :math:`k^R`.
@@ -189,7 +189,7 @@ def qk_clip(
     Args:
       attentions: Which parameters are queries and keys: a :class:`QueryKey`, any pytree
         of them, or a callable from the parameters to one.
-      threshold: :math:`\tau`, above 0, of the logits as they enter the softmax.
+      threshold: :math:`\tau`, above 0: the largest logit allowed, as it enters the softmax.
       alpha: :math:`\alpha` in [0, 1]: the queries' share of the clip.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The stage that replays trust ratios of another run."""
+"""The stage that replays the trust ratios of another run."""
 
 from collections.abc import Callable
 
@@ -16,12 +16,13 @@ def scale_by_recorded_trust_ratio(
 ) -> optax.GradientTransformation:
     r"""Scale all directions by a recorded trust ratio: :math:`D_t \mapsto \hat r_t D_t`.
 
-    It is the control that tells a ratio which follows its own run from a learning-rate
-    schedule: Muon+Moonlight with the rate :math:`\eta_t \hat r_t`.
+    It is the control experiment that separates the effect of a ratio that responds to its
+    own run from that of a learning-rate schedule: Muon+Moonlight with the rate
+    :math:`\eta_t \hat r_t`.
 
     Args:
-      trust_ratio: The ratios of the steps, of shape ``(T,)``; a schedule, from the step
-        to the ratio; or one number. After its T steps, an array goes on with its last.
+      trust_ratio: The ratio of each step, of shape ``(T,)``, whose last entry applies to
+        all later steps; a schedule, from the step to the ratio; or one number.
 
     Returns:
       A transformation with the state of :func:`optax.scale_by_schedule` (the step), or
@@ -57,8 +58,8 @@ def scale_by_recorded_trust_ratio(
 
 
 def _check(trust_ratio: ArrayLike) -> None:
-    """Refuse what is no array of finite numbers, as far as values are known."""
-    remedy = "pass finite ratios of shape (T,), at least 0, one number, or a schedule"
+    """Refuse all but finite numbers of shape (T,) or (), as far as they are known."""
+    remedy = "pass finite ratios of shape (T,), all at least 0, one number, or a schedule"
     try:
         recorded = jnp.asarray(trust_ratio)
     except (TypeError, ValueError):

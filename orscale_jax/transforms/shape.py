@@ -21,19 +21,19 @@ def scale_by_shape(
 ) -> optax.GradientTransformation:
     r"""Scale every ``(m, n)`` matrix by :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`.
 
-    With it the entries of a semi-orthogonal Q have root mean square ``consistent_rms``
-    whatever their shape, which matches AdamW's at 0.2.
+    The entries of a semi-orthogonal Q then have root mean square ``consistent_rms``,
+    whatever its shape; 0.2 matches the updates of AdamW.
 
     Args:
-      consistent_rms: The root mean square; ``None`` for :math:`s = 1`. (Optax's own
-        ``scale_by_shape`` takes ``None`` for another rule, the width scaling.)
+      consistent_rms: The root mean square; ``None`` for :math:`s = 1`. (In Optax's
+        own ``scale_by_shape``, ``None`` stands for another rule, the width scaling.)
       weight_dimension_numbers: As in :func:`orscale`.
 
     Returns:
       A stateless transformation. Updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: If an argument is not valid, or (from ``update``) a leaf is no matrix.
+      ValueError: If an argument is not valid, or (from ``update``) a leaf is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp

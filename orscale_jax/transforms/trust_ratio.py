@@ -34,9 +34,10 @@ from orscale_jax.trees.updates import require_params
 class CalibratedTrustRatioState(NamedTuple):
     """State of :func:`scale_by_calibrated_trust_ratio`.
 
-    Trees as the matrices. Leaves have the batch shape of their leaf (``()`` for a plain
-    matrix) and dtype float32 (float64 for float64 parameters). The next step depends on
-    c alone; :func:`orscale_jax.diagnostics.read` makes readouts of the others.
+    Every field but ``bounds`` is a tree like the parameters. For each leaf of matrices it
+    has an array of the batch shape (``()`` for a plain matrix) and dtype float32 (float64
+    for float64 parameters). The next step depends on c alone;
+    :func:`orscale_jax.diagnostics.read` turns the others into readouts.
     """
 
     #: The constant c, 0 while unset, inf for a matrix without initial scale.
@@ -56,7 +57,7 @@ class CalibratedTrustRatioState(NamedTuple):
 
 
 class LargestDirectionState(NamedTuple):
-    """State of :func:`scale_by_calibrated_trust_ratio` with that anchor.
+    """State of :func:`scale_by_calibrated_trust_ratio` with ``anchor="largest"``.
 
     The fields of :class:`CalibratedTrustRatioState`, and one more of the same shapes.
     """
@@ -104,14 +105,15 @@ def scale_by_calibrated_trust_ratio(
     at that step, and the anchor decides what :math:`d_0` is:
 
     ``"first"``
-      :math:`d_0 = \|D_0\|_F`, as in the paper: r starts at 1, and is the growth of W
-      over that of D since then. If the first direction has low rank (few tokens, a
-      small batch), later ones are larger, and the matrix keeps small ratios.
+      :math:`d_0 = \|D_0\|_F`, as in the paper: r starts at 1, and is from then on the
+      growth of W divided by the growth of D. If the first direction has low rank (few
+      tokens, a small batch), later ones are larger, and the matrix keeps small ratios.
     ``"full_rank"``
       :math:`d_0^2 = \lambda^2 \|W_0\|_F^2 + s^2 \min(m, n)`: the norm of
       :math:`D = \lambda W_0 + sQ` for a Q of full rank that is orthogonal to
       :math:`W_0`. r starts above 1 if the first direction has low rank. (With cautious
-      decay D is another, and r starts beside 1 where :math:`\lambda \|W_0\|` is large.)
+      decay D is different, and r does not start at 1 where :math:`\lambda \|W_0\|` is
+      large.)
     ``"largest"``
       :math:`d_0 = \max_t \|D_t\|_F` over the first ``anchor_steps`` directions of the
       matrix: r starts at 1, and c falls at each direction that is larger than those
@@ -122,18 +124,18 @@ def scale_by_calibrated_trust_ratio(
     and it keeps r = 1 for good. A D that is not finite never enters c and gives r = NaN.
 
     Args:
-      calibrate: Whether to anchor c; if False, c = 1. It may change between runs: a
-        state without calibration is anchored at its next direction, and one with it
-        goes on with c = 1.
-      anchor: ``"first"``, ``"full_rank"`` or ``"largest"``. A c that
-        has been set stays as it is if another anchor is chosen later.
+      calibrate: Whether to anchor c; if False, c = 1. It may change between runs: with
+        True, c is anchored at the next direction of a run that had c = 1; with False,
+        every c becomes 1.
+      anchor: ``"first"``, ``"full_rank"`` or ``"largest"``. A c that has been set does not
+        change if another anchor is chosen later.
       anchor_steps: The number of directions for ``"largest"``, at least 1.
       r_min: Lower bound of the ratio applied. ``-inf`` for none.
       r_max: Upper bound of the ratio applied, at least 0. ``inf`` for none.
       eps: The floor :math:`\varepsilon`, at least 0.
       consistent_rms: The s of ``"full_rank"``, as in :func:`scale_by_shape`.
-      weight_decay: The :math:`\lambda` of ``"full_rank"``. A schedule counts with its
-        value at step 0.
+      weight_decay: The :math:`\lambda` of ``"full_rank"``. Of a schedule, its value at
+        step 0.
       weight_decay_mask: Where the :math:`\lambda` of ``"full_rank"`` is 0, as in
         :func:`orscale`.
       weight_dimension_numbers: As in :func:`orscale`.
@@ -144,7 +146,7 @@ def scale_by_calibrated_trust_ratio(
       (float64 for float64); updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: If an argument is not valid, a leaf is no matrix, or ``params`` is
+      ValueError: If an argument is not valid, a leaf is not a matrix, or ``params`` is
         missing from ``update``.
 
     Example:
@@ -254,7 +256,7 @@ def _decay_of_leaves(
     """λ of each leaf: 0 where the mask is False."""
     value = weight_decay(0) if callable(weight_decay) else weight_decay
     if is_mask_function(mask):
-        mask = mask(params)  # Of the arrays, not of the numbers below.
+        mask = mask(params)  # Called on the arrays, not on the numbers below.
     stage = add_decayed_weights(value, mask)
     zeros, ones = (jax.tree.map(lambda _, x=x: x, params) for x in (0.0, 1.0))
     decays, _ = stage.update(zeros, stage.init(zeros), ones)
@@ -267,8 +269,8 @@ class _TrustRatio:
 
     Attributes:
       anchor: The rule that sets c.
-      consistent_rms: The s of a D of full rank.
-      limits: What :class:`anchors.Limits` holds.
+      consistent_rms: That of s in a D of full rank.
+      limits: The fields of :class:`anchors.Limits`, in their order.
     """
 
     anchor: anchors.Anchor
@@ -285,7 +287,7 @@ class _TrustRatio:
         weight_norm: jax.Array,
         *state: jax.Array,
     ) -> _Entries:
-        """A leaf's next entries in the state, given λ, norms, and the last ones."""
+        """A leaf's next entries in the state, given λ, the norms and the last entries."""
         dtype = compute_dtype((direction, weight))
         d = direction.astype(dtype)
         w_norm, d_norm = (
