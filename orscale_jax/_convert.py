@@ -182,7 +182,7 @@ class _Source(NamedTuple):
         return self.momentum
 
     def _of_nesterov(self, entry: _Entry) -> Any:
-        """The factor, besides 1/(1 − μ), from Optax's average to a sum with the same Q."""
+        """The factor, besides 1/(1 − μ), from Optax's average to a sum of the same Q."""
         if not self.nesterov or not self.old.counts:
             return 1.0
         mu, t = self._mu(entry), self._step()
@@ -240,6 +240,6 @@ def _refuse_new(old: _Held, names: dict[Keys, Any], allow_new: bool) -> None:
         )
     if new and not allow_new:
         raise ValueError(
-            f"{listed(new)} not in the old state. Pass allow_new=True to start with their "
-            "initial state, or pass the parameters under the names of the old run."
+            f"{listed(new)} not in the old state. Pass allow_new=True to start "
+            "anew there, or pass the parameters under the names of the old run."
         )

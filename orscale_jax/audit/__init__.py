@@ -1,6 +1,6 @@
 """The audit before a run: what an optimizer will do with each parameter.
 
-Numbers alone: nothing here is on the traced path of ``update``.
+It only reports: no part of it runs in ``update``.
 
 ============  ======================================================================
 describe      the public ``describe``

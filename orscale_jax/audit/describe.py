@@ -50,19 +50,19 @@ def describe(
 ) -> Description:
     r"""Tabulate which parameters are matrices, of what shape, and what each costs.
 
-    The audit before a run: it shows a matrix that went to AdamW, an embedding that did
-    not, or an expert stack taken for one matrix. Parameters may be abstract
-    (:func:`jax.eval_shape`): nothing need be allocated.
+    Use it to audit a run before it starts: it shows a matrix that went to AdamW, an
+    embedding that did not, or an expert stack taken for one matrix. Parameters may be
+    abstract (:func:`jax.eval_shape`), so that nothing need be allocated.
 
     Args:
-      params: The parameters, or abstract ones. None leaves and masked ones have no row.
-      weight_dimension_numbers: As in :func:`orscale`, those of the optimizer.
+      params: The parameters, which may be abstract. Leaves that are None or masked have
+        no row.
+      weight_dimension_numbers: Those of the optimizer, as in :func:`orscale`.
       consistent_rms: As in :func:`orscale`.
-      optimizer: The optimizer, to add up its state: its ``init`` is traced, not run. If
-        it is :func:`orscale`, :func:`muon` or an ablation, it must have the same
-        matrices as the table.
-      platform: ``"cpu"``, ``"gpu"`` or ``"tpu"``, whose plan of Newton–Schulz to show;
-        None: that of the parameters' mesh, or of JAX's default backend.
+      optimizer: The optimizer, to add up the bytes of its state: its ``init`` is traced,
+        not run. An optimizer of this library must have the same matrices as the table.
+      platform: The platform whose plan of Newton–Schulz is shown: ``"cpu"``, ``"gpu"`` or
+        ``"tpu"``. None: that of the parameters' mesh, or of JAX's default backend.
       ns_steps: As in :func:`orscale`.
       ns_coeffs: As in :func:`orscale`.
       ns_dtype: As in :func:`orscale`.
@@ -129,7 +129,7 @@ def describe(
 
 
 def _platform(given: str | None, params: PyTree) -> str:
-    """The given platform, or that on which the parameters are."""
+    """The given platform, or that of the parameters' devices."""
     if given is not None:
         _checks.choice("platform", given, ("cpu", "gpu", "tpu"))
         return given

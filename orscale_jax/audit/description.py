@@ -46,7 +46,7 @@ class Description:
     shared_bytes: int | None
     mesh: Mapping[str, int]
     _planning: Planning = dataclasses.field(repr=False)
-    # All rows, also in a selection: the plan is that of all.
+    # All rows, even in a selection, since the plan is that of all rows.
     _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
 
     @property
@@ -63,10 +63,10 @@ class Description:
         }
 
     def select(self, expression: str) -> "Description":
-        """The rows in whose paths :func:`re.search` finds the expression.
+        """Select the rows in whose paths :func:`re.search` finds the expression.
 
-        The plan stays that of all rows: :meth:`stacks` and :meth:`placement` then show
-        the stacks that hold a selected row.
+        The plan is still that of all rows; :meth:`stacks` and :meth:`placement` then show
+        those stacks that hold a selected row.
         """
         rows = tuple(row for row in self.rows if re.search(expression, row.path))
         shared_bytes = None if self.shared_bytes is None else 0
@@ -76,7 +76,7 @@ class Description:
         """Which matrices go through Newton–Schulz together on one device.
 
         Args:
-          max_bytes: Another ``max_stack_bytes`` than :func:`describe` was given.
+          max_bytes: Replaces the ``max_stack_bytes`` that :func:`describe` was given.
 
         Returns:
           The stacks, in the order of their first leaves.
@@ -90,8 +90,8 @@ class Description:
         """Which devices of the mesh orthogonalize which matrices.
 
         Args:
-          max_bytes: Another ``max_stack_bytes`` than :func:`describe` was given.
-          dtype: Another ``ns_dtype``.
+          max_bytes: Replaces the ``max_stack_bytes`` that :func:`describe` was given.
+          dtype: Replaces the ``ns_dtype``.
 
         Returns:
           The plan, in the order of the leaves; empty without a mesh.
@@ -122,10 +122,10 @@ class Description:
         return self._table().rich()
 
     def to_csv(self) -> str:
-        """The rows as CSV, with a column for each attribute that one number can show.
+        """The rows as CSV, with the columns of the table except the norms.
 
-        In a run's folder as ``audit.csv``, it tells ``python -m orscale_jax.diagnostics``
-        the shapes of the matrices.
+        From a file ``audit.csv`` in the folder of a run, ``python -m
+        orscale_jax.diagnostics`` takes the shapes of the matrices.
         """
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")

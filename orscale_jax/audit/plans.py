@@ -44,16 +44,16 @@ class Placed(NamedTuple):
     that are sharded by expert), or there is one group, which holds all of them.
 
     Attributes:
-      shape: ``(m, n)`` of each matrix that is whole on a device, or of each if none is;
-        with ``m <= n`` where they are sent. Smaller ones are padded.
+      shape: ``(m, n)`` of each matrix that is whole on a device, or of every matrix if
+        none is; ``m <= n`` where matrices are sent. Smaller matrices are padded.
       matrices: The number of matrices of a group.
       devices: The number of devices in a group.
-      matrices_per_device: How many matrices a device takes, zeros as padding included.
+      matrices_per_device: The number of matrices on a device, with padding by zeros.
       devices_per_matrix: The number of devices that share the columns of each shared
         matrix; 1 if none is shared.
       shared: The number of matrices that are shared. If others are not, ``shape`` has the
         columns that a device holds of a shared one.
-      bytes_sent: The bytes that each device sends, both ways, and in the iteration if
+      bytes_sent: The bytes that each device sends: both ways, and during the iteration if
         matrices are shared.
       names: The names of the leaves, or of their blocks.
     """

@@ -32,16 +32,16 @@ class ParameterRow:
       m: Rows of each matrix.
       n: Columns of each matrix.
       scale: The factor s of Q; None under AdamW.
-      norms: Smallest and largest Frobenius norm of its matrices; None where there are no
-        matrices or no values.
+      norms: Smallest and largest Frobenius norm of its matrices; None if it has no
+        matrices, or no values (abstract or empty).
       parameters: The number of its entries.
       state_bytes: Bytes of optimizer state that belong to it; None without an optimizer.
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
         whole leaf.
       batch_shape: The batch shape of its matrices, such as layers × experts.
       check: Reasons to look at this leaf: it is named like a fused projection, a router,
-        a table or a head, one side is at least 16 times as long as the other, or an axis
-        of length 1 counts matrices. Empty where there is none.
+        a table or a head; one side is at least 16 times as long as the other; or a batch
+        axis has length 1. Empty if there are none.
       mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
         that it is sharded over; empty without a mesh and under AdamW.
       layer_class: The class of its layer, such as "attention key", by its name:

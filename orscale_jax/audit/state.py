@@ -49,7 +49,7 @@ class AbstractState(NamedTuple):
             ends = (path[i:] for i in range(len(path) + 1))
             owner = next((end for end in ends if end in leaf_of), None)
             if owner == () and array.shape != np.shape(leaf_of[()]):
-                owner = None  # The path of the only leaf is empty: all end in it.
+                owner = None  # The only leaf has an empty path, in which all paths end.
             arrays[owner].append(array)
         return cls(state, arrays)
 
@@ -68,8 +68,8 @@ class AbstractState(NamedTuple):
                 )
 
 
-# Nodes of which every optimizer of this library has one, and a field of theirs with one
-# entry per matrix.
+# Every optimizer of this library has one of these nodes; the field has one entry per
+# matrix.
 _PER_MATRIX: dict[type, str] = {
     FromFirstNonzeroUpdateState: "started",
     InitialNormState: "initial_norm",

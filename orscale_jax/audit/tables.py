@@ -65,7 +65,7 @@ class Table(NamedTuple):
         except ImportError as error:
             raise ImportError(
                 "Description.table() needs rich: pip install orscale-jax[describe]. "
-                "print(description) does without."
+                "print(description) works without it."
             ) from error
         notes = rich.text.Text("\n".join(self.notes))
         table = rich.table.Table(caption=notes, caption_justify="left")

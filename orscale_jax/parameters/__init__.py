@@ -4,10 +4,10 @@
 axes, blocks        the matrices in a leaf: conversion in both directions
 dimension_numbers   dimension numbers to axes, for a whole tree
 default_rule        the rule for parameters without dimension numbers
-expressions         regular expressions over paths, of which the first decides
+expressions         regular expressions over paths; the first that matches decides
 path_rules          the public ``by_path``
 layer_classes       the public ``layer_classes``
-layer_names         the names by which it tells them
+layer_names         the names by which it recognizes them
 module_types        dimension numbers from the types of modules
 resolution          overrides, names and types, in this order
 module_trees        models that are trees of modules

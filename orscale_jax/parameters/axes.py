@@ -1,7 +1,7 @@
 """The matrices in a leaf of any rank: conversion to a batch of ``(m, n)``, and back.
 
 Rows and columns may each span several axes. Leaves that hold several matrices side by
-side are :class:`orscale_jax.parameters.blocks.MatrixBlocks`, with the same methods.
+side have :class:`orscale_jax.parameters.blocks.MatrixBlocks`, with the same methods.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ class MatrixAxes:
     """The axes of a leaf that is a batch of matrices.
 
     Attributes:
-      batch: Axes that count matrices (layers, experts, ...), in the leaf's order.
+      batch: The batch axes, which count matrices (layers, experts), in the leaf's order.
       rows: Axes that make up the ``m`` rows (the reduction axes of ``x @ W``).
       columns: Axes that make up the ``n`` columns (the output axes).
     """
@@ -127,7 +127,7 @@ class MatrixAxes:
 
     @property
     def neurons(self) -> "MatrixAxes":
-        """The axes by which each output neuron, a column, is a matrix of its own."""
+        """The axes that make each output neuron (a column) a matrix by itself."""
         return MatrixAxes(tuple(sorted(self.batch + self.columns)), self.rows, ())
 
     @property
@@ -141,13 +141,13 @@ class MatrixAxes:
 
     @property
     def inputs(self) -> "MatrixAxes":
-        """The axes by which each input, a row, is a matrix of its own."""
+        """The axes that make each input (a row) a matrix by itself."""
         return MatrixAxes(tuple(sorted(self.batch + self.rows)), (), self.columns)
 
 
 @jax.custom_jvp
 def square_root(x: jax.Array) -> jax.Array:
-    """√x for norms: the derivative at 0 is the subgradient 0."""
+    """The root of x, for norms: its derivative at 0 is the subgradient 0."""
     return jnp.sqrt(x)
 
 

@@ -58,7 +58,7 @@ class MatrixBlocks(abc.ABC):
         if self.axis in vectors:
             axis = vectors.index(self.axis)
             return matrix_blocks(self.whole.of_neurons, axis, self.sizes)
-        # Blocks of the rows: each has entries of its own, along one more batch axis.
+        # Blocks of the rows: each has its own entries, along one more batch axis.
         new = sum(axis < self.axis for axis in vectors)
         whole = self.whole.of_neurons
         batch, columns = (
@@ -73,7 +73,7 @@ class MatrixBlocks(abc.ABC):
         return self._of(self.whole.inputs)
 
     def _of(self, vectors: MatrixAxes) -> "LeafAxes":
-        """Vectors of the whole leaf, cut into blocks if the blocks cut them."""
+        """Vectors of the whole leaf, divided into blocks if the blocks divide them."""
         cut = self.axis in vectors.matrix
         return matrix_blocks(vectors, self.axis, self.sizes) if cut else vectors
 
@@ -137,7 +137,7 @@ class MatrixBlocks(abc.ABC):
 
 
 class EqualBlocks(MatrixBlocks):
-    """Blocks of one size: one part, in which they are one more batch axis."""
+    """Blocks of one size: a single part, which has one more batch axis for them."""
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ class EqualBlocks(MatrixBlocks):
 
 
 class UnequalBlocks(MatrixBlocks):
-    """Blocks of several sizes: each a part, cut out of the leaf."""
+    """Blocks of several sizes: each is a part, cut out of the leaf."""
 
     @property
     def labels(self) -> tuple[str, ...]:

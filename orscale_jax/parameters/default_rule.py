@@ -33,7 +33,7 @@ def refuse_ambiguous(leaves: Iterable[tuple[Any, jax.Array]]) -> None:
             "matrices, a convolution or a projection with heads. Pass "
             "weight_dimension_numbers with optax.contrib.MuonDimensionNumbers("
             "reduction_axis=..., output_axis=...) there, or None for AdamW; "
-            "orscale_jax.by_path gives both by path."
+            "orscale_jax.by_path makes them from rules on paths."
         )
 
 

@@ -29,20 +29,22 @@ from orscale_jax.trees.names import name_and_shape, quoted
 
 @dataclasses.dataclass(frozen=True)
 class BlockDimensionNumbers:
-    """Dimension numbers of a weight that several matrices share, side by side.
+    """Dimension numbers of a weight in which several matrices lie side by side.
 
-    Such as fused query, key and value projections, fused gate and up projections, or
-    heads. Each block has its own Q, c and r, as if it were a parameter of its own.
+    Examples are fused query, key and value projections, fused gate and up projections,
+    and heads. Each block has its own Q, c and r, as if it were a separate parameter.
 
     Attributes:
-      reduction_axis: As in :class:`optax.contrib.MuonDimensionNumbers`: the axes of the
-        rows. Axes of neither rows nor columns count matrices.
+      reduction_axis: The axes of the rows, as in
+        :class:`optax.contrib.MuonDimensionNumbers`. Axes of neither rows nor columns are
+        batch axes.
       output_axis: The axes of the columns.
       block_axis: The axis along which the blocks lie, a row axis or a column axis.
       blocks: The number of blocks of equal size, or a tuple of their sizes.
 
     Raises:
-      ValueError: If ``blocks`` or ``block_axis`` is not made of such integers.
+      ValueError: If ``blocks`` is not a positive integer or a tuple of them, or
+        ``block_axis`` is not an integer.
 
     Example:
       >>> from orscale_jax import BlockDimensionNumbers
@@ -50,7 +52,7 @@ class BlockDimensionNumbers:
       >>> fused = BlockDimensionNumbers(0, 1, block_axis=1, blocks=3)
       >>> # 12 query heads of 64 and 4 of keys and values: (768, 768 + 256 + 256)
       >>> grouped = BlockDimensionNumbers(0, 1, block_axis=1, blocks=(768, 256, 256))
-      >>> # the same, every head alone
+      >>> # the same weight, with a block for every head
       >>> per_head = BlockDimensionNumbers(0, 1, block_axis=1, blocks=12 + 4 + 4)
     """
 
@@ -87,8 +89,8 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
 
     Returns:
       A tree without boxes, with :class:`MatrixAxes` or :class:`MatrixBlocks` for each
-      leaf of matrices and :class:`optax.MaskedNode` for every other leaf, as
-      :func:`optax.partition` has them in each of its groups.
+      leaf of matrices and :class:`optax.MaskedNode` for every other leaf, as in the
+      groups of :func:`optax.partition`.
 
     Raises:
       ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
@@ -114,13 +116,13 @@ def require_matrices(
     """:func:`matrix_axes` for a stage that handles nothing but matrices.
 
     Raises:
-      ValueError: As :func:`matrix_axes`, and for any leaf that is not a matrix.
+      ValueError: As in :func:`matrix_axes`, and for any leaf that is not a matrix.
     """
 
     def check(path: Any, axes: Any, subtree: PyTree) -> Any:
         if isinstance(axes, optax.MaskedNode) and jax.tree.leaves(subtree):
             raise ValueError(
-                f"parameter {name_and_shape(path, subtree)} is not a matrix, and "
+                f"parameter {name_and_shape(path, subtree)} is not a matrix, but "
                 "this stage takes matrices only: route it elsewhere with "
                 "optax.partition (as orscale does), or give its axes in "
                 "weight_dimension_numbers."
@@ -145,9 +147,10 @@ def is_resolvable(node: Any) -> bool:
 def is_function(
     given: Any, is_leaf: Callable[[Any], bool]
 ) -> TypeGuard[Callable[[PyTree], PyTree]]:
-    """Whether ``given`` is a function that makes a tree of such leaves, not such a tree.
+    """Whether ``given`` is a function that makes a tree of such leaves, not a tree.
 
-    A callable Equinox module may be either: it is a tree if all its leaves are such.
+    A callable Equinox module may be either: it is a tree if ``is_leaf`` holds for all its
+    leaves.
     """
     leaves = jax.tree.leaves(given, is_leaf=is_leaf)
     return callable(given) and not (leaves and all(map(is_leaf, leaves)))
@@ -167,7 +170,7 @@ def check_prefix(
                 "optax.contrib.MuonDimensionNumbers or an "
                 "orscale_jax.BlockDimensionNumbers"
             )
-        return object()  # For any mismatch JAX would blame None, or a tuple.
+        return object()  # At any mismatch, JAX's error would blame None or a tuple.
 
     try:
         numbers = weight_dimension_numbers
@@ -231,7 +234,7 @@ def _misfit(rows: tuple[int, ...], columns: tuple[int, ...], rank: int) -> str |
     if not rows or not columns:
         return "reduction_axis and output_axis must each name at least one axis"
     if not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
-        return "axes are integers"
+        return "axes must be integers"
     if not all(-rank <= axis < rank for axis in used):
         return f"the leaf has {rank} axes"
     if len({axis % rank for axis in used}) < len(used):

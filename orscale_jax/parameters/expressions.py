@@ -1,4 +1,4 @@
-"""Regular expressions over the parameters' paths, of which the first to match decides."""
+"""Regular expressions over the parameters' paths: the first that matches decides."""
 
 import dataclasses
 import difflib
@@ -17,7 +17,7 @@ Value = TypeVar("Value")
 
 @dataclasses.dataclass(frozen=True)
 class Expressions(Generic[Value]):
-    """Expressions, and the values of the parameters whose paths they are first to match.
+    """Expressions, each with the value of the parameters whose first match it is.
 
     Attributes:
       pairs: The compiled expressions with their values, in the order given.
@@ -88,17 +88,17 @@ class Expressions(Generic[Value]):
                 earlier = self.pairs[index][0].pattern
                 raise ValueError(
                     f"{this} decides nothing: earlier ones match all its parameters, as "
-                    f"{earlier!r} does {name!r}. Put it before them, or leave it out."
+                    f"{earlier!r} matches {name!r}. Move it before them, or remove it."
                 )
         nearest = sorted(decisions, key=_likeness(expression.pattern), reverse=True)
         raise ValueError(
-            f"{this} matches no parameter. Correct it, or leave it out; of "
+            f"{this} matches no parameter. Correct it, or remove it; of "
             f"{len(decisions)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
         )
 
 
 def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
-    """The leaves and the masked nodes, for which expressions may be meant."""
+    """The leaves and the masked nodes: expressions may be meant for both."""
     return jax.tree_util.tree_leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )

@@ -29,7 +29,8 @@ ClassRules: TypeAlias = (
 def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
     r"""Name the class of layer that each parameter belongs to, such as "attention key".
 
-    The names on a parameter's path tell, and those beside it. The classes are:
+    The class follows from the names on the parameter's path and from those beside it. The
+    classes are:
 
     - ``"attention query"``, ``"attention key"``, ``"attention value"``, ``"attention
       output"``, ``"attention gate"``; fused, ``"attention qkv"``, ``"attention kv"`` and
@@ -38,27 +39,27 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
     - ``"mlp up"``, ``"mlp gate"``, ``"mlp down"``, and ``"mlp gate up"`` if fused; the
       same with ``"routed expert"`` and ``"shared expert"`` for ``"mlp"``; ``"router"``;
     - ``"convolution"``, ``"embedding"``, ``"head"``, ``"norm"``, ``"bias"``;
-    - ``"other"``: whatever no name tells.
+    - ``"other"``: everything else.
 
-    Some names need their neighbours. A ``gate`` is the router if experts stand beside it,
-    or if it stands in a mixture without ``up`` and ``down``; otherwise it is half of a
-    gated MLP. ``w1``, ``w2`` and ``w3`` are gate, down and up, as in Llama, or gate, up
-    and down if only ``w3`` has another shape. Two numbered layers, such as ``Dense_0``
+    Some names depend on their neighbours. A ``gate`` is the router if there are experts
+    beside it, or if it is in a mixture without ``up`` and ``down``; otherwise it is half
+    of a gated MLP. ``w1``, ``w2`` and ``w3`` are gate, down and up, as in Llama, or gate,
+    up and down if only ``w3`` has another shape. Two numbered layers, such as ``Dense_0``
     and ``Dense_1``, are up and down in an MLP, and qkv and output in attention.
 
     Args:
-      params: The parameters, or abstract ones, also boxed or masked.
+      params: The parameters, which may be abstract, boxed or masked.
       rules: Mapping, or sequence of pairs, from regular expressions over the paths, as in
-        :func:`orscale_jax.by_path`, to names of classes, also new ones. The first that
+        :func:`orscale_jax.by_path`, to names of classes, which may be new. The first that
         matches applies; where none does, the names decide as above.
 
     Returns:
-      A tree like the parameters, without boxes, with a string for each leaf, for the
-      argument ``classes`` of :func:`summarize` and of
-      :func:`orscale_jax.family.pooled`. So is this function.
+      A tree like the parameters, without boxes, with a string for each leaf. Pass it as
+      ``classes`` to :func:`summarize` or to :func:`orscale_jax.family.pooled`; the latter
+      also takes this function itself.
 
     Raises:
-      ValueError: If rules are not valid, or an expression applies to no parameter.
+      ValueError: If ``rules`` is not valid, or an expression applies to no parameter.
 
     Example:
       >>> import jax.numpy as jnp
@@ -139,7 +140,7 @@ class _Names(NamedTuple):
         return self._by_name(keys[:end], keys[end:])
 
     def _by_name(self, keys: list[str], array: list[str]) -> str:
-        """The class that the name of a module tells, and the array's keys below it."""
+        """The class, by the name of a module and the array's keys below it."""
         beside = self._beside(keys[:-1], array)
         mlp = _kind_of_mlp(keys, beside)
         within = _part(keys, beside, mlp)
@@ -171,7 +172,7 @@ def _kind_of_mlp(keys: list[str], beside: str) -> str:
 
 
 def _part(keys: list[str], beside: str, mlp: str) -> str:
-    """The part of the model: what the last telling key says, or the keys beside it."""
+    """The part of the model, by the last key that names one, or by the keys beside."""
     for key in reversed(keys):
         if layer_names.ATTENTION.search(key):
             return "attention"

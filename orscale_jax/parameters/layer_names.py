@@ -16,10 +16,10 @@ def keys_in_words(path: str) -> list[str]:
     return [key for key in keys if key]
 
 
-# Last keys that say nothing of the layer.
+# Last keys that say nothing about the layer.
 ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
 
-# Classes that a whole path tells: the first that matches.
+# Classes by the whole path: the first that matches applies.
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
 BY_PATH = (
     ("embedding", r"\btokens?$|^(\w+\.)?shared\.weight$"),
@@ -37,21 +37,22 @@ ATTENTION = re.compile(r"att(entio)?n|\bm[hlq]a\b")
 EXPERT = re.compile(r"\b(experts?|mo ?e(?! layers?))\b")
 MLP = re.compile(rf"{EXPERT.pattern}|mlp\d*\b|\b(ffn?|ffw|feed ?forward|swi ?glu)\b")
 SHARED = re.compile(r"\bshared (expert|mlp)|^shared$")
-# What keys beside it say: here is a mixture, or attention, without a module of its own.
+# Keys side by side that show a mixture, or attention, without a module of its own.
 EXPERTS_THEMSELVES = re.compile(r"(?!.*\bexperts?\b).*\brouter\b")
 QUERY_AND_KEY = re.compile(r"(?=.*\b(w?q\b|quer))(?=.*\b(w?kv?\b|key))|.*\bw?qkvo?\b")
 
 
 class NameRule(NamedTuple):
-    """A class that the name of a module tells, or of an array that is none's.
+    """A rule that gives the class of a module, or of an array without one, by its name.
 
     Attributes:
       layer: The class; "{mlp}" stands for "mlp", "routed expert" or "shared expert".
       within: The parts of a model in which the rule holds: "attention", "mlp", "routed
-        expert", "shared expert", or "block", which is none of them; "attention block" has
+        expert", "shared expert", or "block" for everything else; an "attention block" has
         the projections of attention among its own keys.
-      name: The name. That of a numbered layer begins with the key above: "layers 0".
-      beside: The keys in the same place, its own included: sorted, with "|" between them.
+      name: A pattern of the name. For a numbered layer, the name begins with the key
+        above: "layers 0".
+      beside: A pattern of all keys in the same place, sorted and joined by "|".
     """
 
     layer: str

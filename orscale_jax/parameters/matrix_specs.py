@@ -14,6 +14,6 @@ from orscale_jax.parameters.blocks import LeafAxes
 def matrix_specs(
     axes: LeafAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
 ) -> tuple[PartitionSpec, ...]:
-    """The specs of the matrices ``(*batch, m, n)`` of a leaf, of each of its parts."""
+    """The specs of the matrices ``(*batch, m, n)`` of a leaf, one for each part."""
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
     return tuple(typed_sharding.inferred(axes.matrices, leaf, mesh))

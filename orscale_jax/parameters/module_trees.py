@@ -20,7 +20,7 @@ def dimension_numbers(
     overrides: path_rules.Rules | None,
     array_type: type | tuple[type, ...] = (),
 ) -> Callable[[PyTree], PyTree]:
-    """Resolve the parameters of a model, for any tree that holds some of them.
+    """Resolve the dimension numbers of a model, for any tree of some of its parameters.
 
     Args:
       model: A tree of modules.

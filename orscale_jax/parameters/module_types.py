@@ -1,7 +1,7 @@
 """Dimension numbers from the types of modules.
 
-A parameter whose module's type does not declare it is an error that names the parameter,
-never a guess. Each library of modules has its own table of rules; none is imported here.
+If the type of its module does not declare a parameter, an error names the parameter.
+Each library of modules has its own table of rules; none is imported here.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ Numbers: TypeAlias = DimensionNumbers | Unresolved | None
 
 
 def adamw_only(*names: str) -> Rule:
-    """The rule of a type whose parameters of these names take AdamW."""
+    """Make a rule by which the parameters of these names take AdamW."""
     return lambda module: dict.fromkeys(names)
 
 
@@ -93,9 +93,9 @@ def numbers_by_owner(
     rules: Mapping[type, Any],
     stacked: Collection[int] = (),
 ) -> Numbers:
-    """The numbers of a parameter, from the module of which it is an attribute.
+    """The numbers of a parameter, from the module that has it as an attribute.
 
-    ``stacked`` are the axes that are known to count modules, at any position.
+    ``stacked`` are the axes that are known to stack modules, at any position.
     """
     owner, name = owner_of(path, owners)
     by_name = declarations(owner, rules)
@@ -123,8 +123,8 @@ def locate(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) ->
     own = tuple(shape[axis] for axis in axes)
     if not _agree(declared.shape, own):
         return Unresolved(
-            f"its module declares {declared.shape}, which has to stand behind the "
-            "stacked axes, if there are any"
+            f"its module declares {declared.shape}, which must follow the stacked axes, "
+            "if there are any"
         )
     rows, columns = (
         as_axis(tuple(axes[axis] for axis in as_tuple(own_axes)))

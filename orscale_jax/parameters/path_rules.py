@@ -38,20 +38,21 @@ _PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 def by_path(
     rules: Rules, *, otherwise: WeightDimensionNumbers = None
 ) -> Callable[[PyTree], PyTree]:
-    r"""Weight dimension numbers by the names of the parameters.
+    r"""Make weight dimension numbers from rules on the paths of the parameters.
 
     Paths are written with dots, as in :func:`describe` and in error messages:
     ``blocks.0.attention.query.kernel``. An expression matches if :func:`re.search` finds
     it anywhere in the path, and the first that matches applies. An expression that
-    applies to no parameter is an error: it is misspelt, or follows a broader one.
+    applies to no parameter is an error: it is misspelt, or comes after a broader one.
 
     Args:
       rules: Mapping, or sequence of pairs, from a regular expression to ``"matrix"`` (a
         leaf of two axes, rows and columns), ``"adamw"``, or
         :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
         for leaves of any shape.
-      otherwise: Dimension numbers of the parameters that no expression matches, as
-        ``weight_dimension_numbers`` of :func:`orscale`. None: the default rule.
+      otherwise: Dimension numbers of the parameters that no expression matches, in any
+        form that ``weight_dimension_numbers`` of :func:`orscale` may have. None: the
+        default rule.
 
     Returns:
       A callable from a tree of parameters (also abstract ones) to its tree of dimension
@@ -129,7 +130,7 @@ class PathRules(Expressions[Rule]):
 
     @staticmethod
     def checked(name: str, value: Any) -> Rule:
-        """Refuse what is no rule."""
+        """Refuse a value that is no rule."""
         named = isinstance(value, str) and value in ("matrix", "adamw")
         if not named and not isinstance(value, DimensionNumbers):
             _checks.refuse(
@@ -173,7 +174,7 @@ class PathRules(Expressions[Rule]):
             if misfits:
                 raise ValueError(
                     f"the expression {expression.pattern!r} of {self.source} says "
-                    f'"matrix", which takes two axes, and {listed(misfits)} not so. Name '
+                    f'"matrix", but {listed(misfits)} not of two axes. Name '
                     "the axes with optax.contrib.MuonDimensionNumbers("
                     "reduction_axis=..., output_axis=...), or put a narrower expression "
                     'with "adamw" before it.'

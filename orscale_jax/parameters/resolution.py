@@ -27,7 +27,7 @@ def resolve(
     Args:
       leaves: The parameters by path.
       by_type: Their dimension numbers, from the types of their modules.
-      heads: Names on the paths of output heads.
+      heads: Names that mark output heads on a path.
       overrides: Rules by path, which come before names, which come before types.
 
     Raises:
@@ -59,8 +59,8 @@ def _refuse(unresolved: list[str]) -> None:
         "the types of the modules do not say which axes of these parameters are rows "
         "and which are columns:\n" + "\n".join(unresolved) + "\nPass overrides={"
         "expression for its path: optax.contrib.MuonDimensionNumbers("
-        'reduction_axis=..., output_axis=...)} for each, or "adamw" there, or rules='
-        "{type of its module: ...}."
+        'reduction_axis=..., output_axis=...)} for each, with "adamw" instead for AdamW, '
+        "or rules={type of its module: ...}."
     )
 
 
@@ -92,8 +92,8 @@ def look_up(
             path = names_on(entries)
             if path not in numbers:
                 raise ValueError(
-                    f"parameter {dotted(path)!r} is no {expected} was given: pass it the "
-                    "model that is trained, and the optimizer its parameters alone."
+                    f"parameter {dotted(path)!r} is no {expected} was given: give that "
+                    "function the trained model, and the optimizer its parameters only."
                 )
             return numbers[path]
 

@@ -58,8 +58,8 @@ def add_cautious_decayed_weights(
 
     Where the decay is coupled, as in :func:`orscale_jax.family.cautious`, the result is
     D, and the ratio sees the decay that was applied. The ceiling of the ratio rises from
-    :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)`, where :math:`W_+` holds
-    the entries that decay: by about :math:`\sqrt 2` where half of them do.
+    :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)`, with :math:`W_+` the
+    entries that decay: by about :math:`\sqrt 2` where half of them do.
 
     Args:
       weight_decay: :math:`\lambda`, at least 0, or a schedule.

@@ -37,10 +37,10 @@ def from_first_nonzero_update(
 ) -> optax.GradientTransformationExtraArgs:
     r"""Apply ``inner`` to a matrix from the first step on which its update is not zero.
 
-    OrScale computes D inside it: a matrix that has received no momentum yet (an expert without
-    tokens, a frozen branch) keeps :math:`D = 0` instead of :math:`D = \lambda W`. It
-    stays as it is, and :math:`D \neq 0` tells the next stage that the paper's "first
-    non-zero update" has come.
+    OrScale computes D inside it: a matrix that has received no momentum yet (an expert
+    without tokens, a frozen branch) keeps :math:`D = 0` instead of
+    :math:`D = \lambda W`. The matrix does not change, and :math:`D \neq 0`
+    tells the next stage that the paper's "first non-zero update" has come.
 
     Args:
       inner: A transformation that keeps the updates' structure, such as

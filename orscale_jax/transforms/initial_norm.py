@@ -23,7 +23,8 @@ class InitialNormState(NamedTuple):
     """State of :func:`keep_initial_norm`."""
 
     #: Tree like the parameters: for each leaf of matrices their norms R, in an array of
-    #: the batch shape (``()`` for a plain matrix), float32 (float64 for float64 parameters).
+    #: the batch shape (``()`` for a plain matrix), dtype float32 (float64 for float64
+    #: parameters).
     initial_norm: PyTree
     #: The state of the inner transformation.
     inner_state: optax.OptState

@@ -25,7 +25,7 @@ FULL_RANK, KEPT = NORMS = ("full_rank", "kept")
 class NeuronRMSState(NamedTuple):
     """State of :func:`scale_by_neuron_rms`."""
 
-    #: Tree like the parameters. A leaf of matrices has one entry per output neuron of each
+    #: Tree like the parameters. A leaf of matrices has an entry per output neuron of each
     #: matrix: the parameter's shape without its reduction axes (with an entry per block,
     #: if blocks divide one of them), dtype float32 (float64 for float64 parameters).
     neuron_mean_square: PyTree

@@ -33,15 +33,16 @@ def normalize_vectors(
     kernels, a row of PyTorch's). An input holds the entries along the output axes for one
     index of the reduction axes.
 
-    Put it between :func:`orthogonalize` and :func:`scale_by_shape`. The norm of the result
-    is :math:`\sqrt{n}` after ``"neurons"`` and :math:`\sqrt{m}` after ``"inputs"``,
+    Put it between :func:`orthogonalize` and :func:`scale_by_shape`. The result has norm
+    :math:`\sqrt{n}` after ``"neurons"`` and :math:`\sqrt{m}` after ``"inputs"``,
     whatever the rank, instead of Q's :math:`\sqrt{\operatorname{rank} Q}`: steps may be
     larger than Muon's at the same learning rate.
 
     Args:
       order: What is normalized, in this order: ``"neurons"`` or ``"inputs"`` or both,
-        each any number of times. The paper's "row" is ``("neurons",)``, "col" ``("inputs",)``, and
-        "row_col" ``("neurons", "inputs")``. The default is its "col_row".
+        each any number of times. The paper's "row" is ``("neurons",)``, its "col"
+        ``("inputs",)``, and its "row_col" ``("neurons", "inputs")``. The default is its
+        "col_row".
       eps: The floor :math:`\varepsilon` under the root, at least 0.
       weight_dimension_numbers: As in :func:`orscale`.
 

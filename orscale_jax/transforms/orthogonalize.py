@@ -52,8 +52,8 @@ def orthogonalize(
         :func:`polar_express_coefficients` makes.
       ns_dtype: As ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
-      ns_products: ``"xla"``, or ``"pallas"`` for little more than half of the operations
-        in symmetric products, by a kernel for GPUs (Triton) and one for TPUs. The kernels
+      ns_products: ``"xla"``, or ``"pallas"`` to compute symmetric products with as few as
+        half of the operations, by a kernel for GPUs (Triton) or for TPUs. The kernels
         take bfloat16 (on GPUs also float16) and products of at least 512 rows (768 on
         TPUs). XLA computes everything else: other dtypes, every product on CPUs, and on
         TPUs arrays on Auto axes whose shardings are unknown.
@@ -69,7 +69,8 @@ def orthogonalize(
       A stateless transformation. Updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: If an argument is not valid, or (from ``update``) a leaf is not a matrix.
+      ValueError: If an argument is not valid, or, from ``update``, if a leaf is not a
+        matrix.
 
     Example:
       >>> import jax.numpy as jnp

@@ -189,7 +189,8 @@ def qk_clip(
     Args:
       attentions: Which parameters are queries and keys: a :class:`QueryKey`, any pytree
         of them, or a callable from the parameters to one.
-      threshold: :math:`\tau`, above 0: the largest logit allowed, as it enters the softmax.
+      threshold: :math:`\tau`, above 0: larger logits are clipped. It applies to logits as
+        they enter the softmax.
       alpha: :math:`\alpha` in [0, 1]: the queries' share of the clip.
 
     Returns:

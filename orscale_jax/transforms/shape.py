@@ -33,7 +33,8 @@ def scale_by_shape(
       A stateless transformation. Updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: If an argument is not valid, or (from ``update``) a leaf is not a matrix.
+      ValueError: If an argument is not valid, or, from ``update``, if a leaf is not a
+        matrix.
 
     Example:
       >>> import jax.numpy as jnp

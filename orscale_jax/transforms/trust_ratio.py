@@ -127,8 +127,8 @@ def scale_by_calibrated_trust_ratio(
       calibrate: Whether to anchor c; if False, c = 1. It may change between runs: with
         True, c is anchored at the next direction of a run that had c = 1; with False,
         every c becomes 1.
-      anchor: ``"first"``, ``"full_rank"`` or ``"largest"``. A c that has been set does not
-        change if another anchor is chosen later.
+      anchor: ``"first"``, ``"full_rank"`` or ``"largest"``. Choosing another one later
+        does not change a c that has been set.
       anchor_steps: The number of directions for ``"largest"``, at least 1.
       r_min: Lower bound of the ratio applied. ``-inf`` for none.
       r_max: Upper bound of the ratio applied, at least 0. ``inf`` for none.

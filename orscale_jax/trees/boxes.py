@@ -1,13 +1,12 @@
 """Boxes: the nodes in which Flax and Haliax keep a parameter with its annotations.
 
 ``flax.nnx.Variable``, ``flax.linen.Partitioned`` and ``haliax.NamedArray`` hold one array
-each and say how its axes are called or sharded. What is made for each matrix of a
-parameter has other axes than the parameter, and must not inherit what its box says: it
-has a box that names the axes which count matrices. Everything else in this library
-handles the bare arrays.
+each and name or shard its axes. An array with one entry per matrix has other axes than
+the parameter and must not inherit the names in the parameter's box: its own box names the
+batch axes only. Everything else in this library handles bare arrays.
 
-Outside the faces for these libraries, no other module looks into boxes. This one imports
-neither: a tree can hold their boxes only where they are imported already.
+Besides the modules for these libraries, only this one looks into boxes. It imports
+neither library: a tree can hold their boxes only where they are imported already.
 """
 
 import sys
@@ -25,7 +24,7 @@ _NNX_NAMES = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names"
 
 
 def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
-    """Whether a node is a box of one leaf, or of what stands in the place of one."""
+    """Whether a node is a box of one leaf, or of a node that stands for one."""
     if not isinstance(node, _types()):
         return False
     contents = _contents(node)
@@ -38,7 +37,7 @@ def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
 
 
 def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
-    """The tree with leaves in the places of their boxes."""
+    """The tree with leaves instead of their boxes."""
 
     def is_either(node: Any) -> bool:
         return is_box(node, is_leaf) or bool(is_leaf and is_leaf(node))
@@ -66,9 +65,9 @@ def rebox(tree: PyTree, like: PyTree) -> PyTree:
 def on_bare_arrays(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """``inner``, whose ``update`` is given trees without boxes.
+    """Wrap ``inner`` so that its ``update`` is given trees without boxes.
 
-    Updates and state come back in the boxes in which they were given.
+    Updates and state are returned in the boxes in which they were given.
     """
     inner = optax.with_extra_args_support(inner)
 
@@ -90,8 +89,8 @@ def box_like(
     Args:
       array: The array.
       node: The parameter's box, or the parameter: the array then stays as it is.
-      pick: Of one entry for each axis of the parameter, those of the array's axes, None
-        for one that the parameter has not.
+      pick: A function from one entry for each axis of the parameter to one entry for each
+        axis of the array, None for an axis that the parameter does not have.
     """
     if not is_box(node):
         return array
@@ -116,7 +115,7 @@ def box_like(
 
 
 def annotated_spec(box: Any) -> PartitionSpec | None:
-    """Over which axes of the mesh a box says its array is sharded; None if it does not.
+    """The spec that a box holds for its array; None if it holds none.
 
     Logical names are translated by the rules in effect.
     """
@@ -164,10 +163,10 @@ def _types() -> tuple[type, ...]:
 
 
 def _type(module: str, name: str) -> Any:
-    """A type, or none where nobody has imported it."""
+    """A type, or ``()`` where its module is not imported."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def _contents(box: Any) -> list[Any]:
-    """The children of a box by JAX's own account: nothing is converted on the way."""
+    """The children of a box, as JAX flattens it: nothing is converted on the way."""
     return jax.tree.leaves(box, is_leaf=lambda node: node is not box)

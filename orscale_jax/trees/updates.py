@@ -1,4 +1,4 @@
-"""Checks of what ``update`` is given, before anything is computed."""
+"""Checks of the arguments of ``update``, before anything is computed."""
 
 from typing import Any
 
@@ -39,11 +39,11 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
         if shape != np.shape(param) or (trainable and not real):
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
-                f"{dtype}, and the parameter has shape {np.shape(param)} and dtype "
+                f"{dtype}, but the parameter has shape {np.shape(param)} and dtype "
                 f"{jnp.result_type(param)}: pass a real gradient of that shape."
             )
 
-    # Trees of different structures have an error of their own, from jax.tree.map.
+    # Trees of different structures fail later, with the error of jax.tree.map.
     structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
     if structures[0] == structures[1]:
         jax.tree_util.tree_map_with_path(check, params, updates)
@@ -52,7 +52,7 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
 def where_gradients_are(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """``inner``, given only the parameters that have gradients.
+    """Wrap ``inner`` so that it is given only the parameters that have gradients.
 
     The others may be anything, such as functions and settings among a module's fields.
     """

@@ -249,7 +249,7 @@ def test_all_refused_leaves_are_listed():
             {"experts": jnp.ones((2, 3, 4)), "norm": jnp.ones(3)} | tree
         )
     assert "'experts.*' of by_path says \"matrix\"" in str(caught.value)
-    assert "parameter 'experts' of shape (2, 3, 4) is not so" in str(caught.value)
+    assert "parameter 'experts' of shape (2, 3, 4) is not of two" in str(caught.value)
     assert "norm" not in str(caught.value)
 
 
