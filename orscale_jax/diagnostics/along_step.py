@@ -21,7 +21,7 @@ from orscale_jax.trees.boxes import PyTree
 
 
 class StepGain(NamedTuple):
-    """What :func:`step_gain` finds: scalars with standard errors."""
+    """The result of :func:`step_gain`: scalars with standard errors."""
 
     #: The largest decrease of the loss along r̂sQ, over the largest along sQ.
     kappa: Estimate
@@ -47,7 +47,7 @@ def step_gain(
     *,
     consistent_rms: ArrayLike | None = 0.2,
 ) -> StepGain:
-    r"""Measure the gain over Muon of one step, each at its own best learning rate.
+    r"""Measure the gain of one step over Muon's, each at its own best learning rate.
 
     To second order, a step :math:`-\eta \Delta` decreases the loss by at most
     :math:`\langle \nabla f, \Delta \rangle^2 / 2 \langle \Delta, H \Delta \rangle`, at
@@ -61,14 +61,14 @@ def step_gain(
         \frac{\langle \nabla f, \Delta(\mathbf 1) \rangle^2}
         {\langle \Delta(\mathbf 1), H \Delta(\mathbf 1) \rangle} .
 
-    It is the :math:`\kappa_{\mathrm{eff}}` of :func:`gain` with the whole Hessian in the
-    place of one number per matrix. The paper's model has no terms between matrices, which
-    in deep networks are most of the curvature of a step: where the two differ, this is
-    the one that a line search along the steps confirms (``docs/reading_your_run.md``).
+    It is the :math:`\kappa_{\mathrm{eff}}` of :func:`gain` with the whole Hessian instead
+    of one number per matrix. The paper's model has no terms between matrices, which are
+    most of the curvature of a step in deep networks. Where the two differ, a line search
+    along the steps confirms this one (``docs/reading_your_run.md``).
 
-    Q is the polar factor of the mean gradient of every second micro-batch, and slopes and
-    curvatures are measured on the others, and the other way round: no gradient is
-    measured along its own polar factor.
+    Q is the polar factor of the mean gradient of one half of the micro-batches (every
+    second one), and slopes and curvatures are measured on the other half; then the halves
+    change places. So no gradient is measured along its own polar factor.
 
     *Cost.* About seven gradients for each micro-batch, and two Newton–Schulz iterations.
 
@@ -81,8 +81,8 @@ def step_gain(
       consistent_rms: That of the optimizer; None: :math:`s = 1`.
 
     Returns:
-      :class:`StepGain`. Standard errors are the jackknife's over micro-batches. NaN along
-      a step of negative curvature, which has no best learning rate.
+      :class:`StepGain`, with standard errors by the jackknife over micro-batches. Values
+      are NaN along a step of negative curvature, which has no best learning rate.
 
     Raises:
       ValueError: If ``batches`` or ``trust_ratio`` do not fit, or the loss is no scalar.
@@ -120,7 +120,7 @@ def step_gain(
 
 @dataclasses.dataclass(frozen=True)
 class _Steps:
-    """What is done with one micro-batch: static in compiled programs."""
+    """The work on one micro-batch; static in compiled programs."""
 
     of: Work
 
@@ -157,7 +157,7 @@ def _multipliers(
     ]
     if [np.shape(ratio) for ratio in ratios] != shapes:
         raise ValueError(
-            f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, and the "
+            f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
             f"matrices have batch shapes {shapes}: pass that of read(), with the same "
             "weight_dimension_numbers."
         )

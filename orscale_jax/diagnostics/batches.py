@@ -1,4 +1,4 @@
-"""Micro-batches and loss functions as they are given, checked."""
+"""Checks of the micro-batches and loss functions that are given."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias

@@ -15,7 +15,7 @@ from orscale_jax.trees.boxes import PyTree, unbox
 
 
 class Decomposition(NamedTuple):
-    """What :func:`decompose` finds. Trees as those of the reading."""
+    """The result of :func:`decompose`. Its trees are like those of the reading."""
 
     #: The geometric mean of r̂ over the matrices, a scalar. A learning rate in disguise;
     #: 1 if no matrix counts.
@@ -28,7 +28,7 @@ class Decomposition(NamedTuple):
     spread: jax.Array
     #: ‖W‖/‖W₀‖, the part of r that is growth; None if the reading lacks growth.
     growth_factor: PyTree | None
-    #: ‖D₀‖/‖D‖, the part of r that is the direction's; likewise.
+    #: ‖D₀‖/‖D‖, the part of r that comes from the direction; None likewise.
     direction_factor: PyTree | None
     #: The number of matrices that count.
     matrices: jax.Array
@@ -42,11 +42,11 @@ def decompose(reading: Reading, classes: PyTree | None = None) -> Decomposition:
       \log \bar r = \sum_\ell w_\ell \log \hat r_\ell, \qquad
       \hat r_\ell = \bar r \cdot (\hat r_\ell / \bar r),
 
-    where :math:`w_\ell` is the matrix's share of all relative steps,
-    :math:`\eta \hat r \|D\| / \|W\|`; the same for all matrices if the reading has no
+    where :math:`w_\ell` is the matrix's share of the sum of all relative steps,
+    :math:`\eta \hat r \|D\| / \|W\|`. The weights are equal if the reading has no
     relative steps, or all are zero. A ratio :math:`\bar r` that all matrices share does
     what a learning rate of :math:`\bar r \eta` does: only the rest is a property of
-    layers. The same weights are those of ``class_remainder`` and ``spread``.
+    layers. ``class_remainder`` and ``spread`` use the same weights.
 
     Each raw ratio is split, too:
 
@@ -56,18 +56,18 @@ def decompose(reading: Reading, classes: PyTree | None = None) -> Decomposition:
         \frac{\|W\|}{\|W_0\|} \cdot \frac{\|D_0\|}{\|D\|},
 
     with equality up to the floors :math:`\varepsilon`; the product of the two factors is
-    exactly r. W and D are those of the last update, and W is the weight *before* it: the
-    ``growth`` of the reading, of the weight after it, is one update ahead.
+    exactly r. W and D are those of the last update, and W is the weight *before* it; the
+    ``growth`` of the reading belongs to the weight after it, and is one update ahead.
     The second factor is computed as :math:`\|W_0\| / (c \|D\|)`. With the anchors
-    ``"full_rank"`` and ``"largest_direction"`` it has the :math:`d_0` of these in the
-    place of :math:`\|D_0\|`. Far below 1 while the first is near 1, it says that c was
-    anchored on a first direction smaller than later ones, such as one of low rank.
+    ``"full_rank"`` and ``"largest"`` it contains their :math:`d_0` instead of
+    :math:`\|D_0\|`. If it is far below 1 while the first factor is near 1, c was anchored
+    on a first direction that is smaller than later ones, such as one of low rank.
 
     Args:
       reading: From :func:`read`, of an optimizer with trust ratios.
-      classes: A tree of strings like the parameters, or a prefix of one, as
-        :func:`layer_classes` makes; what has none is class "other". Static: close over
-        it, or make it inside, where this function is jitted.
+      classes: A tree of strings like the parameters, or a prefix of one, such as
+        :func:`layer_classes` makes; leaves without a string are of class "other". It is
+        static: if this function is jitted, close over it, or make it inside.
 
     Returns:
       A :class:`Decomposition`. A matrix counts if it has had an update, its c is set and
@@ -121,7 +121,7 @@ def decompose(reading: Reading, classes: PyTree | None = None) -> Decomposition:
 def measured(reading: Reading) -> PyTree:
     """1 for each matrix whose ratio has been measured, 0 for the others.
 
-    They have had an update, and a c that is set and finite; r̂ is positive and finite.
+    These have had an update, their c is set and finite, and r̂ is positive and finite.
     """
 
     def measured(r: jax.Array, c: jax.Array, started: jax.Array) -> jax.Array:

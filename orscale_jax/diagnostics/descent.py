@@ -12,10 +12,11 @@ from orscale_jax.trees.boxes import PyTree
 class Gain(NamedTuple):
     r"""The quantities of the paper's section 4, each a scalar.
 
-    With :math:`x_\ell = a_\ell / \sqrt{b_\ell}` and
+    They are defined with :math:`x_\ell = a_\ell / \sqrt{b_\ell}` and
     :math:`y_\ell = \hat r_\ell \sqrt{b_\ell}` over the matrices that count. Means,
-    variances and correlations over :math:`\ell` give every matrix the same weight. NaN
-    where a quotient is 0/0: no matrix counts, or the signal or all ratios are zero.
+    variances and correlations over :math:`\ell` give every matrix the same weight. A
+    value is NaN where a quotient is 0/0: no matrix counts, or the signal or all ratios
+    are zero.
     """
 
     #: Φ(r̂) = (Σ r̂ a)² / Σ b r̂², twice the largest decrease that one step guarantees.
@@ -41,7 +42,7 @@ class Gain(NamedTuple):
 
 
 def gain(trust_ratio: PyTree, signal: PyTree, curvature: PyTree) -> Gain:
-    r"""Gain over Muon that ratios have in the paper's model of a step.
+    r"""Compute the gain of trust ratios over Muon in the paper's model of a step.
 
     .. math::
 
@@ -50,15 +51,15 @@ def gain(trust_ratio: PyTree, signal: PyTree, curvature: PyTree) -> Gain:
       \kappa_{\mathrm{eff}} = \frac{\Phi(\hat r)}{\Phi(\mathbf 1)}
         = \frac{\cos^2\theta_{xy}}{\cos^2\theta_{x,\sqrt b}} .
 
-    Lemma *geometric form*, the last equation, decides whether ratios help:
-    ``kappa_eff``. Theorem *gain* does not: its conditions (S1) and (S2) are not
+    ``kappa_eff`` decides whether ratios help (the last equation, Lemma *geometric form*).
+    Theorem *gain* does not: its conditions (S1) and (S2) are not
     sufficient, and ``kappa_eff`` can be below ``lower_bound``, even below 1, where both
     hold (``docs/theory.md``). The bound is reported because the paper states it. It
     claims nothing for :math:`\rho \le 0`, and the term :math:`\delta(\lambda)`, which the
     paper leaves open, is not subtracted.
 
-    No result depends on the scale of the ratios, and all but ``phi`` depend neither on
-    that of the signal nor on that of the curvature.
+    No result depends on the scale of the ratios. Only ``phi`` depends on the scales of
+    the signal and the curvature.
 
     Args:
       trust_ratio: :math:`\hat r`: a vector over the matrices, or a tree of arrays with

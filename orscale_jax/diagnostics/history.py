@@ -27,13 +27,13 @@ class History:
 
     The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
     ``measurements`` (one number per matrix, at the steps at which they are taken) and
-    ``scalars`` (one number per step, in all its rows). A number that does not exist is
-    empty. :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
+    ``scalars`` (one number per step, in all its rows). A missing number is an empty
+    field. :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
     ``python -m orscale_jax.diagnostics`` makes a report of its folder.
 
-    A step is on the disk when :meth:`append` returns. If the process is killed while it
-    writes, the next one drops what is not whole. A run that goes on from a checkpoint
-    calls :meth:`rewind` with its step. One process writes a file.
+    A step is on the disk when :meth:`append` returns. If a process is killed while it
+    writes, the next one drops the incomplete step. A run that continues from a checkpoint
+    calls :meth:`rewind` with the checkpoint's step. Only one process may write a file.
 
     Attributes:
       path: The file.
@@ -42,7 +42,8 @@ class History:
       scalars: Names of columns with one number per step, such as ``"loss"``.
 
     Raises:
-      ValueError: If the file has other columns, or is none of a History.
+      ValueError: If two columns have the same name, the file has other columns, or it was
+        not written by a History.
 
     Example:
       >>> import pathlib, tempfile
@@ -86,7 +87,7 @@ class History:
 
     @property
     def last_step(self) -> int | None:
-        """The last step in the file, None if there is none."""
+        """The last step in the file; None if there is none."""
         return self._blocks[-1].step if self._blocks else None
 
     def append(
@@ -99,14 +100,14 @@ class History:
         """Add a step. This fetches the reading, and so waits for the device.
 
         Args:
-          step: The number of optimizer steps that are done; larger than the last one.
-          reading: Of :func:`read`.
+          step: The number of optimizer steps done, larger than the last one in the file.
+          reading: From :func:`read`.
           measurements: Trees with one entry per matrix, by the name of their column.
           **scalars: Numbers of the step, by the name of their column.
 
         Raises:
-          ValueError: If a name is no column, the step is not new, or the matrices are
-            others than before.
+          ValueError: If a name is no column, the step is not after the last one, or the
+            matrices are not those of the file.
         """
         unknown = ({*(measurements or {})} - {*self.measurements}) | (
             {*scalars} - {*self.scalars}
@@ -130,7 +131,7 @@ class History:
         self._blocks.append(_Block(step, start, count))
 
     def rewind(self, step: int) -> None:
-        """Drop what follows a step: the run goes on from there."""
+        """Drop all later steps, for a run that continues from this one."""
         self._cut(next((block for block in self._blocks if block.step > step), None))
 
     def frame(self) -> "pandas.DataFrame":
@@ -167,7 +168,7 @@ class History:
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(
                 f"step={step} is not after {self.last_step}, the last one in {self.path}:"
-                " call rewind() where a run goes on from a checkpoint."
+                " call rewind() if the run continues from a checkpoint."
             )
         known = _matrices(self.path, self._blocks)
         if len(self._blocks) == 1 and known == matrices[: len(known)] != matrices:
@@ -175,7 +176,7 @@ class History:
         elif known and known != matrices:
             raise ValueError(
                 f"the reading has {len(matrices)} matrices, and {self.path} has "
-                f"{len(known)}, or others: pass another path for another model."
+                f"{len(known)}, or other names: pass another path for another model."
             )
 
 
@@ -188,7 +189,7 @@ class _Block(NamedTuple):
 
 
 def _text(value: Any) -> str:
-    """A number as it stands in the file."""
+    """A number in the form that it has in the file."""
     if isinstance(value, str):
         return value
     number = np.asarray(value)

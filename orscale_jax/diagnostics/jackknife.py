@@ -14,8 +14,8 @@ from orscale_jax.trees.boxes import PyTree
 # level; that of the plain nuclear norm is 0.4 to 0.97. Two standard errors then hold the
 # truth in 72 % of the draws at worst, and in 85 to 100 % of most.
 REMAINING_BIAS = 0.1
-# Sums in the dtype of the gradients are exact to a few of its units: a standard error of
-# zero from samples that are equal does not claim more than that.
+# Sums in the dtype of the gradients are exact to a few of its units, so a standard error
+# is at least this, even where all samples are equal.
 ROUNDING_UNITS = 16
 
 
@@ -75,7 +75,7 @@ def nuclear_norm(spectra: jax.Array, projections: jax.Array) -> Estimate:
 
 
 def estimate_of(value: jax.Array, replicates: jax.Array) -> Estimate:
-    """An estimate, with the standard error of its values without one sample each."""
+    """An estimate, with the jackknife's error from values without one sample each."""
     return _estimate(value, _spread(replicates))
 
 

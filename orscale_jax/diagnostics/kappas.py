@@ -12,7 +12,7 @@ from orscale_jax.trees.boxes import PyTree
 
 
 class Kappas(NamedTuple):
-    """What :func:`kappas` finds, scalars."""
+    """The result of :func:`kappas`: scalars."""
 
     #: κ_eff and its standard error.
     kappa_eff: Estimate

@@ -1,4 +1,4 @@
-"""Scalars by name, on their way to the loggers that people use."""
+"""Writers of scalars by name, for common loggers."""
 
 import json
 import math
@@ -16,10 +16,11 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
     """Fetch scalars from the device, all at once.
 
     Args:
-      scalars: Arrays of one element, or numbers, by name, as of :func:`summarize`.
+      scalars: Arrays of one element, or numbers, by name, such as those of
+        :func:`summarize`.
 
     Returns:
-      Python's floats by name, which ``wandb.log`` takes.
+      Python floats by name, as ``wandb.log`` takes them.
 
     Raises:
       ValueError: If an array has more than one element.
@@ -33,7 +34,7 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
     fetched = jax.device_get(dict(scalars))
     for name, value in fetched.items():
         if np.size(value) != 1:
-            raise ValueError(f"{name} has shape {np.shape(value)}: pass scalars alone.")
+            raise ValueError(f"{name} has shape {np.shape(value)}: pass scalars only.")
     return {
         name: float(getattr(x, "item", lambda x=x: x)()) for name, x in fetched.items()
     }
@@ -42,7 +43,7 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
 class JsonLines:
     r"""A file of JSON lines, one object for each step, with the key ``"step"`` first.
 
-    NaN and infinities are null, as JSON has none.
+    NaN and infinities are written as null, since JSON has neither.
 
     Example:
       >>> import pathlib, tempfile
@@ -54,7 +55,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        """Name the file, which the first step makes or continues."""
+        """Set the path of the file, which the first ``write`` creates or continues."""
         self.path = pathlib.Path(path)
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
@@ -93,7 +94,7 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Put the last of it on the disk."""
+        """Write what is left to the disk, and close the file."""
         self._writer.close()
 
     def __enter__(self) -> "TensorBoard":

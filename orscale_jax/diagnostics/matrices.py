@@ -1,4 +1,4 @@
-"""Single matrices in trees with one entry per matrix: names, classes, vectors of them."""
+"""Names, classes and vectors of the matrices in trees with one entry per matrix."""
 
 import math
 from typing import Any
@@ -38,7 +38,7 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
       tree: The tree with one entry per matrix.
     """
     if callable(classes):
-        _checks.refuse("classes", classes, "pass the tree, as of layer_classes(params)")
+        _checks.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
     if classes is None:
         return [OTHER] * len(jax.tree.leaves(tree))
     labels = class_labels(classes, tree, tree)

@@ -52,7 +52,7 @@ class MatrixLeaves:
     def parts(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The matrices of all leaves, one array of shape (*batch, m, n) per part.
 
-        Singular values take whole matrices: on Explicit axes they are gathered.
+        Singular values need whole matrices, so matrices on Explicit axes are gathered.
         """
         return [
             typed_sharding.gather(part, (part.ndim - 2, part.ndim - 1))
@@ -92,7 +92,7 @@ def tree_of(axes_tree: PyTree, leaves: Sequence[Any]) -> PyTree:
 def require_like(
     argument: str, axes_tree: PyTree, tree: PyTree, params: PyTree
 ) -> list[Any]:
-    """The leaves of a tree where the parameters are matrices, whatever it has elsewhere.
+    """The leaves of a tree where the parameters are matrices; others may be anything.
 
     Raises:
       ValueError: If the tree has another structure than the parameters, or other shapes.
@@ -133,7 +133,7 @@ def per_matrix(
 
 
 def masked_like(tree: PyTree, field: PyTree) -> PyTree:
-    """A field of more matrices, masked where a tree with an entry for each is."""
+    """A field, masked wherever another tree with entries per matrix is masked."""
 
     def is_masked(node: Any) -> bool:
         return isinstance(node, optax.MaskedNode)

@@ -29,7 +29,7 @@ LIFTED = 0.5
 class _Momentum:
     """The momentum of a part of a leaf, of shape (*batch, m, n), and what is made of it.
 
-    What nobody asks for is not computed: the compiler drops it.
+    The compiler drops what is not requested.
     """
 
     matrices: jax.Array
@@ -103,9 +103,9 @@ def measure(
 ) -> dict[str, PyTree]:
     r"""Measure the momentum M of every matrix and its polar factor Q.
 
-    For every hundredth step or so: unlike :func:`read`, it computes. Q is that of the M
-    in the state; with Nesterov's momentum the optimizer takes that of
-    :math:`\mu M + G`, which is no longer there. By name:
+    Call it every hundredth step or so: unlike :func:`read`, it computes. Q is the polar
+    factor of the M in the state; with Nesterov's momentum the optimizer uses that of
+    :math:`\mu M + G`, which the state no longer holds. By name:
 
     ``"momentum_stable_rank"``
       :math:`\|M\|_F^2 / \|M\|_2^2`, between 1 and min(m, n); 0 for a zero matrix. Costs
@@ -114,8 +114,8 @@ def measure(
       The share of the singular values of M that are zero to the precision of the dtype.
       The same cost.
     ``"polar_stable_rank"``, ``"polar_null_share"``
-      The same of Q; its share counts values below 0.5, which have not been lifted. Each
-      costs a Newton–Schulz and the singular values of Q.
+      The same for Q, but its share counts the values below 0.5, which Newton–Schulz has
+      not lifted to 1. Each costs a Newton–Schulz and the singular values of Q.
     ``"polar_error"``
       :math:`\|Q^\top Q - I\|_F / \sqrt{\min(m, n)}`, of the smaller Gram matrix: 0 for an
       orthogonal Q, 1 for a zero one. Did Newton–Schulz converge? Costs a Newton–Schulz
@@ -138,8 +138,8 @@ def measure(
         than the defaults (``functools.partial(polar_factor, steps=8)``).
 
     Returns:
-      Trees with one entry per matrix, by name, in float32 (float64 for float64). They are
-      the ``measurements`` of :meth:`History.append`.
+      Trees with one entry per matrix, by name, in float32 (float64 for float64), to be
+      passed to :meth:`History.append` as ``measurements``.
 
     Raises:
       ValueError: If a name is not known, ``previous`` is missing, or a state has no
@@ -176,7 +176,7 @@ def measure(
     }
 
 
-# Jitted, so that equal shapes are compiled once, and nothing that nobody asks for.
+# Jitted, so that equal shapes are compiled once, and only what is requested.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measured(
     names: tuple[str, ...], polar: PolarFactor, now: jax.Array, before: jax.Array

@@ -13,8 +13,8 @@ Table: TypeAlias = Mapping[str, Any]  # Columns of equal length; also a data fra
 
 #: The share of all matrices at one bound from which the ratio counts as saturated.
 SATURATED_SHARE = 0.5
-#: ‖D₀‖/‖D‖ below which the direction that anchored c counts as one of low rank: since
-#: then directions are twice as large, the matrix takes half of its step.
+#: ‖D₀‖/‖D‖ below which the direction that anchored c counts as one of low rank: now that
+#: directions are twice as large, the matrix takes half of its step.
 LOW_RANK_FACTOR = 0.5
 #: ‖W‖/‖W₀‖ from which the norm counts as running away: the paper saw 10 to 50 with a
 #: decoupled decay (its Table 4).
@@ -26,7 +26,7 @@ POLAR_ERROR = 0.5
 
 
 class Problem(NamedTuple):
-    """Something that wants a look."""
+    """A problem that :func:`find_problems` has found."""
 
     #: What it is, in a few words.
     title: str
@@ -53,7 +53,7 @@ class _Check:
     found: Callable[..., Any]
     meaning: str
     remedy: str
-    least_share: float = 0.0  # Of all matrices: where fewer have it, it is none.
+    least_share: float = 0.0  # If a smaller share of all matrices has it, it is none.
 
 
 def find_problems(reading: Reading | Table) -> list[Problem]:
@@ -71,8 +71,8 @@ def find_problems(reading: Reading | Table) -> list[Problem]:
       :func:`measure`).
 
     Args:
-      reading: Of :func:`read`, which is fetched; or columns of numbers by name, as of
-        :func:`tabulate`, or the rows of one step in a data frame of a :class:`History`.
+      reading: From :func:`read` (it is fetched from the device); or columns of numbers by
+        name, as from :func:`tabulate` or in the rows of one step of a :class:`History`.
 
     Returns:
       The problems, the most urgent first; an empty list if there are none.
@@ -105,7 +105,7 @@ def find_problems(reading: Reading | Table) -> list[Problem]:
 
 
 def _has(table: Table, name: str) -> bool:
-    """Whether a column is there and, of a file, not empty."""
+    """Whether a column is there and, if it comes from a file, not empty."""
     if name not in table:
         return False
     column = np.asarray(table[name])
@@ -184,7 +184,7 @@ _CHECKS = (
         "Without an update",
         ("matrix", "started"),
         _left_out,
-        "These have received no gradient so far, others of their stack have: experts "
+        "These have received no gradient so far, but others of their stack have: experts "
         "without tokens.",
         "Look at the router and at the balance of its loads.",
     ),

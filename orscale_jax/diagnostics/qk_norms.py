@@ -20,9 +20,9 @@ from orscale_jax.trees.boxes import PyTree, unbox
 class QKNorms(NamedTuple):
     """Frobenius norms of the heads of one attention module."""
 
-    #: Of the queries, rotated parts included, shape (layers..., query heads).
+    #: Norms of the queries, with rotated parts, of shape (layers..., query heads).
     query: jax.Array
-    #: Of the keys, shape (layers..., key heads).
+    #: Norms of the keys, of shape (layers..., key heads).
     key: jax.Array
 
 
@@ -31,7 +31,7 @@ def qk_norms(params: PyTree, attentions: Attentions) -> PyTree:
 
     :math:`|q_h \cdot k_h| \le \|x\|^2 \|W_{q,h}\|_F \|W_{k,h}\|_F`: heads whose norms
     grow are those whose logits may explode, which :func:`orscale_jax.qk_clip` prevents.
-    Costs one pass over the parameters concerned, inside of ``jax.jit`` or outside.
+    It costs one pass over these parameters, inside or outside of ``jax.jit``.
 
     Args:
       params: The parameters.
@@ -42,8 +42,8 @@ def qk_norms(params: PyTree, attentions: Attentions) -> PyTree:
       :class:`orscale_jax.QueryKey`.
 
     Raises:
-      ValueError: As :func:`orscale_jax.qk_clip`, if a name matches no parameter or heads
-        do not fit.
+      ValueError: If a name matches no parameter or heads do not fit, as in
+        :func:`orscale_jax.qk_clip`.
 
     Example:
       >>> import jax.numpy as jnp

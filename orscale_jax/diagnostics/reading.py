@@ -27,20 +27,20 @@ from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
 from orscale_jax.trees.nodes import nodes_of
 
-# Of the leaves of matrices, by path.
+# Arrays of the leaves of matrices, by path.
 ByPath: TypeAlias = dict[Path, Any]
 
 
 class Reading(NamedTuple):
-    r"""What :func:`read` finds: trees like the parameters.
+    r"""The result of :func:`read`: trees like the parameters.
 
     A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
     matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
     has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
-    the quantity: :func:`orscale_jax.muon` has ``weight_norm`` and ``started`` alone.
+    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``.
 
-    The *last update* is the one that led to ``params``; :math:`W` are the weights that it
-    started from, :math:`W'` those that it led to.
+    The *last update* is the one that led to ``params``; :math:`W` are the weights before
+    it, :math:`W'` those after it.
     """
 
     #: The ratio r̂ of the last update. 1 before the first one.
@@ -56,9 +56,9 @@ class Reading(NamedTuple):
     direction_norm: PyTree
     #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
     relative_step: PyTree
-    #: ‖W'‖/‖W₀‖, where W₀ is W at the matrix's first direction at which it is not zero
-    #: (where c is anchored). 1 before it; NaN if the state was restored from a checkpoint
-    #: that has c, and not yet ‖W₀‖.
+    #: ‖W'‖/‖W₀‖, where W₀ is W at the first direction at which W is not zero (where c is
+    #: anchored). 1 before it; NaN if the state was restored from a checkpoint that has c
+    #: but not ‖W₀‖.
     growth: PyTree
     #: Whether r̂ is at the lower bound.
     at_r_min: PyTree
@@ -79,15 +79,16 @@ def read(
 ) -> Reading:
     r"""Read norms, ratios and steps of every matrix off an optimizer's state.
 
-    To be called with what a training loop holds after ``optax.apply_updates``, inside of
-    ``jax.jit`` or outside. All but ``weight_norm`` was computed by the update itself and
-    lies in its state; the cost is one norm of the parameters. Nothing is sent to the
+    Call it with what a training loop holds after ``optax.apply_updates``, inside or
+    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, and
+    keeps it in its state; the cost is one norm of the parameters. Nothing is sent to the
     host. On a mesh, one number per matrix is summed over the devices that share it.
 
     Args:
       state: The state after the update, of :func:`orscale_jax.orscale`,
-        :func:`orscale_jax.muon`, an ablation or a relative, in any of Optax's wrappers,
-        or what holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or a ``TrainState``.
+        :func:`orscale_jax.muon`, an ablation or one of the family, in any of Optax's
+        wrappers; or an object that holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or
+        a ``TrainState``.
       params: The parameters after the update; of an NNX model
         ``nnx.state(model, nnx.Param)``.
       weight_dimension_numbers: Those of the optimizer.
@@ -127,7 +128,7 @@ def read(
     like = per_matrix.get("trust_ratio", {}) | started | initial
     if not like:
         _checks.refuse(
-            "state", type(state), "pass that of an optimizer of orscale_jax after init"
+            "state", type(state), "pass the state of an optimizer of orscale_jax"
         )
     weight_norm = _weight_norms(params, weight_dimension_numbers, like)
     found: dict[str, ByPath] = {name: {} for name in Reading._fields}
@@ -185,7 +186,7 @@ def _weight_norms(
             norms[names_on(path)] = _norms(axes, jnp.asarray(leaf), array)
     if missing := [path for path in like if path not in norms]:
         raise ValueError(
-            f"the state has matrices that params has not, such as "
+            f"the state has matrices that params does not have, such as "
             f"{'.'.join(missing[0])!r}: pass the parameters that the optimizer updates."
         )
     return norms
@@ -201,7 +202,7 @@ def _require_same(path: Any, leaf: Any, axes: LeafAxes | None, array: Any) -> No
     if ours != np.shape(array):
         here = "no matrix" if ours is None else f"matrices of batch shape {ours}"
         raise ValueError(
-            f"parameter {name_and_shape(path, leaf)} is {here}, and in the state "
+            f"parameter {name_and_shape(path, leaf)} is {here}, but in the state "
             f"matrices of batch shape {np.shape(array)}: pass read() the "
             "weight_dimension_numbers that the optimizer was built with."
         )
@@ -270,7 +271,7 @@ def _learning_rate(given: Any, state: PyTree) -> ArrayLike | None:
     counts = [node.count for node in nodes_of(state, optax.ScaleByScheduleState)]
     if not counts:
         raise ValueError(
-            "learning_rate is a schedule, and the state has no count for it: pass the "
+            "learning_rate is a schedule, but the state has no count for it: pass the "
             "number that the optimizer used, or the schedule that it was built with."
         )
     return given(jnp.maximum(jnp.asarray(counts[0]) - 1, 0))

@@ -1,4 +1,4 @@
-"""What one micro-batch says of every matrix: compiled once, run for each of them."""
+"""Samples of every matrix from one micro-batch: compiled once, run for each batch."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ NS_STEPS = 8
 
 
 class Sample(NamedTuple):
-    """What one micro-batch says of the matrices in one part of a leaf."""
+    """The sample of one micro-batch for the matrices in one part of a leaf."""
 
     spectrum: jax.Array  # Singular values of the mean of the other gradients.
     projection: jax.Array  # This gradient on their singular vectors.
@@ -30,7 +30,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is done with one micro-batch: static in compiled programs.
+    """The work on one micro-batch; static in compiled programs.
 
     Attributes:
       loss_fn: As in :func:`estimate`.
@@ -81,8 +81,8 @@ class Work:
     ) -> list[Sample]:
         """The samples of a micro-batch for all parts.
 
-        ``shared`` is the sum of all gradients and the directions; ``place`` the index of
-        the micro-batch and the number of them.
+        ``shared`` holds the sum of all gradients, and the directions; ``place`` holds the
+        index of the micro-batch and the number of micro-batches.
         """
         total, directions = shared
         index, count = place
@@ -114,7 +114,7 @@ class Work:
         """The sample for matrices of shape (..., m, n).
 
         Args:
-          gradients: That of the micro-batch, the sum of all and the number of them.
+          gradients: The micro-batch's gradient, the sum of all and their number.
           curve: The step Δ and HΔ.
         """
         g, total, count = gradients

@@ -30,16 +30,17 @@ def secant_smoothness(
     step: PyTree,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> Estimate:
-    r"""Smoothness along a step, from the gradients before and after it.
+    r"""Compute the smoothness along a step from the gradients before and after it.
 
     .. math::
 
       L_\ell = \frac{\langle G'_\ell - G_\ell, \, \Delta_\ell \rangle}
         {\|\Delta_\ell\|_F^2}, \qquad \Delta = W' - W,
 
-    the mean over the step of what :func:`estimate` finds at its start, without a second
-    derivative. Costs no more than the gradients. Both must be of the same micro-batches:
-    gradients of different ones differ by their noise, which a small step cannot outweigh.
+    the mean over the step of the smoothness that :func:`estimate` finds at its start. It
+    takes no second derivatives, and costs no more than the gradients. Both gradients must
+    be of the same micro-batches: those of different ones also differ by their noise,
+    which a small step cannot outweigh.
 
     Args:
       previous_gradients: The gradients at W: a list with a tree for each micro-batch;
@@ -49,11 +50,11 @@ def secant_smoothness(
       weight_dimension_numbers: Those of the optimizer.
 
     Returns:
-      An :class:`Estimate` of trees, as ``smoothness`` of :func:`estimate`. The standard
-      error is NaN for one micro-batch, L for a matrix that did not move.
+      An :class:`Estimate` of trees, like ``smoothness`` of :func:`estimate`. The standard
+      error is NaN for one micro-batch, and L is NaN for a matrix that did not move.
 
     Raises:
-      ValueError: If the lists have not the same lengths, or a tree does not fit.
+      ValueError: If the lists do not have the same length, or a tree does not fit.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -73,11 +74,11 @@ def secant_smoothness(
         ("gradients", gradients),
     ):
         if not isinstance(trees, list | tuple) or not trees:
-            _checks.refuse(name, type(trees), "pass a list of trees, one a micro-batch")
+            _checks.refuse(name, type(trees), "pass a list of trees, one per micro-batch")
     if len(previous_gradients) != len(gradients):
         raise ValueError(
             f"previous_gradients has {len(previous_gradients)} micro-batches and "
-            f"gradients {len(gradients)}: pass the same ones twice."
+            f"gradients {len(gradients)}: pass gradients of the same ones in both."
         )
     axes_tree, leaves = matrix_leaves(weight_dimension_numbers, step)
     moved = leaves.parts(leaves.pick(step))
@@ -105,10 +106,10 @@ def curvature(
     params: PyTree,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> PyTree:
-    r"""Curvature :math:`b_\ell = L_\ell p_\ell` of every matrix.
+    r"""Compute the curvature :math:`b_\ell = L_\ell p_\ell` of every matrix.
 
     :math:`p_\ell = \min(m_\ell, n_\ell)` bounds :math:`\|Q_\ell\|_F^2`, the rank of the
-    polar factor. Linear: of standard errors of L it makes those of b.
+    polar factor. The function is linear: it also turns standard errors of L into b's.
 
     Args:
       smoothness: L, such as ``estimate(...).smoothness.value``.

@@ -22,7 +22,7 @@ from orscale_jax.trees.boxes import PyTree
 
 
 class Statistics(NamedTuple):
-    """What :func:`estimate` finds.
+    """The result of :func:`estimate`.
 
     Each field has ``value`` and ``stderr``: trees like the parameters (without boxes),
     with one entry for each matrix, of the shape of its batch axes, and
@@ -31,7 +31,7 @@ class Statistics(NamedTuple):
 
     #: a = ‖∇f‖_*, the nuclear norm of the true gradient.
     signal: Estimate
-    #: σ of one micro-batch, with σ² = E‖G − ∇f‖², Frobenius. That of k of them is σ/√k.
+    #: σ of one micro-batch, with σ² = E‖G − ∇f‖² (Frobenius); k of them have σ/√k.
     noise: Estimate
     #: L along the direction, ⟨Δ, HΔ⟩ / ‖Δ‖² with the matrix's part of both.
     smoothness: Estimate
@@ -58,7 +58,7 @@ def estimate(
       all micro-batches but the one that it is measured on: at most :math:`a_\ell` in the
       mean, and near it where the noise is small.
     ``noise``
-      :math:`\sigma_\ell` with :math:`b = 1` for one micro-batch:
+      :math:`\sigma_\ell`, where one micro-batch is the paper's :math:`b = 1`:
       :math:`\sigma_\ell^2 = \mathbb E \|G_\ell - \nabla_\ell f\|_F^2`. A batch of k
       micro-batches has :math:`\sigma_\ell / \sqrt k`; with n examples in each, the σ of
       one example is :math:`\sqrt n \, \sigma_\ell`.
@@ -70,38 +70,39 @@ def estimate(
       Its derivative with respect to the multiplier of each matrix is right as well. It
       holds for steps near the one measured. ``cross_terms=False`` gives
       :math:`\langle \Delta_\ell, H_{\ell\ell} \Delta_\ell \rangle` instead, the
-      smoothness of the matrix while the others stand still, at the same cost: each
-      micro-batch flips the signs of the :math:`\Delta_\ell` at random, which adds the
-      cross terms to the standard error. Negative along directions of negative curvature,
-      and NaN where a direction is zero.
+      smoothness of the matrix while the others do not move, at the same cost: each
+      micro-batch flips the signs of the :math:`\Delta_\ell` at random, which moves the
+      cross terms into the standard error. Smoothness is negative along directions of
+      negative curvature, and NaN where a direction is zero.
 
     *Bias.* The signal is a geometric mean, direction by direction, of singular values
-    that noise raises and of projections of left-out gradients that it lowers. What is
-    left depends on the spectrum: next to nothing for low rank and for pure noise, a fifth
-    of the distance between the two for a power law, a quarter where all singular values
-    are equal and near the noise; both downwards. A tenth of that distance is part of the
-    standard error. A signal that drowns in noise has a standard error above its value,
-    which may be negative: take more micro-batches.
+    that noise raises and of projections of left-out gradients that it lowers. The bias
+    that remains depends on the spectrum. It is next to nothing for low rank and for pure
+    noise; for a power law the estimate is too low by a fifth of the distance between the
+    two, and by a quarter where all singular values are equal and near the noise. A tenth
+    of that distance is part of the standard error. If noise drowns the signal, its
+    standard error is larger than its value, which may be negative: take more
+    micro-batches.
 
-    *Cost.* For each of N micro-batches one gradient, and one Hessian-vector product with
-    the gradient that comes with it: about 4N gradients in all. With ``exact=True`` also N
-    singular value decompositions of each matrix, with singular vectors, which for large
-    matrices cost more than the gradients, on accelerators in particular; with
-    ``exact=False`` N Newton–Schulz iterations. Memory: three gradients, and the
-    Hessian-vector product's own. Compiled once for a ``loss_fn`` (the same function
-    object) and shapes. Eight micro-batches or more are advisable: standard errors
-    themselves have errors, of a quarter with eight.
+    *Cost.* Each of N micro-batches takes one gradient, and one Hessian-vector product
+    with the gradient that comes with it: about 4N gradients in all. With ``exact=True``
+    there are also N singular value decompositions of each matrix, with singular vectors;
+    for large matrices they cost more than the gradients, particularly on accelerators.
+    With ``exact=False`` there are N Newton–Schulz iterations. Memory holds three gradients
+    and what the Hessian-vector product needs. Programs are compiled once for each
+    ``loss_fn`` (the same function object) and shapes. Pass eight micro-batches or more:
+    standard errors themselves have errors, of a quarter with eight.
 
     Args:
-      loss_fn: ``loss_fn(params, batch)`` returns the mean loss of the batch, a scalar.
-        Hashable, as functions are. Without dropout, or with the same dropout each time.
+      loss_fn: ``loss_fn(params, batch)`` returns the mean loss of the batch, a scalar. It
+        must be hashable, as functions are, and have no dropout, or the same each time.
       params: The parameters at which to estimate.
       batches: At least two micro-batches of the same shapes: a list or an iterator of
         them, or one array, tuple, dict or other tree, whose leaves count micro-batches
         along their first axis.
-      directions: The :math:`\Delta`: a tree like the parameters of which the matrices
-        count, such as the update, at any scale and sign. None: the polar factor of the
-        mean gradient, Muon's own direction.
+      directions: The :math:`\Delta`: a tree like the parameters, such as the update, with
+        any scale and sign; only its matrices count. None: the polar factor of the mean
+        gradient, Muon's own direction.
       weight_dimension_numbers: Those of the optimizer.
       exact: Whether ``signal`` is the nuclear norm.
       cross_terms: Whether ``smoothness`` is that of the joint step.
@@ -109,7 +110,7 @@ def estimate(
     Returns:
       :class:`Statistics`, float32 (float64 for float64 parameters). Standard errors are
       those of the mean over micro-batches, by the jackknife for ``signal`` and ``noise``;
-      that of the noise takes three micro-batches, and is NaN with two.
+      that of the noise needs three micro-batches, and is NaN with two.
 
     Raises:
       ValueError: If ``batches`` or ``directions`` do not fit, or the loss is no scalar.

@@ -13,7 +13,7 @@ from orscale_jax.trees.boxes import PyTree
 
 Vectors = Mapping[str, jax.Array]
 
-# What is summed up, in this order; of a reading without it (muon), what there is.
+# The quantities that are summed up, in this order; a reading (muon's) may lack some.
 QUANTITIES = ("trust_ratio", "raw_trust_ratio", "relative_step", "growth")
 PERCENTILES = {"p05": 5.0, "p50": 50.0, "p95": 95.0}
 
@@ -37,20 +37,20 @@ def summarize(
 ) -> dict[str, jax.Array]:
     r"""Sum up a reading in flat scalars, over all matrices and over those of each class.
 
-    Of :math:`\hat r`, r, the relative step and the growth: ``mean``, ``p05``, ``p50``,
-    ``p95``, ``min`` and ``max``, every matrix with weight 1, in stacks and blocks, too.
-    And the shares of matrices at each bound (``share_at_r_min``, ``share_at_r_max``),
-    without an update so far (``share_not_started``), with a c that is still unset
-    (``share_not_anchored``) or without initial scale (``share_without_scale``), and whose
-    norm is not finite (``share_not_finite``).
+    For :math:`\hat r`, r, the relative step and the growth it gives ``mean``, ``p05``,
+    ``p50``, ``p95``, ``min`` and ``max``. Every matrix has weight 1, also in stacks and
+    blocks. It also gives the shares of matrices at each bound (``share_at_r_min``,
+    ``share_at_r_max``), without an update so far (``share_not_started``), with a c that
+    is still unset (``share_not_anchored``), without initial scale
+    (``share_without_scale``), and with a norm that is not finite (``share_not_finite``).
 
     Args:
-      reading: Of :func:`read`.
-      classes: Tree of strings like the parameters, as of :func:`layer_classes`, or a
-        prefix of one; None: no classes.
-      prefix: Of all names.
-      matrices: Regular expression for the names of single matrices, such as
-        ``"experts.up[3]"``, to be given, too; found anywhere in a name. None: none.
+      reading: From :func:`read`.
+      classes: Tree of strings like the parameters, such as :func:`layer_classes` makes,
+        or a prefix of one. None: no classes.
+      prefix: The beginning of all names.
+      matrices: Regular expression: single matrices with a match anywhere in their names
+        (such as ``experts.up[3]``) are reported, too. None: none.
 
     Returns:
       Scalars by name, such as ``optimizer/trust_ratio/mean`` and

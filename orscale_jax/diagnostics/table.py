@@ -21,17 +21,17 @@ def tabulate(
     This waits for the device. ``pandas.DataFrame(tabulate(reading))`` is a data frame.
 
     Args:
-      reading: Of :func:`read`.
+      reading: From :func:`read`.
       classes: As in :func:`summarize`.
       measurements: Further trees with one entry per matrix, by the name of their column.
 
     Returns:
-      Arrays of equal length by name, which are ``matrix``, ``class``, the fields of the
-      reading that are there, and the measurements.
+      Arrays of equal length by name: ``matrix``, ``class``, the fields of the reading
+      that are not None, and the measurements.
 
     Raises:
-      ValueError: If ``classes`` or a measurement does not fit, or an array lies on
-        devices of other processes, too.
+      ValueError: If ``classes`` or a measurement does not fit, or an array is also on
+        devices of other processes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -66,14 +66,14 @@ def _require_fitting(name: str, tree: PyTree, like: PyTree) -> None:
     )
     if shapes != wanted:
         raise ValueError(
-            f"{name} has not one entry for each matrix: pass a tree like those of the "
-            "reading, with arrays of their shapes."
+            f"{name} does not have one entry for each matrix: pass a tree like those of "
+            "the reading, with arrays of their shapes."
         )
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
         if not here and not leaf.is_fully_replicated:
             raise ValueError(
-                f"{name} at {jax.tree_util.keystr(path)} lies on devices of other "
-                "processes, too: compile read() with replicated out_shardings, or gather "
+                f"{name} at {jax.tree_util.keystr(path)} is also on devices of other "
+                "processes: compile read() with replicated out_shardings, or gather "
                 "it with jax.experimental.multihost_utils.process_allgather."
             )

@@ -13,11 +13,11 @@ from orscale_jax.trees.names import quoted
 
 
 def vectors(**trees: PyTree) -> tuple[jax.Array, ...]:
-    """Trees over the same matrices as vectors: all entries of all leaves, in one order.
+    """Turn trees over the same matrices into vectors of all entries, in one order.
 
     Args:
-      **trees: Arrays, or trees of arrays of any shape; None and
-        :class:`optax.MaskedNode` hold no matrices. The names are for messages.
+      **trees: Arrays, or trees of arrays of any shape, by names for messages; None and
+        :class:`optax.MaskedNode` hold no matrices.
 
     Returns:
       A vector for each tree: float64 if any leaf of any tree is, else float32.

@@ -18,9 +18,9 @@ HOMOGENEOUS_HEADROOM = 0.05
 STANDARD_ERRORS = 2
 # With larger standard errors the linear propagation that makes them does not hold.
 LARGEST_STDERR = 0.25
-# A κ_eff as close as this to 1 by measurement is a finding; beyond it, lack of data.
+# With a standard error up to this, a κ of 1 is a finding; above it, a lack of data.
 RESOLVED_STDERR = 0.02
-# κ over fewer of the matrices than this is not that of the run.
+# κ_eff of a smaller share of the matrices than this is not that of the run.
 LEAST_SHARE = 0.5
 
 
@@ -55,7 +55,7 @@ def _kappa(facts: Facts) -> str:
 def _of_possible(facts: Facts) -> str:
     if "kappa_step" in facts:
         return _kappa(facts)
-    # κ_layer has had the part of errors subtracted, and κ_eff has not.
+    # What errors add is subtracted from κ_layer, but not from κ_eff.
     possible = max(facts["kappa_layer"], facts["kappa_eff"])
     return f"{_kappa(facts)} of a possible {possible:.2f}"
 

@@ -22,12 +22,12 @@ from orscale_jax.trees.boxes import PyTree, unbox
 
 
 class Verdict(NamedTuple):
-    """What :func:`verdict` finds; ``print`` shows the sentence.
+    """The result of :func:`verdict`; ``print`` shows the sentence.
 
     Attributes:
-      outcome: The name of the case: one of those of :func:`verdict`.
+      outcome: The name of the case; :func:`verdict` lists them.
       text: The verdict in a sentence.
-      numbers: What it rests on: ``matrices``, ``measured``, ``uniform``, ``spread``,
+      numbers: The numbers behind it: ``matrices``, ``measured``, ``uniform``, ``spread``,
         ``at_r_max``, ``at_r_min``; with statistics ``counted``, ``kappa_eff``,
         ``kappa_eff_stderr``, ``kappa_layer``, ``kappa_layer_stderr``; with a step's gain
         ``kappa_step``, ``kappa_step_stderr``.
@@ -53,17 +53,17 @@ def verdict(
 ) -> Verdict:
     r"""Say in a sentence whether the trust ratios of a run help, and by how much.
 
-    Alone it can tell a run that is saturated or uniform. With :func:`step_gain` it
-    decides by :math:`\kappa` along the step. With the statistics of :func:`estimate` it
-    computes :func:`gain`, the paper's model, for steps at the optimizer's scale
-    :math:`s_\ell` (``consistent_rms``), so that :math:`\kappa_{\mathrm{eff}}` compares
-    with Muon at the same scale; it decides only where ``gained`` is not there. Of
-    ``kappa_layer`` it subtracts what errors of signal and curvature add to it: they make
-    layers look more different than they are.
+    From a reading alone it can tell a run that is saturated or uniform. With ``gained``,
+    from :func:`step_gain`, :math:`\kappa` along the step decides. With ``statistics``,
+    from :func:`estimate`, it computes :func:`gain`, the paper's model, for steps at the
+    optimizer's scale :math:`s_\ell` (``consistent_rms``): then
+    :math:`\kappa_{\mathrm{eff}}` compares with Muon at the same scale. It decides only
+    without ``gained``. Errors of signal and curvature make layers look more different
+    than they are; what they add to ``kappa_layer`` is subtracted.
 
     Standard errors of :math:`\kappa_{\mathrm{eff}}` are propagated to first order, as if
     those of different matrices, and of signal and smoothness, were independent. The first
-    case that applies is the verdict, where κ is the one that decides:
+    case that applies is the verdict, where κ stands for the one that decides:
 
     ``"not measured"``
       No matrix has a ratio yet.
@@ -72,7 +72,7 @@ def verdict(
     ``"uniform"``
       All ratios are the same to 2 %: Muon at another learning rate.
     ``"no statistics"``
-      Ratios differ, and nothing is known of κ.
+      Ratios differ, and κ is not known.
     ``"too noisy"``
       Standard errors are missing or too large, or fewer than half of the matrices have a
       positive curvature.
@@ -80,13 +80,13 @@ def verdict(
       κ is below 1 by two standard errors.
     ``"homogeneous"``
       In the model, :math:`\kappa_{\mathrm{layer}}` plus two standard errors is at most
-      1.05: no ratios would gain more.
+      1.05: no ratios could gain more.
     ``"gain"``
       κ is above 1 by two standard errors.
     ``"neutral"``
-      It is 1 within two standard errors, which are small.
+      κ is 1 within two standard errors, which are small.
     ``"undecided"``
-      It is 1 within two standard errors, which are not.
+      κ is 1 within two standard errors, which are not small.
 
     Args:
       reading: From :func:`read`.
@@ -94,14 +94,14 @@ def verdict(
       params: The parameters. Needed with statistics.
       weight_dimension_numbers: Those of the optimizer.
       consistent_rms: That of the optimizer.
-      gained: From :func:`step_gain`, at the parameters of the reading. It then decides,
-        and :math:`\kappa_{\mathrm{eff}}` stands beside it.
+      gained: From :func:`step_gain`, at the parameters of the reading. Its κ then
+        decides, and :math:`\kappa_{\mathrm{eff}}` is only reported.
 
     Returns:
-      A :class:`Verdict`. Reads numbers: not for use inside of ``jax.jit``.
+      A :class:`Verdict`. Since it reads values, it cannot be called inside ``jax.jit``.
 
     Raises:
-      ValueError: If ``statistics`` come without ``params``, or of other matrices.
+      ValueError: If ``statistics`` come without ``params``, or are of other matrices.
 
     Example:
       >>> import jax.numpy as jnp

@@ -56,8 +56,8 @@ class ShardedArray(NamedTuple):
         """Whether its matrices travel as they are, and not as their transposes.
 
         Matrices with m < n do. Squares that may be transposed do if they are sharded by
-        rows: those that are sharded by columns can then travel with them, and with wide
-        matrices that are sharded by rows.
+        rows; those that are sharded by columns are transposed, so that they can travel
+        with squares and wide matrices that are sharded by rows.
         """
         *_, m, n = self.shape
         *_, rows, columns = self.axes

@@ -26,8 +26,8 @@ def map_chunks(
 ) -> list[jax.Array]:
     """Apply ``polar`` to a few chunks of arrays at a time.
 
-    Only batch axes are divided, and none that is sharded by its type: each device already
-    holds a part of it.
+    Only batch axes are divided, except those that are sharded by their types: each device
+    already holds a part of these.
 
     Args:
       polar: The function of one turn's chunks.

@@ -1,8 +1,7 @@
-"""Stacks of small arrays, which have XLA compute many of them in one GPU kernel.
+"""Stacks of small arrays, so that XLA computes many of them in one GPU kernel.
 
-XLA merges kernels that read a common array. What is computed of each leaf by itself, such
-as its ratio, would otherwise be a kernel for each leaf, which takes longer to launch than
-to run.
+XLA merges kernels that read a common array. Otherwise each leaf would have its own kernel
+for a small result such as its ratio, and a kernel takes longer to launch than to run.
 """
 
 from collections.abc import Sequence
@@ -16,8 +15,8 @@ from orscale_jax.distributed.platforms import GPUS
 
 # The most entries of an array that is copied rather than given a kernel.
 _SMALL = 2**14
-# XLA concatenates up to 128 arrays in one kernel. And it merges kernels that read
-# different slices of an array if that has less than 1 KiB, 128 numbers of 8 bytes.
+# XLA concatenates up to 128 arrays in one kernel. It merges kernels that read different
+# slices of an array only if the array has less than 1 KiB, 128 numbers of 8 bytes.
 _ARRAYS = 126
 
 
@@ -43,8 +42,8 @@ def _slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
             some = members[start : start + _ARRAYS]
             if len(some) == 1:
                 continue
-            # The first one twice: of stacks that are read whole, XLA computes everything
-            # at once, and cuts the results into slices by a kernel each.
+            # The first one twice, so that the stack is not read whole: XLA would compute
+            # everything at once, and cut the result into slices with a kernel for each.
             stack = jnp.stack([xs[i] for i in (*some, some[0])])
             stack = jax.lax.optimization_barrier(stack)
             results.update(zip(some, stack, strict=False))

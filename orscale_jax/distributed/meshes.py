@@ -15,9 +15,9 @@ def mesh_of(
 ) -> AbstractMesh | None:
     """The mesh that arrays are on, or None.
 
-    The arrays' types name it, also inside ``jax.jit``; else it is the given mesh, or that
-    of the context. None for a mesh of one device without Explicit axes, and inside
-    ``jax.shard_map``, where each device computes on its own.
+    The arrays' types name it, even inside ``jax.jit``; if they do not, it is the given
+    mesh or that of the context. It is None for a mesh of one device without Explicit
+    axes, and inside ``jax.shard_map``, where each device computes separately.
 
     Args:
       arrays: The arrays.
@@ -34,7 +34,7 @@ def mesh_of(
         mesh = wanted or (context if _matters(context) else None)
     elif wanted is not None and wanted.size > 1 and mesh.shape != wanted.shape:
         raise ValueError(
-            f"mesh={dict(wanted.shape)}, and the arrays are on a mesh "
+            f"mesh={dict(wanted.shape)}, but the arrays are on a mesh "
             f"{dict(mesh.shape)}: pass the mesh of the parameters, or None."
         )
     if mesh is None:

@@ -1,9 +1,9 @@
-"""The shardings of parameters on Auto axes, which types do not have.
+"""The shardings of parameters on Auto axes, which their types do not hold.
 
 They come from an argument, or from the annotations of Flax and Haliax: ``init`` is given
 the parameters in their boxes, and keeps the annotations for ``update``, to which
-``nnx.Optimizer`` gives bare arrays. Shardings determine where Newton–Schulz runs, never
-its result: arrays that are sharded otherwise are resharded.
+``nnx.Optimizer`` gives bare arrays. Shardings only determine where Newton–Schulz runs:
+arrays that are sharded otherwise are resharded.
 """
 
 import math
@@ -38,7 +38,7 @@ def note_annotations(params: PyTree) -> None:
     }
     says = any(spec is not None for spec in annotations.values())
     for key, spec in annotations.items():
-        # Beside annotated parameters, Flax takes one without annotation as replicated.
+        # If others are annotated, Flax takes one without annotation for replicated.
         if says:
             _annotated[key] = spec or PartitionSpec()
         else:
@@ -86,8 +86,8 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
     except ValueError as error:
         raise ValueError(
             "param_shardings must be a tree of the parameters' structure, or a prefix of "
-            "it, with a jax.sharding.PartitionSpec (no tuple) or NamedSharding for a "
-            f"leaf: {error}"
+            "it, with a jax.sharding.PartitionSpec (not a tuple) or NamedSharding for "
+            f"each leaf: {error}"
         ) from error
     return jax.tree_util.tree_map_with_path(
         of_subtree, given, tree, is_leaf=_says_sharding

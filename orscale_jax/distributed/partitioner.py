@@ -52,7 +52,8 @@ def spread(
     """Apply ``fn`` to matrices that the partitioner spreads evenly over the devices.
 
     Args:
-      fn: Keeps the shape ``(k, m, n)``, treats each matrix alone, and maps 0 to 0.
+      fn: A function that keeps the shape ``(k, m, n)``, treats each matrix separately,
+        and maps 0 to 0.
       mesh: The mesh over whose Auto axes to spread them.
       x: Shape ``(m, n)`` or ``(k, m, n)``.
     """
@@ -64,7 +65,7 @@ def spread(
     count = math.prod(x.shape[:-2])
     missing = -count % count_devices(axes, mesh.shape)
     stack = jnp.pad(x.reshape(count, *x.shape[-2:]), [(0, missing), (0, 0), (0, 0)])
-    # By way of rows: the partitioner would otherwise replicate whole stacks.
+    # First by rows: the partitioner would otherwise replicate whole stacks.
     by_rows = NamedSharding(mesh, PartitionSpec(None, axes))
     by_matrices = NamedSharding(mesh, PartitionSpec(axes))
     for sharding in (by_rows, by_matrices):

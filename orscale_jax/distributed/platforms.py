@@ -25,23 +25,24 @@ class Platform(NamedTuple):
       stack_length: The most arrays in a stack; None for any number.
       interleave: The number of chunks whose products are interleaved: while one product
         runs, the operands of the next are fetched.
-      one_by_one: Whether the matrices of a batch are orthogonalized one after another,
-        Gram matrices in strips, and normalized then. Otherwise matrices are normalized
-        before they are stacked or sent, in the pass that computes them, unless they are
-        rounded first.
-      round_first: Whether matrices are rounded in the pass that computes them, and on one
-        device stacked, before they are normalized: a GPU takes norms in other kernels.
+      one_by_one: Whether the matrices of a batch are normalized and orthogonalized one
+        after another, with Gram matrices in strips. Otherwise matrices are normalized
+        before they are stacked or sent, in the pass that computes them, unless
+        ``round_first`` holds.
+      round_first: Whether matrices are rounded in the pass that computes them, and
+        normalized later (on one device, after they are stacked): a GPU computes norms in
+        separate kernels.
       hide_coefficients: As in :class:`orscale_jax.newton_schulz.polar.NewtonSchulz`.
       constrain_layout: Whether to keep shards in the layout of parameters until they are
-        sent, and their factors from when they return.
-      join_in_place: Whether matrices that stay on their device are computed in the places
-        that they have in their stack.
+        sent, and their factors as soon as they return.
+      join_in_place: Whether matrices that stay on their device are computed directly in
+        their places in the stack.
       row_major: Whether to keep tall matrices of one device in row-major order before
         and after their stacks.
       custom_partitioning: Whether the compiler's partitioner asks for the program of one
         device. (libtpu's does not.)
-      kernel: What computes symmetric products if the user asks for Pallas; None if
-        nothing does but XLA.
+      kernel: The kernel for symmetric products if the user asks for Pallas; None if there
+        is none, and XLA computes them.
       flops_per_byte: As in :class:`orscale_jax.distributed.buckets.CostModel`.
     """
 
@@ -83,8 +84,8 @@ class Platform(NamedTuple):
     def sent_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype in which matrices of this dtype are stacked and sent.
 
-        The operands' dtype, if it is narrower and has the range of this one, as bfloat16
-        has float32's; else this one.
+        The operands' dtype, if it is narrower and has the range of this one (as bfloat16
+        has that of float32); otherwise this dtype itself.
         """
         as_wide = jnp.finfo(self.dtype).maxexp >= jnp.finfo(dtype).maxexp
         narrower = self.dtype.itemsize < dtype.itemsize
@@ -98,8 +99,9 @@ CPU = Platform(
     stack_length=32,
     one_by_one=True,
 )
-# Tall matrices are transposed into stacks. XLA would otherwise transpose all that they
-# are made of, and what is made of them: gradients, momentum and weights, in float32.
+# Tall matrices are transposed as they are stacked. XLA would otherwise transpose all that
+# they are made from and all that is made from them: gradients, momentum and weights, in
+# float32.
 GPU = Platform(
     np.dtype(jnp.bfloat16),
     stack_bytes=2**28,

@@ -1,9 +1,9 @@
 """Reductions of many arrays, which GPUs finish together.
 
-A GPU reduces a large matrix in two kernels, of which the second has next to nothing to
-do. There each of them is reduced along its last axis, and then what is left of all arrays
-of one shape at once: by one kernel, not by one for each array. Small arrays of one shape
-are stacked and reduced by one kernel.
+A GPU reduces a large matrix in two kernels, the second of which has next to nothing to
+do. Here each large array is reduced along its last axis first; then one kernel finishes
+all arrays of one shape, instead of one kernel for each. Small arrays of one shape are
+stacked and reduced by one kernel.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from orscale_jax.distributed import meshes
 from orscale_jax.distributed.platforms import GPUS
 
-# Such as ``jnp.sum``, with an argument ``axis``: one for which it makes no difference
+# A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result
 # whether it reduces along several axes at once or along one after the other.
 Reduction: TypeAlias = Callable[..., jax.Array]
 
@@ -26,7 +26,7 @@ _IN_ONE_KERNEL = 2**14
 
 
 class _Kind(NamedTuple):
-    """What partly reduced arrays have in common that are finished together."""
+    """What those partly reduced arrays have in common that are finished together."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

@@ -1,10 +1,10 @@
-"""Matrices of one shape from many leaves, through Newton–Schulz as one stack.
+"""Stacks of matrices of one shape from many leaves, for Newton–Schulz.
 
 An accelerator runs few large kernels faster than many small ones, and they compile once
-for all layers. The price is a copy into the stack and one out of it, and its memory,
-which is limited. A CPU takes the matrices of a stack one after another, and gains compile
-time alone. There the number of leaves in a stack is limited too, since XLA compiles one
-kernel for each position in it.
+for all layers. The price is a copy into the stack, a copy out of it, and its memory,
+which is limited. A CPU takes the matrices of a stack one after another, and saves only
+compile time. There the number of leaves in a stack is limited, too, since XLA compiles
+one kernel for each position in it.
 """
 
 import itertools
@@ -99,7 +99,7 @@ def map_stacks(
 
 
 def join_in_place(parts: Sequence[jax.Array]) -> jax.Array:
-    """``jnp.concatenate``, each part computed where it belongs.
+    """``jnp.concatenate``, with each part computed in its place in the result.
 
     XLA for TPUs computes the parts of a short concatenation first, and then copies them.
     """

@@ -14,11 +14,11 @@ from orscale_jax.trees.names import name_and_shape
 def state_shardings(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree:
     """The shardings of an optimizer's whole state, derived from the parameters'.
 
-    Arrays shaped like a parameter (momentum, moments) are sharded like it; the arrays of
-    :func:`orscale` with one entry per matrix, like the axes that count matrices; counts
-    and the like are replicated. This works for every Optax optimizer that makes its state
-    from the parameters: ``init`` is traced on a mesh of Explicit axes, on which JAX
-    itself propagates the shardings. Nothing is computed.
+    Arrays shaped like a parameter (momentum, moments) are sharded like it. Arrays of
+    :func:`orscale` with one entry per matrix are sharded like the parameter's batch axes.
+    Counts and other scalars are replicated. This works for Optax optimizers that make
+    their state from the parameters: ``init`` is traced on a mesh of Explicit axes, where
+    JAX itself propagates the shardings. Nothing is computed.
 
     Args:
       optimizer: The optimizer.
@@ -71,7 +71,7 @@ def _mesh(params: PyTree) -> Any:
         )
     if len(meshes) > 1:
         raise ValueError(
-            f"parameters are on different meshes, as {' and '.join(meshes.values())}: "
+            f"parameters are on different meshes: {' and '.join(meshes.values())}: "
             "place all of them on one."
         )
     return next(iter(meshes))

@@ -1,7 +1,7 @@
 """Sharding as part of an array's type, on meshes with Explicit axes.
 
-Elsewhere (no mesh, Auto axes) types carry no sharding. Only :func:`inferred` is of use
-there; the others do nothing but reshape.
+Elsewhere (no mesh, Auto axes) types hold no sharding: there :func:`inferred` still works,
+and the other functions do nothing but reshape.
 """
 
 import math

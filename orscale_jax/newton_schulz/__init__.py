@@ -1,8 +1,8 @@
 """Newton–Schulz: the polar factor of a matrix, in any precision, on one device.
 
-Numerics alone: matrices ``(..., m, n)`` in, polar factors out. Nothing here knows of
-parameters, optimizers or meshes; where a matrix is shared by several devices, the sums
-over them come in as :class:`~orscale_jax.newton_schulz.arithmetic.ColumnShards`.
+Only numerics: matrices ``(..., m, n)`` in, polar factors out. Nothing here knows about
+parameters, optimizers or meshes; where several devices share a matrix, the caller passes
+the sums over them as :class:`~orscale_jax.newton_schulz.arithmetic.ColumnShards`.
 
 ==================  =================================================================
 polar               the public ``polar_factor``, the settings and forms of the iteration

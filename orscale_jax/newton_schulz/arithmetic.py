@@ -19,8 +19,8 @@ from orscale_jax.newton_schulz.symmetric import (
 class ColumnShards(Protocol):
     """Sums over the devices that each hold a part of the columns of a matrix.
 
-    Implemented by :class:`orscale_jax.distributed.columns.Columns`. Numerics know nothing
-    else of a mesh.
+    Implemented by :class:`orscale_jax.distributed.columns.Columns`. The numerics know
+    nothing else about a mesh.
     """
 
     @property
@@ -39,7 +39,7 @@ class ColumnShards(Protocol):
         """The sum of matrices of shape (m, n), exchanged in rounded form."""
 
 
-# More strips have fewer FLOPs, and are slower.
+# More strips take fewer FLOPs, but are slower.
 _STRIPS = 3
 _SMALLEST_IN_STRIPS = 384
 
@@ -53,7 +53,7 @@ class Arithmetic:
       columns: The devices that hold the other columns of the matrices, if any.
       by_strips: Whether large symmetric products are computed in strips, and the part
         below the diagonal copied from the part above it.
-      kernel: What computes those symmetric products that it takes, instead of XLA.
+      kernel: Computes the symmetric products that it supports, instead of XLA.
     """
 
     dtype: jnp.dtype

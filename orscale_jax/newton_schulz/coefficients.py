@@ -48,9 +48,9 @@ def _polar_express() -> np.ndarray:
     )
     for row in table:
         lower = float(polar_express.evaluate(row, lower))
-    # The table is made for x / (1.02 norm(x)); let its first row divide by 1.02.
+    # The table is made for x / (1.02 norm(x)): its first row is to divide by 1.02.
     table[0] = polar_express.divide_argument(table[0], safety)
-    # After one more step the interval has all but closed: the optimum is the limit.
+    # After one more step the interval is so narrow that the optimum is the limit.
     return np.stack(
         [*table, polar_express.optimal_quintic(lower, 2 - lower), polar_express.PADE]
     )

@@ -6,16 +6,16 @@ a polynomial in :math:`R_0 = X_0 X_0^\top`. With :math:`Z_k = a_kI + b_kR_k + c_
 .. math:: P_{k+1} = Z_k P_k, \qquad R_{k+1} = R_k Z_k Z_k, \qquad P_0 = I,
 
 so that only :math:`R_0` and the final :math:`P X_0` cost m²n. A *restart* forms
-:math:`X_k = P X_0` and :math:`R_k = X_k X_k^\top` and goes on from there; restarting
+:math:`X_k = P X_0` and :math:`R_k = X_k X_k^\top` and continues from there; restarting
 before every step is the plain iteration.
 
 Rounding limits the segments between restarts, and decides three things. (1) The products
 commute only in exact arithmetic. With :math:`P \gets ZP` an error F of Z becomes
 :math:`F(PX_0)`, as in the plain iteration; with :math:`P \gets PZ` it becomes
 :math:`PFX_0`, larger by up to the gain of P. (2) A product for R may be computed as one
-triangle and mirrored, which moves R no more than rounding does; ZP may not, since the
-error of a mirrored entry is on P's other side. (3) The identity is never added: with
-:math:`P = \alpha I + V`, only V and :math:`bR + cR^2` are rounded.
+triangle and mirrored, which moves R no more than rounding does. ZP may not: a mirrored
+entry of ZP is an entry of PZ, which has the larger error. (3) The identity is not added:
+with :math:`P = \alpha I + V`, only V and :math:`bR + cR^2` are rounded.
 
 References:
   Zhang, Amsel, Chen, Dao, *Gram Newton-Schulz*, 2026,

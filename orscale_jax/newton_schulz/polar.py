@@ -40,8 +40,8 @@ class NewtonSchulz:
       preconditioning: ``"frobenius"`` or ``"aol"``.
       dtype: The dtype of the products' operands; None for the platform's default.
       by_strips: Whether large Gram matrices are computed in strips.
-      products: ``"xla"`` or ``"pallas"``: by whom symmetric products are computed, on
-        platforms that have a kernel.
+      products: ``"xla"`` or ``"pallas"``: what computes symmetric products on platforms
+        that have a kernel.
       kernel: The platform's kernel, if symmetric products are computed by it.
       hide_coefficients: Whether to hide the coefficients from the compiler: all steps
         then look the same to it, and it compiles one of them.
@@ -98,7 +98,7 @@ def polar_factor(
     dtype: DTypeLike | None = None,
     preconditioning: str = "frobenius",
 ) -> jax.Array:
-    r"""Approximate polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
+    r"""Approximate the polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
 
     Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is computed in float32
     (float64 where ``x`` or ``dtype`` is float64) from scaled entries, so that the result
@@ -110,7 +110,7 @@ def polar_factor(
     while tracing, the iteration runs on the Gram matrix (Zhang et al. 2026), as far as
     the dtype's rounding allows; ``docs/speed.md`` has more.
 
-    Presets, with the range to which five steps bring normalised singular values in
+    Presets, with the range to which five steps bring normalized singular values in
     [1e-3, 1], and the relative error that each product may have without any singular
     value exploding (defined in ``docs/newton_schulz.md``):
 
@@ -139,10 +139,10 @@ def polar_factor(
         float32 on CPU, decided by the platform that the program is compiled for.
       preconditioning: ``"frobenius"``, or ``"aol"`` for another direction in fewer
         steps: each of the min(m, n) vectors on the shorter side (the rows of square
-        matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, A their Gram
-        matrix. The result is that of the scaled matrix, not of x (Boissin et al. 2025,
-        arXiv:2512.04632). Pass a table for four steps with it;
-        ``docs/newton_schulz.md`` has one, and what it costs in quality.
+        matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, where A is their
+        Gram matrix. The result is that of the scaled matrix, not of x (Boissin et al.
+        2025, arXiv:2512.04632). Pass a table for four steps with it;
+        ``docs/newton_schulz.md`` has one, and says what it costs in quality.
 
     Returns:
       Shape (..., m, n), of the dtype of ``x``.
@@ -166,8 +166,8 @@ def polar_factor(
     x = jnp.asarray(x)
     if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(
-            f"polar_factor takes real matrices of shape (..., m, n), got x of shape "
-            f"{x.shape} and dtype {x.dtype}."
+            f"x has shape {x.shape} and dtype {x.dtype}: pass real floating-point "
+            "matrices of shape (..., m, n) to polar_factor."
         )
     _checks.count("steps", steps)
     _checks.dtype("dtype", dtype)

@@ -17,7 +17,7 @@ PADE = np.array([15 / 8, -10 / 8, 3 / 8])
 # Relative half width of an interval whose optimum is the limit, to the last digit.
 _NARROWEST = 1e-8
 _EXCHANGES = 60  # Convergence is quadratic; 5 have been enough.
-# Below it 2 - lower rounds away too much of lower.
+# Below this bound, 2 - lower rounds away too much of lower.
 _SMALLEST_BOUND = 1e-12
 
 
@@ -30,10 +30,10 @@ def polar_express_coefficients(
 ) -> np.ndarray:
     r"""Newton–Schulz coefficients for singular values in ``[lower_bound, 1]``.
 
-    Each row is the odd quintic nearest to 1 on the interval :math:`[\ell, u]` that the
-    rows before it leave; its own image is :math:`[p(\ell), 2 - p(\ell)]`. Such a sequence
-    is optimal among all compositions of as many odd quintics. The defaults give the table
-    that its authors publish for use in bfloat16, from which the preset
+    Each row is the odd quintic nearest to 1 on the interval :math:`[\ell, u]` that is the
+    image of the rows before it; its own image is :math:`[p(\ell), 2 - p(\ell)]`. Such a
+    sequence is optimal among all compositions of as many odd quintics. The defaults give
+    the table that its authors publish for use in bfloat16, from which the preset
     ``"polar_express"`` is made; the optimum itself has no safety factor.
 
     Two things guard it against rounding, at some cost in accuracy. The safety factor

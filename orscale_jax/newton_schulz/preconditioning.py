@@ -1,7 +1,7 @@
 r"""Preconditioning before Newton–Schulz, which needs singular values of at most 1.
 
-Dividing by the Frobenius norm does that, and leaves the singular values of an m×n matrix
-(m ≤ n) at :math:`1/\sqrt m` or less on average. AOL (*almost orthogonal layer*) gives
+Dividing by the Frobenius norm ensures that; the singular values of an m×n matrix (m ≤ n)
+are then :math:`1/\sqrt m` or less on average. AOL (*almost orthogonal layer*) gives
 each of the m vectors on the shorter side its own factor instead,
 
 .. math:: s_i = \Bigl(\sum_j |A_{ij}|\Bigr)^{-1/2}, \qquad A = XX^\top, \qquad
@@ -150,7 +150,7 @@ def _divide(
     """Divide each matrix by its norm, given the sums of its squares at three scales.
 
     Where the sum of squares overflows, or may have lost digits to underflow, the sum at
-    another scale is taken, which has not.
+    another scale, which has not, is used.
     """
     shift, tiny = _Scales.of(x.dtype)
     overflows = jnp.isinf(middle)

@@ -1,7 +1,7 @@
 r"""Symmetric products by Pallas kernels: the tiles of one triangle, each written twice.
 
-Newton–Schulz multiplies mostly what has a symmetric product: :math:`XX^\top`,
-:math:`X^\top X`, and two symmetric matrices that commute. Of T×T tiles a kernel computes
+Most products of Newton–Schulz are symmetric: :math:`XX^\top`, :math:`X^\top X`, and those
+of two symmetric matrices that commute. Of T×T tiles a kernel computes
 :math:`T(T+1)/2`, and writes each of those off the diagonal a second time, transposed. A
 tile on the diagonal is computed in full.
 
@@ -39,12 +39,12 @@ class Kernel:
     """A kernel for symmetric products, and the sizes of its tiles.
 
     Attributes:
-      module: The module of this package that has it, as ``product``.
+      module: The module of this package whose function ``product`` runs it.
       dtypes: The names of the operands' dtypes.
       tile: The side of a tile of the product.
-      depth: How many rows and columns of the operands are multiplied at a time.
-      large_tile: The side of a tile of products of at least four of these.
-      smallest: The size from which it takes a product.
+      depth: How long a part of the axis that is summed over is multiplied at a time.
+      large_tile: The side of a tile in products of at least four times this size.
+      smallest: The size of the smallest product that it takes.
       interpret: Whether to run it step by step, on any platform; for tests.
     """
 
@@ -66,7 +66,7 @@ class Kernel:
 
 
 # No float32, which matrix units would round.
-# From four tiles in a row, 62 % of the tiles are computed; of two, 75 %.
+# With four tiles in a row, 62 % of the tiles are computed; with two, 75 %.
 TRITON = Kernel(
     "triton_kernel", ("bfloat16", "float16"), 128, depth=64, large_tile=128, smallest=512
 )
@@ -87,7 +87,7 @@ def pairs(count: int) -> int:
 
 def pair(p: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The row and the column of tile p of the triangle, the row not below the column."""
-    # Not %, which is Python's, with branches for signs; of p's dtype also in 64 bits.
+    # Not %, which adds branches for signs. In the dtype of p, even if it has 64 bits.
     along = p.dtype.type(count)
     first = jax.lax.rem(p, along)
     second = jax.lax.rem(first + jax.lax.div(p, along), along)
@@ -118,7 +118,7 @@ def symmetric_product(
       y: Shape (..., k, m), or (..., m, k), of the same dtype.
       axes: The axis of x that has the product's rows and that of y that has its columns:
         (-2, -2) for XXᵀ, (-1, -1) for XᵀX, (-2, -1) for XY.
-      kernel: The kernel; :meth:`Kernel.takes` says of what.
+      kernel: The kernel, which must take such a product (:meth:`Kernel.takes`).
 
     Returns:
       Shape (..., m, m), float32: sums of exact products.
@@ -155,7 +155,7 @@ def _derivative(
     primals: tuple[jax.Array, jax.Array],
     tangents: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-    """Of the product itself, which is not symmetric if only one operand changes."""
+    """The derivative of the full product: not symmetric if only one operand changes."""
     einsum = functools.partial(
         jnp.einsum, SUBSCRIPTS[axes], preferred_element_type=jnp.float32
     )

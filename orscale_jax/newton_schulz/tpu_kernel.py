@@ -1,8 +1,8 @@
 """Symmetric products on TPUs, by Pallas: a turn of the grid for each pair of tiles.
 
-The grid is (matrices, pairs of tiles, steps + 1). The steps add up a tile. At the last of
-them it is written, and in the turn after it, for which the output is the tile's mirror
-image, it is written transposed: what goes to memory when is the pipeline's business.
+The grid is (matrices, pairs of tiles, steps + 1). The steps add up a tile, and the last
+one writes it. The turn after that has the tile's mirror image as its output, and writes
+the tile transposed. Pallas's pipeline decides when each goes to memory.
 """
 
 import functools

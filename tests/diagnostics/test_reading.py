@@ -419,7 +419,7 @@ class TestErrors:
     """Inputs that are refused, and what the messages say."""
 
     def test_another_optimizer(self):
-        with pytest.raises(ValueError, match="pass that of an optimizer of orscale_jax"):
+        with pytest.raises(ValueError, match="pass the state of an optimizer of ors"):
             read(optax.adam(1e-3).init(TREE), TREE)
 
     def test_other_dimension_numbers(self):
@@ -428,14 +428,14 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"'w' of shape \(3, 4, 5\) is ambiguous"):
             read(state, params)
         match = (
-            r"is matrices of batch shape \(5,\), and in the state matrices of batch sh"
+            r"is matrices of batch shape \(5,\), but in the state matrices of batch sh"
         )
         with pytest.raises(ValueError, match=match):
             read(state, params, Dims(0, 1))
 
     def test_other_parameters(self):
         state = orscale(1e-3).init({"w": jnp.ones((3, 4)), "v": jnp.ones((3, 4))})
-        with pytest.raises(ValueError, match="params has not, such as 'v'"):
+        with pytest.raises(ValueError, match="params does not have, such as 'v'"):
             read(state, {"w": jnp.ones((3, 4))})
 
     def test_a_schedule_without_count(self):

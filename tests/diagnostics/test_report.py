@@ -258,7 +258,7 @@ class TestHistories:
         text = " ".join(page.text)
         assert "svg" not in page.tags and text.count("Left out.") == len(figures.FIGURES)
         assert "The history has no calibration." in text
-        assert "no trust ratios, as that of Muon" in text
+        assert "no trust ratios, like any run of Muon" in text
         assert "There is no audit.csv" in text
 
     def test_one_step_with_everything_broken(self, tmp_path):

@@ -151,7 +151,7 @@ class TestErrors:
 
     @pytest.mark.parametrize("fn", [summarize, tabulate])
     def test_classes(self, fn):
-        with pytest.raises(ValueError, match=r"pass the tree, as of layer_classes\(par"):
+        with pytest.raises(ValueError, match=r"pass a tree, such as layer_classes\(par"):
             fn(trees(), layer_classes)
         with pytest.raises(ValueError, match="classes must be a tree of the parameters'"):
             fn(trees(), {"up": "a"})
@@ -165,5 +165,5 @@ class TestErrors:
     def test_measurements(self):
         reading = trees()
         wrong = reading.growth | {"experts": jnp.ones(6)}
-        with pytest.raises(ValueError, match="signal has not one entry for each matrix"):
+        with pytest.raises(ValueError, match="signal does not have one entry"):
             tabulate(reading, None, {"signal": wrong})

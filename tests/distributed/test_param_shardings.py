@@ -150,7 +150,7 @@ def test_other_shardings_cost_a_transfer_and_change_no_number(given):
         (SPECS | {"up": P(None, None, "fsdp")}, "'up' of shape .16, 32.*it has 2 axes"),
         (SPECS | {"experts": P(("fsdp", "tensor"))}, "'experts'.*do not divide 4"),
         ({"up": P("fsdp")}, "param_shardings must be a tree"),
-        (SPECS | {"up": ("fsdp", None)}, "PartitionSpec .no tuple."),
+        (SPECS | {"up": ("fsdp", None)}, "PartitionSpec .not a tuple."),
         ("fsdp", "param_shardings='fsdp' is not valid"),
     ],
 )

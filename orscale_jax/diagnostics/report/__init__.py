@@ -7,7 +7,7 @@ page          the public ``write_report``
 run           a run folder, read into data frames
 readings      rows of the history as readings
 gains         the verdict, and the gain at each estimate
-findings      what the page says of verdict and warnings; the key numbers
+findings      the texts on verdict and warnings; the key numbers
 figures       the figures, in their order, with their captions
 trajectories  figures over the steps
 snapshots     figures of the last step

@@ -16,7 +16,7 @@ class Entry(NamedTuple):
       name: Its id in the page and the name of its PNG.
       title: Its heading.
       caption: What it is good for and how to read it.
-      left_out: Tells why there is no such figure of a run; empty if there is.
+      left_out: Says why a run has no such figure; empty if it has one.
       draw: The function that draws it.
       numbers: Its last values in words, for those who cannot see it.
     """
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 
 def without(*columns: str) -> Callable[[Run], str]:
-    """Tells which of the columns that a figure needs the history does not have."""
+    """Make a function that says which columns of a figure the history does not have."""
 
     def left_out(run: Run) -> str:
         missing = [column for column in columns if not run.has(column)]
@@ -40,7 +40,7 @@ def without(*columns: str) -> Callable[[Run], str]:
 
 
 def without_gain(run: Run) -> str:
-    """Tells why the gain is not known."""
+    """Say why the gain is not known; nothing if it is."""
     if gains.verdicts(run):
         return ""
     if missing := without("trust_ratio", "signal", "smoothness")(run):
@@ -51,7 +51,7 @@ def without_gain(run: Run) -> str:
 
 
 def means_of(column: str) -> Callable[[Run], str]:
-    """Tells the mean of a column by class, at the last step."""
+    """Make a function that says the mean of a column by class, at the last step."""
 
     def numbers(run: Run) -> str:
         means = run.last.groupby("group", sort=False)[column].mean()
@@ -62,7 +62,7 @@ def means_of(column: str) -> Callable[[Run], str]:
 
 
 def gains_of(run: Run) -> str:
-    """Tells the gain at the last estimate."""
+    """Say the gain at the last estimate."""
     return gains.verdict_of(run)[0].text
 
 

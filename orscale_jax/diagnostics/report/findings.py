@@ -1,4 +1,4 @@
-"""What the diagnostics say of a run: verdict, warnings and key numbers."""
+"""The findings of the diagnostics on a run: verdict, warnings and key numbers."""
 
 import math
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class Judgement(NamedTuple):
     """The verdict on a run.
 
     Attributes:
-      step: The step of the history that it is of.
+      step: The step of the history to which it applies.
       text: The verdict in one line.
       sentences: What explains it.
     """
@@ -93,7 +93,7 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
 def _explanations(run: Run, found: Verdict) -> list[str]:
     numbers, sentences = found.numbers, []
     if not run.has("trust_ratio"):
-        return ["The history has no trust ratios, as that of Muon."]
+        return ["The history has no trust ratios, like any run of Muon."]
     if "kappa_step" in numbers:
         sentences.append(ALONG_STEP)
     if "kappa_eff" in numbers:

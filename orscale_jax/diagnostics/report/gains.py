@@ -1,6 +1,6 @@
 """The verdict on a run, and the gain over Muon at each step with an estimate.
 
-The paper's b = L·p, and the scale s of the steps, take the shape of each matrix, which
+The paper's b = L·p and the scale s of the steps need the shape of each matrix, which
 audit.csv has.
 """
 
@@ -39,7 +39,7 @@ class Shapes(NamedTuple):
 
 
 def verdict_of(run: Run) -> tuple[Verdict, int]:
-    """The verdict at the last estimate, or at the last step without one; its step."""
+    """The verdict at the last estimate, or else at the last step; and that step."""
     if with_estimates := verdicts(run):
         step = max(with_estimates)
         return with_estimates[step], step

@@ -17,8 +17,8 @@ Members = Mapping[str, np.ndarray]
 def reading_of(run: Run, rows: pd.DataFrame, members: Members) -> Reading:
     """The readings of some steps, each field with leaves of shape (steps, matrices).
 
-    What the history has of no matrix is None. A ratio of which it does not say that it
-    has been measured is taken for one that has.
+    A quantity that the history has for no matrix is None. Where it does not say whether a
+    ratio has been measured, the ratio counts as measured.
     """
     fields = {
         name: leaves(run, rows, name, members) if run.has(name) else None
