@@ -305,7 +305,7 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
         )
         matrices = _matrices(arrangement, h, axes, mask, tree)
         groups = {MATRIX: matrices, ADAMW: _adamw(h, mask)}
-        # As a function, since optax.partition would call a tree of labels if it can.
+        # A function, since optax.partition would call a tree of labels that is callable.
         return optax.partition(groups, lambda _: labels)
 
     def init(params: PyTree) -> optax.OptState:

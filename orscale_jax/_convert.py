@@ -182,7 +182,10 @@ class _Source(NamedTuple):
         return self.momentum
 
     def _of_nesterov(self, entry: _Entry) -> Any:
-        """The factor, besides 1/(1 − μ), from Optax's average to a sum of the same Q."""
+        """The second factor, after 1/(1 − μ), that makes M of Optax's average.
+
+        It accounts for the bias corrections, so that the next Q is the same.
+        """
         if not self.nesterov or not self.old.counts:
             return 1.0
         mu, t = self._mu(entry), self._step()

@@ -71,11 +71,11 @@ def dimension_numbers(
 
     Args:
       model: The model, or a tree of modules; may be abstract.
-      heads: As in :func:`orscale_jax.equinox.dimension_numbers`.
+      heads: See :func:`orscale_jax.equinox.dimension_numbers`.
       overrides: Rules as in :func:`orscale_jax.by_path`, for arrays with all their axes.
         They take precedence over everything else, and match the paths of the named
         arrays.
-      rules: As in :func:`orscale_jax.equinox.dimension_numbers`, with a
+      rules: Rules as in :func:`orscale_jax.equinox.dimension_numbers`, with a
         :class:`NamedWeight` for each attribute that is a named array.
 
     Returns:

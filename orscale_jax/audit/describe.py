@@ -57,17 +57,18 @@ def describe(
     Args:
       params: The parameters, which may be abstract. Leaves that are None or masked have
         no row.
-      weight_dimension_numbers: Those of the optimizer, as in :func:`orscale`.
-      consistent_rms: As in :func:`orscale`.
+      weight_dimension_numbers: The dimension numbers of the optimizer; see
+        :func:`orscale`.
+      consistent_rms: See :func:`orscale`.
       optimizer: The optimizer, to add up the bytes of its state: its ``init`` is traced,
         not run. An optimizer of this library must have the same matrices as the table.
       platform: The platform whose plan of Newton–Schulz is shown: ``"cpu"``, ``"gpu"`` or
         ``"tpu"``. None: that of the parameters' mesh, or of JAX's default backend.
-      ns_steps: As in :func:`orscale`.
-      ns_coeffs: As in :func:`orscale`.
-      ns_dtype: As in :func:`orscale`.
-      ns_preconditioning: As in :func:`orscale`.
-      max_stack_bytes: As in :func:`orthogonalize`.
+      ns_steps: See :func:`orscale`.
+      ns_coeffs: See :func:`orscale`.
+      ns_dtype: See :func:`orscale`.
+      ns_preconditioning: See :func:`orscale`.
+      max_stack_bytes: See :func:`orthogonalize`.
 
     Returns:
       A :class:`Description`: ``rows``, ``totals``, ``select(regex)``, and tables for

@@ -73,12 +73,12 @@ def step_gain(
     *Cost.* About seven gradients for each micro-batch, and two Newton–Schulz iterations.
 
     Args:
-      loss_fn: As in :func:`estimate`.
+      loss_fn: See :func:`estimate`.
       params: The parameters.
       batches: At least four micro-batches, as in :func:`estimate`.
       trust_ratio: :math:`\hat r`, such as the ``trust_ratio`` of a :class:`Reading`.
-      weight_dimension_numbers: Those of the optimizer.
-      consistent_rms: That of the optimizer; None: :math:`s = 1`.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
+      consistent_rms: The value that the optimizer has; None: :math:`s = 1`.
 
     Returns:
       :class:`StepGain`, with standard errors by the jackknife over micro-batches. Values
@@ -149,7 +149,7 @@ def _multipliers(
     trust_ratio: PyTree,
     consistent_rms: ArrayLike | None,
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """What Q is multiplied by in both steps, for each leaf: s, and r̂s."""
+    """The factors of Q in both steps, for each leaf: s, and r̂s."""
     picked, ratios = leaves.pick(params), jax.tree.leaves(trust_ratio)
     shapes = [
         axes.batch_shape(leaf)

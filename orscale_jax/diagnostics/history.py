@@ -37,7 +37,7 @@ class History:
 
     Attributes:
       path: The file.
-      classes: As in :func:`summarize`.
+      classes: See :func:`summarize`.
       measurements: Names of columns with one number per matrix.
       scalars: Names of columns with one number per step, such as ``"loss"``.
 
@@ -74,7 +74,7 @@ class History:
             _checks.refuse(
                 "measurements and scalars",
                 (*self.measurements, *self.scalars),
-                "give each column a name of its own",
+                "give each column a different name",
             )
         if self.path.exists() and self.path.stat().st_size:
             self._require_columns()
@@ -172,7 +172,7 @@ class History:
             )
         known = _matrices(self.path, self._blocks)
         if len(self._blocks) == 1 and known == matrices[: len(known)] != matrices:
-            self._cut(self._blocks[0])  # Of a process that was killed as it wrote it.
+            self._cut(self._blocks[0])  # A process was killed as it wrote the step.
         elif known and known != matrices:
             raise ValueError(
                 f"the reading has {len(matrices)} matrices, and {self.path} has "

@@ -64,7 +64,7 @@ def nuclear_norm(spectra: jax.Array, projections: jax.Array) -> Estimate:
     Args:
       spectra: Singular values of the means of all samples but one, of shape
         (samples, ..., k).
-      projections: That sample on the singular vectors, of the same shape.
+      projections: The left-out sample on the singular vectors, of the same shape.
     """
     count = len(spectra)
     raised, lowered = (jnp.mean(x, axis=0, keepdims=True) for x in (spectra, projections))

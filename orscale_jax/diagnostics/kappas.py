@@ -64,7 +64,7 @@ def kappas(trust_ratio: PyTree, signal: Estimate, curvature: Estimate) -> Kappas
 def _added(
     counts: jax.Array, values: tuple[jax.Array, ...], errors: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """What errors of a and b add to Σ a²/b · Σ b / (Σ a)² in the mean, leading terms."""
+    """The mean that errors of a and b add to Σ a²/b · Σ b / (Σ a)², leading terms."""
     a, b, a_err, b_err = (jnp.where(counts, v, 0) for v in (*values, *errors))
     safe = jnp.where(counts, b, 1)
     added = jnp.square(a_err) + jnp.square(a * b_err / safe)

@@ -33,7 +33,7 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
     """The class of each leaf.
 
     Args:
-      classes: Tree of strings (None: "other") like the parameters, or a prefix of one.
+      classes: Tree of strings (None for "other") like the parameters, or a prefix of one.
         None: all are "other".
       tree: The tree with one entry per matrix.
     """

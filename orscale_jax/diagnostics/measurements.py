@@ -128,10 +128,10 @@ def measure(
     matrices are gathered on every device.
 
     Args:
-      state: As in :func:`read`, of an optimizer with momentum.
+      state: A state as in :func:`read`, of an optimizer with momentum.
       params: The parameters.
-      weight_dimension_numbers: Those of the optimizer.
-      names: What to measure.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
+      names: The names of the measurements to take.
       previous: A state of an earlier step, for ``"direction_angle"``.
       polar: Makes the polar factors of an array of shape (..., m, n):
         :func:`orscale_jax.polar_factor`, with the optimizer's settings if it has others

@@ -28,13 +28,13 @@ POLAR_ERROR = 0.5
 class Problem(NamedTuple):
     """A problem that :func:`find_problems` has found."""
 
-    #: What it is, in a few words.
+    #: The problem in a few words.
     title: str
     #: The matrices that have it.
     matrices: tuple[str, ...]
-    #: What it means.
+    #: Its meaning.
     meaning: str
-    #: What to do.
+    #: The remedy.
     remedy: str
 
     def __str__(self) -> str:

@@ -35,7 +35,7 @@ def qk_norms(params: PyTree, attentions: Attentions) -> PyTree:
 
     Args:
       params: The parameters.
-      attentions: As in :func:`orscale_jax.qk_clip`.
+      attentions: See :func:`orscale_jax.qk_clip`.
 
     Returns:
       A tree like ``attentions``, with :class:`QKNorms` for each

@@ -91,7 +91,7 @@ def read(
         a ``TrainState``.
       params: The parameters after the update; of an NNX model
         ``nnx.state(model, nnx.Param)``.
-      weight_dimension_numbers: Those of the optimizer.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
       learning_rate: The :math:`\eta` of the last update, or the schedule that the
         optimizer was given, whose count is in the state. None: the rate of
         :func:`optax.inject_hyperparams`, if the state has it; otherwise

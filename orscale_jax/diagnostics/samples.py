@@ -33,10 +33,10 @@ class Work:
     """The work on one micro-batch; static in compiled programs.
 
     Attributes:
-      loss_fn: As in :func:`estimate`.
+      loss_fn: See :func:`estimate`.
       leaves: The leaves of matrices.
-      exact: As in :func:`estimate`.
-      cross_terms: As in :func:`estimate`.
+      exact: See :func:`estimate`.
+      cross_terms: See :func:`estimate`.
     """
 
     loss_fn: LossFn

@@ -47,7 +47,7 @@ def secant_smoothness(
         ``[tree]`` for one.
       gradients: The gradients of the same micro-batches at W', in the same order.
       step: :math:`W' - W`, a tree like the parameters.
-      weight_dimension_numbers: Those of the optimizer.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
 
     Returns:
       An :class:`Estimate` of trees, like ``smoothness`` of :func:`estimate`. The standard
@@ -114,7 +114,7 @@ def curvature(
     Args:
       smoothness: L, such as ``estimate(...).smoothness.value``.
       params: The parameters.
-      weight_dimension_numbers: Those of the optimizer.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
 
     Returns:
       A tree like ``smoothness``.
@@ -156,8 +156,8 @@ def shape_scale(
     Args:
       per_matrix_tree: a, with ``power=1``, or b, with ``power=2``.
       params: The parameters.
-      weight_dimension_numbers: Those of the optimizer.
-      consistent_rms: That of the optimizer; None: :math:`s_\ell = 1`.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
+      consistent_rms: The value that the optimizer has; None: :math:`s_\ell = 1`.
       power: k.
 
     Returns:

@@ -88,10 +88,10 @@ def estimate(
     with the gradient that comes with it: about 4N gradients in all. With ``exact=True``
     there are also N singular value decompositions of each matrix, with singular vectors;
     for large matrices they cost more than the gradients, particularly on accelerators.
-    With ``exact=False`` there are N Newton–Schulz iterations. Memory holds three gradients
-    and what the Hessian-vector product needs. Programs are compiled once for each
-    ``loss_fn`` (the same function object) and shapes. Pass eight micro-batches or more:
-    standard errors themselves have errors, of a quarter with eight.
+    With ``exact=False`` there are N Newton–Schulz iterations. Memory holds three
+    gradients and what the Hessian-vector product needs. Programs are compiled once for
+    each ``loss_fn`` (the same function object) and shapes. Pass eight micro-batches or
+    more: standard errors themselves have errors, of a quarter with eight.
 
     Args:
       loss_fn: ``loss_fn(params, batch)`` returns the mean loss of the batch, a scalar. It
@@ -103,7 +103,7 @@ def estimate(
       directions: The :math:`\Delta`: a tree like the parameters, such as the update, with
         any scale and sign; only its matrices count. None: the polar factor of the mean
         gradient, Muon's own direction.
-      weight_dimension_numbers: Those of the optimizer.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
       exact: Whether ``signal`` is the nuclear norm.
       cross_terms: Whether ``smoothness`` is that of the joint step.
 

@@ -22,7 +22,7 @@ def tabulate(
 
     Args:
       reading: From :func:`read`.
-      classes: As in :func:`summarize`.
+      classes: See :func:`summarize`.
       measurements: Further trees with one entry per matrix, by the name of their column.
 
     Returns:

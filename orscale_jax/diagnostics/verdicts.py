@@ -92,8 +92,8 @@ def verdict(
       reading: From :func:`read`.
       statistics: From :func:`estimate`, at the parameters of the reading.
       params: The parameters. Needed with statistics.
-      weight_dimension_numbers: Those of the optimizer.
-      consistent_rms: That of the optimizer.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
+      consistent_rms: The value that the optimizer has.
       gained: From :func:`step_gain`, at the parameters of the reading. Its κ then
         decides, and :math:`\kappa_{\mathrm{eff}}` is only reported.
 

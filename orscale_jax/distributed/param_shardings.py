@@ -49,7 +49,7 @@ def specs_of(given: ParamShardings, tree: PyTree, mesh: AbstractMesh) -> PyTree 
     """The specs of the leaves of a tree on a mesh, or None if they are not known.
 
     Args:
-      given: As ``param_shardings`` of :func:`orscale_jax.orscale`.
+      given: See ``param_shardings`` of :func:`orscale_jax.orscale`.
       tree: The gradients, without boxes.
       mesh: The mesh that they are on.
 

@@ -32,7 +32,7 @@ class Platform(NamedTuple):
       round_first: Whether matrices are rounded in the pass that computes them, and
         normalized later (on one device, after they are stacked): a GPU computes norms in
         separate kernels.
-      hide_coefficients: As in :class:`orscale_jax.newton_schulz.polar.NewtonSchulz`.
+      hide_coefficients: See :class:`orscale_jax.newton_schulz.polar.NewtonSchulz`.
       constrain_layout: Whether to keep shards in the layout of parameters until they are
         sent, and their factors as soon as they return.
       join_in_place: Whether matrices that stay on their device are computed directly in
@@ -43,7 +43,7 @@ class Platform(NamedTuple):
         device. (libtpu's does not.)
       kernel: The kernel for symmetric products if the user asks for Pallas; None if there
         is none, and XLA computes them.
-      flops_per_byte: As in :class:`orscale_jax.distributed.buckets.CostModel`.
+      flops_per_byte: See :class:`orscale_jax.distributed.buckets.CostModel`.
     """
 
     dtype: np.dtype[Any]
@@ -134,7 +134,7 @@ PLATFORMS: Mapping[str, Platform] = {
 
 GPUS = ("cuda", "rocm")
 
-_TILE = (8, 128)  # Of a TPU's memory: the last two axes are padded to multiples.
+_TILE = (8, 128)  # A TPU's memory pads the last two axes to multiples of these.
 
 
 def row_major(x: jax.Array) -> jax.Array:

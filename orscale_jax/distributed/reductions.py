@@ -26,7 +26,7 @@ _IN_ONE_KERNEL = 2**14
 
 
 class _Kind(NamedTuple):
-    """What those partly reduced arrays have in common that are finished together."""
+    """The common properties of partly reduced arrays that are finished together."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]

@@ -96,9 +96,9 @@ def linen_dimension_numbers(
         ``jax.ShapeDtypeStruct``.
       rngs: The keys of ``module.init``; None: one key for all.
       method: The module's method, as for ``module.init``; None: ``__call__``.
-      heads: As in :func:`nnx_dimension_numbers`.
-      overrides: As in :func:`nnx_dimension_numbers`.
-      rules: As in :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
+      heads: See :func:`nnx_dimension_numbers`.
+      overrides: See :func:`nnx_dimension_numbers`.
+      rules: See :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
       **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
 
     Returns:

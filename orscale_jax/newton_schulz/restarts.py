@@ -14,9 +14,9 @@ import numpy as np
 Rows: TypeAlias = tuple[tuple[float, ...], ...]
 
 _MAX_STEPS = 3  # In a segment: drift between restarts does not correct itself.
-_MAX_ERROR = 2.5  # Of a segment, relative to the error of the whole plain iteration.
-_MAX_GAIN = 2.0  # Of a negative eigenvalue, relative to that of an eigenvalue 0.
-_MAX_OVERSHOOT = 0.01  # Of large singular values; the tables' own margins are smaller.
+_MAX_ERROR = 2.5  # A segment's error, relative to that of the whole plain iteration.
+_MAX_GAIN = 2.0  # A negative eigenvalue's gain, relative to that of an eigenvalue 0.
+_MAX_OVERSHOOT = 0.01  # For large singular values; the tables' margins are smaller.
 _EQUAL_VALUES = 1024  # The number of equal singular values with the noisiest R.
 _GRID = np.concatenate([[0.0], np.geomspace(1e-4, 1, 300)])
 

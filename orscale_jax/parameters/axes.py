@@ -127,7 +127,7 @@ class MatrixAxes:
 
     @property
     def neurons(self) -> "MatrixAxes":
-        """The axes that make each output neuron (a column) a matrix by itself."""
+        """The axes that make each output neuron (a column) a separate matrix."""
         return MatrixAxes(tuple(sorted(self.batch + self.columns)), self.rows, ())
 
     @property
@@ -141,7 +141,7 @@ class MatrixAxes:
 
     @property
     def inputs(self) -> "MatrixAxes":
-        """The axes that make each input (a row) a matrix by itself."""
+        """The axes that make each input (a row) a separate matrix."""
         return MatrixAxes(tuple(sorted(self.batch + self.rows)), (), self.columns)
 
 

@@ -116,7 +116,7 @@ def require_matrices(
     """:func:`matrix_axes` for a stage that handles nothing but matrices.
 
     Raises:
-      ValueError: As in :func:`matrix_axes`, and for any leaf that is not a matrix.
+      ValueError: If a leaf is not a matrix, and in the cases of :func:`matrix_axes`.
     """
 
     def check(path: Any, axes: Any, subtree: PyTree) -> Any:

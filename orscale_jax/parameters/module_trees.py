@@ -27,8 +27,8 @@ def dimension_numbers(
       module_type: The type of all modules.
       numbers_of: The dimension numbers of a parameter by type, given its path, its
         value, and the modules by path.
-      heads: As in :func:`orscale_jax.equinox.dimension_numbers`.
-      overrides: As in :func:`orscale_jax.equinox.dimension_numbers`.
+      heads: See :func:`orscale_jax.equinox.dimension_numbers`.
+      overrides: See :func:`orscale_jax.equinox.dimension_numbers`.
       array_type: The type of nodes that are one parameter each.
 
     Returns:

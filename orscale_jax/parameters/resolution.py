@@ -82,7 +82,7 @@ def look_up(
     Args:
       numbers: The numbers of all parameters of the model.
       is_parameter: Whether a node of the tree is one parameter.
-      expected: What the parameters should be, for the message of the error.
+      expected: The kind of the parameters, for the error message.
     """
 
     def weight_dimension_numbers(params: PyTree) -> PyTree:

@@ -29,7 +29,7 @@ class Limits(NamedTuple):
 
 
 class Anchored(NamedTuple):
-    """What is known of the first directions of matrices, in arrays of the batch shape."""
+    """The state of the anchors of matrices, in arrays of the batch shape."""
 
     #: The constant c; see :class:`CalibratedTrustRatioState`.
     calibration: jax.Array

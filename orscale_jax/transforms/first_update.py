@@ -46,7 +46,7 @@ def from_first_nonzero_update(
       inner: A transformation that keeps the updates' structure, such as
         :func:`optax.add_decayed_weights`. Its output before that step is replaced by
         zeros.
-      weight_dimension_numbers: As in :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A transformation whose state holds, per matrix, whether it has started, and the

@@ -52,7 +52,7 @@ def keep_initial_norm(
     Args:
       inner: The last stage, :func:`optax.scale_by_learning_rate`, which multiplies its
         input by :math:`-\eta`.
-      weight_dimension_numbers: As in :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A transformation with :class:`InitialNormState`. Updates keep their shapes and

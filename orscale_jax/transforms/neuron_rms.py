@@ -58,7 +58,7 @@ def scale_by_neuron_rms(
       norm: :math:`\rho`. ``"full_rank"``: :math:`\sqrt{\min(m, n)}`, the norm of a Q of
         full rank, as in the paper. ``"kept"``: :math:`\|Q\|_F`, as in the authors' and
         most other public code. They differ for a Q of low rank.
-      weight_dimension_numbers: As in :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A transformation with :class:`NeuronRMSState`. Updates keep their shapes and dtypes.

@@ -44,7 +44,7 @@ def normalize_vectors(
         ``("inputs",)``, and its "row_col" ``("neurons", "inputs")``. The default is its
         "col_row".
       eps: The floor :math:`\varepsilon` under the root, at least 0.
-      weight_dimension_numbers: As in :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A stateless transformation. Updates keep their shapes and dtypes.

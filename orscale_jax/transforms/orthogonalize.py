@@ -50,8 +50,8 @@ def orthogonalize(
       ns_steps: Newton–Schulz steps :math:`k`, at least 1.
       ns_coeffs: A preset or table of :func:`polar_factor`, such as
         :func:`polar_express_coefficients` makes.
-      ns_dtype: As ``dtype`` of :func:`polar_factor`.
-      ns_preconditioning: As ``preconditioning`` of :func:`polar_factor`.
+      ns_dtype: See ``dtype`` of :func:`polar_factor`.
+      ns_preconditioning: See ``preconditioning`` of :func:`polar_factor`.
       ns_products: ``"xla"``, or ``"pallas"`` to compute symmetric products with as few as
         half of the operations, by a kernel for GPUs (Triton) or for TPUs. The kernels
         take bfloat16 (on GPUs also float16) and products of at least 512 rows (768 on
@@ -61,9 +61,9 @@ def orthogonalize(
         have the same shape, or its transpose, go through Newton–Schulz together in
         stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU,
         but 256 MiB for arrays on Auto axes whose shardings are unknown.
-      mesh: As in :func:`orscale`.
-      param_shardings: As in :func:`orscale`.
-      weight_dimension_numbers: As in :func:`orscale`.
+      mesh: See :func:`orscale`.
+      param_shardings: See :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A stateless transformation. Updates keep their shapes and dtypes.

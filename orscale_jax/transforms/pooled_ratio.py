@@ -55,7 +55,7 @@ def pool_trust_ratios(
       classes: The class of each matrix: a tree of strings like the parameters (None where
         there is no matrix), a prefix of such a tree, or a callable from the parameters to
         one. Each class has one ratio. None: one ratio for all matrices.
-      weight_dimension_numbers: As in :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A transformation with the state of ``ratio``. ``raw_trust_ratio`` holds each

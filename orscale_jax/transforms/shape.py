@@ -27,7 +27,7 @@ def scale_by_shape(
     Args:
       consistent_rms: The root mean square; ``None`` for :math:`s = 1`. (In Optax's
         own ``scale_by_shape``, ``None`` stands for another rule, the width scaling.)
-      weight_dimension_numbers: As in :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A stateless transformation. Updates keep their shapes and dtypes.

@@ -138,7 +138,7 @@ def scale_by_calibrated_trust_ratio(
         step 0.
       weight_decay_mask: Where the :math:`\lambda` of ``"full_rank"`` is 0, as in
         :func:`orscale`.
-      weight_dimension_numbers: As in :func:`orscale`.
+      weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
       A transformation with :class:`CalibratedTrustRatioState`, or with
@@ -269,7 +269,7 @@ class _TrustRatio:
 
     Attributes:
       anchor: The rule that sets c.
-      consistent_rms: That of s in a D of full rank.
+      consistent_rms: The factor of s in a D of full rank; None for s = 1.
       limits: The fields of :class:`anchors.Limits`, in their order.
     """
 

@@ -138,7 +138,7 @@ def _spec_of_variable(variable: Any) -> PartitionSpec | None:
     if not any(named):
         return None
     first = next(filter(None, named))
-    sharding = getattr(first, "sharding", first)  # Of a jax.experimental.layout.Format.
+    sharding = getattr(first, "sharding", first)  # A jax.experimental.layout.Format.
     if isinstance(sharding, NamedSharding):
         return sharding.spec
     return sys.modules["flax.nnx"].spmd.get_var_pspec(variable)

@@ -123,7 +123,7 @@ class TestErrors:
             History(tmp_path / "other.csv")
 
     def test_names(self, tmp_path):
-        with pytest.raises(ValueError, match="give each column a name of its own"):
+        with pytest.raises(ValueError, match="give each column a different name"):
             History(tmp_path / "history.csv", scalars=["growth"])
         history = written(tmp_path / "history.csv")
         with pytest.raises(ValueError, match=r"\['accuracy'\] are no columns"):

@@ -15,7 +15,7 @@ class Entry(NamedTuple):
     Attributes:
       name: Its id in the page and the name of its PNG.
       title: Its heading.
-      caption: What it is good for and how to read it.
+      caption: Its use, and how to read it.
       left_out: Says why a run has no such figure; empty if it has one.
       draw: The function that draws it.
       numbers: Its last values in words, for those who cannot see it.

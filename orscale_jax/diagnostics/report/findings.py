@@ -40,7 +40,7 @@ class Judgement(NamedTuple):
     Attributes:
       step: The step of the history to which it applies.
       text: The verdict in one line.
-      sentences: What explains it.
+      sentences: The sentences that explain it.
     """
 
     step: int
@@ -66,7 +66,7 @@ def occurrences(run: Run) -> list[Occurrence]:
 
 
 def key_numbers(run: Run) -> list[tuple[str, str]]:
-    """What the last step comes down to: labels and values."""
+    """The key numbers of the last step: labels and values."""
     numbers = gains.verdict_of(run)[0].numbers
     found = []
     losses = (("val_loss", "validation loss"), ("loss", "training loss"))

@@ -20,8 +20,8 @@ from orscale_jax.diagnostics.report.run import Run, thinned
 from orscale_jax.diagnostics.statistics import Statistics
 from orscale_jax.diagnostics.verdicts import Verdict, verdict
 
-MAX_STEPS = 60  # Of the figure: each takes a verdict.
-ONLY_LEAF = "(the only leaf)"  # What an audit calls a parameter without a name.
+MAX_STEPS = 60  # Steps in the figure: each needs a verdict.
+ONLY_LEAF = "(the only leaf)"  # The name in an audit of a parameter without one.
 
 
 class Shapes(NamedTuple):

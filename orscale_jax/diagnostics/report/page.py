@@ -13,7 +13,7 @@ from orscale_jax.diagnostics.report.figures import FIGURES, Entry
 from orscale_jax.diagnostics.report.run import Run, read_run
 from orscale_jax.diagnostics.report.tables import prose
 
-MAX_NAMES = 6  # Of matrices, below a warning.
+MAX_NAMES = 6  # Names of matrices below a warning.
 
 
 def write_report(
@@ -106,7 +106,7 @@ def _figure(entry: Entry, run: Run, out: pathlib.Path) -> str:
     """A section of the page; its PNG is written beside it."""
     image = out / f"{entry.name}.png"
     if reason := entry.left_out(run):
-        image.unlink(missing_ok=True)  # Of an earlier report.
+        image.unlink(missing_ok=True)  # It may be left from an earlier report.
         content = f'<p class="absent">Left out. {html.escape(reason)}</p>'
     else:
         with matplotlib.rc_context(style.RC):

@@ -125,7 +125,7 @@ def add_legend(figure: Figure, groups: list[str]) -> None:
 
 
 def legend_height(groups: list[str]) -> float:
-    """What ``add_legend`` takes of a figure, about, in inches."""
+    """The approximate height that ``add_legend`` takes in a figure, in inches."""
     return 0.08 * len(groups) + 0.1
 
 

@@ -76,7 +76,7 @@ def matrices_table(run: Run) -> str:
 
 
 def audit_table(run: Run) -> str:
-    """What ``orscale_jax.describe`` said before the run."""
+    """The table that ``orscale_jax.describe`` made before the run."""
     if run.audit is None or run.audit.empty:
         return (
             '<p class="absent">There is no audit.csv in the run folder. '
