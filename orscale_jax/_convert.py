@@ -177,7 +177,7 @@ class _Source(NamedTuple):
         if self.momentum is None:
             raise ValueError(
                 f"the momentum of {entry.name} is an average in one of "
-                "the states and a sum in the other: pass its decay rate as momentum=."
+                "the states and a sum in the other: pass momentum= with its decay rate."
             )
         return self.momentum
 

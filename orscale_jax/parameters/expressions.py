@@ -88,11 +88,11 @@ class Expressions(Generic[Value]):
                 earlier = self.pairs[index][0].pattern
                 raise ValueError(
                     f"{this} decides nothing: earlier ones match all its parameters, as "
-                    f"{earlier!r} matches {name!r}. Move it before them, or remove it."
+                    f"{earlier!r} matches {name!r}. Move it before them, or leave it out."
                 )
         nearest = sorted(decisions, key=_likeness(expression.pattern), reverse=True)
         raise ValueError(
-            f"{this} matches no parameter. Correct it, or remove it; of "
+            f"{this} matches no parameter. Correct it, or leave it out; of "
             f"{len(decisions)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
         )
 

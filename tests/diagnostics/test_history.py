@@ -149,7 +149,7 @@ def test_floats():
         SCALARS, float
     )
     assert found["loss"] == 2.5 and np.isnan(found["odd"])
-    with pytest.raises(ValueError, match=r"loss has shape \(2,\): pass scalars alone"):
+    with pytest.raises(ValueError, match=r"loss has shape \(2,\): pass scalars only"):
         to_floats({"loss": jnp.ones(2)})
 
 
