@@ -124,8 +124,8 @@ class Description:
     def to_csv(self) -> str:
         """The rows as CSV, with the columns of the table except the norms.
 
-        From a file ``audit.csv`` in the folder of a run, ``python -m
-        orscale_jax.diagnostics`` takes the shapes of the matrices.
+        Write it to ``audit.csv`` in the folder of a run:
+        ``python -m orscale_jax.diagnostics`` reads the shapes of the matrices there.
         """
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")

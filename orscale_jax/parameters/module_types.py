@@ -1,6 +1,6 @@
 """Dimension numbers from the types of modules.
 
-If the type of its module does not declare a parameter, an error names the parameter.
+If a module's type does not declare a parameter of two or more axes, an error names it.
 Each library of modules has its own table of rules; none is imported here.
 """
 
