@@ -77,6 +77,7 @@ def convert_state(
     bare = unbox(new)
     _refuse_new(old, names, allow_new)
     source = _Source(old, _Held.of(bare, names), momentum, nesterov)
+    _refuse_without_second_moment(old, source.new)
     converted = jax.tree_util.tree_map_with_path(
         lambda path, array: source.value(_entry(path, array, names)), bare
     )
@@ -120,6 +121,9 @@ class _Held(NamedTuple):
     def has(self, field: str, owner: Keys) -> bool:
         return (field, owner) in self.of_params
 
+    def has_momentum(self, owner: Keys) -> bool:
+        return self.has("trace", owner) or self.has("mu", owner)
+
     @property
     def counts(self) -> list[Any]:
         return [array for place, array in self.others.items() if place[-1] == "count"]
@@ -158,16 +162,7 @@ class _Source(NamedTuple):
             if not self.old.has("nu", entry.owner):
                 factor = factor * self._of_nesterov(entry)
             return factor * jnp.asarray(average, jnp.result_type(entry.array))
-        known = self.old.of_params.get((entry.field, entry.owner))
-        if known is None and entry.field == "nu" and self._has_momentum(entry.owner):
-            raise ValueError(
-                f"AdamW needs a second moment of {entry.name}, which the old "
-                "state does not hold: begin with optimizer.init(params)."
-            )
-        return known
-
-    def _has_momentum(self, owner: Keys) -> bool:
-        return self.old.has("trace", owner) or self.old.has("mu", owner)
+        return self.old.of_params.get((entry.field, entry.owner))
 
     def _is_average_of_muon(self, entry: _Entry) -> bool:
         assert entry.owner is not None
@@ -245,4 +240,19 @@ def _refuse_new(old: _Held, names: dict[Keys, Any], allow_new: bool) -> None:
         raise ValueError(
             f"{listed(new)} not in the old state. Pass allow_new=True to start "
             "anew there, or pass the parameters under the names of the old run."
+        )
+
+
+def _refuse_without_second_moment(old: _Held, new: _Held) -> None:
+    missing = [
+        repr(".".join(owner))
+        for field, owner in new.of_params
+        if field == "nu" and not old.has("nu", owner) and old.has_momentum(owner)
+    ]
+    if missing:
+        raise ValueError(
+            f"{listed(missing)} given to AdamW, but the old state holds no second moment "
+            "for AdamW: pass weight_dimension_numbers to the new optimizer that make "
+            "matrices of the same parameters as in the old run, or begin anew with "
+            "optimizer.init(params)."
         )

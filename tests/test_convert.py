@@ -202,7 +202,7 @@ def bad_counts(state):
             "nothing of these parameters.*'other'",
         ),
         ({"params": tree(0) | {"up": jnp.ones((8, 8))}}, "of 'up' has shape .8, 16"),
-        ({"optimizer": optax.adamw(RATE)}, "AdamW needs a second moment of 'down'"),
+        ({"optimizer": optax.adamw(RATE)}, r"'down'\n  'up'\nare given to AdamW"),
         ({"state": bad_counts}, r"counts in the old state differ: \[2, 7\]"),
     ],
 )

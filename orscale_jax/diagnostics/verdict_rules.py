@@ -39,14 +39,14 @@ def _deciding(facts: Facts) -> tuple[float, float]:
 
 
 def _kappa_eff(facts: Facts) -> str:
-    return f"κ_eff {facts['kappa_eff']:.2f} ± {facts['kappa_eff_stderr']:.2f}"
+    return f"κ_eff {facts['kappa_eff']:.3f} ± {facts['kappa_eff_stderr']:.3f}"
 
 
 def _kappa(facts: Facts) -> str:
     if "kappa_step" not in facts:
         return _kappa_eff(facts)
     kappa, error = _deciding(facts)
-    along = f"κ {kappa:.2f} ± {error:.2f} along the step"
+    along = f"κ {kappa:.3f} ± {error:.3f} along the step"
     if "kappa_eff" not in facts:
         return along
     return f"{along}, and in the paper's model {_kappa_eff(facts)}"
@@ -57,7 +57,7 @@ def _of_possible(facts: Facts) -> str:
         return _kappa(facts)
     # What errors add is subtracted from κ_layer, but not from κ_eff.
     possible = max(facts["kappa_layer"], facts["kappa_eff"])
-    return f"{_kappa(facts)} of a possible {possible:.2f}"
+    return f"{_kappa(facts)} of a possible {possible:.3f}"
 
 
 def _standard_errors_from_one(facts: Facts) -> float:
@@ -97,6 +97,16 @@ def _no_statistics(facts: Facts) -> str | None:
     )
 
 
+def _negative_curvature(facts: Facts) -> str | None:
+    kappa, _ = _deciding(facts)
+    if not math.isnan(kappa):
+        return None
+    return (
+        "not enough data to tell: the measured curvature is negative, so that no "
+        "learning rate is best; measure later in the run, or on more micro-batches"
+    )
+
+
 def _too_noisy(facts: Facts) -> str | None:
     _, error = _deciding(facts)
     whole = "kappa_step" in facts
@@ -125,7 +135,7 @@ def _homogeneous(facts: Facts) -> str | None:
         return None
     return (
         f"too homogeneous to matter: no ratios could gain more than κ_layer "
-        f"{facts['kappa_layer']:.2f} ± {facts['kappa_layer_stderr']:.2f}"
+        f"{facts['kappa_layer']:.3f} ± {facts['kappa_layer_stderr']:.3f}"
     )
 
 
@@ -151,6 +161,7 @@ RULES: dict[str, Callable[[Facts], str | None]] = {
     "saturated": _saturated,
     "uniform": _uniform,
     "no statistics": _no_statistics,
+    "negative curvature": _negative_curvature,
     "too noisy": _too_noisy,
     "wrong way": _wrong_way,
     "homogeneous": _homogeneous,

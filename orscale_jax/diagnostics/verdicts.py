@@ -73,6 +73,9 @@ def verdict(
       All ratios are the same to 2 %: Muon at another learning rate.
     ``"no statistics"``
       Ratios differ, and κ is not known.
+    ``"negative curvature"``
+      κ is not known, because the measured curvature is not positive: along the step, or,
+      in the model, of any matrix.
     ``"too noisy"``
       Standard errors are missing or too large, or fewer than half of the matrices have a
       positive curvature.

@@ -90,6 +90,10 @@ CASES = {
         {"r": SPREAD, "given": statistics(a_error=3.0)},
         "not enough data to tell: κ_eff",
     ),
+    "negative curvature": (
+        {"r": SPREAD, "gained": along_step(np.nan, np.nan)},
+        "the measured curvature is negative, so that no learning rate is best",
+    ),
     "wrong way": (
         {"r": SPREAD[::-1], "given": statistics()},
         "the ratios point the wrong way: κ_eff 0.",
@@ -100,7 +104,7 @@ CASES = {
     ),
     "gain": (
         {"r": BEST, "given": statistics()},
-        f"in the gain regime: κ_eff {LARGEST:.2f} ± 0.00 of a possible {LARGEST:.2f}",
+        f"in the gain regime: κ_eff {LARGEST:.3f} ± 0.00",
     ),
     "undecided": (
         {"r": SPREAD, "given": statistics(a_error=0.8)},
@@ -112,12 +116,11 @@ CASES = {
 @pytest.mark.parametrize(
     "kappa, outcome, text",
     [
-        ((1.07, 0.01), "gain", "in the gain regime: κ 1.07 ± 0.01 along the step"),
-        ((0.9, 0.01), "wrong way", "point the wrong way: κ 0.90 ± 0.01 along the step"),
-        ((1.01, 0.01), "neutral", "neither help nor hurt: κ 1.01 ± 0.01 along the step"),
-        ((1.05, 0.05), "undecided", "not enough data to tell: κ 1.05 ± 0.05 along the"),
-        ((1.5, 0.4), "too noisy", "not enough data to tell: κ 1.50 ± 0.40 along the"),
-        ((np.nan, np.nan), "too noisy", "not enough data to tell: κ nan ± nan along"),
+        ((1.07, 0.01), "gain", "in the gain regime: κ 1.070 ± 0.010 along the step"),
+        ((0.9, 0.01), "wrong way", "point the wrong way: κ 0.900 ± 0.010 along the step"),
+        ((1.01, 0.01), "neutral", "neither help nor hurt: κ 1.010 ± 0.010 along"),
+        ((1.05, 0.05), "undecided", "not enough data to tell: κ 1.050 ± 0.050 along"),
+        ((1.5, 0.4), "too noisy", "not enough data to tell: κ 1.500 ± 0.400 along"),
     ],
 )
 def test_the_gain_along_the_step_decides(kappa, outcome, text):
@@ -145,7 +148,7 @@ def test_a_well_measured_one_is_neutral():
         lo, hi = (middle, hi) if kappa_eff(beyond) > 1 else (lo, middle)
     found = judge(np.exp(lo * np.log(BEST)), statistics())
     assert found.outcome == "neutral"
-    assert str(found).startswith("the ratios neither help nor hurt: κ_eff 1.00 ± 0.00")
+    assert str(found).startswith("the ratios neither help nor hurt: κ_eff 1.000 ± 0.001")
     assert set(RULES) == set(CASES) | {"neutral"}
 
 
