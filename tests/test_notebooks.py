@@ -7,7 +7,9 @@ import matplotlib.pyplot as plt
 import pytest
 
 FOLDER = Path(__file__).parents[1] / "docs" / "notebooks"
-CELL = re.compile(r"^```\{code-cell\} python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CELL = re.compile(  # Its options stand between two lines of dashes.
+    r"^```\{code-cell\} python\n(?:---\n.*?^---\n)?(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 
 def run(notebook):
