@@ -63,7 +63,7 @@ def draw_differences(study: Study, path: pathlib.Path) -> None:
     for axes in panels[0]:
         axes.set_xlabel("difference (nats; left is better)")
     hollow = _mark("o", INK, "interval has 0", mfc="white")
-    mean = Line2D([], [], color=INK, lw=2.5, label="mean of the workloads")
+    mean = _mark("|", INK, "mean of the workloads", markersize=12, mew=2.5)
     _explain_marks(figure, study, hollow, mean)
     style.set_title(
         figure,
@@ -125,7 +125,8 @@ def _explain_marks(
 
 
 def _mark(marker: str, color: str, label: str, **style: Any) -> Line2D:
-    return Line2D([], [], marker=marker, color=color, label=label, ls="", ms=5, **style)
+    look = {"markersize": 5, "linestyle": "", **style}
+    return Line2D([], [], marker=marker, color=color, label=label, **look)
 
 
 @style.styled
