@@ -71,7 +71,7 @@ def describe(
       max_stack_bytes: See :func:`orthogonalize`.
 
     Returns:
-      A :class:`Description`: ``rows``, ``totals``, ``select(regex)``, and tables for
+      A :class:`Description` with ``rows``, ``totals``, ``select(regex)``, and tables for
       ``print``, rich and notebooks. s is :math:`0.2 \sqrt{\max(m, n)}`, and ‖W‖ the
       smallest and the largest Frobenius norm among the matrices of a leaf.
 

@@ -26,8 +26,8 @@ def tabulate(
       measurements: Further trees with one entry per matrix, by the name of their column.
 
     Returns:
-      Arrays of equal length by name: ``matrix``, ``class``, the fields of the reading
-      that are not None, and the measurements.
+      Arrays of equal length by name. The names are ``matrix``, ``class``, the fields of
+      the reading that are not None, and the measurements.
 
     Raises:
       ValueError: If ``classes`` or a measurement does not fit, or an array is also on

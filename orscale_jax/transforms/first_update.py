@@ -23,7 +23,7 @@ from orscale_jax.trees.boxes import PyTree, on_bare_arrays
 class FromFirstNonzeroUpdateState(NamedTuple):
     """State of :func:`from_first_nonzero_update`."""
 
-    #: Tree like the parameters: for each leaf of matrices, 0 or 1 for each matrix, in an
+    #: Tree like the parameters. A leaf of matrices has 0 or 1 for each matrix, in an
     #: array of the batch shape and dtype int8.
     started: PyTree
     #: The state of the inner transformation.

@@ -22,7 +22,7 @@ from orscale_jax.trees.updates import require_params
 class InitialNormState(NamedTuple):
     """State of :func:`keep_initial_norm`."""
 
-    #: Tree like the parameters: for each leaf of matrices their norms R, in an array of
+    #: Tree like the parameters. A leaf of matrices has their norms R, in an array of
     #: the batch shape (``()`` for a plain matrix), dtype float32 (float64 for float64
     #: parameters).
     initial_norm: PyTree

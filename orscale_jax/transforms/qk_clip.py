@@ -194,7 +194,7 @@ def qk_clip(
       alpha: :math:`\alpha` in [0, 1]: the queries' share of the clip.
 
     Returns:
-      A transformation whose ``update`` needs ``params`` and ``max_logits``: a pytree like
+      A transformation whose ``update`` needs ``params`` and ``max_logits``, a pytree like
       ``attentions``, with an array of shape ``(layers..., query heads)`` for each
       :class:`QueryKey`. Logits that are not finite give NaN in the heads concerned (and
       in those that share their key). Computed in float32 (float64 for float64); updates
