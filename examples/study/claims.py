@@ -30,7 +30,7 @@ class Claim(NamedTuple):
 
 Rule = Callable[[Study], Claim]
 NOT_RUN = "not run yet"
-_AT = {"inherited": "at the inherited rate", "own": "at each arm's own rate"}
+_AT = {"inherited": "at the inherited rate", "own": "at each optimizer's own rate"}
 
 
 def in_words(differences: Sequence[Interval]) -> str:

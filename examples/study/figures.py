@@ -18,7 +18,7 @@ from examples.study.results import UNIFORM_EVERY
 from examples.study.study import COLUMNS, REFERENCE, Column, Study
 from examples.study.workloads import SMALL_INIT
 
-_TITLES = {"inherited": "At AdamW's best rate", "own": "At each arm's own best rate"}
+_TITLES = {"inherited": "At AdamW's best rate", "own": "At each optimizer's own best rate"}
 _COMPARED = tuple(arm for arm in ARMS if arm != REFERENCE)
 # In the figure of learning rates.
 _CURVES = {
@@ -62,7 +62,7 @@ def draw_differences(study: Study, path: pathlib.Path) -> None:
     panels[0, 0].set_ylim(len(arms) - 0.4, -0.6)
     for axes in panels[0]:
         axes.set_xlabel("difference (nats; left is better)")
-    hollow = _mark("o", INK, "interval has 0", mfc="white")
+    hollow = _mark("o", INK, "interval includes 0", mfc="white")
     mean = _mark("|", INK, "mean of the workloads", markersize=12, mew=2.5)
     _explain_marks(figure, study, hollow, mean)
     style.set_title(
