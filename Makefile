@@ -8,11 +8,11 @@ RUN := $(VENV)/bin/python -m
 SEEDS := 0 1 2
 
 .DELETE_ON_ERROR:
-.PHONY: help test test-oldest clients test-gpu test-all coverage mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
+.PHONY: help test test-extended test-oldest clients test-gpu test-all coverage mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
 	demo-moe demo-vision demo-seeds study study-full dist release clean
 
 help: ## Show this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) ARGS=\"$(ARGS)\""
 
 $(VENV)/pyvenv.cfg:
@@ -26,7 +26,10 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 	@$(RUN) pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $@
 
-test: $(VENV)/.has-examples,test ## Run the tests, without those marked slow.
+test: $(VENV)/.has-examples,test ## Run the quick tests.
+	$(RUN) pytest -n 2 --dist worksteal -m "not extended and not slow and not client" $(ARGS)
+
+test-extended: $(VENV)/.has-examples,test ## Run those of tests/extended.txt as well.
 	$(RUN) pytest -n 2 --dist worksteal -m "not slow and not client" $(ARGS)
 
 # Of the versions that pyproject.toml promises, the oldest, on what touches them.
@@ -56,7 +59,7 @@ test-all: $(VENV)/.has-examples,test ## Run all tests.
 	$(RUN) pytest -n 2 -m "not client" $(ARGS)
 
 coverage: ARGS += --cov=orscale_jax --cov-branch --cov-report=term-missing --cov-fail-under=97
-coverage: test ## Run the tests and require the coverage by branches.
+coverage: test-extended ## Run these tests and require the coverage by branches.
 
 mutants: $(VENV)/.has-examples,test ## Break the numeric code line by line; tests must notice.
 	$(RUN) tests.mutants $(ARGS)

@@ -35,6 +35,7 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 MAX_CACHE_BYTES = 300_000_000  # A run makes 60 MB.
 
 EXAMPLES = Path(__file__).parent / "examples"
+EXTENDED = Path(__file__).parent / "extended.txt"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,6 +45,21 @@ def pytest_configure(config: pytest.Config) -> None:
         if sum(sizes) > MAX_CACHE_BYTES:
             shutil.rmtree(folder)
     jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+@pytest.hookimpl(tryfirst=True)  # Before tests are chosen by their marks.
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Mark the tests that EXTENDED lists, which have to exist."""
+    lines = EXTENDED.read_text().splitlines()
+    listed = {line for line in lines if not line.startswith("#")}
+    for item in items:
+        if item.nodeid in listed:
+            item.add_marker(pytest.mark.extended)
+    missing = listed.difference(item.nodeid for item in items)
+    if missing and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        raise pytest.UsageError(f"{EXTENDED} lists what is no test: {sorted(missing)}")
 
 
 def pytest_collection_finish() -> None:
