@@ -18,7 +18,10 @@ from examples.study.results import UNIFORM_EVERY
 from examples.study.study import COLUMNS, REFERENCE, Column, Study
 from examples.study.workloads import SMALL_INIT
 
-_TITLES = {"inherited": "At AdamW's best rate", "own": "At each optimizer's own best rate"}
+_TITLES = {
+    "inherited": "At AdamW's best rate",
+    "own": "At each optimizer's own best rate",
+}
 _COMPARED = tuple(arm for arm in ARMS if arm != REFERENCE)
 # In the figure of learning rates.
 _CURVES = {
