@@ -218,7 +218,7 @@ def table(results: list[Result]) -> list[str]:
     rows = [
         [
             NAMES[result.case],
-            *(f"{1000 * result.seconds[name]:.4g}" for name in names),
+            *(step_figure.milliseconds(result.seconds[name]) for name in names),
             f"{result.speedup:.2f} ×",
             f"{100 * result.of_the_ceiling:.0f} % of {result.ceiling / 1e9:.0f} GFLOP/s",
         ]

@@ -62,6 +62,11 @@ def _cpu_name() -> str:
     return platform.machine()
 
 
+def milliseconds(seconds: float) -> str:
+    """Four digits, such as 12.63 and 17,300."""
+    return f"{float(f'{1000 * seconds:.4g}'):,g}"
+
+
 def write_times(
     cases: Mapping[str, Mapping[str, Times]], ns_dtype: str, path: pathlib.Path
 ) -> None:
@@ -141,6 +146,6 @@ def _draw_contender(
     )  # fmt: skip
     for row, end, middle in zip(rows, high, median, strict=True):
         axes.annotate(
-            f"{middle:.4g}", (end, row), (6, 0), textcoords="offset points",
+            milliseconds(middle / 1000), (end, row), (6, 0), textcoords="offset points",
             va="center", fontsize=style.SMALL,
         )  # fmt: skip
