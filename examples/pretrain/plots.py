@@ -233,7 +233,7 @@ def _zoom(axes: Axes, curves: Sequence[Curve]) -> None:
     last = max(steps[-1] for steps, _ in curves)
     shown = np.concatenate([values[steps >= last / 2] for steps, values in curves])
     shown = shown[np.isfinite(shown)]
-    axes.set_xlim(last / 2, 1.01 * last)  # Room for the last marker.
+    axes.set_xlim(0.49 * last, 1.01 * last)  # Room for the first and last markers.
     if shown.size:
         margin = 0.05 * np.ptp(shown) + 1e-6
         axes.set_ylim(shown.min() - margin, shown.max() + margin)
