@@ -195,7 +195,7 @@ def draw_loads(path: pathlib.Path, rows: Sequence[Mapping[str, str]], run: str) 
     for axes in grid.ravel()[layers:]:
         axes.set_visible(False)
     figure.supylabel("load of an expert (1 is even)")
-    style.set_title(figure, "Load of each expert, a line an expert", run)
+    style.set_title(figure, "Load of each expert, one line for each", run)
     style.save(figure, path)
 
 
