@@ -68,6 +68,13 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(10_000, 10, 10)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_programs_are_freed() -> Iterator[None]:
+    """Stay below Linux's limit of mapped regions: past it, LLVM crashes the process."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def strict_broadcasting(request: pytest.FixtureRequest) -> Iterator[None]:
     """A (n,) that meets a (m, n) unasked is an error in the package."""
