@@ -54,7 +54,7 @@ def where(ns_dtype: str) -> str:
 
 
 def _cpu_name() -> str:
-    """As Linux has it, or the name of the architecture."""
+    """The name that Linux gives it, or that of the architecture."""
     path = pathlib.Path("/proc/cpuinfo")
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("model name"):

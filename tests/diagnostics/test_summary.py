@@ -165,5 +165,5 @@ class TestErrors:
     def test_measurements(self):
         reading = trees()
         wrong = reading.growth | {"experts": jnp.ones(6)}
-        with pytest.raises(ValueError, match="signal does not have one entry"):
+        with pytest.raises(ValueError, match="not have one entry for each matrix"):
             tabulate(reading, None, {"signal": wrong})

@@ -104,7 +104,7 @@ CASES = {
     ),
     "gain": (
         {"r": BEST, "given": statistics()},
-        f"in the gain regime: κ_eff {LARGEST:.3f} ± 0.00",
+        f"in the gain regime: κ_eff {LARGEST:.3f} ± 0.001 of a possible {LARGEST:.3f}",
     ),
     "undecided": (
         {"r": SPREAD, "given": statistics(a_error=0.8)},

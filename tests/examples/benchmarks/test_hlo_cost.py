@@ -156,7 +156,7 @@ def test_traffic_of_kernels(text, read, written):
 
 
 def test_traffic_of_a_step_in_place():
-    """Of x += y: reads of both, and one write."""
+    """A step x += y reads both arrays, and writes one."""
     x = jax.ShapeDtypeStruct((256, 1024), jnp.float32)
     step = jax.jit(lambda x, y: x + y, donate_argnums=0).lower(x, x).compile()
     nbytes = 4 * 256 * 1024
