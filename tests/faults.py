@@ -1,5 +1,7 @@
 """Faults that a run of examples.pretrain survives: ``python -m tests.faults``.
 
+``python -m tests.faults disk killed`` tries the cases with these words in their names.
+
 Every case ends in a message and in a folder from which the same command carries on. What
 that comes to is, to the bit, what a run comes to that nothing happened to.
 """
@@ -26,6 +28,9 @@ from tests.commands import Failed, Run, check
 
 KILLS = 10
 STEPS, HALFWAY, NAN_STEP = 240, 100, 22
+PAGE = 4096  # Bytes; files in memory take whole pages.
+# What a full disk has left, as a share of what halfway holds; a checkpoint needs more.
+ROOM = {"a quarter": 1 / 4, "a sixteenth": 1 / 16, "4 KB": 0.004, "nothing": 0}
 MIXTURE = f"""
     --recipe demo-moe --optimizer orscale --no-time-optimizer
     --model.width 16 --model.layers 1 --model.dense-layers 0 --model.heads 2
@@ -91,21 +96,52 @@ def corrupted(whole: Run, halfway: Run, folder: pathlib.Path) -> str:
     return f"carried on from step {before} instead of {newest}"
 
 
-def disk_full(whole: Run, halfway: Run, folder: pathlib.Path) -> str:
-    """Leaves room for half a checkpoint, and then for more."""
-    disk = folder / f"disk.{whole.processes}"
-    with tmpfs(disk) as resize:
-        run = halfway.copy(disk / "run")
+def disk_full(
+    whole: Run, halfway: Run, folder: pathlib.Path, share: float, later: int
+) -> str:
+    """Leaves a share of what is there, at the start or some steps later; then all."""
+    disk, out = folder / "disk", folder / f"full.{whole.processes}.{share}.{later}"
+    with tmpfs(disk):
+        shutil.copytree(halfway.out, disk / "run")
+        out.symlink_to(disk / "run")  # The logs beside it have another disk.
+        run = halfway.at(out)
         used = shutil.disk_usage(disk).used
-        resize(used + used // 4)
+        filler = disk / "filler"
+        if not later:
+            fill(filler, int(share * used))
         with run.start() as processes:
-            processes.end_with(lambda codes: 0 not in codes)
-        check("No space left on device" in run.messages(), "no message")
+            if later:
+                processes.wait_for_step(run.steps() + later)
+                fill(filler, int(share * used))
+            processes.end_with(lambda codes: 1 in codes and 0 not in codes)
+        said = run.messages()
+        check("No space left on device" in said and str(out) in said, "no message")
+        check("Traceback" not in said, "a traceback")
         step = run.checkpoints()[-1]
-        resize(10 * used)
+        check(step >= halfway.checkpoints()[-1], "a checkpoint is lost")
+        filler.unlink()
         run.finish()
         run.equals(whole)
     return f"ended by itself, carried on from step {step}"
+
+
+def read_only(whole: Run, halfway: Run, folder: pathlib.Path) -> str:
+    """Makes the disk read-only before the run goes on."""
+    disk, out = folder / "disk", folder / f"read_only.{whole.processes}"
+    with tmpfs(disk) as mount:
+        shutil.copytree(halfway.out, disk / "run")
+        out.symlink_to(disk / "run")
+        run = halfway.at(out)
+        mount("remount,ro")
+        with run.start() as processes:
+            processes.end_with(lambda codes: 1 in codes and 0 not in codes)
+        said = run.messages()
+        check("Read-only file system" in said and str(out) in said, "no message")
+        check("Traceback" not in said, "a traceback")
+        mount("remount,rw")
+        run.finish()
+        run.equals(whole)
+    return "ended by itself, carried on"
 
 
 def shard_removed(whole: Run, halfway: Run, folder: pathlib.Path) -> str:
@@ -140,7 +176,8 @@ def nan(folder: pathlib.Path) -> str:
 def one_killed(whole: Run, halfway: Run, folder: pathlib.Path, index: int) -> str:
     run = halfway.copy(folder / f"one_killed.{index}")
     with run.start() as processes:
-        processes.wait_for_step(HALFWAY + random.randrange(STEPS - HALFWAY - 20))
+        # Not before the first step: then the other one waits for it to start.
+        processes.wait_for_step(run.steps() + 1 + random.randrange(STEPS - HALFWAY - 50))
         processes.send(signal.SIGKILL, index)
         killed_at = time.monotonic()
         processes.end_with(lambda codes: codes[1 - index] not in (0, -signal.SIGKILL))
@@ -152,23 +189,32 @@ def one_killed(whole: Run, halfway: Run, folder: pathlib.Path, index: int) -> st
 
 
 @contextlib.contextmanager
-def tmpfs(path: pathlib.Path) -> Iterator[Callable[[int], None]]:
-    """A small file system in memory; gives what changes its size."""
+def tmpfs(path: pathlib.Path) -> Iterator[Callable[[str], None]]:
+    """A small file system in memory; gives what mounts it with other options."""
 
-    def mount(*options: str) -> int:
-        command = ["mount", "-t", "tmpfs", *options, "tmpfs", str(path)]
+    def mount(options: str) -> int:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)]
         return subprocess.run(command, stderr=subprocess.DEVNULL).returncode
 
-    def resize(size: int) -> None:
-        check(mount("-o", f"remount,size={size}") == 0, "no other size")
+    def again(options: str) -> None:
+        check(mount(options) == 0, f"no {options}")
 
-    path.mkdir()
-    if shutil.which("mount") is None or mount("-o", "size=1g"):
+    path.mkdir(exist_ok=True)
+    if shutil.which("mount") is None or mount("size=100m"):
         raise Skipped("only root may mount a tmpfs here")
     try:
-        yield resize
+        yield again
     finally:
         subprocess.run(["umount", str(path)], check=True)
+
+
+def fill(file: pathlib.Path, left: int) -> None:
+    """Fills the disk of a file, but for some bytes."""
+    with open(file, "wb") as filler:
+        while (size := shutil.disk_usage(file.parent).free - left) > 0:
+            end = filler.seek(0, os.SEEK_END)
+            with contextlib.suppress(OSError):  # A run is writing, too.
+                os.posix_fallocate(filler.fileno(), end, size + -size % PAGE)
 
 
 def write_shards(folder: pathlib.Path) -> None:
@@ -203,7 +249,15 @@ def all_cases(folder: pathlib.Path) -> Iterator[tuple[str, int, Callable[[], str
         yield f"{who}, killed", KILLS, kill
         yield f"{who}, SIGTERM to one", 1, functools.partial(terminated, *runs)
         yield f"{who}, checkpoint damaged", 1, functools.partial(corrupted, *runs)
-        yield f"{who}, disk full", 1, functools.partial(disk_full, *runs)
+        for left, share in ROOM.items():
+            full = functools.partial(disk_full, *runs, share)
+            yield f"{who}, disk has {left} left", 1, functools.partial(full, 0)
+            yield (
+                f"{who}, disk has {left} left later",
+                1,
+                functools.partial(full, HALFWAY // 5),
+            )
+        yield f"{who}, disk read-only", 1, functools.partial(read_only, *runs)
         if processes == 1:
             yield f"{who}, shard removed", 1, functools.partial(shard_removed, *runs)
             yield f"{who}, batch of NaN", 1, functools.partial(nan, folder)
@@ -213,8 +267,8 @@ def all_cases(folder: pathlib.Path) -> Iterator[tuple[str, int, Callable[[], str
                 yield f"{who}, {which} killed", 1, one
 
 
-def main() -> int:
-    """Tries all cases and gives the exit code."""
+def main(words: list[str]) -> int:
+    """Tries the cases and gives the exit code."""
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     began = time.monotonic()
     survived = tried = 0
@@ -223,6 +277,8 @@ def main() -> int:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "compiled")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         for case, times, survive in all_cases(folder):
+            if words and not any(word in case for word in words):
+                continue
             survivors = times
             try:
                 said = survive()
@@ -231,11 +287,11 @@ def main() -> int:
             except Failed as why:
                 survivors, said = 0, f"FAILED: {why}"
             survived, tried = survived + survivors, tried + times
-            print(f"{case:<33} {survivors:>2} of {times:<2}  {said}", flush=True)
+            print(f"{case:<44} {survivors:>2} of {times:<2}  {said}", flush=True)
     minutes = (time.monotonic() - began) / 60
     print(f"{survived} of {tried} survived in {minutes:.0f} min")
     return int(survived < tried)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -2,7 +2,7 @@
 
     python -m tests.mutants               # all of them
     python -m tests.mutants 3 7           # some
-    python -m tests.mutants --sample 8    # those whose turn it is today
+    python -m tests.mutants --sample 12   # those whose turn it is today
 
 A mutant is a copy of the tree with one expression replaced; it is caught if the tests
 named beside it fail. `make mutants` runs all, `.ci/run` a sample.
