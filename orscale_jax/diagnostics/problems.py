@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from orscale_jax.diagnostics.matrices import leaf_of
 from orscale_jax.diagnostics.reading import Reading
 from orscale_jax.diagnostics.table import tabulate
 
@@ -113,14 +114,10 @@ def _has(table: Table, name: str) -> bool:
     return always or not np.isnan(column).all()
 
 
-def _leaf(matrix: str) -> str:
-    return matrix.partition("[")[0]
-
-
 def _left_out(matrices: np.ndarray, started: np.ndarray) -> np.ndarray:
     """Matrices without an update in a stack in which others have had one."""
-    busy = {_leaf(name) for name, on in zip(matrices, started, strict=True) if on}
-    return np.array([_leaf(name) in busy for name in matrices]) & (started == 0)
+    busy = {leaf_of(name) for name, on in zip(matrices, started, strict=True) if on}
+    return np.array([leaf_of(name) in busy for name in matrices]) & (started == 0)
 
 
 _CHECKS = (

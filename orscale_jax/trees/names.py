@@ -1,6 +1,7 @@
 """The names of the leaves of a tree, for rules, messages and tables."""
 
 import re
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -47,3 +48,21 @@ def listed(parameters: list[str]) -> str:
     if len(parameters) == 1:
         return f"parameter {parameters[0]} is"
     return "\n  ".join([f"{len(parameters)} parameters", *parameters]) + "\nare"
+
+
+def distinct_names(paths: Iterable[Any]) -> list[str]:
+    """The names of leaves in tables and logs: paths with dots, no two of them alike.
+
+    A key that ends like the index of a matrix (``up[0]``) is quoted. If two names would
+    still be alike (``a.b`` as one key, and ``b`` inside ``a``), so are, in all names of
+    the tree, keys that are empty or hold a dot or a quotation mark.
+    """
+    of_leaves = [names_on(path) for path in paths]
+    for quote in (r"\]$", r"^$|\]$|[.'\"]"):
+        names = [
+            ".".join(repr(key) if re.search(quote, key) else key for key in keys)
+            for keys in of_leaves
+        ]
+        if len({*names}) == len(names):
+            break
+    return names
