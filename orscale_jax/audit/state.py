@@ -14,10 +14,10 @@ from orscale_jax.audit.state_trees import (
     OTHER,
     RULES,
     STATELESS,
+    Groups,
     Rule,
     StateTree,
     batch_shapes,
-    labels_without_state,
     state_trees,
 )
 from orscale_jax.parameters.blocks import LeafAxes
@@ -66,14 +66,14 @@ class AbstractState(NamedTuple):
         state, bare = unbox(jax.eval_shape(optimizer.init, params)), unbox(params)
         trees = list(state_trees(state, bare))
         of_matrices = batch_shapes(state, bare)
-        without_state = labels_without_state(state, trees)
+        groups = Groups.of(state, trees)
         kept = {}
         for path in leaves_by_path(bare):
             own = [tree for tree in trees if path in tree.arrays]
-            labels = dict.fromkeys(tree.label for tree in own if tree.label)
+            labels = {tree.label: None for tree in own if tree.label in groups.labels}
             kept[path] = Kept(
                 max((tree.rule for tree in own), key=RULES.index, default=STATELESS),
-                " and ".join(labels) or without_state,
+                " and ".join(labels) or groups.without_state,
                 [array for tree in own for array in tree.arrays[path]],
                 of_matrices.get(path),
             )

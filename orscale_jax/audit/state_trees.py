@@ -112,20 +112,33 @@ def batch_shapes(state: Any, params: PyTree) -> dict[Any, tuple[int, ...]]:
     return {path: array.shape for tree in trees for path, array in tree.items()}
 
 
-def labels_without_state(state: Any, trees: Iterable[StateTree]) -> str:
-    """The label of a parameter without state: those of all groups that keep none."""
-    keeping = {tree.label for tree in trees if None not in tree.arrays}
-    labels = [
-        label
-        for label, outside_a_mask in _groups(state)
-        if outside_a_mask or label not in keeping
-    ]
-    named = {label: label or "no label" for label in labels}
-    return " or ".join(named.values()) if any(labels) else ""
+class Groups(NamedTuple):
+    """The groups of the user's partitions that have no others inside.
+
+    Attributes:
+      labels: Their labels.
+      without_state: That of a parameter without state: those of all groups that keep none
+        for some of their parameters.
+    """
+
+    labels: frozenset[str]
+    without_state: str
+
+    @classmethod
+    def of(cls, state: Any, trees: Iterable[StateTree]) -> "Groups":
+        """The groups in a state, which has these trees."""
+        keeping = {tree.label for tree in trees if None not in tree.arrays}
+        groups = list(_groups(state))
+        without = [label for label, masked in groups if masked or label not in keeping]
+        names = dict.fromkeys(label or "no label" for label in without)
+        return cls(
+            frozenset(label for label, _ in groups if label),
+            " or ".join(names) if any(without) else "",
+        )
 
 
 def _groups(node: Any, label: str = "") -> Iterator[tuple[str, bool]]:
-    """The innermost groups of partitions; and the groups around masks, with True."""
+    """The innermost groups of partitions; and what is around masks, with True."""
     for found in nodes_of(node, PartitionState, MaskedState):
         if isinstance(found, MaskedState):
             yield label, True

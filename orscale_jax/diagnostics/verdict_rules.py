@@ -13,7 +13,7 @@ SATURATED_SHARE = 0.5
 # a percent or two at the headrooms of 1.1 to 1.3 that the paper expects.
 UNIFORM_SPREAD = 0.02
 # The smallest effect of interest: a κ this close to 1 counts as 1. A learning rate that
-# is off by a factor of 1 ± x loses x² of the decrease: 5 % are what one off by 22 % costs.
+# is off by a factor of 1 ± x loses x² of the decrease: 5 % is what one off by 22 % costs.
 SMALLEST_EFFECT = 0.05
 # Where κ is further from 1 than this many standard errors, it counts as different.
 STANDARD_ERRORS = 2
