@@ -63,16 +63,17 @@ def state_trees(
       around: The rule, label and scope of the part.
     """
     if isinstance(node, PartitionState):
+        ours = _is_ours(node)
         for key, group in node.inner_states.items():
-            inside: dict[str, Any] = {"label": _joined(around.label, key)}
-            if _is_ours(node):
-                inside = {"rule": key}
-            yield from state_trees(group, params, around._replace(**inside))
+            rule: Rule = key if ours else around.rule
+            label = around.label if ours else _joined(around.label, key)
+            inside = around._replace(rule=rule, label=label)
+            yield from state_trees(group, params, inside)
         return
     if isinstance(node, MaskedState):
         around = around._replace(scope=id(node))
     if isinstance(node, tuple(_PER_MATRIX)):
-        around = around._replace(rule=MATRIX)
+        around = around._replace(rule="matrix")
     if isinstance(node, optax.MultiStepsState):
         summed = around._replace(rule=STATELESS)
         yield from state_trees(node.acc_grads, params, summed)

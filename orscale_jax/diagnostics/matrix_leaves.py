@@ -42,7 +42,7 @@ class MatrixLeaves:
         Raises:
           ValueError: If the parameters have another number of leaves.
         """
-        structure = jax.tree.structure(unbox(params))
+        structure: Any = jax.tree.structure(unbox(params))
         if structure.num_leaves != len(self.axes):
             raise ValueError(
                 f"params has {structure.num_leaves} leaves, but the reading is of "

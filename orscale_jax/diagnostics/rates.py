@@ -37,16 +37,15 @@ def learning_rates(
     """
     injected = list(_injected(state))
     if given is None:
-        found = {path: _innermost(injected, at) for path, at in groups.items()}
-        unknown = [path for path, rate in found.items() if rate is None]
-        if len(unknown) == len(found):
-            return None
-        if unknown:
+        pairs = ((path, _innermost(injected, at)) for path, at in groups.items())
+        found = {path: rate for path, rate in pairs if rate is not None}
+        unknown = [path for path in groups if path not in found]
+        if found and unknown:
             raise ValueError(
                 f"the state holds the learning rates of some matrices, but not that of "
                 f"{'.'.join(unknown[0])!r}: {_FORMS}."
             )
-        return found
+        return found or None
     states = nodes_in_groups(state, optax.ScaleByScheduleState)
     counts = [(labels, node.count) for labels, node in states]
     if callable(given) or jax.tree_util.all_leaves([given]):
