@@ -251,6 +251,8 @@ def _bytes_of_part(axes: LeafAxes, leaf: Any, state: list[Any], index: int) -> i
 
     Those with one entry per matrix are divided as well; others count for the first part.
     """
+    if len(axes.labels) == 1:
+        return nbytes(state)
     divided = (np.shape(leaf), axes.batch_shape(leaf))
     part = functools.partial(axes.part, index=index)
     return nbytes(

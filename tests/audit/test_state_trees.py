@@ -94,6 +94,21 @@ CASES = {
         part(sgd=optax.sgd(0.1)),
         PARTED | {"head.w": ("stateless", "sgd or z")},
     ),
+    "selective_transform": (
+        optax.transforms.selective_transform(
+            orscale(0.1), freeze_mask={"w": False, "conv": True, "head": False}
+        ),
+        {
+            "w": ("matrix", "train"),
+            "conv": ("stateless", "freeze"),
+            "head.w": ("matrix", "train"),
+            "head.scale": ("adamw", "train"),
+        },
+    ),
+    "conditionally_mask": (
+        optax.conditionally_mask(part(), lambda step: step < 9),
+        PARTED,
+    ),
     "masked": (
         optax.masked(orscale(0.1), OURS),
         {
