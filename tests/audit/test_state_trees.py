@@ -101,7 +101,7 @@ CASES = {
         {
             "w": ("matrix", "train"),
             "conv": ("stateless", "freeze"),
-            "head.w": ("matrix", "train"),
+            "head.w": ("adamw", "train"),  # An output head.
             "head.scale": ("adamw", "train"),
         },
     ),
