@@ -78,8 +78,9 @@ def orscale(
         the parameter's.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
-      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
-        parameters to one): False for parameters that do not decay.
+      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
+        booleans (or a prefix of one, or a callable from the parameters to one): False for
+        parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
       anchor: The rule that sets c: ``"first"`` as in the paper, or ``"full_rank"`` or
@@ -213,8 +214,9 @@ def muon(
         the parameter's.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
         the learning rate multiplies it.
-      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
-        parameters to one): False for parameters that do not decay.
+      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
+        booleans (or a prefix of one, or a callable from the parameters to one): False for
+        parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ: 0.2 for
         :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
       ns_steps: Newton–Schulz steps k, at least 1.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.audit import checks
+from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
@@ -32,7 +32,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import dotted, key_name
+from orscale_jax.trees.names import dotted
 
 
 def describe(
@@ -108,11 +108,13 @@ def describe(
         state.refuse_other_matrices(axes_of, leaf_of)
     arrays = {} if state is None else state.arrays
     class_of = leaves_by_path(layer_classes(params))
+    checks = Checks.of(leaf_of, class_of)
     rows = tuple(
         dataclasses.replace(
             row,
             layer_class=class_of[path],
             state_bytes=None if state is None else row.state_bytes,
+            check=checks.reasons(path, row, axes_of.get(path), class_of[path]),
         )
         for path, leaf in leaf_of.items()
         for row in _rows(
@@ -199,9 +201,6 @@ def _matrix_row(
         n=n,
         scale=1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5,
         norms=_norms(axes.within, part, leaf),
-        check=checks.reasons(
-            [key_name(key) for key in path], batch_shape, m, n, axes.within is not axes
-        ),
         mesh_axes=_mesh_axes(axes, index, leaf),
         parameters=math.prod(shaped.shape),
         state_bytes=_bytes_of_part(axes, leaf, state, index),

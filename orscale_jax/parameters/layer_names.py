@@ -7,25 +7,33 @@ is "blocks.0.mlp.gate proj", and "MultiHeadAttention_0" is "multi head attention
 import re
 from typing import NamedTuple
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
-
-
-def keys_in_words(path: str) -> list[str]:
-    """The keys of a dotted path, each in words."""
-    keys = (" ".join(_WORD.findall(key)).lower() for key in re.split(r"[./~]+", path))
-    return [key for key in keys if key]
-
-
 # Last keys that say nothing about the layer.
 ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
 
+# Words that name an embedding or a head anywhere in a key, and those that end its name.
+_TABLE = re.compile(r"embed|\b(wte|wpe|emb|vocab|tok|pos|logits)\d*\b")
+_HEAD = re.compile(r"\b(head|classifier)\d*( \d+)*$")
+
+
+def is_embedding_or_head(key: str) -> bool:
+    """Whether a key in words is the name of an embedding table or an output head."""
+    return bool(_TABLE.search(key) or _HEAD.search(key))
+
+
 # Classes by the whole path: the first that matches applies.
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
+_NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
+_VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
 BY_PATH = (
     ("embedding", r"\btokens?$|^(\w+\.)?shared\.weight$"),
     ("embedding", r"\brelative (position|attention) bias\b"),
-    ("norm", rf"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms){_MODULE}"),
-    ("bias", r"\bbias(es)?\b[^.]*$|(^|\.)b$"),
+    (
+        "norm",
+        r"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms)\b"
+        rf"({_NET}|(?=.*\b{_VECTOR}$)){_MODULE}",
+    ),
+    ("bias", rf"\bbias(es)?\b{_NET}[^.]*$|\bbias\.b$"),
+    ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
     ("other", r"\b(lora|adapters?|indexer)\b"),
     ("router", r"\b(router|gating)\b(?! einsum)"),
     ("head", r"\b(head|classifier)\d*( \d+)?(\.|$)|\blogits"),
@@ -65,6 +73,7 @@ _ATTENTION, _ATTENTION_OR_BLOCK = "attention.*", "attention|.*block"
 _MLP, _MLP_OR_BLOCK = "mlp|.*expert", "mlp|.*expert|.*block"
 _TWO = r"^(\w+ )?0\|(\w+ )?\d$"  # Dense_0 and Dense_1, or the 0 and 2 of a sequence.
 BY_NAME = (
+    NameRule("bias", ".*", r"^b\d*$", r"(^|\|)(w|weights?|kernel)\d*(\||$)|^b$"),
     NameRule("convolution", ".*", r"conv"),
     NameRule("attention latent down", _ATTENTION_OR_BLOCK, r"\bw?(q|kv) (a|down)\b"),
     NameRule("attention latent down", _ATTENTION_OR_BLOCK, r"^w d(q|kv)$"),
@@ -118,5 +127,5 @@ BY_NAME = (
     NameRule("{mlp} down", ".*block", r"^(fc|lin|linear)2$", r"att(entio)?n\b"),
     NameRule("{mlp} up", _MLP, r"^(?!experts?\b).* 0$", _TWO),
     NameRule("{mlp} down", _MLP, r"^(?!experts?\b).* \d$", _TWO),
-    NameRule("head", ".*block", r"^output( proj)?$", r"\bembed"),
+    NameRule("head", ".*block", r"^output( proj)?$", r"\b(embed|(wte|emb)\b)"),
 )

@@ -19,8 +19,8 @@ from flaxmodels.gpt2.gpt2 import GPT2Block
 from examples.benchmarks import models
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.models.dense import Dense
+from orscale_jax import describe
 from orscale_jax.family import pooled
-from orscale_jax.parameters.default_rule import names_embedding_or_head
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.transforms.pooled_ratio import class_labels
 
@@ -160,7 +160,7 @@ def test_a_vision_transformer_of_equimo():
         around |= named("norm", f"{name}.weight", f"{name}.bias")
     around |= {"head.weight": "head"}
     around |= named("bias", "head.bias", "patch_embed.proj.bias")
-    around |= named("other", f"{BLOCK}.ls1.gamma", f"{BLOCK}.ls2.gamma")
+    around |= named("scale", f"{BLOCK}.ls1.gamma", f"{BLOCK}.ls2.gamma")
 
     def layers(**classes):
         paths = {f"{BLOCK}.{name.replace('_', '.')}": of for name, of in classes.items()}
@@ -188,7 +188,7 @@ def test_a_convolutional_network_of_equimo():
     expected |= named("bias", *(f"{path}.bias" for path in paths), "head.bias")
     for path in (f"{BLOCK}.norm", "blocks.0.downsample.norm", "norm"):
         expected |= named("norm", f"{path}.weight", f"{path}.bias")
-    expected |= {f"{BLOCK}.ls.gamma": "other", "head.weight": "head"}
+    expected |= {f"{BLOCK}.ls.gamma": "scale", "head.weight": "head"}
     assert table(abstract(build)) == expected
 
 
@@ -609,7 +609,7 @@ MODELS = {
     },
     "swin": {
         "blocks.0.attn.relative_position_bias_table": "embedding",
-        "blocks.0.attn.logit_scale": "other",
+        "blocks.0.attn.logit_scale": "scale",
     },
     "litgpt_and_distilbert": {
         "transformer.h.0.mlp.proj.weight": "mlp down",
@@ -660,12 +660,14 @@ def test_names(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_the_default_rule_takes_for_a_table_or_head(name):
-    """It has one of their classes, so that the two agree."""
-    outside = {"embedding", "head", "norm", "bias", "router"}
-    for path, layer in of_paths(*MODELS[name]).items():
-        if any(map(names_embedding_or_head, path.split("."))):
-            assert layer in outside, path
+def test_the_default_rule_and_the_class_agree(name):
+    """A router's "classifier" or "logits" takes AdamW as well."""
+    outside = {"embedding", "head", "norm", "scale", "bias"}
+    tree = {path: jax.ShapeDtypeStruct((4, 4), jnp.float32) for path in MODELS[name]}
+    for row in describe(tree).rows:
+        assert row.layer_class == MODELS[name][row.path]
+        router = row.layer_class == "router" and re.search("classifier|logits", row.path)
+        assert (row.rule == "adamw") == (row.layer_class in outside or bool(router))
 
 
 def test_a_gate_by_its_neighbours():
