@@ -4,6 +4,7 @@ Here, a path is a tuple of keys in words, such as ``("blocks", "0", "mlp", "gate
 """
 
 import collections
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -51,12 +52,7 @@ class ClassesByName(NamedTuple):
     def layer_class(self, path: Any) -> str:
         """The class of the parameter at a path of the tree."""
         keys = _in_words(path)
-        for layer, expression in layer_names.BY_PATH:
-            if re.search(expression, ".".join(keys)):
-                return layer
-        if any(map(layer_names.is_embedding_or_head, keys)):
-            return "embedding"
-        return self._by_name(*_module_and_array(keys))
+        return _by_path(keys) or self._by_name(*_module_and_array(keys))
 
     def _by_name(self, keys: Path, array: Path) -> str:
         """The class, by the name of a module and the array's keys below it."""
@@ -64,14 +60,7 @@ class ClassesByName(NamedTuple):
         mlp = _kind_of_mlp(keys, beside)
         within = _part(keys, beside, mlp)
         name = " ".join(keys[-2:] if keys[-1:] and keys[-1].isdigit() else keys[-1:])
-        for rule in layer_names.BY_NAME:
-            if (
-                re.fullmatch(rule.within, within)
-                and re.search(rule.name, name)
-                and re.search(rule.beside, beside)
-            ):
-                return rule.layer.format(mlp=mlp)
-        return "other"
+        return _by_rules(within, name, beside).format(mlp=mlp)
 
     def _beside(self, above: Path, array: Path) -> str:
         """The keys in a place, and whether w3 has another shape than w1 and w2."""
@@ -80,6 +69,28 @@ class ClassesByName(NamedTuple):
         )
         alike = w1 is not None and w3 is not None and w1 == w2 != w3
         return "|".join(sorted(self.below[above]) + ["w1 like w2"] * alike)
+
+
+# Cached, since an optimizer that is not compiled asks at every step.
+@functools.lru_cache(maxsize=2**16)
+def _by_path(keys: Path) -> str | None:
+    path = ".".join(keys)
+    for layer, expression in layer_names.BY_PATH:
+        if re.search(expression, path):
+            return layer
+    return "embedding" if any(map(layer_names.is_embedding_or_head, keys)) else None
+
+
+@functools.lru_cache(maxsize=2**16)
+def _by_rules(within: str, name: str, beside: str) -> str:
+    for rule in layer_names.BY_NAME:
+        if (
+            re.fullmatch(rule.within, within)
+            and re.search(rule.name, name)
+            and re.search(rule.beside, beside)
+        ):
+            return rule.layer
+    return "other"
 
 
 def _kind_of_mlp(keys: Path, beside: str) -> str:

@@ -1,5 +1,6 @@
 """The names of the leaves of a tree, for rules, messages and tables."""
 
+import functools
 import re
 from typing import Any, TypeAlias
 
@@ -68,6 +69,7 @@ def name_and_shape(path: Any, leaf: Any) -> str:
     return f"{quoted(path)} of shape {np.shape(leaf)}"
 
 
+@functools.lru_cache(maxsize=2**16)
 def words(key: str) -> str:
     """A snake_case or CamelCase name as words: "LMHead_0" is "lm head 0"."""
     return " ".join(_WORD.findall(key)).lower()
