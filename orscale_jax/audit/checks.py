@@ -1,5 +1,6 @@
 """Reasons to look at a matrix before a run."""
 
+import collections
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -7,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orscale_jax.audit.rows import ParameterRow
+from orscale_jax.parameters import layer_names
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.classes_by_name import (
     EMBEDDING_OR_HEAD,
     VECTORS,
     module_and_array,
 )
-from orscale_jax.trees.names import dotted, keys_on, without_names, words
+from orscale_jax.trees.names import Path, dotted, keys_on, without_names, words
 
 _FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
 # Names say what a class does not: layers of class "other", and latent attention, whose
@@ -34,25 +36,36 @@ class Checks(NamedTuple):
 
     Attributes:
       shapes: The shape of each, by path.
-      tables: The vocabularies' embeddings, with their numbers of rows.
+      axes: The axes of those that are matrices, by path.
+      vocabularies: The names of embeddings, by their number of rows.
+      below: The paths of the parameters below each module, by its keys in words.
     """
 
     shapes: Mapping[Any, tuple[int, ...]]
-    tables: Mapping[str, int]
+    axes: Mapping[Any, LeafAxes]
+    vocabularies: Mapping[int, str]
+    below: Mapping[Path, list[Any]]
 
     @classmethod
-    def of(cls, leaf_of: Mapping[Any, Any], class_of: Mapping[Any, str]) -> "Checks":
-        """Collect the shapes and the embeddings of a tree, by path."""
+    def of(
+        cls,
+        leaf_of: Mapping[Any, Any],
+        axes_of: Mapping[Any, LeafAxes],
+        class_of: Mapping[Any, str],
+    ) -> "Checks":
+        """Collect shapes, axes and embeddings of a tree, by path."""
         shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
-        tables = {
-            dotted(path): shape[0]
+        vocabularies = {
+            shape[0]: dotted(path)
             for path, shape in shapes.items()
-            if class_of[path] == "embedding"
-            and len(shape) == 2
-            and shape[0] != shape[1]
-            and not _NO_VOCABULARY.search(_in_words(path))
+            if class_of[path] == "embedding" and _is_vocabulary(path, shape)
         }
-        return cls(shapes, tables)
+        below = collections.defaultdict(list)
+        for path in shapes:
+            module, _ = module_and_array(path)
+            for depth in range(len(module)):
+                below[module[:depth]].append(path)
+        return cls(shapes, axes_of, vocabularies, below)
 
     def reasons(
         self, path: Any, row: ParameterRow, axes: LeafAxes | None, layer: str
@@ -78,17 +91,19 @@ class Checks(NamedTuple):
         if (fused or _FUSED_CLASS.fullmatch(layer)) and not self._is_split(path, axes):
             yield "fused?"
         # A gated MLP has another projection beside its gate.
-        gate = unknown or (layer == "mlp gate" and not self._beside(path))
+        gate = unknown or (layer == "mlp gate" and not any(self._beside(path)))
         if layer == "router" or (gate and _ROUTER.search(name)):
             yield "router?"
         # Only near the root: deeper, "out" is an ordinary projection.
         if unknown and len(keys) <= 2 and _TABLE.search(name):
             yield "table or head?"
-        for table, rows in self.tables.items():
-            if unknown and rows in (row.m, row.n):
-                yield f"as long as {table}"
+        if unknown and not {row.m, row.n}.isdisjoint(self.vocabularies):
+            rows = row.m if row.m in self.vocabularies else row.n
+            yield f"as long as {self.vocabularies[rows]}"
         if keys and without_names(keys):
             yield "no name"
+        if layer != "router" and self._is_stack_of_vectors(path):
+            yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
         expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
         if longer >= _THIN and layer not in expected and not _LORA.search(name):
@@ -103,23 +118,42 @@ class Checks(NamedTuple):
         """
         if axes.within is not axes:
             return True
-        shape, beside = self.shapes[path], self._beside(path)
+        shape, beside = self.shapes[path], list(self._beside(path))
+
+        def is_stacked(axis: int) -> bool:
+            lengths = [self.shapes[other][axis : axis + 1] for other in beside]
+            return set(lengths) == {(shape[axis],)}
+
         return any(
-            shape[axis] in _PARTS
-            and not (beside and all(s[axis : axis + 1] == (shape[axis],) for s in beside))
-            for axis in axes.within.batch
+            shape[axis] in _PARTS and not is_stacked(axis) for axis in axes.within.batch
         )
 
-    def _beside(self, path: Any) -> list[tuple[int, ...]]:
-        """The shapes of the parameters of the modules beside that of a leaf."""
+    def _is_stack_of_vectors(self, path: Any) -> bool:
+        """Whether everything beside a leaf of two axes is stacked along its first."""
+        shape, stacks = self.shapes[path], 0
+        for other in self._beside(path) if len(shape) == 2 else ():
+            if self.shapes[other][:1] != shape[:1]:
+                return False
+            stacks += other in self.axes and 0 in self.axes[other].within.batch
+        return stacks > 0
+
+    def _beside(self, path: Any) -> Iterator[Any]:
+        """The paths of the parameters of the modules beside that of a leaf."""
         module, _ = module_and_array(path)
-        places = ((module_and_array(p)[0], shape) for p, shape in self.shapes.items())
-        depth = len(module)
-        return [
-            shape
-            for place, shape in places
-            if place[: depth - 1] == module[:-1] and place[:depth] != module
-        ]
+        for other in self.below[module[:-1]]:
+            if module_and_array(other)[0][: len(module)] != module:
+                yield other
+
+
+def _is_vocabulary(path: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an embedding is a table that an output head may have the length of."""
+    module, _ = module_and_array(path)
+    return (
+        len(shape) == 2
+        and shape[0] != shape[1]
+        and (layer_names.is_embedding_or_head(module[-1]) or module[-1] == "shared")
+        and not _NO_VOCABULARY.search(_in_words(path))
+    )
 
 
 def _in_words(path: Any) -> str:

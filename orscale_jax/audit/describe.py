@@ -108,7 +108,7 @@ def describe(
         state.refuse_other_matrices(axes_of, leaf_of)
     arrays = {} if state is None else state.arrays
     class_of = leaves_by_path(layer_classes(params))
-    checks = Checks.of(leaf_of, class_of)
+    checks = Checks.of(leaf_of, axes_of, class_of)
     rows = tuple(
         dataclasses.replace(
             row,

@@ -19,6 +19,9 @@ from orscale_jax.trees.names import Path, keys_on, words
 EMBEDDING_OR_HEAD = frozenset({"embedding", "head"})
 VECTORS = frozenset({"norm", "scale", "bias"})
 
+_B = re.compile(r"\bb(\d*)$")
+_W = ("kernel", "weight", "weights")
+
 
 class ClassesByName(NamedTuple):
     """The names of all parameters of a tree, which give each its class.
@@ -52,7 +55,18 @@ class ClassesByName(NamedTuple):
     def layer_class(self, path: Any) -> str:
         """The class of the parameter at a path of the tree."""
         keys = _in_words(path)
-        return _by_path(keys) or self._by_name(*_module_and_array(keys))
+        layer = _by_path(keys)
+        if layer != "norm" and self._is_bias(keys):
+            return "bias"
+        return layer or self._by_name(*_module_and_array(keys))
+
+    def _is_bias(self, keys: Path) -> bool:
+        """Whether a key ends in "b" and one beside it in "w", as in Haiku's modules."""
+        if not keys or not _B.search(keys[-1]):
+            return False
+        beside = self.below[keys[:-1]]
+        a, w = (_B.sub(rf"{letter}\1", keys[-1]) for letter in "aw")  # LoRA has a and b.
+        return a not in beside and (w in beside or not beside.isdisjoint(_W))
 
     def _by_name(self, keys: Path, array: Path) -> str:
         """The class, by the name of a module and the array's keys below it."""

@@ -25,16 +25,19 @@ _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
 _NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
 _VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
 BY_PATH = (
-    ("embedding", r"\btokens?$|^(\w+\.)?shared\.weight$"),
+    ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
+    ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
     ("embedding", r"\brelative (position|attention) bias\b"),
     (
         "norm",
         r"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms)\b"
         rf"({_NET}|(?=.*\b{_VECTOR}$)){_MODULE}",
     ),
-    ("bias", rf"\bbias(es)?\b{_NET}[^.]*$|\bbias\.b$"),
+    ("norm", r"(?<!weight )(?<!spectral )\b(\w*norms?\d*|ln)( (\d+|f))?\.kernel$"),
+    ("bias", rf"\bbias(es)?\b{_NET}[^.]*(\.b)?$"),
     ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
     ("other", r"\b(lora|adapters?|indexer)\b"),
+    ("attention gate", r"\battention\.gating w$"),
     ("router", r"\b(router|gating)\b(?! einsum)"),
     ("head", r"\b(head|classifier)\d*( \d+)?(\.|$)|\blogits"),
     ("head", r"\b(unembed|embed out|logitdense)"),
@@ -71,9 +74,9 @@ class NameRule(NamedTuple):
 
 _ATTENTION, _ATTENTION_OR_BLOCK = "attention.*", "attention|.*block"
 _MLP, _MLP_OR_BLOCK = "mlp|.*expert", "mlp|.*expert|.*block"
+_LAYER = r"( (proj(ection)?|layer))?"
 _TWO = r"^(\w+ )?0\|(\w+ )?\d$"  # Dense_0 and Dense_1, or the 0 and 2 of a sequence.
 BY_NAME = (
-    NameRule("bias", ".*", r"^b\d*$", r"(^|\|)(w|weights?|kernel)\d*(\||$)|^b$"),
     NameRule("convolution", ".*", r"conv"),
     NameRule("attention latent down", _ATTENTION_OR_BLOCK, r"\bw?(q|kv) (a|down)\b"),
     NameRule("attention latent down", _ATTENTION_OR_BLOCK, r"^w d(q|kv)$"),
@@ -127,5 +130,5 @@ BY_NAME = (
     NameRule("{mlp} down", ".*block", r"^(fc|lin|linear)2$", r"att(entio)?n\b"),
     NameRule("{mlp} up", _MLP, r"^(?!experts?\b).* 0$", _TWO),
     NameRule("{mlp} down", _MLP, r"^(?!experts?\b).* \d$", _TWO),
-    NameRule("head", ".*block", r"^output( proj)?$", r"\b(embed|(wte|emb)\b)"),
+    NameRule("head", ".*block", rf"^output{_LAYER}$", r"\b(embed|(wte|emb)\b)"),
 )
