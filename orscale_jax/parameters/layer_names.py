@@ -97,7 +97,9 @@ BY_NAME = (
     NameRule("attention value", _ATTENTION_OR_BLOCK, r"\bv proj\b"),
     NameRule("attention gate", "attention", r"\b(g|gate)\b"),
     NameRule("{mlp} down", "attention block", r"^wo$", r"\bwi\b"),
-    NameRule("attention output", _ATTENTION, r"^(to |linear )?out(put)?\b|^(w ?)?o$"),
+    NameRule(
+        "attention output", _ATTENTION, r"^((to|linear|attention) )?out(put)?\b|^(w ?)?o$"
+    ),
     NameRule("attention output", _ATTENTION, r"^((c|linear) )?proj(ection)?$"),
     NameRule("attention output", _ATTENTION, r"^linear$|^proj out$", r"\b(q|query)\b"),
     NameRule("attention output", "attention", r"^attn vec\b"),
