@@ -103,11 +103,13 @@ def orscale(
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
         do not name are batch axes: each matrix has its own Q, c and r. If the argument is
-        None, a 2-D leaf is a matrix, unless a key of its path contains ``embed`` or the
+        None, a 2-D leaf is a matrix, unless a name on its path contains ``embed`` or the
         word ``emb``, ``wte``, ``wpe``, ``vocab``, ``tok``, ``pos`` or ``logits``, or ends
-        in the word ``head`` or ``classifier``. Leaves with such names and leaves of fewer
-        axes take AdamW; leaves of more axes are refused. A 2-D router or fused projection
-        is then one matrix; the column "check" of :func:`describe` flags such names.
+        in the word ``head`` or ``classifier``, or its class is "embedding", "head",
+        "norm", "scale" or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). Such
+        leaves and leaves of fewer axes take AdamW; leaves of more axes are refused. A 2-D
+        router or fused projection is then one matrix; the column "check" of
+        :func:`describe` flags such names.
         :func:`by_path` makes dimension numbers from rules on paths.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
