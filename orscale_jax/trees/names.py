@@ -15,7 +15,9 @@ _BETWEEN = re.compile(r":\d+$|[./~:|\[\]'\"]+|__+")
 _WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
 # Attributes of boxes that were flattened away, below the name of the array in the box.
 _BOXES = frozenset({"value", "raw_value", "array", "data_array"})
-_ARRAYS = frozenset({"kernel", "weight", "w", "embedding", "scale", "bias", "b"})
+_ARRAYS = frozenset(
+    "kernel weight weights w embedding embeddings scale gamma offset beta bias b".split()
+)
 
 
 def key_name(entry: Any) -> str:

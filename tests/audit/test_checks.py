@@ -152,7 +152,7 @@ def test_stacks_of_vectors_without_a_class():
     mixer = {"layers.mixer.D": (5, 8), "layers.mixer.in.kernel": (5, 8, 16)}
     rules = {"kernel": Dims(1, 2)}
     assert marks(mixer, rules) == {"layers.mixer.D": "stack of vectors?"}
-    assert marks(mixer | {"layers.mixer.out.kernel": (8, 8)}, rules) == {}
+    assert marks(mixer | {"layers.mixer.skip": (8,)}, rules) == {}
     # Heads of a square projection are no stack, nor are the experts of a router.
     heads = {"attention.query.kernel": (8, 2, 4), "attention.mix": (8, 8)}
     assert marks(heads, {"query": Dims(0, (1, 2))}) == {}

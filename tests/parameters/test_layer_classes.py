@@ -718,6 +718,16 @@ MODELS = {
         "decoder.output_projection.weight": "head",
         "encoder.layernorm_embedding.weight": "norm",
     },
+    "penzai": {  # By the parameters' labels.
+        "transformer/block_0/pre_attention_norm/scale.weights.data_array": "norm",
+        "transformer/block_0/attention/query.weights.data_array": "attention query",
+        "transformer/block_0/attention/output.weights.data_array": "attention output",
+        "transformer/block_0/mlp/gating_linear.weights.data_array": "mlp gate",
+        "transformer/block_0/mlp/value_linear.weights.data_array": "mlp up",
+        "transformer/block_0/mlp/out_linear.weights.data_array": "mlp down",
+        "transformer/embedder.embeddings.data_array": "embedding",
+        "transformer/lm_head.weights.data_array": "head",
+    },
     "segment_anything": {
         "mask_decoder.iou_token.weight": "embedding",
         "mask_decoder.mask_tokens.weight": "embedding",
