@@ -21,7 +21,13 @@ from orscale_jax.parameters.dimension_numbers import (
     is_axes_leaf,
     matrix_axes,
 )
-from orscale_jax.transforms.decay import Mask, add_decayed_weights, is_mask_function
+from orscale_jax.transforms.decay import (
+    Mask,
+    add_decayed_weights,
+    check_mask,
+    is_mask_function,
+    mask_of_matrices,
+)
 from orscale_jax.transforms.first_update import from_first_nonzero_update
 from orscale_jax.transforms.float32 import in_float32
 from orscale_jax.transforms.fusion import of_stacks
@@ -209,6 +215,7 @@ def _check(h: Hyperparameters) -> None:
     _checks.flag("nesterov", h.nesterov)
     _checks.dtype("mu_dtype", h.mu_dtype)
     number("weight_decay", h.weight_decay, schedule=True)
+    check_mask(h.weight_decay_mask)
     number("adam_learning_rate", h.adam_learning_rate, schedule=True)
     number("adam_b1", h.adam_b1, below=1)
     number("adam_b2", h.adam_b2, below=1)
@@ -297,7 +304,7 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
     def build_for(tree: PyTree) -> Optimizer:
         tree = unbox(tree)
         axes = matrix_axes(h.weight_dimension_numbers, tree)
-        mask = _resolve_mask(h.weight_decay_mask, tree)
+        mask = _resolve_mask(h.weight_decay_mask, tree, axes)
         labels = jax.tree.map(
             lambda leaf: ADAMW if isinstance(leaf, optax.MaskedNode) else MATRIX,
             axes,
@@ -322,7 +329,9 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _resolve_mask(mask: Mask | None, tree: PyTree) -> Mask | None:
+def _resolve_mask(mask: Mask | None, tree: PyTree, axes: PyTree) -> Mask | None:
+    if isinstance(mask, str):
+        return mask_of_matrices(axes)
     mask = unbox(mask)
     if is_mask_function(mask):
         # optax.tree.map_params passes a placeholder without leaves.

@@ -78,8 +78,9 @@ def orscale(
         the parameter's.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
-      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
-        parameters to one): False for parameters that do not decay.
+      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
+        booleans (or a prefix of one, or a callable from the parameters to one): False for
+        parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
       anchor: The rule that sets c: ``"first"`` as in the paper, or ``"full_rank"`` or
@@ -102,11 +103,13 @@ def orscale(
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
         do not name are batch axes: each matrix has its own Q, c and r. If the argument is
-        None, a 2-D leaf is a matrix, unless a key of its path contains ``embed`` or the
+        None, a 2-D leaf is a matrix, unless a name on its path contains ``embed`` or the
         word ``emb``, ``wte``, ``wpe``, ``vocab``, ``tok``, ``pos`` or ``logits``, or ends
-        in the word ``head`` or ``classifier``. Leaves with such names and leaves of fewer
-        axes take AdamW; leaves of more axes are refused. A 2-D router or fused projection
-        is then one matrix; the column "check" of :func:`describe` flags such names.
+        in the word ``head`` or ``classifier``, or its class is "embedding", "head",
+        "norm", "scale" or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). Such
+        leaves and leaves of fewer axes take AdamW; leaves of more axes are refused. A 2-D
+        router or fused projection is then one matrix; the column "check" of
+        :func:`describe` flags such names.
         :func:`by_path` makes dimension numbers from rules on paths.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
@@ -213,8 +216,9 @@ def muon(
         the parameter's.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
         the learning rate multiplies it.
-      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
-        parameters to one): False for parameters that do not decay.
+      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
+        booleans (or a prefix of one, or a callable from the parameters to one): False for
+        parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ: 0.2 for
         :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
       ns_steps: Newton–Schulz steps k, at least 1.

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.audit import checks
+from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
@@ -32,7 +32,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import distinct_names, names_on
+from orscale_jax.trees.names import distinct_names
 
 
 def describe(
@@ -109,9 +109,14 @@ def describe(
     state = None if optimizer is None else AbstractState.of(optimizer, params)
     axes_of = _matrices(weight_dimension_numbers, params, state)
     names, class_of = distinct_names(leaf_of), leaves_by_path(layer_classes(params))
+    checks = Checks.of(leaf_of, axes_of, class_of)
     kept_of = {} if state is None else state.kept
     rows = tuple(
-        dataclasses.replace(row, layer_class=class_of[path])
+        dataclasses.replace(
+            row,
+            layer_class=class_of[path],
+            check=checks.reasons(path, row, axes_of.get(path), class_of[path]),
+        )
         for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
         for row in _rows(
             name, path, leaf, axes_of.get(path), kept_of.get(path), consistent_rms
@@ -211,7 +216,6 @@ def _matrix_row(
         n=n,
         scale=1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5,
         norms=_norms(axes.within, part, leaf),
-        check=checks.reasons(names_on(path), batch_shape, m, n, axes.within is not axes),
         mesh_axes=_mesh_axes(axes, index, leaf),
         parameters=math.prod(shaped.shape),
         state_bytes=kept and _bytes_of_part(axes, leaf, kept.arrays, index),

@@ -18,11 +18,7 @@ from optax.contrib import MuonDimensionNumbers
 from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.blocks import LeafAxes, matrix_blocks
-from orscale_jax.parameters.default_rule import (
-    check_dtype,
-    default_axes,
-    refuse_ambiguous,
-)
+from orscale_jax.parameters.default_rule import check_dtype, default_rule
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, quoted
 
@@ -102,8 +98,7 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
         weight_dimension_numbers = weight_dimension_numbers(tree)
     weight_dimension_numbers = unbox(weight_dimension_numbers, is_resolvable)
     if weight_dimension_numbers is None:
-        refuse_ambiguous(jax.tree_util.tree_leaves_with_path(tree))
-        return jax.tree_util.tree_map_with_path(default_axes, tree)
+        return jax.tree_util.tree_map_with_path(default_rule(tree), tree)
     check_prefix(weight_dimension_numbers, tree)
     return jax.tree_util.tree_map_with_path(
         _resolve_subtree, weight_dimension_numbers, tree, is_leaf=is_resolvable

@@ -10,7 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
-from orscale_jax.parameters.default_rule import default_axes, refuse_ambiguous
+from orscale_jax.parameters.default_rule import default_rule
 from orscale_jax.parameters.dimension_numbers import (
     DimensionNumbers,
     WeightDimensionNumbers,
@@ -111,14 +111,10 @@ def by_path(
 
 def _by_default_rule(tree: PyTree, decided: Collection[str]) -> PyTree:
     """The numbers of the default rule, for the leaves that no expression matches."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    refuse_ambiguous(leaf for leaf in leaves if dotted(leaf[0]) not in decided)
+    axes = default_rule(tree, lambda path: dotted(path) in decided)
 
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
-        if dotted(path) in decided:
-            return None
-        masked = isinstance(default_axes(path, leaf), optax.MaskedNode)
-        return None if masked else _PLAIN
+        return None if isinstance(axes(path, leaf), optax.MaskedNode) else _PLAIN
 
     return jax.tree_util.tree_map_with_path(numbers, tree)
 

@@ -10,11 +10,13 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.dimension_numbers import is_function
+from orscale_jax.parameters.dimension_numbers import is_axes_leaf, is_function
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
 from orscale_jax.trees.updates import require_params
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
+
+MATRICES = "matrices"  # The mask that an optimizer of this library makes itself.
 
 
 def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]:
@@ -22,10 +24,29 @@ def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]
     return is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_))
 
 
+def check_mask(mask: Mask | None) -> None:
+    """Refuse a string other than "matrices"."""
+    if isinstance(mask, str) and mask != MATRICES:
+        remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
+        _checks.refuse("weight_decay_mask", mask, remedy)
+
+
+def mask_of_matrices(axes: PyTree) -> PyTree:
+    """The mask called "matrices": True for each leaf that has axes of matrices."""
+
+    def is_matrix(node: Any) -> bool:
+        return not isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(is_matrix, axes, is_leaf=is_axes_leaf)
+
+
 def add_decayed_weights(
     weight_decay: ArrayLike | optax.Schedule, mask: Mask | None
 ) -> optax.GradientTransformation:
     """:func:`optax.add_decayed_weights`, whose count does not advance before 0.2.7."""
+    if isinstance(mask, str):
+        remedy = "only a whole optimizer takes a string; pass a tree of booleans"
+        _checks.refuse("mask", mask, remedy)
     stage = (
         _by_schedule(weight_decay)
         if callable(weight_decay)
