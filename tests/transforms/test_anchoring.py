@@ -385,10 +385,13 @@ def test_small_numbers_of_narrow_dtypes_are_updates(dtype):
 WITH_RATIO = [orscale, *ABLATIONS.values(), family.cautious, family.pooled]
 
 
-@pytest.mark.parametrize("calibrate", [False, True])
-@pytest.mark.parametrize("r_min", [0.0, -np.inf])
+@pytest.mark.parametrize(
+    "calibrate, r_min",
+    [(False, 0.0), (False, -np.inf), (True, 0.0)],
+    ids=["zero", "none", "calibrated"],
+)
 @pytest.mark.parametrize("factory", WITH_RATIO, ids=lambda f: f.__name__)
-def test_a_zero_matrix_moves(factory, r_min, calibrate):
+def test_a_zero_matrix_moves(factory, calibrate, r_min):
     optimizer = factory(
         RATE, r_min=r_min, calibrate=calibrate, weight_dimension_numbers=Dims(1, 2)
     )
