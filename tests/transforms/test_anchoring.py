@@ -41,16 +41,24 @@ def gradient(step, busy=BUSY):
     return {"w": jnp.asarray(values, jnp.float32)}
 
 
-@functools.cache
-def build(factory=orscale, **arguments):
-    """An optimizer and its step, compiled once."""
-    optimizer = factory(RATE, **(ARGUMENTS | WIDE | arguments))
+def with_step(optimizer):
+    """An optimizer and its step to the next parameters and state."""
 
     def step(grads, state, params):
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
     return optimizer, jax.jit(step)
+
+
+@functools.cache
+def build_without_ratio(factory):
+    return with_step(factory(RATE, **ARGUMENTS))
+
+
+@functools.cache
+def build(factory=orscale, **arguments):
+    return with_step(factory(RATE, **(ARGUMENTS | WIDE | arguments)))
 
 
 def zeroed(state, field, experts=(0, 1, 2)):
@@ -128,25 +136,20 @@ PATHS = {
     "one expert's momentum and c": ({}, reset_one),
     "restored": ({}, from_raw),
     "calibrate": ({"calibrate": False}, calibrated),
-    "from muon": ({"factory": muon, "r_min": None, "r_max": None}, converted),
+    "from muon": ({}, converted),
     "injected": ({"factory": optax.inject_hyperparams(orscale)}, again),
     "finite": ({"factory": wrapped(lambda o: optax.apply_if_finite(o, 2))}, again),
 }
 
 
-def muon_without_bounds(rate, r_min, r_max, **arguments):
-    return muon(rate, **arguments)
-
-
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_to_an_idle_expert_without_c(path):
     arguments, change = PATHS[path]
-    if path == "from muon":
-        arguments = {"factory": muon_without_bounds}
+    adaptive = change is not converted
     run = Run(
-        build(**arguments),
+        build(**arguments) if adaptive else build_without_ratio(muon),
         calibrate=arguments.get("calibrate", True),
-        adaptive=path != "from muon",
+        adaptive=adaptive,
     )
     run.go(BUSY, IDLE, IDLE, IDLE)
     change(run)
@@ -307,6 +310,21 @@ def test_reset_readouts_do_not_change_the_run():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_resets_of_the_family():
+    """NorMuon's means begin anew; Hyperball's norm of zero shows."""
+    optimizer, step = build_without_ratio(family.normuon)
+    _, state = step(gradient(0), optimizer.init(PARAMS), PARAMS)
+    state = zeroed(zeroed(state, "neuron_mean_square", [1]), "trace", [1])
+    _, again = step(gradient(1), state, PARAMS)
+    _, fresh = step(gradient(1), optimizer.init(PARAMS), PARAMS)
+    found, expected = (readout(s, "neuron_mean_square")["w"] for s in (again, fresh))
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert (found[::2] != expected[::2]).all()
+    optimizer, step = build_without_ratio(family.hyperball)
+    params, _ = step(gradient(0), zeroed(optimizer.init(PARAMS), "initial_norm"), PARAMS)
+    assert jnp.isnan(params["w"]).all()
+
+
 PATTERN = st.tuples(*[st.booleans()] * EXPERTS)
 
 
@@ -335,17 +353,13 @@ def own_chain(arrange):
     direction = optax.chain(*direction, optax.add_decayed_weights(0.1))
     first = functools.partial(from_first_nonzero_update, **numbers)
     ratio = scale_by_calibrated_trust_ratio(**WIDE, **numbers)
-    optimizer = optax.chain(
-        optax.trace(ARGUMENTS["momentum"], nesterov=True),
-        arrange(first, direction, ratio),
-        optax.scale_by_learning_rate(RATE),
+    return with_step(
+        optax.chain(
+            optax.trace(ARGUMENTS["momentum"], nesterov=True),
+            arrange(first, direction, ratio),
+            optax.scale_by_learning_rate(RATE),
+        )
     )
-
-    def step(grads, state, params):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return optimizer, step
 
 
 def test_the_ratio_inside_the_wrapper_is_anchored_by_directions():
