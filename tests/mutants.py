@@ -615,7 +615,7 @@ MUTANTS = [
     ),
     Mutant(
         "_counts",
-        "direction_norm > 0",
+        "typed_sharding.shard_like(moving, c).astype(bool)",
         "c > 0",
         "test_family.py -k only_measured",
     ),

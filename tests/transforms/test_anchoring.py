@@ -1,5 +1,6 @@
 """c is anchored where Q is not zero, in every path, and nothing stays zero for ever."""
 
+import contextlib
 import functools
 import itertools
 
@@ -9,9 +10,11 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
+    BlockDimensionNumbers,
     ablations,
     convert_state,
     family,
@@ -63,7 +66,11 @@ def build(factory=orscale, **arguments):
 
 def zeroed(state, field, experts=(0, 1, 2)):
     """A state in which a field of some experts is zero."""
-    array = readout(state, field)["w"].at[jnp.array(experts)].set(0)
+    array = readout(state, field)["w"]
+    if len(experts) == EXPERTS:  # Also on Explicit axes.
+        array = jnp.zeros_like(array)
+    else:
+        array = array.at[jnp.array(experts)].set(0)
     return optax.tree.set(state, **{field: {"w": array}})
 
 
@@ -229,6 +236,44 @@ def test_an_idle_expert_does_not_count_in_a_pool():
     )
     assert raw[1] > 1.5 * raw[::2].max()
     np.testing.assert_allclose(applied, np.sqrt(raw[0] * raw[2]), rtol=1e-5)
+
+
+def sharded(axis_type):
+    mesh = jax.make_mesh((3,), ("x",), devices=jax.devices()[:3], axis_types=(axis_type,))
+    return mesh, lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("x")))
+
+
+def fused(x):
+    return jnp.concatenate(list(x), axis=1)
+
+
+BLOCKS = BlockDimensionNumbers(0, 1, block_axis=1, blocks=EXPERTS)
+SETTINGS = {
+    "explicit": (orscale, {}, lambda: sharded(AxisType.Explicit)),
+    "auto": (orscale, {}, lambda: sharded(AxisType.Auto)),
+    "blocks": (orscale, {"weight_dimension_numbers": BLOCKS}, lambda: (None, fused)),
+    "bfloat16": (orscale, {}, lambda: (None, lambda x: x.astype(jnp.bfloat16))),
+    "accumulated": (wrapped(lambda o: optax.MultiSteps(o, 1)), {}, None),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_in_which_an_idle_expert_waits(name):
+    factory, arguments, make = SETTINGS[name]
+    mesh, place = make() if make else (None, lambda x: x)
+    params = jax.tree.map(place, PARAMS)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        optimizer, step = build(factory, **arguments)
+        state = optimizer.init(params)
+        for time, busy in enumerate([BUSY, IDLE, IDLE, IDLE, IDLE, IDLE, BUSY]):
+            if time == 4:
+                state = zeroed(state, "calibration")
+            grads = jax.tree.map(place, gradient(time, busy))
+            params, state = step(grads, state, params)
+            c = np.asarray(readout(state, "calibration")["w"])
+            assert (c > 0).tolist() == (list(IDLE) if time in (4, 5) else list(BUSY))
+    assert 1 < c[1] < 5  # Not 1/λ.
+    np.testing.assert_allclose(readout(state, "trust_ratio")["w"][1], 1, rtol=1e-5)
 
 
 def test_momentum_that_underflows():
@@ -453,3 +498,7 @@ def test_a_pool_of_zeros_has_ratio_one():
     grads = jax.tree.map(lambda x: x + 1, params)
     _, state = optimizer.update(grads, optimizer.init(params), params)
     assert set(map(float, readout(state, "trust_ratio").values())) == {1.0}
+    # A matrix of zeros takes the ratio of the others, and does not count in it.
+    _, state = optimizer.update(grads, state, params | {"b": grads["b"]})
+    ratio = readout(state, "raw_trust_ratio")["b"]
+    assert readout(state, "trust_ratio")["a"] == pytest.approx(float(ratio)) != 1
