@@ -202,8 +202,8 @@ _CHECKS = (
         ("weight_norm", "started"),
         _still,
         "These have received gradients, but their steps are zero.",
-        "Look at r_max, consistent_rms, recorded ratios and masks, and at the learning "
-        "rate of these matrices (at the first step of a warm-up from 0 it is no problem).",
+        "Look at r_max, consistent_rms, recorded ratios and masks, and at their learning "
+        "rate (it is no problem at the first step of a warm-up from 0).",
         optional=("trust_ratio", "direction_norm", "relative_step"),
     ),
     _Check(

@@ -47,9 +47,9 @@ def pool_trust_ratios(
     weight, whatever their size. Only ratios that have been measured count: those of
     matrices with a direction (not decay alone: see ``moving`` of
     :func:`scale_by_calibrated_trust_ratio`), a finite c and a norm that is not zero. If
-    none counts,
-    :math:`\hat r` is 1. Matrices that do not count are scaled like the others. A matrix
-    whose ratio is not finite keeps it (NaN) and does not affect the others.
+    none counts, :math:`\hat r` is 1. Matrices that do not count are scaled like the
+    others. A matrix whose ratio is not finite keeps it (NaN) and does not affect the
+    others.
 
     Args:
       ratio: :func:`scale_by_calibrated_trust_ratio`; its own bounds have no effect.

@@ -126,9 +126,9 @@ def scale_by_calibrated_trust_ratio(
     r = NaN. If c is set to 0, the matrix is anchored again at its next direction.
 
     Decay alone is no direction: :math:`D = \lambda W` would anchor
-    :math:`c = 1 / \lambda`. The stage cannot tell this from D, so ``update`` takes an extra
-    argument, ``moving``: a tree like the updates with booleans of the batch shapes, True
-    where :math:`Q \neq 0`. :func:`orscale` passes it, and so does
+    :math:`c = 1 / \lambda`. D does not show whether Q is zero, so ``update`` takes an
+    extra argument, ``moving``: a tree like the updates with booleans of the batch shapes,
+    True where :math:`Q \neq 0`. :func:`orscale` passes it, and so does
     :func:`from_first_nonzero_update` to the stages inside it. Without it, every D that is
     not zero is a direction.
 

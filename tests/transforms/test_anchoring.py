@@ -103,7 +103,8 @@ class Run:
 
     def check(self, field, expected, rtol):
         found = readout(self.state, field)["w"]
-        np.testing.assert_allclose(found, np.asarray(expected, float), rtol, err_msg=field)
+        expected = np.asarray(expected, float)
+        np.testing.assert_allclose(found, expected, rtol, err_msg=field)
 
 
 # Paths to a state in which an idle expert has started but has no c.
@@ -273,7 +274,8 @@ def test_settings_in_which_an_idle_expert_waits(name):
             c = np.asarray(readout(state, "calibration")["w"])
             assert (c > 0).tolist() == (list(IDLE) if time in (4, 5) else list(BUSY))
     assert 1 < c[1] < 5  # Not 1/λ.
-    np.testing.assert_allclose(readout(state, "trust_ratio")["w"][1], 1, rtol=1e-5)
+    ratio = np.asarray(readout(state, "trust_ratio")["w"])
+    np.testing.assert_allclose(ratio[1], 1, rtol=1e-5)
 
 
 def test_momentum_that_underflows():
