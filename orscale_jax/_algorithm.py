@@ -28,7 +28,7 @@ from orscale_jax.transforms.decay import (
     is_mask_function,
     mask_of_matrices,
 )
-from orscale_jax.transforms.first_update import from_first_nonzero_update
+from orscale_jax.transforms.first_update import from_first_nonzero_update, with_moving
 from orscale_jax.transforms.float32 import in_float32
 from orscale_jax.transforms.fusion import of_stacks
 from orscale_jax.transforms.orthogonalize import orthogonalize
@@ -233,10 +233,12 @@ def _matrices(
 ) -> optax.GradientTransformation:
     """Algorithm 1."""
     momentum = optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype)
+    direction, *rest = arrangement(_stages(h, axes, mask, params))
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
         of_stacks(momentum),
-        *arrangement(_stages(h, axes, mask, params)),
+        with_moving(direction, axes),  # By M̃, since decay alone makes D ≠ 0.
+        *rest,
     )
 
 
