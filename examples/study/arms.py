@@ -50,9 +50,11 @@ ARMS: dict[str, Arm] = {
 
 ABLATIONS: dict[str, Arm] = {
     "polar_factor_denominator": Arm(
-        "polar_factor_denominator", "‖Q‖ denominator", shared=False
+        "polar_factor_denominator", "‖Q‖ denominator (s = 1)", shared=False
     ),
-    "momentum_denominator": Arm("momentum_denominator", "‖M̃‖ denominator", shared=False),
+    "momentum_denominator": Arm(
+        "momentum_denominator", "‖M̃‖ denominator (s = 1)", shared=False
+    ),
     "momentum_rms_denominator": Arm(
         "momentum_rms_denominator", "RMS(M̃) + Moonlight", shared=False
     ),

@@ -18,7 +18,8 @@ LESS, MORE, NONE = (
 
 def test_an_interval_is_that_of_a_paired_t_test():
     ours, theirs = np.random.default_rng(0).normal(size=(2, 5))
-    found = statistics.paired(dict(enumerate(ours)), dict(enumerate(theirs)))
+    differences = statistics.paired(dict(enumerate(ours)), dict(enumerate(theirs)))
+    found = statistics.interval(list(differences.values()))
     expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
     np.testing.assert_allclose(found[1:], [expected.low, expected.high], rtol=1e-12)
     assert found.mean == pytest.approx(np.mean(ours - theirs))
@@ -26,11 +27,33 @@ def test_an_interval_is_that_of_a_paired_t_test():
 
 def test_pairs_are_of_the_same_seed():
     found = statistics.paired({0: 1.0, 1: 2.0, 7: 99.0}, {1: 1.5, 0: 0.5, 8: -99.0})
-    assert found == Interval(0.5, 0.5, 0.5)
+    assert found == {0: 0.5, 1: 0.5}
 
 
 def test_one_value_decides_nothing():
     assert statistics.interval([-3.0]).sign == 0
+    nothing = statistics.compare([])
+    assert math.isnan(nothing.average.mean) and not nothing.intervals
+
+
+def test_the_mean_over_workloads_has_the_seeds_as_its_sample():
+    values = np.random.default_rng(1).normal(size=(3, 5)) - [[9], [0], [-9]]
+    found = statistics.compare([dict(enumerate(row)) for row in values])
+    expected = stats.ttest_1samp(values.mean(0), 0).confidence_interval(0.95)
+    assert found.average.mean == pytest.approx(values.mean())
+    np.testing.assert_allclose(found.average[1:], expected, rtol=1e-12)
+    assert (found.lower, found.higher) == (1, 1)
+    one_more = [*[dict(enumerate(row)) for row in values], {4: 0.0, 7: 5.0}]
+    assert statistics.compare(one_more).average.mean == pytest.approx(
+        values[:, 4].sum() / 4
+    )
+
+
+def test_at_least_as_good_has_a_margin():
+    assert statistics.verdict([MORE], margin=3) == HOLDS
+    assert statistics.verdict([NONE], margin=1.3) == HOLDS
+    assert statistics.verdict([NONE], margin=1.1) == OPEN
+    assert statistics.verdict([MORE], margin=0.4) == FAILS
 
 
 @pytest.mark.parametrize(
