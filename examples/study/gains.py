@@ -20,8 +20,9 @@ from examples.pretrain.meshes import in_effect
 from examples.pretrain.setup import State
 from examples.pretrain.step import loss_of
 from examples.study.arms import ARMS
-from examples.study.plan import inherited_rate
+from examples.study.results import inherited_rate
 from examples.study.runs import Trainer
+from examples.study.search import Rates
 from examples.study.workloads import SEEDS, WORKLOADS
 from orscale_jax import diagnostics
 from orscale_jax.diagnostics.smoothness import shape_scale
@@ -68,11 +69,11 @@ class Options:
     out: pathlib.Path = pathlib.Path("docs/data/gains.csv")
 
 
-def gains_along(trainer: Trainer, rate: float, seed: int) -> Iterator[Gains]:
+def gains_along(trainer: Trainer, rates: Rates, seed: int) -> Iterator[Gains]:
     """What is measured at a third and at two thirds of a run."""
     steps = trainer.setup.recipe.num_steps
     unseen = batches_after(trainer, seed)
-    for step, state, _ in trainer.states(rate, seed):
+    for step, state, _ in trainer.states(rates, seed):
         if step in (steps // 3, 2 * steps // 3):
             yield Gains(
                 trainer.workload.name, seed, step, **_measure(trainer, state, unseen)
@@ -138,12 +139,12 @@ def main(options: Options) -> None:
     done = {(row.workload, row.seed) for row in found}
     for name in options.workloads:
         workload = WORKLOADS[name]
-        rate = inherited_rate(options.tables, workload)
-        trainer = Trainer(workload, ARMS["orscale"], rate)
+        rate = inherited_rate(options.tables / f"{name}.csv")
+        trainer = Trainer(workload, ARMS["orscale"])
         for seed in options.seeds:
             if (name, seed) in done:
                 continue
-            for row in gains_along(trainer, rate, seed):
+            for row in gains_along(trainer, Rates(rate, rate), seed):
                 found.append(row)
                 print(row, flush=True)
             _write(options.out, found)

@@ -12,6 +12,8 @@ CONFIDENCE = 0.95
 VALLEY = 1.02  # Of the best loss.
 
 HOLDS, FAILS, OPEN = "holds", "fails", "cannot be told at this size"
+BETTER, AS_GOOD, WORSE, NOT_TOLD = "better", "as good as", "worse", "cannot be told"
+WORSE_WITHIN = "worse by less than the margin"
 
 
 class Interval(NamedTuple):
@@ -93,6 +95,44 @@ def verdict(differences: Sequence[Interval], margin: float = 0.0) -> str:
     if higher > half and not lower:
         return FAILS
     return OPEN
+
+
+def endpoint(found: Interval, margin: float) -> str:
+    """What the interval of a difference says of an endpoint of the second protocol.
+
+    Args:
+      found: The interval; below zero is better.
+      margin: What "as good as" may be worse by, in the units of the interval.
+    """
+    within = found.high < margin
+    if found.high < 0:
+        return BETTER
+    if found.low > 0:
+        return WORSE_WITHIN if within else WORSE
+    return AS_GOOD if within else NOT_TOLD
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Of a two-sided t test that the mean of a sample is zero."""
+    found = interval(values)
+    if found.low == found.high:  # All values are the same.
+        return float(found.mean == 0)
+    t = np.mean(values) / (np.std(values, ddof=1) / math.sqrt(len(values)))
+    return float(2 * stats.t.sf(abs(t), len(values) - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values with Holm's correction, in their order.
+
+    Those below a level are the hypotheses that are rejected at it, with at most that
+    probability of any error among them.
+    """
+    p = np.asarray(p_values)
+    order = np.argsort(p, kind="stable")
+    corrected = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    adjusted = np.empty_like(corrected)
+    adjusted[order] = np.minimum(corrected, 1.0)
+    return [float(value) for value in adjusted]
 
 
 def all_of(verdicts: Sequence[str]) -> str:

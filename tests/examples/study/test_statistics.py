@@ -72,6 +72,51 @@ def test_a_verdict_takes_most_workloads_and_none_against(differences, expected):
 
 
 @pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (-0.02, -0.001, statistics.BETTER),
+        (-0.02, 0.004, statistics.AS_GOOD),
+        (-0.004, 0.006, statistics.NOT_TOLD),
+        (0.001, 0.004, statistics.WORSE_WITHIN),
+        (0.001, 0.006, statistics.WORSE),
+        (0.006, 0.009, statistics.WORSE),
+    ],
+)
+def test_an_endpoint_is_better_as_good_worse_or_not_told(low, high, expected):
+    found = Interval((low + high) / 2, low, high)
+    assert statistics.endpoint(found, margin=0.005) == expected
+
+
+@pytest.mark.parametrize("shift", [0.0, 0.5, -2.0])
+def test_a_p_value_is_that_of_a_t_test_and_agrees_with_the_interval(shift):
+    values = np.random.default_rng(2).normal(size=12) + shift
+    p = statistics.p_value(values)
+    assert p == pytest.approx(stats.ttest_1samp(values, 0).pvalue, rel=1e-9)
+    assert (p < 0.05) == (statistics.interval(values).sign != 0)
+    assert statistics.p_value([0.0, 0.0]) == 1 and statistics.p_value([1.0, 1.0]) == 0
+
+
+def test_holm_multiplies_the_smallest_by_the_most_and_keeps_the_order():
+    # By hand: 4 × 0.01, 3 × 0.02, then at least that, 1 × 0.5.
+    assert statistics.holm([0.5, 0.01, 0.03, 0.02]) == pytest.approx(
+        [0.5, 0.04, 0.06, 0.06]
+    )
+    assert statistics.holm([0.9, 0.8]) == [1, 1] and statistics.holm([]) == []
+
+
+def test_holm_errs_in_as_many_families_as_the_level_says():
+    rng = np.random.default_rng(3)
+    values = rng.normal(size=(800, 12, 12))
+    p = stats.ttest_1samp(values, 0, axis=2).pvalue
+    errors = np.mean([min(statistics.holm(row)) < 0.05 for row in p])
+    assert stats.binomtest(round(800 * errors), 800, 0.05).pvalue > 0.01
+    # Scipy's step-up procedure rejects whatever Holm's does, at the same level.
+    for row in p[:50]:
+        of_holm, of_fdr = statistics.holm(row), stats.false_discovery_control(row)
+        assert all(a >= b - 1e-12 for a, b in zip(of_holm, of_fdr, strict=True))
+
+
+@pytest.mark.parametrize(
     ("parts", "expected"),
     [([HOLDS, HOLDS], HOLDS), ([HOLDS, OPEN], OPEN), ([OPEN, FAILS, HOLDS], FAILS)],
 )
