@@ -11,5 +11,6 @@ results    what runs came to, in tables
 plan       the runs of an arm, each done once
 second     the searches and runs of the second protocol
 repeat     the runs of the first study, again
+classes    ratios by class of layers, beside the model's optimum
 =========  ==========================================
 """

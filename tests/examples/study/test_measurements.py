@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from examples.study import gains, plan, repeat
+from examples.study import classes, gains, plan, repeat
 from examples.study.arms import ARMS
 from examples.study.results import read_results
 from examples.study.runs import Trainer
@@ -43,6 +43,27 @@ def test_theory_is_measured_on_batches_that_come_after_the_run(trainer):
     assert len(unseen) == gains.BATCHES
     first = [np.asarray(jax.tree.leaves(batch)[0]) for batch in (*run, *unseen)]
     assert len({batch.tobytes() for batch in first}) == len(run) + gains.BATCHES
+
+
+def test_the_mean_of_a_class_is_over_that_of_all_matrices():
+    found = classes.class_means(
+        {"up": np.array([1.0, 4.0]), "down": np.array([8.0, -1.0]), "q": np.array([0.0])}
+    )
+    middle = (1 * 4 * 8) ** (1 / 3)
+    assert found == pytest.approx({"up": 2 / middle, "down": 8 / middle})
+
+
+@pytest.mark.slow
+def test_ratios_and_their_optima_are_measured_by_class(trainer):
+    rows = list(classes.along(trainer, Rates(0.003, 0.003), seed=0))
+    assert {step for step, _ in rows} == {2, 4}
+    named = {row["class"]: row for step, row in rows if step == 4}
+    assert set(named) >= {"attention query", "mlp up", "mlp down"}
+    expected = trainer.train(Rates(0.003, 0.003), seed=0).class_ratio
+    assert set(named) <= set(expected)
+    optima = [float(row["optimum"]) for row in named.values()]
+    assert min(optima) < 1 < max(optima)
+    assert all(0.5 < float(row["ratio"]) < 2 for row in named.values())
 
 
 @pytest.mark.slow
