@@ -29,7 +29,7 @@ from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.transforms.shape import scale_by_shape
 from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
-from orscale_jax.trees.updates import require_fitting, where_gradients_are
+from orscale_jax.trees.updates import require_valid
 
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -178,7 +178,7 @@ def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimiz
     _check(h)
     _matrices(arrangement, h, None, None)  # The stages refuse bad values before init.
     partition = _partition(arrangement, h)
-    return on_bare_arrays(where_gradients_are(in_float32(partition, h.mu_dtype)))
+    return on_bare_arrays(require_valid(in_float32(partition, h.mu_dtype)))
 
 
 def _normalize(h: Hyperparameters) -> Hyperparameters:
@@ -314,8 +314,6 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, optax.OptState]:
-        if params is not None:
-            require_fitting(updates, params)
         tree = updates if params is None else params
         return build_for(tree).update(updates, state, params, **extra_args)
 
