@@ -167,7 +167,7 @@ def with_arguments_of(
 
         functools.update_wrapper(built, arrangement)
         built.__signature__ = signature  # type: ignore[attr-defined]
-        return built
+        return _checks.suggests_arguments(built)
 
     return decorate
 
@@ -191,6 +191,8 @@ def _normalize(h: Hyperparameters) -> Hyperparameters:
         for field in dataclasses.fields(h)
     }
     for name in ("learning_rate", "weight_decay"):
+        for argument in (name, f"adam_{name}"):
+            values[argument] = _checks.scheduled(argument, values[argument])
         if values[f"adam_{name}"] is None:
             values[f"adam_{name}"] = values[name]
     return Hyperparameters(**values)

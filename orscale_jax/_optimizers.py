@@ -7,6 +7,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
+from orscale_jax import _checks
 from orscale_jax._algorithm import (
     Hyperparameters,
     Links,
@@ -21,6 +22,7 @@ from orscale_jax.transforms.anchors import FIRST
 from orscale_jax.transforms.decay import Mask
 
 
+@_checks.suggests_arguments
 def orscale(
     learning_rate: ScalarOrSchedule,
     *,
@@ -170,6 +172,7 @@ RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
 _UNUSED = {name: inspect.signature(orscale).parameters[name].default for name in RATIO}
 
 
+@_checks.suggests_arguments
 def muon(
     learning_rate: ScalarOrSchedule,
     *,

@@ -85,6 +85,7 @@ def add_cautious_decayed_weights(
       Chen et al. 2025, *Cautious Weight Decay*, arXiv:2510.12402, Algorithm 1.
     """
     _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
+    weight_decay = _checks.scheduled("weight_decay", weight_decay)
     return cautious(add_decayed_weights(weight_decay, mask))
 
 
