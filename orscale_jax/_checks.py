@@ -68,6 +68,7 @@ def number(
 
     ``infinite``, ``schedule`` and ``optional`` let infinity, callables and None pass.
     """
+    not_rounded(name, value)
     if isinstance(value, jax.core.Tracer):
         return
     if (optional and value is None) or (schedule and callable(value)):
@@ -81,6 +82,17 @@ def number(
     if not at_least <= number < below:
         interval = f"in [{at_least:g}, {below:g})".replace("[-inf", "(-inf")
         refuse(name, value, f"pass {wanted} {interval}")
+
+
+def not_rounded(name: str, value: Any) -> None:
+    """Refuse arrays, also traced ones, of a dtype narrower than float32."""
+    given = getattr(value, "dtype", None)
+    if given is not None and jnp.issubdtype(given, jnp.floating) and given.itemsize < 4:
+        raise ValueError(
+            f"{name} has dtype {given}, which rounds it (0.999 to 1 in bfloat16): pass a "
+            "Python number or float32. optax.inject_hyperparams casts hyperparameters to "
+            "the dtype of the parameters unless it is given hyperparam_dtype=jnp.float32."
+        )
 
 
 def scheduled(name: str, value: Any) -> Any:
@@ -141,7 +153,10 @@ def choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def dtype(name: str, value: Any) -> None:
-    """Refuse ``value`` unless it is None or a floating dtype this program can hold."""
+    """Refuse ``value`` unless it is None or a floating dtype of 16 bits or more.
+
+    Newton–Schulz diverges in 8 bits, and JAX does not promote such dtypes to others.
+    """
     if value is None:
         return
     # jnp.dtype(array) is the array's dtype, but later casts to an array would fail.
@@ -153,11 +168,13 @@ def dtype(name: str, value: Any) -> None:
             'were a schedule: pass it the name instead ("bfloat16")',
         )
     try:
-        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        known = jnp.dtype(value)
+        floating = jnp.issubdtype(known, jnp.floating) and jnp.finfo(known).bits >= 16
     except TypeError:
         floating = False
     if not floating:
-        refuse(name, value, "pass a floating dtype, such as jnp.bfloat16, or None")
+        remedy = "pass a floating dtype of 16 bits or more, such as jnp.bfloat16, or None"
+        refuse(name, value, remedy)
     if jax.dtypes.canonicalize_dtype(value) != jnp.dtype(value):
         refuse(name, value, "enable jax_enable_x64, or pass jnp.float32")
 

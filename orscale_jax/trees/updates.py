@@ -38,12 +38,13 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     def check(path: Any, param: jax.Array, update: jax.Array) -> None:
         shape, dtype = np.shape(update), jnp.result_type(update)
         trainable = jnp.issubdtype(jnp.result_type(param), jnp.floating)
-        real = jnp.issubdtype(dtype, jnp.floating)
+        real = jnp.issubdtype(dtype, jnp.floating) and _promotes(dtype, param)
         if shape != np.shape(param) or (trainable and not real):
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
                 f"{dtype}, but the parameter has shape {np.shape(param)} and dtype "
-                f"{jnp.result_type(param)}: pass a real gradient of that shape."
+                f"{jnp.result_type(param)}: pass a real gradient of that shape, of a dtype "
+                "that JAX promotes to the parameter's."
             )
 
     difference = first_difference(params, updates)
@@ -54,6 +55,15 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
             "optimizer.update(gradients, state, parameters) with trees of one structure."
         )
     jax.tree_util.tree_map_with_path(check, params, updates)
+
+
+def _promotes(dtype: Any, param: Any) -> bool:
+    """Whether JAX has a dtype for both: it has none for 8 bits and others."""
+    try:
+        jnp.promote_types(dtype, jnp.result_type(param))
+    except ValueError:
+        return False
+    return True
 
 
 def require_valid(
