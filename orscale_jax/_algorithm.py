@@ -29,6 +29,7 @@ from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.transforms.shape import scale_by_shape
 from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.updates import require_valid
 
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
@@ -328,6 +329,7 @@ def _resolve_mask(mask: Mask | None, tree: PyTree) -> Mask | None:
         # optax.tree.map_params passes a placeholder without leaves.
         mask = mask(tree) if jax.tree.leaves(tree) else tree
     if mask is not None and jax.tree.leaves(tree):
+        mask = mask_like(mask, tree)
         _require_mask(mask, tree)
     return mask
 

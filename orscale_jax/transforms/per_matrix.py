@@ -71,11 +71,17 @@ def per_matrix_stage(
 ) -> optax.GradientTransformation:
     """A stateless transformation that applies ``fn(axes, leaf)`` to the matrices."""
 
-    def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
-        return map_matrices(fn, axes_tree, updates)
+    def init(params: PyTree) -> optax.EmptyState:
+        require_matrices(weight_dimension_numbers, params)
+        return optax.EmptyState()
 
-    return on_bare_arrays(optax.stateless(update))
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.EmptyState]:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        return map_matrices(fn, axes_tree, updates), state
+
+    return on_bare_arrays(optax.GradientTransformation(init, update))
 
 
 def spread(axes: LeafAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:
