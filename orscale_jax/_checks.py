@@ -209,7 +209,7 @@ def model(name: str, value: Any, kind: type) -> None:
     nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kind))
     if not any(isinstance(node, kind) for node in nodes):
         raise ValueError(
-            f"{name} is of type {type(value).__name__}: pass the model itself, an instance "
-            f"of {kind.__module__.rpartition('.')[0]}.{kind.__name__}, not its class, its "
-            "state or its parameters."
+            f"{name} is of type {type(value).__name__}: pass the model itself, an "
+            f"instance of {kind.__module__.rpartition('.')[0]}.{kind.__name__}, not its "
+            "class, its state or its parameters."
         )

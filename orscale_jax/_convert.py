@@ -117,8 +117,8 @@ class _Held(NamedTuple):
         if len(found) > 1 and not here:
             places = " and ".join(repr(".".join(entry.place)) for entry in found)
             raise ValueError(
-                f"the old state holds {field} of {wanted.name} several times, at {places}: "
-                "pass the part of it that the new optimizer continues."
+                f"the old state holds {field} of {wanted.name} several times, at "
+                f"{places}: pass the part of it that the new optimizer continues."
             )
         return next((entry.array for entry in here or found), None)
 
@@ -152,6 +152,8 @@ class _Source(NamedTuple):
     def _converted(self, entry: Entry) -> Any:
         if entry.owner is None:
             return self._count(entry)
+        if self.old.has(entry.field, entry.owner):
+            return self.old.array(entry.field, entry)
         if self._is_average_of_muon(entry) and self.old.has("trace", entry.owner):
             total = self.old.array("trace", entry)
             return (1 - self._mu(entry)) / self._of_nesterov(entry) * total
@@ -161,7 +163,7 @@ class _Source(NamedTuple):
             if not self.old.has("nu", entry.owner):
                 factor = factor * self._of_nesterov(entry)
             return factor * jnp.asarray(average, jnp.result_type(entry.array))
-        return self.old.array(entry.field, entry)
+        return None
 
     def _is_average_of_muon(self, entry: Entry) -> bool:
         assert entry.owner is not None
@@ -217,7 +219,9 @@ def _refuse_new(old: _Held, params: PyTree, allow_new: bool) -> None:
     if not owners:
         raise ValueError(
             "the old state holds nothing of these parameters: pass the parameters under "
-            "the names of its run. The names passed are "
+            "the names of its run, and restore lists into the structure of its "
+            "optimizer's init, since they have lost the names of fields. The names "
+            "passed are "
             f"{', '.join(repr('.'.join(keys)) for keys in names[:5])}."
         )
     if new and not allow_new:

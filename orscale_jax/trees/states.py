@@ -64,7 +64,9 @@ def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list
         arrays = [(names_on(path), array) for path, array in _leaves(node)]
         if place and place[-1] in _NO_PARAMS:
             yield from (Entry(place + path, None, array) for path, array in arrays)
-        elif holds_params(node, parent, place) and names.intersection(dict(arrays)):
+        elif _holds_params(node, parent, place, types, fields) and names.intersection(
+            dict(arrays)
+        ):
             for path, array in arrays:
                 owned = path in names
                 yield Entry(*((place, path) if owned else (place + path, None)), array)
@@ -74,15 +76,24 @@ def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list
             for key, child in children(node).items():
                 yield from below(child, node, (*place, key))
 
-    def holds_params(node: Any, parent: Any, place: Path) -> bool:
-        if is_state(node) or not place or place[-1] in _STATES:
-            return False
-        return is_state(parent) or place[-1] in fields
+    return list(below(state, None, ()))
+
+
+def _holds_params(
+    node: Any,
+    parent: Any,
+    place: Path,
+    types: Collection[type],
+    fields: Collection[str] = (),
+) -> bool:
+    """Whether a node is a field of a state, or named like one, but not a state itself."""
 
     def is_state(node: Any) -> bool:
         return hasattr(node, "_fields") and type(node) not in types
 
-    return list(below(state, None, ()))
+    if not place or place[-1] in _STATES or is_state(node):
+        return False
+    return is_state(parent) or place[-1] in fields
 
 
 def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
@@ -141,8 +152,7 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
     if difference is None:
         return "its nodes have other static fields than those of optimizer.init(params)"
     words = difference.in_words("optimizer.init(params)", "the state")
-    owned = {entry.place for entry in entries(wanted, params) if entry.owner is not None}
-    of_params = any(difference.path[: len(place)] == place for place in owned)
+    of_params = _is_in_params(difference.path, wanted, _types_in(params))
     if of_params and difference.wanted is None:
         return f"{words}. Pass a gradient for this parameter, as init was given it"
     if isinstance(difference.wanted, tuple) and type(difference.found) in _UNTYPED:
@@ -152,9 +162,9 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
         )
     elif of_params:
         remedy = (
-            "Pass the state of these parameters. If you added or removed some, "
-            "orscale_jax.convert_state(state, optimizer, params, allow_new=True) keeps "
-            "what the state holds for the others"
+            "Pass the state of these parameters. If some of them or their dimension "
+            "numbers have changed, orscale_jax.convert_state(state, optimizer, params) "
+            "keeps what still fits (for new ones, with allow_new=True)"
         )
     else:
         remedy = (
@@ -162,3 +172,13 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
             "orscale_jax.convert_state(state, optimizer, params)"
         )
     return f"{words}. {remedy}"
+
+
+def _is_in_params(path: Path, state: PyTree, types: Collection[type]) -> bool:
+    """Whether a path of a state ends in one of its trees of parameters."""
+    node = state
+    for depth, key in enumerate(path, start=1):
+        parent, node = node, children(node)[key]
+        if _holds_params(node, parent, path[:depth], types):
+            return True
+    return False

@@ -43,8 +43,8 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
                 f"{dtype}, but the parameter has shape {np.shape(param)} and dtype "
-                f"{jnp.result_type(param)}: pass a real gradient of that shape, of a dtype "
-                "that JAX promotes to the parameter's."
+                f"{jnp.result_type(param)}: pass a real gradient of that shape, of a "
+                "dtype that JAX promotes to the parameter's."
             )
 
     difference = first_difference(params, updates)
