@@ -51,12 +51,14 @@ def convert_state(
       allow_new: Whether parameters may be missing from the old state.
 
     Returns:
-      A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``.
+      A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``. It
+      shares no array with ``state``: a step to which it is donated does not delete that.
 
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
         set), an array has another shape, ``momentum`` is missing, AdamW would need a
-        second moment that the state does not hold, or the counts in the old state differ.
+        second moment that the state does not hold, the counts in the old state differ, or
+        it holds an array of a parameter several times under one name.
 
     Example:
       >>> import jax.numpy as jnp, optax

@@ -19,11 +19,13 @@ class Difference(NamedTuple):
         """The difference, given what the trees are, such as "the gradients"."""
         wanted, found = children(self.wanted), children(self.found)
         if type(self.wanted) is type(self.found):
-            for key in wanted.keys() - found.keys():
-                return f"{_place((*self.path, key))} is missing from {found_tree}"
-            for key in found.keys() - wanted.keys():
-                place = _place((*self.path, key))
-                return f"{place} is in {found_tree}, but not in {wanted_tree}"
+            missing, surplus = (
+                [_place((*self.path, key)) for key in these if key not in those]
+                for these, those in ((wanted, found), (found, wanted))
+            )
+            if missing:
+                return f"{missing[0]} is missing from {found_tree}"
+            return f"{surplus[0]} is in {found_tree}, but not in {wanted_tree}"
         return (
             f"{_place(self.path)} is {_kind(self.found)} in {found_tree}, and "
             f"{_kind(self.wanted)} in {wanted_tree}"

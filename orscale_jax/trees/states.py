@@ -68,8 +68,8 @@ def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list
             dict(arrays)
         ):
             for path, array in arrays:
-                owned = path in names
-                yield Entry(*((place, path) if owned else (place + path, None)), array)
+                at, owner = (place, path) if path in names else (place + path, None)
+                yield Entry(at, owner, array)
         elif jax.tree_util.all_leaves([node]):
             yield Entry(place, None, node)
         else:
@@ -118,7 +118,8 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
     Raises:
       ValueError: If a leaf is missing, is surplus, or has another shape or kind of dtype.
     """
-    if jax.tree.structure(state) != jax.tree.structure(wanted):
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (state, wanted)]
+    if structures[0] != structures[1]:
         raise ValueError(f"the state does not fit: {_misfit(state, wanted, params)}.")
     arrays = jax.tree.leaves(state)
     pairs = zip(arrays, jax.tree.leaves(wanted), strict=True)
