@@ -90,7 +90,7 @@ def test_orthogonalize_leaves_masked_leaves_alone():
 def test_init_refuses_what_update_refuses(stage):
     params = {"b": jnp.ones(3), "w": jnp.ones((4, 6))}
     for call in (stage().init, lambda tree: stage().update(tree, optax.EmptyState())):
-        with pytest.raises(ValueError, match="'b' of shape .* is not a matrix"):
+        with pytest.raises(ValueError, match=r"'b' of shape .* is not a matrix"):
             call(params)
 
 
