@@ -35,7 +35,8 @@ from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.transforms.shape import scale_by_shape
 from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
-from orscale_jax.trees.updates import require_fitting, where_gradients_are
+from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.updates import require_valid
 
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -173,7 +174,7 @@ def with_arguments_of(
 
         functools.update_wrapper(built, arrangement)
         built.__signature__ = signature  # type: ignore[attr-defined]
-        return built
+        return _checks.suggests_arguments(built)
 
     return decorate
 
@@ -184,7 +185,7 @@ def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimiz
     _check(h)
     _matrices(arrangement, h, None, None)  # The stages refuse bad values before init.
     partition = _partition(arrangement, h)
-    return on_bare_arrays(where_gradients_are(in_float32(partition, h.mu_dtype)))
+    return on_bare_arrays(require_valid(in_float32(partition, h.mu_dtype)))
 
 
 def _normalize(h: Hyperparameters) -> Hyperparameters:
@@ -197,6 +198,8 @@ def _normalize(h: Hyperparameters) -> Hyperparameters:
         for field in dataclasses.fields(h)
     }
     for name in ("learning_rate", "weight_decay"):
+        for argument in (name, f"adam_{name}"):
+            values[argument] = _checks.scheduled(argument, values[argument])
         if values[f"adam_{name}"] is None:
             values[f"adam_{name}"] = values[name]
     return Hyperparameters(**values)
@@ -323,8 +326,6 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, optax.OptState]:
-        if params is not None:
-            require_fitting(updates, params)
         tree = updates if params is None else params
         return build_for(tree).update(updates, state, params, **extra_args)
 
@@ -339,6 +340,7 @@ def _resolve_mask(mask: Mask | None, tree: PyTree, axes: PyTree) -> Mask | None:
         # optax.tree.map_params passes a placeholder without leaves.
         mask = mask(tree) if jax.tree.leaves(tree) else tree
     if mask is not None and jax.tree.leaves(tree):
+        mask = mask_like(mask, tree)
         _require_mask(mask, tree)
     return mask
 

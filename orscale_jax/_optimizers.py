@@ -7,6 +7,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
+from orscale_jax import _checks
 from orscale_jax._algorithm import (
     Hyperparameters,
     Links,
@@ -21,6 +22,7 @@ from orscale_jax.transforms.anchors import FIRST
 from orscale_jax.transforms.decay import Mask
 
 
+@_checks.suggests_arguments
 def orscale(
     learning_rate: ScalarOrSchedule,
     *,
@@ -74,8 +76,9 @@ def orscale(
       learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
       momentum: :math:`\mu` in [0, 1).
       nesterov: Whether Q is the polar factor of :math:`\tilde M` (True) or of M.
-      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state. None:
-        the parameter's.
+      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state, a float
+        of 16 bits or more. None: the parameter's. float16 overflows where gradients stay
+        above :math:`65504 (1 - \mu)`.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
       weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
@@ -141,7 +144,9 @@ def orscale(
     Raises:
       ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
         ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
-        missing or a gradient has another shape than its parameter.
+        missing, a gradient has another shape than its parameter, or the state is not one
+        that ``init`` makes of these parameters. The checks happen while JAX traces.
+      TypeError: If an argument is not known; the message suggests the nearest one.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -173,6 +178,7 @@ RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
 _UNUSED = {name: inspect.signature(orscale).parameters[name].default for name in RATIO}
 
 
+@_checks.suggests_arguments
 def muon(
     learning_rate: ScalarOrSchedule,
     *,

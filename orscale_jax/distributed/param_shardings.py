@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from orscale_jax import _checks
 from orscale_jax.distributed import meshes, typed_sharding
 from orscale_jax.trees.boxes import annotated_spec, is_box, unbox
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, name_and_shape, names_on
 
 PyTree: TypeAlias = Any
@@ -81,6 +82,7 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
             lambda rest, leaf: _fitting(spec, path + rest, leaf, mesh), subtree
         )
 
+    given = mask_like(given, tree, _says_sharding)
     try:
         jax.tree.map(lambda *_: None, given, tree, is_leaf=_says_sharding)
     except ValueError as error:

@@ -12,6 +12,7 @@ from flax import linen
 from flax.core import meta
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
 from orscale_jax.parameters import module_types, path_rules, resolution
@@ -123,6 +124,7 @@ def linen_dimension_numbers(
     References:
       https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
     """
+    _checks.model("module", module, linen.Module)
     if rngs is None:
         rngs = jax.random.key(0)
     owners: dict[Path, str] = {(): type(module).__name__}

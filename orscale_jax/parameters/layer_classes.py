@@ -80,7 +80,7 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
         return bare
     refuse_step_count(bare, "classes")
     leaves = leaves_and_masks(bare)
-    given = compiled.values([dotted(path) for path, _ in leaves])
+    given = compiled.values(leaves)
     names = ClassesByName.of(leaves)
     return jax.tree_util.tree_map_with_path(
         lambda path, _: given.get(dotted(path)) or names.layer_class(path), bare

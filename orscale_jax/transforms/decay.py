@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf, is_function
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.updates import require_params
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
@@ -52,7 +53,13 @@ def add_decayed_weights(
         if callable(weight_decay)
         else optax.add_decayed_weights(weight_decay)
     )
-    return stage if mask is None else optax.masked(stage, mask)
+    if mask is None:
+        return stage
+
+    def mask_of(tree: PyTree) -> PyTree:
+        return mask_like(mask(tree) if is_mask_function(mask) else mask, tree)
+
+    return optax.masked(stage, mask_of)
 
 
 def _by_schedule(schedule: Callable[[Any], Any]) -> optax.GradientTransformation:
@@ -106,6 +113,7 @@ def add_cautious_decayed_weights(
       Chen et al. 2025, *Cautious Weight Decay*, arXiv:2510.12402, Algorithm 1.
     """
     _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
+    weight_decay = _checks.scheduled("weight_decay", weight_decay)
     return cautious(add_decayed_weights(weight_decay, mask))
 
 

@@ -17,6 +17,7 @@ from orscale_jax.transforms.per_matrix import (
     full_per_matrix,
     map_matrices,
     reduce_matrices,
+    require_per_matrix,
     spread,
 )
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
@@ -90,6 +91,7 @@ def from_first_nonzero_update(
         **extra_args: Any,
     ) -> tuple[PyTree, FromFirstNonzeroUpdateState]:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
+        require_per_matrix(state.started, axes_tree, updates)
         if moving is None:
             moving = _moving(axes_tree, updates)
         transformed, inner_state = inner.update(

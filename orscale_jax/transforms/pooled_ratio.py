@@ -20,6 +20,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.transforms.per_matrix import map_matrices, spread
 from orscale_jax.transforms.trust_ratio import ratio_bounds
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.updates import require_params
 
@@ -145,7 +146,7 @@ def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda _: "", tree)
     if is_function(classes, _is_label):
         classes = classes(params)
-    labels = unbox(classes, _is_label)
+    labels = mask_like(unbox(classes, _is_label), tree, _is_label)
     for label in jax.tree.leaves(labels, is_leaf=_is_label):
         if not _is_label(label):
             _checks.refuse("classes", label, "pass a tree of strings")

@@ -25,6 +25,7 @@ from orscale_jax.transforms.per_matrix import (
     full_per_matrix,
     map_matrices,
     matrix_norms,
+    require_per_matrix,
     spread,
 )
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
@@ -208,6 +209,7 @@ def scale_by_calibrated_trust_ratio(
     ) -> tuple[PyTree, Any]:
         require_params(params)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
+        require_per_matrix(state.calibration, axes_tree, updates)
         given = weight_decay, weight_decay_mask
         decays = _decay_of_leaves(*(given if rule.needs_full_rank else (0, None)), params)
         *per_matrix, _ = state
