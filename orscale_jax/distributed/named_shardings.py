@@ -30,13 +30,6 @@ def named(arrays: Sequence[Any], mesh: Mesh) -> tuple[Mesh, tuple[NamedSharding,
     )
 
 
-def mesh_of_devices(array: Any, abstract: AbstractMesh) -> Mesh:
-    """An abstract mesh on the devices of an array, in their order."""
-    lengths = tuple(abstract.shape.values())
-    indices = array.sharding.devices_indices_map((abstract.size,) * len(array.shape))
-    return Mesh(np.array([*indices]).reshape(lengths), abstract.axis_names)
-
-
 @functools.lru_cache(maxsize=256)
 def axes_on(mesh: Mesh, sharding: Sharding, rank: int) -> tuple[MeshAxes | None, ...]:
     """For each axis of an array, the mesh axes over which it is sharded, or None."""
