@@ -15,7 +15,6 @@ from orscale_jax.distributed import lowering, meshes, named_shardings
 from orscale_jax.distributed.buckets import count_devices
 from orscale_jax.distributed.shards import PerDevice, sharded_array
 
-
 # spread_out(mesh, arrays, scalars) returns results of the arrays' shapes.
 SpreadOut: TypeAlias = Callable[
     [AbstractMesh, Sequence[jax.Array], Mapping[str, jax.Array]], Sequence[jax.Array]
