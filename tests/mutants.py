@@ -512,6 +512,18 @@ MUTANTS = [
         "test_mesh.py -k without_the_mesh",
     ),
     Mutant(
+        "_is_for_export",
+        "bool(ctx.module_context.lowering_parameters.for_export)",
+        "False",
+        "test_lowering.py -k layouts",
+    ),
+    Mutant(
+        "_on_devices",
+        "mesh.size == count",
+        "True",
+        "test_lowering.py -k given_mesh",
+    ),
+    Mutant(
         "on_unknown_shards",
         "jax.sharding.use_abstract_mesh(mesh)",
         "jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())",

@@ -125,8 +125,8 @@ def linen_dimension_numbers(
       https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
     """
     _checks.model("module", module, linen.Module)
-    if rngs is None:
-        rngs = jax.random.key(0)
+    if rngs is None:  # Abstract: a key would be sent to the device.
+        rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, str] = {(): type(module).__name__}
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     with linen.intercept_methods(interceptor), _its_own_jit_cache():
