@@ -61,7 +61,7 @@ test-all: $(VENV)/.has-examples,test ## Run all tests.
 coverage: ARGS += --cov=orscale_jax --cov-branch --cov-report=term-missing --cov-fail-under=97
 coverage: test-extended ## Run these tests and require the coverage by branches.
 
-mutants: $(VENV)/.has-examples,test ## Break the numeric code line by line; tests must notice.
+mutants: $(VENV)/.has-examples,test ## Break the numeric code, one expression at a time; tests must notice.
 	$(RUN) tests.mutants $(ARGS)
 
 lint: $(VENV)/.has-examples,lint ## Check style, formatting, spelling and types.

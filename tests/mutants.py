@@ -1,23 +1,30 @@
 """Break the numeric code, one expression at a time: every mutant must be caught.
 
-    python -m tests.mutants            # all of them
-    python -m tests.mutants 3 7        # some
+    python -m tests.mutants               # all of them
+    python -m tests.mutants 3 7           # some
+    python -m tests.mutants --sample 8    # those whose turn it is today
 
 A mutant is a copy of the tree with one expression replaced; it is caught if the tests
-named beside it fail. `make mutants` runs all.
+named beside it fail. `make mutants` runs all, `.ci/run` a sample.
 """
 
+import argparse
 import ast
+import collections
+import datetime
+import functools
 import pathlib
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
 COPIED = ("orscale_jax", "tests", "examples", "pyproject.toml")
+AT_ONCE = 2  # Mutants, each in a process of its own.
 
 
 class Mutant(NamedTuple):
@@ -27,7 +34,7 @@ class Mutant(NamedTuple):
       function: The function or class around the code, in any module.
       code: An expression or a statement that occurs in it once, in any formatting.
       broken: The code that replaces it.
-      tests: Arguments of pytest; files by their names alone.
+      tests: Arguments of pytest; files by the ends of their paths.
     """
 
     function: str
@@ -68,9 +75,9 @@ MUTANTS = [
         "test_polar.py",
     ),
     Mutant(
-        "normalize",
-        "return scaled / jnp.sqrt(jnp.where(square == 0, 1, square))",
-        "return scaled / jnp.sqrt(square)",
+        "_root",
+        "return jnp.sqrt(jnp.where(square == 0, 1, square))",
+        "return jnp.sqrt(square)",
         "test_polar.py",
     ),
     Mutant(
@@ -135,14 +142,14 @@ MUTANTS = [
     ),
     Mutant(
         "_directed",
-        "(norms.direction > 0) & jnp.isfinite(norms.direction)",
-        "jnp.isfinite(norms.direction)",
+        "return (norms.direction > 0) & jnp.isfinite(norms.direction)",
+        "return jnp.isfinite(norms.direction)",
         "test_stages.py",
     ),
     Mutant(
         "_directed",
-        "(norms.direction > 0) & jnp.isfinite(norms.direction)",
-        "norms.direction > 0",
+        "return (norms.direction > 0) & jnp.isfinite(norms.direction)",
+        "return norms.direction > 0",
         "test_stages.py",
     ),
     Mutant(
@@ -696,7 +703,7 @@ MUTANTS = [
         "null_share",
         "values <= floor * values[..., :1]",
         "values <= floor",
-        "test_measurements.py",
+        "diagnostics/test_measurements.py",
     ),
     Mutant(
         "find_problems",
@@ -726,14 +733,26 @@ class Place(NamedTuple):
     node: ast.AST
 
 
-def places(tree: pathlib.Path, mutant: Mutant) -> Iterator[Place]:
+@functools.cache
+def named() -> dict[str, list[Place]]:
+    """The functions and classes of the package, by name."""
+    found = collections.defaultdict(list)
+    for path in sorted((ROOT / "orscale_jax").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found[node.name].append(Place(path, node))
+    return found
+
+
+def places(mutant: Mutant) -> list[Place]:
     """All places in the package at which the mutant's code occurs."""
     wanted = ast.dump(parsed(mutant.code))
-    for path in sorted((tree / "orscale_jax").rglob("*.py")):
-        for outer in ast.walk(ast.parse(path.read_text())):
-            if getattr(outer, "name", None) == mutant.function:
-                inner = (node for node in ast.walk(outer) if ast.dump(node) == wanted)
-                yield from (Place(path, node) for node in inner)
+    return [
+        Place(path, node)
+        for path, outer in named()[mutant.function]
+        for node in ast.walk(outer)
+        if ast.dump(node) == wanted
+    ]
 
 
 def parsed(code: str) -> ast.AST:
@@ -743,14 +762,26 @@ def parsed(code: str) -> ast.AST:
         return ast.parse(code).body[0]
 
 
-def break_code(tree: pathlib.Path, mutant: Mutant) -> pathlib.Path:
-    """Break the code in its one place; return the file, relative to the tree."""
-    found = list(places(tree, mutant))
+def the_place(mutant: Mutant) -> Place:
+    """The one place of the mutant's code.
+
+    Raises:
+      LookupError: If it stands nowhere, or in several places.
+    """
+    found = places(mutant)
     if len(found) != 1:
-        raise SystemExit(
-            f"{mutant.code!r} stands in {mutant.function} {len(found)} times, not once."
+        where = [f"{path.relative_to(ROOT)}:{node.lineno}" for path, node in found]
+        raise LookupError(
+            f"{mutant.code!r} stands in {mutant.function} {len(found)} times, not once: "
+            f"{', '.join(where) or 'nowhere'}"
         )
-    [(path, node)] = found
+    return found[0]
+
+
+def break_code(tree: pathlib.Path, mutant: Mutant) -> pathlib.Path:
+    """Break a copy's code in its one place; return the file, relative to the tree."""
+    original, node = the_place(mutant)
+    path = tree / original.relative_to(ROOT)
     lines = path.read_bytes().splitlines(keepends=True)
     before = (
         b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
@@ -764,7 +795,7 @@ def break_code(tree: pathlib.Path, mutant: Mutant) -> pathlib.Path:
 def failing_test(tree: pathlib.Path, tests: str) -> str | None:
     """The first test that fails in the tree, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    arguments = [located(tree, argument) for argument in tests.split()]
+    arguments = [located(argument) for argument in tests.split()]
     done = subprocess.run(
         [*command, *arguments], cwd=tree, capture_output=True, text=True
     )
@@ -774,17 +805,20 @@ def failing_test(tree: pathlib.Path, tests: str) -> str | None:
     return failed[0].split(" - ")[0].removeprefix("FAILED tests/") if failed else None
 
 
-def located(tree: pathlib.Path, argument: str) -> str:
+def located(argument: str) -> str:
     """A file, with the test in it if there is one, by its path; else the argument."""
     name, *test = argument.split("::")
     if not name.endswith(".py"):
         return argument
-    [path] = (tree / "tests").rglob(name)
-    return "::".join([str(path.relative_to(tree)), *test])
+    found = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob(name)]
+    if len(found) != 1:
+        raise LookupError(f"{name} names {len(found)} files, not one: {found}")
+    return "::".join([*found, *test])
 
 
-def survives(number: int, mutant: Mutant) -> bool:
+def survives(number: int) -> bool:
     """Whether the tests miss a mutant; print the outcome."""
+    mutant = MUTANTS[number - 1]
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
         for name in COPIED:
@@ -792,20 +826,44 @@ def survives(number: int, mutant: Mutant) -> bool:
             copy(ROOT / name, tree / name)
         broken = break_code(tree, mutant)
         caught = failing_test(tree, mutant.tests)
-    print(f"{number:2}  {broken}, {mutant.function}: {mutant.code}")
-    print(f"    became: {mutant.broken}")
-    print(f"    {f'caught by {caught}' if caught else 'SURVIVED ' + mutant.tests}")
-    sys.stdout.flush()
+    print(
+        f"{number:3}  {broken}, {mutant.function}: {mutant.code}\n"
+        f"     became: {mutant.broken}\n"
+        f"     {f'caught by {caught}' if caught else 'SURVIVED ' + mutant.tests}",
+        flush=True,
+    )
     return caught is None
 
 
-def main(numbers: list[int]) -> int:
-    chosen = numbers or range(1, len(MUTANTS) + 1)
-    survivors = [n for n in chosen if survives(n, MUTANTS[n - 1])]
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants caught.", end=" ")
+def whose_turn_it_is(size: int, day: datetime.date) -> list[int]:
+    """The numbers of a day's mutants; those of the next day follow, so that all come."""
+    start = day.toordinal() * size
+    return [(start + i) % len(MUTANTS) + 1 for i in range(min(size, len(MUTANTS)))]
+
+
+def chosen(arguments: Sequence[str]) -> Iterable[int]:
+    """The numbers of the mutants that the command line asks for."""
+    parser = argparse.ArgumentParser("python -m tests.mutants")
+    parser.add_argument("numbers", type=int, nargs="*", help="which of them")
+    parser.add_argument("--sample", type=int, metavar="N", help="N, others each day")
+    given = parser.parse_args(arguments)
+    if given.sample is None:
+        return given.numbers or range(1, len(MUTANTS) + 1)
+    day = datetime.date.today()
+    numbers = whose_turn_it_is(given.sample, day)
+    print(f"Mutants of {day}: {' '.join(map(str, numbers))}", flush=True)
+    return numbers
+
+
+def main(arguments: Sequence[str]) -> int:
+    numbers = list(chosen(arguments))
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        survived = list(pool.map(survives, numbers))
+    survivors = [n for n, missed in zip(numbers, survived, strict=True) if missed]
+    print(f"{len(numbers) - len(survivors)} of {len(numbers)} mutants caught.", end=" ")
     print(f"Survivors: {survivors}" if survivors else "")
     return bool(survivors)
 
 
 if __name__ == "__main__":
-    sys.exit(main([int(argument) for argument in sys.argv[1:]]))
+    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,12 @@
-"""The direction of imports that docs/architecture.md draws."""
+"""The direction of imports that docs/architecture.md draws; tables of contents."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
+
+from orscale_jax import diagnostics
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "orscale_jax"
@@ -66,3 +69,41 @@ def test_the_planner_does_without_jax(name):
     assert all(top not in {"jax", "jaxlib", "optax"} for top, *_ in modules)
     inside = {tuple(inside[:2]) for top, *inside in modules if top == "orscale_jax"}
     assert inside <= {("distributed", "buckets"), ("newton_schulz", "restarts")}
+
+
+ROW = re.compile(r"^([\w/]+(?:, [\w/]+)*)  +\S")  # The names, and what they are for.
+
+
+def table_of_contents(package):
+    """The names in the table of a package's docstring; None without a table."""
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+    _, rule, table = (docstring or "").partition("\n==")
+    if not rule:
+        return None
+    rows = filter(None, map(ROW.match, table.partition("\n==")[0].splitlines()))
+    return [name.rstrip("/") for row in rows for name in row[1].split(", ")]
+
+
+TABLES = {
+    str(path.parent.relative_to(ROOT)): table_of_contents(path.parent)
+    for part in ("orscale_jax", "examples")
+    for path in sorted((ROOT / part).rglob("__init__.py"))
+}
+OF_FUNCTIONS = TABLES.pop("orscale_jax/diagnostics")
+
+
+@pytest.mark.parametrize("folder", [folder for folder, table in TABLES.items() if table])
+def test_tables_of_contents_list_every_file(folder):
+    names = TABLES[folder]
+    assert len(names) == len(set(names))
+    there = {path.stem for path in (ROOT / folder).glob("*.py")}
+    there |= {path.parent.name for path in (ROOT / folder).glob("*/__init__.py")}
+    missing = there - {"__init__", "__main__"} - set(names)
+    assert not missing, f"{folder}/__init__.py does not list {sorted(missing)}"
+    gone = set(names) - there
+    assert not gone, f"{folder}/__init__.py lists what is not there: {sorted(gone)}"
+
+
+def test_the_table_of_diagnostics_lists_functions():
+    assert OF_FUNCTIONS
+    assert all(callable(getattr(diagnostics, name)) for name in OF_FUNCTIONS)

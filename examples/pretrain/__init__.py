@@ -7,22 +7,31 @@
 
 Read in this order:
 
-==================  ==============================================================
-recipe, config      the options: what decides the result, and where and how it runs
-recipes, configs    those of the paper's runs and of the demos, by name
-optimizers          every optimizer that a recipe may name
-models/, tasks/     the models; their losses and data as the trainer sees them
-data, shards,       which files, which windows of them, and which part of a batch a
-batches, loading    process reads
-meshes              the mesh, and the table from logical names to its axes
-setup, step         the training state, sharded; the step from one to the next
-train               the loop
-evaluation          validation
-checkpoint          saving and restoring; checksums
-stop, processes     signals; one process or many
-logs                what a run tells: records, readouts, progress, throughput
-report, plots       what it shows at its end; compare, timing
-compile_only        the step for a pod, compiled on any machine
-functional          the same models and data as plain functions, for experiments
-==================  ==============================================================
+===========================  =========================================================
+recipe, config               the options: what decides the result, and where and how it
+                             runs
+recipes, configs             those of the paper's runs and of the demos, by name
+optimizers                   every optimizer that a recipe may name
+unused                       options that would change nothing
+models/, tasks/              the models; their losses and data as the trainer sees them
+loss                         the cross-entropy of a language model
+data, shards                 which files, and which windows of them
+batches, loading             which examples a batch has, and which of them a process reads
+meshes                       the mesh, and the table from logical names to its axes
+setup, step                  the training state, sharded; the step from one to the next
+train                        the loop
+evaluation                   validation
+checkpoint, checksums        saving and restoring
+rundir                       the folder of a run
+stop, processes              signals; one process or many
+logs                         what a run tells, by the following
+records, readouts            metrics and the optimizer's readings, as files
+progress, throughput         on the terminal
+report, plots, titles        what a run shows at its end
+compare                      several runs side by side
+timing                       the seconds of a step
+compile_only                 the step for a pod, compiled on any machine
+functional                   the same models and data as plain functions, for experiments
+errors, compilation_cache    messages where something fails
+===========================  =========================================================
 """

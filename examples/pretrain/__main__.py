@@ -9,9 +9,10 @@ import tyro
 from rich.console import Console
 
 from examples.pretrain import compile_only, report
+from examples.pretrain.compilation_cache import failing_in_one_message
 from examples.pretrain.config import Config
 from examples.pretrain.configs import find_config
-from examples.pretrain.errors import RunError, UsageError
+from examples.pretrain.errors import RunError, UsageError, writing
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.processes import (
@@ -65,7 +66,13 @@ def run(config: Config, console: Console) -> None:
     mesh = make_mesh(config.mesh)
     check(config, task, data, mesh)
     console.print(data.description, highlight=False)
-    with claim(config, data), StopSignal() as stop:
+    claimed = claim(config, data)
+    with (
+        writing(config.out),
+        failing_in_one_message(console),
+        claimed,
+        StopSignal() as stop,
+    ):
         for name in config.optimizer:
             train(name, Run(config, task, data, mesh, stop, console))
             stop.check(f"Stopped after {name}")

@@ -1,11 +1,10 @@
 """Checkpoints from which a run carries on as if it had never stopped."""
 
 import contextlib
-import errno
-import gc
+import functools
+import inspect
 import itertools
 import logging
-import os
 import pathlib
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 
 from examples.pretrain.checksums import checksums
-from examples.pretrain.errors import RunError
+from examples.pretrain.errors import RunError, why_not_written
 from examples.pretrain.processes import barrier, everywhere, is_first, others_are_gone
 from examples.pretrain.setup import Setup, State
 
@@ -37,6 +36,7 @@ class Checkpoints:
     def __init__(self, folder: pathlib.Path, keep: int, console: Console):
         for name in ("absl", "asyncio"):  # Orbax logs the traceback of all it raises.
             logging.getLogger(name).setLevel(logging.CRITICAL)
+        _quiet_threads()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep, cleanup_tmp_directories=True
         )
@@ -78,13 +78,12 @@ class Checkpoints:
           RunError: If there are checkpoints, but none can be read.
         """
         damaged: dict[int, str] = {}
-        with _quiet_threads():
-            for step in sorted(self._manager.all_steps(), reverse=True):
-                state, reason = self._read(step, setup)
-                if state is not None:
-                    self._move_aside(damaged, step)
-                    return state, step
-                damaged[step] = reason
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            state, reason = self._read(step, setup)
+            if state is not None:
+                self._move_aside(damaged, step)
+                return state, step
+            damaged[step] = reason
         if damaged:
             raise RunError(
                 f"No checkpoint in {self._folder} can be read: "
@@ -139,8 +138,7 @@ class Checkpoints:
         except Exception as error:
             if others_are_gone(error):
                 raise
-            full = os.strerror(errno.ENOSPC)  # Stands somewhere in a long message.
-            reason = full if full in str(error) else _first_line(error)[:300]
+            reason = why_not_written(error) or _first_line(error)[:300]
             raise RunError(
                 f"A checkpoint in {self._folder} could not be written: {reason}. "
                 f"Newest complete one: {self._newest()}."
@@ -160,15 +158,20 @@ def _read_alone(folder: pathlib.Path, setup: Setup) -> Any:
         return reader.restore(folder, args=arguments)
 
 
-@contextlib.contextmanager
-def _quiet_threads() -> Iterator[None]:
-    """Silences the reads that TensorStore goes on with after one has failed."""
-    hook, sys.unraisablehook = sys.unraisablehook, lambda _: None
-    try:
-        yield
-    finally:
-        gc.collect()  # They complain when they are collected, too.
-        sys.unraisablehook = hook
+@functools.cache
+def _quiet_threads() -> None:
+    """Silences the reads and writes that TensorStore goes on with after one has failed.
+
+    Orbax has given them up, and has closed the event loop that they report to.
+    """
+    hook = sys.unraisablehook
+
+    def all_others(unraisable: Any) -> None:
+        given_up = inspect.iscoroutine(unraisable.object)
+        if not given_up and str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = all_others
 
 
 def _free_name(path: pathlib.Path) -> pathlib.Path:

@@ -5,13 +5,15 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 from examples.pretrain.errors import UsageError
 
-# Seconds for which a process that has failed waits for the others.
+# Seconds for which a process waits for the others: to start, and once it has failed.
+JOINING = 240
 PATIENCE = 10
 
 
@@ -21,16 +23,25 @@ def join_cluster() -> None:
     Slurm, Open MPI, Kubernetes and Cloud TPUs are found by themselves. Elsewhere
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say it.
 
+    If one of them does not come, the process says so and ends. JAX would abort it, with
+    nothing but the addresses of functions.
+
     Raises:
       UsageError: If nothing says which processes belong together.
     """
     number, index = (
         os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
     )
+    late = _end_after(
+        JOINING,
+        f"error: --distributed: not all processes have come within {JOINING} s. Look at "
+        "the messages of the others, and start all of them again.",
+    )
     try:
         jax.distributed.initialize(
             num_processes=None if number is None else int(number),
             process_id=None if index is None else int(index),
+            initialization_timeout=2 * JOINING,
         )
     except ValueError as error:
         raise UsageError(
@@ -38,6 +49,8 @@ def join_cluster() -> None:
             "TPU pod, or set JAX_COORDINATOR_ADDRESS (host:port of the first process), "
             "JAX_NUM_PROCESSES and JAX_PROCESS_ID."
         ) from error
+    finally:
+        late.cancel()
 
 
 @contextlib.contextmanager
@@ -52,10 +65,22 @@ def leaving_in_time() -> Iterator[None]:
         code = error.code if isinstance(error, SystemExit) else 1
         if code and jax.distributed.is_initialized():
             sys.stdout.flush()
-            timer = threading.Timer(PATIENCE, os._exit, [code])
-            timer.daemon = True
-            timer.start()
+            _end_after(PATIENCE, code=code)
         raise
+
+
+def _end_after(seconds: float, message: str = "", code: Any = 1) -> threading.Timer:
+    """Ends the process then, whatever it is waiting for, unless this is cancelled."""
+
+    def end() -> None:
+        if message:
+            print(message, file=sys.stderr, flush=True)
+        os._exit(code)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    return timer
 
 
 def is_first() -> bool:

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import pathlib
+import time
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
@@ -81,20 +82,29 @@ class TensorBoard:
     def __init__(self, folder: str | os.PathLike[str]):
         """Begin an event file."""
         try:
-            import tensorboardX
+            from tensorboardX import event_file_writer, proto, summary
         except ImportError as error:
             raise ImportError(
                 "TensorBoard needs tensorboardX: pip install 'orscale-jax[report]'."
             ) from error
-        self._writer = tensorboardX.SummaryWriter(os.fspath(folder))
+        self._event, self._scalar = proto.event_pb2.Event, summary.scalar
+        # Not its SummaryWriter: the thread that this writes in ends with the first error,
+        # such as a full disk, and then the tenth scalar waits for it for ever.
+        os.makedirs(folder, exist_ok=True)
+        prefix = os.path.join(folder, "events")
+        self._writer = event_file_writer.EventsWriter(prefix)
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Add the scalars of a step."""
+        """Add the scalars of a step; they are in the file when it returns."""
+        now = time.time()
         for name, value in to_floats(scalars).items():
-            self._writer.add_scalar(name, value, step)
+            summary = self._scalar(name, value)
+            event = self._event(wall_time=now, step=step, summary=summary)
+            self._writer.write_event(event)
+        self._writer.flush()
 
     def close(self) -> None:
-        """Write what is left to the disk, and close the file."""
+        """Close the file."""
         self._writer.close()
 
     def __enter__(self) -> "TensorBoard":

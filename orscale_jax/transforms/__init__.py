@@ -1,21 +1,21 @@
 """The stages of OrScale and its relatives, one per file, and wrappers around them.
 
-==============  ======================================================================
-orthogonalize   M̃ to Q
-shape           Q to sQ
-decay           adds λW: to all entries, or cautiously
-first_update    waits for a matrix's first update
-trust_ratio     multiplies by the clipped, calibrated ratio; ``anchors`` set c
-pooled_ratio    one ratio for all matrices, or for each class
-recorded_ratio  multiplies by the ratios of another run
-neuron_rms      divides neurons by their running root mean square
-normalize       scales neurons and inputs to norm 1
-initial_norm    keeps the norms of the matrices
-per_matrix      maps over matrices, and arrays with one entry per matrix
-float32         runs a transformation in float32
-fusion          has XLA merge GPU kernels of small leaves
-qk_clip         rescales queries and keys; ``attention`` finds them
-==============  ======================================================================
+====================  ================================================================
+orthogonalize         M̃ to Q
+shape                 Q to sQ
+decay                 adds λW: to all entries, or cautiously
+first_update          waits for a matrix's first update
+trust_ratio, anchors  multiplies by the clipped, calibrated ratio; rules that set c
+pooled_ratio          one ratio for all matrices, or for each class
+recorded_ratio        multiplies by the ratios of another run
+neuron_rms            divides neurons by their running root mean square
+normalize             scales neurons and inputs to norm 1
+initial_norm          keeps the norms of the matrices
+per_matrix            maps over matrices, and arrays with one entry per matrix
+float32               runs a transformation in float32
+fusion                has XLA merge GPU kernels of small leaves
+qk_clip, attention    rescales queries and keys; finds them
+====================  ================================================================
 
 Imports ``parameters``, ``distributed``, ``newton_schulz``, ``trees`` and ``_checks``.
 """

@@ -1,6 +1,7 @@
 """Several processes: one command, the same result, and an end for all."""
 
 import json
+import os
 import shutil
 import sys
 import threading
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from examples.pretrain import processes
-from examples.pretrain.processes import leaving_in_time, others_are_gone
+from examples.pretrain.processes import join_cluster, leaving_in_time, others_are_gone
 from tests import commands
 from tests.examples.pretrain import tiny
 
@@ -55,13 +56,16 @@ def test_two_processes_come_to_what_one_device_comes_to(tmp_path):
 def timers(monkeypatch):
     """Those that end the process, instead of ending it."""
     started = []
-
-    class Timer(threading.Timer):
-        def start(self):
-            started.append((self.interval, self.args))
-
-    monkeypatch.setattr(processes.threading, "Timer", Timer)
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: started.append(timer))
     return started
+
+
+@pytest.fixture
+def ended(monkeypatch):
+    """The exit codes with which the process would have ended."""
+    codes = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    return codes
 
 
 @pytest.fixture
@@ -71,10 +75,23 @@ def in_cluster(monkeypatch):
 
 @pytest.mark.usefixtures("in_cluster")
 @pytest.mark.parametrize(("error", "code"), [(SystemExit(143), 143), (ValueError(), 1)])
-def test_a_process_that_fails_waits_for_the_others_for_seconds(error, code, timers):
+def test_a_process_that_fails_waits_for_the_others_for_seconds(
+    error, code, timers, ended
+):
     with pytest.raises(type(error)), leaving_in_time():
         raise error
-    assert timers == [(processes.PATIENCE, [code])]
+    [timer] = timers
+    timer.function()
+    assert timer.interval == processes.PATIENCE and ended == [code]
+
+
+def test_the_others_have_to_start_in_time(monkeypatch, timers, ended, capsys):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: timers[0].function())
+    join_cluster()
+    [timer] = timers
+    assert timer.interval == processes.JOINING and ended == [1]
+    assert "not all processes have come within 240 s" in capsys.readouterr().err
+    assert timer.finished.is_set()  # Cancelled: those that came may take their time.
 
 
 @pytest.mark.usefixtures("in_cluster")
