@@ -423,12 +423,6 @@ MUTANTS = [
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
-        "partition",
-        "mesh.empty",
-        "False",
-        "test_mesh.py -k not_placed",
-    ),
-    Mutant(
         "_if_active",
         "jnp.where(jax.lax.axis_index(self.axes) < self.active, reduced, x)",
         "reduced",
@@ -682,10 +676,10 @@ MUTANTS = [
     ),
     Mutant("_of_matrices", "ratio >= r_max", "ratio > r_max", "test_reading.py -k bound"),
     Mutant(
-        "_learning_rate",
-        "jnp.asarray(counts[0]) - 1",
-        "jnp.asarray(counts[0])",
-        "test_reading.py -k injected",
+        "_at",
+        "jnp.asarray(count) - 1",
+        "jnp.asarray(count)",
+        "test_rates.py",
     ),
     Mutant(
         "summarize",
