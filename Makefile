@@ -109,14 +109,12 @@ demo-seeds: $(VENV)/.has-examples ## Run the demo for seeds 0, 1, 2 and compare.
 STUDY := runs/study
 STUDY_ARMS := adamw muon_moonlight orscale replayed pooled full_rank_anchor
 
-study: $(VENV)/.has-examples ## Run a part of the study on the small decoder, and draw its figures.
-	$(RUN) examples.study --workloads dense-small --arms $(STUDY_ARMS) --out $(STUDY) $(ARGS)
+study: $(VENV)/.has-examples ## Repeat a part of the study on the small decoder, and draw its figures.
+	$(RUN) examples.study.repeat --workloads dense-small --arms $(STUDY_ARMS) --out $(STUDY) $(ARGS)
 	$(RUN) examples.study.report --tables $(STUDY) --figures $(STUDY) --page None --arms $(STUDY_ARMS)
 
-study-full: $(VENV)/.has-examples,prose ## Run what is missing of the study, and make its page anew.
+study-full: $(VENV)/.has-examples,prose ## Run what is missing of the second protocol, and make the page anew.
 	$(RUN) examples.study $(ARGS)
-	$(RUN) examples.study.gains
-	$(RUN) examples.study.seconds
 	$(RUN) examples.study.report
 
 dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel, into dist/.

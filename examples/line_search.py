@@ -82,7 +82,7 @@ def look(
     reading = diagnostics.read(opt_state, params)
     measured = [batches[i] for i in range(options.micro_batches)]
     unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
-    gained = diagnostics.step_gain(loss_fn, params, measured, reading.trust_ratio)
+    gained = diagnostics.step_gain(loss_fn, params, measured, reading)
     statistics = diagnostics.estimate(loss_fn, params, measured)
     model = diagnostics.verdict(reading, statistics, params).numbers
     muon = muon_step(_mean_gradient(loss_fn, params, measured), reading.trust_ratio)

@@ -21,15 +21,22 @@ from orscale_jax.parameters.dimension_numbers import (
     is_axes_leaf,
     matrix_axes,
 )
-from orscale_jax.transforms.decay import Mask, add_decayed_weights, is_mask_function
-from orscale_jax.transforms.first_update import from_first_nonzero_update
+from orscale_jax.transforms.decay import (
+    Mask,
+    add_decayed_weights,
+    check_mask,
+    is_mask_function,
+    mask_of_matrices,
+)
+from orscale_jax.transforms.first_update import from_first_nonzero_update, with_moving
 from orscale_jax.transforms.float32 import in_float32
 from orscale_jax.transforms.fusion import of_stacks
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.transforms.shape import scale_by_shape
 from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
-from orscale_jax.trees.updates import require_fitting, where_gradients_are
+from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.updates import require_valid
 
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -167,7 +174,7 @@ def with_arguments_of(
 
         functools.update_wrapper(built, arrangement)
         built.__signature__ = signature  # type: ignore[attr-defined]
-        return built
+        return _checks.suggests_arguments(built)
 
     return decorate
 
@@ -178,7 +185,7 @@ def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimiz
     _check(h)
     _matrices(arrangement, h, None, None)  # The stages refuse bad values before init.
     partition = _partition(arrangement, h)
-    return on_bare_arrays(where_gradients_are(in_float32(partition, h.mu_dtype)))
+    return on_bare_arrays(require_valid(in_float32(partition, h.mu_dtype)))
 
 
 def _normalize(h: Hyperparameters) -> Hyperparameters:
@@ -191,6 +198,8 @@ def _normalize(h: Hyperparameters) -> Hyperparameters:
         for field in dataclasses.fields(h)
     }
     for name in ("learning_rate", "weight_decay"):
+        for argument in (name, f"adam_{name}"):
+            values[argument] = _checks.scheduled(argument, values[argument])
         if values[f"adam_{name}"] is None:
             values[f"adam_{name}"] = values[name]
     return Hyperparameters(**values)
@@ -209,6 +218,7 @@ def _check(h: Hyperparameters) -> None:
     _checks.flag("nesterov", h.nesterov)
     _checks.dtype("mu_dtype", h.mu_dtype)
     number("weight_decay", h.weight_decay, schedule=True)
+    check_mask(h.weight_decay_mask)
     number("adam_learning_rate", h.adam_learning_rate, schedule=True)
     number("adam_b1", h.adam_b1, below=1)
     number("adam_b2", h.adam_b2, below=1)
@@ -226,10 +236,12 @@ def _matrices(
 ) -> optax.GradientTransformation:
     """Algorithm 1."""
     momentum = optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype)
+    direction, *rest = arrangement(_stages(h, axes, mask, params))
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
         of_stacks(momentum),
-        *arrangement(_stages(h, axes, mask, params)),
+        with_moving(direction, axes),  # By M̃, since decay alone makes D ≠ 0.
+        *rest,
     )
 
 
@@ -297,7 +309,7 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
     def build_for(tree: PyTree) -> Optimizer:
         tree = unbox(tree)
         axes = matrix_axes(h.weight_dimension_numbers, tree)
-        mask = _resolve_mask(h.weight_decay_mask, tree)
+        mask = _resolve_mask(h.weight_decay_mask, tree, axes)
         labels = jax.tree.map(
             lambda leaf: ADAMW if isinstance(leaf, optax.MaskedNode) else MATRIX,
             axes,
@@ -314,20 +326,21 @@ def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, optax.OptState]:
-        if params is not None:
-            require_fitting(updates, params)
         tree = updates if params is None else params
         return build_for(tree).update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _resolve_mask(mask: Mask | None, tree: PyTree) -> Mask | None:
+def _resolve_mask(mask: Mask | None, tree: PyTree, axes: PyTree) -> Mask | None:
+    if isinstance(mask, str):
+        return mask_of_matrices(axes)
     mask = unbox(mask)
     if is_mask_function(mask):
         # optax.tree.map_params passes a placeholder without leaves.
         mask = mask(tree) if jax.tree.leaves(tree) else tree
     if mask is not None and jax.tree.leaves(tree):
+        mask = mask_like(mask, tree)
         _require_mask(mask, tree)
     return mask
 

@@ -3,12 +3,55 @@
 Values that are known only when the program runs (traced values, schedules) pass.
 """
 
-from collections.abc import Iterable
-from typing import Any, NoReturn
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+# What Optax, PyTorch and papers call arguments that have other names here.
+_OTHER_NAMES = {
+    "lr": "learning_rate",
+    "beta": "momentum",
+    "mu": "momentum",
+    "wd": "weight_decay",
+    "beta1": "adam_b1",
+    "beta2": "adam_b2",
+}
+
+
+def suggests_arguments(
+    function: Callable[Parameters, Result],
+) -> Callable[Parameters, Result]:
+    """Have a function name the nearest of its arguments where one is unknown."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        for name in kwargs.keys() - known.keys():
+            raise TypeError(
+                f"{function.__name__}() got an unexpected keyword argument {name!r}: "
+                f"{_suggestion(name, list(known))}"
+            )
+        return function(*args, **kwargs)
+
+    return called
+
+
+def _suggestion(name: str, known: list[str]) -> str:
+    likely = [_OTHER_NAMES.get(name, name), *(k for k in known if k.endswith(f"_{name}"))]
+    likely += difflib.get_close_matches(name, known, n=1)
+    found = dict.fromkeys(k for k in likely if k in known)
+    if found:
+        return f"did you mean {' or '.join(found)}?"
+    return f"its arguments are {', '.join(known)}."
 
 
 def number(
@@ -25,6 +68,7 @@ def number(
 
     ``infinite``, ``schedule`` and ``optional`` let infinity, callables and None pass.
     """
+    not_rounded(name, value)
     if isinstance(value, jax.core.Tracer):
         return
     if (optional and value is None) or (schedule and callable(value)):
@@ -38,6 +82,35 @@ def number(
     if not at_least <= number < below:
         interval = f"in [{at_least:g}, {below:g})".replace("[-inf", "(-inf")
         refuse(name, value, f"pass {wanted} {interval}")
+
+
+def not_rounded(name: str, value: Any) -> None:
+    """Refuse arrays, also traced ones, of a dtype narrower than float32."""
+    given = getattr(value, "dtype", None)
+    if given is not None and jnp.issubdtype(given, jnp.floating) and given.itemsize < 4:
+        raise ValueError(
+            f"{name} has dtype {given}, which rounds it (0.999 to 1 in bfloat16): pass a "
+            "Python number or float32. optax.inject_hyperparams casts hyperparameters to "
+            "the dtype of the parameters unless it is given hyperparam_dtype=jnp.float32."
+        )
+
+
+def scheduled(name: str, value: Any) -> Any:
+    """A schedule that refuses its values unless they are real scalars; or ``value``."""
+    if not callable(value):
+        return value
+
+    @functools.wraps(value)
+    def checked(*args: Any) -> Any:
+        scalar = value(*args)
+        if not _is_real_scalar(scalar):
+            shape = f", of shape {np.shape(scalar)}" if hasattr(scalar, "shape") else ""
+            raise ValueError(
+                f"the schedule {name} returned {scalar!r}{shape}: return a real scalar."
+            )
+        return scalar
+
+    return checked
 
 
 def ordered(low_name: str, low: Any, high_name: str, high: Any) -> None:
@@ -80,7 +153,10 @@ def choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def dtype(name: str, value: Any) -> None:
-    """Refuse ``value`` unless it is None or a floating dtype this program can hold."""
+    """Refuse ``value`` unless it is None or a floating dtype of 16 bits or more.
+
+    Newton–Schulz diverges in 8 bits, and JAX does not promote such dtypes to others.
+    """
     if value is None:
         return
     # jnp.dtype(array) is the array's dtype, but later casts to an array would fail.
@@ -92,11 +168,13 @@ def dtype(name: str, value: Any) -> None:
             'were a schedule: pass it the name instead ("bfloat16")',
         )
     try:
-        floating = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+        known = jnp.dtype(value)
+        floating = jnp.issubdtype(known, jnp.floating) and jnp.finfo(known).bits >= 16
     except TypeError:
         floating = False
     if not floating:
-        refuse(name, value, "pass a floating dtype, such as jnp.bfloat16, or None")
+        remedy = "pass a floating dtype of 16 bits or more, such as jnp.bfloat16, or None"
+        refuse(name, value, remedy)
     if jax.dtypes.canonicalize_dtype(value) != jnp.dtype(value):
         refuse(name, value, "enable jax_enable_x64, or pass jnp.float32")
 
@@ -124,3 +202,14 @@ def mesh(name: str, value: Any) -> None:
         value, jax.sharding.Mesh | jax.sharding.AbstractMesh
     ):
         refuse(name, value, "pass a jax.sharding.Mesh, or None")
+
+
+def model(name: str, value: Any, kind: type) -> None:
+    """Refuse ``value`` unless it is a model of this kind, or a tree of such models."""
+    nodes = jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, kind))
+    if not any(isinstance(node, kind) for node in nodes):
+        raise ValueError(
+            f"{name} is of type {type(value).__name__}: pass the model itself, an "
+            f"instance of {kind.__module__.rpartition('.')[0]}.{kind.__name__}, not its "
+            "class, its state or its parameters."
+        )

@@ -1,6 +1,7 @@
 """Conversion of one optimizer's state to another's, for a run that continues."""
 
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,8 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
-from orscale_jax.trees.names import key_name, listed
-
-Keys: TypeAlias = tuple[str, ...]
+from orscale_jax.trees.names import Path, listed, names_on
+from orscale_jax.trees.states import Entry, entries
 
 
 def convert_state(
@@ -51,12 +51,14 @@ def convert_state(
       allow_new: Whether parameters may be missing from the old state.
 
     Returns:
-      A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``.
+      A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``. It
+      shares no array with ``state``: a step to which it is donated does not delete that.
 
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
         set), an array has another shape, ``momentum`` is missing, AdamW would need a
-        second moment that the state does not hold, or the counts in the old state differ.
+        second moment that the state does not hold, the counts in the old state differ, or
+        it holds an array of a parameter several times under one name.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -71,58 +73,56 @@ def convert_state(
     """
     _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
     _checks.flag("nesterov", nesterov)
-    names = {_keys(path): leaf for path, leaf in _leaves(unbox(params))}
-    old = _Held.of(unbox(state), names)
     new = optimizer.init(params)
-    bare = unbox(new)
-    _refuse_new(old, names, allow_new)
-    source = _Source(old, _Held.of(bare, names), momentum, nesterov)
+    bare, bare_params = unbox(new), unbox(params)
+    wanted = entries(bare, bare_params)
+    fields = {"trace", "mu", "nu", *(x.field for x in wanted if x.owner is not None)}
+    old = _Held.of(entries(unbox(state), bare_params, fields))
+    _refuse_new(old, bare_params, allow_new)
+    source = _Source(old, _Held.of(wanted), momentum, nesterov)
     _refuse_without_second_moment(old, source.new)
-    converted = jax.tree_util.tree_map_with_path(
-        lambda path, array: source.value(_entry(path, array, names)), bare
-    )
-    return rebox(converted, new)
-
-
-class _Entry(NamedTuple):
-    """An array of a state."""
-
-    place: Keys  # The path down to its field, which is included.
-    owner: Keys | None  # The parameter that it belongs to.
-    array: Any
-
-    @property
-    def field(self) -> str:
-        return self.place[-1] if self.place else ""
-
-    @property
-    def name(self) -> str:
-        """The parameter's name, in quotes."""
-        return repr(".".join(self.owner or ()))
+    converted = [source.value(entry) for entry in wanted]
+    return rebox(jax.tree.unflatten(jax.tree.structure(bare), converted), new)
 
 
 class _Held(NamedTuple):
-    """The arrays of a state: those of parameters, by field and owner, and the others."""
+    """The entries of a state: those of parameters, by field and owner, and the others."""
 
-    of_params: dict[tuple[str, Keys], Any]
-    others: dict[Keys, Any]
+    of_params: dict[tuple[str, Path], list[Entry]]
+    others: dict[Path, Any]
 
     @classmethod
-    def of(cls, state: PyTree, names: dict[Keys, Any]) -> "_Held":
-        of_params, others = {}, {}
-        for path, array in _leaves(state):
-            entry = _entry(path, array, names)
+    def of(cls, found: Iterable[Entry]) -> "_Held":
+        held = cls({}, {})
+        for entry in found:
             if entry.owner is None:
-                others[entry.place] = entry.array
+                held.others[entry.place] = entry.array
             else:
-                of_params[entry.field, entry.owner] = entry.array
-        return cls(of_params, others)
+                held.of_params.setdefault((entry.field, entry.owner), []).append(entry)
+        return held
 
-    def has(self, field: str, owner: Keys) -> bool:
+    def has(self, field: str, owner: Path) -> bool:
         return (field, owner) in self.of_params
 
-    def has_momentum(self, owner: Keys) -> bool:
+    def has_momentum(self, owner: Path) -> bool:
         return self.has("trace", owner) or self.has("mu", owner)
+
+    def array(self, field: str, wanted: Entry) -> Any:
+        """The array of a field for another state's entry, or None.
+
+        Raises:
+          ValueError: If there are several, none of them at the entry's own place.
+        """
+        assert wanted.owner is not None
+        found = self.of_params.get((field, wanted.owner), [])
+        here = [entry for entry in found if entry.place == wanted.place]
+        if len(found) > 1 and not here:
+            places = " and ".join(repr(".".join(entry.place)) for entry in found)
+            raise ValueError(
+                f"the old state holds {field} of {wanted.name} several times, at "
+                f"{places}: pass the part of it that the new optimizer continues."
+            )
+        return next((entry.array for entry in here or found), None)
 
     @property
     def counts(self) -> list[Any]:
@@ -137,7 +137,7 @@ class _Source(NamedTuple):
     momentum: ArrayLike | None
     nesterov: bool
 
-    def value(self, entry: _Entry) -> jax.Array:
+    def value(self, entry: Entry) -> jax.Array:
         """The array that replaces an initial one in the new state."""
         array = self._converted(entry)
         if array is None:
@@ -148,27 +148,30 @@ class _Source(NamedTuple):
                 f"{np.shape(array)} in the old state and {np.shape(entry.array)} in the "
                 "new one: pass the parameters and dimension numbers of the old run."
             )
-        return jnp.asarray(array, jnp.result_type(entry.array))
+        # A copy, so that a donated step does not delete the arrays of the old state.
+        return jnp.array(array, jnp.result_type(entry.array), copy=True)
 
-    def _converted(self, entry: _Entry) -> Any:
+    def _converted(self, entry: Entry) -> Any:
         if entry.owner is None:
             return self._count(entry)
+        if self.old.has(entry.field, entry.owner):
+            return self.old.array(entry.field, entry)
         if self._is_average_of_muon(entry) and self.old.has("trace", entry.owner):
-            total = self.old.of_params["trace", entry.owner]
+            total = self.old.array("trace", entry)
             return (1 - self._mu(entry)) / self._of_nesterov(entry) * total
         if entry.field == "trace" and self.old.has("mu", entry.owner):
-            average = self.old.of_params["mu", entry.owner]
+            average = self.old.array("mu", entry)
             factor = 1 / (1 - self._mu(entry))
             if not self.old.has("nu", entry.owner):
                 factor = factor * self._of_nesterov(entry)
             return factor * jnp.asarray(average, jnp.result_type(entry.array))
-        return self.old.of_params.get((entry.field, entry.owner))
+        return None
 
-    def _is_average_of_muon(self, entry: _Entry) -> bool:
+    def _is_average_of_muon(self, entry: Entry) -> bool:
         assert entry.owner is not None
         return entry.field == "mu" and not self.new.has("nu", entry.owner)
 
-    def _mu(self, entry: _Entry) -> Any:
+    def _mu(self, entry: Entry) -> Any:
         if self.momentum is None:
             raise ValueError(
                 f"the momentum of {entry.name} is an average in one of "
@@ -176,7 +179,7 @@ class _Source(NamedTuple):
             )
         return self.momentum
 
-    def _of_nesterov(self, entry: _Entry) -> Any:
+    def _of_nesterov(self, entry: Entry) -> Any:
         """The second factor, after 1/(1 − μ), that makes M of Optax's average.
 
         It accounts for the bias corrections, so that the next Q is the same.
@@ -187,12 +190,12 @@ class _Source(NamedTuple):
         whole, last = 1 / (1 - mu ** (t + 2.0)), 1 / (1 - mu ** (t + 1.0))
         return whole * (mu + 1) / (mu * whole + last)
 
-    def _count(self, entry: _Entry) -> Any:
+    def _count(self, entry: Entry) -> Any:
         if entry.field in ("count", "gradient_step", "mini_step"):
             return self.old.others.get(entry.place, self._named_like(entry))
         return None
 
-    def _named_like(self, entry: _Entry) -> Any:
+    def _named_like(self, entry: Entry) -> Any:
         if entry.field == "count" and self.old.counts:
             return self._step()
         named = [a for place, a in self.old.others.items() if place[-1] == entry.field]
@@ -210,31 +213,18 @@ class _Source(NamedTuple):
         return counts[0]
 
 
-def _entry(path: Any, array: Any, names: dict[Keys, Any]) -> _Entry:
-    keys = _keys(path)
-    # The longest suffix that is a parameter's path: a state's own keys come before it.
-    start = next((i for i in range(1, len(keys) + 1) if keys[i:] in names), None)
-    if start is None or (keys[start:] == () and np.shape(names[()]) != np.shape(array)):
-        return _Entry(keys, None, array)
-    return _Entry(keys[:start], keys[start:], array)
-
-
-def _leaves(tree: PyTree) -> list[Any]:
-    return jax.tree_util.tree_leaves_with_path(tree)
-
-
-def _keys(path: Any) -> Keys:
-    return tuple(map(key_name, path))
-
-
-def _refuse_new(old: _Held, names: dict[Keys, Any], allow_new: bool) -> None:
+def _refuse_new(old: _Held, params: PyTree, allow_new: bool) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    names = [names_on(path) for path, _ in leaves]
     owners = {owner for _, owner in old.of_params}
     new = [repr(".".join(keys)) for keys in names if keys not in owners]
     if not owners:
         raise ValueError(
             "the old state holds nothing of these parameters: pass the parameters under "
-            "the names of its run. The names passed are "
-            f"{', '.join(repr('.'.join(keys)) for keys in list(names)[:5])}."
+            "the names of its run, and restore lists into the structure of its "
+            "optimizer's init, since they have lost the names of fields. The names "
+            "passed are "
+            f"{', '.join(repr('.'.join(keys)) for keys in names[:5])}."
         )
     if new and not allow_new:
         raise ValueError(

@@ -7,6 +7,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
+from orscale_jax import _checks
 from orscale_jax._algorithm import (
     Hyperparameters,
     Links,
@@ -21,6 +22,7 @@ from orscale_jax.transforms.anchors import FIRST
 from orscale_jax.transforms.decay import Mask
 
 
+@_checks.suggests_arguments
 def orscale(
     learning_rate: ScalarOrSchedule,
     *,
@@ -74,12 +76,14 @@ def orscale(
       learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
       momentum: :math:`\mu` in [0, 1).
       nesterov: Whether Q is the polar factor of :math:`\tilde M` (True) or of M.
-      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state. None:
-        the parameter's.
+      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state, a float
+        of 16 bits or more. None: the parameter's. float16 overflows where gradients stay
+        above :math:`65504 (1 - \mu)`.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
-      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
-        parameters to one): False for parameters that do not decay.
+      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
+        booleans (or a prefix of one, or a callable from the parameters to one): False for
+        parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
       anchor: The rule that sets c: ``"first"`` as in the paper, or ``"full_rank"`` or
@@ -102,11 +106,13 @@ def orscale(
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
         do not name are batch axes: each matrix has its own Q, c and r. If the argument is
-        None, a 2-D leaf is a matrix, unless a key of its path contains ``embed`` or the
+        None, a 2-D leaf is a matrix, unless a name on its path contains ``embed`` or the
         word ``emb``, ``wte``, ``wpe``, ``vocab``, ``tok``, ``pos`` or ``logits``, or ends
-        in the word ``head`` or ``classifier``. Leaves with such names and leaves of fewer
-        axes take AdamW; leaves of more axes are refused. A 2-D router or fused projection
-        is then one matrix; the column "check" of :func:`describe` flags such names.
+        in the word ``head`` or ``classifier``, or its class is "embedding", "head",
+        "norm", "scale" or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). Such
+        leaves and leaves of fewer axes take AdamW; leaves of more axes are refused. A 2-D
+        router or fused projection is then one matrix; the column "check" of
+        :func:`describe` flags such names.
         :func:`by_path` makes dimension numbers from rules on paths.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
@@ -138,7 +144,9 @@ def orscale(
     Raises:
       ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
         ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
-        missing or a gradient has another shape than its parameter.
+        missing, a gradient has another shape than its parameter, or the state is not one
+        that ``init`` makes of these parameters. The checks happen while JAX traces.
+      TypeError: If an argument is not known; the message suggests the nearest one.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
@@ -170,6 +178,7 @@ RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
 _UNUSED = {name: inspect.signature(orscale).parameters[name].default for name in RATIO}
 
 
+@_checks.suggests_arguments
 def muon(
     learning_rate: ScalarOrSchedule,
     *,
@@ -213,8 +222,9 @@ def muon(
         the parameter's.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
         the learning rate multiplies it.
-      weight_decay_mask: Tree of booleans (or a prefix of one, or a callable from the
-        parameters to one): False for parameters that do not decay.
+      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
+        booleans (or a prefix of one, or a callable from the parameters to one): False for
+        parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ: 0.2 for
         :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
       ns_steps: Newton–Schulz steps k, at least 1.

@@ -92,10 +92,10 @@ def _norms(at: LeafAxes, leaf: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def _anchored(state: Any, before: Any) -> Any:
-    """A state of the ratio that holds the norm of W itself at the first direction."""
+    """A state of the ratio that holds the norm of W itself where c was anchored."""
 
     def norm(old: jax.Array, new: jax.Array, weight_norm: jax.Array) -> jax.Array:
-        return jnp.where(old > 0, old, jnp.where(new > 0, weight_norm, 0))
+        return jnp.where(new == old, old, weight_norm)
 
     norms = before.anchor_weight_norm, state.anchor_weight_norm, state.weight_norm
     return state._replace(anchor_weight_norm=jax.tree.map(norm, *norms))
@@ -128,6 +128,7 @@ def _calibrated_in_bfloat16(
     ratio: optax.GradientTransformation,
 ) -> optax.GradientTransformation:
     """The ratio with a c that is anchored on rounded matrices, and rounded itself."""
+    ratio = optax.with_extra_args_support(ratio)
     # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
     rounded = functools.partial(
         jax.tree.map,
@@ -135,17 +136,17 @@ def _calibrated_in_bfloat16(
     )
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        _, anchored = ratio.update(rounded(updates), state, rounded(params))
+        _, anchored = ratio.update(rounded(updates), state, rounded(params), **extra_args)
         calibration = jax.tree.map(not_one, rounded(anchored.calibration))
         given = state._replace(
             calibration=calibration, anchor_weight_norm=anchored.anchor_weight_norm
         )
-        scaled, new = ratio.update(updates, given, params)
+        scaled, new = ratio.update(updates, given, params, **extra_args)
         return scaled, _anchored(new, state)
 
-    return optax.GradientTransformation(ratio.init, update)
+    return optax.GradientTransformationExtraArgs(ratio.init, update)
 
 
 @_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)

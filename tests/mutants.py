@@ -172,9 +172,33 @@ MUTANTS = [
     ),
     Mutant(
         "update",
-        "before | (x != 0).astype(before.dtype)",
-        "(x != 0).astype(before.dtype)",
+        "lambda _, before, now: before | now.astype(before.dtype)",
+        "lambda _, before, now: now.astype(before.dtype)",
         "test_stages.py",
+    ),
+    Mutant(
+        "_calibrated",
+        "jnp.where(moving, norms.direction, 0)",
+        "norms.direction",
+        "test_anchoring.py -k paths",
+    ),
+    Mutant(
+        "_trust_ratio",
+        "norms.weight == 0",
+        "norms.weight < 0",
+        "test_anchoring.py -k zero",
+    ),
+    Mutant(
+        "anchor_weight_norm",
+        "_unset(before.calibration) & ~_unset(c)",
+        "False",
+        "test_anchoring.py -k reset",
+    ),
+    Mutant(
+        "by_largest_direction",
+        "jnp.where(is_new, 0, known.directions)",
+        "known.directions",
+        "test_anchoring.py -k reset",
     ),
     Mutant(
         "make",
@@ -399,12 +423,6 @@ MUTANTS = [
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
-        "partition",
-        "mesh.empty",
-        "False",
-        "test_mesh.py -k not_placed",
-    ),
-    Mutant(
         "_if_active",
         "jnp.where(jax.lax.axis_index(self.axes) < self.active, reduced, x)",
         "reduced",
@@ -495,6 +513,18 @@ MUTANTS = [
         "test_mesh.py -k without_the_mesh",
     ),
     Mutant(
+        "_is_for_export",
+        "bool(ctx.module_context.lowering_parameters.for_export)",
+        "False",
+        "test_lowering.py -k layouts",
+    ),
+    Mutant(
+        "_on_devices",
+        "mesh.size == count",
+        "True",
+        "test_lowering.py -k given_mesh",
+    ),
+    Mutant(
         "on_unknown_shards",
         "jax.sharding.use_abstract_mesh(mesh)",
         "jax.sharding.use_abstract_mesh(jax.sharding.get_abstract_mesh())",
@@ -550,8 +580,8 @@ MUTANTS = [
     ),
     Mutant(
         "by_largest_direction",
-        "known.directions < limits.anchor_steps",
-        "known.directions <= limits.anchor_steps",
+        "count < limits.anchor_steps",
+        "count <= limits.anchor_steps",
         "test_family.py -k largest",
     ),
     Mutant(
@@ -598,7 +628,7 @@ MUTANTS = [
     ),
     Mutant(
         "_counts",
-        "direction_norm > 0",
+        "typed_sharding.shard_like(moving, c).astype(bool)",
         "c > 0",
         "test_family.py -k only_measured",
     ),
@@ -615,20 +645,20 @@ MUTANTS = [
         "test_family.py -k signs",
     ),
     Mutant(
-        "first_weight_norm",
-        "known.weight_norm == 0",
-        "known.weight_norm >= 0",
+        "anchor_weight_norm",
+        "before.weight_norm == 0",
+        "before.weight_norm >= 0",
         "test_reading.py",
     ),
     Mutant(
-        "first_weight_norm",
-        "_unset(known.calibration) | jnp.isinf(known.calibration)",
-        "known.calibration >= 0",
+        "anchor_weight_norm",
+        "_unset(before.calibration) | jnp.isinf(before.calibration)",
+        "before.calibration >= 0",
         "test_reading.py -k before_the_norms",
     ),
     Mutant(
         "_anchored",
-        "jnp.where(new > 0, weight_norm, 0)",
+        "jnp.where(new == old, old, weight_norm)",
         "new",
         "test_reading.py -k what_the_weights",
     ),
@@ -646,10 +676,10 @@ MUTANTS = [
     ),
     Mutant("_of_matrices", "ratio >= r_max", "ratio > r_max", "test_reading.py -k bound"),
     Mutant(
-        "_learning_rate",
-        "jnp.asarray(counts[0]) - 1",
-        "jnp.asarray(counts[0])",
-        "test_reading.py -k injected",
+        "_at",
+        "jnp.asarray(count) - 1",
+        "jnp.asarray(count)",
+        "test_rates.py",
     ),
     Mutant(
         "summarize",

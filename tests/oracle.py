@@ -85,7 +85,9 @@ class Matrix:
     """One matrix under OrScale (``adaptive``), Muon, an ablation or a relative.
 
     ``denominator`` names what the ratio's denominator is the ``norm`` of, ``after_q``
-    makes what Q goes through before s, ``anchor`` is what sets c.
+    makes what Q goes through before s, ``anchor`` is what sets c: where Q is not zero,
+    for the first time since the start or since :meth:`unset`. Before the first such step
+    the matrix does not decay.
     """
 
     weight: np.ndarray
@@ -106,6 +108,8 @@ class Matrix:
     anchor: str = "first"
     anchor_steps: int = 100
     c: float | None = None
+    started: bool = False
+    first_weight_norm: float = 0.0
     r: float = 1.0
     clipped: float = 1.0
 
@@ -113,9 +117,12 @@ class Matrix:
         self.weight = np.asarray(self.weight, np.float64)
         self.buffer = np.zeros_like(self.weight)
         self.normalize = self.after_q()
+        self.unset()
+
+    def unset(self):
+        """Forget c."""
         self.directions = []
-        if not self.calibrate:
-            self.c = 1.0
+        self.c = None if self.calibrate else 1.0
 
     def step(self, gradient, rate):
         self.look(gradient)
@@ -128,9 +135,13 @@ class Matrix:
         lookahead = (
             self.momentum * self.buffer + gradient if self.nesterov else self.buffer
         )
+        # What float32 flushes to zero is zero.
+        self.moves = not np.abs(lookahead).max() < np.finfo(np.float32).tiny
+        self.started |= self.moves
+        lookahead = lookahead if self.moves else np.zeros_like(lookahead)
         scale = 1.0 if self.rms is None else self.rms * max(self.weight.shape) ** 0.5
         self.scaled_q = scale * self.normalize(newton_schulz(lookahead))
-        decayed = self.decay * self.weight
+        decayed = self.decay * self.started * self.weight
         if self.cautious:
             decayed = np.where(self.scaled_q * self.weight >= 0, decayed, 0)
         self.direction = decayed + self.scaled_q
@@ -142,20 +153,23 @@ class Matrix:
         if self.coupled:
             self.weight = self.weight - rate * self.clipped * self.direction
         else:
-            shrunk = (1 - rate * self.decay) * self.weight
+            shrunk = (1 - rate * self.decay * self.started) * self.weight
             self.weight = shrunk - rate * self.clipped * self.scaled_q
 
     def measure(self, measured):
         numerator = self.norm(self.weight, 0)
-        if self.calibrate:
+        if self.calibrate and self.moves:
             self.c = self.anchored(numerator, measured)
-        self.r = numerator / self.norm(self.c * measured, self.eps)
+        neutral = self.c in (None, np.inf) or numerator == 0 or not measured.any()
+        self.r = 1.0 if neutral else numerator / self.norm(self.c * measured, self.eps)
         self.clipped = min(max(self.r, self.r_min), self.r_max)
 
     def anchored(self, weight_norm, measured):
         if not self.directions:
             self.first_weight_norm = weight_norm
         self.directions.append(self.norm(measured, self.eps))
+        if self.first_weight_norm == 0:
+            return np.inf
         if self.anchor == "full_rank":
             full = self.rms**2 * self.weight.size if self.rms else min(self.weight.shape)
             decayed = self.decay * self.first_weight_norm

@@ -359,6 +359,26 @@ def test_state_is_made_of_arrays_only_and_maps(build):
     assert signature(abstract) == signature(state)
 
 
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_decay_mask_of_the_matrices(name):
+    """It makes the same program as a mask that lists them."""
+
+    def program(mask):
+        optimizer = OPTIMIZERS[name](
+            1e-2, weight_decay_mask=mask, weight_dimension_numbers=NUMBERS
+        )
+        state = jax.eval_shape(optimizer.init, tree(0))
+        return str(jax.make_jaxpr(optimizer.update)(tree(1), state, tree(0)))
+
+    assert program("matrices") == program({"w": True, "stack": True, "b": False})
+    assert name not in FAST or program("matrices") != program(None)
+    for wrong in ("matrix", "all", ""):
+        with pytest.raises(
+            ValueError, match=rf"weight_decay_mask='{wrong}' .*pass 'matrices', a tree"
+        ):
+            OPTIMIZERS[name](1e-2, weight_decay_mask=wrong)
+
+
 def test_tools_that_look_for_parameters_in_the_state():
     """They call init with a placeholder, for which users' callables need not be made."""
     params = tree(0)

@@ -10,18 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx, serialization
+from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
     BlockDimensionNumbers,
+    by_path,
     convert_state,
+    family,
     from_first_nonzero_update,
+    keep_initial_norm,
     muon,
     orscale,
     orthogonalize,
     scale_by_calibrated_trust_ratio,
+    scale_by_neuron_rms,
     scale_by_shape,
 )
+from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
 from tests.runs import FAMILY
 
 PAGE = Path(__file__).parents[1] / "docs" / "inputs.md"
@@ -76,9 +83,14 @@ def compiled(optimizer):
 
 
 @functools.cache
+def build(name):
+    return (BUILDS | FAMILY)[name](RATE, weight_dimension_numbers=NUMBERS)
+
+
+@functools.cache
 def standard(name):
     """Cached, since it takes a while to compile."""
-    return compiled((BUILDS | FAMILY)[name](RATE, weight_dimension_numbers=NUMBERS))
+    return compiled(build(name))
 
 
 @functools.cache
@@ -330,9 +342,9 @@ def test_zero_weights(name):
     seen = train(standard(name), gradients(), params)
     assert all_finite([(updates, params) for updates, params, _ in seen])
     plain = train(standard("muon"), gradients(), params)
-    if name == "vision":  # r = 0 is clipped.
-        assert list(split(readout(seen[0][2], "trust_ratio")).values()) == [0.5] * 4
-        assert list(split(readout(seen[0][2], "raw_trust_ratio")).values()) == [0] * 4
+    if name == "vision":  # Later r is that of small weights, and clipped.
+        assert list(split(readout(seen[0][2], "trust_ratio")).values()) == [1] * 4
+        assert list(split(readout(seen[1][2], "trust_ratio")).values()) == [0.5] * 4
         return
     for (_, found, state), (_, expected, _) in zip(seen, plain, strict=True):
         if name == "orscale":
@@ -687,6 +699,68 @@ def test_weight_decay_zero(name):
 
 # Parts of a tree.
 
+MODEL = {
+    "embed": {"table": (5, 4)},
+    "blocks": {"query": {"kernel": (3, 4, 5), "scale": (3, 4)}, "up": (4, 6)},
+}
+FOR_MODEL = {
+    "weight_dimension_numbers": {
+        "embed": {"table": None},
+        "blocks": {"query": {"kernel": Dims(1, 2), "scale": None}, "up": Dims(0, 1)},
+    },
+    "weight_decay_mask": {
+        "embed": {"table": False},
+        "blocks": {"query": {"kernel": True, "scale": False}, "up": False},
+    },
+    "param_shardings": {
+        "embed": {"table": P()},
+        "blocks": {"query": {"kernel": P("data"), "scale": P()}, "up": P()},
+    },
+    "classes": {
+        "embed": {"table": None},
+        "blocks": {"query": {"kernel": "x", "scale": None}, "up": "y"},
+    },
+}
+PATHS = by_path({"kernel": Dims(1, 2), "scale|table": "adamw"})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        FOR_MODEL,
+        FOR_MODEL | {"weight_dimension_numbers": PATHS},
+        {key: lambda _, given=given: given for key, given in FOR_MODEL.items()},
+        FOR_MODEL
+        | {
+            "weight_dimension_numbers": by_path(
+                {"table": "adamw"}, otherwise=FOR_MODEL["weight_dimension_numbers"]
+            )
+        },
+    ],
+    ids=["trees", "by_path", "functions", "otherwise"],
+)
+@pytest.mark.parametrize("masked", [["embed"], ["embed", "blocks.query"], ["blocks"]])
+def test_a_part_of_a_model(masked, arguments):
+    """Labels of subtrees mask whole subtrees: what is given below them is ignored."""
+    params = jax.tree.map(jnp.ones, MODEL, is_leaf=lambda x: isinstance(x, tuple))
+    labels = {"embed": "ours", "blocks": {"query": "ours", "up": "ours"}}
+    labels = labels | {path: "sgd" for path in masked if "." not in path}
+    if "blocks.query" in masked:
+        labels["blocks"] = {"query": "sgd", "up": "ours"}
+    leaves = jax.tree.broadcast(labels, params)
+
+    def updates(labels):
+        ours = family.pooled(RATE, **arguments)
+        optimizer = optax.partition({"ours": ours, "sgd": optax.sgd(RATE)}, labels)
+        state = optimizer.init(params)
+        if arguments is FOR_MODEL and len(masked) == 2:
+            return optimizer.update(params, state, params)[0]
+        return jax.eval_shape(optimizer.update, params, state, params)[0]
+
+    with jax.set_mesh(jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))):
+        assert_same(updates(labels), updates(leaves))
+
+
 FROZEN = {"w": False, "stack": True, "b": False}
 PARTIAL = {
     "masked": lambda whole: optax.masked(whole, {k: not v for k, v in FROZEN.items()}),
@@ -794,14 +868,245 @@ def test_a_tree_that_grows(name):
             assert ratio == "trust_ratio" or found["new"] == first
 
 
+def refuses(optimizer, state, params, words, grads=None):
+    """Without computing anything: update refuses its arguments while it is traced."""
+    with pytest.raises(ValueError, match=words):
+        jax.eval_shape(
+            optimizer.update, params if grads is None else grads, state, params
+        )
+
+
+def accepts(optimizer, state, params):
+    updates, _ = jax.eval_shape(optimizer.update, params, state, params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
+
+
 @pytest.mark.parametrize("leaf", ["w", "b"])
 @ORSCALE_MUON
 def test_the_state_of_another_tree(name, leaf):
     numbers = NUMBERS | {"grown": NUMBERS[leaf]}
     large = BUILDS[name](RATE, weight_dimension_numbers=numbers)
-    params, grads = (t | {"grown": t[leaf]} for t in (tree(0), tree(1)))
-    with pytest.raises(ValueError, match="grown"):
-        large.update(grads, standard(name)[0](tree(0)), params)
+    small, grown = tree(0), tree(0) | {"grown": tree(0)[leaf]}
+    refuses(large, build(name).init(small), grown, "grown' is missing.*allow_new=True")
+    refuses(build(name), large.init(grown), small, "grown' is in the state, but")
+
+
+@pytest.mark.parametrize(
+    "leaf, shape, now, field",
+    [
+        ("stack", (1, 4, 5), (3, 4, 5), "trace"),  # One expert becomes three.
+        ("w", (6, 1), (6, 4), "trace"),  # LoRA of rank 1 becomes one of rank 4.
+        ("w", (4, 6), (6, 4), "trace"),
+        ("b", (1,), (4,), "mu"),
+        ("b", (), (1,), "mu"),
+    ],
+)
+def test_the_state_of_other_shapes(name, leaf, shape, now, field):
+    optimizer = build(name)
+    old, new = (tree(0, shapes=SHAPES | {leaf: s}) for s in (shape, now))
+    found = re.escape(f"{field} of parameter '{leaf}' has shape {shape}")
+    refuses(optimizer, optimizer.init(old), new, f"{found}.*of {re.escape(str(now))}")
+
+
+@pytest.mark.parametrize("axes", [Dims(0, (1, 2)), Dims(0, 2), None])
+def test_the_state_of_other_matrices(axes):
+    optimizer = orscale(RATE, weight_dimension_numbers=NUMBERS | {"stack": axes})
+    refuses(optimizer, build("orscale").init(tree(0)), tree(0), "stack' ?(has|is)")
+
+
+def test_one_state_array_per_matrix_in_a_chain_of_stages():
+    stages = {
+        "ratio": scale_by_calibrated_trust_ratio,
+        "started": functools.partial(from_first_nonzero_update, optax.identity()),
+        "norm": functools.partial(keep_initial_norm, optax.identity()),
+        "neurons": functools.partial(scale_by_neuron_rms, 0.9, 1e-8),
+    }
+    old, new = (tree(0, shapes={"stack": (n, 4, 5)}) for n in (1, 3))
+    for stage in stages.values():
+        optimizer = stage(weight_dimension_numbers={"stack": Dims(1, 2)})
+        refuses(
+            optimizer, optimizer.init(old), new, "array of shape .* parameter 'stack'"
+        )
+
+
+OTHERS = {
+    "orscale": orscale(RATE),
+    "muon": muon(RATE),
+    "largest": orscale(RATE, anchor="largest"),
+    "scheduled": orscale(lambda step: RATE),
+    "normuon": family.normuon(RATE),
+    "hyperball": family.hyperball(RATE),
+    "optax.muon": optax.contrib.muon(RATE),
+    "adamw": optax.adamw(RATE),
+    "chain": optax.chain(optax.clip(1.0), orscale(RATE)),
+}
+
+
+@pytest.mark.parametrize("new", ["orscale", "muon", "largest", "normuon", "hyperball"])
+@pytest.mark.parametrize("old", OTHERS)
+def test_the_state_of_another_optimizer(old, new):
+    params = {key: tree(0)[key] for key in ("w", "b")}
+    state = OTHERS[old].init(params)
+    if old == new:
+        accepts(OTHERS[new], state, params)
+        return
+    refuses(OTHERS[new], state, params, r"the state.* orscale_jax.convert_state\(state")
+    converted = convert_state(state, OTHERS[new], params, momentum=0.9)
+    accepts(OTHERS[new], converted, params)
+
+
+def as_lists(node):
+    """What plain msgpack makes of a state."""
+    if isinstance(node, dict):
+        return {key: as_lists(child) for key, child in node.items()}
+    return [as_lists(child) for child in node] if isinstance(node, tuple) else node
+
+
+def test_a_state_restored_without_a_target(name):
+    optimizer = build(name)
+    state = optimizer.init(tree(0))
+    for restored in (serialization.to_state_dict(state), as_lists(state), None):
+        refuses(optimizer, restored, tree(0), "without a target.*from_state_dict")
+    inner = optax.tree.set(state.inner_states["matrix"], inner_state=[1, 2])
+    broken = state._replace(inner_states=state.inner_states | {"matrix": inner})
+    refuses(optimizer, broken, tree(0), "inner_states.matrix.inner_state' is a list")
+    blob = serialization.to_bytes(state)
+    raw = serialization.msgpack_restore(blob)
+    accepts(optimizer, serialization.from_state_dict(state, raw), tree(0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bfloat16, jnp.float16])
+def test_a_state_of_other_dtypes(dtype):
+    optimizer = build("orscale")
+    state = optimizer.init(tree(0))
+    cast = optax.tree.set(
+        state, trace=jax.tree.map(lambda x: x.astype(dtype), readout(state, "trace"))
+    )
+    if jnp.issubdtype(dtype, jnp.floating):
+        accepts(optimizer, cast, tree(0))
+    else:
+        refuses(optimizer, cast, tree(0), "trace of parameter 'stack'.*dtype (int|comp)")
+
+
+def test_states_that_fit():
+    """No false alarm, whatever is around the optimizer or around the arrays."""
+    params, optimizer = tree(0), build("orscale")
+    guarded = optax.apply_if_finite(optimizer, 3)
+    few = {key: params[key] for key in ("w", "b")}
+    for wrapped, given in (
+        (optax.MultiSteps(guarded, 2).gradient_transformation(), params),
+        (optax.masked(optimizer, {"w": True, "stack": False, "b": True}), params),
+        (optax.inject_hyperparams(orscale)(RATE), few),
+        (optax.flatten(orscale(RATE)), few),
+    ):
+        accepts(wrapped, wrapped.init(given), given)
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    accepts(optimizer, jax.tree.map(np.asarray, optimizer.init(params)), half)
+    population = jax.tree.map(lambda x: jnp.stack([x, x]), params)
+    states = jax.vmap(optimizer.init)(population)
+    vmapped = optax.GradientTransformation(optimizer.init, jax.vmap(optimizer.update))
+    accepts(vmapped, states, population)
+    refuses(optimizer, states, params, "count has shape .2,.")
+
+
+# Low precision around the optimizer.
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("factory", [orscale, muon, family.normuon])
+def test_hyperparameters_of_low_precision(factory, dtype):
+    """optax.inject_hyperparams casts them to the dtype of the parameters."""
+    params = tree(0, dtype, shapes={"w": (6, 4), "b": (4,)})
+    injected = optax.inject_hyperparams(factory)(RATE)
+    with pytest.raises(
+        ValueError, match=r"rate has dtype .*hyperparam_dtype=jnp.float32"
+    ):
+        injected.init(params)
+    wide = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(RATE)
+    state = wide.init(params)
+    accepts(wide, state, params)
+    state.hyperparams["learning_rate"] = jnp.asarray(RATE, dtype)
+    refuses(wide, state, params, "rate has dtype")
+    with pytest.raises(ValueError, match=r"weight_decay has dtype .*float32"):
+        factory(RATE, weight_decay=jnp.asarray(0.1, dtype))
+    with pytest.raises(ValueError, match=r"ns_coeffs has dtype .*float32"):
+        factory(RATE, ns_coeffs=jnp.ones(3, dtype))
+
+
+def test_momentum_that_overflows_float16():
+    """M tends to G / (1 − μ): 65504 is the largest number of float16."""
+    params = tree(0, jnp.float16, shapes={"w": (6, 4)})
+    grads = [{"w": jnp.full((6, 4), 40_000.0, jnp.float16)}] * 3
+    for mu_dtype, finite in ((None, False), (jnp.float32, True)):
+        optimizer = orscale(RATE, momentum=0.5, mu_dtype=mu_dtype)
+        seen = train(compiled(optimizer), grads, params)
+        assert all_finite(seen[-1][2]) == finite
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float8_e4m3fn", jnp.float8_e5m2, "int8", jnp.complex64]
+)
+def test_dtypes_of_too_few_bits(dtype):
+    """Newton–Schulz in float8 would diverge, and JAX does not promote such dtypes."""
+    for factory in (orscale, muon, *FAMILY.values()):
+        with pytest.raises(ValueError, match=r"mu_dtype=.*16 bits"):
+            factory(RATE, mu_dtype=dtype)
+    for function in (functools.partial(orscale, RATE), orthogonalize):
+        with pytest.raises(ValueError, match=r"ns_dtype=.*16 bits"):
+            function(ns_dtype=dtype)
+    grads = tree(1) | {"w": jnp.ones((6, 4)).astype(dtype)}
+    optimizer = build("muon")
+    refuses(
+        optimizer, optimizer.init(tree(0)), tree(0), "gradient of parameter 'w'", grads
+    )
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ("b1", "adam_b1"), ("beta", "momentum"), ("lr", "learning_rate"),
+        ("mask", "weight_decay_mask"), ("momentun", "momentum"), ("coeffs", "ns_coeffs"),
+        ("dtype", "mu_dtype or ns_dtype"), ("decay", "weight_decay or adam_weight_decay"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("factory", [orscale, muon, family.normuon])
+def test_arguments_of_other_names(factory, given, meant):
+    with pytest.raises(TypeError, match=f"argument '{given}': did you mean {meant}"):
+        factory(RATE, **{given: 0.9})
+    with pytest.raises(TypeError, match="its arguments are learning_rate, "):
+        factory(RATE, xyz=1)
+
+
+@pytest.mark.parametrize("value", [None, "1", True, np.ones(1), np.ones(4), 1j])
+@pytest.mark.parametrize(
+    "argument",
+    ["learning_rate", "weight_decay", "adam_learning_rate", "adam_weight_decay"],
+)
+def test_schedules_that_return_no_number(argument, value):
+    optimizer = orscale(**{"learning_rate": RATE, argument: lambda step: value})
+    params = {"w": tree(0)["w"], "b": tree(0)["b"]}
+    refuses(optimizer, optimizer.init(params), params, f"schedule {argument} returned")
+    zero = orscale(**{"learning_rate": RATE, argument: lambda step: 0})
+    accepts(zero, zero.init(params), params)
+
+
+def test_a_state_where_the_model_belongs():
+    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
+    for given in (nnx.state(model), nnx.split(model), nnx.to_pure_dict(nnx.state(model))):
+        with pytest.raises(ValueError, match=r"pass the model itself.* flax.nnx.Module"):
+            nnx_dimension_numbers(given)
+    with pytest.raises(ValueError, match=r"pass the model itself.* flax.linen.Module"):
+        linen_dimension_numbers({"params": {}}, jnp.ones((1, 3)))
+
+
+@ORSCALE_MUON
+def test_update_without_parameters(name):
+    optimizer = build(name)
+    with pytest.raises(ValueError, match="you are not passing `params`"):
+        optimizer.update(tree(1), optimizer.init(tree(0)))
 
 
 @pytest.mark.parametrize("leaf", SHAPES)

@@ -1,6 +1,7 @@
 """`orscale` and `muon` against the float64 oracle and each other."""
 
 import inspect
+import pathlib
 import re
 from fractions import Fraction
 
@@ -9,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale
+from orscale_jax.flax import nnx_dimension_numbers
+from orscale_jax.parameters.dimension_numbers import matrix_axes
+from orscale_jax.transforms.decay import mask_of_matrices
 from tests import leaves, oracle
 from tests.runs import Oracles, readout, run
 
@@ -299,6 +304,25 @@ def test_one_boolean_is_no_mask_of_several_parameters(injected):
         optimizer.init(params)
 
 
+def test_the_decay_mask_of_the_matrices_on_the_model_of_the_readme():
+    """Unlike ndim > 1, it leaves out biases of (heads, head_dim), and the embedding."""
+    readme = pathlib.Path(__file__).parents[1] / "README.md"
+    model_of = re.compile(r"^```python\n(.*?^class GPT.*?)^model =", re.DOTALL | re.M)
+    [source] = model_of.findall(readme.read_text())
+    names = {"__name__": "readme"}
+    exec(source, names)
+    model = names["GPT"](16, 8, 1, nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    axes = matrix_axes(nnx_dimension_numbers(model), params)
+    # tests/test_citizenship.py shows that the optimizers decay by this mask.
+    kernels = dict(jax.tree_util.tree_leaves_with_path(mask_of_matrices(axes)))
+    for path, decays in kernels.items():
+        assert decays == (path[-1].key == "kernel"), path
+    wide = {path for path, p in jax.tree_util.tree_leaves_with_path(params) if p.ndim > 1}
+    outside = {jax.tree_util.keystr(path[-2:]) for path in wide if not kernels[path]}
+    assert outside >= {"['query']['bias']", "['embed']['embedding']"}
+
+
 def test_decay_mask_and_the_fallbacks_own_hyperparameters():
     names = ("tall", "wide", "square", "embedding", "bias")
     params, grads = ({n: leaves.random_tree(seed)[n] for n in names} for seed in (0, 1))
@@ -349,7 +373,8 @@ def test_callables_see_the_whole_tree():
 
     optimizer = orscale(1e-2, weight_dimension_numbers=numbers, weight_decay_mask=mask)
     jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
-    assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 4
+    # In init, in update, and in the init that update compares the state with.
+    assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 6
 
 
 @pytest.mark.compiled

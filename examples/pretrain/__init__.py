@@ -11,7 +11,7 @@ Read in this order:
 recipe, config               the options: what decides the result, and where and how it
                              runs
 recipes, configs             those of the paper's runs and of the demos, by name
-optimizers                   every optimizer that a recipe may name
+optimizers, controls         every optimizer that a recipe may name; those of the study
 unused                       options that would change nothing
 models/, tasks/              the models; their losses and data as the trainer sees them
 loss                         the cross-entropy of a language model

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from examples.pretrain import controls
 from examples.pretrain.errors import UsageError
 from examples.pretrain.recipe import Recipe
 from orscale_jax import ablations, family, muon, orscale
@@ -122,6 +123,24 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "pooled_full_rank_anchor": _ours(
         "One ratio for all, full-rank anchor", family.pooled, anchor="full_rank"
     ),
+    # Controls.
+    "adamw_apart": Optimizer(
+        "AdamW, two rates",
+        controls.adamw_apart,
+        {},
+        {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"},
+        has_matrices=True,
+        readable=False,
+    ),
+    "one_scale": Optimizer(
+        "Muon+Moonlight, one scale",
+        controls.one_scale,
+        {},
+        {name: name for name in ("momentum", "weight_decay", "adam_b1", "adam_b2")},
+        has_matrices=True,
+        readable=True,
+    ),
+    "orscale_on_normuon": _ours("OrScale on NorMuon", controls.orscale_on_normuon),
     # The same as Muon+Moonlight, by another library.
     "optax_muon": Optimizer(
         "optax.contrib.muon",

@@ -18,7 +18,6 @@ from orscale_jax.diagnostics.history import FILE_NAME
 PyTree = Any
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
 STATISTICS = ("signal", "noise", "smoothness")
-OF_STEP = ("kappa_step", "kappa_step_stderr")
 MEASUREMENTS = (
     *OF_MOMENTUM,
     *(name + end for name in STATISTICS for end in ("", "_stderr")),
@@ -57,7 +56,7 @@ class Readouts:
             folder / FILE_NAME,
             classes=diagnostics.layer_classes(params),
             measurements=MEASUREMENTS,
-            scalars=("loss", *OF_STEP),
+            scalars=("loss",),
         )
         self.history.rewind(start)
         (folder / "audit.csv").write_text(describe(params, self._numbers).to_csv())
@@ -71,7 +70,7 @@ class Readouts:
     ) -> diagnostics.Reading:
         """Writes a reading down and, if there are batches, what is measured on them."""
         reading = self.read(state)
-        measured = {}
+        measured, gained = {}, None
         # Without ratios the theory has nothing to say of their gain.
         if batches and reading.trust_ratio is not None:
             micro_batches = [
@@ -82,12 +81,10 @@ class Readouts:
                 self._loss_fn,
                 state["params"],
                 micro_batches,
-                reading.trust_ratio,
-                weight_dimension_numbers=self._numbers,
+                reading,
             )
-            scalars |= dict(zip(OF_STEP, gained.kappa, strict=True))
         if is_first():
-            self.history.append(step, reading, measured, **scalars)
+            self.history.append(step, reading, measured, gained=gained, **scalars)
         return reading
 
     def _measured(self, state: State, micro_batches: list[PyTree]) -> dict[str, PyTree]:

@@ -1,13 +1,16 @@
-"""The study: do OrScale's claims hold at desk scale? docs/study_protocol.md says how.
+"""The study: do OrScale's claims hold at desk scale? docs/study_protocol.md says how, and
+docs/study_protocol_2.md how it goes on.
 
 ==================  ==================================================================
 workloads, prose    models, lengths and data; English text to train on
 arms                the optimizers that are compared
-runs                one run, with its learning rate and its seed
-search              where to look for the best learning rate
+runs                one run, with its learning rates and its seed
+search              where to look for the best pair of learning rates
 results, study      what runs came to, in tables; all of them
-plan, runner        which runs an arm calls for; doing them, a process for every core
+plan, second        the runs of an arm; the searches and runs of the second protocol
+repeat              the runs of the first study, again
 gains, seconds      what is measured besides: the theory's statistics, the time of a step
+classes             ratios by class of layers, beside the model's optimum
 statistics, claims  what the tables say; verdicts on the paper's claims
 report              the page, by the following
 figures, tables     its parts

@@ -10,9 +10,10 @@ class Arm:
     Attributes:
       optimizer: One of `examples.pretrain.optimizers.OPTIMIZERS`.
       label: In tables and figures.
-      rate: The learning rate that the search begins with, over AdamW's best.
-      shared: Whether AdamW's parameters have the rate of the matrices. Otherwise they
-        keep AdamW's best.
+      rate: The scale of the matrices' learning rates: in the first study the inherited
+        one over AdamW's best, in the second the first one over the workload's.
+      shared: Whether AdamW's parameters have the rate of the matrices in the first study.
+        Otherwise they keep AdamW's best.
       replays: The arm whose mean ratio at each step is a factor of the rate, if one is.
     """
 
@@ -50,9 +51,11 @@ ARMS: dict[str, Arm] = {
 
 ABLATIONS: dict[str, Arm] = {
     "polar_factor_denominator": Arm(
-        "polar_factor_denominator", "‖Q‖ denominator", shared=False
+        "polar_factor_denominator", "‖Q‖ denominator (s = 1)", shared=False
     ),
-    "momentum_denominator": Arm("momentum_denominator", "‖M̃‖ denominator", shared=False),
+    "momentum_denominator": Arm(
+        "momentum_denominator", "‖M̃‖ denominator (s = 1)", shared=False
+    ),
     "momentum_rms_denominator": Arm(
         "momentum_rms_denominator", "RMS(M̃) + Moonlight", shared=False
     ),
@@ -61,7 +64,13 @@ ABLATIONS: dict[str, Arm] = {
     "bfloat16_calibration": Arm("bfloat16_calibration", "Calibration in bfloat16"),
     "unclipped": Arm("unclipped", "No clip"),
 }
-KNOWN = ARMS | ABLATIONS
+# The second protocol has these and some of the above.
+CONTROLS: dict[str, Arm] = {
+    "adamw_apart": Arm("adamw_apart", "AdamW, two rates", rate=0.5),
+    "orscale_on_normuon": Arm("orscale_on_normuon", "OrScale's ratio on NorMuon"),
+    "one_scale": Arm("one_scale", "Muon+Moonlight, one scale for all shapes"),
+}
+KNOWN = ARMS | ABLATIONS | CONTROLS
 # Those whose best rate is found for the mean of all seeds.
 SETTLED = (
     "adamw", "muon_moonlight", "orscale", "pooled", "replayed", "full_rank_anchor",

@@ -15,7 +15,7 @@ from examples.figure_style import COLORS, GREEN, INK, ORANGE, PURPLE, SKY
 from examples.study.arms import ARMS
 from examples.study.plan import find_workload
 from examples.study.results import UNIFORM_EVERY
-from examples.study.study import COLUMNS, REFERENCE, Column, Study
+from examples.study.study import COLUMNS, REFERENCE, Column, Study, reference_of
 from examples.study.workloads import SMALL_INIT
 
 _TITLES = {
@@ -71,14 +71,16 @@ def draw_differences(study: Study, path: pathlib.Path) -> None:
     style.set_title(
         figure,
         "Validation loss minus Muon+Moonlight's, with 95 % intervals",
-        f"{_extent(study)}; thin lines: intervals; axis linear within ±0.05",
+        f"{_extent(study)}; axis linear within ±0.05; * Muon+Moonlight, too, "
+        "has AdamW's rate apart",
     )
     style.save(figure, path)
 
 
 def _wrapped(arm: str) -> str:
-    """A label in lines that leave the panels room."""
-    return ARMS[arm].label.replace(", ", ",\n")
+    """A label in lines that leave the panels room, with a star if rates are apart."""
+    star = "" if reference_of(arm) == REFERENCE else "*"
+    return ARMS[arm].label.replace(", ", ",\n") + star
 
 
 def _extent(study: Study) -> str:
@@ -100,7 +102,7 @@ def _seeds(study: Study) -> str:
 
 def _marks(axes: Axes, study: Study, arm: str, column: Column, place: int) -> None:
     names = [n for n in study.workloads if study.has(n, arm)]
-    found = [study.difference(name, arm, column) for name in names]
+    found = [study.difference(n, arm, column, reference_of(arm)) for n in names]
     shifts = np.linspace(-0.3, 0.3, len(names)) if len(names) > 1 else [0.0]
     for name, shift, difference in zip(names, shifts, found, strict=True):
         color, marker = _look_of(name)

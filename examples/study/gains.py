@@ -8,7 +8,7 @@ writes ``docs/data/gains.csv``; measurements that it holds are not done again.
 import csv
 import dataclasses
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -20,8 +20,9 @@ from examples.pretrain.meshes import in_effect
 from examples.pretrain.setup import State
 from examples.pretrain.step import loss_of
 from examples.study.arms import ARMS
-from examples.study.plan import inherited_rate
+from examples.study.results import inherited_rate
 from examples.study.runs import Trainer
+from examples.study.search import Rates
 from examples.study.workloads import SEEDS, WORKLOADS
 from orscale_jax import diagnostics
 from orscale_jax.diagnostics.smoothness import shape_scale
@@ -68,11 +69,11 @@ class Options:
     out: pathlib.Path = pathlib.Path("docs/data/gains.csv")
 
 
-def gains_along(trainer: Trainer, rate: float, seed: int) -> Iterator[Gains]:
+def gains_along(trainer: Trainer, rates: Rates, seed: int) -> Iterator[Gains]:
     """What is measured at a third and at two thirds of a run."""
     steps = trainer.setup.recipe.num_steps
     unseen = batches_after(trainer, seed)
-    for step, state, _ in trainer.states(rate, seed):
+    for step, state, _ in trainer.states(rates, seed):
         if step in (steps // 3, 2 * steps // 3):
             yield Gains(
                 trainer.workload.name, seed, step, **_measure(trainer, state, unseen)
@@ -90,29 +91,19 @@ def batches_after(trainer: Trainer, seed: int) -> list[PyTree]:
 
 
 def _measure(trainer: Trainer, state: State, batches: list[PyTree]) -> dict[str, float]:
-    setup, params = trainer.setup, state["params"]
-    numbers = setup.weight_dimension_numbers
-    of_all = loss_of(setup)
-
-    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
-        return of_all(params, state["variables"], batch)[0]
-
+    params, numbers = state["params"], trainer.setup.weight_dimension_numbers
     reading = diagnostics.read(
         state["opt_state"], params, weight_dimension_numbers=numbers
     )
+    loss_fn = loss_along(trainer, state)
     matrices: dict[str, Any] = {"weight_dimension_numbers": numbers}
     along = diagnostics.step_gain(
         loss_fn, params, batches, reading.trust_ratio, **matrices
     )
     found = diagnostics.estimate(loss_fn, params, batches, **matrices)
     verdict = diagnostics.verdict(reading, found, params, **matrices).numbers
-    curvature = diagnostics.curvature(found.smoothness.value, params, numbers)
-    scale: dict[str, Any] = {"consistent_rms": 0.2}
-    model = diagnostics.gain(
-        reading.trust_ratio,
-        shape_scale(found.signal.value, params, numbers, **scale),
-        shape_scale(curvature, params, numbers, **scale, power=2),
-    )
+    signal, curvature = signal_and_curvature(trainer, found, params)
+    model = diagnostics.gain(reading.trust_ratio, signal, curvature)
     return {
         "kappa": float(along.kappa.value),
         "kappa_stderr": float(along.kappa.stderr),
@@ -121,6 +112,35 @@ def _measure(trainer: Trainer, state: State, batches: list[PyTree]) -> dict[str,
         "nu": float(model.nu_r),
         "rho": float(model.rho),
     }
+
+
+def loss_along(trainer: Trainer, state: State) -> Callable[[PyTree, PyTree], jax.Array]:
+    """The loss of parameters on a batch; other variables are those of a state."""
+    of_all = loss_of(trainer.setup)
+
+    def loss_fn(params: PyTree, batch: PyTree) -> jax.Array:
+        return of_all(params, state["variables"], batch)[0]
+
+    return loss_fn
+
+
+def signal_and_curvature(
+    trainer: Trainer, found: Any, params: PyTree
+) -> tuple[PyTree, PyTree]:
+    """a and b of the paper's model for each matrix, along Muon+Moonlight's step.
+
+    Args:
+      trainer: Of the run.
+      found: What `diagnostics.estimate` found.
+      params: The parameters at which it was found.
+    """
+    numbers = trainer.setup.weight_dimension_numbers
+    curvature = diagnostics.curvature(found.smoothness.value, params, numbers)
+    scale: dict[str, Any] = {"consistent_rms": 0.2}
+    return (
+        shape_scale(found.signal.value, params, numbers, **scale),
+        shape_scale(curvature, params, numbers, **scale, power=2),
+    )
 
 
 def read_gains(path: pathlib.Path) -> list[Gains]:
@@ -138,12 +158,12 @@ def main(options: Options) -> None:
     done = {(row.workload, row.seed) for row in found}
     for name in options.workloads:
         workload = WORKLOADS[name]
-        rate = inherited_rate(options.tables, workload)
-        trainer = Trainer(workload, ARMS["orscale"], rate)
+        rate = inherited_rate(options.tables / f"{name}.csv")
+        trainer = Trainer(workload, ARMS["orscale"])
         for seed in options.seeds:
             if (name, seed) in done:
                 continue
-            for row in gains_along(trainer, rate, seed):
+            for row in gains_along(trainer, Rates(rate, rate), seed):
                 found.append(row)
                 print(row, flush=True)
             _write(options.out, found)

@@ -9,7 +9,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from examples.pretrain.errors import UsageError
 from examples.study.runs import Run
+from examples.study.search import Rates
 
 # The mean ratio is written down after the first step and every fifth one since.
 UNIFORM_EVERY = 5
@@ -31,6 +33,8 @@ class Result:
       losses: All validation losses.
       uniform: The mean ratio, every fifth step.
       class_ratio: As in `Run`.
+      adam_rate: The peak learning rate of AdamW's parameters. Nothing in the tables of
+        the first study: `Arm.shared` tells it.
     """
 
     arm: str
@@ -44,14 +48,20 @@ class Result:
     losses: tuple[float, ...]
     uniform: tuple[float, ...]
     class_ratio: dict[str, float]
+    adam_rate: float | None = None
+
+    @property
+    def rates(self) -> Rates:
+        """Both peak learning rates."""
+        return Rates(self.rate, self.rate if self.adam_rate is None else self.adam_rate)
 
 
-def make_result(arm: str, rate: float, seed: int, run: Run, guess: float) -> Result:
+def make_result(arm: str, rates: Rates, seed: int, run: Run, guess: float) -> Result:
     """The row of a run.
 
     Args:
       arm: Its name.
-      rate: Its learning rate.
+      rates: Its learning rates.
       seed: Its seed.
       run: What came of it.
       guess: The loss of a uniform guess, in nats.
@@ -60,7 +70,7 @@ def make_result(arm: str, rate: float, seed: int, run: Run, guess: float) -> Res
     diverged = not last <= guess
     return Result(
         arm,
-        rate,
+        rates.matrix,
         seed,
         round(guess if diverged else last, 5),
         diverged,
@@ -70,6 +80,7 @@ def make_result(arm: str, rate: float, seed: int, run: Run, guess: float) -> Res
         tuple(_digits(loss) for loss in run.losses),
         tuple(_digits(ratio) for ratio in run.uniform[::UNIFORM_EVERY]),
         {name: _digits(ratio) for name, ratio in run.class_ratio.items()},
+        rates.adam,
     )
 
 
@@ -95,11 +106,13 @@ def append_result(path: pathlib.Path, result: Result) -> None:
 
 
 def sort_results(path: pathlib.Path) -> None:
-    """Orders the rows of a table by arm, rate and seed; an empty one if there is none."""
+    """Orders the rows of a table by arm, rates and seed; begins one if there is none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     results = read_results(path)
-    rows = [_row(r) for r in sorted(results, key=lambda r: (r.arm, r.rate, r.seed))]
-    path.write_text(_lines([_FIELDS, *rows]))
+    rows = [_row(r) for r in sorted(results, key=lambda r: (r.arm, r.rates, r.seed))]
+    partial = path.with_suffix(".partial")
+    partial.write_text(_lines([_FIELDS, *rows]))
+    partial.replace(path)
 
 
 def best_rate_of(results: Sequence[Result], for_all_seeds: bool) -> float:
@@ -119,6 +132,18 @@ def best_rate_of(results: Sequence[Result], for_all_seeds: bool) -> float:
     return min(means, key=means.__getitem__)
 
 
+def inherited_rate(path: pathlib.Path) -> float:
+    """AdamW's best rate in a table of the first study.
+
+    Raises:
+      UsageError: If AdamW was not run.
+    """
+    found = [r for r in read_results(path) if r.arm == "adamw"]
+    if not found:
+        raise UsageError(f"{path} has no run of adamw, from which rates are inherited.")
+    return best_rate_of(found, for_all_seeds=True)
+
+
 _FIELDS = [field.name for field in dataclasses.fields(Result)]
 
 
@@ -129,6 +154,7 @@ def _digits(value: float) -> float:
 def _row(result: Result) -> list[Any]:
     row = {name: getattr(result, name) for name in _FIELDS}
     row["rate"] = f"{result.rate:.6g}"
+    row["adam_rate"] = "" if result.adam_rate is None else f"{result.adam_rate:.6g}"
     row["diverged"] = int(result.diverged)
     for name in ("spread", "at_bound"):
         row[name] = "" if math.isnan(row[name]) else row[name]
@@ -146,6 +172,7 @@ def _lines(rows: list[list[Any]]) -> str:
 
 def _parse(row: dict[str, str]) -> Result:
     pairs = [pair.split("=") for pair in row["class_ratio"].split(";") if pair]
+    adam_rate = row.get("adam_rate")
     return Result(
         arm=row["arm"],
         rate=float(row["rate"]),
@@ -158,4 +185,5 @@ def _parse(row: dict[str, str]) -> Result:
         growth=float(row["growth"]),
         spread=float(row["spread"] or "nan"),
         at_bound=float(row["at_bound"] or "nan"),
+        adam_rate=float(adam_rate) if adam_rate else None,
     )

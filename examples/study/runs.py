@@ -20,6 +20,7 @@ from examples.pretrain.setup import Setup, State, learning_rates, set_up, split
 from examples.pretrain.step import make_train_step
 from examples.pretrain.tasks import Data, make_task, read_data
 from examples.study.arms import Arm
+from examples.study.search import Rates
 from examples.study.workloads import Workload
 from orscale_jax import diagnostics
 
@@ -54,18 +55,16 @@ class Trainer:
     Attributes:
       workload: What is trained.
       arm: With what.
-      adam_rate: Of AdamW's parameters, where they do not share the rate.
     """
 
     workload: Workload
     arm: Arm
-    adam_rate: float
 
-    def train(self, rate: float, seed: int, factors: np.ndarray | None = None) -> Run:
+    def train(self, rates: Rates, seed: int, factors: np.ndarray | None = None) -> Run:
         """Trains to the end.
 
         Args:
-          rate: The peak learning rate.
+          rates: The peak learning rates.
           seed: Of the initial weights and the order of the data.
           factors: Of the matrices' learning rates at every step, for a replay.
         """
@@ -74,7 +73,7 @@ class Trainer:
         steps = self.setup.recipe.num_steps
         readings: Readings = []
         norms = []
-        for step, state, reading in self.states(rate, seed, factors):
+        for step, state, reading in self.states(rates, seed, factors):
             readings.append(reading)
             if step == 0 or step == steps:
                 norms.append(self._matrix_norms(state["params"]))
@@ -84,13 +83,12 @@ class Trainer:
         return Run(losses, growth, **_over_steps(jax.device_get(readings[1:])))
 
     def states(
-        self, rate: float, seed: int, factors: np.ndarray | None = None
+        self, rates: Rates, seed: int, factors: np.ndarray | None = None
     ) -> Iterator[tuple[int, State, dict[str, Any]]]:
         """The state before the first step and after each one; the next one takes it."""
         recipe = self.setup.recipe
         factors = np.ones(recipe.num_steps) if factors is None else factors
-        rates = [jnp.float32(rate), jnp.float32(self.adam_rate)]
-        arguments = [*rates, jnp.asarray(factors, jnp.float32)]
+        arguments = [*map(jnp.float32, rates), jnp.asarray(factors, jnp.float32)]
         with in_effect(self.setup.mesh):
             state = self.initial_state(seed)
             yield 0, state, {}
@@ -169,7 +167,7 @@ class Trainer:
                 return rate * factors[count] * shape(count)
 
             def adam_schedule(count: jax.Array) -> jax.Array:
-                return (rate if self.arm.shared else adam_rate) * shape(count)
+                return adam_rate * shape(count)
 
             optimizer = find_optimizer(self.arm.optimizer)
             arguments = optimizer_arguments(setup.recipe)
@@ -177,6 +175,9 @@ class Trainer:
                 arguments["weight_dimension_numbers"] = setup.weight_dimension_numbers
                 arguments["adam_learning_rate"] = adam_schedule
             transformation = optimizer.constructor(schedule, **arguments)
+            if setup.recipe.clip is not None:
+                clip = optax.clip_by_global_norm(setup.recipe.clip)
+                transformation = optax.chain(clip, transformation)
             setup_now = dataclasses.replace(setup, optimizer=transformation)
             state, _ = make_train_step(setup_now, 1)(state, batch)
             return state, _reading(state, setup)

@@ -79,7 +79,7 @@ def main(options: Options) -> None:
         writer.writerow(["workload", "arm", "seconds"])
         for name in options.workloads:
             steppers = {
-                arm: Stepper(Trainer(WORKLOADS[name], ARMS[arm], 0.0))
+                arm: Stepper(Trainer(WORKLOADS[name], ARMS[arm]))
                 for arm in ARMS
                 if ARMS[arm].replays is None
             }

@@ -12,6 +12,8 @@ CONFIDENCE = 0.95
 VALLEY = 1.02  # Of the best loss.
 
 HOLDS, FAILS, OPEN = "holds", "fails", "cannot be told at this size"
+BETTER, AS_GOOD, WORSE, NOT_TOLD = "better", "as good as", "worse", "cannot be told"
+WORSE_WITHIN = "worse by less than the margin"
 
 
 class Interval(NamedTuple):
@@ -26,10 +28,14 @@ class Interval(NamedTuple):
         """-1 or 1 if the interval excludes zero, else 0."""
         return int(self.low > 0) - int(self.high < 0)
 
+    def minus(self, margin: float) -> "Interval":
+        """The same interval, moved down by a margin."""
+        return Interval(*(end - margin for end in self))
+
 
 def interval(values: Sequence[float]) -> Interval:
-    """The mean of a sample; a single value has an endless interval."""
-    mean = float(np.mean(values))
+    """The mean of a sample; a single value has an endless interval, none is NaN."""
+    mean = float(np.mean(values)) if len(values) else math.nan
     if len(values) < 2:
         return Interval(mean, -math.inf, math.inf)
     factor = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
@@ -37,35 +43,96 @@ def interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - error, mean + error)
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
-    """The mean difference over the seeds that both have."""
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
+    """The differences of the seeds that both have."""
     seeds = sorted(ours.keys() & theirs.keys())
-    return interval([ours[seed] - theirs[seed] for seed in seeds])
+    return {seed: ours[seed] - theirs[seed] for seed in seeds}
 
 
-class Tally(NamedTuple):
-    """How many differences are surely negative or positive, and the mean of all."""
+class Comparison(NamedTuple):
+    """Two arms in several workloads.
 
-    lower: int
-    higher: int
-    mean: float
+    Attributes:
+      intervals: The difference in each workload.
+      average: The mean over the workloads, whose sample are the seeds.
+    """
+
+    intervals: tuple[Interval, ...]
+    average: Interval
+
+    @property
+    def lower(self) -> int:
+        """The number of workloads in which the difference is surely negative."""
+        return sum(found.sign < 0 for found in self.intervals)
+
+    @property
+    def higher(self) -> int:
+        """The number of workloads in which the difference is surely positive."""
+        return sum(found.sign > 0 for found in self.intervals)
 
 
-def tally(differences: Sequence[Interval]) -> Tally:
-    """Differences of several workloads; they must not be none."""
-    signs = [difference.sign for difference in differences]
-    mean = float(np.mean([difference.mean for difference in differences]))
-    return Tally(signs.count(-1), signs.count(1), mean)
+def compare(differences: Sequence[Mapping[int, float]]) -> Comparison:
+    """The differences of each workload, by seed."""
+    intervals = tuple(interval(list(by_seed.values())) for by_seed in differences)
+    every = [set(by_seed) for by_seed in differences] or [set()]
+    seeds = sorted(set.intersection(*every))
+    means = [float(np.mean([by_seed[s] for by_seed in differences])) for s in seeds]
+    return Comparison(intervals, interval(means))
 
 
-def verdict(differences: Sequence[Interval]) -> str:
-    """Whether a claim that differences are negative holds, by the protocol's rule."""
-    found, half = tally(differences), len(differences) / 2
-    if found.lower > half and not found.higher:
+def verdict(differences: Sequence[Interval], margin: float = 0.0) -> str:
+    """Whether a claim that differences are negative holds, by the protocol's rule.
+
+    Args:
+      differences: One for each workload.
+      margin: How much above zero still counts as negative: "at least as good" instead of
+        "better".
+    """
+    signs = [found.minus(margin).sign for found in differences]
+    lower, higher, half = signs.count(-1), signs.count(1), len(signs) / 2
+    if lower > half and not higher:
         return HOLDS
-    if found.higher > half and not found.lower:
+    if higher > half and not lower:
         return FAILS
     return OPEN
+
+
+def endpoint(found: Interval, margin: float) -> str:
+    """What the interval of a difference says of an endpoint of the second protocol.
+
+    Args:
+      found: The interval; below zero is better.
+      margin: What "as good as" may be worse by, in the units of the interval.
+    """
+    within = found.high < margin
+    if found.high < 0:
+        return BETTER
+    if found.low > 0:
+        return WORSE_WITHIN if within else WORSE
+    return AS_GOOD if within else NOT_TOLD
+
+
+def p_value(values: Sequence[float]) -> float:
+    """Of a two-sided t test that the mean of a sample is zero."""
+    found = interval(values)
+    if found.low == found.high:  # All values are the same.
+        return float(found.mean == 0)
+    t = np.mean(values) / (np.std(values, ddof=1) / math.sqrt(len(values)))
+    return float(2 * stats.t.sf(abs(t), len(values) - 1))
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """The p-values with Holm's correction, in their order.
+
+    Those below a level are the hypotheses that are rejected at it, with at most that
+    probability of any error among them.
+    """
+    p = np.asarray(p_values)
+    order = np.argsort(p, kind="stable")
+    corrected = np.maximum.accumulate(p[order] * np.arange(len(p), 0, -1))
+    adjusted = np.empty_like(corrected)
+    adjusted[order] = np.minimum(corrected, 1.0)
+    return [float(value) for value in adjusted]
 
 
 def all_of(verdicts: Sequence[str]) -> str:

@@ -5,7 +5,7 @@ import functools
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -14,12 +14,35 @@ from examples.study.gains import Gains, read_gains
 from examples.study.plan import find_workload, table_of
 from examples.study.results import Result, best_rate_of, read_results
 from examples.study.seconds import read_seconds
-from examples.study.statistics import Interval, paired, steps_to, valley_width
+from examples.study.statistics import (
+    Comparison,
+    Interval,
+    compare,
+    interval,
+    paired,
+    steps_to,
+    valley_width,
+)
 from examples.study.workloads import SENSITIVITY, WORKLOADS
 
-Column = Literal["inherited", "own"]
+# The third one is twice AdamW's best rate.
+Column = Literal["inherited", "own", "twice"]
 COLUMNS: tuple[Column, ...] = ("inherited", "own")
 REFERENCE = "muon_moonlight"
+
+
+class Cell(NamedTuple):
+    """An arm at one of its rates."""
+
+    arm: str
+    column: Column
+
+
+def reference_of(arm: str) -> str:
+    """What an arm is compared with: Muon+Moonlight with as many free rates."""
+    if KNOWN[arm].shared or arm == f"{REFERENCE}_apart":
+        return REFERENCE
+    return f"{REFERENCE}_apart"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,12 +54,14 @@ class Study:
       gains: What was measured along OrScale's runs.
       seconds: Of a step, by workload and arm.
       arms: A workload counts as done once all of these were run.
+      without: Seeds that are left out of all but the choice of rates.
     """
 
     results: Mapping[str, tuple[Result, ...]]
     gains: tuple[Gains, ...]
     seconds: Mapping[str, Mapping[str, float]]
     arms: Sequence[str] = tuple(ARMS)
+    without: frozenset[int] = frozenset()
 
     @functools.cached_property
     def workloads(self) -> list[str]:
@@ -74,12 +99,14 @@ class Study:
             return best_rate_of(self.rows(workload, arm), for_all_seeds=arm in SETTLED)
         source = find_workload(workload).rates_of or workload
         best = self.rate(source, "adamw", "own")
-        return float(f"{best * KNOWN[arm].rate:.6g}")
+        factor = 2 if column == "twice" else 1
+        return float(f"{factor * best * KNOWN[arm].rate:.6g}")
 
     def runs(self, workload: str, arm: str, column: Column) -> dict[int, Result]:
         """The runs of a column by seed."""
         rate = self.rate(workload, arm, column)
-        return {r.seed: r for r in self.rows(workload, arm) if r.rate == rate}
+        found = [r for r in self.rows(workload, arm) if r.rate == rate]
+        return {r.seed: r for r in found if r.seed not in self.without}
 
     def losses(self, workload: str, arm: str, column: Column) -> dict[int, float]:
         """The last validation losses of a column by seed."""
@@ -100,18 +127,32 @@ class Study:
           column: At which rates, of both.
           than: The other.
         """
-        ours, theirs = (self.losses(workload, a, column) for a in (arm, than))
-        return paired(ours, theirs)
+        by_seed = self.by_seed(workload, Cell(arm, column), Cell(than, column))
+        return interval(list(by_seed.values()))
 
-    def differences(
-        self, arm: str, column: Column, than: str = REFERENCE
-    ) -> list[Interval]:
-        """The difference in every workload that has both."""
-        return [
-            self.difference(name, arm, column, than)
+    def by_seed(self, workload: str, one: Cell, other: Cell) -> dict[int, float]:
+        """Loss of one cell minus that of another, by seed."""
+        return paired(self.losses(workload, *one), self.losses(workload, *other))
+
+    def compare(self, one: Cell, other: Cell, kind: str = "") -> Comparison:
+        """One cell minus another in all workloads that have both, or those of a kind.
+
+        Args:
+          one: An arm at one of its rates.
+          other: What it is compared with.
+          kind: "text" or "images"; nothing for all.
+        """
+        names = [
+            name
             for name in self.workloads
-            if self.has(name, arm) and self.has(name, than)
+            if self.has(name, one.arm) and self.has(name, other.arm)
+            if not kind or kind == kind_of(name)
         ]
+        return compare([self.by_seed(name, one, other) for name in names])
+
+    def differences(self, arm: str, column: Column, than: str = REFERENCE) -> Comparison:
+        """An arm minus another, both at the rates of one column."""
+        return self.compare(Cell(arm, column), Cell(than, column))
 
     def share_of_steps(self, workload: str, arm: str) -> float:
         """Steps to the final loss of tuned Muon+Moonlight, over its own; mean over seeds.
@@ -152,6 +193,7 @@ class Study:
         number is left.
         """
         rows = [g for g in self.gains if g.workload == workload]
+        rows = [g for g in rows if g.seed not in self.without]
         values = [x for x in (getattr(g, field) for g in rows) if math.isfinite(x)]
         return float(np.mean(values)) if values else math.nan
 
@@ -162,6 +204,11 @@ class Study:
             name: float(np.exp(np.mean([np.log(run.class_ratio[name]) for run in runs])))
             for name in runs[0].class_ratio
         }
+
+
+def kind_of(workload: str) -> str:
+    """Whether a workload is of text or of images."""
+    return "images" if workload.startswith("vision") else "text"
 
 
 def read_study(folder: pathlib.Path, arms: Sequence[str] = tuple(ARMS)) -> Study:

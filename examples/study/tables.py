@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from examples.study.arms import ABLATIONS, ARMS, SENSITIVE
-from examples.study.claims import claims
-from examples.study.statistics import Interval, tally
-from examples.study.study import COLUMNS, REFERENCE, Column, Study
+from examples.study.claims import claims, without_first_seed
+from examples.study.statistics import Comparison, Interval, compare
+from examples.study.study import (
+    COLUMNS,
+    REFERENCE,
+    Cell,
+    Column,
+    Study,
+    reference_of,
+)
 from examples.study.workloads import SMALL_INIT
 
 Table = Callable[[Study], str]
@@ -24,24 +31,82 @@ def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 
 
 def verdicts(study: Study) -> str:
     """The table of claims."""
+    found = zip(claims(study), claims(without_first_seed(study)), strict=True)
     rows = [
-        (f"{i}. {claim.text}", f"**{claim.verdict}**", claim.evidence)
-        for i, claim in enumerate(claims(study), 1)
+        (f"{i}. {one.text}", f"**{one.verdict}**", other.verdict, one.evidence)
+        for i, (one, other) in enumerate(found, 1)
     ]
-    return markdown(("claim", "verdict", "numbers"), rows, left=3)
+    heading = ("claim", "verdict", "without seed 0", "numbers")
+    return markdown(heading, rows, left=4)
 
 
 def summary(study: Study) -> str:
-    """Every arm against Muon+Moonlight, over all workloads."""
+    """Every arm against Muon+Moonlight, over all workloads.
+
+    First those whose parameters share a rate, then those with AdamW's rate apart.
+    """
     rows = []
-    for arm, about in ARMS.items():
+    for arm, about in sorted(ARMS.items(), key=lambda item: not item[1].shared):
         if arm == REFERENCE or not any(study.has(n, arm) for n in study.workloads):
             continue
-        cells = [about.label]
+        than = reference_of(arm)
+        cells = [about.label, ARMS[than].label]
         for column in COLUMNS:
-            cells += _tally(study.differences(arm, column))
+            cells += _tally(study.differences(arm, column, than))
         rows.append(cells)
-    return markdown(["", *_TALLIES], rows)
+    return markdown(["", "minus", *_TALLIES], rows, left=2)
+
+
+def means(study: Study) -> str:
+    """What the two kinds of rates are worth, over all workloads and by kind."""
+    rows = []
+    for label, one, other in _PAIRS:
+        cells = [label]
+        for kind in ("", "text", "images"):
+            found = study.compare(one, other, kind)
+            sure = f"{found.lower} : {found.higher}"
+            cells += [_interval(found.average), sure] if found.intervals else ["–"] * 2
+        rows.append(cells)
+    heading = ["all workloads", "lower : higher", "text", "", "images", ""]
+    return markdown(["", *heading], rows)
+
+
+_APART = f"{REFERENCE}_apart"
+_PAIRS = (
+    ("OrScale − Muon+Moonlight, inherited rate",
+     Cell("orscale", "inherited"), Cell(REFERENCE, "inherited")),
+    ("OrScale − Muon+Moonlight, own rates",
+     Cell("orscale", "own"), Cell(REFERENCE, "own")),
+    ("the same, AdamW's rate apart in both",
+     Cell("orscale_apart", "own"), Cell(_APART, "own")),
+    ("Muon − Muon+Moonlight, AdamW's rate apart in both",
+     Cell("muon", "own"), Cell(_APART, "own")),
+    ("Hyperball − Muon+Moonlight, AdamW's rate apart in both",
+     Cell("hyperball", "own"), Cell(_APART, "own")),
+    ("Muon+Moonlight, own − inherited rate",
+     Cell(REFERENCE, "own"), Cell(REFERENCE, "inherited")),
+    ("the same, AdamW's rate apart",
+     Cell(_APART, "own"), Cell(_APART, "inherited")),
+    ("Muon+Moonlight, one rate − AdamW's apart, own rates",
+     Cell(REFERENCE, "own"), Cell(_APART, "own")),
+    ("Muon+Moonlight at twice AdamW's rate − OrScale at AdamW's",
+     Cell(REFERENCE, "twice"), Cell("orscale", "inherited")),
+)  # fmt: skip
+
+
+def unlucky(study: Study) -> str:
+    """Where the rate that the search found is worse than the inherited one."""
+    rows = []
+    for name in study.workloads:
+        for arm, about in ARMS.items():
+            if study.has(name, arm):
+                by_seed = study.by_seed(name, Cell(arm, "own"), Cell(arm, "inherited"))
+                if compare([by_seed]).average.mean > 0:
+                    rates = (f"{study.rate(name, arm, c):.3g}" for c in COLUMNS)
+                    shift = np.mean(list(by_seed.values()))
+                    rows.append([about.label, f"`{name}`", *rates, f"{shift:+.3f}"])
+    heading = ["", "", "inherited rate", "own rate", "loss, own − inherited"]
+    return markdown(heading, rows, left=2)
 
 
 _TALLIES = (
@@ -54,11 +119,10 @@ _TALLIES = (
 )
 
 
-def _tally(found: Sequence[Interval]) -> list[str]:
-    if not found:
+def _tally(found: Comparison) -> list[str]:
+    if not found.intervals:
         return ["–"] * 3
-    of_all = tally(found)
-    return [f"{of_all.mean:+.3f}", f"{of_all.lower}", f"{of_all.higher}"]
+    return [f"{found.average.mean:+.3f}", f"{found.lower}", f"{found.higher}"]
 
 
 def losses(study: Study) -> str:
@@ -133,8 +197,8 @@ def anchors(study: Study) -> str:
             names = [name for name in study.workloads if small[name] == kind]
             cells = [ARMS[arm].label, title]
             for column in COLUMNS:
-                found = [study.difference(n, arm, column, "orscale") for n in names]
-                cells += _tally(found)
+                cells_of = Cell(arm, column), Cell("orscale", column)
+                cells += _tally(compare([study.by_seed(n, *cells_of) for n in names]))
             rows.append(cells)
     return markdown(["", "initial weights", *_TALLIES], rows, left=2)
 
@@ -150,12 +214,16 @@ def ablations(study: Study) -> str:
                 about.label,
                 _interval(study.difference(name, arm, "inherited", than="orscale")),
                 _interval(study.difference(name, arm, "own", than="orscale")),
+                _interval(study.difference(name, arm, "own")),
                 f"{study.rate(name, arm, 'own'):.3g}",
                 f"{study.mean(name, arm, 'inherited', 'at_bound'):.1%}",
                 f"{study.mean(name, arm, 'inherited', 'growth'):.2f}",
             ]
         )
-    heading = ["", "inherited rate", "own rate", "that rate", "at a bound", "growth"]
+    heading = [
+        "", "inherited rate", "own rate", "own rate, − Muon+Moonlight", "that rate",
+        "at a bound", "growth",
+    ]  # fmt: skip
     return markdown(heading, rows)
 
 
@@ -194,6 +262,8 @@ def _interval(found: Interval) -> str:
 TABLES: dict[str, Table] = {
     "verdicts": verdicts,
     "summary": summary,
+    "means": means,
+    "unlucky": unlucky,
     "losses": losses,
     "steps": steps,
     "ratios": ratios,

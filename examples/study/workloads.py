@@ -6,6 +6,7 @@ from typing import Any
 from examples.pretrain.config import Config
 from examples.pretrain.configs import DEMOS
 from examples.study.prose import FOLDER
+from examples.study.search import Rates
 
 # Of the 16B run: the standard deviation 0.006 of its initial weights over 2048^-1/2.
 SMALL_SCALE = 0.27
@@ -22,7 +23,8 @@ class Workload:
       config: The trainer's; its learning rate is where the search begins.
       initial_scale: Factor of the initial matrices, whose variance is 1/fan-in.
       first_batch: Examples of the first batch, if it has another size than the others.
-      rates_of: The workload whose inherited rate this one has. Nothing: it has its own.
+      rates_of: The workload whose inherited rate this one has, or at whose best rates its
+        search begins. Nothing: it has its own, or begins at `FIRST_RATES`.
     """
 
     name: str
@@ -98,3 +100,56 @@ SENSITIVITY: dict[str, Workload] = {
         _varied("more-decay", weight_decay=0.3),
     )
 }
+
+# Of the second protocol: where the search begins.
+FIRST_RATES = {"text": Rates(0.016, 0.032), "images": Rates(0.01, 0.04)}
+
+
+def _longer(name: str, factor: int, rates_of: str) -> Workload:
+    """A workload with more steps, whose search begins at the best rates of another."""
+    base = WORKLOADS[name]
+    recipe = base.config.recipe
+    config = _sized(
+        base.config,
+        steps=factor * 300,
+        warmup_steps=factor * recipe.warmup_steps,
+        val_every=factor * 30,
+    )
+    name = f"{name}-{config.recipe.steps}-steps"
+    return dataclasses.replace(base, name=name, config=config, rates_of=rates_of)
+
+
+def _mixture_of(experts: int) -> Workload:
+    """The small mixture with other experts; a token's have the same size together."""
+    base = WORKLOADS[f"mixture-small{SMALL_INIT}"]
+    # Elsewhere a token has two experts of this width together.
+    alone = {"experts_per_token": 1, "expert_hidden": 128} if experts == 1 else {}
+    config = _sized(base.config, experts=experts, **alone)
+    return dataclasses.replace(base, name=f"experts-{experts}", config=config)
+
+
+def _like_the_16b_run() -> Workload:
+    """16 experts, clipped gradients, twice the steps, a tenth of them for the warm-up."""
+    base = _mixture_of(16)
+    config = _sized(base.config, steps=600, warmup_steps=60, val_every=60, clip=1.0)
+    return dataclasses.replace(base, name="like-16b", config=config)
+
+
+LONG = ("dense-small", f"mixture-small{SMALL_INIT}")
+LADDER = {
+    1: "experts-1",
+    4: "experts-4",
+    8: f"mixture-small{SMALL_INIT}",
+    16: "experts-16",
+    32: "experts-32",
+}
+SECOND: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        *(_mixture_of(experts) for experts in (1, 4, 16, 32)),
+        _like_the_16b_run(),
+        *(_longer(name, 4, rates_of=name) for name in LONG),
+        *(_longer(name, 16, rates_of=f"{name}-1200-steps") for name in LONG),
+    )
+}
+KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND

@@ -8,6 +8,7 @@ description   ``Description``: rows, sums and plan, as a table
 rows          ``ParameterRow`` and ``Total``
 plans         ``Stack`` and ``Placed``: the plan that the optimizer executes, for rows
 state         the abstract state of an optimizer, by parameter
+state_trees   the trees like the parameters in it, and who keeps them
 checks        reasons to look at a matrix
 tables        tables of strings, for terminals and notebooks
 ============  ======================================================================

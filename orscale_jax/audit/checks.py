@@ -1,44 +1,160 @@
 """Reasons to look at a matrix before a run."""
 
-from collections.abc import Sequence
+import collections
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
-from orscale_jax.trees.names import words
+import numpy as np
 
-_FUSED = frozenset({"qkv", "kv", "fused"})
-_FUSED_NAMES = frozenset({"c_attn", "in_proj", "gate_up", "gate_up_proj"})
-_ROUTERS = frozenset({"router", "gating"})
-_TABLES = frozenset({"output", "out", "table", "lookup", "codebook"})
+from orscale_jax.audit.rows import ParameterRow
+from orscale_jax.parameters import layer_names
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.classes_by_name import (
+    EMBEDDING_OR_HEAD,
+    VECTORS,
+    module_and_array,
+)
+from orscale_jax.trees.names import Path, dotted, keys_on, without_names, words
+
+_FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
+# Names say what a class does not: layers of class "other", and latent attention, whose
+# projections are fused in their own way.
+_UNKNOWN = re.compile(r"other|attention latent.*")
+_FUSED = re.compile(r"\b(qkv|kv|fused)\b|(^|\.)(c attn|in proj|gate up( proj)?)(\.|$)")
+_ROUTER = re.compile(r"\b(router|gating)\b|\bgate\d*( \d+)*(\.|$)")
+_TABLE = re.compile(r"\b(output|out|table|lookup|codebook)\b")
+_LORA = re.compile(r"\blora\b")
+# Embeddings that no head undoes.
+_NO_VOCABULARY = re.compile(r"\b(pos\w*|wpe|time\w*|type|patch|relative)\b|\btokens?$")
+_PARTS = (2, 3, 4)  # Of a fused projection: keys and values; queries too; the output too.
 _THIN = 16
 
 
-def reasons(
-    keys: Sequence[str], batch_shape: tuple[int, ...], m: int, n: int, in_blocks: bool
-) -> tuple[str, ...]:
-    """The reasons why a leaf that is taken for matrices may be something else.
+class Checks(NamedTuple):
+    """What the checks know of all parameters.
 
-    Args:
-      keys: The keys of its path.
-      batch_shape: The batch shape of its matrices.
-      m: Rows of each matrix.
-      n: Columns of each matrix.
-      in_blocks: Whether dimension numbers divide it into blocks.
+    Attributes:
+      shapes: The shape of each, by path.
+      axes: The axes of those that are matrices, by path.
+      vocabularies: The names of embeddings, by their number of rows.
+      below: The paths of the parameters below each module, by its keys in words.
     """
-    named = {word for key in keys for word in words(key)}
-    fused = _FUSED & named or _FUSED_NAMES.intersection(keys)
-    # "gate_proj" is half of a gated MLP, "moe.gate" a router.
-    router = _ROUTERS & named or any(words(key)[-1:] == ["gate"] for key in keys)
-    # Only near the root: blocks.0.attention.out is an ordinary projection.
-    table = len(keys) <= 2 and _TABLES & named
-    checks = {
-        "fused?": bool(fused) and not in_blocks,
-        "router?": bool(router),
-        "table or head?": bool(table),
-        f"{_longer(m, n)} times as long": _longer(m, n) >= _THIN,
-        "batch of one": 1 in batch_shape,
-    }
-    return tuple(reason for reason, holds in checks.items() if holds)
+
+    shapes: Mapping[Any, tuple[int, ...]]
+    axes: Mapping[Any, LeafAxes]
+    vocabularies: Mapping[int, str]
+    below: Mapping[Path, list[Any]]
+
+    @classmethod
+    def of(
+        cls,
+        leaf_of: Mapping[Any, Any],
+        axes_of: Mapping[Any, LeafAxes],
+        class_of: Mapping[Any, str],
+    ) -> "Checks":
+        """Collect shapes, axes and embeddings of a tree, by path."""
+        shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
+        vocabularies = {
+            shape[0]: dotted(path)
+            for path, shape in shapes.items()
+            if class_of[path] == "embedding" and _is_vocabulary(path, shape)
+        }
+        below = collections.defaultdict(list)
+        for path in shapes:
+            module, _ = module_and_array(path)
+            for depth in range(len(module)):
+                below[module[:depth]].append(path)
+        return cls(shapes, axes_of, vocabularies, below)
+
+    def reasons(
+        self, path: Any, row: ParameterRow, axes: LeafAxes | None, layer: str
+    ) -> tuple[str, ...]:
+        """The reasons why a leaf that is taken for matrices may be something else.
+
+        Args:
+          path: The path of the leaf.
+          row: Its row, or that of one of its blocks.
+          axes: The axes of its matrices; None under AdamW.
+          layer: The class of its layer.
+        """
+        return () if axes is None else tuple(self._reasons(path, row, axes, layer))
+
+    def _reasons(
+        self, path: Any, row: ParameterRow, axes: LeafAxes, layer: str
+    ) -> Iterator[str]:
+        keys, name = keys_on(path), _in_words(path)
+        unknown = layer == "other"
+        if layer in EMBEDDING_OR_HEAD | VECTORS:
+            yield f"{layer}?"
+        fused = _UNKNOWN.fullmatch(layer) and _FUSED.search(name)
+        if (fused or _FUSED_CLASS.fullmatch(layer)) and not self._is_split(path, axes):
+            yield "fused?"
+        # A gated MLP has another projection beside its gate.
+        gate = unknown or (layer == "mlp gate" and not any(self._beside(path)))
+        if layer == "router" or (gate and _ROUTER.search(name)):
+            yield "router?"
+        # Only near the root: deeper, "out" is an ordinary projection.
+        if unknown and len(keys) <= 2 and _TABLE.search(name):
+            yield "table or head?"
+        if unknown and not {row.m, row.n}.isdisjoint(self.vocabularies):
+            rows = row.m if row.m in self.vocabularies else row.n
+            yield f"as long as {self.vocabularies[rows]}"
+        if keys and without_names(keys):
+            yield "no name"
+        if layer != "router" and self._is_stack_of_vectors(path):
+            yield "stack of vectors?"
+        longer = max(row.m, row.n) // max(1, min(row.m, row.n))
+        expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
+        if longer >= _THIN and layer not in expected and not _LORA.search(name):
+            yield f"{longer} times as long"
+        if 1 in row.batch_shape:
+            yield "batch of one"
+
+    def _is_split(self, path: Any, axes: LeafAxes) -> bool:
+        """Whether blocks or a batch axis divide a fused projection into its parts.
+
+        A batch axis that all neighbours have as well is one of layers or experts.
+        """
+        if axes.within is not axes:
+            return True
+        shape, beside = self.shapes[path], list(self._beside(path))
+
+        def is_stacked(axis: int) -> bool:
+            lengths = [self.shapes[other][axis : axis + 1] for other in beside]
+            return set(lengths) == {(shape[axis],)}
+
+        return any(
+            shape[axis] in _PARTS and not is_stacked(axis) for axis in axes.within.batch
+        )
+
+    def _is_stack_of_vectors(self, path: Any) -> bool:
+        """Whether everything beside a leaf of two axes is stacked along its first."""
+        shape, stacks = self.shapes[path], 0
+        for other in self._beside(path) if len(shape) == 2 else ():
+            if self.shapes[other][:1] != shape[:1]:
+                return False
+            stacks += other in self.axes and 0 in self.axes[other].within.batch
+        return stacks > 0
+
+    def _beside(self, path: Any) -> Iterator[Any]:
+        """The paths of the parameters of the modules beside that of a leaf."""
+        module, _ = module_and_array(path)
+        for other in self.below[module[:-1]]:
+            if module_and_array(other)[0][: len(module)] != module:
+                yield other
 
 
-def _longer(m: int, n: int) -> int:
-    """The longer side of a matrix over the shorter one, rounded down."""
-    return max(m, n) // max(1, min(m, n))
+def _is_vocabulary(path: Any, shape: tuple[int, ...]) -> bool:
+    """Whether an embedding is a table that an output head may have the length of."""
+    module, _ = module_and_array(path)
+    return (
+        len(shape) == 2
+        and shape[0] != shape[1]
+        and (layer_names.is_embedding_or_head(module[-1]) or module[-1] == "shared")
+        and not _NO_VOCABULARY.search(_in_words(path))
+    )
+
+
+def _in_words(path: Any) -> str:
+    return ".".join(map(words, keys_on(path)))

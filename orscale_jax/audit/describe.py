@@ -14,11 +14,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.audit import checks
+from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
-from orscale_jax.audit.state import AbstractState, leaves_by_path, nbytes
+from orscale_jax.audit.state import AbstractState, Kept, leaves_by_path, nbytes
 from orscale_jax.distributed import platforms, typed_sharding
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
@@ -32,7 +32,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import dotted, key_name
+from orscale_jax.trees.names import distinct_names
 
 
 def describe(
@@ -60,8 +60,11 @@ def describe(
       weight_dimension_numbers: The dimension numbers of the optimizer; see
         :func:`orscale`.
       consistent_rms: See :func:`orscale`.
-      optimizer: The optimizer, to add up the bytes of its state: its ``init`` is traced,
-        not run. An optimizer of this library must have the same matrices as the table.
+      optimizer: The optimizer (or a ``flax.nnx.Optimizer``), for the columns "rule" and
+        "state bytes": its ``init`` is traced, not run. The rule is then what the types of
+        its state tell, and under :func:`optax.partition` there is a column "label". None:
+        the table is that of :func:`orscale` with these dimension numbers. An optimizer
+        of this library must have the same matrices as the table.
       platform: The platform whose plan of Newton–Schulz is shown: ``"cpu"``, ``"gpu"`` or
         ``"tpu"``. None: that of the parameters' mesh, or of JAX's default backend.
       ns_steps: See :func:`orscale`.
@@ -77,7 +80,8 @@ def describe(
 
     Raises:
       ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
-        dimension numbers, or the optimizer has other matrices.
+        dimension numbers, or the optimizer has other matrices, or it keeps vectors that
+        hold several parameters (:func:`optax.flatten`).
 
     Example:
       >>> import jax.numpy as jnp
@@ -101,28 +105,27 @@ def describe(
     settings = NewtonSchulz(
         ns_steps, coefficient_table(ns_coeffs, argument="ns_coeffs"), ns_preconditioning
     )
-    axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
     leaf_of = leaves_by_path(unbox(params))
     state = None if optimizer is None else AbstractState.of(optimizer, params)
-    if state is not None:
-        state.refuse_other_matrices(axes_of, leaf_of)
-    arrays = {} if state is None else state.arrays
-    class_of = leaves_by_path(layer_classes(params))
+    axes_of = _matrices(weight_dimension_numbers, params, state)
+    names, class_of = distinct_names(leaf_of), leaves_by_path(layer_classes(params))
+    checks = Checks.of(leaf_of, axes_of, class_of)
+    kept_of = {} if state is None else state.kept
     rows = tuple(
         dataclasses.replace(
             row,
             layer_class=class_of[path],
-            state_bytes=None if state is None else row.state_bytes,
+            check=checks.reasons(path, row, axes_of.get(path), class_of[path]),
         )
-        for path, leaf in leaf_of.items()
+        for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
         for row in _rows(
-            path, leaf, axes_of.get(path), arrays.get(path, []), consistent_rms
+            name, path, leaf, axes_of.get(path), kept_of.get(path), consistent_rms
         )
     )
     meshes = map(_mesh_shape, leaf_of.values())
     return Description(
         rows,
-        None if state is None else nbytes(arrays.get(None, [])),
+        None if state is None else nbytes(state.shared),
         next((mesh for mesh in meshes if mesh), {}),
         Planning(limits, settings),
         rows,
@@ -145,53 +148,67 @@ def _platform(given: str | None, params: PyTree) -> str:
     return backend if backend in ("cpu", "tpu") else "gpu"
 
 
+def _matrices(
+    weight_dimension_numbers: WeightDimensionNumbers,
+    params: PyTree,
+    state: AbstractState | None,
+) -> dict[Any, LeafAxes]:
+    """The axes of the optimizer's matrices, by path."""
+    if state is None:
+        return leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+    if weight_dimension_numbers is None:  # Another optimizer's may be ambiguous.
+        params = state.only_ours(params)
+    axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+    return state.only_matrices(axes_of, leaves_by_path(unbox(params)))
+
+
 def _rows(
+    name: str,
     path: Any,
     leaf: Any,
     axes: LeafAxes | None,
-    state: list[Any],
+    kept: Kept | None,
     consistent_rms: float | None,
 ) -> list[ParameterRow]:
     """The row of a leaf, or one for each of its parts."""
-    if axes is None:
-        return [_adamw_row(path, leaf, state)]
-    row = functools.partial(_matrix_row, path, leaf, axes, state, consistent_rms)
-    return [row(index) for index in range(len(axes.labels))]
-
-
-def _adamw_row(path: Any, leaf: Any, state: list[Any]) -> ParameterRow:
-    return ParameterRow(
-        path=dotted(path),
+    row = ParameterRow(
+        path=name,
         shape=np.shape(leaf),
         dtype=jnp.result_type(leaf),
-        rule="adamw",
+        rule="adamw" if kept is None else kept.rule,
+        label="" if kept is None else kept.label,
         matrices=0,
         m=0,
         n=0,
         scale=None,
         norms=None,
         parameters=math.prod(np.shape(leaf)),
-        state_bytes=nbytes(state),
+        state_bytes=None if kept is None else nbytes(kept.arrays),
     )
+    if axes is None:
+        return [row]
+    part = functools.partial(_matrix_row, row, path, leaf, axes, kept, consistent_rms)
+    return [part(index) for index in range(len(axes.labels))]
 
 
 def _matrix_row(
+    row: ParameterRow,
     path: Any,
     leaf: Any,
     axes: LeafAxes,
-    state: list[Any],
+    kept: Kept | None,
     consistent_rms: float | None,
     index: int,
 ) -> ParameterRow:
+    """The row of a part of a leaf of matrices, from that of the leaf."""
     part = functools.partial(axes.part, index=index)
     shaped = jax.eval_shape(part, leaf)
     batch_shape = axes.within.batch_shape(shaped)
     m, n = axes.within.matrix_shape(shaped)
-    return ParameterRow(
-        path=dotted(path),
+    return dataclasses.replace(
+        row,
         block=axes.labels[index],
         shape=shaped.shape if axes.labels[index] else leaf.shape,
-        dtype=jnp.result_type(leaf),
         rule="matrix",
         matrices=math.prod(batch_shape),
         batch_shape=batch_shape,
@@ -199,12 +216,9 @@ def _matrix_row(
         n=n,
         scale=1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5,
         norms=_norms(axes.within, part, leaf),
-        check=checks.reasons(
-            [key_name(key) for key in path], batch_shape, m, n, axes.within is not axes
-        ),
         mesh_axes=_mesh_axes(axes, index, leaf),
         parameters=math.prod(shaped.shape),
-        state_bytes=_bytes_of_part(axes, leaf, state, index),
+        state_bytes=kept and _bytes_of_part(axes, leaf, kept.arrays, index),
     )
 
 
@@ -241,6 +255,8 @@ def _bytes_of_part(axes: LeafAxes, leaf: Any, state: list[Any], index: int) -> i
 
     Those with one entry per matrix are divided as well; others count for the first part.
     """
+    if len(axes.labels) == 1:
+        return nbytes(state)
     divided = (np.shape(leaf), axes.batch_shape(leaf))
     part = functools.partial(axes.part, index=index)
     return nbytes(

@@ -53,11 +53,14 @@ class Description:
     def totals(self) -> dict[str, Total]:
         """``leaves``, ``matrices``, ``parameters`` and ``state_bytes`` of each rule.
 
-        ``"shared"`` is the state that belongs to no leaf, ``"all"`` the sum of all.
+        ``"other"`` and ``"stateless"`` are there only if rows have them. ``"shared"`` is
+        the state that belongs to no leaf, ``"all"`` the sum of all.
         """
+        rows_of: dict[str, list[ParameterRow]] = {"matrix": [], "adamw": []}
+        for row in self.rows:
+            rows_of.setdefault(row.rule, []).append(row)
         return {
-            "matrix": total_of(row for row in self.rows if row.rule == "matrix"),
-            "adamw": total_of(row for row in self.rows if row.rule == "adamw"),
+            **{rule: total_of(rows) for rule, rows in rows_of.items()},
             "shared": Total(0, 0, 0, self.shared_bytes),
             "all": total_of(self.rows, self.shared_bytes or 0),
         }
@@ -102,6 +105,11 @@ class Description:
         return self._selected(planning.placement(self._matrices, self.mesh))
 
     @property
+    def _labelled(self) -> bool:
+        """Whether the column "label" is shown, also in a selection."""
+        return any(row.label for row in self._planned)
+
+    @property
     def _matrices(self) -> list[ParameterRow]:
         return [row for row in self._planned if row.rule == "matrix"]
 
@@ -129,7 +137,9 @@ class Description:
         """
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerows([CSV_HEADINGS, *map(csv_cells, self.rows)])
+        lines = [CSV_HEADINGS, *map(csv_cells, self.rows)]
+        shown = [self._labelled or heading != "label" for heading in CSV_HEADINGS]
+        writer.writerows(itertools.compress(line, shown) for line in lines)
         return text.getvalue()
 
     def __str__(self) -> str:
@@ -149,6 +159,7 @@ class Description:
         if self.shared_bytes is None:
             del totals["shared"]
         hidden = {
+            "label": not self._labelled,
             "class": all(row.layer_class == "other" for row in self.rows),
             "‖W‖": all(row.norms is None for row in self.rows),
             "state bytes": self.shared_bytes is None,
@@ -164,7 +175,7 @@ class Description:
             rows=[visible(row_cells(row)) for row in self.rows],
             totals=[visible(total_cells(*named)) for named in totals.items()],
             notes=self._plan_lines(),
-            words=WORD_COLUMNS,
+            words=sum(shown[:WORD_COLUMNS]),
         )
 
     def _plan_lines(self) -> list[str]:

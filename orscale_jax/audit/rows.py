@@ -2,21 +2,22 @@
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from orscale_jax.audit.state_trees import Rule
 from orscale_jax.audit.tables import Cells
 
 HEADINGS = (
-    "parameter", "shape", "dtype", "rule", "class", "matrices", "m × n", "s", "‖W‖",
-    "parameters", "state bytes", "check",
+    "parameter", "shape", "dtype", "rule", "label", "class", "matrices", "m × n", "s",
+    "‖W‖", "parameters", "state bytes", "check",
 )  # fmt: skip
 CSV_HEADINGS = (
-    "parameter", "shape", "dtype", "rule", "class", "matrices", "m", "n", "s",
+    "parameter", "shape", "dtype", "rule", "label", "class", "matrices", "m", "n", "s",
     "parameters", "state_bytes", "check",
 )  # fmt: skip
-WORD_COLUMNS = 5  # The first columns hold words, the others numbers.
+WORD_COLUMNS = 6  # The first columns hold words, the others numbers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,11 +28,15 @@ class ParameterRow:
       path: The leaf's path, with dots.
       shape: Its shape, or that of the block.
       dtype: Its dtype.
-      rule: ``"matrix"`` or ``"adamw"``.
-      matrices: How many matrices it holds; 0 under AdamW, as for ``m`` and ``n``.
+      rule: ``"matrix"`` or ``"adamw"``, for the branches of this library's optimizers;
+        with ``optimizer=`` also ``"other"``, another optimizer, and ``"stateless"``, none
+        that keeps a state for it: :func:`optax.set_to_zero`, which freezes it, plain
+        :func:`optax.sgd`, or none at all outside of :func:`optax.masked`, which passes
+        the gradient on as the update.
+      matrices: How many matrices it holds; 0 for other rules, as for ``m`` and ``n``.
       m: Rows of each matrix.
       n: Columns of each matrix.
-      scale: The factor s of Q; None under AdamW.
+      scale: The factor s of Q; None for other rules.
       norms: Smallest and largest Frobenius norm of its matrices; None if it has no
         matrices, or no values (abstract or empty).
       parameters: The number of its entries.
@@ -43,15 +48,19 @@ class ParameterRow:
         a table or a head; one side is at least 16 times as long as the other; or a batch
         axis has length 1. Empty if there are none.
       mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
-        that it is sharded over; empty without a mesh and under AdamW.
+        that it is sharded over; empty without a mesh and for other rules.
       layer_class: The class of its layer, such as "attention key", by its name:
         :func:`orscale_jax.diagnostics.layer_classes`.
+      label: Its label in :func:`optax.partition`, such as ``"frozen"``; those of nested
+        partitions are joined by ``/``. If several groups keep no state, the state does
+        not tell which of them has a parameter: ``"frozen or sgd"``. Empty without a
+        partition, and without an optimizer.
     """
 
     path: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    rule: Literal["matrix", "adamw"]
+    rule: Rule
     matrices: int
     m: int
     n: int
@@ -64,6 +73,7 @@ class ParameterRow:
     mesh_axes: tuple[tuple[str, ...], ...] = ()
     check: tuple[str, ...] = ()
     layer_class: str = "other"
+    label: str = ""
 
     @property
     def name(self) -> str:
@@ -101,6 +111,7 @@ def row_cells(row: ParameterRow) -> Cells:
         str(row.shape),
         str(row.dtype),
         row.rule,
+        row.label,
         row.layer_class,
         f"{row.matrices:,}" if row.scale is not None else "",
         f"{row.m} × {row.n}" if row.scale is not None else "",
@@ -119,6 +130,7 @@ def csv_cells(row: ParameterRow) -> tuple[Any, ...]:
         row.shape,
         row.dtype,
         row.rule,
+        row.label,
         row.layer_class,
         row.matrices,
         *(("", "", "") if row.scale is None else (row.m, row.n, f"{row.scale:.7g}")),
@@ -134,7 +146,7 @@ def total_cells(name: str, total: Total) -> Cells:
     return (
         name,
         f"{total.leaves:,} {leaves}" if name != "shared" else "",
-        *("", "", ""),
+        *("", "", "", ""),
         f"{total.matrices:,}" if name in ("matrix", "all") else "",
         *("", "", ""),
         f"{total.parameters:,}" if name != "shared" else "",

@@ -1,106 +1,148 @@
-"""The abstract state of an optimizer: its arrays by parameter, and its matrices."""
+"""The abstract state of an optimizer: what it keeps for each parameter, and who does."""
 
-import collections
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import optax
 
 from orscale_jax import _checks
 from orscale_jax._algorithm import ADAMW, MATRIX
+from orscale_jax.audit.state_trees import (
+    OTHER,
+    RULES,
+    STATELESS,
+    Groups,
+    Rule,
+    StateTree,
+    batch_shapes,
+    state_trees,
+)
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
-from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
-from orscale_jax.transforms.initial_norm import InitialNormState
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import dotted
-from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.names import name_and_shape, quoted
+
+
+class Kept(NamedTuple):
+    """What an optimizer keeps for one parameter.
+
+    Attributes:
+      rule: Which optimizer has the parameter; see :class:`ParameterRow`.
+      label: Its label in :func:`optax.partition`; empty without one.
+      arrays: The abstract arrays of the state that belong to it.
+      batch_shape: The batch shape of its matrices; None if it has none.
+    """
+
+    rule: Rule
+    label: str
+    arrays: list[Any]
+    batch_shape: tuple[int, ...] | None
 
 
 class AbstractState(NamedTuple):
     """The state that an optimizer would have.
 
     Attributes:
-      tree: The abstract state, without boxes.
-      arrays: Its arrays, by the path of the parameter to which they belong; under None
-        those that belong to no parameter.
+      kept: What it keeps for each parameter, by path.
+      shared: The arrays that belong to no parameter.
     """
 
-    tree: PyTree
-    arrays: Mapping[Any, list[Any]]
+    kept: Mapping[Any, Kept]
+    shared: list[Any]
 
     @classmethod
     def of(cls, optimizer: Any, params: PyTree) -> "AbstractState":
-        """Trace an optimizer's ``init``.
+        """Trace an optimizer's ``init``, and find the trees like the parameters in it.
 
-        An array whose path ends in that of a parameter belongs to it.
-        optax.tree.map_params would tell, too, but calls ``init`` with a placeholder
+        optax.tree.map_params would find them, too, but calls ``init`` with a placeholder
         that most label functions of :func:`optax.partition` cannot read.
         """
+        optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
         if not callable(getattr(optimizer, "init", None)):
             _checks.refuse("optimizer", optimizer, "pass an Optax optimizer, or None")
-        state = unbox(jax.eval_shape(optimizer.init, params))
-        leaf_of = leaves_by_path(unbox(params))
-        arrays = collections.defaultdict(list)
-        for path, array in jax.tree_util.tree_leaves_with_path(state):
-            ends = (path[i:] for i in range(len(path) + 1))
-            owner = next((end for end in ends if end in leaf_of), None)
-            if owner == () and array.shape != np.shape(leaf_of[()]):
-                owner = None  # The only leaf has an empty path, in which all paths end.
-            arrays[owner].append(array)
-        return cls(state, arrays)
+        state, bare = unbox(jax.eval_shape(optimizer.init, params)), unbox(params)
+        trees = list(state_trees(state, bare))
+        of_matrices = batch_shapes(state, bare)
+        groups = Groups.of(state, trees)
+        kept = {}
+        for path in leaves_by_path(bare):
+            own = [tree for tree in trees if path in tree.arrays]
+            labels = {tree.label: None for tree in own if tree.label in groups.labels}
+            kept[path] = Kept(
+                max((tree.rule for tree in own), key=RULES.index, default=STATELESS),
+                " and ".join(labels) or groups.without_state,
+                [array for tree in own for array in tree.arrays[path]],
+                of_matrices.get(path),
+            )
+        _refuse_vectors(trees, leaves_by_path(bare), kept)
+        shared = [array for tree in trees for array in tree.arrays.get(None, [])]
+        return cls(kept, shared)
 
-    def refuse_other_matrices(
+    def only_ours(self, params: PyTree) -> PyTree:
+        """The parameters without boxes, masked where another optimizer has them."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: (
+                leaf if self.kept[path].rule in (MATRIX, ADAMW) else optax.MaskedNode()
+            ),
+            unbox(params),
+        )
+
+    def only_matrices(
         self, axes_of: Mapping[Any, LeafAxes], leaf_of: Mapping[Any, Any]
-    ) -> None:
-        """Refuse an optimizer of this library that has other matrices than these."""
-        for path, theirs in _rules(self.tree):
-            axes = axes_of.get(path)
+    ) -> dict[Any, LeafAxes]:
+        """The axes of the optimizer's matrices, out of those that dimension numbers name.
+
+        Raises:
+          ValueError: If an optimizer of this library has other matrices.
+        """
+        for path, kept in self.kept.items():
+            axes, theirs = axes_of.get(path), kept.batch_shape
             ours = None if axes is None else axes.batch_shape(leaf_of[path])
-            if path in leaf_of and theirs != ours:
+            if kept.rule in (MATRIX, ADAMW) and theirs != ours:
                 raise ValueError(
-                    f"parameter {dotted(path)!r} is {_rule(ours, theirs)} here and "
+                    f"parameter {quoted(path)} is {_rule(ours, theirs)} here and "
                     f"{_rule(theirs, ours)} in the optimizer: pass describe() the "
                     "weight_dimension_numbers that the optimizer was built with."
                 )
-
-
-# Every optimizer of this library has one of these nodes; the field has one entry per
-# matrix.
-_PER_MATRIX: dict[type, str] = {
-    FromFirstNonzeroUpdateState: "started",
-    InitialNormState: "initial_norm",
-}
-
-
-def _rules(state: PyTree) -> Iterator[tuple[Any, tuple[int, ...] | None]]:
-    """For each parameter, the batch shape of its matrices, or None for AdamW."""
-    for partition in nodes_of(state, optax.transforms.PartitionState):
-        groups = partition.inner_states
-        matrices = [
-            getattr(node, field)
-            for cls, field in _PER_MATRIX.items()
-            for node in nodes_of(groups.get(MATRIX), cls)
-        ]
-        if not matrices:
-            yield from _rules(tuple(groups.values()))
-        for path, array in jax.tree_util.tree_leaves_with_path(matrices):
-            yield path[1:], array.shape
-        for group in (
-            nodes_of(groups.get(ADAMW), optax.ScaleByAdamState) if matrices else ()
-        ):
-            for path, _ in jax.tree_util.tree_leaves_with_path(group.mu):
-                yield path, None
+        return {
+            path: axes for path, axes in axes_of.items() if self.kept[path].rule == MATRIX
+        }
 
 
 def _rule(batch_shape: Any, other: Any) -> str:
     """A rule as the message calls it; batch shapes only where both are matrices."""
     if batch_shape is None:
-        return "adamw"
-    return "matrix" if other is None else f"matrices of batch shape {batch_shape}"
+        return ADAMW
+    return MATRIX if other is None else f"matrices of batch shape {batch_shape}"
+
+
+def _refuse_vectors(
+    trees: Sequence[StateTree], leaf_of: Mapping[Any, Any], kept: Mapping[Any, Kept]
+) -> None:
+    """Refuse a state of vectors that hold several parameters, as optax.flatten makes."""
+    without = [path for path, found in kept.items() if found.rule == STATELESS]
+    smallest = min(
+        (math.prod(leaf_of[path].shape) for path in without if path), default=0
+    )
+    stateful = {x.scope for x in trees if None not in x.arrays and x.rule != STATELESS}
+    for tree in trees:
+        known = tree.rule == OTHER and (not without or tree.scope in stateful)
+        arrays = [] if known or tree.rule == MATRIX else tree.arrays.get(None, [])
+        for array in arrays:
+            floating = array.ndim and jnp.issubdtype(array.dtype, jnp.floating)
+            if floating and math.prod(array.shape) >= smallest:
+                path = next(iter(without or leaf_of))
+                raise ValueError(
+                    f"the optimizer keeps an array of shape {array.shape} for no single "
+                    "parameter, and nothing for parameter "
+                    f"{name_and_shape(path, leaf_of[path])}. optax.flatten does that: it "
+                    "makes one vector of all parameters, which has no matrices, so that "
+                    "orscale trains all of them by AdamW. Take it away, or call "
+                    "describe() without optimizer=."
+                )
 
 
 def leaves_by_path(tree: PyTree) -> dict[Any, Any]:

@@ -15,6 +15,7 @@ from orscale_jax.diagnostics import jackknife
 from orscale_jax.diagnostics.batches import LossFn, micro_batches, require_scalar
 from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
+from orscale_jax.diagnostics.reading import Reading, numbers_of
 from orscale_jax.diagnostics.samples import Work
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.trees.boxes import PyTree
@@ -42,7 +43,7 @@ def step_gain(
     loss_fn: LossFn,
     params: PyTree,
     batches: Any,
-    trust_ratio: PyTree,
+    trust_ratio: PyTree | Reading,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
     consistent_rms: ArrayLike | None = 0.2,
@@ -76,8 +77,11 @@ def step_gain(
       loss_fn: See :func:`estimate`.
       params: The parameters.
       batches: At least four micro-batches, as in :func:`estimate`.
-      trust_ratio: :math:`\hat r`, such as the ``trust_ratio`` of a :class:`Reading`.
-      weight_dimension_numbers: The dimension numbers of the optimizer.
+      trust_ratio: The :class:`Reading` of the last step, whose matrices and
+        :math:`\hat r` are taken; or :math:`\hat r` alone, a tree like its
+        ``trust_ratio``.
+      weight_dimension_numbers: The dimension numbers of the optimizer, if
+        ``trust_ratio`` is not a reading. (A reading has them, and others are refused.)
       consistent_rms: The value that the optimizer has; None: :math:`s = 1`.
 
     Returns:
@@ -85,7 +89,8 @@ def step_gain(
       are NaN along a step of negative curvature, which has no best learning rate.
 
     Raises:
-      ValueError: If ``batches`` or ``trust_ratio`` do not fit, or the loss is no scalar.
+      ValueError: If ``batches`` or ``trust_ratio`` do not fit, the loss is no scalar, or
+        the reading is one of an optimizer without ratios.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -105,6 +110,13 @@ def step_gain(
     """
     _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
     found = micro_batches(batches, at_least=4)
+    if isinstance(trust_ratio, Reading):
+        weight_dimension_numbers = numbers_of(
+            trust_ratio, params, weight_dimension_numbers
+        )
+        trust_ratio = trust_ratio.trust_ratio
+    if trust_ratio is None:
+        raise ValueError("the reading has no trust ratios: it is one of muon.")
     _, leaves = matrix_leaves(weight_dimension_numbers, params)
     require_scalar(loss_fn, params, found[0])
     work = _Steps(Work(loss_fn, leaves, exact=False, cross_terms=True))

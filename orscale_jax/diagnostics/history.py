@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from orscale_jax import _checks
+from orscale_jax.diagnostics.along_step import StepGain
 from orscale_jax.diagnostics.reading import Reading
 from orscale_jax.diagnostics.table import tabulate
 from orscale_jax.trees.boxes import PyTree
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 FILE_NAME = "history.csv"
 _FIRST = ("step", "matrix", "class", *Reading._fields)
+# κ along the step and its standard error, once append is given what step_gain measured.
+_GAINED = ("kappa_step", "kappa_step_stderr")
 
 
 class History:
@@ -27,9 +30,10 @@ class History:
 
     The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
     ``measurements`` (one number per matrix, at the steps at which they are taken) and
-    ``scalars`` (one number per step, in all its rows). A missing number is an empty
-    field. :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
-    ``python -m orscale_jax.diagnostics`` makes a report of its folder.
+    ``scalars`` (one number per step, in all its rows). The first ``gained`` that
+    :meth:`append` is given adds ``kappa_step`` and ``kappa_step_stderr``. A missing
+    number is an empty field. :func:`pandas.read_csv` reads the file. If it is called
+    ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a report of its folder.
 
     A step is on the disk when :meth:`append` returns. If a process is killed while it
     writes, the next one drops the incomplete step. A run that continues from a checkpoint
@@ -95,6 +99,8 @@ class History:
         step: int,
         reading: Reading,
         measurements: Mapping[str, PyTree] | None = None,
+        *,
+        gained: StepGain | None = None,
         **scalars: Any,
     ) -> None:
         """Add a step. This fetches the reading, and so waits for the device.
@@ -103,6 +109,7 @@ class History:
           step: The number of optimizer steps done, larger than the last one in the file.
           reading: From :func:`read`.
           measurements: Trees with one entry per matrix, by the name of their column.
+          gained: From :func:`step_gain`, for the verdict of the report.
           **scalars: Numbers of the step, by the name of their column.
 
         Raises:
@@ -119,6 +126,8 @@ class History:
             )
         table = tabulate(reading, self.classes, measurements)
         self._require_next(step, list(table["matrix"]))
+        if gained is not None:
+            scalars |= self._columns_of(gained, scalars)
         count = len(table["matrix"])
         given = {name: [_text(value)] * count for name, value in scalars.items()}
         given["step"] = [str(step)] * count
@@ -140,6 +149,26 @@ class History:
 
         return pandas.read_csv(self.path)
 
+    def _columns_of(self, gained: StepGain, scalars: Mapping[str, Any]) -> dict[str, Any]:
+        """The numbers of a gain by column, which the file may not have yet."""
+        if not isinstance(gained, StepGain) or scalars.keys() & {*_GAINED}:
+            _checks.refuse("gained", gained, "pass what step_gain() returned, once")
+        if added := [name for name in _GAINED if name not in self._columns]:
+            new = self.path.with_name(self.path.name + ".new")
+            with (
+                open(self.path, newline="", encoding="utf-8") as old,
+                open(new, "w", newline="", encoding="utf-8") as file,
+            ):
+                rows = csv.reader(old)
+                file.writelines(_lines([[*next(rows), *added]]))
+                file.writelines(_lines([[*row, *("" for _ in added)]]) for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, self.path)  # A kill leaves the old file or the new one.
+            self._columns += added
+            self._blocks = _blocks(self.path)
+        return dict(zip(_GAINED, gained.kappa, strict=True))
+
     def _write(self, text: str) -> None:
         with open(self.path, "a", newline="", encoding="utf-8") as file:
             file.write(text)
@@ -157,6 +186,9 @@ class History:
     def _require_columns(self) -> None:
         with open(self.path, newline="", encoding="utf-8") as file:
             found = next(csv.reader(file), [])
+        added = [name for name in _GAINED if name not in self._columns]
+        if found == [*self._columns, *added]:
+            self._columns = found
         if found != self._columns:
             raise ValueError(
                 f"{self.path} has the columns {', '.join(found)}, and this run has "

@@ -1,17 +1,19 @@
 """Names, classes and vectors of the matrices in trees with one entry per matrix."""
 
 import math
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from orscale_jax import _checks
 from orscale_jax.distributed import typed_sharding
 from orscale_jax.transforms.pooled_ratio import class_labels
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import dotted
+from orscale_jax.trees.names import distinct_names
 
 OTHER = "other"
 
@@ -22,11 +24,22 @@ def names_of(tree: PyTree) -> list[str]:
     ``blocks.0.up.kernel`` for a plain matrix, ``experts.up[3]`` and ``layers.up[2, 17]``
     for those of a stack.
     """
+    # With masked leaves, which have names in the table of describe, too.
+    leaves = jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
+    )
+    names = distinct_names(path for path, _ in leaves)
     return [
-        dotted(path) + (str(list(index)) if index else "")
-        for path, array in jax.tree_util.tree_leaves_with_path(tree)
+        name + (str(list(index)) if index else "")
+        for name, (_, array) in zip(names, leaves, strict=True)
+        if not isinstance(array, optax.MaskedNode)
         for index in np.ndindex(np.shape(array))
     ]
+
+
+def leaf_of(name: str) -> str:
+    """The name of a parameter, without the index of a matrix or the place of a block."""
+    return re.sub(r"\[[\d, :]*\]$", "", name)
 
 
 def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:

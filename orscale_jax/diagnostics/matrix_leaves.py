@@ -36,6 +36,21 @@ class MatrixLeaves:
         """The axes of the leaves of matrices."""
         return [axes for axes in self.axes if axes is not None]
 
+    def tree(self, params: PyTree) -> PyTree:
+        """The axes as a tree like the parameters, masked where there are none.
+
+        Raises:
+          ValueError: If the parameters have another number of leaves.
+        """
+        structure: Any = jax.tree.structure(unbox(params))
+        if structure.num_leaves != len(self.axes):
+            raise ValueError(
+                f"params has {structure.num_leaves} leaves, but the reading is of "
+                f"parameters with {len(self.axes)}: pass those that read() was given."
+            )
+        masked = (optax.MaskedNode() if axes is None else axes for axes in self.axes)
+        return jax.tree.unflatten(structure, masked)
+
     def pick(self, tree: PyTree) -> list[jax.Array]:
         """The leaves of matrices of a tree like the parameters."""
         pairs = zip(self.axes, jax.tree.leaves(unbox(tree)), strict=True)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from orscale_jax.diagnostics.matrices import leaf_of
 from orscale_jax.diagnostics.reading import Reading
 from orscale_jax.diagnostics.table import tabulate
 
@@ -54,6 +55,7 @@ class _Check:
     meaning: str
     remedy: str
     least_share: float = 0.0  # If a smaller share of all matrices has it, it is none.
+    optional: tuple[str, ...] = ()  # More columns, NaN where the table lacks them.
 
 
 def find_problems(reading: Reading | Table) -> list[Problem]:
@@ -64,6 +66,8 @@ def find_problems(reading: Reading | Table) -> list[Problem]:
     - a c that was anchored on a direction of low rank: :math:`\|D_0\| < \|D\|/2`;
     - a runaway: :math:`\|W\| > 10 \|W_0\|`, the symptom of a decoupled decay;
     - a relative step above 0.1;
+    - a matrix that never moves, though it has had updates: it is zero, its ratio is 0, or
+      its steps are zero and those of others are not;
     - an expert without an update so far, where others of its stack have had one;
     - a matrix that never anchored, though it has had updates, or that has no initial
       scale;
@@ -95,7 +99,9 @@ def find_problems(reading: Reading | Table) -> list[Problem]:
     problems = []
     for check in _CHECKS:
         if all(_has(table, name) for name in check.columns):
-            columns = (np.asarray(table[name]) for name in check.columns)
+            columns = [np.asarray(table[name]) for name in check.columns]
+            unknown = np.full(len(columns[0]), np.nan)
+            columns += [np.asarray(table.get(name, unknown)) for name in check.optional]
             with np.errstate(all="ignore"):
                 found = np.asarray(check.found(*columns), bool)
             if found.any() and found.mean() >= check.least_share:
@@ -113,14 +119,22 @@ def _has(table: Table, name: str) -> bool:
     return always or not np.isnan(column).all()
 
 
-def _leaf(matrix: str) -> str:
-    return matrix.partition("[")[0]
+def _still(
+    norm: np.ndarray,
+    started: np.ndarray,
+    ratio: np.ndarray,
+    direction: np.ndarray,
+    step: np.ndarray,
+) -> np.ndarray:
+    """Matrices that have had updates, and do not move."""
+    alone = (step == 0) & (direction > 0) & (step > 0).any()
+    return (started != 0) & ((norm == 0) | (ratio == 0) | alone)
 
 
 def _left_out(matrices: np.ndarray, started: np.ndarray) -> np.ndarray:
     """Matrices without an update in a stack in which others have had one."""
-    busy = {_leaf(name) for name, on in zip(matrices, started, strict=True) if on}
-    return np.array([_leaf(name) in busy for name in matrices]) & (started == 0)
+    busy = {leaf_of(name) for name, on in zip(matrices, started, strict=True) if on}
+    return np.array([leaf_of(name) in busy for name in matrices]) & (started == 0)
 
 
 _CHECKS = (
@@ -179,6 +193,15 @@ _CHECKS = (
         lambda step: step > LARGE_STEP,
         "The last step was more than 0.1 of the matrix itself.",
         "Lower the learning rate or r_max, or warm up for longer.",
+    ),
+    _Check(
+        "Never moves",
+        ("weight_norm", "started"),
+        _still,
+        "These have received gradients, but their steps are zero.",
+        "Look at r_max, consistent_rms, recorded ratios and masks, and at their learning "
+        "rate (it is no problem at the first step of a warm-up from 0).",
+        optional=("trust_ratio", "direction_norm", "relative_step"),
     ),
     _Check(
         "Without an update",

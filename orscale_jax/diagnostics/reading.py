@@ -1,5 +1,6 @@
 """Readouts of an optimizer: norms, ratios and steps of every matrix."""
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -9,6 +10,8 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
+from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
+from orscale_jax.diagnostics.rates import LearningRate, learning_rates
 from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
@@ -25,23 +28,14 @@ from orscale_jax.transforms.trust_ratio import (
 )
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.nodes import nodes_in_groups, nodes_of
 
 # Arrays of the leaves of matrices, by path.
 ByPath: TypeAlias = dict[Path, Any]
 
 
-class Reading(NamedTuple):
-    r"""The result of :func:`read`: trees like the parameters.
-
-    A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
-    matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
-    has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
-    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``.
-
-    The *last update* is the one that led to ``params``; :math:`W` are the weights before
-    it, :math:`W'` those after it.
-    """
+class _Fields(NamedTuple):
+    """The trees of a :class:`Reading`."""
 
     #: The ratio r̂ of the last update. 1 before the first one.
     trust_ratio: PyTree
@@ -70,12 +64,67 @@ class Reading(NamedTuple):
     anchored: PyTree
 
 
+class Reading(_Fields):
+    r"""The result of :func:`read`: trees like the parameters.
+
+    A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
+    matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
+    has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
+    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``.
+
+    The *last update* is the one that led to ``params``; :math:`W` are the weights before
+    it, :math:`W'` those after it.
+    """
+
+    #: Which leaves are matrices, along which axes: it holds no arrays, and stays through
+    #: ``jax.jit``. None if :func:`read` has not made the reading.
+    matrices: MatrixLeaves | None = None
+
+    def _replace(self, **fields: Any) -> "Reading":
+        return _with_matrices(self.matrices, (self._asdict() | fields).values())
+
+
+def _with_matrices(matrices: MatrixLeaves | None, fields: Iterable[PyTree]) -> Reading:
+    reading = Reading(*fields)
+    reading.matrices = matrices
+    return reading
+
+
+def _flatten(reading: Reading) -> tuple[list[tuple[Any, PyTree]], MatrixLeaves | None]:
+    keys = map(jax.tree_util.GetAttrKey, reading._fields)
+    return list(zip(keys, reading, strict=True)), reading.matrices
+
+
+jax.tree_util.register_pytree_with_keys(Reading, _flatten, _with_matrices)
+
+
+def numbers_of(
+    reading: Reading, params: PyTree, given: WeightDimensionNumbers
+) -> WeightDimensionNumbers:
+    """The dimension numbers of a reading's matrices; those given, if it has none.
+
+    Raises:
+      ValueError: If the given ones contradict those of the reading.
+    """
+    if reading.matrices is None:
+        return given
+    if given is not None:
+        _, leaves = matrix_leaves(given, params)
+        pairs = zip(reading.matrices.axes, leaves.axes, strict=True)
+        if any(axes is not None and axes != other for axes, other in pairs):
+            raise ValueError(
+                "weight_dimension_numbers are not those that read() was given: leave them"
+                " out, since the reading has them."
+            )
+    return reading.matrices.tree(params)
+
+
 def read(
     state: Any,
     params: PyTree,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
-    learning_rate: ArrayLike | optax.Schedule | None = None,
+    learning_rate: LearningRate = None,
 ) -> Reading:
     r"""Read norms, ratios and steps of every matrix off an optimizer's state.
 
@@ -93,16 +142,20 @@ def read(
         ``nnx.state(model, nnx.Param)``.
       weight_dimension_numbers: The dimension numbers of the optimizer.
       learning_rate: The :math:`\eta` of the last update, or the schedule that the
-        optimizer was given, whose count is in the state. None: the rate of
-        :func:`optax.inject_hyperparams`, if the state has it; otherwise
-        ``relative_step`` is None.
+        optimizer was given, whose count is in the state. Where groups of
+        :func:`optax.partition` have different ones: a mapping from their labels to
+        numbers and schedules, or a tree of them like the parameters, or a prefix of one.
+        None: the rates of :func:`optax.inject_hyperparams`, if the state has them;
+        otherwise ``relative_step`` is None.
 
     Returns:
       A :class:`Reading`.
 
     Raises:
-      ValueError: If the state is of another optimizer or has other matrices, or a
-        schedule is given and the state has no count.
+      ValueError: If the state is of another optimizer or has other matrices, a schedule
+        is given and the state has no count, or one rate is given for groups of which the
+        state shows that theirs differ: some have a schedule and others not, or each has
+        its own in the state.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -120,21 +173,27 @@ def read(
       Lou & You, *OrScale*, Definitions 1 and 2; section 5.4 reports these statistics.
     """
     state, params = unbox(getattr(state, "opt_state", state)), unbox(params)
-    ratios = nodes_of(state, CalibratedTrustRatioState, LargestDirectionState)
+    ratios = list(
+        nodes_in_groups(state, CalibratedTrustRatioState, LargestDirectionState)
+    )
     starts = nodes_of(state, FromFirstNonzeroUpdateState)
     started = _by_path([node.started for node in starts])
     initial = _by_path([x.initial_norm for x in nodes_of(state, InitialNormState)])
-    per_matrix = _fields(ratios)
+    per_matrix = _fields([node for _, node in ratios])
     like = per_matrix.get("trust_ratio", {}) | started | initial
     if not like:
         _checks.refuse(
             "state", type(state), "pass the state of an optimizer of orscale_jax"
         )
-    weight_norm = _weight_norms(params, weight_dimension_numbers, like)
+    axes_of = _axes_of(params, weight_dimension_numbers, like)
+    weight_norm = _weight_norms(params, axes_of, like)
     found: dict[str, ByPath] = {name: {} for name in Reading._fields}
     if ratios:
-        eta = _learning_rate(learning_rate, state)
-        found |= _of_ratios(per_matrix, weight_norm, eta)
+        groups = {
+            path: at for at, node in ratios for path in _by_path([node.trust_ratio])
+        }
+        rates = learning_rates(learning_rate, state, params, groups)
+        found |= _of_ratios(per_matrix, weight_norm, rates or {})
     found["weight_norm"] = weight_norm
     found["growth"] |= {path: weight_norm[path] / r for path, r in initial.items()}
     found["started"] |= {path: on != 0 for path, on in started.items()}
@@ -146,7 +205,9 @@ def read(
             lambda path, _: arrays.get(names_on(path), optax.MaskedNode()), params
         )
 
-    return Reading(**{field: tree(arrays) for field, arrays in found.items()})
+    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    matrices = MatrixLeaves(tuple(axes_of.get(names_on(path)) for path in paths))
+    return _with_matrices(matrices, map(tree, found.values()))
 
 
 def _fields(ratios: list[Any]) -> dict[str, ByPath]:
@@ -166,10 +227,10 @@ def _by_path(trees: list[PyTree]) -> ByPath:
     return {names_on(path): array for path, array in leaves}
 
 
-def _weight_norms(
+def _axes_of(
     params: PyTree, weight_dimension_numbers: WeightDimensionNumbers, like: ByPath
-) -> ByPath:
-    """‖W‖ of the matrices that the state has, with the shardings of its arrays."""
+) -> dict[Path, LeafAxes]:
+    """The axes of the matrices that the state has."""
     tree = params
     if weight_dimension_numbers is None:  # Other leaves may be another optimizer's.
         tree = jax.tree_util.tree_map_with_path(
@@ -177,7 +238,13 @@ def _weight_norms(
             params,
         )
     axes_tree = matrix_axes(weight_dimension_numbers, tree)
-    axes_of = _axes_by_path(axes_tree)
+    leaves = jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes_leaf)
+    found = {names_on(path): axes for path, axes in leaves if isinstance(axes, LeafAxes)}
+    return {path: axes for path, axes in found.items() if path in like}
+
+
+def _weight_norms(params: PyTree, axes_of: dict[Path, LeafAxes], like: ByPath) -> ByPath:
+    """‖W‖ of the matrices that the state has, with the shardings of its arrays."""
     norms = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         array, axes = like.get(names_on(path)), axes_of.get(names_on(path))
@@ -190,11 +257,6 @@ def _weight_norms(
             f"{'.'.join(missing[0])!r}: pass the parameters that the optimizer updates."
         )
     return norms
-
-
-def _axes_by_path(axes_tree: PyTree) -> dict[Path, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes_leaf)
-    return {names_on(path): axes for path, axes in leaves if isinstance(axes, LeafAxes)}
 
 
 def _require_same(path: Any, leaf: Any, axes: LeafAxes | None, array: Any) -> None:
@@ -214,13 +276,13 @@ def _norms(axes: Any, leaf: jax.Array, like: Any) -> jax.Array:
 
 
 def _of_ratios(
-    fields: dict[str, ByPath], weight_norm: ByPath, eta: ArrayLike | None
+    fields: dict[str, ByPath], weight_norm: ByPath, rates: dict[Path, ArrayLike]
 ) -> dict[str, ByPath]:
     """The readouts of matrices that have a trust ratio, by field and path."""
     found: dict[str, ByPath] = {name: {} for name in Reading._fields}
     for path in fields["trust_ratio"]:
         at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}
-        for name, array in _of_matrices(at, weight_norm[path], eta).items():
+        for name, array in _of_matrices(at, weight_norm[path], rates.get(path)).items():
             found[name][path] = array
     return found
 
@@ -256,22 +318,3 @@ def _growth(norm: jax.Array, anchor_norm: jax.Array, c: jax.Array) -> jax.Array:
     to_come = (c == 0) | (c == 1) | jnp.isinf(c)
     growth = jnp.where(known, norm / jnp.where(known, anchor_norm, 1), 1)
     return jnp.where(known | to_come, growth, jnp.nan)
-
-
-def _learning_rate(given: Any, state: PyTree) -> ArrayLike | None:
-    """η of the last update, or None if nothing tells."""
-    if given is None:
-        injected = nodes_of(
-            state, optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState
-        )
-        rates = [node.hyperparams.get("learning_rate") for node in injected]
-        return next((rate for rate in rates if rate is not None), None)
-    if not callable(given):
-        return given
-    counts = [node.count for node in nodes_of(state, optax.ScaleByScheduleState)]
-    if not counts:
-        raise ValueError(
-            "learning_rate is a schedule, but the state has no count for it: pass the "
-            "number that the optimizer used, or the schedule that it was built with."
-        )
-    return given(jnp.maximum(jnp.asarray(counts[0]) - 1, 0))

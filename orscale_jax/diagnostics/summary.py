@@ -75,9 +75,9 @@ def summarize(
     labels = classes_of(classes, reading.weight_norm)
     groups = {"": list(range(len(labels)))}
     if classes is not None:
-        for label in sorted(set(labels)):
-            members = [i for i, other in enumerate(labels) if other == label]
-            groups[label.replace(" ", "_") + "/"] = members
+        names = [label.replace(" ", "_") + "/" for label in labels]
+        for name in sorted(set(names)):
+            groups[name] = [i for i, other in enumerate(names) if other == name]
     scalars: dict[str, jax.Array] = {}
     for name, members in groups.items():
         vectors = {

@@ -12,14 +12,13 @@ SATURATED_SHARE = 0.5
 # Standard deviation of log r̂. To first order κ_eff is within 2·0.02·√(κ_layer − 1) of 1:
 # a percent or two at the headrooms of 1.1 to 1.3 that the paper expects.
 UNIFORM_SPREAD = 0.02
-# A gain of less than this cannot be told from a slightly better learning rate.
-HOMOGENEOUS_HEADROOM = 0.05
-# Where κ_eff is further from 1 than this many standard errors, it counts as different.
+# The smallest effect of interest: a κ this close to 1 counts as 1. A learning rate that
+# is off by a factor of 1 ± x loses x² of the decrease: 5 % is what one off by 22 % costs.
+SMALLEST_EFFECT = 0.05
+# Where κ is further from 1 than this many standard errors, it counts as different.
 STANDARD_ERRORS = 2
 # With larger standard errors the linear propagation that makes them does not hold.
 LARGEST_STDERR = 0.25
-# With a standard error up to this, a κ of 1 is a finding; above it, a lack of data.
-RESOLVED_STDERR = 0.02
 # κ_eff of a smaller share of the matrices than this is not that of the run.
 LEAST_SHARE = 0.5
 
@@ -60,9 +59,11 @@ def _of_possible(facts: Facts) -> str:
     return f"{_kappa(facts)} of a possible {possible:.3f}"
 
 
-def _standard_errors_from_one(facts: Facts) -> float:
+def _effect(facts: Facts) -> float:
+    """κ − 1 if it is not small, and further from 0 than its errors; else 0."""
     kappa, error = _deciding(facts)
-    return (kappa - 1) / error
+    least = max(SMALLEST_EFFECT, STANDARD_ERRORS * error)
+    return kappa - 1 if abs(kappa - 1) > least else 0.0
 
 
 def _not_measured(facts: Facts) -> str | None:
@@ -122,7 +123,7 @@ def _too_noisy(facts: Facts) -> str | None:
 
 
 def _wrong_way(facts: Facts) -> str | None:
-    if _standard_errors_from_one(facts) >= -STANDARD_ERRORS:
+    if _effect(facts) >= 0:
         return None
     return f"the ratios point the wrong way: {_of_possible(facts)}"
 
@@ -131,7 +132,7 @@ def _homogeneous(facts: Facts) -> str | None:
     if "kappa_step" in facts:
         return None
     most = facts["kappa_layer"] + STANDARD_ERRORS * facts["kappa_layer_stderr"]
-    if not most <= 1 + HOMOGENEOUS_HEADROOM:
+    if not most <= 1 + SMALLEST_EFFECT:
         return None
     return (
         f"too homogeneous to matter: no ratios could gain more than κ_layer "
@@ -140,15 +141,19 @@ def _homogeneous(facts: Facts) -> str | None:
 
 
 def _gain(facts: Facts) -> str | None:
-    if _standard_errors_from_one(facts) <= STANDARD_ERRORS:
+    if _effect(facts) <= 0:
         return None
     return f"in the gain regime: {_of_possible(facts)}"
 
 
 def _neutral(facts: Facts) -> str | None:
-    if _deciding(facts)[1] > RESOLVED_STDERR:
+    kappa, error = _deciding(facts)
+    if abs(kappa - 1) + STANDARD_ERRORS * error > SMALLEST_EFFECT:
         return None
-    return f"the ratios neither help nor hurt: {_of_possible(facts)}"
+    return (
+        f"the ratios neither help nor hurt: {_of_possible(facts)}, and less than "
+        f"{SMALLEST_EFFECT:.0%} from 1 counts as none"
+    )
 
 
 def _undecided(facts: Facts) -> str:

@@ -12,7 +12,7 @@ from orscale_jax.diagnostics.decomposition import decompose, measured
 from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.kappas import kappas
 from orscale_jax.diagnostics.matrix_leaves import masked_like
-from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.reading import Reading, numbers_of
 from orscale_jax.diagnostics.smoothness import curvature, shape_scale
 from orscale_jax.diagnostics.statistics import Statistics
 from orscale_jax.diagnostics.vectors import vectors
@@ -62,8 +62,10 @@ def verdict(
     than they are; what they add to ``kappa_layer`` is subtracted.
 
     Standard errors of :math:`\kappa_{\mathrm{eff}}` are propagated to first order, as if
-    those of different matrices, and of signal and smoothness, were independent. The first
-    case that applies is the verdict, where κ stands for the one that decides:
+    those of different matrices, and of signal and smoothness, were independent. The
+    smallest effect of interest is 5 %, which is what a learning rate loses that is off by
+    22 %. The first case that applies is the verdict, where κ stands for the one that
+    decides:
 
     ``"not measured"``
       No matrix has a ratio yet.
@@ -80,22 +82,23 @@ def verdict(
       Standard errors are missing or too large, or fewer than half of the matrices have a
       positive curvature.
     ``"wrong way"``
-      κ is below 1 by two standard errors.
+      κ is below 0.95, and below 1 by two standard errors.
     ``"homogeneous"``
       In the model, :math:`\kappa_{\mathrm{layer}}` plus two standard errors is at most
       1.05: no ratios could gain more.
     ``"gain"``
-      κ is above 1 by two standard errors.
+      κ is above 1.05, and above 1 by two standard errors.
     ``"neutral"``
-      κ is 1 within two standard errors, which are small.
+      κ with two standard errors on either side is between 0.95 and 1.05.
     ``"undecided"``
-      κ is 1 within two standard errors, which are not small.
+      κ may be 1 or further from it than 5 %.
 
     Args:
       reading: From :func:`read`.
       statistics: From :func:`estimate`, at the parameters of the reading.
       params: The parameters. Needed with statistics.
-      weight_dimension_numbers: The dimension numbers of the optimizer.
+      weight_dimension_numbers: The dimension numbers of the optimizer. None: those that
+        :func:`read` was given.
       consistent_rms: The value that the optimizer has.
       gained: From :func:`step_gain`, at the parameters of the reading. Its κ then
         decides, and :math:`\kappa_{\mathrm{eff}}` is only reported.
@@ -128,9 +131,8 @@ def verdict(
     if statistics is not None and with_ratios:
         if params is None:
             _checks.refuse("params", None, "pass the parameters along with statistics")
-        estimates = _estimates(
-            statistics, params, weight_dimension_numbers, consistent_rms
-        )
+        numbers = numbers_of(reading, params, weight_dimension_numbers)
+        estimates = _estimates(statistics, params, numbers, consistent_rms)
         facts |= _facts_of_gain(reading, *estimates)
     found = ((name, rule(facts)) for name, rule in RULES.items())
     outcome, text = next((name, text) for name, text in found if text is not None)

@@ -12,6 +12,7 @@ stacks, chunks     the plan of one device, and its execution in bounded memory
 meshes             which mesh arrays are on
 shards             functions of one device's shards, where shardings are known
 partitioner        the same where only XLA's partitioner knows them
+lowering           what is chosen when a program is lowered: for export, for which devices
 named_shardings    the partitioner's shardings by the names of a mesh's axes
 typed_sharding     shardings that are part of arrays' types
 reductions         reductions of many arrays, which GPUs finish together

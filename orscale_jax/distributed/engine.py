@@ -157,9 +157,10 @@ def _on_mesh(
     per_device = functools.partial(_on_each_device, platform, settings)
     if specs is not None:
         return shards.on_shards(per_device, sent, traced, mesh, specs)
+    spread_out = functools.partial(_spread_out, platform, settings)
     if platform.custom_partitioning:
-        return partitioner.on_unknown_shards(per_device, sent, traced, mesh)
-    return _partitioned(platform, settings.with_traced(traced), mesh, sent)
+        return partitioner.on_unknown_shards(per_device, spread_out, sent, traced, mesh)
+    return spread_out(mesh, sent, traced)
 
 
 def _on_one_device(
@@ -262,16 +263,21 @@ def _sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
     return [jnp.expand_dims(total, (-2, -1)) for total in slices_of_stacks(sums)]
 
 
-def _partitioned(
+def _spread_out(
     platform: Platform,
     settings: NewtonSchulz,
     mesh: AbstractMesh,
     sent: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:
     """Let the partitioner spread stacks over the mesh, and leave batches as they are.
 
     The sharding of a batch is unknown, and may be the right one: experts by expert.
     """
+    settings = settings.with_traced(traced)
+    if platform.one_by_one:  # A loop over matrices would gather each of them.
+        sent = _normalized(platform, settings, sent)
+        platform = platform._replace(one_by_one=False)
 
     def polar(xs: Sequence[jax.Array]) -> list[jax.Array]:
         return [_polar(platform, settings, [x], [None])[0] for x in xs]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from orscale_jax.distributed.buckets import MeshAxes, count_devices
 
@@ -28,13 +28,6 @@ def named(arrays: Sequence[Any], mesh: Mesh) -> tuple[Mesh, tuple[NamedSharding,
         _even(array.shape, axes, mesh)
         for array, axes in zip(arrays, axes_of_arrays, strict=True)
     )
-
-
-def mesh_of_devices(array: Any, abstract: AbstractMesh) -> Mesh:
-    """An abstract mesh on the devices of an array, in their order."""
-    lengths = tuple(abstract.shape.values())
-    indices = array.sharding.devices_indices_map((abstract.size,) * len(array.shape))
-    return Mesh(np.array([*indices]).reshape(lengths), abstract.axis_names)
 
 
 @functools.lru_cache(maxsize=256)

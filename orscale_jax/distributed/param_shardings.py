@@ -17,14 +17,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from orscale_jax import _checks
 from orscale_jax.distributed import meshes, typed_sharding
 from orscale_jax.trees.boxes import annotated_spec, is_box, unbox
-from orscale_jax.trees.names import dotted, name_and_shape
+from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.names import Path, name_and_shape, names_on
 
 PyTree: TypeAlias = Any
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
-# By the name and shape of a parameter. The optimizer may be another object in ``update``:
+# By the path and shape of a parameter. The optimizer may be another object in ``update``:
 # optax.inject_hyperparams builds it anew for every step.
-_annotated: dict[tuple[str, tuple[int, ...]], PartitionSpec] = {}
+_annotated: dict[tuple[Path, tuple[int, ...]], PartitionSpec] = {}
 
 
 def note_annotations(params: PyTree) -> None:
@@ -32,7 +33,7 @@ def note_annotations(params: PyTree) -> None:
     nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
     boxes = [(path, node) for path, node in nodes if is_box(node)]
     annotations = {
-        (dotted(path), np.shape(unbox(box))): annotated_spec(box)
+        (names_on(path), np.shape(unbox(box))): annotated_spec(box)
         for path, box in boxes
         if jax.tree.leaves(box)
     }
@@ -60,7 +61,7 @@ def specs_of(given: ParamShardings, tree: PyTree, mesh: AbstractMesh) -> PyTree 
         return _given_specs(given(tree) if callable(given) else given, tree, mesh)
 
     def annotated(path: Any, leaf: Any) -> PartitionSpec | str:
-        spec = _annotated.get((dotted(path), np.shape(leaf)))
+        spec = _annotated.get((names_on(path), np.shape(leaf)))
         return unknown if spec is None or _misfit(spec, np.shape(leaf), mesh) else spec
 
     unknown = "unknown"
@@ -81,6 +82,7 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
             lambda rest, leaf: _fitting(spec, path + rest, leaf, mesh), subtree
         )
 
+    given = mask_like(given, tree, _says_sharding)
     try:
         jax.tree.map(lambda *_: None, given, tree, is_leaf=_says_sharding)
     except ValueError as error:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,19 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from orscale_jax.distributed import meshes, named_shardings
+from orscale_jax.distributed import lowering, meshes, named_shardings
 from orscale_jax.distributed.buckets import count_devices
 from orscale_jax.distributed.shards import PerDevice, sharded_array
+
+# spread_out(mesh, arrays, scalars) returns results of the arrays' shapes.
+SpreadOut: TypeAlias = Callable[
+    [AbstractMesh, Sequence[jax.Array], Mapping[str, jax.Array]], Sequence[jax.Array]
+]
 
 
 def on_unknown_shards(
     per_device: PerDevice,
+    spread_out: SpreadOut,
     arrays: Sequence[jax.Array],
     scalars: Mapping[str, jax.Array],
     mesh: AbstractMesh,
@@ -28,6 +34,8 @@ def on_unknown_shards(
 
     Args:
       per_device: The function of one device. It must not close over traced values.
+      spread_out: The same function of whole arrays on a mesh of Auto axes, for exported
+        programs, which cannot call back. It must not close over traced values either.
       arrays: The arrays.
       scalars: Traced values, replicated on every device.
       mesh: The mesh of the arrays.
@@ -35,8 +43,18 @@ def on_unknown_shards(
     Returns:
       Arrays of the shapes, dtypes and shardings of ``arrays``.
     """
-    count = len(arrays)
-    call = _transformable(_partitioned(per_device, count, tuple(scalars), mesh), count)
+    count, names = len(arrays), tuple(scalars)
+    auto = AbstractMesh(
+        mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
+    )
+
+    def exported(*operands: jax.Array) -> Sequence[jax.Array]:
+        scalars = dict(zip(names, operands[count:], strict=False))
+        with jax.sharding.use_abstract_mesh(auto):
+            return spread_out(auto, operands[:count], scalars)
+
+    operation = _partitioned(per_device, count, names)
+    call = _transformable(operation, exported, auto, count)
     operands = (*arrays, *scalars.values())
     if AxisType.Explicit not in mesh.axis_types:
         return list(call(*operands))
@@ -77,7 +95,7 @@ def spread(
 
 
 def _partitioned(
-    per_device: PerDevice, count: int, names: tuple[str, ...], abstract: AbstractMesh
+    per_device: PerDevice, count: int, names: tuple[str, ...]
 ) -> custom_partitioning:
     """The partitioned operation of ``count`` arrays, named scalars, and a fingerprint."""
 
@@ -91,8 +109,6 @@ def _partitioned(
         return call(operands, whole, {})
 
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
-        if mesh.empty:  # Arrays that are not placed yet have devices, and no mesh.
-            mesh = named_shardings.mesh_of_devices(operands[0], abstract)
         mesh, shardings = named_shardings.named(operands[:count], mesh)
         whole = [
             sharded_array(array, sharding.spec)
@@ -115,14 +131,18 @@ def _partitioned(
 
 
 def _transformable(
-    operation: custom_partitioning, count: int
+    operation: custom_partitioning,
+    exported: lowering.Function,
+    mesh: AbstractMesh,
+    count: int,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Add the rules that partitioned operations lack, for vmap and differentiation."""
     whole = operation.fun
 
     @jax.custom_batching.custom_vmap
     def mapped(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        return operation(*operands, _fingerprint(whole, operands))
+        operands = (*operands, _fingerprint(whole, operands))
+        return lowering.partitioned(operands, mesh, operation, exported, count)
 
     @mapped.def_vmap
     def _(axis_size: int, batched: Any, *operands: jax.Array) -> Any:

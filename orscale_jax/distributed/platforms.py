@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 
 from orscale_jax.distributed.buckets import CostModel
+from orscale_jax.distributed.lowering import with_layout
 from orscale_jax.newton_schulz import symmetric
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 
@@ -139,7 +139,7 @@ _TILE = (8, 128)  # A TPU's memory pads the last two axes to multiples of these.
 
 def row_major(x: jax.Array) -> jax.Array:
     """Keep an array in row-major order."""
-    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+    return with_layout(x, range(x.ndim))
 
 
 def parameter_layout(x: jax.Array) -> jax.Array:
@@ -155,7 +155,7 @@ def parameter_layout(x: jax.Array) -> jax.Array:
     rows, columns = x.shape[-2:]
     swapped = _padded(columns, rows) < _padded(rows, columns)
     order = (*batch, n, m) if swapped else (*batch, m, n)
-    return with_layout_constraint(x, Layout(order))
+    return with_layout(x, order)
 
 
 def _padded(*shape: int) -> int:

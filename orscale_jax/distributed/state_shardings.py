@@ -30,7 +30,9 @@ def state_shardings(optimizer: optax.GradientTransformation, params: PyTree) -> 
       A tree like ``optimizer.init(params)`` of :class:`jax.sharding.NamedSharding`, for
       ``jax.jit(optimizer.init, out_shardings=...)``, ``jax.device_put``, or the abstract
       state that a checkpoint is restored into. ``jax.tree.map(lambda s: s.spec, ...)``
-      gives partition specs.
+      gives partition specs. On Auto axes, give them to the training step, too, with those
+      of the parameters (``out_shardings``): where the two differ, as in ZeRO-1, the
+      partitioner otherwise returns updates and parameters sharded like the state.
 
     Raises:
       ValueError: If no parameter has a NamedSharding, or they are on different meshes.

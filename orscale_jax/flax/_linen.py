@@ -12,6 +12,7 @@ from flax import linen
 from flax.core import meta
 from jax.experimental.xla_metadata import set_xla_metadata
 
+from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
 from orscale_jax.parameters import module_types, path_rules, resolution
@@ -123,8 +124,9 @@ def linen_dimension_numbers(
     References:
       https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
     """
-    if rngs is None:
-        rngs = jax.random.key(0)
+    _checks.model("module", module, linen.Module)
+    if rngs is None:  # Abstract: a key would be sent to the device.
+        rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, str] = {(): type(module).__name__}
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     with linen.intercept_methods(interceptor), _its_own_jit_cache():

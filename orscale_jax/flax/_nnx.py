@@ -7,6 +7,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import NNX_RULES
 from orscale_jax.parameters import module_types, path_rules, resolution
@@ -80,6 +81,7 @@ def nnx_dimension_numbers(
     References:
       https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
     """
+    _checks.model("model", model, nnx.Module)
     rules = {**NNX_RULES, **(rules or {})}
     params = _paths.by_path(nnx.state(model, nnx.Param))
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}

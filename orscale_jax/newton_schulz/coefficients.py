@@ -78,6 +78,7 @@ def coefficient_table(
         f"pass a preset ({', '.join(sorted(PRESETS))}), one (a, b, c), or a sequence of "
         "them, one per step, all finite"
     )
+    _checks.not_rounded(argument, coeffs)
     table: np.ndarray | jax.Array
     if isinstance(coeffs, jax.core.Tracer):
         table = jnp.atleast_2d(coeffs)

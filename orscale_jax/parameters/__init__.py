@@ -7,6 +7,7 @@ default_rule        the rule for parameters without dimension numbers
 expressions         regular expressions over paths; the first that matches decides
 path_rules          the public ``by_path``
 layer_classes       the public ``layer_classes``
+classes_by_name     the class of a layer, by names on its path and beside it
 layer_names         the names by which it recognizes them
 module_types        dimension numbers from the types of modules
 resolution          overrides, names and types, in this order

@@ -11,6 +11,7 @@ import optax
 
 from orscale_jax import _checks
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import dotted
 
 Value = TypeVar("Value")
 
@@ -53,29 +54,31 @@ class Expressions(Generic[Value]):
         """Refuse a value that is not valid; ``name`` is for the message."""
         raise NotImplementedError
 
-    def values(self, names: Iterable[str]) -> dict[str, Value]:
-        """The values of the paths that an expression matches.
+    def values(self, leaves: Iterable[tuple[Any, Any]]) -> dict[str, Value]:
+        """The values of the leaves that an expression matches, by dotted path.
 
         Raises:
           ValueError: If an expression applies to no path.
         """
         return {
             name: self.pairs[index][1]
-            for name, index in self._decisions(names).items()
+            for name, index in self._decisions(list(leaves)).items()
             if index is not None
         }
 
-    def _decisions(self, names: Iterable[str]) -> dict[str, int | None]:
+    def _decisions(self, leaves: list[tuple[Any, Any]]) -> dict[str, int | None]:
         """The index of the first expression that matches, by path."""
+        masked = any(isinstance(leaf, optax.MaskedNode) for _, leaf in leaves)
 
         def first(name: str) -> int | None:
             matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
             return next(matches, None)
 
-        decisions = {name: first(name) for name in names}
+        decisions = {dotted(path): first(dotted(path)) for path, _ in leaves}
         deciding = set(decisions.values())
         for index, (expression, _) in enumerate(self.pairs):
-            if index not in deciding:
+            # A masked node may stand for a subtree, whose names are not known.
+            if index not in deciding and not masked:
                 self._refuse_idle(expression, decisions)
         return decisions
 

@@ -1,20 +1,15 @@
 """The classes of layers, by the names of the parameters: query, router, expert up, ..."""
 
-import collections
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
-import numpy as np
-import optax
 
 from orscale_jax import _checks
-from orscale_jax.parameters import layer_names
-from orscale_jax.parameters.default_rule import names_embedding_or_head
+from orscale_jax.parameters.classes_by_name import ClassesByName
 from orscale_jax.parameters.dimension_numbers import refuse_step_count
 from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
-from orscale_jax.parameters.layer_names import keys_in_words
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import dotted
 
@@ -38,7 +33,8 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
       ``"attention latent up"``;
     - ``"mlp up"``, ``"mlp gate"``, ``"mlp down"``, and ``"mlp gate up"`` if fused; the
       same with ``"routed expert"`` and ``"shared expert"`` for ``"mlp"``; ``"router"``;
-    - ``"convolution"``, ``"embedding"``, ``"head"``, ``"norm"``, ``"bias"``;
+    - ``"convolution"``, ``"embedding"``, ``"head"``, ``"norm"``, ``"bias"``; ``"scale"``:
+      gains and offsets outside norms, such as LayerScale's ``gamma``;
     - ``"other"``: everything else.
 
     Some names depend on their neighbours. A ``gate`` is the router if there are experts
@@ -84,10 +80,10 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
         return bare
     refuse_step_count(bare, "classes")
     leaves = leaves_and_masks(bare)
-    given = compiled.values([dotted(path) for path, _ in leaves])
-    names = _Names.of(leaves)
+    given = compiled.values(leaves)
+    names = ClassesByName.of(leaves)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: given.get(dotted(path)) or names.layer_class(dotted(path)), bare
+        lambda path, _: given.get(dotted(path)) or names.layer_class(path), bare
     )
 
 
@@ -101,81 +97,3 @@ class _ClassRules(Expressions[str]):
         if not isinstance(value, str) or not value:
             _checks.refuse(name, value, "pass the name of a class")
         return value
-
-
-class _Names(NamedTuple):
-    """The names of all parameters, in words.
-
-    Attributes:
-      below: The keys below each path.
-      shapes: The shapes of the arrays that are not masked, by path.
-    """
-
-    below: Mapping[str, set[str]]
-    shapes: Mapping[str, tuple[int, ...]]
-
-    @classmethod
-    def of(cls, leaves: Iterable[tuple[Any, Any]]) -> "_Names":
-        below = collections.defaultdict(set)
-        shapes = {}
-        for path, leaf in leaves:
-            keys = keys_in_words(dotted(path))
-            if not isinstance(leaf, optax.MaskedNode):
-                shapes[".".join(keys)] = np.shape(leaf)
-            for depth, key in enumerate(keys):
-                below[".".join(keys[:depth])].add(key)
-        return cls(below, shapes)
-
-    def layer_class(self, path: str) -> str:
-        """The class of the parameter with a dotted path."""
-        keys = keys_in_words(path)
-        for layer, expression in layer_names.BY_PATH:
-            if re.search(expression, ".".join(keys)):
-                return layer
-        if any(map(names_embedding_or_head, path.split("."))):
-            return "embedding"
-        end = len(keys)
-        while end > 1 and layer_names.ARRAY.fullmatch(keys[end - 1]):
-            end -= 1
-        return self._by_name(keys[:end], keys[end:])
-
-    def _by_name(self, keys: list[str], array: list[str]) -> str:
-        """The class, by the name of a module and the array's keys below it."""
-        beside = self._beside(keys[:-1], array)
-        mlp = _kind_of_mlp(keys, beside)
-        within = _part(keys, beside, mlp)
-        name = " ".join(keys[-2:] if keys[-1:] and keys[-1].isdigit() else keys[-1:])
-        for rule in layer_names.BY_NAME:
-            if (
-                re.fullmatch(rule.within, within)
-                and re.search(rule.name, name)
-                and re.search(rule.beside, beside)
-            ):
-                return rule.layer.format(mlp=mlp)
-        return "other"
-
-    def _beside(self, above: list[str], array: list[str]) -> str:
-        """The keys in a place, and whether w3 has another shape than w1 and w2."""
-        w1, w2, w3 = (
-            self.shapes.get(".".join([*above, key, *array])) for key in ("w1", "w2", "w3")
-        )
-        alike = w1 is not None and w3 is not None and w1 == w2 != w3
-        return "|".join(sorted(self.below[".".join(above)]) + ["w1 like w2"] * alike)
-
-
-def _kind_of_mlp(keys: list[str], beside: str) -> str:
-    if any(map(layer_names.SHARED.search, keys)):
-        return "shared expert"
-    mixture = any(map(layer_names.EXPERT.search, keys))
-    stacked = layer_names.EXPERTS_THEMSELVES.match(beside)
-    return "routed expert" if mixture or stacked else "mlp"
-
-
-def _part(keys: list[str], beside: str, mlp: str) -> str:
-    """The part of the model, by the last key that names one, or by the keys beside."""
-    for key in reversed(keys):
-        if layer_names.ATTENTION.search(key):
-            return "attention"
-        if layer_names.MLP.search(key) or layer_names.SHARED.search(key):
-            return mlp
-    return "attention block" if layer_names.QUERY_AND_KEY.match(beside) else "block"

@@ -7,27 +7,39 @@ is "blocks.0.mlp.gate proj", and "MultiHeadAttention_0" is "multi head attention
 import re
 from typing import NamedTuple
 
-_WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
-
-
-def keys_in_words(path: str) -> list[str]:
-    """The keys of a dotted path, each in words."""
-    keys = (" ".join(_WORD.findall(key)).lower() for key in re.split(r"[./~]+", path))
-    return [key for key in keys if key]
-
-
 # Last keys that say nothing about the layer.
 ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
 
+# Words that name an embedding or a head anywhere in a key, and those that end its name.
+_TABLE = re.compile(r"embed|\b(wte|wpe|emb|vocab|tok|pos|logits)\d*\b")
+_HEAD = re.compile(r"\b(head|classifier)\d*( \d+)*$")
+
+
+def is_embedding_or_head(key: str) -> bool:
+    """Whether a key in words is the name of an embedding table or an output head."""
+    return bool(_TABLE.search(key) or _HEAD.search(key))
+
+
 # Classes by the whole path: the first that matches applies.
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
+_NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
+_VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
 BY_PATH = (
-    ("embedding", r"\btokens?$|^(\w+\.)?shared\.weight$"),
+    ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
+    ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
     ("embedding", r"\brelative (position|attention) bias\b"),
-    ("norm", rf"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms){_MODULE}"),
-    ("bias", r"\bbias(es)?\b[^.]*$|(^|\.)b$"),
+    (
+        "norm",
+        r"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms)\b"
+        rf"({_NET}|(?=.*\b{_VECTOR}$)){_MODULE}",
+    ),
+    ("norm", r"(?<!weight )(?<!spectral )\b(\w*norms?\d*|ln)( (\d+|f))?\.kernel$"),
+    ("norm", r"norm\.(scale|shift)\.weights$"),
+    ("bias", rf"\bbias(es)?\b{_NET}[^.]*(\.b)?$"),
+    ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
     ("other", r"\b(lora|adapters?|indexer)\b"),
-    ("router", r"\b(router|gating)\b(?! einsum)"),
+    ("attention gate", r"\battention\.gating w$"),
+    ("router", r"\b(router|gating)\b(?! (einsum|linear))"),
     ("head", r"\b(head|classifier)\d*( \d+)?(\.|$)|\blogits"),
     ("head", r"\b(unembed|embed out|logitdense)"),
 )
@@ -63,6 +75,7 @@ class NameRule(NamedTuple):
 
 _ATTENTION, _ATTENTION_OR_BLOCK = "attention.*", "attention|.*block"
 _MLP, _MLP_OR_BLOCK = "mlp|.*expert", "mlp|.*expert|.*block"
+_LAYER = r"( (proj(ection)?|layer))?"
 _TWO = r"^(\w+ )?0\|(\w+ )?\d$"  # Dense_0 and Dense_1, or the 0 and 2 of a sequence.
 BY_NAME = (
     NameRule("convolution", ".*", r"conv"),
@@ -85,7 +98,9 @@ BY_NAME = (
     NameRule("attention value", _ATTENTION_OR_BLOCK, r"\bv proj\b"),
     NameRule("attention gate", "attention", r"\b(g|gate)\b"),
     NameRule("{mlp} down", "attention block", r"^wo$", r"\bwi\b"),
-    NameRule("attention output", _ATTENTION, r"^(to |linear )?out(put)?\b|^(w ?)?o$"),
+    NameRule(
+        "attention output", _ATTENTION, r"^((to|linear|attention) )?out(put)?\b|^(w ?)?o$"
+    ),
     NameRule("attention output", _ATTENTION, r"^((c|linear) )?proj(ection)?$"),
     NameRule("attention output", _ATTENTION, r"^linear$|^proj out$", r"\b(q|query)\b"),
     NameRule("attention output", "attention", r"^attn vec\b"),
@@ -96,7 +111,8 @@ BY_NAME = (
     NameRule("router", "routed expert", r"^(moe )?gate$", r"^(?!.*\b(up|down)\b)"),
     NameRule("{mlp} gate up", _MLP_OR_BLOCK, r"\bgate (and )?up\b|\bup (and )?gate\b"),
     NameRule("{mlp} gate up", _MLP_OR_BLOCK, r"^gating einsum$|^w1[23]$"),
-    NameRule("{mlp} gate", _MLP, r"\bgate\b"),
+    NameRule("{mlp} gate", _MLP, r"\bgate\b|^gating linear$"),
+    NameRule("{mlp} up", _MLP, r"^value linear$", r"\bgating linear\b"),
     NameRule("{mlp} gate", _MLP_OR_BLOCK, r"\bgate\b", r"\bup\b"),
     NameRule("{mlp} gate", _MLP_OR_BLOCK, r"^wi 0$", r"\bwi 1\b"),
     NameRule("{mlp} gate", _MLP_OR_BLOCK, r"^w1$", r"\b(w3|v1)\b"),
@@ -118,5 +134,5 @@ BY_NAME = (
     NameRule("{mlp} down", ".*block", r"^(fc|lin|linear)2$", r"att(entio)?n\b"),
     NameRule("{mlp} up", _MLP, r"^(?!experts?\b).* 0$", _TWO),
     NameRule("{mlp} down", _MLP, r"^(?!experts?\b).* \d$", _TWO),
-    NameRule("head", ".*block", r"^output( proj)?$", r"\bembed"),
+    NameRule("head", ".*block", rf"^output{_LAYER}$", r"\b(embed|(wte|emb)\b)"),
 )

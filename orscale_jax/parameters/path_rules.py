@@ -10,7 +10,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
-from orscale_jax.parameters.default_rule import default_axes, refuse_ambiguous
+from orscale_jax.parameters.default_rule import default_rule
 from orscale_jax.parameters.dimension_numbers import (
     DimensionNumbers,
     WeightDimensionNumbers,
@@ -22,6 +22,7 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import dotted, listed, name_and_shape
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
@@ -44,6 +45,7 @@ def by_path(
     ``blocks.0.attention.query.kernel``. An expression matches if :func:`re.search` finds
     it anywhere in the path, and the first that matches applies. An expression that
     applies to no parameter is an error: it is misspelt, or comes after a broader one.
+    (Not where Optax has masked a part of the parameters, whose names are unknown then.)
 
     Args:
       rules: Mapping, or sequence of pairs, from a regular expression to ``"matrix"`` (a
@@ -95,6 +97,7 @@ def by_path(
         if default is None:
             default = _by_default_rule(tree, decided)
         else:
+            default = mask_like(default, tree, is_resolvable)
             check_prefix(default, tree, argument="otherwise")
 
         def broadcast(prefix: Any, default: Any, subtree: PyTree) -> PyTree:
@@ -111,14 +114,10 @@ def by_path(
 
 def _by_default_rule(tree: PyTree, decided: Collection[str]) -> PyTree:
     """The numbers of the default rule, for the leaves that no expression matches."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    refuse_ambiguous(leaf for leaf in leaves if dotted(leaf[0]) not in decided)
+    axes = default_rule(tree, lambda path: dotted(path) in decided)
 
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
-        if dotted(path) in decided:
-            return None
-        masked = isinstance(default_axes(path, leaf), optax.MaskedNode)
-        return None if masked else _PLAIN
+        return None if isinstance(axes(path, leaf), optax.MaskedNode) else _PLAIN
 
     return jax.tree_util.tree_map_with_path(numbers, tree)
 
@@ -150,7 +149,7 @@ class PathRules(Expressions[Rule]):
           ValueError: If an expression applies to no leaf, or a rule does not fit one.
         """
         leaves = list(leaves)
-        decisions = self._decisions([dotted(path) for path, _ in leaves])
+        decisions = self._decisions(leaves)
         arrays = [leaf for leaf in leaves if not isinstance(leaf[1], optax.MaskedNode)]
         self._refuse_stacks(decisions, arrays)
         return {

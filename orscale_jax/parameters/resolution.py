@@ -6,12 +6,12 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from orscale_jax.parameters.default_rule import names_embedding_or_head
+from orscale_jax.parameters.classes_by_name import ClassesByName
 from orscale_jax.parameters.dimension_numbers import DimensionNumbers, refuse_step_count
 from orscale_jax.parameters.module_types import Numbers, Unresolved
 from orscale_jax.parameters.path_rules import PathRules, Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, dotted, names_on
+from orscale_jax.trees.names import Path, dotted, keys_on, names_on
 
 Resolved: TypeAlias = Mapping[Path, DimensionNumbers | None]
 
@@ -36,13 +36,14 @@ def resolve(
     _check_heads(leaves, heads)
     rules = PathRules.compile(overrides or {}, "overrides", "overrides")
     overridden = rules.numbers(leaves.items())
+    names = ClassesByName.of(leaves.items())
     numbers: dict[Path, DimensionNumbers | None] = {}
     unresolved: list[str] = []
     for path, declared in by_type.items():
         name = dotted(path)
         if name in overridden:
             numbers[path] = overridden[name]
-        elif any(names_embedding_or_head(key) or key in heads for key in path):
+        elif names.is_embedding_or_head(path) or not _keys(path).isdisjoint(heads):
             numbers[path] = None
         elif isinstance(declared, Unresolved):
             shape = np.shape(leaves[path])
@@ -64,8 +65,12 @@ def _refuse(unresolved: list[str]) -> None:
     )
 
 
+def _keys(path: Path) -> set[str]:
+    return {*path, *keys_on(path)}
+
+
 def _check_heads(paths: Collection[Path], heads: Collection[str]) -> None:
-    keys = {key for path in paths for key in path}
+    keys = set().union(*map(_keys, paths))
     for head in heads:
         if head not in keys:
             names = ", ".join(map(dotted, paths))

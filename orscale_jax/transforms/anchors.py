@@ -13,7 +13,7 @@ class Norms(NamedTuple):
 
     #: ‖W‖.
     weight: jax.Array
-    #: ‖D‖.
+    #: ‖D‖; for the rules below 0 where Q = 0, since decay alone is no direction.
     direction: jax.Array
     #: The norm of a D of full rank; ‖D‖ if the anchor does not need it.
     full_rank: jax.Array
@@ -33,7 +33,7 @@ class Anchored(NamedTuple):
 
     #: The constant c; see :class:`CalibratedTrustRatioState`.
     calibration: jax.Array
-    #: ‖W‖ at the first direction, 0 before it.
+    #: ‖W‖ where c was anchored, or at the first direction without calibration; 0 before.
     weight_norm: jax.Array
     #: The number of directions that have entered c, dtype int32; None if not counted.
     directions: jax.Array | None = None
@@ -44,15 +44,17 @@ class Anchored(NamedTuple):
 SetC: TypeAlias = Callable[[Anchored, Norms, Limits], Anchored]
 
 
-def first_weight_norm(known: Anchored, norms: Norms) -> jax.Array:
-    """‖W‖ at the first direction at which it is not zero; 0 before it.
+def anchor_weight_norm(before: Anchored, c: jax.Array, norms: Norms) -> jax.Array:
+    """‖W‖ at the direction at which c is set to a new number.
 
-    It stays 0 where c was set before states kept this norm.
+    Without such a c, at the first direction at which ‖W‖ is not zero; 0 before it. It
+    stays 0 where c was set before states kept this norm.
     """
-    unknown = _unset(known.calibration) | jnp.isinf(known.calibration)
-    is_first = unknown & (known.weight_norm == 0) & _directed(norms)
+    unknown = _unset(before.calibration) | jnp.isinf(before.calibration)
+    is_first = unknown & (before.weight_norm == 0) & _directed(norms)
+    is_new = is_first | (_unset(before.calibration) & ~_unset(c))
     return jnp.where(
-        is_first & jnp.isfinite(norms.weight), norms.weight, known.weight_norm
+        is_new & jnp.isfinite(norms.weight), norms.weight, before.weight_norm
     )
 
 
@@ -77,15 +79,16 @@ def by_largest_direction(known: Anchored, norms: Norms, limits: Limits) -> Ancho
     """Set c at the first direction, and lower it at larger ones of the first steps."""
     assert known.directions is not None
     first = _anchored(known.calibration, norms.direction, norms, limits.eps)
-    is_first = _unset(known.calibration) & ~_unset(first) & jnp.isfinite(first)
-    # A c that another anchor has set has no count: it stays.
-    counting = is_first | (known.directions > 0)
-    entering = counting & _directed(norms) & (known.directions < limits.anchor_steps)
+    is_new = _unset(known.calibration) & ~_unset(first)
+    is_first = is_new & jnp.isfinite(first)
+    count = jnp.where(is_new, 0, known.directions)
     weight_norm = jnp.where(is_first, norms.weight, known.weight_norm)
+    # A c that another anchor has set has no count: it stays.
+    counting = (is_first | (count > 0)) & (weight_norm > 0)
+    entering = counting & _directed(norms) & (count < limits.anchor_steps)
     largest = weight_norm / (jnp.where(entering, norms.direction, 1) + limits.eps)
     c = jnp.where(entering, jnp.minimum(first, not_one(largest)), first)
-    count = known.directions + entering.astype(known.directions.dtype)
-    return Anchored(c, known.weight_norm, count)
+    return Anchored(c, known.weight_norm, count + entering.astype(count.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,12 +118,16 @@ UNCALIBRATED = Anchor(uncalibrated)
 def _anchored(
     c: jax.Array, anchor_norm: jax.Array, norms: Norms, eps: jax.Array
 ) -> jax.Array:
-    """Set c to ‖W‖ over a norm, where there is a direction and c is unset."""
+    """Set c to ‖W‖ over a norm, where there is a direction and c is unset.
+
+    Until then c is 0, also where it was 1, so that r is 1.
+    """
     directed = _directed(norms)
     # No division by zero: jax_debug_nans also sees what a where discards.
     anchor = norms.weight / (jnp.where(directed, anchor_norm, 1) + eps)
     ready = _unset(c) & directed & jnp.isfinite(anchor)
-    return jnp.where(ready, jnp.where(anchor > 0, not_one(anchor), jnp.inf), c)
+    set_now = jnp.where(anchor > 0, not_one(anchor), jnp.inf)
+    return jnp.where(ready, set_now, jnp.where(_unset(c), 0, c))
 
 
 def _directed(norms: Norms) -> jax.Array:

@@ -10,11 +10,14 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.dimension_numbers import is_function
+from orscale_jax.parameters.dimension_numbers import is_axes_leaf, is_function
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.updates import require_params
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
+
+MATRICES = "matrices"  # The mask that an optimizer of this library makes itself.
 
 
 def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]:
@@ -22,16 +25,41 @@ def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]
     return is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_))
 
 
+def check_mask(mask: Mask | None) -> None:
+    """Refuse a string other than "matrices"."""
+    if isinstance(mask, str) and mask != MATRICES:
+        remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
+        _checks.refuse("weight_decay_mask", mask, remedy)
+
+
+def mask_of_matrices(axes: PyTree) -> PyTree:
+    """The mask called "matrices": True for each leaf that has axes of matrices."""
+
+    def is_matrix(node: Any) -> bool:
+        return not isinstance(node, optax.MaskedNode)
+
+    return jax.tree.map(is_matrix, axes, is_leaf=is_axes_leaf)
+
+
 def add_decayed_weights(
     weight_decay: ArrayLike | optax.Schedule, mask: Mask | None
 ) -> optax.GradientTransformation:
     """:func:`optax.add_decayed_weights`, whose count does not advance before 0.2.7."""
+    if isinstance(mask, str):
+        remedy = "only a whole optimizer takes a string; pass a tree of booleans"
+        _checks.refuse("mask", mask, remedy)
     stage = (
         _by_schedule(weight_decay)
         if callable(weight_decay)
         else optax.add_decayed_weights(weight_decay)
     )
-    return stage if mask is None else optax.masked(stage, mask)
+    if mask is None:
+        return stage
+
+    def mask_of(tree: PyTree) -> PyTree:
+        return mask_like(mask(tree) if is_mask_function(mask) else mask, tree)
+
+    return optax.masked(stage, mask_of)
 
 
 def _by_schedule(schedule: Callable[[Any], Any]) -> optax.GradientTransformation:
@@ -85,6 +113,7 @@ def add_cautious_decayed_weights(
       Chen et al. 2025, *Cautious Weight Decay*, arXiv:2510.12402, Algorithm 1.
     """
     _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
+    weight_decay = _checks.scheduled("weight_decay", weight_decay)
     return cautious(add_decayed_weights(weight_decay, mask))
 
 

@@ -1,4 +1,4 @@
-"""The wrapper that leaves a matrix alone until it receives its first update."""
+"""Which matrices have an update, and the wrapper that waits for the first one."""
 
 from typing import Any, NamedTuple
 
@@ -6,15 +6,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     require_matrices,
 )
+from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.fusion import in_stacks
 from orscale_jax.transforms.per_matrix import (
     full_per_matrix,
     map_matrices,
     reduce_matrices,
+    require_per_matrix,
     spread,
 )
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
@@ -39,8 +42,13 @@ def from_first_nonzero_update(
 
     OrScale computes D inside it: a matrix that has received no momentum yet (an expert
     without tokens, a frozen branch) keeps :math:`D = 0` instead of
-    :math:`D = \lambda W`. The matrix does not change, and :math:`D \neq 0`
-    tells the next stage that the paper's "first non-zero update" has come.
+    :math:`D = \lambda W`, and does not change. Once it has started, zero updates pass
+    through ``inner`` like others: :math:`D = \lambda W`, as Algorithm 1 says. Numbers
+    below the smallest normal float32 count as zero, as on CPUs and TPUs.
+
+    ``inner`` is told which matrices have an update at this step, in the extra argument
+    ``moving``: if :func:`scale_by_calibrated_trust_ratio` is part of it, decay alone does
+    not anchor c.
 
     Args:
       inner: A transformation that keeps the updates' structure, such as
@@ -78,18 +86,22 @@ def from_first_nonzero_update(
         updates: PyTree,
         state: FromFirstNonzeroUpdateState,
         params: PyTree | None = None,
+        *,
+        moving: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, FromFirstNonzeroUpdateState]:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
+        require_per_matrix(state.started, axes_tree, updates)
+        if moving is None:
+            moving = _moving(axes_tree, updates)
         transformed, inner_state = inner.update(
-            updates, state.inner_state, params, **extra_args
+            updates, state.inner_state, params, moving=moving, **extra_args
         )
-        largest = reduce_matrices(_largest, axes_tree, updates)
         started = map_matrices(
-            lambda _, before, x: before | (x != 0).astype(before.dtype),
+            lambda _, before, now: before | now.astype(before.dtype),
             axes_tree,
             state.started,
-            in_stacks(largest),
+            moving,
         )
         updates = map_matrices(
             lambda axes, on, u: jnp.where(spread(axes, on, u) != 0, u, jnp.zeros_like(u)),
@@ -100,6 +112,39 @@ def from_first_nonzero_update(
         return updates, FromFirstNonzeroUpdateState(started, inner_state)
 
     return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
+
+
+def with_moving(
+    inner: optax.GradientTransformation,
+    weight_dimension_numbers: WeightDimensionNumbers,
+) -> optax.GradientTransformationExtraArgs:
+    """Run ``inner`` with the extra argument ``moving``.
+
+    It is a tree like the updates. A leaf of matrices has a boolean for each matrix, in an
+    array of the batch shape: whether the matrix has an update.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        moving = _moving(axes_tree, updates)
+        return inner.update(updates, state, params, **extra_args | {"moving": moving})
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _moving(axes_tree: PyTree, updates: PyTree) -> PyTree:
+    """Whether each matrix has an update, also one that is not finite."""
+
+    def at(_: LeafAxes, largest: jax.Array) -> jax.Array:
+        wide = largest.astype(compute_dtype(largest))
+        # Some platforms flush subnormal numbers to zero, some only where they round.
+        return ~(wide < jnp.finfo(wide.dtype).tiny)
+
+    largest = reduce_matrices(_largest, axes_tree, updates)
+    return map_matrices(at, axes_tree, in_stacks(largest))
 
 
 def _largest(leaf: jax.Array, axis: tuple[int, ...]) -> jax.Array:

@@ -13,7 +13,12 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import init_per_matrix, map_matrices, spread
+from orscale_jax.transforms.per_matrix import (
+    init_per_matrix,
+    map_matrices,
+    require_per_matrix,
+    spread,
+)
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.updates import require_params
@@ -94,6 +99,7 @@ def keep_initial_norm(
     ) -> tuple[PyTree, InitialNormState]:
         require_params(params)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
+        require_per_matrix(state.initial_norm, axes_tree, updates)
         on_sphere = map_matrices(_to_norm, axes_tree, updates, state.initial_norm)
         steps, inner_state = inner.update(
             on_sphere, state.inner_state, params, **extra_args

@@ -16,7 +16,12 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import full_per_matrix, map_matrices, spread
+from orscale_jax.transforms.per_matrix import (
+    full_per_matrix,
+    map_matrices,
+    require_per_matrix,
+    spread,
+)
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
 
 FULL_RANK, KEPT = NORMS = ("full_rank", "kept")
@@ -111,6 +116,7 @@ def scale_by_neuron_rms(
         updates: PyTree, state: NeuronRMSState, params: PyTree | None = None
     ) -> tuple[PyTree, NeuronRMSState]:
         axes_tree = require_matrices(weight_dimension_numbers, updates)
+        require_per_matrix(state.neuron_mean_square, _neurons(axes_tree), updates)
         now = map_matrices(_mean_squares, axes_tree, updates)
         v = map_matrices(average, axes_tree, state.neuron_mean_square, now)
         return map_matrices(scale, axes_tree, updates, now, v), NeuronRMSState(v)

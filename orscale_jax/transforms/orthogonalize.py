@@ -69,8 +69,8 @@ def orthogonalize(
       A stateless transformation. Updates keep their shapes and dtypes.
 
     Raises:
-      ValueError: If an argument is not valid, or, from ``update``, if a leaf is not a
-        matrix.
+      ValueError: If an argument is not valid, or, from ``init`` and ``update``, if a leaf
+        is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp
@@ -115,6 +115,7 @@ def orthogonalize_by(
     """:func:`orthogonalize` of checked settings, on given platforms."""
 
     def init(params: PyTree) -> optax.EmptyState:
+        require_matrices(weight_dimension_numbers, params)
         _param_shardings.note_annotations(params)
         return optax.EmptyState()
 

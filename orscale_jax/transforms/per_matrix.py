@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
@@ -20,6 +21,7 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.transforms.fusion import in_stacks
 from orscale_jax.trees.boxes import PyTree, box_like, on_bare_arrays, unbox
+from orscale_jax.trees.names import name_and_shape
 
 
 def map_matrices(fn: Callable[..., Any], axes_tree: PyTree, *trees: PyTree) -> PyTree:
@@ -71,11 +73,17 @@ def per_matrix_stage(
 ) -> optax.GradientTransformation:
     """A stateless transformation that applies ``fn(axes, leaf)`` to the matrices."""
 
-    def update(updates: PyTree, _: PyTree | None = None) -> PyTree:
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
-        return map_matrices(fn, axes_tree, updates)
+    def init(params: PyTree) -> optax.EmptyState:
+        require_matrices(weight_dimension_numbers, params)
+        return optax.EmptyState()
 
-    return on_bare_arrays(optax.stateless(update))
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.EmptyState]:
+        axes_tree = require_matrices(weight_dimension_numbers, updates)
+        return map_matrices(fn, axes_tree, updates), state
+
+    return on_bare_arrays(optax.GradientTransformation(init, update))
 
 
 def spread(axes: LeafAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -98,6 +106,29 @@ def full_per_matrix(
         return jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
 
     return init_per_matrix(weight_dimension_numbers, params, full)
+
+
+def require_per_matrix(entries: PyTree, axes_tree: PyTree, tree: PyTree) -> None:
+    """Refuse arrays of a state that JAX would broadcast to one entry per matrix.
+
+    Raises:
+      ValueError: If an array does not have the batch shape of its leaf.
+    """
+
+    def check(path: Any, axes: Any, leaf: Any, array: Any) -> None:
+        if isinstance(axes, optax.MaskedNode):
+            return
+        wanted = axes.batch_shape(leaf)
+        if np.shape(array) != wanted:
+            raise ValueError(
+                f"the state has an array of shape {np.shape(array)} for parameter "
+                f"{name_and_shape(path, leaf)} instead of {wanted}: pass the state of "
+                "these parameters, or start anew with init."
+            )
+
+    jax.tree_util.tree_map_with_path(
+        check, axes_tree, tree, entries, is_leaf=is_axes_leaf
+    )
 
 
 def init_per_matrix(

@@ -10,6 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
+from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
@@ -19,6 +20,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.transforms.per_matrix import map_matrices, spread
 from orscale_jax.transforms.trust_ratio import ratio_bounds
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.updates import require_params
 
@@ -44,9 +46,11 @@ def pool_trust_ratios(
     that of a larger learning rate for all: the overall scale is that of the unpooled
     ratio, without its differences between matrices. The mean gives all matrices the same
     weight, whatever their size. Only ratios that have been measured count: those of
-    matrices with a direction, a finite c and a norm that is not zero. If none counts,
-    :math:`\hat r` is 1. Matrices that do not count are scaled like the others. A matrix
-    whose ratio is not finite keeps it (NaN) and does not affect the others.
+    matrices with a direction (not decay alone: see ``moving`` of
+    :func:`scale_by_calibrated_trust_ratio`), a finite c and a norm that is not zero. If
+    none counts, :math:`\hat r` is 1. Matrices that do not count are scaled like the
+    others. A matrix whose ratio is not finite keeps it (NaN) and does not affect the
+    others.
 
     Args:
       ratio: :func:`scale_by_calibrated_trust_ratio`; its own bounds have no effect.
@@ -85,15 +89,26 @@ def pool_trust_ratios(
     _checks.number("r_max", r_max, at_least=0, infinite=True)
     _checks.ordered("r_min", r_min, "r_max", r_max)
 
+    ratio = optax.with_extra_args_support(ratio)
+
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        moving: PyTree | None = None,
+        **_: Any,
     ) -> tuple[PyTree, Any]:
         require_params(params)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
-        _, measured = ratio.update(updates, state, params)
-        norms = measured.direction_norm
-        counts = jax.tree.map(
-            _counts, norms, measured.calibration, measured.raw_trust_ratio
+        _, measured = ratio.update(updates, state, params, moving=moving)
+        counts = map_matrices(
+            _counts,
+            axes_tree,
+            measured.calibration,
+            measured.raw_trust_ratio,
+            measured.weight_norm,
+            measured.direction_norm if moving is None else moving,
         )
         labels = class_labels(classes, params, updates)
         _require_labels(labels, updates)
@@ -113,13 +128,16 @@ def pool_trust_ratios(
         bounds = ratio_bounds(params, r_min, r_max)
         return scaled, measured._replace(trust_ratio=ratios, bounds=bounds)
 
-    return on_bare_arrays(optax.GradientTransformation(ratio.init, update))
+    return on_bare_arrays(optax.GradientTransformationExtraArgs(ratio.init, update))
 
 
-def _counts(direction_norm: jax.Array, c: jax.Array, raw: jax.Array) -> jax.Array:
+def _counts(
+    _: LeafAxes, c: jax.Array, raw: jax.Array, norm: jax.Array, moving: jax.Array
+) -> jax.Array:
     """Whether the ratio of a matrix was measured, of the batch shape."""
-    directed = direction_norm > 0
-    return directed & (c > 0) & jnp.isfinite(c) & (raw > 0) & jnp.isfinite(raw)
+    directed = typed_sharding.shard_like(moving, c).astype(bool)
+    measured = directed & (norm > 0) & (c > 0) & (raw > 0)
+    return measured & jnp.isfinite(c) & jnp.isfinite(raw)
 
 
 def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
@@ -128,7 +146,7 @@ def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda _: "", tree)
     if is_function(classes, _is_label):
         classes = classes(params)
-    labels = unbox(classes, _is_label)
+    labels = mask_like(unbox(classes, _is_label), tree, _is_label)
     for label in jax.tree.leaves(labels, is_leaf=_is_label):
         if not _is_label(label):
             _checks.refuse("classes", label, "pass a tree of strings")

@@ -45,7 +45,7 @@ def scale_by_recorded_trust_ratio(
       This library's own.
     """
     if callable(trust_ratio):
-        return optax.scale_by_schedule(trust_ratio)
+        return optax.scale_by_schedule(_checks.scheduled("trust_ratio", trust_ratio))
     _check(trust_ratio)
     recorded = jnp.asarray(trust_ratio)
     if not recorded.ndim:

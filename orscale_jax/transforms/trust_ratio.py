@@ -25,6 +25,7 @@ from orscale_jax.transforms.per_matrix import (
     full_per_matrix,
     map_matrices,
     matrix_norms,
+    require_per_matrix,
     spread,
 )
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
@@ -50,7 +51,8 @@ class CalibratedTrustRatioState(NamedTuple):
     weight_norm: PyTree
     #: ‖D‖ of the last step, 0 before the first one.
     direction_norm: PyTree
-    #: ‖W‖ at the first direction at which it is not zero, 0 before it.
+    #: ‖W‖ where c was anchored; without calibration and for c = inf, at the first
+    #: direction at which it is not zero. 0 before.
     anchor_weight_norm: PyTree
     #: The bounds of the last step, shape (2,), dtype as above.
     bounds: jax.Array
@@ -72,7 +74,7 @@ class LargestDirectionState(NamedTuple):
     weight_norm: PyTree
     #: ‖D‖ of the last step.
     direction_norm: PyTree
-    #: ‖W‖ at the first direction.
+    #: ‖W‖ where c was anchored.
     anchor_weight_norm: PyTree
     #: The number of directions that have entered c, dtype int32.
     anchor_count: PyTree
@@ -101,8 +103,8 @@ def scale_by_calibrated_trust_ratio(
       \hat r = \mathrm{clip}(r, r_{\min}, r_{\max}), \qquad D \mapsto \hat r D,
 
     where :math:`c = \|W_0\|_F / (d_0 + \varepsilon)` is set once per matrix, at the first
-    step at which D is not zero and everything in c is finite. :math:`W_0` is the weight
-    at that step, and the anchor decides what :math:`d_0` is:
+    step at which the matrix has a direction and everything in c is finite. :math:`W_0` is
+    the weight at that step, and the anchor decides what :math:`d_0` is:
 
     ``"first"``
       :math:`d_0 = \|D_0\|_F`, as in the paper: r starts at 1, and is from then on the
@@ -119,9 +121,17 @@ def scale_by_calibrated_trust_ratio(
       matrix: r starts at 1, and c falls at each direction that is larger than those
       before.
 
-    Before c is set, and wherever D is zero, r is 1. A matrix whose norm is zero at its
-    first direction has no initial scale: its c becomes infinite, which stands for "none",
-    and it keeps r = 1 for good. A D that is not finite never enters c and gives r = NaN.
+    Before c is set, and wherever D or W is zero, r is 1. A matrix whose norm is zero at
+    its first direction has no initial scale: its c becomes infinite, which stands for
+    "none", and it keeps r = 1 for good. A D that is not finite never enters c and gives
+    r = NaN. If c is set to 0, the matrix is anchored again at its next direction.
+
+    Decay alone is no direction: :math:`D = \lambda W` would anchor
+    :math:`c = 1 / \lambda`. D does not show whether Q is zero, so ``update`` takes an
+    extra argument, ``moving``: a tree like the updates with booleans of the batch shapes,
+    True where :math:`Q \neq 0`. :func:`orscale` passes it, and so does
+    :func:`from_first_nonzero_update` to the stages inside it. Without it, every D that is
+    not zero is a direction.
 
     Args:
       calibrate: Whether to anchor c; if False, c = 1. It may change between runs: with
@@ -190,23 +200,31 @@ def scale_by_calibrated_trust_ratio(
         return CalibratedTrustRatioState(c, *ratios, *norms, bounds)
 
     def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
+        updates: PyTree,
+        state: Any,
+        params: PyTree | None = None,
+        *,
+        moving: PyTree | None = None,
+        **_: Any,
     ) -> tuple[PyTree, Any]:
         require_params(params)
         axes_tree = require_matrices(weight_dimension_numbers, updates)
+        require_per_matrix(state.calibration, axes_tree, updates)
         given = weight_decay, weight_decay_mask
         decays = _decay_of_leaves(*(given if rule.needs_full_rank else (0, None)), params)
         *per_matrix, _ = state
         norms = _norms(axes_tree, updates, params)
         known = map(in_stacks, per_matrix)
-        trees = updates, params, decays, *norms, *known
+        if moving is None:
+            moving = jax.tree.map(lambda c: jnp.ones_like(c, bool), state.calibration)
+        trees = updates, params, decays, *norms, moving, *known
         entries = map_matrices(ratio, axes_tree, *trees)
         fields = [_entry(entries, i) for i in range(len(per_matrix))]
         new = type(state)(*fields, ratio_bounds(params, r_min, r_max))
         ratios = in_stacks(new.trust_ratio)
         return map_matrices(_scaled, axes_tree, updates, ratios, params), new
 
-    return on_bare_arrays(optax.GradientTransformation(init, update))
+    return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
 
 
 def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Array:
@@ -285,14 +303,15 @@ class _TrustRatio:
         decay: jax.Array,
         direction_norm: jax.Array,
         weight_norm: jax.Array,
+        moving: jax.Array,
         *state: jax.Array,
     ) -> _Entries:
         """A leaf's next entries in the state, given λ, the norms and the last entries."""
         dtype = compute_dtype((direction, weight))
         d = direction.astype(dtype)
-        w_norm, d_norm = (
-            typed_sharding.shard_like(norm, state[0])
-            for norm in (weight_norm, direction_norm)
+        w_norm, d_norm, moves = (
+            typed_sharding.shard_like(array, state[0])
+            for array in (weight_norm, direction_norm, moving)
         )
         full_rank = d_norm
         if self.anchor.needs_full_rank:
@@ -302,7 +321,7 @@ class _TrustRatio:
         widened = tuple(
             x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in state
         )
-        new = _calibrated(self.anchor, widened, norms, limits)
+        new = _calibrated(self.anchor, widened, norms, moves, limits)
         pairs = zip(new, state, strict=True)
         return _Entries(tuple(x.astype(old.dtype) for x, old in pairs))
 
@@ -324,13 +343,16 @@ def _calibrated(
     anchor: anchors.Anchor,
     state: tuple[jax.Array, ...],
     norms: anchors.Norms,
+    moving: jax.Array,
     limits: anchors.Limits,
 ) -> tuple[jax.Array, ...]:
     """The entries of a leaf in the state, from those of the last step."""
     c, _, _, _, _, *anchored = state
-    known = anchors.Anchored(c, *anchored)
-    known = anchor.set_c(known, norms, limits)._replace(
-        weight_norm=anchors.first_weight_norm(known, norms)
+    before = anchors.Anchored(c, *anchored)
+    seen = norms._replace(direction=jnp.where(moving, norms.direction, 0))
+    known = anchor.set_c(before, seen, limits)
+    known = known._replace(
+        weight_norm=anchors.anchor_weight_norm(before, known.calibration, seen)
     )
     c, *anchored = (entry for entry in known if entry is not None)
     raw = _trust_ratio(c, norms, limits.eps)
@@ -339,8 +361,9 @@ def _calibrated(
 
 
 def _trust_ratio(c: jax.Array, norms: anchors.Norms, eps: jax.Array) -> jax.Array:
-    """The ratio of Definition 1; 1 where c is unset or infinite or D is zero."""
-    neutral = (c == 0) | jnp.isinf(c) | (norms.direction == 0)
+    """The ratio of Definition 1; 1 where c is unset or infinite or D or W is zero."""
+    # As in LAMB's public codes: with r = 0 a W of zeros would stay zero.
+    neutral = (c == 0) | jnp.isinf(c) | (norms.direction == 0) | (norms.weight == 0)
     c, d = (jnp.where(neutral, 1, x) for x in (c, norms.direction))
     ratio = jnp.where(neutral, 1, norms.weight / (c * d + eps))
     return jnp.where(jnp.isfinite(norms.direction), ratio, jnp.nan)

@@ -1,6 +1,8 @@
 """The names of the leaves of a tree, for rules, messages and tables."""
 
+import functools
 import re
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -8,8 +10,15 @@ import numpy as np
 
 Path: TypeAlias = tuple[str, ...]
 
-# "lm_head" and "LMHead_0" both end in "head".
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# What stands between the names in one key of a flat dictionary: "mlp.up", "mlp/~/up",
+# "mlp__up", "['mlp']['up']"; ":0" follows the names of TensorFlow's variables.
+_BETWEEN = re.compile(r":\d+$|[./~:|\[\]'\"]+|__+")
+_WORD = re.compile(r"[A-Z]+(?![a-z])\d*|[A-Z]?[a-z]+\d*|\d+")
+# Attributes of boxes that were flattened away, below the name of the array in the box.
+_BOXES = frozenset({"value", "raw_value", "array", "data_array"})
+_ARRAYS = frozenset(
+    "kernel weight weights w embedding embeddings scale gamma offset beta bias b".split()
+)
 
 
 def key_name(entry: Any) -> str:
@@ -24,7 +33,33 @@ def names_on(path: Any) -> Path:
 
 def dotted(path: Any) -> str:
     """A path with dots, such as ``blocks.0.mlp.up.kernel``."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+    return ".".join(name for entry in path for name in _names_in(entry))
+
+
+def keys_on(path: Any) -> Path:
+    """The names on a path, the same for nested containers and for any flat dictionary.
+
+    Keys that hold several names are split, and what names nothing is left out: the root
+    ``params`` and, below an array's name, the attributes of boxes.
+    """
+    names = [name for entry in path for name in _names_in(entry)]
+    keys = [key for name in names for key in _BETWEEN.split(name) if key]
+    if len(keys) > 1 and keys[0] == "params":
+        del keys[0]
+    while len(keys) > 1 and keys[-1] in _BOXES and keys[-2] in _BOXES | _ARRAYS:
+        del keys[-1]
+    return tuple(keys)
+
+
+def without_names(keys: Path) -> bool:
+    """Whether keys say nothing: only indexes, and attributes of boxes."""
+    return all(key in _BOXES or key.isdigit() for key in keys)
+
+
+def _names_in(entry: Any) -> Path:
+    """The names in one path entry: several if the key of a dictionary is a tuple."""
+    key = getattr(entry, "key", None)
+    return tuple(map(str, key)) if isinstance(key, tuple) else (key_name(entry),)
 
 
 def quoted(path: Any) -> str:
@@ -37,9 +72,10 @@ def name_and_shape(path: Any, leaf: Any) -> str:
     return f"{quoted(path)} of shape {np.shape(leaf)}"
 
 
-def words(key: str) -> list[str]:
-    """The words of a snake_case or CamelCase name, in lower case."""
-    return [word.lower() for word in _WORD.findall(key)]
+@functools.lru_cache(maxsize=2**16)
+def words(key: str) -> str:
+    """A snake_case or CamelCase name as words: "LMHead_0" is "lm head 0"."""
+    return " ".join(_WORD.findall(key)).lower()
 
 
 def listed(parameters: list[str]) -> str:
@@ -47,3 +83,23 @@ def listed(parameters: list[str]) -> str:
     if len(parameters) == 1:
         return f"parameter {parameters[0]} is"
     return "\n  ".join([f"{len(parameters)} parameters", *parameters]) + "\nare"
+
+
+def distinct_names(paths: Iterable[Any]) -> list[str]:
+    """The names of leaves in tables and logs: paths with dots, no two of them alike.
+
+    A key that ends like the index of a matrix (``up[0]``) is quoted. If two names would
+    still be alike (``a.b`` as one key, and ``b`` inside ``a``), so are, in all names of
+    the tree, keys that are empty, are tuples or hold a dot or a quotation mark.
+    """
+    paths = list(paths)
+    split = [[name for entry in path for name in _names_in(entry)] for path in paths]
+    whole = [names_on(path) for path in paths]
+    for of_leaves, quote in ((split, r"\]$"), (whole, r"^$|\]$|[.'\"]")):
+        names = [
+            ".".join(repr(key) if re.search(quote, key) else key for key in keys)
+            for keys in of_leaves
+        ]
+        if len({*names}) == len(names):
+            break
+    return names

@@ -8,7 +8,9 @@ import numpy as np
 import optax
 
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.differences import first_difference
 from orscale_jax.trees.names import quoted
+from orscale_jax.trees.states import require_state
 
 
 def require_params(params: PyTree | None) -> None:
@@ -29,45 +31,76 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     """Refuse gradients that would be broadcast or cast to fit their parameters.
 
     Raises:
-      ValueError: If a gradient has another shape than its parameter, or is not real.
+      ValueError: If a gradient is missing or surplus, has another shape than its
+        parameter, or is not real.
     """
 
     def check(path: Any, param: jax.Array, update: jax.Array) -> None:
         shape, dtype = np.shape(update), jnp.result_type(update)
         trainable = jnp.issubdtype(jnp.result_type(param), jnp.floating)
-        real = jnp.issubdtype(dtype, jnp.floating)
+        real = jnp.issubdtype(dtype, jnp.floating) and _promotes(dtype, param)
         if shape != np.shape(param) or (trainable and not real):
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
                 f"{dtype}, but the parameter has shape {np.shape(param)} and dtype "
-                f"{jnp.result_type(param)}: pass a real gradient of that shape."
+                f"{jnp.result_type(param)}: pass a real gradient of that shape, of a "
+                "dtype that JAX promotes to the parameter's."
             )
 
-    # Trees of different structures fail later, with the error of jax.tree.map.
-    structures: list[Any] = [jax.tree.structure(tree) for tree in (updates, params)]
-    if structures[0] == structures[1]:
-        jax.tree_util.tree_map_with_path(check, params, updates)
+    difference = first_difference(params, updates)
+    if difference is not None:
+        raise ValueError(
+            "the gradients do not fit the parameters: "
+            f"{difference.in_words('the parameters', 'the gradients')}. Call "
+            "optimizer.update(gradients, state, parameters) with trees of one structure."
+        )
+    jax.tree_util.tree_map_with_path(check, params, updates)
 
 
-def where_gradients_are(
+def _promotes(dtype: Any, param: Any) -> bool:
+    """Whether JAX has a dtype for both: it has none for 8 bits and others."""
+    try:
+        jnp.promote_types(dtype, jnp.result_type(param))
+    except ValueError:
+        return False
+    return True
+
+
+def require_valid(
     inner: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wrap ``inner`` so that it is given only the parameters that have gradients.
+    """Wrap ``inner`` so that it is given only arguments that fit each other.
 
-    The others may be anything, such as functions and settings among a module's fields.
+    Parameters without gradients are left out. They may be anything, such as functions and
+    settings among a module's fields.
     """
     inner = optax.with_extra_args_support(inner)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
+        tree = updates
         if params is not None:
-            params = jax.tree.map(
-                lambda update, param: None if update is None else param,
-                updates,
-                params,
-                is_leaf=lambda node: node is None,
-            )
+            params = tree = _where_gradients_are(updates, params)
+            require_fitting(updates, params)
+        # Arrays without values or shardings: JAX keeps the result for the same optimizer.
+        abstract = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), tree
+        )
+        require_state(state, jax.eval_shape(inner.init, abstract), abstract)
         return inner.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
+    def param_if_updated(update: Any, param: Any) -> Any:
+        return None if update is None else param
+
+    def is_none(node: Any) -> bool:
+        return node is None
+
+    try:
+        return jax.tree.map(param_if_updated, updates, params, is_leaf=is_none)
+    except ValueError:
+        return params  # Of another structure: require_fitting names the difference.

@@ -7,8 +7,8 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import polar_factor
-from orscale_jax.diagnostics import step_gain
+from orscale_jax import orscale, polar_factor
+from orscale_jax.diagnostics import read, step_gain
 from tests import leaves
 
 SHAPES = {"a": (6, 4), "b": (3, 5, 5), "c": (4, 8)}
@@ -131,6 +131,35 @@ def test_a_blocked_leaf():
     ratios = {"fused": jnp.ones(3), "bias": optax.MaskedNode()}
     found = step_gain(loss_fn, params, batches, ratios, numbers)
     assert found.kappa.value == 1 and found.learning_rate.value > 0
+
+
+class TestReadings:
+    """The matrices and ratios of a reading, which has their dimension numbers."""
+
+    def reading(self):
+        params = {name: jnp.ones(shape) for name, shape in SHAPES.items()}
+        optimizer = orscale(0.1, weight_dimension_numbers=NUMBERS)
+        reading = jax.jit(lambda: read(optimizer.init(params), params, NUMBERS))()
+        ratios = jax.tree.map(jnp.float32, RATIOS)
+        return reading._replace(trust_ratio=ratios)
+
+    def test_the_matrices_come_from_the_reading(self):
+        loss_fn, params, batches, _ = problem(0, 0.1, 4)
+        by_hand = step_gain(loss_fn, params, batches, RATIOS, NUMBERS)
+        for numbers in (None, NUMBERS):
+            found = step_gain(loss_fn, params, batches, self.reading(), numbers)
+            assert found.kappa.value == by_hand.kappa.value
+
+    def test_what_contradicts_it_is_refused(self):
+        loss_fn, params, batches, _ = problem(0, 0.1, 4)
+        other = NUMBERS | {"b": Dims((0, 1), 2)}
+        with pytest.raises(ValueError, match=r"are not those that read\(\) was given"):
+            step_gain(loss_fn, params, batches, self.reading(), other)
+        with pytest.raises(ValueError, match="params has 4 leaves, but the reading"):
+            step_gain(loss_fn, params | {"d": 1.0}, batches, self.reading())
+        of_muon = self.reading()._replace(trust_ratio=None)
+        with pytest.raises(ValueError, match="the reading has no trust ratios"):
+            step_gain(loss_fn, params, batches, of_muon)
 
 
 class TestErrors:

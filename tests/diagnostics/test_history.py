@@ -15,11 +15,15 @@ from orscale_jax.diagnostics import (
     History,
     JsonLines,
     Reading,
+    StepGain,
     TensorBoard,
     read,
     tabulate,
     to_floats,
 )
+from orscale_jax.diagnostics.jackknife import Estimate
+from orscale_jax.diagnostics.report import gains
+from orscale_jax.diagnostics.report.run import read_run
 
 PARAMS = {"up": jnp.ones((2, 8)), "experts": jnp.arange(24.0).reshape(2, 3, 4)}
 NUMBERS = {"up": optax.contrib.MuonDimensionNumbers(0, 1)} | {
@@ -109,6 +113,55 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     assert path.read_bytes() == whole
     history.rewind(0)
     assert history.last_step is None and len(path.read_text().splitlines()) == 1
+
+
+GAINED = StepGain(*(Estimate(jnp.float32(v), jnp.float32(0.25)) for v in (1.5, 2, 3)))
+
+
+class TestGained:
+    """What step_gain measured, in columns that the file gets when it is first given."""
+
+    def test_it_is_in_the_rows_of_its_step(self, tmp_path):
+        history = written(tmp_path / "history.csv", (1, 2))
+        before = history.frame()
+        history.append(3, reading(3), gained=GAINED, loss=1.0)
+        history.append(4, reading(4), loss=1.0)
+        frame = history.frame()
+        assert [*frame.columns] == [*before.columns, "kappa_step", "kappa_step_stderr"]
+        pandas.testing.assert_frame_equal(frame[: len(before)][before.columns], before)
+        measured = frame[frame.kappa_step.notna()]
+        assert measured.step.tolist() == [3] * 3
+        assert measured.kappa_step.tolist() == [1.5] * 3
+        assert measured.kappa_step_stderr.tolist() == [0.25] * 3
+        assert [path.name for path in tmp_path.iterdir()] == ["history.csv"]
+
+    def test_a_run_goes_on(self, tmp_path):
+        path = tmp_path / "history.csv"
+        written(path, (1,)).append(2, reading(2), gained=GAINED, loss=1.0)
+        whole = path.read_bytes()
+        history = History(path, classes=CLASSES, scalars=["loss"])
+        history.rewind(1)
+        history.append(2, reading(2), gained=GAINED, loss=1.0)
+        assert path.read_bytes() == whole
+        # Columns that a script has named itself stay where they are.
+        names = ["kappa_step", "kappa_step_stderr", "loss"]
+        history = History(tmp_path / "named.csv", scalars=names)
+        history.append(1, reading(), gained=GAINED, loss=1.0)
+        assert [*history.frame().columns[-3:]] == names
+
+    def test_the_report_takes_it(self, tmp_path):
+        history = written(tmp_path / "history.csv", (1, 2))
+        history.append(3, reading(3), gained=GAINED, loss=1.0)
+        found, step = gains.verdict_of(read_run(tmp_path))
+        assert step == 3 and found.numbers["kappa_step"] == 1.5
+
+    def test_what_is_refused(self, tmp_path):
+        history = written(tmp_path / "history.csv", (1,))
+        with pytest.raises(ValueError, match=r"pass what step_gain\(\) returned"):
+            history.append(2, reading(2), gained=1.5)
+        history = History(tmp_path / "other.csv", scalars=["kappa_step"])
+        with pytest.raises(ValueError, match=r"pass what step_gain\(\) returned, once"):
+            history.append(2, reading(2), gained=GAINED, kappa_step=1.0)
 
 
 class TestErrors:

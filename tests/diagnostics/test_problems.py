@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from orscale_jax import family, orscale
+from orscale_jax import family, muon, orscale
 from orscale_jax.diagnostics import History, Reading, find_problems, read, tabulate
 
 NAMES = [f"layers.{i}.kernel" for i in range(4)] + [f"experts.up[{i}]" for i in range(4)]
@@ -32,6 +32,7 @@ PLANTED = {
     "Anchored on a direction of low rank": {"raw_trust_ratio": ([1], 0.4)},
     "Weight norm runs away": {"growth": ([3], 11), "raw_trust_ratio": ([3], 9)},
     "Large steps": {"relative_step": ([0], 0.2)},
+    "Never moves": {"trust_ratio": ([1], 0)},
     "Without an update": {"started": ([5], 0), "anchored": ([5], 0)},
     "Never anchored": {"calibration": ([1], 0), "anchored": ([1], 0)},
     "No initial scale": {"calibration": ([1], np.inf), "anchored": ([1], 0)},
@@ -61,6 +62,9 @@ def test_a_healthy_table_has_none():
         {"growth": (slice(None), 9.0), "raw_trust_ratio": (slice(None), 8.0)},
         {"relative_step": (slice(None), 0.09)},
         {"polar_error": (slice(None), 0.4)},
+        # All rates are 0 at the end of a schedule; an idle expert does not decay.
+        {"relative_step": (slice(None), 0.0)},
+        {"relative_step": ([5], 0.0), "direction_norm": ([5], 0.0)},
         # A stack that has not begun, and a plain matrix, are no experts without tokens.
         {"started": (slice(4, 8), 0), "anchored": (slice(4, 8), 0)},
     ],
@@ -91,6 +95,45 @@ def test_a_first_gradient_of_low_rank():
     assert reading.raw_trust_ratio["w"] == pytest.approx(0.17, abs=0.05)
     for anchor in ("full_rank", "largest"):
         assert find_problems(last_reading(anchor=anchor)) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        {"weight_norm": ([2], 0)},
+        {"weight_norm": ([2], 0), "trust_ratio": ([2], 0), "direction_norm": ([2], 0)},
+        {"relative_step": ([2], 0)},
+    ],
+    ids=["zero", "stuck", "rate"],
+)
+def test_matrices_that_never_move(planted):
+    [problem] = find_problems(healthy(**planted))
+    assert (problem.title, problem.matrices) == ("Never moves", (NAMES[2],))
+    muon_has = ("matrix", "weight_norm", "started")
+    of_muon = {name: healthy(**planted)[name] for name in muon_has}
+    assert len(find_problems(of_muon)) == ("weight_norm" in planted)
+
+
+@pytest.mark.parametrize(
+    "factory, arguments",
+    [
+        (orscale, {"r_min": 0.0, "r_max": 0.0}),
+        (muon, {"consistent_rms": 0.0}),
+        (family.replayed, {"trust_ratio": 0.0}),
+        (orscale, {"calibrate": False, "r_min": 0.0}),
+    ],
+    ids=["r_max", "consistent_rms", "replayed", "none"],
+)
+def test_zero_matrices_that_never_move(factory, arguments):
+    optimizer = factory(0.01, **arguments)
+    params = {"a": jnp.zeros((3, 3)), "b": jnp.zeros((3, 3))}
+    state, grads = optimizer.init(params), {"a": jnp.eye(3), "b": jnp.zeros((3, 3))}
+    for _ in range(2):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    found = {p.title: p.matrices for p in find_problems(read(state, params))}
+    found = found.get("Never moves")
+    assert found == (None if "calibrate" in arguments else ("a",))
 
 
 def test_a_run_of_the_real_thing():

@@ -399,6 +399,15 @@ class TestNumbers:
     def test_numbers_in_tables(self, value, text):
         assert tables.number(value) == text
 
+    def test_the_largest_step_along_the_run_stands_beside_the_last(self, tmp_path):
+        """At the end of a schedule the last step is the smallest."""
+        rows = history(layers=1)
+        rows["relative_step"] = 0.02 * (1 - rows["step"] / 50) + 1e-5
+        rows.loc[0, "relative_step"] = np.inf
+        numbers = dict(findings.key_numbers(run_of(rows, tmp_path)))
+        label = "median relative step (at most 1.6%, at step 10)"
+        assert numbers[label] == "0.001%"
+
     def test_problems_that_are_over_are_told_from_those_that_last(self, tmp_path):
         rows = history(layers=1)
         rows.loc[rows["step"] == 20, "weight_norm"] = np.nan

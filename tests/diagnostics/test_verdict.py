@@ -120,6 +120,12 @@ CASES = {
         ((0.9, 0.01), "wrong way", "point the wrong way: κ 0.900 ± 0.010 along the step"),
         ((1.01, 0.01), "neutral", "neither help nor hurt: κ 1.010 ± 0.010 along"),
         ((1.05, 0.05), "undecided", "not enough data to tell: κ 1.050 ± 0.050 along"),
+        # Significant, but too small to matter; then large or small, who knows.
+        ((0.993, 0.002), "neutral", "than 5% from 1 counts as none"),
+        ((1.04, 0.002), "neutral", "neither help nor hurt: κ 1.040 ± 0.002 along"),
+        ((0.96, 0.01), "undecided", "not enough data to tell: κ 0.960 ± 0.010 along"),
+        ((1.06, 0.02), "gain", "in the gain regime: κ 1.060 ± 0.020 along the step"),
+        ((1.06, 0.04), "undecided", "not enough data to tell: κ 1.060 ± 0.040 along"),
         ((1.5, 0.4), "too noisy", "not enough data to tell: κ 1.500 ± 0.400 along"),
     ],
 )

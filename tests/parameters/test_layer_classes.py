@@ -19,8 +19,8 @@ from flaxmodels.gpt2.gpt2 import GPT2Block
 from examples.benchmarks import models
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.models.dense import Dense
+from orscale_jax import describe
 from orscale_jax.family import pooled
-from orscale_jax.parameters.default_rule import names_embedding_or_head
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.transforms.pooled_ratio import class_labels
 
@@ -160,7 +160,7 @@ def test_a_vision_transformer_of_equimo():
         around |= named("norm", f"{name}.weight", f"{name}.bias")
     around |= {"head.weight": "head"}
     around |= named("bias", "head.bias", "patch_embed.proj.bias")
-    around |= named("other", f"{BLOCK}.ls1.gamma", f"{BLOCK}.ls2.gamma")
+    around |= named("scale", f"{BLOCK}.ls1.gamma", f"{BLOCK}.ls2.gamma")
 
     def layers(**classes):
         paths = {f"{BLOCK}.{name.replace('_', '.')}": of for name, of in classes.items()}
@@ -188,7 +188,7 @@ def test_a_convolutional_network_of_equimo():
     expected |= named("bias", *(f"{path}.bias" for path in paths), "head.bias")
     for path in (f"{BLOCK}.norm", "blocks.0.downsample.norm", "norm"):
         expected |= named("norm", f"{path}.weight", f"{path}.bias")
-    expected |= {f"{BLOCK}.ls.gamma": "other", "head.weight": "head"}
+    expected |= {f"{BLOCK}.ls.gamma": "scale", "head.weight": "head"}
     assert table(abstract(build)) == expected
 
 
@@ -609,7 +609,7 @@ MODELS = {
     },
     "swin": {
         "blocks.0.attn.relative_position_bias_table": "embedding",
-        "blocks.0.attn.logit_scale": "other",
+        "blocks.0.attn.logit_scale": "scale",
     },
     "litgpt_and_distilbert": {
         "transformer.h.0.mlp.proj.weight": "mlp down",
@@ -637,6 +637,101 @@ MODELS = {
         "shared_layers.0.q_proj.weight": "attention query",
     },
     "lists_of_arrays": {"experts.down.0": "routed expert down", "mlp.up.1": "mlp up"},
+    "easylm": {  # The gains of its norms are called kernels.
+        "transformer.wte.embedding": "embedding",
+        "transformer.h.0.attention_norm.kernel": "norm",
+        "transformer.h.0.ffn_norm.kernel": "norm",
+        "transformer.h.0.attention.wq.kernel": "attention query",
+        "transformer.ln_f.kernel": "norm",
+    },
+    "whisper_of_openai": {
+        "encoder.blocks.0.attn.query.weight": "attention query",
+        "encoder.blocks.0.mlp.0.weight": "mlp up",
+        "encoder.blocks.0.mlp.2.weight": "mlp down",
+        "encoder.blocks.0.mlp_ln.weight": "norm",
+        "encoder.blocks.0.attn_ln.weight": "norm",
+        "encoder.ln_post.weight": "norm",
+    },
+    "big_vision": {
+        "cls": "embedding",
+        "MAPHead_0/probe": "head",
+        "Transformer/encoderblock/LayerNorm_0/scale": "norm",
+        "Transformer/encoderblock/MlpBlock_0/Dense_0/bias": "bias",
+        "Transformer/encoderblock/MlpBlock_0/Dense_0/kernel": "mlp up",
+        "Transformer/encoderblock/MlpBlock_0/Dense_1/kernel": "mlp down",
+        "pre_logits/kernel": "head",
+    },
+    "mamba": {
+        "backbone.layers.0.mixer.A_log": "other",
+        "backbone.layers.0.mixer.D": "other",
+        "backbone.layers.0.mixer.dt_proj.weight": "other",
+        "backbone.layers.0.mixer.dt_proj.bias": "bias",
+        "backbone.norm_f.weight": "norm",
+    },
+    "dit_and_flux": {  # Networks that make scales and shifts for norms.
+        "blocks.0.adaLN_modulation.1.weight": "other",
+        "blocks.0.norm1.weight": "norm",
+        "final_layer.norm_final.weight": "norm",
+        "transformer_blocks.0.norm1.linear.weight": "other",
+        "transformer_blocks.0.norm1_context.linear.weight": "other",
+        "norm_out.linear.weight": "other",
+        "transformer_blocks.0.attn.norm_q.weight": "norm",
+        "double_blocks.0.img_attn.norm.query_norm.scale": "norm",
+        "double_blocks.0.img_mod.lin.weight": "other",
+        "y_embedder.embedding_table.weight": "embedding",
+    },
+    "keras": {
+        "token_embedding/embeddings": "embedding",
+        "layer_0/self_attention/query/kernel": "attention query",
+        "layer_0/self_attention/query/bias": "bias",
+        "layer_0/self_attention/attention_output/kernel": "attention output",
+        "layer_0/self_attention_layer_norm/gamma": "norm",
+        "layer_0/feedforward_output_dense/kernel": "mlp down",
+        "logits/kernel": "head",
+    },
+    "tensorflow": {
+        "embedding/embeddings:0": "embedding",
+        "multi_head_attention/query/kernel:0": "attention query",
+        "multi_head_attention/query/bias:0": "bias",
+        "layer_normalization/gamma:0": "norm",
+        "lm_head/kernel:0": "head",
+    },
+    "alphafold": {
+        "evoformer/msa_column_attention//attention.gating_w": "attention gate",
+        "evoformer/msa_column_attention//attention.gating_b": "bias",
+        "evoformer/msa_column_attention//attention.output_w": "attention output",
+        "evoformer/msa_column_attention//attention.output_b": "bias",
+        "evoformer/triangle_multiplication_outgoing/left_norm_input.scale": "norm",
+        "distogram_head/half_logits.weights": "head",
+    },
+    "praxis": {
+        "params/lm/softmax/logits_ffn/linear/w": "head",
+        "params/lm/softmax/logits_ffn/bias/b": "bias",
+        "params/lm/embedding_lookup/emb_var": "embedding",
+        "params/lm/x_layers_0/self_attention/per_dim_scale/per_dim_scale": "scale",
+        "params/lm/x_layers_0/ff_layer/ffn_layer1/bias/b": "bias",
+    },
+    "megatron_and_fairseq": {
+        "embedding.word_embeddings.weight": "embedding",
+        "output_layer.weight": "head",
+        "decoder.embed_tokens.weight": "embedding",
+        "decoder.output_projection.weight": "head",
+        "encoder.layernorm_embedding.weight": "norm",
+    },
+    "penzai": {  # By the parameters' labels.
+        "transformer/block_0/pre_attention_norm/scale.weights.data_array": "norm",
+        "transformer/block_0/attention/query.weights.data_array": "attention query",
+        "transformer/block_0/attention/output.weights.data_array": "attention output",
+        "transformer/block_0/mlp/gating_linear.weights.data_array": "mlp gate",
+        "transformer/block_0/mlp/value_linear.weights.data_array": "mlp up",
+        "transformer/block_0/mlp/out_linear.weights.data_array": "mlp down",
+        "transformer/embedder.embeddings.data_array": "embedding",
+        "transformer/lm_head.weights.data_array": "head",
+    },
+    "segment_anything": {
+        "mask_decoder.iou_token.weight": "embedding",
+        "mask_decoder.mask_tokens.weight": "embedding",
+    },
     "without_a_class": {
         "mixer.in_proj.weight": "other",
         "mixer.dt_bias": "bias",
@@ -660,12 +755,14 @@ def test_names(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_the_default_rule_takes_for_a_table_or_head(name):
-    """It has one of their classes, so that the two agree."""
-    outside = {"embedding", "head", "norm", "bias", "router"}
-    for path, layer in of_paths(*MODELS[name]).items():
-        if any(map(names_embedding_or_head, path.split("."))):
-            assert layer in outside, path
+def test_the_default_rule_and_the_class_agree(name):
+    """A router's "classifier" or "logits" takes AdamW as well."""
+    outside = {"embedding", "head", "norm", "scale", "bias"}
+    tree = {path: jax.ShapeDtypeStruct((4, 4), jnp.float32) for path in MODELS[name]}
+    for row in describe(tree).rows:
+        assert row.layer_class == MODELS[name][row.path]
+        router = row.layer_class == "router" and re.search("classifier|logits", row.path)
+        assert (row.rule == "adamw") == (row.layer_class in outside or bool(router))
 
 
 def test_a_gate_by_its_neighbours():

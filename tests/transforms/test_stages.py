@@ -11,6 +11,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 import orscale_jax
 from orscale_jax import (
     from_first_nonzero_update,
+    normalize_vectors,
     orscale,
     orthogonalize,
     scale_by_calibrated_trust_ratio,
@@ -80,9 +81,17 @@ def test_orthogonalize_leaves_masked_leaves_alone():
     stage = orthogonalize()
     grads = {"b": optax.MaskedNode(), "w": x}
     params = {"b": jnp.ones(3), "w": jnp.ones((4, 6), jnp.bfloat16)}
-    found, _ = stage.update(grads, stage.init(params), params)
+    found, _ = stage.update(grads, stage.init(grads), params)
     assert found["b"] == optax.MaskedNode() and found["w"].dtype == x.dtype
     np.testing.assert_array_equal(found["w"], stage.update({"w": x}, ())[0]["w"])
+
+
+@pytest.mark.parametrize("stage", [orthogonalize, scale_by_shape, normalize_vectors])
+def test_init_refuses_what_update_refuses(stage):
+    params = {"b": jnp.ones(3), "w": jnp.ones((4, 6))}
+    for call in (stage().init, lambda tree: stage().update(tree, optax.EmptyState())):
+        with pytest.raises(ValueError, match=r"'b' of shape .* is not a matrix"):
+            call(params)
 
 
 def test_scale_by_shape():

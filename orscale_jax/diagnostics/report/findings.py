@@ -85,8 +85,10 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
         share = run.last[["at_r_min", "at_r_max"]].max(axis="columns").mean()
         found.append(("of the matrices at a bound", f"{share:.0%}"))
     if run.has("relative_step"):
-        median = 100 * run.last["relative_step"].median()
-        found.append(("median relative step", f"{median:.2g}%"))
+        rows = run.rows[np.isfinite(run.rows["relative_step"])]
+        medians = 100 * rows.groupby("step")["relative_step"].median()
+        largest = f"at most {medians.max():.2g}%, at step {medians.idxmax():,}"
+        found.append((f"median relative step ({largest})", f"{medians.iloc[-1]:.2g}%"))
     return found
 
 

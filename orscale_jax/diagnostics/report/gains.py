@@ -15,6 +15,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax.diagnostics.along_step import StepGain
 from orscale_jax.diagnostics.jackknife import Estimate
+from orscale_jax.diagnostics.matrices import leaf_of
 from orscale_jax.diagnostics.report.readings import leaves, reading_of
 from orscale_jax.diagnostics.report.run import Run, thinned
 from orscale_jax.diagnostics.statistics import Statistics
@@ -97,10 +98,10 @@ def shapes_of(run: Run) -> Shapes | None:
     if run.audit is None or not {"parameter", *columns} <= {*run.audit.columns}:
         return None
     sizes = run.audit[columns].apply(pd.to_numeric, errors="coerce")
-    sizes["leaf"] = run.audit["parameter"].replace(ONLY_LEAF, "").map(_leaf)
+    sizes["leaf"] = run.audit["parameter"].replace(ONLY_LEAF, "").map(leaf_of)
     sizes = sizes[(sizes[columns] > 0).all(axis="columns")].drop_duplicates()
     sizes = sizes.drop_duplicates("leaf", keep=False)  # Not of blocks of several sizes.
-    found = pd.DataFrame({"leaf": run.final["matrix"].map(_leaf)}).merge(sizes, "left")
+    found = pd.DataFrame({"leaf": run.final["matrix"].map(leaf_of)}).merge(sizes, "left")
     known = found.dropna()
     if known.empty:
         return None
@@ -115,11 +116,6 @@ def shapes_of(run: Run) -> Shapes | None:
         },
         None if (known["s"] == 1).all() else float(rms.median()),
     )
-
-
-def _leaf(name: str) -> str:
-    """The name of a parameter without the index of a matrix or block."""
-    return name.partition("[")[0]
 
 
 def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes) -> Verdict:

@@ -5,12 +5,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from examples.study.arms import ARMS
+from examples.study.arms import KNOWN
 from examples.study.runs import Trainer
+from examples.study.search import Rates
 from examples.study.workloads import WORKLOADS, Workload
 from tests.examples.pretrain import tiny
 
-RATE = 0.003
+RATES = Rates(0.003, 0.003)
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +19,12 @@ def data(tmp_path_factory):
     return tiny.write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def run(data, arm, rate=RATE, scale=1.0, **options):
+def run(data, arm, rates=RATES, clip=None, **options):
     config = tiny.config(data=(str(data),))
-    trainer = Trainer(Workload("tiny", config, scale), ARMS[arm], adam_rate=RATE)
-    return trainer.train(rate, seed=0, **options)
+    recipe = dataclasses.replace(config.recipe, clip=clip)
+    config = dataclasses.replace(config, recipe=recipe)
+    trainer = Trainer(Workload("tiny", config), KNOWN[arm])
+    return trainer.train(rates, seed=0, **options)
 
 
 @pytest.mark.parametrize("arm", ["adamw", "orscale"])
@@ -31,6 +34,20 @@ def test_a_run_is_the_trainers(data, arm, tmp_path):
     rows = tiny.rows(tmp_path / arm / "metrics.csv")
     expected = [float(r["val_loss"]) for r in rows if r["val_loss"]]
     np.testing.assert_allclose(found.losses, expected, atol=2e-6)
+
+
+def test_adamw_with_two_rates_is_adamw_where_they_are_the_same(data):
+    found = run(data, "adamw_apart").losses
+    np.testing.assert_allclose(found, run(data, "adamw").losses, atol=2e-6)
+
+
+def test_both_rates_and_the_clip_of_gradients_count(data):
+    plain = run(data, "muon_moonlight").losses
+    changed = [Rates(0.006, 0.003), Rates(0.003, 0.006)]
+    others = [run(data, "muon_moonlight", rates).losses for rates in changed]
+    others.append(run(data, "muon_moonlight", clip=1e-3).losses)
+    for other in others:
+        assert not np.allclose(other, plain, atol=1e-4)
 
 
 def test_ratios_are_written_down(data):
@@ -51,7 +68,7 @@ def test_a_replay_of_ones_is_muon_moonlight_and_of_halves_half_the_rate(data):
 def test_the_scale_is_that_of_the_initial_matrices(data):
     config = tiny.config(data=(str(data),))
     params, small = (
-        Trainer(Workload("tiny", config, scale), ARMS["orscale"], RATE).initial_state(0)[
+        Trainer(Workload("tiny", config, scale), KNOWN["orscale"]).initial_state(0)[
             "params"
         ]
         for scale in (1.0, 0.25)

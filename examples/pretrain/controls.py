@@ -1,0 +1,62 @@
+"""Optimizers that are only there to be compared with: controls of the study."""
+
+from typing import Any
+
+import jax
+import optax
+
+from orscale_jax import muon, orscale
+from orscale_jax._algorithm import Links, Stages, with_arguments_of
+from orscale_jax.transforms.neuron_rms import FULL_RANK, scale_by_neuron_rms
+
+# About the mean of 0.2·√max(m, n) in models of width 64.
+ONE_SCALE = 2.0
+
+
+def adamw_apart(
+    learning_rate: optax.Schedule,
+    *,
+    adam_learning_rate: optax.Schedule,
+    weight_dimension_numbers: Any,
+    param_shardings: Any = None,
+    **arguments: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """AdamW whose matrices have a learning rate of their own."""
+
+    def labels(params: Any) -> Any:
+        axes = weight_dimension_numbers(params)
+        return jax.tree.map(
+            lambda _, at: "other" if at is None else "matrix", params, axes
+        )
+
+    rates = {"matrix": learning_rate, "other": adam_learning_rate or learning_rate}
+    groups = {name: optax.adamw(rate, **arguments) for name, rate in rates.items()}
+    return optax.partition(groups, labels)
+
+
+def one_scale(
+    learning_rate: optax.Schedule, *, weight_decay: float, **arguments: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Muon+Moonlight whose updates have one scale for all shapes; decay is the same."""
+
+    def scaled(step: jax.Array) -> jax.Array:
+        return ONE_SCALE * learning_rate(step)
+
+    arguments["adam_learning_rate"] = arguments["adam_learning_rate"] or learning_rate
+    return muon(
+        scaled,
+        consistent_rms=None,
+        weight_decay=weight_decay / ONE_SCALE,
+        adam_weight_decay=weight_decay,
+        **arguments,
+    )
+
+
+@with_arguments_of(orscale)
+def orscale_on_normuon(stages: Stages) -> Links:
+    """OrScale's ratio on NorMuon's direction."""
+    normalized = scale_by_neuron_rms(
+        0.95, 1e-8, norm=FULL_RANK, weight_dimension_numbers=stages.axes
+    )
+    direction = stages.after_q(normalized).coupled
+    return optax.chain(direction, stages.ratio), stages.learning_rate

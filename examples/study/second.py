@@ -1,0 +1,145 @@
+"""The second protocol: which searches and which runs, in this order.
+
+docs/study_protocol_2.md says why.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator
+
+from examples.study.arms import KNOWN
+from examples.study.plan import Runs, find_workload
+from examples.study.search import Rates, Search, best_point, cross
+from examples.study.study import kind_of
+from examples.study.workloads import FIRST_RATES, LADDER, LONG, SMALL_INIT, Workload
+
+REFERENCE = "muon_moonlight"
+TEXTS = tuple(
+    f"{name}{init}"
+    for name in ("dense-small", "prose", "mixture-small")
+    for init in ("", SMALL_INIT)
+)
+SMALLER = ("dense-small", "mixture-small", f"mixture-small{SMALL_INIT}")
+RUNGS = tuple(name for name in LADDER.values() if name not in TEXTS)
+IMAGES = tuple(f"vision-{size}{SMALL_INIT}" for size in ("small", "large"))
+LARGE = tuple(
+    f"{name}{init}"
+    for name in ("dense-large", "mixture-large")
+    for init in ("", SMALL_INIT)
+)
+
+# Of searches.
+FULL = Search()
+QUICK = Search(coarse=cross(2), fine=frozenset())
+NONE = Search(coarse=frozenset(), fine=frozenset())
+SEARCH_SEEDS = (20, 21, 22)
+SEEDS = tuple(range(100, 112))
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """An arm of a workload: a search for both rates, then runs with fresh seeds.
+
+    Attributes:
+      workload: Its name.
+      arm: Its name.
+      search: Around the first rates.
+      search_seeds: The search goes by their mean.
+      seeds: Of the runs at the best rates.
+      rates_of: The arm at whose best rates the search begins. Nothing: the workload says
+        where.
+    """
+
+    workload: str
+    arm: str
+    search: Search = FULL
+    search_seeds: tuple[int, ...] = SEARCH_SEEDS
+    seeds: tuple[int, ...] = SEEDS
+    rates_of: str | None = None
+
+
+def _jobs() -> Iterator[Job]:
+    two = (REFERENCE, "orscale")
+    # The first endpoint.
+    for name in TEXTS:
+        for arm in two:
+            yield Job(name, arm)
+    # The second one, and the ladder.
+    for name in (*TEXTS[4:], *RUNGS):
+        for arm in (*two, "pooled"):
+            yield Job(name, arm)
+    # The paper's setting, and images.
+    for arm in (*two, "adamw_apart"):
+        yield Job("like-16b", arm, QUICK)
+    for name in IMAGES:
+        for arm in two:
+            yield Job(name, arm)
+    # Longer runs.
+    for name in LONG:
+        for arm in two:
+            yield Job(f"{name}-1200-steps", arm, QUICK)
+    for name in LONG:
+        for arm in two:
+            yield Job(f"{name}-4800-steps", arm, QUICK, SEARCH_SEEDS[:1], SEEDS[:6])
+        yield Job(
+            f"{name}-4800-steps", "decoupled_weight_decay", NONE, (), SEEDS[:6], "orscale"
+        )
+    # The other arms.
+    for arm in ("muon", "normuon", "adamw_apart"):
+        for name in TEXTS:
+            yield Job(name, arm)
+    yield Job("dense-small", "pooled")
+    for arm in (
+        "one_scale", "orscale_on_normuon", "full_rank_anchor", "replayed", "hyperball",
+    ):  # fmt: skip
+        for name in SMALLER:
+            yield Job(name, arm)
+    for name in LARGE:
+        for arm in two:
+            yield Job(name, arm, QUICK)
+
+
+JOBS = tuple(dict.fromkeys(_jobs()))
+
+
+def job_of(workload: str, arm: str) -> Job:
+    """The job of an arm and a workload, which there must be."""
+    return next(job for job in JOBS if (job.workload, job.arm) == (workload, arm))
+
+
+def best_rates(job: Job, folder: pathlib.Path) -> Rates:
+    """What the search of a job finds; runs that it asks for and lacks are done."""
+    return _searched(job, _runs(job, folder), folder)
+
+
+def do(job: Job, folder: pathlib.Path) -> int:
+    """Does the runs of a job that are not written down, and counts them."""
+    runs = _runs(job, folder)
+    rates = _searched(job, runs, folder)
+    for seed in job.seeds:
+        runs.result(rates, seed)
+    return runs.new
+
+
+def _runs(job: Job, folder: pathlib.Path) -> Runs:
+    return Runs(find_workload(job.workload), job.arm, folder)
+
+
+def _searched(job: Job, runs: Runs, folder: pathlib.Path) -> Rates:
+    first = _first_rates(job, folder)
+    if not job.search_seeds:
+        return first
+    point = best_point(
+        job.search, lambda point: runs.mean_loss(first.at(point), job.search_seeds)
+    )
+    return first.at(point)
+
+
+def _first_rates(job: Job, folder: pathlib.Path) -> Rates:
+    workload: Workload = find_workload(job.workload)
+    if job.rates_of is not None:
+        return best_rates(job_of(job.workload, job.rates_of), folder)
+    if workload.rates_of is not None:
+        return best_rates(job_of(workload.rates_of, job.arm), folder)
+    matrix, adam = FIRST_RATES[kind_of(job.workload)]
+    return Rates(KNOWN[job.arm].rate * matrix, adam).at((0, 0))

@@ -1,0 +1,160 @@
+"""The learning rate of each matrix in the last update."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path, names_on
+from orscale_jax.trees.nodes import Labels, nodes_in_groups
+
+LearningRate: TypeAlias = ArrayLike | optax.Schedule | PyTree | None
+_Value = TypeVar("_Value")
+
+_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+_FORMS = (
+    "pass a number, a schedule, a mapping from the labels of optax.partition to them, or "
+    "a tree of them like the parameters"
+)
+
+
+def learning_rates(
+    given: LearningRate, state: PyTree, params: PyTree, groups: Mapping[Path, Labels]
+) -> dict[Path, ArrayLike] | None:
+    """η of the last update of each matrix; None if nothing tells.
+
+    Args:
+      given: See :func:`read`.
+      state: The state, without boxes.
+      params: The parameters, without boxes.
+      groups: The labels of the partitions around each leaf of matrices.
+    """
+    injected = list(_injected(state))
+    if given is None:
+        pairs = ((path, _innermost(injected, at)) for path, at in groups.items())
+        found = {path: rate for path, rate in pairs if rate is not None}
+        unknown = [path for path in groups if path not in found]
+        if found and unknown:
+            raise ValueError(
+                f"the state holds the learning rates of some matrices, but not that of "
+                f"{'.'.join(unknown[0])!r}: {_FORMS}."
+            )
+        return found or None
+    states = nodes_in_groups(state, optax.ScaleByScheduleState)
+    counts = [(labels, node.count) for labels, node in states]
+    if callable(given) or jax.tree_util.all_leaves([given]):
+        _refuse_one_for_all(groups, injected, counts)
+        rates = dict.fromkeys(groups, given)
+    else:
+        rates = _separate(given, params, groups)
+    return {path: _at(rate, groups[path], counts) for path, rate in rates.items()}
+
+
+def _separate(
+    given: PyTree, params: PyTree, groups: Mapping[Path, Labels]
+) -> dict[Path, Any]:
+    """The rate or schedule of each matrix, from those of groups or of parameters."""
+    found = [_by_label(given, groups), _by_parameter(given, params, groups)]
+    if not any(found):
+        _checks.refuse("learning_rate", given, _FORMS)
+    rates, others = found if found[0] else found[::-1]
+    for path, labels in groups.items():
+        if path not in rates:
+            group = " / ".join(map(str, labels))
+            raise ValueError(
+                f"learning_rate has no entry for {'.'.join(path)!r} in the group "
+                f"{group!r}: {_FORMS}."
+            )
+        if path in others and others[path] is not rates[path]:
+            raise ValueError(
+                f"learning_rate={given!r} may be a mapping from labels or from "
+                f"parameters, which differ for {'.'.join(path)!r}: pass a tree with an "
+                "entry for every parameter."
+            )
+    return rates
+
+
+def _by_label(given: PyTree, groups: Mapping[Path, Labels]) -> dict[Path, Any]:
+    """The entry of the innermost label of each matrix that has one."""
+    if not isinstance(given, Mapping):
+        return {}
+    own = {path: [x for x in labels if x in given] for path, labels in groups.items()}
+    return {path: given[labels[-1]] for path, labels in own.items() if labels}
+
+
+def _by_parameter(
+    given: PyTree, params: PyTree, groups: Mapping[Path, Labels]
+) -> dict[Path, Any]:
+    """The entry of each matrix in a tree like the parameters; none if it is unlike."""
+
+    def is_rate(node: Any) -> bool:
+        return callable(node) or node is None
+
+    try:
+        rates = jax.tree.map(
+            lambda rate, subtree: jax.tree.map(lambda _: rate, subtree),
+            given,
+            params,
+            is_leaf=is_rate,
+        )
+    except (TypeError, ValueError):
+        return {}
+    leaves = jax.tree_util.tree_leaves_with_path(rates, is_leaf=is_rate)
+    found = {names_on(path): rate for path, rate in leaves if rate is not None}
+    return {path: rate for path, rate in found.items() if path in groups}
+
+
+def _refuse_one_for_all(
+    groups: Mapping[Path, Labels],
+    injected: Sequence[tuple[Labels, Any]],
+    counts: Sequence[tuple[Labels, Any]],
+) -> None:
+    """Refuse one rate for groups of which the state says that theirs differ."""
+    sources = {_innermost([(at, at) for at, _ in injected], x) for x in groups.values()}
+    if len(sources) > 1:
+        raise ValueError(
+            "learning_rate is one for all matrices, but their groups have their own in "
+            "the state (optax.inject_hyperparams): leave learning_rate out."
+        )
+    scheduled = {_innermost(counts, labels) is not None for labels in groups.values()}
+    if len(scheduled) > 1:
+        raise ValueError(
+            "learning_rate is one for all matrices, but some groups have a schedule and "
+            "others do not: pass a mapping from the labels of optax.partition to numbers "
+            "and schedules."
+        )
+
+
+def _at(rate: Any, labels: Labels, counts: Sequence[tuple[Labels, Any]]) -> ArrayLike:
+    """The rate of the last update, if need be of a schedule."""
+    if callable(rate):
+        count = _innermost(counts, labels)
+        if count is None:
+            raise ValueError(
+                "learning_rate is a schedule, but the state has no count for it: pass the"
+                " number that the optimizer used, or the schedule that it was built with."
+            )
+        rate = rate(jnp.maximum(jnp.asarray(count) - 1, 0))
+    if np.ndim(rate):
+        _checks.refuse("learning_rate", rate, _FORMS)
+    return rate
+
+
+def _injected(tree: PyTree, labels: Labels = ()) -> Iterator[tuple[Labels, Any]]:
+    """The rates of optax.inject_hyperparams in a state, the outermost first."""
+    for inside, node in nodes_in_groups(tree, *_INJECTED, labels=labels):
+        if node.hyperparams.get("learning_rate") is not None:
+            yield inside, node.hyperparams["learning_rate"]
+        yield from _injected(node.inner_state, inside)
+
+
+def _innermost(found: Iterable[tuple[Labels, _Value]], labels: Labels) -> _Value | None:
+    """What stands in the innermost group around a leaf; the first of several."""
+    around = [(len(at), value) for at, value in found if at == labels[: len(at)]]
+    return max(around, key=lambda pair: pair[0], default=(0, None))[1]

@@ -1,0 +1,104 @@
+"""Learning rates of groups: relative steps against W before and after the update."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from orscale_jax import orscale
+from orscale_jax.diagnostics import read
+
+PARAMS = {"a": {"w": jnp.eye(3)}, "b": {"w": 2.0 * jnp.eye(4), "v": jnp.eye(2, 4)}}
+LABELS = {"a": "slow", "b": "fast"}
+SCHEDULE = optax.linear_schedule(0.02, 0.5, 2)
+
+
+@functools.cache
+def after_two_steps(build, slow, fast):
+    """State, parameters, and the relative steps that the weights have taken."""
+    groups = {"slow": build(slow), "fast": build(fast)}
+    optimizer, params = optax.partition(groups, LABELS), PARAMS
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(2):
+        updates, state = update(PARAMS, state, params)
+        before, params = params, optax.apply_updates(params, updates)
+    moved = jax.tree.map(
+        lambda u, w: np.linalg.norm(u) / np.linalg.norm(w), updates, before
+    )
+    return state, params, moved
+
+
+def require(build, slow, fast, **given):
+    state, params, moved = after_two_steps(build, slow, fast)
+    found = jax.jit(functools.partial(read, **given))(state, params).relative_step
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, moved)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"slow": 0.01, "fast": 0.1},
+        {"a": 0.01, "b": 0.1},
+        {"a": {"w": 0.01}, "b": {"w": 0.1, "v": np.float32(0.1)}},
+    ],
+)
+def test_numbers_by_label_and_by_parameter(given):
+    require(orscale, 0.01, 0.1, learning_rate=given)
+
+
+def test_schedules_have_the_counts_of_their_groups():
+    for slow in (0.01, SCHEDULE):
+        require(orscale, slow, SCHEDULE, learning_rate={"slow": slow, "fast": SCHEDULE})
+    require(orscale, SCHEDULE, SCHEDULE, learning_rate=SCHEDULE)
+    require(orscale, 0.1, 0.1, learning_rate=0.1)
+
+
+injected = optax.inject_hyperparams(orscale)
+
+
+def test_injected_rates_are_those_of_their_groups():
+    require(injected, 0.01, 0.1)
+    require(injected, 0.01, 0.1, learning_rate={"slow": 0.01, "fast": 0.1})
+
+
+def of_label(label):
+    def build(learning_rate):
+        return (injected if learning_rate == label else orscale)(learning_rate)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "build, slow, fast, given, message",
+    [
+        (orscale, 0.01, SCHEDULE, 0.1, "some groups have a schedule and others do not"),
+        (orscale, 0.01, SCHEDULE, SCHEDULE, "some groups have a schedule and others"),
+        (injected, 0.01, 0.1, 0.1, "leave learning_rate out"),
+        (of_label(0.1), 0.01, 0.1, None, "of some matrices, but not that of 'a.w'"),
+        (orscale, 0.01, 0.1, {"slow": 0.1}, "no entry for 'b.v' in the group 'fast / ma"),
+        (orscale, 0.01, 0.1, {"a": 0.1, "b": None}, "has no entry for 'b.v'"),
+        (orscale, 0.01, 0.1, {"c": 0.1}, "pass a number, a schedule, a mapping from the"),
+        (orscale, 0.01, 0.1, np.ones(2), "pass a number, a schedule, a mapping from the"),
+        (orscale, 0.01, 0.1, {"slow": SCHEDULE, "fast": 1}, "has no count for it"),
+    ],
+)
+def test_what_must_be_wrong_is_refused(build, slow, fast, given, message):
+    state, params, _ = after_two_steps(build, slow, fast)
+    with pytest.raises(ValueError, match=message):
+        read(state, params, learning_rate=given)
+
+
+def test_labels_that_are_names_of_other_parameters():
+    params = {"a": jnp.eye(3), "b": jnp.eye(4)}
+    for labels, refused in [({"a": "b", "b": "a"}, True), ({"a": "a", "b": "b"}, False)]:
+        optimizer = optax.partition({"a": orscale(0.1), "b": orscale(0.2)}, labels)
+        state = optimizer.init(params)
+        rates = {"a": 0.1, "b": 0.2}
+        if refused:
+            with pytest.raises(ValueError, match="may be a mapping from labels or from"):
+                read(state, params, learning_rate=rates)
+        else:
+            assert read(state, params, learning_rate=rates).relative_step is not None

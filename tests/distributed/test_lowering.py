@@ -1,0 +1,239 @@
+"""Steps that are exported, and steps of programs with several meshes."""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import InconclusiveDimensionOperation
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.benchmarks import hlo_cost
+from orscale_jax import (
+    ablations,
+    family,
+    muon,
+    orscale,
+    orthogonalize,
+    polar_factor,
+)
+
+PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
+SHAPES = {"up": (8, 16), "down": (16, 8), "layers": (2, 8, 16), "bias": (8,)}
+NUMBERS = {"up": Dims(0, 1), "down": Dims(0, 1), "layers": Dims(1, 2), "bias": None}
+SPECS = {"up": P("fsdp"), "down": P(None, "fsdp"), "layers": P(), "bias": P()}
+
+
+def random_tree(seed):
+    rng = np.random.default_rng(seed)
+    return {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
+
+
+def mesh_of(kind):
+    return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
+
+
+def placed(mesh, seed):
+    where = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
+    return jax.device_put(random_tree(seed), where)
+
+
+def step_on_leaves(optimizer, structure):
+    """A training step of leaves: most types of states cannot be serialized."""
+
+    @jax.jit
+    def step(*leaves):
+        params, state, grads = jax.tree.unflatten(structure, leaves)
+        updates, state = optimizer.update(grads, state, params)
+        return jax.tree.leaves((optax.apply_updates(params, updates), state))
+
+    return step
+
+
+def step_and_leaves(optimizer, mesh=None):
+    params, grads = (
+        random_tree(seed) if mesh is None else placed(mesh, seed) for seed in (0, 1)
+    )
+    leaves, structure = jax.tree.flatten((params, optimizer.init(params), grads))
+    return step_on_leaves(optimizer, structure), leaves
+
+
+def through_a_file(exported, folder):
+    path = folder / "step"
+    path.write_bytes(exported.serialize())
+    return jax.export.deserialize(bytearray(path.read_bytes()))
+
+
+@functools.cache
+def expected():
+    step, leaves = step_and_leaves(orscale(0.02, weight_dimension_numbers=NUMBERS))
+    return step(*leaves)
+
+
+def assert_close(found, wanted):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted
+    )
+
+
+@pytest.mark.parametrize(
+    "platforms", [PLATFORMS, *[(name,) for name in PLATFORMS]], ids="+".join
+)
+@pytest.mark.parametrize("where", ["one device", "Auto", "param_shardings", "Explicit"])
+def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
+    kind = AxisType.Explicit if where == "Explicit" else AxisType.Auto
+    mesh = None if where == "one device" else mesh_of(kind)
+    shardings = SPECS if where == "param_shardings" else None
+    optimizer = orscale(0.02, weight_dimension_numbers=NUMBERS, param_shardings=shardings)
+    step, leaves = step_and_leaves(optimizer, mesh)
+    exported = jax.export.export(step, platforms=platforms)(*leaves)
+    loaded = through_a_file(exported, tmp_path)
+    assert loaded.platforms == platforms
+    if "cpu" in platforms:
+        assert_close(jax.jit(loaded.call)(*leaves), expected())
+
+
+OTHERS = {
+    "muon": muon,
+    "traced steps": optax.inject_hyperparams(orscale),
+    "pallas on TPUs": functools.partial(orscale, ns_products="pallas"),
+    **{
+        name: getattr(family, name)
+        for name in ("hyperball", "normuon", "muon_plus", "cautious", "pooled")
+    },
+    "unclipped": ablations.unclipped,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_optimizers_are_exported(name):
+    optimizer = OTHERS[name](0.02, weight_dimension_numbers=NUMBERS)
+    step, leaves = step_and_leaves(optimizer, mesh_of(AxisType.Auto))
+    platforms = ("cpu", "tpu") if "pallas" in name else PLATFORMS
+    exported = jax.export.export(step, platforms=platforms)(*leaves)
+    assert exported.platforms == platforms
+
+
+def test_polar_factor_is_exported():
+    x = random_tree(0)["layers"]
+    exported = jax.export.export(jax.jit(polar_factor), platforms=PLATFORMS)(x)
+    np.testing.assert_allclose(exported.call(x), polar_factor(x), atol=1e-6)
+
+
+def test_exported_programs_of_gpus_lack_the_constraints_of_layouts_alone():
+    """A program that is compiled here keeps them; so do its values and derivatives."""
+    x = random_tree(0)["down"]
+    update = jax.jit(lambda x: orthogonalize().update(x, ())[0])
+    compiled = update.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    exported = jax.export.export(update, platforms=["cuda"])(x).mlir_module()
+    assert compiled.count("@LayoutConstraint") == 2
+    assert "custom_call" not in exported
+
+
+@pytest.mark.compiled
+def test_an_exported_step_on_auto_axes_iterates_without_communication():
+    """The partitioner spreads the matrices, as it does on TPUs."""
+    mesh = mesh_of(AxisType.Auto)
+    sharding = NamedSharding(mesh, P("fsdp", "tensor"))
+    grads = {f"w{i}": random_tree(i)["up"] for i in range(8)}
+    update = jax.jit(lambda grads: orthogonalize().update(grads, ())[0])
+    exported = jax.export.export(update)(jax.device_put(grads, sharding))
+    call = jax.jit(exported.call, in_shardings=sharding, out_shardings=sharding)
+    program = call.lower(grads).compile()
+    assert_close(program(jax.device_put(grads, sharding)), update(grads))
+    cost = hlo_cost.of(program.as_text())
+    assert cost.looped_bytes == 0
+    alone = hlo_cost.of(update.lower(grads).compile().as_text())
+    assert cost.flops <= 1.15 * alone.flops / 8
+
+
+def test_symbolic_shapes():
+    """Of a batch, but not of parameters, whose shapes decide the program."""
+    [size] = jax.export.symbolic_shape("size")
+    optimizer = orthogonalize()
+    params = {"w": random_tree(0)["up"]}
+
+    @jax.jit
+    def update(x):
+        grads = jax.grad(lambda p: jnp.sum(jnp.tanh(x @ p["w"])))(params)
+        return optimizer.update(grads, ())[0]
+
+    abstract = jax.ShapeDtypeStruct((size, 8), jnp.float32)
+    exported = jax.export.export(update, platforms=PLATFORMS)(abstract)
+    x = random_tree(0)["down"]
+    assert_close(exported.call(x), update(x))
+    with pytest.raises(InconclusiveDimensionOperation, match="inconclusive"):
+        jax.export.export(jax.jit(polar_factor))(abstract)
+
+
+def test_a_mesh_without_devices():
+    """AbstractMesh: programs for more devices than there are, exported or lowered."""
+    mesh = AbstractMesh((64,), ("fsdp",), (AxisType.Auto,))
+    sharding = NamedSharding(mesh, P("fsdp"))
+    x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=sharding)
+    update = jax.jit(lambda x: orthogonalize().update(x, ())[0])
+    exported = jax.export.export(update, platforms=PLATFORMS)(x)
+    assert exported.nr_devices == 64
+    lowered = update.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+    assert "sdy.sharding_constraint" in lowered
+
+
+DEVICES = np.array(jax.devices())
+MESHES = {
+    "data": Mesh(DEVICES, ("data",)),
+    "others": Mesh(DEVICES, ("devices",)),
+    "2 by 4": Mesh(DEVICES.reshape(2, 4), ("rows", "columns")),
+    "4 by 2": Mesh(DEVICES.reshape(4, 2), ("columns", "rows")),
+}
+STEP_OF = {"orscale": orscale, "muon": muon}
+
+
+def train_step(optimizer, params, state, x):
+    grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["up"]) @ p["down"]))(params)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state
+
+
+@pytest.mark.parametrize(
+    "of_params, of_batch, context",
+    [
+        ("data", "others", None),
+        ("data", "others", "data"),
+        ("data", "others", "others"),
+        ("2 by 4", "4 by 2", None),
+        ("2 by 4", "data", None),
+        ("data and others", "data", None),
+    ],
+)
+@pytest.mark.parametrize("name", STEP_OF)
+def test_several_meshes_over_the_same_devices(name, of_params, of_batch, context):
+    """As in big_vision. The program calls back to the partitioner, as on one mesh."""
+    first, last = (MESHES[key] for key in (of_params.split(" and ") * 2)[:2])
+    params = {k: random_tree(0)[k] for k in ("up", "down")}
+    x = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
+    optimizer = STEP_OF[name](0.02)
+    step = jax.jit(functools.partial(train_step, optimizer))
+    wanted = step(params, optimizer.init(params), x)
+    up = jax.device_put(params["up"], NamedSharding(first, P(None, first.axis_names)))
+    down = jax.device_put(params["down"], NamedSharding(last, P(last.axis_names[-1])))
+    params = {"up": up, "down": down}
+    x = jax.device_put(x, NamedSharding(MESHES[of_batch], P(MESHES[of_batch].axis_names)))
+    with jax.set_mesh(MESHES[context]) if context else jax.transfer_guard("allow"):
+        state = jax.jit(optimizer.init)(params)
+        found = step(params, state, x)
+        text = step.lower(params, state, x).as_text()
+    assert_close(found, wanted)
+    assert "@CustomSPMDPartitioning" in text
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+def test_a_given_mesh_of_other_devices_than_the_arrays(count):
+    """Where no type names the mesh, one of another size changes no number."""
+    stage, x = orthogonalize(mesh=MESHES["2 by 4"]), random_tree(0)["up"]
+    where = NamedSharding(Mesh(DEVICES[:count], ("data",)), P("data"))
+    update = jax.jit(lambda x: stage.update(x, ())[0], in_shardings=where)
+    assert_close(update(x), polar_factor(x))

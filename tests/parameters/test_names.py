@@ -1,0 +1,292 @@
+"""One answer to "which parameter is this?", in every container and flat dictionary."""
+
+import dataclasses
+import functools
+import re
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax.traverse_util import flatten_dict
+from hypothesis import Phase, given, settings, strategies as st
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import by_path, describe
+from orscale_jax.flax import nnx_dimension_numbers
+from orscale_jax.trees.names import keys_on
+
+AS_LONG = re.compile(r"^as long as .*")  # The name is as the table prints it.
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def answers(tree, numbers=None):
+    """Rule, class and check, by the identity of the leaf."""
+    rows = describe(tree, numbers, platform="cpu").rows
+    leaves = jax.tree.leaves(tree)
+    assert len(rows) == len(leaves)
+    return {
+        id(leaf): (
+            row.rule,
+            row.layer_class,
+            [AS_LONG.sub("as long", c) for c in row.check],
+        )
+        for leaf, row in zip(leaves, rows, strict=True)
+    }
+
+
+# Containers
+
+
+def nested(tree, make):
+    """Each dictionary of a nested one in another container, from within."""
+    if not isinstance(tree, dict):
+        return tree
+    return make({key: nested(value, make) for key, value in tree.items()})
+
+
+def numbered(make):
+    """Dictionaries of the keys "0", "1", ... as sequences."""
+
+    def sequence(tree):
+        return make(tree.values()) if "0" in tree else tree
+
+    return sequence
+
+
+@functools.cache
+def of_fields(kind, names):
+    if kind is NamedTuple:
+        return NamedTuple("Fields", [(name, Any) for name in names])
+    bases = (eqx.Module,) if kind is eqx.Module else ()
+    fields = type("Fields", bases, {"__annotations__": dict.fromkeys(names, Any)})
+    return fields if bases else kind(fields)
+
+
+def registered(cls):
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(cls))
+
+
+def with_fields(kind):
+    def make(tree):
+        if "0" in tree:
+            return list(tree.values())
+        return of_fields(kind, tuple(tree))(**tree)
+
+    return make
+
+
+def haiku(tree):
+    """Modules by their path, with "~" where a method is not __call__."""
+    modules = {}
+    for (*above, last), value in flatten_dict(tree).items():
+        modules.setdefault("/~/".join(above), {})[last] = value
+    return modules
+
+
+def bracketed(tree):
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): value for path, value in leaves}
+
+
+CONTAINERS = {
+    "lists": lambda tree: nested(tree, numbered(list)),
+    "tuples": lambda tree: nested(tree, numbered(tuple)),
+    "named tuples": lambda tree: nested(tree, with_fields(NamedTuple)),
+    "dataclasses": lambda tree: nested(tree, with_fields(registered)),
+    "structs": lambda tree: nested(tree, with_fields(flax.struct.dataclass)),
+    "Equinox": lambda tree: nested(tree, with_fields(eqx.Module)),
+    "Linen": lambda tree: {"params": flax.core.freeze(tree)},
+    "Linen's boxes": lambda tree: jax.tree.map(
+        lambda x: nn.Partitioned(x, (None,) * x.ndim), tree
+    ),
+    "NNX": lambda tree: nnx.State(jax.tree.map(nnx.Param, tree)),
+    "NNX, flat": lambda tree: flatten_dict(jax.tree.map(nnx.Param, tree)),
+    "Haiku": haiku,
+    "tuples as keys": flatten_dict,
+    "brackets": bracketed,
+    **{
+        f"flat {sep}": functools.partial(flatten_dict, sep=sep)
+        for sep in (".", "/", "/~/", "__", "::", "|")
+    },
+    "TensorFlow": lambda tree: {
+        f"{path}:0": value for path, value in flatten_dict(tree, sep="/").items()
+    },
+}
+
+NAMES = st.sampled_from(
+    "embed wte lm_head head output out logits blocks attn attention mlp moe experts "
+    "norm norm_1 LayerNorm_0 head_mixer normalized_mlp bias_net scale_proj hyperhead "
+    "router gate up query key value c_attn qkv Dense_0 Dense_1 lora_a w1 w2 w3".split()
+)
+ARRAYS = st.sampled_from("kernel weight w b bias scale gamma embedding tokens".split())
+SHAPES = st.sampled_from([(4, 6), (6, 4), (6, 6), (96, 6), (6, 96), (4, 4), (6,)])
+
+
+def trees(depth):
+    leaves = st.builds(lambda shape: leaf(*shape), SHAPES)
+    arrays = st.dictionaries(ARRAYS, leaves, min_size=1, max_size=2)
+    tree = arrays
+    for _ in range(depth):
+        modules = st.dictionaries(NAMES, st.one_of(tree, leaves), min_size=1, max_size=3)
+        layers = st.lists(tree, min_size=1, max_size=2).map(
+            lambda items: {str(i): item for i, item in enumerate(items)}
+        )
+        tree = st.one_of(arrays, modules, layers)
+    return st.dictionaries(NAMES, tree, min_size=1, max_size=3)
+
+
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@given(trees(2))
+def test_the_container_does_not_matter(tree):
+    expected = answers(tree)
+    for name, pack in CONTAINERS.items():
+        assert answers(pack(tree)) == expected, name
+
+
+MODEL = {
+    "embed": {"embedding": leaf(96, 6)},
+    "blocks": {
+        str(i): {
+            "norm_1": {"scale": leaf(6)},
+            "attn": {name: {"kernel": leaf(6, 6)} for name in ("query", "key", "out")},
+            "mlp": {"gate": leaf(6, 8), "up": leaf(6, 8), "down": leaf(8, 6)},
+            "router": {"kernel": leaf(6, 4)},
+        }
+        for i in range(2)
+    },
+    "norm": {"scale": leaf(6)},
+    "lm_head": {"kernel": leaf(6, 96), "bias": leaf(96)},
+    "readout": {"kernel": leaf(6, 96)},
+}
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_a_model_in_each_container(container):
+    found = answers(CONTAINERS[container](MODEL))
+    assert found == answers(MODEL)
+    assert found[id(MODEL["lm_head"]["kernel"])] == ("adamw", "head", [])
+    assert found[id(MODEL["embed"]["embedding"])] == ("adamw", "embedding", [])
+    assert found[id(MODEL["readout"]["kernel"])] == (
+        "matrix",
+        "other",
+        ["as long", "16 times as long"],
+    )
+    router = MODEL["blocks"]["1"]["router"]["kernel"]
+    assert found[id(router)] == ("matrix", "router", ["router?"])
+    out = MODEL["blocks"]["0"]["attn"]["out"]["kernel"]
+    assert found[id(out)] == ("matrix", "attention output", [])
+
+
+# Names
+
+
+def rules_of(tree):
+    return {row.path: row.rule for row in describe(tree).rows}
+
+
+MATRICES = """
+    normalized_mlp.kernel normalized_mlp.weight bias_net.kernel bias_net.weight bias_proj
+    scale_proj.kernel scale_net.weight head_mixer hyperhead heads headline
+    attention.head_proj norm_proj.weight norm1.linear.weight adaLN_modulation.1.weight
+    beta_proj.weight offset_net.kernel to_tokens.kernel LayerNormMLP_0.wi_kernel
+    WeightNorm_0.Dense_0.kernel norm.mlp.up embassy.kernel mlp_tokens.fc1.weight
+    gate_bias_mlp.kernel blocks.output.kernel lora.b layers.wkv_b
+""".split()
+ADAMW = """
+    norm.scale norm norm_1.weight ln_f.kernel attention_norm.kernel final_norm.w
+    mlp.bias attention.query.bias qkv_bias in_proj_bias linear.b scale layers.scale
+    ls1.gamma layer_scale.lambda1 logit_scale batch_normalization.moving_gamma
+    cls_token cls mask_tokens.weight shared.weight encoder.shared.weight
+    attn.relative_position_bias_table LayerNormMLP_0.scale norm_proj.scale LMHead_0
+    head.kernel tokEmb pos_embed.value to_logits.weight ln_mlp.weight
+""".split()
+
+
+@pytest.mark.parametrize("sep", [None, ".", "/"])
+def test_names_of_matrices_and_of_vectors(sep):
+    for name in MATRICES + ADAMW:
+        keys = name.split(".")
+        tree = {keys[-1]: leaf(6, 4)}
+        if keys[-1] == "b":
+            tree |= {"a": leaf(4, 6)} if keys[0] == "lora" else {"w": leaf(6, 6)}
+        for key in reversed(keys[:-1]):
+            tree = {key: tree}
+        if sep:
+            tree = flatten_dict(tree, sep=sep)
+        found = rules_of(tree)[name.replace(".", sep or ".")]
+        assert found == ("matrix" if name in MATRICES else "adamw"), name
+
+
+def test_names_beside_decide_about_an_output_and_a_b():
+    embedded = {"tok_embeddings": leaf(99, 8), "output": {"kernel": leaf(8, 99)}}
+    assert rules_of(embedded)["output.kernel"] == "adamw"
+    assert rules_of({"output": leaf(8, 99)}) == {"output": "matrix"}
+    toy = {"w1": leaf(3, 4), "b1": leaf(3, 4)}
+    assert rules_of(toy) == {"w1": "matrix", "b1": "adamw"}
+    factors = dict.fromkeys(("A", "B", "w"), leaf(3, 4))
+    assert set(rules_of(factors).values()) == {"matrix"}
+    gates = {"gating_w": leaf(3, 4), "gating_b": leaf(3, 4)}
+    assert rules_of(gates) == {"gating_w": "matrix", "gating_b": "adamw"}
+
+
+@pytest.mark.parametrize(
+    "key, names",
+    [
+        ("gpt/~/lm_head/linear", ("gpt", "lm_head", "linear")),
+        ("layers.0.attn", ("layers", "0", "attn")),
+        ("layers_0", ("layers_0",)),
+        ("['layers'][0].attn", ("layers", "0", "attn")),
+        (("layers", 0, "attn.w"), ("layers", "0", "attn", "w")),
+        ("dense/kernel:0", ("dense", "kernel")),
+        ("_query_norm", ("_query_norm",)),
+        ("__init__", ("init",)),
+        ("params", ("params",)),
+        ("params/up", ("up",)),
+        ("attention/value", ("attention", "value")),
+        ("attention/value/kernel/value", ("attention", "value", "kernel")),
+        ("0.value.data_array", ("0", "value")),
+        ("", ()),
+        (7, ("7",)),
+    ],
+)
+def test_the_names_in_one_key(key, names):
+    [(path, _)] = jax.tree_util.tree_leaves_with_path({key: 0})
+    assert keys_on(path) == names
+
+
+def test_expressions_match_tuples_as_keys():
+    tree = {("blocks", "0", "query"): leaf(6, 2, 3), ("lm_head", "w"): leaf(6, 9)}
+    numbers = by_path({r"^blocks\.0\.query$": Dims(0, (1, 2)), r"lm_head\.": "matrix"})
+    assert numbers(tree) == dict(zip(tree, (Dims(0, (1, 2)), Dims(0, 1)), strict=True))
+
+
+# Models
+
+
+class Decoder(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(99, 8, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
+        self.norm_mlp = nnx.Linear(8, 8, rngs=rngs)  # The type outweighs the name.
+        self.output = nnx.Linear(8, 99, rngs=rngs)
+
+
+def test_names_of_heads_come_before_types():
+    """A name beside another decides here too; that of a norm does not."""
+    model = Decoder(nnx.Rngs(0))
+    numbers = nnx_dimension_numbers(model)
+    for params in (nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model))):
+        found = {row.path: row.rule for row in describe(params, numbers).rows}
+        matrices = {path for path, rule in found.items() if rule == "matrix"}
+        heads = {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")}
+        assert matrices == heads | {"norm_mlp.kernel"}
+    with pytest.raises(ValueError, match="'readout' in heads is on no parameter's path"):
+        nnx_dimension_numbers(model, heads=["readout"])

@@ -1,0 +1,506 @@
+"""c is anchored where Q is not zero, in every path, and nothing stays zero for ever."""
+
+import contextlib
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings, strategies as st
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import (
+    BlockDimensionNumbers,
+    ablations,
+    convert_state,
+    family,
+    from_first_nonzero_update,
+    muon,
+    orscale,
+    orthogonalize,
+    scale_by_calibrated_trust_ratio,
+    scale_by_shape,
+)
+from tests import oracle
+from tests.runs import ABLATIONS, FAMILY, readout
+
+EXPERTS, RATE = 3, 0.05
+# M underflows to zero in three steps without a gradient, M̃ in two.
+ARGUMENTS = {"momentum": 2.0**-50, "weight_dimension_numbers": Dims(1, 2)}
+WIDE = {"r_min": 1e-3, "r_max": 1e3}
+PARAMS = {
+    "w": jnp.asarray(np.random.default_rng(0).normal(size=(EXPERTS, 4, 6)), jnp.float32)
+}
+BUSY, IDLE = (True,) * EXPERTS, (True, False, True)
+
+
+def gradient(step, busy=BUSY):
+    rng = np.random.default_rng(100 + step)
+    values = rng.normal(size=PARAMS["w"].shape) * np.reshape(busy, (-1, 1, 1))
+    return {"w": jnp.asarray(values, jnp.float32)}
+
+
+def with_step(optimizer):
+    """An optimizer and its step to the next parameters and state."""
+
+    def step(grads, state, params):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return optimizer, jax.jit(step)
+
+
+@functools.cache
+def build_without_ratio(factory):
+    return with_step(factory(RATE, **ARGUMENTS))
+
+
+@functools.cache
+def build(factory=orscale, **arguments):
+    return with_step(factory(RATE, **(ARGUMENTS | WIDE | arguments)))
+
+
+def zeroed(state, field, experts=(0, 1, 2)):
+    """A state in which a field of some experts is zero."""
+    array = readout(state, field)["w"]
+    if len(experts) == EXPERTS:  # Also on Explicit axes.
+        array = jnp.zeros_like(array)
+    else:
+        array = array.at[jnp.array(experts)].set(0)
+    return optax.tree.set(state, **{field: {"w": array}})
+
+
+class Run:
+    """An optimizer beside one oracle for each expert."""
+
+    def __init__(self, optimizer, params=PARAMS, **by_hand):
+        self.params, self.time = params, 0
+        self.use(optimizer)
+        self.state = self.optimizer.init(params)
+        arguments = {"momentum": ARGUMENTS["momentum"], **WIDE, **by_hand}
+        self.experts = [oracle.Matrix(w, **arguments) for w in params["w"]]
+
+    def use(self, optimizer):
+        self.optimizer, self.step = optimizer
+
+    def go(self, *pattern, rtol=1e-4):
+        """One step for each entry: which experts have a gradient."""
+        for busy in pattern:
+            grads = gradient(self.time, busy)
+            self.params, self.state = self.step(grads, self.state, self.params)
+            for expert, g in zip(self.experts, grads["w"], strict=True):
+                expert.step(g, RATE)
+            self.time += 1
+            if optax.tree.get_all_with_path(self.state, "calibration"):
+                self.check("calibration", [e.c or 0 for e in self.experts], rtol)
+                self.check("raw_trust_ratio", [e.r for e in self.experts], rtol)
+        weights = [e.weight for e in self.experts]
+        np.testing.assert_allclose(self.params["w"], weights, rtol=rtol, atol=rtol)
+
+    def check(self, field, expected, rtol):
+        found = readout(self.state, field)["w"]
+        expected = np.asarray(expected, float)
+        np.testing.assert_allclose(found, expected, rtol, err_msg=field)
+
+
+# Paths to a state in which an idle expert has started but has no c.
+
+
+def again(run):
+    run.state = zeroed(run.state, "calibration")
+
+
+def reset_one(run):
+    for field in ("trace", "calibration"):
+        run.state = zeroed(run.state, field, [1])
+
+
+def calibrated(run):
+    run.use(build())
+
+
+def converted(run):
+    run.use(build())
+    run.state = convert_state(run.state, run.optimizer, run.params)
+
+
+def from_raw(run):
+    """A state that was restored as arrays of NumPy, by its structure."""
+    again(run)
+    leaves, structure = jax.tree.flatten(run.state)
+    run.state = jax.tree.unflatten(structure, list(map(np.asarray, leaves)))
+
+
+def wrapped(wrapper):
+    return lambda rate, **arguments: wrapper(orscale(rate, **arguments))
+
+
+PATHS = {
+    "anchor all again": ({}, again),
+    "one expert's momentum and c": ({}, reset_one),
+    "restored": ({}, from_raw),
+    "calibrate": ({"calibrate": False}, calibrated),
+    "from muon": ({}, converted),
+    "injected": ({"factory": optax.inject_hyperparams(orscale)}, again),
+    "finite": ({"factory": wrapped(lambda o: optax.apply_if_finite(o, 2))}, again),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_paths_to_an_idle_expert_without_c(path):
+    arguments, change = PATHS[path]
+    adaptive = change is not converted
+    run = Run(
+        build(**arguments) if adaptive else build_without_ratio(muon),
+        calibrate=arguments.get("calibrate", True),
+        adaptive=adaptive,
+    )
+    run.go(BUSY, IDLE, IDLE, IDLE)
+    change(run)
+    for i, expert in enumerate(run.experts):
+        expert.calibrate = expert.adaptive = True
+        if i == 1 or change is not reset_one:
+            expert.unset()
+    before = run.params["w"][1]
+    run.go(IDLE, IDLE)
+    # It decays, with r = 1, and waits.
+    np.testing.assert_allclose(run.params["w"][1], (1 - RATE * 0.1) ** 2 * before, 1e-5)
+    assert readout(run.state, "calibration")["w"][1] == 0
+    run.go(BUSY, rtol=1e-4)
+    np.testing.assert_allclose(readout(run.state, "trust_ratio")["w"][1], 1, rtol=1e-5)
+    run.go(IDLE, BUSY)
+
+
+MEMBERS = {
+    "full_rank": ({"anchor": "full_rank"}, {"anchor": "full_rank"}),
+    "largest": (
+        {"anchor": "largest", "anchor_steps": 3},
+        {"anchor": "largest", "anchor_steps": 3},
+    ),
+    "cautious": ({"factory": family.cautious}, {"cautious": True}),
+    "decoupled": (
+        {"factory": ablations.decoupled_weight_decay},
+        {"denominator": "sQ", "coupled": False},
+    ),
+    # Squares of a small momentum underflow.
+    "momentum": (
+        {"factory": ablations.momentum_denominator, "calibrate": True, "momentum": 0.0},
+        {"denominator": "M", "coupled": False, "rms": None, "momentum": 0.0},
+    ),
+    "momentum_rms": (
+        {
+            "factory": ablations.momentum_rms_denominator,
+            "calibrate": True,
+            "momentum": 0.0,
+        },
+        {
+            "denominator": "M",
+            "coupled": False,
+            "norm": oracle.root_mean_square,
+            "momentum": 0.0,
+        },
+    ),
+    "bfloat16": ({"factory": ablations.bfloat16_calibration}, {}),
+}
+
+
+@pytest.mark.parametrize("name", MEMBERS)
+def test_members_with_an_idle_expert_without_c(name):
+    arguments, by_hand = MEMBERS[name]
+    rtol = 1e-2 if name == "bfloat16" else 1e-4
+    run = Run(build(**arguments), **by_hand)
+    run.go(BUSY, IDLE, IDLE, IDLE, rtol=rtol)
+    again(run)
+    for expert in run.experts:
+        expert.unset()
+    run.go(IDLE, IDLE, rtol=rtol)
+    assert readout(run.state, "calibration")["w"][1] == 0
+    run.go(BUSY, BUSY, IDLE, BUSY, rtol=rtol)
+    norms = [expert.first_weight_norm for expert in run.experts]
+    if "norm" not in by_hand:
+        run.check("anchor_weight_norm", norms, 1e-4)
+
+
+def test_an_idle_expert_does_not_count_in_a_pool():
+    """r = 1/(cλ) of decay alone is no measurement."""
+    run = Run(build(family.pooled))
+    run.step(gradient(0), run.state, run.params)
+    for time, busy in enumerate([BUSY, IDLE, IDLE, IDLE]):
+        run.params, run.state = run.step(gradient(time, busy), run.state, run.params)
+    raw, applied = (
+        np.asarray(readout(run.state, field)["w"])
+        for field in ("raw_trust_ratio", "trust_ratio")
+    )
+    assert raw[1] > 1.5 * raw[::2].max()
+    np.testing.assert_allclose(applied, np.sqrt(raw[0] * raw[2]), rtol=1e-5)
+
+
+def sharded(axis_type):
+    mesh = jax.make_mesh((3,), ("x",), devices=jax.devices()[:3], axis_types=(axis_type,))
+    return mesh, lambda x: jax.device_put(x, NamedSharding(mesh, PartitionSpec("x")))
+
+
+def fused(x):
+    return jnp.concatenate(list(x), axis=1)
+
+
+BLOCKS = BlockDimensionNumbers(0, 1, block_axis=1, blocks=EXPERTS)
+SETTINGS = {
+    "explicit": (orscale, {}, lambda: sharded(AxisType.Explicit)),
+    "auto": (orscale, {}, lambda: sharded(AxisType.Auto)),
+    "blocks": (orscale, {"weight_dimension_numbers": BLOCKS}, lambda: (None, fused)),
+    "bfloat16": (orscale, {}, lambda: (None, lambda x: x.astype(jnp.bfloat16))),
+    "accumulated": (wrapped(lambda o: optax.MultiSteps(o, 1)), {}, None),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_in_which_an_idle_expert_waits(name):
+    factory, arguments, make = SETTINGS[name]
+    mesh, place = make() if make else (None, lambda x: x)
+    params = jax.tree.map(place, PARAMS)
+    with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
+        optimizer, step = build(factory, **arguments)
+        state = optimizer.init(params)
+        for time, busy in enumerate([BUSY, IDLE, IDLE, IDLE, IDLE, IDLE, BUSY]):
+            if time == 4:
+                state = zeroed(state, "calibration")
+            grads = jax.tree.map(place, gradient(time, busy))
+            params, state = step(grads, state, params)
+            c = np.asarray(readout(state, "calibration")["w"])
+            assert (c > 0).tolist() == (list(IDLE) if time in (4, 5) else list(BUSY))
+    assert 1 < c[1] < 5  # Not 1/λ.
+    ratio = np.asarray(readout(state, "trust_ratio")["w"])
+    np.testing.assert_allclose(ratio[1], 1, rtol=1e-5)
+
+
+def test_momentum_that_underflows():
+    """The public report: 250 steps without tokens at 0.5, then all c again."""
+    optimizer = orscale(1e-3, momentum=0.5, weight_dimension_numbers=Dims(1, 2))
+
+    @jax.jit
+    def train(params, state, grads):
+        def step(carry, g):
+            updates, state = optimizer.update({"w": g}, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), None
+
+        return jax.lax.scan(step, (params, state), grads)[0]
+
+    grads = np.random.default_rng(1).normal(size=(250, *PARAMS["w"].shape))
+    grads[1:, 1] = 0
+    params, state = train(PARAMS, optimizer.init(PARAMS), jnp.float32(grads))
+    assert not readout(state, "trace")["w"][1].any()
+    params, state = train(params, zeroed(state, "calibration"), jnp.float32(grads[1:2]))
+    assert readout(state, "calibration")["w"][1] == 0
+    params, state = train(params, state, jnp.float32(grads[:1]))
+    c = readout(state, "calibration")["w"]
+    assert 1 < c[1] < 5 and readout(state, "trust_ratio")["w"][1] == pytest.approx(1)
+
+
+# What may be set to zero.
+
+RESETS = ("trace", "started", "calibration", "anchor_weight_norm", "anchor_count")
+READOUTS = ("raw_trust_ratio", "trust_ratio", "weight_norm", "direction_norm", "bounds")
+ANCHORS = [
+    {"anchor": "first"},
+    {"anchor": "full_rank"},
+    {"anchor": "largest", "anchor_steps": 4},
+]
+
+
+def reset(run, fields, experts):
+    """Set fields of some experts to zero, and do the same to their oracles."""
+    for field in fields if experts else ():
+        if optax.tree.get_all_with_path(run.state, field):
+            run.state = zeroed(run.state, field, experts)
+    for expert in (run.experts[i] for i in experts):
+        if "trace" in fields:
+            expert.buffer = np.zeros_like(expert.weight)
+        if "started" in fields:
+            expert.started = False
+        if "calibration" in fields:
+            expert.unset()
+        elif {"anchor_weight_norm", "anchor_count"} & {*fields} and expert.directions:
+            # c stays as it is.
+            expert.anchor_steps = min(expert.anchor_steps, len(expert.directions))
+
+
+@pytest.mark.parametrize("arguments", ANCHORS, ids=lambda a: a["anchor"])
+@pytest.mark.parametrize("experts", [[0, 1, 2], [1]], ids=["all", "one"])
+def test_every_combination_of_resets(arguments, experts):
+    for size in range(len(RESETS) + 1):
+        for fields in itertools.combinations(RESETS, size):
+            run = Run(build(**arguments), **arguments)
+            run.go(BUSY, IDLE, IDLE)
+            reset(run, fields, experts)
+            run.go(IDLE, BUSY, IDLE, BUSY)
+            norms = readout(run.state, "anchor_weight_norm")["w"]
+            for i, expert in enumerate(run.experts):
+                known = expert.first_weight_norm
+                if i in experts and "calibration" not in fields:
+                    known = 0 if "anchor_weight_norm" in fields else known
+                np.testing.assert_allclose(norms[i], known, rtol=1e-4)
+
+
+def test_reset_readouts_do_not_change_the_run():
+    run = Run(build())
+    run.go(BUSY, IDLE)
+    expected = run.step(gradient(9), run.state, run.params)
+    for field in READOUTS:
+        tree = jax.tree.map(jnp.zeros_like, optax.tree.get(run.state, field))
+        run.state = optax.tree.set(run.state, **{field: tree})
+    found = run.step(gradient(9), run.state, run.params)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_resets_of_the_family():
+    """NorMuon's means begin anew; Hyperball's norm of zero shows."""
+    optimizer, step = build_without_ratio(family.normuon)
+    _, state = step(gradient(0), optimizer.init(PARAMS), PARAMS)
+    state = zeroed(zeroed(state, "neuron_mean_square", [1]), "trace", [1])
+    _, again = step(gradient(1), state, PARAMS)
+    _, fresh = step(gradient(1), optimizer.init(PARAMS), PARAMS)
+    found, expected = (readout(s, "neuron_mean_square")["w"] for s in (again, fresh))
+    np.testing.assert_array_equal(found[1], expected[1])
+    assert (found[::2] != expected[::2]).all()
+    optimizer, step = build_without_ratio(family.hyperball)
+    params, _ = step(gradient(0), zeroed(optimizer.init(PARAMS), "initial_norm"), PARAMS)
+    assert jnp.isnan(params["w"]).all()
+
+
+PATTERN = st.tuples(*[st.booleans()] * EXPERTS)
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(PATTERN, min_size=1, max_size=4),
+    st.lists(PATTERN, min_size=2, max_size=5),
+    st.sets(st.sampled_from(RESETS)),
+    st.sets(st.integers(0, EXPERTS - 1)),
+    st.sampled_from(range(len(ANCHORS))),
+)
+def test_any_run_and_any_reset(before, after, fields, experts, anchor):
+    run = Run(build(**ANCHORS[anchor]), **ANCHORS[anchor])
+    run.go(*before)
+    reset(run, fields, sorted(experts))
+    run.go(*after)
+
+
+# The stages alone.
+
+
+def own_chain(arrange):
+    """A chain of one's own, from the momentum to the learning rate."""
+    numbers = {"weight_dimension_numbers": ARGUMENTS["weight_dimension_numbers"]}
+    direction = orthogonalize(**numbers), scale_by_shape(**numbers)
+    direction = optax.chain(*direction, optax.add_decayed_weights(0.1))
+    first = functools.partial(from_first_nonzero_update, **numbers)
+    ratio = scale_by_calibrated_trust_ratio(**WIDE, **numbers)
+    return with_step(
+        optax.chain(
+            optax.trace(ARGUMENTS["momentum"], nesterov=True),
+            arrange(first, direction, ratio),
+            optax.scale_by_learning_rate(RATE),
+        )
+    )
+
+
+def test_the_ratio_inside_the_wrapper_is_anchored_by_directions():
+    chain = own_chain(lambda first, *stages: first(optax.chain(*stages)))
+    run = Run(chain)
+    run.go(BUSY, IDLE, IDLE, IDLE)
+    again(run)
+    for expert in run.experts:
+        expert.unset()
+    run.go(IDLE, BUSY, IDLE)
+
+
+def test_the_ratio_alone_is_anchored_by_every_d():
+    """As its docstring says: without ``moving`` it cannot tell λW from a direction."""
+    ratio = scale_by_calibrated_trust_ratio(eps=0.0, weight_dimension_numbers=Dims(1, 2))
+    decay = jax.tree.map(lambda w: 0.1 * w, PARAMS)
+    state = ratio.init(PARAMS)
+    _, alone = ratio.update(decay, state, PARAMS)
+    np.testing.assert_allclose(alone.calibration["w"], 10, rtol=1e-5)
+    moving = {"w": jnp.array(IDLE)}
+    _, told = ratio.update(decay, state, PARAMS, moving=moving)
+    np.testing.assert_allclose(told.calibration["w"], [10, 0, 10], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_small_numbers_of_narrow_dtypes_are_updates(dtype):
+    """2⁻²⁰ is subnormal in float16, and does not count as zero."""
+    stage = from_first_nonzero_update(optax.identity())
+    tiny = {"w": jnp.full((2, 2), 2.0**-20, dtype)}
+    updates, state = stage.update(tiny, stage.init(tiny), tiny)
+    assert state.started["w"] == 1
+    np.testing.assert_array_equal(updates["w"], tiny["w"])
+
+
+# Zero matrices.
+
+WITH_RATIO = [orscale, *ABLATIONS.values(), family.cautious, family.pooled]
+
+
+@pytest.mark.parametrize(
+    "calibrate, r_min",
+    [(False, 0.0), (False, -np.inf), (True, 0.0)],
+    ids=["zero", "none", "calibrated"],
+)
+@pytest.mark.parametrize("factory", WITH_RATIO, ids=lambda f: f.__name__)
+def test_a_zero_matrix_moves(factory, calibrate, r_min):
+    optimizer = factory(
+        RATE, r_min=r_min, calibrate=calibrate, weight_dimension_numbers=Dims(1, 2)
+    )
+    params = {"w": PARAMS["w"].at[1].set(0)}
+    updates, state = optimizer.update(gradient(0), optimizer.init(params), params)
+    plain = muon(
+        RATE,
+        consistent_rms=0.2 if factory.__name__ not in SCALE_OF_ONE else None,
+        weight_dimension_numbers=Dims(1, 2),
+    )
+    expected, _ = plain.update(gradient(0), plain.init(params), params)
+    assert readout(state, "raw_trust_ratio")["w"][1] == 1
+    if factory is not family.pooled:  # There it takes the ratio of the others.
+        np.testing.assert_allclose(updates["w"][1], expected["w"][1], rtol=1e-5)
+    assert updates["w"][1].any()
+
+
+SCALE_OF_ONE = {"polar_factor_denominator", "momentum_denominator"}
+
+
+@pytest.mark.parametrize("name", {**ABLATIONS, **FAMILY})
+def test_no_optimizer_leaves_a_zero_matrix(name):
+    """Also where the matrix has become zero later, as by pruning."""
+    optimizer = (ABLATIONS | FAMILY)[name](RATE, weight_dimension_numbers=Dims(1, 2))
+    state = optimizer.init(PARAMS)
+    _, state = optimizer.update(gradient(0), state, PARAMS)
+    pruned = {"w": PARAMS["w"].at[1].set(0)}
+    updates, state = optimizer.update(gradient(1), state, pruned)
+    assert jnp.isfinite(updates["w"]).all() and updates["w"][1].any()
+
+
+def test_a_zero_matrix_grows_as_in_float64():
+    run = Run(
+        build(calibrate=False, r_min=0.0),
+        params={"w": PARAMS["w"].at[1].set(0)},
+        calibrate=False,
+        r_min=0.0,
+    )
+    run.go(IDLE, BUSY, BUSY, IDLE, BUSY)
+
+
+def test_a_pool_of_zeros_has_ratio_one():
+    optimizer = family.pooled(RATE, calibrate=False, r_min=0.0)
+    params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros((2, 3))}
+    grads = jax.tree.map(lambda x: x + 1, params)
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    assert set(map(float, readout(state, "trust_ratio").values())) == {1.0}
+    # A matrix of zeros takes the ratio of the others, and does not count in it.
+    _, state = optimizer.update(grads, state, params | {"b": grads["b"]})
+    ratio = readout(state, "raw_trust_ratio")["b"]
+    assert readout(state, "trust_ratio")["a"] == pytest.approx(float(ratio)) != 1
