@@ -4,10 +4,8 @@ import dataclasses
 import importlib.util
 import inspect
 import json
-import re
 import shutil
 from datetime import timedelta
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +27,8 @@ from levanter.optim.config import AdamConfig
 from levanter.tracker import NoopConfig
 from levanter.trainer import Trainer, TrainerConfig, initialize
 
+from tests.clients.pages import run_page
+
 STEPS, SAVED = 6, 3
 VOCAB = hax.Axis("vocab", 64)
 # What one version has and another has not.
@@ -48,14 +48,8 @@ LLAMA = LlamaConfig(
 
 
 def config_of_the_page():
-    """OrScaleConfig as docs/levanter.md defines it."""
-    page = Path(__file__).parents[2] / "docs" / "levanter.md"
-    [block] = re.findall(
-        r"^```py\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
-    )
-    namespace = {"__name__": __name__, "MODEL_CONFIG": LLAMA, "VOCAB": VOCAB}
-    exec(compile(block, page, "exec"), namespace)
-    return namespace["OrScaleConfig"]
+    names = {"__name__": __name__, "MODEL_CONFIG": LLAMA, "VOCAB": VOCAB}
+    return run_page("levanter.md", **names)["OrScaleConfig"]
 
 
 def examples():
