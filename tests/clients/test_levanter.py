@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import json
 import shutil
+import time
 from datetime import timedelta
 
 import jax
@@ -118,6 +119,19 @@ def run(folder, config, load):
     return losses, info.state
 
 
+def checkpoints(folder):
+    """The steps of both, which the older Levanter still writes when the run has ended."""
+    for _ in range(600):
+        found = {
+            path.parent: json.loads(path.read_text())["step"]
+            for path in folder.glob("*/metadata.json")
+        }
+        if len(found) > 1:
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"after a minute, {folder} has only {found}")
+
+
 def allow_weights_as_mask(monkeypatch):
     """The older Levanter is older than JAX's rule that a mask is boolean."""
     reduced = haliax.nn.loss.maybe_reduce_loss
@@ -140,8 +154,8 @@ def test_levanter_trains_and_resumes(config, tmp_path, monkeypatch):
     config = config()(learning_rate=0.01, warmup=2)
     losses, whole = run(tmp_path, config, load=False)
     assert len(losses) == STEPS and losses[-1] < losses[0]
-    for path in (tmp_path / "trial").iterdir():
-        if json.loads((path / "metadata.json").read_text())["step"] != SAVED:
+    for path, step in checkpoints(tmp_path / "trial").items():
+        if step != SAVED:
             shutil.rmtree(path)
     again, resumed = run(tmp_path, config, load=True)
     np.testing.assert_allclose(again, losses[-len(again) :], atol=1e-5)
