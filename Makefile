@@ -44,7 +44,8 @@ test-oldest: ## Run the tests that touch JAX and Optax most, on their oldest ver
 
 # Two environments, since levanter and marin-levanter install the same modules. The extra
 # `haliax` would do the same to marin-haliax, so it belongs into neither.
-CLIENTS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 haliax==1.4.dev453 ray==2.60.0 # Spares pip a search.
+CLIENTS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 haliax==1.4.dev453 keras==3.15.1 \
+	numpyro==0.22.0 ray==2.60.0 # Spares pip a search.
 CLIENT_TESTS = -m pytest -m client -W ignore tests/clients $(ARGS)
 install = $(if $(shell command -v uv),uv pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip \
 	install --quiet --disable-pip-version-check)
