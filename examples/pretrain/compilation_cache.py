@@ -24,8 +24,9 @@ def failing_in_one_message(console: Console) -> Iterator[None]:
             show(message, *place, **more)
         elif not said:
             said = True
+            folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
             console.print(
-                f"The compilation cache in {jax.config.jax_compilation_cache_dir} fails "
+                f"The compilation cache in {folder} fails "
                 f"({failure[1]}). The run goes on without it. Make room there, or delete "
                 "the folder if its files are damaged.",
                 highlight=False,
