@@ -26,8 +26,8 @@ def failing_in_one_message(console: Console) -> Iterator[None]:
             said = True
             folder = jax.config.values["jax_compilation_cache_dir"]
             console.print(
-                f"The compilation cache in {folder} fails ({failure[1]}). The run goes on "
-                "without it. Make room there, or delete the folder if its files are "
+                f"The compilation cache in {folder} fails ({failure[1]}). The run goes "
+                "on without it. Make room there, or delete the folder if its files are "
                 "damaged.",
                 highlight=False,
             )
