@@ -1,8 +1,8 @@
 """Under jax.transfer_guard("disallow"), as big_vision and others train.
 
 What computes with arrays is in jax.jit, as Optax's own optimizers have to be: outside of
-it, a Python number that meets an array is sent to the device. So `estimate`, `step_gain`
-and `verdict`, which cannot be jitted, do not pass.
+it, a Python number that meets an array is sent to the device. Functions that cannot be
+jitted pass as they are.
 """
 
 import types
@@ -137,6 +137,16 @@ ON_THE_HOST = {
     "layer_classes": lambda now: diagnostics.layer_classes(now.params),
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
+    "estimate": lambda now: diagnostics.estimate(loss_fn, now.params, now.batches),
+    "step_gain": lambda now: diagnostics.step_gain(
+        loss_fn, now.params, now.batches, now.reading
+    ),
+    "verdict": lambda now: diagnostics.verdict(
+        now.reading,
+        diagnostics.estimate(loss_fn, now.params, now.batches),
+        now.params,
+        gained=diagnostics.step_gain(loss_fn, now.params, now.batches, now.reading),
+    ),
     "to_floats": lambda now: diagnostics.to_floats(
         {"norm": now.reading.weight_norm["a"]}
     ),

@@ -7,6 +7,7 @@ import optax
 
 from orscale_jax import muon, orscale
 from orscale_jax._algorithm import Links, Stages, with_arguments_of
+from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
 from orscale_jax.transforms.neuron_rms import FULL_RANK, scale_by_neuron_rms
 
 # About the mean of 0.2·√max(m, n) in models of width 64.
@@ -24,9 +25,10 @@ def adamw_apart(
     """AdamW whose matrices have a learning rate of their own."""
 
     def labels(params: Any) -> Any:
-        axes = weight_dimension_numbers(params)
         return jax.tree.map(
-            lambda _, at: "other" if at is None else "matrix", params, axes
+            lambda at: "other" if isinstance(at, optax.MaskedNode) else "matrix",
+            matrix_axes(weight_dimension_numbers, params),
+            is_leaf=is_axes_leaf,
         )
 
     rates = {"matrix": learning_rate, "other": adam_learning_rate or learning_rate}

@@ -179,7 +179,12 @@ def _multipliers(
         return 1.0 if rms is None else rms * math.sqrt(max(m, n))
 
     of_leaves = list(zip(leaves.of_matrices, picked, ratios, strict=True))
-    scales = [jnp.asarray(axes.by_shape(scale, leaf)) for axes, leaf, _ in of_leaves]
+    scales = jax.device_put(
+        [
+            np.asarray(axes.by_shape(scale, leaf), np.float32)
+            for axes, leaf, _ in of_leaves
+        ]
+    )
     scaled = [
         axes.per_matrix(jnp.asarray(ratio)) * s
         for (axes, _, ratio), s in zip(of_leaves, scales, strict=True)

@@ -149,7 +149,7 @@ def estimate(
     )
     count = len(found)
     samples = [
-        work.measure(params, batch, (total, steps), (index, count))
+        work.measure(params, batch, (total, steps), jax.device_put((index, count)))
         for index, batch in enumerate(found)
     ]
     of_parts = _statistics(exact, jax.tree.map(lambda *xs: jnp.stack(xs), *samples))

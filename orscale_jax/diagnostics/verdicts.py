@@ -127,13 +127,17 @@ def verdict(
     with_ratios = reading.trust_ratio is not None and facts["measured"] > 0
     if gained is not None and with_ratios:
         value, stderr = gained.kappa
-        facts |= {"kappa_step": float(value), "kappa_step_stderr": float(stderr)}
+        facts |= _floats({"kappa_step": value, "kappa_step_stderr": stderr})
     if statistics is not None and with_ratios:
         if params is None:
             _checks.refuse("params", None, "pass the parameters along with statistics")
         numbers = numbers_of(reading, params, weight_dimension_numbers)
-        estimates = _estimates(statistics, params, numbers, consistent_rms)
-        facts |= _facts_of_gain(reading, *estimates)
+
+        def facts_of_gain(reading: Reading, found: Statistics, params: PyTree) -> Any:
+            estimates = _estimates(found, params, numbers, consistent_rms)
+            return _facts_of_gain(reading, *estimates)
+
+        facts |= _floats(jax.jit(facts_of_gain)(reading, statistics, params))
     found = ((name, rule(facts)) for name, rule in RULES.items())
     outcome, text = next((name, text) for name, text in found if text is not None)
     return Verdict(outcome, text, facts)
@@ -144,6 +148,15 @@ def _facts_of_reading(reading: Reading) -> Facts:
         number = sum(leaf.size for leaf in jax.tree.leaves(unbox(reading.weight_norm)))
         facts = dict.fromkeys(("spread", "at_r_max", "at_r_min"), 0.0)
         return facts | {"matrices": number, "measured": number, "uniform": 1.0}
+    return _floats(_facts_of_ratios(reading))
+
+
+def _floats(facts: dict[str, jax.Array]) -> Facts:
+    return {name: float(value) for name, value in jax.device_get(facts).items()}
+
+
+@jax.jit
+def _facts_of_ratios(reading: Reading) -> dict[str, Any]:
     split = decompose(reading)
     counts = measured(reading)
     [on, at_max, at_min] = vectors(
@@ -151,7 +164,7 @@ def _facts_of_reading(reading: Reading) -> Facts:
     )
     number = jnp.maximum(split.matrices, 1)
     only_max, only_min = on * at_max * (1 - at_min), on * at_min * (1 - at_max)
-    found: dict[str, Any] = {
+    return {
         "matrices": on.size,
         "measured": split.matrices,
         "uniform": split.uniform,
@@ -159,7 +172,6 @@ def _facts_of_reading(reading: Reading) -> Facts:
         "at_r_max": jnp.sum(only_max) / number,
         "at_r_min": jnp.sum(only_min) / number,
     }
-    return {name: float(value) for name, value in found.items()}
 
 
 def _number(flags: PyTree) -> PyTree:
@@ -192,18 +204,19 @@ def _estimates(
     )
 
 
-def _facts_of_gain(reading: Reading, signal: Estimate, b: Estimate) -> Facts:
+def _facts_of_gain(
+    reading: Reading, signal: Estimate, b: Estimate
+) -> dict[str, jax.Array]:
     ratio = unbox(reading.trust_ratio)
     of_same = (Estimate(*(masked_like(ratio, t) for t in each)) for each in (signal, b))
     measured_ratio = jax.tree.map(
         lambda r, on: jnp.where(on > 0, r, jnp.nan), ratio, measured(reading)
     )
     found = kappas(measured_ratio, *of_same)
-    facts = {
+    return {
         "kappa_eff": found.kappa_eff.value,
         "kappa_eff_stderr": found.kappa_eff.stderr,
         "kappa_layer": found.kappa_layer.value,
         "kappa_layer_stderr": found.kappa_layer.stderr,
         "counted": found.matrices,
     }
-    return {name: float(value) for name, value in facts.items()}

@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers
 from examples.gallery import (
     cifar,
     equinox_gpt,
+    haiku_lm,
     haliax_mlp,
     learning_rates,
     linen_train_state,
@@ -127,6 +128,22 @@ def test_haliax_mlp():
     [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
     assert jax.tree.leaves(ratios.stack.weight)[0].shape == (2,)
     assert model.stack.weight.resolve_axis("layers").size == 2
+
+
+def test_haiku_lm():
+    losses, params, state = haiku_lm.main(steps=10, width=16, layers=2)
+    assert losses[-1] < losses[0]
+    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
+    matrices = {
+        name.rsplit("/", 1)[-1]: node["w"].shape
+        for name, node in ratios.items()
+        if "w" in node and jax.tree.leaves(node["w"])
+    }
+    assert matrices == dict.fromkeys(
+        ["query", "key", "value", "linear", "up", "down"], (2,)
+    )
+    assert params["language_model/linear"]["w"].shape == (16, haiku_lm.LETTERS)
+    assert not jax.tree.leaves(ratios["language_model/linear"])  # The head takes AdamW.
 
 
 def test_maxtext_style():

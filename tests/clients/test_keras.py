@@ -1,0 +1,76 @@
+"""The programs of docs/keras.md: in fit, and by the stateless calls."""
+
+import importlib.util
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+pytestmark = pytest.mark.client
+if not importlib.util.find_spec("keras"):
+    pytest.skip("make clients installs it", allow_module_level=True)
+
+from orscale_jax import orscale
+from tests.clients.pages import run_page
+
+
+@pytest.fixture(scope="module")
+def page():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "jax")
+        import keras
+
+        keras.utils.set_random_seed(0)
+        return run_page("keras.md", __name__="page")
+
+
+def test_both_ways_train(page):
+    first, last = page["history"].history["loss"]
+    assert last < first / 2
+    assert page["trained_loss"] < 0.2
+
+
+def test_which_variables_are_matrices(page):
+    rows = page["describe"](page["params"], page["numbers"]).rows
+    matrices = {row.path for row in rows if row.rule == "matrix"}
+    kernels = {name for name in page["params"] if name.endswith("kernel")}
+    assert matrices == kernels - {"head/kernel"}
+    assert {row.matrices for row in rows if row.rule == "matrix"} == {1}
+
+
+def trained(page, steps=2):
+    """A model after some steps of Keras's optimizer, and the same steps of Optax."""
+    model = page["build"]()
+    values = [variable.value for variable in model.trainable_variables]
+    grads = [jax.random.normal(jax.random.key(0), value.shape) for value in values]
+    optimizer = page["OrScale"](0.01, weight_dimension_numbers=page["numbers"])
+    model.compile(optimizer, page["loss"])
+    optimizer.build(model.trainable_variables)
+    tx = orscale(0.01, weight_dimension_numbers=page["numbers"])
+    params, gradients = (
+        dict(zip(page["names"], leaves, strict=True)) for leaves in (values, grads)
+    )
+    state = tx.init(params)
+    for _ in range(steps):
+        optimizer.apply(grads)
+        updates, state = tx.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return model, [params[name] for name in page["names"]], jax.tree.leaves(state)
+
+
+def assert_close(variables, arrays):
+    for variable, array in zip(variables, arrays, strict=True):
+        np.testing.assert_allclose(variable.value, array, rtol=1e-5, atol=1e-6)
+
+
+def test_its_steps_are_those_of_optax_and_its_weights_file_has_the_state(page, tmp_path):
+    model, params, state = trained(page)
+    assert_close(model.trainable_variables, params)
+    assert_close(model.optimizer.state, state)
+    assert model.optimizer.iterations.value == 2
+    model.save_weights(tmp_path / "it.weights.h5")
+    again, _, _ = trained(page, steps=0)
+    again.load_weights(tmp_path / "it.weights.h5")
+    assert_close(again.trainable_variables, params)
+    assert_close(again.optimizer.state, state)
