@@ -287,7 +287,7 @@ def main(words: list[str]) -> int:
             except Failed as why:
                 survivors, said = 0, f"FAILED: {why}"
             survived, tried = survived + survivors, tried + times
-            print(f"{case:<44} {survivors:>2} of {times:<2}  {said}", flush=True)
+            print(f"{case:<48} {survivors:>2} of {times:<2}  {said}", flush=True)
     minutes = (time.monotonic() - began) / 60
     print(f"{survived} of {tried} survived in {minutes:.0f} min")
     return int(survived < tried)

@@ -14,6 +14,7 @@ import collections
 import datetime
 import functools
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -727,23 +728,23 @@ class Place(NamedTuple):
     node: ast.AST
 
 
-@functools.cache
-def named() -> dict[str, list[Place]]:
+@functools.lru_cache(maxsize=AT_ONCE)
+def named(tree: pathlib.Path) -> dict[str, list[Place]]:
     """The functions and classes of the package, by name."""
     found = collections.defaultdict(list)
-    for path in sorted((ROOT / "orscale_jax").rglob("*.py")):
+    for path in sorted((tree / "orscale_jax").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found[node.name].append(Place(path, node))
     return found
 
 
-def places(mutant: Mutant) -> list[Place]:
+def places(tree: pathlib.Path, mutant: Mutant) -> list[Place]:
     """All places in the package at which the mutant's code occurs."""
     wanted = ast.dump(parsed(mutant.code))
     return [
         Place(path, node)
-        for path, outer in named()[mutant.function]
+        for path, outer in named(tree)[mutant.function]
         for node in ast.walk(outer)
         if ast.dump(node) == wanted
     ]
@@ -756,15 +757,15 @@ def parsed(code: str) -> ast.AST:
         return ast.parse(code).body[0]
 
 
-def the_place(mutant: Mutant) -> Place:
+def the_place(tree: pathlib.Path, mutant: Mutant) -> Place:
     """The one place of the mutant's code.
 
     Raises:
       LookupError: If it stands nowhere, or in several places.
     """
-    found = places(mutant)
+    found = places(tree, mutant)
     if len(found) != 1:
-        where = [f"{path.relative_to(ROOT)}:{node.lineno}" for path, node in found]
+        where = [f"{path.relative_to(tree)}:{node.lineno}" for path, node in found]
         raise LookupError(
             f"{mutant.code!r} stands in {mutant.function} {len(found)} times, not once: "
             f"{', '.join(where) or 'nowhere'}"
@@ -774,8 +775,7 @@ def the_place(mutant: Mutant) -> Place:
 
 def break_code(tree: pathlib.Path, mutant: Mutant) -> pathlib.Path:
     """Break a copy's code in its one place; return the file, relative to the tree."""
-    original, node = the_place(mutant)
-    path = tree / original.relative_to(ROOT)
+    path, node = the_place(tree, mutant)
     lines = path.read_bytes().splitlines(keepends=True)
     before = (
         b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
@@ -795,8 +795,12 @@ def failing_test(tree: pathlib.Path, tests: str) -> str | None:
     )
     if done.returncode not in (0, 1):
         raise SystemExit(f"The tests {tests} could not run:\n{done.stdout}{done.stderr}")
-    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
-    return failed[0].split(" - ")[0].removeprefix("FAILED tests/") if failed else None
+    if not done.returncode:
+        return None
+    found = re.search(
+        r"^(?:FAILED|ERROR) tests/(.*?)(?: - |$)", done.stdout, re.MULTILINE
+    )
+    return found[1] if found else "pytest"
 
 
 def located(argument: str) -> str:

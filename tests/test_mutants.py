@@ -9,7 +9,7 @@ from tests import mutants
 def stale(mutant):
     """What is wrong with a mutant, or None."""
     try:
-        mutants.the_place(mutant)
+        mutants.the_place(mutants.ROOT, mutant)
         located = [mutants.located(a) for a in mutant.tests.split()]
     except LookupError as error:
         return str(error)

@@ -24,11 +24,11 @@ def failing_in_one_message(console: Console) -> Iterator[None]:
             show(message, *place, **more)
         elif not said:
             said = True
-            folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+            folder = jax.config.values["jax_compilation_cache_dir"]
             console.print(
-                f"The compilation cache in {folder} fails "
-                f"({failure[1]}). The run goes on without it. Make room there, or delete "
-                "the folder if its files are damaged.",
+                f"The compilation cache in {folder} fails ({failure[1]}). The run goes "
+                "on without it. Make room there, or delete the folder if its files are "
+                "damaged.",
                 highlight=False,
             )
 

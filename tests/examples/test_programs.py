@@ -1,7 +1,11 @@
-"""Every program in examples/ can be imported, and says what its options are."""
+"""Every program in examples/ can be imported, and says what its options are.
 
-import importlib
+So none of them rots that no other test and no target of the Makefile runs.
+"""
+
+import importlib.util
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -34,3 +38,13 @@ def test_it_says_what_its_options_are(name, monkeypatch, capsys):
         runpy.run_module(name, run_name="__main__")
     assert end.value.code in (0, None)
     assert "usage:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("file", ["Makefile", ".ci/run", "CONTRIBUTING.md"])
+def test_commands_name_what_is_there(file):
+    text = (ROOT / file).read_text()
+    for module in re.findall(r"\b((?:examples|tests)\.[a-z_.]*[a-z])\b", text):
+        path = module.removesuffix(".py").replace(".", "/")
+        assert (ROOT / path).exists() or (ROOT / f"{path}.py").exists(), module
+    for path in re.findall(r"\b(?:examples|tests)/[\w/.]+", text):
+        assert (ROOT / path.rstrip(".")).exists(), path
