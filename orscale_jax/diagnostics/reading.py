@@ -76,8 +76,8 @@ class Reading(_Fields):
     it, :math:`W'` those after it.
     """
 
-    #: Which leaves are matrices, along which axes: it holds no arrays, and stays through
-    #: ``jax.jit``. None if :func:`read` has not made the reading.
+    #: Which leaves are matrices, and along which axes. It holds no arrays, and stays
+    #: through ``jax.jit``. None if :func:`read` has not made the reading.
     matrices: MatrixLeaves | None = None
 
     def _replace(self, **fields: Any) -> "Reading":
