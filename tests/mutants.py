@@ -143,14 +143,14 @@ MUTANTS = [
     ),
     Mutant(
         "_directed",
-        "return (norms.direction > 0) & jnp.isfinite(norms.direction)",
-        "return jnp.isfinite(norms.direction)",
+        "return norms.moving & (norms.direction > 0) & jnp.isfinite(norms.direction)",
+        "return norms.moving & jnp.isfinite(norms.direction)",
         "test_stages.py",
     ),
     Mutant(
         "_directed",
-        "return (norms.direction > 0) & jnp.isfinite(norms.direction)",
-        "return norms.direction > 0",
+        "return norms.moving & (norms.direction > 0) & jnp.isfinite(norms.direction)",
+        "return norms.moving & (norms.direction > 0)",
         "test_stages.py",
     ),
     Mutant(
@@ -178,9 +178,9 @@ MUTANTS = [
         "test_stages.py",
     ),
     Mutant(
-        "_calibrated",
-        "jnp.where(moving, norms.direction, 0)",
-        "norms.direction",
+        "_directed",
+        "return norms.moving & (norms.direction > 0) & jnp.isfinite(norms.direction)",
+        "return (norms.direction > 0) & jnp.isfinite(norms.direction)",
         "test_anchoring.py -k paths",
     ),
     Mutant(
@@ -191,8 +191,8 @@ MUTANTS = [
     ),
     Mutant(
         "anchor_weight_norm",
-        "_unset(before.calibration) & ~_unset(c)",
-        "False",
+        "is_first | unset if calibrates else is_first",
+        "is_first",
         "test_anchoring.py -k reset",
     ),
     Mutant(

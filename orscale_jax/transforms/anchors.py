@@ -13,10 +13,12 @@ class Norms(NamedTuple):
 
     #: ‖W‖.
     weight: jax.Array
-    #: ‖D‖; for the rules below 0 where Q = 0, since decay alone is no direction.
+    #: ‖D‖.
     direction: jax.Array
     #: The norm of a D of full rank; ‖D‖ if the anchor does not need it.
     full_rank: jax.Array
+    #: Whether Q is not zero: decay alone is no direction.
+    moving: jax.Array
 
 
 class Limits(NamedTuple):
@@ -44,18 +46,17 @@ class Anchored(NamedTuple):
 SetC: TypeAlias = Callable[[Anchored, Norms, Limits], Anchored]
 
 
-def anchor_weight_norm(before: Anchored, c: jax.Array, norms: Norms) -> jax.Array:
-    """‖W‖ at the direction at which c is set to a new number.
+def anchor_weight_norm(before: Anchored, norms: Norms, *, calibrates: bool) -> jax.Array:
+    """‖W‖ at the direction at which c is set, given whether the rule sets it.
 
     Without such a c, at the first direction at which ‖W‖ is not zero; 0 before it. It
     stays 0 where c was set before states kept this norm.
     """
-    unknown = _unset(before.calibration) | jnp.isinf(before.calibration)
-    is_first = unknown & (before.weight_norm == 0) & _directed(norms)
-    is_new = is_first | (_unset(before.calibration) & ~_unset(c))
-    return jnp.where(
-        is_new & jnp.isfinite(norms.weight), norms.weight, before.weight_norm
-    )
+    unset = _unset(before.calibration)
+    is_first = (unset | jnp.isinf(before.calibration)) & (before.weight_norm == 0)
+    is_new = is_first | unset if calibrates else is_first
+    is_new = is_new & _directed(norms) & jnp.isfinite(norms.weight)
+    return jnp.where(is_new, norms.weight, before.weight_norm)
 
 
 def uncalibrated(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
@@ -99,11 +100,13 @@ class Anchor:
       set_c: The rule.
       needs_full_rank: Whether it needs the norm of a D of full rank.
       counts: Whether it counts the directions that have entered c.
+      calibrates: Whether it sets c by a direction.
     """
 
     set_c: SetC
     needs_full_rank: bool = False
     counts: bool = False
+    calibrates: bool = True
 
 
 FIRST = "first"
@@ -112,7 +115,7 @@ ANCHORS = {
     "full_rank": Anchor(by_full_rank, needs_full_rank=True),
     "largest": Anchor(by_largest_direction, counts=True),
 }
-UNCALIBRATED = Anchor(uncalibrated)
+UNCALIBRATED = Anchor(uncalibrated, calibrates=False)
 
 
 def _anchored(
@@ -132,7 +135,7 @@ def _anchored(
 
 def _directed(norms: Norms) -> jax.Array:
     """Whether there is a direction, and it is finite."""
-    return (norms.direction > 0) & jnp.isfinite(norms.direction)
+    return norms.moving & (norms.direction > 0) & jnp.isfinite(norms.direction)
 
 
 def _unset(c: jax.Array) -> jax.Array:

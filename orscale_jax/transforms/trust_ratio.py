@@ -316,12 +316,12 @@ class _TrustRatio:
         full_rank = d_norm
         if self.anchor.needs_full_rank:
             full_rank = self._full_rank_norm(axes, d, decay.astype(dtype) * w_norm)
-        norms = anchors.Norms(w_norm, d_norm, full_rank)
+        norms = anchors.Norms(w_norm, d_norm, full_rank, moves)
         limits = anchors.Limits(*(jnp.asarray(limit, dtype) for limit in self.limits))
         widened = tuple(
             x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in state
         )
-        new = _calibrated(self.anchor, widened, norms, moves, limits)
+        new = _calibrated(self.anchor, widened, norms, limits)
         pairs = zip(new, state, strict=True)
         return _Entries(tuple(x.astype(old.dtype) for x, old in pairs))
 
@@ -343,17 +343,13 @@ def _calibrated(
     anchor: anchors.Anchor,
     state: tuple[jax.Array, ...],
     norms: anchors.Norms,
-    moving: jax.Array,
     limits: anchors.Limits,
 ) -> tuple[jax.Array, ...]:
     """The entries of a leaf in the state, from those of the last step."""
     c, _, _, _, _, *anchored = state
     before = anchors.Anchored(c, *anchored)
-    seen = norms._replace(direction=jnp.where(moving, norms.direction, 0))
-    known = anchor.set_c(before, seen, limits)
-    known = known._replace(
-        weight_norm=anchors.anchor_weight_norm(before, known.calibration, seen)
-    )
+    weight_norm = anchors.anchor_weight_norm(before, norms, calibrates=anchor.calibrates)
+    known = anchor.set_c(before, norms, limits)._replace(weight_norm=weight_norm)
     c, *anchored = (entry for entry in known if entry is not None)
     raw = _trust_ratio(c, norms, limits.eps)
     clipped = jnp.clip(raw, limits.r_min, limits.r_max)
