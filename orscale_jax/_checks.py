@@ -76,7 +76,7 @@ def number(
     wanted = "a number" + " or a schedule" * schedule + " or None" * optional
     if not _is_real_scalar(value):
         refuse(name, value, f"pass {wanted}")
-    number = float(value)
+    number = float(jax.device_get(value))
     if infinite and number == np.inf:
         return
     if not at_least <= number < below:
@@ -117,7 +117,7 @@ def ordered(low_name: str, low: Any, high_name: str, high: Any) -> None:
     """Refuse a pair of bounds whose lower one is the larger."""
     if isinstance(low, jax.core.Tracer) or isinstance(high, jax.core.Tracer):
         return
-    if float(low) > float(high):
+    if float(jax.device_get(low)) > float(jax.device_get(high)):
         raise ValueError(
             f"{low_name}={low} is larger than {high_name}={high}: swap or widen the "
             "bounds."
@@ -131,7 +131,7 @@ def count(name: str, value: Any) -> None:
     whole = _is_real_scalar(value) and jnp.issubdtype(
         getattr(value, "dtype", type(value)), jnp.integer
     )
-    if not whole or int(value) < 1:
+    if not whole or int(jax.device_get(value)) < 1:
         refuse(name, value, "pass a whole number of at least 1")
 
 

@@ -73,6 +73,19 @@ def convert_state(
     """
     _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
     _checks.flag("nesterov", nesterov)
+    # A new state begins with numbers from the host, as that of optimizer.init does.
+    with jax.transfer_guard_host_to_device("allow"):
+        return _converted(state, optimizer, params, momentum, nesterov, allow_new)
+
+
+def _converted(
+    state: optax.OptState,
+    optimizer: optax.GradientTransformation,
+    params: PyTree,
+    momentum: ArrayLike | None,
+    nesterov: bool,
+    allow_new: bool,
+) -> optax.OptState:
     new = optimizer.init(params)
     bare, bare_params = unbox(new), unbox(params)
     wanted = entries(bare, bare_params)
@@ -204,7 +217,8 @@ class _Source(NamedTuple):
     def _step(self) -> Any:
         """The number of steps that the run has taken."""
         counts = self.old.counts
-        known = {int(c) for c in counts if not isinstance(c, jax.core.Tracer)}
+        concrete = [c for c in counts if not isinstance(c, jax.core.Tracer)]
+        known = {int(c) for c in jax.device_get(concrete)}
         if len(known) > 1:
             raise ValueError(
                 f"the counts in the old state differ: {sorted(known)}. Set them to one "

@@ -5,6 +5,7 @@ it, a Python number that meets an array is sent to the device. Functions that ca
 jitted pass as they are.
 """
 
+import functools
 import types
 
 import equinox as eqx
@@ -12,6 +13,7 @@ import flax.linen as nn
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -21,7 +23,8 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
-from orscale_jax import diagnostics, family, muon, orscale
+from orscale_jax import ablations, diagnostics, family, muon, orscale
+from tests.test_docs import public_names
 
 PARAMS = {"a": (8, 16), "b": (16, 8), "bias": (8,)}
 OPTIMIZER = orscale(1e-3)
@@ -55,6 +58,29 @@ def after_a_step():
     return types.SimpleNamespace(**dict(zip(names, step(jax.random.key(0)), strict=True)))
 
 
+def public_functions(module):
+    names = [name.rsplit(".", 1)[-1] for name in public_names(module)]
+    return [name for name in names if name[0].islower()]
+
+
+@pytest.fixture
+def guard(monkeypatch):
+    """The guard as it is on a GPU: on a CPU it lets arrays become Python's or NumPy's."""
+    on_device, asarray = type(jnp.ones(())), np.asarray
+
+    def refuse(array, *_):
+        raise AssertionError(f"an implicit transfer of {array.shape} to the host")
+
+    def from_host(x, *args, **options):
+        return refuse(x) if isinstance(x, on_device) else asarray(x, *args, **options)
+
+    for name in ("__float__", "__int__", "__bool__", "__index__", "item", "tolist"):
+        monkeypatch.setattr(on_device, name, refuse)
+    monkeypatch.setattr(np, "asarray", from_host)
+    with jax.transfer_guard("disallow"):
+        yield
+
+
 class Linen(nn.Module):
     @nn.compact
     def __call__(self, x):
@@ -81,11 +107,11 @@ NUMBERS_OF = {  # The function, and a model of arrays.
 
 
 @pytest.mark.parametrize("library", NUMBERS_OF)
-def test_dimension_numbers_of_models(library):
+def test_dimension_numbers_of_models(library, request):
     dimension_numbers, model = NUMBERS_OF[library]
     arguments = [model()] + [jnp.ones((1, 4))] * (library == "linen")
-    with jax.transfer_guard("disallow"):
-        dimension_numbers(*arguments)
+    request.getfixturevalue("guard")
+    dimension_numbers(*arguments)
 
 
 STEPS = {
@@ -101,20 +127,93 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step(name, after_a_step):
+def test_a_step(name, after_a_step, guard):
     """Built, traced and compiled under the guard."""
-    now = after_a_step
-    with jax.transfer_guard("disallow"):
-        optimizer = STEPS[name]()
-        state = jax.jit(optimizer.init)(now.params)
-        updates, _ = jax.jit(optimizer.update)(now.grads, state, now.params)
+    now, optimizer = after_a_step, STEPS[name]()
+    state = jax.jit(optimizer.init)(now.params)
+    updates, _ = jax.jit(optimizer.update)(now.grads, state, now.params)
+    assert jax.tree.map(jnp.shape, updates) == PARAMS
+
+
+ARGUMENTS = {  # Of stages that take matrices alone.
+    "from_first_nonzero_update": [optax.identity()],
+    "keep_initial_norm": [optax.sgd(0.1)],
+    "normalize_vectors": [],
+    "orthogonalize": [],
+    "pool_trust_ratios": [orscale_jax.scale_by_calibrated_trust_ratio()],
+    "scale_by_calibrated_trust_ratio": [],
+    "scale_by_neuron_rms": [],
+    "scale_by_recorded_trust_ratio": [[1.0, 1.5]],
+    "scale_by_shape": [],
+}
+
+
+def of_matrices(name):
+    stage = getattr(orscale_jax, name)(*ARGUMENTS[name])
+    return optax.masked(stage, {"a": True, "b": True, "bias": False})
+
+
+NUMBER, COUNT = jnp.float32(0.5), jnp.int32(2)
+BUILT = {  # Built and traced; the steps above are made of many of them.
+    **{
+        name: functools.partial(getattr(ablations, name), 1e-3)
+        for name in public_functions("orscale_jax.ablations")
+    },
+    **{name: functools.partial(of_matrices, name) for name in ARGUMENTS},
+    "add_cautious_decayed_weights": lambda: orscale_jax.add_cautious_decayed_weights(0.1),
+    "numbers on the device": lambda: orscale(
+        1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
+    ),
+    "replayed": lambda: family.replayed(1e-3, trust_ratio=1.5),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_built_and_traced(name, after_a_step, guard):
+    now, optimizer = after_a_step, BUILT[name]()
+    state = jax.eval_shape(optimizer.init, now.params)
+    updates, _ = jax.eval_shape(optimizer.update, now.grads, state, now.params)
     assert jax.tree.map(jnp.shape, updates) == PARAMS
 
 
 SHAPES = {k: jax.ShapeDtypeStruct(shape, jnp.float32) for k, shape in PARAMS.items()}
 EVERYWHERE = NamedSharding(jax.make_mesh((1,), ("data",)), PartitionSpec())
 PLACED = {k: x.update(sharding=EVERYWHERE) for k, x in SHAPES.items()}
+QUERY_KEY = orscale_jax.QueryKey("a", "b")
+
+
+def heads(params):
+    return {k: jnp.reshape(params[k], (4, 2, 16)) for k in ("a", "b")}
+
+
+def clip(params):
+    optimizer = orscale_jax.qk_clip(QUERY_KEY)
+    params, logits = heads(params), jnp.array([200.0, 50.0])
+    state = optimizer.init(params)
+    return optimizer.update(params, state, params, max_logits=logits)
+
+
+def record(now, folder):
+    """What a training loop writes, from arrays on the device."""
+    loss = now.reading.weight_norm["a"]
+    history = diagnostics.History(
+        folder / "history.csv", measurements=["norm"], scalars=["loss"]
+    )
+    measured = {"norm": now.reading.weight_norm}
+    history.append(1, now.reading, measured, gained=gained(now), loss=loss)
+    diagnostics.JsonLines(folder / "metrics.jsonl").write(1, {"loss": loss})
+    with diagnostics.TensorBoard(folder) as writer:
+        writer.write(1, {"loss": loss})
+
+
+def gained(now):
+    return diagnostics.step_gain(loss_fn, now.params, now.batches, now.reading)
+
+
 IN_JIT = {
+    "qk_clip": lambda now: clip(now.params),
+    "qk_norms": lambda now: diagnostics.qk_norms(heads(now.params), QUERY_KEY),
+    "curvature": lambda now: diagnostics.curvature(now.reading.weight_norm, now.params),
     "polar_factor": lambda now: orscale_jax.polar_factor(now.params["a"]),
     "convert_state": lambda now: orscale_jax.convert_state(
         now.state, muon(1e-3), now.params
@@ -138,30 +237,47 @@ ON_THE_HOST = {
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
     "estimate": lambda now: diagnostics.estimate(loss_fn, now.params, now.batches),
-    "step_gain": lambda now: diagnostics.step_gain(
-        loss_fn, now.params, now.batches, now.reading
-    ),
+    "step_gain": gained,
     "verdict": lambda now: diagnostics.verdict(
         now.reading,
         diagnostics.estimate(loss_fn, now.params, now.batches),
         now.params,
-        gained=diagnostics.step_gain(loss_fn, now.params, now.batches, now.reading),
+        gained=gained(now),
     ),
     "to_floats": lambda now: diagnostics.to_floats(
         {"norm": now.reading.weight_norm["a"]}
+    ),
+    "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.
+        now.state, family.normuon(1e-3), now.params
     ),
 }
 
 
 @pytest.mark.parametrize("name", IN_JIT)
-def test_in_jit(name, after_a_step):
-    with jax.transfer_guard("disallow"):
-        jax.jit(lambda now: IN_JIT[name](types.SimpleNamespace(**now)))(
-            vars(after_a_step)
-        )
+def test_in_jit(name, after_a_step, guard):
+    function = jax.jit(lambda now: IN_JIT[name](types.SimpleNamespace(**now)))
+    function(vars(after_a_step))
 
 
 @pytest.mark.parametrize("name", ON_THE_HOST)
-def test_on_the_host(name, after_a_step):
-    with jax.transfer_guard("disallow"):
-        ON_THE_HOST[name](after_a_step)
+def test_on_the_host(name, after_a_step, guard):
+    ON_THE_HOST[name](after_a_step)
+
+
+def test_what_a_loop_writes(after_a_step, tmp_path, guard):
+    record(after_a_step, tmp_path)
+
+
+@pytest.mark.parametrize("module", ["", ".diagnostics", ".family", ".ablations"])
+def test_every_public_function_is_here(module):
+    modules = {"ablations", "family"}
+    tested = modules.union(STEPS, BUILT, IN_JIT, ON_THE_HOST)
+    assert {*public_functions("orscale_jax" + module)} - tested == set()
+
+
+def test_the_guard_is_that_of_a_gpu(after_a_step, guard):
+    norm = after_a_step.reading.weight_norm["a"]
+    for implicit in (float, bool, np.asarray, lambda x: x.item()):
+        with pytest.raises(AssertionError, match="implicit transfer"):
+            implicit(norm)
+    jax.device_get(norm)

@@ -247,7 +247,8 @@ def _norms(
     if not concrete or isinstance(leaf, jax.core.Tracer) or not math.prod(leaf.shape):
         return None
     norms = axes.norms(part(jnp.asarray(leaf, compute_dtype(leaf))))
-    return float(norms.min()), float(norms.max())
+    least, most = jax.device_get((norms.min(), norms.max()))
+    return float(least), float(most)
 
 
 def _bytes_of_part(axes: LeafAxes, leaf: Any, state: list[Any], index: int) -> int:

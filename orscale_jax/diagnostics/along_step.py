@@ -173,7 +173,7 @@ def _multipliers(
             f"matrices have batch shapes {shapes}: pass that of read(), with the same "
             "weight_dimension_numbers."
         )
-    rms = None if consistent_rms is None else float(np.asarray(consistent_rms))
+    rms = None if consistent_rms is None else float(jax.device_get(consistent_rms))
 
     def scale(m: int, n: int) -> float:
         return 1.0 if rms is None else rms * math.sqrt(max(m, n))

@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
 from orscale_jax import _checks
@@ -129,7 +130,8 @@ class History:
         if gained is not None:
             scalars |= self._columns_of(gained, scalars)
         count = len(table["matrix"])
-        given = {name: [_text(value)] * count for name, value in scalars.items()}
+        fetched = jax.device_get(scalars)
+        given = {name: [_text(value)] * count for name, value in fetched.items()}
         given["step"] = [str(step)] * count
         columns = [
             given.get(name) or [_text(x) for x in table.get(name, [""] * count)]

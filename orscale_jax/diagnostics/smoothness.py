@@ -165,7 +165,7 @@ def shape_scale(
     """
     if consistent_rms is None:
         return per_matrix_tree
-    rms = float(np.asarray(consistent_rms))
+    rms = float(jax.device_get(consistent_rms))
 
     def scaled(axes: LeafAxes, scalars: Any, leaf: Any) -> jax.Array:
         def s(m: int, n: int) -> float:

@@ -11,7 +11,7 @@ import optax
 
 from orscale_jax import _checks
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import dotted
+from orscale_jax.trees.names import Path, dotted, names_on
 
 Value = TypeVar("Value")
 
@@ -54,19 +54,19 @@ class Expressions(Generic[Value]):
         """Refuse a value that is not valid; ``name`` is for the message."""
         raise NotImplementedError
 
-    def values(self, leaves: Iterable[tuple[Any, Any]]) -> dict[str, Value]:
-        """The values of the leaves that an expression matches, by dotted path.
+    def values(self, leaves: Iterable[tuple[Any, Any]]) -> dict[Path, Value]:
+        """The values of the leaves that an expression matches, by path.
 
         Raises:
           ValueError: If an expression applies to no path.
         """
         return {
-            name: self.pairs[index][1]
-            for name, index in self._decisions(list(leaves)).items()
+            path: self.pairs[index][1]
+            for path, index in self._decisions(list(leaves)).items()
             if index is not None
         }
 
-    def _decisions(self, leaves: list[tuple[Any, Any]]) -> dict[str, int | None]:
+    def _decisions(self, leaves: list[tuple[Any, Any]]) -> dict[Path, int | None]:
         """The index of the first expression that matches, by path."""
         masked = any(isinstance(leaf, optax.MaskedNode) for _, leaf in leaves)
 
@@ -74,29 +74,29 @@ class Expressions(Generic[Value]):
             matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
             return next(matches, None)
 
-        decisions = {dotted(path): first(dotted(path)) for path, _ in leaves}
-        deciding = set(decisions.values())
+        by_name = {dotted(path): first(dotted(path)) for path, _ in leaves}
+        deciding = set(by_name.values())
         for index, (expression, _) in enumerate(self.pairs):
             # A masked node may stand for a subtree, whose names are not known.
             if index not in deciding and not masked:
-                self._refuse_idle(expression, decisions)
-        return decisions
+                self._refuse_idle(expression, by_name)
+        return {names_on(path): by_name[dotted(path)] for path, _ in leaves}
 
     def _refuse_idle(
-        self, expression: re.Pattern[str], decisions: dict[str, int | None]
+        self, expression: re.Pattern[str], by_name: dict[str, int | None]
     ) -> None:
         this = f"the expression {expression.pattern!r} of {self.source}"
-        for name, index in decisions.items():
+        for name, index in by_name.items():
             if index is not None and expression.search(name):
                 earlier = self.pairs[index][0].pattern
                 raise ValueError(
                     f"{this} decides nothing: earlier ones match all its parameters, as "
                     f"{earlier!r} matches {name!r}. Move it before them, or leave it out."
                 )
-        nearest = sorted(decisions, key=_likeness(expression.pattern), reverse=True)
+        nearest = sorted(by_name, key=_likeness(expression.pattern), reverse=True)
         raise ValueError(
             f"{this} matches no parameter. Correct it, or leave it out; of "
-            f"{len(decisions)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
+            f"{len(by_name)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
         )
 
 

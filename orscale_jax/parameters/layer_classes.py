@@ -11,7 +11,7 @@ from orscale_jax.parameters.classes_by_name import ClassesByName
 from orscale_jax.parameters.dimension_numbers import refuse_step_count
 from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import dotted
+from orscale_jax.trees.names import names_on
 
 ClassRules: TypeAlias = (
     Mapping[str, str]
@@ -83,7 +83,7 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
     given = compiled.values(leaves)
     names = ClassesByName.of(leaves)
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: given.get(dotted(path)) or names.layer_class(path), bare
+        lambda path, _: given.get(names_on(path)) or names.layer_class(path), bare
     )
 
 

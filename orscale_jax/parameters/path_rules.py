@@ -23,7 +23,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.names import dotted, listed, name_and_shape
+from orscale_jax.trees.names import Path, listed, name_and_shape, names_on
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
@@ -102,7 +102,7 @@ def by_path(
 
         def broadcast(prefix: Any, default: Any, subtree: PyTree) -> PyTree:
             return jax.tree_util.tree_map_with_path(
-                lambda path, _: decided.get(dotted(prefix + path), default), subtree
+                lambda path, _: decided.get(names_on(prefix + path), default), subtree
             )
 
         return jax.tree_util.tree_map_with_path(
@@ -112,9 +112,9 @@ def by_path(
     return numbers
 
 
-def _by_default_rule(tree: PyTree, decided: Collection[str]) -> PyTree:
+def _by_default_rule(tree: PyTree, decided: Collection[Path]) -> PyTree:
     """The numbers of the default rule, for the leaves that no expression matches."""
-    axes = default_rule(tree, lambda path: dotted(path) in decided)
+    axes = default_rule(tree, lambda path: names_on(path) in decided)
 
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
         return None if isinstance(axes(path, leaf), optax.MaskedNode) else _PLAIN
@@ -142,8 +142,8 @@ class PathRules(Expressions[Rule]):
 
     def numbers(
         self, leaves: Iterable[tuple[Any, Any]]
-    ) -> dict[str, DimensionNumbers | None]:
-        """The numbers of the leaves that an expression matches, by dotted path.
+    ) -> dict[Path, DimensionNumbers | None]:
+        """The numbers of the leaves that an expression matches, by path.
 
         Raises:
           ValueError: If an expression applies to no leaf, or a rule does not fit one.
@@ -153,20 +153,20 @@ class PathRules(Expressions[Rule]):
         arrays = [leaf for leaf in leaves if not isinstance(leaf[1], optax.MaskedNode)]
         self._refuse_stacks(decisions, arrays)
         return {
-            dotted(path): _apply(self.pairs[index], path, leaf, self.source)
+            names_on(path): _apply(self.pairs[index], path, leaf, self.source)
             for path, leaf in arrays
-            if (index := decisions[dotted(path)]) is not None
+            if (index := decisions[names_on(path)]) is not None
         }
 
     def _refuse_stacks(
-        self, decisions: dict[str, int | None], leaves: list[tuple[Any, Any]]
+        self, decisions: dict[Path, int | None], leaves: list[tuple[Any, Any]]
     ) -> None:
         """Refuse "matrix" where a leaf's rank is not 2, in one error per expression."""
         for index, (expression, rule) in enumerate(self.pairs):
             misfits = [
                 name_and_shape(path, leaf)
                 for path, leaf in leaves
-                if decisions[dotted(path)] == index
+                if decisions[names_on(path)] == index
                 and rule == "matrix"
                 and np.ndim(leaf) != 2
             ]

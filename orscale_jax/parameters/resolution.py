@@ -11,7 +11,7 @@ from orscale_jax.parameters.dimension_numbers import DimensionNumbers, refuse_st
 from orscale_jax.parameters.module_types import Numbers, Unresolved
 from orscale_jax.parameters.path_rules import PathRules, Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, dotted, keys_on, names_on
+from orscale_jax.trees.names import Path, dotted, keys_on, names_on, quoted
 
 Resolved: TypeAlias = Mapping[Path, DimensionNumbers | None]
 
@@ -40,14 +40,13 @@ def resolve(
     numbers: dict[Path, DimensionNumbers | None] = {}
     unresolved: list[str] = []
     for path, declared in by_type.items():
-        name = dotted(path)
-        if name in overridden:
-            numbers[path] = overridden[name]
+        if path in overridden:
+            numbers[path] = overridden[path]
         elif names.is_embedding_or_head(path) or not _keys(path).isdisjoint(heads):
             numbers[path] = None
         elif isinstance(declared, Unresolved):
             shape = np.shape(leaves[path])
-            unresolved.append(f"  {name!r} of shape {shape}: {declared.reason}")
+            unresolved.append(f"  {quoted(path)} of shape {shape}: {declared.reason}")
         else:
             numbers[path] = declared
     if unresolved:

@@ -145,7 +145,9 @@ def _check_interval(
     name: str, value: Any, inside: Callable[[float], bool], wanted: str
 ) -> None:
     _checks.number(name, value)
-    if not isinstance(value, jax.core.Tracer) and not inside(float(value)):
+    if isinstance(value, jax.core.Tracer):
+        return
+    if not inside(float(jax.device_get(value))):
         _checks.refuse(name, value, f"pass {wanted}")
 
 

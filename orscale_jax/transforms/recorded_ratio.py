@@ -46,22 +46,26 @@ def scale_by_recorded_trust_ratio(
     """
     if callable(trust_ratio):
         return optax.scale_by_schedule(_checks.scheduled("trust_ratio", trust_ratio))
-    _check(trust_ratio)
-    recorded = jnp.asarray(trust_ratio)
+    recorded = _checked(trust_ratio)
     if not recorded.ndim:
         return optax.stateless_with_tree_map(lambda u, _: u * recorded.astype(u.dtype))
 
     def at(step: jax.Array) -> jax.Array:
-        return recorded[jnp.minimum(step, recorded.size - 1)]
+        return jnp.asarray(recorded)[jnp.minimum(step, recorded.size - 1)]
 
     return optax.scale_by_schedule(at)
 
 
-def _check(trust_ratio: ArrayLike) -> None:
-    """Refuse all but finite numbers of shape (T,) or (), as far as they are known."""
+def _checked(trust_ratio: ArrayLike) -> jax.Array | np.ndarray:
+    """Numbers of shape (T,) or (), refused unless finite as far as they are known.
+
+    Those that are on the host stay there, as jax.transfer_guard demands.
+    """
     remedy = "pass finite ratios of shape (T,), all at least 0, one number, or a schedule"
+    given = jax.tree.leaves(trust_ratio)
+    of = jnp if any(isinstance(leaf, jax.Array) for leaf in given) else np
     try:
-        recorded = jnp.asarray(trust_ratio)
+        recorded = of.asarray(trust_ratio)
     except (TypeError, ValueError):
         _checks.refuse("trust_ratio", trust_ratio, remedy)
     kinds = (jnp.floating, jnp.integer)
@@ -69,7 +73,8 @@ def _check(trust_ratio: ArrayLike) -> None:
     if not number or recorded.ndim > 1 or not recorded.size:
         _checks.refuse("trust_ratio", trust_ratio, remedy)
     if isinstance(recorded, jax.core.Tracer):
-        return
-    values = np.asarray(recorded, np.float64)
+        return recorded
+    values = np.asarray(jax.device_get(recorded), np.float64)
     if not np.isfinite(values).all() or (values < 0).any():
         _checks.refuse("trust_ratio", trust_ratio, remedy)
+    return recorded

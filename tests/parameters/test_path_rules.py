@@ -15,6 +15,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, muon, orscale, orthogonalize
+from orscale_jax.diagnostics import layer_classes
 from orscale_jax.equinox import dimension_numbers
 
 PLAIN = Dims(0, 1)
@@ -284,3 +285,41 @@ def test_rules_that_do_not_fit_their_leaf(rule, leaf, words):
 def test_invalid_rules_are_refused_at_once(rules, words):
     with pytest.raises(ValueError, match=words):
         by_path(rules)
+
+
+def alike(dotted, nested):
+    """Two leaves of these shapes that print alike, as a.b."""
+    return {"a.b": jnp.ones(dotted), "a": {"b": jnp.ones(nested)}, "c": jnp.ones((4, 4))}
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_leaves_that_print_alike_have_rules_of_their_own(swap):
+    shapes = [(8, 16), (8,)][:: -1 if swap else 1]
+    params = alike(*shapes)
+    numbers = by_path({"c": "adamw"})(params)
+    assert numbers == {
+        "a.b": None if swap else PLAIN,
+        "a": {"b": PLAIN if swap else None},
+        "c": None,
+    }
+    for given in (None, numbers):
+        optimizer = muon(1e-3, weight_dimension_numbers=given)
+        momentum = optax.tree.get(jax.eval_shape(optimizer.init, params), "trace")
+        matrices = {leaf.shape for leaf in jax.tree.leaves(momentum)}
+        assert matrices == ({(8, 16), (4, 4)} if given is None else {(8, 16)})
+
+
+def test_a_rule_for_leaves_that_print_alike():
+    params = alike((8, 16), (4, 8, 6))
+    both = {"a.b": STACK, "a": {"b": STACK}, "c": PLAIN}
+    assert by_path({r"a\.b": STACK})(params) == both
+    others = {"a.b": PLAIN, "a": {"b": STACK}, "c": PLAIN}
+    assert by_path({"c": "adamw"}, otherwise=others)(params) == others | {"c": None}
+    message = r"parameter 'a\.b' of shape \(4, 8, 6\) is not of two axes"
+    with pytest.raises(ValueError, match=message):
+        by_path({r"a\.b": "matrix"})(params)
+    masked = params | {"a": {"b": optax.MaskedNode()}}
+    numbers = by_path({r"a\.b": "matrix"})(masked)
+    assert (numbers["a.b"], numbers["c"]) == (PLAIN, PLAIN)
+    classes = layer_classes(params | {"a.b": params["c"]}, {"c": "mixer"})
+    assert classes == {"a.b": "other", "a": {"b": "other"}, "c": "mixer"}
