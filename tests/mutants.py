@@ -653,7 +653,7 @@ MUTANTS = [
     ),
     Mutant(
         "anchor_weight_norm",
-        "_unset(before.calibration) | jnp.isinf(before.calibration)",
+        "unset | jnp.isinf(before.calibration)",
         "before.calibration >= 0",
         "test_reading.py -k before_the_norms",
     ),
