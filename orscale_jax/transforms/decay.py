@@ -32,6 +32,13 @@ def check_mask(mask: Mask | None) -> None:
         _checks.refuse("weight_decay_mask", mask, remedy)
 
 
+def refuse_name(argument: str, mask: Mask | None) -> None:
+    """Refuse "matrices" in a stage, which does not know the other parameters."""
+    if isinstance(mask, str):
+        remedy = "only a whole optimizer takes a string; pass a tree of booleans"
+        _checks.refuse(argument, mask, remedy)
+
+
 def mask_of_matrices(axes: PyTree) -> PyTree:
     """The mask called "matrices": True for each leaf that has axes of matrices."""
 
@@ -45,9 +52,7 @@ def add_decayed_weights(
     weight_decay: ArrayLike | optax.Schedule, mask: Mask | None
 ) -> optax.GradientTransformation:
     """:func:`optax.add_decayed_weights`, whose count does not advance before 0.2.7."""
-    if isinstance(mask, str):
-        remedy = "only a whole optimizer takes a string; pass a tree of booleans"
-        _checks.refuse("mask", mask, remedy)
+    refuse_name("mask", mask)
     stage = (
         _by_schedule(weight_decay)
         if callable(weight_decay)

@@ -18,7 +18,12 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.transforms import anchors
-from orscale_jax.transforms.decay import Mask, add_decayed_weights, is_mask_function
+from orscale_jax.transforms.decay import (
+    Mask,
+    add_decayed_weights,
+    is_mask_function,
+    refuse_name,
+)
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.fusion import in_stacks
 from orscale_jax.transforms.per_matrix import (
@@ -183,6 +188,7 @@ def scale_by_calibrated_trust_ratio(
     _checks.number("eps", eps, at_least=0)
     _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
     _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
+    refuse_name("weight_decay_mask", weight_decay_mask)
     rule = anchors.ANCHORS[anchor] if calibrate else anchors.UNCALIBRATED
     ratio = _TrustRatio(rule, consistent_rms, (eps, r_min, r_max, anchor_steps))
 

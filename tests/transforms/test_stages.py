@@ -86,6 +86,12 @@ def test_orthogonalize_leaves_masked_leaves_alone():
     np.testing.assert_array_equal(found["w"], stage.update({"w": x}, ())[0]["w"])
 
 
+def test_a_stage_does_not_take_the_name_of_a_mask():
+    """It does not know which of the other parameters are matrices."""
+    with pytest.raises(ValueError, match="weight_decay_mask='matrices'.* whole optim"):
+        scale_by_calibrated_trust_ratio(weight_decay_mask="matrices")
+
+
 @pytest.mark.parametrize("stage", [orthogonalize, scale_by_shape, normalize_vectors])
 def test_init_refuses_what_update_refuses(stage):
     params = {"b": jnp.ones(3), "w": jnp.ones((4, 6))}
