@@ -88,7 +88,7 @@ def test_orthogonalize_leaves_masked_leaves_alone():
 
 def test_a_stage_does_not_take_the_name_of_a_mask():
     """It does not know which of the other parameters are matrices."""
-    with pytest.raises(ValueError, match="weight_decay_mask='matrices'.* whole optim"):
+    with pytest.raises(ValueError, match=r"weight_decay_mask='matrices'.* whole optim"):
         scale_by_calibrated_trust_ratio(weight_decay_mask="matrices")
 
 
