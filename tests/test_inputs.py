@@ -552,10 +552,9 @@ def test_differentiated_by_zero_weights(name):
         return sum(jnp.sum(update) for update in updates.values())
 
     found = jax.grad(total)(params)
-    # r is constant there: only the first term of -η r̂ (λW + sQ) depends on W.
-    ratio = 0.5 if name == "vision" else 1
+    # r is 1 there: only the first term of -η r̂ (λW + sQ) depends on W.
     for key in ("w", "stack"):
-        np.testing.assert_allclose(found[key], -RATE * ratio * DECAY, rtol=1e-5)
+        np.testing.assert_allclose(found[key], -RATE * DECAY, rtol=1e-5)
 
 
 @ORSCALE
