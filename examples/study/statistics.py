@@ -113,7 +113,7 @@ def endpoint(found: Interval, margin: float) -> str:
 
 
 def p_value(values: Sequence[float]) -> float:
-    """Of a two-sided t test that the mean of a sample is zero."""
+    """The p-value of a two-sided t test that the mean of a sample is zero."""
     found = interval(values)
     if found.low == found.high:  # All values are the same.
         return float(found.mean == 0)
