@@ -152,7 +152,7 @@ def test_an_exported_step_on_auto_axes_iterates_without_communication():
 
 
 def test_symbolic_shapes():
-    """Of a batch, but not of parameters, whose shapes decide the program."""
+    """Batches may have them, but not parameters, whose shapes decide the program."""
     [size] = jax.export.symbolic_shape("size")
     optimizer = orthogonalize()
     params = {"w": random_tree(0)["up"]}
@@ -211,7 +211,7 @@ def train_step(optimizer, params, state, x):
 )
 @pytest.mark.parametrize("name", STEP_OF)
 def test_several_meshes_over_the_same_devices(name, of_params, of_batch, context):
-    """As in big_vision. The program calls back to the partitioner, as on one mesh."""
+    """big_vision has two. The program calls back to the partitioner, as on one mesh."""
     first, last = (MESHES[key] for key in (of_params.split(" and ") * 2)[:2])
     params = {k: random_tree(0)[k] for k in ("up", "down")}
     x = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)

@@ -420,7 +420,7 @@ def test_the_ratio_inside_the_wrapper_is_anchored_by_directions():
 
 
 def test_the_ratio_alone_is_anchored_by_every_d():
-    """As its docstring says: without ``moving`` it cannot tell λW from a direction."""
+    """Its docstring says so: without ``moving`` it cannot tell λW from a direction."""
     ratio = scale_by_calibrated_trust_ratio(eps=0.0, weight_dimension_numbers=Dims(1, 2))
     decay = jax.tree.map(lambda w: 0.1 * w, PARAMS)
     state = ratio.init(PARAMS)

@@ -41,7 +41,7 @@ def in_a_group(error):
 
 
 def quoted(error):
-    """As by TensorStore, in the middle of a long text."""
+    """A cause quoted as by TensorStore, in the middle of a long text."""
     raise ValueError(f"UNKNOWN: Failed [os_error_code='{error.errno}'] [spec='{{}}']")
 
 
