@@ -35,7 +35,7 @@ test-extended: $(VENV)/.has-examples,test ## Run those of tests/extended.txt as 
 # Of the versions that pyproject.toml promises, the oldest, on what touches them.
 OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.6
 OLDEST_TESTS := tests/test_optimizers.py tests/test_checkpoints.py tests/transforms/test_stages.py \
-	tests/trees tests/distributed/test_param_shardings.py tests/flax/test_annotations.py
+	tests/trees tests/sharding/test_param_shardings.py tests/flax/test_annotations.py
 
 test-oldest: ## Run the tests that touch JAX and Optax most, on their oldest versions.
 	@$(MAKE) --no-print-directory VENV=.venv-oldest .venv-oldest/.has-examples,test

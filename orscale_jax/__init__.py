@@ -7,7 +7,6 @@ from orscale_jax.audit.describe import describe as describe
 from orscale_jax.audit.description import Description as Description
 from orscale_jax.audit.plans import Placed as Placed, Stack as Stack
 from orscale_jax.audit.rows import ParameterRow as ParameterRow, Total as Total
-from orscale_jax.distributed.state_shardings import state_shardings as state_shardings
 from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
 from orscale_jax.newton_schulz.polar_express import (
     polar_express_coefficients as polar_express_coefficients,
@@ -16,6 +15,7 @@ from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers as BlockDimensionNumbers,
 )
 from orscale_jax.parameters.path_rules import by_path as by_path
+from orscale_jax.sharding.state_shardings import state_shardings as state_shardings
 from orscale_jax.transforms.attention import (
     AttentionHeads as AttentionHeads,
     QueryKey as QueryKey,

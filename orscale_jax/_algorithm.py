@@ -14,13 +14,13 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.distributed.param_shardings import ParamShardings
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
     matrix_axes,
 )
+from orscale_jax.sharding.param_shardings import ParamShardings
 from orscale_jax.transforms.decay import (
     Mask,
     add_decayed_weights,

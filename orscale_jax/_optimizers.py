@@ -15,9 +15,9 @@ from orscale_jax._algorithm import (
     Stages,
     build,
 )
-from orscale_jax.distributed.param_shardings import ParamShardings
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.sharding.param_shardings import ParamShardings
 from orscale_jax.transforms.anchors import FIRST
 from orscale_jax.transforms.decay import Mask
 

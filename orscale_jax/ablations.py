@@ -28,12 +28,12 @@ import optax
 
 from orscale_jax._algorithm import Links, Stages, with_arguments_of
 from orscale_jax._optimizers import orscale
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     require_matrices,
 )
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.anchors import not_one
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.per_matrix import map_matrices, per_matrix_stage, spread

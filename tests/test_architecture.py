@@ -15,11 +15,26 @@ PACKAGE = ROOT / "orscale_jax"
 FOLDERS = {
     "trees": set(),
     "newton_schulz": set(),
-    "distributed": {"newton_schulz", "trees"},
-    "parameters": {"distributed", "trees"},
-    "transforms": {"distributed", "newton_schulz", "parameters", "trees"},
-    "audit": {"distributed", "newton_schulz", "parameters", "transforms", "trees"},
-    "diagnostics": {"distributed", "newton_schulz", "parameters", "transforms", "trees"},
+    "sharding": {"trees"},
+    "distributed": {"newton_schulz", "sharding"},
+    "parameters": {"sharding", "trees"},
+    "transforms": {"distributed", "newton_schulz", "parameters", "sharding", "trees"},
+    "audit": {
+        "distributed",
+        "newton_schulz",
+        "parameters",
+        "sharding",
+        "transforms",
+        "trees",
+    },
+    "diagnostics": {
+        "distributed",
+        "newton_schulz",
+        "parameters",
+        "sharding",
+        "transforms",
+        "trees",
+    },
     "flax": {"parameters", "trees"},
 }
 # Modules of the package itself that every folder may import, and one exception.

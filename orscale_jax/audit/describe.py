@@ -19,7 +19,7 @@ from orscale_jax.audit.description import Description
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.audit.state import AbstractState, Kept, leaves_by_path, nbytes
-from orscale_jax.distributed import platforms, typed_sharding
+from orscale_jax.distributed import platforms
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -30,6 +30,7 @@ from orscale_jax.parameters.dimension_numbers import (
     matrix_axes,
 )
 from orscale_jax.parameters.layer_classes import layer_classes
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from orscale_jax import _checks
-from orscale_jax.distributed import typed_sharding
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.pooled_ratio import class_labels
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import distinct_names

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
     matrix_axes,
 )
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.names import name_and_shape

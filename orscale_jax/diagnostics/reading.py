@@ -12,13 +12,13 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
 from orscale_jax.diagnostics.rates import LearningRate, learning_rates
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
     matrix_axes,
 )
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.initial_norm import InitialNormState

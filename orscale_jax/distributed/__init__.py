@@ -9,17 +9,13 @@ platforms          the one table of platform policy
 buckets, planner   the plan of a mesh; neither imports JAX
 exchange, columns  its execution, inside ``jax.shard_map``
 stacks, chunks     the plan of one device, and its execution in bounded memory
-meshes             which mesh arrays are on
 shards             functions of one device's shards, where shardings are known
 partitioner        the same where only XLA's partitioner knows them
 lowering           what is chosen when a program is lowered: for export, for which devices
 named_shardings    the partitioner's shardings by the names of a mesh's axes
-typed_sharding     shardings that are part of arrays' types
 reductions         reductions of many arrays, which GPUs finish together
 horizontal_fusion  stacks of small arrays, of which GPUs compute many in one kernel
-param_shardings    shardings from an argument or from annotations
-state_shardings    the public ``state_shardings``
 =================  ===================================================================
 
-Imports ``newton_schulz``, ``trees`` and ``_checks``.
+Imports ``newton_schulz`` and ``sharding``.
 """

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.distributed.columns import Columns
+from orscale_jax.sharding import typed_sharding
 
 # Several arrays to their polar factors, given for each the devices that hold the other
 # columns of its matrices, or None.

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from orscale_jax.distributed import meshes, partitioner, shards, typed_sharding
+from orscale_jax.distributed import partitioner, shards
 from orscale_jax.distributed.buckets import ShardedArray
 from orscale_jax.distributed.chunks import map_chunks
 from orscale_jax.distributed.columns import Columns
@@ -36,6 +36,7 @@ from orscale_jax.distributed.stacks import (
 )
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.polar import NewtonSchulz, newton_schulz, one_by_one
+from orscale_jax.sharding import meshes, typed_sharding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

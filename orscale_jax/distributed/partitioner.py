@@ -11,9 +11,10 @@ import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from orscale_jax.distributed import lowering, meshes, named_shardings
+from orscale_jax.distributed import lowering, named_shardings
 from orscale_jax.distributed.buckets import count_devices
 from orscale_jax.distributed.shards import PerDevice, sharded_array
+from orscale_jax.sharding import meshes
 
 # spread_out(mesh, arrays, scalars) returns results of the arrays' shapes.
 SpreadOut: TypeAlias = Callable[

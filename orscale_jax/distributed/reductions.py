@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.distributed import meshes
 from orscale_jax.distributed.platforms import GPUS
+from orscale_jax.sharding import meshes
 
 # A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result
 # whether it reduces along several axes at once or along one after the other.

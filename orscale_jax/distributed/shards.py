@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from orscale_jax.distributed import meshes, typed_sharding
 from orscale_jax.distributed.buckets import ShardedArray
+from orscale_jax.sharding import meshes, typed_sharding
 
 # per_device(shards, arrays, mesh_shape, **scalars) returns results of the shards' shapes.
 # It is also given the whole arrays as the plan sees them, and the lengths of mesh axes.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.distributed import typed_sharding
+from orscale_jax.sharding import typed_sharding
 
 
 class StackKey(NamedTuple):

@@ -15,5 +15,5 @@ module_trees        models that are trees of modules
 matrix_specs        the shardings of the matrices in a leaf
 ==================  ==================================================================
 
-Imports ``trees``, ``_checks``, and the part of ``distributed`` that reads types.
+Imports ``sharding``, ``trees`` and ``_checks``.
 """

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from orscale_jax.distributed import typed_sharding
+from orscale_jax.sharding import typed_sharding
 
 
 @dataclasses.dataclass(frozen=True)

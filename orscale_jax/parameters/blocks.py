@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.axes import MatrixAxes, square_root
+from orscale_jax.sharding import typed_sharding
 
 
 @dataclasses.dataclass(frozen=True)

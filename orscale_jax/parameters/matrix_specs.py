@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.sharding import typed_sharding
 
 
 @functools.lru_cache(maxsize=4096)

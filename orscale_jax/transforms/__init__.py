@@ -17,5 +17,6 @@ fusion                has XLA merge GPU kernels of small leaves
 qk_clip, attention    rescales queries and keys; finds them
 ====================  ================================================================
 
-Imports ``parameters``, ``distributed``, ``newton_schulz``, ``trees`` and ``_checks``.
+Imports ``distributed``, ``newton_schulz``, ``parameters``, ``sharding``, ``trees`` and
+``_checks``.
 """

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed import typed_sharding
+from orscale_jax.sharding import typed_sharding
 
 
 def in_float32(

@@ -10,14 +10,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.distributed import (
-    engine,
-    meshes,
-    param_shardings as _param_shardings,
-    typed_sharding,
-)
+from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import Execution
-from orscale_jax.distributed.param_shardings import ParamShardings
 from orscale_jax.newton_schulz import preconditioning, symmetric
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -28,6 +22,12 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.parameters.matrix_specs import matrix_specs
+from orscale_jax.sharding import (
+    meshes,
+    param_shardings as _param_shardings,
+    typed_sharding,
+)
+from orscale_jax.sharding.param_shardings import ParamShardings
 from orscale_jax.transforms.per_matrix import map_matrices
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays
 

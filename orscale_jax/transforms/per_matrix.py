@@ -10,7 +10,6 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.distributed.reductions import Reduction, reduce_all
 from orscale_jax.parameters.axes import square_root
 from orscale_jax.parameters.blocks import LeafAxes
@@ -19,6 +18,7 @@ from orscale_jax.parameters.dimension_numbers import (
     is_axes_leaf,
     require_matrices,
 )
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.fusion import in_stacks
 from orscale_jax.trees.boxes import PyTree, box_like, on_bare_arrays, unbox
 from orscale_jax.trees.names import name_and_shape

@@ -10,13 +10,13 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_function,
     require_matrices,
 )
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.per_matrix import map_matrices, spread
 from orscale_jax.transforms.trust_ratio import ratio_bounds
 from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox

@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.distributed import typed_sharding
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.attention import (
     Attention,
     Attentions,

@@ -11,12 +11,12 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.distributed import typed_sharding
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     require_matrices,
 )
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import anchors
 from orscale_jax.transforms.decay import (
     Mask,

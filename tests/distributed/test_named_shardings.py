@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from orscale_jax.distributed import named_shardings, typed_sharding
+from orscale_jax.distributed import named_shardings
+from orscale_jax.sharding import typed_sharding
 
 
 def make_mesh(**sizes):

@@ -12,9 +12,9 @@ from orscale_jax import describe, orthogonalize
 from orscale_jax.distributed import platforms
 from orscale_jax.distributed.buckets import ShardedArray
 from orscale_jax.distributed.planner import plan_buckets
-from orscale_jax.distributed.typed_sharding import axes_of
 from orscale_jax.newton_schulz.coefficients import coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.sharding.typed_sharding import axes_of
 from tests.oracle import svd_polar
 from tests.platforms import orthogonalize_as
 

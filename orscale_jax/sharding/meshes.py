@@ -7,7 +7,7 @@ import jax
 from jax._src import core
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from orscale_jax.distributed import typed_sharding
+from orscale_jax.sharding import typed_sharding
 
 
 def mesh_of(

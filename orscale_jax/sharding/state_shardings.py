@@ -6,7 +6,7 @@ import jax
 import optax
 from jax.sharding import NamedSharding
 
-from orscale_jax.distributed import typed_sharding
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import name_and_shape
 

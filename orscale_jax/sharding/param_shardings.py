@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax import _checks
-from orscale_jax.distributed import meshes, typed_sharding
+from orscale_jax.sharding import meshes, typed_sharding
 from orscale_jax.trees.boxes import annotated_spec, is_box, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, name_and_shape, names_on
