@@ -100,8 +100,7 @@ def orscale(
         accumulate in float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
-      ns_products: ``"xla"`` or ``"pallas"``: kernels for symmetric products on GPUs and
-        TPUs, not timed yet; see :func:`orthogonalize`. On CPUs both are the same.
+      ns_products: Deprecated; see :func:`orthogonalize`.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
@@ -235,8 +234,7 @@ def muon(
         accumulate in float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
-      ns_products: ``"xla"`` or ``"pallas"``: kernels for symmetric products on GPUs and
-        TPUs; see :func:`orthogonalize`. On CPUs both are the same.
+      ns_products: Deprecated; see :func:`orthogonalize`.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they

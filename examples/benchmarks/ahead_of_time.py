@@ -82,8 +82,6 @@ class Options:
     """Of these and optax.adamw."""
     layers: int | None = None
     """How many of a model's first layers; all without it."""
-    ns_products: str = "xla"
-    """As of orscale: with pallas, what the kernels compute is not among the FLOPs."""
     dump: pathlib.Path | None = None
     """Where the compiled text goes, a file for each case and contender."""
     compiler_options: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -118,7 +116,6 @@ def lowered(
     axes: Iterable[str],
     devices: np.ndarray,
     contender: str,
-    ns_products: str = "xla",
 ) -> jax.stages.Lowered:
     """The program of a donated step. All multiply in bfloat16.
 
@@ -131,9 +128,7 @@ def lowered(
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
     specs = {name: leaf.spec for name, leaf in leaves.items()}
     told = specs if contender == ON_AUTO_AXES else None
-    optimizer = contenders(numbers, jnp.bfloat16, told, ns_products)[
-        contender.split(" on ")[0]
-    ]
+    optimizer = contenders(numbers, jnp.bfloat16, told)[contender.split(" on ")[0]]
     params = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, jnp.float32, sharding=NamedSharding(mesh, leaf.spec)
@@ -171,7 +166,7 @@ def measure(
         title = f"{title}, {options.layers} layers"
     devices = devices_of(name)  # The first time, this loads the compiler.
     began = time.perf_counter()
-    module = lowered(leaves, case.mesh, devices, contender, options.ns_products)
+    module = lowered(leaves, case.mesh, devices, contender)
     halfway = time.perf_counter()
     program = module.compile(compiler_options=dict(options.compiler_options))
     ended = time.perf_counter()

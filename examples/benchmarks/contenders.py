@@ -36,7 +36,6 @@ def contenders(
     numbers: Any,
     ns_dtype: DTypeLike | None,
     param_shardings: Any = None,
-    ns_products: str = "xla",
 ) -> dict[str, optax.GradientTransformation]:
     """AdamW, Optax's Muon, and the two optimizers of this library, by name.
 
@@ -44,12 +43,8 @@ def contenders(
       numbers: Dimension numbers, as all of them take them.
       ns_dtype: The dtype of our products; Optax multiplies in the gradients'.
       param_shardings: As of orscale, on Auto axes.
-      ns_products: As of orscale.
     """
-    ours = _ours(numbers, ns_dtype) | {
-        "param_shardings": param_shardings,
-        "ns_products": ns_products,
-    }
+    ours = _ours(numbers, ns_dtype) | {"param_shardings": param_shardings}
     return {
         "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
         "optax.contrib.muon": optax.contrib.muon(

@@ -132,7 +132,6 @@ def _on_platform(
         settings,
         dtype=platform.dtype,
         by_strips=platform.one_by_one,
-        kernel=platform.kernel if settings.products == "pallas" else None,
         hide_coefficients=platform.hide_coefficients,
     )
     sent = _to_send(platform, settings, matrices)

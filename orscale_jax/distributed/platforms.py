@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 
 from orscale_jax.distributed.buckets import CostModel
 from orscale_jax.distributed.lowering import with_layout
-from orscale_jax.newton_schulz import symmetric
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 
 
@@ -41,8 +40,6 @@ class Platform(NamedTuple):
         and after their stacks.
       custom_partitioning: Whether the compiler's partitioner asks for the program of one
         device. (libtpu's does not.)
-      kernel: The kernel for symmetric products if the user asks for Pallas; None if there
-        is none, and XLA computes them.
       flops_per_byte: See :class:`orscale_jax.distributed.buckets.CostModel`.
     """
 
@@ -58,7 +55,6 @@ class Platform(NamedTuple):
     join_in_place: bool = False
     row_major: bool = False
     custom_partitioning: bool = True
-    kernel: symmetric.Kernel | None = None
     flops_per_byte: int = 2000
 
     def cost_model(self, settings: NewtonSchulz) -> CostModel:
@@ -108,7 +104,6 @@ GPU = Platform(
     chunk_bytes=5 * 2**23,
     round_first=True,
     row_major=True,
-    kernel=symmetric.TRITON,
 )
 # A TPU cannot prefetch the previous kernel's result: between two products of one chunk
 # it runs one of another. Operands of 16 MiB fit into the core's own memory.
@@ -119,11 +114,10 @@ TPU = Platform(
     interleave=2,
     hide_coefficients=True,
     constrain_layout=True,
-    kernel=symmetric.TPU,
     join_in_place=True,
 )
-# On Auto axes with unknown shardings. The partitioner cannot divide a kernel.
-TPU_AUTO = GPU._replace(round_first=False, custom_partitioning=False, kernel=None)
+# On Auto axes with unknown shardings.
+TPU_AUTO = GPU._replace(round_first=False, custom_partitioning=False)
 
 PLATFORMS: Mapping[str, Platform] = {
     "cpu": CPU,

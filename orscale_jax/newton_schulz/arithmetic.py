@@ -2,18 +2,26 @@
 
 import dataclasses
 import itertools
+import sys
+import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from types import FrameType
+from typing import Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.newton_schulz.symmetric import (
-    SUBSCRIPTS,
-    Axes,
-    Kernel,
-    symmetric_product,
-)
+from orscale_jax import _checks
+
+# The axis of the left operand that has the product's rows, and that of the right one
+# that has its columns. Each operand's other axis is summed over.
+Axes: TypeAlias = tuple[int, int]
+
+_SUBSCRIPTS: dict[Axes, str] = {
+    (-2, -2): "...ik,...jk->...ij",
+    (-1, -1): "...ki,...kj->...ij",
+    (-2, -1): "...ik,...kj->...ij",
+}
 
 
 class ColumnShards(Protocol):
@@ -53,18 +61,16 @@ class Arithmetic:
       columns: The devices that hold the other columns of the matrices, if any.
       by_strips: Whether large symmetric products are computed in strips, and the part
         below the diagonal copied from the part above it.
-      kernel: Computes the symmetric products that it supports, instead of XLA.
     """
 
     dtype: jnp.dtype
     columns: ColumnShards | None = None
     by_strips: bool = False
-    kernel: Kernel | None = None
 
     @property
     def plain(self) -> "Arithmetic":
-        """The same dtypes, with every product in one piece, by XLA."""
-        return dataclasses.replace(self, by_strips=False, kernel=None)
+        """The same dtypes, with every product in one piece."""
+        return dataclasses.replace(self, by_strips=False)
 
     @property
     def accumulator(self) -> jnp.dtype:
@@ -128,9 +134,7 @@ class Arithmetic:
         """A product whose rows and columns are the operands' ``axes``."""
         of_x, of_y = axes
         size = x.shape[of_x]
-        if self.kernel is not None and self.kernel.takes(x.dtype, size):
-            return symmetric_product(x, y, axes, self.kernel)
-        subscripts = SUBSCRIPTS[axes]
+        subscripts = _SUBSCRIPTS[axes]
         if not self.by_strips or size < _SMALLEST_IN_STRIPS:
             return self.einsum(subscripts, x, y)
         at = [size * i // _STRIPS for i in range(_STRIPS + 1)]
@@ -163,3 +167,25 @@ class Arithmetic:
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of sums: float64 for float64, float32 for anything narrower."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+
+
+def check_products(name: str, value: str) -> None:
+    """Refuse ``value`` unless it is ``"xla"``, or ``"pallas"``, which is deprecated."""
+    _checks.choice(name, value, ("xla", "pallas"))
+    if value == "pallas":
+        warnings.warn(
+            f"{name}='pallas' has no effect: the Pallas kernels have been removed, and "
+            f"XLA computes all products, with the same results. Leave out {name}.",
+            DeprecationWarning,
+            stacklevel=_callers_in_package(),
+        )
+
+
+def _callers_in_package() -> int:
+    """The number of frames between the caller and the first one of other code."""
+    package = __name__.partition(".")[0]
+    frame: FrameType | None = sys._getframe(1)
+    depth = 1
+    while frame and frame.f_globals.get("__name__", "").startswith(package):
+        frame, depth = frame.f_back, depth + 1
+    return depth

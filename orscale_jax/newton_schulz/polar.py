@@ -26,7 +26,6 @@ from orscale_jax.newton_schulz.coefficients import (
     rows_of,
 )
 from orscale_jax.newton_schulz.preconditioning import Start
-from orscale_jax.newton_schulz.symmetric import Kernel
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,9 +39,6 @@ class NewtonSchulz:
       preconditioning: ``"frobenius"`` or ``"aol"``.
       dtype: The dtype of the products' operands; None for the platform's default.
       by_strips: Whether large Gram matrices are computed in strips.
-      products: ``"xla"`` or ``"pallas"``: what computes symmetric products on platforms
-        that have a kernel.
-      kernel: The platform's kernel, if symmetric products are computed by it.
       hide_coefficients: Whether to hide the coefficients from the compiler: all steps
         then look the same to it, and it compiles one of them.
     """
@@ -52,8 +48,6 @@ class NewtonSchulz:
     preconditioning: str
     dtype: DTypeLike | None = None
     by_strips: bool = False
-    products: str = "xla"
-    kernel: Kernel | None = None
     hide_coefficients: bool = False
 
     @property
@@ -87,7 +81,7 @@ class NewtonSchulz:
 
     def arithmetic(self, columns: ColumnShards | None = None) -> Arithmetic:
         """The arithmetic of the products, for whole matrices or for column shards."""
-        return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips, self.kernel)
+        return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips)
 
 
 def polar_factor(

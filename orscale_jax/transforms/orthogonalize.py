@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import Execution
-from orscale_jax.newton_schulz import preconditioning, symmetric
+from orscale_jax.newton_schulz import arithmetic, preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.parameters.blocks import LeafAxes
@@ -52,11 +52,8 @@ def orthogonalize(
         :func:`polar_express_coefficients` makes.
       ns_dtype: See ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: See ``preconditioning`` of :func:`polar_factor`.
-      ns_products: ``"xla"``, or ``"pallas"`` to compute symmetric products with as few as
-        half of the operations, by a kernel for GPUs (Triton) or for TPUs. The kernels
-        take bfloat16 (on GPUs also float16) and products of at least 512 rows (768 on
-        TPUs). XLA computes everything else: other dtypes, every product on CPUs, and on
-        TPUs arrays on Auto axes whose shardings are unknown.
+      ns_products: Deprecated. XLA computes all products: ``"pallas"`` gives a warning and
+        the same results as ``"xla"``.
       max_stack_bytes: The largest stack on each device, in bytes. Leaves whose matrices
         have the same shape, or its transpose, go through Newton–Schulz together in
         stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU,
@@ -88,7 +85,7 @@ def orthogonalize(
     _checks.count("ns_steps", ns_steps)
     _checks.dtype("ns_dtype", ns_dtype)
     preconditioning.check("ns_preconditioning", ns_preconditioning)
-    _checks.choice("ns_products", ns_products, symmetric.PRODUCTS)
+    arithmetic.check_products("ns_products", ns_products)
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
@@ -98,7 +95,6 @@ def orthogonalize(
         table=coefficient_table(ns_coeffs, argument="ns_coeffs"),
         preconditioning=ns_preconditioning,
         dtype=ns_dtype,
-        products=ns_products,
     )
     return orthogonalize_by(
         Execution(settings, max_stack_bytes, mesh),
