@@ -274,9 +274,9 @@ MUTANTS = [
         "test_dimension_numbers.py",
     ),
     Mutant(
-        "map_stacks",
-        "q if q.shape == matrices[i].shape else q.mT",
-        "q.reshape(matrices[i].shape)",
+        "unstack",
+        "x if x.shape == like[i].shape else x.mT",
+        "x.reshape(like[i].shape)",
         "test_stacks.py",
     ),
     Mutant(
@@ -347,8 +347,8 @@ MUTANTS = [
     ),
     Mutant(
         "is_wide",
-        "return m < n or (m == n and (by_rows or not self.may_transpose))",
-        "return m < n or (m == n and by_rows)",
+        "self.may_transpose and (by_columns_alone or out_of_order)",
+        "by_columns_alone or out_of_order",
         "test_mesh.py -k aol",
     ),
     Mutant(
@@ -400,7 +400,7 @@ MUTANTS = [
         "test_shared_matrices.py -k one_device",
     ),
     Mutant(
-        "_by_layout",
+        "_is_before",
         "first += sum(packing.layout.slots for packing in run)",
         "first += sum(packing.layout.matrices for packing in run)",
         "test_shared_matrices.py -k one_device",
@@ -442,7 +442,7 @@ MUTANTS = [
         "test_mesh.py -k told_apart",
     ),
     Mutant(
-        "sent_dtype",
+        "packed_dtype",
         "self.dtype if as_wide and narrower else dtype",
         "dtype",
         "test_mesh.py -k bfloat16",
@@ -461,7 +461,7 @@ MUTANTS = [
     ),
     Mutant(
         "_on_platform",
-        "map(typed_sharding.shard_as, qs, matrices, shardings.factors)",
+        "map(typed_sharding.shard_as, qs, xs, of_factors)",
         "qs",
         "test_mesh.py -k narrow",
     ),

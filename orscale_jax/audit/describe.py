@@ -19,7 +19,7 @@ from orscale_jax.audit.description import Description
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.audit.state import AbstractState, Kept, leaves_by_path, nbytes
-from orscale_jax.distributed import platforms
+from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -98,14 +98,12 @@ def describe(
       Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
     """
     _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
-    limits = platforms.PLATFORMS[_platform(platform, params)].limited(
-        ns_dtype, max_stack_bytes
-    )
     _checks.count("ns_steps", ns_steps)
     preconditioning.check("ns_preconditioning", ns_preconditioning)
     settings = NewtonSchulz(
         ns_steps, coefficient_table(ns_coeffs, argument="ns_coeffs"), ns_preconditioning
     )
+    planned_for = PLATFORMS[_platform(platform, params)](settings)
     leaf_of = leaves_by_path(unbox(params))
     state = None if optimizer is None else AbstractState.of(optimizer, params)
     axes_of = _matrices(weight_dimension_numbers, params, state)
@@ -128,7 +126,7 @@ def describe(
         rows,
         None if state is None else nbytes(state.shared),
         next((mesh for mesh in meshes if mesh), {}),
-        Planning(limits, settings),
+        Planning(planned_for.with_overrides(ns_dtype, max_stack_bytes)),
         rows,
     )
 

@@ -114,7 +114,7 @@ class Description:
         return [row for row in self._planned if row.rule == "matrix"]
 
     def _limited(self, max_bytes: int | None, dtype: DTypeLike | None) -> Planning:
-        platform = self._planning.platform.limited(dtype, max_bytes)
+        platform = self._planning.platform.with_overrides(dtype, max_bytes)
         return self._planning._replace(platform=platform)
 
     def _selected(self, plan: Sequence[_Entry]) -> list[_Entry]:

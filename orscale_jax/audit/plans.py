@@ -1,6 +1,5 @@
 """The plan of Newton–Schulz for the rows of a description, as the optimizer runs it."""
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,11 +9,9 @@ import numpy as np
 
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.distributed.buckets import Bucket, ShardedArray
-from orscale_jax.distributed.planner import plan_buckets
 from orscale_jax.distributed.platforms import Platform
+from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
-from orscale_jax.newton_schulz.polar import NewtonSchulz
-from orscale_jax.newton_schulz.preconditioning import may_transpose_squares
 from orscale_jax.transforms.float32 import compute_dtype
 
 _NAMES = 4  # The number of names shown for a stack.
@@ -87,15 +84,13 @@ class Placed(NamedTuple):
 
 
 class Planning(NamedTuple):
-    """The settings on which a plan depends.
+    """The plans of a platform for rows of a description.
 
     Attributes:
-      platform: The policy of the platform, with the user's dtype and limits.
-      settings: The Newton–Schulz iteration.
+      platform: The platform, with the user's iteration, dtype and limits.
     """
 
     platform: Platform
-    settings: NewtonSchulz
 
     def stacks(self, rows: Sequence[ParameterRow]) -> list[Stack]:
         """The stacks of one device, for rows of matrices."""
@@ -103,7 +98,8 @@ class Planning(NamedTuple):
             StackKey((*row.batch_shape, *sorted((row.m, row.n))), self._dtype(row))
             for row in rows
         ]
-        plan = plan_stacks(keys, self.platform.stack_bytes, self.platform.stack_length)
+        limits = self.platform.limits
+        plan = plan_stacks(keys, limits.stack_bytes, limits.stack_length)
         return [
             Stack(
                 (len(members), *keys[members[0]].shape),
@@ -116,29 +112,21 @@ class Planning(NamedTuple):
         self, rows: Sequence[ParameterRow], mesh_shape: Mapping[str, int]
     ) -> list[Placed]:
         """The buckets of a mesh, for rows of matrices."""
-        may_transpose = may_transpose_squares(self.settings.preconditioning)
         arrays = [
             ShardedArray(
                 shape := (*row.batch_shape, row.m, row.n),
                 self._dtype(row),
                 row.mesh_axes or ((),) * len(shape),
-                may_transpose,
             )
             for row in rows
         ]
-        settings = dataclasses.replace(self.settings, dtype=self.platform.dtype)
-        buckets = plan_buckets(
-            arrays,
-            mesh_shape,
-            self.platform.stack_bytes,
-            self.platform.cost_model(settings),
-        )
+        buckets = plan_exchange(self.platform, arrays, mesh_shape)
         return [_placed(bucket, rows) for bucket in buckets]
 
     def _dtype(self, row: ParameterRow) -> np.dtype:
         """The dtype in which the matrices of a row are stacked and sent."""
         dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
-        return self.platform.sent_dtype(dtype)
+        return self.platform.packed_dtype(dtype)
 
 
 def _placed(bucket: Bucket, rows: Sequence[ParameterRow]) -> Placed:

@@ -5,12 +5,15 @@ The entry is ``engine``: it plans, and executes the plan. Arrays of matrices
 
 =================  ===================================================================
 engine             the entry, with a branch for each platform
-platforms          the one table of platform policy
+platforms/         what each platform does with matrices, one class for each
+stacks             the plan of one device: which arrays share a stack
 buckets, planner   the plan of a mesh; neither imports JAX
-exchange, columns  its execution, inside ``jax.shard_map``
-stacks, chunks     the plan of one device, and its execution in bounded memory
-shards             functions of one device's shards, where shardings are known
+exchange           its execution, inside ``jax.shard_map``
+column_groups      sums over devices that share a matrix
+chunks             Newton–Schulz of large stacks in bounded memory
+shards             the program of one device, where shardings are known
 partitioner        the same where only XLA's partitioner knows them
+spreading          stacks that the partitioner spreads, where it cannot call back
 lowering           what is chosen when a program is lowered: for export, for which devices
 named_shardings    the partitioner's shardings by the names of a mesh's axes
 reductions         reductions of many arrays, which GPUs finish together

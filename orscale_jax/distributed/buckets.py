@@ -1,4 +1,4 @@
-"""The parts of a plan: which matrices travel together, and between which devices.
+"""The parts of a plan: which matrices are sent together, and between which devices.
 
 The devices of a mesh fall into groups of equal size. The devices of one group hold the
 shards of the same matrices, and all groups do the same with theirs.
@@ -41,9 +41,9 @@ class ShardedArray(NamedTuple):
 
     Attributes:
       shape: ``(*batch, m, n)``, of the whole array.
-      dtype: The dtype in which its matrices travel.
+      dtype: The dtype in which its matrices are sent.
       axes: For each axis of the array, the axes of the mesh over which it is sharded.
-      may_transpose: Whether square matrices may travel as their transposes.
+      may_transpose: Whether square matrices may be sent transposed.
     """
 
     shape: tuple[int, ...]
@@ -53,16 +53,17 @@ class ShardedArray(NamedTuple):
 
     @property
     def is_wide(self) -> bool:
-        """Whether its matrices travel as they are, and not as their transposes.
+        """Whether its matrices are sent as they are, and not as their transposes.
 
-        Matrices with m < n do. Squares that may be transposed do if they are sharded by
-        rows; those that are sharded by columns are transposed, so that they can travel
-        with squares and wide matrices that are sharded by rows.
+        Squares sharded by columns are sent transposed, so that they can share a bucket
+        with wide matrices. So are those sharded by both whose mesh axes are out of order.
         """
         *_, m, n = self.shape
         *_, rows, columns = self.axes
-        by_rows = (bool(columns), rows) <= (bool(rows), columns)
-        return m < n or (m == n and (by_rows or not self.may_transpose))
+        by_columns_alone = bool(columns) and not rows
+        out_of_order = bool(columns) and rows > columns
+        transposed = self.may_transpose and (by_columns_alone or out_of_order)
+        return m < n or (m == n and not transposed)
 
     @property
     def transposed(self) -> "ShardedArray":
@@ -87,7 +88,7 @@ class MatrixSlice(NamedTuple):
       array: The index of the array.
       start: The first of them, counting the matrices of which a device holds a shard.
       stop: The one after the last.
-      transposed: Whether they travel as their transposes.
+      transposed: Whether they are sent transposed.
     """
 
     array: int
@@ -140,7 +141,7 @@ class Bucket(NamedTuple):
       layouts: The matrices, in the order of the devices to which they go: first those
         with column shards, which all have the same number of them.
       shape: ``(m, n)`` of a matrix, or of one column shard; smaller ones are padded.
-        Matrices that travel are wide.
+        Matrices that are sent are wide.
       dtype: The dtype of the entries.
       shard_axes: The axes of the mesh over which the matrices are sharded.
       replica_axes: The axes of the mesh along which a group holds replicas.

@@ -7,20 +7,20 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.distributed.columns import Columns
+from orscale_jax.distributed.column_groups import ColumnGroup
 from orscale_jax.sharding import typed_sharding
 
-# Several arrays to their polar factors, given for each the devices that hold the other
-# columns of its matrices, or None.
+# Arrays to their polar factors, given for each the devices that hold the other columns of
+# its matrices, or None. JAX's loops take a function.
 PolarOfArrays: TypeAlias = Callable[
-    [Sequence[jax.Array], Sequence[Columns | None]], Sequence[jax.Array]
+    [Sequence[jax.Array], Sequence[ColumnGroup | None]], Sequence[jax.Array]
 ]
 
 
 def map_chunks(
     polar: PolarOfArrays,
     xs: Sequence[jax.Array],
-    columns: Sequence[Columns | None],
+    columns: Sequence[ColumnGroup | None],
     chunk_bytes: int,
     interleave: int,
 ) -> list[jax.Array]:

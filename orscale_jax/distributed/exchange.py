@@ -3,10 +3,11 @@
 All of it runs inside ``jax.shard_map``: shapes are those of one device.
 """
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,49 +19,95 @@ from orscale_jax.distributed.buckets import (
     MeshAxes,
     count_devices,
 )
-from orscale_jax.distributed.chunks import PolarOfArrays
-from orscale_jax.distributed.columns import Columns
-
-# Arrays, one after another along their first axis.
-Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
+from orscale_jax.distributed.column_groups import ColumnGroup
 
 
-def exchange(
-    polar: PolarOfArrays,
-    shards: Sequence[jax.Array],
-    buckets: Sequence[Bucket],
-    mesh_shape: Mapping[str, int],
-    join: Join = jnp.concatenate,
-) -> list[jax.Array]:
-    """Polar factors of sharded matrices, each computed on one device or on a few.
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """An exchange of shards for whole matrices, each on one device or on a few.
 
-    Args:
-      polar: The polar factors of stacks ``(k, m, n)``, or of column shards ``(m, n)``,
-        given for each stack the devices that hold the other columns. Zeros stay zero.
-      shards: This device's shard of each array.
-      buckets: The plan for these arrays.
+    Attributes:
+      buckets: The plan.
       mesh_shape: The lengths of the mesh's axes.
-      join: How matrices that stay on their device become a stack.
-
-    Returns:
-      This device's shards of the polar factors.
     """
-    packings = [
-        [_Packing(layout, bucket, mesh_shape) for layout in bucket.layouts]
-        for bucket in buckets
-    ]
-    stacks = [
-        _send(jnp.concatenate([packing.pack(shards, join) for packing in group]), group)
-        for group in packings
-    ]
-    slices: dict[MatrixSlice, jax.Array] = {}
-    for group, stack in zip(packings, _polar(polar, stacks, buckets), strict=True):
-        returned, first = _return(stack, group), 0
-        for packing in group:
-            after = first + packing.layout.slots
-            slices |= packing.unpack(returned[first:after], shards)
-            first = after
-    return [_assemble(slices, i, shard) for i, shard in enumerate(shards)]
+
+    buckets: Sequence[Bucket]
+    mesh_shape: Mapping[str, int]
+
+    def send(
+        self,
+        shards: Sequence[jax.Array],
+        join: Callable[[Sequence[jax.Array]], jax.Array] = jnp.concatenate,
+    ) -> list[jax.Array]:
+        """Stacks ``(k, m, n)`` of whole matrices, and column shards ``(m, n)`` of some.
+
+        Args:
+          shards: This device's shard of each planned array.
+          join: Makes a stack of matrices that stay on their device.
+
+        Returns:
+          An array for each bucket, the largest first: neighbours then have like sizes.
+        """
+        stacks = []
+        for group in self._packings:
+            packed = jnp.concatenate([packing.pack(shards, join) for packing in group])
+            stacks.append(_send(packed, group))
+        # A column shard has no batch axis.
+        shared = [bucket.column_shards > 1 for bucket in self.buckets]
+        return [stacks[i][0] if shared[i] else stacks[i] for i in self._order]
+
+    @property
+    def columns(self) -> list[ColumnGroup | None]:
+        """For each result of :meth:`send`, the devices that share its matrices."""
+        return [_column_group(self.buckets[i]) for i in self._order]
+
+    def receive(
+        self, results: Sequence[jax.Array], shards: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Invert :meth:`send`.
+
+        Args:
+          results: Arrays of the shapes that ``send`` has returned.
+          shards: Arrays of the shapes of this device's shards.
+        """
+        by_bucket = dict(zip(self._order, results, strict=True))
+        stacks = [_with_batch_axis(by_bucket[i]) for i in range(len(self.buckets))]
+        slices: dict[MatrixSlice, jax.Array] = {}
+        for stack, group in zip(stacks, self._packings, strict=True):
+            returned, first = _return(stack, group), 0
+            for packing in group:
+                after = first + packing.layout.slots
+                slices |= packing.unpack(returned[first:after], shards)
+                first = after
+        return [_assemble(slices, i, shard) for i, shard in enumerate(shards)]
+
+    @property
+    def _order(self) -> list[int]:
+        def entries(i: int) -> int:
+            bucket = self.buckets[i]
+            return bucket.matrices_per_device * math.prod(bucket.shape)
+
+        return sorted(range(len(self.buckets)), key=lambda i: -entries(i))
+
+    @property
+    def _packings(self) -> list[list["_Packing"]]:
+        return [
+            [_Packing(layout, bucket, self.mesh_shape) for layout in bucket.layouts]
+            for bucket in self.buckets
+        ]
+
+
+def _column_group(bucket: Bucket) -> ColumnGroup | None:
+    if bucket.column_shards == 1:
+        return None
+    axes = bucket.replica_axes + bucket.shard_axes
+    return ColumnGroup(
+        axes, bucket.group_size, bucket.column_shards, bucket.active_devices
+    )
+
+
+def _with_batch_axis(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, *x.shape[-2:])
 
 
 def _assemble(
@@ -72,25 +119,6 @@ def _assemble(
     return joined.reshape(shard.shape)
 
 
-def _polar(
-    polar: PolarOfArrays, stacks: Sequence[jax.Array], buckets: Sequence[Bucket]
-) -> list[jax.Array]:
-    """Polar factors of all stacks, the largest first: neighbours then have like sizes."""
-    order = sorted(range(len(stacks)), key=lambda i: -stacks[i].size)
-    # A column shard has no batch axis.
-    xs = [stacks[i][0] if buckets[i].column_shards > 1 else stacks[i] for i in order]
-    columns = [_columns(buckets[i]) for i in order]
-    qs = dict(zip(order, polar(xs, columns), strict=True))
-    return [qs[i].reshape(stack.shape) for i, stack in enumerate(stacks)]
-
-
-def _columns(bucket: Bucket) -> Columns | None:
-    if bucket.column_shards == 1:
-        return None
-    axes = bucket.replica_axes + bucket.shard_axes
-    return Columns(axes, bucket.group_size, bucket.column_shards, bucket.active_devices)
-
-
 class _Packing(NamedTuple):
     """How the shards of one layout group are packed for the exchange."""
 
@@ -99,13 +127,13 @@ class _Packing(NamedTuple):
     mesh_shape: Mapping[str, int]
 
     @property
-    def local(self) -> tuple[int, int]:
+    def local_shape(self) -> tuple[int, int]:
         """The shape of this device's shard of a matrix, padded."""
-        m, n = self.sent
+        m, n = self.sent_shape
         return m, n * self.layout.column_shards
 
     @property
-    def sent(self) -> tuple[int, int]:
+    def sent_shape(self) -> tuple[int, int]:
         """The shape of what is sent to each device of the group."""
         m, n = self.bucket.shape
         rows, columns = self.layout.axes
@@ -121,13 +149,13 @@ class _Packing(NamedTuple):
         Shards of several layouts are sent in one shape, in which a TPU would pad short
         axes.
         """
-        m, n = self.sent
+        m, n = self.sent_shape
         return len({layout.axes for layout in self.bucket.layouts}) > 1 and m > n
 
     @property
     def sides(self) -> list[tuple[MeshAxes, int]]:
         """For both axes of what is sent, the axes of the mesh and the length."""
-        m, n = self.sent
+        m, n = self.sent_shape
         sides = [(self.layout.row_axes, m), (self.layout.column_axes, n)]
         return sides[::-1] if self.is_transposed else sides
 
@@ -145,9 +173,13 @@ class _Packing(NamedTuple):
         k, m, n = range(len(axes), len(axes) + 3)
         return [k, *map(axes.index, first), m, *map(axes.index, last), n]
 
-    def pack(self, shards: Sequence[jax.Array], join: Join) -> jax.Array:
+    def pack(
+        self,
+        shards: Sequence[jax.Array],
+        join: Callable[[Sequence[jax.Array]], jax.Array],
+    ) -> jax.Array:
         """This device's shards of the matrices, ready to be sent."""
-        m, n = self.local
+        m, n = self.local_shape
         padded = []
         for part in self.layout.slices:
             shard = shards[part.array]
@@ -159,15 +191,15 @@ class _Packing(NamedTuple):
             padded.append(jnp.pad(x, pad))
         x = join(padded) if self.bucket.group_size == 1 else jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
-        return self.to_common(x.reshape(-1, *self.sent))
+        return self.to_common(x.reshape(-1, *self.sent_shape))
 
     def unpack(
         self, packed: jax.Array, shards: Sequence[jax.Array]
     ) -> dict[MatrixSlice, jax.Array]:
         """Invert :meth:`pack`."""
         x = self.from_common(packed)
-        x = x.reshape(-1, self.layout.column_shards, *self.sent).swapaxes(1, 2)
-        x = x.reshape(-1, *self.local)
+        x = x.reshape(-1, self.layout.column_shards, *self.sent_shape).swapaxes(1, 2)
+        x = x.reshape(-1, *self.local_shape)
         slices, first = {}, 0
         for part in self.layout.slices:
             *_, rows, columns = shards[part.array].shape
@@ -180,13 +212,13 @@ class _Packing(NamedTuple):
 
     def to_common(self, packed: jax.Array) -> jax.Array:
         """Reshape ``(k, m, n)`` to the shape in which all layout groups are sent."""
-        sent = packed.mT if self.is_transposed else packed
-        return sent.reshape(-1, *self.common_shape)
+        x = packed.mT if self.is_transposed else packed
+        return x.reshape(-1, *self.common_shape)
 
     def from_common(self, packed: jax.Array) -> jax.Array:
         """Invert :meth:`to_common`."""
-        sent = packed.reshape(-1, *(length for _, length in self.sides))
-        return sent.mT if self.is_transposed else sent
+        x = packed.reshape(-1, *(length for _, length in self.sides))
+        return x.mT if self.is_transposed else x
 
     def join(self, arrived: jax.Array) -> jax.Array:
         """Matrices, or column shards, from what each device of the group has sent."""
@@ -227,32 +259,40 @@ def _send(packed: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
     if bucket.shards == 1:
         return packed
     arrived = _all_to_all(packed, bucket)
-    return _by_layout(lambda packing: packing.join(arrived), packings)
+    first, *others = runs = _alike(packings)
+    whole = first[0].join(arrived)
+    for before, run in zip(_is_before(runs), others, strict=True):
+        whole = jnp.where(before, whole, run[0].join(arrived))
+    return whole
 
 
 def _return(whole: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
-    """Invert :func:`_send`, zeros included."""
+    """Invert :func:`_send`. Zeros must have stayed zeros."""
     bucket = packings[0].bucket
     if bucket.shards > 1:
-        divided = _by_layout(lambda packing: packing.divide(whole), packings)
+        first, *others = runs = _alike(packings)
+        divided = first[0].divide(whole)
+        for before, run in zip(_is_before(runs), others, strict=True):
+            divided = jnp.where(before, divided, run[0].divide(whole))
         whole = _all_to_all(divided, bucket)
     if bucket.replica_axes:
         whole = jax.lax.all_gather(whole, bucket.replica_axes, tiled=True)
     return whole
 
 
-def _by_layout(
-    fn: Callable[[_Packing], jax.Array], packings: Sequence[_Packing]
-) -> jax.Array:
-    """``fn`` of the layout group to which this device's matrix belongs."""
-    bucket = packings[0].bucket
-    runs = [list(run) for _, run in itertools.groupby(packings, lambda p: p.layout.axes)]
-    result, first = fn(runs[0][0]), 0
-    for run, following in itertools.pairwise(runs):
+def _alike(packings: Sequence[_Packing]) -> list[list[_Packing]]:
+    """Runs of layout groups that are sharded alike."""
+    runs = itertools.groupby(packings, lambda packing: packing.layout.axes)
+    return [list(run) for _, run in runs]
+
+
+def _is_before(runs: Sequence[Sequence[_Packing]]) -> Iterator[jax.Array]:
+    """For each run but the first, whether this device's matrix is of an earlier one."""
+    first = 0
+    for run in runs[:-1]:
         first += sum(packing.layout.slots for packing in run)
-        device = jax.lax.axis_index(bucket.replica_axes + bucket.shard_axes)
-        result = jnp.where(device < first, result, fn(following[0]))
-    return result
+        bucket = run[0].bucket
+        yield jax.lax.axis_index(bucket.replica_axes + bucket.shard_axes) < first
 
 
 def _all_to_all(packed: jax.Array, bucket: Bucket) -> jax.Array:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.distributed.platforms import GPUS
+from orscale_jax.distributed.lowering import GPUS
 from orscale_jax.sharding import meshes
 
 # The most entries of an array that is copied rather than given a kernel.

@@ -17,6 +17,9 @@ from jax.sharding import AbstractMesh
 # Arrays to arrays; the first results have the types of the first operands.
 Function: TypeAlias = Callable[..., Sequence[jax.Array]]
 
+# The names of GPUs, as of ``jax.lax.platform_dependent``.
+GPUS = ("cuda", "rocm")
+
 _layout_p = Primitive("layout_unless_exported")
 _choice_p = Primitive("partitioned_unless_exported")
 _choice_p.multiple_results = True

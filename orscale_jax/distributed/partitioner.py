@@ -1,9 +1,8 @@
 """Arrays on Auto axes whose shardings only XLA's partitioner knows."""
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,97 +11,63 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax.distributed import lowering, named_shardings
-from orscale_jax.distributed.buckets import count_devices
-from orscale_jax.distributed.shards import PerDevice, sharded_array
-from orscale_jax.sharding import meshes
-
-# spread_out(mesh, arrays, scalars) returns results of the arrays' shapes.
-SpreadOut: TypeAlias = Callable[
-    [AbstractMesh, Sequence[jax.Array], Mapping[str, jax.Array]], Sequence[jax.Array]
-]
+from orscale_jax.distributed.platforms import Platform
+from orscale_jax.distributed.shards import on_each_device, sharded_array
+from orscale_jax.distributed.spreading import spread_out
 
 
 def on_unknown_shards(
-    per_device: PerDevice,
-    spread_out: SpreadOut,
-    arrays: Sequence[jax.Array],
-    scalars: Mapping[str, jax.Array],
+    platform: Platform,
+    packed: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
     mesh: AbstractMesh,
 ) -> list[jax.Array]:
-    """Apply a function to the shards that the partitioner chooses.
+    """Polar factors of packed matrices, by the shards that the partitioner chooses.
 
-    The partitioner calls back for the program of one device.
+    The partitioner calls back for the program of one device. Exported programs cannot
+    call back, and some compilers do not: there, the partitioner spreads whole arrays.
 
     Args:
-      per_device: The function of one device. It must not close over traced values.
-      spread_out: The same function of whole arrays on a mesh of Auto axes, for exported
-        programs, which cannot call back. It must not close over traced values either.
-      arrays: The arrays.
-      scalars: Traced values, replicated on every device.
-      mesh: The mesh of the arrays.
+      platform: The platform.
+      packed: The matrices, as the platform packs them to be sent.
+      traced: The traced settings of the iteration, replicated on every device.
+      mesh: The mesh of the matrices.
 
     Returns:
-      Arrays of the shapes, dtypes and shardings of ``arrays``.
+      Arrays of the shapes, dtypes and shardings of ``packed``.
     """
-    count, names = len(arrays), tuple(scalars)
+    if not platform.partitioner_calls_back:
+        return spread_out(platform.with_traced(traced), packed, mesh)
+    count, names = len(packed), tuple(traced)
     auto = AbstractMesh(
         mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
     )
 
     def exported(*operands: jax.Array) -> Sequence[jax.Array]:
-        scalars = dict(zip(names, operands[count:], strict=False))
+        traced = dict(zip(names, operands[count:], strict=False))
         with jax.sharding.use_abstract_mesh(auto):
-            return spread_out(auto, operands[:count], scalars)
+            return spread_out(platform.with_traced(traced), operands[:count], auto)
 
-    operation = _partitioned(per_device, count, names)
+    operation = _partitioned(platform, count, names)
     call = _transformable(operation, exported, auto, count)
-    operands = (*arrays, *scalars.values())
+    operands = (*packed, *traced.values())
     if AxisType.Explicit not in mesh.axis_types:
         return list(call(*operands))
-    specs = tuple(jax.typeof(array).sharding.spec for array in arrays)
+    specs = tuple(jax.typeof(array).sharding.spec for array in packed)
     # auto_axes makes all axes Auto if the context has the mesh, not if types alone do.
     with jax.sharding.use_abstract_mesh(mesh):
         return list(jax.sharding.auto_axes(call, out_sharding=specs)(*operands))
 
 
-def spread(
-    fn: Callable[[jax.Array], jax.Array], mesh: AbstractMesh, x: jax.Array
-) -> jax.Array:
-    """Apply ``fn`` to matrices that the partitioner spreads evenly over the devices.
-
-    Args:
-      fn: A function that keeps the shape ``(k, m, n)``, treats each matrix separately,
-        and maps 0 to 0.
-      mesh: The mesh over whose Auto axes to spread them.
-      x: Shape ``(m, n)`` or ``(k, m, n)``.
-    """
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    mapped = meshes.mapped_axes()
-    axes = tuple(
-        name for name, kind in types if kind == AxisType.Auto and name not in mapped
-    )
-    count = math.prod(x.shape[:-2])
-    missing = -count % count_devices(axes, mesh.shape)
-    stack = jnp.pad(x.reshape(count, *x.shape[-2:]), [(0, missing), (0, 0), (0, 0)])
-    # First by rows: the partitioner would otherwise replicate whole stacks.
-    by_rows = NamedSharding(mesh, PartitionSpec(None, axes))
-    by_matrices = NamedSharding(mesh, PartitionSpec(axes))
-    for sharding in (by_rows, by_matrices):
-        stack = jax.lax.with_sharding_constraint(stack, sharding)
-    result = fn(stack)
-    for sharding in (by_matrices, by_rows):
-        result = jax.lax.with_sharding_constraint(result, sharding)
-    return result[:count].reshape(x.shape)
-
-
 def _partitioned(
-    per_device: PerDevice, count: int, names: tuple[str, ...]
+    platform: Platform, count: int, names: tuple[str, ...]
 ) -> custom_partitioning:
     """The partitioned operation of ``count`` arrays, named scalars, and a fingerprint."""
 
     def call(operands: Any, whole: Any, sizes: Mapping[str, int]) -> Any:
-        scalars = dict(zip(names, operands[count:], strict=False))
-        return tuple(per_device(operands[:count], whole, sizes, **scalars))
+        traced = dict(zip(names, operands[count:], strict=False))
+        shards = operands[:count]
+        return tuple(on_each_device(platform.with_traced(traced), shards, whole, sizes))
 
     @custom_partitioning
     def operation(*operands: jax.Array) -> tuple[jax.Array, ...]:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.distributed.platforms import GPUS
+from orscale_jax.distributed.lowering import GPUS
 from orscale_jax.sharding import meshes
 
 # A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result

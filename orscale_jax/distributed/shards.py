@@ -1,41 +1,38 @@
-"""Functions of one device's shards, run on all devices by ``jax.shard_map``."""
+"""One device's program: its shards sent, orthogonalized and returned."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
-from orscale_jax.distributed.buckets import ShardedArray
+from orscale_jax.distributed.buckets import Bucket, ShardedArray
+from orscale_jax.distributed.exchange import Exchange
+from orscale_jax.distributed.planner import plan_buckets
+from orscale_jax.distributed.platforms import Platform
+from orscale_jax.newton_schulz.preconditioning import may_transpose_squares
 from orscale_jax.sharding import meshes, typed_sharding
-
-# per_device(shards, arrays, mesh_shape, **scalars) returns results of the shards' shapes.
-# It is also given the whole arrays as the plan sees them, and the lengths of mesh axes.
-PerDevice: TypeAlias = Callable[..., Sequence[jax.Array]]
 
 
 def on_shards(
-    per_device: PerDevice,
-    arrays: Sequence[jax.Array],
-    scalars: Mapping[str, jax.Array],
+    platform: Platform,
+    packed: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
     mesh: AbstractMesh,
     specs: Sequence[PartitionSpec],
 ) -> list[jax.Array]:
-    """Apply a function to the shards of arrays whose shardings are known.
+    """Polar factors of packed matrices whose shardings are known.
 
     Args:
-      per_device: The function of one device.
-      arrays: The arrays.
-      scalars: Traced values, replicated on every device.
-      mesh: The mesh of the arrays.
-      specs: The shardings of the arrays, and of the results.
-
-    Returns:
-      Arrays of the shapes and dtypes of ``arrays``.
+      platform: The platform.
+      packed: The matrices, as the platform packs them to be sent.
+      traced: The traced settings of the iteration, replicated on every device.
+      mesh: The mesh of the matrices.
+      specs: The shardings of the matrices, and of their factors.
     """
     specs = tuple(specs)
-    whole = list(map(sharded_array, arrays, specs))
+    whole = list(map(sharded_array, packed, specs))
     # Along an axis that jax.vmap maps over, devices hold different matrices, not copies.
     mapped = meshes.mapped_axes()
     mesh_shape = {name: size for name, size in mesh.shape.items() if name not in mapped}
@@ -47,10 +44,35 @@ def on_shards(
         out_specs=specs,
         check_vma=False,
     )
-    def run(shards: Any, scalars: Any) -> tuple[jax.Array, ...]:
-        return tuple(per_device(shards, whole, mesh_shape, **scalars))
+    def run(shards: Any, traced: Any) -> tuple[jax.Array, ...]:
+        return tuple(
+            on_each_device(platform.with_traced(traced), shards, whole, mesh_shape)
+        )
 
-    return list(run(tuple(arrays), dict(scalars)))
+    return list(run(tuple(packed), dict(traced)))
+
+
+def on_each_device(
+    platform: Platform,
+    shards: Sequence[jax.Array],
+    arrays: Sequence[ShardedArray],
+    mesh_shape: Mapping[str, int],
+) -> Sequence[jax.Array]:
+    """Shards of polar factors, from this device's shards of packed matrices."""
+    trip = Exchange(plan_exchange(platform, arrays, mesh_shape), mesh_shape)
+    stacks = trip.send(platform.layout(shards), platform.join)
+    qs = platform.polar(stacks, trip.columns)
+    return platform.layout(trip.receive(qs, shards))
+
+
+def plan_exchange(
+    platform: Platform, arrays: Sequence[ShardedArray], mesh_shape: Mapping[str, int]
+) -> tuple[Bucket, ...]:
+    """The plan of a mesh for arrays of packed matrices."""
+    may_transpose = may_transpose_squares(platform.settings.preconditioning)
+    arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
+    stack_bytes = platform.limits.stack_bytes
+    return plan_buckets(arrays, mesh_shape, stack_bytes, platform.cost_model)
 
 
 def sharded_array(array: Any, spec: PartitionSpec) -> ShardedArray:

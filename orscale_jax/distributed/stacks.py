@@ -7,9 +7,8 @@ compile time. There the number of leaves in a stack is limited, too, since XLA c
 one kernel for each position in it.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -73,43 +72,36 @@ def plan_stacks(
     return tuple(sorted(stacks))
 
 
-def map_stacks(
-    fn: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
-    matrices: Sequence[jax.Array],
-    stacks: Sequence[Sequence[int]],
+def stack(
+    matrices: Sequence[jax.Array], plan: Sequence[Sequence[int]]
 ) -> list[jax.Array]:
-    """Apply ``fn`` to arrays of matrices, by way of stacks.
+    """Stacks of arrays of matrices; an array that is alone is not stacked.
 
     Args:
-      fn: A function of several stacks that keeps their shapes, treats each matrix alone,
-        and commutes with transposition.
       matrices: Arrays of shape ``(*batch, m, n)``.
-      stacks: The plan for these arrays.
-
-    Returns:
-      The results, in the order of ``matrices``.
+      plan: The plan for these arrays.
     """
-    results = fn([_stack([matrices[i] for i in members]) for members in stacks])
-    qs: dict[int, jax.Array] = {}
-    for members, result in zip(stacks, results, strict=True):
-        parts = [result] if len(members) == 1 else result
-        for i, q in zip(members, parts, strict=True):
-            qs[i] = q if q.shape == matrices[i].shape else q.mT
-    return [qs[i] for i in range(len(matrices))]
+    return [_stack([matrices[i] for i in members]) for members in plan]
 
 
-def join_in_place(parts: Sequence[jax.Array]) -> jax.Array:
-    """``jnp.concatenate``, with each part computed in its place in the result.
+def unstack(
+    stacks: Sequence[jax.Array],
+    plan: Sequence[Sequence[int]],
+    like: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Invert :func:`stack`.
 
-    XLA for TPUs computes the parts of a short concatenation first, and then copies them.
+    Args:
+      stacks: Stacks, one for each member of the plan.
+      plan: The plan for these arrays.
+      like: Arrays of the shapes of the results, in their order.
     """
-    if len(parts) == 1:
-        return parts[0]
-    lengths = [len(part) for part in parts]
-    joined = jax.lax.empty((sum(lengths), *parts[0].shape[1:]), parts[0].dtype)
-    for start, part in zip(itertools.accumulate([0, *lengths]), parts, strict=False):
-        joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, axis=0)
-    return joined
+    xs: dict[int, jax.Array] = {}
+    for members, stacked in zip(plan, stacks, strict=True):
+        parts = [stacked] if len(members) == 1 else stacked
+        for i, x in zip(members, parts, strict=True):
+            xs[i] = x if x.shape == like[i].shape else x.mT
+    return [xs[i] for i in range(len(like))]
 
 
 def _stack(alike: Sequence[jax.Array]) -> jax.Array:

@@ -27,8 +27,8 @@ _SUBSCRIPTS: dict[Axes, str] = {
 class ColumnShards(Protocol):
     """Sums over the devices that each hold a part of the columns of a matrix.
 
-    Implemented by :class:`orscale_jax.distributed.columns.Columns`. The numerics know
-    nothing else about a mesh.
+    :class:`orscale_jax.distributed.column_groups.ColumnGroup` implements them. The
+    numerics know nothing else about a mesh.
     """
 
     @property

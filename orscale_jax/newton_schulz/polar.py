@@ -219,10 +219,10 @@ def newton_schulz(
 def one_by_one(
     x: jax.Array, settings: NewtonSchulz, columns: ColumnShards | None = None
 ) -> jax.Array:
-    """Polar factors, computed in a loop over the matrices.
+    """Loop over the matrices of a batch (CPU).
 
-    For CPUs, on which XLA's batched products are slower than single ones. The matrices
-    need not be normalized.
+    XLA's batched products are slower than single ones there. The matrices need not be
+    normalized.
     """
 
     def polar(x: jax.Array) -> jax.Array:

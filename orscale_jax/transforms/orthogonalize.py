@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from orscale_jax import _checks
 from orscale_jax.distributed import engine
-from orscale_jax.distributed.engine import Execution
+from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.newton_schulz import arithmetic, preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -97,14 +97,14 @@ def orthogonalize(
         dtype=ns_dtype,
     )
     return orthogonalize_by(
-        Execution(settings, max_stack_bytes, mesh),
+        PolarOptions(settings, max_stack_bytes, mesh),
         param_shardings,
         weight_dimension_numbers,
     )
 
 
 def orthogonalize_by(
-    execution: Execution,
+    options: PolarOptions,
     param_shardings: ParamShardings = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -127,8 +127,8 @@ def orthogonalize_by(
         factors = engine.polar_factors(
             jax.tree.leaves(matrices),
             jax.tree.leaves(specs),
-            _auto_specs(param_shardings, axes_tree, updates, execution.mesh),
-            execution,
+            _auto_specs(param_shardings, axes_tree, updates, options.mesh),
+            options,
         )
         join = functools.partial(_join, iter(factors))
         return map_matrices(join, axes_tree, updates, like), state

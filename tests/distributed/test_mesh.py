@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
-from orscale_jax.distributed import platforms
+from orscale_jax.distributed.platforms import AutoTPU
 from tests.platforms import orthogonalize_as
 
 # Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
@@ -231,7 +231,7 @@ def test_mixed_axes():
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("layout", ["replicated", "rows", "rows × columns"])
-def test_the_policy_of_tpus_on_auto_axes(layout):
+def test_as_on_tpus_on_auto_axes(layout):
     """The partitioner spreads stacks over the mesh where shardings are unknown."""
     single = [name for name, shape in SHAPES.items() if len(shape) == 2]
     grads = {name: rng_tree(1)[name] for name in single}
@@ -239,7 +239,7 @@ def test_the_policy_of_tpus_on_auto_axes(layout):
     update = jax.jit(lambda g: orthogonalize().update(g, ())[0])
     alone = hlo_cost.of(update.lower(grads).compile().as_text())
 
-    stage = orthogonalize_as(platforms.TPU_AUTO)
+    stage = orthogonalize_as(AutoTPU)
     sizes, spec = LAYOUTS[layout]
     mesh = make_mesh(sizes, AxisType.Auto)
     where = {name: s for name, s in shardings(mesh, spec).items() if name in single}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax.distributed.platforms import parameter_layout
+from orscale_jax.distributed.platforms.tpu import parameter_layout
 
 
 @pytest.mark.compiled

@@ -9,9 +9,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, orthogonalize
-from orscale_jax.distributed import platforms
 from orscale_jax.distributed.buckets import ShardedArray
-from orscale_jax.distributed.planner import plan_buckets
+from orscale_jax.distributed.platforms import CPU, TPU
+from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.newton_schulz.coefficients import coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
@@ -60,8 +60,8 @@ def plan_of(layout):
         for name, shape in SHAPES.items()
     ]
     table = coefficient_table("polar_express")
-    costs = platforms.CPU.cost_model(NewtonSchulz(STEPS, table, "frobenius", FLOAT))
-    return plan_buckets(arrays, sizes, platforms.CPU.stack_bytes, costs)
+    platform = CPU(NewtonSchulz(STEPS, table, "frobenius"))
+    return plan_exchange(platform, arrays, sizes)
 
 
 def unshared(bucket):
@@ -113,10 +113,10 @@ def test_values_are_those_of_one_device(layout, kind, arguments):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_the_policy_of_tpus(kind):
+def test_as_on_tpus(kind):
     """Matrices are normalized before they are sent, and whole ones interleaved."""
     mesh, sharded = placed("rows × columns", kind)
-    found = compiled_stage(mesh, sharded, orthogonalize_as(platforms.TPU))(sharded)
+    found = compiled_stage(mesh, sharded, orthogonalize_as(TPU))(sharded)
     wanted, _ = orthogonalize().update(grads(), ())
     for name in SHAPES:
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)

@@ -8,9 +8,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
-from orscale_jax.distributed import platforms
 from orscale_jax.distributed.chunks import map_chunks
-from orscale_jax.distributed.stacks import StackKey, join_in_place, plan_stacks
+from orscale_jax.distributed.platforms import TPU, Limits
+from orscale_jax.distributed.platforms.tpu import join_in_place
+from orscale_jax.distributed.stacks import StackKey, plan_stacks
 from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
 
@@ -157,7 +158,7 @@ def test_chunks(max_bytes, interleave):
         *(P("a"), P("b", "a")),
     ],
 )
-def test_the_policy_of_tpus(kind, spec):
+def test_as_on_tpus(kind, spec):
     """Normalized before stacking, interleaved in chunks: here on CPU, in float32."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
     rng = np.random.default_rng(0)
@@ -168,8 +169,8 @@ def test_the_policy_of_tpus(kind, spec):
         )
         for name, shape in shapes.items()
     }
-    limits = {"stack_bytes": 2**12, "chunk_bytes": 2**10}
-    optimizer = orthogonalize_as(platforms.TPU, Dims(1, 2), **limits)
+    limits = Limits(stack_bytes=2**12, chunk_bytes=2**10, interleave=2)
+    optimizer = orthogonalize_as(TPU, Dims(1, 2), limits)
     with jax.set_mesh(mesh):
         found = jax.jit(lambda g: optimizer.update(g, ())[0])(tree)
     for name, q in found.items():

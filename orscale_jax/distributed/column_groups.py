@@ -9,8 +9,8 @@ import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
-class Columns:
-    """The devices of a mesh over which the columns of wide matrices are sharded.
+class ColumnGroup:
+    """Devices of a mesh over which the columns of wide matrices are sharded.
 
     Attributes:
       axes: The axes of the mesh along which the devices of a group lie.
