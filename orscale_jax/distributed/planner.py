@@ -2,10 +2,9 @@
 
 Every device should hold whole matrices during Newton–Schulz, so that nothing is reduced
 inside an iteration and no device repeats the work of another. Matrices of one shape that
-are sharded alike travel together in a bucket: by one all-to-all each device sends its
-shards to the devices that orthogonalize them, and by another the results return.
-Replicas need only the way back, and matrices that are whole on their devices do not
-travel.
+are sharded alike share a bucket: by one all-to-all each device sends its shards to the
+devices that orthogonalize them, and by another the results return. Replicas need only the
+way back, and matrices that are whole on their devices are not sent.
 
 After all devices have received equally many matrices, a remainder is left that would keep
 a few devices busy and the others idle. Its matrices may have their columns sharded over
@@ -41,7 +40,7 @@ def plan_buckets(
     stack_bytes: int,
     cost_model: CostModel = DEFAULT_COSTS,
 ) -> tuple[Bucket, ...]:
-    """Plan which matrices travel together, and between which devices.
+    """Plan which matrices are sent together, and between which devices.
 
     Args:
       arrays: The arrays of matrices, tall or wide.

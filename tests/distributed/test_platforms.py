@@ -1,4 +1,4 @@
-"""Layouts that TPUs store arrays in, from the program before it is compiled."""
+"""Every platform's way on CPU, and the layouts that TPUs store arrays in."""
 
 import re
 
@@ -6,8 +6,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
 
+from orscale_jax import orthogonalize
+from orscale_jax.distributed.platforms import CPU, GPU, TPU, AutoTPU
 from orscale_jax.distributed.platforms.tpu import parameter_layout
+from tests.platforms import orthogonalize_as
+
+SHAPES = {"wide": (8, 16), "tall": (16, 8), "also": (8, 16), "experts": (4, 8, 8)}
+
+
+def matrices():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+
+
+def assert_polar(found):
+    stage = orthogonalize(weight_dimension_numbers=Dims(-2, -1))
+    wanted, _ = stage.update(matrices(), ())
+    for name, q in found.items():
+        np.testing.assert_allclose(q, wanted[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("platform", [CPU, GPU, TPU, AutoTPU])
+def test_one_device(platform):
+    found, _ = orthogonalize_as(platform, Dims(-2, -1)).update(matrices(), ())
+    wanted, _ = orthogonalize(weight_dimension_numbers=Dims(-2, -1)).update(
+        matrices(), ()
+    )
+    for name, q in found.items():
+        np.testing.assert_allclose(q, wanted[name], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_gpus_on_a_mesh(kind):
+    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
+    sharded = jax.device_put(matrices(), NamedSharding(mesh, P("a")))
+    stage = orthogonalize_as(GPU, Dims(-2, -1))
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)
+    wanted, _ = orthogonalize(weight_dimension_numbers=Dims(-2, -1)).update(
+        matrices(), ()
+    )
+    for name, q in found.items():
+        np.testing.assert_allclose(q, wanted[name], atol=1e-5)
 
 
 @pytest.mark.compiled
