@@ -74,6 +74,7 @@ def signature(tree):
     return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
+@pytest.mark.quick_first_case
 def test_scan_equals_the_loop_and_jit_of_init(build):
     optimizer = build(1e-2)
     expected = train(optimizer, 4)
@@ -88,6 +89,7 @@ def test_scan_equals_the_loop_and_jit_of_init(build):
     assert_trees_close(jax.lax.scan(step, carry, grads)[0], expected, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_vmap_over_seeds(build):
     optimizer = build(1e-2)
     params = [tree(seed) for seed in (10, 20)]
@@ -104,6 +106,7 @@ def test_vmap_over_seeds(build):
         )
 
 
+@pytest.mark.quick_first_case
 def test_donation_and_one_compilation(build):
     optimizer = build(optax.linear_schedule(1e-2, 1e-3, 10))
 
@@ -124,6 +127,7 @@ def test_donation_and_one_compilation(build):
     assert step._cache_size() == 1
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 def test_no_host_callbacks_and_no_float64_in_the_program(build):
     optimizer = build(1e-2)
@@ -160,6 +164,7 @@ def test_dtypes_never_change(build, params_dtype, grads_dtype, mu_dtype):
             assert ratios["stack"].shape == (3,)
 
 
+@pytest.mark.quick_first_case
 def test_low_precision_parameters_are_updated_in_float32(build):
     """D = λW + sQ is not rounded on the way."""
     exact = tree(0, jnp.bfloat16)
@@ -171,6 +176,7 @@ def test_low_precision_parameters_are_updated_in_float32(build):
     assert_trees_close(low["stack"], high["stack"], rtol=1e-6, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_float64_parameters_are_updated_in_float64(build, enable_x64):
     optimizer = build(1e-2, ns_dtype=jnp.float64)
     params, state = train(optimizer, 2, tree(0, jnp.float64))
@@ -181,6 +187,7 @@ def test_float64_parameters_are_updated_in_float64(build, enable_x64):
         assert {leaf.dtype for leaf in jax.tree.leaves(ratios)} == {np.dtype("f8")}
 
 
+@pytest.mark.quick_first_case
 def test_debug_nans(build):
     with jax.debug_nans(True):
         train(build(1e-2), 2)
@@ -200,12 +207,14 @@ def test_strict_dtype_promotion_of_the_matrix_stages():
     assert updates["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.quick_first_case
 def test_schedules_equal_constants(build):
     constant = train(build(1e-2, weight_decay=0.2), 3)[0]
     scheduled = train(build(lambda _: 1e-2, weight_decay=lambda _: 0.2), 3)[0]
     assert_trees_close(scheduled, constant, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_schedules_are_followed(build):
     def piecewise(values):
         return lambda count: jnp.asarray(values)[count]
@@ -222,6 +231,7 @@ def test_schedules_are_followed(build):
     assert_trees_close(scheduled, params, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_a_traced_learning_rate(build):
     @jax.jit
     def step(rate, params, grads):
@@ -234,6 +244,7 @@ def test_a_traced_learning_rate(build):
     assert step._cache_size() == 1
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", SOME_SLOW)
 def test_inject_hyperparams_without_static_args(name):
     factory = OPTIMIZERS[name]
@@ -299,6 +310,7 @@ def test_vmap_over_injected_learning_rates():
     np.testing.assert_allclose(found[1], 10 * found[0], rtol=1e-5)
 
 
+@pytest.mark.quick_first_case
 def test_multi_steps_equals_the_mean_gradient(build):
     optimizer = optax.MultiSteps(build(1e-2), every_k_schedule=2)
     params = tree(0)
@@ -313,6 +325,7 @@ def test_multi_steps_equals_the_mean_gradient(build):
     assert_trees_close(updates, expected, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_clipping_before_and_extra_arguments(build):
     chain = optax.chain(optax.clip_by_global_norm(1.0), build(1e-2))
     params, grads = tree(0), tree(1)
@@ -324,6 +337,7 @@ def test_clipping_before_and_extra_arguments(build):
     assert_trees_close(found, expected, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_masked_and_frozen_parts(build):
     params, grads = tree(0), tree(1)
     whole = build(1e-2)
@@ -359,6 +373,7 @@ def test_state_is_made_of_arrays_only_and_maps(build):
     assert signature(abstract) == signature(state)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_decay_mask_of_the_matrices(name):
     """It makes the same program as a mask that lists them."""
@@ -415,16 +430,18 @@ def test_tools_that_look_for_parameters_in_the_state():
     assert optax.tree.get_all_with_path(specs, "trust_ratio")[0][1] == "replicated"
 
 
+@pytest.mark.quick_first_case
 def test_none_leaves_stay_none(build):
     params = tree(0) | {"absent": None}
     numbers = NUMBERS | {"absent": None}
-    optimizer = orscale(1e-2, weight_dimension_numbers=numbers)
+    optimizer = build(1e-2, weight_dimension_numbers=numbers)
     updates, _ = optimizer.update(
         tree(1) | {"absent": None}, optimizer.init(params), params
     )
     assert updates["absent"] is None
 
 
+@pytest.mark.quick_first_case
 def test_extra_arguments_are_ignored(build):
     optimizer = build(1e-2)
     params, grads = tree(0), tree(1)
@@ -435,6 +452,7 @@ def test_extra_arguments_are_ignored(build):
     assert_trees_close(found, plain, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_sharding_types_are_kept(build):
     """On a mesh of Explicit axes, for leaves sharded over matrices, rows and columns."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
@@ -466,6 +484,7 @@ def test_sharding_types_are_kept(build):
     assert_trees_close(found, expected, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("build", [orscale, muon])
 def test_learns(build):
     """A linear map is found from its values."""

@@ -67,6 +67,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("nesterov", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_optax_muon_continues_as_muon(nesterov, wrapper):
@@ -91,6 +92,7 @@ def test_the_next_update_of_a_young_run_is_the_same():
         assert_close(found, wanted, rtol=2e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("steps", [1, 40])
 def test_there_and_back(steps):
     state, _ = after(optax_muon(), steps)

@@ -120,6 +120,7 @@ def nnx_attention(prefix, matrices):
     }  # fmt: skip
 
 
+@pytest.mark.extended
 def test_nnx_attention_in_a_list():
     model = nnx.List([attend(nnx.Rngs(i)) for i in range(2)])
     expected = nnx_attention("0.", 1) | nnx_attention("1.", 1)
@@ -130,6 +131,7 @@ def test_nnx_attention_in_a_list():
     train_nnx(model, run, nnx_dimension_numbers(model), expected)
 
 
+@pytest.mark.extended
 def test_nnx_attention_stacked():
     model = nnx.vmap(attend)(nnx.Rngs(0).split(3))
 
@@ -142,6 +144,7 @@ def test_nnx_attention_stacked():
     train_nnx(model, run, nnx_dimension_numbers(model), nnx_attention("", 3))
 
 
+@pytest.mark.extended
 def test_nnx_lstm():
     model = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
     expected = {f"cell.{name}.kernel": matrix(3, 4) for name in ("ii", "if_", "ig", "io")}
@@ -171,6 +174,7 @@ class Attend(nn.Module):
         return nn.MultiHeadDotProductAttention(2, qkv_features=6, use_bias=False)(x), None
 
 
+@pytest.mark.extended
 def test_linen_attention_under_scan():
     module = nn.scan(
         Attend, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
@@ -273,6 +277,7 @@ class EquinoxModel(eqx.Module):
         return jax.vmap(self.mlp)(jax.vmap(self.norm)(self.attention(x, x, x)))
 
 
+@pytest.mark.extended
 def test_equinox_attention_and_mlp():
     model = EquinoxModel(KEY)
     expected = {"embedding.weight": ADAMW} | norm_of("norm", of=WEIGHTS)
@@ -292,6 +297,7 @@ def test_equinox_attention_and_mlp():
         assert (ours.scale, ours.norms) == (theirs.scale, theirs.norms)
 
 
+@pytest.mark.extended
 def test_equinox_layers_under_filter_vmap():
     build = eqx.filter_vmap(lambda key: eqx.nn.MLP(8, 8, 16, 1, key=key))
     model = build(jax.random.split(KEY, 3))
@@ -406,6 +412,7 @@ def test_the_table_of_haliax_stacked_blocks():
     assert audit(params, by_path(rules)) == expected
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(
     not hasattr(jax.core, "is_constant_dim"), reason="haliax.dot needs an older JAX"
 )

@@ -35,6 +35,7 @@ def test_muon_has_the_arguments_of_orscale_without_the_ratio():
     assert described == list(arguments)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("scale", [0.02, 1.0])
 def test_first_step_is_muon_moonlights_with_coupled_decay(scale):
     params = leaves.random_tree(0, scale)
@@ -72,6 +73,7 @@ def test_the_limit_is_muon(consistent_rms):
             assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "arguments, by_hand",
     [
@@ -128,6 +130,7 @@ class TestDegenerateCases:
     def gradients(self, step):
         return {"w": jax.random.normal(jax.random.key(step), (3, 4, 6))}
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("build", [orscale, muon])
     @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
     def test_a_zero_first_gradient_leaves_the_matrix_alone(self, build, dtype):
@@ -171,6 +174,7 @@ class TestDegenerateCases:
             assert readout(state, "calibration")["w"][1] == jnp.inf
         assert (found["w"][0] != expected["w"][0]).any()
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("bad", [np.nan, np.inf])
     def test_non_finite_gradients_show_as_nan(self, bad):
         def gradients(step):
@@ -377,8 +381,9 @@ def test_callables_see_the_whole_tree():
     assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 6
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
-@pytest.mark.parametrize("platform, rounded", [("cpu", 0), ("tpu", 0), ("cuda", 1)])
+@pytest.mark.parametrize("platform, rounded", [("cuda", 1), ("cpu", 0), ("tpu", 0)])
 def test_gpus_keep_matrices_in_rounded_form_alone(platform, rounded):
     """A barrier between the momentum and the norms hides the wider ones from XLA."""
     params = {
@@ -393,6 +398,7 @@ def test_gpus_keep_matrices_in_rounded_form_alone(platform, rounded):
     assert len(re.findall(of_all, text)) == rounded
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_other_parameters_take_optax_adamw(nesterov):
     """With a schedule of the decay, which Optax's own AdamW has only from 0.2.7 on."""

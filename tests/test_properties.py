@@ -177,6 +177,7 @@ class TestStacks:
         if not np.isfinite(values).all():
             assert np.isnan(found[-1]["updates"][index]).all()
 
+    @pytest.mark.extended
     @settings(max_examples=25)
     @given(
         st.sampled_from(sorted(OPTIMIZERS)),
@@ -320,6 +321,7 @@ CONTAINERS = {
 
 
 class TestContainers:
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("container", CONTAINERS)
     def test_the_container_does_not_matter(self, container):
         """To the bit, and updates come back in the container of the gradients."""
@@ -355,6 +357,7 @@ def signature(tree):
     return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), tree)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("double", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_dtypes_never_change(name, double):

@@ -80,6 +80,7 @@ def size(state):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.extended
 def test_against_the_table():
     params = transformer()
     optimizer = orscale(1e-3, weight_dimension_numbers=NUMBERS)
@@ -130,6 +131,7 @@ def test_the_classes_of_layers():
     assert [row.layer_class for row in description.select("gate").rows] == ["router"]
 
 
+@pytest.mark.extended
 def test_norms_against_numpy():
     tree = leaves.random_tree(0)
     description = describe(tree, leaves.DIMENSIONS)
@@ -200,6 +202,7 @@ def test_every_byte_of_the_state_is_counted_once(build):
     assert description.shared_bytes < 100
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("blocks", [3, (4, 1, 1)])
 def test_bytes_of_state_that_is_not_divided_into_blocks(blocks):
     params = {"qkv": jnp.ones((5, 6))}
@@ -441,6 +444,7 @@ def test_select():
     assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
 
 
+@pytest.mark.extended
 def test_the_output_on_the_page():
     """A text block is what the Python block above it prints."""
     blocks = re.findall(

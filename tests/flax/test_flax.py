@@ -175,6 +175,7 @@ def assert_axes(numbers, kernel, expected):
     assert (axes.rows, axes.columns, axes.batch) == expected
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NNX_LAYERS)
 def test_an_nnx_layer_by_its_derivatives(name):
     build, shape = NNX_LAYERS[name]
@@ -193,6 +194,7 @@ def test_an_nnx_layer_by_its_derivatives(name):
     assert set(found.values()) <= {None}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", LINEN_LAYERS)
 def test_a_linen_layer_by_its_derivatives(name):
     layer, shape = LINEN_LAYERS[name]
@@ -351,6 +353,7 @@ def stack(layers, rngs):
     return nnx.vmap(Block)(rngs.split(layers))
 
 
+@pytest.mark.extended
 def test_an_nnx_transformer():
     rngs = nnx.Rngs(0)
     model = Transformer(rngs, nnx.List([Block(rngs) for _ in range(2)]))
@@ -444,6 +447,7 @@ def test_an_nnx_resnet():
     train_nnx(model, lambda model: squares(model(x)), nnx_dimension_numbers(model))
 
 
+@pytest.mark.extended
 def test_lora_adapters_are_trained_alone():
     rngs = nnx.Rngs(0)
     linear = nnx.LoRALinear(
@@ -511,6 +515,7 @@ class LinenTransformer(nn.Module):
         return embed.attend(x) if self.tied else nn.Dense(11, name="logitdense")(x)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_linen_transformer(tied):
     module = LinenTransformer(tied=tied)
@@ -536,6 +541,7 @@ def inserted(numbers, axis):
 
 
 # As many layers as features: the shapes alone would not tell the axes apart.
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("layers", [3, 4])
 def test_linen_stacks_along_any_axis(axis, layers):
@@ -598,6 +604,7 @@ class ManyPartitioned(nn.Module):
         )(name="layers")(x, None)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "module, prefix, kernel",
     [(Partitioned(), "", MATRIX), (ManyPartitioned(), "layers.", Dims(0, 2))],
@@ -785,6 +792,7 @@ def test_a_grouped_convolution_has_a_matrix_for_each_group():
         assert outputs.tolist() == [group == 0] * 2 + [group == 1] * 2
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "equation, shape", [("bi,ijk->bj", (3, 4, 2)), ("...i,...io->...o", (2, 3, 4))]
 )
@@ -824,6 +832,7 @@ def test_twice_stacked_nnx_modules():
     assert nnx_table(stacked) == {"kernel": Dims((2, 3, 4), 5), "bias": None}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_names_that_match_no_path(kind):
     def build(**kwargs):
@@ -928,6 +937,7 @@ def test_modules_behind_a_bridge_are_unresolved():
     assert found == linear("layers_0", "layers_1")
 
 
+@pytest.mark.extended
 def test_nothing_else_of_the_package_needs_flax():
     code = (
         "import sys; sys.modules['flax'] = None\n"

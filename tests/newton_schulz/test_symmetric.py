@@ -57,9 +57,10 @@ def circulant(size, seed):
     return half[np.minimum(distance, size - distance)]
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    "shape", [(32, 64), (40, 70), (70, 40), (2, 3, 33, 20), (5, 7), (1, 1)]
+    "shape", [(5, 7), (32, 64), (40, 70), (70, 40), (2, 3, 33, 20), (1, 1)]
 )
 def test_gram_matrices_to_the_last_bit(kernel, shape):
     x = integers(shape)
@@ -67,12 +68,14 @@ def test_gram_matrices_to_the_last_bit(kernel, shape):
     np.testing.assert_array_equal(product(x, x, TALL, kernel), x.mT @ x)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_where_integers_have_64_bits(kernel, enable_x64):
     x = integers((40, 70))
     np.testing.assert_array_equal(product(x, x, WIDE, kernel), x @ x.mT)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("size", [48, 50, 64])
 def test_products_of_matrices_that_commute(kernel, size):
@@ -80,6 +83,7 @@ def test_products_of_matrices_that_commute(kernel, size):
     np.testing.assert_array_equal(product(x, y, PAIR, kernel), x @ y)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_part_above_the_diagonal_is_mirrored(kernel):
     """Seen where the product is not symmetric; tiles on the diagonal are whole."""
@@ -90,6 +94,7 @@ def test_the_part_above_the_diagonal_is_mirrored(kernel):
     np.testing.assert_array_equal(found, np.where(above, exact, exact.T))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_batch_that_is_mapped_over(kernel):
     x = integers((3, 2, 20, 40))
@@ -99,6 +104,7 @@ def test_a_batch_that_is_mapped_over(kernel):
     np.testing.assert_array_equal(found, x @ x.mT)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("axes", [WIDE, TALL, PAIR])
 def test_derivatives_are_those_of_the_product(kernel, axes):
@@ -177,6 +183,7 @@ def stage(kernel, ns_products, dtype=None):
     return orthogonalize_by(Execution(settings, platforms={**PLATFORMS, "cpu": policy}))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_polar_factors(kernel):
     """As by XLA, up to the order of sums; bfloat16 has three digits."""
@@ -193,6 +200,7 @@ def test_polar_factors(kernel):
         np.testing.assert_allclose(by_kernel[name], by_xla[name], atol=0.02)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
 def test_polar_factors_on_a_mesh(spec):
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,))
@@ -217,6 +225,7 @@ def lowered(optimizer, platform):
         raise
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "platform, call", [("cuda", "triton"), ("tpu", "tpu_custom_call")]
 )

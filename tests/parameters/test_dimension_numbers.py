@@ -14,6 +14,7 @@ from orscale_jax.parameters.axes import MatrixAxes
 from tests import leaves
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", leaves.KINDS)
 def test_conversion_to_matrices_and_back(name):
     leaf = leaves.random_tree(0)[name]

@@ -80,6 +80,7 @@ def test_the_decoder_of_the_demo():
     assert table(nnx.to_pure_dict(params)) == expected
 
 
+@pytest.mark.extended
 def test_attention_of_nnx_alone_and_stacked():
     build = lambda rngs: nnx.MultiHeadAttention(  # noqa: E731
         2, 8, 6, decode=False, normalize_qk=True, keep_rngs=False, rngs=rngs
@@ -223,6 +224,7 @@ def test_layers_of_equinox():
     )
 
 
+@pytest.mark.extended
 def test_named_arrays_of_haliax():
     Embed, Mlp, Experts = hax.make_axes(embed=4, mlp=8, experts=3)
     up, down = (Embed, Mlp), (Mlp, Embed)
@@ -870,6 +872,7 @@ def test_invalid_rules(rules, words):
         layer_classes({"up": jnp.ones((2, 2))}, rules)
 
 
+@pytest.mark.extended
 def test_classes_of_a_pooled_ratio():
     """Classes are taken as a tree and as a function, also where leaves are masked."""
     params = {

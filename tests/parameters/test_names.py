@@ -143,6 +143,7 @@ def trees(depth):
     return st.dictionaries(NAMES, tree, min_size=1, max_size=3)
 
 
+@pytest.mark.extended
 @settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 @given(trees(2))
 def test_the_container_does_not_matter(tree):

@@ -102,6 +102,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_the_program_of_explicit_axes():
     """Operations, and the bytes and kinds of collectives; no call to a partitioner."""
@@ -117,6 +118,7 @@ def test_the_program_of_explicit_axes():
     assert "CustomSPMDPartitioning" in text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [n for n in GIVEN if n != "specs"])
 def test_accepted_kinds_of_param_shardings(name):
     mesh = mesh_of(AxisType.Auto)
@@ -133,6 +135,7 @@ def test_accepted_kinds_of_param_shardings(name):
     assert found == expected
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "given", [P(), pytest.param(SPECS | {"up": P("tensor", "fsdp")}, marks=slow)]
@@ -175,6 +178,7 @@ def shard_map_alone(optimizer, grads, state, params):
     return "shard_map" in jaxpr and "custom_partitioning" not in jaxpr
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("wrap", [lambda f: f, optax.inject_hyperparams])
 def test_annotations_are_found_without_an_argument(wrap):
     """A factory that knows no parameters; an update that sees bare arrays."""
@@ -254,6 +258,7 @@ def test_logical_names_are_those_of_the_rules_in_effect():
     assert shard_map_alone(optimizer, grads, state, params)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_norms_of_sharded_matrices_are_those_of_whole_ones(kind):
     """On a mesh of GPUs a public trainer counted them 2.5 to 7 times."""
@@ -268,6 +273,7 @@ def test_norms_of_sharded_matrices_are_those_of_whole_ones(kind):
         )
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("given", [None, P("tensor")])
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit)])
 def test_a_population_mapped_over_an_axis_of_the_mesh(kind, given):

@@ -111,6 +111,7 @@ def test_arrays_with_and_without_the_shape_of_a_parameter(name, kind):
         assert set(BATCHES.items()) <= seen
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_state_made_there_stays_there(kind):
     """Through a step whose compiler is free to choose, and without copies of shards."""

@@ -38,6 +38,7 @@ def test_orthogonalize_treats_each_matrix_separately():
             np.testing.assert_allclose(found, oracle.newton_schulz(gradient), atol=2e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_stages_keep_dtypes(dtype):
     tree = {"w": jnp.ones((3, 4), dtype)}
@@ -59,6 +60,7 @@ def test_arrays_of_numpy(stage):
     np.testing.assert_array_equal(found["w"], expected["w"])
 
 
+@pytest.mark.extended
 def test_orthogonalize_keeps_sharding_types():
     """On a mesh of Explicit axes, also where rows span axes that are both sharded."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)

@@ -28,6 +28,7 @@ def test_without_an_accelerator_it_says_so():
         symmetric.main(Options())
 
 
+@pytest.mark.extended
 def test_times_and_a_verdict(small, capsys):
     symmetric.time_all(KERNEL, Options(turns=2, calls=1))
     head, _, *rows, verdict = capsys.readouterr().out.splitlines()
@@ -59,6 +60,7 @@ def test_the_verdict_is_on_the_factors(ratios, words):
     assert f"{ratios[0]:.2f} to {ratios[1]:.2f}" in found
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_what_the_compiler_says(small, capsys):
     symmetric.compile_all(KERNEL, jax.devices()[0], {})
