@@ -69,9 +69,6 @@ def test_arguments_are_orscales(name):
         ablation(1e-3, r_min=3, r_max=2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'r_mx'"):
         ablation(1e-3, r_mx=2)
-    optimizer, params = ablation(1e-3), {"w": jnp.eye(2)}
-    with pytest.raises(ValueError, match="not passing `params`"):
-        optimizer.update(params, optimizer.init(params))
 
 
 @pytest.mark.quick_first_case

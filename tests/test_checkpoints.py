@@ -21,11 +21,10 @@ from orscale_jax import (
     orscale,
     scale_by_calibrated_trust_ratio,
 )
-from tests.runs import readout
+from tests.runs import VISION, readout
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUMBERS = {"w": Dims(0, 1), "late": Dims(0, 1), "stack": Dims(1, 2), "b": None}
-VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 STEPS = 6
 
 

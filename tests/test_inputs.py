@@ -29,18 +29,15 @@ from orscale_jax import (
     scale_by_shape,
 )
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
-from tests.runs import FAMILY
+from tests.runs import FAMILY, VISION, readout
+from tests.small import NUMBERS, SHAPES, tree
 
 PAGE = Path(__file__).parents[1] / "docs" / "inputs.md"
 BUILDS = {
     "orscale": orscale,
-    "vision": functools.partial(
-        orscale, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5
-    ),
+    "vision": functools.partial(orscale, **VISION),
     "muon": muon,
 }
-NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
-SHAPES = {"w": (6, 4), "stack": (3, 4, 5), "b": (4,)}
 RATE, DECAY = 1e-2, 0.1
 STEPS = 5
 WHEN = pytest.mark.parametrize("when", [0, 2], ids=["first", "middle"])
@@ -99,11 +96,6 @@ def guarded(name):
     return compiled(optax.apply_if_finite(optimizer, max_consecutive_errors=3))
 
 
-def tree(seed, dtype=jnp.float32, shapes=SHAPES):
-    rng = np.random.default_rng(seed)
-    return {key: jnp.asarray(rng.normal(size=s), dtype) for key, s in shapes.items()}
-
-
 def gradients(steps=STEPS):
     return [tree(seed) for seed in range(1, steps + 1)]
 
@@ -122,11 +114,6 @@ def train(optimizer, grads, params=None):
 @functools.cache
 def undisturbed(name):
     return train(standard(name), gradients())
-
-
-def readout(state, name):
-    [(_, found)] = optax.tree.get_all_with_path(state, name)
-    return found
 
 
 def split(values):
@@ -618,13 +605,12 @@ def test_debug_infs():
             train(compiled(orscale(RATE)), [{"w": SOME[1]}], {"w": jnp.asarray(ZERO)})
 
 
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("jit", [True, False])
 @ORSCALE
-def test_rank_promotion_is_an_error(name, jit):
+def test_rank_promotion_is_an_error(name):
+    """Without jit; tests/conftest.py has it so in every test."""
     optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
     with jax.numpy_rank_promotion("raise"):
-        seen = train(compiled(optimizer) if jit else eager(optimizer), gradients(2))
+        seen = train(eager(optimizer), gradients(2))
     for key, expected in train(standard(name), gradients(2))[-1][1].items():
         np.testing.assert_allclose(seen[-1][1][key], expected, rtol=1e-5, atol=1e-7)
 
@@ -636,7 +622,7 @@ def test_strict_dtype_promotion(dtype):
     chain = optax.chain(
         optax.trace(0.95, nesterov=True),
         orthogonalize(weight_dimension_numbers=numbers),
-        scale_by_shape(weight_dimension_numbers=numbers),
+        scale_by_shape(jnp.float32(0.2), weight_dimension_numbers=numbers),
         from_first_nonzero_update(
             optax.add_decayed_weights(DECAY), weight_dimension_numbers=numbers
         ),
@@ -792,10 +778,9 @@ PARTIAL = {
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("how", PARTIAL)
-@ORSCALE
+@ALL
 def test_frozen_and_masked_subtrees(name, how):
-    whole = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
-    seen = train(compiled(PARTIAL[how](whole)), gradients())
+    seen = train(compiled(PARTIAL[how](build(name))), gradients())
     expected = undisturbed(name)
     for step, (updates, params, state) in enumerate(seen):
         for key in ("w", "b"):

@@ -24,14 +24,11 @@ from orscale_jax import (
     polar_factor,
     scale_by_calibrated_trust_ratio,
 )
+from tests.runs import VISION
 
-LANGUAGE_MODEL = functools.partial(orscale, 1e-2)
-VISION = functools.partial(
-    orscale, 1e-2, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5
-)
 OPTIMIZERS = {
-    "orscale": LANGUAGE_MODEL,
-    "vision": VISION,
+    "orscale": functools.partial(orscale, 1e-2),
+    "vision": functools.partial(orscale, 1e-2, **VISION),
     "muon": functools.partial(muon, 1e-2),
     "full_rank": functools.partial(orscale, 1e-2, anchor="full_rank"),
     "largest": functools.partial(orscale, 1e-2, anchor="largest", anchor_steps=2),
@@ -377,8 +374,12 @@ def test_dtypes_never_change(name, double):
         theirs = jax.eval_shape(adamw.init, params)
         theirs, _ = jax.eval_shape(adamw.update, grads, theirs, params)
         assert signature(updates) == signature(theirs)
-        for leaf in jax.tree.leaves(readout(state, "trace")):
-            assert mu_dtype is None or leaf.dtype == mu_dtype
+        for field in ("kernel", "wide"):
+            momentum = readout(state, "trace")[field]
+            assert momentum.dtype == (mu_dtype or params_dtypes[field])
+            for ratio in filter(None, (readout(state, name) for name in RATIOS)):
+                wide = jnp.promote_types(params_dtypes[field], jnp.float32)
+                assert ratio[field].dtype == wide
 
     with jax.enable_x64(double):
         check()
