@@ -111,29 +111,11 @@ def train_nnx(model, run, numbers, expected):
     audit_and_train(params, loss, numbers, expected)
 
 
-def nnx_attention(prefix, matrices):
-    return {
-        f"{prefix}{name}.kernel": matrix(*shape, matrices)
-        for name, shape in {
-            "query": (8, 6), "key": (8, 6), "value": (8, 6), "out": (6, 8)
-        }.items()
-    }  # fmt: skip
-
-
-@pytest.mark.extended
-def test_nnx_attention_in_a_list():
-    model = nnx.List([attend(nnx.Rngs(i)) for i in range(2)])
-    expected = nnx_attention("0.", 1) | nnx_attention("1.", 1)
-
-    def run(model):
-        return model[1](model[0](noise(2, 5, 8)))
-
-    train_nnx(model, run, nnx_dimension_numbers(model), expected)
-
-
 @pytest.mark.extended
 def test_nnx_attention_stacked():
     model = nnx.vmap(attend)(nnx.Rngs(0).split(3))
+    expected = {f"{name}.kernel": matrix(8, 6, 3) for name in ("query", "key", "value")}
+    expected["out.kernel"] = matrix(6, 8, 3)
 
     def run(model):
         scan = nnx.scan(
@@ -141,7 +123,7 @@ def test_nnx_attention_stacked():
         )
         return scan(noise(2, 5, 8), model)
 
-    train_nnx(model, run, nnx_dimension_numbers(model), nnx_attention("", 3))
+    train_nnx(model, run, nnx_dimension_numbers(model), expected)
 
 
 @pytest.mark.extended
@@ -166,25 +148,6 @@ def train_linen(module, args, expected):
 
     numbers = linen_dimension_numbers(module, *args)
     audit_and_train(variables["params"], loss, numbers, expected)
-
-
-class Attend(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return nn.MultiHeadDotProductAttention(2, qkv_features=6, use_bias=False)(x), None
-
-
-@pytest.mark.extended
-def test_linen_attention_under_scan():
-    module = nn.scan(
-        Attend, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )()
-    shapes = {"query": (8, 6), "key": (8, 6), "value": (8, 6), "out": (6, 8)}
-    expected = {
-        f"MultiHeadDotProductAttention_0.{name}.kernel": matrix(*shape, 3)
-        for name, shape in shapes.items()
-    }
-    train_linen(module, (noise(2, 5, 8), None), expected)
 
 
 # flaxmodels

@@ -174,14 +174,6 @@ def test_bad_ratio_hyperparameters_are_refused_when_built(arguments, words):
         orscale(1e-3, **arguments)
 
 
-def test_ambiguous_and_misfitting_leaves_are_named():
-    tree = {"conv": {"kernel": jnp.ones((3, 3, 4, 8))}}
-    with pytest.raises(ValueError, match=r"'conv\.kernel' of shape \(3, 3, 4, 8\)"):
-        orscale(1e-3).init(tree)
-    with pytest.raises(ValueError, match=r"'conv\.kernel'.*4 axes"):
-        orscale(1e-3, weight_dimension_numbers=Dims(0, 7)).init(tree)
-
-
 @pytest.mark.parametrize("mask", ["yes", {"w": 1}, {"v": True}, lambda _: {"w": None}])
 def test_a_mask_that_does_not_fit_is_refused(mask):
     with pytest.raises(ValueError, match=r"weight_decay_mask.*tree of booleans"):
@@ -313,13 +305,3 @@ def test_other_parameters_take_optax_adamw(nesterov):
         bias = bias - 1e-2 * (direction + decay(step) * bias)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(params["bias"], bias, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name", ["vocab", "tok", "pos", "vocab_proj", "lm_head", "TokEmb"]
-)
-def test_names_of_tables_and_heads(name):
-    state = orscale(1e-3).init({name: jnp.ones((8, 4)), "o_proj": jnp.ones((4, 4))})
-    momentum = optax.tree.get(state, "trace")
-    assert isinstance(momentum[name], optax.MaskedNode)
-    assert momentum["o_proj"].shape == (4, 4)

@@ -481,12 +481,6 @@ class TestTrustRatio:
             )
             before = c
 
-    @settings(max_examples=30)
-    @given(SEEDS, WILD_STEPS)
-    def test_without_calibration_c_is_one_for_good(self, seed, wild):
-        for _, _, state in self.steps(seed, wild, False, 0.5, 1.5, 1e-6):
-            assert state.calibration.tolist() == [1.0, 1.0, 1.0]
-
     @pytest.mark.parametrize("calibrate", [True, False])
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
     def test_a_direction_that_is_not_finite_gives_nan(self, bad, calibrate):

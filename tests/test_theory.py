@@ -674,38 +674,20 @@ class TestCalibratedRatio:
         return draw(0, lambda m, n: m**-0.5), draw(1, lambda m, n: 1 / (m * n))
 
     @staticmethod
-    @functools.partial(jax.jit, static_argnames="calibrate")
-    def first_step(params, grads, decay, calibrate=True):
-        optimizer = orscale(1e-2, weight_decay=decay, calibrate=calibrate, ns_steps=14)
+    @jax.jit
+    def first_step(params, grads):
+        optimizer = orscale(1e-2, weight_decay=0.0, ns_steps=14)
         updates, state = optimizer.update(grads, optimizer.init(params), params)
         return updates, log(state, "raw_trust_ratio")
 
     @pytest.mark.extended
     def test_width_invariance(self):
         """(ii): at the anchor r = 1 and every entry moves by 0.2 η, at every width."""
-        updates, ratios = self.first_step(*self.trees(), 0.0)
+        updates, ratios = self.first_step(*self.trees())
         for name, update in updates.items():
             np.testing.assert_allclose(ratios[name], 1, atol=1e-5)
             rms = np.sqrt(np.mean(np.square(update)))
             np.testing.assert_allclose(rms, 0.2 * 1e-2, rtol=2e-3)
-
-    def test_the_first_step_is_muons(self):
-        """Section 3: it coincides with Muon+Moonlight's, weight decay and all."""
-        params, grads = self.trees()
-        updates, _ = self.first_step(params, grads, 0.1)
-        optimizer = muon(1e-2, weight_decay=0.1, ns_steps=14)
-        expected, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-        for name, update in updates.items():
-            np.testing.assert_allclose(update, expected[name], rtol=2e-5, atol=1e-8)
-
-    def test_without_the_anchor_it_depends_on_the_width(self):
-        """Section 3: r_0 = RMS(W_0)/0.2 ∝ 1/√fan-in."""
-        params, grads = self.trees()
-        _, ratios = self.first_step(params, grads, 0.0, calibrate=False)
-        for name, (fan_in, _) in WIDE.items():
-            rms = np.sqrt(np.mean(np.square(params[name])))
-            np.testing.assert_allclose(ratios[name], rms / 0.2, rtol=2e-3)
-            np.testing.assert_allclose(ratios[name] * np.sqrt(fan_in), 5, rtol=0.05)
 
     @staticmethod
     @jax.jit

@@ -860,12 +860,6 @@ def test_parameters_of_another_model():
         numbers({"mlp": {"kernel": jnp.ones((2, 3))}})
 
 
-def test_a_state_in_place_of_its_model():
-    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="model is of type State: pass the model"):
-        nnx_dimension_numbers(state)
-
-
 def test_overrides_come_before_names_and_types():
     model = nnx.Dict(head=nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     assert nnx_table(model) == linear("head", kernel=None)

@@ -751,14 +751,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names(name):
-    expected = MODELS[name]
-    assert of_paths(*expected) == expected
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_default_rule_and_the_class_agree(name):
-    """A router's "classifier" or "logits" takes AdamW as well."""
+def test_classes_by_name_and_the_default_rule(name):
+    """They agree, but a router's "classifier" or "logits" takes AdamW as well."""
     outside = {"embedding", "head", "norm", "scale", "bias"}
     tree = {path: jax.ShapeDtypeStruct((4, 4), jnp.float32) for path in MODELS[name]}
     for row in describe(tree).rows:

@@ -200,6 +200,7 @@ MATRICES = """
     beta_proj.weight offset_net.kernel to_tokens.kernel LayerNormMLP_0.wi_kernel
     WeightNorm_0.Dense_0.kernel norm.mlp.up embassy.kernel mlp_tokens.fc1.weight
     gate_bias_mlp.kernel blocks.output.kernel lora.b layers.wkv_b
+    kernel attention_heads query ahead out multi_head_q ember o_proj
 """.split()
 ADAMW = """
     norm.scale norm norm_1.weight ln_f.kernel attention_norm.kernel final_norm.w
@@ -208,6 +209,9 @@ ADAMW = """
     cls_token cls mask_tokens.weight shared.weight encoder.shared.weight
     attn.relative_position_bias_table LayerNormMLP_0.scale norm_proj.scale LMHead_0
     head.kernel tokEmb pos_embed.value to_logits.weight ln_mlp.weight
+    embedding embed_tokens.kernel tok_embeddings wte wpe.kernel Embed_0.kernel pos_embed
+    unembed lm_head head lmHead.kernel output_head.kernel logits logits_dense.kernel
+    classifier patchEmbed tok_emb posEmb vocab tok pos vocab_proj TokEmb
 """.split()
 
 

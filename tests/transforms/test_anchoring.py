@@ -329,7 +329,7 @@ def reset(run, fields, experts):
             expert.anchor_steps = min(expert.anchor_steps, len(expert.directions))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("arguments", ANCHORS, ids=lambda a: a["anchor"])
 @pytest.mark.parametrize("experts", [[0, 1, 2], [1]], ids=["all", "one"])
 def test_every_combination_of_resets(arguments, experts):

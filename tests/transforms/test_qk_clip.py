@@ -497,23 +497,6 @@ def test_last_link_of_a_chain(optimizer):
     np.testing.assert_allclose(found, FACTOR**2, rtol=1e-6)
 
 
-def test_a_matrix_of_orscale():
-    """A flat kernel, orthogonalized as one matrix and clipped by head."""
-    params = as_jax({"q": normal(0, 6, 8), "k": normal(1, 6, 8)})
-    grads = as_jax({"q": normal(2, 6, 8), "k": normal(3, 6, 8)})
-    heads = [AttentionHeads(name, axis=1, heads=4) for name in "qk"]
-    optimizer = orscale(1e-2)
-    after, _, _ = step(
-        optax.chain(optimizer, qk_clip(QueryKey(*heads))), params, LOGITS, grads
-    )
-    moved, _ = optimizer.update(grads, optimizer.init(params), params)
-    moved = optax.apply_updates(params, moved)
-    for name in "qk":
-        np.testing.assert_allclose(
-            after[name], moved[name] * FACTOR.repeat(2)[None], rtol=1e-4, atol=1e-6
-        )
-
-
 def test_multi_steps_clips_when_it_steps():
     params, grads = as_jax(projections()), as_jax(projections(seed=50))
     chain = optax.chain(optax.sgd(0.1), qk_clip(BIASED))
