@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
 from orscale_jax import family, muon, orscale
-from tests.runs import ABLATIONS, FAMILY, VISION
+from tests.runs import ABLATIONS, FAMILY, VISION, run
 from tests.small import NUMBERS, SHAPES, tree
 
 OPTIMIZERS = {
@@ -35,13 +35,8 @@ def build(request):
 
 
 def train(optimizer, steps, params=None):
-    params = tree(0) if params is None else params
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
-    for step in range(steps):
-        updates, state = update(tree(step + 1), state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+    """The parameters and the state after some steps."""
+    return run(optimizer, tree(0) if params is None else params, steps, tree)[-1]
 
 
 def assert_trees_close(found, expected, rtol=1e-5, atol=1e-7):

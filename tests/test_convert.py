@@ -14,16 +14,12 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from orscale_jax import convert_state, muon, orscale
+from tests import small
 
 RATE = 1e-2
 SHAPES = {"up": (8, 16), "down": (16, 8), "bias": (8,)}
+tree = functools.partial(small.tree, shapes=SHAPES)
 slow = pytest.mark.slow
-
-
-def tree(seed):
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    pairs = zip(SHAPES.items(), keys, strict=True)
-    return {name: jax.random.normal(key, shape) for (name, shape), key in pairs}
 
 
 def after(optimizer, steps, state=None, start=0):

@@ -14,6 +14,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
+from tests import small
 
 SPECS = {
     "up": P("fsdp", "tensor"),
@@ -41,15 +42,11 @@ NUMBERS = {
 }
 slow = pytest.mark.slow
 build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
+tree = functools.partial(small.tree, shapes=SHAPES)
 
 
 def mesh_of(kind):
     return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
-
-
-def tree(seed):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=shape).astype(np.float32) for k, shape in SHAPES.items()}
 
 
 def placed(mesh):

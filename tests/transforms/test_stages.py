@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-import orscale_jax
 from orscale_jax import (
     from_first_nonzero_update,
     normalize_vectors,
@@ -312,26 +311,3 @@ class TestCalibratedTrustRatio:
 def test_bad_arguments_are_refused_at_once(build, words):
     with pytest.raises(ValueError, match=words):
         build()
-
-
-def test_the_stages_compose_to_orscale():
-    """The chain of the documentation, written out by a user, is the optimizer."""
-    chain = optax.chain(
-        optax.trace(0.95, nesterov=True),
-        orthogonalize(),
-        scale_by_shape(0.2),
-        optax.add_decayed_weights(0.1),
-        scale_by_calibrated_trust_ratio(),
-        optax.scale_by_learning_rate(1e-2),
-    )
-    whole = orscale_jax.orscale(1e-2)
-    params = {"a": W, "b": D.T}
-    states = chain.init(params), whole.init(params)
-    for seed in range(3):
-        grads = optax.tree.random_like(jax.random.key(seed), params)
-        ours, state_1 = chain.update(grads, states[0], params)
-        theirs, state_2 = whole.update(grads, states[1], params)
-        states = state_1, state_2
-        for name in params:
-            np.testing.assert_allclose(ours[name], theirs[name], rtol=1e-5, atol=1e-8)
-        params = optax.apply_updates(params, ours)
