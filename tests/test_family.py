@@ -38,13 +38,13 @@ NEURONS_ALONE = functools.partial(oracle.unit_vectors, order=["neurons"])
 BOTH = functools.partial(oracle.unit_vectors, order=["inputs", "neurons"])
 # Optimizer, and the arguments of the oracle's matrices.
 CASES = {
+    "muon_plus": (family.muon_plus, {"adaptive": False, "after_q": lambda: BOTH}),
     "hyperball": (family.hyperball, {"matrix": oracle.Sphere}),
     "normuon": (family.normuon, {"adaptive": False, "after_q": oracle.NeuronRMS}),
     "normuon_kept": (
         functools.partial(family.normuon, norm="kept", b2=0.5, eps=0.1),
         {"adaptive": False, "after_q": lambda: oracle.NeuronRMS(0.5, 0.1, kept=True)},
     ),
-    "muon_plus": (family.muon_plus, {"adaptive": False, "after_q": lambda: BOTH}),
     "muon_plus_neurons": (
         functools.partial(family.muon_plus, order="neurons"),
         {"adaptive": False, "after_q": lambda: NEURONS_ALONE},

@@ -128,7 +128,7 @@ def noise_of_gradient():
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "field, truth",
-    [("signal", SIGNAL), ("noise", noise_of_gradient()), ("smoothness", L)],
+    [("smoothness", L), ("signal", SIGNAL), ("noise", noise_of_gradient())],
 )
 def test_estimates_are_within_their_errors_of_the_truth(field, truth):
     """Over 20 seeds: each by two standard errors, and their mean by two of its own."""

@@ -390,7 +390,7 @@ def without_norms(state):
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("way", ["partial restore", "convert_state"])
+@pytest.mark.parametrize("way", ["convert_state", "partial restore"])
 def test_a_checkpoint_from_before_the_norms(tmp_path, way):
     optimizer = orscale(0.1)
     state, _, params = trained(optimizer, TREE)

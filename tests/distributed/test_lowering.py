@@ -88,7 +88,15 @@ def assert_close(found, wanted):
     ],
     ids="+".join,
 )
-@pytest.mark.parametrize("where", ["one device", "Auto", "param_shardings", "Explicit"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "one device",
+        "Auto",
+        pytest.param("param_shardings", marks=pytest.mark.extended),
+        "Explicit",
+    ],
+)
 def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
     kind = AxisType.Explicit if where == "Explicit" else AxisType.Auto
     mesh = None if where == "one device" else mesh_of(kind)
