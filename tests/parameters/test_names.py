@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import flax
 import flax.linen as nn
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -91,6 +92,11 @@ def haiku(tree):
     return modules
 
 
+def with_named_axes(x):
+    axes = (hax.Axis(f"axis{i}", size) for i, size in enumerate(x.shape))
+    return hax.NamedArray(x, tuple(axes))
+
+
 def bracketed(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): value for path, value in leaves}
@@ -107,6 +113,7 @@ CONTAINERS = {
     "Linen's boxes": lambda tree: jax.tree.map(
         lambda x: nn.Partitioned(x, (None,) * x.ndim), tree
     ),
+    "Haliax": lambda tree: jax.tree.map(with_named_axes, tree),
     "NNX": lambda tree: nnx.State(jax.tree.map(nnx.Param, tree)),
     "NNX, flat": lambda tree: flatten_dict(jax.tree.map(nnx.Param, tree)),
     "Haiku": haiku,
