@@ -13,7 +13,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
@@ -23,6 +22,7 @@ from orscale_jax import BlockDimensionNumbers as Blocks, by_path, orscale
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
+from tests.training import assert_all_change, squares, train
 
 MATRIX = Dims(0, 1)
 CONVOLUTION = Dims((0, 1, 2), 3)
@@ -77,12 +77,6 @@ def norms(*prefixes):
     return {f"{prefix}.{name}": None for prefix in prefixes for name in ("scale", "bias")}
 
 
-def assert_all_change(before, after):
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert np.isfinite(new).all()
-        assert not np.array_equal(old, new)
-
-
 def train_nnx(model, loss, numbers, steps=2, wrt=nnx.Param, rate=0.02):
     optimizer = nnx.Optimizer(
         model, orscale(rate, weight_dimension_numbers=numbers), wrt=wrt
@@ -98,26 +92,6 @@ def train_nnx(model, loss, numbers, steps=2, wrt=nnx.Param, rate=0.02):
     after = nnx.to_pure_dict(nnx.state(model, wrt))
     assert_all_change(before, after)
     return after
-
-
-def train_linen(params, loss, numbers, steps=2, rate=0.02):
-    optimizer = orscale(rate, weight_dimension_numbers=numbers)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    before, state = params, optimizer.init(params)
-    for _ in range(steps):
-        params, state = step(params, state)
-    assert_all_change(before, params)
-    return params
-
-
-def squares(y, seed=3):
-    """A loss whose gradient differs from entry to entry."""
-    return jnp.mean(jnp.square(y - jax.random.normal(jax.random.key(seed), y.shape)))
 
 
 # Single layers, against the axes that their own derivatives show.
@@ -530,7 +504,7 @@ def test_a_linen_transformer(tied):
         expected |= linear("logitdense", kernel=None)
     assert table(numbers) == expected
     params = module.init(jax.random.key(0), TOKENS)["params"]
-    train_linen(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
+    train(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
 
 
 def inserted(numbers, axis):
@@ -566,7 +540,7 @@ def test_a_stack_of_linen_layers_takes_the_steps_of_the_single_layers(axis):
     }
     around = {name: leaf for name, leaf in params.items() if name != "blocks"}
     many, single = (
-        train_linen(
+        train(
             start,
             lambda p, module=module: squares(module.apply({"params": p}, TOKENS)),
             linen_dimension_numbers(module, TOKENS),
@@ -624,8 +598,8 @@ def test_boxed_linen_parameters(module, prefix, kernel):
     def loss(params):
         return squares(module.apply({"params": params}, x)[0])
 
-    trained = train_linen(boxed, loss, numbers)
-    assert_equal(nn.unbox(trained), train_linen(nn.unbox(boxed), loss, numbers))
+    trained = train(boxed, loss, numbers)
+    assert_equal(nn.unbox(trained), train(nn.unbox(boxed), loss, numbers))
 
 
 class Convolutions(nn.Module):
@@ -669,7 +643,7 @@ def test_a_linen_convolutional_network():
         )
         return squares(y)
 
-    train_linen(variables["params"], loss, numbers)
+    train(variables["params"], loss, numbers)
 
 
 def test_tracing_leaves_nothing_in_the_cache_of_nn_jit():
