@@ -29,7 +29,7 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 test: $(VENV)/.has-examples,test ## Run the quick tests.
 	$(RUN) pytest -n 2 --dist worksteal -m "not extended and not slow and not client" $(ARGS)
 
-test-extended: $(VENV)/.has-examples,test ## Run those of tests/extended.txt as well.
+test-extended: $(VENV)/.has-examples,test ## Run the extended tests as well.
 	$(RUN) pytest -n 2 --dist worksteal -m "not slow and not client" $(ARGS)
 
 # Of the versions that pyproject.toml promises, the oldest, on what touches them.

@@ -35,7 +35,6 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 MAX_CACHE_BYTES = 300_000_000  # A run makes 60 MB.
 
 EXAMPLES = Path(__file__).parent / "examples"
-EXTENDED = Path(__file__).parent / "extended.txt"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,18 +47,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # Before tests are chosen by their marks.
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
-    """Mark the tests that EXTENDED lists, which have to exist."""
-    lines = EXTENDED.read_text().splitlines()
-    listed = {line for line in lines if not line.startswith("#")}
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as extended what follows the first case where that is the quick one."""
+    seen = set()
     for item in items:
-        if item.nodeid in listed:
-            item.add_marker(pytest.mark.extended)
-    missing = listed.difference(item.nodeid for item in items)
-    if missing and config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        raise pytest.UsageError(f"{EXTENDED} lists what is no test: {sorted(missing)}")
+        if item.get_closest_marker("quick_first_case") and not is_slow(item):
+            test, _, _ = item.nodeid.partition("[")
+            if test in seen:
+                item.add_marker(pytest.mark.extended)
+            seen.add(test)
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def pytest_collection_finish() -> None:

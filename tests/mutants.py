@@ -229,7 +229,7 @@ MUTANTS = [
         "update",
         "return _cast(new_updates, promoted, place), _cast(new_state, state, state)",
         "return _cast(new_updates, promoted, place), new_state",
-        "test_citizenship.py -k dtypes_never_change",
+        "test_properties.py -k dtypes_never_change",
     ),
     Mutant(
         "_factors",
@@ -523,7 +523,7 @@ MUTANTS = [
         "_promoted",
         "dtype = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))",
         "dtype = jnp.result_type(update)",
-        "test_citizenship.py -k dtypes_never_change",
+        "test_properties.py -k dtypes_never_change",
     ),
     Mutant(
         "box_like",

@@ -21,6 +21,8 @@ def optimizers_of(module):
     }
 
 
+# The arguments of the paper's experiments on images.
+VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 ABLATIONS = optimizers_of(ablations)
 FAMILY = optimizers_of(family) | {
     "replayed": functools.partial(family.replayed, trust_ratio=[1.5, 0.5, 2.0]),

@@ -21,11 +21,10 @@ from orscale_jax import (
     orscale,
     scale_by_calibrated_trust_ratio,
 )
-from tests.runs import readout
+from tests.runs import VISION, readout
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUMBERS = {"w": Dims(0, 1), "late": Dims(0, 1), "stack": Dims(1, 2), "b": None}
-VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 STEPS = 6
 
 
@@ -114,6 +113,7 @@ def assert_equal_to_the_bit(found, expected):
     chex.assert_trees_all_equal_dtypes(found, expected)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "name",
     [
@@ -147,6 +147,7 @@ def after(optimizer, steps):
     return advance(optimizer, start(optimizer), range(1, steps + 1))[-1]
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -221,6 +222,7 @@ def test_a_calibration_of_one_is_not_mistaken_for_none():
     np.testing.assert_allclose(state.trust_ratio, 3, rtol=1e-6)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("arguments", [{"weight_decay": 0.4}, {"consistent_rms": 0.4}])
 def test_hyperparameters_in_c_are_anchored_again_on_request(arguments, tmp_path):
     """λ and s are part of c: r jumps when they change, until c is set to zero."""
@@ -260,7 +262,7 @@ def test_hyperparameters_in_c_are_anchored_again_on_request(arguments, tmp_path)
         "adamw",
     ],
 )
-@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("back", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_another_structure_is_an_error(other, words, back, tmp_path):
     saved, restored = (other, ORSCALE) if back else (ORSCALE, other)
     match = "mismatch|do not match" if back else words
@@ -284,6 +286,7 @@ for axes in (Dims(0, (1, 2)), Dims(0, 2), Dims(0, 1)):
 """
 
 
+@pytest.mark.extended
 def test_other_matrices_are_an_error(tmp_path):
     """Read as one matrix, or as a batch along another axis, c has another shape."""
     # In a separate process: when Orbax refuses a shape, it leaves its other reads behind,

@@ -9,24 +9,14 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    family,
-    from_first_nonzero_update,
-    muon,
-    orscale,
-    orthogonalize,
-    scale_by_calibrated_trust_ratio,
-    scale_by_shape,
-)
-from tests.runs import ABLATIONS, FAMILY
+from orscale_jax import family, muon, orscale
+from tests.runs import ABLATIONS, FAMILY, VISION, run
+from tests.small import NUMBERS, SHAPES, tree
 
 OPTIMIZERS = {
     "orscale": orscale,
-    "vision": functools.partial(
-        orscale, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5
-    ),
+    "vision": functools.partial(orscale, **VISION),
     "muon": muon,
     **ABLATIONS,
     **FAMILY,
@@ -37,8 +27,6 @@ SOME_SLOW = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name in OPTIMIZERS
 ]
-NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
-SHAPES = {"w": (6, 4), "stack": (3, 4, 5), "b": (4,)}
 
 
 @pytest.fixture(params=SOME_SLOW)
@@ -46,19 +34,9 @@ def build(request):
     return functools.partial(OPTIMIZERS[request.param], weight_dimension_numbers=NUMBERS)
 
 
-def tree(seed, dtype=jnp.float32):
-    rng = np.random.default_rng(seed)
-    return {k: jnp.asarray(rng.normal(size=shape), dtype) for k, shape in SHAPES.items()}
-
-
 def train(optimizer, steps, params=None):
-    params = tree(0) if params is None else params
-    state = optimizer.init(params)
-    update = jax.jit(optimizer.update)
-    for step in range(steps):
-        updates, state = update(tree(step + 1), state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+    """The parameters and the state after some steps."""
+    return run(optimizer, tree(0) if params is None else params, steps, tree)[-1]
 
 
 def assert_trees_close(found, expected, rtol=1e-5, atol=1e-7):
@@ -74,6 +52,7 @@ def signature(tree):
     return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
+@pytest.mark.quick_first_case
 def test_scan_equals_the_loop_and_jit_of_init(build):
     optimizer = build(1e-2)
     expected = train(optimizer, 4)
@@ -88,6 +67,7 @@ def test_scan_equals_the_loop_and_jit_of_init(build):
     assert_trees_close(jax.lax.scan(step, carry, grads)[0], expected, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_vmap_over_seeds(build):
     optimizer = build(1e-2)
     params = [tree(seed) for seed in (10, 20)]
@@ -104,6 +84,7 @@ def test_vmap_over_seeds(build):
         )
 
 
+@pytest.mark.quick_first_case
 def test_donation_and_one_compilation(build):
     optimizer = build(optax.linear_schedule(1e-2, 1e-3, 10))
 
@@ -124,6 +105,7 @@ def test_donation_and_one_compilation(build):
     assert step._cache_size() == 1
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 def test_no_host_callbacks_and_no_float64_in_the_program(build):
     optimizer = build(1e-2)
@@ -132,34 +114,7 @@ def test_no_host_callbacks_and_no_float64_in_the_program(build):
     assert "callback" not in text and "f64" not in text
 
 
-@pytest.mark.parametrize(
-    "params_dtype, grads_dtype, mu_dtype",
-    [
-        (jnp.float32, jnp.float32, None),
-        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
-        (jnp.bfloat16, jnp.bfloat16, None),
-        (jnp.bfloat16, jnp.float32, jnp.float32),
-        (jnp.float16, jnp.bfloat16, None),
-        (jnp.float16, jnp.float32, jnp.bfloat16),
-    ],
-)
-def test_dtypes_never_change(build, params_dtype, grads_dtype, mu_dtype):
-    optimizer = build(lambda step: 1e-2 / (1 + step), mu_dtype=mu_dtype)
-    params, grads = tree(0, params_dtype), tree(1, grads_dtype)
-    state = optimizer.init(params)
-    updates, after = jax.eval_shape(optimizer.update, grads, state, params)
-    assert signature(after) == signature(state)
-    adamw = optax.adamw(1e-2, mu_dtype=mu_dtype)
-    theirs, _ = jax.eval_shape(adamw.update, grads, adamw.init(params), params)
-    assert signature(updates) == signature(theirs)
-    [(_, momentum)] = optax.tree.get_all_with_path(state, "trace")
-    assert momentum["w"].dtype == (mu_dtype or params_dtype)
-    for name in ("calibration", "trust_ratio", "raw_trust_ratio"):
-        for _, ratios in optax.tree.get_all_with_path(state, name):
-            assert {leaf.dtype for leaf in jax.tree.leaves(ratios)} == {np.dtype("f4")}
-            assert ratios["stack"].shape == (3,)
-
-
+@pytest.mark.quick_first_case
 def test_low_precision_parameters_are_updated_in_float32(build):
     """D = λW + sQ is not rounded on the way."""
     exact = tree(0, jnp.bfloat16)
@@ -171,6 +126,7 @@ def test_low_precision_parameters_are_updated_in_float32(build):
     assert_trees_close(low["stack"], high["stack"], rtol=1e-6, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 def test_float64_parameters_are_updated_in_float64(build, enable_x64):
     optimizer = build(1e-2, ns_dtype=jnp.float64)
     params, state = train(optimizer, 2, tree(0, jnp.float64))
@@ -181,31 +137,13 @@ def test_float64_parameters_are_updated_in_float64(build, enable_x64):
         assert {leaf.dtype for leaf in jax.tree.leaves(ratios)} == {np.dtype("f8")}
 
 
+@pytest.mark.quick_first_case
 def test_debug_nans(build):
     with jax.debug_nans(True):
         train(build(1e-2), 2)
 
 
-def test_strict_dtype_promotion_of_the_matrix_stages():
-    """Optax's AdamW does not run under it; its other pieces and ours do."""
-    chain = optax.chain(
-        orthogonalize(),
-        scale_by_shape(jnp.float32(0.2)),
-        from_first_nonzero_update(optax.identity()),
-        scale_by_calibrated_trust_ratio(),
-    )
-    params, grads = ({"w": tree(seed, jnp.bfloat16)["w"]} for seed in (0, 1))
-    with jax.numpy_dtype_promotion("strict"):
-        updates, _ = jax.jit(chain.update)(grads, chain.init(params), params)
-    assert updates["w"].dtype == jnp.bfloat16
-
-
-def test_schedules_equal_constants(build):
-    constant = train(build(1e-2, weight_decay=0.2), 3)[0]
-    scheduled = train(build(lambda _: 1e-2, weight_decay=lambda _: 0.2), 3)[0]
-    assert_trees_close(scheduled, constant, **rounding(build))
-
-
+@pytest.mark.quick_first_case
 def test_schedules_are_followed(build):
     def piecewise(values):
         return lambda count: jnp.asarray(values)[count]
@@ -222,18 +160,7 @@ def test_schedules_are_followed(build):
     assert_trees_close(scheduled, params, **rounding(build))
 
 
-def test_a_traced_learning_rate(build):
-    @jax.jit
-    def step(rate, params, grads):
-        optimizer = build(rate)
-        return optimizer.update(grads, optimizer.init(params), params)[0]
-
-    optimizer = build(1e-2)
-    expected, _ = optimizer.update(tree(1), optimizer.init(tree(0)), tree(0))
-    assert_trees_close(step(1e-2, tree(0), tree(1)), expected, **rounding(build))
-    assert step._cache_size() == 1
-
-
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", SOME_SLOW)
 def test_inject_hyperparams_without_static_args(name):
     factory = OPTIMIZERS[name]
@@ -299,6 +226,7 @@ def test_vmap_over_injected_learning_rates():
     np.testing.assert_allclose(found[1], 10 * found[0], rtol=1e-5)
 
 
+@pytest.mark.quick_first_case
 def test_multi_steps_equals_the_mean_gradient(build):
     optimizer = optax.MultiSteps(build(1e-2), every_k_schedule=2)
     params = tree(0)
@@ -313,39 +241,17 @@ def test_multi_steps_equals_the_mean_gradient(build):
     assert_trees_close(updates, expected, **rounding(build))
 
 
-def test_clipping_before_and_extra_arguments(build):
-    chain = optax.chain(optax.clip_by_global_norm(1.0), build(1e-2))
-    params, grads = tree(0), tree(1)
-    found, _ = chain.update(grads, chain.init(params), params, unknown=1)
+@pytest.mark.quick_first_case
+def test_a_clip_before_it_and_extra_arguments_that_it_ignores(build):
     inner = build(1e-2)
+    assert isinstance(inner, optax.GradientTransformationExtraArgs)
+    chain = optax.chain(optax.clip_by_global_norm(1.0), inner)
+    params, grads = tree(0), tree(1)
+    found, _ = chain.update(grads, chain.init(params), params, value=1.0, unknown=None)
     norm = optax.tree.norm(grads)
     clipped = jax.tree.map(lambda g: g / norm, grads)
     expected, _ = inner.update(clipped, inner.init(params), params)
     assert_trees_close(found, expected, **rounding(build))
-
-
-def test_masked_and_frozen_parts(build):
-    params, grads = tree(0), tree(1)
-    whole = build(1e-2)
-    expected, _ = whole.update(grads, whole.init(params), params)
-    mask = {"w": True, "stack": False, "b": True}
-    masked = optax.masked(whole, mask)
-    found, _ = masked.update(grads, masked.init(params), params)
-    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5, atol=1e-7)
-    np.testing.assert_array_equal(found["stack"], grads["stack"])
-    frozen = optax.chain(
-        whole, optax.transforms.freeze({k: not v for k, v in mask.items()})
-    )
-    found, _ = frozen.update(grads, frozen.init(params), params)
-    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5, atol=1e-7)
-    assert not found["stack"].any()
-    parts = optax.partition(
-        {"train": whole, "freeze": optax.set_to_zero()},
-        {"w": "train", "stack": "freeze", "b": "train"},
-    )
-    found, _ = parts.update(grads, parts.init(params), params)
-    np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-5, atol=1e-7)
-    assert not found["stack"].any()
 
 
 def test_state_is_made_of_arrays_only_and_maps(build):
@@ -359,6 +265,7 @@ def test_state_is_made_of_arrays_only_and_maps(build):
     assert signature(abstract) == signature(state)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_decay_mask_of_the_matrices(name):
     """It makes the same program as a mask that lists them."""
@@ -415,26 +322,18 @@ def test_tools_that_look_for_parameters_in_the_state():
     assert optax.tree.get_all_with_path(specs, "trust_ratio")[0][1] == "replicated"
 
 
+@pytest.mark.quick_first_case
 def test_none_leaves_stay_none(build):
     params = tree(0) | {"absent": None}
     numbers = NUMBERS | {"absent": None}
-    optimizer = orscale(1e-2, weight_dimension_numbers=numbers)
+    optimizer = build(1e-2, weight_dimension_numbers=numbers)
     updates, _ = optimizer.update(
         tree(1) | {"absent": None}, optimizer.init(params), params
     )
     assert updates["absent"] is None
 
 
-def test_extra_arguments_are_ignored(build):
-    optimizer = build(1e-2)
-    params, grads = tree(0), tree(1)
-    state = optimizer.init(params)
-    assert isinstance(optimizer, optax.GradientTransformationExtraArgs)
-    plain = optimizer.update(grads, state, params)
-    found = optimizer.update(grads, state, params, value=1.0, unknown=None)
-    assert_trees_close(found, plain, **rounding(build))
-
-
+@pytest.mark.quick_first_case
 def test_sharding_types_are_kept(build):
     """On a mesh of Explicit axes, for leaves sharded over matrices, rows and columns."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
@@ -466,6 +365,7 @@ def test_sharding_types_are_kept(build):
     assert_trees_close(found, expected, **rounding(build))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("build", [orscale, muon])
 def test_learns(build):
     """A linear map is found from its values."""

@@ -10,6 +10,7 @@ import flax.linen as nn
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 
@@ -28,6 +29,8 @@ from tests.flax.test_annotations import (
     nnx_trained,
     squares,
 )
+
+pytestmark = pytest.mark.extended
 
 
 def is_variable(node):

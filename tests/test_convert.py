@@ -14,16 +14,12 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from orscale_jax import convert_state, muon, orscale
+from tests import small
 
 RATE = 1e-2
 SHAPES = {"up": (8, 16), "down": (16, 8), "bias": (8,)}
+tree = functools.partial(small.tree, shapes=SHAPES)
 slow = pytest.mark.slow
-
-
-def tree(seed):
-    keys = jax.random.split(jax.random.key(seed), len(SHAPES))
-    pairs = zip(SHAPES.items(), keys, strict=True)
-    return {name: jax.random.normal(key, shape) for (name, shape), key in pairs}
 
 
 def after(optimizer, steps, state=None, start=0):
@@ -67,6 +63,7 @@ WRAPPERS = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("nesterov", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_optax_muon_continues_as_muon(nesterov, wrapper):
@@ -91,6 +88,7 @@ def test_the_next_update_of_a_young_run_is_the_same():
         assert_close(found, wanted, rtol=2e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("steps", [1, 40])
 def test_there_and_back(steps):
     state, _ = after(optax_muon(), steps)

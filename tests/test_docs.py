@@ -13,9 +13,28 @@ PAGES = [
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     if BLOCK.search(page.read_text())
 ]
+LONG_PAGES = {
+    "checkpoints.md",
+    "equinox.md",
+    "family.md",
+    "flax.md",
+    "hyperparameters.md",
+    "migrating.md",
+    "monitoring.md",
+    "parameters.md",
+    "reading_your_run.md",
+    "sharding.md",
+}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.extended if page.name in LONG_PAGES else ())
+        for page in PAGES
+    ],
+    ids=lambda page: page.name,
+)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     """In order and with shared names, as a reader would type them."""
     monkeypatch.chdir(tmp_path)

@@ -47,6 +47,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_by_its_derivatives(name):
     build, shape = LAYERS[name]
@@ -111,6 +112,7 @@ def build_stacked(*layers):
     return build(jax.random.split(KEY, layers))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("layers", [(3,), (2, 3)])
 def test_stacks_and_their_biases(layers):
     depth = len(layers)
@@ -205,6 +207,7 @@ def test_parameters_of_another_model():
         numbers(trained(eqx.nn.Linear(3, 4, key=KEY)))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("build", [functools.partial(orscale, anchor="full_rank"), muon])
 def test_trees_that_are_callable(build):
     """A tree of the model's type has its __call__, and still counts as a tree."""

@@ -38,13 +38,13 @@ NEURONS_ALONE = functools.partial(oracle.unit_vectors, order=["neurons"])
 BOTH = functools.partial(oracle.unit_vectors, order=["inputs", "neurons"])
 # Optimizer, and the arguments of the oracle's matrices.
 CASES = {
+    "muon_plus": (family.muon_plus, {"adaptive": False, "after_q": lambda: BOTH}),
     "hyperball": (family.hyperball, {"matrix": oracle.Sphere}),
     "normuon": (family.normuon, {"adaptive": False, "after_q": oracle.NeuronRMS}),
     "normuon_kept": (
         functools.partial(family.normuon, norm="kept", b2=0.5, eps=0.1),
         {"adaptive": False, "after_q": lambda: oracle.NeuronRMS(0.5, 0.1, kept=True)},
     ),
-    "muon_plus": (family.muon_plus, {"adaptive": False, "after_q": lambda: BOTH}),
     "muon_plus_neurons": (
         functools.partial(family.muon_plus, order="neurons"),
         {"adaptive": False, "after_q": lambda: NEURONS_ALONE},
@@ -71,6 +71,7 @@ def build(factory, **arguments):
     return factory(RATE, **(given | arguments))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES],
@@ -90,6 +91,7 @@ def test_25_steps_against_float64_numpy(name):
     expected.assert_close(seen[-1][0], 1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "classes", [pytest.param(None, marks=pytest.mark.slow), "by_name"]
 )
@@ -130,6 +132,7 @@ def test_25_pooled_steps_against_float64_numpy(classes):
     expected.assert_close(seen[-1][0], 1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "recorded",
     [
@@ -205,6 +208,7 @@ class TestLimits:
         pooled = run(family.pooled(0.1, classes=classes, **given), tree(0), 5, tree)
         assert_same_run(pooled, run(orscale(0.1, **given), tree(0), 5, tree), 1e-6)
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("ones", [np.ones(3), 1.0, lambda step: 1.0])
     def test_replay_of_ones_is_muon(self, ones):
         tree, given = some("tall", "experts", "fused", "bias")
@@ -219,6 +223,7 @@ class TestLimits:
         replayed = family.replayed(0.1, trust_ratio=jnp.stack(recorded), **given)
         assert_same_run(run(replayed, tree(0, 0.1), 10, tree), pooled, 1e-6)
 
+    @pytest.mark.extended
     def test_one_direction_of_largest_is_the_papers_anchor(self):
         tree, given = some("tall", "experts", "grouped_query")
         arguments = {"anchor": "largest", "anchor_steps": 1} | given
@@ -266,6 +271,7 @@ class TestNeurons:
         updates, _ = stage.update({"w": q}, stage.init({"w": q}))
         np.testing.assert_allclose(jnp.abs(updates["w"]), 1 / np.sqrt(3), rtol=1e-4)
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize(
         "stage",
         [scale_by_neuron_rms(), scale_by_neuron_rms(eps=0.0), normalize_vectors()],
@@ -355,6 +361,7 @@ class TestHyperball:
         finite = jnp.isfinite(updates["blocks"][0]["out"]).all(axis=(1, 2))
         assert finite.tolist() == [True, False, True]
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 4), (0, 3, 4)])
     def test_empty_leaves(self, shape):
         params = {"w": jnp.ones(shape)}
@@ -572,6 +579,7 @@ class TestAnchors:
                 readout(state, "calibration")["w"], expected, rtol=1e-5
             )
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("anchor", ["full_rank", "largest"])
     def test_degenerate_matrices(self, anchor):
         """One without scale, one without a first gradient, one with a NaN in it."""

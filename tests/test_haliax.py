@@ -54,6 +54,7 @@ LAYERS = {
 SLOW = {"linear_in_first", "conv", "conv_1d"}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "name",
     [

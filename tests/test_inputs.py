@@ -29,18 +29,15 @@ from orscale_jax import (
     scale_by_shape,
 )
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
-from tests.runs import FAMILY
+from tests.runs import FAMILY, VISION, readout
+from tests.small import NUMBERS, SHAPES, tree
 
 PAGE = Path(__file__).parents[1] / "docs" / "inputs.md"
 BUILDS = {
     "orscale": orscale,
-    "vision": functools.partial(
-        orscale, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5
-    ),
+    "vision": functools.partial(orscale, **VISION),
     "muon": muon,
 }
-NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
-SHAPES = {"w": (6, 4), "stack": (3, 4, 5), "b": (4,)}
 RATE, DECAY = 1e-2, 0.1
 STEPS = 5
 WHEN = pytest.mark.parametrize("when", [0, 2], ids=["first", "middle"])
@@ -99,11 +96,6 @@ def guarded(name):
     return compiled(optax.apply_if_finite(optimizer, max_consecutive_errors=3))
 
 
-def tree(seed, dtype=jnp.float32, shapes=SHAPES):
-    rng = np.random.default_rng(seed)
-    return {key: jnp.asarray(rng.normal(size=s), dtype) for key, s in shapes.items()}
-
-
 def gradients(steps=STEPS):
     return [tree(seed) for seed in range(1, steps + 1)]
 
@@ -122,11 +114,6 @@ def train(optimizer, grads, params=None):
 @functools.cache
 def undisturbed(name):
     return train(standard(name), gradients())
-
-
-def readout(state, name):
-    [(_, found)] = optax.tree.get_all_with_path(state, name)
-    return found
 
 
 def split(values):
@@ -297,6 +284,7 @@ def test_apply_if_finite(name, bad, when, where):
     assert_same(state.inner_state, before[1].inner_state)
 
 
+@pytest.mark.quick_first_case
 def test_rank_1_gradients(name):
     grads = [
         jax.tree.map(lambda g: g[..., :1] * g[..., :1, :] if g.ndim > 1 else g, gradient)
@@ -312,6 +300,7 @@ def test_rank_1_gradients(name):
         assert 0.84 < largest < 1.15 and max(others) < 1e-3
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_that_cancels(name, nesterov):
     """With μ = 1/2: M̃ = G/4 − 3/2 G/6 = 0, or M = G/2 − G/2 = 0, exactly."""
@@ -397,6 +386,7 @@ def test_weights_of_extreme_scale(scale, c, ratio):
 # Shapes.
 
 
+@pytest.mark.quick_first_case
 @ORSCALE_MUON
 def test_matrices_with_one_row_or_column(name):
     shapes = {"row": (1, 5), "column": (5, 1), "one": (1, 1)}
@@ -416,6 +406,7 @@ def test_matrices_with_one_row_or_column(name):
             assert 0.84 < norm / (c * 0.2 * size) < 1.15
 
 
+@pytest.mark.quick_first_case
 @ORSCALE_MUON
 def test_empty_leaves(name):
     empty = {
@@ -467,6 +458,7 @@ def test_scalars(name):
 # Dtypes and modes of JAX.
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "params_dtype, grads_dtype",
     [
@@ -506,6 +498,7 @@ def test_gradients_of_another_dtype(params_dtype, grads_dtype):
         assert error < max(4 * rounding, 1e-5), (key, error, rounding)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", [np.float64, np.array])
 def test_numpy_scalars_with_x64_on(name, kind):
@@ -524,6 +517,7 @@ def test_numpy_scalars_with_x64_on(name, kind):
     assert "xf64>" not in text
 
 
+@pytest.mark.quick_first_case
 def test_sam(name):
     """With gradients that are the same everywhere, SAM changes nothing."""
     inner = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
@@ -543,6 +537,7 @@ def test_sam(name):
         )
 
 
+@pytest.mark.quick_first_case
 def test_differentiated_by_zero_weights(name):
     init, step = standard(name)
     params = jax.tree.map(jnp.zeros_like, tree(0))
@@ -583,7 +578,14 @@ DEGENERATE = {
 
 
 @pytest.mark.parametrize("case", DEGENERATE)
-@pytest.mark.parametrize("jit, eps", [(True, 1e-6), (False, 1e-6), (False, 0.0)])
+@pytest.mark.parametrize(
+    "jit, eps",
+    [
+        (True, 1e-6),
+        pytest.param(False, 1e-6, marks=pytest.mark.extended),
+        pytest.param(False, 0.0, marks=pytest.mark.extended),
+    ],
+)
 def test_debug_nans(case, jit, eps):
     """No false alarm: values that a where discards are no NaNs either."""
     weight, grads = DEGENERATE[case]
@@ -603,23 +605,25 @@ def test_debug_infs():
             train(compiled(orscale(RATE)), [{"w": SOME[1]}], {"w": jnp.asarray(ZERO)})
 
 
-@pytest.mark.parametrize("jit", [True, False])
 @ORSCALE
-def test_rank_promotion_is_an_error(name, jit):
+def test_rank_promotion_is_an_error(name):
+    """Without jit; tests/conftest.py has it so in every test."""
     optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
     with jax.numpy_rank_promotion("raise"):
-        seen = train(compiled(optimizer) if jit else eager(optimizer), gradients(2))
+        seen = train(eager(optimizer), gradients(2))
     for key, expected in train(standard(name), gradients(2))[-1][1].items():
         np.testing.assert_allclose(seen[-1][1][key], expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_strict_dtype_promotion(dtype):
+    """Of the stages in a chain of one's own, which takes the steps of orscale."""
     numbers = {"w": Dims(0, 1), "stack": Dims(1, 2)}
     chain = optax.chain(
         optax.trace(0.95, nesterov=True),
         orthogonalize(weight_dimension_numbers=numbers),
-        scale_by_shape(weight_dimension_numbers=numbers),
+        scale_by_shape(jnp.float32(0.2), weight_dimension_numbers=numbers),
         from_first_nonzero_update(
             optax.add_decayed_weights(DECAY), weight_dimension_numbers=numbers
         ),
@@ -663,6 +667,7 @@ def test_checking_leaks(name):
 # Hyperparameters.
 
 
+@pytest.mark.quick_first_case
 @ORSCALE_MUON
 def test_learning_rate_zero(name):
     optimizer = BUILDS[name](0.0, weight_dimension_numbers=NUMBERS)
@@ -679,6 +684,7 @@ def test_learning_rate_zero(name):
         assert_same(readout(seen[1][2], "calibration"), c)
 
 
+@pytest.mark.quick_first_case
 def test_weight_decay_zero(name):
     optimizer = BUILDS[name](RATE, weight_decay=0.0, weight_dimension_numbers=NUMBERS)
     (updates, _, state), *_ = train(compiled(optimizer), gradients(1))
@@ -771,11 +777,11 @@ PARTIAL = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("how", PARTIAL)
-@ORSCALE
+@ALL
 def test_frozen_and_masked_subtrees(name, how):
-    whole = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
-    seen = train(compiled(PARTIAL[how](whole)), gradients())
+    seen = train(compiled(PARTIAL[how](build(name))), gradients())
     expected = undisturbed(name)
     for step, (updates, params, state) in enumerate(seen):
         for key in ("w", "b"):
@@ -790,6 +796,7 @@ def test_frozen_and_masked_subtrees(name, how):
             assert jax.tree.leaves(readout(state, "trace")["stack"]) == []
 
 
+@pytest.mark.quick_first_case
 @ORSCALE_MUON
 def test_lora_adapters(name):
     frozen, a = tree(0)["w"], tree(1, shapes={"a": (6, 2)})["a"]
@@ -1144,6 +1151,7 @@ def test_gradients_that_do_not_fit(name, leaf, gradient):
         optimizer.update(grads, optimizer.init(tree(0)), tree(0))
 
 
+@pytest.mark.quick_first_case
 @ORSCALE_MUON
 def test_ten_thousand_steps(name):
     optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)

@@ -14,8 +14,6 @@ import flaxmodels
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 from flax import nnx
 from flaxmodels.gpt2.gpt2 import GPT2Block
@@ -27,6 +25,7 @@ import orscale_jax.equinox
 import orscale_jax.haliax
 from orscale_jax import by_path, describe, orscale
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+from tests.training import squares, train
 
 KEY = jax.random.key(0)
 ADAMW = ("adamw", 0, 0, 0)
@@ -67,25 +66,7 @@ def audit_and_train(params, loss, numbers, expected):
     """The table, which describe() compares with the optimizer's state; then two steps."""
     optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
     assert audit(params, numbers, optimizer=optimizer) == expected
-
-    @jax.jit
-    def step(params, state):
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    before, state = params, jax.jit(optimizer.init)(params)
-    for _ in range(2):
-        params, state = step(params, state)
-    for leaf in jax.tree.leaves((params, state)):
-        assert not jnp.isnan(leaf).any()
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(params), strict=True):
-        assert np.isfinite(new).all() and not np.array_equal(old, new)
-
-
-def squares(y):
-    """A loss whose gradient differs from entry to entry."""
-    target = jax.random.normal(jax.random.key(7), y.shape)
-    return jnp.mean(jnp.square(y - target))
+    train(params, loss, numbers)
 
 
 def noise(*shape):
@@ -111,27 +92,11 @@ def train_nnx(model, run, numbers, expected):
     audit_and_train(params, loss, numbers, expected)
 
 
-def nnx_attention(prefix, matrices):
-    return {
-        f"{prefix}{name}.kernel": matrix(*shape, matrices)
-        for name, shape in {
-            "query": (8, 6), "key": (8, 6), "value": (8, 6), "out": (6, 8)
-        }.items()
-    }  # fmt: skip
-
-
-def test_nnx_attention_in_a_list():
-    model = nnx.List([attend(nnx.Rngs(i)) for i in range(2)])
-    expected = nnx_attention("0.", 1) | nnx_attention("1.", 1)
-
-    def run(model):
-        return model[1](model[0](noise(2, 5, 8)))
-
-    train_nnx(model, run, nnx_dimension_numbers(model), expected)
-
-
+@pytest.mark.extended
 def test_nnx_attention_stacked():
     model = nnx.vmap(attend)(nnx.Rngs(0).split(3))
+    expected = {f"{name}.kernel": matrix(8, 6, 3) for name in ("query", "key", "value")}
+    expected["out.kernel"] = matrix(6, 8, 3)
 
     def run(model):
         scan = nnx.scan(
@@ -139,9 +104,10 @@ def test_nnx_attention_stacked():
         )
         return scan(noise(2, 5, 8), model)
 
-    train_nnx(model, run, nnx_dimension_numbers(model), nnx_attention("", 3))
+    train_nnx(model, run, nnx_dimension_numbers(model), expected)
 
 
+@pytest.mark.extended
 def test_nnx_lstm():
     model = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
     expected = {f"cell.{name}.kernel": matrix(3, 4) for name in ("ii", "if_", "ig", "io")}
@@ -163,24 +129,6 @@ def train_linen(module, args, expected):
 
     numbers = linen_dimension_numbers(module, *args)
     audit_and_train(variables["params"], loss, numbers, expected)
-
-
-class Attend(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return nn.MultiHeadDotProductAttention(2, qkv_features=6, use_bias=False)(x), None
-
-
-def test_linen_attention_under_scan():
-    module = nn.scan(
-        Attend, variable_axes={"params": 0}, split_rngs={"params": True}, length=3
-    )()
-    shapes = {"query": (8, 6), "key": (8, 6), "value": (8, 6), "out": (6, 8)}
-    expected = {
-        f"MultiHeadDotProductAttention_0.{name}.kernel": matrix(*shape, 3)
-        for name, shape in shapes.items()
-    }
-    train_linen(module, (noise(2, 5, 8), None), expected)
 
 
 # flaxmodels
@@ -273,6 +221,7 @@ class EquinoxModel(eqx.Module):
         return jax.vmap(self.mlp)(jax.vmap(self.norm)(self.attention(x, x, x)))
 
 
+@pytest.mark.extended
 def test_equinox_attention_and_mlp():
     model = EquinoxModel(KEY)
     expected = {"embedding.weight": ADAMW} | norm_of("norm", of=WEIGHTS)
@@ -292,6 +241,7 @@ def test_equinox_attention_and_mlp():
         assert (ours.scale, ours.norms) == (theirs.scale, theirs.norms)
 
 
+@pytest.mark.extended
 def test_equinox_layers_under_filter_vmap():
     build = eqx.filter_vmap(lambda key: eqx.nn.MLP(8, 8, 16, 1, key=key))
     model = build(jax.random.split(KEY, 3))
@@ -337,9 +287,7 @@ def test_a_vision_transformer_of_equimo():
         | norm_of("norm", of=WEIGHTS)
         | layer_of("head", ADAMW, of=WEIGHTS)
     )
-    with pytest.raises(ValueError, match=r"'cls_token' .* rule for it in VisionTrans"):
-        orscale_jax.equinox.dimension_numbers(model)
-    numbers = orscale_jax.equinox.dimension_numbers(model, overrides={"token": "adamw"})
+    numbers = orscale_jax.equinox.dimension_numbers(model)
 
     def run(model):
         x = noise(2, 3, 8, 8)
@@ -406,6 +354,7 @@ def test_the_table_of_haliax_stacked_blocks():
     assert audit(params, by_path(rules)) == expected
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(
     not hasattr(jax.core, "is_constant_dim"), reason="haliax.dot needs an older JAX"
 )

@@ -29,6 +29,7 @@ def without_windows():
     plt.close("all")
 
 
+@pytest.mark.extended
 def test_learning_rates():
     names = run(FOLDER / "learning_rates.md")
     for losses in names["losses"].values():
@@ -36,6 +37,7 @@ def test_learning_rates():
         assert 0 < final.argmin() < len(names["rates"]) - 1  # The best is in between.
 
 
+@pytest.mark.extended
 def test_trust_ratios():
     names = run(FOLDER / "trust_ratios.md")
     assert names["losses"][-1] < names["losses"][0] / 5

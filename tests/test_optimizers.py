@@ -18,10 +18,9 @@ from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from orscale_jax.transforms.decay import mask_of_matrices
 from tests import leaves, oracle
-from tests.runs import Oracles, readout, run
+from tests.runs import VISION, Oracles, readout, run
 
 LANGUAGE_MODEL = {}
-VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 
 
 def test_muon_has_the_arguments_of_orscale_without_the_ratio():
@@ -35,6 +34,7 @@ def test_muon_has_the_arguments_of_orscale_without_the_ratio():
     assert described == list(arguments)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("scale", [0.02, 1.0])
 def test_first_step_is_muon_moonlights_with_coupled_decay(scale):
     params = leaves.random_tree(0, scale)
@@ -72,6 +72,7 @@ def test_the_limit_is_muon(consistent_rms):
             assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "arguments, by_hand",
     [
@@ -111,100 +112,6 @@ def test_25_steps_against_float64_numpy(arguments, by_hand):
                 by_matrix = [getattr(matrix, attribute) for matrix in matrices]
                 np.testing.assert_allclose(values.ravel(), by_matrix, rtol=1e-5)
     expected.assert_close(seen[-1][0], 1e-5)
-
-
-class TestDegenerateCases:
-    """A stack of three matrices, of which one is degenerate."""
-
-    numbers = Dims(1, 2)
-
-    @property
-    def params(self):
-        return self.gradients(0)
-
-    def optimizer(self, build=orscale, **arguments):
-        return build(0.1, weight_dimension_numbers=self.numbers, **arguments)
-
-    def gradients(self, step):
-        return {"w": jax.random.normal(jax.random.key(step), (3, 4, 6))}
-
-    @pytest.mark.parametrize("build", [orscale, muon])
-    @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-    def test_a_zero_first_gradient_leaves_the_matrix_alone(self, build, dtype):
-        def gradients(step):
-            grads = self.gradients(step)["w"]
-            return {"w": (grads if step == 4 else grads.at[1].set(0)).astype(dtype)}
-
-        params = jax.tree.map(lambda p: p.astype(dtype), self.params)
-        seen = run(self.optimizer(build), params, 4, gradients)
-        for found, state in seen[:3]:
-            np.testing.assert_array_equal(found["w"][1], params["w"][1])
-            if build is orscale:
-                assert readout(state, "calibration")["w"][1] == 0
-                assert readout(state, "trust_ratio")["w"][1] == 1
-        assert (seen[3][0]["w"][1] != params["w"][1]).any()
-        if build is orscale:
-            ratio = readout(seen[3][1], "trust_ratio")["w"][1]
-            np.testing.assert_allclose(ratio, 1, rtol=1e-5)
-            c = readout(seen[3][1], "calibration")["w"]
-            assert (c > 0).all() and (c < 8).all()  # 1/λ would be 10.
-
-    def test_the_matrix_then_continues_as_if_it_had_begun_there(self):
-        def late(step):
-            return jax.tree.map(lambda g: g * (step > 3), self.gradients(step))
-
-        def early(step):
-            return self.gradients(step + 3)
-
-        waited = run(self.optimizer(), self.params, 8, late)[3:]
-        begun = run(self.optimizer(), self.params, 5, early)
-        for (found, _), (expected, _) in zip(waited, begun, strict=True):
-            np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
-
-    def test_zero_initial_weights_take_the_muon_moonlight_step(self):
-        params = {"w": self.params["w"].at[1].set(0)}
-        ours = run(self.optimizer(), params, 6, self.gradients)
-        plain = run(self.optimizer(muon), params, 6, self.gradients)
-        for (found, state), (expected, _) in zip(ours, plain, strict=True):
-            np.testing.assert_allclose(found["w"][1], expected["w"][1], rtol=1e-6)
-            assert readout(state, "trust_ratio")["w"][1] == 1
-            assert readout(state, "calibration")["w"][1] == jnp.inf
-        assert (found["w"][0] != expected["w"][0]).any()
-
-    @pytest.mark.parametrize("bad", [np.nan, np.inf])
-    def test_non_finite_gradients_show_as_nan(self, bad):
-        def gradients(step):
-            return {"w": self.gradients(step)["w"].at[1, 0, 0].set(bad)}
-
-        [(found, state)] = run(self.optimizer(), self.params, 1, gradients)
-        assert jnp.isnan(found["w"][1]).all() and jnp.isfinite(found["w"][::2]).all()
-        assert readout(state, "calibration")["w"].tolist()[1] == 0
-        assert jnp.isnan(readout(state, "trust_ratio")["w"][1])
-
-    def test_apply_if_finite_continues_as_if_without_the_bad_step(self):
-        def with_bad(step):
-            grads = self.gradients(step if step < 3 else step - 1)
-            return (
-                jax.tree.map(lambda g: g.at[0, 0, 0].set(np.nan), grads)
-                if (step == 3)
-                else grads
-            )
-
-        guarded = optax.apply_if_finite(self.optimizer(), max_consecutive_errors=5)
-        found = run(guarded, self.params, 6, with_bad)[-1][0]
-        expected = run(self.optimizer(), self.params, 5, self.gradients)[-1][0]
-        np.testing.assert_allclose(found["w"], expected["w"], rtol=1e-6)
-
-    def test_momentum_may_underflow_and_decay_continues(self):
-        def gradients(step):
-            return jax.tree.map(lambda g: g * (step == 1), self.gradients(step))
-
-        seen = run(self.optimizer(momentum=0.0), self.params, 3, gradients)
-        # Q = 0 from step 2 on: W ← W − η·clip(‖W‖/(cλ‖W‖))·λW.
-        c = readout(seen[0][1], "calibration")["w"]
-        ratio = jnp.clip(1 / (c * 0.1), 0.1, 5.0)
-        expected = seen[1][0]["w"] * (1 - 0.1 * ratio * 0.1)[:, None, None]
-        np.testing.assert_allclose(seen[2][0]["w"], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("build", [orscale, muon])
@@ -265,22 +172,6 @@ def test_bad_hyperparameters_are_refused_when_built(build, arguments, words):
 def test_bad_ratio_hyperparameters_are_refused_when_built(arguments, words):
     with pytest.raises(ValueError, match=words):
         orscale(1e-3, **arguments)
-
-
-@pytest.mark.parametrize("build", [orscale, muon])
-def test_missing_params_is_optaxs_own_error(build):
-    optimizer = build(1e-3)
-    params = {"w": jnp.ones((2, 3))}
-    with pytest.raises(ValueError, match="not passing `params`"):
-        optimizer.update(params, optimizer.init(params))
-
-
-def test_ambiguous_and_misfitting_leaves_are_named():
-    tree = {"conv": {"kernel": jnp.ones((3, 3, 4, 8))}}
-    with pytest.raises(ValueError, match=r"'conv\.kernel' of shape \(3, 3, 4, 8\)"):
-        orscale(1e-3).init(tree)
-    with pytest.raises(ValueError, match=r"'conv\.kernel'.*4 axes"):
-        orscale(1e-3, weight_dimension_numbers=Dims(0, 7)).init(tree)
 
 
 @pytest.mark.parametrize("mask", ["yes", {"w": 1}, {"v": True}, lambda _: {"w": None}])
@@ -377,8 +268,9 @@ def test_callables_see_the_whole_tree():
     assert seen == [{"w": (2, 3, 4), "b": (4,)}] * 6
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
-@pytest.mark.parametrize("platform, rounded", [("cpu", 0), ("tpu", 0), ("cuda", 1)])
+@pytest.mark.parametrize("platform, rounded", [("cuda", 1), ("cpu", 0), ("tpu", 0)])
 def test_gpus_keep_matrices_in_rounded_form_alone(platform, rounded):
     """A barrier between the momentum and the norms hides the wider ones from XLA."""
     params = {
@@ -393,6 +285,7 @@ def test_gpus_keep_matrices_in_rounded_form_alone(platform, rounded):
     assert len(re.findall(of_all, text)) == rounded
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_other_parameters_take_optax_adamw(nesterov):
     """With a schedule of the decay, which Optax's own AdamW has only from 0.2.7 on."""
@@ -412,13 +305,3 @@ def test_other_parameters_take_optax_adamw(nesterov):
         bias = bias - 1e-2 * (direction + decay(step) * bias)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(params["bias"], bias, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "name", ["vocab", "tok", "pos", "vocab_proj", "lm_head", "TokEmb"]
-)
-def test_names_of_tables_and_heads(name):
-    state = orscale(1e-3).init({name: jnp.ones((8, 4)), "o_proj": jnp.ones((4, 4))})
-    momentum = optax.tree.get(state, "trace")
-    assert isinstance(momentum[name], optax.MaskedNode)
-    assert momentum["o_proj"].shape == (4, 4)

@@ -126,6 +126,7 @@ STEPS = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step(name, after_a_step, guard):
     """Built, traced and compiled under the guard."""

@@ -13,13 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
-    ablations,
     by_path,
     describe,
     muon,
@@ -80,6 +78,7 @@ def size(state):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
+@pytest.mark.extended
 def test_against_the_table():
     params = transformer()
     optimizer = orscale(1e-3, weight_dimension_numbers=NUMBERS)
@@ -130,6 +129,7 @@ def test_the_classes_of_layers():
     assert [row.layer_class for row in description.select("gate").rows] == ["router"]
 
 
+@pytest.mark.extended
 def test_norms_against_numpy():
     tree = leaves.random_tree(0)
     description = describe(tree, leaves.DIMENSIONS)
@@ -160,46 +160,7 @@ def test_scales():
         describe(params, consistent_rms=-1)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        muon,
-        functools.partial(orscale, mu_dtype=jnp.bfloat16),
-        functools.partial(orscale, optax.linear_schedule(1e-2, 0.0, 9)),
-        ablations.momentum_denominator,
-        lambda **kwargs: optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.inject_hyperparams(orscale, static_args="weight_dimension_numbers")(
-                **kwargs
-            ),
-        ),
-        lambda **kwargs: optax.MultiSteps(orscale(**kwargs), 2),
-        lambda **kwargs: optax.apply_if_finite(orscale(**kwargs), 3),
-        lambda **kwargs: optax.adafactor(kwargs["learning_rate"], 2),
-        lambda **kwargs: optax.sgd(kwargs["learning_rate"]),
-        lambda **kwargs: optax.partition(
-            {"rest": orscale(**kwargs), "": optax.set_to_zero(), "own": optax.adam(0.1)},
-            lambda params: (
-                jax.tree.map(lambda _: "rest", params) | {"wte": "", "lm_head": "own"}
-            ),
-        ),
-    ],
-)
-def test_every_byte_of_the_state_is_counted_once(build):
-    params = transformer()
-    if isinstance(build, functools.partial) and build.args:
-        optimizer = build(weight_dimension_numbers=NUMBERS)
-    else:
-        optimizer = build(learning_rate=1e-2, weight_dimension_numbers=NUMBERS)
-    description = describe(params, NUMBERS, optimizer=optimizer)
-    total = description.totals["all"].state_bytes
-    assert total == size(optimizer.init(params))
-    assert total == description.shared_bytes + sum(
-        row.state_bytes for row in description.rows
-    )
-    assert description.shared_bytes < 100
-
-
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("blocks", [3, (4, 1, 1)])
 def test_bytes_of_state_that_is_not_divided_into_blocks(blocks):
     params = {"qkv": jnp.ones((5, 6))}
@@ -239,23 +200,6 @@ def test_owners_of_the_state():
     assert description.shared_bytes == 4
 
 
-def test_modules_have_rows():
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(3, 4, rngs=rngs)
-            self.lm_head = nnx.Linear(4, 5, rngs=rngs)
-
-    params = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
-    description = describe(params, optimizer=orscale(0.1))
-    assert [(r.path, r.rule) for r in description.rows] == [
-        ("first.bias", "adamw"),
-        ("first.kernel", "matrix"),
-        ("lm_head.bias", "adamw"),
-        ("lm_head.kernel", "adamw"),
-    ]
-    assert description.rows[1].state_bytes == 4 * 12 + 25
-
-
 def test_nothing_to_describe():
     params = {"a": None, "b": optax.MaskedNode()}
     description = describe(params, optimizer=orscale(0.1))
@@ -263,18 +207,6 @@ def test_nothing_to_describe():
     assert str(description).startswith("parameter")
     [row] = describe({"w": jnp.ones((0, 3))}).rows
     assert (row.matrices, row.norms, row.parameters) == (1, None, 0)
-
-
-def test_all_ambiguous_leaves_are_listed():
-    with pytest.raises(ValueError, match="ambiguous") as caught:
-        describe(transformer())
-    for line in (
-        "3 parameters",
-        "  'blocks.0.experts.up' of shape (4, 6, 16)",
-        "  'blocks.0.query' of shape (6, 2, 5)",
-        "  'stem.kernel' of shape (3, 3, 2, 6)",
-    ):
-        assert line in str(caught.value).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -317,21 +249,6 @@ def test_the_family(name):
     assert description.shared_bytes <= 12  # Steps and bounds.
     with pytest.raises(ValueError, match="'x' is adamw here and matrix in the optimizer"):
         describe(params, numbers | {"x": None}, optimizer=optimizer)
-
-
-def test_partitions_around_an_optimizer():
-    """Ours is told by its states, whatever the groups around it are called."""
-    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3), "router": jnp.ones((2, 3))}
-    labels = {"w": "matrix", "b": "matrix", "router": "adamw"}
-    transforms = {"matrix": orscale(0.1), "adamw": optax.adamw(0.1)}
-    optimizer = optax.partition(transforms, labels)
-    for numbers in (None, by_path({"router": "adamw"})):
-        rows = describe(params, numbers, optimizer=optimizer).rows
-        assert [(row.rule, row.label) for row in rows] == [
-            ("adamw", "matrix"),
-            ("other", "adamw"),
-            ("matrix", "matrix"),
-        ]
 
 
 def test_an_object_that_is_no_optimizer():
@@ -441,6 +358,7 @@ def test_select():
     assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
 
 
+@pytest.mark.extended
 def test_the_output_on_the_page():
     """A text block is what the Python block above it prints."""
     blocks = re.findall(

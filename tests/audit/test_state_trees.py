@@ -39,7 +39,12 @@ def rows(optimizer, params=PARAMS, numbers=None):
     """Rule and label by path; every byte is counted once."""
     description = describe(params, numbers, optimizer=optimizer)
     state = jax.eval_shape(optimizer.init, params)
-    assert description.totals["all"].state_bytes == size(state)
+    total = description.totals["all"].state_bytes
+    assert total == size(state)
+    assert total == description.shared_bytes + sum(
+        row.state_bytes for row in description.rows
+    )
+    assert description.shared_bytes < 100
     return {row.path: (row.rule, row.label) for row in description.rows}
 
 
@@ -109,6 +114,28 @@ CASES = {
         optax.conditionally_mask(part(), lambda step: step < 9),
         PARTED,
     ),
+    "schedules and bfloat16": (
+        part(
+            m=orscale(
+                optax.linear_schedule(0.1, 0.0, 9),
+                weight_decay=optax.linear_schedule(0.1, 0.0, 9),
+                mu_dtype=jnp.bfloat16,
+            )
+        ),
+        PARTED,
+    ),
+    "groups that are called like ours": (
+        optax.partition(
+            {"matrix": orscale(0.1), "adamw": optax.adamw(0.1)},
+            {"w": "matrix", "conv": "adamw", "head": "matrix"},
+        ),
+        {
+            "w": ("matrix", "matrix"),
+            "conv": ("other", "adamw"),
+            "head.w": ("adamw", "matrix"),
+            "head.scale": ("adamw", "matrix"),
+        },
+    ),
     "masked": (
         optax.masked(orscale(0.1), OURS),
         {
@@ -130,6 +157,7 @@ CASES = {
             "head.scale": ("other", ""),
         },
     ),
+    "adafactor": (optax.adafactor(0.1, 2), dict.fromkeys(PARTED, ("other", ""))),
     "optax's adamw": (optax.adamw(0.1), dict.fromkeys(PARTED, ("other", ""))),
     "sgd": (optax.sgd(0.1), dict.fromkeys(PARTED, ("stateless", ""))),
     "sgd with momentum": (optax.sgd(0.1, 0.9), dict.fromkeys(PARTED, ("other", ""))),

@@ -71,6 +71,7 @@ def norms(params):
     }
 
 
+@pytest.mark.extended
 def test_the_uniform_part_is_the_weighted_geometric_mean(run):
     _, reading = run
     found = decompose(reading, CLASSES)
@@ -89,6 +90,7 @@ def test_the_uniform_part_is_the_weighted_geometric_mean(run):
         np.testing.assert_allclose(found.class_remainder[label], expected, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_without_relative_steps_matrices_weigh_the_same(run):
     _, reading = run
     expected = np.exp(np.mean(np.log(flat(reading.trust_ratio))))

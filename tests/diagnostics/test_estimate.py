@@ -125,9 +125,10 @@ def noise_of_gradient():
     }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "field, truth",
-    [("signal", SIGNAL), ("noise", noise_of_gradient()), ("smoothness", L)],
+    [("smoothness", L), ("signal", SIGNAL), ("noise", noise_of_gradient())],
 )
 def test_estimates_are_within_their_errors_of_the_truth(field, truth):
     """Over 20 seeds: each by two standard errors, and their mean by two of its own."""
@@ -250,6 +251,7 @@ def coupled(params):
     )
 
 
+@pytest.mark.extended
 def test_the_joint_smoothness_has_the_cross_terms():
     """And adds up to ⟨Δ, HΔ⟩; without them it is that of the blocks on the diagonal."""
     params = {name: jnp.ones((5, 5)) for name in "ab"}
@@ -279,6 +281,7 @@ def test_a_matrix_without_a_step_has_no_smoothness():
     assert np.isnan(found["a"]) and np.isfinite(found["b"])
 
 
+@pytest.mark.extended
 def test_the_secant_is_the_smoothness_of_a_quadratic():
     """With the standard error of the same micro-batches."""
     z, noise = draw(0)
@@ -353,6 +356,7 @@ def shared(params, batch):
     return sum(jnp.sum(w**2) for w in params.values()) + 0 * jnp.sum(batch)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_matrices_may_be_shared_by_devices(axis_type, exact):

@@ -57,6 +57,7 @@ def random_triple(size, seed=0):
     return tuple(np.exp(rng.normal(size=size)) for _ in range(3))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("alpha, beta", [(0.1, 1), (1, 10), (0.1, 10)])
 @pytest.mark.parametrize("x64", [False, True])
 def test_the_two_layer_example_has_its_closed_form(alpha, beta, x64):

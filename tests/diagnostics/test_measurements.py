@@ -69,6 +69,7 @@ def measured():
     return found, *momenta
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("leaf", NAMES)
 def test_measurements_are_those_of_an_svd(measured, leaf):
     found, now, before = measured
@@ -89,6 +90,7 @@ def test_low_rank_and_zero_are_seen(measured):
     assert (found["polar_error"]["grouped_query"] < 0.3).all()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("scale", [1e-9, 1e9])
 def test_the_scale_of_the_momentum_does_not_matter(scale):
     params = {"w": jnp.ones((6, 4))}
@@ -101,6 +103,7 @@ def test_the_scale_of_the_momentum_does_not_matter(scale):
     assert found["momentum_stable_rank"]["w"] == pytest.approx(3)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_of_sharded_matrices(kind):
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)

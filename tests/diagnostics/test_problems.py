@@ -73,6 +73,7 @@ def test_below_the_threshold_is_none(changes):
     assert find_problems(healthy(**changes)) == []
 
 
+@pytest.mark.extended
 def test_a_first_gradient_of_low_rank():
     """A gradient of rank 4 of 256, and then of full rank: small ratios for good."""
     rng = np.random.default_rng(0)

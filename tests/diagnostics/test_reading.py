@@ -106,6 +106,7 @@ def test_readouts_are_those_of_saved_weights_and_momenta():
     assert check(stepped(optimizer, params, numbers, 8), leaves.KINDS) > 0.1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_8_devices(kind):
     names = ("tall", "layers", "experts", "fused", "grouped_query")
@@ -199,6 +200,7 @@ class TestBeforeAndWithout:
         assert np.isnan(reading.weight_norm["w"])
         assert not reading.at_r_max["w"] and not reading.at_r_min["w"]
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("scale, bound", [(1e-3, "at_r_max"), (1e2, "at_r_min")])
     def test_at_a_bound(self, scale, bound):
         optimizer = orscale(0.0, calibrate=False, r_min=0.5, r_max=1.5, weight_decay=0)
@@ -236,6 +238,7 @@ TREE = {"w": jnp.arange(12.0).reshape(4, 3) / 10, "b": jnp.ones(3)}
 class TestOptimizers:
     """Muon, the ablations and the relatives, as far as a quantity exists."""
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("name", ["muon", *ABLATIONS, *FAMILY])
     def test_relative_step_is_what_the_weights_have_done(self, name):
         build = muon if name == "muon" else {**ABLATIONS, **FAMILY}[name]
@@ -278,6 +281,7 @@ class TestWrappers:
         state, _, params = trained(orscale(0.1), TREE)
         return read(state, params, learning_rate=0.1)
 
+    @pytest.mark.quick_first_case
     @pytest.mark.parametrize(
         "wrap",
         [
@@ -385,7 +389,8 @@ def without_norms(state):
     )
 
 
-@pytest.mark.parametrize("way", ["partial restore", "convert_state"])
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("way", ["convert_state", "partial restore"])
 def test_a_checkpoint_from_before_the_norms(tmp_path, way):
     optimizer = orscale(0.1)
     state, _, params = trained(optimizer, TREE)

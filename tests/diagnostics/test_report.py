@@ -143,6 +143,7 @@ def report(tmp_path_factory):
 
 
 class TestPage:
+    @pytest.mark.extended
     def test_it_has_every_section_in_order(self, report):
         page = page_of(report)
         titles = [entry.title for entry in figures.FIGURES]
@@ -151,6 +152,7 @@ class TestPage:
         found = [text for text in page.headings if text in [*sections, "Audit"]]
         assert found == [*sections, "Audit"]
 
+    @pytest.mark.extended
     def test_it_opens_without_a_network(self, report):
         page = page_of(report)
         assert all(
@@ -261,6 +263,7 @@ class TestHistories:
         assert "no trust ratios, like any run of Muon" in text
         assert "There is no audit.csv" in text
 
+    @pytest.mark.extended
     def test_one_step_with_everything_broken(self, tmp_path):
         rows = history(layers=2, steps=1)
         numbers = rows.columns.difference(["step", "matrix", "class", "loss"])

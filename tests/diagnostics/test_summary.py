@@ -44,6 +44,7 @@ def flat(tree, names=("experts", "odd", "up")):
     return np.concatenate([np.ravel(tree[name]).astype(np.float64) for name in names])
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "key, names",
     [
@@ -81,6 +82,7 @@ def test_statistics_are_numpys(key, names):
     chex.assert_rank(list(scalars.values()), 0)
 
 
+@pytest.mark.extended
 def test_without_classes_and_with_another_prefix():
     scalars = summarize(trees(), prefix="opt.")
     assert len(scalars) == 4 * 6 + 6
@@ -111,6 +113,7 @@ def test_a_ratio_that_is_not_finite_is_seen():
     assert np.isnan(scalars["optimizer/trust_ratio/mean"])
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_8_devices(kind):
     mesh = jax.make_mesh((2, 4), ("expert", "data"), axis_types=(kind,) * 2)

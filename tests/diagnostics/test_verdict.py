@@ -256,6 +256,7 @@ def test_muon_is_uniform():
     assert "uniform: this is Muon at 1 × the learning rate" in str(found)
 
 
+@pytest.mark.extended
 def test_from_a_run_to_a_verdict():
     """Read, estimate and verdict together, on layers of very different curvature."""
     scales = {"flat": 1.0, "steep": 50.0}

@@ -9,6 +9,8 @@ from orscale_jax import muon, orscale, state_shardings
 from tests.distributed import test_mesh as mesh_tests
 from tests.runs import FAMILY
 
+pytestmark = pytest.mark.extended
+
 NUMBERS = mesh_tests.NUMBERS
 # On a mesh, the others do what one of these does.
 FAST = {"hyperball", "normuon", "pooled"}

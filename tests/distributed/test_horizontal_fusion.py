@@ -92,6 +92,7 @@ def test_a_large_matrix_has_no_stack_and_small_ones_do():
     assert stacked.count("4x5xf32") == 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_updates_can_be_mapped_and_differentiated(calibrate, monkeypatch):
     """vmap and grad of a step see through the stacks."""

@@ -81,9 +81,22 @@ def assert_close(found, wanted):
 
 
 @pytest.mark.parametrize(
-    "platforms", [PLATFORMS, *[(name,) for name in PLATFORMS]], ids="+".join
+    "platforms",
+    [
+        PLATFORMS,
+        *(pytest.param((name,), marks=pytest.mark.extended) for name in PLATFORMS),
+    ],
+    ids="+".join,
 )
-@pytest.mark.parametrize("where", ["one device", "Auto", "param_shardings", "Explicit"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "one device",
+        "Auto",
+        pytest.param("param_shardings", marks=pytest.mark.extended),
+        "Explicit",
+    ],
+)
 def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
     kind = AxisType.Explicit if where == "Explicit" else AxisType.Auto
     mesh = None if where == "one device" else mesh_of(kind)
@@ -108,6 +121,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_are_exported(name):
     optimizer = OTHERS[name](0.02, weight_dimension_numbers=NUMBERS)
@@ -132,6 +146,7 @@ def test_exported_programs_of_gpus_lack_the_constraints_of_layouts_alone():
     assert "custom_call" not in exported
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_an_exported_step_on_auto_axes_iterates_without_communication():
     """The partitioner spreads the matrices, as it does on TPUs."""
@@ -196,6 +211,7 @@ def train_step(optimizer, params, state, x):
     return optax.apply_updates(params, updates), state
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "of_params, of_batch, context",
     [
@@ -228,7 +244,8 @@ def test_several_meshes_over_the_same_devices(name, of_params, of_batch, context
     assert "@CustomSPMDPartitioning" in text
 
 
-@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("count", [4, 1, 8])
 def test_a_given_mesh_of_other_devices_than_the_arrays(count):
     """Where no type names the mesh, one of another size changes no number."""
     stage, x = orthogonalize(mesh=MESHES["2 by 4"]), random_tree(0)["up"]

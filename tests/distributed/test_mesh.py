@@ -50,15 +50,15 @@ def layers(rank):
 
 
 LAYOUTS = {  # The mesh, and the spec of a leaf of matrices by its rank.
+    "rows × columns": (
+        {"fsdp": 4, "tensor": 2},
+        lambda rank: P(*[None] * (rank - 2), "fsdp", "tensor"),
+    ),
     "replicated": ({"data": 8}, lambda rank: P()),
     "rows": ({"fsdp": 8}, on_the_rows("fsdp")),
     "columns": ({"fsdp": 8}, lambda rank: P(*[None] * (rank - 1), "fsdp")),
     "rows, copies": ({"data": 2, "fsdp": 4}, on_the_rows("fsdp")),
     "rows over both": ({"data": 2, "fsdp": 4}, on_the_rows("data", "fsdp")),
-    "rows × columns": (
-        {"fsdp": 4, "tensor": 2},
-        lambda rank: P(*[None] * (rank - 2), "fsdp", "tensor"),
-    ),
     "experts": ({"expert": 8}, layers),
     "experts × rows": (
         {"expert": 4, "fsdp": 2},
@@ -118,6 +118,7 @@ def flops_alone():
 SLOW = {"columns", "rows", "rows, copies", "rows over both", "experts × rows"}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
@@ -176,6 +177,7 @@ def exchanged(layout, kind):
     return hlo_cost.of(lowered.compile().as_text())
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
@@ -216,6 +218,7 @@ def test_bfloat16_travels_as_bfloat16():
     assert len(exchanges) == 2 and all("bf16" in line for line in exchanges)
 
 
+@pytest.mark.extended
 def test_mixed_axes():
     """One axis Auto, one Explicit: what types say of the latter is kept."""
     mesh = make_mesh({"fsdp": 4, "tensor": 2}, AxisType.Auto, AxisType.Explicit)
@@ -229,8 +232,9 @@ def test_mixed_axes():
     assert_close(after, alone)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
-@pytest.mark.parametrize("layout", ["replicated", "rows", "rows × columns"])
+@pytest.mark.parametrize("layout", ["rows × columns", "rows", "replicated"])
 def test_as_on_tpus_on_auto_axes(layout):
     """The partitioner spreads stacks over the mesh where shardings are unknown."""
     single = [name for name, shape in SHAPES.items() if len(shape) == 2]
@@ -284,6 +288,7 @@ def test_state_sharded_and_parameters_copied(kind):
     assert optax.tree.get(state, "trace")["up0"].sharding.spec == P("data", None)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "of_params, of_grads, of_state",
     [(P("data"), P("data"), P()), (P(), P("data"), P()), (P(), P(), P("data"))],
@@ -308,6 +313,7 @@ def test_layers_sharded_where_the_state_is_not_and_the_reverse(
     assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, (params, state))
 
 
+@pytest.mark.extended
 def test_blocks_of_a_single_column():
     """The flags of blocks that have started have the leaf's shape, but no sharding."""
     mesh = make_mesh({"data": 8}, AxisType.Explicit)
@@ -331,6 +337,7 @@ def equations(jaxpr, name):
             yield from equations(inner, name)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("grads_are", ["copied", "sharded"])
 def test_only_narrow_arrays_are_gathered_for_copied_parameters(grads_are):
     """ZeRO-1 and 2: Q in ns_dtype is gathered, and no update, though W is replicated."""
@@ -369,6 +376,7 @@ def test_only_narrow_arrays_are_gathered_for_copied_parameters(grads_are):
     assert not any(any(x.sharding.spec) for x in updates.values())
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_auto_axes_made_explicit_for_the_optimizer():
     """The recipe of docs/sharding.md for TPUs."""
@@ -387,6 +395,7 @@ def test_auto_axes_made_explicit_for_the_optimizer():
     assert_close(found, alone)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_traced_steps_and_coefficients(kind):
     """Steps and coefficients as inject_hyperparams passes them."""
@@ -406,6 +415,7 @@ def test_traced_steps_and_coefficients(kind):
     np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_aol_scales_the_rows_of_squares_that_are_sharded_by_columns(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
@@ -417,6 +427,7 @@ def test_aol_scales_the_rows_of_squares_that_are_sharded_by_columns(kind):
     assert_close(found, wanted)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_arrays_without_entries(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
@@ -430,6 +441,7 @@ def test_arrays_without_entries(kind):
     np.testing.assert_allclose(np.linalg.norm(found["w"][0], 2), 0.904, atol=1e-3)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mapped_over_a_population(kind):
     """Also where only some arrays, or only the number of steps, are mapped."""
@@ -454,6 +466,7 @@ def test_mapped_over_a_population(kind):
     np.testing.assert_allclose(steps["w"], wanted, atol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_an_axis_of_one_device(kind):
     """Four devices share each matrix, whose columns this axis divides in name only."""
@@ -484,6 +497,7 @@ def test_gradients_sharded_like_their_activations():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_differentiated(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
@@ -560,6 +574,7 @@ def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
     assert found.sharding.is_equivalent_to(where, 2)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
 def test_arrays_that_are_not_placed_yet(axes):
     """JAX passes the partitioner's callback no mesh for them, though one is set."""
@@ -575,6 +590,7 @@ def test_arrays_that_are_not_placed_yet(axes):
     assert_close(found, first_step(grads, params))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_without_jit(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
@@ -586,6 +602,7 @@ def test_without_jit(kind):
     assert_close(found, wanted)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kinds", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)]
 )

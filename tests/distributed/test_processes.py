@@ -71,6 +71,7 @@ def assert_close(found, expected):
         )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
 )

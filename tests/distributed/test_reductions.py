@@ -27,6 +27,7 @@ def small_counts_as_large(monkeypatch):
     monkeypatch.setattr(reductions, "_IN_ONE_KERNEL", 12)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("fn", [jnp.sum, jnp.max], ids=["sum", "max"])
 def test_arrays_of_several_shapes_and_dtypes(fn, monkeypatch):
     monkeypatch.setattr(reductions, "GPUS", ("cpu",))
@@ -78,6 +79,7 @@ def run(params, grads, numbers):
     return params, state
 
 
+@pytest.mark.extended
 def test_a_step_is_the_same(monkeypatch):
     """On every kind of leaf, one of which has no first update."""
     arguments = params_and_grads()

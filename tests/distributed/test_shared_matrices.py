@@ -23,8 +23,6 @@ SHAPES = {"a": (16, 256), "b": (16, 256), "c": (512, 16), "d": (8, 128), "e": (1
 STEPS = 5
 
 LAYOUTS = {
-    "replicated": ({"data": 8}, {}),
-    "rows": ({"fsdp": 8}, dict.fromkeys(SHAPES, P("fsdp"))),
     "rows × columns": (
         {"fsdp": 4, "tensor": 2},
         {
@@ -32,6 +30,8 @@ LAYOUTS = {
             **dict.fromkeys("ce", P("tensor", "fsdp")),
         },
     ),
+    "replicated": ({"data": 8}, {}),
+    "rows": ({"fsdp": 8}, dict.fromkeys(SHAPES, P("fsdp"))),
     "rows, columns or copies": (
         {"fsdp": 4, "tensor": 2},
         {"a": P("fsdp"), "b": P("tensor"), "c": P("fsdp"), "d": P(None, "fsdp")},
@@ -81,6 +81,7 @@ def compiled_stage(mesh, placed, stage):
         return jax.jit(lambda g: stage.update(g, ())[0]).lower(placed).compile()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "layout, kind",
     [
@@ -112,6 +113,7 @@ def test_values_are_those_of_one_device(layout, kind, arguments):
         assert found[name].sharding.is_equivalent_to(sharded[name].sharding, 2)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_as_on_tpus(kind):
     """Matrices are normalized before they are sent, and whole ones interleaved."""
@@ -130,6 +132,7 @@ def test_the_polar_factor_itself():
         np.testing.assert_allclose(found[name], svd_polar(x), atol=1e-4)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_traced_steps(kind):
     """With them the iteration is a loop that contains the sums over devices."""
@@ -142,6 +145,7 @@ def test_traced_steps(kind):
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_program_does_what_the_plan_says(layout):
@@ -157,6 +161,7 @@ def test_the_program_does_what_the_plan_says(layout):
     assert cost.flops == sum(b.flops for b in buckets) < sum(map(unshared, buckets))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_printed_bytes_are_those_of_the_program(layout):
@@ -200,6 +205,7 @@ def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
     assert "xbf16>" in types["stablehlo.all_gather"]
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("scale", [1e-20, 1e19])
 def test_scales(scale):
     """The largest entry and the norm are those of all columns."""

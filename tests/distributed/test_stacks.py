@@ -65,7 +65,8 @@ def products(tree, numbers, **arguments):
     return lowered.compile().as_text().count(" dot(")
 
 
-@pytest.mark.parametrize("max_bytes", [1, 2000, 2**28])
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("max_bytes", [2000, 1, 2**28])
 def test_stacks_change_nothing(max_bytes):
     rng = np.random.default_rng(0)
     tree = {
@@ -86,6 +87,7 @@ def test_stacks_change_nothing(max_bytes):
             assert leaves.relative_error(q, oracle.newton_schulz(matrix)) < 2e-5
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_the_program_grows_with_shapes_and_not_with_layers():
     def layers(count):
@@ -103,6 +105,7 @@ def test_the_program_grows_with_shapes_and_not_with_layers():
     assert apart == 12 * few
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "shape", [(8, 12), pytest.param((512, 640), marks=pytest.mark.slow)]
@@ -132,8 +135,9 @@ def test_other_sharding_types_stay_apart():
             assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("interleave", [1, 2, 3])
-@pytest.mark.parametrize("max_bytes", [1, 64, 100, 10_000])
+@pytest.mark.parametrize("max_bytes", [100, 1, 64, 10_000])
 def test_chunks(max_bytes, interleave):
     """Each matrix of 32 bytes once, within the limits on chunks and turns."""
 
@@ -150,6 +154,7 @@ def test_chunks(max_bytes, interleave):
         np.testing.assert_array_equal(result, x + 1)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "spec",

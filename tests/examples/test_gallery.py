@@ -27,6 +27,7 @@ def assert_same(found, wanted):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.extended
 def test_sharded_gpt():
     (losses, state), (resumed_losses, resumed) = sharded_gpt.main(8, width=16, layers=1)
     assert losses[-1] < losses[0]
@@ -44,6 +45,7 @@ def test_sharded_gpt():
         assert {shard.data.shape for shard in array.addressable_shards} == {(2, 64)}
 
 
+@pytest.mark.extended
 def test_linen_train_state():
     losses, state = linen_train_state.main(steps=10, width=16, layers=1)
     assert losses[-1] < losses[0]
@@ -62,6 +64,7 @@ def test_mixture_of_experts():
     assert not jax.tree.leaves(ratios["router"])
 
 
+@pytest.mark.extended
 def test_mixture_of_experts_input_by_input():
     params = mixture_of_experts.init(jax.random.key(0), experts=4, hidden=8)
     x, _ = mixture_of_experts.batch(jax.random.key(1), count=10)
@@ -75,6 +78,7 @@ def test_mixture_of_experts_input_by_input():
         np.testing.assert_allclose(y_n, wanted / p[best].sum(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_cifar(tmp_path):
     images, labels = cifar.draw(np.random.default_rng(1), 1500)
     planes = images.transpose(0, 3, 1, 2).reshape(1500, -1)
@@ -100,6 +104,7 @@ def test_lora():
     assert_same(*(nnx.state(m, nnx.Not(nnx.LoRAParam)) for m in (model, fresh)))
 
 
+@pytest.mark.extended
 def test_learning_rates():
     table = learning_rates.main(steps=40, width=8, rates=3)
     assert table.keys() == {"rate", "orscale", "muon", "adamw"}
@@ -109,6 +114,7 @@ def test_learning_rates():
         assert table[name].min() < table[name][0]  # The smallest rate is too small.
 
 
+@pytest.mark.extended
 def test_equinox_gpt():
     losses, model, state = equinox_gpt.main(steps=30, width=16, layers=3)
     assert losses[-1] < losses[0]
@@ -119,6 +125,7 @@ def test_equinox_gpt():
     assert model.blocks.mlp.layers[0].weight.shape == (3, *one.shape)
 
 
+@pytest.mark.extended
 @pytest.mark.skipif(
     not hasattr(jax.core, "is_constant_dim"), reason="haliax.dot needs an older JAX"
 )
@@ -130,6 +137,7 @@ def test_haliax_mlp():
     assert model.stack.weight.resolve_axis("layers").size == 2
 
 
+@pytest.mark.extended
 def test_haiku_lm():
     losses, params, state = haiku_lm.main(steps=10, width=16, layers=2)
     assert losses[-1] < losses[0]
@@ -146,6 +154,7 @@ def test_haiku_lm():
     assert not jax.tree.leaves(ratios["language_model/linear"])  # The head takes AdamW.
 
 
+@pytest.mark.extended
 def test_maxtext_style():
     losses, state = maxtext_style.main(steps=10, width=16, layers=2)
     assert losses[-1] < losses[0]

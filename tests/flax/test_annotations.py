@@ -112,7 +112,8 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", ["adamw", "orscale", "chain", "muon"])
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("name", ["orscale", "adamw", "chain", "muon"])
 def test_nnx_created_eagerly(name):
     with jax.set_mesh(mesh_of()):
         model = on_mesh(nnx.Rngs(0))
@@ -144,6 +145,7 @@ def test_nnx_created_in_jit(name):
             )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
 def test_nnx_on_explicit_axes(name):
     """Creation and an update; a matmul on such axes would need an out_sharding."""
@@ -168,6 +170,7 @@ def on_mesh_alone():
     return Pair(nnx.Rngs(0), annotated=False)
 
 
+@pytest.mark.extended
 def test_nnx_with_logical_names_and_wrappers():
     """Rules, accumulation over two steps, an injected learning rate."""
 
@@ -184,6 +187,7 @@ def test_nnx_with_logical_names_and_wrappers():
         assert model.down.kernel.get_value().sharding.spec == P("tensor", "fsdp")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("axis", [0, pytest.param(1, marks=slow)])
 def test_nnx_layers(axis):
     """Kernels (3, 16, 16), or (16, 3, 16): arrays per matrix are sharded as layers."""
@@ -318,6 +322,7 @@ def linen_trained(state, where):
     return state
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
 def test_linen(name):
     tx, mesh = OPTIMIZERS[name](RATE), mesh_of()
@@ -342,6 +347,7 @@ def test_linen_with_logical_names(boxes):
     assert_close(found.params, linen_alone(LinenPair(), tx).params)
 
 
+@pytest.mark.extended
 def test_linen_layers_and_checkpoints_on_another_mesh(tmp_path):
     """The state's annotations agree with state_shardings."""
     numbers = linen_dimension_numbers(LinenLayers(("fsdp", None)), X)
@@ -389,6 +395,7 @@ def test_linen_layers_and_checkpoints_on_another_mesh(tmp_path):
 # Haliax and Equinox
 
 
+@pytest.mark.extended
 def test_haliax():
     In, Out, Layers = hax.make_axes(rows=16, columns=32, layers=4)
     mapping = {"rows": "fsdp", "columns": "tensor"}
@@ -423,6 +430,7 @@ def test_haliax():
     assert jax.tree.structure(state) == jax.tree.structure(wanted_state)
 
 
+@pytest.mark.extended
 def test_equinox_with_filter_shard_and_the_module_as_parameters():
     """Functions and sizes among a module's fields have no gradients."""
     model = eqx.nn.MLP(16, 8, 32, depth=1, key=jax.random.key(0))

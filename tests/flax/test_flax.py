@@ -13,7 +13,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
@@ -23,6 +22,7 @@ from orscale_jax import BlockDimensionNumbers as Blocks, by_path, orscale
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
+from tests.training import assert_all_change, squares, train
 
 MATRIX = Dims(0, 1)
 CONVOLUTION = Dims((0, 1, 2), 3)
@@ -77,12 +77,6 @@ def norms(*prefixes):
     return {f"{prefix}.{name}": None for prefix in prefixes for name in ("scale", "bias")}
 
 
-def assert_all_change(before, after):
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
-        assert np.isfinite(new).all()
-        assert not np.array_equal(old, new)
-
-
 def train_nnx(model, loss, numbers, steps=2, wrt=nnx.Param, rate=0.02):
     optimizer = nnx.Optimizer(
         model, orscale(rate, weight_dimension_numbers=numbers), wrt=wrt
@@ -98,26 +92,6 @@ def train_nnx(model, loss, numbers, steps=2, wrt=nnx.Param, rate=0.02):
     after = nnx.to_pure_dict(nnx.state(model, wrt))
     assert_all_change(before, after)
     return after
-
-
-def train_linen(params, loss, numbers, steps=2, rate=0.02):
-    optimizer = orscale(rate, weight_dimension_numbers=numbers)
-
-    @jax.jit
-    def step(params, state):
-        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
-        return optax.apply_updates(params, updates), state
-
-    before, state = params, optimizer.init(params)
-    for _ in range(steps):
-        params, state = step(params, state)
-    assert_all_change(before, params)
-    return params
-
-
-def squares(y, seed=3):
-    """A loss whose gradient differs from entry to entry."""
-    return jnp.mean(jnp.square(y - jax.random.normal(jax.random.key(seed), y.shape)))
 
 
 # Single layers, against the axes that their own derivatives show.
@@ -175,6 +149,7 @@ def assert_axes(numbers, kernel, expected):
     assert (axes.rows, axes.columns, axes.batch) == expected
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NNX_LAYERS)
 def test_an_nnx_layer_by_its_derivatives(name):
     build, shape = NNX_LAYERS[name]
@@ -193,6 +168,7 @@ def test_an_nnx_layer_by_its_derivatives(name):
     assert set(found.values()) <= {None}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", LINEN_LAYERS)
 def test_a_linen_layer_by_its_derivatives(name):
     layer, shape = LINEN_LAYERS[name]
@@ -351,6 +327,7 @@ def stack(layers, rngs):
     return nnx.vmap(Block)(rngs.split(layers))
 
 
+@pytest.mark.extended
 def test_an_nnx_transformer():
     rngs = nnx.Rngs(0)
     model = Transformer(rngs, nnx.List([Block(rngs) for _ in range(2)]))
@@ -444,6 +421,7 @@ def test_an_nnx_resnet():
     train_nnx(model, lambda model: squares(model(x)), nnx_dimension_numbers(model))
 
 
+@pytest.mark.extended
 def test_lora_adapters_are_trained_alone():
     rngs = nnx.Rngs(0)
     linear = nnx.LoRALinear(
@@ -511,6 +489,7 @@ class LinenTransformer(nn.Module):
         return embed.attend(x) if self.tied else nn.Dense(11, name="logitdense")(x)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_linen_transformer(tied):
     module = LinenTransformer(tied=tied)
@@ -525,7 +504,7 @@ def test_a_linen_transformer(tied):
         expected |= linear("logitdense", kernel=None)
     assert table(numbers) == expected
     params = module.init(jax.random.key(0), TOKENS)["params"]
-    train_linen(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
+    train(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
 
 
 def inserted(numbers, axis):
@@ -536,6 +515,7 @@ def inserted(numbers, axis):
 
 
 # As many layers as features: the shapes alone would not tell the axes apart.
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("layers", [3, 4])
 def test_linen_stacks_along_any_axis(axis, layers):
@@ -560,7 +540,7 @@ def test_a_stack_of_linen_layers_takes_the_steps_of_the_single_layers(axis):
     }
     around = {name: leaf for name, leaf in params.items() if name != "blocks"}
     many, single = (
-        train_linen(
+        train(
             start,
             lambda p, module=module: squares(module.apply({"params": p}, TOKENS)),
             linen_dimension_numbers(module, TOKENS),
@@ -598,6 +578,7 @@ class ManyPartitioned(nn.Module):
         )(name="layers")(x, None)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "module, prefix, kernel",
     [(Partitioned(), "", MATRIX), (ManyPartitioned(), "layers.", Dims(0, 2))],
@@ -617,8 +598,8 @@ def test_boxed_linen_parameters(module, prefix, kernel):
     def loss(params):
         return squares(module.apply({"params": params}, x)[0])
 
-    trained = train_linen(boxed, loss, numbers)
-    assert_equal(nn.unbox(trained), train_linen(nn.unbox(boxed), loss, numbers))
+    trained = train(boxed, loss, numbers)
+    assert_equal(nn.unbox(trained), train(nn.unbox(boxed), loss, numbers))
 
 
 class Convolutions(nn.Module):
@@ -662,7 +643,7 @@ def test_a_linen_convolutional_network():
         )
         return squares(y)
 
-    train_linen(variables["params"], loss, numbers)
+    train(variables["params"], loss, numbers)
 
 
 def test_tracing_leaves_nothing_in_the_cache_of_nn_jit():
@@ -785,6 +766,7 @@ def test_a_grouped_convolution_has_a_matrix_for_each_group():
         assert outputs.tolist() == [group == 0] * 2 + [group == 1] * 2
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "equation, shape", [("bi,ijk->bj", (3, 4, 2)), ("...i,...io->...o", (2, 3, 4))]
 )
@@ -824,6 +806,7 @@ def test_twice_stacked_nnx_modules():
     assert nnx_table(stacked) == {"kernel": Dims((2, 3, 4), 5), "bias": None}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_names_that_match_no_path(kind):
     def build(**kwargs):
@@ -849,12 +832,6 @@ def test_parameters_of_another_model():
     numbers = nnx_dimension_numbers(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"'mlp\.kernel' is no nnx\.Param of the model"):
         numbers({"mlp": {"kernel": jnp.ones((2, 3))}})
-
-
-def test_a_state_in_place_of_its_model():
-    state = nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="model is of type State: pass the model"):
-        nnx_dimension_numbers(state)
 
 
 def test_overrides_come_before_names_and_types():
@@ -928,6 +905,7 @@ def test_modules_behind_a_bridge_are_unresolved():
     assert found == linear("layers_0", "layers_1")
 
 
+@pytest.mark.extended
 def test_nothing_else_of_the_package_needs_flax():
     code = (
         "import sys; sys.modules['flax'] = None\n"

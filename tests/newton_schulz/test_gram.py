@@ -211,6 +211,7 @@ def test_placement_of_the_presets(name, dtype, five, ten):
     assert restart_steps(TABLES[name], 10, UNITS[dtype]) == ten
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", TABLES)
 def test_coarser_arithmetic_never_has_fewer_restarts(name):
     for steps in range(1, 11):
@@ -238,6 +239,7 @@ def allowed(restarts):
     return restarts_._MAX_ERROR * (len(restarts) + 1)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SOME_SLOW)
 @pytest.mark.parametrize("steps", [5, pytest.param(8, marks=pytest.mark.slow)])
@@ -273,6 +275,7 @@ def test_in_strips_as_exact_as_the_plain_form(monkeypatch, name):
     assert found < limit * plain
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(2, 385, 500), (500, 401), (400, 400), (20, 30)])
 def test_gram_matrices_by_strips(shape):
     """Also their squares and cubes: of each, one triangle is computed, and mirrored."""
@@ -326,6 +329,7 @@ def test_strips_save_a_third_of_symmetric_products():
     assert flops_of(functools.partial(form, by_strips=False), m, n) == symmetric + others
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(400, 450), (400, 800), (800, 400)])
 def test_the_polar_factor_of_large_matrices(shape):
     """In strips, by both forms."""
@@ -334,6 +338,7 @@ def test_the_polar_factor_of_large_matrices(shape):
     np.testing.assert_allclose(found, oracle.svd_polar(x), atol=2e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -453,6 +458,7 @@ def test_multiplying_from_the_other_side_is_less_exact():
     assert other > 4 * ours
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("hide_coefficients", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_interleaved_arrays_give_what_they_give_alone(dtype, hide_coefficients):

@@ -39,6 +39,7 @@ def test_equals_the_float64_iteration(shape):
     np.testing.assert_allclose(q, expected, atol=2e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)])
 def test_converges_to_the_svd_with_more_steps(shape):
     x = with_spectrum(np.geomspace(1, 1e-2, min(shape)), shape)
@@ -107,6 +108,7 @@ def test_does_not_depend_on_scale(exponent, shape):
     np.testing.assert_allclose(scaled, q, atol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_large_values_in_low_precision_inputs(dtype):
     x = np.random.default_rng(2).normal(size=(32, 64))
@@ -134,6 +136,7 @@ def test_non_finite_matrices_give_nan_and_no_others(bad, steps):
     assert jnp.isnan(q[1]).all() and jnp.isfinite(q[::2]).all()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_rounded_to_and_stays_close(dtype):
     x = jnp.asarray(with_spectrum(np.geomspace(1, 0.02, 32), (32, 80)), jnp.float32)
@@ -150,6 +153,7 @@ def test_float16_keeps_small_entries():
     np.testing.assert_allclose(q[1, 1], compose("polar_express", 3, 3e-5), rtol=5e-3)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(("steps", "factor"), [(5, 1.02), (8, 1.22)])
 @pytest.mark.parametrize("spread", [1, 100, 1000])
 @pytest.mark.parametrize("n", [256, 1024])
@@ -206,6 +210,7 @@ def test_products_of_the_program_for_each_platform(platform, dtype, operands):
             assert "HIGHEST" in line
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sums_of_the_compiled_program_are_float32(dtype):
@@ -238,6 +243,7 @@ def test_stated_range_after_five_steps(preset, lowest, highest):
     assert highest - 0.01 < y.max() <= highest
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("preset", ["jordan", "dion"])
 def test_more_steps_stay_in_a_band(preset):
     for steps in range(5, 30):

@@ -133,6 +133,7 @@ def _simplex(start):
     return np.concatenate([start[None], start + steps])
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("safety_factor", [1, 1.02, 1.05])
 @pytest.mark.parametrize("cushion", [0, 0.02, 0.1])
 @pytest.mark.parametrize("lower_bound", [1e-8, 1e-3, 0.3, 0.99])

@@ -122,6 +122,7 @@ def test_traced_steps_and_coefficients_equal_static_ones():
         np.testing.assert_allclose(traced(x, steps, TABLE), static, atol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (2, 8, 24)])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_gram_form_equals_the_plain_one(shape, steps):
@@ -164,6 +165,7 @@ def test_singular_values_are_at_most_one():
             assert norm > 1 - 1e-6 or name not in reached, name
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_the_gram_matrix_handed_on_is_that_of_the_matrices(dtype):
     x = np.stack(list(adversaries().values()))
@@ -177,6 +179,7 @@ def test_the_gram_matrix_handed_on_is_that_of_the_matrices(dtype):
         np.testing.assert_allclose(start.gram, gram, atol=2 * unit + 1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("coeffs", ["polar_express", "jordan", TABLE])
 def test_low_precision_stays_bounded(dtype, coeffs):
@@ -208,6 +211,7 @@ def test_does_not_depend_on_scale():
     np.testing.assert_allclose(q, np.broadcast_to(q[3], q.shape), atol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
 def test_zeros_stay_zero_without_a_division_by_zero(shape, dtype):
@@ -224,6 +228,7 @@ def test_matrices_without_entries():
     assert aol(jnp.zeros((2, 3, 0))).shape == (2, 3, 0)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_rows_beyond_the_range_of_squares_are_lost_quietly(dtype):
     """Their Gram matrix is zero or subnormal, for which no factor should make up."""
@@ -236,6 +241,7 @@ def test_rows_beyond_the_range_of_squares_are_lost_quietly(dtype):
     assert np.isfinite(aol(x, steps=4, dtype=dtype)).all()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(4, 6), (8, 3)])
 def test_non_finite_matrices_give_nan_and_no_others(shape):
     bad = jnp.asarray([np.nan, np.inf, -np.inf])
@@ -247,12 +253,14 @@ def test_non_finite_matrices_give_nan_and_no_others(shape):
 # Batches and transposes.
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(5, 8), (4, 12)])
 def test_tall_matrices_give_the_transpose_of_wide_ones(shape):
     x = jnp.asarray(gaussian((2, *shape)), jnp.float32)
     np.testing.assert_allclose(aol(x.mT).mT, aol(x), atol=2e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (3, 6, 6)])
 def test_a_batch_is_one_matrix_after_the_other(shape):
     x = jnp.asarray(gaussian(shape), jnp.float32)
@@ -293,6 +301,7 @@ def executed_flops(text):
     return count(entry)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "shape, dtype",
@@ -318,6 +327,7 @@ def test_aol_needs_no_more_products_than_plain_steps(shape, dtype):
 # In the optimizers.
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("build", [orscale, muon])
 def test_the_first_step_differs_only_in_q(build):
     """At c's first step r̂ is 1: W - η(λW + sQ)."""
@@ -366,6 +376,7 @@ def test_unknown_names_are_refused_when_built(bad):
             build(ns_preconditioning=bad)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("in_one_pass", [False, True])
 def test_norms_at_any_scale_in_one_pass_or_two(in_one_pass, dtype):

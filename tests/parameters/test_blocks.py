@@ -110,6 +110,7 @@ def moves(optimizer, params):
     return re.findall(rf"= [a-z0-9]+\[\d+,[^\]]*\]\S* ({kinds})\(", entry)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "blocks, expected", [(3, []), (12, []), ((512, 128, 128), ["concatenate"])]
@@ -121,6 +122,7 @@ def test_splitting_costs_no_copy_that_can_be_avoided(blocks, expected):
     assert moves(orscale(0.02, weight_dimension_numbers=numbers), params) == expected
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "spec",
@@ -159,6 +161,7 @@ def test_on_a_mesh(kind, spec):
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "kinds", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)]

@@ -14,6 +14,7 @@ from orscale_jax.parameters.axes import MatrixAxes
 from tests import leaves
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", leaves.KINDS)
 def test_conversion_to_matrices_and_back(name):
     leaf = leaves.random_tree(0)[name]
@@ -54,37 +55,6 @@ def is_matrix(tree, numbers=None):
         axes,
         is_leaf=dimension_numbers.is_axes_leaf,
     )
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "embedding", "embed_tokens", "tok_embeddings", "wte", "wpe", "Embed_0",
-        "pos_embed", "unembed", "lm_head", "head", "LMHead_0", "output_head", "logits",
-        "classifier", "patchEmbed", "lmHead", "tok_emb", "posEmb", "logits_dense",
-    ],
-)  # fmt: skip
-def test_embeddings_and_heads_are_no_matrices_by_default(path):
-    kernel = jnp.ones((3, 4))
-    assert is_matrix({path: kernel}) == {path: False}
-    assert is_matrix({path: {"kernel": kernel}}) == {path: {"kernel": False}}
-
-
-@pytest.mark.parametrize(
-    "path",
-    [
-        "kernel",
-        "attention_heads",
-        "query",
-        "headline",
-        "ahead",
-        "out",
-        "multi_head_q",
-        "ember",
-    ],
-)
-def test_other_names_are_matrices_by_default(path):
-    assert is_matrix({path: jnp.ones((3, 4))}) == {path: True}
 
 
 def test_the_default_rule_by_rank():
@@ -173,13 +143,6 @@ def test_blocks_must_be_positive_integers(blocks):
 def test_only_real_floating_point_matrices(dtype):
     with pytest.raises(ValueError, match=f"'w'.*{np.dtype(dtype).name}"):
         dimension_numbers.matrix_axes(None, {"w": jnp.ones((2, 3), dtype)})
-
-
-def test_stages_refuse_leaves_that_are_no_matrices():
-    with pytest.raises(ValueError, match=r"'b' of shape \(3,\) is not a matrix"):
-        dimension_numbers.require_matrices(
-            None, {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
-        )
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -1,262 +1,24 @@
-"""The classes of layers, in models of several libraries and by literal paths."""
+"""The classes of layers, by the paths of models of many libraries."""
 
 import functools
 import re
-import types
 
-import equimo.models
-import equinox as eqx
-import flax.linen as nn
-import flaxmodels
-import haliax as hax
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from flax import nnx
-from flaxmodels.gpt2.gpt2 import GPT2Block
 
 from examples.benchmarks import models
-from examples.pretrain.configs import DEMOS
-from examples.pretrain.models.dense import Dense
 from orscale_jax import describe
 from orscale_jax.family import pooled
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.transforms.pooled_ratio import class_labels
-
-KEY = jax.random.key(0)
-ATTENTION = ("query", "key", "value", "output")
-
-
-def table(params, rules=None):
-    """Dotted path to class."""
-    leaves = jax.tree_util.tree_leaves_with_path(layer_classes(params, rules))
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="."): layer
-        for path, layer in leaves
-    }
 
 
 def of_paths(*paths, shape=(4, 4)):
     """The classes of parameters with these paths."""
     return layer_classes(
         {path: jax.ShapeDtypeStruct(shape, jnp.float32) for path in paths}
-    )
-
-
-def abstract(build):
-    return eqx.filter(
-        eqx.filter_eval_shape(build), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    )
-
-
-def projections(prefix, kernel, names=(*ATTENTION[:3], "out")):
-    return {
-        f"{prefix}{name}{kernel}": f"attention {layer}"
-        for name, layer in zip(names, ATTENTION, strict=True)
-    }
-
-
-def named(layer, *paths):
-    return dict.fromkeys(paths, layer)
-
-
-# Models
-
-
-def test_the_decoder_of_the_demo():
-    build = lambda: Dense(DEMOS["demo"].model, nnx.Rngs(0))  # noqa: E731
-    params = nnx.state(nnx.eval_shape(build), nnx.Param)
-    expected = named("embedding", "embed.embedding") | named("norm", "final_norm.scale")
-    for block in ("blocks.0", "blocks.1", "blocks.2"):
-        expected |= projections(f"{block}.attention.", ".kernel")
-        expected |= named(
-            "norm", f"{block}.attention_norm.scale", f"{block}.mlp_norm.scale"
-        )
-        expected |= {
-            f"{block}.mlp.{name}.kernel": f"mlp {name}" for name in ("up", "down")
-        }
-    assert table(params) == expected
-    assert table(nnx.to_pure_dict(params)) == expected
-
-
-def test_attention_of_nnx_alone_and_stacked():
-    build = lambda rngs: nnx.MultiHeadAttention(  # noqa: E731
-        2, 8, 6, decode=False, normalize_qk=True, keep_rngs=False, rngs=rngs
-    )
-    biases = [f"{name}.bias" for name in ("query", "key", "value", "out")]
-    norms = ["query_ln.scale", "key_ln.scale"]
-    expected = projections("", ".kernel") | named("bias", *biases) | named("norm", *norms)
-    for model in (build(nnx.Rngs(0)), nnx.vmap(build)(nnx.Rngs(0).split(3))):
-        assert table(nnx.state(model, nnx.Param)) == expected
-
-
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        dense = functools.partial(
-            nn.Dense, kernel_init=nn.with_partitioning(nn.initializers.ones, (None, "tp"))
-        )
-        x = nn.Conv(8, (3,))(x)
-        x = nn.MultiHeadDotProductAttention(2, use_bias=False)(nn.LayerNorm()(x))
-        return dense(5, name="logits")(dense(8, name="mix")(x))
-
-
-def test_attention_and_convolution_of_linen_with_boxes():
-    with jax.numpy_rank_promotion("allow"):
-        params = jax.eval_shape(Linen().init, KEY, jnp.ones((2, 6, 4)))["params"]
-    assert isinstance(params["mix"]["kernel"], nn.Partitioned)
-    expected = (
-        projections("MultiHeadDotProductAttention_0.", ".kernel")
-        | named("norm", "LayerNorm_0.scale", "LayerNorm_0.bias")
-        | named("bias", "Conv_0.bias", "mix.bias", "logits.bias")
-        | {"Conv_0.kernel": "convolution", "logits.kernel": "head", "mix.kernel": "other"}
-    )
-    assert table(params) == expected
-
-
-def test_gpt2_and_resnet_of_flaxmodels():
-    config = types.SimpleNamespace(
-        n_positions=8, n_embd=8, n_head=2, n_inner=None, activation_function="gelu",
-        layer_norm_epsilon=1e-5, attn_pdrop=0.0, resid_pdrop=0.0, scale_attn_weights=True,
-    )  # fmt: skip
-    with jax.numpy_rank_promotion("allow"):
-        gpt2 = jax.eval_shape(GPT2Block(config=config).init, KEY, jnp.ones((2, 5, 8)))
-        module = flaxmodels.ResNet18(
-            output="logits", pretrained=None, normalize=False, num_classes=5
-        )
-        init = functools.partial(module.init, train=True)
-        resnet = jax.eval_shape(init, KEY, jnp.ones((1, 16, 16, 3)))["params"]
-    layers = {
-        "GPT2SelfAttention_0.Dense_0": "attention qkv",
-        "GPT2SelfAttention_0.Dense_1": "attention output",
-        "GPT2MLP_0.Dense_0": "mlp up",
-        "GPT2MLP_0.Dense_1": "mlp down",
-    }
-    expected = {f"{path}.kernel": layer for path, layer in layers.items()}
-    expected |= named("bias", *(f"{path}.bias" for path in layers))
-    norms = [f"LayerNorm_{i}.{name}" for i in (0, 1) for name in ("scale", "bias")]
-    assert table(gpt2["params"]) == expected | named("norm", *norms)
-    for path, layer in table(resnet).items():
-        if path.startswith("Dense_0."):  # No name says that it is the head.
-            assert layer == {"kernel": "other", "bias": "bias"}[path.split(".")[-1]]
-        else:
-            assert layer == ("convolution" if "Conv_" in path else "norm")
-
-
-BLOCK = "blocks.0.blocks.0"
-
-
-def test_a_vision_transformer_of_equimo():
-    build = functools.partial(
-        equimo.models.VisionTransformer, img_size=8, in_channels=3, dim=8, patch_size=4,
-        num_heads=2, depths=[1], num_classes=5, init_values=0.1, key=KEY,
-    )  # fmt: skip
-    around = named(
-        "embedding",
-        "patch_embed.proj.weight", "global_pos_embed.weight", "cls_token", "reg_tokens",
-    )  # fmt: skip
-    for name in (f"{BLOCK}.norm", f"{BLOCK}.prenorm", "norm"):
-        around |= named("norm", f"{name}.weight", f"{name}.bias")
-    around |= {"head.weight": "head"}
-    around |= named("bias", "head.bias", "patch_embed.proj.bias")
-    around |= named("scale", f"{BLOCK}.ls1.gamma", f"{BLOCK}.ls2.gamma")
-
-    def layers(**classes):
-        paths = {f"{BLOCK}.{name.replace('_', '.')}": of for name, of in classes.items()}
-        biases = named("bias", *(f"{path}.bias" for path in paths))
-        return (
-            {f"{path}.weight": layer for path, layer in paths.items()} | biases | around
-        )
-
-    attention = {"attn_qkv": "attention qkv", "attn_proj": "attention output"}
-    expected = layers(**attention, mlp_fc1="mlp up", mlp_fc2="mlp down")
-    assert table(abstract(build)) == expected
-    # Gate, up, down: in another order than Llama's, as the shapes show.
-    expected = layers(**attention, mlp_w1="mlp gate", mlp_w2="mlp up", mlp_w3="mlp down")
-    assert table(abstract(functools.partial(build, ffn_layer="swiglu"))) == expected
-    fused = functools.partial(build, ffn_layer="swiglufused")
-    expected = layers(**attention, mlp_w12="mlp gate up", mlp_w3="mlp down")
-    assert table(abstract(fused)) == expected
-
-
-def test_a_convolutional_network_of_equimo():
-    build = lambda: equimo.models.ConvNeXt(depths=[1], dims=[8], num_classes=5, key=KEY)  # noqa: E731
-    convolutions = ("dwconv", "pwconv1", "pwconv2")
-    paths = [*(f"{BLOCK}.{name}" for name in convolutions), "blocks.0.downsample.conv"]
-    expected = named("convolution", *(f"{path}.weight" for path in paths))
-    expected |= named("bias", *(f"{path}.bias" for path in paths), "head.bias")
-    for path in (f"{BLOCK}.norm", "blocks.0.downsample.norm", "norm"):
-        expected |= named("norm", f"{path}.weight", f"{path}.bias")
-    expected |= {f"{BLOCK}.ls.gamma": "scale", "head.weight": "head"}
-    assert table(abstract(build)) == expected
-
-
-class Equinox(eqx.Module):
-    embedding: eqx.nn.Embedding
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    mlp: eqx.nn.MLP
-    deep: eqx.nn.MLP
-
-    def __init__(self):
-        self.embedding = eqx.nn.Embedding(11, 8, key=KEY)
-        self.attention = eqx.nn.MultiheadAttention(2, 8, key=KEY)
-        self.norm = eqx.nn.LayerNorm(8)
-        self.mlp = eqx.nn.MLP(8, 4, 16, 1, key=KEY)
-        self.deep = eqx.nn.MLP(8, 4, 16, 2, key=KEY)
-
-
-def test_layers_of_equinox():
-    names = [f"{name}_proj" for name in ATTENTION]
-    assert table(abstract(Equinox)) == (
-        {"embedding.weight": "embedding"}
-        | projections("attention.", ".weight", names)
-        | named("norm", "norm.weight", "norm.bias")
-        | {"mlp.layers.0.weight": "mlp up", "mlp.layers.1.weight": "mlp down"}
-        | named("bias", "mlp.layers.0.bias", "mlp.layers.1.bias")
-        | named("other", *(f"deep.layers.{i}.weight" for i in range(3)))
-        | named("bias", *(f"deep.layers.{i}.bias" for i in range(3)))
-    )
-    assert table(eqx.filter(Equinox().attention, eqx.is_array)) == projections(
-        "", ".weight", names
-    )
-
-
-def test_named_arrays_of_haliax():
-    Embed, Mlp, Experts = hax.make_axes(embed=4, mlp=8, experts=3)
-    up, down = (Embed, Mlp), (Mlp, Embed)
-    linear, mixed = hax.nn.Linear.init, hax.nn.MoELinear.init
-    model = {
-        "self_attn": {
-            f"{name}_proj": linear(Embed, Embed.alias("o"), key=KEY, use_bias=False)
-            for name in "qkvo"
-        },
-        "mlp": {
-            "gate_proj": linear(*up, key=KEY),
-            "up_proj": linear(*up, key=KEY),
-            "down_proj": linear(*down, key=KEY),
-        },
-        "block_sparse_moe": {
-            "gate": linear(Embed, Experts, key=KEY, use_bias=False),
-            "experts": {
-                "w1": mixed(Experts, *up, key=KEY, use_bias=False),
-                "w2": mixed(Experts, *down, key=KEY, use_bias=False),
-                "w3": mixed(Experts, *up, key=KEY, use_bias=False),
-            },
-        },
-        "embeddings": hax.nn.Embedding.init(Experts, Embed, key=KEY),
-    }
-    experts = "block_sparse_moe.experts"
-    assert table(eqx.filter(model, eqx.is_inexact_array)) == (
-        projections("self_attn.", ".weight", [f"{name}_proj" for name in "qkvo"][:4])
-        | {f"mlp.{name}_proj.weight": f"mlp {name}" for name in ("gate", "up", "down")}
-        | named("bias", *(f"mlp.{name}_proj.bias" for name in ("gate", "up", "down")))
-        | {"block_sparse_moe.gate.weight": "router"}
-        | {f"{experts}.w1.weight": "routed expert gate"}
-        | {f"{experts}.w2.weight": "routed expert down"}
-        | {f"{experts}.w3.weight": "routed expert up"}
-        | {"embeddings.weight": "embedding"}
     )
 
 
@@ -284,8 +46,6 @@ def test_the_models_of_the_benchmarks(name):
         else:
             assert layer == ("norm" if "norm" in last else expected[last]), path
 
-
-# Paths
 
 ROUTED = {role: f"routed expert {role}" for role in ("gate", "up", "down")}
 SHARED = {role: f"shared expert {role}" for role in ("gate", "up", "down")}
@@ -576,7 +336,70 @@ MODELS = {
         "layers.1.ffn.experts.expert_0.fc1.weight": "routed expert up",
         "layers.1.ffn.experts.expert_0.fc2.weight": "routed expert down",
     },
+    "nnx": {
+        "query.kernel": "attention query",
+        "key.kernel": "attention key",
+        "value.kernel": "attention value",
+        "value.bias": "bias",
+        "out.kernel": "attention output",
+        "query_ln.scale": "norm",
+    },
+    "flaxmodels_gpt2": {
+        "GPT2SelfAttention_0.Dense_0.kernel": "attention qkv",
+        "GPT2SelfAttention_0.Dense_1.kernel": "attention output",
+        "GPT2SelfAttention_0.Dense_1.bias": "bias",
+        "GPT2MLP_0.Dense_0.kernel": "mlp up",
+        "GPT2MLP_0.Dense_1.kernel": "mlp down",
+        "LayerNorm_0.scale": "norm",
+        "LayerNorm_0.bias": "norm",
+    },
+    "flaxmodels_resnet": {
+        "BasicBlock_0.Conv_0.kernel": "convolution",
+        "BasicBlock_0.BatchNorm_0.scale": "norm",
+        "Dense_0.kernel": "other",  # No name says that it is the head.
+        "Dense_0.bias": "bias",
+    },
+    "equinox": {
+        "embedding.weight": "embedding",
+        "attention.query_proj.weight": "attention query",
+        "attention.key_proj.weight": "attention key",
+        "attention.value_proj.weight": "attention value",
+        "attention.output_proj.weight": "attention output",
+        "norm.bias": "norm",
+        "mlp.layers.0.weight": "mlp up",
+        "mlp.layers.0.bias": "bias",
+        "mlp.layers.1.weight": "mlp down",
+        "deep.layers.0.weight": "other",
+        "deep.layers.1.weight": "other",
+        "deep.layers.2.weight": "other",
+    },
+    "equimo_vision_transformer": {
+        "patch_embed.proj.weight": "embedding",
+        "patch_embed.proj.bias": "bias",
+        "global_pos_embed.weight": "embedding",
+        "reg_tokens": "embedding",
+        "blocks.0.blocks.0.prenorm.weight": "norm",
+        "blocks.0.blocks.0.attn.qkv.weight": "attention qkv",
+        "blocks.0.blocks.0.attn.proj.weight": "attention output",
+        "blocks.0.blocks.0.ls1.gamma": "scale",
+        "blocks.0.blocks.0.mlp.fc1.weight": "mlp up",
+        "blocks.0.blocks.0.mlp.fc2.weight": "mlp down",
+        "blocks.0.blocks.1.mlp.w12.weight": "mlp gate up",
+        "blocks.0.blocks.1.mlp.w3.weight": "mlp down",
+        "head.bias": "bias",
+    },
+    "equimo_convolutions": {
+        "blocks.0.blocks.0.dwconv.weight": "convolution",
+        "blocks.0.blocks.0.pwconv1.weight": "convolution",
+        "blocks.0.blocks.0.ls.gamma": "scale",
+        "blocks.0.downsample.conv.weight": "convolution",
+        "blocks.0.downsample.norm.weight": "norm",
+    },
     "linen": {
+        "Conv_0.kernel": "convolution",
+        "LayerNorm_0.bias": "norm",
+        "mix.kernel": "other",
+        "logits.kernel": "head",
         "encoderblock_0.MlpBlock_3.Dense_0.kernel": "mlp up",
         "encoderblock_0.MlpBlock_3.Dense_1.kernel": "mlp down",
         "encoderblock_0.MultiHeadDotProductAttention_1.out.kernel": "attention output",
@@ -749,14 +572,8 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_names(name):
-    expected = MODELS[name]
-    assert of_paths(*expected) == expected
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_the_default_rule_and_the_class_agree(name):
-    """A router's "classifier" or "logits" takes AdamW as well."""
+def test_classes_by_name_and_the_default_rule(name):
+    """They agree, but a router's "classifier" or "logits" takes AdamW as well."""
     outside = {"embedding", "head", "norm", "scale", "bias"}
     tree = {path: jax.ShapeDtypeStruct((4, 4), jnp.float32) for path in MODELS[name]}
     for row in describe(tree).rows:
@@ -870,6 +687,7 @@ def test_invalid_rules(rules, words):
         layer_classes({"up": jnp.ones((2, 2))}, rules)
 
 
+@pytest.mark.extended
 def test_classes_of_a_pooled_ratio():
     """Classes are taken as a tree and as a function, also where leaves are masked."""
     params = {

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import flax
 import flax.linen as nn
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
@@ -91,6 +92,11 @@ def haiku(tree):
     return modules
 
 
+def with_named_axes(x):
+    axes = (hax.Axis(f"axis{i}", size) for i, size in enumerate(x.shape))
+    return hax.NamedArray(x, tuple(axes))
+
+
 def bracketed(tree):
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): value for path, value in leaves}
@@ -107,6 +113,7 @@ CONTAINERS = {
     "Linen's boxes": lambda tree: jax.tree.map(
         lambda x: nn.Partitioned(x, (None,) * x.ndim), tree
     ),
+    "Haliax": lambda tree: jax.tree.map(with_named_axes, tree),
     "NNX": lambda tree: nnx.State(jax.tree.map(nnx.Param, tree)),
     "NNX, flat": lambda tree: flatten_dict(jax.tree.map(nnx.Param, tree)),
     "Haiku": haiku,
@@ -143,6 +150,7 @@ def trees(depth):
     return st.dictionaries(NAMES, tree, min_size=1, max_size=3)
 
 
+@pytest.mark.extended
 @settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
 @given(trees(2))
 def test_the_container_does_not_matter(tree):
@@ -199,6 +207,7 @@ MATRICES = """
     beta_proj.weight offset_net.kernel to_tokens.kernel LayerNormMLP_0.wi_kernel
     WeightNorm_0.Dense_0.kernel norm.mlp.up embassy.kernel mlp_tokens.fc1.weight
     gate_bias_mlp.kernel blocks.output.kernel lora.b layers.wkv_b
+    kernel attention_heads query ahead out multi_head_q ember o_proj
 """.split()
 ADAMW = """
     norm.scale norm norm_1.weight ln_f.kernel attention_norm.kernel final_norm.w
@@ -207,6 +216,9 @@ ADAMW = """
     cls_token cls mask_tokens.weight shared.weight encoder.shared.weight
     attn.relative_position_bias_table LayerNormMLP_0.scale norm_proj.scale LMHead_0
     head.kernel tokEmb pos_embed.value to_logits.weight ln_mlp.weight
+    embedding embed_tokens.kernel tok_embeddings wte wpe.kernel Embed_0.kernel pos_embed
+    unembed lm_head head lmHead.kernel output_head.kernel logits logits_dense.kernel
+    classifier patchEmbed tok_emb posEmb vocab tok pos vocab_proj TokEmb
 """.split()
 
 

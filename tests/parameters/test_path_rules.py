@@ -88,6 +88,7 @@ class Data:
     b: typing.Any
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "container",
     [
@@ -155,6 +156,7 @@ def test_otherwise_is_the_default_rule():
         by_path({"c": "adamw"}, otherwise={"x": None})(tree)
 
 
+@pytest.mark.extended
 def test_every_place_that_takes_dimension_numbers():
     """Every one takes the same steps as with the tree itself."""
     params = {"gate": jnp.eye(4), "w": jnp.ones((3, 4, 4)), "b": jnp.ones(4)}

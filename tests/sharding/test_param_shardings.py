@@ -14,6 +14,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
+from tests import small
 
 SPECS = {
     "up": P("fsdp", "tensor"),
@@ -41,15 +42,11 @@ NUMBERS = {
 }
 slow = pytest.mark.slow
 build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
+tree = functools.partial(small.tree, shapes=SHAPES)
 
 
 def mesh_of(kind):
     return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
-
-
-def tree(seed):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=shape).astype(np.float32) for k, shape in SHAPES.items()}
 
 
 def placed(mesh):
@@ -102,6 +99,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_the_program_of_explicit_axes():
     """Operations, and the bytes and kinds of collectives; no call to a partitioner."""
@@ -117,6 +115,7 @@ def test_the_program_of_explicit_axes():
     assert "CustomSPMDPartitioning" in text
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", [n for n in GIVEN if n != "specs"])
 def test_accepted_kinds_of_param_shardings(name):
     mesh = mesh_of(AxisType.Auto)
@@ -133,6 +132,7 @@ def test_accepted_kinds_of_param_shardings(name):
     assert found == expected
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "given", [P(), pytest.param(SPECS | {"up": P("tensor", "fsdp")}, marks=slow)]
@@ -175,6 +175,7 @@ def shard_map_alone(optimizer, grads, state, params):
     return "shard_map" in jaxpr and "custom_partitioning" not in jaxpr
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("wrap", [lambda f: f, optax.inject_hyperparams])
 def test_annotations_are_found_without_an_argument(wrap):
     """A factory that knows no parameters; an update that sees bare arrays."""
@@ -254,11 +255,11 @@ def test_logical_names_are_those_of_the_rules_in_effect():
     assert shard_map_alone(optimizer, grads, state, params)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_norms_of_sharded_matrices_are_those_of_whole_ones(kind):
+@pytest.mark.extended
+def test_norms_of_sharded_matrices_are_those_of_whole_ones():
     """On a mesh of GPUs a public trainer counted them 2.5 to 7 times."""
     optimizer = build(param_shardings=SPECS)
-    params, grads = placed(mesh_of(kind))
+    params, grads = placed(mesh_of(AxisType.Auto))
     _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     _, alone = optimizer.update(tree(1), optimizer.init(tree(0)), tree(0))
     for name in ("calibration", "raw_trust_ratio"):
@@ -268,6 +269,7 @@ def test_norms_of_sharded_matrices_are_those_of_whole_ones(kind):
         )
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("given", [None, P("tensor")])
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit)])
 def test_a_population_mapped_over_an_axis_of_the_mesh(kind, given):

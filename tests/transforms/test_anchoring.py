@@ -329,6 +329,7 @@ def reset(run, fields, experts):
             expert.anchor_steps = min(expert.anchor_steps, len(expert.directions))
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("arguments", ANCHORS, ids=lambda a: a["anchor"])
 @pytest.mark.parametrize("experts", [[0, 1, 2], [1]], ids=["all", "one"])
 def test_every_combination_of_resets(arguments, experts):
@@ -448,8 +449,11 @@ WITH_RATIO = [orscale, *ABLATIONS.values(), family.cautious, family.pooled]
 
 @pytest.mark.parametrize(
     "calibrate, r_min",
-    [(False, 0.0), (False, -np.inf), (True, 0.0)],
-    ids=["zero", "none", "calibrated"],
+    [
+        pytest.param(False, 0.0, id="zero"),
+        pytest.param(False, -np.inf, id="none", marks=pytest.mark.extended),
+        pytest.param(True, 0.0, id="calibrated", marks=pytest.mark.extended),
+    ],
 )
 @pytest.mark.parametrize("factory", WITH_RATIO, ids=lambda f: f.__name__)
 def test_a_zero_matrix_moves(factory, calibrate, r_min):

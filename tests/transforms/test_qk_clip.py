@@ -138,6 +138,7 @@ def test_clipped_heads_end_at_the_threshold(enable_x64, key_heads, position, alp
     np.testing.assert_allclose(state.qk_clip_factor, gamma, rtol=1e-6)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0])
 def test_latent_attention(enable_x64, alpha):
     params = latent_params()
@@ -163,6 +164,7 @@ def test_latent_attention(enable_x64, alpha):
     assert not updates["k_rotary"].any()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("alpha", [0.5, 0.25])
 def test_the_split_between_queries_and_keys(alpha):
     params = as_jax(projections())
@@ -192,6 +194,7 @@ def test_a_shared_key_takes_the_strongest_clip():
     assert not updates["query"]["kernel"][:, 2:].any()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "params_dtype, updates_dtype, rtol",
     [
@@ -235,6 +238,7 @@ def test_float64_is_computed_in_float64(enable_x64):
 # Nothing to clip.
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_at_or_below_the_threshold_updates_pass_to_the_bit(dtype):
     params, updates = (as_jax(projections(seed=s), dtype) for s in (0, 50))
@@ -297,6 +301,7 @@ FACTOR = np.array([0.5, 1.0, 0.2, 1.0])
 LOGITS = jnp.array([400.0, 100.0, 2500.0, 0.0])
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "shape, heads, blocks",
     [
@@ -332,6 +337,7 @@ def test_layouts(shape, heads, blocks):
     np.testing.assert_allclose(after["q"], expected, rtol=1e-5)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_part_of_each_head(flat):
     """k and v in one projection, with heads on a separate axis or not."""
@@ -360,6 +366,7 @@ def test_queries_keys_and_values_in_one_parameter():
     assert not updates["qkv"][:, 2].any()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("layer_axis", [0, 1, -1])
 def test_stacked_layers_equal_the_layers_alone(layer_axis):
     layers = [as_jax(projections(key_heads=2, seed=s)) for s in (0, 20, 40)]
@@ -461,6 +468,7 @@ def test_several_modules_as_any_tree_or_a_callable():
 # In a chain.
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -487,23 +495,6 @@ def test_last_link_of_a_chain(optimizer):
     jax.tree.map(close, after, expected)
     found = optax.tree.get(state, "qk_clip_factor")
     np.testing.assert_allclose(found, FACTOR**2, rtol=1e-6)
-
-
-def test_a_matrix_of_orscale():
-    """A flat kernel, orthogonalized as one matrix and clipped by head."""
-    params = as_jax({"q": normal(0, 6, 8), "k": normal(1, 6, 8)})
-    grads = as_jax({"q": normal(2, 6, 8), "k": normal(3, 6, 8)})
-    heads = [AttentionHeads(name, axis=1, heads=4) for name in "qk"]
-    optimizer = orscale(1e-2)
-    after, _, _ = step(
-        optax.chain(optimizer, qk_clip(QueryKey(*heads))), params, LOGITS, grads
-    )
-    moved, _ = optimizer.update(grads, optimizer.init(params), params)
-    moved = optax.apply_updates(params, moved)
-    for name in "qk":
-        np.testing.assert_allclose(
-            after[name], moved[name] * FACTOR.repeat(2)[None], rtol=1e-4, atol=1e-6
-        )
 
 
 def test_multi_steps_clips_when_it_steps():
@@ -576,6 +567,7 @@ def test_donation_and_one_compilation():
     assert jax.tree.map(jax.typeof, state) == signature
 
 
+@pytest.mark.extended
 def test_scan_equals_the_loop_and_vmap_equals_each():
     optimizer = optax.chain(optax.sgd(0.1), qk_clip(BIASED))
     grads = as_jax(projections(seed=50))

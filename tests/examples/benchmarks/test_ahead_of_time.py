@@ -14,6 +14,7 @@ def rows(printed):
     return {cells[1]: dict(zip(head[2:], cells[2:], strict=True)) for cells in lines}
 
 
+@pytest.mark.extended
 def test_a_layer_of_gpt2_on_eight_devices(capsys, tmp_path):
     contenders = ("optax.adamw", "optax.contrib.muon", "orscale", "orscale on Auto axes")
     options = Options(cases=("c",), contenders=contenders, layers=1, dump=tmp_path)

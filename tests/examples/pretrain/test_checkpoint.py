@@ -62,18 +62,21 @@ def data_files(folder):
     return sorted((folder / "state").glob("**/d/*"), key=lambda path: path.stat().st_size)
 
 
+@pytest.mark.extended
 def test_there_is_nothing_at_first(open_checkpoints):
     with open_checkpoints() as checkpoints:
         assert checkpoints.restore(SETUP) is None
         assert checkpoints.latest_step is None
 
 
+@pytest.mark.extended
 def test_the_newest_ones_are_kept(open_checkpoints, tmp_path):
     save(open_checkpoints, 3, 5, 9)
     assert restored_step(open_checkpoints) == 9
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "9"}
 
 
+@pytest.mark.extended
 def test_the_next_step_may_take_the_memory_at_once(open_checkpoints):
     step = jax.jit(lambda x: jax.tree.map(lambda y: y + 1, x), donate_argnums=0)
     state = step(after(-1))  # What donates never wrote to the arrays of STATE.
@@ -98,6 +101,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_a_damaged_checkpoint_is_moved_aside(damage, open_checkpoints, tmp_path, out):
     save(open_checkpoints, 5, 9)
@@ -112,6 +116,7 @@ def test_a_damaged_checkpoint_is_moved_aside(damage, open_checkpoints, tmp_path,
     assert restored_step(open_checkpoints) == 9
 
 
+@pytest.mark.extended
 def test_another_damaged_checkpoint_of_the_step_is_kept_too(open_checkpoints, tmp_path):
     for _ in range(3):
         save(open_checkpoints, 5, 9)
@@ -121,6 +126,7 @@ def test_another_damaged_checkpoint_of_the_step_is_kept_too(open_checkpoints, tm
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoints"} | names
 
 
+@pytest.mark.extended
 def test_other_arrays_than_were_saved_are_noticed(open_checkpoints, monkeypatch, out):
     """What no storage layer has complained about."""
     save(open_checkpoints, 5)
@@ -133,6 +139,7 @@ def test_other_arrays_than_were_saved_are_noticed(open_checkpoints, monkeypatch,
     assert "damaged (opt_state.0 is not what was saved)" in out.getvalue()
 
 
+@pytest.mark.extended
 def test_when_all_are_damaged_none_is_touched(open_checkpoints, tmp_path):
     save(open_checkpoints, 5, 9)
     for step in ("5", "9"):

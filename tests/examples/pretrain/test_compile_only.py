@@ -36,6 +36,7 @@ def found(config):
     return compiled(config, "orscale", TARGET)
 
 
+@pytest.mark.extended
 def test_arguments_are_a_devices_part_of_the_state_and_the_batch(found, setup):
     shards = [
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
@@ -48,6 +49,7 @@ def test_arguments_are_a_devices_part_of_the_state_and_the_batch(found, setup):
     assert found.available == TARGET.memory
 
 
+@pytest.mark.extended
 def test_the_optimizers_part_is_what_it_costs_alone(found, setup):
     params, state = setup.abstract["params"], setup.abstract["opt_state"]
     with in_effect(setup.mesh):
@@ -57,6 +59,7 @@ def test_the_optimizers_part_is_what_it_costs_alone(found, setup):
     assert found.whole.flops > found.optimizer.flops
 
 
+@pytest.mark.extended
 def test_a_row_for_each_optimizer(monkeypatch, capsys):
     monkeypatch.setattr(compile_only, "find_target", lambda topology: TARGET)
     names = "--optimizer adamw optax_muon"

@@ -105,6 +105,7 @@ def test_the_fingerprint_knows_contents_and_split(tmp_path):
     assert len({before, other_split, read(tmp_path).fingerprint()}) == 3
 
 
+@pytest.mark.extended
 def test_the_standard_library():
     corpus = read()
     assert corpus.train.tokens > 3_000_000

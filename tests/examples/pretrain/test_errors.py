@@ -100,6 +100,7 @@ def test_a_scalar_for_tensorboard_that_has_no_room_is_an_error(tmp_path, monkeyp
             board.write(1, {"loss": 2.5})
 
 
+@pytest.mark.extended
 @needs_full
 def test_each_file_of_a_run_in_turn_has_no_room(tmp_path, capsys):
     """The command says so, and carries on once there is room."""

@@ -32,6 +32,7 @@ def test_examples_that_make_no_whole_batches_are_refused(examples, largest, shar
         evaluation_batch_size(examples, largest, shards)
 
 
+@pytest.mark.extended
 def test_validation_is_the_mean_over_all_examples(tmp_path):
     """The same on two devices, in batches of 6, as at once."""
     data = str(tiny.write_texts(tmp_path / "texts"))

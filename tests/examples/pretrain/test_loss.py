@@ -47,6 +47,7 @@ assert_equal = functools.partial(
 )
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.usefixtures("enable_x64")
 @pytest.mark.parametrize("chunks", [1, 2, 16, V])
 def test_the_loss_and_its_gradient_are_those_by_hand(chunks):
@@ -75,6 +76,7 @@ def test_large_logits_do_not_overflow():
     assert all(np.isfinite(leaf).all() for leaf in gradients)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_logits_of_bfloat16_are_summed_in_float32(chunks):
     hidden, head, targets = inputs("bfloat16")

@@ -88,6 +88,7 @@ def named(tree):
     ]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     [
@@ -126,6 +127,7 @@ def test_weights_and_moments_are_sharded_as_the_table_says():
     assert table.addressable_shards[0].data.size == table.size // 4
 
 
+@pytest.mark.extended
 def test_zero1():
     """The optimizer's state is sharded over the replicas, too, and weights are not."""
     state, losses = trainer(**FSDP_TENSOR, **{"mesh.zero1": True}).train()
@@ -141,6 +143,7 @@ def test_zero1_within_fsdp_needs_auto_axes():
         tiny.config(**FSDP_TENSOR, **EXPLICIT, **{"mesh.zero1": True})
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     [
@@ -158,12 +161,14 @@ def test_mixture(options):
     assert_equal(trainer(**options).train(), on_one_device(**MIXTURE))
 
 
+@pytest.mark.extended
 def test_experts_are_sharded():
     state = trainer(**EXPERT, **{"mesh.fsdp": 2}).setup.initial_state()
     spec = P(None, "expert", "fsdp", None)
     assert specs(state, "experts.gate") == {"params": spec, "opt_state": spec}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("meshes", "options"),
     [

@@ -17,6 +17,7 @@ from tests.examples.pretrain.recorded_models import (
 )
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", ["moe", "moe_six_experts"])
 def test_selected_experts_are_the_recorded_ones(name, monkeypatch):
     recording = recorded(name)
@@ -79,6 +80,7 @@ def loads_under(rule, steps=300):
     return found[0], found[-20:].mean(0)
 
 
+@pytest.mark.extended
 def test_loads_become_even_under_the_rule_and_uneven_under_its_opposite():
     first, last = loads_under(functools.partial(moonlight.balanced, rate=3e-3))
     assert first.max() > 2 / 8 and first.min() < 0.7 / 8

@@ -55,6 +55,7 @@ def by_path(tree):
 # Dense
 
 
+@pytest.mark.quick_first_case
 @in_both_precisions
 @scanned_or_not
 @pytest.mark.parametrize("name", ["dense", "dense_swiglu_untied"])
@@ -78,6 +79,7 @@ def test_dense_is_the_recorded_model(name, scan, dtype):
     recording.assert_same_gradients(nnx.to_pure_dict(gradients), place, dtype)
 
 
+@pytest.mark.extended
 def test_a_fused_qkv_is_query_key_and_value_side_by_side():
     config = dense.DenseConfig(vocab_size=11, width=16, layers=1, heads=2, scan=False)
     fused = dense.Dense(config, nnx.Rngs(0))
@@ -131,6 +133,7 @@ def test_sizes_that_make_no_dense_model(changes, message):
 # Moonlight
 
 
+@pytest.mark.extended
 @in_both_precisions
 @scanned_or_not
 @pytest.mark.parametrize("name", ["moe", "moe_six_experts"])
@@ -158,7 +161,8 @@ def test_moonlight_is_the_recorded_model(name, scan, dtype):
     recording.assert_same_gradients(nnx.to_pure_dict(gradients), place, dtype)
 
 
-@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("scan", [True, False])
 def test_parameters_of_moonlight_16b_a3b(scan):
     config = dataclasses.replace(moonlight.PRESETS["moonlight_16b_a3b"], scan=scan)
     start = time.perf_counter()
@@ -206,6 +210,7 @@ def abstract(name, **changes):
     return nnx.eval_shape(lambda: kind(config, nnx.Rngs(0)))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "name, build",
     [
@@ -229,6 +234,7 @@ def test_hidden_states_and_the_head_make_the_logits(name, build):
         assert_close(logits, recorded(name)["logits"], "float32")
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_in_bfloat16_of_weights_in_float32(name):
     model = abstract(name, dtype="bfloat16")
@@ -240,6 +246,7 @@ def test_activations_in_bfloat16_of_weights_in_float32(name):
     assert out.dtype == jnp.bfloat16
 
 
+@pytest.mark.extended
 def test_a_token_reaches_all_later_logits_and_no_earlier_one():
     """Moonlight's attention mixes values by the same function."""
     config = dataclasses.replace(dense.PRESETS["tiny"], width=16)
@@ -253,6 +260,7 @@ def test_a_token_reaches_all_later_logits_and_no_earlier_one():
     assert changes[reached].min() > 1e-3
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", MODELS)
 def test_initial_weights_scale_with_fan_in(name):
     """Weights of products do; for those of the embedding the width is the fan-in."""
@@ -343,6 +351,7 @@ def test_matrices_of_dense_models():
         numbers(model, qkv="heads")
 
 
+@pytest.mark.quick_first_case
 @scanned_or_not
 def test_matrices_of_moonlight(scan):
     model = abstract("moonlight", scan=scan)
@@ -436,6 +445,7 @@ def value_and_grad_on(model, tokens, explicit=False):
     return jax.jit(jax.value_and_grad(loss))(params, rest, tokens)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name, kind",
     [

@@ -337,6 +337,7 @@ def test_the_table_names_every_recipes_optimizer():
     assert {recipe.optimizer for recipe in RECIPES.values()} < set(OPTIMIZERS)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_steps(name):
     recipe = dataclasses.replace(SMALL, optimizer=name, learning_rate=0.1)

@@ -18,6 +18,8 @@ from examples.pretrain.rundir import FREE_OPTIONS, claim
 from examples.pretrain.tasks import read_data
 from tests.examples.pretrain import tiny
 
+pytestmark = pytest.mark.extended
+
 STEPS = tiny.STEPS
 OPTIONS = tiny.OPTIONS | {"optimizer": ("orscale",)}
 

@@ -49,11 +49,13 @@ def assert_keeps_its_state(setup, accumulation=1):
         assert metrics[name].shape == () and metrics[name].dtype == jnp.float32
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_keeps_the_shapes_of_its_state(optimizer, mesh):
     assert_keeps_its_state(setup_of(TINY, mesh, optimizer))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     ("config", "param_dtype", "compute_dtype"),
     [
@@ -73,6 +75,7 @@ def test_a_step_keeps_the_dtypes_of_its_state(config, param_dtype, compute_dtype
     assert_keeps_its_state(setup, accumulation=2 if config is TINY else 1)
 
 
+@pytest.mark.extended
 def test_a_compiled_step_stays_on_its_device_and_reuses_its_state(mesh):
     setup = setup_of(TINY, mesh)
     with in_effect(mesh):
@@ -104,6 +107,7 @@ def test_warmup_then_cosine_to_zero():
 # Gradients in turn
 
 
+@pytest.mark.extended
 def test_gradients_in_turn_are_that_of_the_whole_batch(mesh):
     setup = setup_of(TINY, mesh)
     batch = jnp.asarray(np.random.default_rng(0).integers(0, 256, (8, 17)), jnp.int32)

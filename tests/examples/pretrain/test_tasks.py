@@ -29,6 +29,7 @@ DECODER = types.SimpleNamespace(
 )
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("loss_chunks", [1, 8])
 def test_the_loss_of_a_decoder_is_that_of_the_next_token(loss_chunks):
     task = make_task(tiny.config(loss_chunks=loss_chunks))

@@ -25,6 +25,7 @@ def trainer(tmp_path_factory):
     return Trainer(Workload("tiny", config), ARMS["orscale"])
 
 
+@pytest.mark.extended
 def test_a_step_is_timed(trainer):
     stepper = Stepper(trainer)
     assert all(0 < stepper.seconds() < 60 for _ in range(2))

@@ -27,6 +27,7 @@ def run(data, arm, rates=RATES, clip=None, **options):
     return trainer.train(rates, seed=0, **options)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("arm", ["adamw", "orscale"])
 def test_a_run_is_the_trainers(data, arm, tmp_path):
     found = run(data, arm)
@@ -36,11 +37,13 @@ def test_a_run_is_the_trainers(data, arm, tmp_path):
     np.testing.assert_allclose(found.losses, expected, atol=2e-6)
 
 
+@pytest.mark.extended
 def test_adamw_with_two_rates_is_adamw_where_they_are_the_same(data):
     found = run(data, "adamw_apart").losses
     np.testing.assert_allclose(found, run(data, "adamw").losses, atol=2e-6)
 
 
+@pytest.mark.extended
 def test_both_rates_and_the_clip_of_gradients_count(data):
     plain = run(data, "muon_moonlight").losses
     changed = [Rates(0.006, 0.003), Rates(0.003, 0.006)]
@@ -50,6 +53,7 @@ def test_both_rates_and_the_clip_of_gradients_count(data):
         assert not np.allclose(other, plain, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_ratios_are_written_down(data):
     found = run(data, "orscale")
     assert len(found.uniform) == 6 and found.uniform[0] == pytest.approx(1, abs=1e-5)
@@ -58,6 +62,7 @@ def test_ratios_are_written_down(data):
     assert run(data, "muon_moonlight").uniform == []
 
 
+@pytest.mark.extended
 def test_a_replay_of_ones_is_muon_moonlight_and_of_halves_half_the_rate(data):
     plain = run(data, "muon_moonlight").losses
     assert run(data, "replayed", factors=np.ones(6)).losses == plain
@@ -65,6 +70,7 @@ def test_a_replay_of_ones_is_muon_moonlight_and_of_halves_half_the_rate(data):
     assert not np.allclose(halves, plain, atol=1e-4)
 
 
+@pytest.mark.extended
 def test_the_scale_is_that_of_the_initial_matrices(data):
     config = tiny.config(data=(str(data),))
     params, small = (

@@ -265,6 +265,7 @@ def test_muon_moonlight_needs_all_its_steps_for_its_own_loss():
     assert study.share_of_steps("dense-small", "muon_moonlight") == pytest.approx(0.2)
 
 
+@pytest.mark.extended
 def test_every_table_and_figure_is_made_of_a_whole_study(tmp_path):
     gains = [
         Gains(n, 0, 100, 1 + i, 0.1, 0.8 - i, 0.1, 0.3, 0.5) for i, n in enumerate(NAMES)

@@ -55,6 +55,7 @@ def initial_statistics(path, leaf):
     return jnp.full(leaf.shape, "var" in jax.tree_util.keystr(path), leaf.dtype)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_davidnet_is_the_recorded_model(recording, dtype):
     with jax.enable_x64(dtype == "float64"):

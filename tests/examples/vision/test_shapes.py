@@ -1,4 +1,5 @@
 import numpy as np
+import pytest
 
 from examples.vision.images import statistics
 from examples.vision.shapes import SHAPES, draw_shapes
@@ -26,6 +27,7 @@ def test_every_shape_has_an_inside_and_keeps_within_its_radius():
         assert not inside[np.hypot(x, y) > 1.2].any(), name
 
 
+@pytest.mark.extended
 def test_a_linear_model_does_little_better_than_a_guess():
     train, test = draw_shapes(2000, 1000)
     scale = statistics(train)
