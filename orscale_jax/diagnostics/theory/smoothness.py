@@ -10,14 +10,14 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics import jackknife
-from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.matrix_leaves import (
     matrix_leaves,
     per_matrix,
     require_like,
     tree_of,
 )
+from orscale_jax.diagnostics.theory import jackknife
+from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, matrix_axes
 from orscale_jax.transforms.float32 import compute_dtype

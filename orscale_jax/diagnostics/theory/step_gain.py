@@ -11,12 +11,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics import jackknife
-from orscale_jax.diagnostics.batches import LossFn, micro_batches, require_scalar
-from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
-from orscale_jax.diagnostics.reading import Reading, numbers_of
-from orscale_jax.diagnostics.samples import Work
+from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
+from orscale_jax.diagnostics.theory import jackknife
+from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
+from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.theory.samples import Work
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.trees.boxes import PyTree
 
