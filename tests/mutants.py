@@ -714,8 +714,8 @@ MUTANTS = [
     ),
     Mutant(
         "curvature",
-        "axes.batch_by_shape(min, leaf)",
-        "axes.batch_by_shape(max, leaf)",
+        "_times(min, smoothness, params, weight_dimension_numbers)",
+        "_times(max, smoothness, params, weight_dimension_numbers)",
         "test_estimate.py",
     ),
 ]

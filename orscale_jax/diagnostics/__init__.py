@@ -44,6 +44,7 @@ from orscale_jax.diagnostics.readouts.read import read as read
 from orscale_jax.diagnostics.readouts.reading import Reading as Reading
 from orscale_jax.diagnostics.readouts.summarize import summarize as summarize
 from orscale_jax.diagnostics.readouts.tabulate import tabulate as tabulate
+from orscale_jax.diagnostics.theory.curvature import curvature as curvature
 from orscale_jax.diagnostics.theory.decompose import (
     Decomposition as Decomposition,
     decompose as decompose,
@@ -54,8 +55,7 @@ from orscale_jax.diagnostics.theory.estimate import (
 )
 from orscale_jax.diagnostics.theory.gain import Gain as Gain, gain as gain
 from orscale_jax.diagnostics.theory.jackknife import Estimate as Estimate
-from orscale_jax.diagnostics.theory.smoothness import (
-    curvature as curvature,
+from orscale_jax.diagnostics.theory.secant_smoothness import (
     secant_smoothness as secant_smoothness,
 )
 from orscale_jax.diagnostics.theory.step_gain import (

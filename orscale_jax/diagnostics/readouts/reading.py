@@ -86,11 +86,11 @@ def numbers_of(
     if reading.matrices is None:
         return given
     if given is not None:
-        _, leaves = matrix_leaves(given, params)
-        pairs = zip(reading.matrices.axes, leaves.axes, strict=True)
+        axes_given = matrix_leaves(given, params).axes
+        pairs = zip(reading.matrices.axes, axes_given, strict=True)
         if any(axes is not None and axes != other for axes, other in pairs):
             raise ValueError(
                 "weight_dimension_numbers are not those that read() was given: leave them"
                 " out, since the reading has them."
             )
-    return reading.matrices.tree(params)
+    return reading.matrices.tree_of(reading.matrices.of_matrices, params)

@@ -4,9 +4,10 @@
 decompose          how much of the ratios is uniform, growth or direction
 estimate           signal, noise and smoothness of every matrix
 batches            the micro-batches and loss functions that are given
-samples            what ``estimate`` and ``step_gain`` take from one micro-batch
+samples            what they take from one micro-batch
 jackknife          estimates with standard errors, from samples
-smoothness         smoothness from successive gradients; the model's curvature
+secant_smoothness  smoothness from successive gradients
+curvature          the curvature of the paper's model
 gain               what the ratios gain over Muon in the paper's model of a step
 kappas             the same with standard errors
 step_gain          what they gain along the step itself

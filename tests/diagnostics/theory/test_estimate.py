@@ -18,7 +18,7 @@ from orscale_jax.diagnostics import (
     secant_smoothness,
 )
 from orscale_jax.diagnostics.theory import jackknife
-from orscale_jax.diagnostics.theory.smoothness import shape_scale
+from orscale_jax.diagnostics.theory.curvature import shape_scale
 from tests import oracle
 
 # Name: shape, dimension numbers, batch shape, and the matrices written out by hand.
