@@ -25,7 +25,7 @@ from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.tasks import Data, make_task, read_data
 from orscale_jax import diagnostics
-from orscale_jax.diagnostics.history import FILE_NAME
+from orscale_jax.diagnostics.readouts.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 
 DEMO = DEMOS["demo"]

@@ -13,7 +13,7 @@ from examples.pretrain.processes import is_first
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.step import loss_of, on_auto_axes
 from orscale_jax import describe, diagnostics
-from orscale_jax.diagnostics.history import FILE_NAME
+from orscale_jax.diagnostics.readouts.history import FILE_NAME
 
 PyTree = Any
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")

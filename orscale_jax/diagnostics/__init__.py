@@ -17,44 +17,50 @@ step_gain          what they gain along the step itself
 verdict            whether they help, in a sentence
 =================  =================================================================
 
-``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run.
+``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run. The functions above
+are in ``readouts/`` and ``theory/``; the report is in ``report/``. ``matrix_leaves.py``
+and ``matrices.py`` find the matrices for all three.
 """
 
-from orscale_jax.diagnostics.along_step import (
-    StepGain as StepGain,
-    step_gain as step_gain,
-)
-from orscale_jax.diagnostics.decomposition import (
-    Decomposition as Decomposition,
-    decompose as decompose,
-)
-from orscale_jax.diagnostics.descent import Gain as Gain, gain as gain
-from orscale_jax.diagnostics.history import History as History
-from orscale_jax.diagnostics.jackknife import Estimate as Estimate
-from orscale_jax.diagnostics.loggers import (
+from orscale_jax.diagnostics.readouts.history import History as History
+from orscale_jax.diagnostics.readouts.loggers import (
     JsonLines as JsonLines,
     TensorBoard as TensorBoard,
     to_floats as to_floats,
 )
-from orscale_jax.diagnostics.measurements import (
+from orscale_jax.diagnostics.readouts.measure import (
     MEASUREMENTS as MEASUREMENTS,
     measure as measure,
 )
-from orscale_jax.diagnostics.problems import (
+from orscale_jax.diagnostics.readouts.problems import (
     Problem as Problem,
     find_problems as find_problems,
 )
-from orscale_jax.diagnostics.qk_norms import QKNorms as QKNorms, qk_norms as qk_norms
-from orscale_jax.diagnostics.reading import Reading as Reading, read as read
-from orscale_jax.diagnostics.smoothness import (
-    curvature as curvature,
-    secant_smoothness as secant_smoothness,
+from orscale_jax.diagnostics.readouts.qk_norms import (
+    QKNorms as QKNorms,
+    qk_norms as qk_norms,
 )
-from orscale_jax.diagnostics.statistics import (
+from orscale_jax.diagnostics.readouts.read import read as read
+from orscale_jax.diagnostics.readouts.reading import Reading as Reading
+from orscale_jax.diagnostics.readouts.summarize import summarize as summarize
+from orscale_jax.diagnostics.readouts.tabulate import tabulate as tabulate
+from orscale_jax.diagnostics.theory.curvature import curvature as curvature
+from orscale_jax.diagnostics.theory.decompose import (
+    Decomposition as Decomposition,
+    decompose as decompose,
+)
+from orscale_jax.diagnostics.theory.estimate import (
     Statistics as Statistics,
     estimate as estimate,
 )
-from orscale_jax.diagnostics.summary import summarize as summarize
-from orscale_jax.diagnostics.table import tabulate as tabulate
-from orscale_jax.diagnostics.verdicts import Verdict as Verdict, verdict as verdict
+from orscale_jax.diagnostics.theory.gain import Gain as Gain, gain as gain
+from orscale_jax.diagnostics.theory.jackknife import Estimate as Estimate
+from orscale_jax.diagnostics.theory.secant_smoothness import (
+    secant_smoothness as secant_smoothness,
+)
+from orscale_jax.diagnostics.theory.step_gain import (
+    StepGain as StepGain,
+    step_gain as step_gain,
+)
+from orscale_jax.diagnostics.theory.verdict import Verdict as Verdict, verdict as verdict
 from orscale_jax.parameters.layer_classes import layer_classes as layer_classes

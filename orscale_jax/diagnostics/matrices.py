@@ -1,4 +1,4 @@
-"""Names, classes and vectors of the matrices in trees with one entry per matrix."""
+"""Trees with one entry for each matrix: names, classes and vectors of the entries."""
 
 import math
 import re
@@ -11,9 +11,10 @@ import optax
 
 from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
+from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.pooled_ratio import class_labels
-from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import distinct_names
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import distinct_names, quoted
 
 OTHER = "other"
 
@@ -25,14 +26,12 @@ def names_of(tree: PyTree) -> list[str]:
     for those of a stack.
     """
     # With masked leaves, which have names in the table of describe, too.
-    leaves = jax.tree_util.tree_leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
-    )
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked)
     names = distinct_names(path for path, _ in leaves)
     return [
         name + (str(list(index)) if index else "")
         for name, (_, array) in zip(names, leaves, strict=True)
-        if not isinstance(array, optax.MaskedNode)
+        if not _is_masked(array)
         for index in np.ndindex(np.shape(array))
     ]
 
@@ -64,3 +63,74 @@ def vector(leaves: list[Any]) -> jax.Array:
     arrays = map(jnp.asarray, leaves)
     whole = (typed_sharding.gather(x, tuple(range(x.ndim))) for x in arrays)
     return jnp.concatenate([x.reshape(math.prod(x.shape)) for x in whole])
+
+
+def vectors(**trees: PyTree) -> tuple[jax.Array, ...]:
+    """Turn trees over the same matrices into vectors of all entries, in one order.
+
+    Args:
+      **trees: Arrays, or trees of arrays of any shape, by names for messages; None and
+        :class:`optax.MaskedNode` hold no matrices.
+
+    Returns:
+      A vector for each tree: float64 if any leaf of any tree is, else float32.
+
+    Raises:
+      ValueError: If a tree holds other leaves or shapes than the first, or no real
+        numbers.
+    """
+    leaves = {name: _leaves(name, tree) for name, tree in trees.items()}
+    first, *others = leaves
+    for other in others:
+        _require_same(first, leaves[first], other, leaves[other])
+    arrays = [list(by_path.values()) for by_path in leaves.values()]
+    dtype = compute_dtype(arrays)
+    return tuple(
+        vector(of_tree).astype(dtype) if of_tree else jnp.zeros(0, dtype)
+        for of_tree in arrays
+    )
+
+
+def masked_like(tree: PyTree, field: PyTree) -> PyTree:
+    """A field, masked wherever another tree with entries per matrix is masked."""
+    return jax.tree.map(
+        lambda leaf, entry: leaf if _is_masked(leaf) else entry,
+        unbox(tree),
+        unbox(field),
+        is_leaf=_is_masked,
+    )
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _leaves(name: str, tree: PyTree) -> dict[Any, jax.Array]:
+    found = jax.tree_util.tree_leaves_with_path(unbox(tree))
+    for path, leaf in found:
+        dtype = jnp.result_type(leaf)
+        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise ValueError(
+                f"{name}: {quoted(path)} has dtype {dtype}: pass real numbers, one for "
+                "each matrix."
+            )
+    return {path: jnp.asarray(leaf) for path, leaf in found}
+
+
+def _require_same(
+    first: str, expected: dict[Any, jax.Array], other: str, found: dict[Any, jax.Array]
+) -> None:
+    if unmatched := [*(expected.keys() ^ found.keys())]:
+        holder = first if unmatched[0] in expected else other
+        raise ValueError(
+            f"{first} and {other} must have the same matrices: {len(unmatched)} leaves, "
+            f"such as {quoted(unmatched[0])} in {holder}, are in one of them only."
+        )
+    for path, leaf in expected.items():
+        shape = np.shape(found[path])
+        if shape != leaf.shape:
+            raise ValueError(
+                f"{first} and {other} must have the same shapes, one entry for each "
+                f"matrix: {quoted(path)} is of shape {leaf.shape} in {first} and {shape} "
+                f"in {other}."
+            )

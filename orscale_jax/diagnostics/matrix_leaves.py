@@ -1,7 +1,7 @@
-"""The leaves of matrices in a tree, as a list, and trees with one entry per matrix."""
+"""The leaves of matrices of the parameters, as lists, and as batches of matrices."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
+from orscale_jax.parameters.blocks import LeafAxes, UnequalBlocks
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -36,8 +36,26 @@ class MatrixLeaves:
         """The axes of the leaves of matrices."""
         return [axes for axes in self.axes if axes is not None]
 
-    def tree(self, params: PyTree) -> PyTree:
-        """The axes as a tree like the parameters, masked where there are none.
+    def pick(self, tree: PyTree) -> list[jax.Array]:
+        """The leaves of matrices of a tree like the parameters."""
+        return [jnp.asarray(leaf) for _, leaf in self.pick_with_paths(tree)]
+
+    def pick_with_paths(self, tree: PyTree) -> list[tuple[Any, Any]]:
+        """The leaves of matrices and their paths."""
+        leaves = jax.tree_util.tree_leaves_with_path(unbox(tree))
+        pairs = zip(self.axes, leaves, strict=True)
+        return [with_path for axes, with_path in pairs if axes is not None]
+
+    def put(self, leaves: Iterable[jax.Array], tree: PyTree) -> PyTree:
+        """The tree with other leaves of matrices."""
+        new = iter(leaves)
+        old, structure = jax.tree.flatten(unbox(tree))
+        pairs = zip(self.axes, old, strict=True)
+        both = [leaf if axes is None else next(new) for axes, leaf in pairs]
+        return rebox(jax.tree.unflatten(structure, both), tree)
+
+    def tree_of(self, entries: Iterable[Any], params: PyTree) -> PyTree:
+        """A tree like the parameters with an entry per leaf of matrices; else masked.
 
         Raises:
           ValueError: If the parameters have another number of leaves.
@@ -48,21 +66,9 @@ class MatrixLeaves:
                 f"params has {structure.num_leaves} leaves, but the reading is of "
                 f"parameters with {len(self.axes)}: pass those that read() was given."
             )
-        masked = (optax.MaskedNode() if axes is None else axes for axes in self.axes)
+        new = iter(entries)
+        masked = (optax.MaskedNode() if axes is None else next(new) for axes in self.axes)
         return jax.tree.unflatten(structure, masked)
-
-    def pick(self, tree: PyTree) -> list[jax.Array]:
-        """The leaves of matrices of a tree like the parameters."""
-        pairs = zip(self.axes, jax.tree.leaves(unbox(tree)), strict=True)
-        return [jnp.asarray(leaf) for axes, leaf in pairs if axes is not None]
-
-    def put(self, leaves: Sequence[jax.Array], tree: PyTree) -> PyTree:
-        """The tree with other leaves of matrices."""
-        new = iter(leaves)
-        old, structure = jax.tree.flatten(unbox(tree))
-        pairs = zip(self.axes, old, strict=True)
-        both = [leaf if axes is None else next(new) for axes, leaf in pairs]
-        return rebox(jax.tree.unflatten(structure, both), tree)
 
     def parts(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """The matrices of all leaves, one array of shape (*batch, m, n) per part.
@@ -75,98 +81,52 @@ class MatrixLeaves:
             for part in axes.matrices(leaf.astype(compute_dtype(leaf)))
         ]
 
-    def from_parts(self, scalars: Sequence[jax.Array]) -> list[jax.Array]:
+    def from_parts(self, scalars: Iterable[jax.Array]) -> list[jax.Array]:
         """One entry per matrix: arrays of the leaves' batch shapes, from the parts'."""
         remaining = iter(scalars)
         return [
-            _stacked(axes, [next(remaining) for _ in axes.labels])
+            jnp.stack([next(remaining) for _ in axes.labels], axis=axes.place)
+            if isinstance(axes, UnequalBlocks)
+            else next(remaining)
             for axes in self.of_matrices
         ]
 
 
 def matrix_leaves(
     weight_dimension_numbers: WeightDimensionNumbers, params: PyTree
-) -> tuple[PyTree, MatrixLeaves]:
-    """The tree of axes, and the leaves of matrices."""
+) -> MatrixLeaves:
+    """Find the leaves of matrices of the parameters."""
     tree = matrix_axes(weight_dimension_numbers, params)
     leaves = jax.tree.leaves(tree, is_leaf=is_axes_leaf)
     axes = (None if isinstance(leaf, optax.MaskedNode) else leaf for leaf in leaves)
-    return tree, MatrixLeaves(tuple(axes))
+    return MatrixLeaves(tuple(axes))
 
 
-def tree_of(axes_tree: PyTree, leaves: Sequence[Any]) -> PyTree:
-    """The entries of the leaves of matrices as a tree, masked where others are."""
-    new = iter(leaves)
-    return jax.tree.map(
-        lambda axes: axes if isinstance(axes, optax.MaskedNode) else next(new),
-        axes_tree,
-        is_leaf=is_axes_leaf,
-    )
-
-
-def require_like(
-    argument: str, axes_tree: PyTree, tree: PyTree, params: PyTree
-) -> list[Any]:
+def pick_like(
+    argument: str, tree: PyTree, leaves: MatrixLeaves, params: PyTree
+) -> list[jax.Array]:
     """The leaves of a tree where the parameters are matrices; others may be anything.
 
     Raises:
       ValueError: If the tree has another structure than the parameters, or other shapes.
     """
-    entries = []
-
-    def note(path: Any, axes: Any, given: Any, param: Any) -> None:
-        if not isinstance(axes, optax.MaskedNode):
-            entries.append((path, given, param))
-
+    structure: Any = jax.tree.structure(unbox(params))
     try:
-        jax.tree_util.tree_map_with_path(
-            note, axes_tree, unbox(tree), unbox(params), is_leaf=is_axes_leaf
-        )
+        given = structure.flatten_up_to(unbox(tree))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{argument} must be a tree of the parameters' structure: {error}"
         ) from error
-    for path, given, param in entries:
-        if not _is_array(given) or np.shape(given) != np.shape(param):
-            found = f"shape {np.shape(given)}" if _is_array(given) else repr(given)
+    arrays = [x for axes, x in zip(leaves.axes, given, strict=True) if axes is not None]
+    for array, (path, param) in zip(arrays, leaves.pick_with_paths(params), strict=True):
+        if not _is_array(array) or np.shape(array) != np.shape(param):
+            found = f"shape {np.shape(array)}" if _is_array(array) else repr(array)
             raise ValueError(
                 f"{argument} has {found} for parameter {name_and_shape(path, param)}: "
                 "pass a tree of arrays like the parameters."
             )
-    return [jnp.asarray(given) for _, given, _ in entries]
-
-
-def per_matrix(
-    axes_tree: PyTree, fn: Callable[[LeafAxes, Any], Any], *trees: PyTree
-) -> PyTree:
-    """``fn(axes, *leaves)`` of the leaves of matrices; masked elsewhere."""
-
-    def at(axes: Any, *leaves: Any) -> Any:
-        return axes if isinstance(axes, optax.MaskedNode) else fn(axes, *leaves)
-
-    return jax.tree.map(at, axes_tree, *map(unbox, trees), is_leaf=is_axes_leaf)
-
-
-def masked_like(tree: PyTree, field: PyTree) -> PyTree:
-    """A field, masked wherever another tree with entries per matrix is masked."""
-
-    def is_masked(node: Any) -> bool:
-        return isinstance(node, optax.MaskedNode)
-
-    return jax.tree.map(
-        lambda leaf, entry: leaf if is_masked(leaf) else entry,
-        unbox(tree),
-        unbox(field),
-        is_leaf=is_masked,
-    )
+    return list(map(jnp.asarray, arrays))
 
 
 def _is_array(given: Any) -> bool:
     return isinstance(given, jax.Array | np.ndarray | np.generic | float | int)
-
-
-def _stacked(axes: LeafAxes, parts: list[jax.Array]) -> jax.Array:
-    if len(parts) == 1 or not isinstance(axes, MatrixBlocks):
-        [array] = parts
-        return array
-    return jnp.stack(parts, axis=axes.place)

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from orscale_jax.diagnostics.problems import Problem, find_problems
+from orscale_jax.diagnostics.readouts.problems import Problem, find_problems
 from orscale_jax.diagnostics.report import gains, trajectories
 from orscale_jax.diagnostics.report.run import Run
-from orscale_jax.diagnostics.verdicts import Verdict
+from orscale_jax.diagnostics.theory.verdict import Verdict
 
 ALONG_STEP = (
     "κ is the largest decrease of the loss along the step, relative to Muon's, each at "

@@ -13,13 +13,13 @@ import numpy as np
 import pandas as pd
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax.diagnostics.along_step import StepGain
-from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.matrices import leaf_of
 from orscale_jax.diagnostics.report.readings import leaves, reading_of
 from orscale_jax.diagnostics.report.run import Run, thinned
-from orscale_jax.diagnostics.statistics import Statistics
-from orscale_jax.diagnostics.verdicts import Verdict, verdict
+from orscale_jax.diagnostics.theory.estimate import Statistics
+from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.theory.step_gain import StepGain
+from orscale_jax.diagnostics.theory.verdict import Verdict, verdict
 
 MAX_STEPS = 60  # Steps in the figure: each needs a verdict.
 ONLY_LEAF = "(the only leaf)"  # The name in an audit of a parameter without one.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 
-from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.diagnostics.report.run import Run
 
 Members = Mapping[str, np.ndarray]

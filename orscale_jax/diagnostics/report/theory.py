@@ -8,10 +8,10 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from orscale_jax.diagnostics.decomposition import Decomposition, decompose
 from orscale_jax.diagnostics.report import gains, style, trajectories
 from orscale_jax.diagnostics.report.readings import reading_of
 from orscale_jax.diagnostics.report.run import Run
+from orscale_jax.diagnostics.theory.decompose import Decomposition, decompose
 
 
 def uniform_part(run: Run) -> Figure:

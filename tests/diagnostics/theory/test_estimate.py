@@ -15,10 +15,10 @@ from orscale_jax import BlockDimensionNumbers as Blocks
 from orscale_jax.diagnostics import (
     curvature,
     estimate,
-    jackknife,
     secant_smoothness,
 )
-from orscale_jax.diagnostics.smoothness import shape_scale
+from orscale_jax.diagnostics.theory import jackknife
+from orscale_jax.diagnostics.theory.curvature import shape_scale
 from tests import oracle
 
 # Name: shape, dimension numbers, batch shape, and the matrices written out by hand.

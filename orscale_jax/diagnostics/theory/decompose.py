@@ -7,10 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import classes_of
-from orscale_jax.diagnostics.matrix_leaves import masked_like
-from orscale_jax.diagnostics.reading import Reading
-from orscale_jax.diagnostics.vectors import vectors
+from orscale_jax.diagnostics.matrices import classes_of, masked_like, vectors
+from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.trees.boxes import PyTree, unbox
 
 

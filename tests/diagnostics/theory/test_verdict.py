@@ -16,9 +16,9 @@ from orscale_jax.diagnostics import (
     read,
     verdict,
 )
-from orscale_jax.diagnostics.jackknife import Estimate
-from orscale_jax.diagnostics.kappas import kappas
-from orscale_jax.diagnostics.verdict_rules import RULES
+from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.theory.kappas import kappas
+from orscale_jax.diagnostics.theory.verdict_rules import RULES
 
 COUNT, P = 8, 4
 PARAMS = {"w": jnp.ones((COUNT, 6, P)), "bias": jnp.ones(3)}

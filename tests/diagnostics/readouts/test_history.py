@@ -21,9 +21,9 @@ from orscale_jax.diagnostics import (
     tabulate,
     to_floats,
 )
-from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.report import gains
 from orscale_jax.diagnostics.report.run import read_run
+from orscale_jax.diagnostics.theory.jackknife import Estimate
 
 PARAMS = {"up": jnp.ones((2, 8)), "experts": jnp.arange(24.0).reshape(2, 3, 4)}
 NUMBERS = {"up": optax.contrib.MuonDimensionNumbers(0, 1)} | {

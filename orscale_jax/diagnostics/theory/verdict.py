@@ -7,16 +7,15 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.along_step import StepGain
-from orscale_jax.diagnostics.decomposition import decompose, measured
-from orscale_jax.diagnostics.jackknife import Estimate
-from orscale_jax.diagnostics.kappas import kappas
-from orscale_jax.diagnostics.matrix_leaves import masked_like
-from orscale_jax.diagnostics.reading import Reading, numbers_of
-from orscale_jax.diagnostics.smoothness import curvature, shape_scale
-from orscale_jax.diagnostics.statistics import Statistics
-from orscale_jax.diagnostics.vectors import vectors
-from orscale_jax.diagnostics.verdict_rules import RULES, Facts
+from orscale_jax.diagnostics.matrices import masked_like, vectors
+from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
+from orscale_jax.diagnostics.theory.curvature import curvature, shape_scale
+from orscale_jax.diagnostics.theory.decompose import decompose, measured
+from orscale_jax.diagnostics.theory.estimate import Statistics
+from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.theory.kappas import kappas
+from orscale_jax.diagnostics.theory.step_gain import StepGain
+from orscale_jax.diagnostics.theory.verdict_rules import RULES, Facts
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.trees.boxes import PyTree, unbox
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from orscale_jax import _checks
 from orscale_jax.diagnostics.matrices import classes_of, names_of, vector
-from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.trees.boxes import PyTree
 
 Vectors = Mapping[str, jax.Array]

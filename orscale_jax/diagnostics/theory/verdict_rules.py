@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable
 from typing import TypeAlias
 
-# By name, as in :class:`orscale_jax.diagnostics.verdicts.Verdict`.
+# By name, as in :class:`orscale_jax.diagnostics.theory.verdict.Verdict`.
 Facts: TypeAlias = dict[str, float]
 
 # From here on the bounds, not the ratios, decide most of the step (Theorem collapse).

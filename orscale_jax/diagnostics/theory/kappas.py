@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.diagnostics.descent import gain
-from orscale_jax.diagnostics.jackknife import Estimate
-from orscale_jax.diagnostics.vectors import vectors
+from orscale_jax.diagnostics.matrices import vectors
+from orscale_jax.diagnostics.theory.gain import gain
+from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.trees.boxes import PyTree
 
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from orscale_jax.diagnostics.matrices import OTHER, classes_of, names_of
-from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.trees.boxes import PyTree
 
 

@@ -10,13 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrix_leaves import matrix_leaves, tree_of
+from orscale_jax.diagnostics.matrix_leaves import matrix_leaves
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.names import name_and_shape, names_on
 from orscale_jax.trees.nodes import nodes_of
 
 PolarFactor = Callable[[jax.Array], jax.Array]
@@ -162,16 +162,16 @@ def measure(
             f"{sorted(NEEDS_PREVIOUS & {*names})} compares two states: pass previous=, "
             "the optimizer's state of an earlier step."
         )
-    axes_tree, leaves = matrix_leaves(weight_dimension_numbers, params)
-    now = leaves.parts(_momenta(state, params, axes_tree))
+    leaves = matrix_leaves(weight_dimension_numbers, params)
+    now = leaves.parts(_momenta(state, leaves.pick_with_paths(params)))
     before = now
     if previous is not None:
-        before = leaves.parts(_momenta(previous, params, axes_tree))
+        before = leaves.parts(_momenta(previous, leaves.pick_with_paths(params)))
     measured = [
         _measured(tuple(names), polar, *pair) for pair in zip(now, before, strict=True)
     ]
     return {
-        name: tree_of(axes_tree, leaves.from_parts([part[name] for part in measured]))
+        name: leaves.tree_of(leaves.from_parts(part[name] for part in measured), params)
         for name in names
     }
 
@@ -185,15 +185,15 @@ def _measured(
     return {name: _MEASUREMENTS[name](momentum) for name in names}
 
 
-def _momenta(state: Any, params: PyTree, axes_tree: PyTree) -> list[jax.Array]:
+def _momenta(state: Any, matrices: list[tuple[Any, Any]]) -> list[jax.Array]:
     """M of the leaves of matrices, whole on every device."""
-    traces: dict[Path, Any] = {}
-    for node in nodes_of(unbox(getattr(state, "opt_state", state)), optax.TraceState):
-        for path, array in jax.tree_util.tree_leaves_with_path(node.trace):
-            traces[names_on(path)] = array
-    leaf_of = dict(jax.tree_util.tree_leaves_with_path(unbox(params)))
-    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(axes_tree))
-    return [_momentum(traces.get(names_on(p)), p, leaf_of[p]) for p in paths]
+    state = unbox(getattr(state, "opt_state", state))
+    traces = {
+        names_on(path): array
+        for node in nodes_of(state, optax.TraceState)
+        for path, array in jax.tree_util.tree_leaves_with_path(node.trace)
+    }
+    return [_momentum(traces.get(names_on(path)), path, leaf) for path, leaf in matrices]
 
 
 def _momentum(array: Any, path: Any, leaf: Any) -> jax.Array:

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.along_step import StepGain
-from orscale_jax.diagnostics.reading import Reading
-from orscale_jax.diagnostics.table import tabulate
+from orscale_jax.diagnostics.readouts.reading import Reading
+from orscale_jax.diagnostics.readouts.tabulate import tabulate
+from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.trees.boxes import PyTree
 
 if TYPE_CHECKING:

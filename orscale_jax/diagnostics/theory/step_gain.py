@@ -1,6 +1,5 @@
 """The gain over Muon along the step itself, without a model of the curvature."""
 
-import dataclasses
 import functools
 import math
 from typing import Any, NamedTuple
@@ -11,12 +10,12 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics import jackknife
-from orscale_jax.diagnostics.batches import LossFn, micro_batches, require_scalar
-from orscale_jax.diagnostics.jackknife import Estimate
 from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
-from orscale_jax.diagnostics.reading import Reading, numbers_of
-from orscale_jax.diagnostics.samples import Work
+from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
+from orscale_jax.diagnostics.theory import jackknife
+from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
+from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.theory.samples import Work
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.trees.boxes import PyTree
 
@@ -117,42 +116,17 @@ def step_gain(
         trust_ratio = trust_ratio.trust_ratio
     if trust_ratio is None:
         raise ValueError("the reading has no trust ratios: it is one of muon.")
-    _, leaves = matrix_leaves(weight_dimension_numbers, params)
+    leaves = matrix_leaves(weight_dimension_numbers, params)
     require_scalar(loss_fn, params, found[0])
-    work = _Steps(Work(loss_fn, leaves, exact=False, cross_terms=True))
+    work = Work(loss_fn, leaves)
     multipliers = _multipliers(leaves, params, trust_ratio, consistent_rms)
-    halves = [_total(work.of.gradients(params, x) for x in found[i::2]) for i in (0, 1)]
-    factors = [work.of.polar_factors(total) for total in halves]
+    halves = (work.total_gradient(params, found[i::2]) for i in (0, 1))
+    factors = [work.polar_factors(total) for total in halves]
     slopes = [
-        work.slopes(params, batch, factors[1 - index % 2], multipliers)
+        _slopes(work, params, batch, factors[1 - index % 2], multipliers)
         for index, batch in enumerate(found)
     ]
     return _gain(jax.tree.map(lambda *xs: jnp.stack(xs), *slopes))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    """The work on one micro-batch; static in compiled programs."""
-
-    of: Work
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def slopes(
-        self,
-        params: PyTree,
-        batch: Any,
-        factors: list[jax.Array],
-        multipliers: tuple[list[jax.Array], list[jax.Array]],
-    ) -> _Slopes:
-        """Slope and curvature of the loss along both steps."""
-        matrices = self.of.leaves.pick(params)
-        gradient, hessian = jax.linearize(self.of.gradient(params, batch), matrices)
-        found = []
-        for of_step in multipliers:
-            pairs = zip(factors, of_step, matrices, strict=True)
-            step = [(q * by).astype(w.dtype) for q, by, w in pairs]
-            found.append(_Slopes(_inner(gradient, step), _inner(step, hessian(step))))
-        return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
 
 
 def _multipliers(
@@ -163,10 +137,8 @@ def _multipliers(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The factors of Q in both steps, for each leaf: s, and r̂s."""
     picked, ratios = leaves.pick(params), jax.tree.leaves(trust_ratio)
-    shapes = [
-        axes.batch_shape(leaf)
-        for axes, leaf in zip(leaves.of_matrices, picked, strict=True)
-    ]
+    axes_of = leaves.of_matrices
+    shapes = [axes.batch_shape(leaf) for axes, leaf in zip(axes_of, picked, strict=True)]
     if [np.shape(ratio) for ratio in ratios] != shapes:
         raise ValueError(
             f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
@@ -178,22 +150,34 @@ def _multipliers(
     def scale(m: int, n: int) -> float:
         return 1.0 if rms is None else rms * math.sqrt(max(m, n))
 
-    of_leaves = list(zip(leaves.of_matrices, picked, ratios, strict=True))
+    pairs = zip(axes_of, picked, strict=True)
     scales = jax.device_put(
-        [
-            np.asarray(axes.by_shape(scale, leaf), np.float32)
-            for axes, leaf, _ in of_leaves
-        ]
+        [np.asarray(axes.by_shape(scale, leaf), np.float32) for axes, leaf in pairs]
     )
     scaled = [
         axes.per_matrix(jnp.asarray(ratio)) * s
-        for (axes, _, ratio), s in zip(of_leaves, scales, strict=True)
+        for axes, ratio, s in zip(axes_of, ratios, scales, strict=True)
     ]
     return scales, scaled
 
 
-def _total(trees: Any) -> list[jax.Array]:
-    return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
+@functools.partial(jax.jit, static_argnums=0)
+def _slopes(
+    work: Work,
+    params: PyTree,
+    batch: Any,
+    factors: list[jax.Array],
+    multipliers: tuple[list[jax.Array], list[jax.Array]],
+) -> _Slopes:
+    """Slope and curvature of the loss along both steps."""
+    matrices = work.leaves.pick(params)
+    gradient, hessian = jax.linearize(work.gradient(params, batch), matrices)
+    found = []
+    for of_step in multipliers:
+        pairs = zip(factors, of_step, matrices, strict=True)
+        step = [(q * by).astype(w.dtype) for q, by, w in pairs]
+        found.append(_Slopes(_inner(gradient, step), _inner(step, hessian(step))))
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
 
 
 def _inner(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from orscale_jax.diagnostics.matrices import leaf_of
-from orscale_jax.diagnostics.reading import Reading
-from orscale_jax.diagnostics.table import tabulate
+from orscale_jax.diagnostics.readouts.reading import Reading
+from orscale_jax.diagnostics.readouts.tabulate import tabulate
 
 Table: TypeAlias = Mapping[str, Any]  # Columns of equal length; also a data frame.
 

@@ -1,7 +1,6 @@
-"""Readouts of an optimizer: norms, ratios and steps of every matrix."""
+"""Read norms, ratios and steps of every matrix off an optimizer's state."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +9,9 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
-from orscale_jax.diagnostics.rates import LearningRate, learning_rates
+from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves
+from orscale_jax.diagnostics.readouts.learning_rates import LearningRate, learning_rates
+from orscale_jax.diagnostics.readouts.reading import Reading, with_matrices
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
@@ -32,91 +32,6 @@ from orscale_jax.trees.nodes import nodes_in_groups, nodes_of
 
 # Arrays of the leaves of matrices, by path.
 ByPath: TypeAlias = dict[Path, Any]
-
-
-class _Fields(NamedTuple):
-    """The trees of a :class:`Reading`."""
-
-    #: The ratio r̂ of the last update. 1 before the first one.
-    trust_ratio: PyTree
-    #: Its ratio r before the clip. 1 where it is not measured; NaN if D is not finite.
-    raw_trust_ratio: PyTree
-    #: The constant c, 0 while unset, 1 without calibration, inf without initial scale.
-    calibration: PyTree
-    #: ‖W'‖, of ``params``.
-    weight_norm: PyTree
-    #: ‖D‖ of the last update, 0 before the first one. In an ablation that decouples the
-    #: decay, or whose ratio is measured on something else, the norm of sQ.
-    direction_norm: PyTree
-    #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
-    relative_step: PyTree
-    #: ‖W'‖/‖W₀‖, where W₀ is W at the first direction at which W is not zero (where c is
-    #: anchored). 1 before it; NaN if the state was restored from a checkpoint that has c
-    #: but not ‖W₀‖.
-    growth: PyTree
-    #: Whether r̂ is at the lower bound.
-    at_r_min: PyTree
-    #: Whether r̂ is at the upper bound.
-    at_r_max: PyTree
-    #: Whether the matrix has received momentum that is not zero.
-    started: PyTree
-    #: Whether c is set, and finite.
-    anchored: PyTree
-
-
-class Reading(_Fields):
-    r"""The result of :func:`read`: trees like the parameters.
-
-    A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
-    matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
-    has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
-    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``.
-
-    The *last update* is the one that led to ``params``; :math:`W` are the weights before
-    it, :math:`W'` those after it.
-    """
-
-    #: Which leaves are matrices, and along which axes. It holds no arrays, and stays
-    #: through ``jax.jit``. None if :func:`read` has not made the reading.
-    matrices: MatrixLeaves | None = None
-
-    def _replace(self, **fields: Any) -> "Reading":
-        return _with_matrices(self.matrices, (self._asdict() | fields).values())
-
-
-def _with_matrices(matrices: MatrixLeaves | None, fields: Iterable[PyTree]) -> Reading:
-    reading = Reading(*fields)
-    reading.matrices = matrices
-    return reading
-
-
-def _flatten(reading: Reading) -> tuple[list[tuple[Any, PyTree]], MatrixLeaves | None]:
-    keys = map(jax.tree_util.GetAttrKey, reading._fields)
-    return list(zip(keys, reading, strict=True)), reading.matrices
-
-
-jax.tree_util.register_pytree_with_keys(Reading, _flatten, _with_matrices)
-
-
-def numbers_of(
-    reading: Reading, params: PyTree, given: WeightDimensionNumbers
-) -> WeightDimensionNumbers:
-    """The dimension numbers of a reading's matrices; those given, if it has none.
-
-    Raises:
-      ValueError: If the given ones contradict those of the reading.
-    """
-    if reading.matrices is None:
-        return given
-    if given is not None:
-        _, leaves = matrix_leaves(given, params)
-        pairs = zip(reading.matrices.axes, leaves.axes, strict=True)
-        if any(axes is not None and axes != other for axes, other in pairs):
-            raise ValueError(
-                "weight_dimension_numbers are not those that read() was given: leave them"
-                " out, since the reading has them."
-            )
-    return reading.matrices.tree(params)
 
 
 def read(
@@ -207,7 +122,7 @@ def read(
 
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
     matrices = MatrixLeaves(tuple(axes_of.get(names_on(path)) for path in paths))
-    return _with_matrices(matrices, map(tree, found.values()))
+    return with_matrices(matrices, map(tree, found.values()))
 
 
 def _fields(ratios: list[Any]) -> dict[str, ByPath]:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.diagnostics.vectors import vectors
+from orscale_jax.diagnostics.matrices import vectors
 from orscale_jax.trees.boxes import PyTree
 
 

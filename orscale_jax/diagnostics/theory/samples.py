@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.diagnostics.batches import LossFn
 from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves
+from orscale_jax.diagnostics.theory.batches import LossFn
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.orthogonalize import orthogonalize
@@ -41,8 +41,8 @@ class Work:
 
     loss_fn: LossFn
     leaves: MatrixLeaves
-    exact: bool
-    cross_terms: bool
+    exact: bool = True
+    cross_terms: bool = True
 
     def gradient(
         self, params: PyTree, batch: Any
@@ -59,6 +59,11 @@ class Work:
         """The gradients of the leaves of matrices, in float32 or wider."""
         found = self.gradient(params, batch)(self.leaves.pick(params))
         return [g.astype(compute_dtype(g)) for g in found]
+
+    def total_gradient(self, params: PyTree, batches: Iterable[Any]) -> list[jax.Array]:
+        """The sum of the gradients of all micro-batches."""
+        gradients = (self.gradients(params, batch) for batch in batches)
+        return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), gradients)
 
     @functools.partial(jax.jit, static_argnums=0)
     def polar_factors(self, gradients: list[jax.Array]) -> list[jax.Array]:

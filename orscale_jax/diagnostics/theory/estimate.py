@@ -7,16 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics import jackknife
-from orscale_jax.diagnostics.batches import LossFn, micro_batches, require_scalar
-from orscale_jax.diagnostics.jackknife import Estimate
-from orscale_jax.diagnostics.matrix_leaves import (
-    MatrixLeaves,
-    matrix_leaves,
-    require_like,
-    tree_of,
-)
-from orscale_jax.diagnostics.samples import Sample, Work
+from orscale_jax.diagnostics.matrix_leaves import matrix_leaves, pick_like
+from orscale_jax.diagnostics.theory import jackknife
+from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
+from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.theory.samples import Sample, Work
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.trees.boxes import PyTree
 
@@ -136,54 +131,40 @@ def estimate(
     _checks.flag("exact", exact)
     _checks.flag("cross_terms", cross_terms)
     found = micro_batches(batches)
-    axes_tree, leaves = matrix_leaves(weight_dimension_numbers, params)
+    leaves = matrix_leaves(weight_dimension_numbers, params)
     require_scalar(loss_fn, params, found[0])
     work = Work(loss_fn, leaves, exact, cross_terms)
-    total = work.gradients(params, found[0])
-    for batch in found[1:]:
-        total = jax.tree.map(jnp.add, total, work.gradients(params, batch))
+    total = work.total_gradient(params, found)
     steps = (
         work.polar_factors(total)
         if directions is None
-        else require_like("directions", axes_tree, directions, params)
+        else pick_like("directions", directions, leaves, params)
     )
     count = len(found)
     samples = [
         work.measure(params, batch, (total, steps), jax.device_put((index, count)))
         for index, batch in enumerate(found)
     ]
-    of_parts = _statistics(exact, jax.tree.map(lambda *xs: jnp.stack(xs), *samples))
-    return _per_leaf(axes_tree, leaves, of_parts)
+    parts = _statistics(exact, jax.tree.map(lambda *xs: jnp.stack(xs), *samples))
+
+    def tree(*of_parts: jax.Array) -> PyTree:
+        return leaves.tree_of(leaves.from_parts(of_parts), params)
+
+    if not parts:  # No parameter is a matrix.
+        return Statistics(*(Estimate(tree(), tree()) for _ in Statistics._fields))
+    return jax.tree.map(tree, *parts)
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _statistics(exact: bool, samples: list[Sample]) -> list[Statistics]:
     """The statistics of each part, from samples stacked along the first axis."""
-
-    def signal(of_part: Sample) -> Estimate:
-        if exact:
-            return jackknife.nuclear_norm(of_part.spectrum, of_part.projection)
-        return jackknife.mean(of_part.projection)
-
     return [
         Statistics(
-            signal=signal(of_part),
+            signal=jackknife.nuclear_norm(of_part.spectrum, of_part.projection)
+            if exact
+            else jackknife.mean(of_part.projection),
             noise=jackknife.noise(of_part.square),
             smoothness=jackknife.mean(of_part.smoothness),
         )
         for of_part in samples
     ]
-
-
-def _per_leaf(
-    axes_tree: PyTree, leaves: MatrixLeaves, parts: list[Statistics]
-) -> Statistics:
-    """The statistics of all parts as one, of trees."""
-
-    def tree(*scalars: jax.Array) -> PyTree:
-        return tree_of(axes_tree, leaves.from_parts(scalars))
-
-    if not parts:
-        masked = tree()
-        return Statistics(*(Estimate(masked, masked) for _ in Statistics._fields))
-    return jax.tree.map(tree, *parts)

@@ -1,0 +1,96 @@
+"""The readouts of an optimizer: norms, ratios and steps of every matrix."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+
+from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.trees.boxes import PyTree
+
+
+class _Fields(NamedTuple):
+    """The trees of a :class:`Reading`."""
+
+    #: The ratio r̂ of the last update. 1 before the first one.
+    trust_ratio: PyTree
+    #: Its ratio r before the clip. 1 where it is not measured; NaN if D is not finite.
+    raw_trust_ratio: PyTree
+    #: The constant c, 0 while unset, 1 without calibration, inf without initial scale.
+    calibration: PyTree
+    #: ‖W'‖, of ``params``.
+    weight_norm: PyTree
+    #: ‖D‖ of the last update, 0 before the first one. In an ablation that decouples the
+    #: decay, or whose ratio is measured on something else, the norm of sQ.
+    direction_norm: PyTree
+    #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
+    relative_step: PyTree
+    #: ‖W'‖/‖W₀‖, where W₀ is W at the first direction at which W is not zero (where c is
+    #: anchored). 1 before it; NaN if the state was restored from a checkpoint that has c
+    #: but not ‖W₀‖.
+    growth: PyTree
+    #: Whether r̂ is at the lower bound.
+    at_r_min: PyTree
+    #: Whether r̂ is at the upper bound.
+    at_r_max: PyTree
+    #: Whether the matrix has received momentum that is not zero.
+    started: PyTree
+    #: Whether c is set, and finite.
+    anchored: PyTree
+
+
+class Reading(_Fields):
+    r"""The result of :func:`read`: trees like the parameters.
+
+    A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
+    matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
+    has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
+    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``.
+
+    The *last update* is the one that led to ``params``; :math:`W` are the weights before
+    it, :math:`W'` those after it.
+    """
+
+    #: Which leaves are matrices, and along which axes. It holds no arrays, and stays
+    #: through ``jax.jit``. None if :func:`read` has not made the reading.
+    matrices: MatrixLeaves | None = None
+
+    def _replace(self, **fields: Any) -> "Reading":
+        return with_matrices(self.matrices, (self._asdict() | fields).values())
+
+
+def with_matrices(matrices: MatrixLeaves | None, fields: Iterable[PyTree]) -> Reading:
+    """A reading with these matrices."""
+    reading = Reading(*fields)
+    reading.matrices = matrices
+    return reading
+
+
+def _flatten(reading: Reading) -> tuple[list[tuple[Any, PyTree]], MatrixLeaves | None]:
+    keys = map(jax.tree_util.GetAttrKey, reading._fields)
+    return list(zip(keys, reading, strict=True)), reading.matrices
+
+
+jax.tree_util.register_pytree_with_keys(Reading, _flatten, with_matrices)
+
+
+def numbers_of(
+    reading: Reading, params: PyTree, given: WeightDimensionNumbers
+) -> WeightDimensionNumbers:
+    """The dimension numbers of a reading's matrices; those given, if it has none.
+
+    Raises:
+      ValueError: If the given ones contradict those of the reading.
+    """
+    if reading.matrices is None:
+        return given
+    if given is not None:
+        axes_given = matrix_leaves(given, params).axes
+        pairs = zip(reading.matrices.axes, axes_given, strict=True)
+        if any(axes is not None and axes != other for axes, other in pairs):
+            raise ValueError(
+                "weight_dimension_numbers are not those that read() was given: leave them"
+                " out, since the reading has them."
+            )
+    return reading.matrices.tree_of(reading.matrices.of_matrices, params)
