@@ -11,7 +11,13 @@ gradient, the validations, the rates of most CIFAR-10 ablations.
 import dataclasses
 from collections.abc import Iterable
 
-from examples.pretrain.recipe import Recipe, Result
+from examples.pretrain.recipe import (
+    DecoderRecipe,
+    ImageRecipe,
+    MixtureRecipe,
+    Recipe,
+    Result,
+)
 
 Named = Iterable[tuple[str, Recipe]]
 
@@ -20,7 +26,7 @@ def _decoder(
     model: str, learning_rate: float, tokens: int, seq_len: int, batch_size: int
 ) -> Recipe:
     """A dense decoder's runs, appendix "Full hyperparameters"."""
-    return Recipe(
+    return DecoderRecipe(
         model=model,
         optimizer="adamw",
         learning_rate=learning_rate,
@@ -35,7 +41,7 @@ _DENSE_125M = _decoder("125m", 1e-3, 5_242_880_000, 1024, 256)
 _DENSE_399M = _decoder("399m", 9.503e-4, 8_919_711_744, 8192, 96)
 _DENSE_545M = _decoder("545m", 9.143e-4, 14_040_432_640, 4096, 256)
 _DENSE_1_1B = _decoder("1.1b", 8.561e-4, 28_541_190_144, 4096, 384)
-_MIXTURE = Recipe(
+_MIXTURE = MixtureRecipe(
     model="moonlight_16b_a3b",
     optimizer="adamw",
     learning_rate=4.2e-4,
@@ -47,7 +53,7 @@ _MIXTURE = Recipe(
     val_batches=10,
     param_dtype="bfloat16",
 )
-_CIFAR10 = Recipe(
+_CIFAR10 = ImageRecipe(
     model="davidnet",
     optimizer="orscale_vision",
     learning_rate=0.02,

@@ -9,7 +9,7 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from examples.pretrain.setup import Setup, State, split
-from examples.pretrain.tasks import Metrics
+from examples.pretrain.task import Metrics
 
 PyTree = Any
 Batch = Any

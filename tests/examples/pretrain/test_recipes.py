@@ -15,7 +15,7 @@ from examples.pretrain.optimizers import (
     make_optimizer,
     optimizer_arguments,
 )
-from examples.pretrain.recipe import Recipe, accumulation
+from examples.pretrain.recipe import TextRecipe, accumulation
 from examples.pretrain.recipes import RECIPES
 
 PAPER = (pathlib.Path(__file__).parents[2] / "data" / "paper_tables.tex").read_text()
@@ -225,7 +225,7 @@ def test_recipes_of_text_have_the_appendixs_hyperparameters():
     assert "betas (0.9,0.95) and weight decay 0.1" in text
     assert "r_min=0.1, r_max=5.0, mu=0.95, lambda=0.1" in text
     for recipe in RECIPES.values():
-        if recipe.tokens is not None:
+        if isinstance(recipe, TextRecipe):
             assert (recipe.adam_b1, recipe.adam_b2) == (0.9, 0.95)
             assert (recipe.weight_decay, recipe.momentum) == (0.1, 0.95)
             assert (recipe.clip, recipe.compute_dtype) == (1.0, "bfloat16")
@@ -322,7 +322,15 @@ def test_hyperparameters_that_an_optimizer_does_not_take_are_refused():
         make_optimizer(recipe, optax.constant_schedule(1.0))
 
 
-SMALL = Recipe("none", "adamw", 0.1, tokens=100, seq_len=1, batch_size=1, warmup_steps=0)
+SMALL = TextRecipe(
+    model="none",
+    optimizer="adamw",
+    learning_rate=0.1,
+    tokens=100,
+    seq_len=1,
+    batch_size=1,
+    warmup_steps=0,
+)
 PARAMS = {"kernel": jnp.eye(4, 6) + 0.1, "bias": jnp.ones(6)}
 GRADS = {"kernel": jnp.eye(4, 6)[:, ::-1] + 0.3, "bias": jnp.ones(6)}
 

@@ -14,7 +14,7 @@ import pytest
 
 from examples.pretrain import train
 from examples.pretrain.errors import UsageError
-from examples.pretrain.rundir import FREE_OPTIONS, claim
+from examples.pretrain.operation.rundir import FREE_OPTIONS, claim
 from examples.pretrain.tasks import read_data
 from tests.examples.pretrain import tiny
 
