@@ -1,6 +1,7 @@
 """A run: every optimizer in turn, each from its last checkpoint on, and a report."""
 
 import dataclasses
+import functools
 import json
 import pathlib
 from typing import Any
@@ -40,6 +41,14 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
     check(config, task, data, mesh)
     console.print(data.description, highlight=False)
     claimed = claim(config, data)
+    make = functools.partial(
+        make_trainer,
+        task,
+        data,
+        mesh=mesh,
+        zero1=config.mesh.zero1,
+        per_device_batch=config.per_device_batch,
+    )
     with (
         writing(config.out),
         failing_in_one_message(console),
@@ -49,16 +58,10 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
         for name in config.optimizer:
             folder = config.out / name
             if not (folder / "result.json").exists():
-                trainer = make_trainer(
-                    task,
-                    data,
-                    config.recipe_of(name),
-                    mesh,
-                    zero1=config.mesh.zero1,
-                    per_device_batch=config.per_device_batch,
+                # Without a name, so that its memory is free for the next one.
+                train_and_save(
+                    make(recipe=config.recipe_of(name)), folder, config, stop, console
                 )
-                state = train_and_save(trainer, folder, config, stop, console)
-                _write_result(folder / "result.json", trainer, state, config)
             stop.check(f"Stopped after {name}")
         if is_first():
             report.write(config.out, console)
@@ -85,8 +88,8 @@ def train_and_save(
     config: Config,
     stop: StopSignal,
     console: Console,
-) -> State:
-    """Trains to the end from the last checkpoint on; gives the last state."""
+) -> None:
+    """Trains to the end from the last checkpoint on, and writes the result."""
     setup, recipe = trainer.setup, trainer.setup.recipe
     everies = (
         config.log_every,
@@ -115,7 +118,7 @@ def train_and_save(
                 if stopping:
                     label = OPTIMIZERS[recipe.optimizer].label
                     stop.check(f"{label} stopped at step {step}")
-    return state
+    _write_result(folder / "result.json", trainer, state, config)
 
 
 def _due(step: int, every: int | None, recipe: Recipe) -> bool:
