@@ -9,7 +9,8 @@ import tyro
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
-from examples.pretrain.models import dense, moonlight
+from examples.pretrain.models import dense
+from examples.pretrain.models.moonlight_config import MOONLIGHT_16B_A3B, MoonlightConfig
 from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe
 from examples.pretrain.recipes import RECIPES
@@ -17,8 +18,8 @@ from examples.vision import davidnet
 
 # Presets of the recipes' models.
 MODELS: dict[str, Any] = {
-    **{name: config for name, config in dense.PRESETS.items() if name != "tiny"},
-    "moonlight_16b_a3b": moonlight.PRESETS["moonlight_16b_a3b"],
+    **dense.PRESETS,
+    "moonlight_16b_a3b": MOONLIGHT_16B_A3B,
     "davidnet": davidnet.PRESETS["davidnet"],
 }
 COMPARED = ("adamw", "muon_moonlight", "orscale")
@@ -55,7 +56,7 @@ _IMAGES = ImageRecipe(
 )
 
 # A Moonlight of the decoder's width.
-_MOONLIGHT = moonlight.MoonlightConfig(
+_MOONLIGHT = MoonlightConfig(
     vocab_size=256,
     width=128,
     layers=3,

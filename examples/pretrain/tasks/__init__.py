@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from examples.pretrain.config import Config
 from examples.pretrain.models.dense import DenseConfig
-from examples.pretrain.models.moonlight import MoonlightConfig
+from examples.pretrain.models.moonlight_config import MoonlightConfig
 from examples.pretrain.task import Data, Task
 from examples.pretrain.tasks.decoder import DecoderTask
 from examples.pretrain.tasks.images import ImageTask, read_images
