@@ -9,10 +9,8 @@ import tyro
 from examples.pretrain.errors import UsageError
 from examples.pretrain.meshes import MeshConfig
 
-# Fields that are not command-line options.
-_NO_OPTIONS = frozenset(
-    "model learning_rate_from results model.dtype model.param_dtype".split()
-)
+# Fields that are not command-line options: the recipe has them.
+_NO_OPTIONS = frozenset({"model.dtype", "model.param_dtype"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from examples.pretrain.models import dense
 from examples.pretrain.models.moonlight_config import MOONLIGHT_16B_A3B, MoonlightConfig
 from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe
-from examples.pretrain.recipes import RECIPES
+from examples.pretrain.recipes import ROWS
 from examples.vision import davidnet
 
 # Presets of the recipes' models.
@@ -25,7 +25,6 @@ MODELS: dict[str, Any] = {
 COMPARED = ("adamw", "muon_moonlight", "orscale")
 
 _DEMO: dict[str, Any] = {
-    "model": "demo",
     "optimizer": "orscale",
     "clip": None,
     "seed": 0,
@@ -110,14 +109,14 @@ def find_config(name: str) -> Config:
     """
     if name in DEMOS:
         return DEMOS[name]
-    if name not in RECIPES:
-        known = ", ".join([*DEMOS, *sorted(RECIPES)])
+    if name not in ROWS:
+        known = ", ".join([*DEMOS, *sorted(ROWS)])
         raise UsageError(f"--recipe {name} is unknown. Choose one of: {known}.")
-    recipe = RECIPES[name]
+    row = ROWS[name]
     return Config(
-        recipe=recipe,
-        model=MODELS[recipe.model],
-        optimizer=(recipe.optimizer,),
+        recipe=row.recipe,
+        model=MODELS[row.model],
+        optimizer=(row.recipe.optimizer,),
         out=pathlib.Path("runs") / name,
     )
 

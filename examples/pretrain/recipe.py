@@ -12,37 +12,18 @@ from examples.pretrain.errors import UsageError
 IMAGES_PER_EPOCH = 50_000
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What the paper reports of a run.
-
-    Attributes:
-      table: Where it stands: the LaTeX label of a table, or of a section.
-      value: The validation loss in nats, or the share of right answers in per cent.
-      spread: One standard deviation over three seeds; None for a single seed.
-    """
-
-    table: str
-    value: float
-    spread: float | None = None
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One run: a model, an optimizer, and how it is trained.
+    """What decides the result of a run, but for the model and the data.
 
     The subclasses add what only some models have.
     """
 
-    # Preset of the model.
-    model: Suppress[str]
     # Optimizer, one of `examples.pretrain.optimizers.OPTIMIZERS`. It takes those of the
     # hyperparameters below that it has.
     optimizer: Suppress[str]
     # Peak learning rate.
     learning_rate: float
-    # Where the learning rate stands. An assumed one is ours: the paper says "its best".
-    learning_rate_from: Suppress[Literal["paper", "public logs", "assumed"]] = "paper"
     # Peak learning rate of what takes AdamW beside matrices. Nothing: the one above.
     adam_learning_rate: float | None = None
     # Decay rate of AdamW's first moment.
@@ -75,8 +56,6 @@ class Recipe:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Dtype of activations and of products.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # What the paper reports of it.
-    results: Suppress[tuple[Result, ...]] = ()
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
