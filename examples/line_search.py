@@ -17,8 +17,8 @@ import numpy as np
 import optax
 import tyro
 
+from examples.benchmarks.functional import experiment, make_step
 from examples.pretrain.configs import DEMOS
-from examples.pretrain.functional import experiment, make_step
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.setup import learning_rates
 from orscale_jax import diagnostics, orthogonalize, scale_by_shape

@@ -20,10 +20,11 @@ from examples.pretrain.configs import DEMOS
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.models.dense import DenseConfig
-from examples.pretrain.readouts import Readouts
+from examples.pretrain.operation.readouts import Readouts
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
-from examples.pretrain.tasks import Data, make_task, read_data
+from examples.pretrain.task import Data
+from examples.pretrain.tasks import make_task, read_data
 from orscale_jax import diagnostics
 from orscale_jax.diagnostics.readouts.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report

@@ -26,8 +26,8 @@ import numpy as np
 import optax
 import tyro
 
+from examples.benchmarks.functional import experiment, make_step
 from examples.pretrain.configs import DEMOS
-from examples.pretrain.functional import experiment, make_step
 from orscale_jax import muon, polar_express_coefficients, polar_factor
 from orscale_jax.newton_schulz import coefficients
 

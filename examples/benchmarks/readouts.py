@@ -16,8 +16,8 @@ import numpy as np
 import optax
 import tyro
 
+from examples.benchmarks.functional import experiment
 from examples.pretrain.configs import DEMOS
-from examples.pretrain.functional import experiment
 from orscale_jax import diagnostics, orscale
 
 SIZES = ("width", "layers", "heads", "vocab_size")

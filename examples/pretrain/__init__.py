@@ -5,33 +5,27 @@
     python -m examples.pretrain --recipe demo-moe --help  # every option
     python -m examples.pretrain.compare RUN...            # several seeds side by side
 
-Read in this order:
+Read `train` and `step` first: the loop, and what a step does with the optimizer. They
+import what the first rows name and no model, file format or checkpoint.
 
-===========================  =========================================================
-recipe, config               the options: what decides the result, and where and how it
-                             runs
-recipes, configs             those of the paper's runs and of the demos, by name
-optimizers, controls         every optimizer that a recipe may name; those of the study
-unused                       options that would change nothing
-models/, tasks/              the models; their losses and data as the trainer sees them
-loss                         the cross-entropy of a language model
-data, shards                 which files, and which windows of them
-batches, loading             which examples a batch has, and which of them a process reads
-meshes                       the mesh, and the table from logical names to its axes
-setup, step                  the training state, sharded; the step from one to the next
-train                        the loop
-evaluation                   validation
-checkpoint, checksums        saving and restoring
-rundir                       the folder of a run
-stop, processes              signals; one process or many
-logs                         what a run tells, by the following
-records, readouts            metrics and the optimizer's readings, as files
-progress, throughput         on the terminal
-report, plots, titles        what a run shows at its end
-compare                      several runs side by side
-timing                       the seconds of a step
-compile_only                 the step for a pod, compiled on any machine
-functional                   the same models and data as plain functions, for experiments
-errors, compilation_cache    messages where something fails
-===========================  =========================================================
+====================  ================================================================
+train                 the loop over the steps
+step                  a step: gradient, optimizer, the model's other variables
+setup                 the training state, sharded, before there is any array
+evaluation            validation
+task                  what the loop asks of a model and of its data
+recipe                what decides the result
+optimizers, controls  every optimizer that a recipe may name; those of the study
+meshes                the mesh, and the table from logical names to its axes
+loading               the examples of each batch, and which of them a process reads
+errors                what ends a command with a message
+models/, tasks/       the models; their losses and data
+loss                  the cross-entropy of a language model
+data, shards          which files of text or tokens
+batches               which windows of them a step sees
+config                the options of a run
+recipes, configs      those of the paper's runs and of the demos, by name
+operation/            folders, checkpoints, signals, logs and the report
+compare               several runs side by side
+====================  ================================================================
 """

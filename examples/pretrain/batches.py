@@ -5,7 +5,7 @@ import numpy as np
 
 from examples.pretrain.data import Corpus, Split
 from examples.pretrain.errors import UsageError
-from examples.pretrain.recipe import Recipe
+from examples.pretrain.recipe import TextRecipe
 
 # Not the run's seed: runs of different seeds are validated on the same windows.
 VALIDATION_SEED = 0
@@ -35,13 +35,13 @@ class Windows:
         return window.astype(np.int32)
 
 
-def train_windows(recipe: Recipe, corpus: Corpus) -> grain.MapDataset:
+def train_windows(recipe: TextRecipe, corpus: Corpus) -> grain.MapDataset:
     """Windows without end; an epoch sees every one once, in a new order."""
     windows = _windows(corpus.train, recipe)
     return grain.MapDataset.source(windows).seed(recipe.seed).shuffle().repeat()
 
 
-def validation_windows(recipe: Recipe, corpus: Corpus) -> grain.MapDataset:
+def validation_windows(recipe: TextRecipe, corpus: Corpus) -> grain.MapDataset:
     """The windows of every validation, in whole batches."""
     windows = _windows(corpus.val, recipe)
     batches = len(windows) // recipe.batch_size
@@ -51,13 +51,12 @@ def validation_windows(recipe: Recipe, corpus: Corpus) -> grain.MapDataset:
     return shuffled[: batches * recipe.batch_size]
 
 
-def _windows(split: Split, recipe: Recipe) -> Windows:
-    seq_len = recipe.seq_len or 0  # A language model has one.
-    windows = Windows(split, seq_len)
+def _windows(split: Split, recipe: TextRecipe) -> Windows:
+    windows = Windows(split, recipe.seq_len)
     if len(windows) < recipe.batch_size:
         raise UsageError(
             f"{split.name}: {split.tokens} tokens make {len(windows)} windows of "
-            f"{seq_len + 1}, and one batch takes {recipe.batch_size}: "
+            f"{recipe.seq_len + 1}, and one batch takes {recipe.batch_size}: "
             "add data, or lower --batch-size or --seq-len."
         )
     return windows

@@ -13,13 +13,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from examples.pretrain import plots
 from examples.pretrain.errors import UsageError
+from examples.pretrain.operation import plots
+from examples.pretrain.operation.records import read_csv
+from examples.pretrain.operation.report import curve
+from examples.pretrain.operation.rundir import FREE_OPTIONS, differences, read_facts
+from examples.pretrain.operation.titles import run_line
 from examples.pretrain.optimizers import OPTIMIZERS
-from examples.pretrain.records import read_csv
-from examples.pretrain.report import curve
-from examples.pretrain.rundir import FREE_OPTIONS, differences, read_facts
-from examples.pretrain.titles import run_line
 
 BASELINE = "muon_moonlight"
 

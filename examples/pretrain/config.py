@@ -2,52 +2,15 @@
 
 import dataclasses
 import pathlib
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import tyro
 
 from examples.pretrain.errors import UsageError
-from examples.pretrain.models.dense import DenseConfig
-from examples.pretrain.models.moonlight import MoonlightConfig
-from examples.pretrain.recipe import Recipe
-from examples.vision.davidnet import DavidNetConfig
+from examples.pretrain.meshes import MeshConfig
 
-ModelConfig: TypeAlias = DenseConfig | MoonlightConfig | DavidNetConfig
-
-
-# What a recipe says of itself, and what it says for the model.
-_NO_OPTIONS = frozenset(
-    "model learning_rate_from results model.dtype model.param_dtype".split()
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """Lengths of the axes of the mesh, whose product is the number of devices."""
-
-    # Replicas of the model. Nothing: as many as the other axes leave room for.
-    data: int | None = None
-    # Devices over which the weights and the optimizer's state of a replica are sharded.
-    fsdp: int = 1
-    # Devices over which heads, MLPs and the vocabulary are sharded.
-    tensor: int = 1
-    # Devices over which experts are sharded.
-    expert: int = 1
-    # Shardings as the compiler finds them (auto) or as types of the arrays (explicit).
-    axis_types: Literal["auto", "explicit"] = "auto"
-    # Shard the optimizer's state over the replicas, too (ZeRO-1).
-    zero1: bool = False
-
-    def __post_init__(self) -> None:
-        for axis in ("data", "fsdp", "tensor", "expert"):
-            length = getattr(self, axis)
-            if length is not None and length < 1:
-                raise UsageError(f"--mesh.{axis} {length} must be at least 1.")
-        if self.zero1 and self.fsdp > 1 and self.axis_types == "explicit":
-            raise UsageError(
-                f"--mesh.zero1 with --mesh.fsdp {self.fsdp} needs --mesh.axis-types "
-                "auto: as types, the shardings of weights and optimizer state contradict."
-            )
+# Fields that are not command-line options: the recipe has them.
+_NO_OPTIONS = frozenset({"model.dtype", "model.param_dtype"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,12 +21,12 @@ class Config:
     interrupted run on, and shows a finished one.
     """
 
-    # What decides the result.
-    recipe: tyro.conf.OmitArgPrefixes[Recipe]
-    # Sizes of the model.
-    model: ModelConfig
+    # What decides the result: a `Recipe` of the class that goes with the model.
+    recipe: tyro.conf.OmitArgPrefixes[Any]
+    # Sizes of the model: a configuration from `models` or `examples.vision`.
+    model: Any
     # Devices.
-    mesh: MeshConfig = MeshConfig()
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     # Optimizers to train, in this order. Others that the folder already holds stay in
     # the report.
     optimizer: tuple[str, ...]
@@ -109,7 +72,7 @@ class Config:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} {value} must be at least 1.")
 
-    def recipe_of(self, optimizer: str) -> Recipe:
+    def recipe_of(self, optimizer: str) -> Any:
         """The recipe with one of the optimizers."""
         return dataclasses.replace(self.recipe, optimizer=optimizer)
 

@@ -1,40 +1,61 @@
 """Whole runs by name: the demos, and one for each of the paper's recipes."""
 
-import dataclasses
+import argparse
 import pathlib
+from collections.abc import Sequence
+from typing import Any
 
-from examples.pretrain.config import Config, ModelConfig
+import tyro
+
+from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
-from examples.pretrain.models import dense, moonlight
-from examples.pretrain.recipe import Recipe
-from examples.pretrain.recipes import RECIPES
+from examples.pretrain.models import dense
+from examples.pretrain.models.moonlight_config import MOONLIGHT_16B_A3B, MoonlightConfig
+from examples.pretrain.optimizers import find_optimizer
+from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe
+from examples.pretrain.recipes import ROWS
 from examples.vision import davidnet
 
 # Presets of the recipes' models.
-MODELS: dict[str, ModelConfig] = {
-    **{name: config for name, config in dense.PRESETS.items() if name != "tiny"},
-    "moonlight_16b_a3b": moonlight.PRESETS["moonlight_16b_a3b"],
+MODELS: dict[str, Any] = {
+    **dense.PRESETS,
+    "moonlight_16b_a3b": MOONLIGHT_16B_A3B,
     "davidnet": davidnet.PRESETS["davidnet"],
 }
 COMPARED = ("adamw", "muon_moonlight", "orscale")
 
-_TEXT = Recipe(
-    model="demo",
-    optimizer="orscale",
-    learning_rate=4e-3,
-    clip=None,
-    warmup_steps=25,
-    steps=500,
-    seq_len=64,
-    batch_size=16,
-    seed=0,
-    val_every=50,
-    val_batches=10,
-    compute_dtype="float32",
+_DEMO: dict[str, Any] = {
+    "optimizer": "orscale",
+    "clip": None,
+    "seed": 0,
+    "compute_dtype": "float32",
+}
+_TEXT = {
+    **_DEMO,
+    "learning_rate": 4e-3,
+    "batch_size": 16,
+    "val_every": 50,
+    "val_batches": 10,
+}
+_DECODER = DecoderRecipe(steps=500, warmup_steps=25, seq_len=64, **_TEXT)
+# The usual balance rate would take thousands of steps.
+_MIXTURE = MixtureRecipe(
+    steps=250, warmup_steps=12, seq_len=128, balance_rate=1e-2, **_TEXT
+)
+_IMAGES = ImageRecipe(
+    learning_rate=0.02,
+    adam_b2=0.999,
+    weight_decay=5e-4,
+    steps=128,
+    warmup_steps=12,
+    batch_size=128,
+    val_every=32,
+    val_batches=None,
+    **_DEMO,
 )
 
-# A Moonlight of the same width, and a DavidNet of an eighth.
-_MIXTURE = moonlight.MoonlightConfig(
+# A Moonlight of the decoder's width.
+_MOONLIGHT = MoonlightConfig(
     vocab_size=256,
     width=128,
     layers=3,
@@ -49,22 +70,10 @@ _MIXTURE = moonlight.MoonlightConfig(
     shared_experts=1,
     expert_hidden=128,
 )
-_IMAGES = dataclasses.replace(
-    _TEXT,
-    learning_rate=0.02,
-    adam_b2=0.999,
-    weight_decay=5e-4,
-    warmup_steps=12,
-    steps=128,
-    seq_len=None,
-    batch_size=128,
-    val_every=32,
-    val_batches=None,
-)
 
 DEMOS: dict[str, Config] = {
     "demo": Config(
-        recipe=_TEXT,
+        recipe=_DECODER,
         model=dense.DenseConfig(
             vocab_size=256, width=128, layers=3, heads=4, fused_qkv=False, scan=False
         ),
@@ -75,17 +84,15 @@ DEMOS: dict[str, Config] = {
         time_optimizer=True,
     ),
     "demo-moe": Config(
-        # The usual balance rate would take thousands of steps.
-        recipe=dataclasses.replace(
-            _TEXT, steps=250, warmup_steps=12, seq_len=128, balance_rate=1e-2
-        ),
-        model=_MIXTURE,
+        recipe=_MIXTURE,
+        model=_MOONLIGHT,
         optimizer=COMPARED,
         out=pathlib.Path("runs/demo-moe"),
         time_optimizer=True,
     ),
     "demo-vision": Config(
         recipe=_IMAGES,
+        # An eighth of DavidNet's widths.
         model=davidnet.DavidNetConfig(widths=(8, 16, 32, 64)),
         optimizer=COMPARED,
         out=pathlib.Path("runs/demo-vision"),
@@ -102,13 +109,34 @@ def find_config(name: str) -> Config:
     """
     if name in DEMOS:
         return DEMOS[name]
-    if name not in RECIPES:
-        known = ", ".join([*DEMOS, *sorted(RECIPES)])
+    if name not in ROWS:
+        known = ", ".join([*DEMOS, *sorted(ROWS)])
         raise UsageError(f"--recipe {name} is unknown. Choose one of: {known}.")
-    recipe = RECIPES[name]
+    row = ROWS[name]
     return Config(
-        recipe=recipe,
-        model=MODELS[recipe.model],
-        optimizer=(recipe.optimizer,),
+        recipe=row.recipe,
+        model=MODELS[row.model],
+        optimizer=(row.recipe.optimizer,),
         out=pathlib.Path("runs") / name,
     )
+
+
+def parse(arguments: Sequence[str], prog: str) -> Config:
+    """The run of a command line: a recipe's, with the options that are given.
+
+    Raises:
+      UsageError: If an option is impossible.
+    """
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--recipe", default="demo")
+    chosen, others = first.parse_known_args(arguments)
+    config = tyro.cli(
+        Config,
+        args=others,
+        prog=prog,
+        default=find_config(chosen.recipe),
+        config=(tyro.conf.SuppressFixed,),
+    )
+    for name in config.optimizer:
+        find_optimizer(name)
+    return config

@@ -9,10 +9,10 @@ from jax.sharding import PartitionSpec
 
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loading import Batches
-from examples.pretrain.meshes import batch_shards
+from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.step import on_auto_axes
-from examples.pretrain.tasks import Data, Metrics
+from examples.pretrain.task import Data, Metrics
 
 PyTree = Any
 
@@ -42,7 +42,9 @@ def evaluation(
 
     def evaluate(state: State) -> dict[str, float]:
         params, variables = state["params"], state["variables"]
-        found = jax.device_get([metrics_of(params, variables, batch) for batch in held])
+        with in_effect(setup.mesh):
+            found = [metrics_of(params, variables, batch) for batch in held]
+        found = jax.device_get(found)
         return {name: float(np.mean([m[name] for m in found])) for name in found[0]}
 
     return evaluate

@@ -1,13 +1,14 @@
 """The mesh of a run, and which of its axes shard what."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import jax
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from examples.pretrain.config import MeshConfig
 from examples.pretrain.errors import UsageError
 from examples.pretrain.models.sharding import Rules
 
@@ -34,6 +35,35 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 # Of the optimizer's state in ZeRO-1.
 ZERO1 = {"embed": ("fsdp", "data"), "expert_embed": ("fsdp", "data")}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Lengths of the axes of the mesh, whose product is the number of devices."""
+
+    # Replicas of the model. Nothing: as many as the other axes leave room for.
+    data: int | None = None
+    # Devices over which the weights and the optimizer's state of a replica are sharded.
+    fsdp: int = 1
+    # Devices over which heads, MLPs and the vocabulary are sharded.
+    tensor: int = 1
+    # Devices over which experts are sharded.
+    expert: int = 1
+    # Shardings as the compiler finds them (auto) or as types of the arrays (explicit).
+    axis_types: Literal["auto", "explicit"] = "auto"
+    # Shard the optimizer's state over the replicas, too (ZeRO-1).
+    zero1: bool = False
+
+    def __post_init__(self) -> None:
+        for axis in ("data", "fsdp", "tensor", "expert"):
+            length = getattr(self, axis)
+            if length is not None and length < 1:
+                raise UsageError(f"--mesh.{axis} {length} must be at least 1.")
+        if self.zero1 and self.fsdp > 1 and self.axis_types == "explicit":
+            raise UsageError(
+                f"--mesh.zero1 with --mesh.fsdp {self.fsdp} needs --mesh.axis-types "
+                "auto: as types, the shardings of weights and optimizer state contradict."
+            )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:

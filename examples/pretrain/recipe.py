@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 from tyro.conf import Suppress
 
@@ -12,33 +12,18 @@ from examples.pretrain.errors import UsageError
 IMAGES_PER_EPOCH = 50_000
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """What the paper reports of a run.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What decides the result of a run, but for the model and the data.
 
-    Attributes:
-      table: Where it stands: the LaTeX label of a table, or of a section.
-      value: The validation loss in nats, or the share of right answers in per cent.
-      spread: One standard deviation over three seeds; None for a single seed.
+    The subclasses add what only some models have.
     """
 
-    table: str
-    value: float
-    spread: float | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """One run: a model, an optimizer, and how it is trained."""
-
-    # Preset of the model.
-    model: Suppress[str]
-    # Optimizer, one of `examples.pretrain.optimizers.OPTIMIZERS`.
+    # Optimizer, one of `examples.pretrain.optimizers.OPTIMIZERS`. It takes those of the
+    # hyperparameters below that it has.
     optimizer: Suppress[str]
     # Peak learning rate.
     learning_rate: float
-    # Where the learning rate stands. An assumed one is ours: the paper says "its best".
-    learning_rate_from: Suppress[Literal["paper", "public logs", "assumed"]] = "paper"
     # Peak learning rate of what takes AdamW beside matrices. Nothing: the one above.
     adam_learning_rate: float | None = None
     # Decay rate of AdamW's first moment.
@@ -59,19 +44,11 @@ class Recipe:
     warmup_steps: int = 1_000
     # Optimizer steps. Nothing: as many as the tokens or the epochs make.
     steps: int | None = None
-    # Tokens of text to train on.
-    tokens: int | None = None
-    # Epochs to train for, of CIFAR-10's 50,000 images whatever the data.
-    epochs: int | None = None
-    # Tokens that a prediction may look back on. Nothing for images.
-    seq_len: int | None = None
     # Sequences or images per step, over all devices.
     batch_size: int = 256
-    # Side of the square that is cut out of training images.
-    cutout: int = 0
     # Of the initial weights and the order of the data; three seeds go on from it.
     seed: int = 42
-    # Steps between validations. Nothing: an epoch of CIFAR-10.
+    # Steps between validations. Nothing: an epoch of images, or all steps.
     val_every: int | None = 500
     # Batches of a validation, always the same. Nothing: all validation data.
     val_batches: int | None = 20
@@ -79,59 +56,102 @@ class Recipe:
     param_dtype: Literal["float32", "bfloat16"] = "float32"
     # Dtype of activations and of products.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    # What the paper reports of it.
-    results: Suppress[tuple[Result, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            whole = field.type in (int, int | None)
+            if value is not None and (why := _why_refused(field.name, value, whole)):
+                raise UsageError(f"--{field.name.replace('_', '-')} {value} {why}.")
+        if self.num_steps <= self.warmup_steps:
+            raise UsageError(
+                f"--warmup-steps {self.warmup_steps} must be below the "
+                f"{self.num_steps} steps."
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps: those set, or the whole ones that the data make."""
+        if self.steps is not None:
+            return self.steps
+        if (steps := self._steps_of_data()) is None:
+            raise UsageError("--steps, or --tokens or --epochs of data: set one of them.")
+        return steps
+
+    @property
+    def validation_every(self) -> int:
+        """Steps between validations."""
+        return self.val_every or self.num_steps
+
+    def _steps_of_data(self) -> int | None:
+        return None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextRecipe(Recipe):
+    """A language model's."""
+
+    # Tokens of text to train on. --steps, where it is set, goes before it.
+    tokens: int | None = None
+    # Tokens that a prediction may look back on.
+    seq_len: int
+
+    def _steps_of_data(self) -> int | None:
+        return self.tokens and self.tokens // (self.batch_size * self.seq_len)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderRecipe(TextRecipe):
+    """A dense decoder's."""
+
+    # A fused query, key and value is one matrix, as the paper has it, or three.
+    qkv: Literal["matrix", "blocks"] = "matrix"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MixtureRecipe(TextRecipe):
+    """A mixture of experts'."""
 
     # Who trains the routers of a mixture: as the paper has it, or as others do.
     router: Literal["matrix", "adamw"] = "matrix"
     # Change of a routing bias in a step.
     balance_rate: float = 1e-3
-    # A fused query, key and value is one matrix, as the paper has it, or three.
-    qkv: Literal["matrix", "blocks"] = "matrix"
 
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            at_least = 0 if field.name in ("warmup_steps", "cutout", "seed") else 1
-            if field.type in (int, int | None) and value is not None and value < at_least:
-                self._refuse(field.name, f"must be at least {at_least}")
-        for name in ("learning_rate", "adam_learning_rate", "clip"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                self._refuse(name, "must be a number above 0")
-        for name in ("weight_decay", "balance_rate"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                self._refuse(name, "must be a number of at least 0")
-        for name in ("momentum", "adam_b1", "adam_b2"):
-            if not 0 <= getattr(self, name) < 1:
-                self._refuse(name, "must be at least 0 and below 1")
-        if self.seed >= 2**32:
-            self._refuse("seed", "must be below 2**32")
-        if self.steps is None and (self.tokens is None) == (self.epochs is None):
-            raise UsageError("--steps, --tokens or --epochs: set one of the three.")
-        if self.tokens is not None and self.seq_len is None:
-            raise UsageError("--tokens needs --seq-len: set it.")
-        if self.num_steps <= self.warmup_steps:
-            self._refuse("warmup_steps", f"must be below the {self.num_steps} steps")
 
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps: those set, or the whole ones that tokens or epochs make."""
-        if self.steps is not None:
-            return self.steps
-        if self.tokens is not None and self.seq_len is not None:
-            return self.tokens // (self.batch_size * self.seq_len)
-        return (self.epochs or 0) * (IMAGES_PER_EPOCH // self.batch_size)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageRecipe(Recipe):
+    """A classifier's of images."""
+
+    # Epochs to train for, of CIFAR-10's 50,000 images whatever the data. --steps, where
+    # it is set, goes before it.
+    epochs: int | None = None
+    # Side of the square that is cut out of training images.
+    cutout: int = 0
 
     @property
     def validation_every(self) -> int:
         """Steps between validations: those set, or an epoch of CIFAR-10."""
         return self.val_every or max(IMAGES_PER_EPOCH // self.batch_size, 1)
 
-    def _refuse(self, name: str, why: str) -> None:
-        value = getattr(self, name)
-        raise UsageError(f"--{name.replace('_', '-')} {value} {why}.")
+    def _steps_of_data(self) -> int | None:
+        return self.epochs and self.epochs * (IMAGES_PER_EPOCH // self.batch_size)
+
+
+def _why_refused(name: str, value: Any, whole: bool) -> str:
+    """What is wrong with a number of a recipe; empty if nothing is."""
+    if whole:
+        at_least = 0 if name in ("warmup_steps", "cutout", "seed") else 1
+        if value < at_least:
+            return f"must be at least {at_least}"
+    if name == "seed" and value >= 2**32:
+        return "must be below 2**32"
+    if name in ("learning_rate", "adam_learning_rate", "clip"):
+        return "" if 0 < value < math.inf else "must be a number above 0"
+    if name in ("weight_decay", "balance_rate"):
+        return "" if 0 <= value < math.inf else "must be a number of at least 0"
+    if name in ("momentum", "adam_b1", "adam_b2"):
+        return "" if 0 <= value < 1 else "must be at least 0 and below 1"
+    return ""
 
 
 def accumulation(recipe: Recipe, devices: int, per_device_batch: int | None) -> int:

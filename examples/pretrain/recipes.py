@@ -10,24 +10,59 @@ gradient, the validations, the rates of most CIFAR-10 ablations.
 
 import dataclasses
 from collections.abc import Iterable
+from typing import Any
 
-from examples.pretrain.recipe import Recipe, Result
+from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe, Recipe
 
-Named = Iterable[tuple[str, Recipe]]
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What the paper reports of a run.
+
+    Attributes:
+      table: Where it stands: the LaTeX label of a table, or of a section.
+      value: The validation loss in nats, or the share of right answers in per cent.
+      spread: One standard deviation over three seeds; None for a single seed.
+    """
+
+    table: str
+    value: float
+    spread: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A run that the paper's tables report.
+
+    Attributes:
+      model: Preset of the model.
+      recipe: How it is trained.
+      results: What the paper reports of it.
+      learning_rate_from: Where the learning rate stands: "paper" or "public logs". An
+        "assumed" one is ours: the paper says "its best".
+    """
+
+    model: str
+    recipe: Recipe
+    results: tuple[Result, ...] = ()
+    learning_rate_from: str = "paper"
+
+
+Named = Iterable[tuple[str, Row]]
 
 
 def _decoder(
     model: str, learning_rate: float, tokens: int, seq_len: int, batch_size: int
-) -> Recipe:
+) -> Row:
     """A dense decoder's runs, appendix "Full hyperparameters"."""
-    return Recipe(
-        model=model,
+    recipe = DecoderRecipe(
         optimizer="adamw",
         learning_rate=learning_rate,
         tokens=tokens,
         seq_len=seq_len,
         batch_size=batch_size,
     )
+    return Row(model, recipe)
 
 
 # The paper gives tokens in billions to two decimals; these make its numbers of steps.
@@ -35,38 +70,48 @@ _DENSE_125M = _decoder("125m", 1e-3, 5_242_880_000, 1024, 256)
 _DENSE_399M = _decoder("399m", 9.503e-4, 8_919_711_744, 8192, 96)
 _DENSE_545M = _decoder("545m", 9.143e-4, 14_040_432_640, 4096, 256)
 _DENSE_1_1B = _decoder("1.1b", 8.561e-4, 28_541_190_144, 4096, 384)
-_MIXTURE = Recipe(
-    model="moonlight_16b_a3b",
-    optimizer="adamw",
-    learning_rate=4.2e-4,
-    tokens=9_999_220_736,
-    seq_len=8192,
-    batch_size=2048,
-    warmup_steps=60,
-    val_every=50,
-    val_batches=10,
-    param_dtype="bfloat16",
+_MIXTURE = Row(
+    "moonlight_16b_a3b",
+    MixtureRecipe(
+        optimizer="adamw",
+        learning_rate=4.2e-4,
+        tokens=9_999_220_736,
+        seq_len=8192,
+        batch_size=2048,
+        warmup_steps=60,
+        val_every=50,
+        val_batches=10,
+        param_dtype="bfloat16",
+    ),
 )
-_CIFAR10 = Recipe(
-    model="davidnet",
-    optimizer="orscale_vision",
-    learning_rate=0.02,
-    adam_learning_rate=1e-3,
-    adam_b2=0.999,
-    weight_decay=5e-4,
-    clip=None,
-    warmup_steps=500,
-    epochs=24,
-    batch_size=512,
-    val_every=None,
-    val_batches=None,
+_CIFAR10 = Row(
+    "davidnet",
+    ImageRecipe(
+        optimizer="orscale_vision",
+        learning_rate=0.02,
+        adam_learning_rate=1e-3,
+        adam_b2=0.999,
+        weight_decay=5e-4,
+        clip=None,
+        warmup_steps=500,
+        epochs=24,
+        batch_size=512,
+        val_every=None,
+        val_batches=None,
+    ),
 )
 
 
-def _row(base: Recipe, optimizer: str, *results: Result, **changes: object) -> Recipe:
+def _row(
+    base: Row,
+    optimizer: str,
+    *results: Result,
+    learning_rate_from: str = "paper",
+    **changes: Any,
+) -> Row:
     """A run of a base with an optimizer, and what else is its own."""
-    changes |= {"optimizer": optimizer, "results": results}
-    return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
+    recipe = dataclasses.replace(base.recipe, optimizer=optimizer, **changes)
+    return Row(base.model, recipe, results, learning_rate_from)
 
 
 def _dense() -> Named:
@@ -122,8 +167,14 @@ def _calibration() -> Named:
         (_DENSE_399M, 2.376e-3, [Result(table, 2.9939)]),
         (_DENSE_125M, 3e-3, [Result(table, 3.2232), Result("tab:req-ablation", 3.2232)]),
     ):
-        rates = {"learning_rate": rate, "adam_learning_rate": base.learning_rate}
-        yield base.model, _row(base, "uncalibrated", *results, **rates)
+        row = _row(
+            base,
+            "uncalibrated",
+            *results,
+            learning_rate=rate,
+            adam_learning_rate=base.recipe.learning_rate,
+        )
+        yield base.model, row
     yield "125m", _row(_DENSE_125M, "bfloat16_calibration", Result(table, 3.2158))
     yield "125m", _row(_DENSE_125M, "unclipped", Result("app:req-details", 3.2187))
 
@@ -156,13 +207,15 @@ def _text_ablations() -> Named:
         "orscale": (1e-3, 3.226),
     }
     for optimizer, (rate, loss) in losses.items():
-        rates = {
-            "learning_rate": rate,
-            "learning_rate_from": "assumed",
-            "adam_learning_rate": _DENSE_125M.learning_rate,
-        }
-        result = Result("tab:req-ablation", loss)
-        yield "125m-ablation", _row(_DENSE_125M, optimizer, result, **rates)
+        row = _row(
+            _DENSE_125M,
+            optimizer,
+            Result("tab:req-ablation", loss),
+            learning_rate=rate,
+            learning_rate_from="assumed",
+            adam_learning_rate=_DENSE_125M.recipe.learning_rate,
+        )
+        yield "125m-ablation", row
 
 
 def _cifar10() -> Named:
@@ -193,29 +246,37 @@ def _image_ablations() -> Named:
         ("decoupled_weight_decay", 0.02, "assumed", Result(table, 93.55, 0.12)),
         ("orscale", 0.02, logs, Result(table, 94.05, 0.12)),
     ):
-        changes = {"learning_rate": rate, "learning_rate_from": source}
-        bounds = {"r_min": 0.5, "r_max": 1.5}
-        yield "cifar10", _row(_CIFAR10, optimizer, result, **changes, **bounds)
+        row = _row(
+            _CIFAR10,
+            optimizer,
+            result,
+            learning_rate=rate,
+            learning_rate_from=source,
+            r_min=0.5,
+            r_max=1.5,
+        )
+        yield "cifar10", row
 
 
-def _named(*groups: Named) -> dict[str, Recipe]:
-    """Recipes by prefix and optimizer, and by what else tells them apart."""
-    recipes: dict[str, Recipe] = {}
-    for prefix, recipe in (pair for group in groups for pair in group):
+def _named(*groups: Named) -> dict[str, Row]:
+    """Rows by prefix and optimizer, and by what else tells them apart."""
+    rows: dict[str, Row] = {}
+    for prefix, row in (pair for group in groups for pair in group):
+        recipe = row.recipe
         name = f"{prefix}-{recipe.optimizer.replace('_', '-')}"
-        first = recipes.get(name, recipe)
+        first = rows.get(name, row).recipe
         for field, short in (("learning_rate", "lr"), ("r_max", "r-max")):
             if getattr(recipe, field) != getattr(first, field):
                 name += f"-{short}-{getattr(recipe, field):g}"
-        if name in recipes:
+        if name in rows:
             raise ValueError(f"Two recipes have the name {name}.")
-        recipes[name] = recipe
-    return recipes
+        rows[name] = row
+    return rows
 
 
 # By name, as `--recipe` takes it. Of an optimizer's runs on a model, the first has the
 # plain name: that of the main table.
-RECIPES: dict[str, Recipe] = _named(
+ROWS: dict[str, Row] = _named(
     _dense(),
     _mixture(),
     _calibration(),
@@ -224,3 +285,4 @@ RECIPES: dict[str, Recipe] = _named(
     _cifar10(),
     _image_ablations(),
 )
+RECIPES: dict[str, Recipe] = {name: row.recipe for name, row in ROWS.items()}

@@ -14,7 +14,7 @@ from examples.pretrain.meshes import in_effect, rules_of
 from examples.pretrain.models.sharding import create, shardings
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.recipe import Recipe
-from examples.pretrain.tasks import Task
+from examples.pretrain.task import Task
 from orscale_jax import state_shardings
 
 PyTree = Any

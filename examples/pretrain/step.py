@@ -9,7 +9,7 @@ import optax
 from jax.sharding import AxisType, PartitionSpec
 
 from examples.pretrain.setup import Setup, State, split
-from examples.pretrain.tasks import Metrics
+from examples.pretrain.task import Metrics
 
 PyTree = Any
 Batch = Any
@@ -17,29 +17,6 @@ Batch = Any
 LossFn = Callable[[PyTree, PyTree, Batch], tuple[jax.Array, tuple[PyTree, Metrics]]]
 Gradient = Callable[[PyTree, PyTree, Batch], tuple[PyTree, PyTree, Metrics]]
 TrainStep = Callable[[State, Batch], tuple[State, Metrics]]
-
-
-def compiled_step(
-    setup: Setup,
-    accumulation: int,
-    batch: Batch,
-    compiler_options: Mapping[str, str] | None = None,
-) -> Any:
-    """The step, compiled; it reuses the memory of its state.
-
-    Args:
-      setup: What is trained.
-      accumulation: Gradients that a step adds up.
-      batch: A batch, or an abstract one.
-      compiler_options: As of `jax.jit`.
-    """
-    where = jax.tree.map(lambda x: x.sharding, setup.abstract)
-    step = jax.jit(
-        make_train_step(setup, accumulation),
-        donate_argnums=0,
-        out_shardings=(where, None),
-    )
-    return step.lower(setup.abstract, batch).compile(dict(compiler_options or {}))
 
 
 def make_train_step(setup: Setup, accumulation: int) -> TrainStep:
@@ -102,10 +79,10 @@ def in_turn(gradient: Gradient, count: int, where: PyTree) -> Gradient:
             grads, variables, metrics = gradient(params, variables, part)
             return (jax.tree.map(jnp.add, sums, (grads, metrics)), variables), None
 
-        parts = jax.tree.map(lambda x: in_parts(x, count), batch)
+        parts = jax.tree.map(lambda x: _in_parts(x, count), batch)
         first = jax.tree.map(lambda x: x[0], parts)
         grads, _, metrics = jax.eval_shape(gradient, params, variables, first)
-        sums = jax.tree.map(zeros, (grads, metrics))
+        sums = jax.tree.map(_zeros, (grads, metrics))
         sums = jax.lax.with_sharding_constraint(sums[0], where), sums[1]
         (sums, variables), _ = jax.lax.scan(add, (sums, variables), parts)
         means = jax.tree.map(
@@ -116,16 +93,6 @@ def in_turn(gradient: Gradient, count: int, where: PyTree) -> Gradient:
     return mean_gradient
 
 
-def zeros(like: Any) -> jax.Array:
-    return jnp.zeros(like.shape, jnp.promote_types(jnp.float32, like.dtype))
-
-
-def in_parts(x_Bx: jax.Array, count: int) -> jax.Array:
-    """Rows in parts: row b is in part b % count, so that no device sends any."""
-    x = x_Bx.reshape(x_Bx.shape[0] // count, count, *x_Bx.shape[1:])
-    return jnp.moveaxis(x, 1, 0)
-
-
 def on_auto_axes(
     setup: Setup, function: Callable[..., Any], out_sharding: Any
 ) -> Callable[..., Any]:
@@ -133,3 +100,36 @@ def on_auto_axes(
     if AxisType.Explicit not in setup.mesh.axis_types:
         return function
     return jax.sharding.auto_axes(function, out_sharding=out_sharding)
+
+
+def compiled_step(
+    setup: Setup,
+    accumulation: int,
+    batch: Batch,
+    compiler_options: Mapping[str, str] | None = None,
+) -> Any:
+    """The step, compiled; it reuses the memory of its state.
+
+    Args:
+      setup: What is trained.
+      accumulation: Gradients that a step adds up.
+      batch: A batch, or an abstract one.
+      compiler_options: As of `jax.jit`.
+    """
+    where = jax.tree.map(lambda x: x.sharding, setup.abstract)
+    step = jax.jit(
+        make_train_step(setup, accumulation),
+        donate_argnums=0,
+        out_shardings=(where, None),
+    )
+    return step.lower(setup.abstract, batch).compile(dict(compiler_options or {}))
+
+
+def _zeros(like: Any) -> jax.Array:
+    return jnp.zeros(like.shape, jnp.promote_types(jnp.float32, like.dtype))
+
+
+def _in_parts(x_Bx: jax.Array, count: int) -> jax.Array:
+    """Rows in parts: row b is in part b % count, so that no device sends any."""
+    x = x_Bx.reshape(x_Bx.shape[0] // count, count, *x_Bx.shape[1:])
+    return jnp.moveaxis(x, 1, 0)

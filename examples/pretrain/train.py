@@ -1,146 +1,121 @@
-"""Training with one optimizer, from the first weights or the last checkpoint on."""
+"""Training with one optimizer: what there is before the first step, and the loop."""
 
 import dataclasses
-import json
-import pathlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
-from rich.console import Console
 
-from examples.pretrain.checkpoint import Checkpoints
-from examples.pretrain.config import Config
-from examples.pretrain.evaluation import evaluation, evaluation_batch_size
+from examples.pretrain.evaluation import evaluation
 from examples.pretrain.loading import Batches
-from examples.pretrain.logs import Logs, check_finite
 from examples.pretrain.meshes import batch_shards, in_effect
-from examples.pretrain.optimizers import OPTIMIZERS
-from examples.pretrain.processes import is_first
 from examples.pretrain.recipe import Recipe, accumulation
-from examples.pretrain.records import Interval
-from examples.pretrain.rundir import write_atomically
 from examples.pretrain.setup import Setup, State, set_up
-from examples.pretrain.step import compiled_step
-from examples.pretrain.stop import StopSignal
-from examples.pretrain.tasks import Data, Task
-from examples.pretrain.timing import time_step
+from examples.pretrain.step import TrainStep, compiled_step
+from examples.pretrain.task import Data, Task
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
-    """What the optimizers of a run share."""
+class Trainer:
+    """A recipe that is ready to be trained.
 
-    config: Config
-    task: Task
-    data: Data
-    mesh: Mesh
-    stop: StopSignal
-    console: Console
+    Attributes:
+      setup: The model, its optimizer and where they lie.
+      batches: The batch of every step.
+      step: From one training state to the next, compiled. It takes the state's memory.
+      evaluate: The validation metrics of a training state.
+    """
+
+    setup: Setup
+    batches: Batches
+    step: TrainStep
+    evaluate: Callable[[State], dict[str, float]]
 
 
-def check(config: Config, task: Task, data: Data, mesh: Mesh) -> None:
-    """Refuses what could not be trained, before anything is written.
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """Some steps in a row.
+
+    Attributes:
+      step: How many steps are done.
+      state: After them. The next step takes its memory.
+      metrics: Of every step of the interval.
+      seconds: What these steps took.
+    """
+
+    step: int
+    state: State
+    metrics: list[dict[str, np.ndarray]]
+    seconds: float
+
+    @property
+    def first_step(self) -> int:
+        """The first one of the interval, counted from 1."""
+        return self.step - len(self.metrics) + 1
+
+    @property
+    def loss(self) -> float:
+        """The training loss of the last step."""
+        return float(self.metrics[-1]["loss"])
+
+
+def make_trainer(
+    task: Task,
+    data: Data,
+    recipe: Recipe,
+    mesh: Mesh,
+    *,
+    zero1: bool = False,
+    per_device_batch: int | None = None,
+) -> Trainer:
+    """Compiles the training of a task with a recipe.
+
+    Args:
+      task: The model and its loss.
+      data: What it is trained and validated on.
+      recipe: The optimizer, its hyperparameters and the length of the training.
+      mesh: The devices.
+      zero1: Shard the optimizer's state over the replicas, too.
+      per_device_batch: Examples that a device takes at once; None for its whole part.
 
     Raises:
-      UsageError: If batches or the model do not divide among the devices, or if an
-        optimizer does not take the recipe's hyperparameters.
+      UsageError: If the batch or the model does not divide among the devices.
     """
-    recipe = config.recipe
-    Batches(data.train, recipe.batch_size, mesh)
-    accumulation(recipe, batch_shards(mesh), config.per_device_batch)
-    evaluation_batch_size(len(data.validation), recipe.batch_size, batch_shards(mesh))
-    for name in config.optimizer:
-        set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
-
-
-def train(optimizer: str, run: Run) -> None:
-    """Trains to the end and writes the result, unless that is there already."""
-    config, mesh = run.config, run.mesh
-    folder = config.out / optimizer
-    if (folder / "result.json").exists():
-        return
-    recipe = config.recipe_of(optimizer)
-    setup = set_up(run.task, recipe, mesh, config.mesh.zero1)
-    batches = Batches(run.data.train, recipe.batch_size, mesh)
+    setup = set_up(task, recipe, mesh, zero1)
+    batches = Batches(data.train, recipe.batch_size, mesh)
+    parts = accumulation(recipe, batch_shards(mesh), per_device_batch)
     with in_effect(mesh):
-        evaluate = evaluation(setup, run.data, recipe.batch_size)
-        parts = accumulation(recipe, batch_shards(mesh), config.per_device_batch)
-        train_step = compiled_step(setup, parts, batches[0])
-        with Checkpoints(folder / "checkpoints", config.keep, run.console) as checkpoints:
-            state, start = checkpoints.restore(setup) or (setup.initial_state(), 0)
-            with Logs(folder, setup, start, config, run.console) as logs:
-                for interval in training(train_step, state, batches, start, run):
-                    state, step = interval.state, interval.step
-                    check_finite(interval, checkpoints.latest_step)
-                    validating = _due(step, recipe.validation_every, recipe)
-                    validation = evaluate(state) if validating else {}
-                    logs.write(interval, validation, _to_measure(step, batches, config))
-                    if interval.stopping or _due(step, config.checkpoint_every, recipe):
-                        checkpoints.save(step, state)
-                    if interval.stopping:
-                        label = OPTIMIZERS[optimizer].label
-                        run.stop.check(f"{label} stopped at step {step}")
-        _write_result(folder / "result.json", setup, train_step, state, batches, config)
+        evaluate = evaluation(setup, data, recipe.batch_size)
+        step = compiled_step(setup, parts, batches[0])
+    return Trainer(setup, batches, step, evaluate)
 
 
-def training(
-    train_step: Any, state: State, batches: Batches, start: int, run: Run
+def train(
+    trainer: Trainer, state: State, start: int, pause: Callable[[int], bool]
 ) -> Iterator[Interval]:
-    """Runs the steps and stops wherever something is to be done.
+    """Trains to the end, and pauses where the caller has something to do.
 
-    In between nothing waits for the device.
+    In between nothing waits for the device. To train and to see the loss now and then:
+
+        state = trainer.setup.initial_state()
+        for interval in train(trainer, state, 0, lambda step: step % 10 == 0):
+            print(interval.step, interval.loss)
+
+    Args:
+      trainer: What is trained.
+      state: The training state after `start` steps.
+      start: Steps that are done.
+      pause: Whether to pause after so many steps. The last step always does.
     """
-    config, recipe = run.config, run.config.recipe
-    everies = (
-        config.log_every,
-        config.measure_every,
-        config.checkpoint_every,
-        recipe.validation_every,
-    )
+    last = trainer.setup.recipe.num_steps
     pending: list[dict[str, jax.Array]] = []
     began = time.perf_counter()
-    for step, batch in enumerate(batches.read_ahead(start, recipe.num_steps), start + 1):
-        state, metrics = train_step(state, batch)
+    for step, batch in enumerate(trainer.batches.read_ahead(start, last), start + 1):
+        state, metrics = trainer.step(state, batch)
         pending.append(metrics)
-        stopping = run.stop.requested(step)
-        if stopping or any(_due(step, every, recipe) for every in everies):
+        if pause(step) or step == last:
             fetched = jax.device_get(pending)
-            seconds = time.perf_counter() - began
-            yield Interval(step, state, fetched, seconds, stopping)
+            yield Interval(step, state, fetched, time.perf_counter() - began)
             pending, began = [], time.perf_counter()
-
-
-def _due(step: int, every: int | None, recipe: Recipe) -> bool:
-    return step == recipe.num_steps or (every is not None and step % every == 0)
-
-
-def _to_measure(step: int, batches: Batches, config: Config) -> list[Any]:
-    """The next batches, none of them seen yet, where a measurement is due."""
-    if config.measure_every is None or step % config.measure_every:
-        return []
-    return [batches[step + index] for index in range(config.measure_batches)]
-
-
-def _write_result(
-    path: pathlib.Path,
-    setup: Setup,
-    train_step: Any,
-    state: State,
-    batches: Batches,
-    config: Config,
-) -> None:
-    """Writes down what the end tells; the file says that the training is finished."""
-    params = setup.abstract["params"]
-    result = {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
-        "jax": jax.__version__,
-    }
-    if config.time_optimizer:
-        seconds = time_step(train_step, setup.optimizer, state, batches[0])
-        result["seconds"] = dataclasses.asdict(seconds)
-    if is_first():
-        write_atomically(path, json.dumps(result, indent=2) + "\n")

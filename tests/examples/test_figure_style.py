@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from examples import figure_style as style
-from examples.pretrain import plots, titles
+from examples.pretrain.operation import plots, titles
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.study.figures import color_of as color_of_arm
 

@@ -67,7 +67,6 @@ class DenseConfig(LayerConfig):
 # The paper gives the names of its models. The sizes are those of its public code, from
 # 399M on Moonlight's (arXiv:2502.16982, table 2).
 PRESETS = {
-    "tiny": DenseConfig(vocab_size=256, width=64, layers=2, heads=2),
     "125m": DenseConfig(width=768, layers=12, heads=12),
     "399m": DenseConfig(width=1536, layers=12, heads=12),
     "545m": DenseConfig(width=1792, layers=14, heads=14),

@@ -19,10 +19,7 @@ from examples.pretrain.models.layers import (
     stack,
 )
 from examples.pretrain.models.mixture import Experts, Mixture, Routing
-from examples.pretrain.models.moonlight_config import (
-    PRESETS as PRESETS,
-    MoonlightConfig as MoonlightConfig,
-)
+from examples.pretrain.models.moonlight_config import MoonlightConfig
 from examples.pretrain.models.sharding import constrain
 from orscale_jax.flax import Weight, nnx_dimension_numbers
 

@@ -72,22 +72,5 @@ class MoonlightConfig(LayerConfig):
         return self.layers - self.dense_layers
 
 
-PRESETS = {
-    "tiny": MoonlightConfig(
-        vocab_size=256,
-        width=64,
-        layers=3,
-        dense_hidden=256,
-        heads=4,
-        kv_rank=32,
-        nope_dim=16,
-        rope_dim=16,
-        value_dim=16,
-        experts=8,
-        experts_per_token=2,
-        shared_experts=1,
-        expert_hidden=64,
-    ),
-    # Weights start as in DeepSeek-V3 and the paper's public code.
-    "moonlight_16b_a3b": MoonlightConfig(init_std=0.006),
-}
+# Weights start as in DeepSeek-V3 and the paper's public code.
+MOONLIGHT_16B_A3B = MoonlightConfig(init_std=0.006)

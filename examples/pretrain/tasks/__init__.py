@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from examples.pretrain.config import Config
 from examples.pretrain.models.dense import DenseConfig
-from examples.pretrain.models.moonlight import MoonlightConfig
+from examples.pretrain.models.moonlight_config import MoonlightConfig
+from examples.pretrain.task import Data, Task
 from examples.pretrain.tasks.decoder import DecoderTask
 from examples.pretrain.tasks.images import ImageTask, read_images
 from examples.pretrain.tasks.mixture import MixtureTask
-from examples.pretrain.tasks.task import Data as Data, Metrics as Metrics, Task as Task
 from examples.pretrain.tasks.text import read_text
 from examples.vision.davidnet import DavidNetConfig
 

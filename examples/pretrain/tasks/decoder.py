@@ -13,7 +13,7 @@ from examples.pretrain.errors import UsageError
 from examples.pretrain.loss import cross_entropy
 from examples.pretrain.models.dense import Dense, weight_dimension_numbers
 from examples.pretrain.models.layers import count_parameters
-from examples.pretrain.tasks.task import Metrics, PyTree
+from examples.pretrain.task import Metrics, PyTree
 
 
 class DecoderTask:
@@ -23,9 +23,7 @@ class DecoderTask:
     has_experts = False
 
     def __init__(self, config: Config):
-        if config.recipe.seq_len is None:
-            raise UsageError("--seq-len: a language model needs one.")
-        sizes: Any = config.model
+        sizes = config.model
         if sizes.vocab_size % config.loss_chunks:
             raise UsageError(
                 f"--loss-chunks {config.loss_chunks} does not divide the vocabulary of "
@@ -33,8 +31,8 @@ class DecoderTask:
             )
         self.recipe, self.loss_chunks = config.recipe, config.loss_chunks
         self.items_per_example = config.recipe.seq_len
-        self.config: Any = dataclasses.replace(
-            config.model,
+        self.config = dataclasses.replace(
+            sizes,
             dtype=self.recipe.compute_dtype,
             param_dtype=self.recipe.param_dtype,
         )

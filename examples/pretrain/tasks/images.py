@@ -13,7 +13,7 @@ from flax import nnx
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
-from examples.pretrain.tasks.task import Data, Metrics, PyTree
+from examples.pretrain.task import Data, Metrics, PyTree
 from examples.vision.batches import Augmentation, evaluation_examples, train_examples
 from examples.vision.cifar import read_cifar10
 from examples.vision.davidnet import DavidNet, weight_dimension_numbers
@@ -33,7 +33,7 @@ class ImageTask:
 
     def __init__(self, config: Config):
         recipe = config.recipe
-        sizes: Any = config.model
+        sizes = config.model
         if config.loss_chunks != 1:
             raise UsageError("--loss-chunks: images have no vocabulary to divide.")
         if sizes.classes < CLASSES:
@@ -41,7 +41,7 @@ class ImageTask:
                 f"--model.classes {sizes.classes} must be at least the {CLASSES} of the "
                 "images."
             )
-        self.config: Any = dataclasses.replace(
+        self.config = dataclasses.replace(
             sizes, dtype=recipe.compute_dtype, param_dtype=recipe.param_dtype
         )
 

@@ -12,8 +12,8 @@ from examples.pretrain.models.moonlight import (
     count_active_parameters,
     weight_dimension_numbers,
 )
+from examples.pretrain.task import Metrics, PyTree
 from examples.pretrain.tasks.decoder import DecoderTask
-from examples.pretrain.tasks.task import Metrics, PyTree
 
 
 class MixtureTask(DecoderTask):

@@ -1,11 +1,9 @@
 """Text and tokens as data."""
 
-from typing import Any
-
 from examples.pretrain.batches import train_windows, validation_windows
 from examples.pretrain.config import Config
 from examples.pretrain.data import read_corpus
-from examples.pretrain.tasks.task import Data
+from examples.pretrain.task import Data
 
 
 def read_text(config: Config) -> Data:
@@ -14,11 +12,10 @@ def read_text(config: Config) -> Data:
     Raises:
       UsageError: If files are missing, corrupt, or too few for a batch.
     """
-    sizes: Any = config.model
-    corpus = read_corpus(config, sizes.vocab_size)
+    recipe, corpus = config.recipe, read_corpus(config, config.model.vocab_size)
     return Data(
-        train=train_windows(config.recipe, corpus),
-        validation=validation_windows(config.recipe, corpus),
+        train=train_windows(recipe, corpus),
+        validation=validation_windows(recipe, corpus),
         unit=corpus.unit,
         description=f"{corpus.train.tokens:,} {corpus.unit}s to train on, "
         f"{corpus.val.tokens:,} to validate on, from {corpus.train.name}",

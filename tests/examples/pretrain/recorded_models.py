@@ -9,6 +9,7 @@ import numpy as np
 from flax import nnx
 
 from examples.pretrain.models import dense, moonlight
+from examples.pretrain.models.moonlight_config import MoonlightConfig
 from tests.examples.recorded import RecordedModel
 
 recorded = functools.cache(RecordedModel)
@@ -128,7 +129,7 @@ def recorded_moonlight(name, scan, dtype, **changes):
     """Our model with the recorded weights and biases, and the places of the weights."""
     recording = recorded(name)
     sizes = recording.config
-    config = moonlight.MoonlightConfig(
+    config = MoonlightConfig(
         vocab_size=sizes["V"],
         width=sizes["d"],
         layers=sizes["L"],

@@ -2,10 +2,9 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain.config import MeshConfig
 from examples.pretrain.errors import UsageError
 from examples.pretrain.evaluation import evaluation, evaluation_batch_size
-from examples.pretrain.meshes import in_effect, make_mesh
+from examples.pretrain.meshes import MeshConfig, in_effect, make_mesh
 from examples.pretrain.setup import set_up
 from examples.pretrain.tasks import make_task, read_data
 from tests.examples.pretrain import tiny

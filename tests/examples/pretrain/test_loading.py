@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from examples.pretrain.batches import Windows, train_windows
-from examples.pretrain.config import MeshConfig
 from examples.pretrain.data import Corpus, Split
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loading import Batches, part_of_process, process_batches
-from examples.pretrain.meshes import batch_sharding, make_mesh
+from examples.pretrain.meshes import MeshConfig, batch_sharding, make_mesh
 from tests.examples.pretrain import tiny
 
 SPLIT = Split("train.bin", (np.arange(16 * 30 + 1, dtype=np.uint16),))

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from examples.pretrain import functional
+from examples.benchmarks import functional
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.setup import learning_rates
 from orscale_jax import orscale

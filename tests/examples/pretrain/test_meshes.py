@@ -10,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from examples.pretrain.checkpoint import Checkpoints
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect, make_mesh
+from examples.pretrain.operation.checkpoint import Checkpoints
 from examples.pretrain.recipe import accumulation
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step

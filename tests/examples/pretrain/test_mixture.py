@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 from examples.pretrain.models import grouped, mixture, moonlight
+from tests.examples.pretrain import tiny
 from tests.examples.pretrain.recorded_models import (
     expert_layers,
     recorded,
@@ -60,7 +61,7 @@ def test_biases_move_against_the_loads_and_those_of_the_public_code_with_them():
 
 def loads_under(rule, steps=300):
     """The loads of a skewed router, first and last, while a rule moves its biases."""
-    config = moonlight.PRESETS["tiny"]
+    config = tiny.MOONLIGHT
     layer = mixture.Mixture(config, nnx.Rngs(0))
     draw = np.random.default_rng(0)
     offset = draw.normal(size=config.width) / 2  # What all tokens share favours some.

@@ -15,8 +15,10 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.pretrain.models import dense, moonlight
 from examples.pretrain.models.layers import count_parameters, rotate
+from examples.pretrain.models.moonlight_config import MOONLIGHT_16B_A3B
 from examples.pretrain.models.sharding import create, shardings
 from orscale_jax import BlockDimensionNumbers, describe, diagnostics, orscale
+from tests.examples.pretrain import tiny
 from tests.examples.pretrain.recorded_models import (
     expert_layers,
     parameters,
@@ -127,7 +129,7 @@ def test_parameters_of_the_dense_models(preset, total, without_embeddings):
 )
 def test_sizes_that_make_no_dense_model(changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(dense.PRESETS["tiny"], **changes)
+        dataclasses.replace(tiny.DENSE, **changes)
 
 
 # Moonlight
@@ -164,7 +166,7 @@ def test_moonlight_is_the_recorded_model(name, scan, dtype):
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("scan", [True, False])
 def test_parameters_of_moonlight_16b_a3b(scan):
-    config = dataclasses.replace(moonlight.PRESETS["moonlight_16b_a3b"], scan=scan)
+    config = dataclasses.replace(MOONLIGHT_16B_A3B, scan=scan)
     start = time.perf_counter()
     model = nnx.eval_shape(lambda: moonlight.Moonlight(config, nnx.Rngs(0)))
     assert time.perf_counter() - start < 20  # A second on an idle machine.
@@ -187,20 +189,18 @@ def test_parameters_of_moonlight_16b_a3b(scan):
 )
 def test_sizes_that_make_no_moonlight(changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(moonlight.PRESETS["tiny"], **changes)
+        dataclasses.replace(tiny.MOONLIGHT, **changes)
 
 
 # All of them
 
 MODELS = {
-    "dense": (dense.Dense, dense.PRESETS["tiny"]),
+    "dense": (dense.Dense, tiny.DENSE),
     "swiglu": (
         dense.Dense,
-        dataclasses.replace(
-            dense.PRESETS["tiny"], mlp="swiglu", tied=False, fused_qkv=False
-        ),
+        dataclasses.replace(tiny.DENSE, mlp="swiglu", tied=False, fused_qkv=False),
     ),
-    "moonlight": (moonlight.Moonlight, moonlight.PRESETS["tiny"]),
+    "moonlight": (moonlight.Moonlight, tiny.MOONLIGHT),
 }
 
 
@@ -249,7 +249,7 @@ def test_activations_in_bfloat16_of_weights_in_float32(name):
 @pytest.mark.extended
 def test_a_token_reaches_all_later_logits_and_no_earlier_one():
     """Moonlight's attention mixes values by the same function."""
-    config = dataclasses.replace(dense.PRESETS["tiny"], width=16)
+    config = dataclasses.replace(tiny.DENSE, width=16)
     model, T = dense.Dense(config, nnx.Rngs(0)), 12
     before = np.random.default_rng(0).integers(0, 256, T)
     after = np.where(np.eye(T, dtype=bool), (before + 1) % 256, before)

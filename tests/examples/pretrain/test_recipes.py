@@ -15,8 +15,8 @@ from examples.pretrain.optimizers import (
     make_optimizer,
     optimizer_arguments,
 )
-from examples.pretrain.recipe import Recipe, accumulation
-from examples.pretrain.recipes import RECIPES
+from examples.pretrain.recipe import TextRecipe, accumulation
+from examples.pretrain.recipes import RECIPES, ROWS
 
 PAPER = (pathlib.Path(__file__).parents[2] / "data" / "paper_tables.tex").read_text()
 MODELS = {"125M": "125m", "399M": "399m", "545M": "545m", "1.1B": "1.1b"}
@@ -154,9 +154,15 @@ READERS = {
 def held(label):
     """The same of the recipes."""
     return {
-        (r.model, r.optimizer, result.value, result.spread, r.learning_rate)
-        for r in RECIPES.values()
-        for result in r.results
+        (
+            row.model,
+            row.recipe.optimizer,
+            result.value,
+            result.spread,
+            row.recipe.learning_rate,
+        )
+        for row in ROWS.values()
+        for result in row.results
         if result.table == label
     }
 
@@ -197,9 +203,9 @@ def test_results_beside_the_tables_are_the_papers():
 
 
 def test_every_recipe_reports_something_from_a_known_place():
-    places = {result.table for r in RECIPES.values() for result in r.results}
+    places = {result.table for row in ROWS.values() for result in row.results}
     assert places == {*READERS, "app:req-details", "app:cifar"}
-    assert all(recipe.results for recipe in RECIPES.values())
+    assert all(row.results for row in ROWS.values())
     assert len(RECIPES) == 46
 
 
@@ -208,7 +214,7 @@ def test_recipes_of_a_dense_scale_have_its_settings():
     assert [row[0] for row in rows] == list(MODELS)
     for scale, *cells in rows:
         seq_len, batch_size, tokens, steps, rate, warmup = cells
-        recipes = [r for r in RECIPES.values() if r.model == MODELS[scale]]
+        recipes = [row.recipe for row in ROWS.values() if row.model == MODELS[scale]]
         assert len(recipes) >= 3
         for recipe in recipes:
             assert recipe.seq_len == int(seq_len)
@@ -225,7 +231,7 @@ def test_recipes_of_text_have_the_appendixs_hyperparameters():
     assert "betas (0.9,0.95) and weight decay 0.1" in text
     assert "r_min=0.1, r_max=5.0, mu=0.95, lambda=0.1" in text
     for recipe in RECIPES.values():
-        if recipe.tokens is not None:
+        if isinstance(recipe, TextRecipe):
             assert (recipe.adam_b1, recipe.adam_b2) == (0.9, 0.95)
             assert (recipe.weight_decay, recipe.momentum) == (0.1, 0.95)
             assert (recipe.clip, recipe.compute_dtype) == (1.0, "bfloat16")
@@ -250,7 +256,7 @@ def test_the_mixture_has_the_public_configuration():
         "LR 4.2e-4, weight decay 0.1",
     ):
         assert stated in text
-    recipes = [r for r in RECIPES.values() if r.model == "moonlight_16b_a3b"]
+    recipes = [row.recipe for row in ROWS.values() if row.model == "moonlight_16b_a3b"]
     assert len(recipes) == 4
     for recipe in recipes:
         assert recipe.batch_size * recipe.seq_len == 16_777_216
@@ -275,7 +281,7 @@ def test_images_have_the_appendixs_hyperparameters():
         "AdamW fallback LR 1e-3, betas (0.9,0.999)",
     ):
         assert stated in text
-    recipes = [r for r in RECIPES.values() if r.model == "davidnet"]
+    recipes = [row.recipe for row in ROWS.values() if row.model == "davidnet"]
     assert len(recipes) == 14
     for recipe in recipes:
         assert (recipe.epochs, recipe.batch_size, recipe.warmup_steps) == (24, 512, 500)
@@ -295,10 +301,10 @@ def test_uncalibrated_recipes_leave_adamw_at_the_shared_rate():
 
 
 def test_rates_that_the_paper_does_not_state_are_marked():
-    for recipe in RECIPES.values():
-        tables = {result.table for result in recipe.results}
+    for row in ROWS.values():
+        tables = {result.table for result in row.results}
         unstated = tables == {"tab:req-ablation"}
-        assert (recipe.learning_rate_from == "paper") == (not unstated)
+        assert (row.learning_rate_from == "paper") == (not unstated)
 
 
 def test_accumulation_makes_the_batch_of_whole_parts():
@@ -322,7 +328,14 @@ def test_hyperparameters_that_an_optimizer_does_not_take_are_refused():
         make_optimizer(recipe, optax.constant_schedule(1.0))
 
 
-SMALL = Recipe("none", "adamw", 0.1, tokens=100, seq_len=1, batch_size=1, warmup_steps=0)
+SMALL = TextRecipe(
+    optimizer="adamw",
+    learning_rate=0.1,
+    tokens=100,
+    seq_len=1,
+    batch_size=1,
+    warmup_steps=0,
+)
 PARAMS = {"kernel": jnp.eye(4, 6) + 0.1, "bias": jnp.ones(6)}
 GRADS = {"kernel": jnp.eye(4, 6)[:, ::-1] + 0.3, "bias": jnp.ones(6)}
 

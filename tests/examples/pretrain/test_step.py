@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.pretrain.config import MeshConfig
 from examples.pretrain.configs import DEMOS
-from examples.pretrain.meshes import in_effect, make_mesh
+from examples.pretrain.meshes import MeshConfig, in_effect, make_mesh
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.step import compiled_step, gradient_of, in_turn, make_train_step

@@ -18,6 +18,8 @@ from examples.pretrain import __main__ as program
 from examples.pretrain.config import Config
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.meshes import make_mesh
+from examples.pretrain.models.dense import DenseConfig
+from examples.pretrain.models.moonlight_config import MoonlightConfig
 
 ROOT = pathlib.Path(__file__).parents[3]
 WORDS = "the model reads a line of text and says which letter comes next".split()
@@ -48,6 +50,24 @@ MIXTURE = {
     "model.experts": 8,
     "model.expert_hidden": 16,
 }
+
+# Models of their own.
+DENSE = DenseConfig(vocab_size=256, width=64, layers=2, heads=2)
+MOONLIGHT = MoonlightConfig(
+    vocab_size=256,
+    width=64,
+    layers=3,
+    dense_hidden=256,
+    heads=4,
+    kv_rank=32,
+    nope_dim=16,
+    rope_dim=16,
+    value_dim=16,
+    experts=8,
+    experts_per_token=2,
+    shared_experts=1,
+    expert_hidden=64,
+)
 
 STEPS = 120
 # Readings, validations and checkpoints at steps that do not coincide.

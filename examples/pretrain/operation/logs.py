@@ -10,13 +10,14 @@ from rich.console import Console
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import RunError
+from examples.pretrain.operation.processes import is_first
+from examples.pretrain.operation.progress import Display
+from examples.pretrain.operation.readouts import Readouts
+from examples.pretrain.operation.records import Recorder
+from examples.pretrain.operation.throughput import throughput
 from examples.pretrain.optimizers import OPTIMIZERS
-from examples.pretrain.processes import is_first
-from examples.pretrain.progress import Display
-from examples.pretrain.readouts import Readouts
-from examples.pretrain.records import Interval, Recorder
 from examples.pretrain.setup import Setup
-from examples.pretrain.throughput import throughput
+from examples.pretrain.train import Interval
 from orscale_jax import diagnostics
 
 

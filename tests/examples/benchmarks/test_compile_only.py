@@ -6,10 +6,8 @@ import math
 import jax
 import pytest
 
-from examples.benchmarks import hlo_cost
-from examples.pretrain import compile_only
-from examples.pretrain.__main__ import main
-from examples.pretrain.compile_only import Target, compiled
+from examples.benchmarks import compile_only, hlo_cost
+from examples.benchmarks.compile_only import Target, compiled, main
 from examples.pretrain.errors import UsageError
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.setup import set_up
@@ -64,7 +62,7 @@ def test_a_row_for_each_optimizer(monkeypatch, capsys):
     monkeypatch.setattr(compile_only, "find_target", lambda topology: TARGET)
     names = "--optimizer adamw optax_muon"
     sizes = "--model.layers 1 --model.width 16 --model.heads 2 --seq-len 8 --batch-size 8"
-    assert main(f"{names} {sizes} --compile-only --topology cpu".split()) == 0
+    assert main(f"{names} {sizes} --topology cpu".split()) == 0
     head, _, *lines = (
         line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()
     )
@@ -79,17 +77,12 @@ def test_a_row_for_each_optimizer(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--compile-only", "--compile-only and --topology NAME need each other"),
-        ("--topology v5p:2x2x1", "--compile-only and --topology NAME need each other"),
+        ("--recipe demo", "--topology NAME: say for which devices to compile"),
         (
-            "--compile-only --topology h100:8 --distributed",
-            "--compile-only needs no other process: drop --distributed",
-        ),
-        (
-            "--compile-only --topology a100:8",
+            "--topology a100:8",
             "--topology a100:8 is unknown. Choose h100 and a number, as h100:8, or TPUs",
         ),
-        ("--compile-only --topology h100:12", "--topology h100:12: 12 GPUs are no nodes"),
+        ("--topology h100:12", "--topology h100:12: 12 GPUs are no nodes"),
     ],
 )
 def test_impossible_commands_are_refused(options, message, capsys):
@@ -108,6 +101,6 @@ def test_a_batch_that_does_not_divide_is_refused():
 def test_what_is_not_installed_is_named(topology, needed, capsys):
     if importlib.util.find_spec(needed) is not None:
         pytest.skip(f"{needed} is installed")
-    assert main(["--compile-only", "--topology", topology]) == 2
+    assert main(["--topology", topology]) == 2
     error = capsys.readouterr().err
     assert f"error: --topology {topology}: " in error and "docs/pods.md" in error

@@ -45,6 +45,11 @@ class StopSignal:
             self._signum = signal.SIGTERM
         return self._signum is not None
 
+    @property
+    def noted(self) -> bool:
+        """Whether a signal has come."""
+        return self._signum is not None
+
     def check(self, message: str) -> None:
         """Raises :class:`Stopped` with the message if a signal has come."""
         if self._signum is not None:

@@ -10,8 +10,12 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain import processes
-from examples.pretrain.processes import join_cluster, leaving_in_time, others_are_gone
+from examples.pretrain.operation import processes
+from examples.pretrain.operation.processes import (
+    join_cluster,
+    leaving_in_time,
+    others_are_gone,
+)
 from tests import commands
 from tests.examples.pretrain import tiny
 

@@ -12,7 +12,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from examples.pretrain.throughput import Throughput
+from examples.pretrain.operation.throughput import Throughput
 
 SECONDS_BETWEEN_LINES = 15.0
 

@@ -4,8 +4,8 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from examples.pretrain.records import read_csv
-from examples.pretrain.rundir import read_facts
+from examples.pretrain.operation.records import read_csv
+from examples.pretrain.operation.rundir import read_facts
 
 
 def run_line(folders: Sequence[pathlib.Path]) -> str:

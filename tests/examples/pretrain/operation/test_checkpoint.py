@@ -12,8 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 from rich.console import Console
 
-from examples.pretrain.checkpoint import Checkpoints
 from examples.pretrain.errors import RunError
+from examples.pretrain.operation import checkpoint
+from examples.pretrain.operation.checkpoint import Checkpoints
 
 # Whole numbers, whose sums are exact; the kernel is large enough for a file of its own.
 STATE = {
@@ -130,9 +131,7 @@ def test_another_damaged_checkpoint_of_the_step_is_kept_too(open_checkpoints, tm
 def test_other_arrays_than_were_saved_are_noticed(open_checkpoints, monkeypatch, out):
     """What no storage layer has complained about."""
     save(open_checkpoints, 5)
-    monkeypatch.setattr(
-        "examples.pretrain.checkpoint.checksums", lambda state: {"params.kernel": 1}
-    )
+    monkeypatch.setattr(checkpoint, "checksums", lambda state: {"params.kernel": 1})
     save(open_checkpoints, 9)
     monkeypatch.undo()
     assert restored_step(open_checkpoints) == 5

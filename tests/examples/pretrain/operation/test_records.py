@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from examples.pretrain.errors import RunError
-from examples.pretrain.logs import check_finite
-from examples.pretrain.records import CsvLog, Interval, Recorder, read_csv
+from examples.pretrain.operation.logs import check_finite
+from examples.pretrain.operation.records import CsvLog, Recorder, read_csv
+from examples.pretrain.train import Interval
 from tests.examples.pretrain import tiny
 
 
@@ -52,7 +53,7 @@ def setup_of(item, has_experts):
 
 def interval(step, *losses, seconds=0.6, **more):
     metrics = [{"loss": loss, "grad_norm": 2 * loss} | more for loss in losses]
-    return Interval(step, None, metrics, seconds, stopping=False)
+    return Interval(step, None, metrics, seconds)
 
 
 def test_metrics_have_a_row_for_every_step(tmp_path):

@@ -9,10 +9,11 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-from examples.pretrain.config import Config, MeshConfig
+from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
-from examples.pretrain.processes import is_first
-from examples.pretrain.tasks import Data
+from examples.pretrain.meshes import MeshConfig
+from examples.pretrain.operation.processes import is_first
+from examples.pretrain.task import Data
 
 # These leave the result as it is, but for rounding: where it goes, which optimizers come
 # now (they do not touch each other), on which devices and in which parts a step is
@@ -76,7 +77,9 @@ def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
     if not path.exists():
         write_atomically(path, json.dumps(facts, indent=2) + "\n")
         return
-    different = differences(read_facts(path.parent), facts)
+    # What this program does not know any more decides nothing.
+    there = {name: read_facts(path.parent).get(name) for name in facts}
+    different = differences(there, facts)
     if different.keys() - FREE_OPTIONS:
         raise UsageError(
             f"{path.parent} holds a run of another configuration:\n"

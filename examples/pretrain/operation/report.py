@@ -8,11 +8,11 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from examples.pretrain import plots
+from examples.pretrain.operation import plots
+from examples.pretrain.operation.records import read_csv, write_csv
+from examples.pretrain.operation.rundir import read_facts
+from examples.pretrain.operation.titles import run_line
 from examples.pretrain.optimizers import OPTIMIZERS
-from examples.pretrain.records import read_csv, write_csv
-from examples.pretrain.rundir import read_facts
-from examples.pretrain.titles import run_line
 from orscale_jax.diagnostics.readouts.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 

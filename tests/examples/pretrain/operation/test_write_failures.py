@@ -9,10 +9,11 @@ import warnings
 import pytest
 from rich.console import Console
 
-from examples.pretrain import __main__ as program
-from examples.pretrain.compilation_cache import failing_in_one_message
-from examples.pretrain.errors import RunError, why_not_written, writing
-from examples.pretrain.records import CsvLog
+from examples.pretrain.errors import RunError
+from examples.pretrain.operation import run
+from examples.pretrain.operation.compilation_cache import failing_in_one_message
+from examples.pretrain.operation.records import CsvLog
+from examples.pretrain.operation.write_failures import why_not_written, writing
 from orscale_jax.diagnostics import TensorBoard
 from tests.examples.pretrain import tiny
 
@@ -70,10 +71,10 @@ def test_other_errors_stay_what_they_are(error):
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EACCES"])
 def test_the_command_ends_with_one_message(code, tmp_path, monkeypatch, capsys):
-    def train(*_):
+    def make_trainer(*_, **__):
         raise OSError(getattr(errno, code), "")
 
-    monkeypatch.setattr(program, "train", train)
+    monkeypatch.setattr(run, "make_trainer", make_trainer)
     data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     assert tiny.main(tiny.arguments(data, out)) == 1
     assert capsys.readouterr().err == (

@@ -4,7 +4,7 @@ import dataclasses
 
 import jax
 
-from examples.pretrain.tasks import Task
+from examples.pretrain.task import Task
 
 # Of dense products in bfloat16, FLOP/s of a device, as the makers state them. The first
 # part of the name that fits counts.

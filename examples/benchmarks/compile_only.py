@@ -1,13 +1,16 @@
 """The training step compiled for devices that this machine does not have.
 
-    python -m examples.pretrain --recipe 125m-orscale --compile-only --topology v5p:4x4x4
+    python -m examples.benchmarks.compile_only --topology v5p:4x4x4 --recipe 125m-orscale
 
-Nothing is run, no data is read and no array is made: the figures are the compiler's own,
-for one device and one step. See :mod:`examples.benchmarks.hlo_cost` for what they count.
+The other options are those of `examples.pretrain`. Nothing is run, no data is read and no
+array is made: the figures are the compiler's own, for one device and one step. See
+:mod:`examples.benchmarks.hlo_cost` for what they count.
 """
 
+import argparse
 import dataclasses
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -16,6 +19,7 @@ import jax
 
 from examples.benchmarks import hlo_cost, topologies
 from examples.pretrain.config import Config
+from examples.pretrain.configs import parse
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loading import part_of_process
 from examples.pretrain.meshes import batch_sharding, batch_shards, in_effect, make_mesh
@@ -25,6 +29,7 @@ from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.tasks import make_task
 
+PROG = "python -m examples.benchmarks.compile_only --topology NAME [--recipe NAME]"
 GIB = 2**30
 # Of a chip, in GiB.
 TPU_MEMORY = {"v4": 32, "v5e": 16, "v5p": 95, "v6e": 32}
@@ -191,3 +196,23 @@ def _cell(figure: float) -> str:
 
 def _line(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and gives its exit code."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--topology")
+    chosen, options = first.parse_known_args(arguments)
+    try:
+        config = parse(options, PROG)
+        if chosen.topology is None:
+            raise UsageError("--topology NAME: say for which devices to compile.")
+        run(config, chosen.topology)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

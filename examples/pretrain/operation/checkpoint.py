@@ -14,9 +14,15 @@ import jax
 import orbax.checkpoint as ocp
 from rich.console import Console
 
-from examples.pretrain.checksums import checksums
-from examples.pretrain.errors import RunError, why_not_written
-from examples.pretrain.processes import barrier, everywhere, is_first, others_are_gone
+from examples.pretrain.errors import RunError
+from examples.pretrain.operation.checksums import checksums
+from examples.pretrain.operation.processes import (
+    barrier,
+    everywhere,
+    is_first,
+    others_are_gone,
+)
+from examples.pretrain.operation.write_failures import why_not_written
 from examples.pretrain.setup import Setup, State
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from examples.pretrain.processes import is_first
+from examples.pretrain.operation.processes import is_first
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.step import loss_of, on_auto_axes
 from orscale_jax import describe, diagnostics

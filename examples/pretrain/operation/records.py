@@ -1,7 +1,6 @@
 """What a run writes down as it goes: CSV files that survive being killed."""
 
 import csv
-import dataclasses
 import io
 import os
 import pathlib
@@ -11,40 +10,12 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from examples.pretrain.rundir import write_atomically
-from examples.pretrain.setup import Setup, State
+from examples.pretrain.operation.rundir import write_atomically
+from examples.pretrain.setup import Setup
+from examples.pretrain.train import Interval
 
 LOADS = ("step", "layer", "expert", "share")
 Row = Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """What is known of some steps in a row.
-
-    Attributes:
-      step: How many steps are done.
-      state: After them. The next step takes its memory.
-      metrics: Of every step of the interval.
-      seconds: What these steps took.
-      stopping: Whether the run has been asked to stop.
-    """
-
-    step: int
-    state: State
-    metrics: list[dict[str, np.ndarray]]
-    seconds: float
-    stopping: bool
-
-    @property
-    def first_step(self) -> int:
-        """The first one of the interval, counted from 1."""
-        return self.step - len(self.metrics) + 1
-
-    @property
-    def loss(self) -> float:
-        """The training loss of the last step."""
-        return float(self.metrics[-1]["loss"])
 
 
 class CsvLog:

@@ -1,0 +1,150 @@
+"""A run: every optimizer in turn, each from its last checkpoint on, and a report."""
+
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from examples.benchmarks.timing import time_step
+from examples.pretrain.config import Config
+from examples.pretrain.evaluation import evaluation_batch_size
+from examples.pretrain.loading import Batches
+from examples.pretrain.meshes import batch_shards, in_effect
+from examples.pretrain.operation import report
+from examples.pretrain.operation.checkpoint import Checkpoints
+from examples.pretrain.operation.compilation_cache import failing_in_one_message
+from examples.pretrain.operation.logs import Logs, check_finite
+from examples.pretrain.operation.processes import is_first
+from examples.pretrain.operation.rundir import claim, write_atomically
+from examples.pretrain.operation.stop import StopSignal
+from examples.pretrain.operation.write_failures import writing
+from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.recipe import Recipe, accumulation
+from examples.pretrain.setup import State, set_up
+from examples.pretrain.task import Data, Task
+from examples.pretrain.train import Trainer, make_trainer, train
+
+
+def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) -> None:
+    """Trains what is not finished, then reports on everything in the folder.
+
+    Raises:
+      UsageError: If something cannot be trained; then nothing is written.
+      RunError: If a file cannot be written, or a loss is not finite.
+      Stopped: If a signal has asked to stop.
+    """
+    check(config, task, data, mesh)
+    console.print(data.description, highlight=False)
+    claimed = claim(config, data)
+    make = functools.partial(
+        make_trainer,
+        task,
+        data,
+        mesh=mesh,
+        zero1=config.mesh.zero1,
+        per_device_batch=config.per_device_batch,
+    )
+    with (
+        writing(config.out),
+        failing_in_one_message(console),
+        claimed,
+        StopSignal() as stop,
+    ):
+        for name in config.optimizer:
+            folder = config.out / name
+            if not (folder / "result.json").exists():
+                # Without a name, so that its memory is free for the next one.
+                train_and_save(
+                    make(recipe=config.recipe_of(name)), folder, config, stop, console
+                )
+            stop.check(f"Stopped after {name}")
+        if is_first():
+            report.write(config.out, console)
+
+
+def check(config: Config, task: Task, data: Data, mesh: Mesh) -> None:
+    """Refuses what could not be trained, before anything is written.
+
+    Raises:
+      UsageError: If batches or the model do not divide among the devices, or if an
+        optimizer does not take the recipe's hyperparameters.
+    """
+    recipe = config.recipe
+    Batches(data.train, recipe.batch_size, mesh)
+    accumulation(recipe, batch_shards(mesh), config.per_device_batch)
+    evaluation_batch_size(len(data.validation), recipe.batch_size, batch_shards(mesh))
+    for name in config.optimizer:
+        set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
+
+
+def train_and_save(
+    trainer: Trainer,
+    folder: pathlib.Path,
+    config: Config,
+    stop: StopSignal,
+    console: Console,
+) -> None:
+    """Trains to the end from the last checkpoint on, and writes the result."""
+    setup, recipe = trainer.setup, trainer.setup.recipe
+    everies = (
+        config.log_every,
+        config.measure_every,
+        config.checkpoint_every,
+        recipe.validation_every,
+    )
+
+    def pause(step: int) -> bool:
+        return stop.requested(step) or any(_due(step, every, recipe) for every in everies)
+
+    with (
+        in_effect(setup.mesh),
+        Checkpoints(folder / "checkpoints", config.keep, console) as checkpoints,
+    ):
+        state, start = checkpoints.restore(setup) or (setup.initial_state(), 0)
+        with Logs(folder, setup, start, config, console) as logs:
+            for interval in train(trainer, state, start, pause):
+                state, step, stopping = interval.state, interval.step, stop.noted
+                check_finite(interval, checkpoints.latest_step)
+                validating = _due(step, recipe.validation_every, recipe)
+                validation = trainer.evaluate(state) if validating else {}
+                logs.write(interval, validation, _to_measure(step, trainer, config))
+                if stopping or _due(step, config.checkpoint_every, recipe):
+                    checkpoints.save(step, state)
+                if stopping:
+                    label = OPTIMIZERS[recipe.optimizer].label
+                    stop.check(f"{label} stopped at step {step}")
+    _write_result(folder / "result.json", trainer, state, config)
+
+
+def _due(step: int, every: int | None, recipe: Recipe) -> bool:
+    return step == recipe.num_steps or (every is not None and step % every == 0)
+
+
+def _to_measure(step: int, trainer: Trainer, config: Config) -> list[Any]:
+    """The next batches, none of them seen yet, where a measurement is due."""
+    if config.measure_every is None or step % config.measure_every:
+        return []
+    return [trainer.batches[step + index] for index in range(config.measure_batches)]
+
+
+def _write_result(
+    path: pathlib.Path, trainer: Trainer, state: State, config: Config
+) -> None:
+    """Writes down what the end tells; the file says that the training is finished."""
+    params = trainer.setup.abstract["params"]
+    result = {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+    }
+    if config.time_optimizer:
+        optimizer, batch = trainer.setup.optimizer, trainer.batches[0]
+        seconds = time_step(trainer.step, optimizer, state, batch)
+        result["seconds"] = dataclasses.asdict(seconds)
+    if is_first():
+        write_atomically(path, json.dumps(result, indent=2) + "\n")

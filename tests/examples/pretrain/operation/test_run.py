@@ -1,0 +1,234 @@
+"""Three optimizers in one process, from the first step to the report."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from examples.pretrain import compare
+from examples.pretrain.operation import plots
+from examples.pretrain.setup import learning_rates
+from examples.pretrain.tasks import images
+from tests.examples.pretrain import tiny
+
+STEPS, OPTIONS = tiny.STEPS, tiny.OPTIONS
+
+
+@pytest.fixture
+def finished(tmp_path_factory):
+    return tiny.finished_run(tmp_path_factory.getbasetemp())[0]
+
+
+def by_optimizer(rows):
+    names = dict.fromkeys(row["optimizer"] for row in rows)
+    return {name: [row for row in rows if row["optimizer"] == name] for name in names}
+
+
+def test_metrics_hold_every_step_of_every_optimizer(finished):
+    metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))
+    assert list(metrics) == ["adamw", "muon_moonlight", "orscale"]
+    schedule = learning_rates(tiny.config(**OPTIONS).recipe)
+    expected = [float(schedule(step)) for step in range(STEPS)]
+    for rows in metrics.values():
+        assert [int(row["step"]) for row in rows] == list(range(1, STEPS + 1))
+        assert [int(row["tokens"]) for row in rows] == [
+            64 * s for s in range(1, STEPS + 1)
+        ]
+        validated = [int(row["step"]) for row in rows if row["val_loss"]]
+        assert validated == [50, 100, 120]
+        rates = [float(row["learning_rate"]) for row in rows]
+        np.testing.assert_allclose(rates, expected, rtol=1e-4)
+        assert all(float(row["grad_norm"]) > 0 for row in rows)
+        losses = [float(row["train_loss"]) for row in rows]
+        assert np.mean(losses[-5:]) < losses[0] - 1  # It learns.
+
+
+def test_optimizers_share_weights_and_batches(finished):
+    metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))
+    first = {rows[0]["train_loss"] for rows in metrics.values()}
+    assert len(first) == 1
+    second = {name: float(rows[1]["train_loss"]) for name, rows in metrics.items()}
+    # The first ratio is 1: OrScale's first step is Muon+Moonlight's, and not AdamW's.
+    assert second["orscale"] == pytest.approx(second["muon_moonlight"], abs=2e-5)
+    assert second["adamw"] != pytest.approx(second["muon_moonlight"], abs=1e-3)
+    last = {name: rows[-1]["train_loss"] for name, rows in metrics.items()}
+    assert len(set(last.values())) == 3
+
+
+def test_readouts_are_recorded_by_matrix(finished):
+    assert not (finished / "adamw" / "history.csv").exists()
+    rows = tiny.rows(finished / "orscale" / "history.csv")
+    matrices = [f"attention.{name}" for name in ("key", "out", "query", "value")]
+    matrices = [f"blocks.0.{name}" for name in [*matrices, "mlp.down", "mlp.up"]]
+    read = {*range(4, STEPS + 1, 4), *range(50, STEPS + 1, 50)}
+    expected = [f"{name}.kernel" for name in matrices] * len(read)
+    assert [row["matrix"] for row in rows] == expected
+    assert {int(row["step"]) for row in rows} == read
+    metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))["orscale"]
+    for row in rows:
+        assert float(row["calibration"]) > 0
+        clipped = np.clip(float(row["raw_trust_ratio"]), 0.1, 5.0)
+        assert float(row["trust_ratio"]) == pytest.approx(clipped, rel=1e-6)
+        of_step = metrics[int(row["step"]) - 1]
+        assert float(row["loss"]) == pytest.approx(float(of_step["train_loss"]), abs=1e-6)
+    assert any(row["trust_ratio"] != "1" for row in rows)
+
+
+def test_measurements_are_taken_now_and_then(finished):
+    rows = tiny.rows(finished / "orscale" / "history.csv")
+    assert {int(row["step"]) for row in rows if row["signal"]} == {50, 100}
+    for row in rows:
+        if row["signal"]:
+            assert float(row["noise"]) > 0 and float(row["smoothness_stderr"]) > 0
+            assert 1 <= float(row["momentum_stable_rank"]) <= 16
+    of_muon = tiny.rows(finished / "muon_moonlight" / "history.csv")
+    assert {row["trust_ratio"] + row["signal"] for row in of_muon} == {""}
+    assert all(float(row["weight_norm"]) > 0 for row in of_muon)
+
+
+def test_what_is_wrong_is_said_once(tmp_path, capsys):
+    data = tiny.write_texts(tmp_path / "texts")
+    options = {"optimizer": ("orscale",), "learning_rate": 0.5, "log_every": 1}
+    assert tiny.main(tiny.arguments(data, tmp_path / "run", **options)) == 0
+    assert capsys.readouterr().out.count("Large steps") == 1
+
+
+def test_a_report_is_written(finished):
+    assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
+
+
+def test_summary(finished):
+    metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))
+    summary = tiny.rows(finished / "summary.csv")
+    assert [row["label"] for row in summary] == ["AdamW", "Muon+Moonlight", "OrScale"]
+    for row in summary:
+        assert row["val_loss"] == metrics[row["optimizer"]][-1]["val_loss"]
+        assert float(row["optimizer_share"]) > 0
+        assert float(row["seconds_per_step"]) > 0
+        assert int(row["parameters"]) == 256 * 16 + 12 * 16**2 + 3 * 16
+
+
+def assert_drawn(path, width=1500):
+    image = np.asarray(Image.open(path).convert("RGB"))
+    assert image.shape[1] == width
+    assert len(np.unique(image @ [1, 256, 65_536])) > 50  # Something is drawn.
+
+
+@pytest.mark.parametrize("name", ["losses.png", "orscale/trust_ratios.png"])
+def test_figures(finished, name):
+    assert_drawn(finished / name)
+
+
+def test_the_figure_of_the_loads_of_experts(tmp_path):
+    rows = [
+        {"step": str(step), "layer": str(layer), "expert": str(e), "share": str(share)}
+        for step in (4, 8)
+        for layer in range(2)
+        for e, share in enumerate((0.5, 0.25, 0.25))
+    ]
+    plots.draw_loads(tmp_path / "loads.png", rows, "Model; rate; seed")
+    assert_drawn(tmp_path / "loads.png")
+
+
+def test_nothing_is_reported_of_what_there_is_not(finished):
+    for name in ("adamw", "muon_moonlight"):
+        assert not (finished / name / "trust_ratios.png").exists()
+        assert not (finished / name / "report").exists()
+    assert not list(finished.glob("*/expert_loads.*"))
+
+
+@pytest.mark.slow
+def test_optimizers_come_one_by_one_too(finished, tmp_path_factory, tmp_path):
+    """What one does depends on no other."""
+    data = tiny.finished_run(tmp_path_factory.getbasetemp())[1]
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "muon_moonlight")
+    (tmp_path / "metrics.csv").unlink()
+    options = OPTIONS | {"optimizer": ("muon_moonlight",)}
+    assert tiny.main(tiny.arguments(data, tmp_path, **options)) == 0
+    again, before = (tiny.rows(out / "metrics.csv") for out in (tmp_path, finished))
+    assert [r | {"seconds": ""} for r in again] == [r | {"seconds": ""} for r in before]
+
+
+# Images.
+
+IMAGES = """
+    --recipe demo-vision --optimizer muon_moonlight --model.widths 4 4 4 4
+    --model.residual 1 --batch-size 20 --steps 3 --warmup-steps 1 --val-every 2
+    --log-every 2 --cutout 4 --tensorboard
+"""
+
+
+def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(images, "SHAPES_TO_TRAIN", 100)
+    monkeypatch.setattr(images, "SHAPES_TO_VALIDATE", 40)
+    assert tiny.main([*IMAGES.split(), "--out", str(tmp_path)]) == 0
+    rows = tiny.rows(tmp_path / "metrics.csv")
+    assert [row["images"] for row in rows] == ["20", "40", "60"]
+    assert [bool(row["val_accuracy"]) for row in rows] == [False, True, True]
+    [summary] = tiny.rows(tmp_path / "summary.csv")
+    assert summary["val_accuracy"] == rows[-1]["val_accuracy"]
+    per_second = 20 / float(summary["seconds_per_step"])
+    assert float(summary["items_per_second"]) == pytest.approx(per_second, rel=0.01)
+    history = tiny.rows(tmp_path / "muon_moonlight" / "history.csv")
+    assert {row["class"] for row in history} == {"convolution"}
+    assert {row["step"] for row in history} == {"2"}
+    shown = capsys.readouterr().out
+    assert "100 images to train on, 40 to validate on, from drawings of" in shown
+    assert f"{float(summary['val_accuracy']):.2%}" in shown
+    [events] = (tmp_path / "muon_moonlight" / "tensorboard").iterdir()
+    written = events.read_bytes()
+    for tag in ("train/loss", "grad_norm", "images/s", "val/loss", "val/accuracy"):
+        assert tag.encode() in written
+
+
+# Several seeds side by side.
+
+
+def copy_as_seed(finished, folder, seed, shift):
+    """A run like `finished` of another seed, whose OrScale ends lower by `shift`."""
+    shutil.copytree(finished, folder)
+    facts = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(facts | {"seed": seed}))
+    lines = []
+    for row in tiny.rows(folder / "metrics.csv"):
+        if row["val_loss"] and row["optimizer"] == "orscale":
+            row["val_loss"] = str(float(row["val_loss"]) - shift)
+        lines.append(",".join(row.values()))
+    header = (folder / "metrics.csv").read_text().splitlines()[0]
+    (folder / "metrics.csv").write_text("\n".join([header, *lines]) + "\n")
+    return folder
+
+
+def test_compare(finished, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    other = copy_as_seed(finished, tmp_path / "seed1", seed=1, shift=8.0)
+    figure = tmp_path / "figures" / "seeds.png"
+    assert compare.main([str(finished), str(other), "--out", str(figure)]) == 0
+    table = capsys.readouterr().out
+    summary = tiny.rows(finished / "summary.csv")
+    loss = {row["optimizer"]: float(row["val_loss"]) for row in summary}
+    muon, orscale = loss["muon_moonlight"], loss["orscale"]
+    assert f"{muon:.4f} [{muon:.4f},{muon:.4f}]" in table
+    assert f"{orscale - 4:.4f} [{orscale - 8:.4f},{orscale:.4f}]" in table
+    gap = orscale - muon
+    assert f"{gap - 4:+.4f} [{gap - 8:+.4f},{gap:+.4f}]" in table
+    assert f"{1 + (gap < 0)} of 2" in table
+    assert np.asarray(Image.open(figure)).shape[1] == 1500
+
+
+def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
+    other = copy_as_seed(finished, tmp_path / "other", seed=1, shift=0.0)
+    facts = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(facts | {"model.width": 32}))
+    for runs, message in (
+        ([finished, other], "model.width: 16 and 32"),
+        ([finished, finished], "same seed"),
+        ([finished, tmp_path], "no finished run"),
+        ([], "name the folders"),
+    ):
+        assert compare.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "x.png").exists()
