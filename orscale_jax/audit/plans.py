@@ -15,7 +15,7 @@ from orscale_jax.distributed.platforms import Platform
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.newton_schulz.preconditioning import may_transpose_squares
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 
 _NAMES = 4  # The number of names shown for a stack.
 

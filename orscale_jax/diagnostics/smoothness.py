@@ -20,7 +20,7 @@ from orscale_jax.diagnostics.matrix_leaves import (
 )
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, matrix_axes
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.diagnostics.matrices import vector
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import quoted
 
