@@ -15,28 +15,25 @@ from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    is_axes_leaf,
-    matrix_axes,
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.sharding.param_shardings import (
+    ParamShardings,
+    check as check_param_shardings,
 )
-from orscale_jax.sharding.param_shardings import ParamShardings
+from orscale_jax.transforms.boundary import Stage, on_parameters
 from orscale_jax.transforms.decay import (
     Mask,
     add_decayed_weights,
     check_mask,
     is_mask_function,
-    mask_of_matrices,
 )
-from orscale_jax.transforms.first_update import from_first_nonzero_update, with_moving
-from orscale_jax.transforms.float32 import in_float32
-from orscale_jax.transforms.fusion import of_stacks
-from orscale_jax.transforms.orthogonalize import orthogonalize
-from orscale_jax.transforms.shape import scale_by_shape
-from orscale_jax.transforms.trust_ratio import scale_by_calibrated_trust_ratio
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
+from orscale_jax.transforms.first_update import first_update_stage, with_moving
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
+from orscale_jax.transforms.shape import shape_stage
+from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
+from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.updates import require_valid
 
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
@@ -86,7 +83,7 @@ class Stages:
     Attributes:
       hyperparameters: The hyperparameters of the optimizer.
       params: The parameters or, without them, the updates; None before they are known.
-      axes: The axes of the matrices.
+      matrices: Which of them are matrices.
       orthogonalize: M̃ to Q.
       scale: Q to sQ.
       decay: Adds λW.
@@ -96,7 +93,7 @@ class Stages:
 
     hyperparameters: Hyperparameters
     params: PyTree | None
-    axes: WeightDimensionNumbers
+    matrices: Matrices
     orthogonalize: optax.GradientTransformation
     scale: optax.GradientTransformation
     decay: optax.GradientTransformation
@@ -111,36 +108,37 @@ class Stages:
     @property
     def coupled(self) -> optax.GradientTransformation:
         """M̃ to D = λW + sQ, once a matrix has received momentum."""
-        return self.once_moving(optax.chain(self.direction, self.decay))
+        return self.after_first_update(optax.chain(self.direction, self.decay))
 
     @property
     def decoupled_decay(self) -> optax.GradientTransformation:
         """Adds λW, once a matrix has received a direction."""
-        return self.once_moving(self.decay)
+        return self.after_first_update(self.decay)
 
-    def after_q(self, stage: optax.GradientTransformation) -> "Stages":
+    def after_q(self, stage: Stage) -> "Stages":
         """These stages with another one between Q and s."""
-        orthogonalize = optax.chain(self.orthogonalize, stage)
+        orthogonalize = optax.chain(self.orthogonalize, stage(self.matrices))
         return dataclasses.replace(self, orthogonalize=orthogonalize)
 
-    def once_moving(
+    def after_first_update(
         self, inner: optax.GradientTransformation
     ) -> optax.GradientTransformation:
         """``inner`` from the first update of a matrix that is not zero."""
-        return from_first_nonzero_update(inner, weight_dimension_numbers=self.axes)
+        return first_update_stage(inner, self.matrices)
 
 
-# The links that follow the momentum in the chain: as a rule two, one that makes the
-# direction and the learning rate. They determine the structure of the state.
-Links: TypeAlias = tuple[optax.GradientTransformation, ...]
-Arrangement: TypeAlias = Callable[[Stages], Links]
+# Transformations after the momentum, normally (direction, learning rate). Their nesting
+# is the state's tree: changing it breaks checkpoints.
+ChainTail: TypeAlias = tuple[optax.GradientTransformation, ...]
+Arrangement: TypeAlias = Callable[[Stages], ChainTail]
+StagesOf: TypeAlias = Callable[[PyTree | None, Matrices, Mask | None], Stages]
 
 
 def with_arguments_of(
     optimizer: Callable[Parameters, Optimizer],
     without: tuple[str, ...] = (),
     **defaults: Any,
-) -> Callable[[Callable[..., Links]], Callable[Parameters, Optimizer]]:
+) -> Callable[[Callable[..., ChainTail]], Callable[Parameters, Optimizer]]:
     """Make an optimizer from an arrangement, with the arguments of another optimizer.
 
     Keyword-only parameters of the arrangement become arguments of the optimizer, too.
@@ -158,7 +156,9 @@ def with_arguments_of(
         if name not in without
     ]
 
-    def decorate(arrangement: Callable[..., Links]) -> Callable[Parameters, Optimizer]:
+    def decorate(
+        arrangement: Callable[..., ChainTail],
+    ) -> Callable[Parameters, Optimizer]:
         _, *own = inspect.signature(arrangement).parameters.values()
         signature = inherited.replace(parameters=[*kept, *own])
 
@@ -183,9 +183,10 @@ def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimiz
     """Build Algorithm 1 from its arranged stages, with AdamW for other parameters."""
     h = _normalize(hyperparameters)
     _check(h)
-    _matrices(arrangement, h, None, None)  # The stages refuse bad values before init.
-    partition = _partition(arrangement, h)
-    return on_bare_arrays(require_valid(in_float32(partition, h.mu_dtype)))
+    stages_of = _stages(h)
+    arrangement(stages_of(None, Matrices(jax.tree.structure(()), ()), None))  # Checks.
+    optimizer_of = functools.partial(_optimizer, arrangement, h, stages_of)
+    return on_parameters(optimizer_of, h.mu_dtype)
 
 
 def _normalize(h: Hyperparameters) -> Hyperparameters:
@@ -227,60 +228,73 @@ def _check(h: Hyperparameters) -> None:
     number("adam_weight_decay", h.adam_weight_decay, schedule=True)
 
 
-def _matrices(
-    arrangement: Arrangement,
-    h: Hyperparameters,
-    axes: WeightDimensionNumbers,
-    mask: Mask | None,
-    params: PyTree | None = None,
+def _optimizer(
+    arrangement: Arrangement, h: Hyperparameters, stages_of: StagesOf, params: PyTree
+) -> Optimizer:
+    """The optimizer of given parameters, without boxes.
+
+    Dimension numbers and masks that are functions thus see the whole tree, not just one
+    group of it. Labels and masks replace whole boxes, so that no box is without an array.
+    """
+    matrices = Matrices.of(h.weight_dimension_numbers, params)
+    mask = _resolve_mask(h.weight_decay_mask, params, matrices)
+    labels = jax.tree.map(lambda is_matrix: MATRIX if is_matrix else ADAMW, matrices.mask)
+    groups = {
+        MATRIX: _algorithm_1(arrangement(stages_of(params, matrices, mask)), h, matrices),
+        ADAMW: _adamw(h, mask),
+    }
+    # A function, since optax.partition would call a tree of labels that is callable.
+    return optax.partition(groups, lambda _: labels)
+
+
+def _algorithm_1(
+    tail: ChainTail, h: Hyperparameters, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Algorithm 1."""
-    momentum = optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype)
-    direction, *rest = arrangement(_stages(h, axes, mask, params))
+    direction, *rest = tail
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
-        of_stacks(momentum),
-        with_moving(direction, axes),  # By M̃, since decay alone makes D ≠ 0.
+        optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype),
+        with_moving(direction, matrices),  # By M̃, since decay alone makes D ≠ 0.
         *rest,
     )
 
 
-def _stages(
-    h: Hyperparameters,
-    axes: WeightDimensionNumbers,
-    mask: Mask | None,
-    params: PyTree | None,
-) -> Stages:
-    return Stages(
-        hyperparameters=h,
-        params=params,
-        axes=axes,
-        orthogonalize=orthogonalize(
-            ns_steps=h.ns_steps,
-            ns_coeffs=h.ns_coeffs,
-            ns_dtype=h.ns_dtype,
-            ns_preconditioning=h.ns_preconditioning,
-            ns_products=h.ns_products,
-            mesh=h.mesh,
-            param_shardings=h.param_shardings,
-            weight_dimension_numbers=axes,
-        ),
-        scale=scale_by_shape(h.consistent_rms, weight_dimension_numbers=axes),
-        decay=add_decayed_weights(h.weight_decay, mask),
-        ratio=scale_by_calibrated_trust_ratio(
-            calibrate=h.calibrate,
-            anchor=h.anchor,
-            anchor_steps=h.anchor_steps,
-            r_min=h.r_min,
-            r_max=h.r_max,
-            eps=h.eps,
-            consistent_rms=h.consistent_rms,
-            weight_decay=h.weight_decay,
-            weight_decay_mask=mask,
-            weight_dimension_numbers=axes,
-        ),
-        learning_rate=optax.scale_by_learning_rate(h.learning_rate),
+def _stages(h: Hyperparameters) -> StagesOf:
+    """Check the stages' arguments once, for all parameters."""
+    polar = polar_options(
+        ns_steps=h.ns_steps,
+        ns_coeffs=h.ns_coeffs,
+        ns_dtype=h.ns_dtype,
+        ns_preconditioning=h.ns_preconditioning,
+        ns_products=h.ns_products,
+        mesh=h.mesh,
     )
+    check_param_shardings(h.param_shardings)
+    shape = shape_stage(h.consistent_rms)
+    ratio = TrustRatio(
+        calibrate=h.calibrate,
+        anchor=h.anchor,
+        anchor_steps=h.anchor_steps,
+        r_min=h.r_min,
+        r_max=h.r_max,
+        eps=h.eps,
+        consistent_rms=h.consistent_rms,
+        weight_decay=h.weight_decay,
+    )
+
+    def stages_of(params: PyTree | None, matrices: Matrices, mask: Mask | None) -> Stages:
+        return Stages(
+            hyperparameters=h,
+            params=params,
+            matrices=matrices,
+            orthogonalize=orthogonalize_stage(polar, h.param_shardings, matrices),
+            scale=shape(matrices),
+            decay=add_decayed_weights(h.weight_decay, mask),
+            ratio=trust_ratio_stage(ratio, mask, matrices),
+            learning_rate=optax.scale_by_learning_rate(h.learning_rate),
+        )
+
+    return stages_of
 
 
 def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformation:
@@ -293,48 +307,15 @@ def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformatio
         nesterov=h.adam_nesterov,
     )
     return optax.chain(
-        of_stacks(moments),
+        moments,
         add_decayed_weights(h.adam_weight_decay, mask),
         optax.scale_by_learning_rate(h.adam_learning_rate),
     )
 
 
-def _partition(arrangement: Arrangement, h: Hyperparameters) -> Optimizer:
-    """:func:`optax.partition`, built once the parameters are known.
-
-    Dimension numbers and masks that are functions thus see the whole tree, not just one
-    group of it. Labels and masks replace whole boxes, so that no box is without an array.
-    """
-
-    def build_for(tree: PyTree) -> Optimizer:
-        tree = unbox(tree)
-        axes = matrix_axes(h.weight_dimension_numbers, tree)
-        mask = _resolve_mask(h.weight_decay_mask, tree, axes)
-        labels = jax.tree.map(
-            lambda leaf: ADAMW if isinstance(leaf, optax.MaskedNode) else MATRIX,
-            axes,
-            is_leaf=is_axes_leaf,
-        )
-        matrices = _matrices(arrangement, h, axes, mask, tree)
-        groups = {MATRIX: matrices, ADAMW: _adamw(h, mask)}
-        # A function, since optax.partition would call a tree of labels that is callable.
-        return optax.partition(groups, lambda _: labels)
-
-    def init(params: PyTree) -> optax.OptState:
-        return build_for(params).init(params)
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, optax.OptState]:
-        tree = updates if params is None else params
-        return build_for(tree).update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _resolve_mask(mask: Mask | None, tree: PyTree, axes: PyTree) -> Mask | None:
-    if isinstance(mask, str):
-        return mask_of_matrices(axes)
+def _resolve_mask(mask: Mask | None, tree: PyTree, matrices: Matrices) -> Mask | None:
+    if isinstance(mask, str):  # "matrices"
+        return matrices.mask
     mask = unbox(mask)
     if is_mask_function(mask):
         # optax.tree.map_params passes a placeholder without leaves.

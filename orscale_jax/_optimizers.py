@@ -9,8 +9,8 @@ from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
 from orscale_jax._algorithm import (
+    ChainTail,
     Hyperparameters,
-    Links,
     ScalarOrSchedule,
     Stages,
     build,
@@ -167,7 +167,7 @@ def orscale(
     return build(_orscale, Hyperparameters(**locals()))
 
 
-def _orscale(stages: Stages) -> Links:
+def _orscale(stages: Stages) -> ChainTail:
     """D = λW + sQ and r̂D, then W ← W − ηr̂D."""
     return optax.chain(stages.coupled, stages.ratio), stages.learning_rate
 
@@ -282,6 +282,6 @@ def muon(
     return build(_muon, Hyperparameters(**_UNUSED, **locals()))
 
 
-def _muon(stages: Stages) -> Links:
+def _muon(stages: Stages) -> ChainTail:
     """D = λW + sQ, then W ← W − ηD."""
     return optax.chain(stages.coupled), stages.learning_rate

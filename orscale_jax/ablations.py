@@ -26,17 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orscale_jax._algorithm import Links, Stages, with_arguments_of
+from orscale_jax._algorithm import ChainTail, Stages, with_arguments_of
 from orscale_jax._optimizers import orscale
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    require_matrices,
-)
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.anchors import not_one
-from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import map_matrices, per_matrix_stage, spread
+from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices, broadcast
 from orscale_jax.trees.boxes import PyTree
 
 # The paper's designs use the paper's anchor.
@@ -55,7 +51,7 @@ class _AroundState(NamedTuple):
 def _around(
     inner: optax.GradientTransformation,
     ratio: optax.GradientTransformation,
-    axes: WeightDimensionNumbers,
+    matrices: Matrices,
 ) -> optax.GradientTransformation:
     """Scale the output of ``inner`` by the ratio measured on its input."""
 
@@ -67,14 +63,12 @@ def _around(
     ) -> tuple[PyTree, _AroundState]:
         _, ratio_state = ratio.update(updates, state.ratio, params)
         directions, inner_state = inner.update(updates, state.inner, params)
-        axes_tree = require_matrices(axes, updates)
-        scaled = map_matrices(
-            lambda at, direction, r: spread(at, r, direction) * direction,
-            axes_tree,
+        scaled = matrices.map(
+            lambda at, direction, r: broadcast(at, r, direction) * direction,
             directions,
             ratio_state.trust_ratio,
         )
-        norms = functools.partial(map_matrices, _norms, axes_tree)
+        norms = functools.partial(matrices.map, _norms)
         like = ratio_state.weight_norm
         weight_norm, direction_norm = norms(params, like), norms(directions, like)
         ratio_state = ratio_state._replace(
@@ -102,7 +96,7 @@ def _anchored(state: Any, before: Any) -> Any:
 
 
 def _of_root_mean_squares(
-    ratio: optax.GradientTransformation, axes: WeightDimensionNumbers
+    ratio: optax.GradientTransformation, matrices: Matrices
 ) -> optax.GradientTransformation:
     """The ratio with RMS instead of Frobenius norms; its state holds the result."""
 
@@ -112,14 +106,12 @@ def _of_root_mean_squares(
     def over_root_of_size(at: LeafAxes, leaf: jax.Array) -> jax.Array:
         return leaf / jnp.asarray(at.by_shape(root_of_size, leaf), leaf.dtype)
 
-    rescale = per_matrix_stage(over_root_of_size, axes)
-
     def update(
         updates: PyTree, state: optax.OptState, params: PyTree | None = None
     ) -> tuple[PyTree, optax.OptState]:
-        rescaled, _ = rescale.update(updates, optax.EmptyState())
-        rescaled_params, _ = rescale.update(params, optax.EmptyState())
-        return ratio.update(rescaled, state, rescaled_params)
+        rescaled = (matrices.map(over_root_of_size, tree) for tree in (updates, params))
+        rescaled_updates, rescaled_params = rescaled
+        return ratio.update(rescaled_updates, state, rescaled_params)
 
     return optax.GradientTransformation(ratio.init, update)
 
@@ -150,7 +142,7 @@ def _calibrated_in_bfloat16(
 
 
 @_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
-def polar_factor_denominator(stages: Stages) -> Links:
+def polar_factor_denominator(stages: Stages) -> ChainTail:
     r"""Replaces the applied direction in the denominator by :math:`\|Q\|_F`.
 
     .. math::
@@ -183,7 +175,7 @@ def polar_factor_denominator(stages: Stages) -> Links:
 
 
 @_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
-def momentum_denominator(stages: Stages) -> Links:
+def momentum_denominator(stages: Stages) -> ChainTail:
     r"""Replaces the applied direction in the denominator by :math:`\|\tilde M\|_F`.
 
     .. math::
@@ -214,12 +206,12 @@ def momentum_denominator(stages: Stages) -> Links:
     References:
       Lou & You, *OrScale*, appendix C (the paper's code: ``mutrust``).
     """
-    scaled = _around(stages.direction, stages.ratio, stages.axes)
+    scaled = _around(stages.direction, stages.ratio, stages.matrices)
     return optax.chain(scaled, stages.decoupled_decay), stages.learning_rate
 
 
 @_ablation(calibrate=False, r_min=0.5, r_max=1.5)
-def momentum_rms_denominator(stages: Stages) -> Links:
+def momentum_rms_denominator(stages: Stages) -> ChainTail:
     r"""Replaces the applied direction in the denominator by RMS(M̃), with s.
 
     .. math::
@@ -247,13 +239,13 @@ def momentum_rms_denominator(stages: Stages) -> Links:
     References:
       Lou & You, *OrScale*, appendix C (the paper's code: ``muscale``).
     """
-    ratio = _of_root_mean_squares(stages.ratio, stages.axes)
-    scaled = _around(stages.direction, ratio, stages.axes)
+    ratio = _of_root_mean_squares(stages.ratio, stages.matrices)
+    scaled = _around(stages.direction, ratio, stages.matrices)
     return optax.chain(scaled, stages.decoupled_decay), stages.learning_rate
 
 
 @_ablation(calibrate=False)
-def uncalibrated(stages: Stages) -> Links:
+def uncalibrated(stages: Stages) -> ChainTail:
     r"""Deletes the calibration: c = 1, with Moonlight's s.
 
     .. math::
@@ -285,7 +277,7 @@ def uncalibrated(stages: Stages) -> Links:
 
 
 @_ablation()
-def decoupled_weight_decay(stages: Stages) -> Links:
+def decoupled_weight_decay(stages: Stages) -> ChainTail:
     r"""Deletes the coupling of the decay: the ratio neither scales nor sees it.
 
     .. math::
@@ -318,7 +310,7 @@ def decoupled_weight_decay(stages: Stages) -> Links:
 
 
 @_ablation()
-def bfloat16_calibration(stages: Stages) -> Links:
+def bfloat16_calibration(stages: Stages) -> ChainTail:
     r"""Deletes the precision of the calibration: c in bfloat16.
 
     c is anchored on W and D rounded to bfloat16, and is itself rounded to 8 significant
@@ -347,7 +339,7 @@ def bfloat16_calibration(stages: Stages) -> Links:
 
 
 @_ablation(r_min=-np.inf, r_max=np.inf)
-def unclipped(stages: Stages) -> Links:
+def unclipped(stages: Stages) -> ChainTail:
     r"""Deletes the clip: :math:`\hat r = r`.
 
     The symptom is a transient: r reaches 9.6 in the first 5 % of the paper's steps before

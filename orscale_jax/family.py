@@ -24,29 +24,29 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax._algorithm import Links, Optimizer, Stages, with_arguments_of
+from orscale_jax._algorithm import ChainTail, Optimizer, Stages, with_arguments_of
 from orscale_jax._optimizers import RATIO, orscale
 from orscale_jax.transforms import decay
-from orscale_jax.transforms.initial_norm import keep_initial_norm
-from orscale_jax.transforms.neuron_rms import FULL_RANK, scale_by_neuron_rms
-from orscale_jax.transforms.normalize import INPUTS, NEURONS, normalize_vectors
+from orscale_jax.transforms.initial_norm import initial_norm_stage
+from orscale_jax.transforms.neuron_rms import FULL_RANK, neuron_rms_stage
+from orscale_jax.transforms.normalize import INPUTS, NEURONS, normalize_stage
 from orscale_jax.transforms.pooled_ratio import (
     Classes,
     class_labels,
-    pool_trust_ratios,
+    pooled_ratio_stage,
 )
 from orscale_jax.transforms.recorded_ratio import scale_by_recorded_trust_ratio
 
 
 def _optimizer(
     *without: str,
-) -> Callable[[Callable[..., Links]], Callable[..., Optimizer]]:
+) -> Callable[[Callable[..., ChainTail]], Callable[..., Optimizer]]:
     """Make an optimizer with the arguments of orscale and of the arrangement."""
     return with_arguments_of(orscale, without)
 
 
 @_optimizer(*RATIO, "consistent_rms")
-def hyperball(stages: Stages) -> Links:
+def hyperball(stages: Stages) -> ChainTail:
     r"""Muon on the sphere of each matrix's initial norm (MuonH).
 
     .. math::
@@ -82,14 +82,14 @@ def hyperball(stages: Stages) -> Links:
       Wen et al. 2026, arXiv:2606.16899. The paper keeps R fixed, as here; Marin's code
       uses the norm of the current step instead.
     """
-    step = keep_initial_norm(stages.learning_rate, weight_dimension_numbers=stages.axes)
+    step = initial_norm_stage(stages.learning_rate, stages.matrices)
     return optax.chain(stages.orthogonalize), step
 
 
 @_optimizer(*RATIO)
 def normuon(
     stages: Stages, *, b2: ArrayLike = 0.95, eps: ArrayLike = 1e-8, norm: str = FULL_RANK
-) -> Links:
+) -> ChainTail:
     r"""NorMuon: Muon that divides output neurons by their running root mean square.
 
     .. math::
@@ -124,16 +124,14 @@ def normuon(
       (``nesterov=False``); the authors' code has it, and keeps the norm of Q
       (``norm="kept"``).
     """
-    normalized = scale_by_neuron_rms(
-        b2, eps, norm=norm, weight_dimension_numbers=stages.axes
-    )
+    normalized = neuron_rms_stage(b2, eps, norm)
     return optax.chain(stages.after_q(normalized).coupled), stages.learning_rate
 
 
 @_optimizer(*RATIO)
 def muon_plus(
     stages: Stages, *, order: Sequence[str] = (INPUTS, NEURONS), eps: ArrayLike = 1e-8
-) -> Links:
+) -> ChainTail:
     r"""Muon+: Muon that divides the inputs of Q, then its neurons, by their norms.
 
     Args:
@@ -158,12 +156,12 @@ def muon_plus(
       Zhang et al. 2026, arXiv:2602.21545. Its scale is :math:`\sqrt{n/m}` instead of s,
       and its momentum has no Nesterov term (``nesterov=False``).
     """
-    normalized = normalize_vectors(order, eps, weight_dimension_numbers=stages.axes)
+    normalized = normalize_stage(order, eps)
     return optax.chain(stages.after_q(normalized).coupled), stages.learning_rate
 
 
 @_optimizer()
-def cautious(stages: Stages) -> Links:
+def cautious(stages: Stages) -> ChainTail:
     r"""OrScale that decays only the entries that the update shrinks.
 
     .. math::
@@ -197,7 +195,7 @@ def cautious(stages: Stages) -> Links:
 
 
 @_optimizer()
-def pooled(stages: Stages, *, classes: Classes = None) -> Links:
+def pooled(stages: Stages, *, classes: Classes = None) -> ChainTail:
     r"""OrScale with one ratio for all matrices, or one for each class.
 
     .. math::
@@ -234,20 +232,14 @@ def pooled(stages: Stages, *, classes: Classes = None) -> Links:
     h = stages.hyperparameters
     if stages.params is not None:  # Functions see all parameters, not the matrices alone.
         classes = class_labels(classes, stages.params, stages.params)
-    pooled = pool_trust_ratios(
-        stages.ratio,
-        r_min=h.r_min,
-        r_max=h.r_max,
-        classes=classes,
-        weight_dimension_numbers=stages.axes,
-    )
+    pooled = pooled_ratio_stage(stages.ratio, h.r_min, h.r_max, classes, stages.matrices)
     return optax.chain(stages.coupled, pooled), stages.learning_rate
 
 
 @_optimizer(*RATIO)
 def replayed(
     stages: Stages, *, trust_ratio: ArrayLike | Callable[[jax.Array], jax.Array]
-) -> Links:
+) -> ChainTail:
     r"""Muon+Moonlight whose learning rate is multiplied by recorded ratios.
 
     .. math::

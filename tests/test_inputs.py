@@ -930,9 +930,7 @@ def test_one_state_array_per_matrix_in_a_chain_of_stages():
     old, new = (tree(0, shapes={"stack": (n, 4, 5)}) for n in (1, 3))
     for stage in stages.values():
         optimizer = stage(weight_dimension_numbers={"stack": Dims(1, 2)})
-        refuses(
-            optimizer, optimizer.init(old), new, "array of shape .* parameter 'stack'"
-        )
+        refuses(optimizer, optimizer.init(old), new, "of parameter 'stack' has shape")
 
 
 OTHERS = {

@@ -15,8 +15,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale
 from orscale_jax.flax import nnx_dimension_numbers
-from orscale_jax.parameters.dimension_numbers import matrix_axes
-from orscale_jax.transforms.decay import mask_of_matrices
+from orscale_jax.transforms.matrices import Matrices
 from tests import leaves, oracle
 from tests.runs import VISION, Oracles, readout, run
 
@@ -204,9 +203,9 @@ def test_the_decay_mask_of_the_matrices_on_the_model_of_the_readme():
     exec(source, names)
     model = names["GPT"](16, 8, 1, nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    axes = matrix_axes(nnx_dimension_numbers(model), params)
+    matrices = Matrices.of(nnx_dimension_numbers(model), params)
     # tests/test_citizenship.py shows that the optimizers decay by this mask.
-    kernels = dict(jax.tree_util.tree_leaves_with_path(mask_of_matrices(axes)))
+    kernels = dict(jax.tree_util.tree_leaves_with_path(matrices.mask))
     for path, decays in kernels.items():
         assert decays == (path[-1].key == "kernel"), path
     wide = {path for path, p in jax.tree_util.tree_leaves_with_path(params) if p.ndim > 1}

@@ -6,9 +6,9 @@ import jax
 import optax
 
 from orscale_jax import muon, orscale
-from orscale_jax._algorithm import Links, Stages, with_arguments_of
+from orscale_jax._algorithm import ChainTail, Stages, with_arguments_of
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
-from orscale_jax.transforms.neuron_rms import FULL_RANK, scale_by_neuron_rms
+from orscale_jax.transforms.neuron_rms import FULL_RANK, neuron_rms_stage
 
 # About the mean of 0.2·√max(m, n) in models of width 64.
 ONE_SCALE = 2.0
@@ -55,10 +55,8 @@ def one_scale(
 
 
 @with_arguments_of(orscale)
-def orscale_on_normuon(stages: Stages) -> Links:
+def orscale_on_normuon(stages: Stages) -> ChainTail:
     """OrScale's ratio on NorMuon's direction."""
-    normalized = scale_by_neuron_rms(
-        0.95, 1e-8, norm=FULL_RANK, weight_dimension_numbers=stages.axes
-    )
+    normalized = neuron_rms_stage(0.95, 1e-8, FULL_RANK)
     direction = stages.after_q(normalized).coupled
     return optax.chain(direction, stages.ratio), stages.learning_rate

@@ -31,7 +31,7 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
 

@@ -12,7 +12,7 @@ from orscale_jax.distributed.buckets import Bucket, ShardedArray
 from orscale_jax.distributed.platforms import Platform
 from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 
 _NAMES = 4  # The number of names shown for a stack.
 

@@ -11,7 +11,7 @@ import optax
 
 from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.pooled_ratio import class_labels
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names, quoted

@@ -16,7 +16,7 @@ from orscale_jax.parameters.dimension_numbers import (
     matrix_axes,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.names import name_and_shape
 

@@ -11,9 +11,9 @@ recorded_ratio        multiplies by the ratios of another run
 neuron_rms            divides neurons by their running root mean square
 normalize             scales neurons and inputs to norm 1
 initial_norm          keeps the norms of the matrices
-per_matrix            maps over matrices, and arrays with one entry per matrix
-float32               runs a transformation in float32
-fusion                has XLA merge GPU kernels of small leaves
+matrices              the matrices of a tree, and arrays with one entry for each
+boundary              the one place where boxes, dtypes and axes are resolved
+dtypes                the dtype of norms and ratios
 qk_clip, attention    rescales queries and keys; finds them
 ====================  ================================================================
 

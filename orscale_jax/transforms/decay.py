@@ -10,8 +10,8 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.dimension_numbers import is_axes_leaf, is_function
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+from orscale_jax.parameters.dimension_numbers import is_function
+from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.updates import require_params
 
@@ -37,15 +37,6 @@ def refuse_name(argument: str, mask: Mask | None) -> None:
     if isinstance(mask, str):
         remedy = "only a whole optimizer takes a string; pass a tree of booleans"
         _checks.refuse(argument, mask, remedy)
-
-
-def mask_of_matrices(axes: PyTree) -> PyTree:
-    """The mask called "matrices": True for each leaf that has axes of matrices."""
-
-    def is_matrix(node: Any) -> bool:
-        return not isinstance(node, optax.MaskedNode)
-
-    return jax.tree.map(is_matrix, axes, is_leaf=is_axes_leaf)
 
 
 def add_decayed_weights(
@@ -119,7 +110,15 @@ def add_cautious_decayed_weights(
     """
     _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
     weight_decay = _checks.scheduled("weight_decay", weight_decay)
-    return cautious(add_decayed_weights(weight_decay, mask))
+    stage = cautious(add_decayed_weights(weight_decay, mask))
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None
+    ) -> tuple[PyTree, PyTree]:
+        new, new_state = stage.update(*unbox((updates, state, params)))
+        return rebox(new, updates), rebox(new_state, state)
+
+    return optax.GradientTransformation(stage.init, update)
 
 
 def cautious(decay: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -133,7 +132,7 @@ def cautious(decay: optax.GradientTransformation) -> optax.GradientTransformatio
         decayed, state = decay.update(zeros, state, params)
         return jax.tree.map(_add_where_signs_agree, updates, decayed), state
 
-    return on_bare_arrays(optax.GradientTransformation(decay.init, update))
+    return optax.GradientTransformation(decay.init, update)
 
 
 def _add_where_signs_agree(update: jax.Array, decayed: jax.Array) -> jax.Array:

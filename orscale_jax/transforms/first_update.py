@@ -1,5 +1,6 @@
 """Which matrices have an update, and the wrapper that waits for the first one."""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -7,20 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    require_matrices,
-)
-from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.fusion import in_stacks
-from orscale_jax.transforms.per_matrix import (
-    full_per_matrix,
-    map_matrices,
-    reduce_matrices,
-    require_per_matrix,
-    spread,
-)
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.boundary import on_matrices
+from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.trees.boxes import PyTree
 
 
 class FromFirstNonzeroUpdateState(NamedTuple):
@@ -76,10 +68,18 @@ def from_first_nonzero_update(
     References:
       Lou & You, *OrScale*, Definition 2.
     """
+    stage = functools.partial(first_update_stage, inner)
+    return on_matrices(weight_dimension_numbers, stage)
+
+
+def first_update_stage(
+    inner: optax.GradientTransformation, matrices: Matrices
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`from_first_nonzero_update` for given matrices."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> FromFirstNonzeroUpdateState:
-        started = full_per_matrix(weight_dimension_numbers, params, 0, lambda _: jnp.int8)
+        started = matrices.full(params, 0, lambda _: jnp.int8)
         return FromFirstNonzeroUpdateState(started, inner.init(params))
 
     def update(
@@ -90,33 +90,28 @@ def from_first_nonzero_update(
         moving: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, FromFirstNonzeroUpdateState]:
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
-        require_per_matrix(state.started, axes_tree, updates)
         if moving is None:
-            moving = _moving(axes_tree, updates)
+            moving = moving_matrices(matrices, updates)
         transformed, inner_state = inner.update(
             updates, state.inner_state, params, moving=moving, **extra_args
         )
-        started = map_matrices(
+        started = matrices.map(
             lambda _, before, now: before | now.astype(before.dtype),
-            axes_tree,
             state.started,
             moving,
         )
-        updates = map_matrices(
-            lambda axes, on, u: jnp.where(spread(axes, on, u) != 0, u, jnp.zeros_like(u)),
-            axes_tree,
-            in_stacks(started),
+        updates = matrices.map(
+            lambda _, on, u: jnp.where(on != 0, u, jnp.zeros_like(u)),
+            matrices.broadcast(started, transformed),
             transformed,
         )
         return updates, FromFirstNonzeroUpdateState(started, inner_state)
 
-    return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def with_moving(
-    inner: optax.GradientTransformation,
-    weight_dimension_numbers: WeightDimensionNumbers,
+    inner: optax.GradientTransformation, matrices: Matrices
 ) -> optax.GradientTransformationExtraArgs:
     """Run ``inner`` with the extra argument ``moving``.
 
@@ -128,14 +123,13 @@ def with_moving(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
-        moving = _moving(axes_tree, updates)
+        moving = moving_matrices(matrices, updates)
         return inner.update(updates, state, params, **extra_args | {"moving": moving})
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-def _moving(axes_tree: PyTree, updates: PyTree) -> PyTree:
+def moving_matrices(matrices: Matrices, updates: PyTree) -> PyTree:
     """Whether each matrix has an update, also one that is not finite."""
 
     def at(_: LeafAxes, largest: jax.Array) -> jax.Array:
@@ -143,8 +137,7 @@ def _moving(axes_tree: PyTree, updates: PyTree) -> PyTree:
         # Some platforms flush subnormal numbers to zero, some only where they round.
         return ~(wide < jnp.finfo(wide.dtype).tiny)
 
-    largest = reduce_matrices(_largest, axes_tree, updates)
-    return map_matrices(at, axes_tree, in_stacks(largest))
+    return matrices.map(at, matrices.reduce(_largest, updates))
 
 
 def _largest(leaf: jax.Array, axis: tuple[int, ...]) -> jax.Array:

@@ -8,18 +8,11 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    require_matrices,
-)
-from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import (
-    init_per_matrix,
-    map_matrices,
-    require_per_matrix,
-    spread,
-)
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.boundary import on_matrices
+from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices, broadcast
+from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.updates import require_params
 
@@ -84,10 +77,18 @@ def keep_initial_norm(
       Hyperball Optimization*, arXiv:2606.16899. Marin's public code uses the norm of the
       current step for R; Dion's code fixes R, as here and in the paper.
     """
+    stage = functools.partial(initial_norm_stage, inner)
+    return on_matrices(weight_dimension_numbers, stage)
+
+
+def initial_norm_stage(
+    inner: optax.GradientTransformation, matrices: Matrices
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`keep_initial_norm` for given matrices."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> InitialNormState:
-        norms = init_per_matrix(weight_dimension_numbers, params, _norms)
+        norms = matrices.entries(params, _norms)
         _refuse_zeros(unbox(norms), unbox(params))
         return InitialNormState(norms, inner.init(params))
 
@@ -98,16 +99,14 @@ def keep_initial_norm(
         **extra_args: Any,
     ) -> tuple[PyTree, InitialNormState]:
         require_params(params)
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
-        require_per_matrix(state.initial_norm, axes_tree, updates)
-        on_sphere = map_matrices(_to_norm, axes_tree, updates, state.initial_norm)
+        on_sphere = matrices.map(_to_norm, updates, state.initial_norm)
         steps, inner_state = inner.update(
             on_sphere, state.inner_state, params, **extra_args
         )
-        changes = map_matrices(_change, axes_tree, steps, params, state.initial_norm)
+        changes = matrices.map(_change, steps, params, state.initial_norm)
         return changes, InitialNormState(state.initial_norm, inner_state)
 
-    return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _norms(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
@@ -120,7 +119,7 @@ def _to_norm(axes: LeafAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
     found = axes.norms(wide)
     # A zero norm was not refused where ``init`` was compiled: here it shows as NaN.
     factor = jnp.where(norm == 0, jnp.nan, norm) / jnp.where(found == 0, 1, found)
-    return (spread(axes, factor, wide) * wide).astype(leaf.dtype)
+    return (broadcast(axes, factor, wide) * wide).astype(leaf.dtype)
 
 
 def _change(
@@ -133,7 +132,7 @@ def _change(
     moved = jnp.where(still, norm, axes.norms(w + by))
     # Not R (W + step) / ‖W + step‖ − W, which would round off the digits of the step.
     factor, shrinkage = norm / moved, (norm - moved) / moved
-    change = spread(axes, factor, by) * by + spread(axes, shrinkage, w) * w
+    change = broadcast(axes, factor, by) * by + broadcast(axes, shrinkage, w) * w
     return change.astype(step.dtype)
 
 

@@ -1,7 +1,7 @@
 """The stage of NorMuon: divides every neuron by its running root mean square."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,11 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    is_axes_leaf,
-    require_matrices,
-)
-from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import (
-    full_per_matrix,
-    map_matrices,
-    require_per_matrix,
-    spread,
-)
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.boundary import Stage, on_matrices
+from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices, broadcast
+from orscale_jax.trees.boxes import PyTree
 
 FULL_RANK, KEPT = NORMS = ("full_rank", "kept")
 
@@ -85,13 +77,14 @@ def scale_by_neuron_rms(
       Li et al. 2025, *NorMuon*, arXiv:2510.05491, Algorithm 1. Its momentum is an average
       without Nesterov's term (here ``nesterov=False``; a sum has the same Q).
     """
+    return on_matrices(weight_dimension_numbers, neuron_rms_stage(b2, eps, norm))
+
+
+def neuron_rms_stage(b2: ArrayLike, eps: ArrayLike, norm: str) -> Stage:
+    """:func:`scale_by_neuron_rms` for given matrices."""
     _checks.number("b2", b2, at_least=0, below=1)
     _checks.number("eps", eps, at_least=0)
     _checks.choice("norm", norm, NORMS)
-
-    def init(params: PyTree) -> NeuronRMSState:
-        neurons = _neurons(require_matrices(weight_dimension_numbers, params))
-        return NeuronRMSState(full_per_matrix(neurons, params, 0.0, compute_dtype))
 
     def average(axes: LeafAxes, before: jax.Array, now: jax.Array) -> jax.Array:
         decay = jnp.asarray(b2, before.dtype)
@@ -109,28 +102,23 @@ def scale_by_neuron_rms(
         else:
             wanted = jnp.asarray(axes.batch_by_shape(_full_rank, q), v.dtype)
         factor = jnp.sqrt(wanted / jnp.where(found == 0, 1, found))
-        per_neuron = spread(entries, factor, inverse) * inverse
-        return (spread(axes.neurons, per_neuron, wide) * wide).astype(q.dtype)
+        per_neuron = broadcast(entries, factor, inverse) * inverse
+        return (broadcast(axes.neurons, per_neuron, wide) * wide).astype(q.dtype)
 
-    def update(
-        updates: PyTree, state: NeuronRMSState, params: PyTree | None = None
-    ) -> tuple[PyTree, NeuronRMSState]:
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
-        require_per_matrix(state.neuron_mean_square, _neurons(axes_tree), updates)
-        now = map_matrices(_mean_squares, axes_tree, updates)
-        v = map_matrices(average, axes_tree, state.neuron_mean_square, now)
-        return map_matrices(scale, axes_tree, updates, now, v), NeuronRMSState(v)
+    def stage(matrices: Matrices) -> optax.GradientTransformation:
+        def init(params: PyTree) -> NeuronRMSState:
+            return NeuronRMSState(matrices.neurons.full(params, 0.0, compute_dtype))
 
-    return on_bare_arrays(optax.GradientTransformation(init, update))
+        def update(
+            updates: PyTree, state: NeuronRMSState, params: PyTree | None = None
+        ) -> tuple[PyTree, NeuronRMSState]:
+            now = matrices.map(_mean_squares, updates)
+            v = matrices.map(average, state.neuron_mean_square, now)
+            return matrices.map(scale, updates, now, v), NeuronRMSState(v)
 
+        return optax.GradientTransformation(init, update)
 
-def _neurons(axes_tree: PyTree) -> PyTree:
-    """The axes that make each neuron a matrix, leaf by leaf."""
-
-    def of_leaf(axes: Any) -> Any:
-        return axes if isinstance(axes, optax.MaskedNode) else axes.neurons
-
-    return jax.tree.map(of_leaf, axes_tree, is_leaf=is_axes_leaf)
+    return stage
 
 
 def _mean_squares(axes: LeafAxes, q: jax.Array) -> jax.Array:

@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import per_matrix_stage, spread
+from orscale_jax.transforms.boundary import Stage, on_matrices
+from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices, broadcast
 
 NEURONS, INPUTS = VECTORS = ("neurons", "inputs")
 
@@ -64,6 +65,11 @@ def normalize_vectors(
     References:
       Zhang et al. 2026, *Muon+*, arXiv:2602.21545.
     """
+    return on_matrices(weight_dimension_numbers, normalize_stage(order, eps))
+
+
+def normalize_stage(order: Sequence[str], eps: ArrayLike) -> Stage:
+    """:func:`normalize_vectors` for given matrices."""
     order = (order,) if isinstance(order, str) else order
     if not isinstance(order, tuple | list) or not order:
         _checks.refuse("order", order, "pass 'neurons' or 'inputs' or a list of them")
@@ -78,7 +84,10 @@ def normalize_vectors(
             each = axes.neurons if vectors == NEURONS else axes.inputs
             square = each.reduce(jnp.sum, jnp.square(x)) + jnp.asarray(eps, dtype)
             inverse = jax.lax.rsqrt(jnp.where(square == 0, 1, square))
-            x = spread(each, inverse, x) * x
+            x = broadcast(each, inverse, x) * x
         return x.astype(leaf.dtype)
 
-    return per_matrix_stage(normalize, weight_dimension_numbers)
+    def stage(matrices: Matrices) -> optax.GradientTransformation:
+        return optax.stateless(lambda updates, _: matrices.map(normalize, updates))
+
+    return stage

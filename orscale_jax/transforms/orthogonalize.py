@@ -1,8 +1,6 @@
 """The stage that replaces every matrix by its polar factor."""
 
 import functools
-from collections.abc import Iterator
-from typing import Any
 
 import jax
 import optax
@@ -15,12 +13,7 @@ from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.newton_schulz import arithmetic, preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
-from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    is_axes_leaf,
-    require_matrices,
-)
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.parameters.matrix_specs import matrix_specs
 from orscale_jax.sharding import (
     meshes,
@@ -28,8 +21,9 @@ from orscale_jax.sharding import (
     typed_sharding,
 )
 from orscale_jax.sharding.param_shardings import ParamShardings
-from orscale_jax.transforms.per_matrix import map_matrices
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+from orscale_jax.transforms.boundary import on_matrices
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.trees.boxes import PyTree
 
 
 def orthogonalize(
@@ -82,6 +76,31 @@ def orthogonalize(
     References:
       Lou & You, *OrScale*, eq. (1) and Algorithm 1, line 3.
     """
+    options = polar_options(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        ns_preconditioning=ns_preconditioning,
+        ns_products=ns_products,
+        max_stack_bytes=max_stack_bytes,
+        mesh=mesh,
+    )
+    _param_shardings.check(param_shardings)
+    stage = functools.partial(orthogonalize_stage, options, param_shardings)
+    return on_matrices(weight_dimension_numbers, stage)
+
+
+def polar_options(
+    *,
+    ns_steps: int | jax.Array,
+    ns_coeffs: Coefficients,
+    ns_dtype: DTypeLike | None,
+    ns_preconditioning: str,
+    ns_products: str,
+    max_stack_bytes: int | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+) -> PolarOptions:
+    """Arguments of :func:`orthogonalize`, checked."""
     _checks.count("ns_steps", ns_steps)
     _checks.dtype("ns_dtype", ns_dtype)
     preconditioning.check("ns_preconditioning", ns_preconditioning)
@@ -89,61 +108,41 @@ def orthogonalize(
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
-    _param_shardings.check(param_shardings)
     settings = NewtonSchulz(
         steps=ns_steps,
         table=coefficient_table(ns_coeffs, argument="ns_coeffs"),
         preconditioning=ns_preconditioning,
         dtype=ns_dtype,
     )
-    return orthogonalize_by(
-        PolarOptions(settings, max_stack_bytes, mesh),
-        param_shardings,
-        weight_dimension_numbers,
-    )
+    return PolarOptions(settings, max_stack_bytes, mesh)
 
 
-def orthogonalize_by(
-    options: PolarOptions,
-    param_shardings: ParamShardings = None,
-    weight_dimension_numbers: WeightDimensionNumbers = None,
+def orthogonalize_stage(
+    options: PolarOptions, param_shardings: ParamShardings, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """:func:`orthogonalize` of checked settings, on given platforms."""
+    """:func:`orthogonalize` for given matrices."""
 
     def init(params: PyTree) -> optax.EmptyState:
-        require_matrices(weight_dimension_numbers, params)
         _param_shardings.note_annotations(params)
         return optax.EmptyState()
 
     def update(
         updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
     ) -> tuple[PyTree, optax.EmptyState]:
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
         # Factors are sharded as the parameters: where momentum is sharded and weights
         # are not, Q is gathered here, in the dtype of the products.
         like = updates if params is None else params
-        matrices = map_matrices(lambda axes, x: axes.matrices(x), axes_tree, updates)
-        specs = map_matrices(_typed_specs, axes_tree, updates, like)
-        factors = engine.polar_factors(
-            jax.tree.leaves(matrices),
-            jax.tree.leaves(specs),
-            _auto_specs(param_shardings, axes_tree, updates, options.mesh),
-            options,
-        )
-        join = functools.partial(_join, iter(factors))
-        return map_matrices(join, axes_tree, updates, like), state
+        specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
+        auto_specs = _auto_specs(param_shardings, matrices, updates, options.mesh)
+        qs = engine.polar_factors(matrices.parts(updates), specs, auto_specs, options)
+        return matrices.join(qs, like), state
 
-    return on_bare_arrays(optax.GradientTransformation(init, update))
-
-
-def _typed_specs(axes: LeafAxes, _: jax.Array, like: jax.Array) -> list[PartitionSpec]:
-    """The shardings of the matrices of ``like``, where its type has any."""
-    return [PartitionSpec(*typed_sharding.spec(part)) for part in axes.matrices(like)]
+    return optax.GradientTransformation(init, update)
 
 
 def _auto_specs(
     param_shardings: ParamShardings,
-    axes_tree: PyTree,
+    matrices: Matrices,
     updates: PyTree,
     given_mesh: Mesh | AbstractMesh | None,
 ) -> list[PartitionSpec] | None:
@@ -154,24 +153,8 @@ def _auto_specs(
     specs = _param_shardings.specs_of(param_shardings, updates, mesh)
     if specs is None:
         return None
-
-    def of_leaf(axes: Any, leaf: Any, spec: Any) -> Any:
-        if isinstance(axes, optax.MaskedNode):
-            return axes
-        return matrix_specs(axes, leaf.shape, spec, mesh)
-
-    tree = jax.tree.map(of_leaf, axes_tree, updates, specs, is_leaf=is_axes_leaf)
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, PartitionSpec))
-
-
-def _join(
-    factors: Iterator[jax.Array], axes: LeafAxes, _: jax.Array, leaf: jax.Array
-) -> jax.Array:
-    """The next factors, shaped and sharded like a leaf."""
-
-    def part(index: int) -> jax.Array:
-        like = jax.eval_shape(functools.partial(axes.part, index=index), leaf)
-        return axes.within.from_matrices(next(factors), like)
-
-    joined = axes.join([part(index) for index in range(len(axes.labels))])
-    return typed_sharding.shard_like(joined, leaf)
+    trees = matrices.leaves(updates), matrices.leaves(specs)
+    rows = zip(matrices.of_leaves, *trees, strict=True)
+    return [
+        part for axes, x, spec in rows for part in matrix_specs(axes, x.shape, spec, mesh)
+    ]

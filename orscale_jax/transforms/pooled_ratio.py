@@ -1,5 +1,6 @@
 """The wrapper that gives all matrices one trust ratio, or each class one."""
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -11,15 +12,12 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    is_function,
-    require_matrices,
-)
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, is_function
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.per_matrix import map_matrices, spread
+from orscale_jax.transforms.boundary import on_matrices
+from orscale_jax.transforms.matrices import Matrices, broadcast
 from orscale_jax.transforms.trust_ratio import ratio_bounds
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays, unbox
+from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.updates import require_params
@@ -88,8 +86,23 @@ def pool_trust_ratios(
     _checks.number("r_min", r_min)
     _checks.number("r_max", r_max, at_least=0, infinite=True)
     _checks.ordered("r_min", r_min, "r_max", r_max)
+    stage = functools.partial(pooled_ratio_stage, ratio, r_min, r_max, classes)
+    return on_matrices(weight_dimension_numbers, stage)
 
+
+def pooled_ratio_stage(
+    ratio: optax.GradientTransformation,
+    r_min: ArrayLike,
+    r_max: ArrayLike,
+    classes: Classes,
+    matrices: Matrices,
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`pool_trust_ratios` for given matrices and checked bounds."""
     ratio = optax.with_extra_args_support(ratio)
+
+    def clip(_: LeafAxes, raw: jax.Array, mean: jax.Array) -> jax.Array:
+        clipped = jnp.clip(mean, r_min, r_max).astype(raw.dtype)
+        return jnp.where(jnp.isfinite(raw), clipped, raw)
 
     def update(
         updates: PyTree,
@@ -100,35 +113,24 @@ def pool_trust_ratios(
         **_: Any,
     ) -> tuple[PyTree, Any]:
         require_params(params)
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
         _, measured = ratio.update(updates, state, params, moving=moving)
-        counts = map_matrices(
-            _counts,
-            axes_tree,
-            measured.calibration,
-            measured.raw_trust_ratio,
-            measured.weight_norm,
-            measured.direction_norm if moving is None else moving,
+        raw = measured.raw_trust_ratio
+        norms = measured.direction_norm if moving is None else moving
+        counts = matrices.map(
+            _counts, measured.calibration, raw, measured.weight_norm, norms
         )
         labels = class_labels(classes, params, updates)
         _require_labels(labels, updates)
-        pooled = _pooled(labels, measured.raw_trust_ratio, counts)
-
-        def clip(_: LeafAxes, raw: jax.Array, mean: jax.Array) -> jax.Array:
-            clipped = jnp.clip(mean, r_min, r_max).astype(raw.dtype)
-            return jnp.where(jnp.isfinite(raw), clipped, raw)
-
-        ratios = map_matrices(clip, axes_tree, measured.raw_trust_ratio, pooled)
-        scaled = map_matrices(
-            lambda axes, u, r: (spread(axes, r, u) * u).astype(u.dtype),
-            axes_tree,
+        ratios = matrices.map(clip, raw, _pooled(labels, raw, counts))
+        scaled = matrices.map(
+            lambda axes, u, r: (broadcast(axes, r, u) * u).astype(u.dtype),
             updates,
             ratios,
         )
         bounds = ratio_bounds(params, r_min, r_max)
         return scaled, measured._replace(trust_ratio=ratios, bounds=bounds)
 
-    return on_bare_arrays(optax.GradientTransformationExtraArgs(ratio.init, update))
+    return optax.GradientTransformationExtraArgs(ratio.init, update)
 
 
 def _counts(

@@ -10,8 +10,9 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.per_matrix import per_matrix_stage
+from orscale_jax.transforms.boundary import Stage, on_matrices
+from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices
 
 
 def scale_by_shape(
@@ -47,17 +48,29 @@ def scale_by_shape(
     References:
       Liu et al. 2025, arXiv:2502.16982, section 2.2; Lou & You, *OrScale*, section 2.
     """
-    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+    stage = shape_stage(consistent_rms)
     if consistent_rms is None:
         return optax.identity()
+    return on_matrices(weight_dimension_numbers, stage)
 
-    def root_of_larger(m: int, n: int) -> float:
-        return math.sqrt(max(m, n))
 
-    def scale(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+def shape_stage(consistent_rms: ArrayLike | None) -> Stage:
+    """:func:`scale_by_shape` for given matrices."""
+    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+
+    def scaled(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         rms = jnp.asarray(consistent_rms, dtype)
-        factor = rms * jnp.asarray(axes.by_shape(root_of_larger, leaf), dtype)
+        factor = rms * jnp.asarray(axes.by_shape(_root_of_larger, leaf), dtype)
         return (factor * leaf.astype(dtype)).astype(leaf.dtype)
 
-    return per_matrix_stage(scale, weight_dimension_numbers)
+    def stage(matrices: Matrices) -> optax.GradientTransformation:
+        if consistent_rms is None:
+            return optax.identity()
+        return optax.stateless(lambda updates, _: matrices.map(scaled, updates))
+
+    return stage
+
+
+def _root_of_larger(m: int, n: int) -> float:
+    return math.sqrt(max(m, n))

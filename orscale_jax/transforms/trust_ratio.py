@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -12,28 +12,19 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    require_matrices,
-)
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import anchors
+from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.decay import (
     Mask,
     add_decayed_weights,
     is_mask_function,
     refuse_name,
 )
-from orscale_jax.transforms.float32 import compute_dtype
-from orscale_jax.transforms.fusion import in_stacks
-from orscale_jax.transforms.per_matrix import (
-    full_per_matrix,
-    map_matrices,
-    matrix_norms,
-    require_per_matrix,
-    spread,
-)
-from orscale_jax.trees.boxes import PyTree, on_bare_arrays
+from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices, broadcast
+from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.updates import require_params
 
 
@@ -85,6 +76,9 @@ class LargestDirectionState(NamedTuple):
     anchor_count: PyTree
     #: The bounds.
     bounds: jax.Array
+
+
+State: TypeAlias = CalibratedTrustRatioState | LargestDirectionState
 
 
 def scale_by_calibrated_trust_ratio(
@@ -179,58 +173,103 @@ def scale_by_calibrated_trust_ratio(
       Lou & You, *OrScale*, Definitions 1 and 2, Algorithm 1, lines 4 to 11. The anchors
       ``"full_rank"`` and ``"largest"`` are this library's own.
     """
-    _checks.flag("calibrate", calibrate)
-    _checks.choice("anchor", anchor, anchors.ANCHORS)
-    _checks.number("anchor_steps", anchor_steps, at_least=1)
-    _checks.number("r_min", r_min)
-    _checks.number("r_max", r_max, at_least=0, infinite=True)
-    _checks.ordered("r_min", r_min, "r_max", r_max)
-    _checks.number("eps", eps, at_least=0)
-    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
-    _checks.number("weight_decay", weight_decay, at_least=0, schedule=True)
     refuse_name("weight_decay_mask", weight_decay_mask)
-    rule = anchors.ANCHORS[anchor] if calibrate else anchors.UNCALIBRATED
-    ratio = _TrustRatio(rule, consistent_rms, (eps, r_min, r_max, anchor_steps))
+    ratio = TrustRatio(
+        calibrate=calibrate,
+        anchor=anchor,
+        anchor_steps=anchor_steps,
+        r_min=r_min,
+        r_max=r_max,
+        eps=eps,
+        consistent_rms=consistent_rms,
+        weight_decay=weight_decay,
+    )
+    stage = functools.partial(trust_ratio_stage, ratio, weight_decay_mask)
+    return on_matrices(weight_dimension_numbers, stage)
 
-    def init(params: PyTree) -> Any:
-        def filled(value: float, dtype: Any = compute_dtype) -> PyTree:
-            return full_per_matrix(weight_dimension_numbers, params, value, dtype)
 
-        c = filled(0.0 if calibrate else 1.0)
-        ratios = filled(1.0), filled(1.0)
-        norms = filled(0.0), filled(0.0), filled(0.0)
-        bounds = ratio_bounds(params, r_min, r_max)
-        if rule.counts:
-            count = filled(0, lambda _: jnp.int32)
-            return LargestDirectionState(c, *ratios, *norms, count, bounds)
-        return CalibratedTrustRatioState(c, *ratios, *norms, bounds)
+@dataclasses.dataclass(frozen=True)
+class TrustRatio:
+    """Arguments of :func:`scale_by_calibrated_trust_ratio`, under their names."""
+
+    calibrate: bool
+    anchor: str
+    anchor_steps: ArrayLike
+    r_min: ArrayLike
+    r_max: ArrayLike
+    eps: ArrayLike
+    consistent_rms: ArrayLike | None
+    weight_decay: ArrayLike | optax.Schedule
+
+    def __post_init__(self) -> None:
+        """Refuse bad values."""
+        _checks.flag("calibrate", self.calibrate)
+        _checks.choice("anchor", self.anchor, anchors.ANCHORS)
+        _checks.number("anchor_steps", self.anchor_steps, at_least=1)
+        _checks.number("r_min", self.r_min)
+        _checks.number("r_max", self.r_max, at_least=0, infinite=True)
+        _checks.ordered("r_min", self.r_min, "r_max", self.r_max)
+        _checks.number("eps", self.eps, at_least=0)
+        _checks.number("consistent_rms", self.consistent_rms, at_least=0, optional=True)
+        _checks.number("weight_decay", self.weight_decay, at_least=0, schedule=True)
+
+    @property
+    def rule(self) -> anchors.Anchor:
+        """The rule that sets c."""
+        return anchors.ANCHORS[self.anchor] if self.calibrate else anchors.UNCALIBRATED
+
+    def limits(self, dtype: jnp.dtype) -> anchors.Limits:
+        """The numbers in the formula of the ratio."""
+        given = self.eps, self.r_min, self.r_max, self.anchor_steps
+        return anchors.Limits(*(jnp.asarray(limit, dtype) for limit in given))
+
+
+def trust_ratio_stage(
+    ratio: TrustRatio, mask: Mask | None, matrices: Matrices
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`scale_by_calibrated_trust_ratio` for given matrices."""
+    rule = ratio.rule
+
+    def init(params: PyTree) -> State:
+        full = functools.partial(matrices.full, params, dtype=compute_dtype)
+        entries = {
+            "calibration": full(value=0.0 if ratio.calibrate else 1.0),
+            "raw_trust_ratio": full(value=1.0),
+            "trust_ratio": full(value=1.0),
+            "weight_norm": full(value=0.0),
+            "direction_norm": full(value=0.0),
+            "anchor_weight_norm": full(value=0.0),
+            "bounds": ratio_bounds(params, ratio.r_min, ratio.r_max),
+        }
+        if not rule.counts:
+            return CalibratedTrustRatioState(**entries)
+        count = matrices.full(params, 0, lambda _: jnp.int32)
+        return LargestDirectionState(**entries, anchor_count=count)
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: State,
         params: PyTree | None = None,
         *,
         moving: PyTree | None = None,
         **_: Any,
-    ) -> tuple[PyTree, Any]:
+    ) -> tuple[PyTree, State]:
         require_params(params)
-        axes_tree = require_matrices(weight_dimension_numbers, updates)
-        require_per_matrix(state.calibration, axes_tree, updates)
-        given = weight_decay, weight_decay_mask
-        decays = _decay_of_leaves(*(given if rule.needs_full_rank else (0, None)), params)
-        *per_matrix, _ = state
-        norms = _norms(axes_tree, updates, params)
-        known = map(in_stacks, per_matrix)
-        if moving is None:
-            moving = jax.tree.map(lambda c: jnp.ones_like(c, bool), state.calibration)
-        trees = updates, params, decays, *norms, moving, *known
-        entries = map_matrices(ratio, axes_tree, *trees)
-        fields = [_entry(entries, i) for i in range(len(per_matrix))]
-        new = type(state)(*fields, ratio_bounds(params, r_min, r_max))
-        ratios = in_stacks(new.trust_ratio)
-        return map_matrices(_scaled, axes_tree, updates, ratios, params), new
+        norms = _norms(ratio, mask, matrices, updates, state, params, moving)
+        measured = matrices.map(
+            functools.partial(_measured, ratio), norms, _before(matrices, state)
+        )
+        entries = {
+            name: matrices.fields(measured, name)
+            for name in state._fields
+            if name != "bounds"
+        }
+        bounds = ratio_bounds(params, ratio.r_min, ratio.r_max)
+        new = type(state)(**entries, bounds=bounds)
+        ratios = matrices.together(new.trust_ratio)
+        return matrices.map(_scaled, updates, ratios, params), new
 
-    return on_bare_arrays(optax.GradientTransformationExtraArgs(init, update))
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Array:
@@ -239,43 +278,68 @@ def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Arra
     return jnp.stack([jnp.asarray(bound, dtype) for bound in (r_min, r_max)])
 
 
-def _norms(axes_tree: PyTree, updates: PyTree, params: PyTree) -> tuple[PyTree, PyTree]:
-    """‖D‖ and ‖W‖ of every matrix, in the dtype in which its leaf is computed."""
+def _before(matrices: Matrices, state: State) -> PyTree:
+    """What the anchor knows of each leaf."""
+    trees = [state.calibration, state.anchor_weight_norm]
+    if isinstance(state, LargestDirectionState):
+        trees.append(state.anchor_count)
+    return matrices.map(
+        lambda _, *entries: anchors.Anchored(*entries), *map(matrices.together, trees)
+    )
+
+
+def _norms(
+    ratio: TrustRatio,
+    mask: Mask | None,
+    matrices: Matrices,
+    updates: PyTree,
+    state: State,
+    params: PyTree,
+    moving: PyTree | None,
+) -> PyTree:
+    """The norms of each leaf, in the dtype in which it is computed."""
 
     def widened(_: LeafAxes, leaf: jax.Array, other: jax.Array) -> jax.Array:
         return leaf.astype(compute_dtype((leaf, other)))
 
-    directions = map_matrices(widened, axes_tree, updates, params)
-    weights = map_matrices(widened, axes_tree, params, updates)
-    return matrix_norms(axes_tree, directions), matrix_norms(axes_tree, weights)
+    def placed(_: LeafAxes, entries: jax.Array, like: jax.Array) -> jax.Array:
+        return typed_sharding.shard_like(entries, like)
+
+    c = state.calibration
+    directions = matrices.norms(matrices.map(widened, updates, params))
+    weights = matrices.norms(matrices.map(widened, params, updates))
+    if moving is None:
+        moving = matrices.map(lambda _, c: jnp.ones_like(c, bool), c)
+    weights, directions, moving = (
+        matrices.map(placed, entries, c) for entries in (weights, directions, moving)
+    )
+    full_rank = directions
+    if ratio.rule.needs_full_rank:
+        decays = _decay_of_leaves(ratio.weight_decay, mask, params)
+        norm = functools.partial(_full_rank_norm, ratio.consistent_rms)
+        full_rank = matrices.map(norm, weights, decays, updates)
+    return matrices.map(
+        lambda _, *norms: anchors.Norms(*norms), weights, directions, full_rank, moving
+    )
 
 
-def _scaled(
-    axes: LeafAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
+def _full_rank_norm(
+    rms: ArrayLike | None,
+    axes: LeafAxes,
+    weight_norm: jax.Array,
+    decay: jax.Array,
+    leaf: jax.Array,
 ) -> jax.Array:
-    d = direction.astype(compute_dtype((direction, weight)))
-    return (spread(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
-
-
-class _Entries(NamedTuple):
-    """The entries of one leaf in the fields of the state."""
-
-    arrays: tuple[jax.Array, ...]
-
-
-def _entry(entries: PyTree, index: int) -> PyTree:
-    """One entry of every leaf."""
-
-    def entry(leaf: Any) -> Any:
-        return leaf.arrays[index]
-
-    return jax.tree.map(entry, entries, is_leaf=lambda x: isinstance(x, _Entries))
+    """The norm of λW + sQ for a Q of full rank that is orthogonal to W."""
+    dtype = weight_norm.dtype
+    scale = 1.0 if rms is None else jnp.square(jnp.asarray(rms, dtype))
+    shapes = axes.batch_by_shape(min if rms is None else operator.mul, leaf)
+    decayed = jnp.square(decay.astype(dtype) * weight_norm)
+    return jnp.sqrt(decayed + scale * jnp.asarray(shapes, dtype))
 
 
 def _decay_of_leaves(
-    weight_decay: ArrayLike | optax.Schedule,
-    mask: Mask | None,
-    params: PyTree,
+    weight_decay: ArrayLike | optax.Schedule, mask: Mask | None, params: PyTree
 ) -> PyTree:
     """λ of each leaf: 0 where the mask is False."""
     value = weight_decay(0) if callable(weight_decay) else weight_decay
@@ -284,82 +348,63 @@ def _decay_of_leaves(
     stage = add_decayed_weights(value, mask)
     zeros, ones = (jax.tree.map(lambda _, x=x: x, params) for x in (0.0, 1.0))
     decays, _ = stage.update(zeros, stage.init(zeros), ones)
-    return decays
+    return jax.tree.map(jnp.asarray, decays)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TrustRatio:
-    """The trust ratios of the matrices in one leaf.
+def _scaled(
+    axes: LeafAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
+) -> jax.Array:
+    d = direction.astype(compute_dtype((direction, weight)))
+    return (broadcast(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
 
-    Attributes:
-      anchor: The rule that sets c.
-      consistent_rms: The factor of s in a D of full rank; None for s = 1.
-      limits: The fields of :class:`anchors.Limits`, in their order.
-    """
 
-    anchor: anchors.Anchor
-    consistent_rms: ArrayLike | None
-    limits: tuple[ArrayLike, ...]
+class _Measured(NamedTuple):
+    """The new entries of a leaf in the state, under the names of its fields."""
 
-    def __call__(
-        self,
-        axes: LeafAxes,
-        direction: jax.Array,
-        weight: jax.Array,
-        decay: jax.Array,
-        direction_norm: jax.Array,
-        weight_norm: jax.Array,
-        moving: jax.Array,
-        *state: jax.Array,
-    ) -> _Entries:
-        """A leaf's next entries in the state, given λ, the norms and the last entries."""
-        dtype = compute_dtype((direction, weight))
-        d = direction.astype(dtype)
-        w_norm, d_norm, moves = (
-            typed_sharding.shard_like(array, state[0])
-            for array in (weight_norm, direction_norm, moving)
-        )
-        full_rank = d_norm
-        if self.anchor.needs_full_rank:
-            full_rank = self._full_rank_norm(axes, d, decay.astype(dtype) * w_norm)
-        norms = anchors.Norms(w_norm, d_norm, full_rank, moves)
-        limits = anchors.Limits(*(jnp.asarray(limit, dtype) for limit in self.limits))
-        widened = tuple(
-            x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in state
-        )
-        new = _calibrated(self.anchor, widened, norms, limits)
-        pairs = zip(new, state, strict=True)
-        return _Entries(tuple(x.astype(old.dtype) for x, old in pairs))
+    calibration: jax.Array
+    raw_trust_ratio: jax.Array
+    trust_ratio: jax.Array
+    weight_norm: jax.Array
+    direction_norm: jax.Array
+    anchor_weight_norm: jax.Array
+    anchor_count: jax.Array | None
 
-    def _full_rank_norm(
-        self, axes: LeafAxes, leaf: jax.Array, decayed_norm: jax.Array
-    ) -> jax.Array:
-        """The norm of λW + sQ for a Q of full rank that is orthogonal to W."""
-        rms = self.consistent_rms
-        scale = 1.0 if rms is None else jnp.square(jnp.asarray(rms, leaf.dtype))
-        shapes = axes.batch_by_shape(min if rms is None else operator.mul, leaf)
-        return jnp.sqrt(
-            jnp.square(decayed_norm) + scale * jnp.asarray(shapes, leaf.dtype)
-        )
+
+def _measured(
+    ratio: TrustRatio, _: LeafAxes, norms: anchors.Norms, before: anchors.Anchored
+) -> _Measured:
+    """A leaf's new entries, in the dtype of those of the last step."""
+    dtype, stored = norms.weight.dtype, before.calibration.dtype
+    known = before._replace(
+        calibration=before.calibration.astype(dtype),
+        weight_norm=before.weight_norm.astype(dtype),
+    )
+    new = _calibrated(ratio.rule, known, norms, ratio.limits(dtype))
+    count = new.anchor_count
+    return jax.tree.map(lambda x: x if x is count else x.astype(stored), new)
 
 
 # Jitted, so that leaves of one batch shape are traced once.
 @functools.partial(jax.jit, static_argnums=0)
 def _calibrated(
     anchor: anchors.Anchor,
-    state: tuple[jax.Array, ...],
+    before: anchors.Anchored,
     norms: anchors.Norms,
     limits: anchors.Limits,
-) -> tuple[jax.Array, ...]:
-    """The entries of a leaf in the state, from those of the last step."""
-    c, _, _, _, _, *anchored = state
-    before = anchors.Anchored(c, *anchored)
+) -> _Measured:
+    """The entries of a leaf, from what its anchor knows and from the norms."""
     weight_norm = anchors.anchor_weight_norm(before, norms, calibrates=anchor.calibrates)
-    known = anchor.set_c(before, norms, limits)._replace(weight_norm=weight_norm)
-    c, *anchored = (entry for entry in known if entry is not None)
-    raw = _trust_ratio(c, norms, limits.eps)
-    clipped = jnp.clip(raw, limits.r_min, limits.r_max)
-    return c, raw, clipped, norms.weight, norms.direction, *anchored
+    known = anchor.set_c(before, norms, limits)
+    raw = _trust_ratio(known.calibration, norms, limits.eps)
+    return _Measured(
+        calibration=known.calibration,
+        raw_trust_ratio=raw,
+        trust_ratio=jnp.clip(raw, limits.r_min, limits.r_max),
+        weight_norm=norms.weight,
+        direction_norm=norms.direction,
+        anchor_weight_norm=weight_norm,
+        anchor_count=known.directions,
+    )
 
 
 def _trust_ratio(c: jax.Array, norms: anchors.Norms, eps: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 PyTree: TypeAlias = Any
@@ -60,25 +59,6 @@ def rebox(tree: PyTree, like: PyTree) -> PyTree:
         )
 
     return jax.tree.map(box, like, tree, is_leaf=is_box)
-
-
-def on_bare_arrays(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Wrap ``inner`` so that its ``update`` is given trees without boxes.
-
-    Updates and state are returned in the boxes in which they were given.
-    """
-    inner = optax.with_extra_args_support(inner)
-
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        bare = unbox((updates, state, params))
-        new_updates, new_state = inner.update(*bare, **extra_args)
-        return rebox(new_updates, updates), rebox(new_state, state)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def box_like(

@@ -5,12 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.differences import first_difference
 from orscale_jax.trees.names import quoted
-from orscale_jax.trees.states import require_state
 
 
 def require_params(params: PyTree | None) -> None:
@@ -66,34 +64,12 @@ def _promotes(dtype: Any, param: Any) -> bool:
     return True
 
 
-def require_valid(
-    inner: optax.GradientTransformation,
-) -> optax.GradientTransformationExtraArgs:
-    """Wrap ``inner`` so that it is given only arguments that fit each other.
+def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
+    """The parameters without those that have no gradients.
 
-    Parameters without gradients are left out. They may be anything, such as functions and
-    settings among a module's fields.
+    These may be anything, such as functions and settings among a module's fields.
     """
-    inner = optax.with_extra_args_support(inner)
 
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        tree = updates
-        if params is not None:
-            params = tree = _where_gradients_are(updates, params)
-            require_fitting(updates, params)
-        # Arrays without values or shardings: JAX keeps the result for the same optimizer.
-        abstract = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf)), tree
-        )
-        require_state(state, jax.eval_shape(inner.init, abstract), abstract)
-        return inner.update(updates, state, params, **extra_args)
-
-    return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
     def param_if_updated(update: Any, param: Any) -> Any:
         return None if update is None else param
 

@@ -14,7 +14,7 @@ from orscale_jax.diagnostics.matrix_leaves import matrix_leaves
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, names_on
 from orscale_jax.trees.nodes import nodes_of

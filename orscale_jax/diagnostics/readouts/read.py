@@ -19,8 +19,8 @@ from orscale_jax.parameters.dimension_numbers import (
     matrix_axes,
 )
 from orscale_jax.sharding import typed_sharding
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
-from orscale_jax.transforms.float32 import compute_dtype
 from orscale_jax.transforms.initial_norm import InitialNormState
 from orscale_jax.transforms.trust_ratio import (
     CalibratedTrustRatioState,

@@ -15,7 +15,7 @@ from orscale_jax.parameters.dimension_numbers import (
     is_axes_leaf,
     matrix_axes,
 )
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 
 

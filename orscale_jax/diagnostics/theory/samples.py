@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves
 from orscale_jax.diagnostics.theory.batches import LossFn
 from orscale_jax.newton_schulz.polar import polar_factor
-from orscale_jax.transforms.float32 import compute_dtype
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.trees.boxes import PyTree
 

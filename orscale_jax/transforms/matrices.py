@@ -1,0 +1,205 @@
+"""The matrices of a tree: maps over them, and arrays with one entry for each of them."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
+from orscale_jax.distributed.reductions import Reduction, reduce_all
+from orscale_jax.parameters.axes import square_root
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.dimension_numbers import (
+    WeightDimensionNumbers,
+    is_axes_leaf,
+    matrix_axes,
+    require_matrices,
+)
+from orscale_jax.sharding import typed_sharding
+from orscale_jax.trees.boxes import PyTree, box_like, unbox
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """Which leaves of a tree hold matrices, and along which axes. Hashable.
+
+    Trees are without boxes, except for ``params`` of :meth:`entries` and :meth:`full`.
+    *Entries* are a tree whose leaves of matrices are arrays of the batch shape: they have
+    one entry for each matrix, such as its norm. On GPUs small arrays of one shape are
+    computed together, since XLA would launch a kernel for each of them.
+
+    Attributes:
+      structure: The structure of the tree.
+      axes: For each leaf, in order: its axes, or None if it holds no matrix.
+    """
+
+    structure: Any
+    axes: tuple[LeafAxes | None, ...]
+
+    @classmethod
+    def of(
+        cls, weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
+    ) -> "Matrices":
+        """The matrices of a tree with other leaves, too.
+
+        Raises:
+          ValueError: In the cases of :func:`matrix_axes`.
+        """
+        return cls._from(matrix_axes(weight_dimension_numbers, tree))
+
+    @classmethod
+    def only(
+        cls, weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
+    ) -> "Matrices":
+        """The matrices of a tree that has no other leaves.
+
+        Raises:
+          ValueError: In the cases of :func:`require_matrices`.
+        """
+        return cls._from(require_matrices(weight_dimension_numbers, tree))
+
+    @classmethod
+    def _from(cls, axes_tree: PyTree) -> "Matrices":
+        leaves, structure = jax.tree.flatten(axes_tree, is_leaf=is_axes_leaf)
+        axes = (leaf if isinstance(leaf, LeafAxes) else None for leaf in leaves)
+        return cls(structure, tuple(axes))
+
+    @property
+    def of_leaves(self) -> list[LeafAxes]:
+        """The axes of the leaves of matrices."""
+        return [axes for axes in self.axes if axes is not None]
+
+    @property
+    def axes_tree(self) -> PyTree:
+        """The axes as a tree, masked where there are none."""
+        return self.tree_of(self.of_leaves)
+
+    @property
+    def mask(self) -> PyTree:
+        """A tree of booleans: whether each leaf holds matrices."""
+        return self.structure.unflatten(axes is not None for axes in self.axes)
+
+    @property
+    def neurons(self) -> "Matrices":
+        """The same tree with each output neuron as a matrix."""
+        neurons = tuple(axes and axes.neurons for axes in self.axes)
+        return dataclasses.replace(self, axes=neurons)
+
+    def leaves(self, tree: PyTree) -> list[Any]:
+        """The leaves of matrices."""
+        nodes = self.structure.flatten_up_to(tree)
+        return [x for x, axes in zip(nodes, self.axes, strict=True) if axes is not None]
+
+    def replace(self, tree: PyTree, leaves: Sequence[Any]) -> PyTree:
+        """The tree with other leaves of matrices."""
+        nodes = self.structure.flatten_up_to(tree)
+        places = (i for i, axes in enumerate(self.axes) if axes is not None)
+        for place, leaf in zip(places, leaves, strict=True):
+            nodes[place] = leaf
+        return self.structure.unflatten(nodes)
+
+    def tree_of(self, leaves: Sequence[Any]) -> PyTree:
+        """A tree with these leaves of matrices, masked elsewhere."""
+        masked = self.structure.unflatten([optax.MaskedNode()] * len(self.axes))
+        return self.replace(masked, leaves)
+
+    def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """``fn(axes, *leaves)`` of the leaves of matrices; others as in the first."""
+        rows = zip(self.of_leaves, *map(self.leaves, trees), strict=True)
+        return self.replace(trees[0], [fn(*row) for row in rows])
+
+    def reduce(self, fn: Reduction, tree: PyTree) -> PyTree:
+        """Entries ``axes.reduce(fn, leaf)``."""
+        pairs = list(zip(self.of_leaves, self.leaves(tree), strict=True))
+        single = [i for i, (axes, _) in enumerate(pairs) if len(axes.labels) == 1]
+        parts = [axes.part(leaf, 0) for axes, leaf in map(pairs.__getitem__, single)]
+        along = [pairs[i][0].within.matrix for i in single]
+        reduced = dict(zip(single, reduce_all(fn, parts, along), strict=True))
+        entries = [
+            reduced[i] if i in reduced else axes.reduce(fn, leaf)
+            for i, (axes, leaf) in enumerate(pairs)
+        ]
+        return self.replace(tree, slices_of_stacks(entries))
+
+    def norms(self, tree: PyTree) -> PyTree:
+        """Entries: the Frobenius norm of every matrix, in the leaves' dtypes."""
+        squares = self.map(lambda _, leaf: jnp.square(leaf), tree)
+        return self.map(lambda _, x: square_root(x), self.reduce(jnp.sum, squares))
+
+    def together(self, entries: PyTree) -> PyTree:
+        """The same entries, computed together on GPUs."""
+        return self.replace(entries, slices_of_stacks(self.leaves(entries)))
+
+    def broadcast(self, entries: PyTree, tree: PyTree) -> PyTree:
+        """Entries in shapes that broadcast against the leaves, sharded as these."""
+        return self.map(broadcast, self.together(entries), tree)
+
+    def fields(self, tree: PyTree, name: str) -> PyTree:
+        """One field of the named tuples that a tree has as leaves of matrices."""
+        return self.map(lambda _, node: getattr(node, name), tree)
+
+    def parts(self, tree: PyTree) -> list[jax.Array]:
+        """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""
+        pairs = zip(self.of_leaves, self.leaves(tree), strict=True)
+        return [part for axes, leaf in pairs for part in axes.matrices(leaf)]
+
+    def join(self, parts: Sequence[jax.Array], tree: PyTree) -> PyTree:
+        """The inverse of :meth:`parts`: leaves shaped and sharded as a tree's."""
+        counts = [len(axes.labels) for axes in self.of_leaves]
+        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
+        rows = zip(self.of_leaves, bounds, self.leaves(tree), strict=True)
+        leaves = [_joined(axes, parts[slice(*ends)], x) for axes, ends, x in rows]
+        return self.tree_of(leaves)
+
+    def entries(self, params: PyTree, fn: Callable[[LeafAxes, jax.Array], Any]) -> PyTree:
+        """Entries ``fn(axes, leaf)`` of parameters, sharded and boxed as the batch axes.
+
+        Masked where there are no matrices.
+        """
+
+        def make(axes: LeafAxes, node: Any) -> Any:
+            leaf = jnp.asarray(unbox(node))
+            made = typed_sharding.shard_as(
+                fn(axes, leaf), leaf, axes.batch_sharding(leaf)
+            )
+            return box_like(made, node, axes.of_batch)
+
+        # optax.tree.map_params initializes with a placeholder. One array instead of a
+        # tree tells it that these arrays do not have the parameters' shapes.
+        if type(params).__name__ == "_ParamsPlaceholder":
+            return jnp.ones(())
+        rows = zip(self.of_leaves, self.leaves(params), strict=True)
+        return self.tree_of([make(axes, node) for axes, node in rows])
+
+    def full(
+        self, params: PyTree, value: float, dtype: Callable[[jax.Array], DTypeLike]
+    ) -> PyTree:
+        """Entries that all have one value, sharded and boxed as the batch axes."""
+
+        def at(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+            return jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
+
+        return self.entries(params, at)
+
+
+def broadcast(axes: LeafAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Entries of a leaf in a shape that broadcasts against it, sharded as it is."""
+    x = axes.per_matrix(entries)
+    like = zip(x.shape, leaf.shape, typed_sharding.spec(leaf), strict=True)
+    sharding = [entry if size == full else None for size, full, entry in like]
+    return typed_sharding.shard_as(x, leaf, sharding)
+
+
+def _joined(axes: LeafAxes, parts: Sequence[jax.Array], leaf: jax.Array) -> jax.Array:
+    """The parts of a leaf, shaped and sharded like it."""
+    shapes = jax.eval_shape(
+        lambda x: [axes.part(x, index) for index in range(len(parts))], leaf
+    )
+    pairs = zip(parts, shapes, strict=True)
+    joined = axes.join([axes.within.from_matrices(part, like) for part, like in pairs])
+    return typed_sharding.shard_like(joined, leaf)
