@@ -16,10 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.sharding.param_shardings import (
-    ParamShardings,
-    check as check_param_shardings,
-)
+from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.boundary import Stage, on_parameters
 from orscale_jax.transforms.decay import (
     Mask,
@@ -28,7 +25,7 @@ from orscale_jax.transforms.decay import (
     is_mask_function,
 )
 from orscale_jax.transforms.first_update import first_update_stage, with_moving
-from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.matrices import ADAMW, MATRIX, Matrices
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
 from orscale_jax.transforms.shape import shape_stage
 from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
@@ -38,9 +35,6 @@ from orscale_jax.trees.masks import mask_like
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 Parameters = ParamSpec("Parameters")
-
-# The groups of the partition, and so the keys of its state.
-MATRIX, ADAMW = "matrix", "adamw"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +263,7 @@ def _stages(h: Hyperparameters) -> StagesOf:
         ns_products=h.ns_products,
         mesh=h.mesh,
     )
-    check_param_shardings(h.param_shardings)
+    param_specs = ParamSpecs(h.param_shardings)
     shape = shape_stage(h.consistent_rms)
     ratio = TrustRatio(
         calibrate=h.calibrate,
@@ -287,7 +281,7 @@ def _stages(h: Hyperparameters) -> StagesOf:
             hyperparameters=h,
             params=params,
             matrices=matrices,
-            orthogonalize=orthogonalize_stage(polar, h.param_shardings, matrices),
+            orthogonalize=orthogonalize_stage(polar, param_specs, matrices),
             scale=shape(matrices),
             decay=add_decayed_weights(h.weight_decay, mask),
             ratio=trust_ratio_stage(ratio, mask, matrices),

@@ -377,12 +377,12 @@ MUTANTS = [
     ),
     Mutant(
         "symmetric",
-        "return self._symmetric(x, y, (-2, -1))",
-        "return self._symmetric(x, y, (-2, -2))",
+        "subscripts = _SUBSCRIPTS[axes]",
+        "subscripts = _SUBSCRIPTS[-2, -2]",
         "test_gram.py -k product_itself",
     ),
     Mutant(
-        "_symmetric",
+        "symmetric",
         "block.mT",
         "block",
         "test_gram.py -k by_strips",

@@ -8,6 +8,7 @@ from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.platforms import PLATFORMS, Limits
 from orscale_jax.newton_schulz.coefficients import coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage
 
@@ -19,5 +20,5 @@ def orthogonalize_as(platform, numbers=None, limits: Limits | None = None):
         NewtonSchulz(5, coefficient_table("polar_express"), "frobenius"),
         platforms={**PLATFORMS, "cpu": functools.partial(platform, **given)},
     )
-    stage = functools.partial(orthogonalize_stage, options, None)
+    stage = functools.partial(orthogonalize_stage, options, ParamSpecs(None))
     return on_matrices(numbers, stage)

@@ -37,9 +37,7 @@ FOLDERS = {
     },
     "flax": {"parameters", "trees"},
 }
-# Modules of the package itself that every folder may import, and one exception.
-SHARED = {"_checks"}
-EXCEPTIONS = {("audit", "_algorithm")}  # The names of the optimizer's groups.
+SHARED = {"_checks"}  # Modules of the package itself that every folder may import.
 
 
 def imports(path):
@@ -64,7 +62,7 @@ def imported_by(folder):
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_imports_go_one_way(folder):
     for file, imported in imported_by(folder):
-        allowed = imported in FOLDERS[folder] | SHARED or (folder, imported) in EXCEPTIONS
+        allowed = imported in FOLDERS[folder] | SHARED
         assert allowed, f"{folder}/{file} imports orscale_jax.{imported}"
 
 

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax import _checks
-from orscale_jax._algorithm import ADAMW, MATRIX
 from orscale_jax.audit.state_trees import (
     OTHER,
     RULES,
@@ -22,6 +21,7 @@ from orscale_jax.audit.state_trees import (
 )
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
+from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, quoted
 

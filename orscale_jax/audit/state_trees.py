@@ -8,9 +8,9 @@ import jax
 import optax
 from optax.transforms import MaskedState, PartitionState
 
-from orscale_jax._algorithm import ADAMW, MATRIX
 from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.initial_norm import InitialNormState
+from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.transforms.trust_ratio import (
     CalibratedTrustRatioState,
     LargestDirectionState,

@@ -120,18 +120,15 @@ class Arithmetic:
 
     def gram(self, x: jax.Array) -> jax.Array:
         """The Gram matrix of the shorter side; of the rows where x is square."""
-        product = self._gram(x, axis=-2 if self.is_wide(x) else -1)
+        axis = -2 if self.is_wide(x) else -1
+        product = self.symmetric(x, x, (axis, axis))
         return self.columns.sum_matrices(product, self.round) if self.columns else product
 
-    def symmetric(self, x: jax.Array, y: jax.Array) -> jax.Array:
-        """The product of two symmetric matrices that commute."""
-        return self._symmetric(x, y, (-2, -1))
+    def symmetric(self, x: jax.Array, y: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
+        """A symmetric product, whose rows and columns are the operands' ``axes``.
 
-    def _gram(self, x: jax.Array, axis: int) -> jax.Array:
-        return self._symmetric(x, x, (axis, axis))
-
-    def _symmetric(self, x: jax.Array, y: jax.Array, axes: Axes) -> jax.Array:
-        """A product whose rows and columns are the operands' ``axes``."""
+        By default the operands are symmetric matrices that commute.
+        """
         of_x, of_y = axes
         size = x.shape[of_x]
         subscripts = _SUBSCRIPTS[axes]

@@ -4,9 +4,15 @@ They come from an argument, or from the annotations of Flax and Haliax: ``init``
 the parameters in their boxes, and keeps the annotations for ``update``, to which
 ``nnx.Optimizer`` gives bare arrays. Shardings only determine where Newton–Schulz runs:
 arrays that are sharded otherwise are resharded.
+
+Each optimizer keeps the annotations that its own ``init`` has seen. Those of all of them
+are kept as well, for optimizers without any: :func:`optax.inject_hyperparams` builds its
+optimizer anew for every step, so that the one in ``update`` was never initialized. These
+common annotations are used only where all agree.
 """
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -23,50 +29,90 @@ from orscale_jax.trees.names import Path, name_and_shape, names_on
 PyTree: TypeAlias = Any
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
-# By the path and shape of a parameter. The optimizer may be another object in ``update``:
-# optax.inject_hyperparams builds it anew for every step.
-_annotated: dict[tuple[Path, tuple[int, ...]], PartitionSpec] = {}
+# Specs by the path and shape of a parameter.
+_Annotations: TypeAlias = dict[tuple[Path, tuple[int, ...]], PartitionSpec]
+
+_common: _Annotations = {}
+_disputed: set[tuple[Path, tuple[int, ...]]] = set()
 
 
-def note_annotations(params: PyTree) -> None:
-    """Keep the annotations of parameters until those of the same names replace them."""
-    nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
-    boxes = [(path, node) for path, node in nodes if is_box(node)]
-    annotations = {
+class ParamSpecs:
+    """What an optimizer knows of the shardings of its parameters."""
+
+    def __init__(self, given: ParamShardings) -> None:
+        """Take what the user has given.
+
+        Args:
+          given: See ``param_shardings`` of :func:`orscale_jax.orscale`.
+
+        Raises:
+          ValueError: If it is a mesh.
+        """
+        check(given)
+        self._given = given
+        self._annotated: _Annotations | None = None  # Until init has seen boxes.
+
+    def note_annotations(self, params: PyTree) -> None:
+        """Keep the annotations of parameters in boxes instead of earlier ones."""
+        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+        boxes = [(path, node) for path, node in nodes if is_box(node)]
+        if not boxes:
+            return
+        self._annotated = _annotations(boxes)
+        for key, spec in self._annotated.items():
+            if _common.setdefault(key, spec) != spec:
+                _disputed.add(key)
+
+    def on(self, mesh: AbstractMesh, tree: PyTree) -> PyTree | None:
+        """The specs of the leaves of a tree on a mesh, or None if they are not known.
+
+        Args:
+          mesh: The mesh.
+          tree: The gradients on it, without boxes.
+
+        Raises:
+          ValueError: If what is given does not fit the tree or the mesh.
+        """
+        if self._given is not None:
+            given = self._given(tree) if callable(self._given) else self._given
+            return _given_specs(given, tree, mesh)
+
+        def annotated(path: Any, leaf: Any) -> PartitionSpec | str:
+            spec = self._annotation(path, leaf)
+            fits = spec is not None and not _misfit(spec, np.shape(leaf), mesh)
+            return spec if fits else unknown
+
+        unknown = "unknown"
+        specs = jax.tree_util.tree_map_with_path(annotated, tree)
+        return None if unknown in jax.tree.leaves(specs) else specs
+
+    def _annotation(self, path: Any, leaf: Any) -> PartitionSpec | None:
+        key = names_on(path), np.shape(leaf)
+        if self._annotated is not None:
+            return self._annotated.get(key)
+        if key in _disputed:
+            warnings.warn(
+                f"parameter {name_and_shape(path, leaf)} is annotated differently in two "
+                "models, and this optimizer (of optax.inject_hyperparams, or without "
+                "init) cannot tell which is its own: the compiler's partitioner decides "
+                "where Newton–Schulz runs. Pass param_shardings.",
+                stacklevel=2,
+            )
+            return None
+        return _common.get(key)
+
+
+def _annotations(boxes: list[tuple[Any, Any]]) -> _Annotations:
+    """The annotations of boxes, each after its path; none if no box says anything."""
+    specs = {
         (names_on(path), np.shape(unbox(box))): annotated_spec(box)
         for path, box in boxes
         if jax.tree.leaves(box)
     }
-    says = any(spec is not None for spec in annotations.values())
-    for key, spec in annotations.items():
-        # If others are annotated, Flax takes one without annotation for replicated.
-        if says:
-            _annotated[key] = spec or PartitionSpec()
-        else:
-            _annotated.pop(key, None)
-
-
-def specs_of(given: ParamShardings, tree: PyTree, mesh: AbstractMesh) -> PyTree | None:
-    """The specs of the leaves of a tree on a mesh, or None if they are not known.
-
-    Args:
-      given: See ``param_shardings`` of :func:`orscale_jax.orscale`.
-      tree: The gradients, without boxes.
-      mesh: The mesh that they are on.
-
-    Raises:
-      ValueError: If what is given does not fit the tree or the mesh.
-    """
-    if given is not None:
-        return _given_specs(given(tree) if callable(given) else given, tree, mesh)
-
-    def annotated(path: Any, leaf: Any) -> PartitionSpec | str:
-        spec = _annotated.get((names_on(path), np.shape(leaf)))
-        return unknown if spec is None or _misfit(spec, np.shape(leaf), mesh) else spec
-
-    unknown = "unknown"
-    specs = jax.tree_util.tree_map_with_path(annotated, tree)
-    return None if unknown in jax.tree.leaves(specs) else specs
+    if all(spec is None for spec in specs.values()):
+        return {}
+    # If others are annotated, Flax takes one without annotation for replicated.
+    return {key: spec or PartitionSpec() for key, spec in specs.items()}
 
 
 def check(given: ParamShardings) -> None:

@@ -23,6 +23,9 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, box_like, unbox
 
+# The groups of a whole optimizer's partition, and so the keys of its state.
+MATRIX, ADAMW = "matrix", "adamw"
+
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:

@@ -15,12 +15,8 @@ from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_tab
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.parameters.matrix_specs import matrix_specs
-from orscale_jax.sharding import (
-    meshes,
-    param_shardings as _param_shardings,
-    typed_sharding,
-)
-from orscale_jax.sharding.param_shardings import ParamShardings
+from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree
@@ -85,8 +81,7 @@ def orthogonalize(
         max_stack_bytes=max_stack_bytes,
         mesh=mesh,
     )
-    _param_shardings.check(param_shardings)
-    stage = functools.partial(orthogonalize_stage, options, param_shardings)
+    stage = functools.partial(orthogonalize_stage, options, ParamSpecs(param_shardings))
     return on_matrices(weight_dimension_numbers, stage)
 
 
@@ -118,12 +113,12 @@ def polar_options(
 
 
 def orthogonalize_stage(
-    options: PolarOptions, param_shardings: ParamShardings, matrices: Matrices
+    options: PolarOptions, param_specs: ParamSpecs, matrices: Matrices
 ) -> optax.GradientTransformation:
     """:func:`orthogonalize` for given matrices."""
 
     def init(params: PyTree) -> optax.EmptyState:
-        _param_shardings.note_annotations(params)
+        param_specs.note_annotations(params)
         return optax.EmptyState()
 
     def update(
@@ -133,7 +128,7 @@ def orthogonalize_stage(
         # are not, Q is gathered here, in the dtype of the products.
         like = updates if params is None else params
         specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
-        auto_specs = _auto_specs(param_shardings, matrices, updates, options.mesh)
+        auto_specs = _auto_specs(param_specs, matrices, updates, options.mesh)
         qs = engine.polar_factors(matrices.parts(updates), specs, auto_specs, options)
         return matrices.join(qs, like), state
 
@@ -141,7 +136,7 @@ def orthogonalize_stage(
 
 
 def _auto_specs(
-    param_shardings: ParamShardings,
+    param_specs: ParamSpecs,
     matrices: Matrices,
     updates: PyTree,
     given_mesh: Mesh | AbstractMesh | None,
@@ -150,7 +145,7 @@ def _auto_specs(
     mesh = meshes.mesh_of(jax.tree.leaves(updates), given_mesh)
     if mesh is None or not meshes.is_auto(mesh):
         return None
-    specs = _param_shardings.specs_of(param_shardings, updates, mesh)
+    specs = param_specs.on(mesh, updates)
     if specs is None:
         return None
     trees = matrices.leaves(updates), matrices.leaves(specs)

@@ -14,6 +14,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
+from orscale_jax.sharding.param_shardings import ParamSpecs
 from tests import small
 
 SPECS = {
@@ -304,3 +305,27 @@ def test_manual_axes_beside_sharded_explicit_ones():
         x = jax.device_put(tree(0)["up"], NamedSharding(mesh, P(None, "tensor")))
         with pytest.raises(ValueError, match=r"shard_map over \['fsdp'\].*\['tensor'\]"):
             jax.jit(update)(x)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_models_of_equal_names_keep_their_own_annotations(order):
+    mesh, tree = mesh_of(AxisType.Auto).abstract_mesh, {"twin": jnp.ones((8, 16))}
+    names = ("fsdp", "tensor"), ("tensor", "fsdp")
+    specs = ParamSpecs(None), ParamSpecs(None)
+    for i in order:
+        specs[i].note_annotations({"twin": nn.Partitioned(tree["twin"], names[i])})
+        specs[i].note_annotations(tree)  # Bare arrays say nothing.
+    for own, axes in zip(specs, names, strict=True):
+        assert own.on(mesh, tree) == {"twin": P(*axes)}
+    # One that was never initialized, as in optax.inject_hyperparams, cannot know.
+    with pytest.warns(UserWarning, match="'twin' .* is annotated differently in two"):
+        assert ParamSpecs(None).on(mesh, tree) is None
+
+
+def test_parameters_without_annotations_are_not_those_of_another_model():
+    mesh, tree = mesh_of(AxisType.Auto).abstract_mesh, {"only": jnp.ones((8, 16))}
+    annotated, plain = ParamSpecs(None), ParamSpecs(None)
+    annotated.note_annotations({"only": nn.Partitioned(tree["only"], ("fsdp", None))})
+    plain.note_annotations({"only": nnx.Param(tree["only"])})
+    assert plain.on(mesh, tree) is None
+    assert ParamSpecs(None).on(mesh, tree) == annotated.on(mesh, tree)
