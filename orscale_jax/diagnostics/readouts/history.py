@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "history.csv"
 _FIRST = ("step", "matrix", "class", *Reading._fields)
-# κ along the step and its standard error, once append is given what step_gain measured.
+# κ along the step and its standard error, from the first append with ``gained`` on.
 _GAINED = ("kappa_step", "kappa_step_stderr")
 
 
@@ -31,9 +31,9 @@ class History:
 
     The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
     ``measurements`` (one number per matrix, at the steps at which they are taken) and
-    ``scalars`` (one number per step, in all its rows). The first ``gained`` that
-    :meth:`append` is given adds ``kappa_step`` and ``kappa_step_stderr``. A missing
-    number is an empty field. :func:`pandas.read_csv` reads the file. If it is called
+    ``scalars`` (one number per step, in all its rows). The first :meth:`append` with
+    ``gained`` adds the columns ``kappa_step`` and ``kappa_step_stderr``. A missing number
+    is an empty field. :func:`pandas.read_csv` reads the file. If it is called
     ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a report of its folder.
 
     A step is on the disk when :meth:`append` returns. If a process is killed while it
@@ -178,7 +178,7 @@ class History:
             os.fsync(file.fileno())
 
     def _cut(self, first: "_Block | None") -> None:
-        """Drop a step, and what follows it, or half a line at the end."""
+        """Drop a step and all later ones; without a step, only half a line at the end."""
         if first is not None:
             os.truncate(self.path, first.start)
             del self._blocks[self._blocks.index(first) :]

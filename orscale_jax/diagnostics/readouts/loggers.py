@@ -6,7 +6,6 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -111,11 +110,6 @@ class TensorBoard:
         """Open for ``with``."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close."""
         self.close()

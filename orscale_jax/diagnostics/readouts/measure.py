@@ -104,8 +104,8 @@ def measure(
     r"""Measure the momentum M of every matrix and its polar factor Q.
 
     Call it every hundredth step or so: unlike :func:`read`, it computes. Q is the polar
-    factor of the M in the state; with Nesterov's momentum the optimizer uses that of
-    :math:`\mu M + G`, which the state no longer holds. By name:
+    factor of the M in the state. With Nesterov's momentum, the optimizer uses the polar
+    factor of :math:`\mu M + G` instead, and the state does not hold G. By name:
 
     ``"momentum_stable_rank"``
       :math:`\|M\|_F^2 / \|M\|_2^2`, between 1 and min(m, n); 0 for a zero matrix. Costs

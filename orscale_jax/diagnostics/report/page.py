@@ -8,7 +8,7 @@ import string
 
 import matplotlib
 
-from orscale_jax.diagnostics.report import findings, style, tables
+from orscale_jax.diagnostics.report import findings, gains, style, tables
 from orscale_jax.diagnostics.report.figures import FIGURES, Entry
 from orscale_jax.diagnostics.report.run import Run, read_run
 from orscale_jax.diagnostics.report.tables import prose
@@ -47,7 +47,7 @@ def _page(run: Run, figures: str) -> str:
         css=parts.joinpath("page.css").read_text("utf-8"),
         name=html.escape(run.name),
         facts=_facts(run),
-        verdict=_verdict(findings.judge(run)),
+        verdict=_verdict(run),
         tiles=tables.tiles(findings.key_numbers(run)),
         problems=_problems(run, findings.occurrences(run)),
         figures=figures,
@@ -66,10 +66,12 @@ def _facts(run: Run) -> str:
     )
 
 
-def _verdict(found: findings.Judgement) -> str:
-    sentences = "".join(f"<p>{prose(sentence)}</p>" for sentence in found.sentences)
+def _verdict(run: Run) -> str:
+    found, step = gains.verdict_of(run)
+    explanations = findings.explanations(run, found)
+    sentences = "".join(f"<p>{prose(sentence)}</p>" for sentence in explanations)
     return (
-        f'<h2 id="verdict">Verdict, at step {found.step:,}</h2>'
+        f'<h2 id="verdict">Verdict, at step {step:,}</h2>'
         f'<p class="headline">{prose(found.text)}</p>{sentences}'
     )
 

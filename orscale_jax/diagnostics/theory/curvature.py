@@ -26,8 +26,9 @@ def curvature(
 ) -> PyTree:
     r"""Compute the curvature :math:`b_\ell = L_\ell p_\ell` of every matrix.
 
-    :math:`p_\ell = \min(m_\ell, n_\ell)` bounds :math:`\|Q_\ell\|_F^2`, the rank of the
-    polar factor. The function is linear: it also turns standard errors of L into b's.
+    :math:`p_\ell = \min(m_\ell, n_\ell)` bounds :math:`\|Q_\ell\|_F^2`: the squared norm
+    of a polar factor is its rank. The function is linear: it also turns
+    standard errors of L into b's.
 
     Args:
       smoothness: L, such as ``estimate(...).smoothness.value``.

@@ -62,9 +62,9 @@ def step_gain(
         {\langle \Delta(\mathbf 1), H \Delta(\mathbf 1) \rangle} .
 
     It is the :math:`\kappa_{\mathrm{eff}}` of :func:`gain` with the whole Hessian instead
-    of one number per matrix. The paper's model has no terms between matrices, which are
-    most of the curvature of a step in deep networks. Where the two differ, a line search
-    along the steps confirms this one (``docs/reading_your_run.md``).
+    of one number per matrix. The paper's model leaves out the terms between matrices; in
+    deep networks, these are most of the curvature of a step. Where the two gains differ,
+    a line search along the steps confirms this one (``docs/reading_your_run.md``).
 
     Q is the polar factor of the mean gradient of one half of the micro-batches (every
     second one), and slopes and curvatures are measured on the other half; then the halves

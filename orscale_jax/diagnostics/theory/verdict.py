@@ -56,15 +56,14 @@ def verdict(
     from :func:`step_gain`, :math:`\kappa` along the step decides. With ``statistics``,
     from :func:`estimate`, it computes :func:`gain`, the paper's model, for steps at the
     optimizer's scale :math:`s_\ell` (``consistent_rms``): then
-    :math:`\kappa_{\mathrm{eff}}` compares with Muon at the same scale. It decides only
-    without ``gained``. Errors of signal and curvature make layers look more different
-    than they are; what they add to ``kappa_layer`` is subtracted.
+    :math:`\kappa_{\mathrm{eff}}` compares with Muon at the same scale. It decides only if
+    ``gained`` is not given. Errors of signal and curvature make layers look more
+    different than they are; what they add to ``kappa_layer`` is subtracted.
 
     Standard errors of :math:`\kappa_{\mathrm{eff}}` are propagated to first order, as if
     those of different matrices, and of signal and smoothness, were independent. The
-    smallest effect of interest is 5 %, which is what a learning rate loses that is off by
-    22 %. The first case that applies is the verdict, where κ stands for the one that
-    decides:
+    smallest effect of interest is 5 %: a learning rate that is off by 22 % loses as much.
+    The verdict is the first of these cases that applies, where κ is the one that decides:
 
     ``"not measured"``
       No matrix has a ratio yet.
@@ -75,8 +74,8 @@ def verdict(
     ``"no statistics"``
       Ratios differ, and κ is not known.
     ``"negative curvature"``
-      κ is not known, because the measured curvature is not positive: along the step, or,
-      in the model, of any matrix.
+      κ is not known, because the measured curvature is not positive along the step or,
+      in the model, for any of the matrices.
     ``"too noisy"``
       Standard errors are missing or too large, or fewer than half of the matrices have a
       positive curvature.
@@ -90,7 +89,7 @@ def verdict(
     ``"neutral"``
       κ with two standard errors on either side is between 0.95 and 1.05.
     ``"undecided"``
-      κ may be 1 or further from it than 5 %.
+      The standard errors are too large to tell whether κ is within 5 % of 1.
 
     Args:
       reading: From :func:`read`.
