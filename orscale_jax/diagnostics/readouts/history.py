@@ -14,11 +14,12 @@ import numpy as np
 from orscale_jax import _checks
 from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.diagnostics.readouts.tabulate import tabulate
-from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.trees.boxes import PyTree
 
 if TYPE_CHECKING:
     import pandas
+
+    from orscale_jax.diagnostics.theory.step_gain import StepGain
 
 FILE_NAME = "history.csv"
 _FIRST = ("step", "matrix", "class", *Reading._fields)
@@ -101,7 +102,7 @@ class History:
         reading: Reading,
         measurements: Mapping[str, PyTree] | None = None,
         *,
-        gained: StepGain | None = None,
+        gained: "StepGain | None" = None,
         **scalars: Any,
     ) -> None:
         """Add a step. This fetches the reading, and so waits for the device.
@@ -151,9 +152,11 @@ class History:
 
         return pandas.read_csv(self.path)
 
-    def _columns_of(self, gained: StepGain, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    def _columns_of(
+        self, gained: "StepGain", scalars: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The numbers of a gain by column, which the file may not have yet."""
-        if not isinstance(gained, StepGain) or scalars.keys() & {*_GAINED}:
+        if not hasattr(gained, "kappa") or scalars.keys() & {*_GAINED}:
             _checks.refuse("gained", gained, "pass what step_gain() returned, once")
         if added := [name for name in _GAINED if name not in self._columns]:
             new = self.path.with_name(self.path.name + ".new")

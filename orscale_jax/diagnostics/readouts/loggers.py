@@ -35,9 +35,7 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
     for name, value in fetched.items():
         if np.size(value) != 1:
             raise ValueError(f"{name} has shape {np.shape(value)}: pass scalars only.")
-    return {
-        name: float(getattr(x, "item", lambda x=x: x)()) for name, x in fetched.items()
-    }
+    return {name: float(np.asarray(x).item()) for name, x in fetched.items()}
 
 
 class JsonLines:

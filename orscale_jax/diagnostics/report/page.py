@@ -114,23 +114,17 @@ def _figure(entry: Entry, run: Run, out: pathlib.Path) -> str:
         with matplotlib.rc_context(style.RC):
             figure = entry.draw(run)
         image.write_bytes(style.png(figure))
+        label = html.escape(f"{entry.title}. {entry.numbers(run)}")
+        svg = style.svg(figure, entry.name)
+        svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
         content = (
             f'<figure role="group" aria-labelledby="{entry.name}">'
-            f"{_labelled(style.svg(figure, entry.name), _alt(entry, run))}"
-            f"<figcaption>{prose(entry.caption)}</figcaption></figure>"
+            f"{svg}<figcaption>{prose(entry.caption)}</figcaption></figure>"
         )
     return (
         f'<div class="figure"><h3 id="{entry.name}">{html.escape(entry.title)}</h3>'
         f"{content}</div>"
     )
-
-
-def _labelled(svg: str, label: str) -> str:
-    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
-
-
-def _alt(entry: Entry, run: Run) -> str:
-    return f"{entry.title}. {entry.numbers(run)}"
 
 
 def _footer(run: Run) -> str:

@@ -1,5 +1,6 @@
 """A verdict on a run in plain words: do its trust ratios help?"""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -130,11 +131,7 @@ def verdict(
         if params is None:
             _checks.refuse("params", None, "pass the parameters along with statistics")
         numbers = numbers_of(reading, params, weight_dimension_numbers)
-
-        def facts_of_gain(reading: Reading, found: Statistics, params: PyTree) -> Any:
-            estimates = _estimates(found, params, numbers, consistent_rms)
-            return _facts_of_gain(reading, *estimates)
-
+        facts_of_gain = functools.partial(_facts_of_gain, numbers, consistent_rms)
         facts |= _floats(jax.jit(facts_of_gain)(reading, statistics, params))
     found = ((name, rule(facts)) for name, rule in RULES.items())
     outcome, text = next((name, text) for name, text in found if text is not None)
@@ -176,41 +173,34 @@ def _number(flags: PyTree) -> PyTree:
     return jax.tree.map(lambda flag: jnp.where(flag, 1.0, 0.0), unbox(flags))
 
 
-def _estimates(
+def _facts_of_gain(
+    numbers: WeightDimensionNumbers,
+    consistent_rms: ArrayLike | None,
+    reading: Reading,
     statistics: Statistics,
     params: PyTree,
-    weight_dimension_numbers: WeightDimensionNumbers,
-    consistent_rms: ArrayLike | None,
-) -> tuple[Estimate, Estimate]:
-    """Signal and curvature for steps at the optimizer's scale."""
+) -> dict[str, jax.Array]:
+    """The gain in the paper's model, for steps at the optimizer's scale."""
+    ratio = unbox(reading.trust_ratio)
 
-    def scale(tree: PyTree, power: int) -> PyTree:
-        return shape_scale(
-            tree,
-            params,
-            weight_dimension_numbers,
-            consistent_rms=consistent_rms,
-            power=power,
+    def scaled(tree: PyTree, power: int) -> PyTree:
+        return masked_like(
+            ratio,
+            shape_scale(
+                tree, params, numbers, consistent_rms=consistent_rms, power=power
+            ),
         )
 
     def b(smoothness: PyTree) -> PyTree:
-        return curvature(smoothness, params, weight_dimension_numbers)
+        return scaled(curvature(smoothness, params, numbers), 2)
 
-    return (
-        Estimate(*(scale(tree, 1) for tree in statistics.signal)),
-        Estimate(*(scale(b(tree), 2) for tree in statistics.smoothness)),
+    found = kappas(
+        jax.tree.map(
+            lambda r, on: jnp.where(on > 0, r, jnp.nan), ratio, measured(reading)
+        ),
+        Estimate(*(scaled(tree, 1) for tree in statistics.signal)),
+        Estimate(*map(b, statistics.smoothness)),
     )
-
-
-def _facts_of_gain(
-    reading: Reading, signal: Estimate, b: Estimate
-) -> dict[str, jax.Array]:
-    ratio = unbox(reading.trust_ratio)
-    of_same = (Estimate(*(masked_like(ratio, t) for t in each)) for each in (signal, b))
-    measured_ratio = jax.tree.map(
-        lambda r, on: jnp.where(on > 0, r, jnp.nan), ratio, measured(reading)
-    )
-    found = kappas(measured_ratio, *of_same)
     return {
         "kappa_eff": found.kappa_eff.value,
         "kappa_eff_stderr": found.kappa_eff.stderr,
