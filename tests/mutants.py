@@ -677,7 +677,7 @@ MUTANTS = [
         "test_history.py",
     ),
     Mutant(
-        "null_share",
+        "_null_share",
         "values <= floor * values[..., :1]",
         "values <= floor",
         "readouts/test_measure.py",

@@ -19,7 +19,8 @@ verdict            whether they help, in a sentence
 
 ``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run. The functions above
 are in ``readouts/`` and ``theory/``; the report is in ``report/``. ``matrix_leaves.py``
-and ``matrices.py`` find the matrices for all three.
+finds the matrices among the parameters, and ``matrices.py`` handles trees with one entry
+for each of them.
 """
 
 from orscale_jax.diagnostics.readouts.history import History as History

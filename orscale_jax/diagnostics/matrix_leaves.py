@@ -82,7 +82,7 @@ class MatrixLeaves:
         ]
 
     def from_parts(self, scalars: Iterable[jax.Array]) -> list[jax.Array]:
-        """One entry per matrix: arrays of the leaves' batch shapes, from the parts'."""
+        """Arrays of the leaves' batch shapes, from one array for each of their parts."""
         remaining = iter(scalars)
         return [
             jnp.stack([next(remaining) for _ in axes.labels], axis=axes.place)

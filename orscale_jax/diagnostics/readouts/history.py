@@ -14,15 +14,16 @@ import numpy as np
 from orscale_jax import _checks
 from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.diagnostics.readouts.tabulate import tabulate
-from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.trees.boxes import PyTree
 
 if TYPE_CHECKING:
     import pandas
 
+    from orscale_jax.diagnostics.theory.step_gain import StepGain
+
 FILE_NAME = "history.csv"
 _FIRST = ("step", "matrix", "class", *Reading._fields)
-# κ along the step and its standard error, once append is given what step_gain measured.
+# κ along the step and its standard error, from the first append with ``gained`` on.
 _GAINED = ("kappa_step", "kappa_step_stderr")
 
 
@@ -31,9 +32,9 @@ class History:
 
     The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
     ``measurements`` (one number per matrix, at the steps at which they are taken) and
-    ``scalars`` (one number per step, in all its rows). The first ``gained`` that
-    :meth:`append` is given adds ``kappa_step`` and ``kappa_step_stderr``. A missing
-    number is an empty field. :func:`pandas.read_csv` reads the file. If it is called
+    ``scalars`` (one number per step, in all its rows). The first :meth:`append` with
+    ``gained`` adds the columns ``kappa_step`` and ``kappa_step_stderr``. A missing number
+    is an empty field. :func:`pandas.read_csv` reads the file. If it is called
     ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a report of its folder.
 
     A step is on the disk when :meth:`append` returns. If a process is killed while it
@@ -101,7 +102,7 @@ class History:
         reading: Reading,
         measurements: Mapping[str, PyTree] | None = None,
         *,
-        gained: StepGain | None = None,
+        gained: "StepGain | None" = None,
         **scalars: Any,
     ) -> None:
         """Add a step. This fetches the reading, and so waits for the device.
@@ -151,9 +152,11 @@ class History:
 
         return pandas.read_csv(self.path)
 
-    def _columns_of(self, gained: StepGain, scalars: Mapping[str, Any]) -> dict[str, Any]:
+    def _columns_of(
+        self, gained: "StepGain", scalars: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """The numbers of a gain by column, which the file may not have yet."""
-        if not isinstance(gained, StepGain) or scalars.keys() & {*_GAINED}:
+        if not hasattr(gained, "kappa") or scalars.keys() & {*_GAINED}:
             _checks.refuse("gained", gained, "pass what step_gain() returned, once")
         if added := [name for name in _GAINED if name not in self._columns]:
             new = self.path.with_name(self.path.name + ".new")
@@ -178,7 +181,7 @@ class History:
             os.fsync(file.fileno())
 
     def _cut(self, first: "_Block | None") -> None:
-        """Drop a step, and what follows it, or half a line at the end."""
+        """Drop a step and all later ones; without a step, only half a line at the end."""
         if first is not None:
             os.truncate(self.path, first.start)
             del self._blocks[self._blocks.index(first) :]

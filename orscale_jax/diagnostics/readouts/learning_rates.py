@@ -27,7 +27,7 @@ _FORMS = (
 def learning_rates(
     given: LearningRate, state: PyTree, params: PyTree, groups: Mapping[Path, Labels]
 ) -> dict[Path, ArrayLike] | None:
-    """η of the last update of each matrix; None if nothing tells.
+    """η of the last update of each matrix; None if it is not known.
 
     Args:
       given: See :func:`read`.
@@ -91,7 +91,7 @@ def _by_label(given: PyTree, groups: Mapping[Path, Labels]) -> dict[Path, Any]:
 def _by_parameter(
     given: PyTree, params: PyTree, groups: Mapping[Path, Labels]
 ) -> dict[Path, Any]:
-    """The entry of each matrix in a tree like the parameters; none if it is unlike."""
+    """The entry of each matrix in a tree like the parameters; none in any other tree."""
 
     def is_rate(node: Any) -> bool:
         return callable(node) or node is None
@@ -115,7 +115,7 @@ def _refuse_one_for_all(
     injected: Sequence[tuple[Labels, Any]],
     counts: Sequence[tuple[Labels, Any]],
 ) -> None:
-    """Refuse one rate for groups of which the state says that theirs differ."""
+    """Refuse one rate for all groups if the state shows that their rates differ."""
     sources = {_innermost([(at, at) for at, _ in injected], x) for x in groups.values()}
     if len(sources) > 1:
         raise ValueError(

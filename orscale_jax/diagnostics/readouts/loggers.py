@@ -6,7 +6,6 @@ import os
 import pathlib
 import time
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any
 
 import jax
@@ -36,9 +35,7 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
     for name, value in fetched.items():
         if np.size(value) != 1:
             raise ValueError(f"{name} has shape {np.shape(value)}: pass scalars only.")
-    return {
-        name: float(getattr(x, "item", lambda x=x: x)()) for name, x in fetched.items()
-    }
+    return {name: float(np.asarray(x).item()) for name, x in fetched.items()}
 
 
 class JsonLines:
@@ -111,11 +108,6 @@ class TensorBoard:
         """Open for ``with``."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         """Close."""
         self.close()

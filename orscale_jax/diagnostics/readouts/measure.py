@@ -1,6 +1,5 @@
 """Measurements on a slower clock: singular values, convergence, angles."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,50 +24,6 @@ PolarFactor = Callable[[jax.Array], jax.Array]
 LIFTED = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class _Momentum:
-    """The momentum of a part of a leaf, of shape (*batch, m, n), and what is made of it.
-
-    The compiler drops what is not requested.
-    """
-
-    matrices: jax.Array
-    previous: jax.Array
-    polar: PolarFactor
-
-    @property
-    def q(self) -> jax.Array:
-        return self.polar(self.matrices)
-
-    def stable_rank(self) -> jax.Array:
-        return _stable_rank(self.matrices)
-
-    def null_share(self) -> jax.Array:
-        values = jnp.linalg.svd(self.matrices, compute_uv=False)
-        floor = jnp.finfo(values.dtype).eps * max(self.matrices.shape[-2:])
-        return jnp.mean(values <= floor * values[..., :1], axis=-1, dtype=values.dtype)
-
-    def polar_stable_rank(self) -> jax.Array:
-        return _stable_rank(self.q)
-
-    def polar_null_share(self) -> jax.Array:
-        values = jnp.linalg.svd(self.q, compute_uv=False)
-        return jnp.mean(values < LIFTED, axis=-1, dtype=values.dtype)
-
-    def polar_error(self) -> jax.Array:
-        q = self.q
-        m, n = q.shape[-2:]
-        q = q if m >= n else q.mT
-        error = q.mT @ q - jnp.eye(min(m, n), dtype=q.dtype)
-        return _norm(error) / min(m, n) ** 0.5
-
-    def direction_angle(self) -> jax.Array:
-        a, b = self.q, self.polar(self.previous)
-        norms = _norm(a) * _norm(b)
-        cosine = jnp.sum(a * b, axis=(-2, -1)) / jnp.where(norms == 0, 1, norms)
-        return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1)))
-
-
 def _norm(x: jax.Array) -> jax.Array:
     return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1)))
 
@@ -79,13 +34,38 @@ def _stable_rank(x: jax.Array) -> jax.Array:
     return jnp.sum(squares, axis=-1) / jnp.where(largest == 0, 1, largest)
 
 
-_MEASUREMENTS: dict[str, Callable[[_Momentum], jax.Array]] = {
-    "momentum_stable_rank": _Momentum.stable_rank,
-    "momentum_null_share": _Momentum.null_share,
-    "polar_stable_rank": _Momentum.polar_stable_rank,
-    "polar_null_share": _Momentum.polar_null_share,
-    "polar_error": _Momentum.polar_error,
-    "direction_angle": _Momentum.direction_angle,
+def _null_share(m: jax.Array) -> jax.Array:
+    values = jnp.linalg.svd(m, compute_uv=False)
+    floor = jnp.finfo(values.dtype).eps * max(m.shape[-2:])
+    return jnp.mean(values <= floor * values[..., :1], axis=-1, dtype=values.dtype)
+
+
+def _polar_null_share(q: jax.Array) -> jax.Array:
+    values = jnp.linalg.svd(q, compute_uv=False)
+    return jnp.mean(values < LIFTED, axis=-1, dtype=values.dtype)
+
+
+def _polar_error(q: jax.Array) -> jax.Array:
+    m, n = q.shape[-2:]
+    q = q if m >= n else q.mT
+    error = q.mT @ q - jnp.eye(min(m, n), dtype=q.dtype)
+    return _norm(error) / min(m, n) ** 0.5
+
+
+def _angle(a: jax.Array, b: jax.Array) -> jax.Array:
+    norms = _norm(a) * _norm(b)
+    cosine = jnp.sum(a * b, axis=(-2, -1)) / jnp.where(norms == 0, 1, norms)
+    return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1)))
+
+
+# Measurements of the momentum, of shape (*batch, m, n), and of that of an earlier step.
+_MEASUREMENTS: dict[str, Callable[[jax.Array, jax.Array, PolarFactor], jax.Array]] = {
+    "momentum_stable_rank": lambda m, *_: _stable_rank(m),
+    "momentum_null_share": lambda m, *_: _null_share(m),
+    "polar_stable_rank": lambda m, _, polar: _stable_rank(polar(m)),
+    "polar_null_share": lambda m, _, polar: _polar_null_share(polar(m)),
+    "polar_error": lambda m, _, polar: _polar_error(polar(m)),
+    "direction_angle": lambda m, before, polar: _angle(polar(m), polar(before)),
 }
 NEEDS_PREVIOUS = frozenset({"direction_angle"})
 #: The names of all measurements.
@@ -104,8 +84,8 @@ def measure(
     r"""Measure the momentum M of every matrix and its polar factor Q.
 
     Call it every hundredth step or so: unlike :func:`read`, it computes. Q is the polar
-    factor of the M in the state; with Nesterov's momentum the optimizer uses that of
-    :math:`\mu M + G`, which the state no longer holds. By name:
+    factor of the M in the state. With Nesterov's momentum, the optimizer uses the polar
+    factor of :math:`\mu M + G` instead, and the state does not hold G. By name:
 
     ``"momentum_stable_rank"``
       :math:`\|M\|_F^2 / \|M\|_2^2`, between 1 and min(m, n); 0 for a zero matrix. Costs
@@ -181,8 +161,7 @@ def measure(
 def _measured(
     names: tuple[str, ...], polar: PolarFactor, now: jax.Array, before: jax.Array
 ) -> dict[str, jax.Array]:
-    momentum = _Momentum(now, before, polar)
-    return {name: _MEASUREMENTS[name](momentum) for name in names}
+    return {name: _MEASUREMENTS[name](now, before, polar) for name in names}
 
 
 def _momenta(state: Any, matrices: list[tuple[Any, Any]]) -> list[jax.Array]:

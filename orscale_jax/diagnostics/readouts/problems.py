@@ -14,10 +14,10 @@ Table: TypeAlias = Mapping[str, Any]  # Columns of equal length; also a data fra
 
 #: The share of all matrices at one bound from which the ratio counts as saturated.
 SATURATED_SHARE = 0.5
-#: ‖D₀‖/‖D‖ below which the direction that anchored c counts as one of low rank: now that
-#: directions are twice as large, the matrix takes half of its step.
+#: Below this ‖D₀‖/‖D‖, the direction on which c was anchored counts as one of low rank:
+#: directions are now twice as large, so the matrix takes half of its step.
 LOW_RANK_FACTOR = 0.5
-#: ‖W‖/‖W₀‖ from which the norm counts as running away: the paper saw 10 to 50 with a
+#: From this ‖W‖/‖W₀‖ on, the norm counts as running away: the paper saw 10 to 50 with a
 #: decoupled decay (its Table 4).
 RUNAWAY_GROWTH = 10.0
 #: The relative step above which one step undoes the work of many.
@@ -54,7 +54,7 @@ class _Check:
     found: Callable[..., Any]
     meaning: str
     remedy: str
-    least_share: float = 0.0  # If a smaller share of all matrices has it, it is none.
+    least_share: float = 0.0  # The share of all matrices from which it counts.
     optional: tuple[str, ...] = ()  # More columns, NaN where the table lacks them.
 
 
@@ -67,7 +67,7 @@ def find_problems(reading: Reading | Table) -> list[Problem]:
     - a runaway: :math:`\|W\| > 10 \|W_0\|`, the symptom of a decoupled decay;
     - a relative step above 0.1;
     - a matrix that never moves, though it has had updates: it is zero, its ratio is 0, or
-      its steps are zero and those of others are not;
+      its steps are zero while others move;
     - an expert without an update so far, where others of its stack have had one;
     - a matrix that never anchored, though it has had updates, or that has no initial
       scale;

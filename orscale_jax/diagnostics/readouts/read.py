@@ -1,5 +1,6 @@
 """Read norms, ratios and steps of every matrix off an optimizer's state."""
 
+from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -28,10 +29,14 @@ from orscale_jax.transforms.trust_ratio import (
 )
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import nodes_in_groups, nodes_of
+from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
 
 # Arrays of the leaves of matrices, by path.
 ByPath: TypeAlias = dict[Path, Any]
+
+_RATIOS = (CalibratedTrustRatioState, LargestDirectionState)
+# The fields of both that have one entry per matrix.
+_FIELDS = [name for name in CalibratedTrustRatioState._fields if name != "bounds"]
 
 
 def read(
@@ -68,9 +73,9 @@ def read(
 
     Raises:
       ValueError: If the state is of another optimizer or has other matrices, a schedule
-        is given and the state has no count, or one rate is given for groups of which the
-        state shows that theirs differ: some have a schedule and others not, or each has
-        its own in the state.
+        is given and the state has no count, or one rate is given although the state
+        shows that the groups have different ones: some have a schedule and others do not,
+        or each has its own in the state.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -88,54 +93,57 @@ def read(
       Lou & You, *OrScale*, Definitions 1 and 2; section 5.4 reports these statistics.
     """
     state, params = unbox(getattr(state, "opt_state", state)), unbox(params)
-    ratios = list(
-        nodes_in_groups(state, CalibratedTrustRatioState, LargestDirectionState)
+    ratios = _with_ratios(state)
+    started = _by_path(
+        node.started for node in nodes_of(state, FromFirstNonzeroUpdateState)
     )
-    starts = nodes_of(state, FromFirstNonzeroUpdateState)
-    started = _by_path([node.started for node in starts])
-    initial = _by_path([x.initial_norm for x in nodes_of(state, InitialNormState)])
-    per_matrix = _fields([node for _, node in ratios])
-    like = per_matrix.get("trust_ratio", {}) | started | initial
+    initial = _by_path(node.initial_norm for node in nodes_of(state, InitialNormState))
+    like = {path: at["trust_ratio"] for path, (_, at) in ratios.items()}
+    like |= started | initial
     if not like:
         _checks.refuse(
             "state", type(state), "pass the state of an optimizer of orscale_jax"
         )
     axes_of = _axes_of(params, weight_dimension_numbers, like)
-    weight_norm = _weight_norms(params, axes_of, like)
-    found: dict[str, ByPath] = {name: {} for name in Reading._fields}
-    if ratios:
-        groups = {
-            path: at for at, node in ratios for path in _by_path([node.trust_ratio])
-        }
-        rates = learning_rates(learning_rate, state, params, groups)
-        found |= _of_ratios(per_matrix, weight_norm, rates or {})
-    found["weight_norm"] = weight_norm
-    found["growth"] |= {path: weight_norm[path] / r for path, r in initial.items()}
-    found["started"] |= {path: on != 0 for path, on in started.items()}
+    found = {
+        path: {"weight_norm": norm}
+        for path, norm in _weight_norms(params, axes_of, like).items()
+    }
+    groups = {path: labels for path, (labels, _) in ratios.items()}
+    rates = learning_rates(learning_rate, state, params, groups) if groups else None
+    for path, (_, at) in ratios.items():
+        eta = (rates or {}).get(path)
+        found[path] |= _of_matrices(at, found[path]["weight_norm"], eta)
+    for path, norm in initial.items():
+        found[path]["growth"] = found[path]["weight_norm"] / norm
+    for path, on in started.items():
+        found[path]["started"] = on != 0
 
-    def tree(arrays: ByPath) -> PyTree:
-        if not arrays:
+    def tree(field: str) -> PyTree:
+        if not any(field in readouts for readouts in found.values()):
             return None
+        masked = optax.MaskedNode()
         return jax.tree_util.tree_map_with_path(
-            lambda path, _: arrays.get(names_on(path), optax.MaskedNode()), params
+            lambda path, _: found.get(names_on(path), {}).get(field, masked), params
         )
 
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
     matrices = MatrixLeaves(tuple(axes_of.get(names_on(path)) for path in paths))
-    return with_matrices(matrices, map(tree, found.values()))
+    return with_matrices(matrices, map(tree, Reading._fields))
 
 
-def _fields(ratios: list[Any]) -> dict[str, ByPath]:
-    """The fields of all states of trust ratios, and the bounds of each matrix."""
-    if not ratios:
-        return {}
-    names = set(CalibratedTrustRatioState._fields) - {"bounds"}
-    fields = {name: _by_path([getattr(node, name) for node in ratios]) for name in names}
-    bounds = [jax.tree.map(lambda _, b=x.bounds: b, x.trust_ratio) for x in ratios]
-    return fields | {"bounds": _by_path(bounds)}
+def _with_ratios(state: PyTree) -> dict[Path, tuple[Labels, dict[str, jax.Array]]]:
+    """For each leaf with trust ratios: the labels around it, and its arrays by field."""
+    found: dict[Path, tuple[Labels, dict[str, jax.Array]]] = {}
+    for labels, node in nodes_in_groups(state, *_RATIOS):
+        fields = {name: _by_path([getattr(node, name)]) for name in _FIELDS}
+        for path in fields["trust_ratio"]:
+            at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}
+            found[path] = labels, at | {"bounds": jnp.asarray(node.bounds)}
+    return found
 
 
-def _by_path(trees: list[PyTree]) -> ByPath:
+def _by_path(trees: Iterable[PyTree]) -> ByPath:
     leaves = (
         leaf for tree in trees for leaf in jax.tree_util.tree_leaves_with_path(tree)
     )
@@ -188,18 +196,6 @@ def _require_same(path: Any, leaf: Any, axes: LeafAxes | None, array: Any) -> No
 def _norms(axes: Any, leaf: jax.Array, like: Any) -> jax.Array:
     norms = axes.norms(leaf.astype(compute_dtype(leaf)))
     return typed_sharding.shard_like(norms, jnp.asarray(like))
-
-
-def _of_ratios(
-    fields: dict[str, ByPath], weight_norm: ByPath, rates: dict[Path, ArrayLike]
-) -> dict[str, ByPath]:
-    """The readouts of matrices that have a trust ratio, by field and path."""
-    found: dict[str, ByPath] = {name: {} for name in Reading._fields}
-    for path in fields["trust_ratio"]:
-        at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}
-        for name, array in _of_matrices(at, weight_norm[path], rates.get(path)).items():
-            found[name][path] = array
-    return found
 
 
 def _of_matrices(

@@ -21,14 +21,14 @@ class _Fields(NamedTuple):
     calibration: PyTree
     #: ‖W'‖, of ``params``.
     weight_norm: PyTree
-    #: ‖D‖ of the last update, 0 before the first one. In an ablation that decouples the
-    #: decay, or whose ratio is measured on something else, the norm of sQ.
+    #: ‖D‖ of the last update, 0 before the first one. It is the norm of sQ in an ablation
+    #: that decouples the decay or measures the ratio on something else.
     direction_norm: PyTree
     #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
     relative_step: PyTree
-    #: ‖W'‖/‖W₀‖, where W₀ is W at the first direction at which W is not zero (where c is
-    #: anchored). 1 before it; NaN if the state was restored from a checkpoint that has c
-    #: but not ‖W₀‖.
+    #: ‖W'‖/‖W₀‖, where W₀ are the weights on which c was anchored: those at the first
+    #: direction at which W was not zero. 1 before it; NaN if the state was restored from
+    #: a checkpoint that has c but not ‖W₀‖.
     growth: PyTree
     #: Whether r̂ is at the lower bound.
     at_r_min: PyTree

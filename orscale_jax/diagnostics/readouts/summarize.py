@@ -13,7 +13,7 @@ from orscale_jax.trees.boxes import PyTree
 
 Vectors = Mapping[str, jax.Array]
 
-# The quantities that are summed up, in this order; a reading (muon's) may lack some.
+# The quantities that are summarized, in this order; a reading of muon lacks some.
 QUANTITIES = ("trust_ratio", "raw_trust_ratio", "relative_step", "growth")
 PERCENTILES = {"p05": 5.0, "p50": 50.0, "p95": 95.0}
 
@@ -35,7 +35,7 @@ def summarize(
     *,
     matrices: str | None = None,
 ) -> dict[str, jax.Array]:
-    r"""Sum up a reading in flat scalars, over all matrices and over those of each class.
+    r"""Summarize a reading as flat scalars, over all matrices and over each class.
 
     For :math:`\hat r`, r, the relative step and the growth it gives ``mean``, ``p05``,
     ``p50``, ``p95``, ``min`` and ``max``. Every matrix has weight 1, also in stacks and

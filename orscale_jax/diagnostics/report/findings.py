@@ -34,26 +34,6 @@ class Occurrence(NamedTuple):
     last: int
 
 
-class Judgement(NamedTuple):
-    """The verdict on a run.
-
-    Attributes:
-      step: The step of the history to which it applies.
-      text: The verdict in one line.
-      sentences: The sentences that explain it.
-    """
-
-    step: int
-    text: str
-    sentences: list[str]
-
-
-def judge(run: Run) -> Judgement:
-    """The verdict on a run, and what explains it."""
-    found, step = gains.verdict_of(run)
-    return Judgement(step, found.text, _explanations(run, found))
-
-
 def occurrences(run: Run) -> list[Occurrence]:
     """The problems of the steps shown: those of the last step first."""
     seen: dict[str, Occurrence] = {}
@@ -92,7 +72,8 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
     return found
 
 
-def _explanations(run: Run, found: Verdict) -> list[str]:
+def explanations(run: Run, found: Verdict) -> list[str]:
+    """The sentences that explain the verdict on a run."""
     numbers, sentences = found.numbers, []
     if not run.has("trust_ratio"):
         return ["The history has no trust ratios, like any run of Muon."]

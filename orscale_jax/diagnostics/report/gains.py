@@ -44,14 +44,7 @@ def verdict_of(run: Run) -> tuple[Verdict, int]:
     if with_estimates := verdicts(run):
         step = max(with_estimates)
         return with_estimates[step], step
-    return _plain_verdict(run, run.final), run.steps[-1]
-
-
-def _plain_verdict(run: Run, rows: pd.DataFrame) -> Verdict:
-    """The verdict at a step, without the paper's model."""
-    everything = {"": np.full(run.matrices, True)}
-    found = jax.tree.map(lambda field: field[0], reading_of(run, rows, everything))
-    return verdict(found, gained=_gained(rows))
+    return _verdict(run, run.final, None), run.steps[-1]
 
 
 def estimate_steps(run: Run) -> list[int]:
@@ -76,10 +69,8 @@ def verdicts(run: Run) -> dict[int, Verdict]:
     found = {}
     for step in steps:
         of_step = rows.get_group(step)
-        if shapes is not None:
+        if shapes is not None or _gained(of_step) is not None:
             found[step] = _verdict(run, of_step, shapes)
-        elif _gained(of_step) is not None:
-            found[step] = _plain_verdict(run, of_step)
     return found
 
 
@@ -118,14 +109,20 @@ def shapes_of(run: Run) -> Shapes | None:
     )
 
 
-def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes) -> Verdict:
+def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes | None) -> Verdict:
+    """The verdict at a step; without shapes, it is not that of the paper's model."""
+    members = {"": np.full(run.matrices, True)} if shapes is None else shapes.members
+    reading = jax.tree.map(lambda field: field[0], reading_of(run, rows, members))
+    if shapes is None:
+        return verdict(reading, gained=_gained(rows))
+
     def of_matrices(column: str) -> dict[str, jax.Array]:
-        table = leaves(run, rows, column, shapes.members)
+        table = leaves(run, rows, column, members)
         return {name: values[0] for name, values in table.items()}
 
     params = {
         name: jax.ShapeDtypeStruct((int(inside.sum()), *shapes.sizes[name]), jnp.float32)
-        for name, inside in shapes.members.items()
+        for name, inside in members.items()
     }
     statistics = Statistics(
         *(
@@ -134,7 +131,7 @@ def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes) -> Verdict:
         )
     )
     return verdict(
-        jax.tree.map(lambda field: field[0], reading_of(run, rows, shapes.members)),
+        reading,
         statistics,
         params,
         dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),

@@ -8,7 +8,7 @@ import string
 
 import matplotlib
 
-from orscale_jax.diagnostics.report import findings, style, tables
+from orscale_jax.diagnostics.report import findings, gains, style, tables
 from orscale_jax.diagnostics.report.figures import FIGURES, Entry
 from orscale_jax.diagnostics.report.run import Run, read_run
 from orscale_jax.diagnostics.report.tables import prose
@@ -47,7 +47,7 @@ def _page(run: Run, figures: str) -> str:
         css=parts.joinpath("page.css").read_text("utf-8"),
         name=html.escape(run.name),
         facts=_facts(run),
-        verdict=_verdict(findings.judge(run)),
+        verdict=_verdict(run),
         tiles=tables.tiles(findings.key_numbers(run)),
         problems=_problems(run, findings.occurrences(run)),
         figures=figures,
@@ -66,10 +66,12 @@ def _facts(run: Run) -> str:
     )
 
 
-def _verdict(found: findings.Judgement) -> str:
-    sentences = "".join(f"<p>{prose(sentence)}</p>" for sentence in found.sentences)
+def _verdict(run: Run) -> str:
+    found, step = gains.verdict_of(run)
+    explanations = findings.explanations(run, found)
+    sentences = "".join(f"<p>{prose(sentence)}</p>" for sentence in explanations)
     return (
-        f'<h2 id="verdict">Verdict, at step {found.step:,}</h2>'
+        f'<h2 id="verdict">Verdict, at step {step:,}</h2>'
         f'<p class="headline">{prose(found.text)}</p>{sentences}'
     )
 
@@ -112,23 +114,17 @@ def _figure(entry: Entry, run: Run, out: pathlib.Path) -> str:
         with matplotlib.rc_context(style.RC):
             figure = entry.draw(run)
         image.write_bytes(style.png(figure))
+        label = html.escape(f"{entry.title}. {entry.numbers(run)}")
+        svg = style.svg(figure, entry.name)
+        svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
         content = (
             f'<figure role="group" aria-labelledby="{entry.name}">'
-            f"{_labelled(style.svg(figure, entry.name), _alt(entry, run))}"
-            f"<figcaption>{prose(entry.caption)}</figcaption></figure>"
+            f"{svg}<figcaption>{prose(entry.caption)}</figcaption></figure>"
         )
     return (
         f'<div class="figure"><h3 id="{entry.name}">{html.escape(entry.title)}</h3>'
         f"{content}</div>"
     )
-
-
-def _labelled(svg: str, label: str) -> str:
-    return svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(label)}"', 1)
-
-
-def _alt(entry: Entry, run: Run) -> str:
-    return f"{entry.title}. {entry.numbers(run)}"
 
 
 def _footer(run: Run) -> str:

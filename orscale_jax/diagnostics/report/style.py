@@ -157,7 +157,7 @@ def svg(figure: Figure, name: str) -> str:
 
     Args:
       figure: The figure.
-      name: What sets its ids apart from those of the page's other figures.
+      name: A prefix of its ids, which no other figure of the page has.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context(RC):

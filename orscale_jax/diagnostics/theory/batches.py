@@ -12,7 +12,7 @@ LossFn: TypeAlias = Callable[[PyTree, Any], jax.Array]
 
 
 def micro_batches(batches: Any, at_least: int = 2) -> list[Any]:
-    """The micro-batches as a list, in either form.
+    """The micro-batches as a list, from an iterator or a tree that stacks them, too.
 
     Raises:
       ValueError: If there are too few, or their shapes differ.

@@ -26,8 +26,9 @@ def curvature(
 ) -> PyTree:
     r"""Compute the curvature :math:`b_\ell = L_\ell p_\ell` of every matrix.
 
-    :math:`p_\ell = \min(m_\ell, n_\ell)` bounds :math:`\|Q_\ell\|_F^2`, the rank of the
-    polar factor. The function is linear: it also turns standard errors of L into b's.
+    :math:`p_\ell = \min(m_\ell, n_\ell)` bounds :math:`\|Q_\ell\|_F^2`: the squared norm
+    of a polar factor is its rank. The function is linear: it also turns
+    standard errors of L into b's.
 
     Args:
       smoothness: L, such as ``estimate(...).smoothness.value``.
@@ -78,12 +79,18 @@ def shape_scale(
     """
     if consistent_rms is None:
         return per_matrix_tree
+    s = scale_of(consistent_rms)
+    return _times(
+        lambda m, n: s(m, n) ** power, per_matrix_tree, params, weight_dimension_numbers
+    )
+
+
+def scale_of(consistent_rms: ArrayLike | None) -> Callable[[int, int], float]:
+    """S as a function of m and n, as in :func:`scale_by_shape`."""
+    if consistent_rms is None:
+        return lambda m, n: 1.0
     rms = float(jax.device_get(consistent_rms))
-
-    def s(m: int, n: int) -> float:
-        return (rms * math.sqrt(max(m, n))) ** power
-
-    return _times(s, per_matrix_tree, params, weight_dimension_numbers)
+    return lambda m, n: rms * math.sqrt(max(m, n))
 
 
 def _times(

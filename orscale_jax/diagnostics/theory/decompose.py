@@ -54,12 +54,12 @@ def decompose(reading: Reading, classes: PyTree | None = None) -> Decomposition:
         \frac{\|W\|}{\|W_0\|} \cdot \frac{\|D_0\|}{\|D\|},
 
     with equality up to the floors :math:`\varepsilon`; the product of the two factors is
-    exactly r. W and D are those of the last update, and W is the weight *before* it; the
-    ``growth`` of the reading belongs to the weight after it, and is one update ahead.
-    The second factor is computed as :math:`\|W_0\| / (c \|D\|)`. With the anchors
-    ``"full_rank"`` and ``"largest"`` it contains their :math:`d_0` instead of
-    :math:`\|D_0\|`. If it is far below 1 while the first factor is near 1, c was anchored
-    on a first direction that is smaller than later ones, such as one of low rank.
+    exactly r. W and D are those of the last update. Here W is the weight before the
+    update; ``reading.growth`` uses the weight after it. The second factor is computed as
+    :math:`\|W_0\| / (c \|D\|)`. With the anchors ``"full_rank"`` and ``"largest"`` it
+    contains their :math:`d_0` instead of :math:`\|D_0\|`. If it is far below 1 while the
+    first factor is near 1, c was anchored on a first direction that is smaller than later
+    ones, such as one of low rank.
 
     Args:
       reading: From :func:`read`, of an optimizer with trust ratios.

@@ -49,9 +49,9 @@ def estimate(
     ``signal``
       :math:`a_\ell = \|\nabla_\ell f\|_*`. The nuclear norm of a mean of noisy gradients
       is too large, often several times; see *Bias* below. With ``exact=False`` it is
-      :math:`\langle \nabla_\ell f, Q_\ell \rangle`, the descent along the polar factor of
-      all micro-batches but the one that it is measured on: at most :math:`a_\ell` in the
-      mean, and near it where the noise is small.
+      :math:`\langle \nabla_\ell f, Q_\ell \rangle`, measured with the gradient of one
+      micro-batch and the polar factor of the mean gradient of all others. Its mean is at
+      most :math:`a_\ell`, and near it where the noise is small.
     ``noise``
       :math:`\sigma_\ell`, where one micro-batch is the paper's :math:`b = 1`:
       :math:`\sigma_\ell^2 = \mathbb E \|G_\ell - \nabla_\ell f\|_F^2`. A batch of k
@@ -62,22 +62,22 @@ def estimate(
       along ``directions``, H the Hessian over all matrices. The descent inequality uses
       :math:`\sum_\ell L_\ell \|\Delta_\ell\|_F^2` for a step of all matrices, and these
       sum up to its second-order term, :math:`\langle \Delta, H \Delta \rangle`, exactly.
-      Its derivative with respect to the multiplier of each matrix is right as well. It
-      holds for steps near the one measured. ``cross_terms=False`` gives
+      The derivative of the sum with respect to the multiplier of each matrix is right as
+      well. L holds for steps near the one measured. ``cross_terms=False`` gives
       :math:`\langle \Delta_\ell, H_{\ell\ell} \Delta_\ell \rangle` instead, the
       smoothness of the matrix while the others do not move, at the same cost: each
       micro-batch flips the signs of the :math:`\Delta_\ell` at random, which moves the
       cross terms into the standard error. Smoothness is negative along directions of
       negative curvature, and NaN where a direction is zero.
 
-    *Bias.* The signal is a geometric mean, direction by direction, of singular values
-    that noise raises and of projections of left-out gradients that it lowers. The bias
-    that remains depends on the spectrum. It is next to nothing for low rank and for pure
-    noise; for a power law the estimate is too low by a fifth of the distance between the
-    two, and by a quarter where all singular values are equal and near the noise. A tenth
-    of that distance is part of the standard error. If noise drowns the signal, its
-    standard error is larger than its value, which may be negative: take more
-    micro-batches.
+    *Bias.* For each singular direction, the signal is the geometric mean of two numbers:
+    the singular value, which noise raises, and the projection of left-out gradients,
+    which noise lowers. The bias that remains depends on the spectrum. It is almost zero
+    for low rank and for pure noise. For a power law the estimate is too low by a fifth of
+    the distance between the sums of the two, and by a quarter where all singular values
+    are equal and near the noise. A tenth of that distance is part of the standard error.
+    If noise drowns the signal, its standard error is larger than its value, which may be
+    negative: take more micro-batches.
 
     *Cost.* Each of N micro-batches takes one gradient, and one Hessian-vector product
     with the gradient that comes with it: about 4N gradients in all. With ``exact=True``

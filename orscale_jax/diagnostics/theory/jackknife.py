@@ -54,10 +54,10 @@ def noise(squares: jax.Array) -> Estimate:
 def nuclear_norm(spectra: jax.Array, projections: jax.Array) -> Estimate:
     r"""Nuclear norm of the mean of noisy matrices, without most of the noise's bias.
 
-    Noise raises the singular values :math:`\sigma_k` of a mean. It turns the singular
-    vectors, so that a matrix which had no part in the mean has smaller projections
-    :math:`\pi_k = u_k^\top G v_k` on them than the true singular values: by as much, to
-    the second order in the noise. The estimate is
+    Noise raises the singular values :math:`\sigma_k` of a mean. It also rotates the
+    singular vectors: the projections :math:`\pi_k = u_k^\top G v_k` of a matrix that is
+    not part of the mean are smaller than the true singular values. To second order in the
+    noise, both errors have the same size. The estimate is
     :math:`\sum_k \mathrm{sign}(\pi_k) \sqrt{\sigma_k |\pi_k|}` of their means; a
     direction that is noise alone has :math:`\pi_k = 0` in the mean.
 

@@ -96,10 +96,7 @@ class Work:
         tangents = [d.astype(w.dtype) for d, w in zip(signed, matrices, strict=True)]
         gradient, curved = jax.jvp(self.gradient(params, batch), (matrices,), (tangents,))
         parts = [self.leaves.parts(x) for x in (gradient, total, tangents, curved)]
-        return [
-            self.sample((g, others, count), (step, curve))
-            for g, others, step, curve in zip(*parts, strict=True)
-        ]
+        return [self.sample(count, *of_part) for of_part in zip(*parts, strict=True)]
 
     def flipped(self, directions: list[jax.Array], index: jax.Array) -> list[jax.Array]:
         """The directions with a random sign for each matrix."""
@@ -113,19 +110,25 @@ class Work:
 
     def sample(
         self,
-        gradients: tuple[jax.Array, jax.Array, jax.Array],
-        curve: tuple[jax.Array, jax.Array],
+        count: jax.Array,
+        gradient: jax.Array,
+        total: jax.Array,
+        step: jax.Array,
+        curved: jax.Array,
     ) -> Sample:
         """The sample for matrices of shape (..., m, n).
 
         Args:
-          gradients: The micro-batch's gradient, the sum of all and their number.
-          curve: The step Δ and HΔ.
+          count: The number of micro-batches.
+          gradient: The gradient of this micro-batch.
+          total: The sum of the gradients of all.
+          step: Δ.
+          curved: HΔ.
         """
-        g, total, count = gradients
-        step, curved = curve
-        others, error = (total - g) / (count - 1), g - total / count
-        spectrum, projection = (_decomposed if self.exact else _descent)(others, g)
+        others = (total - gradient) / (count - 1)
+        error = gradient - total / count
+        of_signal = _decomposed if self.exact else _descent
+        spectrum, projection = of_signal(others, gradient)
         return Sample(
             spectrum=spectrum,
             projection=projection,

@@ -1,7 +1,6 @@
 """The gain over Muon along the step itself, without a model of the curvature."""
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +13,7 @@ from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
 from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
+from orscale_jax.diagnostics.theory.curvature import scale_of
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.samples import Work
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
@@ -62,9 +62,9 @@ def step_gain(
         {\langle \Delta(\mathbf 1), H \Delta(\mathbf 1) \rangle} .
 
     It is the :math:`\kappa_{\mathrm{eff}}` of :func:`gain` with the whole Hessian instead
-    of one number per matrix. The paper's model has no terms between matrices, which are
-    most of the curvature of a step in deep networks. Where the two differ, a line search
-    along the steps confirms this one (``docs/reading_your_run.md``).
+    of one number per matrix. The paper's model leaves out the terms between matrices; in
+    deep networks, these are most of the curvature of a step. Where the two gains differ,
+    a line search along the steps confirms this one (``docs/reading_your_run.md``).
 
     Q is the polar factor of the mean gradient of one half of the micro-batches (every
     second one), and slopes and curvatures are measured on the other half; then the halves
@@ -145,11 +145,7 @@ def _multipliers(
             f"matrices have batch shapes {shapes}: pass that of read(), with the same "
             "weight_dimension_numbers."
         )
-    rms = None if consistent_rms is None else float(jax.device_get(consistent_rms))
-
-    def scale(m: int, n: int) -> float:
-        return 1.0 if rms is None else rms * math.sqrt(max(m, n))
-
+    scale = scale_of(consistent_rms)
     pairs = zip(axes_of, picked, strict=True)
     scales = jax.device_put(
         [np.asarray(axes.by_shape(scale, leaf), np.float32) for axes, leaf in pairs]

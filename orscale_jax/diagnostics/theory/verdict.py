@@ -1,5 +1,6 @@
 """A verdict on a run in plain words: do its trust ratios help?"""
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -56,15 +57,14 @@ def verdict(
     from :func:`step_gain`, :math:`\kappa` along the step decides. With ``statistics``,
     from :func:`estimate`, it computes :func:`gain`, the paper's model, for steps at the
     optimizer's scale :math:`s_\ell` (``consistent_rms``): then
-    :math:`\kappa_{\mathrm{eff}}` compares with Muon at the same scale. It decides only
-    without ``gained``. Errors of signal and curvature make layers look more different
-    than they are; what they add to ``kappa_layer`` is subtracted.
+    :math:`\kappa_{\mathrm{eff}}` compares with Muon at the same scale. It decides only if
+    ``gained`` is not given. Errors of signal and curvature make layers look more
+    different than they are; what they add to ``kappa_layer`` is subtracted.
 
     Standard errors of :math:`\kappa_{\mathrm{eff}}` are propagated to first order, as if
     those of different matrices, and of signal and smoothness, were independent. The
-    smallest effect of interest is 5 %, which is what a learning rate loses that is off by
-    22 %. The first case that applies is the verdict, where κ stands for the one that
-    decides:
+    smallest effect of interest is 5 %: a learning rate that is off by 22 % loses as much.
+    The verdict is the first of these cases that applies, where κ is the one that decides:
 
     ``"not measured"``
       No matrix has a ratio yet.
@@ -75,8 +75,8 @@ def verdict(
     ``"no statistics"``
       Ratios differ, and κ is not known.
     ``"negative curvature"``
-      κ is not known, because the measured curvature is not positive: along the step, or,
-      in the model, of any matrix.
+      κ is not known, because the measured curvature is not positive along the step or,
+      in the model, for any of the matrices.
     ``"too noisy"``
       Standard errors are missing or too large, or fewer than half of the matrices have a
       positive curvature.
@@ -90,7 +90,7 @@ def verdict(
     ``"neutral"``
       κ with two standard errors on either side is between 0.95 and 1.05.
     ``"undecided"``
-      κ may be 1 or further from it than 5 %.
+      The standard errors are too large to tell whether κ is within 5 % of 1.
 
     Args:
       reading: From :func:`read`.
@@ -131,11 +131,7 @@ def verdict(
         if params is None:
             _checks.refuse("params", None, "pass the parameters along with statistics")
         numbers = numbers_of(reading, params, weight_dimension_numbers)
-
-        def facts_of_gain(reading: Reading, found: Statistics, params: PyTree) -> Any:
-            estimates = _estimates(found, params, numbers, consistent_rms)
-            return _facts_of_gain(reading, *estimates)
-
+        facts_of_gain = functools.partial(_facts_of_gain, numbers, consistent_rms)
         facts |= _floats(jax.jit(facts_of_gain)(reading, statistics, params))
     found = ((name, rule(facts)) for name, rule in RULES.items())
     outcome, text = next((name, text) for name, text in found if text is not None)
@@ -177,41 +173,34 @@ def _number(flags: PyTree) -> PyTree:
     return jax.tree.map(lambda flag: jnp.where(flag, 1.0, 0.0), unbox(flags))
 
 
-def _estimates(
+def _facts_of_gain(
+    numbers: WeightDimensionNumbers,
+    consistent_rms: ArrayLike | None,
+    reading: Reading,
     statistics: Statistics,
     params: PyTree,
-    weight_dimension_numbers: WeightDimensionNumbers,
-    consistent_rms: ArrayLike | None,
-) -> tuple[Estimate, Estimate]:
-    """Signal and curvature for steps at the optimizer's scale."""
+) -> dict[str, jax.Array]:
+    """The gain in the paper's model, for steps at the optimizer's scale."""
+    ratio = unbox(reading.trust_ratio)
 
-    def scale(tree: PyTree, power: int) -> PyTree:
-        return shape_scale(
-            tree,
-            params,
-            weight_dimension_numbers,
-            consistent_rms=consistent_rms,
-            power=power,
+    def scaled(tree: PyTree, power: int) -> PyTree:
+        return masked_like(
+            ratio,
+            shape_scale(
+                tree, params, numbers, consistent_rms=consistent_rms, power=power
+            ),
         )
 
     def b(smoothness: PyTree) -> PyTree:
-        return curvature(smoothness, params, weight_dimension_numbers)
+        return scaled(curvature(smoothness, params, numbers), 2)
 
-    return (
-        Estimate(*(scale(tree, 1) for tree in statistics.signal)),
-        Estimate(*(scale(b(tree), 2) for tree in statistics.smoothness)),
+    found = kappas(
+        jax.tree.map(
+            lambda r, on: jnp.where(on > 0, r, jnp.nan), ratio, measured(reading)
+        ),
+        Estimate(*(scaled(tree, 1) for tree in statistics.signal)),
+        Estimate(*map(b, statistics.smoothness)),
     )
-
-
-def _facts_of_gain(
-    reading: Reading, signal: Estimate, b: Estimate
-) -> dict[str, jax.Array]:
-    ratio = unbox(reading.trust_ratio)
-    of_same = (Estimate(*(masked_like(ratio, t) for t in each)) for each in (signal, b))
-    measured_ratio = jax.tree.map(
-        lambda r, on: jnp.where(on > 0, r, jnp.nan), ratio, measured(reading)
-    )
-    found = kappas(measured_ratio, *of_same)
     return {
         "kappa_eff": found.kappa_eff.value,
         "kappa_eff_stderr": found.kappa_eff.stderr,

@@ -292,7 +292,8 @@ class TestHistories:
         folder = write(tmp_path / "run", history(), with_audit=False)
         run = read_run(folder)
         assert "audit.csv" in figures.without_gain(run)
-        assert any("audit.csv" in text for text in findings.judge(run).sentences)
+        found, _ = gains.verdict_of(run)
+        assert any("audit.csv" in text for text in findings.explanations(run, found))
 
 
 class TestReading:
