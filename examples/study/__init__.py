@@ -12,6 +12,7 @@ repeat              the runs of the first study, again
 gains, seconds      what is measured besides: the theory's statistics, the time of a step
 classes             ratios by class of layers, beside the model's optimum
 statistics, claims  what the tables say; verdicts on the paper's claims
+endpoints           what the runs of the second protocol say
 report              the page, by the following
 figures, tables     its parts
 ==================  ==================================================================

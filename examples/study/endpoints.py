@@ -13,8 +13,9 @@ from typing import NamedTuple
 from examples.study.plan import table_of
 from examples.study.results import read_results
 from examples.study.search import Rates
-from examples.study.second import LADDER, REFERENCE, SMALL_INIT, TEXTS, job_of
+from examples.study.second import REFERENCE, TEXTS, job_of
 from examples.study.statistics import Comparison, compare, endpoint, interval, paired
+from examples.study.workloads import LADDER, SMALL_INIT
 
 FOLDER = pathlib.Path("docs/data/two_rates")
 MARGIN = 0.005  # Nats, of "as good as" in the first endpoint.

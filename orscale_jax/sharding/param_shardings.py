@@ -79,8 +79,9 @@ class ParamSpecs:
 
         def annotated(path: Any, leaf: Any) -> PartitionSpec | str:
             spec = self._annotation(path, leaf)
-            fits = spec is not None and not _misfit(spec, np.shape(leaf), mesh)
-            return spec if fits else unknown
+            if spec is None or _misfit(spec, np.shape(leaf), mesh):
+                return unknown
+            return spec
 
         unknown = "unknown"
         specs = jax.tree_util.tree_map_with_path(annotated, tree)

@@ -1,7 +1,7 @@
 """Sharding as part of an array's type, on meshes with Explicit axes.
 
-Elsewhere (no mesh, Auto axes) types hold no sharding: there :func:`inferred` still works,
-and the other functions do nothing but reshape.
+Without a mesh or on Auto axes, only :func:`inferred` knows shardings; the others leave
+them alone.
 """
 
 import math

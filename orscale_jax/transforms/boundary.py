@@ -117,7 +117,7 @@ def _widened(tree: PyTree, dtype: jnp.dtype) -> PyTree:
 def _together(tree: PyTree) -> PyTree:
     """The same tree; on GPUs XLA computes small leaves of one shape in one kernel."""
     leaves, structure = jax.tree.flatten(tree)
-    return structure.unflatten(slices_of_stacks(leaves))
+    return jax.tree.unflatten(structure, slices_of_stacks(leaves))
 
 
 def _promoted(update: Any, param: Any, mu_dtype: DTypeLike | None) -> np.ndarray:
