@@ -24,6 +24,7 @@ loss                  the cross-entropy of a language model
 data, shards          which files of text or tokens
 batches               which windows of them a step sees
 config                the options of a run
+options               which of them exclude each other, or nothing would read
 recipes, configs      those of the paper's runs and of the demos, by name
 operation/            folders, checkpoints, signals, logs and the report
 compare               several runs side by side

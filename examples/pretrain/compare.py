@@ -20,8 +20,15 @@ from examples.pretrain.operation.report import curve
 from examples.pretrain.operation.rundir import FREE_OPTIONS, differences, read_facts
 from examples.pretrain.operation.titles import run_line
 from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe, Recipe
 
 BASELINE = "muon_moonlight"
+# Options of some models' recipes. Folders of earlier versions hold them for every model.
+_OF_SOME_MODELS = frozenset(
+    field.name
+    for recipe in (DecoderRecipe, MixtureRecipe, ImageRecipe)
+    for field in dataclasses.fields(recipe)
+) - {field.name for field in dataclasses.fields(Recipe)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +72,9 @@ def _check(folders: Sequence[pathlib.Path]) -> str:
     facts = [read_facts(folder) for folder in folders]
     for folder, other in zip(folders, facts, strict=True):
         different = differences(facts[0], other)
-        unlike = different.keys() - FREE_OPTIONS - {"seed"}
+        only_in_one = facts[0].keys() ^ other.keys()
+        unread = only_in_one & _OF_SOME_MODELS
+        unlike = different.keys() - FREE_OPTIONS - {"seed"} - unread
         if unlike:
             raise UsageError(
                 f"{folders[0]} and {folder} differ in more than their seed:\n"

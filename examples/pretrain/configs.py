@@ -12,6 +12,7 @@ from examples.pretrain.errors import UsageError
 from examples.pretrain.models import dense
 from examples.pretrain.models.moonlight_config import MOONLIGHT_16B_A3B, MoonlightConfig
 from examples.pretrain.optimizers import find_optimizer
+from examples.pretrain.options import refuse_useless, replacing_steps
 from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe
 from examples.pretrain.recipes import ROWS
 from examples.vision import davidnet
@@ -125,18 +126,19 @@ def parse(arguments: Sequence[str], prog: str) -> Config:
     """The run of a command line: a recipe's, with the options that are given.
 
     Raises:
-      UsageError: If an option is impossible.
+      UsageError: If an option is impossible, or would change nothing.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", default="demo")
     chosen, others = first.parse_known_args(arguments)
     config = tyro.cli(
         Config,
-        args=others,
+        args=replacing_steps(others),
         prog=prog,
         default=find_config(chosen.recipe),
         config=(tyro.conf.SuppressFixed,),
     )
     for name in config.optimizer:
         find_optimizer(name)
+    refuse_useless(others, config)
     return config

@@ -41,6 +41,12 @@ class Optimizer:
     has_matrices: bool
     readable: bool
 
+    @property
+    def hyperparameters(self) -> frozenset[str]:
+        """The recipe's fields that it takes, apart from the learning rate."""
+        of_adam = {"adam_learning_rate"} if self.has_matrices else set()
+        return frozenset(self.given.values()) | of_adam
+
 
 _ADAM = {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"}
 _LARS = {"momentum": "momentum", "weight_decay": "weight_decay"}

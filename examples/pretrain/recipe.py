@@ -42,7 +42,7 @@ class Recipe:
     clip: float | None = 1.0
     # Steps of linear warmup; a cosine to zero follows.
     warmup_steps: int = 1_000
-    # Optimizer steps. Nothing: as many as the tokens or the epochs make.
+    # Optimizer steps, instead of --tokens or --epochs. Nothing: as many as these make.
     steps: int | None = None
     # Sequences or images per step, over all devices.
     batch_size: int = 256
@@ -91,7 +91,7 @@ class Recipe:
 class TextRecipe(Recipe):
     """A language model's."""
 
-    # Tokens of text to train on. --steps, where it is set, goes before it.
+    # Tokens of text to train on, instead of --steps.
     tokens: int | None = None
     # Tokens that a prediction may look back on.
     seq_len: int
@@ -122,8 +122,8 @@ class MixtureRecipe(TextRecipe):
 class ImageRecipe(Recipe):
     """A classifier's of images."""
 
-    # Epochs to train for, of CIFAR-10's 50,000 images whatever the data. --steps, where
-    # it is set, goes before it.
+    # Epochs to train for, instead of --steps: of CIFAR-10's 50,000 images whatever the
+    # data.
     epochs: int | None = None
     # Side of the square that is cut out of training images.
     cutout: int = 0

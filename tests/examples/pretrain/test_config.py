@@ -157,13 +157,68 @@ def test_an_option_of_another_model_is_refused(options, unknown, capsys, monkeyp
 @pytest.mark.parametrize(
     ("options", "steps"),
     [
+        ("--tokens 999999", 976),
+        ("--tokens=999999 --warmup-steps 600", 976),  # More than the recipe's steps.
         ("--steps None --tokens 999999", 976),
-        ("--recipe 125m-adamw --steps 2000", 2000),  # In place of the recipe's tokens.
-        ("--recipe demo-vision --steps None --epochs 2", 780),
+        ("--recipe 125m-adamw --steps 2000", 2000),
+        ("--recipe demo-vision --epochs 2", 780),
+        ("--recipe cifar10-adamw --steps 2000", 2000),
     ],
 )
-def test_steps_go_before_tokens_and_epochs(options, steps):
+def test_a_length_replaces_the_recipes(options, steps):
     assert parse(options.split(), "").recipe.num_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--steps 9999 --tokens 9999999", "--steps 9999 and --tokens 9999999: .* one of"),
+        # The recipe's own value, and the other way to write an option.
+        ("--tokens=9999999 --steps=500", "--steps 500 and --tokens 9999999: .* one of"),
+        (
+            "--recipe demo-vision --steps 99 --epochs 2",
+            "--steps 99 and --epochs 2: .* one of",
+        ),
+    ],
+)
+def test_two_lengths_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        parse(options.split(), "")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            "--optimizer adamw --momentum 0.9",
+            "--momentum 0.9 would change nothing with --optimizer adamw. Leave it "
+            "out, or choose an optimizer that takes it, such as lars.",
+        ),
+        # The recipe's own value.
+        ("--optimizer adamw --momentum 0.95", "--momentum 0.95 would change nothing"),
+        ("--optimizer adamw muon --r-max 2", "--r-max 2.0 .* --optimizer adamw muon. .*"),
+        ("--optimizer unclipped --r_max=2", "--r-max 2.0 would change nothing"),
+        ("--optimizer lamb --adam-learning-rate 1", "--adam-learning-rate 1.0 would"),
+        ("--optimizer lars --adam-b2 0.9", "--adam-b2 0.9 would .* such as adamw"),
+    ],
+)
+def test_a_hyperparameter_that_no_optimizer_takes_is_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        parse(options.split(), "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--recipe demo-moe --router adamw --balance-rate 1e-4",
+        "--recipe demo-vision --cutout 4 --clip 1",
+        "--optimizer adamw orscale --r-max 2 --adam-learning-rate 1e-3",
+        "--optimizer adamw --r-max None",  # What the recipe has by default.
+        "--optimizer lars --momentum 0.8",
+    ],
+)
+def test_options_that_something_reads_are_taken(options):
+    parse(options.split(), "")
 
 
 IMAGES = "--recipe demo-vision --steps 2 --warmup-steps 1 "

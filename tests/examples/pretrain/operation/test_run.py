@@ -219,6 +219,16 @@ def test_compare(finished, tmp_path, capsys, monkeypatch):
     assert np.asarray(Image.open(figure)).shape[1] == 1500
 
 
+def test_compare_takes_folders_of_earlier_versions(finished, tmp_path):
+    """They hold the options of all models' recipes."""
+    other = copy_as_seed(finished, tmp_path / "other", seed=1, shift=0.0)
+    facts = json.loads((other / "config.json").read_text())
+    others = {"router": "matrix", "balance_rate": 1e-3, "cutout": 0, "epochs": None}
+    (other / "config.json").write_text(json.dumps(others | facts))
+    for runs in ([finished, other], [other, finished]):
+        assert compare.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
+
+
 def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
     other = copy_as_seed(finished, tmp_path / "other", seed=1, shift=0.0)
     facts = json.loads((other / "config.json").read_text())
