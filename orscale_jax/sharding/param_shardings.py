@@ -29,8 +29,8 @@ from orscale_jax.trees.names import Path, name_and_shape, names_on
 PyTree: TypeAlias = Any
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
-# Specs by the path and shape of a parameter.
-_Annotations: TypeAlias = dict[tuple[Path, tuple[int, ...]], PartitionSpec]
+# Specs by the path and shape of a parameter, None of a box that says nothing.
+_Annotations: TypeAlias = dict[tuple[Path, tuple[int, ...]], PartitionSpec | None]
 
 _common: _Annotations = {}
 _disputed: set[tuple[Path, tuple[int, ...]]] = set()
@@ -104,14 +104,14 @@ class ParamSpecs:
 
 
 def _annotations(boxes: list[tuple[Any, Any]]) -> _Annotations:
-    """The annotations of boxes, each after its path; none if no box says anything."""
+    """The annotations of boxes, each after its path."""
     specs = {
         (names_on(path), np.shape(unbox(box))): annotated_spec(box)
         for path, box in boxes
         if jax.tree.leaves(box)
     }
     if all(spec is None for spec in specs.values()):
-        return {}
+        return dict(specs)
     # If others are annotated, Flax takes one without annotation for replicated.
     return {key: spec or PartitionSpec() for key, spec in specs.items()}
 

@@ -259,13 +259,10 @@ def trust_ratio_stage(
         measured = matrices.map(
             functools.partial(_measured, ratio), norms, _before(matrices, state)
         )
-        entries = {
-            name: matrices.fields(measured, name)
-            for name in state._fields
-            if name != "bounds"
-        }
-        bounds = ratio_bounds(params, ratio.r_min, ratio.r_max)
-        new = type(state)(**entries, bounds=bounds)
+        new = state._replace(
+            **{name: matrices.fields(measured, name) for name in _entries_of(state)},
+            bounds=ratio_bounds(params, ratio.r_min, ratio.r_max),
+        )
         ratios = matrices.together(new.trust_ratio)
         return matrices.map(_scaled, updates, ratios, params), new
 
@@ -276,6 +273,11 @@ def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Arra
     """The bounds as an array for the state."""
     dtype = compute_dtype(params)
     return jnp.stack([jnp.asarray(bound, dtype) for bound in (r_min, r_max)])
+
+
+def _entries_of(state: State) -> list[str]:
+    """The fields with one entry for each matrix."""
+    return [name for name in state._fields if name != "bounds"]
 
 
 def _before(matrices: Matrices, state: State) -> PyTree:
