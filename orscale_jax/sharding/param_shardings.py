@@ -7,8 +7,8 @@ arrays that are sharded otherwise are resharded.
 
 Each optimizer keeps the annotations that its own ``init`` has seen. Those of all of them
 are kept as well, for optimizers without any: :func:`optax.inject_hyperparams` builds its
-optimizer anew for every step, so that the one in ``update`` was never initialized. These
-common annotations are used only where all agree.
+optimizer anew for every step, so that the one in ``update`` was never initialized. Of
+these common annotations the last ones count, and only where no others contradict them.
 """
 
 import math
@@ -32,8 +32,8 @@ ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 # Specs by the path and shape of a parameter, None of a box that says nothing.
 _Annotations: TypeAlias = dict[tuple[Path, tuple[int, ...]], PartitionSpec | None]
 
-_common: _Annotations = {}
-_disputed: set[tuple[Path, tuple[int, ...]]] = set()
+_common: _Annotations = {}  # The last ones.
+_all: dict[tuple[Path, tuple[int, ...]], set[PartitionSpec]] = {}
 
 
 class ParamSpecs:
@@ -59,9 +59,9 @@ class ParamSpecs:
         if not boxes:
             return
         self._annotated = _annotations(boxes)
+        _common.update(self._annotated)
         for key, spec in self._annotated.items():
-            if _common.setdefault(key, spec) != spec:
-                _disputed.add(key)
+            _all.setdefault(key, set()).update([] if spec is None else [spec])
 
     def on(self, mesh: AbstractMesh, tree: PyTree) -> PyTree | None:
         """The specs of the leaves of a tree on a mesh, or None if they are not known.
@@ -91,7 +91,7 @@ class ParamSpecs:
         key = names_on(path), np.shape(leaf)
         if self._annotated is not None:
             return self._annotated.get(key)
-        if key in _disputed:
+        if len(_all.get(key, ())) > 1:
             warnings.warn(
                 f"parameter {name_and_shape(path, leaf)} is annotated differently in two "
                 "models, and this optimizer (of optax.inject_hyperparams, or without "
