@@ -26,7 +26,7 @@ class _Fields(NamedTuple):
     direction_norm: PyTree
     #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
     relative_step: PyTree
-    #: ‖W'‖/‖W₀‖, where W₀ are the weights on which c was anchored: those at the first
+    #: ‖W'‖/‖W₀‖, where W₀ are the weights on which c was anchored, those at the first
     #: direction at which W was not zero. 1 before it; NaN if the state was restored from
     #: a checkpoint that has c but not ‖W₀‖.
     growth: PyTree
