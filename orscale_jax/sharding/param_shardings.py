@@ -93,10 +93,10 @@ class ParamSpecs:
             return self._annotated.get(key)
         if len(_all.get(key, ())) > 1:
             warnings.warn(
-                f"parameter {name_and_shape(path, leaf)} is annotated differently in two "
-                "models, and this optimizer (of optax.inject_hyperparams, or without "
-                "init) cannot tell which is its own: the compiler's partitioner decides "
-                "where Newton–Schulz runs. Pass param_shardings.",
+                f"parameter {name_and_shape(path, leaf)} has been annotated in two ways "
+                "in this process, and this optimizer (of optax.inject_hyperparams, or "
+                "without init) cannot tell which is its own: the compiler's partitioner "
+                "decides where Newton–Schulz runs. Pass param_shardings.",
                 stacklevel=2,
             )
             return None

@@ -317,7 +317,7 @@ def test_models_of_equal_names_keep_their_own_annotations(order):
     for own, axes in zip(specs, names, strict=True):
         assert own.on(mesh, tree) == {"twin": P(*axes)}
     # One that was never initialized, as in optax.inject_hyperparams, cannot know.
-    with pytest.warns(UserWarning, match="'twin' .* is annotated differently in two"):
+    with pytest.warns(UserWarning, match="'twin' .* annotated in two ways"):
         assert ParamSpecs(None).on(mesh, tree) is None
 
 
