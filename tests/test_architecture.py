@@ -12,29 +12,16 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "orscale_jax"
 
 # Each folder, and the folders of the package that it imports.
+BELOW_STAGES = {"distributed", "newton_schulz", "parameters", "sharding", "trees"}
 FOLDERS = {
     "trees": set(),
     "newton_schulz": set(),
     "sharding": {"trees"},
     "distributed": {"newton_schulz", "sharding"},
     "parameters": {"sharding", "trees"},
-    "transforms": {"distributed", "newton_schulz", "parameters", "sharding", "trees"},
-    "audit": {
-        "distributed",
-        "newton_schulz",
-        "parameters",
-        "sharding",
-        "transforms",
-        "trees",
-    },
-    "diagnostics": {
-        "distributed",
-        "newton_schulz",
-        "parameters",
-        "sharding",
-        "transforms",
-        "trees",
-    },
+    "transforms": BELOW_STAGES,
+    "audit": BELOW_STAGES | {"transforms"},
+    "diagnostics": BELOW_STAGES | {"transforms"},
     "flax": {"parameters", "trees"},
 }
 SHARED = {"_checks"}  # Modules of the package itself that every folder may import.

@@ -618,7 +618,7 @@ def test_rank_promotion_is_an_error(name):
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_strict_dtype_promotion(dtype):
-    """Of the stages in a chain of one's own, which takes the steps of orscale."""
+    """A chain of the stages by hand takes the steps of orscale."""
     numbers = {"w": Dims(0, 1), "stack": Dims(1, 2)}
     chain = optax.chain(
         optax.trace(0.95, nesterov=True),

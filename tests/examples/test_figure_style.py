@@ -17,7 +17,7 @@ DARK = ("axes.facecolor", "figure.facecolor", "savefig.facecolor")
 
 
 def luminance(color):
-    """Of WCAG 2."""
+    """The relative luminance of WCAG 2."""
     rgb = np.array(to_rgb(color))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     return linear @ [0.2126, 0.7152, 0.0722]

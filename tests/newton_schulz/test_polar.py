@@ -158,7 +158,7 @@ def test_float16_keeps_small_entries():
 @pytest.mark.parametrize("spread", [1, 100, 1000])
 @pytest.mark.parametrize("n", [256, 1024])
 def test_matrices_may_be_rounded_before_they_are_normalized(n, spread, steps, factor):
-    """As GPUs do: the error grows by no more than docs/speed.md says."""
+    """The error of what GPUs do grows by no more than docs/speed.md says."""
     random = np.random.default_rng(0)
     u, v = (np.linalg.qr(random.normal(size=(k, 256)))[0] for k in (256, n))
     x = jnp.asarray(u * np.geomspace(1, 1 / spread, 256) @ v.T, jnp.float32)
