@@ -245,8 +245,8 @@ MUTANTS = [
     ),
     Mutant(
         "_around",
-        "broadcast(at, r, direction) * direction",
-        "direction",
+        "measured = rescaled(params), rescaled(updates)",
+        "measured = None",
         "test_recordings.py",
     ),
     Mutant(
@@ -640,9 +640,9 @@ MUTANTS = [
         "test_read.py -k before_the_norms",
     ),
     Mutant(
-        "_anchored",
-        "jnp.where(new == old, old, weight_norm)",
-        "new",
+        "trust_ratio_stage",
+        "norms = own if measured is None else norms_of(*measured)",
+        "norms = own = own if measured is None else norms_of(*measured)",
         "test_read.py -k what_the_weights",
     ),
     Mutant(

@@ -4,6 +4,7 @@ import functools
 import inspect
 
 import jax
+import numpy as np
 import optax
 
 from orscale_jax import ablations, family, orscale
@@ -23,7 +24,15 @@ def optimizers_of(module):
 
 # The arguments of the paper's experiments on images.
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
-ABLATIONS = optimizers_of(ablations)
+DEPRECATED = {  # Each is orscale with these arguments.
+    "uncalibrated": {"calibrate": False},
+    "unclipped": {"r_min": -np.inf, "r_max": np.inf},
+}
+ABLATIONS = {
+    name: optimizer
+    for name, optimizer in optimizers_of(ablations).items()
+    if name not in DEPRECATED
+}
 FAMILY = optimizers_of(family) | {
     "replayed": functools.partial(family.replayed, trust_ratio=[1.5, 0.5, 2.0]),
     "full_rank_anchor": functools.partial(orscale, anchor="full_rank"),

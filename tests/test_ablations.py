@@ -1,6 +1,8 @@
 """Each ablation against the float64 oracle, and its symptom."""
 
+import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +12,14 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import ablations, muon, orscale
 from tests import leaves, oracle
-from tests.runs import ABLATIONS, Oracles, readout, run
+from tests.runs import ABLATIONS, DEPRECATED, Oracles, readout, run
 
 BAND = {"calibrate": False, "r_min": 0.5, "r_max": 1.5, "coupled": False}
+# Ablations, and what orscale's own arguments delete.
+OPTIMIZERS = ABLATIONS | {
+    name: functools.partial(orscale, **arguments)
+    for name, arguments in DEPRECATED.items()
+}
 BY_HAND = {
     "polar_factor_denominator": BAND | {"rms": None, "denominator": "sQ"},
     "momentum_denominator": BAND | {"rms": None, "denominator": "M"},
@@ -31,7 +38,7 @@ def some_leaves(seed, scale=1.0):
 
 
 def test_every_ablation_is_tested():
-    assert set(ABLATIONS) == {*BY_HAND, "bfloat16_calibration"}
+    assert set(OPTIMIZERS) == {*BY_HAND, "bfloat16_calibration"}
 
 
 @pytest.mark.quick_first_case
@@ -41,7 +48,7 @@ def test_15_steps_against_float64_numpy(name, eps):
     """A large ε shows where it stands; wide bounds show the ratio in the weights."""
     wide = {"r_min": 1e-3, "r_max": 1e3} if eps == 0.1 else {}
     params = some_leaves(0, 0.05)
-    optimizer = getattr(ablations, name)(
+    optimizer = OPTIMIZERS[name](
         0.003,
         eps=eps,
         ns_dtype=jnp.float32,
@@ -71,22 +78,23 @@ def test_arguments_are_orscales(name):
         ablation(1e-3, r_mx=2)
 
 
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize(
-    "name, arguments",
-    [
-        ("uncalibrated", {"calibrate": False}),
-        ("unclipped", {"r_min": -np.inf, "r_max": np.inf}),
-    ],
-)
-def test_what_orscales_own_arguments_delete(name, arguments):
+@pytest.mark.parametrize("name", DEPRECATED)
+def test_deprecated_ablations_name_the_call_of_orscale(name):
+    said = {
+        "uncalibrated": "calibrate=False",
+        "unclipped": "r_min=-jnp.inf, r_max=jnp.inf",
+    }
+    message = re.escape(f"{name} is deprecated: call orscale(..., {said[name]}) instead")
+    with pytest.warns(DeprecationWarning, match=message) as warned:
+        optimizer = getattr(ablations, name)(0.02)
+    assert [warning.filename for warning in warned] == [__file__]
     params = {"tall": leaves.random_tree(0, 0.05)["tall"]}
 
     def gradients(step):
         return {"tall": leaves.random_tree(step)["tall"]}
 
-    ours = run(getattr(ablations, name)(0.02), params, 5, gradients)
-    plain = run(orscale(0.02, **arguments), params, 5, gradients)
+    ours = run(optimizer, params, 5, gradients)
+    plain = run(orscale(0.02, **DEPRECATED[name]), params, 5, gradients)
     jax.tree.map(np.testing.assert_array_equal, ours[-1], plain[-1])
 
 
@@ -97,9 +105,7 @@ def walk(name, steps=1, scale=0.02, rate=1e-2, **arguments):
     def gradients(step):
         return {"w": 1e-3 * jax.random.normal(jax.random.key(step), (4, 24, 16))}
 
-    optimizer = getattr(ablations, name)(
-        rate, weight_dimension_numbers=Dims(1, 2), **arguments
-    )
+    optimizer = OPTIMIZERS[name](rate, weight_dimension_numbers=Dims(1, 2), **arguments)
     return params, run(optimizer, params, steps, gradients)
 
 
@@ -151,7 +157,7 @@ def test_uncalibrated_ratio_starts_at_the_scale_of_the_weights():
     """RMS(W)/0.2, which falls with the root of the fan-in; calibrated, at 1."""
     for width in (64, 256, 1024):
         params = {"w": jax.random.normal(jax.random.key(0), (width, 32)) / width**0.5}
-        optimizer = ablations.uncalibrated(1e-3, weight_decay=0.0, ns_steps=8)
+        optimizer = orscale(1e-3, calibrate=False, weight_decay=0.0, ns_steps=8)
         _, state = optimizer.update(params, optimizer.init(params), params)
         ratio = readout(state, "raw_trust_ratio")["w"]
         np.testing.assert_allclose(ratio, width**-0.5 / 0.2, rtol=0.02)
@@ -167,7 +173,7 @@ def test_decoupled_weight_decay_runs_away_and_coupled_does_not():
         return np.linalg.norm(seen[-1][0]["w"])
 
     settled = 0.2 * 16**0.5 * 16**0.5 / 0.1  # s‖Q‖/λ
-    assert 0.5 * settled < final_norm(ablations.unclipped) < 2 * settled
+    assert 0.5 * settled < final_norm(orscale) < 2 * settled
     assert final_norm(ablations.decoupled_weight_decay) > 50 * settled
 
 

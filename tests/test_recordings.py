@@ -31,7 +31,7 @@ VARIANTS = {
     "orscale_muon": (ablations.polar_factor_denominator, {}),
     "mutrust": (ablations.momentum_denominator, {}),
     "muscale": (ablations.momentum_rms_denominator, {}),
-    "orscale_muon_moonlight": (ablations.uncalibrated, {}),
+    "orscale_muon_moonlight": (orscale, {"calibrate": False}),
 }
 
 

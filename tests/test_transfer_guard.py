@@ -23,7 +23,8 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
-from orscale_jax import ablations, diagnostics, family, muon, orscale
+from orscale_jax import diagnostics, family, muon, orscale
+from tests.runs import ABLATIONS, DEPRECATED
 from tests.test_docs import public_names
 
 PARAMS = {"a": (8, 16), "b": (16, 8), "bias": (8,)}
@@ -156,10 +157,7 @@ def of_matrices(name):
 
 NUMBER, COUNT = jnp.float32(0.5), jnp.int32(2)
 BUILT = {  # Built and traced; the steps above are made of many of them.
-    **{
-        name: functools.partial(getattr(ablations, name), 1e-3)
-        for name in public_functions("orscale_jax.ablations")
-    },
+    **{name: functools.partial(optimizer, 1e-3) for name, optimizer in ABLATIONS.items()},
     **{name: functools.partial(of_matrices, name) for name in ARGUMENTS},
     "add_cautious_decayed_weights": lambda: orscale_jax.add_cautious_decayed_weights(0.1),
     "numbers on the device": lambda: orscale(
@@ -271,8 +269,8 @@ def test_what_a_loop_writes(after_a_step, tmp_path, guard):
 
 @pytest.mark.parametrize("module", ["", ".diagnostics", ".family", ".ablations"])
 def test_every_public_function_is_here(module):
-    modules = {"ablations", "family"}
-    tested = modules.union(STEPS, BUILT, IN_JIT, ON_THE_HOST)
+    others = {"ablations", "family", *DEPRECATED}
+    tested = others.union(STEPS, BUILT, IN_JIT, ON_THE_HOST)
     assert {*public_functions("orscale_jax" + module)} - tested == set()
 
 

@@ -106,14 +106,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "momentum_rms_denominator": _ours(
         "RMS(M̃) + Moonlight", ablations.momentum_rms_denominator
     ),
-    "uncalibrated": _ours("Uncalibrated ratio", ablations.uncalibrated),
+    "uncalibrated": _ours("Uncalibrated ratio", orscale, calibrate=False),
     "decoupled_weight_decay": _ours(
         "Decoupled weight decay", ablations.decoupled_weight_decay
     ),
     "bfloat16_calibration": _ours(
         "Calibration in bfloat16", ablations.bfloat16_calibration
     ),
-    "unclipped": _ours("No clip", ablations.unclipped, r_min=-math.inf, r_max=math.inf),
+    "unclipped": _ours("No clip", orscale, r_min=-math.inf, r_max=math.inf),
     # The family.
     "hyperball": _ours("Hyperball", family.hyperball),
     "normuon": _ours("NorMuon", family.normuon),

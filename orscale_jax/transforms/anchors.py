@@ -46,7 +46,9 @@ class Anchored(NamedTuple):
 SetC: TypeAlias = Callable[[Anchored, Norms, Limits], Anchored]
 
 
-def anchor_weight_norm(before: Anchored, norms: Norms, *, calibrates: bool) -> jax.Array:
+def anchor_weight_norm(
+    before: Anchored, norms: Norms, weight_norm: jax.Array, *, calibrates: bool
+) -> jax.Array:
     """‖W‖ at the direction at which c is set, given whether the rule sets it.
 
     Without such a c, at the first direction at which ‖W‖ is not zero; 0 before it. It
@@ -56,7 +58,7 @@ def anchor_weight_norm(before: Anchored, norms: Norms, *, calibrates: bool) -> j
     is_first = (unset | jnp.isinf(before.calibration)) & (before.weight_norm == 0)
     is_new = is_first | unset if calibrates else is_first
     is_new = is_new & _directed(norms) & jnp.isfinite(norms.weight)
-    return jnp.where(is_new, norms.weight, before.weight_norm)
+    return jnp.where(is_new, weight_norm, before.weight_norm)
 
 
 def uncalibrated(known: Anchored, norms: Norms, limits: Limits) -> Anchored:

@@ -227,7 +227,12 @@ class TrustRatio:
 def trust_ratio_stage(
     ratio: TrustRatio, mask: Mask | None, matrices: Matrices
 ) -> optax.GradientTransformationExtraArgs:
-    """:func:`scale_by_calibrated_trust_ratio` for given matrices."""
+    """:func:`scale_by_calibrated_trust_ratio` for given matrices.
+
+    Its ``update`` also takes ``measured``, for the ablations: two trees like the weights
+    and the directions, of which r and c take the norms instead. The norms in the state
+    are those of W and D all the same, so that it does not go with ``"largest"``.
+    """
     rule = ratio.rule
 
     def init(params: PyTree) -> State:
@@ -252,15 +257,19 @@ def trust_ratio_stage(
         params: PyTree | None = None,
         *,
         moving: PyTree | None = None,
+        measured: tuple[PyTree, PyTree] | None = None,
         **_: Any,
     ) -> tuple[PyTree, State]:
         require_params(params)
-        norms = _norms(ratio, mask, matrices, updates, state, params, moving)
-        measured = matrices.map(
-            functools.partial(_measured, ratio), norms, _before(matrices, state)
+        assert measured is None or not rule.counts
+        norms_of = functools.partial(_norms, ratio, mask, matrices, state, moving)
+        own = norms_of(params, updates)
+        norms = own if measured is None else norms_of(*measured)
+        entries = matrices.map(
+            functools.partial(_entries, ratio), own, norms, _before(matrices, state)
         )
         new = state._replace(
-            **{name: matrices.fields(measured, name) for name in _entries_of(state)},
+            **{name: matrices.fields(entries, name) for name in _entries_of(state)},
             bounds=ratio_bounds(params, ratio.r_min, ratio.r_max),
         )
         ratios = matrices.together(new.trust_ratio)
@@ -294,10 +303,10 @@ def _norms(
     ratio: TrustRatio,
     mask: Mask | None,
     matrices: Matrices,
-    updates: PyTree,
     state: State,
-    params: PyTree,
     moving: PyTree | None,
+    params: PyTree,
+    updates: PyTree,
 ) -> PyTree:
     """The norms of each leaf, in the dtype in which it is computed."""
 
@@ -360,7 +369,7 @@ def _scaled(
     return (broadcast(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
 
 
-class _Measured(NamedTuple):
+class _Entries(NamedTuple):
     """The new entries of a leaf in the state, under the names of its fields."""
 
     calibration: jax.Array
@@ -372,16 +381,20 @@ class _Measured(NamedTuple):
     anchor_count: jax.Array | None
 
 
-def _measured(
-    ratio: TrustRatio, _: LeafAxes, norms: anchors.Norms, before: anchors.Anchored
-) -> _Measured:
+def _entries(
+    ratio: TrustRatio,
+    _: LeafAxes,
+    own: anchors.Norms,
+    norms: anchors.Norms,
+    before: anchors.Anchored,
+) -> _Entries:
     """A leaf's new entries, in the dtype of those of the last step."""
     dtype, stored = norms.weight.dtype, before.calibration.dtype
     known = before._replace(
         calibration=before.calibration.astype(dtype),
         weight_norm=before.weight_norm.astype(dtype),
     )
-    new = _calibrated(ratio.rule, known, norms, ratio.limits(dtype))
+    new = _calibrated(ratio.rule, known, own, norms, ratio.limits(dtype))
     count = new.anchor_count
     return jax.tree.map(lambda x: x if x is count else x.astype(stored), new)
 
@@ -391,19 +404,22 @@ def _measured(
 def _calibrated(
     anchor: anchors.Anchor,
     before: anchors.Anchored,
+    own: anchors.Norms,
     norms: anchors.Norms,
     limits: anchors.Limits,
-) -> _Measured:
-    """The entries of a leaf, from what its anchor knows and from the norms."""
-    weight_norm = anchors.anchor_weight_norm(before, norms, calibrates=anchor.calibrates)
+) -> _Entries:
+    """The entries of a leaf, from what its anchor knows, its own norms and those of r."""
+    weight_norm = anchors.anchor_weight_norm(
+        before, norms, own.weight, calibrates=anchor.calibrates
+    )
     known = anchor.set_c(before, norms, limits)
     raw = _trust_ratio(known.calibration, norms, limits.eps)
-    return _Measured(
+    return _Entries(
         calibration=known.calibration,
         raw_trust_ratio=raw,
         trust_ratio=jnp.clip(raw, limits.r_min, limits.r_max),
-        weight_norm=norms.weight,
-        direction_norm=norms.direction,
+        weight_norm=own.weight,
+        direction_norm=own.direction,
         anchor_weight_norm=weight_norm,
         anchor_count=known.directions,
     )

@@ -117,7 +117,7 @@ OTHERS = {
         name: getattr(family, name)
         for name in ("hyperball", "normuon", "muon_plus", "cautious", "pooled")
     },
-    "unclipped": ablations.unclipped,
+    "momentum_denominator": ablations.momentum_denominator,
 }
 
 

@@ -57,7 +57,10 @@ APART = {name: Dims(-2, -1) for name in FUSED}
     [
         orscale,
         pytest.param(ablations.momentum_rms_denominator, marks=pytest.mark.slow),
-        pytest.param(ablations.unclipped, marks=pytest.mark.slow),
+        pytest.param(
+            functools.partial(orscale, r_min=-np.inf, r_max=np.inf),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_fused_and_split_take_the_same_steps(enable_x64, build):
