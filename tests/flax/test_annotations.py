@@ -1,5 +1,6 @@
 """Annotated Flax, Haliax and Equinox models on meshes, with AdamW as the control."""
 
+import contextlib
 import functools
 
 import equinox as eqx
@@ -185,6 +186,51 @@ def test_nnx_with_logical_names_and_wrappers():
         optimizer = nnx.Optimizer(model, wrapped(), wrt=nnx.Param)
         assert_close(nnx_trained(model, optimizer), wanted)
         assert model.down.kernel.get_value().sharding.spec == P("tensor", "fsdp")
+
+
+class Turn(nnx.Module):
+    """Layers whose names and shapes no other test of this process annotates."""
+
+    def __init__(self, seed, *names):
+        init = nnx.initializers.lecun_normal()
+        there, back = init, init
+        if names:
+            there = nnx.with_partitioning(init, names)
+            back = nnx.with_partitioning(init, names[::-1])
+        rngs = nnx.Rngs(seed)
+        self.there = nnx.Linear(16, 24, kernel_init=there, rngs=rngs)
+        self.back = nnx.Linear(24, 16, kernel_init=back, rngs=rngs)
+
+    def __call__(self, x):
+        return self.back(nnx.relu(self.there(x)))
+
+
+def in_turn(tx_of, *models):
+    """The parameters of models that are trained a step at a time, one after the other."""
+    pairs = [(model, nnx.Optimizer(model, tx_of(), wrt=nnx.Param)) for model in models]
+    for _ in range(STEPS):
+        for pair in pairs:
+            nnx_step(*pair)
+    return [nnx.to_pure_dict(nnx.state(model, nnx.Param)) for model in models]
+
+
+LAYOUTS = [("fsdp", "tensor"), ("tensor", "fsdp")]
+
+
+@pytest.mark.parametrize("injected", [False, True])
+def test_two_models_of_equal_names_and_different_layouts(injected):
+    """Each optimizer keeps its own annotations; an injected one warns, and is right."""
+
+    def tx_of():
+        return optax.inject_hyperparams(orscale)(RATE) if injected else orscale(RATE)
+
+    wanted = in_turn(tx_of, *(Turn(seed) for seed in (0, 1)))
+    cannot_tell = pytest.warns(UserWarning, match="annotated in two ways")
+    with jax.set_mesh(mesh_of()), cannot_tell if injected else contextlib.nullcontext():
+        models = [Turn(seed, *names) for seed, names in enumerate(LAYOUTS)]
+        assert_close(in_turn(tx_of, *models), wanted)
+    placed = [model.there.kernel.get_value().sharding.spec for model in models]
+    assert placed == [P(*names) for names in LAYOUTS]
 
 
 @pytest.mark.extended
