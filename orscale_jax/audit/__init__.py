@@ -2,16 +2,17 @@
 
 It only reports: no part of it runs in ``update``.
 
-============  ======================================================================
-describe      the public ``describe``
-description   ``Description``: rows, sums and plan, as a table
-rows          ``ParameterRow`` and ``Total``
-plans         ``Stack`` and ``Placed``: the plan that the optimizer executes, for rows
-state         the abstract state of an optimizer, by parameter
-state_trees   the trees like the parameters in it, and who keeps them
-checks        reasons to look at a matrix
-tables        tables of strings, for terminals and notebooks
-============  ======================================================================
+===============  ===================================================================
+describe         the public ``describe``
+description      ``Description``: rows, sums and plan, as a table
+rows             ``ParameterRow`` and ``Total``
+plans            ``Stack`` and ``Placed``: the plan that the optimizer executes, for rows
+state            the abstract state of an optimizer, by parameter
+state_trees      the trees like the parameters in it, and who keeps them
+sharding_source  where an optimizer finds the shardings on a mesh
+checks           reasons to look at a matrix
+tables           tables of strings, for terminals and notebooks
+===============  ===================================================================
 
 Imports every other folder; nothing imports it but the package itself.
 """

@@ -18,6 +18,7 @@ from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
+from orscale_jax.audit.sharding_source import sharding_source
 from orscale_jax.audit.state import AbstractState, Kept, leaves_by_path, nbytes
 from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz import preconditioning
@@ -128,6 +129,7 @@ def describe(
         next((mesh for mesh in meshes if mesh), {}),
         Planning(planned_for.with_overrides(ns_dtype, max_stack_bytes)),
         rows,
+        sharding_source(optimizer, params, axes_of),
     )
 
 

@@ -48,6 +48,7 @@ class Description:
     _planning: Planning = dataclasses.field(repr=False)
     # All rows, even in a selection, since the plan is that of all rows.
     _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
+    _sharding_source: str = dataclasses.field(default="", repr=False)
 
     @property
     def totals(self) -> dict[str, Total]:
@@ -181,6 +182,7 @@ class Description:
     def _plan_lines(self) -> list[str]:
         if self.mesh:
             axes = " × ".join(f"{size} {name}" for name, size in self.mesh.items())
-            return [f"Newton–Schulz on {axes}", *map(str, self.placement())]
+            source = self._sharding_source and f", shardings {self._sharding_source}"
+            return [f"Newton–Schulz on {axes}{source}", *map(str, self.placement())]
         stacks = list(map(str, self.stacks()))
         return ["stacks for Newton–Schulz", *stacks] if stacks else []

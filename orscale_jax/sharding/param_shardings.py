@@ -9,11 +9,14 @@ Each optimizer keeps the annotations that its own ``init`` has seen. Those of al
 are kept as well, for optimizers without any: :func:`optax.inject_hyperparams` builds its
 optimizer anew for every step, so that the one in ``update`` was never initialized. Of
 these common annotations the last ones count, and only where no others contradict them.
+They stay as long as the process: of such an optimizer, and of the boxes that its ``init``
+was given, nothing lives on that could say when to forget them.
 """
 
+import contextlib
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import jax
@@ -35,6 +38,8 @@ _Annotations: TypeAlias = dict[tuple[Path, tuple[int, ...]], PartitionSpec | Non
 _common: _Annotations = {}  # The last ones.
 _all: dict[tuple[Path, tuple[int, ...]], set[PartitionSpec]] = {}
 
+_watches: list[list["ParamSpecs"]] = []  # Of initialized().
+
 
 class ParamSpecs:
     """What an optimizer knows of the shardings of its parameters."""
@@ -54,6 +59,8 @@ class ParamSpecs:
 
     def note_annotations(self, params: PyTree) -> None:
         """Keep the annotations of parameters in boxes instead of earlier ones."""
+        for found in _watches:
+            found.append(self)
         nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
         boxes = [(path, node) for path, node in nodes if is_box(node)]
         if not boxes:
@@ -87,6 +94,12 @@ class ParamSpecs:
         specs = jax.tree_util.tree_map_with_path(annotated, tree)
         return None if unknown in jax.tree.leaves(specs) else specs
 
+    def source(self, mesh: AbstractMesh, tree: PyTree) -> str:
+        """Where the specs of a tree on a mesh of Auto axes come from, in words."""
+        if self._given is not None:
+            return "from param_shardings"
+        return "unknown" if self.on(mesh, tree) is None else "from annotations"
+
     def _annotation(self, path: Any, leaf: Any) -> PartitionSpec | None:
         key = names_on(path), np.shape(leaf)
         if self._annotated is not None:
@@ -101,6 +114,17 @@ class ParamSpecs:
             )
             return None
         return _common.get(key)
+
+
+@contextlib.contextmanager
+def initialized() -> Iterator[list[ParamSpecs]]:
+    """Collect what the optimizers know whose ``init`` runs inside."""
+    found: list[ParamSpecs] = []
+    _watches.append(found)
+    try:
+        yield found
+    finally:
+        _watches.remove(found)
 
 
 def _annotations(boxes: list[tuple[Any, Any]]) -> _Annotations:

@@ -8,12 +8,13 @@ import re
 import sys
 from pathlib import Path
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
@@ -478,3 +479,30 @@ def test_checks_know_blocks_and_batches():
     assert describe({"qkv": jnp.ones((8, 24))}, blocks).rows[0].check == ()
     [row] = describe({"experts": jnp.ones((1, 8, 8))}, Dims(1, 2)).rows
     assert row.check == ("batch of one",)
+
+
+def test_where_the_shardings_come_from():
+    """In the line of the mesh: types, an argument, annotations, or nowhere."""
+    sharding = PartitionSpec("fsdp")
+
+    def line(kind, optimizer, boxed=False):
+        mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
+        placed = NamedSharding(mesh, sharding)
+        w = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=placed)
+        params = {"of_test_where": nn.Partitioned(w, ("fsdp",)) if boxed else w}
+        printed = str(describe(params, optimizer=optimizer)).splitlines()
+        [line] = [line for line in printed if line.startswith("Newton–Schulz on")]
+        return line.removeprefix("Newton–Schulz on 8 fsdp")
+
+    explicit, auto = AxisType.Explicit, AxisType.Auto
+    assert line(auto, None) == ""
+    assert line(auto, optax.adamw(0.1)) == ""
+    optimizer = orscale(0.1)
+    assert line(auto, optimizer) == ", shardings unknown"
+    assert line(auto, optimizer, boxed=True) == ", shardings from annotations"
+    assert line(auto, optimizer) == ", shardings from annotations"  # It has seen them.
+    given = orscale(0.1, param_shardings=sharding)
+    assert line(auto, given) == ", shardings from param_shardings"
+    assert line(explicit, given) == ", shardings from the types of the arrays"
+    both = optax.chain(orscale(0.1), optax.add_decayed_weights(0.1))
+    assert line(auto, both) == ", shardings from annotations"  # The last ones.
