@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
 from orscale_jax.distributed.reductions import Reduction, reduce_all
 from orscale_jax.parameters.axes import square_root
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.blocks import LeafAxes, UnequalBlocks
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -88,6 +88,13 @@ class Matrices:
         return self.structure.unflatten(axes is not None for axes in self.axes)
 
     @property
+    def paths(self) -> list[Any]:
+        """The paths to the leaves of matrices."""
+        numbered = self.structure.unflatten(range(len(self.axes)))
+        found = jax.tree_util.tree_leaves_with_path(numbered)
+        return [path for path, place in found if self.axes[place] is not None]
+
+    @property
     def neurons(self) -> "Matrices":
         """The same tree with each output neuron as a matrix."""
         neurons = tuple(axes and axes.neurons for axes in self.axes)
@@ -157,6 +164,17 @@ class Matrices:
         bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
         rows = zip(self.of_leaves, bounds, self.leaves(tree), strict=True)
         leaves = [_joined(axes, parts[slice(*ends)], x) for axes, ends, x in rows]
+        return self.tree_of(leaves)
+
+    def entries_of_parts(self, entries: Sequence[jax.Array]) -> PyTree:
+        """Entries from those of :meth:`parts`, which have the parts' batch shapes."""
+        remaining = iter(entries)
+        leaves = [
+            jnp.stack([next(remaining) for _ in axes.labels], axis=axes.place)
+            if isinstance(axes, UnequalBlocks)
+            else next(remaining)
+            for axes in self.of_leaves
+        ]
         return self.tree_of(leaves)
 
     def entries(self, params: PyTree, fn: Callable[[LeafAxes, jax.Array], Any]) -> PyTree:

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrix_leaves import matrix_leaves
+from orscale_jax.diagnostics.whole_matrices import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, names_on
 from orscale_jax.trees.nodes import nodes_of
@@ -142,16 +143,16 @@ def measure(
             f"{sorted(NEEDS_PREVIOUS & {*names})} compares two states: pass previous=, "
             "the optimizer's state of an earlier step."
         )
-    leaves = matrix_leaves(weight_dimension_numbers, params)
-    now = leaves.parts(_momenta(state, leaves.pick_with_paths(params)))
+    matrices = Matrices.of(weight_dimension_numbers, params)
+    now = whole_parts(matrices, _momenta(state, matrices, params))
     before = now
     if previous is not None:
-        before = leaves.parts(_momenta(previous, leaves.pick_with_paths(params)))
+        before = whole_parts(matrices, _momenta(previous, matrices, params))
     measured = [
         _measured(tuple(names), polar, *pair) for pair in zip(now, before, strict=True)
     ]
     return {
-        name: leaves.tree_of(leaves.from_parts(part[name] for part in measured), params)
+        name: matrices.entries_of_parts([part[name] for part in measured])
         for name in names
     }
 
@@ -164,7 +165,7 @@ def _measured(
     return {name: _MEASUREMENTS[name](now, before, polar) for name in names}
 
 
-def _momenta(state: Any, matrices: list[tuple[Any, Any]]) -> list[jax.Array]:
+def _momenta(state: Any, matrices: Matrices, params: PyTree) -> PyTree:
     """M of the leaves of matrices, whole on every device."""
     state = unbox(getattr(state, "opt_state", state))
     traces = {
@@ -172,7 +173,10 @@ def _momenta(state: Any, matrices: list[tuple[Any, Any]]) -> list[jax.Array]:
         for node in nodes_of(state, optax.TraceState)
         for path, array in jax.tree_util.tree_leaves_with_path(node.trace)
     }
-    return [_momentum(traces.get(names_on(path)), path, leaf) for path, leaf in matrices]
+    pairs = zip(matrices.paths, matrices.leaves(unbox(params)), strict=True)
+    return matrices.tree_of(
+        [_momentum(traces.get(names_on(path)), path, leaf) for path, leaf in pairs]
+    )
 
 
 def _momentum(array: Any, path: Any, leaf: Any) -> jax.Array:

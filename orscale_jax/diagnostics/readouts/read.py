@@ -10,19 +10,15 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves
 from orscale_jax.diagnostics.readouts.learning_rates import LearningRate, learning_rates
 from orscale_jax.diagnostics.readouts.reading import Reading, with_matrices
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    is_axes_leaf,
-    matrix_axes,
-)
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.initial_norm import InitialNormState
+from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.trust_ratio import (
     CalibratedTrustRatioState,
     LargestDirectionState,
@@ -128,7 +124,8 @@ def read(
         )
 
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
-    matrices = MatrixLeaves(tuple(axes_of.get(names_on(path)) for path in paths))
+    axes = tuple(axes_of.get(names_on(path)) for path in paths)
+    matrices = Matrices(jax.tree.structure(params), axes)
     return with_matrices(matrices, map(tree, Reading._fields))
 
 
@@ -160,10 +157,9 @@ def _axes_of(
             lambda path, leaf: leaf if names_on(path) in like else optax.MaskedNode(),
             params,
         )
-    axes_tree = matrix_axes(weight_dimension_numbers, tree)
-    leaves = jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes_leaf)
-    found = {names_on(path): axes for path, axes in leaves if isinstance(axes, LeafAxes)}
-    return {path: axes for path, axes in found.items() if path in like}
+    matrices = Matrices.of(weight_dimension_numbers, tree)
+    found = zip(map(names_on, matrices.paths), matrices.of_leaves, strict=True)
+    return {path: axes for path, axes in found if path in like}
 
 
 def _weight_norms(params: PyTree, axes_of: dict[Path, LeafAxes], like: ByPath) -> ByPath:

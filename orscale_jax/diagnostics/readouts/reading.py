@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 
 import jax
 
-from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.trees.boxes import PyTree, unbox
 
 
 class _Fields(NamedTuple):
@@ -54,20 +54,20 @@ class Reading(_Fields):
 
     #: Which leaves are matrices, and along which axes. It holds no arrays, and stays
     #: through ``jax.jit``. None if :func:`read` has not made the reading.
-    matrices: MatrixLeaves | None = None
+    matrices: Matrices | None = None
 
     def _replace(self, **fields: Any) -> "Reading":
         return with_matrices(self.matrices, (self._asdict() | fields).values())
 
 
-def with_matrices(matrices: MatrixLeaves | None, fields: Iterable[PyTree]) -> Reading:
+def with_matrices(matrices: Matrices | None, fields: Iterable[PyTree]) -> Reading:
     """A reading with these matrices."""
     reading = Reading(*fields)
     reading.matrices = matrices
     return reading
 
 
-def _flatten(reading: Reading) -> tuple[list[tuple[Any, PyTree]], MatrixLeaves | None]:
+def _flatten(reading: Reading) -> tuple[list[tuple[Any, PyTree]], Matrices | None]:
     keys = map(jax.tree_util.GetAttrKey, reading._fields)
     return list(zip(keys, reading, strict=True)), reading.matrices
 
@@ -81,16 +81,23 @@ def numbers_of(
     """The dimension numbers of a reading's matrices; those given, if it has none.
 
     Raises:
-      ValueError: If the given ones contradict those of the reading.
+      ValueError: If the parameters have another number of leaves than those of the
+        reading, or the given numbers contradict the reading's.
     """
     if reading.matrices is None:
         return given
+    axes_read = reading.matrices.axes
+    structure: Any = jax.tree.structure(unbox(params))
+    if structure.num_leaves != len(axes_read):
+        raise ValueError(
+            f"params has {structure.num_leaves} leaves, but the reading is of parameters "
+            f"with {len(axes_read)}: pass those that read() was given."
+        )
     if given is not None:
-        axes_given = matrix_leaves(given, params).axes
-        pairs = zip(reading.matrices.axes, axes_given, strict=True)
+        pairs = zip(axes_read, Matrices.of(given, params).axes, strict=True)
         if any(axes is not None and axes != other for axes, other in pairs):
             raise ValueError(
                 "weight_dimension_numbers are not those that read() was given: leave them"
                 " out, since the reading has them."
             )
-    return reading.matrices.tree_of(reading.matrices.of_matrices, params)
+    return Matrices(structure, axes_read).axes_tree

@@ -7,15 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
-from orscale_jax.parameters.dimension_numbers import (
-    WeightDimensionNumbers,
-    is_axes_leaf,
-    matrix_axes,
-)
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, unbox
 
 
@@ -101,20 +98,17 @@ def _times(
 ) -> PyTree:
     """The entry of each matrix times ``fn(m, n)``."""
 
-    def at(axes: Any, scalars: Any, leaf: Any) -> Any:
-        if isinstance(axes, optax.MaskedNode):
-            return axes
+    def at(axes: LeafAxes, scalars: Any, leaf: Any) -> jax.Array:
         scalars, shape = jnp.asarray(scalars), axes.batch_shape(leaf)
         if scalars.shape != shape:
             raise ValueError(f"found shape {scalars.shape} for matrices of shape {shape}")
         factor = np.broadcast_to(axes.batch_by_shape(fn, leaf), shape)
         return scalars * jnp.asarray(factor, compute_dtype(scalars))
 
-    axes_tree = matrix_axes(weight_dimension_numbers, params)
+    matrices = Matrices.of(weight_dimension_numbers, params)
     try:
-        return jax.tree.map(
-            at, axes_tree, unbox(entries), unbox(params), is_leaf=is_axes_leaf
-        )
+        of_matrices = matrices.tree_of(matrices.leaves(unbox(entries)))
+        return matrices.map(at, of_matrices, unbox(params))
     except (TypeError, ValueError) as error:
         raise ValueError(
             "smoothness must be a tree like the parameters, with an entry for each "

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrix_leaves import matrix_leaves, pick_like
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.samples import Sample, Work
+from orscale_jax.diagnostics.whole_matrices import matrices_like
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -131,14 +132,14 @@ def estimate(
     _checks.flag("exact", exact)
     _checks.flag("cross_terms", cross_terms)
     found = micro_batches(batches)
-    leaves = matrix_leaves(weight_dimension_numbers, params)
+    matrices = Matrices.of(weight_dimension_numbers, params)
     require_scalar(loss_fn, params, found[0])
-    work = Work(loss_fn, leaves, exact, cross_terms)
+    work = Work(loss_fn, matrices, exact, cross_terms)
     total = work.total_gradient(params, found)
     steps = (
         work.polar_factors(total)
         if directions is None
-        else pick_like("directions", directions, leaves, params)
+        else matrices_like("directions", directions, matrices, params)
     )
     count = len(found)
     samples = [
@@ -148,7 +149,7 @@ def estimate(
     parts = _statistics(exact, jax.tree.map(lambda *xs: jnp.stack(xs), *samples))
 
     def tree(*of_parts: jax.Array) -> PyTree:
-        return leaves.tree_of(leaves.from_parts(of_parts), params)
+        return matrices.entries_of_parts(of_parts)
 
     if not parts:  # No parameter is a matrix.
         return Statistics(*(Estimate(tree(), tree()) for _ in Statistics._fields))

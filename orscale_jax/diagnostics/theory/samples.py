@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves
 from orscale_jax.diagnostics.theory.batches import LossFn
+from orscale_jax.diagnostics.whole_matrices import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
+from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.orthogonalize import orthogonalize
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.boxes import PyTree, rebox, unbox
 
 # Eight steps bring singular values down to 1e-3 of the norm to 1 within 1e-3.
 NS_STEPS = 8
@@ -34,44 +36,49 @@ class Work:
 
     Attributes:
       loss_fn: See :func:`estimate`.
-      leaves: The leaves of matrices.
+      matrices: The matrices of the parameters.
       exact: See :func:`estimate`.
       cross_terms: See :func:`estimate`.
     """
 
     loss_fn: LossFn
-    leaves: MatrixLeaves
+    matrices: Matrices
     exact: bool = True
     cross_terms: bool = True
 
-    def gradient(
-        self, params: PyTree, batch: Any
-    ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-        """The gradient as a function of the leaves of matrices."""
+    def weights(self, params: PyTree) -> PyTree:
+        """The leaves of matrices, masked elsewhere."""
+        leaves = self.matrices.leaves(unbox(params))
+        return self.matrices.tree_of(list(map(jnp.asarray, leaves)))
 
-        def loss(matrices: list[jax.Array]) -> jax.Array:
-            return self.loss_fn(self.leaves.put(matrices, params), batch)
+    def gradient(self, params: PyTree, batch: Any) -> Callable[[PyTree], PyTree]:
+        """The gradient as a function of the weights."""
+
+        def loss(weights: PyTree) -> jax.Array:
+            leaves = self.matrices.leaves(weights)
+            whole = self.matrices.replace(unbox(params), leaves)
+            return self.loss_fn(rebox(whole, params), batch)
 
         return jax.grad(loss)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def gradients(self, params: PyTree, batch: Any) -> list[jax.Array]:
-        """The gradients of the leaves of matrices, in float32 or wider."""
-        found = self.gradient(params, batch)(self.leaves.pick(params))
-        return [g.astype(compute_dtype(g)) for g in found]
+    def gradients(self, params: PyTree, batch: Any) -> PyTree:
+        """The gradients of the weights, in float32 or wider."""
+        found = self.gradient(params, batch)(self.weights(params))
+        return jax.tree.map(lambda g: g.astype(compute_dtype(g)), found)
 
-    def total_gradient(self, params: PyTree, batches: Iterable[Any]) -> list[jax.Array]:
+    def total_gradient(self, params: PyTree, batches: Iterable[Any]) -> PyTree:
         """The sum of the gradients of all micro-batches."""
         gradients = (self.gradients(params, batch) for batch in batches)
         return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), gradients)
 
     @functools.partial(jax.jit, static_argnums=0)
-    def polar_factors(self, gradients: list[jax.Array]) -> list[jax.Array]:
+    def polar_factors(self, gradients: PyTree) -> PyTree:
         """The polar factors of all matrices."""
         stage = orthogonalize(
             ns_steps=NS_STEPS,
             ns_dtype=compute_dtype(gradients),
-            weight_dimension_numbers=self.leaves.of_matrices,
+            weight_dimension_numbers=self.matrices.axes_tree,
         )
         factors, _ = stage.update(gradients, stage.init(gradients))
         return factors
@@ -81,7 +88,7 @@ class Work:
         self,
         params: PyTree,
         batch: Any,
-        shared: tuple[list[jax.Array], list[jax.Array]],
+        shared: tuple[PyTree, PyTree],
         place: tuple[jax.Array, jax.Array],
     ) -> list[Sample]:
         """The samples of a micro-batch for all parts.
@@ -92,21 +99,22 @@ class Work:
         total, directions = shared
         index, count = place
         signed = directions if self.cross_terms else self.flipped(directions, index)
-        matrices = self.leaves.pick(params)
-        tangents = [d.astype(w.dtype) for d, w in zip(signed, matrices, strict=True)]
-        gradient, curved = jax.jvp(self.gradient(params, batch), (matrices,), (tangents,))
-        parts = [self.leaves.parts(x) for x in (gradient, total, tangents, curved)]
+        weights = self.weights(params)
+        tangents = jax.tree.map(lambda d, w: d.astype(w.dtype), signed, weights)
+        gradient, curved = jax.jvp(self.gradient(params, batch), (weights,), (tangents,))
+        trees = gradient, total, tangents, curved
+        parts = [whole_parts(self.matrices, tree) for tree in trees]
         return [self.sample(count, *of_part) for of_part in zip(*parts, strict=True)]
 
-    def flipped(self, directions: list[jax.Array], index: jax.Array) -> list[jax.Array]:
+    def flipped(self, directions: PyTree, index: jax.Array) -> PyTree:
         """The directions with a random sign for each matrix."""
-        keys = jax.random.split(jax.random.key(index), len(directions))
-        flipped = []
-        of_leaves = zip(self.leaves.of_matrices, directions, keys, strict=True)
-        for axes, direction, key in of_leaves:
+
+        def flipped(axes: LeafAxes, direction: jax.Array, key: jax.Array) -> jax.Array:
             signs = jax.random.rademacher(key, axes.batch_shape(direction))
-            flipped.append(direction * axes.per_matrix(signs).astype(direction.dtype))
-        return flipped
+            return direction * axes.per_matrix(signs).astype(direction.dtype)
+
+        keys = jax.random.split(jax.random.key(index), len(self.matrices.of_leaves))
+        return self.matrices.map(flipped, directions, self.matrices.tree_of([*keys]))
 
     def sample(
         self,

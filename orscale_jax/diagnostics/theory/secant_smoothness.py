@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrix_leaves import matrix_leaves, pick_like
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.whole_matrices import matrices_like, whole_parts
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -67,21 +68,19 @@ def secant_smoothness(
             f"previous_gradients has {len(previous_gradients)} micro-batches and "
             f"gradients {len(gradients)}: pass gradients of the same ones in both."
         )
-    leaves = matrix_leaves(weight_dimension_numbers, step)
-    moved = leaves.parts(leaves.pick(step))
-    old, new = (
-        [leaves.parts(pick_like(name, tree, leaves, step)) for tree in trees]
-        for name, trees in both.items()
-    )
+    matrices = Matrices.of(weight_dimension_numbers, step)
+
+    def parts(name: str, tree: PyTree) -> list[jax.Array]:
+        return whole_parts(matrices, matrices_like(name, tree, matrices, step))
+
+    moved = parts("step", step)
+    old, new = ([parts(name, tree) for tree in trees] for name, trees in both.items())
     samples = [
         list(map(_secant, *of_batch, moved)) for of_batch in zip(old, new, strict=True)
     ]
-    parts = [jackknife.mean(jnp.stack(of_part)) for of_part in zip(*samples, strict=True)]
+    found = [jackknife.mean(jnp.stack(of_part)) for of_part in zip(*samples, strict=True)]
     return Estimate(
-        *(
-            leaves.tree_of(leaves.from_parts([part[i] for part in parts]), step)
-            for i in (0, 1)
-        )
+        *(matrices.entries_of_parts([part[i] for part in found]) for i in (0, 1))
     )
 
 

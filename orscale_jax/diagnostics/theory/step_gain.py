@@ -9,15 +9,16 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrix_leaves import MatrixLeaves, matrix_leaves
 from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
 from orscale_jax.diagnostics.theory.curvature import scale_of
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.samples import Work
+from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.trees.boxes import PyTree, unbox
 
 
 class StepGain(NamedTuple):
@@ -116,10 +117,10 @@ def step_gain(
         trust_ratio = trust_ratio.trust_ratio
     if trust_ratio is None:
         raise ValueError("the reading has no trust ratios: it is one of muon.")
-    leaves = matrix_leaves(weight_dimension_numbers, params)
+    matrices = Matrices.of(weight_dimension_numbers, params)
     require_scalar(loss_fn, params, found[0])
-    work = Work(loss_fn, leaves)
-    multipliers = _multipliers(leaves, params, trust_ratio, consistent_rms)
+    work = Work(loss_fn, matrices)
+    multipliers = _multipliers(matrices, params, trust_ratio, consistent_rms)
     halves = (work.total_gradient(params, found[i::2]) for i in (0, 1))
     factors = [work.polar_factors(total) for total in halves]
     slopes = [
@@ -130,15 +131,15 @@ def step_gain(
 
 
 def _multipliers(
-    leaves: MatrixLeaves,
+    matrices: Matrices,
     params: PyTree,
     trust_ratio: PyTree,
     consistent_rms: ArrayLike | None,
-) -> tuple[list[jax.Array], list[jax.Array]]:
+) -> tuple[PyTree, PyTree]:
     """The factors of Q in both steps, for each leaf: s, and r̂s."""
-    picked, ratios = leaves.pick(params), jax.tree.leaves(trust_ratio)
-    axes_of = leaves.of_matrices
-    shapes = [axes.batch_shape(leaf) for axes, leaf in zip(axes_of, picked, strict=True)]
+    picked, ratios = matrices.leaves(unbox(params)), jax.tree.leaves(trust_ratio)
+    pairs = list(zip(matrices.of_leaves, picked, strict=True))
+    shapes = [axes.batch_shape(leaf) for axes, leaf in pairs]
     if [np.shape(ratio) for ratio in ratios] != shapes:
         raise ValueError(
             f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
@@ -146,15 +147,16 @@ def _multipliers(
             "weight_dimension_numbers."
         )
     scale = scale_of(consistent_rms)
-    pairs = zip(axes_of, picked, strict=True)
-    scales = jax.device_put(
-        [np.asarray(axes.by_shape(scale, leaf), np.float32) for axes, leaf in pairs]
+    scales = matrices.tree_of(
+        jax.device_put(
+            [np.asarray(axes.by_shape(scale, leaf), np.float32) for axes, leaf in pairs]
+        )
     )
-    scaled = [
-        axes.per_matrix(jnp.asarray(ratio)) * s
-        for axes, ratio, s in zip(axes_of, ratios, scales, strict=True)
-    ]
-    return scales, scaled
+
+    def scaled(axes: LeafAxes, s: jax.Array, ratio: jax.Array) -> jax.Array:
+        return axes.per_matrix(jnp.asarray(ratio)) * s
+
+    return scales, matrices.map(scaled, scales, matrices.tree_of(ratios))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -162,22 +164,23 @@ def _slopes(
     work: Work,
     params: PyTree,
     batch: Any,
-    factors: list[jax.Array],
-    multipliers: tuple[list[jax.Array], list[jax.Array]],
+    factors: PyTree,
+    multipliers: tuple[PyTree, PyTree],
 ) -> _Slopes:
     """Slope and curvature of the loss along both steps."""
-    matrices = work.leaves.pick(params)
-    gradient, hessian = jax.linearize(work.gradient(params, batch), matrices)
+    weights = work.weights(params)
+    gradient, hessian = jax.linearize(work.gradient(params, batch), weights)
     found = []
     for of_step in multipliers:
-        pairs = zip(factors, of_step, matrices, strict=True)
-        step = [(q * by).astype(w.dtype) for q, by, w in pairs]
+        step = jax.tree.map(
+            lambda q, by, w: (q * by).astype(w.dtype), factors, of_step, weights
+        )
         found.append(_Slopes(_inner(gradient, step), _inner(step, hessian(step))))
     return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
 
 
-def _inner(a: list[jax.Array], b: list[jax.Array]) -> jax.Array:
-    pairs = zip(a, b, strict=True)
+def _inner(a: PyTree, b: PyTree) -> jax.Array:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return sum((jnp.sum(x * y, dtype=jnp.float32) for x, y in pairs), jnp.float32(0))
 
 
