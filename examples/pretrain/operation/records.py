@@ -1,11 +1,10 @@
-"""What a run writes down as it goes: CSV files that survive being killed."""
+"""What a run writes down as it goes, in CSV files."""
 
 import csv
 import io
-import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,31 +12,10 @@ import numpy as np
 from examples.pretrain.operation.rundir import write_atomically
 from examples.pretrain.setup import Setup
 from examples.pretrain.train import Interval
+from orscale_jax.diagnostics.readouts.step_file import StepFile
 
 LOADS = ("step", "layer", "expert", "share")
 Row = Mapping[str, Any]
-
-
-class CsvLog:
-    """A CSV file with a ``step`` column that grows by rows and can go back to a step."""
-
-    def __init__(self, path: pathlib.Path, columns: Sequence[str]):
-        self._path = path
-        self._columns = columns
-
-    def rewind(self, step: int) -> list[dict[str, str]]:
-        """Drops what follows ``step``, even half a line, and gives the rows that stay."""
-        rows = read_csv(self._path) if self._path.exists() else []
-        rows = [row for row in rows if int(row["step"]) <= step]
-        write_csv(self._path, self._columns, rows)
-        return rows
-
-    def append(self, rows: Iterable[Row]) -> None:
-        """Adds rows; they are on the disk when it returns."""
-        with open(self._path, "a", newline="") as file:
-            _writer(file, self._columns).writerows(rows)
-            file.flush()
-            os.fsync(file.fileno())
 
 
 class Recorder:
@@ -51,26 +29,27 @@ class Recorder:
         self._recipe, self._task = setup.recipe, setup.task
         steps = np.arange(setup.recipe.num_steps)
         self.learning_rates = jax.device_get(jax.jit(jax.vmap(setup.schedule))(steps))
-        self._metrics = CsvLog(folder / "metrics.csv", columns(setup.task.item))
-        rows = self._metrics.rewind(start)
+        self._metrics = StepFile(folder / "metrics.csv", columns(setup.task.item))
+        self._metrics.rewind(start)
+        rows = read_csv(self._metrics.path)
         self._loads = None
         if setup.task.has_experts:
-            self._loads = CsvLog(folder / "expert_loads.csv", LOADS)
+            self._loads = StepFile(folder / "expert_loads.csv", LOADS)
             self._loads.rewind(start)
         self._seconds = float(rows[-1]["seconds"]) if rows else 0.0
 
     def record(self, interval: Interval, validation: Mapping[str, float]) -> None:
         """Writes an interval down; the validation belongs to its last step."""
         items_per_step = self._recipe.batch_size * self._task.items_per_example
-        rows: list[dict[str, Any]] = []
+        rows: list[dict[str, str]] = []
         for step, metrics in enumerate(interval.metrics, start=interval.first_step):
             # Single steps are not timed.
             self._seconds += interval.seconds / len(interval.metrics)
             rows.append(
                 {
                     "optimizer": self._recipe.optimizer,
-                    "step": step,
-                    self._task.item: step * items_per_step,
+                    "step": str(step),
+                    self._task.item: str(step * items_per_step),
                     "train_loss": f"{metrics['loss']:.6f}",
                     "learning_rate": f"{self.learning_rates[step - 1]:.6g}",
                     "grad_norm": f"{metrics['grad_norm']:.6g}",
@@ -78,7 +57,9 @@ class Recorder:
                 }
             )
         rows[-1] |= {f"val_{name}": f"{x:.6f}" for name, x in validation.items()}
-        self._metrics.append(rows)
+        self._metrics.append(
+            [row.get(name, "") for name in self._metrics.columns] for row in rows
+        )
 
     def record_loads(self, interval: Interval) -> None:
         """Writes the experts' shares in the last step down, if the model has experts."""
@@ -86,7 +67,7 @@ class Recorder:
             return
         shares_LxE = interval.metrics[-1]["expert_load"]
         self._loads.append(
-            {"step": interval.step, "layer": layer, "expert": e, "share": f"{share:.6f}"}
+            (str(interval.step), str(layer), str(e), f"{share:.6f}")
             for (layer, e), share in np.ndenumerate(shares_LxE)
         )
 
@@ -108,11 +89,7 @@ def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
 def write_csv(path: pathlib.Path, columns: Sequence[str], rows: Iterable[Row]) -> None:
     """Writes a CSV file that is seen whole or not at all."""
     text = io.StringIO(newline="")
-    writer = _writer(text, columns)
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
     writer.writeheader()
     writer.writerows(rows)
     write_atomically(path, text.getvalue())
-
-
-def _writer(file: TextIO, columns: Sequence[str]) -> csv.DictWriter:
-    return csv.DictWriter(file, columns, lineterminator="\n")

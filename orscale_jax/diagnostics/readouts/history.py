@@ -1,18 +1,16 @@
 """A run's readings in one file, which survives being killed."""
 
-import csv
-import io
-import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
 from orscale_jax import _checks
 from orscale_jax.diagnostics.readouts.reading import Reading
+from orscale_jax.diagnostics.readouts.step_file import StepFile, header_of
 from orscale_jax.diagnostics.readouts.tabulate import tabulate
 from orscale_jax.trees.boxes import PyTree
 
@@ -75,26 +73,22 @@ class History:
         """Open the file, or begin it."""
         self.path, self.classes = pathlib.Path(path), classes
         self.measurements, self.scalars = tuple(measurements), tuple(scalars)
-        self._columns = [*_FIRST, *self.measurements, *self.scalars]
-        if len(set(self._columns)) < len(self._columns):
+        columns = [*_FIRST, *self.measurements, *self.scalars]
+        if len(set(columns)) < len(columns):
             _checks.refuse(
                 "measurements and scalars",
                 (*self.measurements, *self.scalars),
                 "give each column a different name",
             )
-        if self.path.exists() and self.path.stat().st_size:
-            self._require_columns()
-        else:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._write(_lines([self._columns]))
-        self._blocks = _blocks(self.path)
-        torn = (block for block in self._blocks if block.rows < self._blocks[0].rows)
-        self._cut(next(torn, None))
+        gained = [*columns, *(name for name in _GAINED if name not in columns)]
+        self._file = StepFile(
+            self.path, gained if header_of(self.path) == gained else columns
+        )
 
     @property
     def last_step(self) -> int | None:
         """The last step in the file; None if there is none."""
-        return self._blocks[-1].step if self._blocks else None
+        return max(self._file.steps, default=None)
 
     def append(
         self,
@@ -136,15 +130,13 @@ class History:
         given["step"] = [str(step)] * count
         columns = [
             given.get(name) or [_text(x) for x in table.get(name, [""] * count)]
-            for name in self._columns
+            for name in self._file.columns
         ]
-        start = self.path.stat().st_size
-        self._write(_lines(zip(*columns, strict=True)))
-        self._blocks.append(_Block(step, start, count))
+        self._file.append(zip(*columns, strict=True))
 
     def rewind(self, step: int) -> None:
         """Drop all later steps, for a run that continues from this one."""
-        self._cut(next((block for block in self._blocks if block.step > step), None))
+        self._file.rewind(step)
 
     def frame(self) -> "pandas.DataFrame":
         """The file as a data frame of pandas."""
@@ -158,48 +150,9 @@ class History:
         """The numbers of a gain by column, which the file may not have yet."""
         if not hasattr(gained, "kappa") or scalars.keys() & {*_GAINED}:
             _checks.refuse("gained", gained, "pass what step_gain() returned, once")
-        if added := [name for name in _GAINED if name not in self._columns]:
-            new = self.path.with_name(self.path.name + ".new")
-            with (
-                open(self.path, newline="", encoding="utf-8") as old,
-                open(new, "w", newline="", encoding="utf-8") as file,
-            ):
-                rows = csv.reader(old)
-                file.writelines(_lines([[*next(rows), *added]]))
-                file.writelines(_lines([[*row, *("" for _ in added)]]) for row in rows)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, self.path)  # A kill leaves the old file or the new one.
-            self._columns += added
-            self._blocks = _blocks(self.path)
+        if added := [name for name in _GAINED if name not in self._file.columns]:
+            self._file.add_columns(added)
         return dict(zip(_GAINED, gained.kappa, strict=True))
-
-    def _write(self, text: str) -> None:
-        with open(self.path, "a", newline="", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def _cut(self, first: "_Block | None") -> None:
-        """Drop a step and all later ones; without a step, only half a line at the end."""
-        if first is not None:
-            os.truncate(self.path, first.start)
-            del self._blocks[self._blocks.index(first) :]
-        with open(self.path, "rb+") as file:
-            file.truncate(file.read().rfind(b"\n") + 1)
-
-    def _require_columns(self) -> None:
-        with open(self.path, newline="", encoding="utf-8") as file:
-            found = next(csv.reader(file), [])
-        added = [name for name in _GAINED if name not in self._columns]
-        if found == [*self._columns, *added]:
-            self._columns = found
-        if found != self._columns:
-            raise ValueError(
-                f"{self.path} has the columns {', '.join(found)}, and this run has "
-                f"{', '.join(self._columns)}: pass the same measurements and scalars, or "
-                "another path."
-            )
 
     def _require_next(self, step: int, matrices: list[str]) -> None:
         if self.last_step is not None and step <= self.last_step:
@@ -207,22 +160,15 @@ class History:
                 f"step={step} is not after {self.last_step}, the last one in {self.path}:"
                 " call rewind() if the run continues from a checkpoint."
             )
-        known = _matrices(self.path, self._blocks)
-        if len(self._blocks) == 1 and known == matrices[: len(known)] != matrices:
-            self._cut(self._blocks[0])  # A process was killed as it wrote the step.
+        steps = self._file.steps
+        known = [row[1] for row in self._file.rows_of_first_step()]
+        if len(steps) == 1 and known == matrices[: len(known)] != matrices:
+            self.rewind(steps[0] - 1)  # A process was killed as it wrote the step.
         elif known and known != matrices:
             raise ValueError(
                 f"the reading has {len(matrices)} matrices, and {self.path} has "
                 f"{len(known)}, or other names: pass another path for another model."
             )
-
-
-class _Block(NamedTuple):
-    """The lines of a step, and where they begin in the file."""
-
-    step: int
-    start: int
-    rows: int
 
 
 def _text(value: Any) -> str:
@@ -231,33 +177,3 @@ def _text(value: Any) -> str:
         return value
     number = np.asarray(value)
     return str(int(number)) if number.dtype == bool else f"{float(number):.7g}"
-
-
-def _lines(rows: Iterable[Iterable[str]]) -> str:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
-
-
-def _blocks(path: pathlib.Path) -> list[_Block]:
-    """The steps of a file, without half a line at its end."""
-    blocks: list[_Block] = []
-    with open(path, "rb") as file:
-        place = len(file.readline())
-        for line in file:
-            if line.endswith(b"\n"):
-                step = int(line.split(b",", 1)[0])
-                if not blocks or blocks[-1].step != step:
-                    blocks.append(_Block(step, place, 0))
-                blocks[-1] = blocks[-1]._replace(rows=blocks[-1].rows + 1)
-            place += len(line)
-    return blocks
-
-
-def _matrices(path: pathlib.Path, blocks: list[_Block]) -> list[str]:
-    """The names of the matrices: those of the first step."""
-    if not blocks:
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        file.seek(blocks[0].start)
-        return [row[1] for row in itertools.islice(csv.reader(file), blocks[0].rows)]

@@ -169,7 +169,7 @@ class TestErrors:
 
     def test_other_columns(self, tmp_path):
         path = written(tmp_path / "history.csv").path
-        with pytest.raises(ValueError, match="pass the same measurements and scalars"):
+        with pytest.raises(ValueError, match="the same measurements and scalars"):
             History(path, scalars=["loss", "val_loss"])
         (tmp_path / "other.csv").write_text("a,b\n1,2\n")
         with pytest.raises(ValueError, match="has the columns a, b, and this run has st"):

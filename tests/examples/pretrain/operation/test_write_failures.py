@@ -12,9 +12,9 @@ from rich.console import Console
 from examples.pretrain.errors import RunError
 from examples.pretrain.operation import run
 from examples.pretrain.operation.compilation_cache import failing_in_one_message
-from examples.pretrain.operation.records import CsvLog
 from examples.pretrain.operation.write_failures import why_not_written, writing
 from orscale_jax.diagnostics import TensorBoard
+from orscale_jax.diagnostics.readouts.step_file import StepFile
 from tests.examples.pretrain import tiny
 
 CODES = ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EIO", "EFBIG"]
@@ -87,7 +87,7 @@ def test_the_command_ends_with_one_message(code, tmp_path, monkeypatch, capsys):
 def test_a_row_that_has_no_room_is_an_error(tmp_path):
     (tmp_path / "metrics.csv").symlink_to(FULL)
     with pytest.raises(OSError, match="No space left"):
-        CsvLog(tmp_path / "metrics.csv", ["step"]).append([{"step": 1}])
+        StepFile(tmp_path / "metrics.csv", ["step"])
 
 
 @needs_full
@@ -113,7 +113,7 @@ def test_each_file_of_a_run_in_turn_has_no_room(tmp_path, capsys):
         out / "config.json.tmp",
         mine / "history.csv",
         mine / "audit.csv",
-        mine / "metrics.csv.tmp",
+        mine / "metrics.csv",
         mine / "result.json.tmp",
         out / "summary.csv.tmp",
         out / "losses.png",
