@@ -268,8 +268,9 @@ def trust_ratio_stage(
         entries = matrices.map(
             functools.partial(_entries, ratio), own, norms, _before(matrices, state)
         )
+        per_matrix = [name for name in _Entries._fields if name in state._fields]
         new = state._replace(
-            **{name: matrices.fields(entries, name) for name in _entries_of(state)},
+            **{name: matrices.fields(entries, name) for name in per_matrix},
             bounds=ratio_bounds(params, ratio.r_min, ratio.r_max),
         )
         ratios = matrices.together(new.trust_ratio)
@@ -282,11 +283,6 @@ def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Arra
     """The bounds as an array for the state."""
     dtype = compute_dtype(params)
     return jnp.stack([jnp.asarray(bound, dtype) for bound in (r_min, r_max)])
-
-
-def _entries_of(state: State) -> list[str]:
-    """The fields with one entry for each matrix."""
-    return [name for name in state._fields if name != "bounds"]
 
 
 def _before(matrices: Matrices, state: State) -> PyTree:
