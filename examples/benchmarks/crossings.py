@@ -14,14 +14,13 @@ collective that stays in a slice numbers those of the slice from 0; it never cro
 """
 
 import dataclasses
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
+from examples.benchmarks.hlo_groups import Groups, groups
 from examples.benchmarks.hlo_program import Computation, Instruction, parse, runs
 
 Group = tuple[int, ...]
@@ -48,7 +47,7 @@ class Collective(NamedTuple):
 
     kind: str
     operand: int
-    groups: tuple[Group, ...]
+    groups: Groups
     times: int
 
 
@@ -119,7 +118,8 @@ def collectives(text: str, devices: Sequence[int]) -> Iterator[Collective]:
                 continue
             chains.add((kind, chain))
         operand = _operand(instruction, computation)
-        yield Collective(kind, operand, _groups(instruction, devices), place.times)
+        together = groups(instruction) or (tuple(devices),)
+        yield Collective(kind, operand, together, place.times)
 
 
 def _kind(instruction: Instruction) -> str | None:
@@ -134,64 +134,6 @@ def _kind(instruction: Instruction) -> str | None:
 
 def _operand(instruction: Instruction, computation: Computation) -> int:
     return sum(computation[name].nbytes for name in instruction.operands)
-
-
-def _groups(instruction: Instruction, devices: Sequence[int]) -> tuple[Group, ...]:
-    for pattern, read in FORMS.items():
-        if found := re.search(pattern, instruction.attributes):
-            return read(found)
-    return (tuple(devices),)  # Not listed, or listed as {}: all of them.
-
-
-def _listed(found: re.Match[str]) -> tuple[Group, ...]:
-    """``{0,1},{2,3}``, or pairs such as ``{0->2},{2->0}``."""
-    groups = re.findall(r"\{([^{}]+)\}", found[1])
-    return tuple(tuple(map(int, re.findall(r"\d+", group))) for group in groups)
-
-
-def _counted(found: re.Match[str]) -> tuple[Group, ...]:
-    """``[4,2]<=[2,4]T(1,0)``: numbers in a shape, transposed, in rows."""
-    shape, lengths, order = (
-        [int(n) for n in part.split(",") if n] for part in found.groups("")
-    )
-    numbers = np.arange(np.prod(lengths)).reshape(lengths)
-    return _rows(numbers.transpose(order or range(numbers.ndim)).reshape(shape))
-
-
-def _named(found: re.Match[str]) -> tuple[Group, ...]:
-    """``mesh['dcn'=2,'fsdp'=4] {'dcn'}``: along axes of a mesh."""
-    lengths = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-    names, shape = list(lengths), list(lengths.values())
-    along = [names.index(name) for name in re.findall(r"'(\w+)'", found[2])]
-    numbers = np.arange(np.prod(shape)).reshape(shape)
-    last = np.moveaxis(numbers, along, range(-len(along), 0))
-    return _rows(last.reshape(-1, np.prod([shape[axis] for axis in along])))
-
-
-def _hosts(found: re.Match[str]) -> tuple[Group, ...]:
-    """``{1,2}x{0:3}``: devices 0 to 3 of slices 1 and 2, each with its counterpart."""
-    slices = [int(number) for number in found[1].split(",")]
-    first, last = int(found[2]), int(found[3] or found[2])
-    return tuple(
-        tuple(PER_SLICE * number + device for number in slices)
-        for device in range(first, last + 1)
-    )
-
-
-# The runtime of several slices numbers a slice's devices from a multiple of this.
-PER_SLICE = 100_000
-FORMS: Mapping[str, Callable[[re.Match[str]], tuple[Group, ...]]] = {
-    r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+)(?::(\d+))?\}"': _hosts,
-    r"_xla_megascale_target=\{(\{.*?\})\}": _listed,
-    r"source_target_pairs=\{(\{.*?\})\}": _listed,
-    r"replica_groups=\{(\{.*?\})\}": _listed,
-    r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?": _counted,
-    r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}": _named,
-}
-
-
-def _rows(numbers: np.ndarray) -> tuple[Group, ...]:
-    return tuple(tuple(row) for row in numbers.tolist())
 
 
 def _crosses(group: Group, regions: Regions) -> bool:

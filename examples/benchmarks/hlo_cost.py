@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from examples.benchmarks import hlo_traffic
+from examples.benchmarks.hlo_groups import groups
 from examples.benchmarks.hlo_program import (
     CALLS,
     Computation,
@@ -77,6 +78,8 @@ class Collective(NamedTuple):
     @property
     def sent(self) -> int:
         """The bytes that each device sends; what it keeps for itself is not counted."""
+        if self.kind == "collective-permute":
+            return self.total
         return self.total * (self.devices - 1) // self.devices
 
 
@@ -144,7 +147,8 @@ def _cost(part: Iterable[Run], program: Program) -> Cost:
         chain = instruction.attribute(r'chain_id="(\d+)"')
         if kind in COLLECTIVES and (chain is None or (kind, chain) not in chains):
             chains.add((kind, chain))
-            nbytes, devices = _moved(instruction, computation), _devices(instruction)
+            nbytes = _moved(instruction, computation)
+            devices = len(next(iter(groups(instruction)), ()))
             collectives.append(
                 Collective(kind, nbytes, place.times, place.looped, devices)
             )
@@ -156,22 +160,6 @@ def _is_kernel(instruction: Instruction) -> bool:
     """Whether something is launched; the second half of an asynchronous pair is not."""
     opcode = instruction.opcode
     return opcode not in NO_KERNELS and not opcode.endswith("-done")
-
-
-def _devices(instruction: Instruction) -> int:
-    """The size of a collective's groups: listed, counted, or by axes of a mesh."""
-    listed = instruction.attribute(r"replica_groups=\{\{([\d,]*)\}")
-    if listed:
-        return len(listed.split(","))
-    counted = instruction.attribute(r"replica_groups=\[\d+,(\d+)\]")
-    if counted:
-        return int(counted)
-    named = instruction.attribute(r"replica_groups=(mesh\[[^\]]*\] \{[^}]*\})")
-    if not named:
-        return 0
-    mesh, _, axes = named.partition("]")
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
-    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))
 
 
 def _cycles(instruction: Instruction) -> int:

@@ -77,12 +77,21 @@ def test_what_each_device_receives(line, expected):
         ("mesh['dcn'=2,'fsdp'=4] {'dcn'}", True),
         ("mesh['dcn'=2,'fsdp'=4] {'fsdp'}", False),
         ("mesh['dcn'=2,'fsdp'=4] {'fsdp','dcn'}", True),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", False),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", True),
+        ("mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", False),
     ],
 )
 def test_forms_of_groups(groups, crosses):
     text = program(f"%a = {X} all-to-all(%x), replica_groups={groups}, dimensions={{0}}")
     received = 32 if crosses else 0
     assert figures(text)[0] == received
+
+
+def test_a_form_that_is_unknown_is_refused():
+    text = program(f"%a = {X} all-to-all(%x), replica_groups=mesh['a'=8] {{'a':(2)4}}")
+    with pytest.raises(ValueError, match="which devices"):
+        crossings.of(text, HALVES)
 
 
 def test_numbers_in_a_shape_are_transposed():
