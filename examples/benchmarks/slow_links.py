@@ -61,7 +61,9 @@ LAYOUTS = {
     "b": Layout("sharded within and across", _apart(P(AXES, None))),
     "c": Layout("replicated", _apart(P())),
     "d": Layout("layers across, sharded within", _stacked(P("dcn", "fsdp", None))),
-    "e": Layout("experts over all devices", _stacked(P(AXES, None, None))),
+    "e": Layout(
+        "32 experts over all devices", lambda _: _stacked(P(AXES, None, None))(32)
+    ),
 }
 
 
