@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from examples.benchmarks import hlo_cost
+from examples.benchmarks import hlo_cost, overlap
 from examples.benchmarks.contenders import contenders, step_of
 from examples.benchmarks.models import (
     Leaves,
@@ -92,6 +92,7 @@ class Found(NamedTuple):
     """What is known of a program."""
 
     cost: hlo_cost.Cost
+    exposed: int
     memory: Any
     tracing: float
     compilation: float
@@ -100,6 +101,7 @@ class Found(NamedTuple):
 COLUMNS: Mapping[str, Callable[[Found], float]] = {
     "Mcycles": lambda found: found.cost.cycles / 1e6,
     "collectives, MB": lambda found: found.cost.collective_bytes / 1e6,
+    "of these exposed, MB": lambda found: found.exposed / 1e6,
     "of these in loops, MB": lambda found: found.cost.looped_bytes / 1e6,
     "GFLOP": lambda found: found.cost.flops / 1e9,
     "temporaries, MiB": lambda found: found.memory.temp_size_in_bytes / 2**20,
@@ -175,7 +177,8 @@ def measure(
         options.dump.mkdir(parents=True, exist_ok=True)
         (options.dump / f"{name}.{contender}.txt").write_text(text)
     seconds = halfway - began, ended - halfway
-    return title, Found(hlo_cost.of(text), program.memory_analysis(), *seconds)
+    exposed = overlap.exposed_bytes(text)
+    return title, Found(hlo_cost.of(text), exposed, program.memory_analysis(), *seconds)
 
 
 def line(cells: Iterable[str]) -> str:

@@ -141,13 +141,13 @@ def _cost(part: Iterable[Run], program: Program) -> Cost:
             traffic = hlo_traffic.of(instruction, computation, program)
             read += place.times * traffic.read
             written += place.times * traffic.written
-        flops += place.times * _flops(instruction, computation) // place.groups
+        flops += place.times * flops_of(instruction, computation) // place.groups
         kind = instruction.opcode.removesuffix("-done")
         # One that runs beside a chain of kernels is printed in each of them.
         chain = instruction.attribute(r'chain_id="(\d+)"')
         if kind in COLLECTIVES and (chain is None or (kind, chain) not in chains):
             chains.add((kind, chain))
-            nbytes = _moved(instruction, computation)
+            nbytes = bytes_moved(instruction, computation)
             devices = len(next(iter(groups(instruction)), ()))
             collectives.append(
                 Collective(kind, nbytes, place.times, place.looped, devices)
@@ -168,7 +168,7 @@ def _cycles(instruction: Instruction) -> int:
     return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
 
 
-def _moved(collective: Instruction, computation: Computation) -> int:
+def bytes_moved(collective: Instruction, computation: Computation) -> int:
     """Bytes; an asynchronous pair is counted where it is done, and its start is not."""
     if not collective.opcode.startswith("reduce-scatter"):
         return collective.nbytes
@@ -178,7 +178,8 @@ def _moved(collective: Instruction, computation: Computation) -> int:
     return sum(computation[name].nbytes for name in start.operands)
 
 
-def _flops(instruction: Instruction, computation: Computation) -> int:
+def flops_of(instruction: Instruction, computation: Computation) -> int:
+    """The FLOPs of a product; of a fusion, those of what it runs are counted apart."""
     if instruction.attribute("(ragged_dot_tiling)="):  # A kernel: rows by groups.
         *_, rows, _ = instruction.operands
         return 2 * math.prod(instruction.shape) * computation[rows].shape[-1]
