@@ -19,7 +19,7 @@ from orscale_jax import orscale, state_shardings
 from tests.runs import readout
 
 PROCESSES, DEVICES = 2, 4  # Devices of each process.
-TIMEOUT = 120  # Seconds, on a busy machine.
+TIMEOUT = 240  # Seconds, on a busy machine.
 SAVED, COMPARED, END = 2, 3, 4  # Steps after which something happens.
 
 SHAPES = {
@@ -42,7 +42,13 @@ TENSORS = dict.fromkeys(SHAPES, P("data", "model")) | {
     "experts": P("model", None, "data"),
     "bias": P("model"),
 }
+# Of processes, and of the devices of each.
+HYBRID = {"dcn": PROCESSES, "fsdp": DEVICES}
+WITHIN = dict.fromkeys(SHAPES, P("fsdp")) | {"experts": P("dcn", "fsdp")}
+ACROSS = dict.fromkeys(SHAPES, P(("dcn", "fsdp")))
 LAYOUTS = {
+    "within": (HYBRID, WITHIN),
+    "across": (HYBRID, ACROSS),
     "8": ({"data": 8}, FSDP),
     "4": ({"data": 4}, OTHER_AXES),
     "2x2": ({"data": 2, "model": 2}, TENSORS),
@@ -145,11 +151,21 @@ def measured(run):
     return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
 
 
-def write(folder, steps, run):
+def write(folder, name, run):
     """Gather on all processes; the first one writes the file."""
     whole = multihost_utils.process_allgather(measured(run), tiled=True)
     if jax.process_index() == 0:
-        np.savez(folder / f"{steps}.npz", **whole)
+        np.savez(folder / f"{name}.npz", **whole)
+
+
+def run_layout(folder, layout, kind):
+    """A run on axes of which one leads from one process to the other."""
+    shardings = placed(layout, kind)
+    with jax.set_mesh(shardings["query"].mesh):
+        program = compiled(shardings)
+    run = advance(program, start(shardings), range(1, COMPARED + 1))
+    write(folder, layout, run)
+    (folder / f"{layout}.{jax.process_index()}").write_text(program.as_text())
 
 
 def main(folder, port, index, kind):
@@ -168,6 +184,8 @@ def main(folder, port, index, kind):
     save(folder / "checkpoint", run)
     write(folder, SAVED, run)
     write(folder, COMPARED, advance(program, run, range(SAVED + 1, COMPARED + 1)))
+    run_layout(folder, "within", AxisType[kind])
+    run_layout(folder, "across", AxisType[kind])
     jax.distributed.shutdown()
 
 

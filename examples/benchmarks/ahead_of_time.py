@@ -14,12 +14,15 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
-from examples.benchmarks import hlo_cost
-from examples.benchmarks.contenders import contenders, step_of
+from examples.benchmarks import hlo_cost, overlap
+from examples.benchmarks.contenders import NS_STEPS, contenders, optax_muon, step_of
+from examples.benchmarks.layers_apart import COEFFICIENTS, muon_of_layers
 from examples.benchmarks.models import (
     Leaves,
+    experts,
     first,
     gpt2,
     layers,
@@ -31,6 +34,10 @@ from orscale_jax import state_shardings
 
 ON_AUTO_AXES = "orscale on Auto axes"
 WITHOUT_SHARDINGS = "orscale on Auto axes, without param_shardings"
+# As the main branch of Optax, which has not been released, has the loop over steps.
+LOOPED = "optax.contrib.muon, looped"
+# Of arrays of layers alone.
+LAYERS_APART = "layers apart on Auto axes"
 CONTENDERS = (
     "orscale",
     ON_AUTO_AXES,
@@ -67,6 +74,11 @@ CASES = {
     "g": Case(
         {}, layers(500, {"w": matrix(32, 64, P())}), "500 matrices of 32×64, one device"
     ),
+    "h": Case(
+        {"fsdp": 64},
+        {"w": experts(64, 2048, 8192, P(None, "fsdp", None))},
+        "64 matrices of 2048×8192 in one array, FSDP",
+    ),
 }
 # Of a case, by its letter: an array of devices in the shape of its mesh.
 DevicesOf: TypeAlias = Callable[[str], np.ndarray]
@@ -77,9 +89,10 @@ class Options:
     """What to compile."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    """Of a to g."""
+    """Of a to h."""
     contenders: tuple[str, ...] = CONTENDERS
-    """Of these and optax.adamw."""
+    """Of these, optax.adamw, "optax.contrib.muon, looped", and of case h "layers apart on
+    Auto axes"."""
     layers: int | None = None
     """How many of a model's first layers; all without it."""
     dump: pathlib.Path | None = None
@@ -92,6 +105,7 @@ class Found(NamedTuple):
     """What is known of a program."""
 
     cost: hlo_cost.Cost
+    exposed: int
     memory: Any
     tracing: float
     compilation: float
@@ -100,6 +114,7 @@ class Found(NamedTuple):
 COLUMNS: Mapping[str, Callable[[Found], float]] = {
     "Mcycles": lambda found: found.cost.cycles / 1e6,
     "collectives, MB": lambda found: found.cost.collective_bytes / 1e6,
+    "of these exposed, MB": lambda found: found.exposed / 1e6,
     "of these in loops, MB": lambda found: found.cost.looped_bytes / 1e6,
     "GFLOP": lambda found: found.cost.flops / 1e9,
     "temporaries, MiB": lambda found: found.memory.temp_size_in_bytes / 2**20,
@@ -127,8 +142,7 @@ def lowered(
     mesh = Mesh(devices, tuple(axes), axis_types=kinds)
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
     specs = {name: leaf.spec for name, leaf in leaves.items()}
-    told = specs if contender == ON_AUTO_AXES else None
-    optimizer = contenders(numbers, jnp.bfloat16, told)[contender.split(" on ")[0]]
+    optimizer = _optimizer(contender, numbers, specs)
     params = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, jnp.float32, sharding=NamedSharding(mesh, leaf.spec)
@@ -145,6 +159,17 @@ def lowered(
     )
     with jax.set_mesh(mesh):
         return jitted.lower(params, state, params)
+
+
+def _optimizer(
+    contender: str, numbers: Mapping[str, Any], specs: Mapping[str, P]
+) -> optax.GradientTransformation:
+    if contender == LOOPED:
+        return optax_muon(numbers, ns_coeffs=(COEFFICIENTS,) * NS_STEPS)
+    if contender == LAYERS_APART:
+        return muon_of_layers(1e-3, NS_STEPS, specs)
+    told = specs if contender == ON_AUTO_AXES else None
+    return contenders(numbers, jnp.bfloat16, told)[contender.split(" on ")[0]]
 
 
 def _placed(tree: Any, shardings: Any) -> Any:
@@ -175,7 +200,8 @@ def measure(
         options.dump.mkdir(parents=True, exist_ok=True)
         (options.dump / f"{name}.{contender}.txt").write_text(text)
     seconds = halfway - began, ended - halfway
-    return title, Found(hlo_cost.of(text), program.memory_analysis(), *seconds)
+    exposed = overlap.exposed_bytes(text)
+    return title, Found(hlo_cost.of(text), exposed, program.memory_analysis(), *seconds)
 
 
 def line(cells: Iterable[str]) -> str:

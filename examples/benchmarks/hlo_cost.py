@@ -28,6 +28,7 @@ from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from examples.benchmarks import hlo_traffic
+from examples.benchmarks.hlo_groups import groups
 from examples.benchmarks.hlo_program import (
     CALLS,
     Computation,
@@ -77,6 +78,8 @@ class Collective(NamedTuple):
     @property
     def sent(self) -> int:
         """The bytes that each device sends; what it keeps for itself is not counted."""
+        if self.kind == "collective-permute":
+            return self.total
         return self.total * (self.devices - 1) // self.devices
 
 
@@ -138,13 +141,14 @@ def _cost(part: Iterable[Run], program: Program) -> Cost:
             traffic = hlo_traffic.of(instruction, computation, program)
             read += place.times * traffic.read
             written += place.times * traffic.written
-        flops += place.times * _flops(instruction, computation) // place.groups
+        flops += place.times * flops_of(instruction, computation) // place.groups
         kind = instruction.opcode.removesuffix("-done")
         # One that runs beside a chain of kernels is printed in each of them.
         chain = instruction.attribute(r'chain_id="(\d+)"')
         if kind in COLLECTIVES and (chain is None or (kind, chain) not in chains):
             chains.add((kind, chain))
-            nbytes, devices = _moved(instruction, computation), _devices(instruction)
+            nbytes = bytes_moved(instruction, computation)
+            devices = len(next(iter(groups(instruction)), ()))
             collectives.append(
                 Collective(kind, nbytes, place.times, place.looped, devices)
             )
@@ -158,29 +162,13 @@ def _is_kernel(instruction: Instruction) -> bool:
     return opcode not in NO_KERNELS and not opcode.endswith("-done")
 
 
-def _devices(instruction: Instruction) -> int:
-    """The size of a collective's groups: listed, counted, or by axes of a mesh."""
-    listed = instruction.attribute(r"replica_groups=\{\{([\d,]*)\}")
-    if listed:
-        return len(listed.split(","))
-    counted = instruction.attribute(r"replica_groups=\[\d+,(\d+)\]")
-    if counted:
-        return int(counted)
-    named = instruction.attribute(r"replica_groups=(mesh\[[^\]]*\] \{[^}]*\})")
-    if not named:
-        return 0
-    mesh, _, axes = named.partition("]")
-    sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh))
-    return math.prod(int(sizes[axis]) for axis in re.findall(r"'(\w+)'", axes))
-
-
 def _cycles(instruction: Instruction) -> int:
     if instruction.opcode in CALLS - {"fusion"} | {"while"}:
         return 0  # What they run is counted.
     return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
 
 
-def _moved(collective: Instruction, computation: Computation) -> int:
+def bytes_moved(collective: Instruction, computation: Computation) -> int:
     """Bytes; an asynchronous pair is counted where it is done, and its start is not."""
     if not collective.opcode.startswith("reduce-scatter"):
         return collective.nbytes
@@ -190,7 +178,8 @@ def _moved(collective: Instruction, computation: Computation) -> int:
     return sum(computation[name].nbytes for name in start.operands)
 
 
-def _flops(instruction: Instruction, computation: Computation) -> int:
+def flops_of(instruction: Instruction, computation: Computation) -> int:
+    """The FLOPs of a product; of a fusion, those of what it runs are counted apart."""
     if instruction.attribute("(ragged_dot_tiling)="):  # A kernel: rows by groups.
         *_, rows, _ = instruction.operands
         return 2 * math.prod(instruction.shape) * computation[rows].shape[-1]

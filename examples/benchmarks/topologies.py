@@ -48,15 +48,18 @@ PER_NODE = 8
 GPU_COMPILER_OPTIONS = {"xla_gpu_autotune_level": "0"}
 
 
-def tpus(topology: str) -> list[jax.Device]:
-    """The chips of a topology, such as v5p:4x4x4.
+def tpus(topology: str, slices: int = 1) -> list[jax.Device]:
+    """The chips of a topology, such as v5p:4x4x4, or of several slices of it.
 
     Raises:
       RuntimeError: If libtpu is not installed, or has no such topology.
     """
     for name, value in TPU_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    described = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+    several = {"num_slices": slices} if slices > 1 else {}
+    described = topologies.get_topology_desc(
+        platform="tpu", topology_name=topology, **several
+    )
     return described.devices
 
 

@@ -24,6 +24,7 @@ TOPOLOGIES = {
     "c": "v5e:2x4",
     "d": "v5p:4x4x4",
     "e": "v5p:8x8x8",
+    "h": "v5p:4x4x4",
 }
 
 

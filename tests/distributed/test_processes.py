@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
+from examples.benchmarks import crossings
 from tests import processes
 from tests.processes import COMPARED, END, SAVED
 
@@ -71,6 +72,23 @@ def assert_close(found, expected):
         )
 
 
+def received_by_a_device(folder, layout):
+    """Bytes of a step from the other process, on the device that receives most."""
+    text, other = [(folder / f"{layout}.{index}").read_text() for index in range(2)]
+    assert text == other
+    process_of = {device: device // processes.DEVICES for device in range(8)}
+    return max(crossings.of(text, process_of).received.values())
+
+
+def of_matrices():
+    """The bytes of all matrices."""
+    return sum(
+        4 * np.prod(processes.SHAPES[name])
+        for name, numbers in processes.NUMBERS.items()
+        if numbers is not None
+    )
+
+
 @pytest.mark.extended
 @pytest.mark.parametrize(
     "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
@@ -85,6 +103,12 @@ def test_a_run_on_two_processes_goes_on_in_one(kind, tmp_path):
     seen = {step: dict(np.load(tmp_path / f"{step}.npz")) for step in (SAVED, COMPARED)}
     for step, found in seen.items():
         assert_close(found, on_one_device()[step])
+
+    for layout in ("within", "across"):
+        assert_close(dict(np.load(tmp_path / f"{layout}.npz")), on_one_device()[COMPARED])
+    # Of each device's part of the factors, and of its shards there and back, at most all.
+    assert received_by_a_device(tmp_path, "within") < of_matrices() / processes.DEVICES
+    assert received_by_a_device(tmp_path, "across") < of_matrices() * 2 / 8
 
     saved = {k: c for k, c in seen[SAVED].items() if k.startswith("calibration")}
     assert [name for name, c in saved.items() if (c == 0).all()] == ["calibration/late"]

@@ -1,0 +1,121 @@
+"""The update does not depend on the mesh: a step of every layout, against one device.
+
+`test_mesh.py` has the layouts of one and two axes, their exchanges and their types. Here
+are those that it has not: more axes, axes of one device, axes of several kinds, layers
+over an axis, and shardings of slices.
+"""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import muon, orscale, state_shardings
+
+AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+# Single matrices, more and fewer than devices; layers; experts of layers; AdamW.
+SHAPES = {
+    **{f"up{i}": (8, 16) for i in range(5)},
+    **{f"down{i}": (16, 8) for i in range(5)},
+    "square": (16, 16),
+    "layers": (4, 8, 16),
+    "experts": (2, 4, 8, 16),
+    "bias": (16,),
+}
+NUMBERS = {
+    name: Dims(len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None
+    for name, shape in SHAPES.items()
+}
+OPTIMIZERS = {
+    "orscale": orscale(0.02, weight_dimension_numbers=NUMBERS),
+    "muon": muon(0.02, weight_dimension_numbers=NUMBERS),
+}
+
+
+def specs(matrix, layer=None, expert=None):
+    """The sharding of each leaf: of rows and columns, of layers, of experts."""
+    by_rank = {1: P(), 2: P(*matrix), 3: P(layer, *matrix), 4: P(layer, expert, *matrix)}
+    return {name: by_rank[len(shape)] for name, shape in SHAPES.items()}
+
+
+LAYOUTS = {
+    "slices of FSDP": ({"dcn": 2, "fsdp": 4}, specs(("fsdp", None))),
+    "FSDP over slices": ({"dcn": 2, "fsdp": 4}, specs((("dcn", "fsdp"), None))),
+    "pipeline of FSDP": ({"stage": 2, "fsdp": 4}, specs(("fsdp", None), layer="stage")),
+    "pipeline, FSDP and tensor": (
+        {"stage": 2, "fsdp": 2, "tensor": 2},
+        specs(("fsdp", "tensor"), layer="stage"),
+    ),
+    "experts over slices": (
+        {"dcn": 2, "fsdp": 2, "expert": 2},
+        specs(("fsdp", None), expert=("dcn", "expert")),
+    ),
+    "replicas, FSDP and tensor": (
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        specs(("tensor", "fsdp")),
+    ),
+    "axes of one device": (
+        {"stage": 1, "fsdp": 8, "tensor": 1, "expert": 1},
+        specs(("fsdp", "tensor"), layer="stage", expert="expert"),
+    ),
+    "one device": ({"fsdp": 1, "tensor": 1}, specs(("fsdp", "tensor"))),
+    "some leaves alone": (
+        {"data": 2, "fsdp": 4},
+        specs(("fsdp", None)) | {"up0": P(), "layers": P("fsdp"), "square": P("data")},
+    ),
+}
+
+
+def tree(seed):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+
+
+@functools.cache
+def on_one_device(name):
+    return jax.tree.map(np.asarray, stepped(OPTIMIZERS[name], tree(0), tree(1)))
+
+
+def stepped(optimizer, params, grads, state=None):
+    """The updates of a second step with the same gradients, and the state after it."""
+    state = optimizer.init(params) if state is None else state
+    update = jax.jit(optimizer.update)
+    _, state = update(grads, state, params)
+    return update(grads, state, params)
+
+
+def kinds_of(axes):
+    """All Auto, all Explicit, and Explicit and Auto in turns."""
+    mixed = tuple((EXPLICIT, AUTO)[i % 2] for i in range(axes))
+    return {"auto": (AUTO,) * axes, "explicit": (EXPLICIT,) * axes, "mixed": mixed}
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "kind", ["auto", "mixed", pytest.param("explicit", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_is_that_of_one_device(layout, kind):
+    sizes, where = LAYOUTS[layout]
+    devices = jax.devices()[: np.prod([*sizes.values()])]
+    mesh = jax.make_mesh(
+        tuple(sizes.values()),
+        tuple(sizes),
+        axis_types=kinds_of(len(sizes))[kind],
+        devices=devices,
+    )
+    shardings = {name: NamedSharding(mesh, spec) for name, spec in where.items()}
+    params, grads = (jax.device_put(tree(seed), shardings) for seed in (0, 1))
+    for name, optimizer in OPTIMIZERS.items():
+        of_state = state_shardings(optimizer, params)
+        with jax.set_mesh(mesh):
+            state = jax.jit(optimizer.init, out_shardings=of_state)(params)
+            found = stepped(optimizer, params, grads, state)
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
+            found,
+            on_one_device(name),
+        )

@@ -1,0 +1,71 @@
+"""Plans at scale: sizes of the models, and figures that are counted by hand."""
+
+import csv
+import math
+
+import pytest
+
+from examples.benchmarks import at_scale
+from examples.benchmarks.at_scale import CLUSTERS, PARTS, STEP
+from examples.benchmarks.large_models import MODELS
+from orscale_jax.distributed.buckets import count_devices
+
+# Without embeddings, norms, routers, and the layers that predict further tokens.
+PARAMETERS = {
+    "Moonlight 16B": 15.3e9,
+    "dense 70B": 68.5e9,
+    "DeepSeek-V3 671B": 669e9,
+    "Kimi K2 1T": 1024e9,
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_models_have_the_sizes_of_their_names(model):
+    leaves = MODELS[model](at_scale.v5p(64).axes)
+    entries = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    assert entries == pytest.approx(PARAMETERS[model], rel=0.01)
+
+
+@pytest.mark.parametrize("platform", CLUSTERS)
+@pytest.mark.parametrize("count", at_scale.COUNTS)
+def test_every_model_divides_among_the_devices(platform, count):
+    cluster = CLUSTERS[platform](count)
+    assert cluster.devices == count
+    for model in MODELS:
+        for array in at_scale.arrays_of(MODELS[model](cluster.axes)):
+            for size, axes in zip(array.shape, array.axes, strict=True):
+                assert size % count_devices(axes, cluster.axes) == 0
+
+
+def test_a_bucket_between_nodes():
+    """64 matrices over two nodes: each device has four, of which half came from afar."""
+    cluster = at_scale.Cluster("gpu", {"node": 2, "fsdp": 8}, frozenset({"node"}))
+    array = at_scale.ShardedArray(
+        (64, 256, 512), at_scale.BFLOAT16, ((), ("node", "fsdp"), ())
+    )
+    (bucket,), _ = at_scale.planned([array], cluster)
+    work, nbytes = at_scale.work_of(bucket, cluster), 4 * 256 * 512 * 2
+    assert work.slow == 2 * nbytes / 2 and work.slow_messages == 2 * 8
+    assert work.fast == 2 * nbytes * 7 / 16 and work.fast_messages == 2 * 7
+    assert work.flops == 4 * at_scale.flops(256, 512)
+
+
+@pytest.mark.parametrize(("platform", "megabytes"), [("tpu", 13420), ("gpu", 48320)])
+def test_collectives_in_each_step_are_those_of_compiled_programs(platform, megabytes):
+    """Of 64 matrices of 2048×8192, in docs/measurements.md."""
+    found = 64 * at_scale.received_in_steps(2048, 8192, platform) / 1e6
+    assert found == pytest.approx(megabytes, rel=1e-3)
+
+
+def test_the_table_and_its_figure(capsys, tmp_path):
+    table, figure = tmp_path / "table.csv", tmp_path / "figure.png"
+    models = ("Moonlight 16B", "Kimi K2 1T")
+    options = at_scale.Options(models, counts=(64, 1024), table=table, figure=figure)
+    at_scale.main(options)
+    rows = list(csv.DictReader(table.read_text().splitlines()))
+    assert len(rows) == 8 == len(capsys.readouterr().out.splitlines()) - 2
+    assert figure.read_bytes().startswith(b"\x89PNG")
+    for row in rows:
+        assert float(row["planned in, s"]) < 5
+        assert float(row["of an even share"]) >= 1
+        assert float(row[STEP]) < float(row[PARTS])
