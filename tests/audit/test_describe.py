@@ -380,11 +380,11 @@ def test_the_output_on_the_page():
 
 PLACEMENT = [
     "Newton–Schulz on 4 expert × 2 fsdp",
-    "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent: down, up",
-    "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent: experts",
-    "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent: heads",
-    "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent: qkv",
-    "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent: thin",
+    "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent by each: down, up",
+    "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent by each: experts",
+    "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent by each: heads",
+    "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent by each: qkv",
+    "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent by each: thin",
 ]
 
 
@@ -446,7 +446,7 @@ def test_placement_where_only_some_matrices_are_shared():
     assert str(placed).startswith(
         "3 of 16 × 128 and 1 of 16 × 512 over 8 devices, 1 each or 4 to one, "
     )
-    assert str(placed).endswith(" bytes sent: wide, k, q, v")
+    assert str(placed).endswith(" bytes sent by each: wide, k, q, v")
 
 
 @pytest.mark.parametrize(
