@@ -56,8 +56,8 @@ class Placed(NamedTuple):
         columns that a device holds of a shared one.
       bytes_sent: The bytes that each device sends: both ways, and during the iteration if
         matrices are shared.
-      slow_bytes_sent: Those of them that go to another slice.
       names: The names of the leaves, or of their blocks.
+      slow_bytes_sent: Those of the bytes that go to another slice.
     """
 
     shape: tuple[int, int]
@@ -67,8 +67,8 @@ class Placed(NamedTuple):
     devices_per_matrix: int
     shared: int
     bytes_sent: int
-    slow_bytes_sent: int
     names: tuple[str, ...]
+    slow_bytes_sent: int = 0
 
     def __str__(self) -> str:
         """The matrices, devices, bytes and first names, in one line."""

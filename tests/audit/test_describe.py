@@ -385,6 +385,9 @@ PLACEMENT = [
     "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent by each: heads",
     "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent by each: qkv",
     "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent by each: thin",
+    "each device: 0.00103 GFLOP (the median one 0.000292), 0.0129 MB over fast links, "
+    "0 MB over slow ones; about 8.97e-05 ms, 8.63e-05 of them for transfers (the median "
+    "one 8.73e-05 ms)",
 ]
 
 
@@ -414,8 +417,8 @@ def test_placement():
         "up": Dims(0, 1),
         "bias": None,
     }
-    description = describe(params, numbers, platform="gpu")
-    assert [tuple(placed) for placed in description.placement()] == [
+    description = describe(params, numbers, platform="cpu", ns_dtype=jnp.bfloat16)
+    assert [placed[:-1] for placed in description.placement()] == [
         # Half of their bytes in bfloat16 stay; the other seven of eight do not.
         ((16, 64), 2, 8, 1, 1, 0, 2 * 2048 * 7 // 8, ("down", "up")),
         ((16, 32), 2, 2, 1, 1, 0, 2 * 1024 // 2, ("experts",)),
@@ -426,7 +429,7 @@ def test_placement():
         # All devices share it, and add up its Gram matrix five times.
         ((8, 512), 1, 8, 1, 8, 1, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8, ("thin",)),
     ]
-    assert str(description).splitlines()[-6:] == PLACEMENT
+    assert str(description).splitlines()[-7:] == PLACEMENT
     assert description.select("experts").placement() == description.placement()[1:2]
     assert describe({"w": jnp.ones((2, 3))}).placement() == []
 

@@ -21,13 +21,14 @@ from orscale_jax.distributed.buckets import (
     ShardedArray,
 )
 from orscale_jax.distributed.costs import CostModel
-from orscale_jax.distributed.hardware import TPU_V5P, Link
+from orscale_jax.distributed.hardware import TPU_V5P, VIRTUAL, Link
 from orscale_jax.distributed.mesh_shape import (
     MeshShape,
     slices_of_axes,
     slices_of_devices,
 )
 from orscale_jax.distributed.planner import plan_buckets
+from orscale_jax.distributed.platforms import CPU
 
 LARGE = 2**40
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -271,6 +272,28 @@ def test_the_program_sends_over_slow_links_what_the_plan_says(layout, kind):
     assert layout == "sharded across" or max(received.values()) == step_cost.slow_bytes
     across = "dcn" in str(spec) or layout in ("one axis", "part of one of two")
     assert bool(step_cost.slow_bytes) == across
+
+
+@pytest.mark.parametrize(
+    "layout", ["replicated", "one axis of replicas", "sharded within"]
+)
+def test_matrices_shared_across_slices_by_planted_rates(layout, monkeypatch):
+    """Where the slow links are fast, replicas share work over them, in two gathers."""
+    hardware = VIRTUAL._replace(slow=Link(1e15, 0.0))
+    planted = functools.partialmethod(CPU.__init__, hardware=hardware)
+    monkeypatch.setattr(CPU, "__init__", planted)
+    sizes, spec = LAYOUTS[layout]
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    slow = slow_axes_of(sizes)
+    x = placed(weights(), mesh, spec)
+    assert describe(x, NUMBERS, platform="cpu", slow_axes=slow).step_cost().slow_bytes
+    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow)
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda x: stage.update(x, optax.EmptyState())[0])(x)
+    for name, whole in weights().items():
+        np.testing.assert_allclose(found[name], polar_factor(whole), atol=2e-5)
 
 
 @pytest.mark.parametrize("make", [orscale, muon])
