@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
+from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
@@ -67,6 +68,7 @@ class Hyperparameters:
     adam_nesterov: bool
     adam_weight_decay: ScalarOrSchedule | None
     mesh: Mesh | AbstractMesh | None
+    slow_axes: SlowAxes | None
     param_shardings: ParamShardings
 
 
@@ -262,6 +264,7 @@ def _stages(h: Hyperparameters) -> StagesOf:
         ns_preconditioning=h.ns_preconditioning,
         ns_products=h.ns_products,
         mesh=h.mesh,
+        slow_axes=h.slow_axes,
     )
     param_specs = ParamSpecs(h.param_shardings)
     shape = shape_stage(h.consistent_rms)

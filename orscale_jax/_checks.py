@@ -6,7 +6,7 @@ Values that are known only when the program runs (traced values, schedules) pass
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
@@ -202,6 +202,22 @@ def mesh(name: str, value: Any) -> None:
         value, jax.sharding.Mesh | jax.sharding.AbstractMesh
     ):
         refuse(name, value, "pass a jax.sharding.Mesh, or None")
+
+
+def slow_axes(name: str, value: Any) -> None:
+    """Refuse ``value`` unless it is None, names of axes, or their numbers of slices."""
+    remedy = (
+        "pass names of axes, such as ('dcn',), or the number of slices along each, such "
+        "as {'fsdp': 2}; () if no axis is slow"
+    )
+    if value is None:
+        return
+    if not isinstance(value, Mapping | Sequence) or isinstance(value, str):
+        refuse(name, value, remedy)
+    counts = value.values() if isinstance(value, Mapping) else ()
+    is_count = [isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts]
+    if not all(isinstance(axis, str) for axis in value) or not all(is_count):
+        refuse(name, value, remedy)
 
 
 def model(name: str, value: Any, kind: type) -> None:

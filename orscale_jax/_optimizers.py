@@ -15,6 +15,7 @@ from orscale_jax._algorithm import (
     Stages,
     build,
 )
+from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding.param_shardings import ParamShardings
@@ -51,6 +52,7 @@ def orscale(
     adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    slow_axes: SlowAxes | None = None,
     param_shardings: ParamShardings = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""OrScale: Muon with a calibrated trust ratio per matrix.
@@ -124,6 +126,12 @@ def orscale(
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
         Arrays on a mesh name it in their types, so None is enough as a rule.
+      slow_axes: The axes of the mesh that lead from one slice of a TPU pod, or from one
+        node of GPUs, to another: names such as ``("dcn",)``, or a mapping to the number
+        of slices along each, such as ``{"fsdp": 2}`` for an axis that crosses slices part
+        of the way. Work is shared over slow links only where that pays. None: what the
+        devices say, if the mesh is that of the context (``jax.set_mesh``), a concrete
+        ``mesh``, or the partitioner's. ``()``: no axis is slow.
       param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
         axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
         or :class:`jax.sharding.PartitionSpec`, or of arrays or
@@ -200,6 +208,7 @@ def muon(
     adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    slow_axes: SlowAxes | None = None,
     param_shardings: ParamShardings = None,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Muon, the limit :math:`\hat r \equiv 1` of :func:`orscale`.
@@ -251,6 +260,7 @@ def muon(
         ``weight_decay``.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
+      slow_axes: See :func:`orscale`.
       param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
         axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
         or :class:`jax.sharding.PartitionSpec`, or of arrays or

@@ -353,7 +353,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan_buckets",
-        "[array.over(mesh_shape) for array in arrays]",
+        "[array.over(mesh) for array in arrays]",
         "arrays",
         "test_mesh.py -k axis_of_one_device",
     ),
@@ -365,14 +365,14 @@ MUTANTS = [
     ),
     Mutant(
         "_fits",
-        "size % count_devices(axes, mesh_shape) == 0",
+        "size % count_devices(axes, mesh.factors) == 0",
         "size > 0 and axes is not None",
         "test_planner.py -k divide_every_shard",
     ),
     Mutant(
         "plan_buckets",
-        "bucket if remainder in merged else even",
-        "even",
+        "each.whole if (each.remainder,) in staying else each.even",
+        "each.even",
         "test_planner.py -k nothing_improves",
     ),
     Mutant(
@@ -407,7 +407,7 @@ MUTANTS = [
     ),
     Mutant(
         "_if_active",
-        "jnp.where(jax.lax.axis_index(self.axes) < self.active, reduced, x)",
+        "jnp.where(axis_index(self.group) < self.active, reduced, x)",
         "reduced",
         "test_shared_matrices.py -k one_device",
     ),
@@ -425,7 +425,7 @@ MUTANTS = [
     ),
     Mutant(
         "_send",
-        "start = jax.lax.axis_index(bucket.replica_axes) * share",
+        "start = axis_index(group) * share",
         "start = 0 * share",
         "test_mesh.py -k one_device",
     ),
@@ -530,6 +530,30 @@ MUTANTS = [
         "return node.replace(value=array, names=of_axes(names))",
         "return node.replace(value=array)",
         "test_boxes.py",
+    ),
+    Mutant(
+        "_repeated",
+        "name in mesh.slow or not free",
+        "False",
+        "test_slow_links.py -k stay_in_their_slice",
+    ),
+    Mutant(
+        "_crosses_slices",
+        "neighbours % self.column_shards > 0",
+        "False",
+        "test_slow_links.py -k no_other_plan",
+    ),
+    Mutant(
+        "axis_index",
+        "index * group.lengths[i] + places[i]",
+        "index + places[i]",
+        "test_slow_links.py -k change_no_number",
+    ),
+    Mutant(
+        "all_gather",
+        "_gathered(x, fast, axis=1, tiled=False)",
+        "_gathered(x, fast, axis=0, tiled=False)",
+        "test_slow_links.py -k planted",
     ),
     Mutant(
         "on_shards",

@@ -87,13 +87,27 @@ def test_every_folder_has_a_place():
 
 
 @pytest.mark.parametrize(
-    "name", ["distributed/buckets", "distributed/planner", "newton_schulz/restarts"]
+    "name",
+    [
+        "distributed/buckets",
+        "distributed/costs",
+        "distributed/hardware",
+        "distributed/mesh_shape",
+        "distributed/planner",
+        "newton_schulz/restarts",
+    ],
 )
 def test_the_planner_does_without_jax(name):
     modules = list(imports(PACKAGE / f"{name}.py"))
     assert all(top not in {"jax", "jaxlib", "optax"} for top, *_ in modules)
     inside = {tuple(inside[:2]) for top, *inside in modules if top == "orscale_jax"}
-    assert inside <= {("distributed", "buckets"), ("newton_schulz", "restarts")}
+    assert inside <= {
+        ("distributed", "buckets"),
+        ("distributed", "costs"),
+        ("distributed", "hardware"),
+        ("distributed", "mesh_shape"),
+        ("newton_schulz", "restarts"),
+    }
 
 
 ROW = re.compile(r"^([\w/]+(?:, [\w/]+)*)  +\S")  # The names, and what they are for.

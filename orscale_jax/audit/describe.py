@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from orscale_jax import _checks
@@ -21,6 +21,7 @@ from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.audit.sharding_source import sharding_source
 from orscale_jax.audit.state import AbstractState, Kept, leaves_by_path, nbytes
 from orscale_jax.distributed.platforms import PLATFORMS
+from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -49,6 +50,7 @@ def describe(
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
     max_stack_bytes: int | None = None,
+    slow_axes: SlowAxes | None = None,
 ) -> Description:
     r"""Tabulate which parameters are matrices, of what shape, and what each costs.
 
@@ -74,6 +76,8 @@ def describe(
       ns_dtype: See :func:`orscale`.
       ns_preconditioning: See :func:`orscale`.
       max_stack_bytes: See :func:`orthogonalize`.
+      slow_axes: See :func:`orscale`. The mesh may be one that does not exist here
+        (:class:`jax.sharding.AbstractMesh`): nothing but this then tells of slow links.
 
     Returns:
       A :class:`Description` with ``rows``, ``totals``, ``select(regex)``, and tables for
@@ -98,6 +102,7 @@ def describe(
       >>> description.totals["all"]
       Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
     """
+    _checks.slow_axes("slow_axes", slow_axes)
     _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
     _checks.count("ns_steps", ns_steps)
     preconditioning.check("ns_preconditioning", ns_preconditioning)
@@ -122,11 +127,12 @@ def describe(
             name, path, leaf, axes_of.get(path), kept_of.get(path), consistent_rms
         )
     )
-    meshes = map(_mesh_shape, leaf_of.values())
+    mesh = next(filter(None, map(_mesh, leaf_of.values())), None)
     return Description(
         rows,
         None if state is None else nbytes(state.shared),
-        next((mesh for mesh in meshes if mesh), {}),
+        dict(mesh.shape) if mesh else {},
+        (slices_of_mesh(mesh, slow_axes) or {}) if mesh else {},
         Planning(planned_for.with_overrides(ns_dtype, max_stack_bytes)),
         rows,
         sharding_source(optimizer, params, axes_of),
@@ -224,21 +230,23 @@ def _matrix_row(
 
 
 def _mesh_axes(axes: LeafAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], ...]:
-    if not _mesh_shape(leaf):
+    mesh = _mesh(leaf)
+    if mesh is None:
         return ()
 
     def matrices(leaf: jax.Array) -> jax.Array:
         return axes.within.to_matrices(axes.part(leaf, index))
 
-    spec = typed_sharding.inferred(matrices, leaf, leaf.sharding.mesh)
+    spec = typed_sharding.inferred(matrices, leaf, mesh)
     return typed_sharding.axes_of(spec, len(axes.within.batch) + 2)
 
 
-def _mesh_shape(leaf: Any) -> dict[str, int]:
+def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
+    """The mesh of a leaf, if it has several devices."""
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
-        return {}
-    return dict(sharding.mesh.shape) if sharding.mesh.size > 1 else {}
+        return None
+    return sharding.mesh if sharding.mesh.size > 1 else None
 
 
 def _norms(

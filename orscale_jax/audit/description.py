@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from jax.typing import DTypeLike
 
-from orscale_jax.audit.plans import Placed, Planning, Stack
+from orscale_jax.audit.plans import Placed, Planning, Stack, StepCost
 from orscale_jax.audit.rows import (
     CSV_HEADINGS,
     HEADINGS,
@@ -23,6 +23,7 @@ from orscale_jax.audit.rows import (
     total_of,
 )
 from orscale_jax.audit.tables import Cells, Table
+from orscale_jax.distributed.mesh_shape import MeshShape
 
 if TYPE_CHECKING:
     import rich.table
@@ -40,11 +41,13 @@ class Description:
       shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
         without an optimizer.
       mesh: The lengths of the axes of the parameters' mesh; empty without a mesh.
+      slices: The number of slices along each axis that crosses slow links.
     """
 
     rows: tuple[ParameterRow, ...]
     shared_bytes: int | None
     mesh: Mapping[str, int]
+    slices: Mapping[str, int]
     _planning: Planning = dataclasses.field(repr=False)
     # All rows, even in a selection, since the plan is that of all rows.
     _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
@@ -103,7 +106,28 @@ class Description:
         if not self.mesh:
             return []
         planning = self._limited(max_bytes, dtype)
-        return self._selected(planning.placement(self._matrices, self.mesh))
+        return self._selected(planning.placement(self._matrices, self._shape))
+
+    def step_cost(
+        self, max_bytes: int | None = None, dtype: DTypeLike | None = None
+    ) -> StepCost | None:
+        """What Newton–Schulz costs each device in one step, by the plan of the mesh.
+
+        Args:
+          max_bytes: Replaces the ``max_stack_bytes`` that :func:`describe` was given.
+          dtype: Replaces the ``ns_dtype``.
+
+        Returns:
+          FLOPs, bytes over fast and slow links, and estimated times; None without a mesh.
+        """
+        if not self.mesh:
+            return None
+        planning = self._limited(max_bytes, dtype)
+        return planning.step_cost(self._matrices, self._shape)
+
+    @property
+    def _shape(self) -> MeshShape:
+        return MeshShape(self.mesh, self.slices)
 
     @property
     def _labelled(self) -> bool:
@@ -182,7 +206,10 @@ class Description:
     def _plan_lines(self) -> list[str]:
         if self.mesh:
             axes = " × ".join(f"{size} {name}" for name, size in self.mesh.items())
+            along = " and ".join(f"{n} along {name}" for name, n in self.slices.items())
+            slices = along and f", slices: {along}"
             source = self._sharding_source and f", shardings {self._sharding_source}"
-            return [f"Newton–Schulz on {axes}{source}", *map(str, self.placement())]
+            heading = f"Newton–Schulz on {axes}{slices}{source}"
+            return [heading, *map(str, self.placement()), str(self.step_cost())]
         stacks = list(map(str, self.stacks()))
         return ["stacks for Newton–Schulz", *stacks] if stacks else []

@@ -1,7 +1,8 @@
 """The plan of Newton–Schulz for the rows of a description, as the optimizer runs it."""
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,9 @@ import numpy as np
 
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.distributed.buckets import Bucket, ShardedArray
+from orscale_jax.distributed.costs import Traffic
+from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.planner import median_flops
 from orscale_jax.distributed.platforms import Platform
 from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
@@ -53,6 +57,7 @@ class Placed(NamedTuple):
       bytes_sent: The bytes that each device sends: both ways, and during the iteration if
         matrices are shared.
       names: The names of the leaves, or of their blocks.
+      slow_bytes_sent: Those of the bytes that go to another slice.
     """
 
     shape: tuple[int, int]
@@ -63,6 +68,7 @@ class Placed(NamedTuple):
     shared: int
     bytes_sent: int
     names: tuple[str, ...]
+    slow_bytes_sent: int = 0
 
     def __str__(self) -> str:
         """The matrices, devices, bytes and first names, in one line."""
@@ -77,9 +83,53 @@ class Placed(NamedTuple):
         filled = [group for group in groups if group[0]]
         matrices = " and ".join(f"{count:,} of {m} × {n}" for count, n, _ in filled)
         each = " or ".join(each for *_, each in filled)
+        slow = self.slow_bytes_sent
+        elsewhere = f", {slow:,} of them to other slices" if slow else ""
         return (
-            f"{matrices} {where}, {each}, {self.bytes_sent:,} bytes sent: "
-            f"{_abridged(self.names)}"
+            f"{matrices} {where}, {each}, {self.bytes_sent:,} bytes sent by each"
+            f"{elsewhere}: {_abridged(self.names)}"
+        )
+
+
+class StepCost(NamedTuple):
+    """What Newton–Schulz costs each device of a mesh in one step, as it is planned.
+
+    Times are estimates from the rates in ``orscale_jax/distributed/hardware.py``, as if
+    products and transfers did not overlap. They leave out everything but products of
+    matrices and transfers.
+
+    Attributes:
+      flops: The FLOPs of the busiest device.
+      median_flops: The FLOPs of the median device that are not spent on padding.
+      fast_bytes: The bytes that each device sends over fast links, inside its slice.
+      slow_bytes: The bytes that each device sends to other slices.
+      messages: The number of messages that each device sends.
+      seconds: The time of the busiest device, transfers included.
+      median_seconds: That of the median device.
+      transfer_seconds: The time of the transfers alone, which is that of every device.
+    """
+
+    flops: int
+    median_flops: int
+    fast_bytes: int
+    slow_bytes: int
+    messages: int
+    seconds: float
+    median_seconds: float
+    transfer_seconds: float
+
+    def __str__(self) -> str:
+        """All of it in one line."""
+        work, median = _figure(self.flops / 1e9), _figure(self.median_flops / 1e9)
+        fast, slow = _figure(self.fast_bytes / 1e6), _figure(self.slow_bytes / 1e6)
+        total, transfers, of_median = (
+            _figure(seconds * 1e3)
+            for seconds in (self.seconds, self.transfer_seconds, self.median_seconds)
+        )
+        return (
+            f"each device: {work} GFLOP (the median one {median}), {fast} MB over fast "
+            f"links, {slow} MB over slow ones; about {total} ms, {transfers} of them for "
+            f"transfers (the median one {of_median} ms)"
         )
 
 
@@ -108,10 +158,31 @@ class Planning(NamedTuple):
             for members in plan
         ]
 
-    def placement(
-        self, rows: Sequence[ParameterRow], mesh_shape: Mapping[str, int]
-    ) -> list[Placed]:
+    def placement(self, rows: Sequence[ParameterRow], mesh: MeshShape) -> list[Placed]:
         """The buckets of a mesh, for rows of matrices."""
+        return [_placed(bucket, rows) for bucket in self._buckets(rows, mesh)]
+
+    def step_cost(self, rows: Sequence[ParameterRow], mesh: MeshShape) -> StepCost:
+        """The cost of all buckets of a mesh."""
+        buckets = self._buckets(rows, mesh)
+        model = self.platform.cost_model
+        traffic = functools.reduce(Traffic.plus, (j.traffic for j in buckets), Traffic())
+        flops = sum(bucket.flops for bucket in buckets)
+        median = median_flops(buckets, mesh)
+        return StepCost(
+            flops=flops,
+            median_flops=median,
+            fast_bytes=traffic.fast_bytes,
+            slow_bytes=traffic.slow_bytes,
+            messages=traffic.fast_messages + traffic.slow_messages,
+            seconds=model.seconds(model.cost(flops, traffic)),
+            median_seconds=model.seconds(model.cost(median, traffic)),
+            transfer_seconds=model.seconds(model.cost(0, traffic)),
+        )
+
+    def _buckets(
+        self, rows: Sequence[ParameterRow], mesh: MeshShape
+    ) -> tuple[Bucket, ...]:
         arrays = [
             ShardedArray(
                 shape := (*row.batch_shape, row.m, row.n),
@@ -120,8 +191,7 @@ class Planning(NamedTuple):
             )
             for row in rows
         ]
-        buckets = plan_exchange(self.platform, arrays, mesh_shape)
-        return [_placed(bucket, rows) for bucket in buckets]
+        return plan_exchange(self.platform, arrays, mesh)
 
     def _dtype(self, row: ParameterRow) -> np.dtype:
         """The dtype in which the matrices of a row are stacked and sent."""
@@ -141,11 +211,17 @@ def _placed(bucket: Bucket, rows: Sequence[ParameterRow]) -> Placed:
         devices_per_matrix=bucket.column_shards,
         shared=sum(layout.matrices for layout in shared),
         bytes_sent=bucket.bytes_sent,
+        slow_bytes_sent=bucket.traffic.slow_bytes,
         names=tuple(
             rows[index].name
             for index in dict.fromkeys(part.array for part in bucket.slices)
         ),
     )
+
+
+def _figure(number: float) -> str:
+    """Three digits, and all of them before the point."""
+    return f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
 
 
 def _abridged(names: tuple[str, ...]) -> str:

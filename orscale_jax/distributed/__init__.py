@@ -7,8 +7,13 @@ The entry is ``engine``: it plans, and executes the plan. Arrays of matrices
 engine             the entry, with a branch for each platform
 platforms/         what each platform does with matrices, one class for each
 stacks             the plan of one device: which arrays share a stack
-buckets, planner   the plan of a mesh; neither imports JAX
+mesh_shape         the axes of a mesh, divided where they cross slow links
+slow_links         which axes those are, from devices or from the user
+hardware           the rates of chips and links, one table
+costs              what a plan costs by these rates
+buckets, planner   the plan of a mesh; like hardware and costs, they do not import JAX
 exchange           its execution, inside ``jax.shard_map``
+collectives        its collectives, over slow links before fast ones
 column_groups      sums over devices that share a matrix
 chunks             Newton–Schulz of large stacks in bounded memory
 shards             the program of one device, where shardings are known

@@ -6,34 +6,21 @@ shards of the same matrices, and all groups do the same with theirs.
 
 import itertools
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from orscale_jax.newton_schulz.restarts import is_cheaper
+from orscale_jax.distributed.costs import (
+    CostModel,
+    Traffic,
+    all_gather,
+    all_reduce,
+    all_to_all,
+)
+from orscale_jax.distributed.mesh_shape import MeshShape
 
 MeshAxes = tuple[str, ...]
-
-
-class CostModel(NamedTuple):
-    """The costs by which plans are compared.
-
-    Attributes:
-      flops_per_byte: The FLOPs that a device computes in the time of sending one byte.
-      steps: The number of Newton–Schulz steps.
-      gram_segments: The number of times that the Gram form computes a Gram matrix of X,
-        where that form is cheaper; None for the plain iteration.
-    """
-
-    flops_per_byte: int = 2000
-    steps: int = 5
-    gram_segments: int | None = None
-
-    def segments(self, m: int, n: int) -> int:
-        """How often the Gram matrix of an m×n matrix is computed from it."""
-        by_gram = self.gram_segments is not None and is_cheaper(m, n)
-        return self.gram_segments or self.steps if by_gram else self.steps
 
 
 class ShardedArray(NamedTuple):
@@ -75,10 +62,9 @@ class ShardedArray(NamedTuple):
             axes=tuple(self.axes[i] for i in order),
         )
 
-    def over(self, names: Container[str]) -> "ShardedArray":
-        """The same array, without the other axes of the mesh."""
-        kept = (tuple(name for name in axes if name in names) for axes in self.axes)
-        return self._replace(axes=tuple(kept))
+    def over(self, mesh: MeshShape) -> "ShardedArray":
+        """The same array, sharded over factors of the mesh's axes."""
+        return self._replace(axes=tuple(map(mesh.factors_of, self.axes)))
 
 
 class MatrixSlice(NamedTuple):
@@ -144,9 +130,11 @@ class Bucket(NamedTuple):
         Matrices that are sent are wide.
       dtype: The dtype of the entries.
       shard_axes: The axes of the mesh over which the matrices are sharded.
-      replica_axes: The axes of the mesh along which a group holds replicas.
+      replica_axes: The axes of the mesh along which a group holds replicas. Along other
+        axes, devices repeat the work of one another, which is then cheaper.
       group_size: The number of devices in a group.
       shards: The number of shards of a matrix in a group, without replicas.
+      slice_counts: The numbers of slices among which its shards and its replicas are.
       cost_model: The costs by which the bucket is compared with others.
     """
 
@@ -157,6 +145,7 @@ class Bucket(NamedTuple):
     replica_axes: MeshAxes
     group_size: int
     shards: int
+    slice_counts: tuple[int, int] = (1, 1)
     cost_model: CostModel = CostModel()
 
     @property
@@ -196,12 +185,26 @@ class Bucket(NamedTuple):
 
         Bytes that stay on the device are not counted.
         """
-        all_to_all = self.nbytes * (self.shards - 1) // self.shards
-        gathered = self.nbytes * (self.group_size // self.shards - 1)
+        return self.traffic.nbytes
+
+    @property
+    def traffic(self) -> Traffic:
+        """What each device sends over fast and slow links."""
+        if not self.matrices:
+            return Traffic()
+        of_shards, of_replicas = self.slice_counts
+        replicas = self.group_size // self.shards
+        exchanged = all_to_all(self.nbytes, of_shards, self.shards // of_shards).times(2)
+        gathered = all_gather(self.nbytes, of_replicas, replicas // of_replicas)
         # Gram matrices are added in the accumulator's dtype, gathered in the bucket's.
-        entry = max(4, self.dtype.itemsize) + self.dtype.itemsize
-        gram = self._gram**2 * entry * (self.column_shards - 1) // self.column_shards
-        return 2 * all_to_all + gathered + self._segments * gram
+        entries = self._gram**2
+        added = all_reduce(
+            entries * max(4, self.dtype.itemsize),
+            entries * self.dtype.itemsize,
+            self.column_shards,
+            slow=self._crosses_slices,
+        )
+        return exchanged.plus(gathered).plus(added.times(self._segments))
 
     @property
     def flops(self) -> int:
@@ -223,9 +226,17 @@ class Bucket(NamedTuple):
         return self.cost_model.segments(m, n * self.column_shards)
 
     @property
+    def _crosses_slices(self) -> bool:
+        """Whether devices of several slices share the columns of one matrix."""
+        of_shards, of_replicas = self.slice_counts
+        neighbours = self.group_size if of_shards == 1 else self.shards
+        neighbours //= of_replicas if of_shards == 1 else of_shards
+        return neighbours % self.column_shards > 0
+
+    @property
     def cost(self) -> int:
         """The cost of each device, in FLOPs."""
-        return self.flops + self.cost_model.flops_per_byte * self.bytes_sent
+        return self.cost_model.cost(self.flops, self.traffic)
 
 
 def count_devices(axes: MeshAxes, mesh_shape: Mapping[str, int]) -> int:

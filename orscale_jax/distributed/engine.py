@@ -15,6 +15,11 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from orscale_jax.distributed import partitioner, shards
 from orscale_jax.distributed.platforms import PLATFORMS, Platform
+from orscale_jax.distributed.slow_links import (
+    SlowAxes,
+    slices_of_mesh,
+    warn_of_unknown_slices,
+)
 from orscale_jax.distributed.stacks import StackKey, plan_stacks, stack, unstack
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding import meshes, typed_sharding
@@ -28,12 +33,14 @@ class PolarOptions:
       settings: The iteration; its dtype is None for the platform's.
       stack_bytes: The largest stack; None for the platform's limit.
       mesh: The mesh of arrays whose types name none; None for that of the context.
+      slow_axes: The axes of the mesh that cross slow links; None to ask its devices.
       platforms: The platforms, by the names of ``PLATFORMS``.
     """
 
     settings: NewtonSchulz
     stack_bytes: int | None = None
     mesh: Mesh | AbstractMesh | None = None
+    slow_axes: SlowAxes | None = None
     platforms: Mapping[str, Callable[[NewtonSchulz], Platform]] = dataclasses.field(
         default_factory=lambda: PLATFORMS
     )
@@ -49,11 +56,14 @@ class _Shardings(NamedTuple):
 
     Attributes:
       mesh: The mesh; None for one device.
+      slices: The number of slices along each axis that crosses slow links; None if that
+        is unknown.
       matrices: The shardings of the matrices; None if only the partitioner knows them.
       factors: The shardings of the factors, where types have any.
     """
 
     mesh: AbstractMesh | None
+    slices: Mapping[str, int] | None
     matrices: Sequence[PartitionSpec] | None
     factors: Sequence[PartitionSpec]
 
@@ -98,9 +108,14 @@ def _shardings(
     options: PolarOptions,
 ) -> _Shardings:
     mesh = meshes.mesh_of(xs, options.mesh)
-    if mesh is not None and meshes.is_typed(mesh):
+    if mesh is None:
+        return _Shardings(None, None, None, specs)
+    if meshes.is_typed(mesh):
         auto_specs = [jax.typeof(x).sharding.spec for x in xs]
-    return _Shardings(mesh, auto_specs, specs)
+    slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
+    if slices is None and auto_specs is not None:
+        warn_of_unknown_slices(mesh)
+    return _Shardings(mesh, slices, auto_specs, specs)
 
 
 def _on_any_platform(
@@ -126,15 +141,15 @@ def _on_platform(
     shardings: _Shardings,
 ) -> list[jax.Array]:
     """One platform's branch; ``traced`` are the settings that are traced."""
-    mesh, of_matrices, of_factors = shardings
+    mesh, slices, of_matrices, of_factors = shardings
     if mesh is None:
         qs = on_one_device(platform.with_traced(traced), xs)
     elif of_matrices is None:
         packed = platform.pack_to_send(xs)
-        qs = partitioner.on_unknown_shards(platform, packed, traced, mesh)
+        qs = partitioner.on_unknown_shards(platform, packed, traced, mesh, slices)
     else:
         packed = platform.pack_to_send(xs)
-        qs = shards.on_shards(platform, packed, traced, mesh, of_matrices)
+        qs = shards.on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
     # Resharded before the cast, to send the narrower dtype.
     placed = map(typed_sharding.shard_as, qs, xs, of_factors)
     return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]

@@ -19,7 +19,9 @@ from orscale_jax.distributed.buckets import (
     MeshAxes,
     count_devices,
 )
+from orscale_jax.distributed.collectives import all_gather, all_to_all, axis_index
 from orscale_jax.distributed.column_groups import ColumnGroup
+from orscale_jax.distributed.mesh_shape import MeshShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +30,11 @@ class Exchange:
 
     Attributes:
       buckets: The plan.
-      mesh_shape: The lengths of the mesh's axes.
+      mesh: The mesh.
     """
 
     buckets: Sequence[Bucket]
-    mesh_shape: Mapping[str, int]
+    mesh: MeshShape
 
     def send(
         self,
@@ -59,7 +61,7 @@ class Exchange:
     @property
     def columns(self) -> list[ColumnGroup | None]:
         """For each result of :meth:`send`, the devices that share its matrices."""
-        return [_column_group(self.buckets[i]) for i in self._order]
+        return [_column_group(self.buckets[i], self.mesh) for i in self._order]
 
     def receive(
         self, results: Sequence[jax.Array], shards: Sequence[jax.Array]
@@ -92,18 +94,16 @@ class Exchange:
     @property
     def _packings(self) -> list[list["_Packing"]]:
         return [
-            [_Packing(layout, bucket, self.mesh_shape) for layout in bucket.layouts]
+            [_Packing(layout, bucket, self.mesh) for layout in bucket.layouts]
             for bucket in self.buckets
         ]
 
 
-def _column_group(bucket: Bucket) -> ColumnGroup | None:
+def _column_group(bucket: Bucket, mesh: MeshShape) -> ColumnGroup | None:
     if bucket.column_shards == 1:
         return None
-    axes = bucket.replica_axes + bucket.shard_axes
-    return ColumnGroup(
-        axes, bucket.group_size, bucket.column_shards, bucket.active_devices
-    )
+    group = mesh.group(bucket.replica_axes + bucket.shard_axes)
+    return ColumnGroup(group, bucket.column_shards, bucket.active_devices)
 
 
 def _with_batch_axis(x: jax.Array) -> jax.Array:
@@ -124,7 +124,7 @@ class _Packing(NamedTuple):
 
     layout: LayoutGroup
     bucket: Bucket
-    mesh_shape: Mapping[str, int]
+    mesh: MeshShape
 
     @property
     def local_shape(self) -> tuple[int, int]:
@@ -138,8 +138,8 @@ class _Packing(NamedTuple):
         m, n = self.bucket.shape
         rows, columns = self.layout.axes
         return (
-            m // count_devices(rows, self.mesh_shape),
-            n // count_devices(columns, self.mesh_shape),
+            m // count_devices(rows, self.mesh.factors),
+            n // count_devices(columns, self.mesh.factors),
         )
 
     @property
@@ -223,11 +223,11 @@ class _Packing(NamedTuple):
     def join(self, arrived: jax.Array) -> jax.Array:
         """Matrices, or column shards, from what each device of the group has sent."""
         (first, m), (last, n) = self.sides
-        lengths = [self.mesh_shape[name] for name in self.bucket.shard_axes]
+        lengths = [self.mesh.factors[name] for name in self.bucket.shard_axes]
         x = arrived.reshape(*lengths, self.bucket.matrices_per_device, m, n)
         sides = (
-            m * count_devices(first, self.mesh_shape),
-            n * count_devices(last, self.mesh_shape),
+            m * count_devices(first, self.mesh.factors),
+            n * count_devices(last, self.mesh.factors),
         )
         whole = x.transpose(self.order).reshape(-1, *sides)
         return whole.mT if self.is_transposed else whole
@@ -236,7 +236,7 @@ class _Packing(NamedTuple):
         """Invert :meth:`join`."""
         (first, m), (last, n) = self.sides
         rows, columns = (
-            [self.mesh_shape[name] for name in axes] for axes in (first, last)
+            [self.mesh.factors[name] for name in axes] for axes in (first, last)
         )
         x = whole.mT if self.is_transposed else whole
         x = x.reshape(-1, *rows, m, *columns, n)
@@ -254,11 +254,12 @@ def _send(packed: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
     packed = jnp.pad(packed, [(0, slots - len(packed)), (0, 0), (0, 0)])
     if bucket.replica_axes:
         share = slots * bucket.shards // bucket.group_size
-        start = jax.lax.axis_index(bucket.replica_axes) * share
+        group = packings[0].mesh.group(bucket.replica_axes)
+        start = axis_index(group) * share
         packed = jax.lax.dynamic_slice_in_dim(packed, start, share)
     if bucket.shards == 1:
         return packed
-    arrived = _all_to_all(packed, bucket)
+    arrived = _all_to_all(packed, packings[0])
     first, *others = runs = _alike(packings)
     whole = first[0].join(arrived)
     for before, run in zip(_is_before(runs), others, strict=True):
@@ -274,9 +275,9 @@ def _return(whole: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
         divided = first[0].divide(whole)
         for before, run in zip(_is_before(runs), others, strict=True):
             divided = jnp.where(before, divided, run[0].divide(whole))
-        whole = _all_to_all(divided, bucket)
+        whole = _all_to_all(divided, packings[0])
     if bucket.replica_axes:
-        whole = jax.lax.all_gather(whole, bucket.replica_axes, tiled=True)
+        whole = all_gather(whole, bucket.replica_axes, packings[0].mesh)
     return whole
 
 
@@ -291,12 +292,12 @@ def _is_before(runs: Sequence[Sequence[_Packing]]) -> Iterator[jax.Array]:
     first = 0
     for run in runs[:-1]:
         first += sum(packing.layout.slots for packing in run)
-        bucket = run[0].bucket
-        yield jax.lax.axis_index(bucket.replica_axes + bucket.shard_axes) < first
+        bucket, mesh = run[0].bucket, run[0].mesh
+        yield axis_index(mesh.group(bucket.replica_axes + bucket.shard_axes)) < first
 
 
-def _all_to_all(packed: jax.Array, bucket: Bucket) -> jax.Array:
-    """Send equal parts to the devices of the group, in the order of the mesh's axes."""
+def _all_to_all(packed: jax.Array, packing: _Packing) -> jax.Array:
+    """Send equal parts to the devices of the group, in the order of its axes."""
+    bucket = packing.bucket
     sent = packed.reshape(bucket.shards, -1, *packed.shape[1:])
-    arrived = jax.lax.all_to_all(sent, bucket.shard_axes, split_axis=0, concat_axis=0)
-    return arrived.reshape(packed.shape)
+    return all_to_all(sent, bucket.shard_axes, packing.mesh).reshape(packed.shape)

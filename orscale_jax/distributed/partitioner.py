@@ -11,8 +11,14 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax.distributed import lowering, named_shardings
+from orscale_jax.distributed.mesh_shape import (
+    MeshShape,
+    slices_of_axes,
+    slices_of_devices,
+)
 from orscale_jax.distributed.platforms import Platform
 from orscale_jax.distributed.shards import on_each_device, sharded_array
+from orscale_jax.distributed.slow_links import slice_of_each
 from orscale_jax.distributed.spreading import spread_out
 
 
@@ -21,6 +27,7 @@ def on_unknown_shards(
     packed: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
     mesh: AbstractMesh,
+    slices: Mapping[str, int] | None,
 ) -> list[jax.Array]:
     """Polar factors of packed matrices, by the shards that the partitioner chooses.
 
@@ -32,12 +39,14 @@ def on_unknown_shards(
       packed: The matrices, as the platform packs them to be sent.
       traced: The traced settings of the iteration, replicated on every device.
       mesh: The mesh of the matrices.
+      slices: The number of slices along each axis that crosses slow links; None to ask
+        the devices of the partitioner's mesh.
 
     Returns:
       Arrays of the shapes, dtypes and shardings of ``packed``.
     """
     if not platform.partitioner_calls_back:
-        return spread_out(platform.with_traced(traced), packed, mesh)
+        return spread_out(platform.with_traced(traced), packed, mesh, slices or {})
     count, names = len(packed), tuple(traced)
     auto = AbstractMesh(
         mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
@@ -46,10 +55,12 @@ def on_unknown_shards(
     def exported(*operands: jax.Array) -> Sequence[jax.Array]:
         traced = dict(zip(names, operands[count:], strict=False))
         with jax.sharding.use_abstract_mesh(auto):
-            return spread_out(platform.with_traced(traced), operands[:count], auto)
+            on_traced = platform.with_traced(traced)
+            return spread_out(on_traced, operands[:count], auto, slices or {})
 
-    operation = _partitioned(platform, count, names)
-    call = _transformable(operation, exported, auto, count)
+    declared = None if slices is None else slices_of_devices(mesh.shape, slices)
+    operation = _partitioned(platform, count, names, declared)
+    call = _transformable(operation, exported, auto, count, declared)
     operands = (*packed, *traced.values())
     if AxisType.Explicit not in mesh.axis_types:
         return list(call(*operands))
@@ -60,19 +71,22 @@ def on_unknown_shards(
 
 
 def _partitioned(
-    platform: Platform, count: int, names: tuple[str, ...]
+    platform: Platform,
+    count: int,
+    names: tuple[str, ...],
+    slice_of: np.ndarray | None,
 ) -> custom_partitioning:
     """The partitioned operation of ``count`` arrays, named scalars, and a fingerprint."""
 
-    def call(operands: Any, whole: Any, sizes: Mapping[str, int]) -> Any:
+    def call(operands: Any, whole: Any, shape: MeshShape) -> Any:
         traced = dict(zip(names, operands[count:], strict=False))
         shards = operands[:count]
-        return tuple(on_each_device(platform.with_traced(traced), shards, whole, sizes))
+        return tuple(on_each_device(platform.with_traced(traced), shards, whole, shape))
 
     @custom_partitioning
     def operation(*operands: jax.Array) -> tuple[jax.Array, ...]:
         whole = [sharded_array(array, PartitionSpec()) for array in operands[:count]]
-        return call(operands, whole, {})
+        return call(operands, whole, MeshShape({}))
 
     def partition(mesh: Mesh, operands: Any, _: Any) -> Any:
         mesh, shardings = named_shardings.named(operands[:count], mesh)
@@ -80,12 +94,13 @@ def _partitioned(
             sharded_array(array, sharding.spec)
             for array, sharding in zip(operands, shardings, strict=False)
         ]
+        shape = MeshShape(mesh.shape, _slices(mesh, slice_of))
         everywhere = (NamedSharding(mesh, PartitionSpec()),) * (len(operands) - count)
 
         def lowered(*operands: jax.Array) -> tuple[jax.Array, ...]:
             # One device's program is on no mesh, whatever the context.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                return call(operands, whole, mesh.shape)
+                return call(operands, whole, shape)
 
         return mesh, lowered, shardings, shardings + everywhere
 
@@ -96,18 +111,28 @@ def _partitioned(
     return operation
 
 
+def _slices(mesh: Mesh, declared: np.ndarray | None) -> dict[str, int]:
+    """The slices along the axes of the partitioner's mesh, which may be split axes."""
+    if declared is None or declared.size != mesh.size:
+        slice_of = slice_of_each(mesh)
+    else:
+        slice_of = declared.reshape(mesh.devices.shape)
+    return slices_of_axes(mesh.axis_names, slice_of)
+
+
 def _transformable(
     operation: custom_partitioning,
     exported: lowering.Function,
     mesh: AbstractMesh,
     count: int,
+    slice_of: np.ndarray | None,
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Add the rules that partitioned operations lack, for vmap and differentiation."""
     whole = operation.fun
 
     @jax.custom_batching.custom_vmap
     def mapped(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        operands = (*operands, _fingerprint(whole, operands))
+        operands = (*operands, _fingerprint(whole, operands, slice_of))
         return lowering.partitioned(operands, mesh, operation, exported, count)
 
     @mapped.def_vmap
@@ -130,7 +155,9 @@ def _transformable(
     return differentiable
 
 
-def _fingerprint(fn: Callable[..., Any], operands: Sequence[jax.Array]) -> jax.Array:
+def _fingerprint(
+    fn: Callable[..., Any], operands: Sequence[jax.Array], slice_of: np.ndarray | None
+) -> jax.Array:
     """An operand that differs between programs whose partitioned operations differ.
 
     The key of JAX's persistent compilation cache has only the operands of such an
@@ -138,7 +165,8 @@ def _fingerprint(fn: Callable[..., Any], operands: Sequence[jax.Array]) -> jax.A
     removes.
     """
     jaxpr = jax.make_jaxpr(fn)(*map(jax.typeof, operands))
-    digest = hashlib.sha256(str(jaxpr).encode()).digest()
+    declared = "" if slice_of is None else str(slice_of.tolist())
+    digest = hashlib.sha256(f"{jaxpr}{declared}".encode()).digest()
     return jnp.asarray(np.frombuffer(digest, np.uint32))
 
 

@@ -11,32 +11,39 @@ a few devices busy and the others idle. Its matrices may have their columns shar
 several devices, which add up their Gram matrices in every iteration. Remainders of
 several shapes may also share a bucket, padded with zeros, which Newton–Schulz keeps, to
 one shape. In such a bucket only the widest matrices may be sharded, over devices that
-would be idle. The plan is the one that costs least, counting operations and bytes.
+would be idle. The plan is the one that costs least, counting operations, bytes and
+messages.
+
+Devices that hold replicas need not share the work: along axes of the mesh where that
+costs less, they all do it, and send nothing.
 
 Nothing here imports JAX.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from orscale_jax.distributed.buckets import (
     Bucket,
-    CostModel,
     LayoutGroup,
     MatrixSlice,
     ShardedArray,
     count_devices,
 )
+from orscale_jax.distributed.costs import CostModel
+from orscale_jax.distributed.mesh_shape import MeshShape
 
-MeshShape = Mapping[str, int]
 DEFAULT_COSTS = CostModel()
 
 
 def plan_buckets(
     arrays: Sequence[ShardedArray],
-    mesh_shape: MeshShape,
+    mesh: MeshShape,
     stack_bytes: int,
     cost_model: CostModel = DEFAULT_COSTS,
 ) -> tuple[Bucket, ...]:
@@ -44,90 +51,159 @@ def plan_buckets(
 
     Args:
       arrays: The arrays of matrices, tall or wide.
-      mesh_shape: The lengths of the mesh's axes.
+      mesh: The mesh, and which of its links are slow.
       stack_bytes: The largest stack of a device. An array that exceeds it is alone.
       cost_model: The costs by which plans are compared.
 
     Returns:
-      Buckets in the order of their first arrays. Each matrix is in one of them.
+      Buckets in the order of their first arrays, by factors of the mesh's axes. Each
+      matrix is in one of them.
     """
-    # An axis of one device shards nothing, and would separate arrays sharded alike.
-    mesh_shape = {name: size for name, size in mesh_shape.items() if size > 1}
-    over_mesh = [array.over(mesh_shape) for array in arrays]
-    alike = _group_alike(over_mesh, mesh_shape, cost_model)
-    divided = [_divide(bucket) for bucket in alike]
-    remainders = [remainder for _, remainder in divided if remainder.matrices]
-    merged = _merge(remainders, mesh_shape)
-    buckets = [bucket for bucket in merged if bucket not in remainders]
-    for bucket, (even, remainder) in zip(alike, divided, strict=True):
-        # A remainder that nothing improves stays with the rest of its bucket.
-        buckets += _split(bucket if remainder in merged else even, stack_bytes)
-    return tuple(sorted(buckets))
+    over_mesh = [array.over(mesh) for array in arrays]
+    divisions = [
+        _cheapest_division(bucket, mesh)
+        for bucket in _group_alike(over_mesh, mesh, cost_model)
+    ]
+    merged = _merge([each for each in divisions if each.remainder.matrices], mesh)
+    staying = {entry.remainders for entry in merged if entry.bucket is None}
+    buckets = [entry.bucket for entry in merged if entry.bucket]
+    buckets += [
+        each.whole if (each.remainder,) in staying else each.even for each in divisions
+    ]
+    return tuple(sorted(part for j in buckets for part in _split(j, stack_bytes)))
 
 
-def local_matrices(array: ShardedArray, mesh_shape: MeshShape) -> int:
+def local_matrices(array: ShardedArray, mesh: MeshShape) -> int:
     """The number of the array's matrices of which a device holds a shard."""
     batch = len(array.shape) - 2
     whole = math.prod(array.shape[:batch])
-    sharded = (count_devices(axes, mesh_shape) for axes in array.axes[:batch])
+    sharded = (count_devices(axes, mesh.factors) for axes in array.axes[:batch])
     return whole // math.prod(sharded)
 
 
+def median_flops(buckets: Iterable[Bucket], mesh: MeshShape) -> int:
+    """The FLOPs of the median device, without those that it spends on padding."""
+    lengths = list(mesh.factors.values())
+    flops = np.zeros(lengths)
+    place_along = dict(zip(mesh.factors, np.indices(lengths, sparse=True), strict=True))
+    for bucket in buckets:
+        place: Any = 0
+        for factor in bucket.replica_axes + bucket.shard_axes:
+            place = place * mesh.factors[factor] + place_along[factor]
+        slots = sum(layout.slots for layout in bucket.layouts)
+        most = bucket.matrices_per_device
+        own = np.clip(slots - place * most, 0, most)
+        flops = flops + own * (bucket.flops // max(1, most))
+    return int(np.median(flops))
+
+
 def _group_alike(
-    arrays: Sequence[ShardedArray], mesh_shape: MeshShape, cost_model: CostModel
+    arrays: Sequence[ShardedArray], mesh: MeshShape, cost_model: CostModel
 ) -> list[Bucket]:
     """One bucket for all matrices of one shape and one sharding."""
     alike: dict[Any, list[MatrixSlice]] = {}
     for index, array in enumerate(arrays):
         batch_axes = frozenset(name for axes in array.axes[:-2] for name in axes)
         # Transposing matrices that stay where they are would cost a copy for nothing.
-        transposed = not (batch_axes.issuperset(mesh_shape) or array.is_wide)
+        transposed = not (batch_axes.issuperset(mesh.factors) or array.is_wide)
         sent = array.transposed if transposed else array
         *_, rows, columns = sent.axes
         key = (sent.shape[-2:], array.dtype, batch_axes, rows, columns)
-        part = MatrixSlice(index, 0, local_matrices(array, mesh_shape), transposed)
+        part = MatrixSlice(index, 0, local_matrices(array, mesh), transposed)
         alike.setdefault(key, []).append(part)
     return [
-        _bucket(key, tuple(slices), mesh_shape, cost_model)
-        for key, slices in alike.items()
+        _bucket(key, tuple(slices), mesh, cost_model) for key, slices in alike.items()
     ]
 
 
 def _bucket(
-    key: Any,
-    slices: tuple[MatrixSlice, ...],
-    mesh_shape: MeshShape,
-    cost_model: CostModel,
+    key: Any, slices: tuple[MatrixSlice, ...], mesh: MeshShape, cost_model: CostModel
 ) -> Bucket:
     shape, dtype, batch_axes, rows, columns = key
-    shard_axes = tuple(name for name in mesh_shape if name in {*rows, *columns})
+    shard_axes = tuple(name for name in mesh.factors if name in {*rows, *columns})
     replica_axes = tuple(
-        name for name in mesh_shape if name not in {*batch_axes, *shard_axes}
+        name for name in mesh.factors if name not in {*batch_axes, *shard_axes}
     )
-    shards = count_devices(shard_axes, mesh_shape)
+    shards = count_devices(shard_axes, mesh.factors)
     return Bucket(
         layouts=(LayoutGroup(slices, rows, columns),),
         shape=shape,
         dtype=dtype,
         shard_axes=shard_axes,
         replica_axes=replica_axes,
-        group_size=shards * count_devices(replica_axes, mesh_shape),
+        group_size=shards * count_devices(replica_axes, mesh.factors),
         shards=shards,
+        slice_counts=(_slices(shard_axes, mesh), _slices(replica_axes, mesh)),
         cost_model=cost_model,
     )
 
 
-def _divide(bucket: Bucket) -> tuple[Bucket, Bucket]:
-    """Divide into equally many matrices for all devices, and the remainder."""
-    [layout] = bucket.layouts
-    count = layout.matrices // bucket.group_size * bucket.group_size
+def _slices(factors: Sequence[str], mesh: MeshShape) -> int:
+    """The number of slices among which devices along these factors are."""
+    slow = tuple(factor for factor in factors if factor in mesh.slow)
+    return count_devices(slow, mesh.factors)
+
+
+def _repeated(bucket: Bucket, mesh: MeshShape) -> Iterator[Bucket]:
+    """The bucket, and those whose work is repeated along some axes of its replicas."""
+    # Where messages are free, matrices stand for larger ones: these share fast links.
+    free = not bucket.cost_model.hardware.fast.seconds_per_message
+    optional = [name for name in bucket.replica_axes if name in mesh.slow or not free]
+    for count in range(len(optional) + 1):
+        for repeated in itertools.combinations(optional, count):
+            replica_axes = tuple(
+                name for name in bucket.replica_axes if name not in repeated
+            )
+            yield bucket._replace(
+                replica_axes=replica_axes,
+                group_size=bucket.shards * count_devices(replica_axes, mesh.factors),
+                slice_counts=(bucket.slice_counts[0], _slices(replica_axes, mesh)),
+            )
+
+
+class _Division(NamedTuple):
+    """A bucket in two parts.
+
+    Attributes:
+      whole: The bucket.
+      even: As many of its matrices as give all devices equally many.
+      remainder: The others, whose replicas have not been left out.
+    """
+
+    whole: Bucket
+    even: Bucket
+    remainder: Bucket
+
+    @property
+    def cost_of_staying(self) -> int:
+        """The cost of the remainder in the same bucket as the rest."""
+        return self.whole.cost - self.even.cost
+
+
+def _cheapest_division(bucket: Bucket, mesh: MeshShape) -> _Division:
+    """The bucket in two parts, the even one repeated along some axes or none."""
+
+    def cost(division: _Division) -> int:
+        remainder = division.remainder
+        alone = _cheapest((remainder,), mesh) if remainder.matrices else None
+        apart = [division.even.cost + alone.cost] if alone else []
+        return min([division.whole.cost, *apart])
+
+    repeated = _repeated(bucket, mesh)
+    return min((_divide(whole, bucket) for whole in repeated), key=cost)
+
+
+def _divide(whole: Bucket, shared: Bucket) -> _Division:
+    """Divide a bucket; ``shared`` is the same one, repeated along no axes."""
+    [layout] = whole.layouts
+    count = layout.matrices // whole.group_size * whole.group_size
     before, after = [], []
     for part in layout.slices:
         middle = part.start + min(max(count, 0), part.matrices)
         before.append(part._replace(stop=middle))
         after.append(part._replace(start=middle))
         count -= part.matrices
-    return _with_slices(bucket, before), _with_slices(bucket, after)
+    return _Division(whole, _with_slices(whole, before), _with_slices(shared, after))
 
 
 def _with_slices(bucket: Bucket, slices: Iterable[MatrixSlice]) -> Bucket:
@@ -137,49 +213,69 @@ def _with_slices(bucket: Bucket, slices: Iterable[MatrixSlice]) -> Bucket:
 
 
 class _Merged(NamedTuple):
-    """Remainders, and the cheapest bucket that holds them all."""
+    """Remainders, the cheapest bucket that holds them all, and what it costs.
+
+    A remainder that nothing improves has no bucket, and stays with the rest of its own.
+    """
 
     remainders: tuple[Bucket, ...]
-    bucket: Bucket
+    bucket: Bucket | None
+    cost: int
 
 
-def _merge(remainders: Sequence[Bucket], mesh_shape: MeshShape) -> list[Bucket]:
-    """Merge pairs as long as that saves anything, the largest saving first."""
-    merged = [
-        _Merged((remainder,), _cheapest((remainder,), mesh_shape) or remainder)
-        for remainder in remainders
-    ]
+def _merge(divisions: Sequence[_Division], mesh: MeshShape) -> list[_Merged]:
+    """Merge pairs of remainders as long as that saves anything, the most first."""
+
+    @functools.cache
+    def cheapest(remainders: tuple[Bucket, ...]) -> _Merged | None:
+        bucket = _cheapest(remainders, mesh)
+        return bucket and _Merged(remainders, bucket, bucket.cost)
+
+    merged = []
+    for division in divisions:
+        remainders = (division.remainder,)
+        stays = _Merged(remainders, None, division.cost_of_staying)
+        alone = cheapest(remainders)
+        merged.append(alone if alone and alone.cost < stays.cost else stays)
     while True:
         pairs = [
-            (one.bucket.cost + other.bucket.cost - both.cost, one, other, both)
+            (one.cost + other.cost - both.cost, one, other, both)
             for one, other in itertools.combinations(merged, 2)
-            if (both := _cheapest(one.remainders + other.remainders, mesh_shape))
+            if (both := cheapest(one.remainders + other.remainders))
         ]
         best = max(pairs, key=lambda pair: pair[0], default=None)
         if best is None or best[0] <= 0:
-            return [bucket for _, bucket in merged]
+            return merged
         _, one, other, both = best
         merged = [entry for entry in merged if entry not in (one, other)]
-        merged.append(_Merged(one.remainders + other.remainders, both))
+        merged.append(both)
 
 
-def _cheapest(remainders: Sequence[Bucket], mesh_shape: MeshShape) -> Bucket | None:
+def _cheapest(remainders: tuple[Bucket, ...], mesh: MeshShape) -> Bucket | None:
     """The cheapest bucket of all remainders; None if they cannot share one."""
-    group_size = remainders[0].group_size
     groups = {(r.dtype, r.shard_axes, r.replica_axes, r.group_size) for r in remainders}
     if len(groups) > 1:
         return None
     m = max(remainder.shape[0] for remainder in remainders)
-    candidates = (
+    group_size = remainders[0].group_size
+    shared = (
         _in_shape(remainders, (m, remainder.shape[1] // share), column_shards)
-        for column_shards in range(1, group_size + 1)
-        if group_size % column_shards == 0 == m % column_shards
+        for column_shards in _divisors(math.gcd(group_size, m))
         for remainder in remainders
         for share in {1, column_shards}
         if remainder.shape[1] % share == 0
     )
-    fitting = [bucket for bucket in candidates if bucket and _fits(bucket, mesh_shape)]
+    fitting = [
+        candidate
+        for bucket in filter(None, shared)
+        for candidate in _repeated(bucket, mesh)
+        if _fits(candidate, mesh)
+    ]
     return min(fitting, key=lambda bucket: bucket.cost, default=None)
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def _in_shape(
@@ -200,11 +296,18 @@ def _in_shape(
     return remainders[0]._replace(layouts=tuple(ordered), shape=shape)
 
 
-def _fits(bucket: Bucket, mesh_shape: MeshShape) -> bool:
-    return bucket.matrices_per_device == 1 and all(
-        size % count_devices(axes, mesh_shape) == 0
-        for layout in bucket.layouts
-        for size, axes in zip(bucket.shape, layout.axes, strict=True)
+def _fits(bucket: Bucket, mesh: MeshShape) -> bool:
+    """Whether shards have equal parts, and devices one matrix where any is shared."""
+    alone = len(bucket.layouts) == 1 == bucket.column_shards
+    shareable = bucket.group_size % bucket.column_shards == 0
+    return (
+        shareable
+        and (bucket.matrices_per_device == 1 or alone)
+        and all(
+            size % count_devices(axes, mesh.factors) == 0
+            for layout in bucket.layouts
+            for size, axes in zip(bucket.shape, layout.axes, strict=True)
+        )
     )
 
 
@@ -213,6 +316,9 @@ def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
 
     All but the last are full: where a stack is not, a device orthogonalizes zeros.
     """
+    if len(bucket.layouts) > 1 or bucket.column_shards > 1:
+        yield bucket  # It has one matrix for each device.
+        return
     nbytes = max(1, math.prod(bucket.shape) * bucket.dtype.itemsize)
     capacity = max(1, stack_bytes // nbytes) * bucket.group_size
     stacks = max(1, math.ceil(bucket.matrices / capacity))

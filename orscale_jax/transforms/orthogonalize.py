@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
+from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz import arithmetic, preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -31,6 +32,7 @@ def orthogonalize(
     ns_products: str = "xla",
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    slow_axes: SlowAxes | None = None,
     param_shardings: ParamShardings = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -49,6 +51,7 @@ def orthogonalize(
         stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU,
         but 256 MiB for arrays on Auto axes whose shardings are unknown.
       mesh: See :func:`orscale`.
+      slow_axes: See :func:`orscale`.
       param_shardings: See :func:`orscale`.
       weight_dimension_numbers: See :func:`orscale`.
 
@@ -80,6 +83,7 @@ def orthogonalize(
         ns_products=ns_products,
         max_stack_bytes=max_stack_bytes,
         mesh=mesh,
+        slow_axes=slow_axes,
     )
     stage = functools.partial(orthogonalize_stage, options, ParamSpecs(param_shardings))
     return on_matrices(weight_dimension_numbers, stage)
@@ -94,6 +98,7 @@ def polar_options(
     ns_products: str,
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
+    slow_axes: SlowAxes | None = None,
 ) -> PolarOptions:
     """Arguments of :func:`orthogonalize`, checked."""
     _checks.count("ns_steps", ns_steps)
@@ -103,13 +108,14 @@ def polar_options(
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
+    _checks.slow_axes("slow_axes", slow_axes)
     settings = NewtonSchulz(
         steps=ns_steps,
         table=coefficient_table(ns_coeffs, argument="ns_coeffs"),
         preconditioning=ns_preconditioning,
         dtype=ns_dtype,
     )
-    return PolarOptions(settings, max_stack_bytes, mesh)
+    return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
 
 
 def orthogonalize_stage(

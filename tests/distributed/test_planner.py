@@ -15,10 +15,11 @@ from orscale_jax.distributed.buckets import (
     ShardedArray,
     count_devices,
 )
+from orscale_jax.distributed.mesh_shape import MeshShape
 from orscale_jax.distributed.planner import local_matrices, plan_buckets
 
 FLOAT = np.dtype("float32")
-MESH = {"data": 2, "fsdp": 4}
+MESH = MeshShape({"data": 2, "fsdp": 4})
 LARGE = 2**30
 
 
@@ -166,7 +167,7 @@ def test_without_a_mesh_one_device_has_all():
     layout = LayoutGroup(
         (MatrixSlice(0, 0, 3, transposed=False),), row_axes=(), column_axes=()
     )
-    assert plan_buckets([array(3, 4, 8)], {}, LARGE) == (
+    assert plan_buckets([array(3, 4, 8)], MeshShape({}), LARGE) == (
         Bucket(
             (layout,),
             (4, 8),
@@ -177,12 +178,12 @@ def test_without_a_mesh_one_device_has_all():
             shards=1,
         ),
     )
-    assert local_matrices(array(3, 5, 4, 8), {}) == 15
+    assert local_matrices(array(3, 5, 4, 8), MeshShape({})) == 15
 
 
 def test_axes_of_one_device_change_nothing():
     """They do not count as shardings: neither buckets nor shapes depend on them."""
-    one = {"one": 1} | MESH | {"last": 1}
+    one = MeshShape({"one": 1} | MESH.sizes | {"last": 1})
     given = [array(8, 16, axes=("fsdp", "one")), array(4, 8, axes=(("last", "fsdp"), ()))]
     given += [array(24, 6, 4, axes=(("data", "one", "fsdp"), (), "last"))]
     without = [rows(8, 16), rows(4, 8), array(24, 6, 4, axes=(("data", "fsdp"), (), ()))]
@@ -249,7 +250,7 @@ def test_small_matrices_have_no_column_shards():
 
 def test_remainders_of_several_shapes_share_a_bucket():
     """A wide MLP: sharded by rows and by columns, 16 devices to a matrix."""
-    mesh = {"fsdp": 64}
+    mesh = MeshShape({"fsdp": 64})
     bfloat16 = np.dtype("float16")
     gate, up = (array(2048, 11264, axes=("fsdp", ()), dtype=bfloat16),) * 2
     down = array(11264, 2048, axes=("fsdp", ()), dtype=bfloat16)
@@ -273,7 +274,7 @@ def test_idle_devices_take_column_shards_of_wider_matrices():
     rows = ("fsdp", ())
     wide = [array(2048, 10944, axes=rows, dtype=half)] * 3
     narrow = [array(2048, 2816, axes=rows, dtype=half)] * 52
-    [bucket] = plan_buckets(wide + narrow, {"fsdp": 64}, LARGE)
+    [bucket] = plan_buckets(wide + narrow, MeshShape({"fsdp": 64}), LARGE)
     assert [(layout.matrices, layout.column_shards) for layout in bucket.layouts] == [
         (3, 4),
         (52, 1),
@@ -281,14 +282,14 @@ def test_idle_devices_take_column_shards_of_wider_matrices():
     assert (bucket.shape, bucket.matrices_per_device) == ((2048, 2816), 1)
     assert (bucket.column_shards, bucket.active_devices) == (4, 12)
     # As for the narrow ones alone, plus the sums of Gram matrices.
-    [alone] = plan_buckets(narrow, {"fsdp": 64}, LARGE)
+    [alone] = plan_buckets(narrow, MeshShape({"fsdp": 64}), LARGE)
     assert bucket.flops == alone.flops
     assert bucket.bytes_sent == alone.bytes_sent + 5 * 2048**2 * 6 * 3 // 4
 
 
 def test_work_is_even_despite_remainders():
     """A 1.1B model on 64 devices: within 1.15 of what an even division would be."""
-    mesh = {"fsdp": 8, "tensor": 8}
+    mesh = MeshShape({"fsdp": 8, "tensor": 8})
     arrays = [
         array(2048, n, axes=("fsdp", "tensor"), dtype=np.dtype("float16"))
         for n, matrices in ((2048, 44), (5632, 66))
@@ -308,7 +309,7 @@ def test_a_remainder_that_nothing_improves_stays():
 
 @st.composite
 def sharded_arrays(draw):
-    free = [name for name in MESH if draw(st.booleans())]
+    free = [name for name in MESH.sizes if draw(st.booleans())]
     axes = [
         tuple(n for n in free if draw(st.integers(0, 2)) == axis) for axis in range(3)
     ]
@@ -342,8 +343,8 @@ def test_plans(arrays):
             <= bucket.matrices_per_device * bucket.group_size
         )
         for layout in bucket.layouts:
-            assert m % count_devices(layout.row_axes, MESH) == 0
-            assert n % count_devices(layout.column_axes, MESH) == 0
+            assert m % count_devices(layout.row_axes, MESH.sizes) == 0
+            assert n % count_devices(layout.column_axes, MESH.sizes) == 0
             for part in layout.slices:
                 *_, rows, columns = arrays[part.array].shape
                 if part.transposed:

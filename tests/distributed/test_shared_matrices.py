@@ -10,6 +10,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, orthogonalize
 from orscale_jax.distributed.buckets import ShardedArray
+from orscale_jax.distributed.mesh_shape import MeshShape
 from orscale_jax.distributed.platforms import CPU, TPU
 from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.newton_schulz.coefficients import coefficient_table
@@ -61,7 +62,7 @@ def plan_of(layout):
     ]
     table = coefficient_table("polar_express")
     platform = CPU(NewtonSchulz(STEPS, table, "frobenius"))
-    return plan_exchange(platform, arrays, sizes)
+    return plan_exchange(platform, arrays, MeshShape(sizes))
 
 
 def unshared(bucket):

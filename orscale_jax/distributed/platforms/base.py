@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.buckets import CostModel
 from orscale_jax.distributed.chunks import map_chunks
 from orscale_jax.distributed.column_groups import ColumnGroup
+from orscale_jax.distributed.costs import CostModel
+from orscale_jax.distributed.hardware import Hardware
 from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
 from orscale_jax.distributed.reductions import reduce_all
 from orscale_jax.newton_schulz import preconditioning
@@ -47,7 +48,7 @@ class Platform(abc.ABC):
       settings: The Newton–Schulz iteration that the user has chosen.
       dtype: The dtype of Newton–Schulz's operands.
       limits: How much goes through Newton–Schulz at once.
-      flops_per_byte: See :class:`orscale_jax.distributed.buckets.CostModel`.
+      hardware: The rates by which plans for a mesh are compared.
       partitioner_calls_back: Whether the compiler's partitioner asks for the program of
         one device. (libtpu's does not.)
     """
@@ -55,7 +56,7 @@ class Platform(abc.ABC):
     settings: NewtonSchulz
     dtype: np.dtype[Any]
     limits: Limits
-    flops_per_byte: int = 2000
+    hardware: Hardware
     partitioner_calls_back: ClassVar[bool] = True
 
     def with_overrides(self, dtype: DTypeLike | None, stack_bytes: int | None) -> Self:
@@ -84,9 +85,9 @@ class Platform(abc.ABC):
         """The cost model of the iteration; of five plain steps where it is traced."""
         restarts = self.iteration.restarts
         if restarts is None:
-            return CostModel(self.flops_per_byte)
+            return CostModel(self.hardware)
         steps = int(self.settings.steps)
-        return CostModel(self.flops_per_byte, steps, len(restarts) + 1)
+        return CostModel(self.hardware, steps, len(restarts) + 1)
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype in which matrices of this dtype are stacked and sent.

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from orscale_jax.distributed.column_groups import ColumnGroup
+from orscale_jax.distributed.hardware import VIRTUAL, Hardware
 from orscale_jax.distributed.platforms.base import Limits, Platform
 from orscale_jax.newton_schulz.polar import NewtonSchulz, one_by_one
 
@@ -22,6 +23,7 @@ class CPU(Platform):
 
     dtype: np.dtype[Any] = _FLOAT32
     limits: Limits = _LIMITS
+    hardware: Hardware = VIRTUAL
 
     @property
     def iteration(self) -> NewtonSchulz:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orscale_jax.distributed.hardware import H100, Hardware
 from orscale_jax.distributed.lowering import with_layout
 from orscale_jax.distributed.platforms.base import Limits, Platform
 
@@ -26,6 +27,7 @@ class GPU(Platform):
 
     dtype: np.dtype[Any] = _BFLOAT16
     limits: Limits = _LIMITS
+    hardware: Hardware = H100
 
     def pack(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Rounded matrices in row-major order.

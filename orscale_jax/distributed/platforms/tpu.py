@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from orscale_jax.distributed.hardware import TPU_V5P, Hardware
 from orscale_jax.distributed.lowering import with_layout
 from orscale_jax.distributed.platforms.base import Limits, Platform
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -31,6 +32,7 @@ class TPU(Platform):
 
     dtype: np.dtype[Any] = _BFLOAT16
     limits: Limits = _LIMITS
+    hardware: Hardware = TPU_V5P
 
     @property
     def iteration(self) -> NewtonSchulz:
@@ -57,6 +59,7 @@ class AutoTPU(Platform):
 
     dtype: np.dtype[Any] = _BFLOAT16
     limits: Limits = _AUTO_LIMITS
+    hardware: Hardware = TPU_V5P
     partitioner_calls_back: ClassVar[bool] = False
 
     def pack(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:

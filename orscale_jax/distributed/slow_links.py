@@ -1,0 +1,84 @@
+"""Which axes of a mesh cross slow links: between slices of TPUs, or nodes of GPUs."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+from jax._src.mesh import get_concrete_mesh
+from jax.sharding import AbstractMesh, Mesh
+
+from orscale_jax.distributed.mesh_shape import slices_of_axes
+
+# The axes that cross slow links, all along or with the number of slices along each.
+SlowAxes: TypeAlias = Sequence[str] | Mapping[str, int]
+
+
+def slices_of_mesh(
+    mesh: Mesh | AbstractMesh,
+    slow_axes: SlowAxes | None,
+    given: Mesh | AbstractMesh | None = None,
+) -> dict[str, int] | None:
+    """The number of slices along each axis of a mesh that crosses slow links.
+
+    It is None if neither the user nor any device says where slices are.
+
+    Args:
+      mesh: The mesh of the matrices.
+      slow_axes: What the user says of it; None to ask its devices.
+      given: The mesh that the user has given, which may have devices where ``mesh`` has
+        none. Without any, those of the context's mesh (``jax.set_mesh``) are asked.
+
+    Raises:
+      ValueError: If ``slow_axes`` do not fit the mesh.
+    """
+    if slow_axes is not None:
+        return _checked(slow_axes, mesh.shape)
+    candidates = (mesh, given, get_concrete_mesh())
+    for candidate in candidates:
+        if isinstance(candidate, Mesh) and candidate.shape == mesh.shape:
+            return slices_of_axes(candidate.axis_names, slice_of_each(candidate))
+    return None
+
+
+def slice_of_each(mesh: Mesh) -> np.ndarray:
+    """The slice of each device of a mesh, in the shape of its axes."""
+    found = [_slice_of(device) for device in mesh.devices.flat]
+    return np.array(found).reshape(mesh.devices.shape)
+
+
+def warn_of_unknown_slices(mesh: AbstractMesh) -> None:
+    """Warn if a mesh without devices has as many as there are, in several slices."""
+    backend = jax.default_backend()
+    if backend == "cpu" or mesh.size != jax.device_count():
+        return
+    slices = len({_slice_of(device) for device in jax.devices()})
+    if slices > 1:
+        warnings.warn(
+            f"the devices are in {slices} slices or nodes, and it is not known which "
+            f"axes of the mesh {dict(mesh.shape)} lead from one to another: call "
+            "jax.set_mesh, or pass mesh= or slow_axes= to the optimizer.",
+            stacklevel=2,
+        )
+
+
+def _slice_of(device: Any) -> int:
+    """The TPU slice or the NVLink domain; without that, the process."""
+    return int(getattr(device, "slice_index", device.process_index))
+
+
+def _checked(slow_axes: SlowAxes, sizes: Mapping[str, int]) -> dict[str, int]:
+    counts = dict(slow_axes) if isinstance(slow_axes, Mapping) else {}
+    for name in slow_axes:
+        if name not in sizes:
+            raise ValueError(
+                f"slow_axes has {name!r}, but the mesh has the axes {list(sizes)}: "
+                "name axes of this mesh, or leave slow_axes out where none is slow."
+            )
+        if sizes[name] % counts.setdefault(name, sizes[name]):
+            raise ValueError(
+                f"slow_axes has {counts[name]} slices along {name!r}, an axis of "
+                f"{sizes[name]} devices: give a number of slices that divides it."
+            )
+    return {name: count for name, count in counts.items() if count > 1}

@@ -1,0 +1,330 @@
+"""Meshes of several slices or nodes: what crosses the slow links between them."""
+
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.benchmarks import crossings
+from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
+from orscale_jax.distributed.buckets import (
+    Bucket,
+    LayoutGroup,
+    MatrixSlice,
+    ShardedArray,
+)
+from orscale_jax.distributed.costs import CostModel
+from orscale_jax.distributed.hardware import TPU_V5P, VIRTUAL, Link
+from orscale_jax.distributed.mesh_shape import (
+    MeshShape,
+    slices_of_axes,
+    slices_of_devices,
+)
+from orscale_jax.distributed.planner import plan_buckets
+from orscale_jax.distributed.platforms import CPU
+
+LARGE = 2**40
+BFLOAT16 = np.dtype(jnp.bfloat16)
+TWO_SLICES = MeshShape({"dcn": 2, "fsdp": 8}, {"dcn": 2})
+V5P = CostModel(TPU_V5P)
+
+
+def array(m, n, *axes, batch=()):
+    return ShardedArray((*batch, m, n), BFLOAT16, (*[()] * len(batch), *axes))
+
+
+def slow_bytes(buckets):
+    return sum(bucket.traffic.slow_bytes for bucket in buckets)
+
+
+@pytest.mark.parametrize(
+    "slice_of, expected",
+    [
+        (np.zeros((4, 2)), {}),
+        ([[0, 0], [0, 0], [1, 1], [1, 1]], {"a": 2}),
+        ([[0, 0], [1, 1], [2, 2], [3, 3]], {"a": 4}),
+        ([[0, 1], [0, 1], [0, 1], [0, 1]], {"b": 2}),
+        ([[0, 1], [0, 1], [2, 3], [2, 3]], {"a": 2, "b": 2}),
+        ([[0, 0], [1, 1], [0, 0], [1, 1]], {"a": 4}),  # Not in consecutive parts.
+        ([[0, 0], [0, 0], [0, 0], [0, 1]], {"a": 4, "b": 2}),
+    ],
+)
+def test_the_axes_that_lead_to_other_slices(slice_of, expected):
+    assert slices_of_axes(("a", "b"), np.array(slice_of)) == expected
+
+
+def test_slices_of_axes_inverts_slices_of_devices():
+    sizes = {"a": 4, "b": 6, "c": 1}
+    for a, b in itertools.product((1, 2, 4), (1, 2, 3, 6)):
+        slices = {name: n for name, n in (("a", a), ("b", b)) if n > 1}
+        slice_of = slices_of_devices(sizes, slices)
+        assert len(np.unique(slice_of)) == a * b
+        assert slices_of_axes(tuple(sizes), slice_of) == slices
+
+
+def test_matrices_stay_in_their_slice_unless_sharing_pays():
+    small = [array(2048, 8192, ("fsdp",), ())] * 16
+    [*buckets] = plan_buckets(small, TWO_SLICES, LARGE, V5P)
+    assert slow_bytes(buckets) == 0
+    assert sum(bucket.matrices_per_device for bucket in buckets) == 2
+    large = [array(7168, 28672, ("fsdp",), ())] * 16
+    [bucket] = plan_buckets(large, TWO_SLICES, LARGE, V5P)
+    assert bucket.matrices_per_device == 1
+    # Each chip receives its shards of the eight that the other slice has computed.
+    assert slow_bytes([bucket]) == 7168 * 28672 * 2
+
+
+def test_shards_cross_once_there_and_once_back():
+    both = ("dcn", "fsdp")
+    [bucket] = plan_buckets([array(2048, 8192, both, ())] * 16, TWO_SLICES, LARGE, V5P)
+    assert bucket.traffic.slow_bytes == 2 * 2048 * 8192 * 2 // 2
+    assert bucket.traffic.slow_messages == 2
+    # The same where one axis crosses slices part of the way.
+    one_axis = MeshShape({"fsdp": 16}, {"fsdp": 2})
+    [other] = plan_buckets([array(2048, 8192, ("fsdp",), ())] * 16, one_axis, LARGE, V5P)
+    assert other.traffic == bucket.traffic
+
+
+def test_replicas_and_experts_and_layers_stay():
+    """Of ten experts in each of five layers, and of weights that all devices hold."""
+    mesh = MeshShape({"dcn": 2, "expert": 8}, {"dcn": 2})
+    replicas = [array(2048, 8192, (), ())] * 21
+    experts = array(2048, 1408, (), (), batch=(5, 64))._replace(
+        axes=((), ("dcn", "expert"), (), ())
+    )
+    pipeline = array(2048, 8192, ("expert",), (), batch=(32,))._replace(
+        axes=(("dcn",), ("expert",), ())
+    )
+    for arrays in (replicas, [experts], [pipeline], [*replicas, experts, pipeline]):
+        assert slow_bytes(plan_buckets(arrays, mesh, LARGE, V5P)) == 0
+
+
+def planted(**rates):
+    slow = Link(rates.get("slow", 6.25e9), rates.get("latency", 0.0))
+    return CostModel(TPU_V5P._replace(slow=slow))
+
+
+def test_the_table_decides():
+    replicas = [array(2048, 8192, ("fsdp",), ())] * 16
+
+    def crossed(model):
+        return slow_bytes(plan_buckets(replicas, TWO_SLICES, LARGE, model))
+
+    assert not crossed(planted())
+    assert crossed(planted(slow=6.25e10))
+    assert not crossed(planted(slow=6.25e10, latency=1.0))
+    fast_everywhere = MeshShape(TWO_SLICES.sizes)
+    [bucket] = plan_buckets(replicas, fast_everywhere, LARGE, planted(slow=1.0))
+    assert bucket.group_size == 16
+
+
+def test_a_lone_small_matrix_is_not_gathered_from_every_device():
+    """Where messages cost time, all devices compute it: they would wait longer for it."""
+    mesh = MeshShape({"data": 8192})
+    [bucket] = plan_buckets([array(64, 4096, (), ())], mesh, LARGE, V5P)
+    assert (bucket.group_size, bucket.bytes_sent) == (1, 0)
+
+
+def every_bucket(count, shape, rows, mesh):
+    """All ways to compute ``count`` matrices, alike, by one bucket."""
+    free = [name for name in mesh.factors if name not in rows]
+    for kept in itertools.product((True, False), repeat=len(free)):
+        replicas = tuple(itertools.compress(free, kept))
+        devices, replica_slices, shard_slices = (
+            math.prod(mesh.factors[name] for name in names)
+            for names in (
+                rows + replicas,
+                [name for name in replicas if name in mesh.slow],
+                [name for name in rows if name in mesh.slow],
+            )
+        )
+        for shards in range(1, devices + 1):
+            m, n = shape
+            if devices % shards or m % shards or n % shards:
+                continue
+            part = MatrixSlice(0, 0, count, transposed=False)
+            bucket = Bucket(
+                (LayoutGroup((part,), rows, (), shards),),
+                (m, n // shards),
+                BFLOAT16,
+                rows,
+                replicas,
+                devices,
+                math.prod(mesh.factors[name] for name in rows),
+                (shard_slices, replica_slices),
+                V5P,
+            )
+            if shards == 1 or bucket.matrices_per_device == 1:
+                yield bucket
+
+
+@pytest.mark.parametrize(
+    "mesh", [TWO_SLICES, MeshShape({"data": 8, "fsdp": 4}, {"data": 2})]
+)
+@pytest.mark.parametrize("rows", [(), ("fsdp",)])
+@pytest.mark.parametrize("shape", [(1024, 4096), (7168, 28672), (8192, 8192)])
+def test_no_other_plan_costs_less(mesh, rows, shape):
+    """By exhaustive search: equally many for all devices, and one bucket for the rest."""
+
+    @functools.cache
+    def buckets(count):
+        return list(every_bucket(count, shape, rows, mesh)) if count else []
+
+    def least(count):
+        return min((bucket.cost for bucket in buckets(count)), default=0)
+
+    for count in (1, 2, 3, 5, 8, 9, 16, 24, 33):
+        found = plan_buckets([array(*shape, rows, ())] * count, mesh, LARGE, V5P)
+        evenly = (
+            bucket.cost + least(count - first)
+            for first in range(1, count + 1)
+            for bucket in buckets(first)
+            if bucket.column_shards == 1
+            and first == count // bucket.group_size * bucket.group_size
+        )
+        best = min([least(count), *evenly])
+        assert sum(bucket.cost for bucket in found) <= best, count
+
+
+LAYOUTS = {
+    "sharded within": ({"dcn": 2, "fsdp": 4}, P("fsdp")),
+    "sharded by columns": ({"dcn": 2, "fsdp": 4}, P(None, "fsdp")),
+    "sharded across": ({"dcn": 2, "fsdp": 4}, P("dcn")),
+    "sharded over both": ({"dcn": 2, "fsdp": 4}, P(("dcn", "fsdp"))),
+    "the other way": ({"dcn": 2, "fsdp": 4}, P(("fsdp", "dcn"))),
+    "rows × columns": ({"dcn": 2, "fsdp": 4}, P("dcn", "fsdp")),
+    "replicated": ({"dcn": 2, "fsdp": 4}, P()),
+    "slow axis last": ({"fsdp": 4, "dcn": 2}, P("fsdp", "dcn")),
+    "one axis": ({"fsdp": 8}, P("fsdp")),
+    "one axis of replicas": ({"fsdp": 8}, P()),
+    "part of one of two": ({"fsdp": 4, "tensor": 2}, P("fsdp", "tensor")),
+    "part of one of two, replicas": ({"fsdp": 4, "tensor": 2}, P("tensor")),
+}
+SLOW = {"fsdp": {"fsdp": 2}, "dcn": ("dcn",)}
+SHAPES = {"a": (16, 64), "b": (64, 16), "c": (16, 256), "d": (3, 16, 64), "e": (16, 16)}
+NUMBERS = {name: Dims(-2, -1) for name in SHAPES}
+
+
+def slow_axes_of(sizes):
+    return SLOW["dcn" if "dcn" in sizes else "fsdp"]
+
+
+def weights(seed=0):
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+
+
+def placed(tree, mesh, spec):
+    def sharding(x):
+        return NamedSharding(mesh, P(*[None] * (x.ndim - 2), *spec))
+
+    return {k: jax.device_put(jnp.asarray(x), sharding(x)) for k, x in tree.items()}
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_slow_links_change_no_number(layout, kind):
+    sizes, spec = LAYOUTS[layout]
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes)
+    )
+    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow_axes_of(sizes))
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda x: stage.update(x, optax.EmptyState())[0])(
+            placed(weights(), mesh, spec)
+        )
+    for name, x in weights().items():
+        np.testing.assert_allclose(found[name], polar_factor(x), atol=2e-5)
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_program_sends_over_slow_links_what_the_plan_says(layout, kind):
+    """Virtual devices have a TPU's rates: small matrices are not shared across slices."""
+    sizes, spec = LAYOUTS[layout]
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes)
+    )
+    slow = slow_axes_of(sizes)
+    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow)
+    x = placed(weights(), mesh, spec)
+    with jax.set_mesh(mesh):
+        update = jax.jit(
+            lambda x: stage.update(x, optax.EmptyState())[0],
+            out_shardings={k: v.sharding for k, v in x.items()},
+        )
+        text = update.lower(x).compile().as_text()
+    counts = slow if isinstance(slow, dict) else dict.fromkeys(slow, 2)
+    slice_of = slices_of_devices(sizes, counts).ravel()
+    received = crossings.of(text, dict(enumerate(slice_of))).received
+    step_cost = describe(x, NUMBERS, platform="cpu", slow_axes=slow).step_cost()
+    # A sum of Gram matrices around a ring is planned as if all of it crossed.
+    assert max(received.values()) <= step_cost.slow_bytes
+    assert layout == "sharded across" or max(received.values()) == step_cost.slow_bytes
+    across = "dcn" in str(spec) or layout in ("one axis", "part of one of two")
+    assert bool(step_cost.slow_bytes) == across
+
+
+@pytest.mark.parametrize(
+    "layout", ["replicated", "one axis of replicas", "sharded within"]
+)
+def test_matrices_shared_across_slices_by_planted_rates(layout, monkeypatch):
+    """Where the slow links are fast, replicas share work over them, in two gathers."""
+    hardware = VIRTUAL._replace(slow=Link(1e15, 0.0))
+    planted = functools.partialmethod(CPU.__init__, hardware=hardware)
+    monkeypatch.setattr(CPU, "__init__", planted)
+    sizes, spec = LAYOUTS[layout]
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
+    slow = slow_axes_of(sizes)
+    x = placed(weights(), mesh, spec)
+    assert describe(x, NUMBERS, platform="cpu", slow_axes=slow).step_cost().slow_bytes
+    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow)
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda x: stage.update(x, optax.EmptyState())[0])(x)
+    for name, whole in weights().items():
+        np.testing.assert_allclose(found[name], polar_factor(whole), atol=2e-5)
+
+
+@pytest.mark.parametrize("make", [orscale, muon])
+def test_slow_axes_that_are_no_axes(make):
+    for wrong in ("dcn", 3, ("dcn", 2), {"dcn": 0}, {"dcn": True}, {"dcn": 1.5}, {1: 2}):
+        with pytest.raises(ValueError, match=r"slow_axes=.* pass names of axes"):
+            make(1e-3, slow_axes=wrong)
+
+
+@pytest.mark.parametrize(
+    "slow_axes, message",
+    [(("pod",), "the mesh has the axes"), ({"fsdp": 3}, "3 slices along 'fsdp'")],
+)
+def test_slow_axes_of_another_mesh(slow_axes, message):
+    mesh = jax.make_mesh((2, 4), ("dcn", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
+    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow_axes)
+    with pytest.raises(ValueError, match=f"slow_axes has .*{message}"):
+        stage.update(placed(weights(), mesh, P("fsdp")), optax.EmptyState())
+    with pytest.raises(ValueError, match=f"slow_axes has .*{message}"):
+        describe(placed(weights(), mesh, P("fsdp")), NUMBERS, slow_axes=slow_axes)
+
+
+def test_under_inject_hyperparams():
+    mesh = jax.make_mesh((2, 4), ("dcn", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    params = placed(weights(), mesh, P("fsdp"))
+    updates = []
+    for slow in (("dcn",), {"dcn": 2}):
+        optimizer = optax.inject_hyperparams(orscale)(
+            1e-2, weight_dimension_numbers=lambda _: NUMBERS, slow_axes=slow
+        )
+        with jax.set_mesh(mesh):
+            state = optimizer.init(params)
+            updates.append(jax.jit(optimizer.update)(params, state, params)[0])
+    jax.tree.map(np.testing.assert_array_equal, *updates)
