@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from orscale_jax import muon, orscale
@@ -52,6 +53,21 @@ def one_scale(
         adam_weight_decay=weight_decay,
         **arguments,
     )
+
+
+def round_to_nearest(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer in float32 whose bfloat16 weights are rounded after every step."""
+
+    def init(params: Any) -> Any:
+        return inner.init(optax.tree.cast(params, jnp.float32))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        wide = optax.tree.cast((updates, params), jnp.float32)
+        return inner.update(wide[0], state, wide[1], **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 @with_arguments_of(orscale)
