@@ -59,10 +59,11 @@ def keep_master_weights(
     becomes zero. A parameter is its master weight rounded toward zero, and so is smaller
     in magnitude by less than one part in 128. Any sharding gives the same numbers.
 
-    Put nothing that changes updates after it: it comes last in :func:`optax.chain`, and
-    around :func:`orscale`. It may be inside :class:`optax.MultiSteps` and
-    :func:`optax.apply_if_finite`, which apply an update as it is or not at all. What
-    changes parameters by other means changes their upper halves only.
+    Put other transformations and wrappers inside, such as :func:`optax.chain`,
+    :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`: what changes
+    updates on their way to the parameters makes them wrong. :class:`optax.MultiSteps`
+    may be inside or around it. What changes parameters by other means changes their
+    upper halves only.
 
     Args:
       inner: The whole optimizer, such as ``orscale(1e-3)`` or a chain that ends in one.
