@@ -1,7 +1,6 @@
-"""bfloat16 parameters that lose no update: wrappers around a whole optimizer."""
+"""bfloat16 parameters that lose no update: a wrapper around a whole optimizer."""
 
 import operator
-import zlib
 from typing import Any, NamedTuple
 
 import jax
@@ -11,7 +10,7 @@ import optax
 
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
-from orscale_jax.trees.names import dotted, quoted
+from orscale_jax.trees.names import quoted
 from orscale_jax.trees.nodes import nodes_of
 from orscale_jax.trees.updates import require_params
 
@@ -153,62 +152,6 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
     return rebox(jax.tree_util.tree_map_with_path(_master, *bare), params)
 
 
-class StochasticRoundingState(NamedTuple):
-    """State of :func:`round_stochastically`."""
-
-    #: The number of updates so far. An int32 scalar.
-    count: jax.Array
-    #: The state of the inner optimizer.
-    inner_state: optax.OptState
-
-
-def round_stochastically(
-    inner: optax.GradientTransformation, *, seed: int = 0
-) -> optax.GradientTransformationExtraArgs:
-    inner = optax.with_extra_args_support(inner)
-
-    def init(params: PyTree) -> StochasticRoundingState:
-        jax.tree_util.tree_map_with_path(_no_low_bits, unbox(params))
-        count = jnp.zeros((), jnp.int32)
-        return StochasticRoundingState(count, inner.init(_as_float32(params)))
-
-    def update(
-        updates: PyTree,
-        state: StochasticRoundingState,
-        params: PyTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, StochasticRoundingState]:
-        require_params(params)
-        steps, inner_state = inner.update(
-            _as_float32(updates), state.inner_state, _as_float32(params), **extra_args
-        )
-        key = jax.random.fold_in(jax.random.key(seed), state.count)
-
-        def rounded(path: Any, step: Any, param: Any) -> Any:
-            if step is None or not _is_bfloat16(param):
-                return step
-            name = zlib.crc32(dotted(path).encode())
-            noise = _noise(jax.random.fold_in(key, name), param)
-            bits = _bits(_flushed(_added(param.astype(jnp.float32), step)))
-            noisy = jnp.where(jnp.isfinite(_float32(bits)), bits + noise, bits)
-            return _update_to(noisy, param)
-
-        new = jax.tree_util.tree_map_with_path(
-            rounded, *unbox((steps, params)), is_leaf=_is_none
-        )
-        count = optax.safe_increment(state.count)
-        return rebox(new, updates), StochasticRoundingState(count, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def _noise(key: jax.Array, param: jax.Array) -> jax.Array:
-    """Numbers from 0 to 2¹⁶ − 1 in the shape and the sharding of a parameter."""
-    sharding = jax.typeof(param).sharding if typed_sharding.is_sharded(param) else None
-    bits = jax.random.bits(key, param.shape, jnp.uint16, out_sharding=sharding)
-    return bits.astype(jnp.uint32)
-
-
 class _Move(NamedTuple):
     """What takes a parameter and its low bits to a new master weight."""
 
@@ -219,18 +162,10 @@ class _Move(NamedTuple):
 def _move(step: Any, master: Any, param: Any, low_bits: Any) -> _Move:
     if step is None or not _is_bfloat16(param):
         return _Move(step, low_bits)
-    bits = _bits(_flushed(_added(master, step)))
+    new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
+    bits = _bits(jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new))
     low = (bits & _LOWER).astype(jnp.uint16)
     return _Move(_update_to(bits, param), typed_sharding.shard_like(low, low_bits))
-
-
-def _added(weight: jax.Array, step: jax.Array) -> jax.Array:
-    """What :func:`optax.apply_updates` makes of a float32 weight."""
-    return (weight + step).astype(jnp.float32)
-
-
-def _flushed(weight: jax.Array) -> jax.Array:
-    return jnp.where(jnp.abs(weight) < _SMALLEST, np.float32(0), weight)
 
 
 def _update_to(bits: jax.Array, param: jax.Array) -> jax.Array:

@@ -17,6 +17,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from orscale_jax import (
     MasterWeightsState,
+    convert_state,
+    diagnostics,
     keep_master_weights,
     master_weights,
     orscale,
@@ -422,6 +424,23 @@ def test_the_optimizer_of_nnx():
     pure = nnx.to_pure_dict(nnx.state(optimizer))
     low = pure["opt_state"]["low_bits"]["layers"][0]["kernel"]
     assert low.dtype == jnp.uint16 and np.any(low)
+
+
+def test_readouts_and_conversions_see_through_it():
+    inner = OPTIMIZERS["orscale"]
+    optimizer = keep_master_weights(inner)
+    params, state = run(optimizer, bfloat16_tree(0), 2, gradients)[-1]
+    reading = diagnostics.read(state, params, weight_dimension_numbers=NUMBERS)
+    np.testing.assert_array_equal(
+        reading.trust_ratio["w"], readout(state.inner_state, "trust_ratio")["w"]
+    )
+    again = convert_state(state, optimizer, params)
+    assert_same_bits(again, state)
+    started = convert_state(state.inner_state, optimizer, params)
+    assert_same_bits(started.inner_state, state.inner_state)
+    np.testing.assert_array_equal(started.low_bits["w"], 0)
+    without = convert_state(state, inner, master_weights(state, params))
+    assert_same_bits(without, state.inner_state)
 
 
 def test_bytes_of_the_state():

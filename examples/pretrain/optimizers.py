@@ -14,7 +14,6 @@ from examples.pretrain import controls
 from examples.pretrain.errors import UsageError
 from examples.pretrain.recipe import Recipe
 from orscale_jax import ablations, family, keep_master_weights, muon, orscale
-from orscale_jax._bfloat16_weights import round_stochastically
 from orscale_jax.diagnostics import layer_classes
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
@@ -153,7 +152,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "OrScale, master weights", _wrapped(keep_master_weights, orscale)
     ),
     "stochastic_rounding": _ours(
-        "OrScale, stochastic rounding", _wrapped(round_stochastically, orscale)
+        "OrScale, stochastic rounding", _wrapped(controls.round_stochastically, orscale)
     ),
     # Controls.
     "adamw_apart": Optimizer(

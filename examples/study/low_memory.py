@@ -58,6 +58,10 @@ VARIANTS = (
         ("dense-small",),
     ),
 )
+_HEAD = (
+    "| workload | variant | rates | loss | difference from float32 |",
+    "|---|---|---|--:|--:|",
+)
 OF_WEIGHTS = tuple(v for v in VARIANTS if v.of_workload or v is FLOAT32)
 
 
@@ -98,21 +102,14 @@ def quality_table(folder: pathlib.Path = FOLDER) -> str:
         for workload in WORKLOADS
         for variant in variants_of(workload)
     ]
-    return "\n".join([*_head("workload"), *rows])
+    return "\n".join([*_HEAD, *rows])
 
 
 def low_rates_table(folder: pathlib.Path = FOLDER) -> str:
     """Each kind of weights at a sixteenth of the best rates."""
     rates = low_rates()
     rows = [_row(LOW_WORKLOAD, variant, rates, folder) for variant in OF_WEIGHTS]
-    return "\n".join([*_head("workload"), *rows])
-
-
-def _head(first: str) -> tuple[str, str]:
-    return (
-        f"| {first} | variant | rates | loss | difference from float32 |",
-        "|---|---|---|--:|--:|",
-    )
+    return "\n".join([*_HEAD, *rows])
 
 
 def _row(workload: str, variant: Variant, rates: Rates, folder: pathlib.Path) -> str:
