@@ -77,7 +77,7 @@ class StochasticRoundingState(NamedTuple):
     """State of :func:`round_stochastically`."""
 
     #: The number of updates so far. An int32 scalar.
-    count: jax.Array
+    updates: jax.Array
     #: The state of the inner optimizer.
     inner_state: optax.OptState
 
@@ -98,7 +98,7 @@ def round_stochastically(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         grads, weights = optax.tree.cast((updates, params), jnp.float32)
         steps, inner_state = inner.update(grads, state.inner_state, weights, **extra_args)
-        key = jax.random.fold_in(jax.random.key(0), state.count)
+        key = jax.random.fold_in(jax.random.key(0), state.updates)
 
         def rounded(path: Any, step: jax.Array, weight: jax.Array) -> jax.Array:
             of_leaf = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
@@ -106,7 +106,7 @@ def round_stochastically(
             return _rounded(of_leaf, weight + step) - weight
 
         new = jax.tree_util.tree_map_with_path(rounded, steps, weights)
-        return new, StochasticRoundingState(state.count + 1, inner_state)
+        return new, StochasticRoundingState(state.updates + 1, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
