@@ -74,7 +74,8 @@ def keep_master_weights(
     Raises:
       TypeError: In ``init``, if a parameter has fewer bits than float32 and is not
         bfloat16, such as float16: it is not the upper half of a float32 number.
-      ValueError: If ``params`` is missing from ``update``.
+      ValueError: In ``update``, if ``params`` is missing, or a parameter has another
+        shape or dtype than in ``init``.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -140,7 +141,7 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
 
     Raises:
       ValueError: If there is no :class:`MasterWeightsState` in the state or more than
-        one, or it is of parameters of other shapes.
+        one, or it is of parameters of other shapes or dtypes.
     """
     found = nodes_of(state, MasterWeightsState)
     if len(found) != 1:
@@ -160,7 +161,7 @@ class _Move(NamedTuple):
 
 
 def _move(step: Any, master: Any, param: Any, low_bits: Any) -> _Move:
-    if step is None or not _is_bfloat16(param):
+    if step is None or low_bits is None or isinstance(low_bits, optax.MaskedNode):
         return _Move(step, low_bits)
     new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
     bits = _bits(jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new))
@@ -192,8 +193,13 @@ def _no_low_bits(path: Any, param: Any) -> Any:
 
 
 def _master(path: Any, param: Any, low_bits: Any) -> Any:
+    if low_bits is None or isinstance(low_bits, optax.MaskedNode):
+        return param  # Without gradients, or of another dtype.
     if not _is_bfloat16(param):
-        return param
+        raise ValueError(
+            f"parameter {quoted(path)} was bfloat16 and is {jnp.result_type(param)}: add "
+            "updates with optax.apply_updates, which keeps the dtype of parameters."
+        )
     if np.shape(low_bits) != param.shape:
         raise ValueError(
             f"parameter {quoted(path)} has shape {param.shape}, but its low bits have "

@@ -232,6 +232,8 @@ def test_wrong_arguments_are_refused():
     wide = {"w": jnp.ones((3, 3), jnp.bfloat16)}
     with pytest.raises(ValueError, match=r"'w' has shape \(3, 3\), but its low bits"):
         optimizer.update(wide, state, wide)
+    with pytest.raises(ValueError, match=r"'w' was bfloat16 and is float32: .*optax"):
+        optimizer.update(params, state, as_float32(params))
     with pytest.raises(ValueError, match="0 MasterWeightsState"):
         master_weights(state.inner_state, params)
     with pytest.raises(ValueError, match="2 MasterWeightsState"):
@@ -246,6 +248,10 @@ def test_missing_gradients_and_masks():
     assert updates["frozen"] is None
     np.testing.assert_array_equal(after.low_bits["frozen"], 0)
     assert np.all(after.low_bits["w"] != 0)
+    # A state without the parameter, as of Equinox's filtered modules.
+    state = optimizer.init({"w": params["w"], "frozen": None})
+    _, after = optimizer.update({"w": params["w"], "frozen": None}, state, params)
+    assert after.low_bits["frozen"] is None
     masked = optax.masked(optimizer, {"w": True, "frozen": False})
     updates, state = masked.update(params, masked.init(params), params)
     assert isinstance(state.inner_state.low_bits["frozen"], optax.MaskedNode)
