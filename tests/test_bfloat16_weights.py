@@ -147,6 +147,7 @@ def test_special_numbers(old, step, new):
     ).astype(np.float32))  # fmt: skip
 
 
+@pytest.mark.quick_first_case
 @WITH_EACH
 def test_training_is_float32_training_to_the_bit(name):
     inner = OPTIMIZERS[name]
@@ -263,6 +264,7 @@ def test_missing_gradients_and_masks():
     np.testing.assert_array_equal(updates["frozen"], 0)
 
 
+@pytest.mark.extended
 def test_wrappers_of_optax():
     """What applies an update whole or not at all; a schedule; hyperparameters."""
     params = bfloat16_tree(0)
@@ -447,6 +449,26 @@ def test_readouts_and_conversions_see_through_it():
     np.testing.assert_array_equal(started.low_bits["w"], 0)
     without = convert_state(state, inner, master_weights(state, params))
     assert_same_bits(without, state.inner_state)
+
+
+@pytest.mark.compiled
+def test_bytes_of_the_step():
+    """Weights and low bits are 4 bytes a parameter, and are updated where they are."""
+    params = {"w": jnp.zeros((64, 32), jnp.bfloat16)}
+    optimizer = keep_master_weights(orscale(RATE))
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    program = jitted.lower(params, optimizer.init(params), params).compile()
+    memory = program.memory_analysis()
+    per_parameter = memory.argument_size_in_bytes / (64 * 32)
+    momentum, gradient = 4, 2
+    assert per_parameter == pytest.approx(2 + 2 + momentum + gradient, rel=0.01)
+    updated = memory.alias_size_in_bytes / (64 * 32)
+    assert updated == pytest.approx(2 + 2 + momentum, rel=0.01)
 
 
 def test_bytes_of_the_state():

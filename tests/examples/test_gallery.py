@@ -178,6 +178,7 @@ def test_maxtext_style():
     }  # A ratio per layer.
 
 
+@pytest.mark.extended
 def test_host_offload():
     runs = host_offload.main(steps=3, width=16)
     (losses, state), *others = runs.values()
