@@ -1,6 +1,11 @@
 """OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
 
 from orscale_jax import ablations as ablations, family as family
+from orscale_jax._bfloat16_weights import (
+    MasterWeightsState as MasterWeightsState,
+    keep_master_weights as keep_master_weights,
+    master_weights as master_weights,
+)
 from orscale_jax._convert import convert_state as convert_state
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax.audit.describe import describe as describe

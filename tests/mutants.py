@@ -724,6 +724,30 @@ MUTANTS = [
         "_times(max, smoothness, params, weight_dimension_numbers)",
         "test_estimate.py",
     ),
+    Mutant(
+        "_move",
+        "jnp.abs(new) < _SMALLEST",
+        "jnp.abs(new) < 0",
+        "test_bfloat16_weights.py::test_one_update_is_that_of_float32_weights",
+    ),
+    Mutant(
+        "_update_to",
+        "jnp.where(_bits(new) == _bits(old), np.float32(-0.0), new - old)",
+        "new - old",
+        "test_bfloat16_weights.py::test_special_numbers",
+    ),
+    Mutant(
+        "_update_to",
+        "_float32(bits & _UPPER)",
+        "_float32(bits)",
+        "test_bfloat16_weights.py::test_one_update_is_that_of_float32_weights",
+    ),
+    Mutant(
+        "_master",
+        "_upper(param) | low",
+        "_upper(param)",
+        "test_bfloat16_weights.py::test_small_updates_are_lost_without_it_and_not_with_it",
+    ),
 ]
 
 

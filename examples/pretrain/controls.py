@@ -1,14 +1,18 @@
 """Optimizers that are only there to be compared with: controls of the study."""
 
-from typing import Any
+import zlib
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import optax
 
 from orscale_jax import muon, orscale
 from orscale_jax._algorithm import ChainTail, Stages, with_arguments_of
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
 from orscale_jax.transforms.neuron_rms import FULL_RANK, neuron_rms_stage
+from orscale_jax.trees.names import dotted
 
 # About the mean of 0.2·√max(m, n) in models of width 64.
 ONE_SCALE = 2.0
@@ -52,6 +56,67 @@ def one_scale(
         adam_weight_decay=weight_decay,
         **arguments,
     )
+
+
+def round_to_nearest(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer in float32 whose bfloat16 weights are rounded after every step."""
+
+    def init(params: Any) -> Any:
+        return inner.init(optax.tree.cast(params, jnp.float32))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        wide = optax.tree.cast((updates, params), jnp.float32)
+        return inner.update(wide[0], state, wide[1], **extra_args)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class StochasticRoundingState(NamedTuple):
+    """State of :func:`round_stochastically`."""
+
+    #: The number of updates so far. An int32 scalar.
+    updates: jax.Array
+    #: The state of the inner optimizer.
+    inner_state: optax.OptState
+
+
+def round_stochastically(
+    inner: optax.GradientTransformationExtraArgs,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer in float32 whose bfloat16 weights are rounded up or down at random.
+
+    The chance of either is such that the mean is the float32 weight. What is drawn
+    depends on the step and on the weight's path and place alone.
+    """
+
+    def init(params: Any) -> StochasticRoundingState:
+        wide = optax.tree.cast(params, jnp.float32)
+        return StochasticRoundingState(jnp.zeros((), jnp.int32), inner.init(wide))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        grads, weights = optax.tree.cast((updates, params), jnp.float32)
+        steps, inner_state = inner.update(grads, state.inner_state, weights, **extra_args)
+        key = jax.random.fold_in(jax.random.key(0), state.updates)
+
+        def rounded(path: Any, step: jax.Array, weight: jax.Array) -> jax.Array:
+            of_leaf = jax.random.fold_in(key, zlib.crc32(dotted(path).encode()))
+            # The difference of two bfloat16 numbers: optax.apply_updates rounds nothing.
+            return _rounded(of_leaf, weight + step) - weight
+
+        new = jax.tree_util.tree_map_with_path(rounded, steps, weights)
+        return new, StochasticRoundingState(state.updates + 1, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _rounded(key: jax.Array, weight: jax.Array) -> jax.Array:
+    """A float32 array rounded to bfloat16 numbers: its bits but for the lower 16."""
+    bits = jax.lax.bitcast_convert_type(weight, jnp.uint32)
+    noise = jax.random.bits(key, weight.shape, jnp.uint16).astype(jnp.uint32)
+    upper = jnp.where(jnp.isfinite(weight), bits + noise, bits) & np.uint32(0xFFFF0000)
+    return jax.lax.bitcast_convert_type(upper, jnp.float32)
 
 
 @with_arguments_of(orscale)

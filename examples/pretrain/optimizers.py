@@ -13,7 +13,7 @@ import optax
 from examples.pretrain import controls
 from examples.pretrain.errors import UsageError
 from examples.pretrain.recipe import Recipe
-from orscale_jax import ablations, family, muon, orscale
+from orscale_jax import ablations, family, keep_master_weights, muon, orscale
 from orscale_jax.diagnostics import layer_classes
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
@@ -58,6 +58,18 @@ def _ours(label: str, constructor: Constructor, **fixed: Any) -> Optimizer:
     has = inspect.signature(constructor).parameters
     given = {name: name for name in _SAME_NAME if name in has and name not in fixed}
     return Optimizer(label, constructor, fixed, given, has_matrices=True, readable=True)
+
+
+def _wrapped(
+    wrapper: Callable[[Transformation], Transformation], constructor: Constructor
+) -> Constructor:
+    """A constructor whose result is in a wrapper."""
+
+    @functools.wraps(constructor)
+    def wrapped(*args: Any, **kwargs: Any) -> Transformation:
+        return wrapper(constructor(*args, **kwargs))
+
+    return wrapped
 
 
 def _optax(label: str, constructor: Constructor, given: Mapping[str, str]) -> Optimizer:
@@ -128,6 +140,19 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "largest_anchor": _ours("OrScale, largest anchor", orscale, anchor="largest"),
     "pooled_full_rank_anchor": _ours(
         "One ratio for all, full-rank anchor", family.pooled, anchor="full_rank"
+    ),
+    # Less memory: for the momentum, or for weights in bfloat16.
+    "bfloat16_momentum": _ours(
+        "OrScale, bfloat16 momentum", orscale, mu_dtype="bfloat16"
+    ),
+    "rounding_to_nearest": _ours(
+        "OrScale, rounding to nearest", _wrapped(controls.round_to_nearest, orscale)
+    ),
+    "master_weights": _ours(
+        "OrScale, master weights", _wrapped(keep_master_weights, orscale)
+    ),
+    "stochastic_rounding": _ours(
+        "OrScale, stochastic rounding", _wrapped(controls.round_stochastically, orscale)
     ),
     # Controls.
     "adamw_apart": Optimizer(

@@ -13,6 +13,7 @@ gains, seconds      what is measured besides: the theory's statistics, the time 
 classes             ratios by class of layers, beside the model's optimum
 statistics, claims  what the tables say; verdicts on the paper's claims
 endpoints           what the runs of the second protocol say
+low_memory          momenta and weights in fewer bits: its runs and its tables
 report              the page, by the following
 figures, tables     its parts
 ==================  ==================================================================

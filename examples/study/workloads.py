@@ -152,4 +152,13 @@ SECOND: dict[str, Workload] = {
         *(_longer(name, 16, rates_of=f"{name}-1200-steps") for name in LONG),
     )
 }
-KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND
+
+# Their weights are bfloat16; activations, products and sums stay float32.
+BFLOAT16 = "-bfloat16"
+LOW_MEMORY: dict[str, Workload] = {
+    f"{name}{BFLOAT16}": Workload(
+        f"{name}{BFLOAT16}", _sized(_CONFIGS[name], param_dtype="bfloat16")
+    )
+    for name in ("dense-small", "prose", "mixture-small")
+}
+KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND | LOW_MEMORY

@@ -12,6 +12,7 @@ from examples.gallery import (
     equinox_gpt,
     haiku_lm,
     haliax_mlp,
+    host_offload,
     learning_rates,
     linen_train_state,
     lora,
@@ -175,3 +176,16 @@ def test_maxtext_style():
     assert {leaf.shape for leaf in jax.tree.leaves(ratios)} == {
         (2,)
     }  # A ratio per layer.
+
+
+@pytest.mark.extended
+def test_host_offload():
+    runs = host_offload.main(steps=3, width=16)
+    (losses, state), *others = runs.values()
+    assert host_offload.bytes_by_memory(state).keys() == {"device"}
+    for other, on_host in others:
+        assert other == losses
+        assert_same(on_host, state)
+    momentum, everything = (host_offload.bytes_by_memory(s) for _, s in others)
+    assert momentum["pinned_host"] > 10 * momentum["device"]
+    assert everything.keys() == {"pinned_host"}

@@ -71,3 +71,28 @@ def test_orscale_on_normuon_is_normuon_times_the_ratio(bound):
     normuon = updates_of(family.normuon(0.1))
     expected = {n: (bound if p.ndim == 2 else 1) * normuon[n] for n, p in PARAMS.items()}
     assert_same(updates_of(optimizer), expected)
+
+
+def test_rounding_to_nearest_loses_small_updates():
+    optimizer = controls.round_to_nearest(optax.sgd(1e-4))
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], -1e-4)
+    np.testing.assert_array_equal(optax.apply_updates(params, updates)["w"], 1)
+
+
+def test_stochastic_rounding_is_right_on_average():
+    """Each weight is at one of its two neighbours; their mean is the float32 weight."""
+    optimizer = controls.round_stochastically(optax.sgd(1.0))
+    params = {"w": jnp.full(10_000, -1.5, jnp.bfloat16)}
+    step = 2.0**-9  # A quarter of the distance of the neighbours.
+    grads = {"w": jnp.full(10_000, -step, jnp.float32)}
+    state = optimizer.init(params)
+    updates, after = optimizer.update(grads, state, params)
+    new = optax.apply_updates(params, updates)["w"].astype(jnp.float32)
+    assert set(np.unique(new).tolist()) == {-1.5, -1.5 + 2.0**-7}
+    np.testing.assert_allclose(new.mean(), -1.5 + step, atol=2e-4)
+    again, _ = optimizer.update(grads, state, params)
+    np.testing.assert_array_equal(again["w"], updates["w"])
+    later, _ = optimizer.update(grads, after, params)
+    assert np.any(later["w"] != updates["w"])

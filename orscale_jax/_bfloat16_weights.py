@@ -1,0 +1,243 @@
+"""bfloat16 parameters that lose no update: a wrapper around a whole optimizer."""
+
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from orscale_jax.sharding import typed_sharding
+from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.names import quoted
+from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.updates import require_params
+
+# A bfloat16 number is the upper half of a float32 number.
+_UPPER, _LOWER = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
+# bfloat16 numbers from here on differ by normal float32 numbers, or not at all: devices
+# differ in what they do with subnormal ones.
+_SMALLEST = np.float32(2.0**-118)
+
+
+class MasterWeightsState(NamedTuple):
+    """State of :func:`keep_master_weights`."""
+
+    #: Tree like the parameters: the lower 16 bits of each master weight, in an array of
+    #: the parameter's shape and dtype uint16; ``optax.MaskedNode()`` for a parameter that
+    #: is not bfloat16.
+    low_bits: PyTree
+    #: The state of the inner optimizer.
+    inner_state: optax.OptState
+
+
+def keep_master_weights(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Train bfloat16 parameters as if they were float32.
+
+    A bfloat16 number is the upper half of a float32 number. The parameters hold the upper
+    halves of float32 *master weights*, and the state holds the lower halves:
+
+    .. math::
+
+      \text{master} = \text{parameter} \cdot 2^{16} + \text{low bits}, \quad
+      \text{as integers}.
+
+    No update is lost, however small, and the memory is that of float32 weights. ``inner``
+    sees only the master weights: it is initialized and called with them, and with
+    gradients in float32, so its state has the dtypes of float32 training, and the norms
+    of :func:`orscale` are those of the master weights. The updates that it returns are
+    added to the master weights. What comes out are the float32 updates with which
+    :func:`optax.apply_updates` moves each parameter to exactly the upper half of its new
+    master weight.
+
+    Given the same gradients, master weights equal float32 weights to the bit. The
+    exception is a master weight below :math:`2^{-118}` (3e-36) in magnitude, which
+    becomes zero. A parameter is its master weight rounded toward zero, and so is smaller
+    in magnitude by less than one part in 128. What the wrapper does is elementwise, and
+    the same on every mesh.
+
+    Put other transformations and wrappers inside, such as :func:`optax.chain`,
+    :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`: what changes
+    updates on their way to the parameters makes them wrong. :class:`optax.MultiSteps`
+    may be inside or around it. What changes parameters by other means changes their
+    upper halves only.
+
+    Args:
+      inner: The whole optimizer, such as ``orscale(1e-3)`` or a chain that ends in one.
+
+    Returns:
+      A transformation with :class:`MasterWeightsState`. The updates of bfloat16
+      parameters are float32; parameters of other dtypes have the updates of ``inner``.
+
+    Raises:
+      TypeError: In ``init``, if a parameter has fewer bits than float32 and is not
+        bfloat16, such as float16: it is not the upper half of a float32 number.
+      ValueError: In ``update``, if ``params`` is missing, or a parameter has another
+        shape or dtype than in ``init``.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import keep_master_weights
+      >>> def train(optimizer, params):
+      ...     state = optimizer.init(params)
+      ...     for _ in range(100):
+      ...         updates, state = optimizer.update({"w": jnp.ones(1)}, state, params)
+      ...         params = optax.apply_updates(params, updates)
+      ...     return params["w"]
+      >>> params = {"w": jnp.ones(1, jnp.bfloat16)}
+      >>> print(train(optax.sgd(1e-3), params))  # Less than half a unit: lost.
+      [1]
+      >>> print(train(keep_master_weights(optax.sgd(1e-3)), params))
+      [0.898438]
+
+    References:
+      Micikevicius et al. 2018, *Mixed Precision Training*, arXiv:1710.03740, for master
+      weights; Zamirai et al. 2020, *Revisiting BFloat16 Training*, arXiv:2010.06192, for
+      what is lost without them. Transformer Engine's ``store_param_remainders`` and
+      modded-nanogpt's mantissa buffers keep the lower halves in the same way.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> MasterWeightsState:
+        low_bits = jax.tree_util.tree_map_with_path(_no_low_bits, unbox(params))
+        return MasterWeightsState(
+            rebox(low_bits, params), inner.init(_as_float32(params))
+        )
+
+    def update(
+        updates: PyTree,
+        state: MasterWeightsState,
+        params: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, MasterWeightsState]:
+        require_params(params)
+        masters = master_weights(state, params)
+        steps, inner_state = inner.update(
+            _as_float32(updates), state.inner_state, masters, **extra_args
+        )
+        bare = unbox((steps, masters, params, state.low_bits))
+        moves = jax.tree.map(_move, *bare, is_leaf=_is_none)
+        new, low_bits = (
+            jax.tree.map(operator.itemgetter(i), moves, is_leaf=_is_move) for i in (0, 1)
+        )
+        low_bits = rebox(low_bits, state.low_bits)
+        return rebox(new, updates), MasterWeightsState(low_bits, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
+    """The float32 master weights of bfloat16 parameters, such as for an export.
+
+    Args:
+      state: A state with one :class:`MasterWeightsState` in it, at any depth.
+      params: The parameters of the same step.
+
+    Returns:
+      A tree like the parameters, with float32 master weights in place of those that are
+      bfloat16.
+
+    Raises:
+      ValueError: If there is no :class:`MasterWeightsState` in the state or more than
+        one, or it is of parameters of other shapes or dtypes.
+    """
+    found = nodes_of(state, MasterWeightsState)
+    if len(found) != 1:
+        raise ValueError(
+            f"the state has {len(found)} MasterWeightsState instead of one: pass the "
+            "state of one optimizer that keep_master_weights made."
+        )
+    bare = unbox((params, found[0].low_bits))
+    return rebox(jax.tree_util.tree_map_with_path(_master, *bare), params)
+
+
+class _Move(NamedTuple):
+    """What takes a parameter and its low bits to a new master weight."""
+
+    update: Any
+    low_bits: Any
+
+
+def _move(step: Any, master: Any, param: Any, low_bits: Any) -> _Move:
+    if step is None or low_bits is None or isinstance(low_bits, optax.MaskedNode):
+        return _Move(step, low_bits)
+    new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
+    bits = _bits(jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new))
+    low = (bits & _LOWER).astype(jnp.uint16)
+    return _Move(_update_to(bits, param), typed_sharding.shard_like(low, low_bits))
+
+
+def _update_to(bits: jax.Array, param: jax.Array) -> jax.Array:
+    """The update that takes a parameter to the upper halves of given float32 numbers.
+
+    Their difference is a float32 number, except where the new value is so much larger
+    than the old one that the error is rounded away.
+    """
+    new, old = _float32(bits & _UPPER), _float32(_upper(param))
+    # Infinity stays infinity, and −0 + −0 = −0.
+    return jnp.where(_bits(new) == _bits(old), np.float32(-0.0), new - old)
+
+
+def _no_low_bits(path: Any, param: Any) -> Any:
+    if _is_bfloat16(param):
+        return jnp.zeros_like(param, jnp.uint16)
+    dtype = jnp.result_type(getattr(param, "dtype", jnp.float32))
+    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+        raise TypeError(
+            f"parameter {quoted(path)} is {dtype}, which is not the upper half of "
+            "float32: make it bfloat16 or float32."
+        )
+    return optax.MaskedNode()
+
+
+def _master(path: Any, param: Any, low_bits: Any) -> Any:
+    if low_bits is None or isinstance(low_bits, optax.MaskedNode):
+        return param  # Without gradients, or of another dtype.
+    if not _is_bfloat16(param):
+        raise ValueError(
+            f"parameter {quoted(path)} was bfloat16 and is {jnp.result_type(param)}: add "
+            "updates with optax.apply_updates, which keeps the dtype of parameters."
+        )
+    if np.shape(low_bits) != param.shape:
+        raise ValueError(
+            f"parameter {quoted(path)} has shape {param.shape}, but its low bits have "
+            f"shape {np.shape(low_bits)}: pass the state of these parameters."
+        )
+    low = typed_sharding.shard_like(jnp.asarray(low_bits, jnp.uint32), param)
+    return _float32(_upper(param) | low)
+
+
+def _upper(param: jax.Array) -> jax.Array:
+    """The bits of the float32 number that a bfloat16 number is."""
+    half = jax.lax.bitcast_convert_type(jnp.asarray(param), jnp.uint16)
+    return half.astype(jnp.uint32) << 16
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(x, jnp.uint32)
+
+
+def _float32(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _as_float32(tree: PyTree) -> PyTree:
+    """The tree with float32 in place of bfloat16."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, jnp.float32) if _is_bfloat16(x) else x, tree
+    )
+
+
+def _is_bfloat16(leaf: Any) -> bool:
+    return getattr(leaf, "dtype", None) == jnp.bfloat16
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _is_move(node: Any) -> bool:
+    return isinstance(node, _Move)

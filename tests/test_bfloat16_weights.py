@@ -1,0 +1,479 @@
+"""Master weights of bfloat16 parameters, against float32 training to the bit."""
+
+import functools
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from orscale_jax import (
+    MasterWeightsState,
+    convert_state,
+    diagnostics,
+    keep_master_weights,
+    master_weights,
+    orscale,
+    state_shardings,
+)
+from tests.runs import readout, run
+from tests.small import NUMBERS, tree
+
+RATE = 1e-3
+SMALLEST = np.float32(2.0**-118)
+gradients = functools.partial(tree, dtype=jnp.bfloat16)
+bfloat16_tree = gradients
+OPTIMIZERS = {
+    "orscale": orscale(RATE, weight_dimension_numbers=NUMBERS),
+    "adamw": optax.adamw(RATE),
+    "chain": optax.chain(
+        optax.clip_by_global_norm(1.0),
+        orscale(RATE, weight_dimension_numbers=NUMBERS, mu_dtype="bfloat16"),
+    ),
+}
+WITH_EACH = pytest.mark.parametrize("name", OPTIMIZERS)
+
+
+def as_float32(tree):
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), tree)
+
+
+def bits(x):
+    x = np.asarray(x)
+    return x.view(f"u{x.dtype.itemsize}")
+
+
+def upper_halves(x):
+    return (bits(x) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
+
+
+def assert_same_bits(found, expected):
+    chex.assert_trees_all_equal_dtypes(found, expected)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(bits(x), bits(y))
+
+
+def moved(old, step):
+    """What one update makes of float32 weights: parameter and master weight."""
+    optimizer = keep_master_weights(optax.identity())
+    params = {"w": jnp.asarray(upper_halves(old))}
+    state = optimizer.init(params)
+    low = jnp.asarray((bits(old) & 0xFFFF).astype(np.uint16))
+    state = state._replace(low_bits={"w": low})
+    updates, state = jax.jit(optimizer.update)({"w": jnp.asarray(step)}, state, params)
+    params = optax.apply_updates(params, updates)
+    return np.asarray(params["w"]), np.asarray(master_weights(state, params)["w"])
+
+
+def random_bits(rng, count):
+    return rng.integers(0, 2**32, count, dtype=np.uint32)
+
+
+def float32(bits):
+    return np.asarray(bits).astype(np.uint32).view(np.float32)
+
+
+def near_zero(rng, count):
+    """Numbers of all sizes, and steps that take them almost to zero, or across it."""
+    old = random_bits(rng, count)
+    by = rng.integers(-(2**16), 2**16, count) >> rng.integers(0, 16, count)
+    return float32(old), -float32(old.astype(np.int64) + by)
+
+
+def near_powers_of_two(rng, count):
+    power = rng.integers(60, 190, count) << 23
+    a, b = (power + rng.integers(-2000, 2000, count) for _ in range(2))
+    return float32(a), -float32(b)
+
+
+def like_training(rng, count):
+    old = 0.02 * rng.normal(size=count)
+    steps = rng.normal(size=count) * 10.0 ** rng.uniform(-9, 1, count)
+    return old.astype(np.float32), steps.astype(np.float32)
+
+
+def anything(rng, count):
+    return float32(random_bits(rng, count)), float32(random_bits(rng, count))
+
+
+@pytest.mark.parametrize("kind", [near_zero, near_powers_of_two, like_training, anything])
+def test_one_update_is_that_of_float32_weights(kind):
+    old, step = kind(np.random.default_rng(0), 100_000)
+    with np.errstate(all="ignore"):
+        # Devices may take a subnormal step for zero.
+        ordinary = np.isfinite(old) & (np.abs(old) >= SMALLEST)
+        ordinary &= np.isfinite(step) & (np.abs(step) >= np.finfo(np.float32).tiny)
+        old, step = old[ordinary], step[ordinary]
+        new = old + step
+    new = np.where(np.abs(new) < SMALLEST, np.float32(0), new)
+    param, master = moved(old, step)
+    np.testing.assert_array_equal(bits(master), bits(new))
+    np.testing.assert_array_equal(bits(param), bits(upper_halves(new)))
+
+
+@pytest.mark.parametrize(
+    ("old", "step", "new"),
+    [
+        (np.inf, -1.0, np.inf),
+        (-np.inf, 1.0, -np.inf),
+        (3e38, 3e38, np.inf),
+        (np.inf, -np.inf, np.nan),
+        (np.nan, 1.0, np.nan),
+        (1.0, np.nan, np.nan),
+        (0.0, -0.0, 0.0),
+        (-0.0, 0.0, 0.0),
+        (-0.0, -0.0, 0.0),  # As a number: the sign of zero is not kept.
+        (0.0, 1e-38, 0.0),
+        (1e-38, 0.0, 0.0),
+        (-1e-40, 1.0, 1.0),
+        (1.0, -1.0, 0.0),
+        (1 - 2.0**-24, 2.0**-24, 1.0),  # A carry into the exponent.
+        (1.0, -(2.0**-24), 1 - 2.0**-24),
+    ],
+)
+def test_special_numbers(old, step, new):
+    param, master = moved(np.float32([old]), np.float32([step]))
+    np.testing.assert_array_equal(master, np.float32([new]))
+    np.testing.assert_array_equal(param.astype(np.float32), upper_halves(
+        np.float32([new])
+    ).astype(np.float32))  # fmt: skip
+
+
+@pytest.mark.quick_first_case
+@WITH_EACH
+def test_training_is_float32_training_to_the_bit(name):
+    inner = OPTIMIZERS[name]
+    optimizer = keep_master_weights(inner)
+    params = bfloat16_tree(0)
+    weights = as_float32(params)
+    state, wanted = optimizer.init(params), inner.init(weights)
+    # Outside of one program XLA fuses nothing across the edge of the wrapper.
+    step = jax.jit(inner.update)
+    optimizer = keep_master_weights(optax.GradientTransformation(inner.init, step))
+    for seed in range(1, 8):
+        updates, state = optimizer.update(gradients(seed), state, params)
+        params = optax.apply_updates(params, updates)
+        updates, wanted = step(as_float32(gradients(seed)), wanted, weights)
+        weights = optax.apply_updates(weights, updates)
+        assert_same_bits(master_weights(state, params), weights)
+        assert_same_bits(state.inner_state, wanted)
+        assert_same_bits(params, jax.tree.map(upper_halves, weights))
+
+
+def test_small_updates_are_lost_without_it_and_not_with_it():
+    inner = optax.sgd(1e-4)
+    ones = {"w": jnp.ones(3, jnp.bfloat16)}
+
+    def after(optimizer):
+        return run(optimizer, ones, 300, lambda _: ones)[-1][0]["w"].astype(jnp.float32)
+
+    np.testing.assert_array_equal(after(inner), 1)
+    np.testing.assert_allclose(after(keep_master_weights(inner)), 0.97, rtol=2**-7)
+
+
+def test_orscale_measures_the_master_weights():
+    """‖W‖ and decay are those of float32 weights, not of their upper halves."""
+    inner = OPTIMIZERS["orscale"]
+    optimizer = keep_master_weights(inner)
+    params = bfloat16_tree(0)
+    state = optimizer.init(params)
+    _, state = optimizer.update(gradients(1), state, params)
+    low = jax.tree.map(lambda x: jnp.full_like(x, 0xFFFF), state.low_bits)
+    state = state._replace(low_bits=low)
+    masters = master_weights(state, params)
+    assert float(masters["w"][0, 0]) != float(params["w"][0, 0])
+
+    def ratio(weights, optimizer, state):
+        _, state = jax.jit(optimizer.update)(as_float32(gradients(2)), state, weights)
+        return readout(state, "raw_trust_ratio")["w"]
+
+    found = ratio(params, optimizer, state)
+    assert found == ratio(masters, inner, state.inner_state)
+    assert found != ratio(as_float32(params), inner, state.inner_state)
+
+
+def test_other_dtypes_are_left_to_the_inner_optimizer(enable_x64):
+    kinds = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float64, "d": jnp.complex64}
+    params = {name: jnp.ones(4, dtype) for name, dtype in kinds.items()}
+    optimizer = keep_master_weights(optax.sgd(RATE))
+    state = optimizer.init(params)
+    masked = optax.MaskedNode()
+    assert state.low_bits["b"].dtype == jnp.uint16
+    assert {n: x for n, x in state.low_bits.items() if n != "b"} == dict.fromkeys(
+        "acd", masked
+    )
+    updates, after = optimizer.update(params, state, params)
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    wanted = kinds | {"b": jnp.float32}
+    assert {name: update.dtype for name, update in updates.items()} == wanted
+    np.testing.assert_array_equal(updates["c"], -RATE)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
+def test_other_short_dtypes_are_refused(dtype):
+    params = {"mlp": {"up": jnp.zeros(4, dtype)}}
+    with pytest.raises(TypeError, match=f"'mlp.up' is {dtype}"):
+        keep_master_weights(optax.sgd(RATE)).init(params)
+
+
+def test_wrong_arguments_are_refused():
+    optimizer = keep_master_weights(optax.sgd(RATE))
+    params = {"w": jnp.ones((3, 1), jnp.bfloat16)}
+    state = optimizer.init(params)
+    with pytest.raises(ValueError, match="not passing `params`"):
+        optimizer.update(params, state)
+    wide = {"w": jnp.ones((3, 3), jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"'w' has shape \(3, 3\), but its low bits"):
+        optimizer.update(wide, state, wide)
+    with pytest.raises(ValueError, match=r"'w' was bfloat16 and is float32: .*optax"):
+        optimizer.update(params, state, as_float32(params))
+    with pytest.raises(ValueError, match="0 MasterWeightsState"):
+        master_weights(state.inner_state, params)
+    with pytest.raises(ValueError, match="2 MasterWeightsState"):
+        master_weights((state, state), params)
+
+
+def test_missing_gradients_and_masks():
+    params = {"w": jnp.ones(4, jnp.bfloat16), "frozen": jnp.ones(4, jnp.bfloat16)}
+    optimizer = keep_master_weights(optax.sgd(RATE))
+    state = optimizer.init(params)
+    updates, after = optimizer.update({"w": params["w"], "frozen": None}, state, params)
+    assert updates["frozen"] is None
+    np.testing.assert_array_equal(after.low_bits["frozen"], 0)
+    assert np.all(after.low_bits["w"] != 0)
+    # A state without the parameter, as of Equinox's filtered modules.
+    state = optimizer.init({"w": params["w"], "frozen": None})
+    _, after = optimizer.update({"w": params["w"], "frozen": None}, state, params)
+    assert after.low_bits["frozen"] is None
+    masked = optax.masked(optimizer, {"w": True, "frozen": False})
+    updates, state = masked.update(params, masked.init(params), params)
+    assert isinstance(state.inner_state.low_bits["frozen"], optax.MaskedNode)
+    np.testing.assert_array_equal(updates["frozen"], params["frozen"])
+    labels = {"w": "trained", "frozen": "frozen"}
+    groups = {"trained": optax.sgd(RATE), "frozen": optax.set_to_zero()}
+    partition = keep_master_weights(optax.partition(groups, labels))
+    updates, _ = partition.update(params, partition.init(params), params)
+    np.testing.assert_array_equal(updates["frozen"], 0)
+
+
+@pytest.mark.extended
+def test_wrappers_of_optax():
+    """What applies an update whole or not at all; a schedule; hyperparameters."""
+    params = bfloat16_tree(0)
+    build = functools.partial(orscale, weight_dimension_numbers=NUMBERS)
+    plain = run(keep_master_weights(build(RATE)), params, 3, gradients)
+    expected = master_weights(plain[-1][1], plain[-1][0])
+
+    def assert_same_as_plain(optimizer, steps=3, gradients=gradients):
+        params_after, state = run(optimizer, params, steps, gradients)[-1]
+        masters = master_weights(state, params_after)
+        chex.assert_trees_all_close(masters, expected, rtol=1e-5, atol=1e-7)
+        assert_same_bits(params_after, jax.tree.map(upper_halves, masters))
+
+    def twice(step):  # The mean of two gradients that are the same is the gradient.
+        return gradients((step + 1) // 2)
+
+    def injected(learning_rate):
+        return keep_master_weights(build(learning_rate))
+
+    assert_same_as_plain(optax.MultiSteps(keep_master_weights(build(RATE)), 2), 6, twice)
+    inside = optax.inject_hyperparams(build)(learning_rate=RATE)
+    assert_same_as_plain(keep_master_weights(inside))
+    around = optax.inject_hyperparams(injected, hyperparam_dtype=jnp.float32)
+    assert_same_as_plain(around(learning_rate=RATE))
+    assert_same_as_plain(keep_master_weights(build(lambda _: RATE)))
+    assert_same_as_plain(keep_master_weights(optax.MultiSteps(build(RATE), 2)), 6, twice)
+    rejecting = keep_master_weights(optax.apply_if_finite(build(RATE), 5))
+    assert_same_as_plain(rejecting)
+    broken = jax.tree.map(lambda x: x * np.nan, params)
+    state = rejecting.init(params)
+    updates, after = rejecting.update(broken, state, params)
+    assert_same_bits(optax.apply_updates(params, updates), params)
+    assert_same_bits(after.low_bits, state.low_bits)
+
+
+def test_donation_scan_and_one_compilation():
+    optimizer = keep_master_weights(OPTIMIZERS["orscale"])
+
+    def step(carry, grads):
+        params, state = carry
+        updates, state = optimizer.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(gradients, range(1, 4)))
+    begin = bfloat16_tree(0), jax.jit(optimizer.init)(bfloat16_tree(0))
+    scanned, _ = jax.jit(functools.partial(jax.lax.scan, step))(begin, stacked)
+    jitted = jax.jit(step, donate_argnums=0)
+    carry = begin
+    for seed in range(1, 4):
+        old = jax.tree.leaves(carry)
+        carry, _ = jitted(carry, gradients(seed))
+        assert all(leaf.is_deleted() for leaf in old if leaf.ndim > 1)
+    assert jitted._cache_size() == 1
+    masters = [master_weights(state, params) for params, state in (carry, scanned)]
+    chex.assert_trees_all_close(*masters, rtol=1e-5, atol=1e-7)
+
+
+def test_resuming_a_checkpoint_changes_no_bit(tmp_path):
+    optimizer = keep_master_weights(OPTIMIZERS["orscale"])
+    update = jax.jit(optimizer.update)
+
+    def advance(carry, steps):
+        for seed in steps:
+            params, state = carry
+            updates, state = update(gradients(seed), state, params)
+            carry = optax.apply_updates(params, updates), state
+        return carry
+
+    begin = bfloat16_tree(0), optimizer.init(bfloat16_tree(0))
+    half = advance(begin, range(1, 4))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "checkpoint", half)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(
+            tmp_path / "checkpoint", jax.eval_shape(lambda: begin)
+        )
+    assert_same_bits(restored, half)
+    assert any(np.any(x) for x in jax.tree.leaves(restored[1].low_bits))
+    assert_same_bits(advance(restored, range(4, 7)), advance(half, range(4, 7)))
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_changes_no_bit(axes):
+    """An optimizer with exact products: however XLA fuses them, its sums are the same."""
+    specs = {"w": P(None, "b"), "stack": P(None, "a", None), "b": P("b")}
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axes,) * 2)
+    shapes = {"w": (6, 8), "stack": (3, 4, 5), "b": (4,)}
+    optimizer = keep_master_weights(optax.sgd(2.0**-10, momentum=0.5))
+    where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+
+    def trained(place):
+        params = place(tree(0, jnp.bfloat16, shapes))
+        state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
+        for seed in range(1, 4):
+            grads = place(tree(seed, jnp.bfloat16, shapes))
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params, state
+
+    with jax.set_mesh(mesh):
+        found = trained(lambda tree: jax.device_put(tree, where))
+    assert_same_bits(found, trained(lambda tree: tree))
+    shardings = state_shardings(optimizer, found[0])
+    for name, spec in specs.items():
+        assert shardings.low_bits[name].spec == spec
+        low = found[1].low_bits[name]
+        assert low.sharding.is_equivalent_to(where[name], low.ndim)
+
+
+@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+def test_low_bits_may_be_sharded_where_parameters_are_not(axes):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(axes,))
+    params = {"w": jnp.ones((8, 4), jnp.bfloat16)}
+    optimizer = keep_master_weights(optax.sgd(RATE))
+    wanted = optimizer.update(params, optimizer.init(params), params)
+    everywhere = NamedSharding(mesh, P())
+    with jax.set_mesh(mesh):
+        state = jax.device_put(optimizer.init(params), NamedSharding(mesh, P("data")))
+        params = jax.device_put(params, everywhere)
+        found = jax.jit(optimizer.update)(params, state, params)
+    assert_same_bits(found, wanted)
+    assert found[1].low_bits["w"].sharding.spec[0] == "data"
+    if axes == AxisType.Explicit:
+        assert found[0]["w"].sharding.is_equivalent_to(everywhere, 2)
+
+
+class Boxed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("a", None))
+        return nn.Dense(3, kernel_init=init, param_dtype=jnp.bfloat16)(x)
+
+
+def test_boxes_of_linen_in_its_train_state():
+    boxed = Boxed().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+    optimizer = keep_master_weights(orscale(RATE))
+    state = TrainState.create(apply_fn=None, params=boxed, tx=optimizer)
+    bare = nn.unbox(boxed)
+    wanted = optax.apply_updates(
+        bare, optimizer.update(bare, optimizer.init(bare), bare)[0]
+    )
+    state = state.apply_gradients(grads=boxed)
+    assert_same_bits(nn.unbox(state.params), wanted)
+    low = state.opt_state.low_bits["Dense_0"]["kernel"]
+    assert low.names == ("a", None)
+    masters = master_weights(state.opt_state, state.params)["Dense_0"]["kernel"]
+    assert masters.names == ("a", None) and masters.value.dtype == jnp.float32
+
+
+def test_the_optimizer_of_nnx():
+    model = nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))  # float32 beside it.
+    model = nnx.Sequential(model, norm)
+    begin = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    optimizer = nnx.Optimizer(model, keep_master_weights(orscale(RATE)), wrt=nnx.Param)
+
+    def loss(model):
+        return (model(jnp.ones((2, 4))) ** 3).sum()
+
+    for _ in range(3):
+        optimizer.update(model, nnx.grad(loss)(model))
+    params = nnx.state(model, nnx.Param)
+    kernel = nnx.to_pure_dict(params)["layers"][0]["kernel"]
+    assert kernel.dtype == jnp.bfloat16
+    assert not np.array_equal(kernel, begin["layers"][0]["kernel"])
+    pure = nnx.to_pure_dict(nnx.state(optimizer))
+    low = pure["opt_state"]["low_bits"]["layers"][0]["kernel"]
+    assert low.dtype == jnp.uint16 and np.any(low)
+
+
+def test_readouts_and_conversions_see_through_it():
+    inner = OPTIMIZERS["orscale"]
+    optimizer = keep_master_weights(inner)
+    params, state = run(optimizer, bfloat16_tree(0), 2, gradients)[-1]
+    reading = diagnostics.read(state, params, weight_dimension_numbers=NUMBERS)
+    np.testing.assert_array_equal(
+        reading.trust_ratio["w"], readout(state.inner_state, "trust_ratio")["w"]
+    )
+    again = convert_state(state, optimizer, params)
+    assert_same_bits(again, state)
+    started = convert_state(state.inner_state, optimizer, params)
+    assert_same_bits(started.inner_state, state.inner_state)
+    np.testing.assert_array_equal(started.low_bits["w"], 0)
+    without = convert_state(state, inner, master_weights(state, params))
+    assert_same_bits(without, state.inner_state)
+
+
+@pytest.mark.compiled
+def test_bytes_of_the_step():
+    """Weights and low bits are 4 bytes a parameter, and are updated where they are."""
+    params = {"w": jnp.zeros((64, 32), jnp.bfloat16)}
+    optimizer = keep_master_weights(orscale(RATE))
+
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    jitted = jax.jit(step, donate_argnums=(0, 1))
+    program = jitted.lower(params, optimizer.init(params), params).compile()
+    memory = program.memory_analysis()
+    per_parameter = memory.argument_size_in_bytes / (64 * 32)
+    momentum, gradient = 4, 2
+    assert per_parameter == pytest.approx(2 + 2 + momentum + gradient, rel=0.01)
+    updated = memory.alias_size_in_bytes / (64 * 32)
+    assert updated == pytest.approx(2 + 2 + momentum, rel=0.01)
+
+
+def test_bytes_of_the_state():
+    params = {"w": jnp.zeros((64, 64), jnp.bfloat16)}
+    state = keep_master_weights(optax.sgd(RATE)).init(params)
+    assert isinstance(state, MasterWeightsState)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == 2 * 64 * 64
