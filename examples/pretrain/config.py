@@ -55,6 +55,8 @@ class Config:
     checkpoint_every: int = 100
     # Checkpoints to keep, the newest ones.
     keep: int = 2
+    # Text that every model continues at the end. Nothing: none.
+    sample: str | None = None
     # Write event files for TensorBoard.
     tensorboard: bool = False
     # Measure at the end how much of a step is the optimizer's.
