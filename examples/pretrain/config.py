@@ -38,7 +38,8 @@ class Config:
     # of CIFAR-10's files. Nothing: drawings of shapes.
     data: tuple[str, ...] = ()
     # Validation data of a language model, likewise. Nothing: the files of --data with
-    # 'val' in their name, else a tenth of its files, chosen by a hash of their names.
+    # 'val' in their name, else a tenth of its files, chosen by a hash of their names; of
+    # a single file, its last tenth.
     val_data: tuple[str, ...] = ()
     # Examples that a device takes at once; a step adds up as many gradients as its batch
     # needs. Nothing: the whole batch at once.
