@@ -80,4 +80,3 @@ if __name__ == "__main__":
     print(f"constant for {switched} steps, loss {losses[0]:.3f} → {at_switch:.3f}")
     end = sum(losses[-10:]) / 10
     print(f"rate {rates[switched - 1]:g} → {rates[-1]:g} in {COOLDOWN} more: {end:.3f}")
-    print(f"programs compiled: {train_step._cache_size()}")

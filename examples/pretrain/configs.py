@@ -134,7 +134,7 @@ def saved_config(facts: Mapping[str, Any], optimizer: str) -> Config:
     """
     model, recipe = _kind(facts)
     return Config(
-        recipe=_filled(recipe, facts | {"optimizer": optimizer}),
+        recipe=_filled(recipe, {**facts, "optimizer": optimizer}),
         model=_filled(model, _below(facts, "model.")),
         optimizer=(optimizer,),
         out=pathlib.Path(),
