@@ -103,7 +103,7 @@ bench-gpu: ## Compile a step for GPUs, which it needs none of; pass options in A
 	.venv-gpu/bin/python -m examples.benchmarks.gpu_compile $(ARGS)
 
 demo: $(VENV)/.has-examples ## Train a small decoder with three optimizers; options in ARGS.
-	$(RUN) examples.pretrain $(ARGS)
+	$(RUN) examples.pretrain --sample "def update(" $(ARGS)
 
 demo-moe: $(VENV)/.has-examples ## The same with a small mixture of experts.
 	$(RUN) examples.pretrain --recipe demo-moe $(ARGS)

@@ -197,7 +197,9 @@ def test_one_boolean_is_no_mask_of_several_parameters(injected):
 def test_the_decay_mask_of_the_matrices_on_the_model_of_the_readme():
     """Unlike ndim > 1, it leaves out biases of (heads, head_dim), and the embedding."""
     readme = pathlib.Path(__file__).parents[1] / "README.md"
-    model_of = re.compile(r"^```python\n(.*?^class GPT.*?)^model =", re.DOTALL | re.M)
+    model_of = re.compile(
+        r"^```python\n((?:(?!```).)*?^class GPT.*?)^model =", re.DOTALL | re.M
+    )
     [source] = model_of.findall(readme.read_text())
     names = {"__name__": "readme"}
     exec(source, names)

@@ -4,6 +4,7 @@
     python -m examples.pretrain --recipe 125m-orscale --data shards/*.bin
     python -m examples.pretrain --recipe demo-moe --help  # every option
     python -m examples.pretrain.compare RUN...            # several seeds side by side
+    python -m examples.pretrain.sample --run RUN "text"   # what its models write
 
 Read `train` and `step` first: the loop, and what a step does with the optimizer. They
 import what the first rows name and no model, file format or checkpoint.
@@ -28,5 +29,6 @@ options               which of them exclude each other, or nothing would read
 recipes, configs      those of the paper's runs and of the demos, by name
 operation/            folders, checkpoints, signals, logs and the report
 compare               several runs side by side
+saved, sample         the model of a run; text from it
 ====================  ================================================================
 """

@@ -38,7 +38,8 @@ class Config:
     # of CIFAR-10's files. Nothing: drawings of shapes.
     data: tuple[str, ...] = ()
     # Validation data of a language model, likewise. Nothing: the files of --data with
-    # 'val' in their name, else a tenth of its files, chosen by a hash of their names.
+    # 'val' in their name, else a tenth of its files, chosen by a hash of their names; of
+    # a single file, its last tenth.
     val_data: tuple[str, ...] = ()
     # Examples that a device takes at once; a step adds up as many gradients as its batch
     # needs. Nothing: the whole batch at once.
@@ -55,6 +56,8 @@ class Config:
     checkpoint_every: int = 100
     # Checkpoints to keep, the newest ones.
     keep: int = 2
+    # Text that every model continues at the end. Nothing: none.
+    sample: str | None = None
     # Write event files for TensorBoard.
     tensorboard: bool = False
     # Measure at the end how much of a step is the optimizer's.

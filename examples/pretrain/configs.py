@@ -1,8 +1,9 @@
 """Whole runs by name: the demos, and one for each of the paper's recipes."""
 
 import argparse
+import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tyro
@@ -122,6 +123,25 @@ def find_config(name: str) -> Config:
     )
 
 
+def saved_config(facts: Mapping[str, Any], optimizer: str) -> Config:
+    """The run that a `config.json` describes, with one of its optimizers.
+
+    What this program does not know any more is left out.
+
+    Args:
+      facts: What the file holds.
+      optimizer: The one of the optimizers.
+    """
+    model, recipe = _kind(facts)
+    return Config(
+        recipe=_filled(recipe, {**facts, "optimizer": optimizer}),
+        model=_filled(model, _below(facts, "model.")),
+        optimizer=(optimizer,),
+        out=pathlib.Path(),
+        loss_chunks=facts["loss_chunks"],
+    )
+
+
 def parse(arguments: Sequence[str], prog: str) -> Config:
     """The run of a command line: a recipe's, with the options that are given.
 
@@ -142,3 +162,24 @@ def parse(arguments: Sequence[str], prog: str) -> Config:
         find_optimizer(name)
     refuse_useless(others, config)
     return config
+
+
+def _kind(facts: Mapping[str, Any]) -> tuple[type, type]:
+    """The classes of a run's model and recipe, by what only its model has."""
+    if "model.widths" in facts:
+        return davidnet.DavidNetConfig, ImageRecipe
+    if "model.experts" in facts:
+        return MoonlightConfig, MixtureRecipe
+    return dense.DenseConfig, DecoderRecipe
+
+
+def _below(facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    named = (name for name in facts if name.startswith(prefix))
+    return {name.removeprefix(prefix): facts[name] for name in named}
+
+
+def _filled(cls: type, values: Mapping[str, Any]) -> Any:
+    """A dataclass with those of the values that it has; JSON's lists are tuples here."""
+    fields = {field.name for field in dataclasses.fields(cls)}
+    taken = {name: value for name, value in values.items() if name in fields}
+    return cls(**{n: tuple(v) if isinstance(v, list) else v for n, v in taken.items()})

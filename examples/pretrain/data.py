@@ -1,4 +1,4 @@
-"""Which files a run reads, and which of them it keeps for validation."""
+"""Which files a run reads, and which of them, or which part, it keeps for validation."""
 
 import dataclasses
 import glob
@@ -53,13 +53,15 @@ class Corpus:
 
     Attributes:
       train: For training.
-      val: For validation; from other files.
+      val: For validation; from other files, or from another part of a single one.
       unit: What one token is: "byte" or "token".
+      note: What the reader should know of the split; empty for nothing.
     """
 
     train: Split
     val: Split
     unit: str
+    note: str = ""
 
     def fingerprint(self) -> str:
         """SHA-256 of all tokens and of the split."""
@@ -82,15 +84,7 @@ def read_corpus(config: Config, vocab_size: int) -> Corpus:
     Raises:
       UsageError: If files are missing, empty, corrupt or of two kinds.
     """
-    if not config.data:
-        train, val = _split_by_hash(_standard_library())
-    elif not config.val_data:
-        train, val = _split_by_name(_find(config.data))
-    else:
-        val = _find(config.val_data)
-        held_out = {path.resolve() for path in val.values()}
-        found = _find(config.data).items()
-        train = {name: path for name, path in found if path.resolve() not in held_out}
+    train, val = _files(config)
     if not train:
         raise UsageError(
             f"--data {' '.join(config.data)} leaves nothing to train on beside the "
@@ -98,7 +92,39 @@ def read_corpus(config: Config, vocab_size: int) -> Corpus:
         )
     shards = _are_shards([*train.values(), *val.values()])
     read, unit = (_read_shards, "token") if shards else (_read_texts, "byte")
+    if not val:
+        return _split_by_position(read(train, vocab_size), unit)
     return Corpus(read(train, vocab_size), read(val, vocab_size), unit)
+
+
+def _files(config: Config) -> tuple[Files, Files]:
+    """The files to train on and those to validate on; none of these for a single one."""
+    if not config.data:
+        return _split_by_hash(_standard_library())
+    found = _find(config.data)
+    if not config.val_data:
+        return _split_by_name(found)
+    val = _find(config.val_data)
+    held_out = {path.resolve() for path in val.values()}
+    train = {n: path for n, path in found.items() if path.resolve() not in held_out}
+    return train, val
+
+
+def _split_by_position(whole: Split, unit: str) -> Corpus:
+    """The last tenth of a single file, but at least one token, goes to validation."""
+    (piece,) = whole.pieces
+    if len(piece) < 2:
+        raise UsageError(
+            f"{whole.name} is a single {unit}, which cannot be split: pass --val-data."
+        )
+    cut = len(piece) - max(round(VALIDATION_SHARE * len(piece)), 1)
+    return Corpus(
+        Split(f"the first nine tenths of {whole.name}", (piece[:cut],)),
+        Split(f"the last tenth of {whole.name}", (piece[cut:],)),
+        unit,
+        note="A single file is split by position; --val-data names another one to "
+        "validate on.",
+    )
 
 
 def _are_shards(paths: list[pathlib.Path]) -> bool:
@@ -200,16 +226,13 @@ def _split_by_name(files: Files) -> tuple[Files, Files]:
 
 
 def _split_by_hash(files: Files) -> tuple[Files, Files]:
-    """A tenth of the files, but at least one, goes to validation.
+    """A tenth of the files, but at least one, goes to validation; none of a single one.
 
     Unless there are very few, a file's side depends on its name alone: adding files moves
     none of the others.
     """
     if len(files) < 2:
-        raise UsageError(
-            f"{_describe(files)} is a single file, which cannot be split by file: "
-            "pass --val-data."
-        )
+        return files, {}
     place = {name: _place(name) for name in files}
     in_order = sorted(files, key=place.__getitem__)
     wanted = sum(place[name] < VALIDATION_SHARE for name in files)

@@ -1,5 +1,6 @@
 """The rule for parameters without dimension numbers: by rank and by name."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,15 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.classes_by_name import VECTORS, ClassesByName
 from orscale_jax.parameters.expressions import leaves_and_masks
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import listed, name_and_shape
+from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on
+
+_NO_MATRICES = (
+    " Those marked with a class are no matrices, by their names: None for them, even if "
+    "a rule for the others fits their shape."
+)
+_LINEN = "orscale_jax.flax.linen_dimension_numbers(module, *inputs)"
+_NNX = "orscale_jax.flax.nnx_dimension_numbers(model)"
+_LINEN_NAME = re.compile(r"[A-Z]\w*_\d+")  # Of a module without one, such as Dense_0.
 
 
 def default_rule(
@@ -50,10 +59,11 @@ def _takes_adamw(path: Any, names: ClassesByName) -> bool:
 def _refuse_ambiguous(leaves: list[tuple[Any, jax.Array]], names: ClassesByName) -> None:
     if not leaves:
         return
+    paths = [path for path, _ in leaves]
+    marked = [_takes_adamw(path, names) for path in paths]
     ambiguous = [
-        name_and_shape(path, leaf)
-        + f" (class {names.layer_class(path)})" * _takes_adamw(path, names)
-        for path, leaf in leaves
+        name_and_shape(path, leaf) + f" (class {names.layer_class(path)})" * mark
+        for (path, leaf), mark in zip(leaves, marked, strict=True)
     ]
     raise ValueError(
         f"{listed(ambiguous)} ambiguous: more than two axes may be a stack of "
@@ -61,7 +71,21 @@ def _refuse_ambiguous(leaves: list[tuple[Any, jax.Array]], names: ClassesByName)
         "weight_dimension_numbers with optax.contrib.MuonDimensionNumbers("
         "reduction_axis=..., output_axis=...) there, or None for AdamW, as for "
         "embeddings, heads, norms and biases; orscale_jax.by_path makes them from rules "
-        "on paths."
+        "on paths." + _NO_MATRICES * any(marked) + _flax_function(paths)
+    )
+
+
+def _flax_function(paths: list[Any]) -> str:
+    """The function that reads the axes off the modules, if the names are Flax's."""
+    if all(keys_on(path)[-1:] != ("kernel",) for path in paths):
+        return ""
+    names = {name for path in paths for name in names_on(path)}
+    linen = "params" in names or any(map(_LINEN_NAME.fullmatch, names))
+    nnx = any(map(str.isdigit, names))  # An entry of a list, which Linen has none of.
+    functions = [_LINEN] * (linen or not nnx) + [_NNX] * (nnx or not linen)
+    return (
+        f" If the model is Flax's, {' or '.join(functions)} takes all of this from the "
+        "types of its modules."
     )
 
 

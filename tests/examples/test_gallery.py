@@ -1,6 +1,9 @@
 """The programs of the gallery run at tiny sizes, and do what they say."""
 
+import signal
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -8,8 +11,11 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers
 
 from examples.gallery import (
+    accumulation,
     cifar,
     equinox_gpt,
+    estimate,
+    from_pytorch,
     haiku_lm,
     haliax_mlp,
     host_offload,
@@ -18,8 +24,11 @@ from examples.gallery import (
     lora,
     maxtext_style,
     mixture_of_experts,
+    rates_by_class,
     sharded_gpt,
+    switched_schedule,
 )
+from orscale_jax import describe, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 
 
@@ -189,3 +198,115 @@ def test_host_offload():
     momentum, everything = (host_offload.bytes_by_memory(s) for _, s in others)
     assert momentum["pinned_host"] > 10 * momentum["device"]
     assert everything.keys() == {"pinned_host"}
+
+
+@pytest.mark.extended
+def test_accumulation():
+    code, resumed, whole = accumulation.main()
+    assert code == -signal.SIGKILL
+    assert_same(resumed, whole)
+    first = accumulation.evaluate(accumulation.initial_state()["params"])
+    for params in (whole["params"], whole["average"]):
+        assert accumulation.evaluate(params) < first / 2
+
+
+def test_accumulation_is_the_step_of_the_whole_batch():
+    """The mean over micro-batches is the gradient of the whole batch, and is clipped."""
+    state = accumulation.initial_state()
+    params = jax.tree.map(jnp.copy, state["params"])
+    keys = jax.random.split(jax.random.key(3), accumulation.MICRO_BATCHES)
+
+    def loss_of_all(params):
+        return jnp.mean(jax.vmap(accumulation.loss_fn, (None, 0))(params, keys))
+
+    grads = jax.grad(loss_of_all)(params)
+    updates, _ = accumulation.OPTIMIZER.update(grads, state["opt"], params)
+    wanted = optax.apply_updates(params, updates)
+    after, loss = accumulation.train_step(state, 3)
+    np.testing.assert_allclose(loss, loss_of_all(params), rtol=1e-5)
+    for name, leaf in wanted.items():
+        np.testing.assert_allclose(after["params"][name], leaf, atol=1e-4)
+        average = accumulation.EMA_DECAY * params[name] + 0.1 * after["params"][name]
+        np.testing.assert_allclose(after["average"][name], average, atol=1e-6)
+
+
+@pytest.mark.extended
+def test_rates_by_class():
+    losses, before, after, description = rates_by_class.main(steps=150)
+    assert losses[-1] < losses[0] / 2
+    np.testing.assert_array_equal(before["embed"], after["embed"])
+    labels = {row.path: row.label for row in description.rows}
+    assert labels["attention.query"] == "attention" and labels["mlp.up"] == "mlp"
+    assert labels["norm.scale"] == labels["lm_head"] == "rest"
+    [frozen] = description.select("embed").rows
+    assert (frozen.rule, frozen.state_bytes) == ("stateless", 0)
+    decays = rates_by_class.decays(before)
+    assert decays["lm_head"] and decays["mlp"]["up"] and not decays["norm"]["scale"]
+
+
+@pytest.mark.extended
+def test_rates_by_class_are_those_of_each_group():
+    params = rates_by_class.init(jax.random.key(0), 8)
+    optimizer = rates_by_class.make_optimizer(0.01, 10)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    # Without a gradient AdamW's parameters only decay; matrices wait for their first one.
+    np.testing.assert_allclose(updates["lm_head"], -0.0005 * params["lm_head"], rtol=1e-4)
+    grads = jax.grad(rates_by_class.loss_fn)(params, jax.random.key(1))
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    norms = jax.tree.map(jnp.linalg.norm, updates)
+    alone, _ = orscale(0.01, weight_decay=0.1).update(
+        grads, orscale(0.01, weight_decay=0.1).init(params), params
+    )
+    alone = jax.tree.map(jnp.linalg.norm, alone)
+    for name, factor in (("attention", 1.0), ("mlp", 2.0)):
+        for matrix, norm in norms[name].items():
+            np.testing.assert_allclose(norm, factor * alone[name][matrix], rtol=1e-4)
+
+
+@pytest.mark.extended
+def test_switched_schedule():
+    losses, rates, switched = switched_schedule.main(width=8)
+    assert 0 < switched < len(losses) == len(rates)
+    assert len(rates) - switched == switched_schedule.COOLDOWN
+    np.testing.assert_allclose(rates[: switched + 1], switched_schedule.RATE, rtol=1e-6)
+    falls = np.diff(rates[switched:])
+    np.testing.assert_allclose(falls, falls[0], rtol=1e-3)
+    assert falls[0] < 0
+    assert np.mean(losses[-10:]) < np.mean(losses[switched - 10 : switched])
+    assert switched_schedule.train_step._cache_size() == 1
+
+
+@pytest.mark.extended
+def test_from_pytorch():
+    losses, before, after = from_pytorch.main(steps=150)
+    assert losses[-1] < losses[0] / 2
+    assert [x.shape for x in after.values()] == [before[name].shape for name in after]
+    rows = {row.path: row for row in describe(before, from_pytorch.NUMBERS).rows}
+    counts = {name: row.matrices for name, row in rows.items() if row.rule == "matrix"}
+    assert counts == {
+        "attn.in_proj_weight": 3,
+        "attn.out_proj.weight": 1,
+        "conv.weight": 1,
+        "mlp.fc1.weight": 1,
+        "mlp.fc2.weight": 1,
+    }
+    assert (rows["conv.weight"].m, rows["conv.weight"].n) == (12, 16)  # Inputs, outputs.
+
+
+def test_estimate():
+    one = estimate.estimate(
+        orscale(1e-3, weight_dimension_numbers=estimate.NUMBERS), (1, 1, 1)
+    )
+    matrices = estimate.LAYERS * 12 * estimate.WIDTH**2
+    table, norms = estimate.VOCABULARY * estimate.WIDTH, estimate.LAYERS * estimate.WIDTH
+    assert one.weights == 4 * (matrices + table + norms)
+    # Momentum of the matrices, two moments of all else; besides, some scalars per matrix.
+    assert 0 <= one.state - 4 * (matrices + 2 * (table + norms)) < 5_000
+    assert one.sent == 0
+    found = estimate.main()
+    for lengths, of_device in found.items():
+        parts = lengths[1] * lengths[2]
+        assert of_device.weights == 4 * ((matrices + table) / parts + norms)
+    by_hand = (matrices * 2 / 64) * (63 / 64) * 2  # bfloat16, to a whole matrix and back.
+    np.testing.assert_allclose(found[1, 64, 1].sent, by_hand, rtol=0.2)

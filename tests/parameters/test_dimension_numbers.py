@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import BlockDimensionNumbers as Blocks
+from orscale_jax import BlockDimensionNumbers as Blocks, orscale
 from orscale_jax.parameters import dimension_numbers
 from orscale_jax.parameters.axes import MatrixAxes
 from tests import leaves
@@ -165,3 +166,43 @@ def test_names_of_any_container():
     assert (axes.embedding, axes.kernel) == (False, True)
     with pytest.raises(ValueError, match=r"'kernel' of shape \(2, 3, 4\) is ambiguous"):
         dimension_numbers.matrix_axes(None, Named(jnp.ones(3), jnp.ones((2, 3, 4))))
+
+
+LINEN = "linen_dimension_numbers(module, *inputs)"
+NNX = "nnx_dimension_numbers(model)"
+
+
+@pytest.mark.parametrize(
+    "tree, functions",
+    [
+        ({"Dense_0": {"kernel": 3}}, {LINEN}),
+        ({"params": {"query": {"kernel": 3, "bias": 1}}}, {LINEN}),
+        (flax.core.freeze({"Block_3": {"kernel": 3}, "norm": {"scale": 1}}), {LINEN}),
+        ({"layers": {0: {"kernel": 3}}}, {NNX}),
+        ({"layers": {"0": {"kernel": 3}}}, {NNX}),
+        (nnx.State({"blocks": {0: {"kernel": nnx.Param(3)}}}), {NNX}),
+        ({"query": {"kernel": 3}}, {LINEN, NNX}),
+        ({"decoder": {"layers_0": {"kernel": 3}}}, {LINEN, NNX}),
+        ({"w": 3}, set()),
+        ([3], set()),
+        ({"blocks": [{"weight": 3}]}, set()),  # Such as Equinox's.
+        ({"layer_0": {"w": 3, "kernel": 1}}, set()),
+    ],
+)
+def test_an_ambiguous_leaf_of_flax_names_the_function_of_its_library(tree, functions):
+    """A number stands for an array with as many axes."""
+    tree = jax.tree.map(lambda ndim: jnp.ones((2,) * ndim), tree)
+    with pytest.raises(ValueError, match="ambiguous") as caught:
+        orscale(1e-3).init(tree)
+    assert {f for f in (LINEN, NNX) if f in str(caught.value)} == functions
+
+
+@pytest.mark.parametrize("name", ["bias", "scale", "embedding", "lm_head", "LayerNorm_0"])
+def test_an_ambiguous_norm_or_bias_is_warned_about(name):
+    stack, other = jnp.ones((2, 3, 4)), {"query": {"kernel": jnp.ones((2, 3, 4))}}
+    warning = "Those marked with a class are no matrices"
+    with pytest.raises(ValueError, match=rf"(?s)shape \(2, 3, 4\) \(class .*{warning}"):
+        dimension_numbers.matrix_axes(None, other | {name: stack})
+    with pytest.raises(ValueError, match="ambiguous") as caught:
+        dimension_numbers.matrix_axes(None, other)
+    assert warning not in str(caught.value) and "(class" not in str(caught.value)

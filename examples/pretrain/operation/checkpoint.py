@@ -110,7 +110,9 @@ class Checkpoints:
         """A state, or why there is none; the same on all processes."""
         state, expected, reason = None, {}, ""
         try:
-            restored = _read_alone(self._folder / str(step), setup)
+            restored = read_alone(
+                self._folder / str(step), ocp.args.StandardRestore(setup.abstract)
+            )
             state, expected = restored.state, restored.position["checksums"]
         except Exception as error:  # A damaged file may raise anything.
             reason = f"{type(error).__name__}: {_first_line(error)[:200]}"
@@ -151,14 +153,17 @@ class Checkpoints:
             ) from error
 
 
-def _read_alone(folder: pathlib.Path, setup: Setup) -> Any:
-    """What this process reads; it does not wait for others, who may fail."""
+def read_alone(folder: pathlib.Path, state: Any) -> Any:
+    """Reads a checkpoint without waiting for other processes, which may fail.
+
+    Args:
+      folder: Of the checkpoint.
+      state: Orbax's arguments for the training state.
+    """
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
     )
-    arguments = ocp.args.Composite(
-        state=ocp.args.StandardRestore(setup.abstract), position=ocp.args.JsonRestore()
-    )
+    arguments = ocp.args.Composite(state=state, position=ocp.args.JsonRestore())
     handler = ocp.CompositeCheckpointHandler()
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         return reader.restore(folder, args=arguments)

@@ -44,9 +44,8 @@ def _report_matrices(name: str, folder: pathlib.Path, console: Console) -> None:
     """Reports on what an optimizer did to matrices and experts, if it did."""
     loads, history = folder / name / "expert_loads.csv", folder / name / FILE_NAME
     line = f"{OPTIMIZERS[name].label}. {run_line([folder])}"
-    if loads.exists():
-        figure = folder / name / "expert_loads.png"
-        plots.draw_loads(figure, read_csv(loads), line)
+    if loads.exists() and (shares := read_csv(loads)):
+        plots.draw_loads(folder / name / "expert_loads.png", shares, line)
     if not history.exists():
         return
     rows = read_csv(history)

@@ -25,6 +25,7 @@ from examples.pretrain.operation.stop import StopSignal
 from examples.pretrain.operation.write_failures import writing
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.recipe import Recipe, accumulation
+from examples.pretrain.sample import check_prompt, show_samples
 from examples.pretrain.setup import State, set_up
 from examples.pretrain.task import Data, Task
 from examples.pretrain.train import Trainer, make_trainer, train
@@ -65,16 +66,21 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
             stop.check(f"Stopped after {name}")
         if is_first():
             report.write(config.out, console)
+            if config.sample is not None:
+                show_samples(config.out, config.sample, console)
 
 
 def check(config: Config, task: Task, data: Data, mesh: Mesh) -> None:
     """Refuses what could not be trained, before anything is written.
 
     Raises:
-      UsageError: If batches or the model do not divide among the devices, or if an
-        optimizer does not take the recipe's hyperparameters.
+      UsageError: If batches or the model do not divide among the devices, an optimizer
+        does not take the recipe's hyperparameters, or a model cannot read the text to
+        continue.
     """
     recipe = config.recipe
+    if config.sample is not None:
+        check_prompt(config.sample, data.unit, getattr(config.model, "vocab_size", 0))
     Batches(data.train, recipe.batch_size, mesh)
     accumulation(recipe, batch_shards(mesh), config.per_device_batch)
     evaluation_batch_size(len(data.validation), recipe.batch_size, batch_shards(mesh))

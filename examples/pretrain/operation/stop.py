@@ -1,10 +1,14 @@
 """Stopping between two steps instead of in the middle of one."""
 
+import contextlib
+import os
 import signal
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
+
+_STDERR = 2  # Its file descriptor.
 
 
 class Stopped(Exception):
@@ -20,7 +24,7 @@ class Stopped(Exception):
 
 
 class StopSignal:
-    """Notes the first SIGINT (Ctrl-C) or SIGTERM; a second one acts as it always does.
+    """Notes the first SIGINT (Ctrl-C) or SIGTERM, and says so; a second one acts as ever.
 
     Of several processes, JAX tells all when one gets a SIGTERM, as a preempted machine
     does, and they stop at the same step.
@@ -59,3 +63,14 @@ class StopSignal:
         self._signum = signum
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        _say(
+            f"{signal.Signals(signum).name} received: the run stops with a checkpoint as "
+            "soon as the current step, and its measurement or validation, is complete. A "
+            "second signal ends it at once; the last checkpoint then is an earlier one."
+        )
+
+
+def _say(message: str) -> None:
+    """Prints from a signal handler, which may have interrupted another print."""
+    with contextlib.suppress(OSError):  # A closed terminal is no reason not to save.
+        os.write(_STDERR, f"\n{message}\n".encode())

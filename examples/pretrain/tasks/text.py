@@ -18,7 +18,8 @@ def read_text(config: Config) -> Data:
         validation=validation_windows(recipe, corpus),
         unit=corpus.unit,
         description=f"{corpus.train.tokens:,} {corpus.unit}s to train on, "
-        f"{corpus.val.tokens:,} to validate on, from {corpus.train.name}",
+        f"{corpus.val.tokens:,} to validate on, from {corpus.train.name}"
+        + (f"\n{corpus.note}" if corpus.note else ""),
         facts={
             "corpus_tokens": {"train": corpus.train.tokens, "val": corpus.val.tokens},
             "corpus_sha256": corpus.fingerprint(),

@@ -7,6 +7,7 @@ import pytest
 from examples.pretrain.data import read_corpus
 from examples.pretrain.errors import UsageError
 from examples.pretrain.shards import HEADER_INTS, MAGIC
+from examples.pretrain.tasks.text import read_text
 from tests.examples.pretrain import tiny
 
 TOKENS = np.arange(400, dtype="<u2")
@@ -115,6 +116,63 @@ def test_the_standard_library():
         assert (line in train) != (line in val)
     assert "class Test_TestCase" not in train + val
     assert corpus.fingerprint() == read().fingerprint()
+
+
+# A single file.
+
+
+def test_a_single_file_is_split_by_position(tmp_path):
+    path = tmp_path / "poem.txt"
+    path.write_text("".join(map(str, range(100))))
+    corpus = read(path)
+    assert text(corpus.train) + text(corpus.val) == path.read_text()
+    assert (corpus.train.tokens, corpus.val.tokens) == (171, 19)
+    assert "split by position" in corpus.note and "--val-data" in corpus.note
+    for split, part in ((corpus.train, "first nine tenths"), (corpus.val, "last tenth")):
+        assert split.name == f"the {part} of {path}"
+    for same in (tmp_path, tmp_path / "*.txt"):
+        assert read(same).fingerprint() == corpus.fingerprint()
+
+
+@pytest.mark.parametrize("write", [write_raw_shard, write_header_shard])
+def test_a_single_shard_is_split_by_position(tmp_path, write):
+    corpus = read(write(tmp_path / "tokens.bin"))
+    np.testing.assert_array_equal(corpus.train.pieces[0], TOKENS[:360])
+    np.testing.assert_array_equal(corpus.val.pieces[0], TOKENS[360:])
+    assert corpus.unit == "token" and len(corpus.fingerprint()) == 64
+
+
+def test_a_single_file_that_is_too_short_is_refused(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("ab")
+    corpus = read(path)
+    assert (text(corpus.train), text(corpus.val)) == ("a", "b")
+    path.write_text("a")
+    with pytest.raises(UsageError, match=r"short\.txt is a single byte.*--val-data"):
+        read(path)
+    path.write_text("")
+    with pytest.raises(UsageError, match=r"short\.txt is empty"):
+        read(path)
+    with pytest.raises(UsageError, match="no such file, and none within"):
+        read(tmp_path)
+
+
+def test_a_single_file_with_val_data_is_not_split(tmp_path):
+    documents(tmp_path, count=2)
+    corpus = read(tmp_path / "0.txt", val=[tmp_path / "1.txt"])
+    assert (text(corpus.train), text(corpus.val)) == ("document 0.", "document 1.")
+    assert corpus.note == read(tmp_path).note == ""
+
+
+def test_the_side_that_is_shorter_than_a_batch_is_named(tmp_path):
+    path = tmp_path / "poem.txt"
+    config = tiny.config(data=(str(path),))  # A batch is 65 tokens or more.
+    for length, side in ((50, "first nine tenths"), (600, "last tenth")):
+        path.write_text("a" * length)
+        with pytest.raises(UsageError, match=rf"{side} of .*poem\.txt: .*lower"):
+            read_text(config)
+    path.write_text("a" * 700)
+    assert "by position" in read_text(config).description
 
 
 # Shards.
@@ -238,12 +296,6 @@ def test_a_mixture_of_texts_and_shards_is_refused(tmp_path):
         read(tmp_path)
     with pytest.raises(UsageError, match=r"\.txt is text and .*tokens\.bin.*narrow"):
         read(tmp_path / "*.txt", val=[tmp_path / "tokens.bin"])
-
-
-def test_a_single_file_needs_val_data(tmp_path):
-    documents(tmp_path, count=1)
-    with pytest.raises(UsageError, match=r"0\.txt is a single file.*pass --val-data"):
-        read(tmp_path)
 
 
 def test_nothing_to_train_on_is_refused(tmp_path):

@@ -87,6 +87,7 @@ def ask_to_stop(options, out, count, signum):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 128 + signum, output
     done = int(re.search(r"OrScale stopped at step (\d+)", output)[1])
+    assert f"{signal.Signals(signum).name} received" in output
     assert "The same command carries on" in output
     assert "Traceback" not in output
     assert metrics(out)[-1]["step"] == str(done)  # No finished step is lost.

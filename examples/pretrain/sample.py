@@ -1,0 +1,195 @@
+"""Text from a run's model, whose tokens are bytes.
+
+python -m examples.pretrain.sample --run runs/demo/orscale "def update("
+"""
+
+import dataclasses
+import functools
+import os
+import pathlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from flax import nnx
+from rich.console import Console
+
+from examples.pretrain.data import SEPARATOR
+from examples.pretrain.errors import UsageError
+from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.saved import checkpoint_steps, load_model, run_facts
+
+BYTES = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a text goes on."""
+
+    # Bytes to write, at most: the model may end the text before.
+    length: int = 200
+    # The logits are divided by it. 0 takes the likeliest byte every time.
+    temperature: float = 0.8
+    # The likeliest bytes, of which one is drawn. Nothing: all of them.
+    top_k: int | None = None
+    # Of the draws; the same seed gives the same text.
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise UsageError(f"--length {self.length} must be at least 1.")
+        if not 0 <= self.temperature < float("inf"):
+            raise UsageError(f"--temperature {self.temperature} must be at least 0.")
+        if self.top_k is not None and self.top_k < 1:
+            raise UsageError(f"--top-k {self.top_k} must be at least 1.")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"--seed {self.seed} must be at least 0 and below 2**32.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Command:
+    """Continue a text with the model of a run's newest checkpoint."""
+
+    # The text to continue. Nothing: a new document.
+    prompt: tyro.conf.Positional[str] = ""
+    # Folder of a run: of one optimizer, or of several, whose models then take turns.
+    run: pathlib.Path = pathlib.Path("runs/demo")
+    # How it goes on.
+    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
+
+
+def sample(folder: pathlib.Path, prompt: str, sampling: Sampling) -> str:
+    """The prompt and what the model of a run's newest checkpoint makes of it.
+
+    Args:
+      folder: Of the run with one optimizer.
+      prompt: In any characters. The model reads its last bytes, as many as the run's
+        sequences have.
+      sampling: How to go on.
+
+    Raises:
+      UsageError: If there is no such run, or its model cannot read the prompt.
+    """
+    facts = run_facts(folder)
+    check_prompt(prompt, facts["unit"], facts.get("model.vocab_size", 0))
+    given = os.fsencode(prompt)
+    added = generate(load_model(folder), given, facts["seq_len"], sampling)
+    return _readable(given + bytes(added))
+
+
+def check_prompt(prompt: str, unit: str, vocab_size: int) -> None:
+    """Refuses a prompt that a model cannot read.
+
+    Args:
+      prompt: The text to continue.
+      unit: What the model was trained on: "byte", "token" or "image".
+      vocab_size: Of the model.
+
+    Raises:
+      UsageError: If its tokens are no bytes, or lack one of the prompt's.
+    """
+    if unit != "byte":
+        raise UsageError(
+            f"A model of {unit}s writes no text: only those that were trained on text "
+            "files do. examples.pretrain.saved.load_model loads any of them."
+        )
+    largest = max(os.fsencode(prompt), default=0)
+    if largest >= vocab_size:
+        raise UsageError(
+            f"The prompt {prompt!r} holds byte {largest}, but the vocabulary ends at "
+            f"{vocab_size - 1}: use other characters."
+        )
+
+
+def generate(
+    model: Any, prompt: bytes, context: int, sampling: Sampling
+) -> Iterator[int]:
+    """The bytes that follow a prompt, until the model ends the document.
+
+    Args:
+      model: Of tokens that are bytes.
+      prompt: Empty for the start of a document.
+      context: Bytes that the model looks back on, at most.
+      sampling: How many, and how to draw them.
+    """
+    graphdef, state = nnx.split(model)
+    text = list(prompt or SEPARATOR)
+    key = jax.random.key(sampling.seed)
+    for index in range(sampling.length):
+        seen = text[-context:]
+        window = np.zeros((1, context), np.int32)
+        window[0, : len(seen)] = seen
+        logits = _next_logits(graphdef, state, window, len(seen) - 1)
+        byte = int(_draw(jax.random.fold_in(key, index), logits, sampling))
+        if byte == SEPARATOR[0]:
+            return
+        yield byte
+        text.append(byte)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _next_logits(graphdef: Any, state: Any, tokens_1xT: Any, last: Any) -> jax.Array:
+    """The logits of the byte after position `last`; none looks at what follows it."""
+    model = nnx.merge(graphdef, state)
+    hidden = model.hidden(tokens_1xT)
+    hidden_1xTxD = hidden[0] if isinstance(hidden, tuple) else hidden
+    logits_1x1xV = model.logits(jax.lax.dynamic_slice_in_dim(hidden_1xTxD, last, 1, 1))
+    return logits_1x1xV[0, 0, :BYTES].astype(jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _draw(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
+    if sampling.temperature == 0:
+        return logits_V.argmax()
+    count = min(sampling.top_k or BYTES, len(logits_V))
+    best_K, bytes_K = jax.lax.top_k(logits_V, count)
+    return bytes_K[jax.random.categorical(key, best_K / sampling.temperature)]
+
+
+def _readable(text: bytes) -> str:
+    """The text without what a terminal would act on."""
+    decoded = text.decode(errors="replace")
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for c in decoded
+    )
+
+
+def show_samples(
+    run: pathlib.Path, prompt: str, console: Console, sampling: Sampling = Sampling()
+) -> None:
+    """Prints what the model of each optimizer of a run makes of a prompt."""
+    for folder in _folders(run.resolve()):
+        text = sample(folder, prompt, sampling)
+        console.rule(OPTIMIZERS[folder.name].label, align="left", style="dim")
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _folders(run: pathlib.Path) -> list[pathlib.Path]:
+    """The folder of one optimizer, or all of those in the folder of a run."""
+    if not (run / "config.json").exists():
+        return [run]
+    found = [run / name for name in OPTIMIZERS if checkpoint_steps(run / name)]
+    if not found:
+        raise UsageError(f"{run} holds no checkpoint yet.")
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and gives its exit code."""
+    prog = "python -m examples.pretrain.sample"
+    try:
+        command = tyro.cli(Command, args=arguments, prog=prog)
+        show_samples(command.run, command.prompt, Console(), command.sampling)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
