@@ -5,7 +5,7 @@
     python -m examples.benchmarks.at_scale --table docs/data/at_scale.csv --figure docs/at_scale.png
 
 No device is needed and nothing is compiled: the planner of `orscale_jax` plans, and its
-operations, bytes and messages are divided by rates. Two other ways are estimated by the
+operations, bytes and messages are divided by its rates. Two other ways are estimated by the
 same rates, without the time of their messages:
 
 - *every device computes all*: what Optax's Muon does where parameters are replicated;
@@ -21,7 +21,7 @@ import functools
 import math
 import pathlib
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,7 +35,10 @@ from examples.benchmarks.contenders import NS_STEPS
 from examples.benchmarks.large_models import MODELS
 from examples.benchmarks.models import Leaves
 from orscale_jax.distributed.buckets import Bucket, ShardedArray, count_devices
-from orscale_jax.distributed.planner import plan_buckets
+from orscale_jax.distributed.costs import CostModel, Traffic
+from orscale_jax.distributed.hardware import H100, TPU_V5P
+from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.planner import median_flops, plan_buckets
 from orscale_jax.sharding.typed_sharding import axes_of
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -43,21 +46,7 @@ STACK_BYTES = {"tpu": 2**24, "gpu": 2**28}
 COUNTS = (64, 256, 1024, 4096, 16384)
 
 
-class Rates(NamedTuple):
-    """What one device does in a second: FLOPs, and bytes and messages over its links."""
-
-    flops: float
-    fast: float
-    slow: float
-    fast_messages: float
-    slow_messages: float
-
-
-# Two thirds of a v5p's and an H100's peaks; DCN and InfiniBand for each chip.
-RATES = {
-    "tpu": Rates(3e14, 1.5e11, 6.25e9, 1 / 1e-6, 1 / 2e-5),
-    "gpu": Rates(6e14, 3e11, 4e10, 1 / 2e-6, 1 / 5e-6),
-}
+HARDWARE = {"tpu": TPU_V5P, "gpu": H100}
 
 
 class Partitioned(NamedTuple):
@@ -72,41 +61,31 @@ PARTITIONED = {"tpu": Partitioned(1, 2), "gpu": Partitioned(2, 4)}
 
 
 class Work(NamedTuple):
-    """What the busiest device does in a step."""
+    """What a device does in a step: FLOPs, and what it sends."""
 
-    flops: float = 0
-    fast: float = 0
-    slow: float = 0
-    fast_messages: float = 0
-    slow_messages: float = 0
+    flops: int
+    traffic: Traffic = Traffic()
 
-    def plus(self, other: "Work") -> "Work":
-        return Work(*(a + b for a, b in zip(self, other, strict=True)))
-
-    def seconds(self, rates: Rates) -> float:
-        return sum(work / rate for work, rate in zip(self, rates, strict=True))
+    def milliseconds(self, platform: str) -> float:
+        model = CostModel(HARDWARE[platform])
+        return 1e3 * model.seconds(model.cost(self.flops, self.traffic))
 
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """Devices with axes of which some are slow.
+    """Devices of a platform.
 
     Attributes:
       platform: tpu or gpu.
-      axes: The lengths of the axes, slow ones first.
-      slow: The axes that lead from one slice or node to another.
+      mesh: The lengths of the axes, and which of them lead to other slices or nodes.
     """
 
     platform: str
-    axes: Mapping[str, int]
-    slow: frozenset[str]
+    mesh: MeshShape
 
     @property
     def devices(self) -> int:
-        return math.prod(self.axes.values())
-
-    def slices(self, axes: Iterable[str]) -> int:
-        return math.prod(self.axes[name] for name in axes if name in self.slow)
+        return math.prod(self.mesh.sizes.values())
 
 
 def v5p(count: int) -> Cluster:
@@ -115,7 +94,7 @@ def v5p(count: int) -> Cluster:
     expert = min(64, count // slices // 4)
     fsdp = count // slices // expert
     axes = {"dcn": slices, "expert": expert, "fsdp": fsdp}
-    return Cluster("tpu", axes, frozenset({"dcn"}))
+    return Cluster("tpu", MeshShape(axes, {"dcn": slices}))
 
 
 def h100(count: int) -> Cluster:
@@ -123,7 +102,8 @@ def h100(count: int) -> Cluster:
     nodes = count // 8
     expert = min(64, nodes)
     axes = {"replica": nodes // expert, "expert": expert, "fsdp": 8}
-    return Cluster("gpu", axes, frozenset({"replica", "expert"}))
+    slow = {name: axes[name] for name in ("replica", "expert")}
+    return Cluster("gpu", MeshShape(axes, slow))
 
 
 STEP = "a step, ms"
@@ -159,73 +139,34 @@ def arrays_of(leaves: Leaves) -> list[ShardedArray]:
     ]
 
 
-def work_of(bucket: Bucket, cluster: Cluster) -> Work:
-    """What a device does for a bucket: its products, and its exchanges by link."""
-    shards, copies = bucket.shards, bucket.group_size // bucket.shards
-    slow_shards = cluster.slices(bucket.shard_axes)
-    slow_copies = cluster.slices(bucket.replica_axes)
-    exchange = Work(
-        fast=2 * bucket.nbytes * (shards // slow_shards - 1) / shards,
-        slow=2 * bucket.nbytes * (slow_shards - 1) / slow_shards,
-        fast_messages=2 * (shards // slow_shards - 1),
-        slow_messages=2 * (shards - shards // slow_shards),
-    )
-    gather = Work(
-        fast=bucket.nbytes * slow_copies * (copies // slow_copies - 1),
-        slow=bucket.nbytes * (slow_copies - 1),
-        fast_messages=copies // slow_copies - 1,
-        slow_messages=slow_copies - 1,
-    )
-    return Work(bucket.flops).plus(exchange).plus(gather).plus(_sums(bucket, cluster))
-
-
-def _sums(bucket: Bucket, cluster: Cluster) -> Work:
-    """The sums of Gram matrices; they are slow if they reach into another slice."""
-    if bucket.column_shards == 1:
-        return Work()
-    unshared = bucket._replace(
-        layouts=tuple(part._replace(column_shards=1) for part in bucket.layouts)
-    )
-    nbytes = bucket.bytes_sent - unshared.bytes_sent
-    messages = 2 * (bucket.column_shards - 1) * NS_STEPS
-    axes = (*bucket.replica_axes, *bucket.shard_axes)
-    within = bucket.group_size // cluster.slices(axes)
-    if bucket.column_shards > within:
-        return Work(slow=nbytes, slow_messages=messages)
-    return Work(fast=nbytes, fast_messages=messages)
-
-
 def flops(m: int, n: int) -> int:
     """The FLOPs of one matrix."""
     m, n = min(m, n), max(m, n)
     return NS_STEPS * (4 * m * m * n + 2 * m**3)
 
 
-def everything(arrays: Sequence[ShardedArray], cluster: Cluster) -> Work:
+def everything(arrays: Sequence[ShardedArray]) -> Work:
     """Every device computes all; parameters are replicated, so nothing is sent."""
-    del cluster
     return Work(sum(math.prod(a.shape[:-2]) * flops(*a.shape[-2:]) for a in arrays))
 
 
 def in_each_step(arrays: Sequence[ShardedArray], cluster: Cluster) -> Work:
     """Products divided by the partitioner, with collectives in each of them."""
-    total = Work()
+    sizes, slices = cluster.mesh.sizes, cluster.mesh.slices
+    operations, traffic = 0, Traffic()
     for array in arrays:
         *batch, m, n = array.shape
         *of_batch, rows, columns = array.axes
         held = math.prod(batch) // math.prod(
-            count_devices(axes, cluster.axes) for axes in of_batch
+            count_devices(axes, sizes) for axes in of_batch
         )
-        shards = count_devices((*rows, *columns), cluster.axes)
-        slices = cluster.slices((*rows, *columns))
+        shards = count_devices((*rows, *columns), sizes)
+        apart = math.prod(slices.get(name, 1) for name in (*rows, *columns))
         nbytes = held * received_in_steps(m, n, cluster.platform)
-        work = Work(
-            flops=held * flops(m, n) / shards,
-            fast=nbytes * (shards - slices) / shards,
-            slow=nbytes * (slices - 1) / shards,
-        )
-        total = total.plus(work)
-    return total
+        operations += held * flops(m, n) // shards
+        fast, slow = nbytes * (shards - apart) // shards, nbytes * (apart - 1) // shards
+        traffic = traffic.plus(Traffic(fast_bytes=fast, slow_bytes=slow))
+    return Work(operations, traffic)
 
 
 def received_in_steps(m: int, n: int, platform: str) -> int:
@@ -239,17 +180,22 @@ def planned(
 ) -> tuple[tuple[Bucket, ...], float]:
     """The plan, and the seconds that it took."""
     began = time.perf_counter()
-    plan = plan_buckets(arrays, cluster.axes, STACK_BYTES[cluster.platform])
+    plan = plan_buckets(
+        arrays,
+        cluster.mesh,
+        STACK_BYTES[cluster.platform],
+        CostModel(HARDWARE[cluster.platform], NS_STEPS),
+    )
     return plan, time.perf_counter() - began
 
 
 def row(model: str, cluster: Cluster) -> dict[str, Any]:
     """The figures of a model on a cluster."""
-    arrays = arrays_of(MODELS[model](cluster.axes))
+    arrays = arrays_of(MODELS[model](cluster.mesh.sizes))
     plan, seconds = planned(arrays, cluster)
-    work = functools.reduce(Work.plus, (work_of(b, cluster) for b in plan), Work())
-    rates = RATES[cluster.platform]
-    whole = everything(arrays, cluster)
+    traffic = functools.reduce(Traffic.plus, (bucket.traffic for bucket in plan))
+    work = Work(sum(bucket.flops for bucket in plan), traffic)
+    whole = everything(arrays)
     return {
         "model": model,
         "platform": cluster.platform,
@@ -257,12 +203,13 @@ def row(model: str, cluster: Cluster) -> dict[str, Any]:
         "planned in, s": seconds,
         "stacks": len(plan),
         "operations, TFLOP": work.flops / 1e12,
+        "of the median device": median_flops(plan, cluster.mesh) / 1e12,
         "of an even share": work.flops * cluster.devices / whole.flops,
-        "over fast links, MB": work.fast / 1e6,
-        "over slow links, MB": work.slow / 1e6,
-        STEP: 1e3 * work.seconds(rates),
-        ALL: 1e3 * whole.seconds(rates),
-        PARTS: 1e3 * in_each_step(arrays, cluster).seconds(rates),
+        "over fast links, MB": traffic.fast_bytes / 1e6,
+        "over slow links, MB": traffic.slow_bytes / 1e6,
+        STEP: work.milliseconds(cluster.platform),
+        ALL: whole.milliseconds(cluster.platform),
+        PARTS: in_each_step(arrays, cluster).milliseconds(cluster.platform),
     }
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import math
+import pathlib
 
 import pytest
 
@@ -9,6 +10,10 @@ from examples.benchmarks import at_scale
 from examples.benchmarks.at_scale import CLUSTERS, PARTS, STEP
 from examples.benchmarks.large_models import MODELS
 from orscale_jax.distributed.buckets import count_devices
+from orscale_jax.distributed.mesh_shape import MeshShape
+
+DOCS = pathlib.Path(__file__).parents[3] / "docs"
+PAGE, DATA = DOCS / "at_scale.md", DOCS / "data" / "at_scale.csv"
 
 # Without embeddings, norms, routers, and the layers that predict further tokens.
 PARAMETERS = {
@@ -21,7 +26,7 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_have_the_sizes_of_their_names(model):
-    leaves = MODELS[model](at_scale.v5p(64).axes)
+    leaves = MODELS[model](at_scale.v5p(64).mesh.sizes)
     entries = sum(math.prod(leaf.shape) for leaf in leaves.values())
     assert entries == pytest.approx(PARAMETERS[model], rel=0.01)
 
@@ -32,22 +37,33 @@ def test_every_model_divides_among_the_devices(platform, count):
     cluster = CLUSTERS[platform](count)
     assert cluster.devices == count
     for model in MODELS:
-        for array in at_scale.arrays_of(MODELS[model](cluster.axes)):
+        for array in at_scale.arrays_of(MODELS[model](cluster.mesh.sizes)):
             for size, axes in zip(array.shape, array.axes, strict=True):
-                assert size % count_devices(axes, cluster.axes) == 0
+                assert size % count_devices(axes, cluster.mesh.sizes) == 0
 
 
-def test_a_bucket_between_nodes():
+def test_matrices_between_nodes():
     """64 matrices over two nodes: each device has four, of which half came from afar."""
-    cluster = at_scale.Cluster("gpu", {"node": 2, "fsdp": 8}, frozenset({"node"}))
+    mesh = MeshShape({"node": 2, "fsdp": 8}, {"node": 2})
     array = at_scale.ShardedArray(
         (64, 256, 512), at_scale.BFLOAT16, ((), ("node", "fsdp"), ())
     )
-    (bucket,), _ = at_scale.planned([array], cluster)
-    work, nbytes = at_scale.work_of(bucket, cluster), 4 * 256 * 512 * 2
-    assert work.slow == 2 * nbytes / 2 and work.slow_messages == 2 * 8
-    assert work.fast == 2 * nbytes * 7 / 16 and work.fast_messages == 2 * 7
-    assert work.flops == 4 * at_scale.flops(256, 512)
+    (bucket,), _ = at_scale.planned([array], at_scale.Cluster("gpu", mesh))
+    nbytes = 4 * 256 * 512 * 2
+    assert bucket.traffic == (2 * nbytes * 7 // 8, 2 * nbytes // 2, 2 * 7, 2 * 1)
+    assert bucket.flops == 4 * at_scale.flops(256, 512)
+
+
+def test_the_table_on_the_page():
+    rows = set(map(tuple, csv.reader(DATA.read_text().splitlines())))
+    shown = [
+        tuple(cell.strip() for cell in text.strip("|").split("|"))
+        for text in PAGE.read_text().splitlines()
+        if text.startswith("|") and "--" not in text
+    ]
+    table = [cells for cells in shown if len(cells) == 13]
+    assert len(table) == 17 and set(table) <= rows
+    assert all(float(seconds) < 1 for _, _, _, seconds, *_ in rows - {table[0]})
 
 
 @pytest.mark.parametrize(("platform", "megabytes"), [("tpu", 13420), ("gpu", 48320)])
