@@ -131,10 +131,12 @@ def lowered(
     axes: Iterable[str],
     devices: np.ndarray,
     contender: str,
+    slow_axes: tuple[str, ...] | None = None,
 ) -> jax.stages.Lowered:
     """The program of a donated step. All multiply in bfloat16.
 
-    A TPU rounds what is float32 for its products anyway.
+    A TPU rounds what is float32 for its products anyway. ``slow_axes`` are those of
+    orscale: described GPUs do not say in which node they are.
     """
     # Where optax's Newton–Schulz meets sharded axes, types would not let it.
     auto = " on Auto axes" in contender or contender.startswith("optax.")
@@ -142,7 +144,7 @@ def lowered(
     mesh = Mesh(devices, tuple(axes), axis_types=kinds)
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
     specs = {name: leaf.spec for name, leaf in leaves.items()}
-    optimizer = _optimizer(contender, numbers, specs)
+    optimizer = _optimizer(contender, numbers, specs, slow_axes)
     params = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, jnp.float32, sharding=NamedSharding(mesh, leaf.spec)
@@ -162,14 +164,18 @@ def lowered(
 
 
 def _optimizer(
-    contender: str, numbers: Mapping[str, Any], specs: Mapping[str, P]
+    contender: str,
+    numbers: Mapping[str, Any],
+    specs: Mapping[str, P],
+    slow_axes: tuple[str, ...] | None,
 ) -> optax.GradientTransformation:
     if contender == LOOPED:
         return optax_muon(numbers, ns_coeffs=(COEFFICIENTS,) * NS_STEPS)
     if contender == LAYERS_APART:
         return muon_of_layers(1e-3, NS_STEPS, specs)
     told = specs if contender == ON_AUTO_AXES else None
-    return contenders(numbers, jnp.bfloat16, told)[contender.split(" on ")[0]]
+    known = contenders(numbers, jnp.bfloat16, told, slow_axes)
+    return known[contender.split(" on ")[0]]
 
 
 def _placed(tree: Any, shardings: Any) -> Any:

@@ -36,6 +36,7 @@ def contenders(
     numbers: Any,
     ns_dtype: DTypeLike | None,
     param_shardings: Any = None,
+    slow_axes: tuple[str, ...] | None = None,
 ) -> dict[str, optax.GradientTransformation]:
     """AdamW, Optax's Muon, and the two optimizers of this library, by name.
 
@@ -43,8 +44,10 @@ def contenders(
       numbers: Dimension numbers, as all of them take them.
       ns_dtype: The dtype of our products; Optax multiplies in the gradients'.
       param_shardings: As of orscale, on Auto axes.
+      slow_axes: As of orscale.
     """
-    ours = _ours(numbers, ns_dtype) | {"param_shardings": param_shardings}
+    ours = _ours(numbers, ns_dtype)
+    ours |= {"param_shardings": param_shardings, "slow_axes": slow_axes}
     return {
         "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
         "optax.contrib.muon": optax_muon(numbers),

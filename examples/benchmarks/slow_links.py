@@ -119,7 +119,9 @@ TARGETS = {"tpu": two_slices, "gpu": four_nodes}
 def row(layout: Layout, contender: str, target: Target, options: Options) -> list[str]:
     """The cells of a row: of the layout, the optimizer and the figures."""
     began = time.perf_counter()
-    module = lowered(layout.leaves(options.matrices), AXES, target.devices, contender)
+    module = lowered(
+        layout.leaves(options.matrices), AXES, target.devices, contender, AXES[:1]
+    )
     program = module.compile(compiler_options=dict(target.compiler_options))
     seconds = time.perf_counter() - began
     text = program.as_text() or ""

@@ -64,7 +64,7 @@ def warn_of_unknown_slices(mesh: AbstractMesh) -> None:
 
 
 def _slice_of(device: Any) -> int:
-    """The TPU slice or the NVLink domain; without that, the process."""
+    """The slice of a TPU, the machine or NVLink domain of a GPU; else the process."""
     return int(getattr(device, "slice_index", device.process_index))
 
 

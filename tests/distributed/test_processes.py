@@ -106,8 +106,8 @@ def test_a_run_on_two_processes_goes_on_in_one(kind, tmp_path):
 
     for layout in ("within", "across"):
         assert_close(dict(np.load(tmp_path / f"{layout}.npz")), on_one_device()[COMPARED])
-    # Of each device's part of the factors, and of its shards there and back, at most all.
-    assert received_by_a_device(tmp_path, "within") < of_matrices() / processes.DEVICES
+    # Sums of norms alone; and of each device's shards there and back, at most all.
+    assert received_by_a_device(tmp_path, "within") < 500
     assert received_by_a_device(tmp_path, "across") < of_matrices() * 2 / 8
 
     saved = {k: c for k, c in seen[SAVED].items() if k.startswith("calibration")}
