@@ -127,12 +127,13 @@ def describe(
             name, path, leaf, axes_of.get(path), kept_of.get(path), consistent_rms
         )
     )
-    mesh = next(filter(None, map(_mesh, leaf_of.values())), None)
+    meshes = (mesh for leaf in leaf_of.values() if (mesh := _mesh(leaf)) is not None)
+    mesh = next(meshes, None)
     return Description(
         rows,
         None if state is None else nbytes(state.shared),
-        dict(mesh.shape) if mesh else {},
-        (slices_of_mesh(mesh, slow_axes) or {}) if mesh else {},
+        {} if mesh is None else dict(mesh.shape),
+        ({} if mesh is None else slices_of_mesh(mesh, slow_axes)) or {},
         Planning(planned_for.with_overrides(ns_dtype, max_stack_bytes)),
         rows,
         sharding_source(optimizer, params, axes_of),
@@ -246,7 +247,8 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(leaf, jax.core.Tracer) or not isinstance(sharding, NamedSharding):
         return None
-    return sharding.mesh if sharding.mesh.size > 1 else None
+    mesh: Mesh | AbstractMesh = sharding.mesh
+    return mesh if mesh.size > 1 else None
 
 
 def _norms(

@@ -14,6 +14,7 @@ from tests.examples.pretrain.tiny import ROOT
 
 FOLDER = ROOT / "docs" / "data" / "two_rates"
 PAGE = (ROOT / "docs" / "two_rates.md").read_text()
+POOLED = "pooled"
 README = (ROOT / "README.md").read_text()
 
 
@@ -32,8 +33,8 @@ def by_hand(differences):
     return mean, mean - error, mean + error
 
 
-def of_workload(name):
-    (ours, _), (theirs, _) = losses(name, "orscale"), losses(name, REFERENCE)
+def of_workload(name, other=REFERENCE):
+    (ours, _), (theirs, _) = losses(name, "orscale"), losses(name, other)
     assert sorted(ours) == sorted(theirs) == list(range(100, 112))
     return [ours[seed] - theirs[seed] for seed in sorted(ours)]
 
@@ -53,10 +54,30 @@ def test_the_first_endpoint():
     assert f"workloads [{low:+.3f}, {high:+.3f}]" in readme
 
 
-@pytest.mark.parametrize("name", TEXTS)
-def test_rows_of_the_page(name):
-    mean, low, high = by_hand(of_workload(name))
-    rates = [losses(name, arm)[1] for arm in ("orscale", REFERENCE)]
+def test_the_second_endpoint():
+    differences = [of_workload(name, POOLED) for name in endpoints.MIXTURES]
+    mean, low, high = by_hand(list(map(statistics.fmean, zip(*differences, strict=True))))
+    found = endpoints.comparison(endpoints.MIXTURES, "orscale", POOLED, FOLDER)
+    assert found.average == pytest.approx((mean, low, high))
+    assert endpoint(found.average, 0.0) == NOT_TOLD
+    text = re.sub(r"\s+", " ", PAGE)
+    assert f"{mean:+.4f} nats, with a 95 % interval of [{low:+.4f}, {high:+.4f}]" in text
+    assert (
+        f"surely lower in {found.lower} workload and surely higher in {found.higher}."
+        in text
+    )
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        *((name, REFERENCE) for name in TEXTS),
+        *((name, POOLED) for name in endpoints.MIXTURES),
+    ],
+)
+def test_rows_of_the_page(name, other):
+    mean, low, high = by_hand(of_workload(name, other))
+    rates = [losses(name, arm)[1] for arm in ("orscale", other)]
     cells = [", ".join(f"{float(rate):.3g}" for rate in pair) for pair in rates]
     number = f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]"
     assert f"| `{name}` | {cells[0]} | {cells[1]} | {number} |" in PAGE
