@@ -97,7 +97,11 @@ def test_the_advice_of_the_readme():
 
 def test_what_is_not_complete_is_not_reported(tmp_path):
     source = (FOLDER / "prose.csv").read_text().splitlines()
-    (tmp_path / "prose.csv").write_text("\n".join(source[:-1]) + "\n")
+    [missing] = [
+        line for line in source if line.startswith("orscale,") and ",111," in line
+    ]
+    source.remove(missing)
+    (tmp_path / "prose.csv").write_text("\n".join(source) + "\n")
     assert endpoints.difference("prose", "orscale", REFERENCE, tmp_path) is None
     assert endpoints.comparison(TEXTS, "orscale", REFERENCE, tmp_path) is None
     assert endpoints.difference("prose", "orscale", REFERENCE, FOLDER) is not None
