@@ -164,7 +164,15 @@ BUILT = {  # Built and traced; the steps above are made of many of them.
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),
     "replayed": lambda: family.replayed(1e-3, trust_ratio=1.5),
+    "keep_master_weights": lambda: orscale_jax.keep_master_weights(orscale(1e-3)),
 }
+
+
+def masters(params):
+    """Of the bfloat16 weights of these parameters."""
+    weights = {k: x.astype(jnp.bfloat16) for k, x in params.items()}
+    state = orscale_jax.keep_master_weights(orscale(1e-3)).init(weights)
+    return orscale_jax.master_weights(state, weights)
 
 
 @pytest.mark.parametrize("name", BUILT)
@@ -210,6 +218,7 @@ def gained(now):
 
 
 IN_JIT = {
+    "master_weights": lambda now: masters(now.params),
     "qk_clip": lambda now: clip(now.params),
     "qk_norms": lambda now: diagnostics.qk_norms(heads(now.params), QUERY_KEY),
     "curvature": lambda now: diagnostics.curvature(now.reading.weight_norm, now.params),

@@ -29,6 +29,6 @@ options               which of them exclude each other, or nothing would read
 recipes, configs      those of the paper's runs and of the demos, by name
 operation/            folders, checkpoints, signals, logs and the report
 compare               several runs side by side
-saved, sample         the model of a run; text from it
+sample                text that the models of a run write
 ====================  ================================================================
 """

@@ -20,8 +20,8 @@ from rich.console import Console
 
 from examples.pretrain.data import SEPARATOR
 from examples.pretrain.errors import UsageError
+from examples.pretrain.operation.saved import checkpoint_steps, load_model, run_facts
 from examples.pretrain.optimizers import OPTIMIZERS
-from examples.pretrain.saved import checkpoint_steps, load_model, run_facts
 
 BYTES = 256
 
@@ -95,7 +95,7 @@ def check_prompt(prompt: str, unit: str, vocab_size: int) -> None:
     if unit != "byte":
         raise UsageError(
             f"A model of {unit}s writes no text: only those that were trained on text "
-            "files do. examples.pretrain.saved.load_model loads any of them."
+            "files do. examples.pretrain.operation.saved.load_model loads any of them."
         )
     largest = max(os.fsencode(prompt), default=0)
     if largest >= vocab_size:

@@ -64,8 +64,11 @@ def warn_of_unknown_slices(mesh: AbstractMesh) -> None:
 
 
 def _slice_of(device: Any) -> int:
-    """The slice of a TPU, the machine or NVLink domain of a GPU; else the process."""
-    return int(getattr(device, "slice_index", device.process_index))
+    """The slice of a TPU, or the machine or NVLink domain of a GPU.
+
+    TPUs that are in one slice, whatever their hosts, do not say so.
+    """
+    return int(getattr(device, "slice_index", 0))
 
 
 def _checked(slow_axes: SlowAxes, sizes: Mapping[str, int]) -> dict[str, int]:

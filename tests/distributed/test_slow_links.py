@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import types
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ from orscale_jax.distributed.mesh_shape import (
 )
 from orscale_jax.distributed.planner import plan_buckets
 from orscale_jax.distributed.platforms import CPU
+from orscale_jax.distributed.slow_links import slice_of_each
 
 LARGE = 2**40
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -67,6 +69,21 @@ def test_slices_of_axes_inverts_slices_of_devices():
         slice_of = slices_of_devices(sizes, slices)
         assert len(np.unique(slice_of)) == a * b
         assert slices_of_axes(tuple(sizes), slice_of) == slices
+
+
+def test_hosts_of_one_slice_are_not_slices():
+    """Devices name their slice if there are several; hosts and processes do not count."""
+
+    def mesh_of(**slices):
+        devices = [
+            types.SimpleNamespace(process_index=i, **{k: v[i] for k, v in slices.items()})
+            for i in range(4)
+        ]
+        return types.SimpleNamespace(devices=np.array(devices).reshape(2, 2))
+
+    assert slice_of_each(mesh_of()).tolist() == [[0, 0], [0, 0]]
+    found = slice_of_each(mesh_of(slice_index=[0, 0, 1, 1]))
+    assert found.tolist() == [[0, 0], [1, 1]]
 
 
 def test_matrices_stay_in_their_slice_unless_sharing_pays():

@@ -6,6 +6,7 @@ The loop in `examples.pretrain.train` knows nothing of it.
 run                     every optimizer in turn, from its last checkpoint to the report
 rundir                  the folder of a run: one process, one configuration
 checkpoint, checksums   saving and restoring
+saved                   the model of a run, from its newest checkpoint
 stop, processes         signals; one process or many
 logs                    what a run tells as it goes, by the following
 records, readouts       metrics and the optimizer's readings, as files

@@ -63,7 +63,7 @@ def test_the_table_on_the_page():
     ]
     table = [cells for cells in shown if len(cells) == 13]
     assert len(table) == 17 and set(table) <= rows
-    assert all(float(seconds) < 1 for _, _, _, seconds, *_ in rows - {table[0]})
+    assert all(float(seconds) < 5 for _, _, _, seconds, *_ in rows - {table[0]})
 
 
 @pytest.mark.parametrize(("platform", "megabytes"), [("tpu", 13420), ("gpu", 48320)])

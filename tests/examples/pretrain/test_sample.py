@@ -11,8 +11,8 @@ from flax import nnx
 
 from examples.pretrain import sample
 from examples.pretrain.errors import UsageError
+from examples.pretrain.operation.saved import load_model
 from examples.pretrain.sample import Sampling
-from examples.pretrain.saved import load_model
 from examples.pretrain.setup import split
 from tests.examples.pretrain import tiny
 

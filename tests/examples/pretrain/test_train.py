@@ -51,7 +51,7 @@ def imported_by(path):
             yield node.module
 
 
-COMMANDS = {"__main__.py", "compare.py"}
+COMMANDS = {"__main__.py", "compare.py", "sample.py"}
 FILES = [path for path in CORE.rglob("*.py") if path.parent.name != "operation"]
 
 
