@@ -79,6 +79,18 @@ CASES = {
         {"w": experts(64, 2048, 8192, P(None, "fsdp", None))},
         "64 matrices of 2048×8192 in one array, FSDP",
     ),
+    "i": Case(
+        {"fsdp": 8},
+        layers(
+            8,
+            {
+                "wide": matrix(2048, 8192, P("fsdp", None)),
+                "square": matrix(4096, 4096, P("fsdp", None)),
+                "narrow": matrix(2048, 2816, P("fsdp", None)),
+            },
+        ),
+        "8 each of 2048×8192, 4096×4096 and 2048×2816, FSDP",
+    ),
 }
 # Of a case, by its letter: an array of devices in the shape of its mesh.
 DevicesOf: TypeAlias = Callable[[str], np.ndarray]
@@ -89,7 +101,7 @@ class Options:
     """What to compile."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    """Of a to h."""
+    """Of a to i."""
     contenders: tuple[str, ...] = CONTENDERS
     """Of these, optax.adamw, "optax.contrib.muon, looped", and of case h "layers apart on
     Auto axes"."""

@@ -25,6 +25,7 @@ TOPOLOGIES = {
     "d": "v5p:4x4x4",
     "e": "v5p:8x8x8",
     "h": "v5p:4x4x4",
+    "i": "v5p:2x2x2",
 }
 
 

@@ -70,12 +70,11 @@ CONTROLS: dict[str, Arm] = {
     "orscale_on_normuon": Arm("orscale_on_normuon", "OrScale's ratio on NorMuon"),
     "one_scale": Arm("one_scale", "Muon+Moonlight, one scale for all shapes"),
 }
-# Momenta and weights in fewer bits: docs/low_memory.md.
+# Momenta and weights in fewer bits: docs/low_memory_protocol.md.
 LOW_MEMORY: dict[str, Arm] = {
     name: Arm(name, label)
     for name, label in (
         ("bfloat16_momentum", "bfloat16 momentum"),
-        ("int8_momentum", "8-bit momentum"),
         ("rounding_to_nearest", "bfloat16 weights, rounded to nearest"),
         ("master_weights", "bfloat16 weights, master weights"),
         ("stochastic_rounding", "bfloat16 weights, stochastic rounding"),
