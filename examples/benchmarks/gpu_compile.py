@@ -36,9 +36,13 @@ COLUMNS = {
 if __name__ == "__main__":
     # Its own backend is the CPU's: no GPU is looked for.
     jax.config.update("jax_platforms", "cpu")
+    chosen = {
+        **topologies.GPU_COMPILER_OPTIONS,
+        "xla_gpu_all_reduce_combine_threshold_bytes": "31457287",  # The default.
+    }
     options = tyro.cli(
         ahead_of_time.Options,
-        default=ahead_of_time.Options(compiler_options=topologies.GPU_COMPILER_OPTIONS),
+        default=ahead_of_time.Options(compiler_options=chosen),
         description=__doc__,
     )
     ahead_of_time.main(options, devices_of, COLUMNS)

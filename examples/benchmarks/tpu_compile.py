@@ -7,6 +7,8 @@
 
 Kernels that are alike are in a program once, to be called. The compiler's own default is
 to repeat them: ``--compiler-options.xla-tpu-enable-deduplicated-calls AUTO``.
+``--compiler-options.xla-tpu-enable-async-all-to-all true`` lets exchanges run beside
+products.
 
 Cycles are what the compiler estimates for its kernels and leave out the time in
 collectives, whose bytes are listed instead: see :mod:`examples.benchmarks.hlo_cost`.
@@ -38,7 +40,10 @@ def devices_of(case: str) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    once = {"xla_tpu_enable_deduplicated_calls": "ENABLED"}
+    once = {
+        "xla_tpu_enable_deduplicated_calls": "ENABLED",
+        "xla_tpu_enable_async_all_to_all": "false",  # The default, to be changed.
+    }
     options = tyro.cli(
         ahead_of_time.Options,
         default=ahead_of_time.Options(compiler_options=once),
