@@ -24,9 +24,9 @@ _SMALLEST = np.float32(2.0**-118)
 class MasterWeightsState(NamedTuple):
     """State of :func:`keep_master_weights`."""
 
-    #: The lower 16 bits of each master weight, in a tree like the parameters, of arrays in
-    #: their shapes and dtype uint16; ``optax.MaskedNode()`` for a parameter that is not
-    #: bfloat16.
+    #: The lower 16 bits of each master weight, in a tree like the parameters. Arrays have
+    #: their shapes and dtype uint16; ``optax.MaskedNode()`` stands for a parameter that
+    #: is not bfloat16.
     low_bits: PyTree
     #: The state of the inner optimizer.
     inner_state: optax.OptState
