@@ -1,5 +1,6 @@
 """The devices that take part in a collective together, as a program's text lists them."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -39,14 +40,32 @@ def _counted(found: re.Match[str]) -> Groups:
 
 
 def _named(found: re.Match[str]) -> Groups:
-    """``mesh['dcn'=2,'fsdp'=4] {'dcn'}``: along axes of a mesh."""
+    """``mesh['dcn'=2,'fsdp'=4] {'dcn'}``: along axes of a mesh.
+
+    ``'fsdp':(2)2`` is a part of an axis, of length 2, after a part of length 2.
+    """
     lengths = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-    names, shape = list(lengths), list(lengths.values())
-    along = [names.index(name) for name in re.findall(r"'(\w+)'", found[4])]
+    along = [
+        (name, int(before or 1), int(before or 1) * int(size or lengths[name]))
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", found[4])
+    ]
+    # The axes, cut where the parts begin and end.
+    parts = []
+    for name, length in lengths.items():
+        ends = {end for other, *ends in along if other == name for end in ends}
+        cuts = sorted({1, length} | ends)
+        parts += [(name, *cut) for cut in itertools.pairwise(cuts)] or [(name, 1, 1)]
+    shape = [end // start for _, start, end in parts]
     # Without device_ids the devices are in the order of their numbers.
     numbers = _numbers(found[2] or str(math.prod(shape)), found[3]).reshape(shape)
-    last = np.moveaxis(numbers, along, range(-len(along), 0))
-    return _rows(last.reshape(-1, math.prod(shape[axis] for axis in along)))
+    chosen = [
+        index
+        for name, start, end in along
+        for index, (other, first, last) in enumerate(parts)
+        if other == name and start <= first and last <= end
+    ]
+    moved = np.moveaxis(numbers, chosen, range(-len(chosen), 0))
+    return _rows(moved.reshape(-1, math.prod(shape[axis] for axis in chosen)))
 
 
 def _by_slices(found: re.Match[str]) -> Groups:
@@ -66,7 +85,7 @@ FORMS: Mapping[str, Callable[[re.Match[str]], Groups]] = {
     r"replica_groups=\{(\{.*?\})\}": _listed,
     r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?": _counted,
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
-    r" \{((?:'\w+',?)+)\}": _named,
+    r" \{((?:'\w+'(?::\(\d+\)\d+)?,?)+)\}": _named,
 }
 
 

@@ -394,7 +394,8 @@ PLACEMENT = [
 
 def test_placement():
     """The plan of a run: matrices, devices, and the bytes that each device sends."""
-    mesh = AbstractMesh((4, 2), ("expert", "fsdp"))
+    axis_types = (AxisType.Auto,) * 2
+    mesh = AbstractMesh((4, 2), ("expert", "fsdp"), axis_types)
 
     def leaf(shape, *spec):
         sharding = NamedSharding(mesh, PartitionSpec(*spec))

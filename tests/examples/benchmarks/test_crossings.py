@@ -80,6 +80,10 @@ def test_what_each_device_receives(line, expected):
         ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", False),
         ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", True),
         ("mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", False),
+        ("mesh['a'=8] {'a':(1)2}", True),
+        ("mesh['a'=8] {'a':(2)4}", False),
+        ("mesh['a'=4,'b'=2] {'a':(2)2,'b'}", False),
+        ("mesh['a'=4,'b'=2] {'a':(1)2,'b'}", True),
     ],
 )
 def test_forms_of_groups(groups, crosses):
@@ -89,7 +93,7 @@ def test_forms_of_groups(groups, crosses):
 
 
 def test_a_form_that_is_unknown_is_refused():
-    text = program(f"%a = {X} all-to-all(%x), replica_groups=mesh['a'=8] {{'a':(2)4}}")
+    text = program(f"%a = {X} all-to-all(%x), replica_groups=mesh['a'=8] {{'a'/2}}")
     with pytest.raises(ValueError, match="which devices"):
         crossings.of(text, HALVES)
 
