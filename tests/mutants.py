@@ -541,7 +541,7 @@ MUTANTS = [
         "_crosses_slices",
         "neighbours % self.column_shards > 0",
         "False",
-        "test_slow_links.py -k no_other_plan",
+        "test_slow_links.py -k column_shards",
     ),
     Mutant(
         "axis_index",
