@@ -169,7 +169,7 @@ BUILT = {  # Built and traced; the steps above are made of many of them.
 
 
 def masters(params):
-    """Of the bfloat16 weights of these parameters."""
+    """The master weights of these parameters in bfloat16."""
     weights = {k: x.astype(jnp.bfloat16) for k, x in params.items()}
     state = orscale_jax.keep_master_weights(orscale(1e-3)).init(weights)
     return orscale_jax.master_weights(state, weights)

@@ -46,7 +46,7 @@ def initial_state() -> State:
 
 
 def loss_fn(params: optax.Params, key: jax.Array) -> jax.Array:
-    """Of a micro-batch: the network learns to reverse its input."""
+    """The loss of a micro-batch: the network learns to reverse its input."""
     x = jax.random.normal(key, (MICRO_BATCH, WIDTH))
     y = jax.nn.relu(x @ params["up"]) @ params["down"] + params["bias"]
     return jnp.mean((y - x[:, ::-1]) ** 2)

@@ -31,7 +31,7 @@ NUMBERS = by_path(
 
 
 class Estimate(NamedTuple):
-    """Of one device, in bytes."""
+    """The memory and traffic of one device, in bytes."""
 
     weights: int
     state: int

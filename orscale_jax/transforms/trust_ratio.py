@@ -233,23 +233,9 @@ def trust_ratio_stage(
     and the directions, of which r and c take the norms instead. The norms in the state
     are those of W and D all the same, so that it does not go with ``"largest"``.
     """
-    rule = ratio.rule
 
     def init(params: PyTree) -> State:
-        full = functools.partial(matrices.full, params, dtype=compute_dtype)
-        entries = {
-            "calibration": full(value=0.0 if ratio.calibrate else 1.0),
-            "raw_trust_ratio": full(value=1.0),
-            "trust_ratio": full(value=1.0),
-            "weight_norm": full(value=0.0),
-            "direction_norm": full(value=0.0),
-            "anchor_weight_norm": full(value=0.0),
-            "bounds": ratio_bounds(params, ratio.r_min, ratio.r_max),
-        }
-        if not rule.counts:
-            return CalibratedTrustRatioState(**entries)
-        count = matrices.full(params, 0, lambda _: jnp.int32)
-        return LargestDirectionState(**entries, anchor_count=count)
+        return _initial_state(ratio, matrices, params)
 
     def update(
         updates: PyTree,
@@ -261,7 +247,7 @@ def trust_ratio_stage(
         **_: Any,
     ) -> tuple[PyTree, State]:
         require_params(params)
-        assert measured is None or not rule.counts
+        assert measured is None or not ratio.rule.counts
         norms_of = functools.partial(_norms, ratio, mask, matrices, state, moving)
         own = norms_of(params, updates)
         norms = own if measured is None else norms_of(*measured)
@@ -277,6 +263,23 @@ def trust_ratio_stage(
         return matrices.map(_scaled, updates, ratios, params), new
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _initial_state(ratio: TrustRatio, matrices: Matrices, params: PyTree) -> State:
+    full = functools.partial(matrices.full, params, dtype=compute_dtype)
+    entries = {
+        "calibration": full(value=0.0 if ratio.calibrate else 1.0),
+        "raw_trust_ratio": full(value=1.0),
+        "trust_ratio": full(value=1.0),
+        "weight_norm": full(value=0.0),
+        "direction_norm": full(value=0.0),
+        "anchor_weight_norm": full(value=0.0),
+        "bounds": ratio_bounds(params, ratio.r_min, ratio.r_max),
+    }
+    if not ratio.rule.counts:
+        return CalibratedTrustRatioState(**entries)
+    count = matrices.full(params, 0, lambda _: jnp.int32)
+    return LargestDirectionState(**entries, anchor_count=count)
 
 
 def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Array:

@@ -110,7 +110,7 @@ def test_shards_cross_once_there_and_once_back():
 
 
 def test_replicas_and_experts_and_layers_stay():
-    """Of ten experts in each of five layers, and of weights that all devices hold."""
+    """Nothing crosses for experts or layers over slices, or for what all hold."""
     mesh = MeshShape({"dcn": 2, "expert": 8}, {"dcn": 2})
     replicas = [array(2048, 8192, (), ())] * 21
     experts = array(2048, 1408, (), (), batch=(5, 64))._replace(
