@@ -1,6 +1,10 @@
 """Configuration of the documentation; `make docs` builds it."""
 
+import sys
 from importlib.metadata import version as installed_version
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parent / "_extensions"))
 
 project = "orscale_jax"
 author = "The orscale_jax authors"
@@ -8,9 +12,9 @@ copyright = author
 version = release = installed_version("orscale-jax")
 
 extensions = [
+    "mathml",
     "myst_nb",
     "sphinx.ext.autodoc",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
