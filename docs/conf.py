@@ -25,7 +25,7 @@ html_title = f"orscale_jax {release}"
 pygments_dark_style = "github-dark"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
-html_use_index = False  # The page of the API is one.
+html_use_index = False  # The page of the API is one, by module.
 
 # Printed output is not for copying, and neither are prompts.
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
