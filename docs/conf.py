@@ -13,6 +13,7 @@ version = release = installed_version("orscale-jax")
 
 extensions = [
     "mathml",
+    "narrow",
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",

@@ -1,11 +1,13 @@
 """The look of the figures of the examples and of the documentation.
 
 The documentation shows a figure 700 pixels wide, which is 7.3 inches of text: drawn 7.5
-inches wide, letters of 9.5 points are still larger than 9 there. The paper is white by
-name, so that a dark page does not swallow the ink.
+inches wide, letters of 9.5 points are still larger than 9 there. A phone shows the narrow
+version of a figure, 358 pixels wide. The paper is white by name, so that a dark page does
+not swallow the ink.
 """
 
 import pathlib
+import textwrap
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,7 +15,7 @@ import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
 
-WIDTH, DPI = 7.5, 200  # Inches, and pixels in each.
+WIDTH, NARROW, DPI = 7.5, 3.9, 200  # Inches, and pixels in each.
 SMALL, NORMAL = 9.5, 10.5  # Points.
 INK, FAINT, PAPER = "#333333", "#D9D9D9", "#FFFFFF"
 
@@ -72,7 +74,7 @@ styled = matplotlib.rc_context(RC)
 
 
 def new_figure(
-    height: float, rows: int = 1, columns: int = 1, **options: Any
+    height: float, rows: int = 1, columns: int = 1, narrow: bool = False, **options: Any
 ) -> tuple[Figure, np.ndarray]:
     """A figure of the page's width, and the panels of its rows.
 
@@ -80,14 +82,17 @@ def new_figure(
       height: In inches.
       rows: Of panels.
       columns: Of panels.
+      narrow: Whether the page is a phone's.
       **options: Of `Figure.subplots`.
     """
-    figure = Figure(figsize=(WIDTH, height))
+    figure = Figure(figsize=(NARROW if narrow else WIDTH, height))
     return figure, figure.subplots(rows, columns, squeeze=False, **options)
 
 
 def set_title(figure: Figure, *lines: str) -> None:
     """Tells above a figure what it shows: the quantity, then model, rate and seeds."""
+    if figure.get_figwidth() == NARROW:
+        lines = tuple(textwrap.fill(line, 46) for line in lines)
     figure.suptitle("\n".join(lines), x=0.01, ha="left")
 
 
@@ -100,6 +105,11 @@ def color_of(name: str, known: Mapping[str, Any]) -> str:
     """
     others = [other for other in known if other not in COLORS]
     return COLORS.get(name) or OTHER_COLORS[others.index(name) % len(OTHER_COLORS)]
+
+
+def narrow_path(path: pathlib.Path) -> pathlib.Path:
+    """Of the narrow version of a figure, where docs/_extensions/narrow.py finds it."""
+    return path.with_stem(f"{path.stem}_narrow")
 
 
 def save(figure: Figure, path: pathlib.Path) -> None:

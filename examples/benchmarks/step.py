@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 
+from examples import figure_style as style
 from examples.benchmarks import step_figure
 from examples.benchmarks.contenders import (
     NS_STEPS,
@@ -212,14 +213,15 @@ def measure(case: str, options: Options) -> Result:
 
 
 def table(results: list[Result]) -> list[str]:
-    names = list(results[0].seconds)
+    """The lines of a table in Markdown; what a phone shows of it comes first."""
+    names = list(reversed(results[0].seconds))
     faster = f"faster than {results[0].peer}"
-    head = ["", *(f"{name}, ms" for name in names), faster, "of the ceiling"]
+    head = ["", faster, *(f"{name}, ms" for name in names), "of the ceiling"]
     rows = [
         [
             NAMES[result.case],
-            *(step_figure.milliseconds(result.seconds[name]) for name in names),
             f"{result.speedup:.2f} ×",
+            *(step_figure.milliseconds(result.seconds[name]) for name in names),
             f"{100 * result.of_the_ceiling:.0f} % of {result.ceiling / 1e9:.0f} GFLOP/s",
         ]
         for result in results
@@ -240,10 +242,12 @@ def write(results: list[Result], ns_dtype: str, folder: pathlib.Path) -> None:
 
 
 def draw(folder: pathlib.Path) -> None:
-    """The plot, of the times that are in the folder."""
+    """The plot and its narrow version, of the times that are in the folder."""
     times, measured = step_figure.read_times(folder / "benchmark.csv")
     named = {NAMES[case]: found for case, found in times.items()}
-    step_figure.draw(named, measured, folder / "benchmark.png")
+    path = folder / "benchmark.png"
+    step_figure.draw(named, measured, path)
+    step_figure.draw(named, measured, style.narrow_path(path), narrow=True)
 
 
 def main(options: Options) -> None:

@@ -100,7 +100,10 @@ def color_of(name: str) -> str:
 
 @style.styled
 def draw(
-    cases: Mapping[str, Mapping[str, Times]], measured: str, path: pathlib.Path
+    cases: Mapping[str, Mapping[str, Times]],
+    measured: str,
+    path: pathlib.Path,
+    narrow: bool = False,
 ) -> None:
     """Milliseconds of every contender, on a logarithmic axis: a band for each case.
 
@@ -108,27 +111,42 @@ def draw(
       cases: Times by contender, of each case by its name in words.
       measured: What with.
       path: Of the PNG.
+      narrow: Whether for a phone; the cases' names then stand in the bands.
     """
     names = list(next(iter(cases.values())))
-    figure, panels = style.new_figure(1.8 + 0.22 * (len(names) + 1) * len(cases))
+    lines = len(names) + 1 + narrow
+    figure, panels = style.new_figure(1.8 + 0.22 * lines * len(cases), narrow=narrow)
     axes = panels[0, 0]
     for place, name in enumerate(names):
-        rows = np.arange(len(cases)) + (place + 1) / (len(names) + 1) - 0.5
+        rows = np.arange(len(cases)) + (place + 1 + narrow) / lines - 0.5
         _draw_contender(axes, name, MARKERS[place % len(MARKERS)], rows, cases)
     axes.set_xscale("log")
     axes.margins(x=0.12)
     axes.grid(axis="x")
-    axes.set_yticks(range(len(cases)), [textwrap.fill(case, 22) for case in cases])
+    _name_cases(axes, list(cases), narrow)
     axes.set_ylim(len(cases) - 0.5, -0.5)
     for row in range(1, len(cases)):
         axes.axhline(row - 0.5, color=style.FAINT, lw=0.6)
     axes.set_xlabel("time of a step (ms, log scale; left is better)")
-    figure.legend(loc="outside lower center", ncols=4)
+    figure.legend(loc="outside lower center", ncols=2 if narrow else 4)
     turns = [found.turns for times in cases.values() for found in times.values()]
     told = "to".join(f" {n} " for n in sorted({min(turns), max(turns)}))
     title = f"A step of the optimizer alone: median and quartiles of{told}turns"
     style.set_title(figure, title, measured)
     style.save(figure, path)
+
+
+def _name_cases(axes: Axes, cases: list[str], narrow: bool) -> None:
+    """Left of the bands, or in their upper left corners."""
+    if not narrow:
+        axes.set_yticks(range(len(cases)), [textwrap.fill(case, 22) for case in cases])
+        return
+    axes.set_yticks([])
+    for row, case in enumerate(cases):
+        axes.annotate(
+            case, (0, row - 0.5), (4, -4), axes.get_yaxis_transform(),
+            textcoords="offset points", va="top", fontsize=style.SMALL,
+        )  # fmt: skip
 
 
 def _draw_contender(

@@ -2,8 +2,9 @@
 
 import math
 import pathlib
+import textwrap
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -23,6 +24,7 @@ _TITLES = {
     "own": "At each optimizer's own best rate",
 }
 _COMPARED = tuple(arm for arm in ARMS if arm != REFERENCE)
+_SUMMARY = ("adamw", REFERENCE, "orscale", "normuon")
 # In the figure of learning rates.
 _CURVES = {
     "adamw": "s", REFERENCE: "o", "orscale": "^", "pooled": "D", "full_rank_anchor": "v",
@@ -46,28 +48,17 @@ def _look_of(workload: str) -> tuple[str, str]:
 
 
 @style.styled
-def draw_differences(study: Study, path: pathlib.Path) -> None:
+def draw_differences(study: Study, path: pathlib.Path, narrow: bool = False) -> None:
     """Loss minus Muon+Moonlight's: a mark for every workload, a bar for their mean."""
     arms = [a for a in _COMPARED if any(study.has(n, a) for n in study.workloads)]
-    figure, panels = style.new_figure(
-        0.55 * len(arms) + 1.9, 1, len(COLUMNS), sharey=True, sharex=True
-    )
-    for axes, column in zip(panels[0], COLUMNS, strict=True):
-        for place, arm in enumerate(arms):
-            _marks(axes, study, arm, column, place)
-        axes.axvline(0, color=INK, lw=1)
-        axes.set_title(_TITLES[column])
+
+    def set_axis(axes: Axes) -> None:
         axes.set_xscale("symlog", linthresh=0.05, linscale=1)
-        ticks = [-0.3, -0.05, 0, 0.05, 0.3]
+        ticks = [-0.3, 0, 0.3] if narrow else [-0.3, -0.05, 0, 0.05, 0.3]
         axes.set_xticks(ticks, [f"{tick:+g}" if tick else "0" for tick in ticks])
         axes.minorticks_off()
-    panels[0, 0].set_yticks(range(len(arms)), [_wrapped(arm) for arm in arms])
-    panels[0, 0].set_ylim(len(arms) - 0.4, -0.6)
-    for axes in panels[0]:
-        axes.set_xlabel("difference (nats; left is better)")
-    hollow = _mark("o", INK, "interval includes 0", mfc="white")
-    mean = _mark("|", INK, "mean of the workloads", markersize=12, mew=2.5)
-    _explain_marks(figure, study, hollow, mean)
+
+    figure = _difference_panels(study, arms, set_axis, narrow)
     style.set_title(
         figure,
         "Validation loss minus Muon+Moonlight's, with 95 % intervals",
@@ -75,6 +66,55 @@ def draw_differences(study: Study, path: pathlib.Path) -> None:
         "has AdamW's rate apart",
     )
     style.save(figure, path)
+
+
+@style.styled
+def draw_summary(study: Study, path: pathlib.Path) -> None:
+    """The differences of a few arms, on a linear axis, for the README."""
+    arms = [a for a in _SUMMARY if any(study.has(n, a) for n in study.workloads)]
+
+    def set_axis(axes: Axes) -> None:
+        axes.set_xlim(-0.35, 0.75)
+        axes.grid(axis="x")
+
+    figure = _difference_panels(study, arms, set_axis)
+    style.set_title(
+        figure,
+        "Validation loss minus Muon+Moonlight's, with 95 % intervals",
+        f"{_extent(study)}; the axis ends at +0.75",
+    )
+    style.save(figure, path)
+
+
+def _difference_panels(
+    study: Study,
+    arms: Sequence[str],
+    set_axis: Callable[[Axes], None],
+    narrow: bool = False,
+) -> Figure:
+    """A panel for each rate, beside each other or one below the other, and a legend."""
+    rows, columns = (len(COLUMNS), 1) if narrow else (1, len(COLUMNS))
+    height = rows * (0.55 * len(arms) + 1.9)
+    figure, panels = style.new_figure(
+        height, rows, columns, narrow, sharey=True, sharex=True
+    )
+    for axes, column in zip(panels.ravel(), COLUMNS, strict=True):
+        for place, arm in enumerate(arms):
+            if arm == REFERENCE:
+                _mean(axes, 0.0, place)
+            else:
+                _marks(axes, study, arm, column, place)
+        axes.axvline(0, color=INK, lw=1)
+        axes.set_title(textwrap.fill(_TITLES[column], 24) if narrow else _TITLES[column])
+        set_axis(axes)
+    panels[0, 0].set_yticks(range(len(arms)), [_wrapped(arm) for arm in arms])
+    panels[0, 0].set_ylim(len(arms) - 0.4, -0.6)
+    for axes in panels[-1]:
+        axes.set_xlabel("difference (nats; left is better)")
+    hollow = _mark("o", INK, "interval includes 0", mfc="white")
+    mean = _mark("|", INK, "mean of the workloads", markersize=12, mew=2.5)
+    _explain_marks(figure, study, hollow, mean, columns=2 if narrow else 4)
+    return figure
 
 
 def _wrapped(arm: str) -> str:
@@ -113,8 +153,11 @@ def _marks(axes: Axes, study: Study, arm: str, column: Column, place: int) -> No
         style: dict[str, Any] = {"ms": 4, "color": color, "mfc": inside}
         axes.plot(difference.mean, place + shift, marker, **style)
     if len(found) > 1:
-        mean = float(np.mean([difference.mean for difference in found]))
-        axes.plot([mean] * 2, [place - 0.4, place + 0.4], color=INK, lw=2.5)
+        _mean(axes, float(np.mean([difference.mean for difference in found])), place)
+
+
+def _mean(axes: Axes, mean: float, place: int) -> None:
+    axes.plot([mean] * 2, [place - 0.4, place + 0.4], color=INK, lw=2.5)
 
 
 def _explain_marks(
@@ -135,7 +178,7 @@ def _mark(marker: str, color: str, label: str, **style: Any) -> Line2D:
 
 
 @style.styled
-def draw_rates(study: Study, path: pathlib.Path) -> None:
+def draw_rates(study: Study, path: pathlib.Path, narrow: bool = False) -> None:
     """Loss by learning rate at the first seed, for every workload."""
 
     def draw(axes: Axes, name: str) -> str:
@@ -151,12 +194,15 @@ def draw_rates(study: Study, path: pathlib.Path) -> None:
                 axes.plot(rates, losses, marker=marker, ms=4, color=color, label=label)
         axes.set_xscale("log", base=2)
         rates = sorted({r for arm in _CURVES for r in study.search(name, arm)})
-        axes.set_xticks(rates[::2], [f"{rate:.3g}" for rate in rates[::2]])
+        shown = rates[:: 3 if narrow else 2]
+        axes.set_xticks(shown, [f"{rate:.3g}" for rate in shown])
         top = max(1.15 * min(best), 1.05 * max(best))
         axes.set_ylim(min(best) - 0.1 * (top - min(best)), top)
         return ""
 
-    figure = _grid(study.workloads, draw, "learning rate", "validation loss (nats)")
+    figure = _grid(
+        study.workloads, draw, "learning rate", "validation loss (nats)", narrow
+    )
     style.set_title(
         figure,
         "Loss by learning rate, seed 0 of each workload",
@@ -166,7 +212,7 @@ def draw_rates(study: Study, path: pathlib.Path) -> None:
 
 
 @style.styled
-def draw_seconds(study: Study, path: pathlib.Path) -> None:
+def draw_seconds(study: Study, path: pathlib.Path, narrow: bool = False) -> None:
     """Loss by seconds of training, at each arm's own best rate, for timed workloads.
 
     Nothing is drawn before the steps have been timed.
@@ -190,7 +236,7 @@ def draw_seconds(study: Study, path: pathlib.Path) -> None:
         axes.set_xlim(left=0)
         return ""
 
-    figure = _grid(names, draw, "seconds of training", "validation loss (nats)")
+    figure = _grid(names, draw, "seconds of training", "validation loss (nats)", narrow)
     style.set_title(
         figure,
         f"Loss by time, each optimizer at its own best rate, mean of {_seeds(study)}",
@@ -200,7 +246,7 @@ def draw_seconds(study: Study, path: pathlib.Path) -> None:
 
 
 @style.styled
-def draw_ratios(study: Study, path: pathlib.Path) -> None:
+def draw_ratios(study: Study, path: pathlib.Path, narrow: bool = False) -> None:
     """OrScale's mean ratio along the runs, at both rates."""
     labels = {"inherited": "At AdamW's best rate", "own": "At its own best rate"}
     looks = dict(zip(COLUMNS, ((COLORS["orscale"], "-"), (INK, "--")), strict=True))
@@ -219,7 +265,7 @@ def draw_ratios(study: Study, path: pathlib.Path) -> None:
         rates = [f"{study.rate(name, 'orscale', column):.3g}" for column in COLUMNS]
         return f"rates {' and '.join(rates)}"
 
-    figure = _grid(study.workloads, draw, "step", "geometric mean of r̂")
+    figure = _grid(study.workloads, draw, "step", "geometric mean of r̂", narrow)
     style.set_title(
         figure,
         "OrScale's trust ratio, geometric mean over the matrices",
@@ -229,16 +275,17 @@ def draw_ratios(study: Study, path: pathlib.Path) -> None:
 
 
 @style.styled
-def draw_kappa(study: Study, path: pathlib.Path) -> None:
+def draw_kappa(study: Study, path: pathlib.Path, narrow: bool = False) -> None:
     """The gain of every workload by κ, as the model and the step have it.
 
     Larger models have larger marks. Nothing is drawn before κ has been measured.
     """
     if not study.gains:
         return
-    figure, panels = style.new_figure(4.2, 1, 2, sharey=True)
+    rows, columns = (2, 1) if narrow else (1, 2)
+    figure, panels = style.new_figure(4.2 * rows, rows, columns, narrow, sharey=True)
     titles = {"kappa_eff": "κ_eff of the paper's model", "kappa": "κ along the step"}
-    for axes, (field, title) in zip(panels[0], titles.items(), strict=True):
+    for axes, (field, title) in zip(panels.ravel(), titles.items(), strict=True):
         for name in study.workloads:
             kappa = study.gain(name, field)
             if math.isfinite(kappa):
@@ -249,8 +296,9 @@ def draw_kappa(study: Study, path: pathlib.Path) -> None:
         axes.axvline(1, color=INK, lw=0.6, ls=":")
         axes.axhline(0, color=INK, lw=0.6, ls=":")
         axes.set_xlabel(title)
-    panels[0, 0].set_ylabel("gain over Muon+Moonlight (nats)")
-    _explain_marks(figure, study, columns=5)
+    for axes in panels[:, 0]:
+        axes.set_ylabel("gain over Muon+Moonlight (nats)")
+    _explain_marks(figure, study, columns=3 if narrow else 5)
     style.set_title(
         figure,
         "OrScale's gain over Muon+Moonlight at AdamW's best rate, by κ",
@@ -260,7 +308,11 @@ def draw_kappa(study: Study, path: pathlib.Path) -> None:
 
 
 def _grid(
-    names: Sequence[str], draw: Callable[[Axes, str], str], x_label: str, y_label: str
+    names: Sequence[str],
+    draw: Callable[[Axes, str], str],
+    x_label: str,
+    y_label: str,
+    narrow: bool,
 ) -> Figure:
     """A panel for every workload, and a legend of what the first has labels for.
 
@@ -269,14 +321,16 @@ def _grid(
       draw: Draws one; what it gives is the second line of the title.
       x_label: Of the lowest panels.
       y_label: Of all.
+      narrow: Whether for a phone: fewer panels in a row, and fewer ticks.
     """
-    columns = min(3, len(names))
+    columns = min(2 if narrow else 3, len(names))
     rows = -(-len(names) // columns)
-    figure, grid = style.new_figure(1.9 * rows + 1.2, rows, columns)
+    figure, grid = style.new_figure(1.9 * rows + 1.2, rows, columns, narrow)
     panels = grid.ravel()
     for axes, name in zip(panels, names, strict=False):
         line = draw(axes, find_workload(name).name)
-        axes.set_title(f"{name}\n{line}".rstrip())
+        title = name.replace(SMALL_INIT, f"\n{SMALL_INIT}") if narrow else name
+        axes.set_title(f"{title}\n{line}".rstrip())
     for axes in panels[: len(names)][-columns:]:
         axes.set_xlabel(x_label)
     handles = panels[0].get_legend_handles_labels()
@@ -286,12 +340,20 @@ def _grid(
     if len(free):
         free[0].legend(*handles, loc="center")
     else:
-        figure.legend(*handles, loc="outside lower center", ncols=3)
+        figure.legend(*handles, loc="outside lower center", ncols=columns)
     figure.supylabel(y_label)
     return figure
 
 
-FIGURES: dict[str, Callable[[Study, pathlib.Path], None]] = {
+class Draw(Protocol):
+    """Draws a figure of the study, or its narrow version, to a path."""
+
+    def __call__(
+        self, study: Study, path: pathlib.Path, narrow: bool = False
+    ) -> None: ...
+
+
+FIGURES: dict[str, Draw] = {
     "differences": draw_differences,
     "rates": draw_rates,
     "ratios": draw_ratios,

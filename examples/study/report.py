@@ -11,8 +11,9 @@ import re
 
 import tyro
 
+from examples import figure_style as style
 from examples.study.arms import ARMS
-from examples.study.figures import FIGURES
+from examples.study.figures import FIGURES, draw_summary
 from examples.study.study import Study, read_study
 from examples.study.tables import TABLES
 
@@ -38,13 +39,21 @@ def with_tables(page: str, study: Study) -> str:
     return _BLOCK.sub(lambda x: f"{x[1]}{TABLES[x[2]](study)}\n{x[3]}", page)
 
 
+def draw_for_pages(study: Study, folder: pathlib.Path) -> None:
+    """The figures for phones, and the one of the README."""
+    for name, draw in FIGURES.items():
+        draw(study, style.narrow_path(folder / f"study_{name}.png"), narrow=True)
+    draw_summary(study, folder / "study_summary.png")
+
+
 def main(options: Options) -> None:
     study = read_study(options.tables, options.arms)
+    for name, draw in FIGURES.items():
+        draw(study, options.figures / f"study_{name}.png")
     if options.page is not None:
         page = options.page.read_text()
         options.page.write_text(with_tables(page, study))
-    for name, draw in FIGURES.items():
-        draw(study, options.figures / f"study_{name}.png")
+        draw_for_pages(study, options.figures)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ def test_the_figure_is_drawn_of_the_file_that_a_run_leaves(tmp_path):
     drawn = np.asarray(Image.open(tmp_path / "benchmark.png").convert("RGB"))
     assert drawn.shape[1] == 1500
     assert tuple(drawn[0, 0]) == (255, 255, 255)
+    narrow = np.asarray(Image.open(tmp_path / "benchmark_narrow.png"))
+    assert narrow.shape[1] == 780
     step.main(step.Options(out=tmp_path, replot=True))
     again = np.asarray(Image.open(tmp_path / "benchmark.png").convert("RGB"))
     assert np.array_equal(again, drawn)

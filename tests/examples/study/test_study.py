@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+from examples import figure_style as style
 from examples.study import claims, report
 from examples.study.arms import ARMS, KNOWN
 from examples.study.figures import FIGURES
@@ -275,9 +276,12 @@ def test_every_table_and_figure_is_made_of_a_whole_study(tmp_path):
     for name, table in TABLES.items():
         widths = {line.count("|") for line in table(study).split("\n") if line}
         assert widths and "nan" not in table(study), name
+    widths = {False: style.WIDTH, True: style.NARROW}
     for name, draw in FIGURES.items():
-        draw(study, tmp_path / f"{name}.png")
-        assert np.ptp(np.asarray(Image.open(tmp_path / f"{name}.png").convert("L"))) > 200
+        for narrow, width in widths.items():
+            draw(study, tmp_path / f"{name}.png", narrow)
+            drawn = np.asarray(Image.open(tmp_path / f"{name}.png").convert("L"))
+            assert np.ptp(drawn) > 200 and drawn.shape[1] == width * style.DPI
 
 
 def test_a_table_is_markdown():
