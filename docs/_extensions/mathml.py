@@ -9,6 +9,9 @@ from sphinx.util import logging
 # What the converter passes through: an unknown command, or & in an unknown environment.
 NOT_CONVERTED = re.compile(r"<m(?:[io]|text)>(?:&(?!#)|\\)")
 
+# The bars of a norm, which browsers would space as binary operators.
+NORM = '<mo fence="false" stretchy="false"'
+
 
 def mathml(node, display):
     tex = node.astext()
@@ -17,7 +20,7 @@ def mathml(node, display):
     formula = convert(tex, display=display)
     if NOT_CONVERTED.search(formula):
         logging.getLogger(__name__).warning("not converted: %s", tex, location=node)
-    return formula
+    return formula.replace(NORM, f'{NORM} lspace="0" rspace="0"')
 
 
 def visit_inline(self, node):
