@@ -36,9 +36,9 @@ def convert_state(
     (``chain``, ``partition``, ``MultiSteps``). The new one may have other hyperparameters
     or more parameters. Arrays that both states hold for a parameter under the same name
     are kept: momentum, AdamW's moments, c, r. So are counts, for schedules and bias
-    corrections. Momentum is rounded to the new ``mu_dtype``; from ``"int8"`` to float32
-    and back, nothing changes. Everything else starts as in ``optimizer.init``; a c that is new is
-    anchored at the next direction.
+    corrections. Momentum is rounded to the new ``mu_dtype``; "int8" to float32
+    and back changes nothing. Everything else starts as in ``optimizer.init``; a c that is
+    new is anchored at the next direction.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -120,7 +120,9 @@ def _beside(key: _Key, field: str) -> _Key:
 def _scales_of(found: Iterable[Entry]) -> dict[_Key, Any]:
     """The scales of 8-bit momentum, by the key of its codes."""
     arrays = {_key(entry): entry.array for entry in found}
-    pairs = ((key, _beside(key, TRACE_SCALE)) for key in arrays if key[0][-1:] == (TRACE,))
+    pairs = (
+        (key, _beside(key, TRACE_SCALE)) for key in arrays if key[0][-1:] == (TRACE,)
+    )
     return {key: arrays[scales] for key, scales in pairs if scales in arrays}
 
 

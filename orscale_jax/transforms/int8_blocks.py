@@ -19,8 +19,8 @@ from orscale_jax.sharding import typed_sharding
 BLOCK = 32
 #: The largest code. −128 is left out, so that x and −x have opposite codes.
 LARGEST = 127
-#: The smallest scale. Its quotient by 127 and the inverse of that are normal floats, which
-#: no platform flushes to zero.
+#: The smallest scale. Its quotient by 127 and the inverse of that are normal floats,
+#: which no platform flushes to zero.
 SMALLEST = 2.0**-119
 
 

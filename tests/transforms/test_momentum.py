@@ -169,5 +169,3 @@ def test_bytes_of_the_compiled_step(build):
         sizes = (getattr(m, f"{size}_size_in_bytes") for m in (wide, narrow))
         saved = functools.reduce(operator.sub, sizes)
         assert saved == pytest.approx((4 - 1.0625) * entries, rel=0.01), size
-    temporaries = [m.temp_size_in_bytes / entries for m in (wide, narrow)]
-    print(build.__name__, temporaries)
