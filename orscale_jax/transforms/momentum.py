@@ -30,9 +30,11 @@ class Int8TraceState(NamedTuple):
     The blocks lie along the longest axis of the leaf's matrices, the leaf's last axis
     only if the others are shorter than a block, and never along an axis that
     :class:`BlockDimensionNumbers` divide. They depend on the leaf's shape alone, not on
-    the mesh. If each device holds whole blocks (a multiple of 32 entries along that
-    axis), devices exchange nothing for the scales; otherwise the momentum is gathered
-    along that axis, with the same results.
+    the mesh. Devices that hold whole blocks (a multiple of 32 entries along that axis)
+    exchange nothing. Where shards cut blocks, devices send the largest value of each
+    piece, in bfloat16, and the scales are sharded along another axis. On Auto axes XLA
+    does so if the shards have whole blocks or divide them; otherwise it gathers the
+    momentum along that axis.
 
     A block whose largest value is below :math:`2^{-119} \approx 1.5 \cdot 10^{-36}` is
     zero. A block with an entry that is not finite or beyond the largest bfloat16
@@ -90,21 +92,26 @@ def _int8_trace(
         codes = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.int8), params)
         return Int8TraceState(codes, _initial_scales(matrices, codes))
 
+    def step(
+        axes: LeafAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        m = update + momentum * int8_blocks.decode(codes, scales, update.dtype)
+        out = update + momentum * m if nesterov else m
+        # One leaf after another: XLA would round them last, and keep M of all until then.
+        return jax.lax.optimization_barrier(
+            (out, *int8_blocks.encode(m, int8_blocks.block_axis(axes, m.shape)))
+        )
+
     def update(
         updates: PyTree, state: Int8TraceState, params: PyTree | None = None
     ) -> tuple[PyTree, Int8TraceState]:
-        def added(axes: LeafAxes, update: jax.Array, m: jax.Array) -> jax.Array:
-            return update + momentum * m
-
-        def decoded(
-            _: LeafAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
-        ) -> jax.Array:
-            return int8_blocks.decode(codes, scales, update.dtype)
-
-        old = matrices.map(decoded, updates, state.trace, state.trace_scale)
-        new = matrices.map(added, updates, old)
-        out = matrices.map(added, updates, new) if nesterov else new
-        return out, Int8TraceState(*_encoded(matrices, new))
+        trees = updates, state.trace, state.trace_scale
+        rows = zip(matrices.of_leaves, *map(matrices.leaves, trees), strict=True)
+        stepped = [step(*row) for row in rows]
+        out, codes, scales = (
+            matrices.tree_of([leaf[i] for leaf in stepped]) for i in range(3)
+        )
+        return out, Int8TraceState(codes, scales)
 
     return optax.GradientTransformation(init, update)
 
@@ -122,13 +129,3 @@ def _initial_scales(matrices: Matrices, codes: PyTree) -> PyTree:
 
     rows = zip(matrices.of_leaves, matrices.leaves(codes), strict=True)
     return matrices.tree_of([scales(*row) for row in rows])
-
-
-def _encoded(matrices: Matrices, tree: PyTree) -> tuple[PyTree, PyTree]:
-    """Trees of codes and of scales."""
-    pairs = [
-        int8_blocks.encode(leaf, int8_blocks.block_axis(axes, leaf.shape))
-        for axes, leaf in zip(matrices.of_leaves, matrices.leaves(tree), strict=True)
-    ]
-    codes, scales = ([pair[i] for pair in pairs] for i in range(2))
-    return matrices.tree_of(codes), matrices.tree_of(scales)

@@ -9,12 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn, nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import muon, orscale
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    convert_state,
+    describe,
+    diagnostics,
+    muon,
+    orscale,
+)
 from orscale_jax.transforms import int8_blocks
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.momentum import momentum_stage
+from orscale_jax.trees.boxes import unbox
 from tests import leaves
 from tests.runs import ABLATIONS, FAMILY, readout, run
 from tests.small import NUMBERS, tree
@@ -169,3 +178,114 @@ def test_bytes_of_the_compiled_step(build):
         sizes = (getattr(m, f"{size}_size_in_bytes") for m in (wide, narrow))
         saved = functools.reduce(operator.sub, sizes)
         assert saved == pytest.approx((4 - 1.0625) * entries, rel=0.01), size
+
+
+def momentum_of(state):
+    return readout(state, "trace"), readout(state, "trace_scale")
+
+
+def decoded(state):
+    return jax.tree.map(
+        lambda *both: int8_blocks.decode(*both, jnp.float32), *momentum_of(state)
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: optax.chain(x)])
+def test_conversion_to_floats_and_back(wrap):
+    """To float32 without an error, and back to the same bits."""
+    params = tree(0)
+    build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
+    narrow, wide = (wrap(build(mu_dtype=dtype)) for dtype in ("int8", "float32"))
+    _, state = run(narrow, params, 3, tree)[-1]
+    floats = convert_state(state, wide, params)
+    for name, leaf in decoded(state).items():
+        if name in ("w", "stack"):
+            np.testing.assert_array_equal(readout(floats, "trace")[name], leaf)
+    back = convert_state(floats, narrow, params)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    same = convert_state(state, narrow, params)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+def test_conversion_from_optax_muon():
+    params = {"w": tree(0)["w"]}
+    theirs = optax.contrib.muon(1e-2)
+    _, state = theirs.update(params, theirs.init(params), params)
+    found = convert_state(state, muon(1e-2, mu_dtype="int8"), params, momentum=0.95)
+    wanted = convert_state(state, muon(1e-2), params, momentum=0.95)
+    error = leaves.relative_error(decoded(found)["w"], readout(wanted, "trace")["w"])
+    assert 0 < error < 5e-3
+
+
+BOXES = {
+    "nnx": nnx.Param,
+    "linen": lambda x: nn.Partitioned(x, ("embed", "mlp")),
+}
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_boxes(kind):
+    """Codes and scales are boxed like the parameters."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(70, 12)), jnp.float32)
+    params = {"w": BOXES[kind](x)}
+    optimizer = orscale(1e-2, mu_dtype="int8")
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    codes, scales = momentum_of(state)
+    assert type(codes["w"]) is type(scales["w"]) is type(params["w"])
+    assert unbox(codes)["w"].shape == (70, 12) and unbox(scales)["w"].shape == (3, 12)
+    plain, _ = optimizer.update({"w": x}, optimizer.init({"w": x}), {"w": x})
+    np.testing.assert_array_equal(unbox(updates)["w"], plain["w"])
+
+
+def test_haliax_boxes():
+    pytest.importorskip("haliax")
+    import haliax
+
+    embed, mlp = haliax.Axis("embed", 70), haliax.Axis("mlp", 12)
+    params = {"w": haliax.ones((embed, mlp))}
+    optimizer = orscale(1e-2, mu_dtype="int8", weight_dimension_numbers={"w": Dims(0, 1)})
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    _, scales = momentum_of(state)
+    assert [axis.name for axis in scales["w"].axes] == ["embed", "mlp"]
+    assert scales["w"].array.shape == (3, 12)
+
+
+def test_describe_counts_its_bytes():
+    shapes = {"w": (64, 12), "fused": (32, 48), "b": (4,)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    dims = {"w": Dims(0, 1), "fused": Blocks(0, 1, block_axis=1, blocks=(32, 8, 8))}
+    found = {}
+    for dtype in ("int8", "float32"):
+        numbers = dims | {"b": None}
+        optimizer = muon(1e-2, mu_dtype=dtype, weight_dimension_numbers=numbers)
+        description = describe(params, numbers, optimizer=optimizer)
+        found[dtype] = {row.name: row.state_bytes for row in description.rows}
+    for name, entries in {"w": 768, "b": 0}.items():
+        saved = found["float32"][name] - found["int8"][name]
+        assert saved == (4 - 1.0625) * entries, name
+    parts = [name for name in found["int8"] if name.startswith("fused")]
+    saved = [found["float32"][name] - found["int8"][name] for name in parts]
+    assert saved == [(4 - 1.0625) * 32 * columns for columns in (32, 8, 8)]
+
+
+def test_measurements_are_those_of_the_decoded_momentum():
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(40, 6)), "f4")}
+    optimizer = orscale(1e-2, mu_dtype="int8")
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    found = diagnostics.measure(state, params, names=["momentum_stable_rank"])
+    values = np.linalg.svd(np.asarray(decoded(state)["w"]), compute_uv=False)
+    wanted = np.sum(values**2) / values[0] ** 2
+    assert found["momentum_stable_rank"]["w"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_donated_step_and_one_compilation():
+    params = tree(0)
+    optimizer = orscale(1e-2, mu_dtype="int8", weight_dimension_numbers=NUMBERS)
+    step = jax.jit(optimizer.update, donate_argnums=(1,))
+    state = optimizer.init(params)
+    for seed in range(3):
+        old = readout(state, "trace")["w"]
+        _, state = step(tree(seed), state, params)
+        assert old.is_deleted()
+    assert step._cache_size() == 1

@@ -185,11 +185,11 @@ def _trace(node: optax.TraceState | Int8TraceState) -> PyTree:
     """M, in float32 if its state has 8 bits."""
     if isinstance(node, optax.TraceState):
         return node.trace
-    return jax.tree.map(
-        lambda codes, scales: int8_blocks.decode(_whole(codes), _whole(scales), jnp.float32),
-        node.trace,
-        node.trace_scale,
-    )
+
+    def decoded(codes: Any, scales: Any) -> jax.Array:
+        return int8_blocks.decode(_whole(codes), _whole(scales), jnp.float32)
+
+    return jax.tree.map(decoded, node.trace, node.trace_scale)
 
 
 def _whole(array: Any) -> jax.Array:
