@@ -40,6 +40,7 @@ from orscale_jax.transforms.initial_norm import (
     InitialNormState as InitialNormState,
     keep_initial_norm as keep_initial_norm,
 )
+from orscale_jax.transforms.momentum import Int8TraceState as Int8TraceState
 from orscale_jax.transforms.neuron_rms import (
     NeuronRMSState as NeuronRMSState,
     scale_by_neuron_rms as scale_by_neuron_rms,

@@ -27,6 +27,7 @@ from orscale_jax.transforms.decay import (
 )
 from orscale_jax.transforms.first_update import first_update_stage, with_moving
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, Matrices
+from orscale_jax.transforms.momentum import check_mu_dtype, float_dtype, momentum_stage
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
 from orscale_jax.transforms.shape import shape_stage
 from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
@@ -182,7 +183,7 @@ def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimiz
     stages_of = _stages(h)
     arrangement(stages_of(None, Matrices(jax.tree.structure(()), ()), None))  # Checks.
     optimizer_of = functools.partial(_optimizer, arrangement, h, stages_of)
-    return on_parameters(optimizer_of, h.mu_dtype)
+    return on_parameters(optimizer_of, float_dtype(h.mu_dtype))
 
 
 def _normalize(h: Hyperparameters) -> Hyperparameters:
@@ -213,7 +214,7 @@ def _check(h: Hyperparameters) -> None:
     number("learning_rate", h.learning_rate, schedule=True)
     number("momentum", h.momentum, below=1)
     _checks.flag("nesterov", h.nesterov)
-    _checks.dtype("mu_dtype", h.mu_dtype)
+    check_mu_dtype(h.mu_dtype)
     number("weight_decay", h.weight_decay, schedule=True)
     check_mask(h.weight_decay_mask)
     number("adam_learning_rate", h.adam_learning_rate, schedule=True)
@@ -249,7 +250,7 @@ def _algorithm_1(
     direction, *rest = tail
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
-        optax.trace(h.momentum, nesterov=h.nesterov, accumulator_dtype=h.mu_dtype),
+        momentum_stage(h.momentum, h.nesterov, h.mu_dtype, matrices),
         with_moving(direction, matrices),  # By M̃, since decay alone makes D ≠ 0.
         *rest,
     )
@@ -300,7 +301,7 @@ def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformatio
         b1=h.adam_b1,
         b2=h.adam_b2,
         eps=h.adam_eps,
-        mu_dtype=h.mu_dtype,
+        mu_dtype=float_dtype(h.mu_dtype),
         nesterov=h.adam_nesterov,
     )
     return optax.chain(

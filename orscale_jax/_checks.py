@@ -152,10 +152,11 @@ def choice(name: str, value: Any, choices: Iterable[str]) -> None:
         refuse(name, value, f"pass {' or '.join(map(repr, choices))}")
 
 
-def dtype(name: str, value: Any) -> None:
+def dtype(name: str, value: Any, *, also: str = "") -> None:
     """Refuse ``value`` unless it is None or a floating dtype of 16 bits or more.
 
     Newton–Schulz diverges in 8 bits, and JAX does not promote such dtypes to others.
+    ``also`` are other values, for the message: the caller has let them pass.
     """
     if value is None:
         return
@@ -173,8 +174,8 @@ def dtype(name: str, value: Any) -> None:
     except TypeError:
         floating = False
     if not floating:
-        remedy = "pass a floating dtype of 16 bits or more, such as jnp.bfloat16, or None"
-        refuse(name, value, remedy)
+        wide = "a floating dtype of 16 bits or more, such as jnp.bfloat16"
+        refuse(name, value, f"pass {wide}, {also}or None")
     if jax.dtypes.canonicalize_dtype(value) != jnp.dtype(value):
         refuse(name, value, "enable jax_enable_x64, or pass jnp.float32")
 

@@ -1,7 +1,7 @@
 """Conversion of one optimizer's state to another's, for a run that continues."""
 
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,14 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
+from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.names import Path, listed, names_on
 from orscale_jax.trees.states import Entry, entries
+
+# The place of a field, and the parameter that it is of.
+_Key: TypeAlias = tuple[Path, Path | None]
 
 
 def convert_state(
@@ -31,8 +36,9 @@ def convert_state(
     (``chain``, ``partition``, ``MultiSteps``). The new one may have other hyperparameters
     or more parameters. Arrays that both states hold for a parameter under the same name
     are kept: momentum, AdamW's moments, c, r. So are counts, for schedules and bias
-    corrections. Everything else starts as in ``optimizer.init``; a c that is new is
-    anchored at the next direction.
+    corrections. Momentum is rounded to the new ``mu_dtype``; "int8" to float32
+    and back changes nothing. Everything else starts as in ``optimizer.init``; a c that is
+    new is anchored at the next direction.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -89,13 +95,62 @@ def _converted(
     new = optimizer.init(params)
     bare, bare_params = unbox(new), unbox(params)
     wanted = entries(bare, bare_params)
-    fields = {"trace", "mu", "nu", *(x.field for x in wanted if x.owner is not None)}
-    old = _Held.of(entries(unbox(state), bare_params, fields))
+    fields = {TRACE, TRACE_SCALE, "mu", "nu"}
+    fields |= {entry.field for entry in wanted if entry.owner is not None}
+    old = _Held.of(_decoded(entries(unbox(state), bare_params, fields)))
     _refuse_new(old, bare_params, allow_new)
-    source = _Source(old, _Held.of(wanted), momentum, nesterov)
+    decoded = _decoded(wanted)
+    source = _Source(old, _Held.of(decoded), momentum, nesterov)
     _refuse_without_second_moment(old, source.new)
-    converted = [source.value(entry) for entry in wanted]
+    arrays = _encoded({_key(entry): source.value(entry) for entry in decoded}, wanted)
+    converted = [arrays[_key(entry)] for entry in wanted]
     return rebox(jax.tree.unflatten(jax.tree.structure(bare), converted), new)
+
+
+def _key(entry: Entry) -> _Key:
+    return entry.place, entry.owner
+
+
+def _beside(key: _Key, field: str) -> _Key:
+    """Another field of the same state."""
+    place, owner = key
+    return (*place[:-1], field), owner
+
+
+def _scales_of(found: Iterable[Entry]) -> dict[_Key, Any]:
+    """The scales of 8-bit momentum, by the key of its codes."""
+    arrays = {_key(entry): entry.array for entry in found}
+    pairs = (
+        (key, _beside(key, TRACE_SCALE)) for key in arrays if key[0][-1:] == (TRACE,)
+    )
+    return {key: arrays[scales] for key, scales in pairs if scales in arrays}
+
+
+def _decoded(found: Sequence[Entry]) -> list[Entry]:
+    """The entries of a state, with float32 in place of 8-bit codes and their scales."""
+    scales_of = _scales_of(found)
+    dropped = {_beside(key, TRACE_SCALE) for key in scales_of}
+
+    def decoded(entry: Entry) -> Entry:
+        if (scales := scales_of.get(_key(entry))) is None:
+            return entry
+        both = jnp.asarray(entry.array), jnp.asarray(scales)
+        return entry._replace(array=int8_blocks.decode(*both, jnp.float32))
+
+    return [decoded(entry) for entry in found if _key(entry) not in dropped]
+
+
+def _encoded(
+    decoded: Mapping[_Key, jax.Array], wanted: Iterable[Entry]
+) -> dict[_Key, jax.Array]:
+    """The arrays of a state, from those of its decoded entries."""
+    arrays = dict(decoded)
+    for key, scales in _scales_of(wanted).items():
+        axis = int8_blocks.axis_of(decoded[key].shape, scales.shape)
+        arrays[key], arrays[_beside(key, TRACE_SCALE)] = int8_blocks.encode(
+            decoded[key], axis
+        )
+    return arrays
 
 
 class _Held(NamedTuple):
@@ -118,7 +173,7 @@ class _Held(NamedTuple):
         return (field, owner) in self.of_params
 
     def has_momentum(self, owner: Path) -> bool:
-        return self.has("trace", owner) or self.has("mu", owner)
+        return self.has(TRACE, owner) or self.has("mu", owner)
 
     def array(self, field: str, wanted: Entry) -> Any:
         """The array of a field for another state's entry, or None.
@@ -169,10 +224,10 @@ class _Source(NamedTuple):
             return self._count(entry)
         if self.old.has(entry.field, entry.owner):
             return self.old.array(entry.field, entry)
-        if self._is_average_of_muon(entry) and self.old.has("trace", entry.owner):
-            total = self.old.array("trace", entry)
+        if self._is_average_of_muon(entry) and self.old.has(TRACE, entry.owner):
+            total = self.old.array(TRACE, entry)
             return (1 - self._mu(entry)) / self._of_nesterov(entry) * total
-        if entry.field == "trace" and self.old.has("mu", entry.owner):
+        if entry.field == TRACE and self.old.has("mu", entry.owner):
             average = self.old.array("mu", entry)
             factor = 1 / (1 - self._mu(entry))
             if not self.old.has("nu", entry.owner):

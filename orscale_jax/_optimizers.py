@@ -80,7 +80,10 @@ def orscale(
       nesterov: Whether Q is the polar factor of :math:`\tilde M` (True) or of M.
       mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state, a float
         of 16 bits or more. None: the parameter's. float16 overflows where gradients stay
-        above :math:`65504 (1 - \mu)`.
+        above :math:`65504 (1 - \mu)`. ``"int8"``: 8-bit blocks
+        (:class:`Int8TraceState`) for matrices, rounded to nearest after the direction is
+        computed by the unrounded momentum, without error feedback; AdamW's moments as
+        under None.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
       weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
@@ -227,7 +230,10 @@ def muon(
       nesterov: Whether Q is the polar factor of :math:`\tilde M = \mu M + G` (True) or of
         M, with :math:`M \leftarrow \mu M + G`.
       mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state. None:
-        the parameter's.
+        the parameter's. ``"int8"``: 8-bit blocks
+        (:class:`Int8TraceState`) for matrices, rounded to nearest after the direction is
+        computed by the unrounded momentum, without error feedback; AdamW's moments as
+        under None.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
         the learning rate multiplies it.
       weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of

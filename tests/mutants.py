@@ -748,6 +748,36 @@ MUTANTS = [
         "_upper(param)",
         "test_bfloat16_weights.py::test_small_updates_are_lost_without_it_and_not_with_it",
     ),
+    Mutant(
+        "step",
+        "out = update + momentum * m if nesterov else m",
+        "out = m",
+        "test_momentum.py::test_steps_against_float64_numpy",
+    ),
+    Mutant(
+        "_rounded",
+        "jnp.where(jnp.isfinite(scales), scales, jnp.nan)",
+        "scales",
+        "test_int8_blocks.py::test_what_is_not_finite_makes_its_block_nan_and_no_other",
+    ),
+    Mutant(
+        "block_axis",
+        "[axis for axis in axes.whole.matrix if axis != axes.axis]",
+        "list(axes.whole.matrix)",
+        "test_int8_blocks.py::test_no_block_has_entries_of_two_matrices",
+    ),
+    Mutant(
+        "_spec_of_scales",
+        "spec[other] = (*typed_sharding.names(spec[other]), *moved)",
+        "pass",
+        "test_int8_on_meshes.py::test_codes_and_scales_are_those_of_one_device",
+    ),
+    Mutant(
+        "_of_blocks",
+        "return jnp.max(blocks, axis=axis + 1)",
+        "return blocks[(slice(None),) * (axis + 1) + (0,)]",
+        "test_int8_on_meshes.py::test_codes_and_scales_are_those_of_one_device",
+    ),
 ]
 
 

@@ -40,6 +40,7 @@ OPTIMIZERS = {
     "momentum_denominator": build(ablations.momentum_denominator),
     "bfloat16_calibration": build(ablations.bfloat16_calibration),
     "bfloat16_momentum": build(mu_dtype=jnp.bfloat16),
+    "int8_momentum": build(mu_dtype="int8"),
     "schedule": build(rate=optax.linear_schedule(1e-2, 0.0, STEPS)),
     "injected": optax.inject_hyperparams(orscale)(
         learning_rate=optax.linear_schedule(1e-2, 0.0, STEPS),

@@ -18,11 +18,15 @@ OPTIMIZERS = {
     "orscale": orscale,
     "vision": functools.partial(orscale, **VISION),
     "muon": muon,
+    "int8_momentum": functools.partial(orscale, mu_dtype="int8"),
     **ABLATIONS,
     **FAMILY,
 }
 # Others have the same stages, in another order or with other hyperparameters.
-FAST = {"orscale", "muon", "momentum_rms_denominator", "hyperball", "normuon"}
+FAST = {
+    "orscale", "muon", "int8_momentum", "momentum_rms_denominator", "hyperball",
+    "normuon",
+}  # fmt: skip
 SOME_SLOW = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
     for name in OPTIMIZERS

@@ -1048,7 +1048,7 @@ def test_momentum_that_overflows_float16():
 
 
 @pytest.mark.parametrize(
-    "dtype", ["float8_e4m3fn", jnp.float8_e5m2, "int8", jnp.complex64]
+    "dtype", ["float8_e4m3fn", jnp.float8_e5m2, "uint8", jnp.complex64]
 )
 def test_dtypes_of_too_few_bits(dtype):
     """Newton–Schulz in float8 would diverge, and JAX does not promote such dtypes."""

@@ -79,6 +79,7 @@ def relatives(
         "muon_plus": family.muon_plus(1e-3, **ours),
         "cautious": family.cautious(1e-3, **ours),
         "pooled": family.pooled(1e-3, **ours),
+        "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
         "replayed": family.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
     }
 

@@ -145,6 +145,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "bfloat16_momentum": _ours(
         "OrScale, bfloat16 momentum", orscale, mu_dtype="bfloat16"
     ),
+    "int8_momentum": _ours("OrScale, 8-bit momentum", orscale, mu_dtype="int8"),
     "rounding_to_nearest": _ours(
         "OrScale, rounding to nearest", _wrapped(controls.round_to_nearest, orscale)
     ),

@@ -75,6 +75,7 @@ LOW_MEMORY: dict[str, Arm] = {
     name: Arm(name, label)
     for name, label in (
         ("bfloat16_momentum", "bfloat16 momentum"),
+        ("int8_momentum", "8-bit momentum"),
         ("rounding_to_nearest", "bfloat16 weights, rounded to nearest"),
         ("master_weights", "bfloat16 weights, master weights"),
         ("stochastic_rounding", "bfloat16 weights, stochastic rounding"),

@@ -49,6 +49,7 @@ FLOAT32 = Variant("float32")
 VARIANTS = (
     FLOAT32,
     Variant("bfloat16 momentum", "bfloat16_momentum"),
+    Variant("8-bit momentum", "int8_momentum"),
     Variant("bfloat16 weights, rounded to nearest", "rounding_to_nearest", BFLOAT16),
     Variant("bfloat16 weights, `keep_master_weights`", "master_weights", BFLOAT16),
     Variant(

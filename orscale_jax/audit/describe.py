@@ -267,12 +267,18 @@ def _bytes_of_part(axes: LeafAxes, leaf: Any, state: list[Any], index: int) -> i
 
     Those with one entry per matrix are divided as well; others count for the first part.
     """
-    if len(axes.labels) == 1:
+    if isinstance(axes, MatrixAxes):
         return nbytes(state)
-    divided = (np.shape(leaf), axes.batch_shape(leaf))
+
+    def divided(array: Any) -> bool:
+        if array.shape == axes.batch_shape(leaf):
+            return True
+        alike = array.ndim == leaf.ndim  # The leaf, or the scales of 8-bit momentum.
+        return alike and array.shape[axes.axis] == leaf.shape[axes.axis]
+
     part = functools.partial(axes.part, index=index)
     return nbytes(
-        jax.eval_shape(part, array) if array.shape in divided else array
+        jax.eval_shape(part, array) if divided(array) else array
         for array in state
-        if array.shape in divided or index == 0
+        if divided(array) or index == 0
     )

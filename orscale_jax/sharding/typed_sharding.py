@@ -22,10 +22,12 @@ def spec(leaf: jax.Array) -> list[Any]:
 def axes_of(spec: PartitionSpec, rank: int) -> tuple[tuple[str, ...], ...]:
     """For each axis of an array, the axes of the mesh over which it is sharded."""
     entries = [*spec, *(None,) * (rank - len(spec))]
-    return tuple(
-        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-        for entry in entries
-    )
+    return tuple(names(entry) for entry in entries)
+
+
+def names(entry: Any) -> tuple[str, ...]:
+    """The axes of the mesh in one entry of a spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def inferred(fn: Callable[[Any], Any], tree: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -84,7 +86,7 @@ def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
     shape = (*leaf.shape[:axis], count, size, *leaf.shape[axis + 1 :])
     if spec(leaf)[axis] is None:
         return leaf.reshape(shape)
-    if count % _shards(leaf, axis):
+    if count % shards(leaf, axis):
         return gather(leaf, (axis,)).reshape(shape)
     entries = spec(leaf)
     return _reshape(leaf, shape, [*entries[: axis + 1], None, *entries[axis + 1 :]])
@@ -114,7 +116,8 @@ def _mesh(leaf: jax.Array) -> Mesh | AbstractMesh:
     return mesh
 
 
-def _shards(leaf: jax.Array, axis: int) -> int:
+def shards(leaf: jax.Array, axis: int) -> int:
+    """The number of parts in which an axis is sharded, by the leaf's type."""
     sharding = jax.typeof(leaf).sharding
     names = axes_of(sharding.spec, leaf.ndim)[axis]
     return math.prod(sharding.mesh.shape[name] for name in names)

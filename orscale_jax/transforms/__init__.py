@@ -1,6 +1,8 @@
 """The stages of OrScale and its relatives, one per file, and wrappers around them.
 
 ====================  ================================================================
+momentum              G to M̃, with a state of floats or of 8-bit integers
+int8_blocks           arrays as 8-bit integers and a scale for each block of them
 orthogonalize         M̃ to Q
 shape                 Q to sQ
 decay                 adds λW: to all entries, or cautiously

@@ -81,7 +81,10 @@ def box_like(
 
     if isinstance(node, _type("haliax", "NamedArray")):
         axes = of_axes(node.axes)
-        return type(node)(array, axes) if None not in axes else array
+        if None in axes:
+            return array
+        sized = (a.resize(size) for a, size in zip(axes, array.shape, strict=True))
+        return type(node)(array, tuple(sized))
     if isinstance(node, _type("flax.nnx", "Variable")):
         metadata = {key: node.get_metadata(key, None) for key in _NNX_NAMES}
         changed = {

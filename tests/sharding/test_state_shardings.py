@@ -35,6 +35,8 @@ NUMBERS = {
     "whole": Dims(0, 1),
 }
 # Of the arrays with one entry per matrix, and of those with one per output neuron.
+# Of the scales of 8-bit momentum: shards of w cut its blocks, along the last axis.
+SCALES = SPECS | {"w": P(("a", "b"))}
 BATCHES = {"w": P(), "stack": P("a"), "middle": P(("a", "b")), "whole": P()}
 NEURONS = {"w": P("b"), "stack": P("a", "b"), "middle": P(("a", "b")), "whole": P()}
 build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
@@ -42,6 +44,7 @@ OPTIMIZERS = {
     "orscale": build(),
     "muon": muon(1e-2, weight_dimension_numbers=NUMBERS),
     "bfloat16 momentum": build(mu_dtype=jnp.bfloat16),
+    "8-bit momentum": build(mu_dtype="int8"),
     "adamw": optax.adamw(1e-2),
     "injected": optax.inject_hyperparams(orscale)(
         learning_rate=optax.linear_schedule(1e-2, 0.0, 9),
@@ -96,6 +99,8 @@ def test_arrays_with_and_without_the_shape_of_a_parameter(name, kind):
             expected = SPECS[owner]
         elif jax.tree_util.GetAttrKey("neuron_mean_square") in path:
             expected = NEURONS[owner]
+        elif jax.tree_util.GetAttrKey("trace_scale") in path:
+            expected = SCALES[owner]
         else:
             expected = BATCHES[owner]
         seen.add((owner, expected))

@@ -13,8 +13,10 @@ from orscale_jax.diagnostics.whole_matrices import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
+from orscale_jax.transforms import int8_blocks
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, names_on
 from orscale_jax.trees.nodes import nodes_of
@@ -170,13 +172,30 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> PyTree:
     state = unbox(getattr(state, "opt_state", state))
     traces = {
         names_on(path): array
-        for node in nodes_of(state, optax.TraceState)
-        for path, array in jax.tree_util.tree_leaves_with_path(node.trace)
+        for node in nodes_of(state, optax.TraceState, Int8TraceState)
+        for path, array in jax.tree_util.tree_leaves_with_path(_trace(node))
     }
     pairs = zip(matrices.paths, matrices.leaves(unbox(params)), strict=True)
     return matrices.tree_of(
         [_momentum(traces.get(names_on(path)), path, leaf) for path, leaf in pairs]
     )
+
+
+def _trace(node: optax.TraceState | Int8TraceState) -> PyTree:
+    """M, in float32 if its state has 8 bits."""
+    if isinstance(node, optax.TraceState):
+        return node.trace
+
+    def decoded(codes: Any, scales: Any) -> jax.Array:
+        return int8_blocks.decode(_whole(codes), _whole(scales), jnp.float32)
+
+    return jax.tree.map(decoded, node.trace, node.trace_scale)
+
+
+def _whole(array: Any) -> jax.Array:
+    """The array, whole on every device."""
+    array = jnp.asarray(array)
+    return typed_sharding.gather(array, tuple(range(array.ndim)))
 
 
 def _momentum(array: Any, path: Any, leaf: Any) -> jax.Array:
@@ -185,6 +204,5 @@ def _momentum(array: Any, path: Any, leaf: Any) -> jax.Array:
             f"the state has no momentum for parameter {name_and_shape(path, leaf)}: pass "
             "the state of the optimizer that updates it, and its dimension numbers."
         )
-    array = jnp.asarray(array)
-    whole = typed_sharding.gather(array, tuple(range(array.ndim)))
+    whole = _whole(array)
     return whole.astype(compute_dtype(whole))

@@ -1,0 +1,131 @@
+"""The momentum of the matrices: Optax's trace, or one with a state of 8 bits."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike, DTypeLike
+
+from orscale_jax import _checks
+from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.trees.boxes import PyTree, box_like, unbox
+
+#: The fields of :class:`Int8TraceState`; the first one is also that of Optax's state.
+TRACE, TRACE_SCALE = "trace", "trace_scale"
+
+
+class Int8TraceState(NamedTuple):
+    r"""State of the matrices' momentum under ``mu_dtype="int8"``: 1.0625 bytes an entry.
+
+    32 neighbours along one axis of a leaf are a block. The block's scale s is the largest
+    absolute value of its entries, rounded to bfloat16, and the code of an entry x the
+    integer q nearest to :math:`127 x / s`. The state stands for :math:`s q / 127`, which
+    differs from x by at most half a step, :math:`s / 254`, and a rounding error of
+    float32. :func:`orscale_jax.convert_state` converts it to floats and back.
+
+    The blocks lie along the longest axis of the leaf's matrices, the leaf's last axis
+    only if the others are shorter than a block, and never along an axis that
+    :class:`BlockDimensionNumbers` divide. They depend on the leaf's shape alone, not on
+    the mesh. Devices that hold whole blocks (a multiple of 32 entries along that axis)
+    exchange nothing. Where shards cut blocks, devices send the largest value of each
+    piece, in bfloat16, and the scales are sharded along another axis. On Auto axes XLA
+    does so if the shards have whole blocks or divide them; otherwise it gathers the
+    momentum along that axis.
+
+    A block whose largest value is below :math:`2^{-119} \approx 1.5 \cdot 10^{-36}` is
+    zero. A block with an entry that is not finite or beyond the largest bfloat16
+    (:math:`3.39 \cdot 10^{38}`) has the scale NaN: its momentum is NaN from then on.
+
+    References:
+      Dettmers et al. 2021, *8-bit Optimizers via Block-wise Quantization*,
+      arXiv:2110.02861; Gupta et al. 2025, *Effective Quantization of Muon Optimizer
+      States*, arXiv:2509.23106.
+    """
+
+    #: Tree like the parameters: the codes, in the parameters' shapes and dtype int8.
+    trace: PyTree
+    #: Tree like the parameters: the scales, dtype bfloat16, in the parameters' shapes but
+    #: for the blocks' axis, which is 32 times shorter, rounded up.
+    trace_scale: PyTree
+
+
+def is_int8(mu_dtype: DTypeLike | None) -> bool:
+    """Whether the dtype of the momentum is int8; anything may be given."""
+    if mu_dtype is None or isinstance(mu_dtype, jax.Array | np.ndarray | np.generic):
+        return False
+    try:
+        return jnp.dtype(mu_dtype) == jnp.int8
+    except TypeError:
+        return False
+
+
+def check_mu_dtype(mu_dtype: DTypeLike | None) -> None:
+    """Refuse a dtype of the momentum that is neither None, int8 nor a wide float."""
+    if not is_int8(mu_dtype):
+        _checks.dtype("mu_dtype", mu_dtype, also='"int8" ')
+
+
+def float_dtype(mu_dtype: DTypeLike | None) -> DTypeLike | None:
+    """The dtype of other moments: that of the momentum, or None where that is int8."""
+    return None if is_int8(mu_dtype) else mu_dtype
+
+
+def momentum_stage(
+    momentum: ArrayLike, nesterov: bool, mu_dtype: DTypeLike | None, matrices: Matrices
+) -> optax.GradientTransformation:
+    """M ← μM + G, and M̃ = μM + G, or M without Nesterov."""
+    if not is_int8(mu_dtype):
+        return optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
+    return _int8_trace(momentum, nesterov, matrices)
+
+
+def _int8_trace(
+    momentum: ArrayLike, nesterov: bool, matrices: Matrices
+) -> optax.GradientTransformation:
+    """:func:`optax.trace` whose M is rounded on its way into the state, not before."""
+
+    def init(params: PyTree) -> Int8TraceState:
+        codes = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.int8), params)
+        return Int8TraceState(codes, _initial_scales(matrices, codes))
+
+    def step(
+        axes: LeafAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        m = update + momentum * int8_blocks.decode(codes, scales, update.dtype)
+        out = update + momentum * m if nesterov else m
+        # One leaf after another: XLA would round them last, and keep M of all until then.
+        return jax.lax.optimization_barrier(
+            (out, *int8_blocks.encode(m, int8_blocks.block_axis(axes, m.shape)))
+        )
+
+    def update(
+        updates: PyTree, state: Int8TraceState, params: PyTree | None = None
+    ) -> tuple[PyTree, Int8TraceState]:
+        trees = updates, state.trace, state.trace_scale
+        rows = zip(matrices.of_leaves, *map(matrices.leaves, trees), strict=True)
+        stepped = [step(*row) for row in rows]
+        out, codes, scales = (
+            matrices.tree_of([leaf[i] for leaf in stepped]) for i in range(3)
+        )
+        return out, Int8TraceState(codes, scales)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _initial_scales(matrices: Matrices, codes: PyTree) -> PyTree:
+    """Scales of zeros, in boxes that name the axes of the codes' boxes."""
+    # For optax.tree.map_params, as in Matrices.entries.
+    if type(codes).__name__ == "_ParamsPlaceholder":
+        return jnp.ones(())
+
+    def scales(axes: LeafAxes, node: PyTree) -> PyTree:
+        array = unbox(node)
+        axis = int8_blocks.block_axis(axes, array.shape)
+        return box_like(int8_blocks.scales_of_zeros(array, axis), node, tuple)
+
+    rows = zip(matrices.of_leaves, matrices.leaves(codes), strict=True)
+    return matrices.tree_of([scales(*row) for row in rows])

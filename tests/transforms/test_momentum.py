@@ -1,0 +1,291 @@
+"""The momentum of 8 bits, against Optax's trace and float64 NumPy."""
+
+import functools
+import math
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn, nnx
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    convert_state,
+    describe,
+    diagnostics,
+    muon,
+    orscale,
+)
+from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.momentum import momentum_stage
+from orscale_jax.trees.boxes import unbox
+from tests import leaves
+from tests.runs import ABLATIONS, FAMILY, readout, run
+from tests.small import NUMBERS, tree
+from tests.transforms.test_int8_blocks import oracle
+
+MU = 0.75
+MATRICES = {name: leaves.DIMENSIONS[name] for name in leaves.KINDS}
+
+
+def stage(nesterov, dims=MATRICES, params=None):
+    if params is None:
+        params = gradients(0)
+    return momentum_stage(MU, nesterov, "int8", Matrices.only(dims, params))
+
+
+def gradients(seed):
+    grads = leaves.random_tree(seed)
+    return {name: grads[name] for name in MATRICES}
+
+
+def axis_of(state, name):
+    shapes = (tree[name].shape for tree in state)
+    return int8_blocks.axis_of(*shapes)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_steps_against_float64_numpy(nesterov):
+    """M̃ is computed from M before it is rounded; the next M from what was rounded."""
+    optimizer = stage(nesterov)
+    state, kept = optimizer.init(gradients(0)), dict.fromkeys(MATRICES, 0.0)
+    for step in range(5):
+        found, state = jax.jit(optimizer.update)(gradients(step), state)
+        for name, grad in gradients(step).items():
+            new = MU * kept[name] + np.asarray(grad, np.float64)
+            wanted = MU * new + np.asarray(grad, np.float64) if nesterov else new
+            np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-5)
+            codes, scales, steps = oracle(new, axis_of(state, name))
+            # In float32 an entry may fall on the other side of a half.
+            assert np.abs(np.asarray(state.trace[name], int) - codes).max() <= 1
+            np.testing.assert_array_equal(np.asarray(state.trace_scale[name]), scales)
+            kept[name] = np.asarray(state.trace[name], np.float64) * steps
+
+
+def test_without_rounding_it_is_optaxs_trace():
+    """Where every entry is a code times a scale."""
+    rng = np.random.default_rng(0)
+    whole = rng.integers(-127, 128, size=(64, 5)).astype(np.float32)
+    whole[[0, 40]] = 127
+    params, dims = {"w": jnp.asarray(whole)}, {"w": Dims(0, 1)}
+    ours, theirs = stage(True, dims, params), optax.trace(MU, nesterov=True)
+    states = ours.init(params), theirs.init(params)
+    for _ in range(2):
+        found, state = ours.update(params, states[0])
+        wanted, other = theirs.update(params, states[1])
+        np.testing.assert_allclose(found["w"], wanted["w"], rtol=1e-6)
+        states = state, other
+
+
+def test_zeros_stay_zeros_and_nan_stays_nan():
+    params = {"w": jnp.zeros((70, 3))}
+    optimizer = stage(True, {"w": Dims(0, 1)}, params)
+    state = optimizer.init(params)
+    for _ in range(2):
+        updates, state = optimizer.update(params, state)
+        assert not any(leaf.any() for leaf in jax.tree.leaves((updates, state)))
+    bad = {"w": params["w"].at[40, 1].set(jnp.nan)}
+    updates, state = optimizer.update(bad, state)
+    assert np.isnan(updates["w"]).sum() == 1
+    for _ in range(2):
+        updates, state = optimizer.update(params, state)
+        assert np.isnan(updates["w"][32:64, 1]).all()
+        assert np.isnan(updates["w"]).sum() == 32
+
+
+OPTIMIZERS = {"orscale": orscale, "muon": muon} | ABLATIONS | FAMILY
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_takes_it(name):
+    """The first step has no rounded momentum yet, so it is that of float32."""
+    build = functools.partial(OPTIMIZERS[name], 1e-2, weight_dimension_numbers=NUMBERS)
+    found, wanted = (
+        run(build(mu_dtype=dtype), tree(0), 3, tree) for dtype in ("int8", "float32")
+    )
+    [(_, momentum)] = optax.tree.get_all_with_path(found[-1][1], "trace")
+    assert momentum["w"].dtype == jnp.int8 and momentum["w"].any()
+    (first, _), (first_wanted, _) = found[0], wanted[0]
+    np.testing.assert_allclose(first["w"], first_wanted["w"], rtol=1e-5, atol=1e-6)
+    (last, _), (last_wanted, _) = found[-1], wanted[-1]
+    errors = {key: leaves.relative_error(last[key], last_wanted[key]) for key in NUMBERS}
+    assert errors["b"] == 0
+    assert all(0 < errors[key] < 5e-3 for key in ("w", "stack"))
+
+
+def test_adamw_keeps_its_floats():
+    for dtype in (jnp.float32, jnp.bfloat16):
+        params = tree(0, dtype)
+        optimizer = orscale(1.0, mu_dtype="int8", weight_dimension_numbers=NUMBERS)
+        updates, state = optimizer.update(params, optimizer.init(params), params)
+        for name in ("mu", "nu"):
+            assert readout(state, name)["b"].dtype == dtype
+        assert updates["w"].dtype == updates["b"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, np.int8, "int8", np.dtype("i1")])
+def test_names_of_the_dtype(dtype):
+    state = muon(1.0, mu_dtype=dtype).init({"w": jnp.ones((3, 4))})
+    assert readout(state, "trace")["w"].dtype == jnp.int8
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint8", "int16", jnp.float8_e4m3fn, "i8"])
+def test_other_small_dtypes_are_refused(dtype):
+    with pytest.raises(ValueError, match=r'mu_dtype=.*bfloat16, "int8" or None'):
+        orscale(1.0, mu_dtype=dtype)
+
+
+def test_states_of_other_dtypes_are_refused():
+    params = tree(0)
+    build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
+    for one, other in [("int8", "float32"), ("float32", "int8")]:
+        state = build(mu_dtype=one).init(params)
+        with pytest.raises(ValueError, match=r"(?s)does not fit.*convert_state"):
+            build(mu_dtype=other).update(tree(1), state, params)
+
+
+SHAPES = {"wide": (512, 768), "tall": (768, 512), "stack": (3, 256, 512)}
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("build", [muon, orscale])
+def test_bytes_of_the_compiled_step(build):
+    """The state is 1.0625 bytes an entry; nothing else of M is kept from step to step."""
+    dims = {name: Dims(len(shape) - 2, len(shape) - 1) for name, shape in SHAPES.items()}
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in SHAPES.items()
+    }
+
+    def memory(mu_dtype):
+        optimizer = build(1e-3, mu_dtype=mu_dtype, weight_dimension_numbers=dims)
+
+        @functools.partial(jax.jit, donate_argnums=(0, 1))
+        def step(params, state, grads):
+            updates, state = optimizer.update(grads, state, params)
+            return optax.apply_updates(params, updates), state
+
+        state = jax.eval_shape(optimizer.init, params)
+        return step.lower(params, state, params).compile().memory_analysis()
+
+    entries = sum(math.prod(shape) for shape in SHAPES.values())
+    wide, narrow = memory("float32"), memory("int8")
+    for size in ("argument", "output", "alias"):  # The alias is what donation saves.
+        sizes = (getattr(m, f"{size}_size_in_bytes") for m in (wide, narrow))
+        saved = functools.reduce(operator.sub, sizes)
+        assert saved == pytest.approx((4 - 1.0625) * entries, rel=0.01), size
+
+
+def momentum_of(state):
+    return readout(state, "trace"), readout(state, "trace_scale")
+
+
+def decoded(state):
+    return jax.tree.map(
+        lambda *both: int8_blocks.decode(*both, jnp.float32), *momentum_of(state)
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: optax.chain(x)])
+def test_conversion_to_floats_and_back(wrap):
+    """To float32 without an error, and back to the same bits."""
+    params = tree(0)
+    build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
+    narrow, wide = (wrap(build(mu_dtype=dtype)) for dtype in ("int8", "float32"))
+    _, state = run(narrow, params, 3, tree)[-1]
+    floats = convert_state(state, wide, params)
+    for name, leaf in decoded(state).items():
+        if name in ("w", "stack"):
+            np.testing.assert_array_equal(readout(floats, "trace")[name], leaf)
+    back = convert_state(floats, narrow, params)
+    jax.tree.map(np.testing.assert_array_equal, back, state)
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    same = convert_state(state, narrow, params)
+    jax.tree.map(np.testing.assert_array_equal, same, state)
+
+
+def test_conversion_from_optax_muon():
+    params = {"w": tree(0)["w"]}
+    theirs = optax.contrib.muon(1e-2)
+    _, state = theirs.update(params, theirs.init(params), params)
+    found = convert_state(state, muon(1e-2, mu_dtype="int8"), params, momentum=0.95)
+    wanted = convert_state(state, muon(1e-2), params, momentum=0.95)
+    error = leaves.relative_error(decoded(found)["w"], readout(wanted, "trace")["w"])
+    assert 0 < error < 5e-3
+
+
+BOXES = {
+    "nnx": nnx.Param,
+    "linen": lambda x: nn.Partitioned(x, ("embed", "mlp")),
+}
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_boxes(kind):
+    """Codes and scales are boxed like the parameters."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(70, 12)), jnp.float32)
+    params = {"w": BOXES[kind](x)}
+    optimizer = orscale(1e-2, mu_dtype="int8")
+    updates, state = optimizer.update(params, optimizer.init(params), params)
+    codes, scales = momentum_of(state)
+    assert type(codes["w"]) is type(scales["w"]) is type(params["w"])
+    assert unbox(codes)["w"].shape == (70, 12) and unbox(scales)["w"].shape == (3, 12)
+    plain, _ = optimizer.update({"w": x}, optimizer.init({"w": x}), {"w": x})
+    np.testing.assert_array_equal(unbox(updates)["w"], plain["w"])
+
+
+def test_haliax_boxes():
+    pytest.importorskip("haliax")
+    import haliax
+
+    embed, mlp = haliax.Axis("embed", 70), haliax.Axis("mlp", 12)
+    params = {"w": haliax.ones((embed, mlp))}
+    optimizer = orscale(1e-2, mu_dtype="int8", weight_dimension_numbers={"w": Dims(0, 1)})
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    _, scales = momentum_of(state)
+    assert [axis.name for axis in scales["w"].axes] == ["embed", "mlp"]
+    assert scales["w"].array.shape == (3, 12)
+
+
+def test_describe_counts_its_bytes():
+    shapes = {"w": (64, 12), "fused": (32, 48), "b": (4,)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    dims = {"w": Dims(0, 1), "fused": Blocks(0, 1, block_axis=1, blocks=(32, 8, 8))}
+    found = {}
+    for dtype in ("int8", "float32"):
+        numbers = dims | {"b": None}
+        optimizer = muon(1e-2, mu_dtype=dtype, weight_dimension_numbers=numbers)
+        description = describe(params, numbers, optimizer=optimizer)
+        found[dtype] = {row.name: row.state_bytes for row in description.rows}
+    for name, entries in {"w": 768, "b": 0}.items():
+        saved = found["float32"][name] - found["int8"][name]
+        assert saved == (4 - 1.0625) * entries, name
+    parts = [name for name in found["int8"] if name.startswith("fused")]
+    saved = [found["float32"][name] - found["int8"][name] for name in parts]
+    assert saved == [(4 - 1.0625) * 32 * columns for columns in (32, 8, 8)]
+
+
+def test_measurements_are_those_of_the_decoded_momentum():
+    params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(40, 6)), "f4")}
+    optimizer = orscale(1e-2, mu_dtype="int8")
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    found = diagnostics.measure(state, params, names=["momentum_stable_rank"])
+    values = np.linalg.svd(np.asarray(decoded(state)["w"]), compute_uv=False)
+    wanted = np.sum(values**2) / values[0] ** 2
+    assert found["momentum_stable_rank"]["w"] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_a_donated_step_and_one_compilation():
+    params = tree(0)
+    optimizer = orscale(1e-2, mu_dtype="int8", weight_dimension_numbers=NUMBERS)
+    step = jax.jit(optimizer.update, donate_argnums=(1,))
+    state = optimizer.init(params)
+    for seed in range(3):
+        old = readout(state, "trace")["w"]
+        _, state = step(tree(seed), state, params)
+        assert old.is_deleted()
+    assert step._cache_size() == 1
