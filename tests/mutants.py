@@ -377,8 +377,8 @@ MUTANTS = [
     ),
     Mutant(
         "symmetric",
-        "subscripts = _SUBSCRIPTS[axes]",
-        "subscripts = _SUBSCRIPTS[-2, -2]",
+        "return self.product(x, y, axes)",
+        "return self.product(x, y, (-2, -2))",
         "test_gram.py -k product_itself",
     ),
     Mutant(
