@@ -21,7 +21,7 @@ Axes: TypeAlias = tuple[int, int]
 class ColumnShards(Protocol):
     """Sums over the devices that each hold a part of the columns of a matrix.
 
-    :class:`orscale_jax.distributed.column_groups.ColumnGroup` implements them. The
+    :class:`orscale_jax.distributed.collectives.ColumnGroup` implements them. The
     numerics know nothing else about a mesh.
     """
 
