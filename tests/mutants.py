@@ -244,7 +244,7 @@ MUTANTS = [
         "test_qk_clip.py",
     ),
     Mutant(
-        "_around",
+        "around",
         "measured = rescaled(params), rescaled(updates)",
         "measured = None",
         "test_recordings.py",

@@ -158,9 +158,7 @@ def _auto_specs(
     trees = matrices.leaves(updates), matrices.leaves(specs)
     rows = zip(matrices.of_leaves, *trees, strict=True)
     return [
-        part
-        for axes, x, spec in rows
-        for part in _part_specs(axes, x.shape, spec, mesh)
+        part for axes, x, spec in rows for part in _part_specs(axes, x.shape, spec, mesh)
     ]
 
 
