@@ -99,12 +99,12 @@ class Arithmetic:
         # By default float32 products run in bfloat16 (TPU) or TF32 (GPU).
         highest = jax.lax.Precision.HIGHEST if self.dtype == self.accumulator else None
         batch = range(x.ndim - 2)
-        summed = [[x.ndim - 3 - axis] for axis in axes]
+        in_x, in_y = ((x.ndim - 3 - axis,) for axis in axes)
         # jnp.einsum gives the same program, but takes longer to trace.
         return jax.lax.dot_general(
             x,
             y,
-            (summed, (batch, batch)),
+            ((in_x, in_y), (batch, batch)),
             precision=highest,
             preferred_element_type=self.accumulator,
         )
