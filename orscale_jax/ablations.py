@@ -21,10 +21,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
 import optax
 
 from orscale_jax._algorithm import (
@@ -35,21 +32,16 @@ from orscale_jax._algorithm import (
     with_arguments_of,
 )
 from orscale_jax._optimizers import orscale
-from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.transforms.anchors import not_one
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax.transforms.altered_ratio import (
+    around,
+    calibrated_in_bfloat16,
+    over_root_of_size,
+)
 
 # The paper's designs use the paper's anchor.
 _ablation = functools.partial(
     with_arguments_of, orscale, without=("anchor", "anchor_steps")
 )
-
-
-class _AroundState(NamedTuple):
-    """States of the ratio and of the transformation inside it."""
-
-    ratio: optax.OptState
-    inner: optax.OptState
 
 
 def _deprecated(
@@ -123,7 +115,7 @@ def momentum_denominator(stages: Stages) -> ChainTail:
     References:
       Lou & You, *OrScale*, appendix C (the paper's code: ``mutrust``).
     """
-    scaled = _around(stages.direction, stages.ratio)
+    scaled = around(stages.direction, stages.ratio)
     return optax.chain(scaled, stages.decoupled_decay), stages.learning_rate
 
 
@@ -155,8 +147,8 @@ def momentum_rms_denominator(stages: Stages) -> ChainTail:
     References:
       Lou & You, *OrScale*, appendix C (the paper's code: ``muscale``).
     """
-    rescaled = functools.partial(stages.matrices.map, _over_root_of_size)
-    scaled = _around(stages.direction, stages.ratio, rescaled)
+    rescaled = functools.partial(stages.matrices.map, over_root_of_size)
+    scaled = around(stages.direction, stages.ratio, rescaled)
     return optax.chain(scaled, stages.decoupled_decay), stages.learning_rate
 
 
@@ -212,7 +204,7 @@ def bfloat16_calibration(stages: Stages) -> ChainTail:
     References:
       Lou & You, *OrScale*, Table 3 (``tab:calibration``).
     """
-    ratio = _calibrated_in_bfloat16(stages.ratio)
+    ratio = calibrated_in_bfloat16(stages.ratio)
     return optax.chain(stages.coupled, ratio), stages.learning_rate
 
 
@@ -228,62 +220,3 @@ def uncalibrated(stages: Stages) -> ChainTail:
 def unclipped(stages: Stages) -> ChainTail:
     """Is deprecated: call ``orscale(..., r_min=-jnp.inf, r_max=jnp.inf)`` instead."""
     return optax.chain(stages.coupled, stages.ratio), stages.learning_rate
-
-
-def _around(
-    inner: optax.GradientTransformation,
-    ratio: optax.GradientTransformation,
-    rescaled: Callable[[PyTree], PyTree] = lambda tree: tree,
-) -> optax.GradientTransformation:
-    """Scale the output of ``inner`` by the ratio of the rescaled weights and input."""
-    ratio = optax.with_extra_args_support(ratio)
-
-    def init(params: PyTree) -> _AroundState:
-        return _AroundState(ratio.init(params), inner.init(params))
-
-    def update(
-        updates: PyTree, state: _AroundState, params: PyTree | None = None
-    ) -> tuple[PyTree, _AroundState]:
-        measured = rescaled(params), rescaled(updates)
-        directions, inner_state = inner.update(updates, state.inner, params)
-        scaled, ratio_state = ratio.update(
-            directions, state.ratio, params, measured=measured
-        )
-        return scaled, _AroundState(ratio_state, inner_state)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _over_root_of_size(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
-    """Matrices whose Frobenius norms are the root mean squares of the given ones."""
-
-    def root_of_size(m: int, n: int) -> float:
-        return math.sqrt(m * n)
-
-    return leaf / jnp.asarray(axes.by_shape(root_of_size, leaf), leaf.dtype)
-
-
-def _calibrated_in_bfloat16(
-    ratio: optax.GradientTransformation,
-) -> optax.GradientTransformation:
-    """The ratio with a c that is anchored on rounded matrices, and rounded itself."""
-    ratio = optax.with_extra_args_support(ratio)
-    # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
-    rounded = functools.partial(
-        jax.tree.map,
-        functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7),
-    )
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, Any]:
-        measured = rounded(params), rounded(updates)
-        _, anchored = ratio.update(
-            updates, state, params, measured=measured, **extra_args
-        )
-        c = jax.tree.map(not_one, rounded(anchored.calibration))
-        return ratio.update(
-            updates, anchored._replace(calibration=c), params, **extra_args
-        )
-
-    return optax.GradientTransformationExtraArgs(ratio.init, update)

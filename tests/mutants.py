@@ -244,7 +244,7 @@ MUTANTS = [
         "test_qk_clip.py",
     ),
     Mutant(
-        "_around",
+        "around",
         "measured = rescaled(params), rescaled(updates)",
         "measured = None",
         "test_recordings.py",
@@ -377,8 +377,8 @@ MUTANTS = [
     ),
     Mutant(
         "symmetric",
-        "subscripts = _SUBSCRIPTS[axes]",
-        "subscripts = _SUBSCRIPTS[-2, -2]",
+        "return self.product(x, y, axes)",
+        "return self.product(x, y, (-2, -2))",
         "test_gram.py -k product_itself",
     ),
     Mutant(

@@ -726,26 +726,36 @@ FOR_MODEL = {
         "blocks": {"query": {"kernel": "x", "scale": None}, "up": "y"},
     },
 }
-PATHS = by_path({"kernel": Dims(1, 2), "scale|table": "adamw"})
+FORMS = {
+    "trees": FOR_MODEL,
+    "by_path": FOR_MODEL
+    | {
+        "weight_dimension_numbers": by_path(
+            {"kernel": Dims(1, 2), "scale|table": "adamw"}
+        )
+    },
+    "otherwise": FOR_MODEL
+    | {
+        "weight_dimension_numbers": by_path(
+            {"table": "adamw"}, otherwise=FOR_MODEL["weight_dimension_numbers"]
+        )
+    },
+    "functions": {key: lambda _, given=given: given for key, given in FOR_MODEL.items()},
+}
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("masked", "form"),
     [
-        FOR_MODEL,
-        FOR_MODEL | {"weight_dimension_numbers": PATHS},
-        {key: lambda _, given=given: given for key, given in FOR_MODEL.items()},
-        FOR_MODEL
-        | {
-            "weight_dimension_numbers": by_path(
-                {"table": "adamw"}, otherwise=FOR_MODEL["weight_dimension_numbers"]
-            )
-        },
+        (["embed"], "trees"),
+        (["embed", "blocks.query"], "trees"),
+        (["blocks"], "trees"),
+        (["blocks"], "by_path"),  # Without any kernel.
+        (["embed"], "otherwise"),  # Without any table.
+        (["embed", "blocks.query"], "functions"),
     ],
-    ids=["trees", "by_path", "functions", "otherwise"],
 )
-@pytest.mark.parametrize("masked", [["embed"], ["embed", "blocks.query"], ["blocks"]])
-def test_a_part_of_a_model(masked, arguments):
+def test_a_part_of_a_model(masked, form):
     """Labels of subtrees mask whole subtrees: what is given below them is ignored."""
     params = jax.tree.map(jnp.ones, MODEL, is_leaf=lambda x: isinstance(x, tuple))
     labels = {"embed": "ours", "blocks": {"query": "ours", "up": "ours"}}
@@ -755,10 +765,10 @@ def test_a_part_of_a_model(masked, arguments):
     leaves = jax.tree.broadcast(labels, params)
 
     def updates(labels):
-        ours = family.pooled(RATE, **arguments)
+        ours = family.pooled(RATE, **FORMS[form])
         optimizer = optax.partition({"ours": ours, "sgd": optax.sgd(RATE)}, labels)
         state = optimizer.init(params)
-        if arguments is FOR_MODEL and len(masked) == 2:
+        if form == "trees" and len(masked) == 2:
             return optimizer.update(params, state, params)[0]
         return jax.eval_shape(optimizer.update, params, state, params)[0]
 
@@ -1084,16 +1094,21 @@ def test_arguments_of_other_names(factory, given, meant):
         factory(RATE, xyz=1)
 
 
-@pytest.mark.parametrize("value", [None, "1", True, np.ones(1), np.ones(4), 1j])
 @pytest.mark.parametrize(
     "argument",
     ["learning_rate", "weight_decay", "adam_learning_rate", "adam_weight_decay"],
 )
-def test_schedules_that_return_no_number(argument, value):
-    optimizer = orscale(**{"learning_rate": RATE, argument: lambda step: value})
+def test_schedules_that_return_no_number(argument):
     params = {"w": tree(0)["w"], "b": tree(0)["b"]}
-    refuses(optimizer, optimizer.init(params), params, f"schedule {argument} returned")
-    zero = orscale(**{"learning_rate": RATE, argument: lambda step: 0})
+
+    def returning(value):
+        return orscale(**{"learning_rate": RATE, argument: lambda step: value})
+
+    for value in (None, "1", True, np.ones(1), np.ones(4), 1j):
+        optimizer = returning(value)
+        state = optimizer.init(params)
+        refuses(optimizer, state, params, f"schedule {argument} returned")
+    zero = returning(0)
     accepts(zero, zero.init(params), params)
 
 

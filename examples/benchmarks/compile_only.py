@@ -20,14 +20,14 @@ import jax
 from examples.benchmarks import hlo_cost, topologies
 from examples.pretrain.config import Config
 from examples.pretrain.configs import parse
-from examples.pretrain.errors import UsageError
+from examples.pretrain.errors import UsageError, exit_code_of
+from examples.pretrain.kinds import make_task
 from examples.pretrain.loading import part_of_process
 from examples.pretrain.meshes import batch_sharding, batch_shards, in_effect, make_mesh
 from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.recipe import accumulation
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
-from examples.pretrain.tasks import make_task
 
 PROG = "python -m examples.benchmarks.compile_only --topology NAME [--recipe NAME]"
 GIB = 2**30
@@ -203,15 +203,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--topology")
     chosen, options = first.parse_known_args(arguments)
-    try:
+
+    def compile_only() -> None:
         config = parse(options, PROG)
         if chosen.topology is None:
             raise UsageError("--topology NAME: say for which devices to compile.")
         run(config, chosen.topology)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code_of(compile_only)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ import optax
 from flax import nnx
 
 from examples.pretrain.config import Config
+from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.setup import split
-from examples.pretrain.tasks import make_task, read_data
 
 PyTree = Any
 Batch = Any

@@ -22,11 +22,11 @@ import optax
 import tyro
 
 from examples.pretrain.configs import DEMOS
+from examples.pretrain.kinds import make_task
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.models.dense import DenseConfig
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.step import compiled_step
-from examples.pretrain.tasks import make_task
 
 
 @dataclasses.dataclass(frozen=True)

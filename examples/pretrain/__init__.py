@@ -20,7 +20,9 @@ optimizers, controls  every optimizer that a recipe may name; those of the study
 meshes                the mesh, and the table from logical names to its axes
 loading               the examples of each batch, and which of them a process reads
 errors                what ends a command with a message
-models/, tasks/       the models; their losses and data
+models/, tasks/       the dense decoder; losses and data
+moonlight/            a mixture of experts
+kinds                 which model goes with which recipe, loss and data
 loss                  the cross-entropy of a language model
 data, shards          which files of text or tokens
 batches               which windows of them a step sees

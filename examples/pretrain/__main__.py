@@ -10,6 +10,7 @@ from rich.console import Console
 from examples.pretrain.config import Config
 from examples.pretrain.configs import parse
 from examples.pretrain.errors import RunError, UsageError
+from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation.processes import (
     is_first,
@@ -19,7 +20,6 @@ from examples.pretrain.operation.processes import (
 )
 from examples.pretrain.operation.run import run
 from examples.pretrain.operation.stop import Stopped
-from examples.pretrain.tasks import make_task, read_data
 
 PROG = "python -m examples.pretrain [--recipe NAME] [--distributed]"
 AGAIN = "The same command carries on from the last checkpoint."

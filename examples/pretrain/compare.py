@@ -13,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from examples.pretrain.errors import UsageError
+from examples.pretrain.errors import UsageError, exit_code_of
 from examples.pretrain.operation import plots
 from examples.pretrain.operation.records import read_csv
 from examples.pretrain.operation.report import curve
@@ -114,13 +114,12 @@ def _spread(values: np.ndarray, form: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and gives its exit code."""
-    prog = "python -m examples.pretrain.compare"
-    try:
+
+    def run() -> None:
+        prog = "python -m examples.pretrain.compare"
         compare(tyro.cli(Comparison, args=arguments, prog=prog), Console())
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code_of(run)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,9 @@ import tyro
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
+from examples.pretrain.kinds import recorded_kind
 from examples.pretrain.models import dense
-from examples.pretrain.models.moonlight_config import MOONLIGHT_16B_A3B, MoonlightConfig
+from examples.pretrain.moonlight.config import MOONLIGHT_16B_A3B, MoonlightConfig
 from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.options import refuse_useless, replacing_steps
 from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe
@@ -132,10 +133,10 @@ def saved_config(facts: Mapping[str, Any], optimizer: str) -> Config:
       facts: What the file holds.
       optimizer: The one of the optimizers.
     """
-    model, recipe = _kind(facts)
+    kind = recorded_kind(facts)
     return Config(
-        recipe=_filled(recipe, {**facts, "optimizer": optimizer}),
-        model=_filled(model, _below(facts, "model.")),
+        recipe=_filled(kind.recipe, {**facts, "optimizer": optimizer}),
+        model=_filled(kind.model, _below(facts, "model.")),
         optimizer=(optimizer,),
         out=pathlib.Path(),
         loss_chunks=facts["loss_chunks"],
@@ -162,15 +163,6 @@ def parse(arguments: Sequence[str], prog: str) -> Config:
         find_optimizer(name)
     refuse_useless(others, config)
     return config
-
-
-def _kind(facts: Mapping[str, Any]) -> tuple[type, type]:
-    """The classes of a run's model and recipe, by what only its model has."""
-    if "model.widths" in facts:
-        return davidnet.DavidNetConfig, ImageRecipe
-    if "model.experts" in facts:
-        return MoonlightConfig, MixtureRecipe
-    return dense.DenseConfig, DecoderRecipe
 
 
 def _below(facts: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """What ends a command with a message instead of a traceback."""
 
+import sys
+from collections.abc import Callable
+
 
 class UsageError(ValueError):
     """Something that the user can put right before the run starts. Exit code 2."""
@@ -7,3 +10,13 @@ class UsageError(ValueError):
 
 class RunError(RuntimeError):
     """Something that stops a run on its way, such as a full disk. Exit code 1."""
+
+
+def exit_code_of(command: Callable[[], None]) -> int:
+    """Runs a command that trains nothing, and gives its exit code."""
+    try:
+        command()
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0

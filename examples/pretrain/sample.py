@@ -19,7 +19,7 @@ from flax import nnx
 from rich.console import Console
 
 from examples.pretrain.data import SEPARATOR
-from examples.pretrain.errors import UsageError
+from examples.pretrain.errors import UsageError, exit_code_of
 from examples.pretrain.operation.saved import checkpoint_steps, load_model, run_facts
 from examples.pretrain.optimizers import OPTIMIZERS
 
@@ -181,14 +181,13 @@ def _folders(run: pathlib.Path) -> list[pathlib.Path]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and gives its exit code."""
-    prog = "python -m examples.pretrain.sample"
-    try:
+
+    def run() -> None:
+        prog = "python -m examples.pretrain.sample"
         command = tyro.cli(Command, args=arguments, prog=prog)
         show_samples(command.run, command.prompt, Console(), command.sampling)
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    return exit_code_of(run)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,8 @@ verdict            whether they help, in a sentence
 ``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run. The functions above
 are in ``readouts/`` and ``theory/``; the report is in ``report/``. All find the matrices
 by :class:`~orscale_jax.transforms.matrices.Matrices`, as the optimizers do;
-``matrices.py`` handles trees with one entry for each of them, and ``whole_matrices.py``
-gathers the matrices themselves.
+``matrices.py`` handles trees with one entry for each of them, and gathers the matrices
+themselves.
 """
 
 from orscale_jax.diagnostics.readouts.history import History as History

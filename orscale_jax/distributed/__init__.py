@@ -14,15 +14,13 @@ costs              what a plan costs by these rates
 buckets, planner   the plan of a mesh; like hardware and costs, they do not import JAX
 exchange           its execution, inside ``jax.shard_map``
 collectives        its collectives, over slow links before fast ones
-column_groups      sums over devices that share a matrix
 chunks             Newton–Schulz of large stacks in bounded memory
 shards             the program of one device, where shardings are known
 partitioner        the same where only XLA's partitioner knows them
 spreading          stacks that the partitioner spreads, where it cannot call back
 lowering           what is chosen when a program is lowered: for export, for which devices
 named_shardings    the partitioner's shardings by the names of a mesh's axes
-reductions         reductions of many arrays, which GPUs finish together
-horizontal_fusion  stacks of small arrays, of which GPUs compute many in one kernel
+horizontal_fusion  small results of many arrays, of which GPUs compute many in one kernel
 =================  ===================================================================
 
 Imports ``newton_schulz`` and ``sharding``.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.distributed.column_groups import ColumnGroup
+from orscale_jax.distributed.collectives import ColumnGroup
 from orscale_jax.sharding import typed_sharding
 
 # Arrays to their polar factors, given for each the devices that hold the other columns of

@@ -19,8 +19,12 @@ from orscale_jax.distributed.buckets import (
     MeshAxes,
     count_devices,
 )
-from orscale_jax.distributed.collectives import all_gather, all_to_all, axis_index
-from orscale_jax.distributed.column_groups import ColumnGroup
+from orscale_jax.distributed.collectives import (
+    ColumnGroup,
+    all_gather,
+    all_to_all,
+    axis_index,
+)
 from orscale_jax.distributed.mesh_shape import MeshShape
 
 

@@ -1,23 +1,44 @@
-"""Stacks of small arrays, so that XLA computes many of them in one GPU kernel.
+"""Small results of many arrays, of which XLA computes many in one GPU kernel.
 
 XLA merges kernels that read a common array. Otherwise each leaf would have its own kernel
 for a small result such as its ratio, and a kernel takes longer to launch than to run.
+
+A GPU reduces a large matrix in two kernels, the second of which has next to nothing to
+do. Here each large array is reduced along its last axis first; then one kernel finishes
+all arrays of one shape, instead of one kernel for each. Small arrays of one shape are
+stacked and reduced by one kernel.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from orscale_jax.distributed.lowering import GPUS
 from orscale_jax.sharding import meshes
 
+# A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result
+# whether it reduces along several axes at once or along one after the other.
+Reduction: TypeAlias = Callable[..., jax.Array]
+
+# The most entries that XLA reduces to one in a single kernel.
+_IN_ONE_KERNEL = 2**14
 # The most entries of an array that is copied rather than given a kernel.
 _SMALL = 2**14
 # XLA concatenates up to 128 arrays in one kernel. It merges kernels that read different
 # slices of an array only if the array has less than 1 KiB, 128 numbers of 8 bytes.
 _ARRAYS = 126
+
+
+class _Kind(NamedTuple):
+    """The common properties of partly reduced arrays that are finished together."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axes: tuple[int, ...]
 
 
 def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -29,6 +50,32 @@ def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
         return list(xs)
     on_gpus: dict[str, Any] = dict.fromkeys(GPUS, _slices_of_stacks)
     return jax.lax.platform_dependent(list(xs), **on_gpus, default=list)
+
+
+def reduce_all(
+    fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """``fn(array, axis=axes)`` of every array.
+
+    On a mesh each array is reduced alone, since arrays of one shape may be sharded
+    differently.
+
+    Args:
+      fn: The reduction.
+      arrays: The arrays.
+      axes: For each array, the axes along which it is reduced, in ascending order.
+    """
+
+    def alone(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [fn(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
+
+    def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return _together(fn, arrays, axes)
+
+    if len(arrays) < 2 or meshes.mesh_of(arrays, None) is not None:
+        return alone(arrays)
+    on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
+    return jax.lax.platform_dependent(list(arrays), **on_gpus, default=alone)
 
 
 def _slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -48,3 +95,26 @@ def _slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
             stack = jax.lax.optimization_barrier(stack)
             results.update(zip(some, stack, strict=False))
     return [results[i] for i in range(len(xs))]
+
+
+def _together(
+    fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    results: dict[int, jax.Array] = {}
+    partial: dict[int, jax.Array] = {}
+    alike: dict[_Kind, list[int]] = {}
+    for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
+        if x.size <= _IN_ONE_KERNEL:
+            partial[i], kind = x, _Kind(x.shape, x.dtype, along)
+        elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
+            results[i] = fn(x, axis=along)
+            continue
+        else:
+            partial[i] = fn(x, axis=along[-1:])
+            kind = _Kind(partial[i].shape, partial[i].dtype, along[:-1])
+        alike.setdefault(kind, []).append(i)
+    for kind, members in alike.items():
+        stack = jnp.stack([partial[i] for i in members])
+        finished = fn(stack, axis=tuple(1 + axis for axis in kind.axes))
+        results.update(zip(members, finished, strict=True))
+    return [results[i] for i in range(len(arrays))]

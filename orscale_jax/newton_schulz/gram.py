@@ -87,7 +87,7 @@ def _segment(start: Start, rows: Rows, arithmetic: Arithmetic) -> Chain:
         return (left, right) if wide else (right, left)
 
     def times(left: jax.Array, right: jax.Array) -> jax.Array:
-        return arithmetic.einsum("...ij,...jk->...ik", *in_order(left, right))
+        return arithmetic.product(*in_order(left, right))
 
     def symmetric(left: jax.Array, right: jax.Array) -> jax.Array:
         return arithmetic.symmetric(*in_order(left, right))

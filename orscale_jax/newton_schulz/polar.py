@@ -277,7 +277,7 @@ def _newton_schulz(
     arithmetic: Arithmetic,
 ) -> jax.Array:
     """The plain iteration, in a loop."""
-    rounded, einsum = arithmetic.round, arithmetic.einsum
+    rounded = arithmetic.round
     row = row_at(table, arithmetic.accumulator)
     wide = arithmetic.is_wide(start.x)
 
@@ -287,7 +287,7 @@ def _newton_schulz(
         square = arithmetic.symmetric(factor, factor)
         polynomial = rounded(b * factor.astype(square.dtype) + c * square)
         left, right = (polynomial, x) if wide else (x, polynomial)
-        product = einsum("...ij,...jk->...ik", left, right)
+        product = arithmetic.product(left, right)
         return rounded(a * x.astype(product.dtype) + product)
 
     first, x = 0, start.x

@@ -12,7 +12,6 @@ layer_names         the names by which it recognizes them
 module_types        dimension numbers from the types of modules
 resolution          overrides, names and types, in this order
 module_trees        models that are trees of modules
-matrix_specs        the shardings of the matrices in a leaf
 ==================  ==================================================================
 
 Imports ``sharding``, ``trees`` and ``_checks``.

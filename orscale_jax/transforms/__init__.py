@@ -9,6 +9,7 @@ decay                 adds λW: to all entries, or cautiously
 first_update          waits for a matrix's first update
 trust_ratio, anchors  multiplies by the clipped, calibrated ratio; rules that set c
 pooled_ratio          one ratio for all matrices, or for each class
+altered_ratio         the ratio of the ablations
 recorded_ratio        multiplies by the ratios of another run
 neuron_rms            divides neurons by their running root mean square
 normalize             scales neurons and inputs to norm 1

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
-from orscale_jax.distributed.reductions import Reduction, reduce_all
+from orscale_jax.distributed.horizontal_fusion import (
+    Reduction,
+    reduce_all,
+    slices_of_stacks,
+)
 from orscale_jax.parameters.axes import square_root
 from orscale_jax.parameters.blocks import LeafAxes, UnequalBlocks
 from orscale_jax.parameters.dimension_numbers import (

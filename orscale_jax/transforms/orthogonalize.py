@@ -3,8 +3,9 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import optax
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from orscale_jax import _checks
@@ -14,8 +15,8 @@ from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz import arithmetic, preconditioning
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.parameters.matrix_specs import matrix_specs
 from orscale_jax.sharding import meshes, typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.boundary import on_matrices
@@ -157,5 +158,14 @@ def _auto_specs(
     trees = matrices.leaves(updates), matrices.leaves(specs)
     rows = zip(matrices.of_leaves, *trees, strict=True)
     return [
-        part for axes, x, spec in rows for part in matrix_specs(axes, x.shape, spec, mesh)
+        part for axes, x, spec in rows for part in _part_specs(axes, x.shape, spec, mesh)
     ]
+
+
+@functools.lru_cache(maxsize=4096)
+def _part_specs(
+    axes: LeafAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
+) -> tuple[PartitionSpec, ...]:
+    """The specs of the matrices ``(*batch, m, n)`` of a leaf, one for each part."""
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+    return tuple(typed_sharding.inferred(axes.matrices, leaf, mesh))

@@ -258,44 +258,40 @@ def placed(tree, mesh, spec):
     return {k: jax.device_put(jnp.asarray(x), sharding(x)) for k, x in tree.items()}
 
 
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_slow_links_change_no_number(layout, kind):
-    sizes, spec = LAYOUTS[layout]
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes)
+def mesh_of(sizes, kind=AxisType.Auto):
+    types = (kind,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+
+
+def compiled(x, mesh, slow_axes):
+    """The program from matrices to their polar factors, sharded alike."""
+    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow_axes)
+    update = jax.jit(
+        lambda x: stage.update(x, optax.EmptyState())[0],
+        out_shardings={k: v.sharding for k, v in x.items()},
     )
-    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow_axes_of(sizes))
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda x: stage.update(x, optax.EmptyState())[0])(
-            placed(weights(), mesh, spec)
-        )
-    for name, x in weights().items():
-        np.testing.assert_allclose(found[name], polar_factor(x), atol=2e-5)
+        return update.lower(x).compile()
+
+
+def assert_polar_factors(found):
+    for name, whole in weights().items():
+        np.testing.assert_allclose(found[name], polar_factor(whole), atol=2e-5)
 
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_program_sends_over_slow_links_what_the_plan_says(layout, kind):
+def test_slow_links_change_no_number_and_carry_what_the_plan_says(layout, kind):
     """Virtual devices have a TPU's rates: small matrices are not shared across slices."""
     sizes, spec = LAYOUTS[layout]
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes)
-    )
-    slow = slow_axes_of(sizes)
-    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow)
+    mesh, slow = mesh_of(sizes, kind), slow_axes_of(sizes)
     x = placed(weights(), mesh, spec)
-    with jax.set_mesh(mesh):
-        update = jax.jit(
-            lambda x: stage.update(x, optax.EmptyState())[0],
-            out_shardings={k: v.sharding for k, v in x.items()},
-        )
-        text = update.lower(x).compile().as_text()
+    program = compiled(x, mesh, slow)
+    assert_polar_factors(program(x))
     counts = slow if isinstance(slow, dict) else dict.fromkeys(slow, 2)
     slice_of = slices_of_devices(sizes, counts).ravel()
-    received = crossings.of(text, dict(enumerate(slice_of))).received
+    received = crossings.of(program.as_text(), dict(enumerate(slice_of))).received
     step_cost = describe(x, NUMBERS, platform="cpu", slow_axes=slow).step_cost()
     # A sum of Gram matrices around a ring is planned as if all of it crossed.
     assert max(received.values()) <= step_cost.slow_bytes
@@ -313,17 +309,10 @@ def test_matrices_shared_across_slices_by_planted_rates(layout, monkeypatch):
     planted = functools.partialmethod(CPU.__init__, hardware=hardware)
     monkeypatch.setattr(CPU, "__init__", planted)
     sizes, spec = LAYOUTS[layout]
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
-    slow = slow_axes_of(sizes)
+    mesh, slow = mesh_of(sizes), slow_axes_of(sizes)
     x = placed(weights(), mesh, spec)
     assert describe(x, NUMBERS, platform="cpu", slow_axes=slow).step_cost().slow_bytes
-    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow)
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda x: stage.update(x, optax.EmptyState())[0])(x)
-    for name, whole in weights().items():
-        np.testing.assert_allclose(found[name], polar_factor(whole), atol=2e-5)
+    assert_polar_factors(compiled(x, mesh, slow)(x))
 
 
 @pytest.mark.parametrize("make", [orscale, muon])

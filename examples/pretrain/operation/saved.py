@@ -10,11 +10,11 @@ from flax import nnx
 
 from examples.pretrain.configs import saved_config
 from examples.pretrain.errors import UsageError
+from examples.pretrain.kinds import make_task
 from examples.pretrain.operation.checkpoint import read_alone
 from examples.pretrain.operation.checksums import checksums
 from examples.pretrain.operation.rundir import read_facts
 from examples.pretrain.setup import split
-from examples.pretrain.tasks import make_task
 
 PyTree = Any
 

@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
+from orscale_jax.diagnostics.matrices import matrices_like
 from orscale_jax.diagnostics.theory import jackknife
-from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
 from orscale_jax.diagnostics.theory.jackknife import Estimate
-from orscale_jax.diagnostics.theory.samples import Sample, Work
-from orscale_jax.diagnostics.whole_matrices import matrices_like
+from orscale_jax.diagnostics.theory.samples import (
+    LossFn,
+    Sample,
+    Work,
+    micro_batches,
+    require_scalar,
+)
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree

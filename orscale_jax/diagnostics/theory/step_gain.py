@@ -11,10 +11,14 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
 from orscale_jax.diagnostics.theory import jackknife
-from orscale_jax.diagnostics.theory.batches import LossFn, micro_batches, require_scalar
 from orscale_jax.diagnostics.theory.curvature import scale_of
 from orscale_jax.diagnostics.theory.jackknife import Estimate
-from orscale_jax.diagnostics.theory.samples import Work
+from orscale_jax.diagnostics.theory.samples import (
+    LossFn,
+    Work,
+    micro_batches,
+    require_scalar,
+)
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices

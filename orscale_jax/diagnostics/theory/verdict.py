@@ -13,8 +13,8 @@ from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
 from orscale_jax.diagnostics.theory.curvature import curvature, shape_scale
 from orscale_jax.diagnostics.theory.decompose import decompose, measured
 from orscale_jax.diagnostics.theory.estimate import Statistics
+from orscale_jax.diagnostics.theory.gain import kappas
 from orscale_jax.diagnostics.theory.jackknife import Estimate
-from orscale_jax.diagnostics.theory.kappas import kappas
 from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.diagnostics.theory.verdict_rules import RULES, Facts
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers

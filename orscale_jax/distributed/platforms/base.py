@@ -11,11 +11,10 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from orscale_jax.distributed.chunks import map_chunks
-from orscale_jax.distributed.column_groups import ColumnGroup
+from orscale_jax.distributed.collectives import ColumnGroup
 from orscale_jax.distributed.costs import CostModel
 from orscale_jax.distributed.hardware import Hardware
-from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
-from orscale_jax.distributed.reductions import reduce_all
+from orscale_jax.distributed.horizontal_fusion import reduce_all, slices_of_stacks
 from orscale_jax.newton_schulz import preconditioning
 from orscale_jax.newton_schulz.polar import NewtonSchulz, newton_schulz
 

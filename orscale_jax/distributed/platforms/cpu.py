@@ -7,7 +7,7 @@ from typing import Any, final
 import jax
 import numpy as np
 
-from orscale_jax.distributed.column_groups import ColumnGroup
+from orscale_jax.distributed.collectives import ColumnGroup
 from orscale_jax.distributed.hardware import VIRTUAL, Hardware
 from orscale_jax.distributed.platforms.base import Limits, Platform
 from orscale_jax.newton_schulz.polar import NewtonSchulz, one_by_one

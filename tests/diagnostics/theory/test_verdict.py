@@ -16,8 +16,8 @@ from orscale_jax.diagnostics import (
     read,
     verdict,
 )
+from orscale_jax.diagnostics.theory.gain import kappas
 from orscale_jax.diagnostics.theory.jackknife import Estimate
-from orscale_jax.diagnostics.theory.kappas import kappas
 from orscale_jax.diagnostics.theory.verdict_rules import RULES
 
 COUNT, P = 8, 4

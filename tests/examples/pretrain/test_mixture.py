@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples.pretrain.models import grouped, mixture, moonlight
+from examples.pretrain.moonlight import grouped, mixture, model as moonlight
 from tests.examples.pretrain import tiny
 from tests.examples.pretrain.recorded_models import (
     expert_layers,

@@ -10,8 +10,9 @@ import pytest
 
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.errors import UsageError
-from examples.pretrain.models.mixture import Routing
-from examples.pretrain.tasks import images, make_task, read_data
+from examples.pretrain.kinds import make_task, read_data
+from examples.pretrain.moonlight.mixture import Routing
+from examples.pretrain.tasks import images
 from examples.vision.images import Images
 from tests.examples.pretrain import tiny
 

@@ -19,7 +19,7 @@ from examples.pretrain.config import Config
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.models.dense import DenseConfig
-from examples.pretrain.models.moonlight_config import MoonlightConfig
+from examples.pretrain.moonlight.config import MoonlightConfig
 
 ROOT = pathlib.Path(__file__).parents[3]
 WORDS = "the model reads a line of text and says which letter comes next".split()

@@ -14,8 +14,8 @@ import pytest
 
 from examples.pretrain import train
 from examples.pretrain.errors import UsageError
+from examples.pretrain.kinds import read_data
 from examples.pretrain.operation.rundir import FREE_OPTIONS, claim
-from examples.pretrain.tasks import read_data
 from tests.examples.pretrain import tiny
 
 pytestmark = pytest.mark.extended

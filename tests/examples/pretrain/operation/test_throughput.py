@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from examples.pretrain.configs import DEMOS
+from examples.pretrain.kinds import make_task
 from examples.pretrain.operation.throughput import Throughput, peak_flops, throughput
-from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
 
 D, V, T = 16, 256, 16

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from examples.pretrain.models.grouped import grouped_product
 from examples.pretrain.models.layers import SwigluMlp, linear
-from examples.pretrain.models.moonlight_config import MoonlightConfig
 from examples.pretrain.models.sharding import mesh_axes, named
+from examples.pretrain.moonlight.config import MoonlightConfig
+from examples.pretrain.moonlight.grouped import grouped_product
 
 
 class Routing(NamedTuple):

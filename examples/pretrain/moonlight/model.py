@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from examples.pretrain.models.latent_attention import LatentAttention
 from examples.pretrain.models.layers import (
     SwigluMlp,
     count_parameters,
@@ -18,9 +17,10 @@ from examples.pretrain.models.layers import (
     run,
     stack,
 )
-from examples.pretrain.models.mixture import Experts, Mixture, Routing
-from examples.pretrain.models.moonlight_config import MoonlightConfig
 from examples.pretrain.models.sharding import constrain
+from examples.pretrain.moonlight.config import MoonlightConfig
+from examples.pretrain.moonlight.latent_attention import LatentAttention
+from examples.pretrain.moonlight.mixture import Experts, Mixture, Routing
 from orscale_jax.flax import Weight, nnx_dimension_numbers
 
 

@@ -12,8 +12,8 @@ from examples.pretrain.models.layers import (
     rms_norm,
     rotate,
 )
-from examples.pretrain.models.moonlight_config import MoonlightConfig
 from examples.pretrain.models.sharding import constrain
+from examples.pretrain.moonlight.config import MoonlightConfig
 
 
 class LatentAttention(nnx.Module):

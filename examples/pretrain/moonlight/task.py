@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from examples.pretrain.models.moonlight import (
+from examples.pretrain.moonlight.model import (
     Moonlight,
     balanced,
     count_active_parameters,
