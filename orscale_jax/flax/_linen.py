@@ -78,9 +78,10 @@ def linen_dimension_numbers(
     *args: Any,
     rngs: Any = None,
     method: Callable[..., Any] | str | None = None,
-    heads: Collection[str] = (),
+    output_heads: Collection[str] = (),
     overrides: path_rules.Rules | None = None,
     rules: ModuleRules | None = None,
+    heads: Collection[str] | None = None,
     **kwargs: Any,
 ) -> PyTree:
     """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
@@ -97,9 +98,10 @@ def linen_dimension_numbers(
         ``jax.ShapeDtypeStruct``.
       rngs: The keys of ``module.init``; None: one key for all.
       method: The module's method, as for ``module.init``; None: ``__call__``.
-      heads: See :func:`nnx_dimension_numbers`.
+      output_heads: See :func:`nnx_dimension_numbers`.
       overrides: See :func:`nnx_dimension_numbers`.
       rules: See :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
+      heads: A deprecated name of ``output_heads``.
       **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
 
     Returns:
@@ -125,6 +127,7 @@ def linen_dimension_numbers(
       https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
     """
     _checks.model("module", module, linen.Module)
+    output_heads = resolution.names_of_heads(output_heads, heads)
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, str] = {(): type(module).__name__}
@@ -142,7 +145,7 @@ def linen_dimension_numbers(
         path: _numbers(path, np.shape(leaf), boxes.get(path), owners)
         for path, leaf in leaves.items()
     }
-    numbers = resolution.resolve(leaves, by_type, heads, overrides)
+    numbers = resolution.resolve(leaves, by_type, output_heads, overrides)
     return jax.tree_util.tree_map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,

@@ -16,7 +16,7 @@ def dimension_numbers(
     model: PyTree,
     module_type: type,
     numbers_of: Callable[[Path, Any, Mapping[Path, Any]], Numbers],
-    heads: Collection[str],
+    output_heads: Collection[str],
     overrides: path_rules.Rules | None,
     array_type: type | tuple[type, ...] = (),
 ) -> Callable[[PyTree], PyTree]:
@@ -27,7 +27,7 @@ def dimension_numbers(
       module_type: The type of all modules.
       numbers_of: The dimension numbers of a parameter by type, given its path, its
         value, and the modules by path.
-      heads: See :func:`orscale_jax.equinox.dimension_numbers`.
+      output_heads: See :func:`orscale_jax.equinox.dimension_numbers`.
       overrides: See :func:`orscale_jax.equinox.dimension_numbers`.
       array_type: The type of nodes that are one parameter each.
 
@@ -46,7 +46,7 @@ def dimension_numbers(
     }
     by_type = {path: numbers_of(path, node, owners) for path, node in nodes.items()}
     leaves = {path: jax.tree.leaves(node)[0] for path, node in nodes.items()}
-    numbers = resolution.resolve(leaves, by_type, heads, overrides)
+    numbers = resolution.resolve(leaves, by_type, output_heads, overrides)
 
     return resolution.look_up(
         numbers, is_parameter, "floating-point array of the model that dimension_numbers"

@@ -1,5 +1,6 @@
 """Dimension numbers from overrides, names and module types, in this order."""
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
@@ -16,10 +17,23 @@ from orscale_jax.trees.names import Path, dotted, keys_on, names_on, quoted
 Resolved: TypeAlias = Mapping[Path, DimensionNumbers | None]
 
 
+def names_of_heads(
+    output_heads: Collection[str], heads: Collection[str] | None
+) -> Collection[str]:
+    """The names of output heads, of which ``heads`` is the deprecated argument."""
+    if heads is None:
+        return output_heads
+    message = (
+        "heads is deprecated, as it is no number of heads: pass output_heads instead."
+    )
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
+    return (*output_heads, *heads)
+
+
 def resolve(
     leaves: Mapping[Path, Any],
     by_type: Mapping[Path, Numbers],
-    heads: Collection[str],
+    output_heads: Collection[str],
     overrides: Rules | None,
 ) -> Resolved:
     """Resolve the dimension numbers of all parameters of a model.
@@ -27,13 +41,13 @@ def resolve(
     Args:
       leaves: The parameters by path.
       by_type: Their dimension numbers, from the types of their modules.
-      heads: Names that mark output heads on a path.
+      output_heads: Names that mark output heads on a path.
       overrides: Rules by path, which come before names, which come before types.
 
     Raises:
       ValueError: If parameters are unresolved, or a head or an override matches none.
     """
-    _check_heads(leaves, heads)
+    _check_heads(leaves, output_heads)
     rules = PathRules.compile(overrides or {}, "overrides", "overrides")
     overridden = rules.numbers(leaves.items())
     names = ClassesByName.of(leaves.items())
@@ -42,7 +56,7 @@ def resolve(
     for path, declared in by_type.items():
         if path in overridden:
             numbers[path] = overridden[path]
-        elif names.is_embedding_or_head(path) or not _keys(path).isdisjoint(heads):
+        elif names.is_embedding_or_head(path) or not _keys(path).isdisjoint(output_heads):
             numbers[path] = None
         elif isinstance(declared, Unresolved):
             shape = np.shape(leaves[path])
@@ -68,13 +82,14 @@ def _keys(path: Path) -> set[str]:
     return {*path, *keys_on(path)}
 
 
-def _check_heads(paths: Collection[Path], heads: Collection[str]) -> None:
+def _check_heads(paths: Collection[Path], output_heads: Collection[str]) -> None:
     keys = set().union(*map(_keys, paths))
-    for head in heads:
+    for head in output_heads:
         if head not in keys:
             names = ", ".join(map(dotted, paths))
             raise ValueError(
-                f"{head!r} in heads is on no parameter's path: the paths are {names}."
+                f"{head!r} in output_heads is on no parameter's path: the paths are "
+                f"{names}."
             )
 
 
