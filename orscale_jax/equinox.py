@@ -15,6 +15,7 @@ import equinox as eqx
 import numpy as np
 
 from orscale_jax.parameters import module_trees, path_rules, resolution
+from orscale_jax.parameters.head_rules import PerHeadRules
 from orscale_jax.parameters.module_types import (
     BlockWeight,
     Declared,
@@ -36,6 +37,7 @@ def dimension_numbers(
     output_heads: Collection[str] = (),
     overrides: path_rules.Rules | None = None,
     rules: ModuleRules | None = None,
+    per_head: PerHeadRules = False,
     heads: Collection[str] | None = None,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an Equinox model, from its modules' types.
@@ -60,6 +62,8 @@ def dimension_numbers(
         a :class:`orscale_jax.flax.Weight` (also available here), or to None for AdamW. A
         rule also applies to subclasses without a rule, and replaces the library's rule
         for the same type.
+      per_head: As for :func:`orscale_jax.by_path`, after all other rules. A
+        ``MultiheadAttention`` says itself how many heads it has: pass True.
       heads: A deprecated name of ``output_heads``.
 
     Returns:
@@ -71,8 +75,8 @@ def dimension_numbers(
     Raises:
       ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
         is not the one that its module declares (one error lists all of them). If a name
-        of ``output_heads`` is on no path, or ``overrides`` is refused by
-        :func:`orscale_jax.by_path`.
+        of ``output_heads`` is on no path, or ``overrides`` or ``per_head`` is
+        refused by :func:`orscale_jax.by_path`.
 
     Example:
       >>> import equinox as eqx, jax
@@ -95,8 +99,19 @@ def dimension_numbers(
         return numbers_by_owner(path, np.shape(leaf), owners, every_rule)
 
     return module_trees.dimension_numbers(
-        model, eqx.Module, numbers_of, output_heads, overrides
+        model, eqx.Module, numbers_of, output_heads, overrides, per_head, _heads_of
     )
+
+
+def _heads_of(owners: Mapping[Path, Any]) -> Mapping[Path, int]:
+    """The numbers of heads of the projections of modules of attention, by path."""
+    names = ("query_proj", "key_proj", "value_proj", "output_proj")
+    return {
+        (*path, name): module.num_heads
+        for path, module in owners.items()
+        if isinstance(module, eqx.nn.MultiheadAttention)
+        for name in names
+    }
 
 
 def _linear(module: eqx.nn.Linear) -> Mapping[str, Declared]:

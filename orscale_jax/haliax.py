@@ -20,6 +20,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import equinox
 from orscale_jax.parameters import module_trees, module_types, path_rules, resolution
+from orscale_jax.parameters.head_rules import PerHeadRules
 from orscale_jax.parameters.module_types import (
     Declared,
     Numbers,
@@ -60,6 +61,7 @@ def dimension_numbers(
     output_heads: Collection[str] = (),
     overrides: path_rules.Rules | None = None,
     rules: Rules | None = None,
+    per_head: PerHeadRules = False,
     heads: Collection[str] | None = None,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of a Haliax model, from its modules' types.
@@ -78,6 +80,7 @@ def dimension_numbers(
         arrays.
       rules: Rules as in :func:`orscale_jax.equinox.dimension_numbers`, with a
         :class:`NamedWeight` for each attribute that is a named array.
+      per_head: As for :func:`orscale_jax.by_path`, after all other rules.
       heads: A deprecated name of ``output_heads``.
 
     Returns:
@@ -88,8 +91,8 @@ def dimension_numbers(
 
     Raises:
       ValueError: If a type does not determine the axes of a parameter (one error lists
-        all of them), a name of ``output_heads`` is on no path, or ``overrides`` is
-        refused by :func:`orscale_jax.by_path`.
+        all of them), a name of ``output_heads`` is on no path, or ``overrides`` or
+        ``per_head`` is refused by :func:`orscale_jax.by_path`.
 
     Example:
       >>> import equinox as eqx, haliax as hax, jax
@@ -119,7 +122,13 @@ def dimension_numbers(
         return module_types.numbers_by_owner(path, shape, owners, every_rule)
 
     return module_trees.dimension_numbers(
-        model, eqx.Module, numbers_of, output_heads, overrides, hax.NamedArray
+        model,
+        eqx.Module,
+        numbers_of,
+        output_heads,
+        overrides,
+        per_head,
+        array_type=hax.NamedArray,
     )
 
 

@@ -16,6 +16,7 @@ from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
 from orscale_jax.parameters import module_types, path_rules, resolution
+from orscale_jax.parameters.head_rules import PerHeadRules
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, names_on
@@ -81,6 +82,7 @@ def linen_dimension_numbers(
     output_heads: Collection[str] = (),
     overrides: path_rules.Rules | None = None,
     rules: ModuleRules | None = None,
+    per_head: PerHeadRules = False,
     heads: Collection[str] | None = None,
     **kwargs: Any,
 ) -> PyTree:
@@ -101,6 +103,7 @@ def linen_dimension_numbers(
       output_heads: See :func:`nnx_dimension_numbers`.
       overrides: See :func:`nnx_dimension_numbers`.
       rules: See :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
+      per_head: See :func:`nnx_dimension_numbers`.
       heads: A deprecated name of ``output_heads``.
       **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
 
@@ -145,7 +148,7 @@ def linen_dimension_numbers(
         path: _numbers(path, np.shape(leaf), boxes.get(path), owners)
         for path, leaf in leaves.items()
     }
-    numbers = resolution.resolve(leaves, by_type, output_heads, overrides)
+    numbers = resolution.resolve(leaves, by_type, output_heads, overrides, per_head)
     return jax.tree_util.tree_map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,

@@ -11,6 +11,7 @@ from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import NNX_RULES
 from orscale_jax.parameters import module_types, path_rules, resolution
+from orscale_jax.parameters.head_rules import PerHeadRules
 from orscale_jax.parameters.module_types import ModuleRules
 from orscale_jax.trees.boxes import PyTree
 
@@ -25,6 +26,7 @@ def nnx_dimension_numbers(
     overrides: path_rules.Rules | None = None,
     rules: ModuleRules | None = None,
     partition_names: Collection[str] = (),
+    per_head: PerHeadRules = False,
     heads: Collection[str] | None = None,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
@@ -52,6 +54,7 @@ def nnx_dimension_numbers(
         along another axis than the first. Axes with these names in the variables'
         annotations are batch axes, at any position. Names that variables keep in their
         metadata under ``nnx.PARTITION_NAME`` itself, as MaxText's do, need not be given.
+      per_head: As for :func:`orscale_jax.by_path`, after all other rules.
       heads: A deprecated name of ``output_heads``.
 
     Returns:
@@ -65,8 +68,8 @@ def nnx_dimension_numbers(
     Raises:
       ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
         is not the one that its module declares (one error lists all of them). If a name
-        of ``output_heads`` is on no path, or ``overrides`` is refused by
-        :func:`orscale_jax.by_path`.
+        of ``output_heads`` is on no path, or ``overrides`` or ``per_head`` is
+        refused by :func:`orscale_jax.by_path`.
 
     Example:
       >>> import jax, optax
@@ -105,7 +108,7 @@ def nnx_dimension_numbers(
         )
         for path, leaf in leaves.items()
     }
-    numbers = resolution.resolve(leaves, by_type, output_heads, overrides)
+    numbers = resolution.resolve(leaves, by_type, output_heads, overrides, per_head)
 
     return resolution.look_up(
         numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"

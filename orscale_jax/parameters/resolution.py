@@ -1,5 +1,6 @@
 """Dimension numbers from overrides, names and module types, in this order."""
 
+import types
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
@@ -9,6 +10,7 @@ import numpy as np
 
 from orscale_jax.parameters.classes_by_name import ClassesByName
 from orscale_jax.parameters.dimension_numbers import DimensionNumbers, refuse_step_count
+from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.parameters.module_types import Numbers, Unresolved
 from orscale_jax.parameters.path_rules import PathRules, Rules
 from orscale_jax.trees.boxes import PyTree
@@ -35,6 +37,8 @@ def resolve(
     by_type: Mapping[Path, Numbers],
     output_heads: Collection[str],
     overrides: Rules | None,
+    per_head: PerHeadRules,
+    heads_of: Mapping[Path, int] = types.MappingProxyType({}),
 ) -> Resolved:
     """Resolve the dimension numbers of all parameters of a model.
 
@@ -43,9 +47,12 @@ def resolve(
       by_type: Their dimension numbers, from the types of their modules.
       output_heads: Names that mark output heads on a path.
       overrides: Rules by path, which come before names, which come before types.
+      per_head: See :func:`orscale_jax.by_path`.
+      heads_of: The numbers of heads that modules declare, by path.
 
     Raises:
-      ValueError: If parameters are unresolved, or a head or an override matches none.
+      ValueError: If parameters are unresolved, or a head or an override matches none,
+        or ``per_head`` cannot divide a projection.
     """
     _check_heads(leaves, output_heads)
     rules = PathRules.compile(overrides or {}, "overrides", "overrides")
@@ -65,7 +72,8 @@ def resolve(
             numbers[path] = declared
     if unresolved:
         _refuse(unresolved)
-    return numbers
+    by_head = HeadRules.of(per_head).divide(leaves.items(), numbers, heads_of)
+    return {**numbers, **by_head}
 
 
 def _refuse(unresolved: list[str]) -> None:
