@@ -121,7 +121,7 @@ def by_path(
         whole = jax.tree_util.tree_map_with_path(
             broadcast, default, tree, is_leaf=is_resolvable
         )
-        return _divide(whole, tree, by_head)
+        return whole if per_head is False else _divide(whole, tree, by_head)
 
     return numbers
 

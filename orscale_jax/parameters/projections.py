@@ -150,11 +150,12 @@ class Projection:
     @property
     def _parts_axis(self) -> int | None:
         """The axis that counts query, key and value, if there is one."""
-        if self.kind.parts == 1 or len(self._heads) < 2:
+        of_keys = self.given.key_value_heads
+        grouped = self.kind.queries and of_keys not in (None, self.given.heads)
+        if self.kind.parts == 1 or len(self._heads) < 2 or grouped:
             return None
-        sizes = [self.shape[axis] for axis in self._heads]
-        found = self.kind.parts in sizes
-        return self._heads[sizes.index(self.kind.parts)] if found else None
+        found = [axis for axis in self._heads if self.shape[axis] == self.kind.parts]
+        return found[0] if len(found) == 1 else None
 
     @property
     def _blocks(self) -> Blocks | None:
@@ -162,8 +163,8 @@ class Projection:
         if not isinstance(self.numbers, BlockDimensionNumbers):
             return None
         axis, blocks = self.numbers.block_axis % len(self.shape), self.numbers.blocks
-        if isinstance(blocks, int):
-            blocks = (self.shape[axis] // blocks,) * blocks
+        if not isinstance(blocks, tuple):
+            blocks = (self.shape[axis] // blocks,) * int(blocks)
         return Blocks(axis, blocks)
 
     # How many heads.

@@ -394,6 +394,16 @@ REFUSED = {
         "heads of several projections may be neighbours: divide these by "
         "BlockDimensionNumbers",
     ),
+    "pairs in groups of two queries and three more": (
+        {"attn": shapes(qkv=(D, 3, 6, F))}, {"qkv": Dims(0, (1, 2, 3))},
+        PerHead(12, key_value_heads=3, heads_per_matrix=2),
+        "heads of several projections may be neighbours",
+    ),
+    "triples of three heads, beside three projections": (
+        {"attn": shapes(qkv=(D, 3, 3, F))}, {"qkv": Dims(0, (1, 2, 3))},
+        PerHead(3, heads_per_matrix=3),
+        "heads of several projections may be neighbours",
+    ),
     "triples": (
         {"attn": shapes(q_proj=(D, 16))}, {}, PerHead(H, heads_per_matrix=3),
         "heads_per_matrix=3 does not divide its 4 heads",
