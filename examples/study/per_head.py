@@ -6,6 +6,8 @@ does the runs that are missing in ``docs/data/per_head``, and prints their table
 """
 
 import pathlib
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 
@@ -35,44 +37,49 @@ _HEAD = (
 )
 
 
-def rates_of(workload: str, arm: str, kind: str, folder: pathlib.Path = FOLDER) -> Rates:
-    """The best rates of an arm; ``kind`` is ``BY_HEAD``, or empty without it."""
+class Found(NamedTuple):
+    """A search, and the runs at the best rates that it found.
+
+    Attributes:
+      rates: The best rates.
+      losses: The final validation loss of each seed at these, in nats.
+    """
+
+    rates: Rates
+    losses: dict[int, float]
+
+    @property
+    def mean_loss(self) -> float:
+        """The mean over the seeds."""
+        return sum(self.losses.values()) / len(self.losses)
+
+
+def find(workload: str, arm: str, kind: str, folder: pathlib.Path = FOLDER) -> Found:
+    """What an arm comes to; ``kind`` is ``BY_HEAD``, or empty without it."""
     first = best_rates(job_of(WORKLOADS[workload], arm), endpoints.FOLDER)
     runs = Runs(find_workload(workload + kind), arm, folder)
     point = best_point(
         SEARCH, lambda point: runs.mean_loss(first.at(point), SEARCH_SEEDS)
     )
-    return first.at(point)
+    rates = first.at(point)
+    return Found(rates, {seed: runs.result(rates, seed).loss for seed in SEEDS})
 
 
-def losses(
-    workload: str, arm: str, kind: str, folder: pathlib.Path = FOLDER
-) -> dict[int, float]:
-    """The final validation loss of each seed at the best rates, in nats."""
-    rates = rates_of(workload, arm, kind, folder)
-    runs = Runs(find_workload(workload + kind), arm, folder)
-    return {seed: runs.result(rates, seed).loss for seed in SEEDS}
-
-
-def table(folder: pathlib.Path = FOLDER) -> str:
-    """Heads as matrices against whole projections, each at its own best rates."""
-    rows = [_row(workload, arm, folder) for workload in WORKLOADS for arm in ARMS]
-    return "\n".join([*_HEAD, *rows])
-
-
-def _row(workload: str, arm: str, folder: pathlib.Path) -> str:
-    kinds = ("", BY_HEAD)
-    rates = [rates_of(workload, arm, kind, folder) for kind in kinds]
-    whole, per_head = (losses(workload, arm, kind, folder) for kind in kinds)
-    difference = interval(list(paired(per_head, whole).values()))
-    cells = [
-        f"`{workload}`",
-        KNOWN[arm].label,
-        *(f"{matrix:.3g}, {adam:.3g}" for matrix, adam in rates),
-        *(f"{sum(found.values()) / len(found):.4f}" for found in (whole, per_head)),
-        "{:+.4f} [{:+.4f}, {:+.4f}]".format(*difference),
-    ]
-    return f"| {' | '.join(cells)} |"
+def lines(folder: pathlib.Path = FOLDER) -> Iterator[str]:
+    """The table: heads against whole projections, each at its own best rates."""
+    yield from _HEAD
+    for workload in WORKLOADS:
+        for arm in ARMS:
+            whole, by_head = (find(workload, arm, kind, folder) for kind in ("", BY_HEAD))
+            differences = paired(by_head.losses, whole.losses)
+            cells = [
+                f"`{workload}`",
+                KNOWN[arm].label,
+                *("{:.3g}, {:.3g}".format(*found.rates) for found in (whole, by_head)),
+                *(f"{found.mean_loss:.4f}" for found in (whole, by_head)),
+                "{:+.4f} [{:+.4f}, {:+.4f}]".format(*interval([*differences.values()])),
+            ]
+            yield f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -81,10 +88,8 @@ def main() -> None:
     names = [name + kind for name in WORKLOADS for kind in ("", BY_HEAD)]
     FOLDER.mkdir(exist_ok=True)
     prepare(names, FOLDER)
-    for workload in WORKLOADS:
-        for arm in ARMS:
-            print(_row(workload, arm, FOLDER), flush=True)
-    print(table())
+    for line in lines():
+        print(line, flush=True)
     prepare(names, FOLDER)
 
 

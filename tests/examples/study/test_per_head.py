@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 
 from examples.study import endpoints, per_head, plan
@@ -49,14 +48,13 @@ def test_both_variants_are_searched_alike_in_their_own_folder(tmp_path, monkeypa
     monkeypatch.setattr(plan.Trainer, "train", train)
     before = {path: path.read_bytes() for path in endpoints.FOLDER.glob("*.csv")}
     plan.prepare(["dense-small", f"dense-small{BY_HEAD}"], tmp_path)
-    found = per_head.losses("dense-small", "orscale", BY_HEAD, tmp_path)
-    whole = per_head.losses("dense-small", "orscale", "", tmp_path)
-    rates = [
-        per_head.rates_of("dense-small", "orscale", kind, tmp_path)
-        for kind in ("", BY_HEAD)
-    ]
-    assert rates == [Rates(0.016, 0.064), Rates(0.032, 0.064)]
-    np.testing.assert_allclose(np.subtract([*found.values()], [*whole.values()]), -0.01)
+    whole, by_head = (
+        per_head.find("dense-small", "orscale", kind, tmp_path) for kind in ("", BY_HEAD)
+    )
+    assert whole.rates == Rates(0.016, 0.064)
+    assert by_head.rates == Rates(0.032, 0.064)
+    assert by_head.mean_loss == pytest.approx(whole.mean_loss - 0.01)
+    assert whole.losses.keys() == by_head.losses.keys() == {*per_head.SEEDS}
     assert {seed for _, seed in asked} == {*per_head.SEARCH_SEEDS, *per_head.SEEDS}
     assert {path: path.read_bytes() for path in endpoints.FOLDER.glob("*.csv")} == before
     assert {path.stem for path in tmp_path.glob("*.csv")} == {
@@ -75,6 +73,21 @@ def test_the_searches_begin_where_runs_are_written_down(monkeypatch):
         for arm in per_head.ARMS:
             job = per_head.job_of(name, arm)
             assert per_head.best_rates(job, endpoints.FOLDER).matrix > 0
+
+
+def test_the_table_has_a_row_for_each_optimizer_and_workload(monkeypatch):
+    def find(workload, arm, kind, folder):
+        losses = {seed: 2 + 0.1 * bool(kind) + 1e-3 * seed for seed in per_head.SEEDS}
+        return per_head.Found(Rates(0.016, 0.064), losses)
+
+    monkeypatch.setattr(per_head, "find", find)
+    head, _, *rows = per_head.lines()
+    assert [row.split(" | ")[:2] for row in rows][:2] == [
+        ["| `dense-small`", "Muon+Moonlight"],
+        ["| `dense-small`", "OrScale"],
+    ]
+    assert len(rows) == 6 and {row.count("|") for row in (head, *rows)} == {8}
+    assert rows[0].endswith("| 2.3020 | 2.4020 | +0.1000 [+0.1000, +0.1000] |")
 
 
 def test_no_search_has_seen_the_seeds():
