@@ -14,7 +14,8 @@ from typing import Any
 import equinox as eqx
 import numpy as np
 
-from orscale_jax.parameters import module_trees, path_rules
+from orscale_jax.parameters import module_trees, path_rules, resolution
+from orscale_jax.parameters.head_rules import PerHeadRules
 from orscale_jax.parameters.module_types import (
     BlockWeight,
     Declared,
@@ -33,24 +34,27 @@ from orscale_jax.trees.names import Path
 def dimension_numbers(
     model: PyTree,
     *,
-    heads: Collection[str] = (),
+    output_heads: Collection[str] = (),
     overrides: path_rules.Rules | None = None,
     rules: ModuleRules | None = None,
+    per_head: PerHeadRules = False,
+    heads: Collection[str] | None = None,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an Equinox model, from its modules' types.
 
     Weights of ``Linear`` (and so of ``MLP`` and ``MultiheadAttention``), ``Conv`` and
     ``ConvTranspose`` are matrices. Embeddings, norms, biases, depthwise convolutions and
     parameters of fewer than two axes take AdamW, and so does every parameter whose path
-    contains one of ``heads``, or a name that :func:`orscale_jax.orscale` takes for an
-    embedding or an output head. Axes that ``eqx.filter_vmap`` puts in front of those that
-    a module declares are batch axes. Recurrent cells, which concatenate the weights of
-    their gates, have one matrix per gate, and grouped convolutions that are not depthwise
-    have one per group: :class:`orscale_jax.BlockDimensionNumbers`.
+    contains one of ``output_heads``, or a name that :func:`orscale_jax.orscale` takes for
+    an embedding or an output head. Axes that ``eqx.filter_vmap`` puts in front of those
+    that a module declares are batch axes. Recurrent cells, which concatenate the weights
+    of their gates, have one matrix per gate, and grouped convolutions that are not
+    depthwise have one per group: :class:`orscale_jax.BlockDimensionNumbers`.
 
     Args:
       model: The model, or a tree of modules; may be abstract.
-      heads: Names that mark output heads on a path, besides those that the library knows.
+      output_heads: Names that mark output heads on a path, besides those that the
+        library knows.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
         axes. They take precedence over everything else.
       rules: A mapping from types of modules to functions. A function takes a module and
@@ -58,6 +62,9 @@ def dimension_numbers(
         a :class:`orscale_jax.flax.Weight` (also available here), or to None for AdamW. A
         rule also applies to subclasses without a rule, and replaces the library's rule
         for the same type.
+      per_head: As for :func:`orscale_jax.by_path`, after all other rules. A
+        ``MultiheadAttention`` says itself how many heads it has: pass True.
+      heads: A deprecated name of ``output_heads``.
 
     Returns:
       A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
@@ -68,8 +75,8 @@ def dimension_numbers(
     Raises:
       ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
         is not the one that its module declares (one error lists all of them). If a name
-        of ``heads`` is on no path, or ``overrides`` is refused by
-        :func:`orscale_jax.by_path`.
+        of ``output_heads`` is on no path, or ``overrides`` or ``per_head`` is
+        refused by :func:`orscale_jax.by_path`.
 
     Example:
       >>> import equinox as eqx, jax
@@ -85,12 +92,26 @@ def dimension_numbers(
     References:
       https://docs.kidger.site/equinox/api/nn/linear/
     """
+    output_heads = resolution.names_of_heads(output_heads, heads)
     every_rule = {**RULES, **(rules or {})}
 
     def numbers_of(path: Path, leaf: Any, owners: Mapping[Path, Any]) -> Numbers:
         return numbers_by_owner(path, np.shape(leaf), owners, every_rule)
 
-    return module_trees.dimension_numbers(model, eqx.Module, numbers_of, heads, overrides)
+    return module_trees.dimension_numbers(
+        model, eqx.Module, numbers_of, output_heads, overrides, per_head, _heads_of
+    )
+
+
+def _heads_of(owners: Mapping[Path, Any]) -> Mapping[Path, int]:
+    """The numbers of heads of the projections of modules of attention, by path."""
+    names = ("query_proj", "key_proj", "value_proj", "output_proj")
+    return {
+        (*path, name): module.num_heads
+        for path, module in owners.items()
+        if isinstance(module, eqx.nn.MultiheadAttention)
+        for name in names
+    }
 
 
 def _linear(module: eqx.nn.Linear) -> Mapping[str, Declared]:

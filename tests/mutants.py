@@ -58,6 +58,24 @@ MUTANTS = [
         "test_stages.py",
     ),
     Mutant(
+        "_total",
+        "self.kind.keys_and_values * (of_keys or heads)",
+        "self.kind.keys_and_values * heads",
+        "parameters/test_per_head.py",
+    ),
+    Mutant(
+        "_grouped",
+        "size = self.shape[axis] // heads * group",
+        "size = self.shape[axis] // heads",
+        "parameters/test_per_head.py::test_each_head_is_a_matrix",
+    ),
+    Mutant(
+        "_check_blocks",
+        "not own.ends <= blocks.ends",
+        "not own.ends & blocks.ends",
+        "parameters/test_per_head.py",
+    ),
+    Mutant(
         "step",
         "polynomial = rounded(b * factor.astype(square.dtype) + c * square)",
         "polynomial = rounded(b * factor.astype(square.dtype) - c * square)",

@@ -95,6 +95,8 @@ class TextRecipe(Recipe):
     tokens: int | None = None
     # Tokens that a prediction may look back on.
     seq_len: int
+    # Each head of attention is a matrix, and not all heads of a projection together.
+    per_head: bool = False
 
     def _steps_of_data(self) -> int | None:
         return self.tokens and self.tokens // (self.batch_size * self.seq_len)

@@ -14,6 +14,7 @@ classes             ratios by class of layers, beside the model's optimum
 statistics, claims  what the tables say; verdicts on the paper's claims
 endpoints           what the runs of the second protocol say
 low_memory          momenta and weights in fewer bits: its runs and its tables
+per_head            each head of attention as a matrix: its runs and its table
 report              the page, by the following
 figures, tables     its parts
 ==================  ==================================================================

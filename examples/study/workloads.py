@@ -161,4 +161,13 @@ LOW_MEMORY: dict[str, Workload] = {
     )
     for name in ("dense-small", "prose", "mixture-small")
 }
-KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND | LOW_MEMORY
+
+# Each head of attention is a matrix.
+BY_HEAD = "-per-head"
+PER_HEAD: dict[str, Workload] = {
+    f"{name}{BY_HEAD}": Workload(
+        f"{name}{BY_HEAD}", _sized(_CONFIGS[name], per_head=True)
+    )
+    for name in ("dense-small", "dense-large", "mixture-small")
+}
+KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND | LOW_MEMORY | PER_HEAD

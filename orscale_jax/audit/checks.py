@@ -9,12 +9,13 @@ import numpy as np
 
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.parameters import layer_names
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
 from orscale_jax.parameters.classes_by_name import (
     EMBEDDING_OR_HEAD,
     VECTORS,
     module_and_array,
 )
+from orscale_jax.parameters.projections import KINDS
 from orscale_jax.trees.names import Path, dotted, keys_on, without_names, words
 
 _FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
@@ -106,6 +107,8 @@ class Checks(NamedTuple):
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
         expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
+        if layer in KINDS and np.prod(row.batch_shape) > 1:
+            expected |= {layer}  # The heads, which are longer than they are wide.
         if longer >= _THIN and layer not in expected and not _LORA.search(name):
             yield f"{longer} times as long"
         if 1 in row.batch_shape:
@@ -134,7 +137,7 @@ class Checks(NamedTuple):
         for other in self._beside(path) if len(shape) == 2 else ():
             if self.shapes[other][:1] != shape[:1]:
                 return False
-            stacks += other in self.axes and 0 in self.axes[other].within.batch
+            stacks += other in self.axes and 0 in _stacked(self.axes[other])
         return stacks > 0
 
     def _beside(self, path: Any) -> Iterator[Any]:
@@ -143,6 +146,12 @@ class Checks(NamedTuple):
         for other in self.below[module[:-1]]:
             if module_and_array(other)[0][: len(module)] != module:
                 yield other
+
+
+def _stacked(axes: LeafAxes) -> tuple[int, ...]:
+    """The batch axes of a leaf: blocks lie side by side within a matrix of it."""
+    whole = axes.whole if isinstance(axes, MatrixBlocks) else axes
+    return whole.batch
 
 
 def _is_vocabulary(path: Any, shape: tuple[int, ...]) -> bool:

@@ -16,6 +16,7 @@ from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
 from orscale_jax.parameters import module_types, path_rules, resolution
+from orscale_jax.parameters.head_rules import PerHeadRules
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, names_on
@@ -78,9 +79,11 @@ def linen_dimension_numbers(
     *args: Any,
     rngs: Any = None,
     method: Callable[..., Any] | str | None = None,
-    heads: Collection[str] = (),
+    output_heads: Collection[str] = (),
     overrides: path_rules.Rules | None = None,
     rules: ModuleRules | None = None,
+    per_head: PerHeadRules = False,
+    heads: Collection[str] | None = None,
     **kwargs: Any,
 ) -> PyTree:
     """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
@@ -97,9 +100,11 @@ def linen_dimension_numbers(
         ``jax.ShapeDtypeStruct``.
       rngs: The keys of ``module.init``; None: one key for all.
       method: The module's method, as for ``module.init``; None: ``__call__``.
-      heads: See :func:`nnx_dimension_numbers`.
+      output_heads: See :func:`nnx_dimension_numbers`.
       overrides: See :func:`nnx_dimension_numbers`.
       rules: See :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
+      per_head: See :func:`nnx_dimension_numbers`.
+      heads: A deprecated name of ``output_heads``.
       **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
 
     Returns:
@@ -125,6 +130,7 @@ def linen_dimension_numbers(
       https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
     """
     _checks.model("module", module, linen.Module)
+    output_heads = resolution.names_of_heads(output_heads, heads)
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, str] = {(): type(module).__name__}
@@ -142,7 +148,7 @@ def linen_dimension_numbers(
         path: _numbers(path, np.shape(leaf), boxes.get(path), owners)
         for path, leaf in leaves.items()
     }
-    numbers = resolution.resolve(leaves, by_type, heads, overrides)
+    numbers = resolution.resolve(leaves, by_type, output_heads, overrides, per_head)
     return jax.tree_util.tree_map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,

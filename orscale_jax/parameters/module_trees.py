@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax.parameters import path_rules, resolution
+from orscale_jax.parameters.head_rules import PerHeadRules
 from orscale_jax.parameters.module_types import Numbers
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, names_on
@@ -16,8 +17,10 @@ def dimension_numbers(
     model: PyTree,
     module_type: type,
     numbers_of: Callable[[Path, Any, Mapping[Path, Any]], Numbers],
-    heads: Collection[str],
+    output_heads: Collection[str],
     overrides: path_rules.Rules | None,
+    per_head: PerHeadRules,
+    heads_of: Callable[[Mapping[Path, Any]], Mapping[Path, int]] = lambda owners: {},
     array_type: type | tuple[type, ...] = (),
 ) -> Callable[[PyTree], PyTree]:
     """Resolve the dimension numbers of a model, for any tree of some of its parameters.
@@ -27,8 +30,11 @@ def dimension_numbers(
       module_type: The type of all modules.
       numbers_of: The dimension numbers of a parameter by type, given its path, its
         value, and the modules by path.
-      heads: See :func:`orscale_jax.equinox.dimension_numbers`.
+      output_heads: See :func:`orscale_jax.equinox.dimension_numbers`.
       overrides: See :func:`orscale_jax.equinox.dimension_numbers`.
+      per_head: See :func:`orscale_jax.by_path`.
+      heads_of: The numbers of heads that modules declare, by path of the modules with
+        their parameters, given the modules by path.
       array_type: The type of nodes that are one parameter each.
 
     Returns:
@@ -46,7 +52,16 @@ def dimension_numbers(
     }
     by_type = {path: numbers_of(path, node, owners) for path, node in nodes.items()}
     leaves = {path: jax.tree.leaves(node)[0] for path, node in nodes.items()}
-    numbers = resolution.resolve(leaves, by_type, heads, overrides)
+    declared = heads_of(owners)
+    heads = {
+        path: declared[path[:depth]]
+        for path in leaves
+        for depth in range(len(path))
+        if path[:depth] in declared
+    }
+    numbers = resolution.resolve(
+        leaves, by_type, output_heads, overrides, per_head, heads
+    )
 
     return resolution.look_up(
         numbers, is_parameter, "floating-point array of the model that dimension_numbers"

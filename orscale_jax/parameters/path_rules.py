@@ -21,6 +21,7 @@ from orscale_jax.parameters.dimension_numbers import (
     refuse_step_count,
 )
 from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
+from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, listed, name_and_shape, names_on
@@ -37,7 +38,10 @@ _PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 
 
 def by_path(
-    rules: Rules, *, otherwise: WeightDimensionNumbers = None
+    rules: Rules,
+    *,
+    otherwise: WeightDimensionNumbers = None,
+    per_head: PerHeadRules = False,
 ) -> Callable[[PyTree], PyTree]:
     r"""Make weight dimension numbers from rules on the paths of the parameters.
 
@@ -55,6 +59,14 @@ def by_path(
       otherwise: Dimension numbers of the parameters that no expression matches, in any
         form that ``weight_dimension_numbers`` of :func:`orscale` may have. None: the
         default rule.
+      per_head: Whether each head of attention is a matrix of its own. True: each head of
+        the projections whose shapes count heads, such as ``(inputs, heads, features)``.
+        A number: so many heads, also where an axis holds heads × features. A
+        :class:`PerHead` says more, as for grouped-query attention. Mapping, or sequence
+        of pairs, from a regular expression to one of these, or to False for a projection
+        that stays whole; True where none matches. It divides the matrices of all
+        projections that :func:`orscale_jax.diagnostics.layer_classes` knows, as of
+        queries, keys, values and outputs, after all other rules.
 
     Returns:
       A callable from a tree of parameters (also abstract ones) to its tree of dimension
@@ -62,8 +74,8 @@ def by_path(
 
     Raises:
       ValueError: At once, if an expression or a rule is not valid. From the callable, if
-        an expression applies to no parameter, a rule does not fit a leaf, or the default
-        rule finds a leaf ambiguous.
+        an expression applies to no parameter, a rule does not fit a leaf, the default
+        rule finds a leaf ambiguous, or ``per_head`` cannot divide a projection.
 
     Example:
       >>> import jax.numpy as jnp
@@ -85,6 +97,7 @@ def by_path(
       >>> optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
     """
     compiled = PathRules.compile(rules, "rules", "by_path")
+    by_head = HeadRules.of(per_head)
 
     def numbers(tree: PyTree) -> PyTree:
         if not jax.tree.leaves(tree):  # As in matrix_axes.
@@ -105,11 +118,22 @@ def by_path(
                 lambda path, _: decided.get(names_on(prefix + path), default), subtree
             )
 
-        return jax.tree_util.tree_map_with_path(
+        whole = jax.tree_util.tree_map_with_path(
             broadcast, default, tree, is_leaf=is_resolvable
         )
+        return whole if per_head is False else _divide(whole, tree, by_head)
 
     return numbers
+
+
+def _divide(numbers: PyTree, tree: PyTree, by_head: HeadRules) -> PyTree:
+    """The numbers of a tree, with the projections of attention divided into heads."""
+    leaves = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=is_resolvable)
+    by_path = {names_on(path): own for path, own in leaves}
+    divided = by_head.divide(leaves_and_masks(tree), by_path, {})
+    return jax.tree_util.tree_map_with_path(
+        lambda path, own: divided.get(names_on(path), own), numbers, is_leaf=is_resolvable
+    )
 
 
 def _by_default_rule(tree: PyTree, decided: Collection[Path]) -> PyTree:

@@ -167,3 +167,14 @@ def test_paths_without_names():
     assert found([leaf(8, 8), leaf(8)]) == [("no name",), ()]
     assert found(({"value": {"data_array": leaf(8, 8)}},)) == [("no name",)]
     assert found(leaf(8, 8)) == found({"w": leaf(8, 8)}) == [()]
+
+
+def test_heads_of_attention_are_long_and_no_stacks():
+    shapes = {"attn.q_proj": (512, 64), "attn.o_proj": (64, 512)}
+    tree = unflatten_dict({k: leaf(*v) for k, v in shapes.items()}, sep=".")
+    description = describe(tree, by_path({}, per_head=4))
+    assert [(row.m, row.n, row.check) for row in description.rows] == [
+        (16, 512, ()),
+        (512, 16, ()),
+    ]
+    assert marks({"attn.q_proj": (512, 16)}) == {"attn.q_proj": "32 times as long"}

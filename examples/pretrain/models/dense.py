@@ -161,12 +161,18 @@ class Attention(nnx.Module):
 
 
 def weight_dimension_numbers(
-    model: Dense, qkv: Literal["matrix", "blocks"] = "matrix"
+    model: Dense, qkv: Literal["matrix", "blocks"] = "matrix", per_head: bool = False
 ) -> Callable[[Any], Any]:
-    """For `orscale` and its relatives: a fused qkv is one matrix, or three in blocks."""
+    """For `orscale` and its relatives: a fused qkv is one matrix, or three in blocks.
+
+    With `per_head`, each head of attention is a matrix.
+    """
     if qkv not in ("matrix", "blocks"):
         raise ValueError(f"qkv={qkv!r}: choose 'matrix' or 'blocks'")
-    if qkv == "matrix" or not model.config.fused_qkv:
-        return nnx_dimension_numbers(model)
     blocks = BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)
-    return nnx_dimension_numbers(model, overrides={r"\.qkv\.": blocks})
+    split = qkv == "blocks" and model.config.fused_qkv
+    return nnx_dimension_numbers(
+        model,
+        overrides={r"\.qkv\.": blocks} if split else None,
+        per_head=per_head and model.config.heads,
+    )

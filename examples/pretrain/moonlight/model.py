@@ -123,13 +123,21 @@ ROUTERS = {"matrix": {}, "adamw": {r"\brouter\b": "adamw"}}
 
 
 def weight_dimension_numbers(
-    model: Moonlight, router: Literal["matrix", "adamw"] = "matrix"
+    model: Moonlight,
+    router: Literal["matrix", "adamw"] = "matrix",
+    per_head: bool = False,
 ) -> Callable[[Any], Any]:
-    """For `orscale` and its relatives: every expert is a matrix, and so is a router."""
+    """For `orscale` and its relatives: every expert is a matrix, and so is a router.
+
+    With `per_head`, so is each head of attention: its key and its value together.
+    """
     if router not in ROUTERS:
         raise ValueError(f"router={router!r}: choose one of {', '.join(ROUTERS)}")
     return nnx_dimension_numbers(
-        model, rules={Experts: _matrices_of_experts}, overrides=ROUTERS[router]
+        model,
+        rules={Experts: _matrices_of_experts},
+        overrides=ROUTERS[router],
+        per_head=per_head and model.config.heads,
     )
 
 

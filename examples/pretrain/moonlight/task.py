@@ -25,7 +25,9 @@ class MixtureTask(DecoderTask):
         return Moonlight(self.config, rngs)
 
     def weight_dimension_numbers(self, model: Any) -> Callable[[PyTree], PyTree]:
-        return weight_dimension_numbers(model, router=self.recipe.router)
+        return weight_dimension_numbers(
+            model, router=self.recipe.router, per_head=self.recipe.per_head
+        )
 
     def loss(self, model: Any, batch: jax.Array) -> tuple[jax.Array, Metrics]:
         hidden, routing = model.hidden(batch[:, :-1])

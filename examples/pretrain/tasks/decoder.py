@@ -42,7 +42,9 @@ class DecoderTask:
         return Dense(self.config, rngs)
 
     def weight_dimension_numbers(self, model: Any) -> Callable[[PyTree], PyTree]:
-        return weight_dimension_numbers(model, qkv=self.recipe.qkv)
+        return weight_dimension_numbers(
+            model, qkv=self.recipe.qkv, per_head=self.recipe.per_head
+        )
 
     def loss(self, model: Any, batch: jax.Array) -> tuple[jax.Array, Metrics]:
         loss = self.cross_entropy(model, model.hidden(batch[:, :-1]), batch)

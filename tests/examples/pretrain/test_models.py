@@ -345,6 +345,10 @@ def test_matrices_of_dense_models():
     assert matrices(model, blocks) == rest | {"attention.qkv.kernel": (6, 64, 64)}
     found = by_path(blocks(parameters(model)))["blocks.attention.qkv.kernel"]
     assert found == BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)
+    assert matrices(model, numbers(model, per_head=True)) == mlp | {
+        "attention.qkv.kernel": (12, 64, 32),
+        "attention.out.kernel": (4, 32, 64),
+    }
     apart = abstract("swiglu")
     for qkv in ("matrix", "blocks"):
         assert len(matrices(apart, numbers(apart, qkv=qkv))) == 7

@@ -1,0 +1,512 @@
+"""One matrix for each head of attention."""
+
+import functools
+import re
+
+import equinox as eqx
+import flax.linen as nn
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    PerHead,
+    by_path,
+    describe,
+    muon,
+    orscale,
+)
+from orscale_jax.equinox import dimension_numbers as equinox_numbers
+from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+from orscale_jax.haliax import dimension_numbers as haliax_numbers
+from orscale_jax.parameters.dimension_numbers import matrix_axes
+from tests import leaves
+from tests.runs import run
+
+# Width, query heads, heads of keys and of values, features of a head; layers.
+D, H, K, F, L = 8, 4, 2, 4, 2
+GROUPED = PerHead(H, K)
+PAIRS = PerHead(H, heads_per_matrix=2)
+
+
+def cut(w, count, axis=1):
+    return np.split(w, count, axis)
+
+
+def along(w, axis):
+    """The matrices at each index of an axis."""
+    return list(np.moveaxis(w, axis, 0))
+
+
+def in_layers(function):
+    return lambda w: [matrix for layer in w for matrix in function(layer)]
+
+
+def pairs(w):
+    return [w[:, i : i + 2].reshape(D, 2 * F) for i in (0, 2)]
+
+
+# For each layout: the path, the shape, the rule of `by_path` (None: the default rule),
+# `per_head`, and the matrices by NumPy, of rows and columns.
+QKV = "attention.qkv"
+OUT = "attention.out"
+LAYOUTS = {
+    "query": ("attention.query", (D, H, F), Dims(0, (1, 2)), True, lambda w: along(w, 1)),
+    "query, 2-D": ("attn.q_proj", (D, H * F), None, H, lambda w: cut(w, H)),
+    "query of PyTorch": (
+        "attn.q_proj.weight", (H * F, D), Dims(1, 0), H, lambda w: cut(w.T, H),
+    ),
+    "query of Gemma": ("attn.q_einsum", (H, D, F), Dims(1, (0, 2)), True, list),
+    "query of MaxText": (
+        "attention.query", (D, L, H, F), Dims(0, (2, 3)), True,
+        lambda w: [w[:, layer, head] for layer in range(L) for head in range(H)],
+    ),
+    "queries by group": (
+        "attn.q_proj", (K, H // K, F, D), Dims(3, (0, 1, 2)), True,
+        lambda w: [w[k, g].T for k in range(K) for g in range(H // K)],
+    ),
+    "key": ("attention.key", (D, K, F), Dims(0, (1, 2)), GROUPED, lambda w: along(w, 1)),
+    "value, 2-D": ("attn.v_proj", (D, K * F), None, GROUPED, lambda w: cut(w, K)),
+    "key of one head": ("attn.k_proj", (D, F), None, PerHead(H, 1), lambda w: [w]),
+    "output": (OUT, (H, F, D), Dims((0, 1), 2), True, list),
+    "output, 2-D": ("attn.c_proj", (H * F, D), None, H, lambda w: cut(w, H, 0)),
+    "output of Gemma": ("attn.attn_vec_einsum", (H, F, D), Dims((0, 1), 2), True, list),
+    "qkv, side by side": (
+        "attn.c_attn", (D, 3 * H * F), None, H, lambda w: cut(w, 3 * H),
+    ),
+    "qkv of blocks": (
+        QKV, (D, 3 * H * F), Blocks(0, 1, block_axis=1, blocks=3), H,
+        lambda w: cut(w, 3 * H),
+    ),
+    "qkv, grouped": (
+        QKV, (D, (H + 2 * K) * F), None, GROUPED, lambda w: cut(w, H + 2 * K),
+    ),
+    "qkv, grouped, 3-D": (
+        QKV, (D, H + 2 * K, F), Dims(0, (1, 2)), GROUPED, lambda w: along(w, 1),
+    ),
+    "qkv by group": (
+        QKV, (D, K, (H // K + 2) * F), Dims(0, (1, 2)), GROUPED,
+        lambda w: cut(w.reshape(D, -1), H + 2 * K),
+    ),
+    "qkv, parts first": (
+        QKV, (D, 3, H, F), Dims(0, (1, 2, 3)), True,
+        lambda w: cut(w.reshape(D, -1), 3 * H),
+    ),
+    "qkv, heads first": (
+        QKV, (D, H, 3, F), Dims(0, (1, 2, 3)), H, lambda w: cut(w.reshape(D, -1), 3 * H),
+    ),
+    "qkv in front": (
+        QKV, (3, D, H * F), Dims(1, (0, 2)), H,
+        lambda w: [head for part in w for head in cut(part, H)],
+    ),
+    "qkv within heads": (
+        QKV, (D, H, 3 * F), Dims(0, (1, 2)), H, lambda w: cut(w.reshape(D, -1), 3 * H),
+    ),
+    "qkv within heads, in blocks": (
+        QKV, (D, H, 3 * F), Blocks(0, (1, 2), block_axis=2, blocks=3), True,
+        lambda w: cut(w.reshape(D, -1), 3 * H),
+    ),
+    "kv of Gemma": (
+        "attn.kv_einsum", (2, K, D, F), Dims(2, (0, 1, 3)), GROUPED,
+        lambda w: list(w.reshape(-1, D, F)),
+    ),
+    "latent, up": ("mla.q_up", (D, H * F), None, H, lambda w: cut(w, H)),
+    "latent, up to key and value": (
+        "mla.kv_up", (D, H * 5), None, H, lambda w: cut(w, H),
+    ),
+    "latent, up to key, and to value": (
+        "mla.kv_b_proj", (D, H * 5), None, PerHead(H, key_value_features=(3, 2)),
+        lambda w: [m for head in cut(w, H) for m in np.split(head, [3], 1)],
+    ),
+    "latent, up, 3-D": (
+        "mla.kv_up", (D, H, 4), Dims(0, (1, 2)), PerHead(key_value_features=(2, 2)),
+        lambda w: [m for head in along(w, 1) for m in cut(head, 2)],
+    ),
+    "layers": (
+        "layers.attention.query", (L, D, H, F), Dims(1, (2, 3)), True,
+        in_layers(lambda w: along(w, 1)),
+    ),
+    "layers, 2-D": (
+        "layers.attention.qkv", (L, D, 3 * H * F), Dims(1, 2), H,
+        in_layers(lambda w: cut(w, 3 * H)),
+    ),
+    "layers, output": (
+        "layers.attention.out", (L, H * F, D), Dims(-2, -1), H,
+        in_layers(lambda w: cut(w, H, 0)),
+    ),
+    "pairs": (
+        "attention.query", (D, H, F), Dims(0, (1, 2)), PerHead(heads_per_matrix=2), pairs,
+    ),
+    "pairs, 2-D": ("attn.q_proj", (D, H * F), None, PAIRS, lambda w: cut(w, 2)),
+    "pairs, output": (OUT, (H * F, D), None, PAIRS, lambda w: cut(w, 2, 0)),
+    "pairs, qkv": (
+        QKV, (D, 3 * H * F), Blocks(0, 1, block_axis=1, blocks=3), PAIRS,
+        lambda w: cut(w, 6),
+    ),
+    "pairs, qkv, parts first": (
+        QKV, (D, 3, H, F), Dims(0, (1, 2, 3)), PAIRS,
+        lambda w: [m for part in along(w, 1) for m in pairs(part)],
+    ),
+    "pairs, qkv, heads first": (
+        QKV, (D, H, 3, F), Dims(0, (1, 2, 3)), PAIRS,
+        lambda w: [m for part in along(w, 2) for m in pairs(part)],
+    ),
+    "by axis": (
+        "mixer.a", (D, F, H), Dims(0, (1, 2)), {"mixer": PerHead(axis=-1)},
+        lambda w: along(w, 2),
+    ),
+    "by axis, 2-D": (
+        "mixer.a", (D, H * F), None, {"mixer": PerHead(H, axis=1)}, lambda w: cut(w, H),
+    ),
+}  # fmt: skip
+
+
+def values(shape, step=0, dtype=np.float64):
+    return np.random.default_rng(step).normal(size=shape).astype(dtype)
+
+
+def numbers_of(name):
+    path, _, rule, per_head, _ = LAYOUTS[name]
+    rules = {} if rule is None else {re.escape(path): rule}
+    return by_path(rules, per_head=per_head)
+
+
+def tree_of(name, leaf):
+    *modules, last = LAYOUTS[name][0].split(".")
+    return functools.reduce(lambda tree, key: {key: tree}, modules[::-1], {last: leaf})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_each_head_is_a_matrix(name):
+    _, shape, _, _, by_hand = LAYOUTS[name]
+    weight = values(shape)
+    tree = tree_of(name, weight)
+    [axes] = jax.tree.leaves(
+        matrix_axes(numbers_of(name), tree),
+        is_leaf=lambda node: hasattr(node, "matrices"),
+    )
+    stacks = axes.matrices(jnp.asarray(weight))
+    found = [m for stack in stacks for m in stack.reshape(-1, *stack.shape[-2:])]
+    assert len(found) == len(by_hand(weight))
+    by_first = {float(m[0, 0]): np.asarray(m) for m in found}
+    for matrix in by_hand(jnp.asarray(weight)):
+        np.testing.assert_array_equal(by_first[float(matrix[0, 0])], matrix)
+
+
+# Layouts, and how they lie on a mesh if heads do, or if only the width does.
+SHARDED = {
+    "query": (P("a", "b"), P(("a", "b"))),
+    "output, 2-D": (P("b", "a"), P(None, ("a", "b"))),
+    "qkv, grouped": (P("a", "b"), P(("a", "b"))),
+    "qkv, parts first": (P("a", None, "b"), P(("a", "b"))),
+    "latent, up to key, and to value": (P("a", "b"), P(("a", "b"))),
+    "layers": (P(None, "a", "b"), P(None, ("a", "b"))),
+    "pairs": (P("a", "b"), P(("a", "b"))),
+}
+OTHERS = ("query of PyTorch", "kv of Gemma", "qkv by group", "pairs, qkv")
+
+
+def together(names, step, dtype):
+    return {name: values(LAYOUTS[name][1], step, dtype) for name in names}
+
+
+def apart(tree):
+    return {name: LAYOUTS[name][4](np.asarray(leaf)) for name, leaf in tree.items()}
+
+
+def numbers_together(tree):
+    return {
+        name: jax.tree.leaves(
+            numbers_of(name)(tree_of(name, leaf)),
+            is_leaf=lambda node: isinstance(node, Dims | Blocks),
+        )[0]
+        for name, leaf in tree.items()
+    }
+
+
+def assert_close(found, expected, tolerance):
+    for name, heads in apart(found).items():
+        for head, other in zip(heads, expected[name], strict=True):
+            assert leaves.relative_error(head, other) < tolerance, name
+
+
+@pytest.mark.parametrize(
+    "build", [orscale, pytest.param(muon, marks=pytest.mark.extended)]
+)
+def test_heads_take_the_steps_of_separate_parameters(enable_x64, build):
+    names, build = (*SHARDED, *OTHERS), functools.partial(build, ns_dtype=jnp.float64)
+    params = together(names, 0, np.float64)
+    whole = build(0.02, weight_dimension_numbers=numbers_together(params))
+    heads = build(0.02, weight_dimension_numbers=dict.fromkeys(names, Dims(0, 1)))
+    found = run(whole, params, 3, lambda step: together(names, step, np.float64))
+    expected = run(
+        heads, apart(params), 3, lambda step: apart(together(names, step, np.float64))
+    )
+    for (tree, _), (separate, _) in zip(found, expected, strict=True):
+        assert_close(tree, separate, 1e-11)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("build", [orscale, pytest.param(muon, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("sharded", ["heads", "width"])
+def test_on_a_mesh(build, kind, sharded):
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    params, grads = (together(SHARDED, step, np.float32) for step in (0, 1))
+    optimizer = build(0.02, weight_dimension_numbers=dict.fromkeys(SHARDED, Dims(0, 1)))
+    expected, _ = optimizer.update(
+        apart(grads), optimizer.init(apart(params)), apart(params)
+    )
+    shardings = {
+        name: NamedSharding(mesh, specs[sharded == "width"])
+        for name, specs in SHARDED.items()
+    }
+    optimizer = build(0.02, weight_dimension_numbers=numbers_together(params))
+    params, grads = jax.device_put((params, grads), (shardings, shardings))
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        updates, after = jax.jit(optimizer.update)(grads, state, params)
+    assert_close(updates, expected, 1e-4)
+    if kind == AxisType.Explicit:
+        assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
+        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+
+
+def nnx_attention():
+    model = nnx.MultiHeadAttention(H, D, decode=False, rngs=nnx.Rngs(0))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return params, nnx_dimension_numbers(model, per_head=True)(params)
+
+
+def nnx_einsums():
+    model = nnx.Dict(
+        attn=nnx.Dict(
+            qkv_einsum=nnx.Einsum("BTD,SNDH->SBTNH", (3, H, D, F), rngs=nnx.Rngs(0)),
+            attn_vec_einsum=nnx.Einsum("BTNH,NHD->BTD", (H, F, D), rngs=nnx.Rngs(0)),
+        )
+    )
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    return params, nnx_dimension_numbers(model, per_head=True)(params)
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.MultiHeadDotProductAttention(H, name="attention")(x), None
+
+
+def linen_scanned():
+    axes = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
+    module, x = nn.scan(Block, length=L, **axes)(), jnp.ones((1, 3, D))
+    params = jax.eval_shape(module.init, jax.random.key(0), x)["params"]
+    assert params["attention"]["query"]["kernel"].shape == (D, L, H, D // H)
+    return params, linen_dimension_numbers(module, x, per_head=True)
+
+
+def equinox_attention():
+    @eqx.filter_vmap
+    def build(key):
+        return eqx.nn.MultiheadAttention(H, D, key=key)
+
+    model = build(jax.random.split(jax.random.key(0), L))
+    params = eqx.filter(model, eqx.is_inexact_array)
+    return params, equinox_numbers(model, per_head=True)(params)
+
+
+def haliax_attention():
+    groups, queries, size, width = hax.make_axes(kv=K, group=H // K, size=F, embed=D)
+    key = jax.random.key(0)
+    model = {
+        "q_proj": hax.nn.Linear.init(width, (groups, queries, size), key=key),
+        "k_proj": hax.nn.Linear.init(width, (groups, size), key=key),
+        "o_proj": hax.nn.Linear.init((groups, queries, size), width, key=key),
+    }
+    params = eqx.filter({"attention": model}, eqx.is_inexact_array)
+    numbers = haliax_numbers({"attention": model}, per_head=PerHead(H, K))(params)
+    return params, numbers
+
+
+# For each library, the matrices of each projection: how many, and their shape.
+LIBRARIES = {
+    nnx_attention: {"query": (H, D, 2), "key": (H, D, 2), "out": (H, 2, D)},
+    nnx_einsums: {"qkv": (3 * H, D, F), "vec": (H, F, D)},
+    linen_scanned: {"query": (L * H, D, 2), "out": (L * H, 2, D)},
+    equinox_attention: {
+        "query": (L * H, D, 2),
+        "value": (L * H, D, 2),
+        "output": (L * H, 2, D),
+    },
+    haliax_attention: {"q_proj": (H, D, F), "k_proj": (K, D, F), "o_proj": (H, F, D)},
+}
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda build: build.__name__)
+def test_libraries(library):
+    params, numbers = library()
+    description = describe(params, numbers)
+    for name, expected in LIBRARIES[library].items():
+        [row] = (r for r in description.select(name).rows if r.rule == "matrix")
+        assert (row.matrices, row.m, row.n) == expected, name
+        assert not row.check
+
+
+def shapes(**by_name):
+    return {name: jnp.ones(shape) for name, shape in by_name.items()}
+
+
+REFUSED = {
+    "two axes, and no number": (
+        {"attn": shapes(c_attn=(D, 3 * D), c_proj=(D, D))}, {}, True,
+        "'attn.c_attn' of shape (8, 24), class 'attention qkv': nothing says how many "
+        "heads axis 1 of length 24 holds: pass heads=",
+    ),
+    "not divisible": (
+        {"attn": shapes(q_proj=(D, D))}, {}, 3,
+        "'attn.q_proj' of shape (8, 8), class 'attention query': 3 heads do not divide "
+        "its 8 features",
+    ),
+    "another number than the shape's": (
+        {"attention": shapes(key=(D, K, F))}, {"key": Dims(0, (1, 2))}, H,
+        "it has 2 heads by its shape, not 4: pass heads=, and key_value_heads= if keys",
+    ),
+    "keys with fewer heads": (
+        {"attn": shapes(q_proj=(D, 16), k_proj=(D, 8), v_proj=(D, 8))}, {}, H,
+        "by per_head, a head has 4 features in 'attn.q_proj' of shape (8, 16), and 2 in "
+        "'attn.k_proj' of shape (8, 8): correct heads or key_value_heads",
+    ),
+    "a fused projection that may lie anyhow": (
+        {"attn": shapes(qkv=(D, H, 12))}, {"qkv": Dims(0, (1, 2))}, True,
+        "nothing says where its 3 projections lie: pass heads=",
+    ),
+    "three layers, or three projections": (
+        {"attn": shapes(qkv=(3, D, 48))}, {"qkv": Dims(1, 2)}, H,
+        "its axis 0 may count layers or its 3 projections: add it to output_axis",
+    ),
+    "pairs across projections": (
+        {"attn": shapes(qkv=(D, 48))}, {}, PAIRS,
+        "heads of several projections may be neighbours: divide these by "
+        "BlockDimensionNumbers",
+    ),
+    "pairs in groups of two queries and three more": (
+        {"attn": shapes(qkv=(D, 3, 6, F))}, {"qkv": Dims(0, (1, 2, 3))},
+        PerHead(12, key_value_heads=3, heads_per_matrix=2),
+        "heads of several projections may be neighbours",
+    ),
+    "triples of three heads, beside three projections": (
+        {"attn": shapes(qkv=(D, 3, 3, F))}, {"qkv": Dims(0, (1, 2, 3))},
+        PerHead(3, heads_per_matrix=3),
+        "heads of several projections may be neighbours",
+    ),
+    "triples": (
+        {"attn": shapes(q_proj=(D, 16))}, {}, PerHead(H, heads_per_matrix=3),
+        "heads_per_matrix=3 does not divide its 4 heads",
+    ),
+    "blocks across heads": (
+        {"attn": shapes(q_proj=(D, 18))},
+        {"q_proj": Blocks(0, 1, block_axis=1, blocks=2)}, 3,
+        "cut heads, or groups of them",
+    ),
+    "features of keys and values": (
+        {"mla": shapes(kv_up=(D, 20))}, {}, PerHead(H, key_value_features=(3, 3)),
+        "key_value_features=(3, 3) do not add up to the 5 features of a head",
+    ),
+    "features of keys and values in pairs": (
+        {"mla": shapes(kv_up=(D, 20))}, {},
+        PerHead(H, heads_per_matrix=2, key_value_features=(3, 2)),
+        "with key_value_features, pass heads_per_matrix=1",
+    ),
+    "an axis of layers": (
+        {"mixer": jnp.ones((L, D, D))}, {"mixer": Dims(1, 2)},
+        {"mixer": PerHead(H, axis=0)},
+        "axis=0 is not among the axes of its rows or columns",
+    ),
+    "no axis for a class without one": (
+        {"mixer": jnp.ones((D, D))}, {}, {"mixer": H},
+        "does not know along which axis the heads of 'mixer' of shape (8, 8), class "
+        "'other', lie",
+    ),
+    "all four fused": (
+        {"attn": shapes(qkvo=(D, 4 * D))}, {}, H, "class 'attention qkvo', lie",
+    ),
+    "no attention": (
+        {"mlp": shapes(up=(D, D))}, {}, True, "per_head divides no parameter",
+    ),
+    "no such path": (
+        {"attn": shapes(q_proj=(D, D))}, {}, {"q_porj": H},
+        "'q_porj' of per_head matches no parameter",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_unknown_or_does_not_fit_is_refused(case):
+    tree, rules, per_head, message = REFUSED[case]
+    numbers = by_path(rules, per_head=per_head)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        numbers(tree)
+
+
+@pytest.mark.parametrize(
+    "build, message",
+    [
+        (lambda: by_path({}, per_head=0), "per_head=0 is not valid: pass a number of"),
+        (lambda: by_path({}, per_head="12"), "per_head='12' is not valid"),
+        (lambda: by_path({}, per_head={"q": 1.5}), r"per_head\['q'\]=1.5 is not valid"),
+        (lambda: PerHead(0), "heads=0 is not valid"),
+        (lambda: PerHead(key_value_heads=2), "heads=None is not valid: pass it along"),
+        (lambda: PerHead(heads_per_matrix=0), "heads_per_matrix=0 is not valid"),
+        (lambda: PerHead(key_value_features=(1,)), "key_value_features=.* is not valid"),
+        (lambda: PerHead(axis=(1, 2)), "axis=.* is not valid: pass one axis"),
+    ],
+)
+def test_arguments_are_checked_at_once(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_all_misfits_are_in_one_error():
+    tree = {"attn": shapes(q_proj=(D, 15), o_proj=(15, D))}
+    with pytest.raises(ValueError, match=r"(?s)attn\.o_proj.*q_proj.*or False if it"):
+        by_path({}, per_head=H)(tree)
+
+
+def test_expressions_choose_projections():
+    attention = shapes(c_attn=(D, 3 * D), c_proj=(D, D), k_rope=(D, 2), gate=(D, D))
+    tree = {"attn": attention, "mlp": shapes(up=(D, D))}
+    numbers = by_path({}, per_head={"c_proj": False, "attn": H})(tree)
+    assert numbers["attn"].pop("c_attn") == Blocks(0, 1, block_axis=1, blocks=3 * H)
+    assert {*numbers["attn"].values(), *numbers["mlp"].values()} == {Dims(0, 1)}
+
+
+def test_without_it_nothing_changes():
+    tree = {"attn": shapes(c_attn=(D, 3 * D), query=(D, D))}
+    assert by_path({}, per_head=False)(tree) == by_path({})(tree)
+
+
+def test_numbers_of_another_rule_are_divided():
+    model = {"attention": shapes(query=(D, H, F), out=(H, F, D)), "bias": jnp.ones(D)}
+    other = {
+        "attention": {"query": Dims(0, (1, 2)), "out": Dims((0, 1), 2)},
+        "bias": None,
+    }
+    numbers = by_path({}, otherwise=other, per_head=True)(model)
+    assert numbers["attention"] == {"query": Dims(0, 2), "out": Dims(1, 2)}
+    assert numbers["bias"] is None
+
+
+def test_of_a_masked_tree():
+    """Under optax.partition, a group may have no attention."""
+    tree = {"attention": shapes(q_proj=(D, D)), "mlp": shapes(up=(D, D))}
+    numbers = by_path({}, per_head=H)
+    groups = {name: orscale(1e-3, weight_dimension_numbers=numbers) for name in "ab"}
+    labels = {"attention": {"q_proj": "a"}, "mlp": {"up": "b"}}
+    optimizer = optax.partition(groups, labels)
+    rows = {row.path: row for row in describe(tree, numbers, optimizer=optimizer).rows}
+    assert rows["attention.q_proj"].state_bytes - rows["mlp.up"].state_bytes == 25 * 3
