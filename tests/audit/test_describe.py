@@ -28,7 +28,7 @@ from orscale_jax import (
 from tests import leaves
 from tests.runs import FAMILY
 
-PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
+DOCS = Path(__file__).parents[2] / "docs"
 NUMBERS = by_path(
     {
         "query": Dims(0, (1, 2)),
@@ -381,11 +381,13 @@ def test_select():
     assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
 
 
-@pytest.mark.extended
-def test_the_output_on_the_page():
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 1), ("parameters.md", 6)])
+def test_the_output_on_the_page(name, outputs):
     """A text block is what the Python block above it prints."""
+    page = DOCS / name
     blocks = re.findall(
-        r"^```(python|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+        r"^```(python|text)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
     )
     while blocks[-1][0] != "text":  # tests/test_docs.py runs them all.
         blocks.pop()
@@ -396,9 +398,9 @@ def test_the_output_on_the_page():
             continue
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile(text, PAGE, "exec"), namespace)
+            exec(compile(text, page, "exec"), namespace)
         printed = output.getvalue()
-    assert [language for language, _ in blocks].count("text") == 6
+    assert [language for language, _ in blocks].count("text") == outputs
 
 
 PLACEMENT = [
