@@ -110,9 +110,7 @@ def merged_rows(rows: Sequence[ParameterRow]) -> list[tuple[str, ParameterRow]]:
 
     Its matrices, parameters and bytes are the sums, its norms the extremes.
     """
-    keys = [
-        (dataclasses.replace(row, path="", norms=None), row.norms is None) for row in rows
-    ]
+    keys = [dataclasses.replace(row, path="", norms=None) for row in rows]
     return [
         (counted(name, len(members)), _sum([rows[index] for index in members]))
         for name, members in merged([row.name for row in rows], keys)
@@ -125,7 +123,8 @@ def _sum(rows: Sequence[ParameterRow]) -> ParameterRow:
     return dataclasses.replace(
         rows[0],
         matrices=total.matrices,
-        norms=(min(norms), max(norms)) if norms else None,
+        # NumPy's, so that no NaN is lost.
+        norms=(float(np.min(norms)), float(np.max(norms))) if norms else None,
         parameters=total.parameters,
         state_bytes=total.state_bytes,
     )

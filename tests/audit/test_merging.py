@@ -129,11 +129,14 @@ def test_equal_rows_over_layers_are_one_line():
     assert description.unmerged()._repr_html_().count("<tr>") == 1 + 37 + 4
 
 
-def test_the_norm_of_one_zero_matrix_is_seen():
+@pytest.mark.parametrize(
+    "value, shown", [(0, " 0 … "), (np.nan, " nan "), (np.inf, "… inf")]
+)
+def test_one_matrix_with_a_remarkable_norm_is_seen(value, shown):
     params = decoder()
-    params["blocks"][7]["up"] = jnp.zeros((4, 8))
+    params["blocks"][7]["up"] = jnp.full((4, 8), float(value))
     [line] = [x for x in lines_of(describe(params)) if x.startswith("blocks.*.up")]
-    assert " 0 … " in line
+    assert shown in line
 
 
 @pytest.mark.parametrize("differs", ["shape", "dtype", "rule", "label", "state", "check"])
