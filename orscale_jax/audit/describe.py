@@ -19,7 +19,13 @@ from orscale_jax.audit.description import Description
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.audit.sharding_source import sharding_source
-from orscale_jax.audit.state import AbstractState, Kept, leaves_by_path, nbytes
+from orscale_jax.audit.state import (
+    AbstractState,
+    Kept,
+    leaves_by_path,
+    nbytes,
+    nbytes_per_device,
+)
 from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz import preconditioning
@@ -81,8 +87,10 @@ def describe(
 
     Returns:
       A :class:`Description` with ``rows``, ``totals``, ``select(regex)``, and tables for
-      ``print``, rich and notebooks. s is :math:`0.2 \sqrt{\max(m, n)}`, and ‖W‖ the
-      smallest and the largest Frobenius norm among the matrices of a leaf.
+      ``print``, rich and notebooks. In these, leaves that differ only by numbers in their
+      names, such as those of layers, have one line; with ``unmerged()``, one each. s is
+      :math:`0.2 \sqrt{\max(m, n)}`, and ‖W‖ the smallest and the largest Frobenius norm
+      among the matrices of a line.
 
     Raises:
       ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
@@ -134,6 +142,7 @@ def describe(
         None if state is None else nbytes(state.shared),
         {} if mesh is None else dict(mesh.shape),
         ({} if mesh is None else slices_of_mesh(mesh, slow_axes)) or {},
+        None if mesh is None or state is None else nbytes_per_device(optimizer, params),
         Planning(planned_for.with_overrides(ns_dtype, max_stack_bytes)),
         rows,
         sharding_source(optimizer, params, axes_of),

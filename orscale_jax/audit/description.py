@@ -5,9 +5,10 @@ import dataclasses
 import io
 import itertools
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from orscale_jax.audit.plans import Placed, Planning, Stack, StepCost
@@ -18,6 +19,7 @@ from orscale_jax.audit.rows import (
     ParameterRow,
     Total,
     csv_cells,
+    merged_rows,
     row_cells,
     total_cells,
     total_of,
@@ -42,16 +44,21 @@ class Description:
         without an optimizer.
       mesh: The lengths of the axes of the parameters' mesh; empty without a mesh.
       slices: The number of slices along each axis that crosses slow links.
+      state_bytes_per_device: Bytes of optimizer state on each device of the mesh, by
+        :func:`state_shardings`; None without a mesh or an optimizer, in a selection, and
+        for an optimizer whose ``init`` does not run on Explicit axes.
     """
 
     rows: tuple[ParameterRow, ...]
     shared_bytes: int | None
     mesh: Mapping[str, int]
     slices: Mapping[str, int]
+    state_bytes_per_device: int | None
     _planning: Planning = dataclasses.field(repr=False)
     # All rows, even in a selection, since the plan is that of all rows.
     _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
     _sharding_source: str = dataclasses.field(default="", repr=False)
+    _merged: bool = dataclasses.field(default=True, repr=False)
 
     @property
     def totals(self) -> dict[str, Total]:
@@ -69,6 +76,23 @@ class Description:
             "all": total_of(self.rows, self.shared_bytes or 0),
         }
 
+    @property
+    def state_bytes_per_parameter(self) -> float | None:
+        """Bytes of optimizer state per entry; None without an optimizer or parameters."""
+        total = self.totals["all"]
+        if self.shared_bytes is None or not total.parameters:
+            return None
+        return (total.state_bytes or 0) / total.parameters
+
+    def unmerged(self) -> "Description":
+        """The same description, printed with a line for each leaf.
+
+        Without it, leaves that differ only by numbers in their names have one line, such
+        as ``blocks.*.up × 12``, with the sums of their matrices, parameters and bytes.
+        ``rows`` and :meth:`to_csv` always have all of them.
+        """
+        return dataclasses.replace(self, _merged=False)
+
     def select(self, expression: str) -> "Description":
         """Select the rows in whose paths :func:`re.search` finds the expression.
 
@@ -77,7 +101,9 @@ class Description:
         """
         rows = tuple(row for row in self.rows if re.search(expression, row.path))
         shared_bytes = None if self.shared_bytes is None else 0
-        return dataclasses.replace(self, rows=rows, shared_bytes=shared_bytes)
+        return dataclasses.replace(
+            self, rows=rows, shared_bytes=shared_bytes, state_bytes_per_device=None
+        )
 
     def stacks(self, max_bytes: int | None = None) -> list[Stack]:
         """Which matrices go through Newton–Schulz together on one device.
@@ -179,29 +205,47 @@ class Description:
         return self._table().html()
 
     def _table(self) -> Table:
-        """The table, without columns that have no values."""
+        """The table, without columns that say nothing."""
         totals = self.totals
         if self.shared_bytes is None:
             del totals["shared"]
+        dtypes = {row.dtype for row in self.rows}
+        matrices = [row for row in self.rows if row.rule == "matrix"]
         hidden = {
+            "dtype": len(dtypes) == 1,
             "label": not self._labelled,
             "class": all(row.layer_class == "other" for row in self.rows),
+            "m × n": all(row.shape == (row.m, row.n) for row in matrices),
             "‖W‖": all(row.norms is None for row in self.rows),
             "state bytes": self.shared_bytes is None,
             "check": not any(row.check for row in self.rows),
         }
         shown = [not hidden.get(heading, False) for heading in HEADINGS]
+        named_rows = (
+            merged_rows(self.rows)
+            if self._merged
+            else [(row.name, row) for row in self.rows]
+        )
 
         def visible(cells: Cells) -> Cells:
             return tuple(itertools.compress(cells, shown))
 
         return Table(
             headings=visible(HEADINGS),
-            rows=[visible(row_cells(row)) for row in self.rows],
+            rows=[visible(row_cells(*named)) for named in named_rows],
             totals=[visible(total_cells(*named)) for named in totals.items()],
-            notes=self._plan_lines(),
+            notes=[*self._lines_on_all(dtypes), *self._plan_lines()],
             words=sum(shown[:WORD_COLUMNS]),
         )
+
+    def _lines_on_all(self, dtypes: Set[np.dtype[Any]]) -> list[str]:
+        lines = [f"all parameters are {dtype}" for dtype in dtypes if len(dtypes) == 1]
+        each = self.state_bytes_per_parameter
+        if each is not None:
+            lines.append(f"state: {each:.4g} bytes per parameter")
+        if self.state_bytes_per_device is not None:
+            lines[-1] += f", {self.state_bytes_per_device:,} bytes per device"
+        return [*lines, ""] if lines else []
 
     def _plan_lines(self) -> list[str]:
         if self.mesh:

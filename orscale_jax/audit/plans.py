@@ -1,6 +1,7 @@
 """The plan of Newton–Schulz for the rows of a description, as the optimizer runs it."""
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,6 +9,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from orscale_jax.audit.merging import counted, merged
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.distributed.buckets import Bucket, ShardedArray
 from orscale_jax.distributed.costs import Traffic
@@ -18,7 +20,7 @@ from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
 from orscale_jax.transforms.dtypes import compute_dtype
 
-_NAMES = 4  # The number of names shown for a stack.
+_NAMES_WIDTH = 72  # Of the names shown for a stack, which are one at least.
 
 
 class Stack(NamedTuple):
@@ -86,7 +88,7 @@ class Placed(NamedTuple):
         slow = self.slow_bytes_sent
         elsewhere = f", {slow:,} of them to other slices" if slow else ""
         return (
-            f"{matrices} {where}, {each}, {self.bytes_sent:,} bytes sent by each"
+            f"{matrices} {where}, {each}, {self.bytes_sent:,} bytes sent per device"
             f"{elsewhere}: {_abridged(self.names)}"
         )
 
@@ -225,5 +227,13 @@ def _figure(number: float) -> str:
 
 
 def _abridged(names: tuple[str, ...]) -> str:
-    more = len(names) - _NAMES
-    return ", ".join(names[:_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+    """The first names, merged over layers, and the number of the others."""
+    entries = [
+        (counted(name, len(members)), len(members))
+        for name, members in merged(names, [None] * len(names))
+    ]
+    widths = itertools.accumulate(len(name) + 2 for name, _ in entries)
+    fitting = max(1, sum(width <= _NAMES_WIDTH for width in widths))
+    more = sum(count for _, count in entries[fitting:])
+    shown = ", ".join(name for name, _ in entries[:fitting])
+    return shown + (f" and {more:,} more" if more else "")

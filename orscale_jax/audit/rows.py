@@ -1,23 +1,24 @@
 """The rows of a description, and their sums."""
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from orscale_jax.audit.merging import counted, merged
 from orscale_jax.audit.state_trees import Rule
 from orscale_jax.audit.tables import Cells
 
 HEADINGS = (
-    "parameter", "shape", "dtype", "rule", "label", "class", "matrices", "m × n", "s",
-    "‖W‖", "parameters", "state bytes", "check",
+    "parameter", "shape", "dtype", "rule", "check", "label", "class", "matrices", "m × n",
+    "s", "‖W‖", "parameters", "state bytes",
 )  # fmt: skip
 CSV_HEADINGS = (
     "parameter", "shape", "dtype", "rule", "label", "class", "matrices", "m", "n", "s",
     "parameters", "state_bytes", "check",
 )  # fmt: skip
-WORD_COLUMNS = 6  # The first columns hold words, the others numbers.
+WORD_COLUMNS = 7  # The first columns hold words, the others numbers.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,13 +105,39 @@ def total_of(rows: Iterable[ParameterRow], shared_bytes: int = 0) -> Total:
     )
 
 
-def row_cells(row: ParameterRow) -> Cells:
+def merged_rows(rows: Sequence[ParameterRow]) -> list[tuple[str, ParameterRow]]:
+    """The rows with names; those that differ only by numbers in their paths as one row.
+
+    Its matrices, parameters and bytes are the sums, its norms the extremes.
+    """
+    keys = [dataclasses.replace(row, path="", norms=None) for row in rows]
+    return [
+        (counted(name, len(members)), _sum([rows[index] for index in members]))
+        for name, members in merged([row.name for row in rows], keys)
+    ]
+
+
+def _sum(rows: Sequence[ParameterRow]) -> ParameterRow:
+    norms = [norm for row in rows for norm in row.norms or ()]
+    total = total_of(rows)
+    return dataclasses.replace(
+        rows[0],
+        matrices=total.matrices,
+        # NumPy's, so that no NaN is lost.
+        norms=(float(np.min(norms)), float(np.max(norms))) if norms else None,
+        parameters=total.parameters,
+        state_bytes=total.state_bytes,
+    )
+
+
+def row_cells(name: str, row: ParameterRow) -> Cells:
     """The cells of a row, one for each heading."""
     return (
-        row.name,
+        name,
         str(row.shape),
         str(row.dtype),
         row.rule,
+        ", ".join(row.check),
         row.label,
         row.layer_class,
         f"{row.matrices:,}" if row.scale is not None else "",
@@ -119,7 +146,6 @@ def row_cells(row: ParameterRow) -> Cells:
         " … ".join(dict.fromkeys(f"{norm:.4g}" for norm in row.norms or ())),
         f"{row.parameters:,}",
         "" if row.state_bytes is None else f"{row.state_bytes:,}",
-        ", ".join(row.check),
     )
 
 
@@ -146,10 +172,9 @@ def total_cells(name: str, total: Total) -> Cells:
     return (
         name,
         f"{total.leaves:,} {leaves}" if name != "shared" else "",
-        *("", "", "", ""),
+        *("", "", "", "", ""),
         f"{total.matrices:,}" if name in ("matrix", "all") else "",
         *("", "", ""),
         f"{total.parameters:,}" if name != "shared" else "",
         "" if total.state_bytes is None else f"{total.state_bytes:,}",
-        "",
     )

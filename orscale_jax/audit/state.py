@@ -21,6 +21,7 @@ from orscale_jax.audit.state_trees import (
 )
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
+from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, quoted
@@ -154,3 +155,21 @@ def leaves_by_path(tree: PyTree) -> dict[Any, Any]:
 def nbytes(arrays: Iterable[Any]) -> int:
     """The bytes of arrays, which may be abstract."""
     return sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
+
+
+def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
+    """The bytes of an optimizer's state on each device, by :func:`state_shardings`.
+
+    None where that does not tell: parameters are on several meshes, axes do not divide
+    what they shard, or JAX cannot propagate shardings through the optimizer's ``init``.
+    """
+    optimizer = getattr(optimizer, "tx", optimizer)
+    try:
+        shardings = jax.tree.leaves(state_shardings(optimizer, params))
+        state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
+        return nbytes(
+            jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
+            for array, sharding in zip(state, shardings, strict=True)
+        )
+    except Exception:  # An audit shows what it can, whatever a foreign init raises.
+        return None

@@ -23,11 +23,12 @@ from orscale_jax import (
     describe,
     muon,
     orscale,
+    state_shardings,
 )
 from tests import leaves
 from tests.runs import FAMILY
 
-PAGE = Path(__file__).parents[2] / "docs" / "parameters.md"
+DOCS = Path(__file__).parents[2] / "docs"
 NUMBERS = by_path(
     {
         "query": Dims(0, (1, 2)),
@@ -258,16 +259,19 @@ def test_an_object_that_is_no_optimizer():
 
 
 TEXT = """\
-parameter     shape      dtype    rule    class      matrices  m × n    s        ‖W‖  parameters  state bytes
-────────────  ─────────  ───────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
-bias          (1000,)    float32  adamw   bias                                             1,000        8,000
-layers.stack  (2, 1, 4)  float32  matrix  other             2  1 × 4  0.4  2 … 4.472           8           82
-wte           (2, 2)     float32  adamw   embedding                                            4           32
-────────────  ─────────  ───────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
-matrix        1 leaf                                        2                                  8           82
-adamw         2 leaves                                                                     1,004        8,032
-shared                                                                                                     12
-all           3 leaves                                      2                              1,012        8,126
+parameter     shape      rule    class      matrices  m × n    s        ‖W‖  parameters  state bytes
+────────────  ─────────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
+bias          (1000,)    adamw   bias                                             1,000        8,000
+layers.stack  (2, 1, 4)  matrix  other             2  1 × 4  0.4  2 … 4.472           8           82
+wte           (2, 2)     adamw   embedding                                            4           32
+────────────  ─────────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
+matrix        1 leaf                               2                                  8           82
+adamw         2 leaves                                                            1,004        8,032
+shared                                                                                            12
+all           3 leaves                             2                              1,012        8,126
+
+all parameters are float32
+state: 8.03 bytes per parameter
 
 stacks for Newton–Schulz
 2 of 1 × 4: layers.stack
@@ -314,7 +318,8 @@ def test_stacks():
     ]
     # Stacked in float32, whatever the parameters' dtype: 192 bytes each.
     assert [len(stack.names) for stack in description.stacks(192 * 4)] == [4, 1, 3, 3, 1]
-    assert "10 of 6 × 8: down, layer0, layer1, layer2 and 6 more" in str(description)
+    names = "down, layer* × 7, qkv[:, 0:8], qkv[:, 8:16]"
+    assert f"10 of 6 × 8: {names}" in str(description).splitlines()
 
 
 def test_columns_without_values_are_left_out():
@@ -323,6 +328,23 @@ def test_columns_without_values_are_left_out():
     assert "class" not in text  # It would be "other" everywhere.
     text = str(describe({"w": jnp.ones((2, 3))}))
     assert "‖W‖" in text and "state bytes" not in text
+
+
+def test_columns_that_say_the_same_everywhere_are_left_out():
+    text = str(describe({"w": jnp.ones((2, 3)), "b": jnp.ones(4)}))
+    assert "dtype" not in text and "all parameters are float32" in text
+    assert "m × n" not in text  # The shapes say it.
+    text = str(describe({"w": jnp.ones((2, 3)), "b": jnp.ones(4, jnp.bfloat16)}))
+    assert "dtype" in text and "bfloat16" in text and "all parameters" not in text
+    text = str(describe({"w": jnp.ones((2, 3))}, Dims(1, 0)))
+    assert "m × n" in text and "3 × 2" in text
+
+
+def test_check_stands_beside_rule():
+    params = {"attention": {"qkv": jnp.ones((4, 12))}, "b": jnp.ones(3)}
+    headings, _, row, *_ = str(describe(params)).splitlines()
+    assert words(headings)[2:4] == ["rule", "check"]
+    assert row.index("fused?") == headings.index("check")
 
 
 def words(line):
@@ -334,17 +356,17 @@ def test_the_tables_of_rich_and_of_notebooks():
 
     console = rich.console.Console(width=200, file=io.StringIO(), color_system=None)
     console.print(small())
-    text, stacks = TEXT.split("\n\n")
+    text, notes = TEXT.split("\n\n", 1)
     expected = [words(line) for line in text.splitlines() if "──" not in line]
-    below = [words(line) for line in stacks.splitlines()]
+    below = [words(line) for line in notes.splitlines()]
     found = [words(line) for line in console.file.getvalue().splitlines()]
-    assert found[-2:] == below
-    del found[-2:]
+    assert found[-len(below) :] == below
+    del found[-len(below) :]
     assert [
         line for line in found if line and not re.match("[┏┡├└]", line[0])
     ] == expected
     page = small()._repr_html_()
-    assert page.endswith(f"<p>{'<br>'.join(stacks.splitlines())}</p>")
+    assert page.endswith(f"<p>{'<br>'.join(notes.splitlines())}</p>")
     rows = re.findall(r"<tr>(.*?)</tr>", page)
     cells = [" ".join(re.findall(r">([^<]*)</t[hd]>", row)) for row in rows]
     assert [words(html.unescape(line)) for line in cells] == expected
@@ -359,11 +381,13 @@ def test_select():
     assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
 
 
-@pytest.mark.extended
-def test_the_output_on_the_page():
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 1), ("parameters.md", 6)])
+def test_the_output_on_the_page(name, outputs):
     """A text block is what the Python block above it prints."""
+    page = DOCS / name
     blocks = re.findall(
-        r"^```(python|text)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL
+        r"^```(python|text)\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
     )
     while blocks[-1][0] != "text":  # tests/test_docs.py runs them all.
         blocks.pop()
@@ -374,18 +398,18 @@ def test_the_output_on_the_page():
             continue
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            exec(compile(text, PAGE, "exec"), namespace)
+            exec(compile(text, page, "exec"), namespace)
         printed = output.getvalue()
-    assert [language for language, _ in blocks].count("text") == 5
+    assert [language for language, _ in blocks].count("text") == outputs
 
 
 PLACEMENT = [
     "Newton–Schulz on 4 expert × 2 fsdp",
-    "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent by each: down, up",
-    "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent by each: experts",
-    "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent by each: heads",
-    "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent by each: qkv",
-    "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent by each: thin",
+    "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent per device: down, up",
+    "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent per device: experts",
+    "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent per device: heads",
+    "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent per device: qkv",
+    "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent per device: thin",
     "each device: 0.00103 GFLOP (the median one 0.000292), 0.0129 MB over fast links, "
     "0 MB over slow ones; about 8.97e-05 ms, 8.63e-05 of them for transfers (the median "
     "one 8.73e-05 ms)",
@@ -436,6 +460,51 @@ def test_placement():
     assert describe({"w": jnp.ones((2, 3))}).placement() == []
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_state_bytes_of_a_device_and_of_a_parameter(kind):
+    """Against the arrays on a device, in the line below the table."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "expert"), axis_types=(kind,) * 2)
+    specs = {
+        "w": PartitionSpec("fsdp"),
+        "x": PartitionSpec("expert"),
+        "b": PartitionSpec(),
+    }
+    shapes = {"w": (16, 6), "x": (4, 6, 8), "b": (5,)}
+    params = {
+        name: jax.device_put(jnp.ones(shape), NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+    numbers = {"w": Dims(0, 1), "x": Dims(1, 2), "b": None}
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    description = describe(params, numbers, optimizer=optimizer)
+    placed = jax.jit(optimizer.init, out_shardings=state_shardings(optimizer, params))
+    state = jax.tree.leaves(placed(params))
+    held = sum(array.addressable_shards[0].data.nbytes for array in state)
+    assert description.state_bytes_per_device == held < size(state)
+    assert description.state_bytes_per_parameter == size(state) / (96 + 192 + 5)
+    each = f"{size(state) / 293:.4g} bytes per parameter, {held:,} bytes per device"
+    assert f"state: {each}" in str(description).splitlines()
+    selected = description.select("b")
+    assert selected.state_bytes_per_device is None
+    assert selected.state_bytes_per_parameter == 8
+
+
+def test_state_bytes_that_are_not_known():
+    assert describe({"w": jnp.ones((2, 3))}).state_bytes_per_parameter is None
+    description = describe({"a": None}, optimizer=orscale(0.1))
+    assert description.state_bytes_per_parameter is None  # There is no parameter.
+    description = describe({"w": jnp.ones((2, 3))}, optimizer=optax.sgd(0.1))
+    assert description.state_bytes_per_parameter == 0
+    assert description.state_bytes_per_device is None  # There is no mesh.
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    uneven = NamedSharding(mesh, PartitionSpec("fsdp"))
+    params = {"w": jax.ShapeDtypeStruct((9, 4), jnp.float32, sharding=uneven)}
+    numbers = {"w": None}
+    optimizer = orscale(0.1, weight_dimension_numbers=numbers)
+    description = describe(params, numbers, optimizer=optimizer)
+    assert description.state_bytes_per_device is None
+
+
 def test_placement_where_only_some_matrices_are_shared():
     mesh = jax.make_mesh((8,), ("fsdp",))
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
@@ -451,7 +520,7 @@ def test_placement_where_only_some_matrices_are_shared():
     assert str(placed).startswith(
         "3 of 16 × 128 and 1 of 16 × 512 over 8 devices, 1 each or 4 to one, "
     )
-    assert str(placed).endswith(" bytes sent by each: wide, k, q, v")
+    assert str(placed).endswith(" bytes sent per device: wide, k, q, v")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,179 @@
+"""Rows that differ only by numbers in their names are one in print."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, strategies as st
+
+from orscale_jax import describe, orscale
+from orscale_jax.audit.merging import counted, merged
+
+
+def names_of(names, keys=None):
+    found = merged(names, keys or [None] * len(names))
+    return [counted(name, len(members)) for name, members in found]
+
+
+@pytest.mark.parametrize(
+    "names, expected",
+    [
+        ([], []),
+        (["up"], ["up"]),
+        (["blocks.0.up"], ["blocks.0.up"]),
+        (["blocks.0.up", "blocks.1.up"], ["blocks.*.up × 2"]),
+        (["blocks.2.up", "up", "blocks.10.up"], ["blocks.*.up × 2", "up"]),
+        (["Block_0.Dense_0.kernel", "Block_1.Dense_0.kernel"],
+         ["Block_*.Dense_0.kernel × 2"]),
+        (["h0_attn/query.w", "h1_attn/query.w"], ["h*_attn/query.w × 2"]),
+        (["0.1", "1.1", "0.0", "1.0"], ["*.* × 4"]),
+        # The place of a block is no number of a layer.
+        (["w0[0:2]", "w0[2:4]", "w1[0:2]"], ["w*[0:2] × 2", "w0[2:4]"]),
+        # All combinations, or none: layer 0 has fewer experts than the others.
+        (["0.e0", "1.e0", "1.e1", "2.e0", "2.e1"], ["0.e0", "{1-2}.e* × 4"]),
+        (["layer_07", "layer_08"], ["layer_* × 2"]),
+    ],
+)  # fmt: skip
+def test_merged_names(names, expected):
+    assert names_of(names) == expected
+
+
+def test_other_keys_stay_apart_and_are_named():
+    names = [f"h.{i}.w" for i in range(12)]
+    assert names_of(names, [i == 11 for i in range(12)]) == ["h.{0-10}.w × 11", "h.11.w"]
+    assert names_of(names, [i in (0, 2, 3, 9) for i in range(12)]) == [
+        "h.{0,2-3,9}.w × 4",
+        "h.{1,4-8,10-11}.w × 8",
+    ]
+
+
+def expanded(name, every):
+    """All names that a merged name stands for, if ``every`` are the names there are."""
+    choices = re.split(r"(\*|\{[^}]*\})", name)
+    pattern = "".join(
+        re.escape(part) if i % 2 == 0 else r"(\d+)" for i, part in enumerate(choices)
+    )
+
+    def fits(text, part):
+        if part == "*":
+            return True
+        runs = (run.split("-") for run in part.strip("{}").split(","))
+        return any(int(run[0]) <= int(text) <= int(run[-1]) for run in runs)
+
+    return {
+        other
+        for other in every
+        if (match := re.fullmatch(pattern, other))
+        and all(map(fits, match.groups(), choices[1::2]))
+    }
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(0, 4), st.sampled_from("ab"), st.integers(0, 3)).map(
+            lambda parts: "{}.{}{}".format(*parts)
+        ),
+        st.booleans(),
+    )
+)
+def test_every_entry_is_in_one_group_that_names_it(keys):
+    names = list(keys)
+    found = merged(names, list(keys.values()))
+    members = [index for group in found for index in group.members]
+    assert sorted(members) == list(range(len(names)))
+    for name, indexes in found:
+        assert len({keys[names[index]] for index in indexes}) == 1
+        assert {names[index] for index in indexes} == expanded(name, names)
+
+
+def decoder(layers=12):
+    rng = np.random.default_rng(0)
+    block = {"norm": {"scale": (4,)}, "attention": {"out": (4, 4)}, "up": (4, 8)}
+    shapes = {"wte": (20, 4), "blocks": [block] * layers}
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(size=shape), jnp.float32),
+        shapes,
+        is_leaf=lambda node: isinstance(node, tuple),
+    )
+
+
+def lines_of(description):
+    """The lines of the rows."""
+    _, rule, *lines = str(description).splitlines()
+    return lines[: lines.index(rule)]
+
+
+def test_equal_rows_over_layers_are_one_line():
+    params = decoder()
+    description = describe(params, optimizer=orscale(1e-3))
+    first = [line.split("  ")[0] for line in lines_of(description)]
+    assert first == [
+        "blocks.*.attention.out × 12",
+        "blocks.*.norm.scale × 12",
+        "blocks.*.up × 12",
+        "wte",
+    ]
+    up = lines_of(description)[2]
+    norms = [np.linalg.norm(block["up"]) for block in params["blocks"]]
+    assert f"{min(norms):.4g} … {max(norms):.4g}" in up
+    # Twelve matrices, their entries, and their bytes: a momentum, and 25 a matrix.
+    assert re.search(r" 12 .* 384 +1,836$", up)
+    assert len(description.rows) == 37 == len(description.to_csv().splitlines()) - 1
+    assert len(lines_of(description.unmerged())) == 37
+    assert len(lines_of(description.unmerged().select("up"))) == 12
+    assert description.unmerged().totals == description.totals
+    assert description._repr_html_().count("<tr>") == 1 + 4 + 4
+    assert description.unmerged()._repr_html_().count("<tr>") == 1 + 37 + 4
+
+
+@pytest.mark.parametrize(
+    "value, shown", [(0, " 0 … "), (np.nan, " nan "), (np.inf, "… inf")]
+)
+def test_one_matrix_with_a_remarkable_norm_is_seen(value, shown):
+    params = decoder()
+    params["blocks"][7]["up"] = jnp.full((4, 8), float(value))
+    [line] = [x for x in lines_of(describe(params)) if x.startswith("blocks.*.up")]
+    assert shown in line
+
+
+@pytest.mark.parametrize("differs", ["shape", "dtype", "rule", "label", "state", "check"])
+def test_a_layer_that_differs_has_its_own_line(differs):
+    """Whatever it differs in; the others say which they are."""
+    params, numbers, optimizer = decoder(4), None, None
+    odd = params["blocks"][2]
+    if differs == "shape":
+        odd["up"] = jnp.ones((4, 9))
+    elif differs == "dtype":
+        odd["up"] = odd["up"].astype(jnp.bfloat16)
+    elif differs == "check":
+        odd["up"] = jnp.ones((4, 20))  # As long as the vocabulary.
+    else:
+        labels = jax.tree.map(lambda _: "on", params)
+        labels["blocks"][2]["up"] = "odd"
+        other = {
+            "rule": optax.adamw(0.1),
+            "label": orscale(0.1),
+            "state": optax.sgd(0.1, momentum=0.9),
+        }[differs]
+        main = optax.adam(0.1) if differs == "state" else orscale(0.1)
+        optimizer = optax.partition({"on": main, "odd": other}, labels)
+    lines = lines_of(describe(params, numbers, optimizer=optimizer))
+    of_up = [line.split("  ")[0] for line in lines if ".up" in line]
+    assert of_up == ["blocks.{0-1,3}.up × 3", "blocks.2.up"]
+
+
+def test_gpt2_fits_on_a_screen():
+    """GPT-2 124M, from shapes: 40 lines of 120 columns, with the state."""
+    from examples.benchmarks.models import gpt2
+
+    leaves = gpt2()
+    params = {n: jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in leaves.items()}
+    numbers = {name: leaf.numbers for name, leaf in leaves.items()}
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    description = describe(params, numbers, optimizer=optimizer, platform="cpu")
+    lines = str(description).splitlines()
+    assert len(lines) <= 40 and max(map(len, lines)) <= 120
+    assert len(description.rows) == 148 < len(str(description.unmerged()).splitlines())
