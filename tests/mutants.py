@@ -750,7 +750,7 @@ MUTANTS = [
     ),
     Mutant(
         "step",
-        "out = update + momentum * m if nesterov else m",
+        "out = grad + momentum * m if nesterov else m",
         "out = m",
         "test_momentum.py::test_steps_against_float64_numpy",
     ),
