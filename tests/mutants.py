@@ -376,9 +376,9 @@ MUTANTS = [
         "test_planner.py -k nothing_improves",
     ),
     Mutant(
-        "symmetric",
-        "return self.product(x, y, axes)",
-        "return self.product(x, y, (-2, -2))",
+        "product",
+        "x.ndim - 3 - axis",
+        "x.ndim - 1",
         "test_gram.py -k product_itself",
     ),
     Mutant(
