@@ -63,27 +63,64 @@ def encode(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
       Codes of dtype int8 in the shape of ``x``, and scales of dtype bfloat16 in the same
       shape but for ``axis``, which is 32 times shorter, rounded up.
     """
-    pieces = _split(x, axis)
-    largest = jnp.max(jnp.abs(pieces), axis=axis + 1, initial=0)
-    # Rounding is monotone: the largest of the rounded values is the block's, rounded.
-    scales = _of_blocks(_rounded(largest), x, axis)
-    steps = jnp.expand_dims(_of_pieces(scales, x, axis).astype(x.dtype), axis + 1)
-    known = steps > 0
-    # A division of every entry becomes this product in XLA, without the factor 127: its
-    # reciprocal would be subnormal for the largest scales.
-    codes = jnp.round(pieces * (LARGEST / jnp.where(known, steps, 1)))
-    codes = jnp.where(known, codes, 0).astype(jnp.int8)
-    return _merge(codes, axis, x), scales
+    codes, scales = encode_pieces(split(x, axis), x, axis)
+    return merge(codes, axis, x), scales
 
 
 def decode(codes: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The array that codes and scales stand for, in float32 or float64."""
     axis = axis_of(codes.shape, scales.shape)
-    pieces = _split(codes, axis).astype(dtype)
+    return merge(decode_pieces(codes, scales, axis, dtype), axis, codes)
+
+
+def encode_pieces(
+    pieces: jax.Array, like: jax.Array, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of an array that is split as :func:`split` does, and its scales.
+
+    Args:
+      pieces: The array, split.
+      like: An array of its whole shape and sharding.
+      axis: The axis along which the blocks lie.
+    """
+    largest = jnp.max(jnp.abs(pieces), axis=axis + 1, initial=0)
+    # Rounding is monotone: the largest of the rounded values is the block's, rounded.
+    scales = _of_blocks(_rounded(largest), like, axis)
+    known = scales > 0
+    inverse = jnp.where(known, scales, 1).astype(pieces.dtype)
+    inverse = jnp.where(known, LARGEST / inverse, 0)
+    inverse = jnp.expand_dims(_of_pieces(inverse, like, axis), axis + 1)
+    codes = jnp.round(pieces * inverse)
+    return jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.int8), scales
+
+
+def decode_pieces(
+    codes: jax.Array, scales: jax.Array, axis: int, dtype: DTypeLike
+) -> jax.Array:
+    """The array that codes and scales stand for, split as :func:`split` does."""
+    # The barrier keeps XLA for TPUs from moving the reshape, past which it does not fuse:
+    # it would store the step of every entry.
+    pieces = jax.lax.optimization_barrier(split(codes, axis)).astype(dtype)
     # XLA replaces a division by this multiplication, but not in all programs.
     steps = scales.astype(dtype) * jnp.asarray(1 / LARGEST, dtype)
-    steps = jnp.expand_dims(_of_pieces(steps, codes, axis), axis + 1)
-    return _merge(pieces * steps, axis, codes)
+    return pieces * jnp.expand_dims(_of_pieces(steps, codes, axis), axis + 1)
+
+
+def split(x: jax.Array, axis: int) -> jax.Array:
+    """The array with an axis split in two, the pieces of blocks and their entries."""
+    piece = max(1, _piece(x, axis))
+    widths = [(0, -x.shape[i] % piece if i == axis else 0) for i in range(x.ndim)]
+    padded = jnp.pad(x, widths) if any(after for _, after in widths) else x
+    count = padded.shape[axis] // piece
+    return typed_sharding.split(padded, axis, max(1, count))
+
+
+def merge(pieces: jax.Array, axis: int, like: jax.Array) -> jax.Array:
+    """The inverse of :func:`split`, shaped and sharded like an array."""
+    merged = typed_sharding.merge(pieces, axis)
+    if merged.shape != like.shape:
+        merged = jax.lax.slice_in_dim(merged, 0, like.shape[axis], axis=axis)
+    return typed_sharding.shard_like(merged, like)
 
 
 def axis_of(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> int:
@@ -116,23 +153,6 @@ def _piece(x: jax.Array, axis: int) -> int:
     if shards == 1:
         return min(length, BLOCK)
     return math.gcd(length // shards, BLOCK)
-
-
-def _split(x: jax.Array, axis: int) -> jax.Array:
-    """The array with an axis split in two, the pieces and their entries."""
-    piece = max(1, _piece(x, axis))
-    widths = [(0, -x.shape[i] % piece if i == axis else 0) for i in range(x.ndim)]
-    padded = jnp.pad(x, widths) if any(after for _, after in widths) else x
-    count = padded.shape[axis] // piece
-    return typed_sharding.split(padded, axis, max(1, count))
-
-
-def _merge(pieces: jax.Array, axis: int, like: jax.Array) -> jax.Array:
-    """The inverse of :func:`_split`, shaped and sharded like an array."""
-    merged = typed_sharding.merge(pieces, axis)
-    if merged.shape != like.shape:
-        merged = jax.lax.slice_in_dim(merged, 0, like.shape[axis], axis=axis)
-    return typed_sharding.shard_like(merged, like)
 
 
 def _spec_of_scales(x: jax.Array, axis: int) -> list[Any]:
