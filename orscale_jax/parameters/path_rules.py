@@ -24,7 +24,7 @@ from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
 from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.names import Path, listed, name_and_shape, names_on
+from orscale_jax.trees.names import Path, keys_on, listed, name_and_shape, names_on
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
@@ -107,6 +107,7 @@ def by_path(
         default = otherwise
         if is_function(otherwise, is_resolvable):
             default = otherwise(tree)
+        by_rules = decided if default is None else None
         if default is None:
             default = _by_default_rule(tree, decided)
         else:
@@ -121,16 +122,28 @@ def by_path(
         whole = jax.tree_util.tree_map_with_path(
             broadcast, default, tree, is_leaf=is_resolvable
         )
-        return whole if per_head is False else _divide(whole, tree, by_head)
+        if per_head is False:
+            return whole
+        return _divide(whole, tree, by_head, by_rules)
 
     return numbers
 
 
-def _divide(numbers: PyTree, tree: PyTree, by_head: HeadRules) -> PyTree:
-    """The numbers of a tree, with the projections of attention divided into heads."""
+def _divide(
+    numbers: PyTree,
+    tree: PyTree,
+    by_head: HeadRules,
+    by_rules: Collection[Path] | None,
+) -> PyTree:
+    """The numbers of a tree, with the projections of attention divided into heads.
+
+    ``by_rules`` are the parameters whose numbers were given; None: all of them.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=is_resolvable)
     by_path = {names_on(path): own for path, own in leaves}
     divided = by_head.divide(leaves_and_masks(tree), by_path, {})
+    if by_rules is not None:
+        _refuse_unclear_layout(tree, divided.keys() - by_rules)
     return jax.tree_util.tree_map_with_path(
         lambda path, own: divided.get(names_on(path), own), numbers, is_leaf=is_resolvable
     )
@@ -144,6 +157,22 @@ def _by_default_rule(tree: PyTree, decided: Collection[Path]) -> PyTree:
         return None if isinstance(axes(path, leaf), optax.MaskedNode) else _PLAIN
 
     return jax.tree_util.tree_map_with_path(numbers, tree)
+
+
+def _refuse_unclear_layout(tree: PyTree, guessed: Collection[Path]) -> None:
+    """Refuse to look for heads where inputs and outputs may be the other way round."""
+    unclear = [
+        name_and_shape(path, leaf)
+        for path, leaf in leaves_and_masks(tree)
+        if names_on(path) in guessed and keys_on(path)[-1].endswith("weight")
+    ]
+    if unclear:
+        raise ValueError(
+            f"{listed(unclear)} to be divided by per_head, and a weight is (outputs, "
+            "inputs) in PyTorch and Equinox, and (inputs, outputs) elsewhere. Say which "
+            "by a rule for its path: optax.contrib.MuonDimensionNumbers(1, 0) or "
+            "MuonDimensionNumbers(0, 1)."
+        )
 
 
 class PathRules(Expressions[Rule]):

@@ -404,6 +404,11 @@ REFUSED = {
         PerHead(3, heads_per_matrix=3),
         "heads of several projections may be neighbours",
     ),
+    "a weight of PyTorch without a rule": (
+        {"attn": {"q_proj": shapes(weight=(D, D))}}, {}, H,
+        "parameter 'attn.q_proj.weight' of shape (8, 8) is to be divided by per_head, "
+        "and a weight is (outputs, inputs) in PyTorch",
+    ),
     "triples": (
         {"attn": shapes(q_proj=(D, 16))}, {}, PerHead(H, heads_per_matrix=3),
         "heads_per_matrix=3 does not divide its 4 heads",
