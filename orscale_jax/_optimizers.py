@@ -96,8 +96,9 @@ def orscale(
       r_max: Upper bound of the ratio, at least 0.
       eps: The floor :math:`\varepsilon`, at least 0.
       ns_steps: Newton–Schulz steps k, at least 1.
-      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table; see
-        :func:`polar_factor` and :func:`polar_express_coefficients`.
+      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
+        ``ns_steps=10``) or your own table; see :func:`polar_factor` and
+        :func:`polar_express_coefficients`.
       ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
         accumulate in float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
@@ -236,9 +237,9 @@ def muon(
       consistent_rms: Root mean square of the entries of sQ: 0.2 for
         :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
       ns_steps: Newton–Schulz steps k, at least 1.
-      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table, of shape
-        (steps, 3) or (3,); see :func:`polar_factor` and
-        :func:`polar_express_coefficients`.
+      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
+        ``ns_steps=10``) or your own table, of shape (steps, 3) or (3,); see
+        :func:`polar_factor` and :func:`polar_express_coefficients`.
       ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
         accumulate in float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;

@@ -64,6 +64,12 @@ MUTANTS = [
         "test_polar.py",
     ),
     Mutant(
+        "_require_all_rows",
+        "int(jax.device_get(steps)) < rows",
+        "int(jax.device_get(steps)) < rows - 2",
+        "test_polar.py -k deepseek",
+    ),
+    Mutant(
         "row",
         "i = jnp.minimum(i, len(table) - 1)",
         "i = jnp.minimum(i, len(table) - 2)",

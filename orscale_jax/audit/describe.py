@@ -107,7 +107,7 @@ def describe(
     _checks.count("ns_steps", ns_steps)
     preconditioning.check("ns_preconditioning", ns_preconditioning)
     settings = NewtonSchulz(
-        ns_steps, coefficient_table(ns_coeffs, argument="ns_coeffs"), ns_preconditioning
+        ns_steps, coefficient_table(ns_coeffs, ns_steps, prefix="ns_"), ns_preconditioning
     )
     planned_for = PLATFORMS[_platform(platform, params)](settings)
     leaf_of = leaves_by_path(unbox(params))
