@@ -130,12 +130,6 @@ MUTANTS = [
         "test_polar_express.py",
     ),
     Mutant(
-        "_root_of_larger",
-        "return math.sqrt(max(m, n))",
-        "return math.sqrt(min(m, n))",
-        "test_stages.py",
-    ),
-    Mutant(
         "_anchored",
         "anchor = norms.weight / (jnp.where(directed, anchor_norm, 1) + eps)",
         "anchor = norms.weight / jnp.where(directed, anchor_norm, 1)",
@@ -586,6 +580,18 @@ MUTANTS = [
         "test_optimizers.py -k take_optax",
     ),
     Mutant(
+        "square_of_norm",
+        "self.square(m, n) * min(m, n)",
+        "self.square(m, n) * max(m, n)",
+        "test_optimizers.py -k full_rank",
+    ),
+    Mutant(
+        "without_rms",
+        "math.sqrt(self.square(m, n))",
+        "math.sqrt(self.square(n, m))",
+        "test_stages.py -k scale",
+    ),
+    Mutant(
         "by_largest_direction",
         "jnp.minimum(first, not_one(largest))",
         "not_one(largest)",
@@ -599,8 +605,8 @@ MUTANTS = [
     ),
     Mutant(
         "_full_rank_norm",
-        "return jnp.sqrt(decayed + scale * jnp.asarray(shapes, dtype))",
-        "return jnp.sqrt(scale * jnp.asarray(shapes, dtype))",
+        "return jnp.sqrt(decayed + square * jnp.asarray(shapes, dtype))",
+        "return jnp.sqrt(square * jnp.asarray(shapes, dtype))",
         "test_family.py -k schedule_count",
     ),
     Mutant(
