@@ -147,8 +147,9 @@ def _multipliers(
             f"matrices have batch shapes {shapes}: pass that of read(), with the same "
             "weight_dimension_numbers."
         )
-    values = [np.float32(axes.by_shape(scale.value, leaf)) for axes, leaf in pairs]
-    scales = matrices.tree_of(jax.device_put(values))
+    values = [axes.by_shape(scale.value, leaf) for axes, leaf in pairs]
+    of_leaves = [np.asarray(value, np.float32) for value in values]
+    scales = matrices.tree_of(jax.device_put(of_leaves))
 
     def scaled(axes: LeafAxes, s: jax.Array, ratio: jax.Array) -> jax.Array:
         return axes.per_matrix(jnp.asarray(ratio)) * s
