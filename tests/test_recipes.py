@@ -55,6 +55,19 @@ def test_the_table_is_what_describe_says(page, name):
     )
 
 
+@pytest.mark.parametrize("heads, inputs", [(4, 16), (8, 16), (4, 64)])
+def test_what_heads_do_to_the_size_of_entries(heads, inputs):
+    """Of a Q of full rank, whose entries have the mean square 1 / max(m, n)."""
+
+    def size(mode, outputs):
+        [row] = describe({"w": jnp.ones((inputs, outputs))}, scale_mode=mode).rows
+        return row.scale / max(row.m, row.n) ** 0.5
+
+    for mode, times in [("spectral", 1), ("shape_scaling", 1), ("unit_rms_norm", heads)]:
+        whole, each = size(mode, 16), size(mode, 16 // heads)
+        assert whole == pytest.approx(each * times**0.5)
+
+
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "name", sorted(table(), key=lambda name: name != "modded_nanogpt")
