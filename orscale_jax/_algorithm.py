@@ -29,7 +29,7 @@ from orscale_jax.transforms.first_update import first_update_stage, with_moving
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, Matrices
 from orscale_jax.transforms.momentum import check_mu_dtype, float_dtype, momentum_stage
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
-from orscale_jax.transforms.shape import shape_stage
+from orscale_jax.transforms.shape import Scale, shape_stage
 from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
@@ -50,6 +50,7 @@ class Hyperparameters:
     weight_decay: ScalarOrSchedule
     weight_decay_mask: Mask | None
     consistent_rms: ArrayLike | None
+    scale_mode: str
     calibrate: bool
     anchor: str
     anchor_steps: ArrayLike
@@ -268,7 +269,8 @@ def _stages(h: Hyperparameters) -> StagesOf:
         slow_axes=h.slow_axes,
     )
     param_specs = ParamSpecs(h.param_shardings)
-    shape = shape_stage(h.consistent_rms)
+    scale = Scale.of(h.consistent_rms, h.scale_mode)
+    shape = shape_stage(scale)
     ratio = TrustRatio(
         calibrate=h.calibrate,
         anchor=h.anchor,
@@ -276,7 +278,7 @@ def _stages(h: Hyperparameters) -> StagesOf:
         r_min=h.r_min,
         r_max=h.r_max,
         eps=h.eps,
-        consistent_rms=h.consistent_rms,
+        scale=scale,
         weight_decay=h.weight_decay,
     )
 

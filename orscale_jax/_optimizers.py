@@ -21,6 +21,7 @@ from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding.param_shardings import ParamShardings
 from orscale_jax.transforms.anchors import FIRST
 from orscale_jax.transforms.decay import Mask
+from orscale_jax.transforms.shape import SPECTRAL
 
 
 @_checks.suggests_arguments
@@ -33,6 +34,7 @@ def orscale(
     weight_decay: ScalarOrSchedule = 0.1,
     weight_decay_mask: Mask | None = None,
     consistent_rms: ArrayLike | None = 0.2,
+    scale_mode: str = SPECTRAL,
     calibrate: bool = True,
     anchor: str = FIRST,
     anchor_steps: ArrayLike = 100,
@@ -90,6 +92,10 @@ def orscale(
         booleans (or a prefix of one, or a callable from the parameters to one): False for
         parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
+      scale_mode: ``"spectral"``, as above; or ``"shape_scaling"`` for
+        :math:`s = \sqrt{\max(1, n / m)}`, or ``"unit_rms_norm"`` for
+        :math:`s = \sqrt{n / m}`, with m inputs and n outputs: then leave
+        ``consistent_rms`` out. See :func:`scale_by_shape`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
       anchor: The rule that sets c: ``"first"`` as in the paper, or ``"full_rank"`` or
         ``"largest"`` for matrices whose first direction has low rank; see
@@ -99,8 +105,9 @@ def orscale(
       r_max: Upper bound of the ratio, at least 0.
       eps: The floor :math:`\varepsilon`, at least 0.
       ns_steps: Newton–Schulz steps k, at least 1.
-      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table; see
-        :func:`polar_factor` and :func:`polar_express_coefficients`.
+      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
+        ``ns_steps=10``) or your own table; see :func:`polar_factor` and
+        :func:`polar_express_coefficients`.
       ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
         accumulate in float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
@@ -198,6 +205,7 @@ def muon(
     weight_decay: ScalarOrSchedule = 0.1,
     weight_decay_mask: Mask | None = None,
     consistent_rms: ArrayLike | None = 0.2,
+    scale_mode: str = SPECTRAL,
     ns_steps: int | jax.Array = 5,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
@@ -218,11 +226,12 @@ def muon(
 
     The step is :math:`W \leftarrow W - \eta (\lambda W + s Q)`, with the stages of
     :func:`orscale` without the trust ratio. ``consistent_rms=0.2`` is Muon+Moonlight,
-    ``consistent_rms=None`` is Muon.
+    ``consistent_rms=None`` is Muon with s = 1, and ``scale_mode="shape_scaling"`` is Muon
+    with the scale of Keller Jordan's code and of :func:`optax.contrib.muon`.
 
     :func:`optax.contrib.muon` has other defaults: no decay, ``adam_b2=0.999``,
     ``adam_nesterov=True``, embeddings and heads among the matrices, and
-    ``consistent_rms=None``, which there means a scale of :math:`\sqrt{\max(1, n / m)}`.
+    ``consistent_rms=None``, which there means ``scale_mode="shape_scaling"``.
 
     Args:
       learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
@@ -241,10 +250,14 @@ def muon(
         parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ: 0.2 for
         :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
+      scale_mode: ``"spectral"``, as above; or ``"shape_scaling"`` for
+        :math:`s = \sqrt{\max(1, n / m)}`, or ``"unit_rms_norm"`` for
+        :math:`s = \sqrt{n / m}`, with m inputs and n outputs: then leave
+        ``consistent_rms`` out. See :func:`scale_by_shape`.
       ns_steps: Newton–Schulz steps k, at least 1.
-      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"`` or your own table, of shape
-        (steps, 3) or (3,); see :func:`polar_factor` and
-        :func:`polar_express_coefficients`.
+      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
+        ``ns_steps=10``) or your own table, of shape (steps, 3) or (3,); see
+        :func:`polar_factor` and :func:`polar_express_coefficients`.
       ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
         accumulate in float32 (GPU, TPU), else float32.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;

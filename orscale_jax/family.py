@@ -45,7 +45,7 @@ def _optimizer(
     return with_arguments_of(orscale, without)
 
 
-@_optimizer(*RATIO, "consistent_rms")
+@_optimizer(*RATIO, "consistent_rms", "scale_mode")
 def hyperball(stages: Stages) -> ChainTail:
     r"""Muon on the sphere of each matrix's initial norm (MuonH).
 
@@ -61,7 +61,7 @@ def hyperball(stages: Stages) -> ChainTail:
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.muon` except
-      ``consistent_rms``, which would have no effect.
+      ``consistent_rms`` and ``scale_mode``, which would have no effect.
 
     Raises:
       ValueError: In the same cases as :func:`orscale_jax.orscale`, and from ``init`` if a
@@ -153,7 +153,7 @@ def muon_plus(
        [0. 1. 0. 0. 0. 0. 0. 0.]]
 
     References:
-      Zhang et al. 2026, arXiv:2602.21545. Its scale is :math:`\sqrt{n/m}` instead of s,
+      Zhang et al. 2026, arXiv:2602.21545. Its scale is ``scale_mode="unit_rms_norm"``,
       and its momentum has no Nesterov term (``nesterov=False``).
     """
     normalized = normalize_stage(order, eps)

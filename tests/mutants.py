@@ -82,6 +82,12 @@ MUTANTS = [
         "test_polar.py",
     ),
     Mutant(
+        "_require_all_rows",
+        "int(jax.device_get(steps)) < rows",
+        "int(jax.device_get(steps)) < rows - 2",
+        "test_polar.py -k deepseek",
+    ),
+    Mutant(
         "row",
         "i = jnp.minimum(i, len(table) - 1)",
         "i = jnp.minimum(i, len(table) - 2)",
@@ -140,12 +146,6 @@ MUTANTS = [
         "step < steps",
         "step <= steps",
         "test_polar_express.py",
-    ),
-    Mutant(
-        "_root_of_larger",
-        "return math.sqrt(max(m, n))",
-        "return math.sqrt(min(m, n))",
-        "test_stages.py",
     ),
     Mutant(
         "_anchored",
@@ -598,6 +598,18 @@ MUTANTS = [
         "test_optimizers.py -k take_optax",
     ),
     Mutant(
+        "square_of_norm",
+        "self.square(m, n) * min(m, n)",
+        "self.square(m, n) * max(m, n)",
+        "test_optimizers.py -k full_rank",
+    ),
+    Mutant(
+        "without_rms",
+        "math.sqrt(self.square(m, n))",
+        "math.sqrt(self.square(n, m))",
+        "test_stages.py -k scale",
+    ),
+    Mutant(
         "by_largest_direction",
         "jnp.minimum(first, not_one(largest))",
         "not_one(largest)",
@@ -611,8 +623,8 @@ MUTANTS = [
     ),
     Mutant(
         "_full_rank_norm",
-        "return jnp.sqrt(decayed + scale * jnp.asarray(shapes, dtype))",
-        "return jnp.sqrt(scale * jnp.asarray(shapes, dtype))",
+        "return jnp.sqrt(decayed + square * jnp.asarray(shapes, dtype))",
+        "return jnp.sqrt(square * jnp.asarray(shapes, dtype))",
         "test_family.py -k schedule_count",
     ),
     Mutant(

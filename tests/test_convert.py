@@ -38,13 +38,17 @@ def assert_close(found, wanted, rtol=1e-5):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max())
 
 
-def optax_muon(**kwargs):
+def optax_muon(consistent_rms=0.2, **kwargs):
     return optax.contrib.muon(
-        RATE, weight_decay=0.1, consistent_rms=0.2, adam_weight_decay=0.1, **kwargs
+        RATE,
+        weight_decay=0.1,
+        consistent_rms=consistent_rms,
+        adam_weight_decay=0.1,
+        **kwargs,
     )
 
 
-def our_muon(nesterov, rate=RATE):
+def our_muon(nesterov, rate=RATE, **kwargs):
     """The same algorithm as optax_muon."""
     return muon(
         rate,
@@ -52,6 +56,7 @@ def our_muon(nesterov, rate=RATE):
         ns_coeffs="jordan",
         adam_b2=0.999,
         adam_nesterov=nesterov,
+        **kwargs,
     )
 
 
@@ -79,12 +84,21 @@ def test_optax_muon_continues_as_muon(nesterov, wrapper):
         assert_close(found, wanted, rtol=2e-5)
 
 
-def test_the_next_update_of_a_young_run_is_the_same():
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (optax_muon(consistent_rms=None), our_muon(True, scale_mode="shape_scaling")),
+        (optax_muon(), our_muon(True)),
+    ],
+    ids=["shape_scaling", "consistent_rms"],
+)
+def test_the_next_update_of_a_young_run_is_the_same(old, new):
     for steps in (1, 2, 10):
-        state, _ = after(optax_muon(), steps)
-        converted = convert_state(state, our_muon(True), tree(0), momentum=0.95)
-        _, wanted = after(optax_muon(), 1, state, steps)
-        _, found = after(our_muon(True), 1, converted, steps)
+        state, _ = after(old, steps)
+        converted = convert_state(state, new, tree(0), momentum=0.95)
+        _, wanted = after(old, 1, state, steps)
+        _, found = after(new, 1, converted, steps)
         assert_close(found, wanted, rtol=2e-5)
 
 

@@ -48,6 +48,52 @@ def test_first_step_is_muon_moonlights_with_coupled_decay(scale):
         assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
 
 
+@pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_the_scale_of_optax(nesterov, injected):
+    """At the same rates: Q does not depend on the scale of the momentum.
+
+    Ours is a sum, Optax's an average without bias: with Nesterov's term, only the first
+    directions are the same.
+    """
+    names = ("tall", "wide", "transposed", "convolution", "query")
+    numbers = {name: leaves.DIMENSIONS[name] for name in names}
+    params = {name: leaves.random_tree(0)[name] for name in names}
+    rate = optax.linear_schedule(0.02, 0.01, 4)
+    theirs = optax.contrib.muon(
+        rate, nesterov=nesterov, muon_weight_dimension_numbers=numbers
+    )
+    build = optax.inject_hyperparams(muon) if injected else muon
+    ours = build(
+        rate,
+        scale_mode="shape_scaling",
+        nesterov=nesterov,
+        ns_coeffs="jordan",
+        weight_decay=0.0,
+        weight_dimension_numbers=numbers,
+    )
+    states = [optimizer.init(params) for optimizer in (theirs, ours)]
+    for seed in range(1, 2 if nesterov else 4):
+        grads = {name: leaves.random_tree(seed)[name] for name in names}
+        (expected, first), (found, second) = (
+            jax.jit(optimizer.update)(grads, state, params)
+            for optimizer, state in zip((theirs, ours), states, strict=True)
+        )
+        states = [first, second]
+        for name in names:
+            assert leaves.relative_error(found[name], expected[name]) < 2e-4, name
+
+
+@pytest.mark.parametrize("mode", ["shape_scaling", "unit_rms_norm"])
+def test_the_anchor_of_full_rank_knows_the_scale(mode):
+    """c = ‖W‖ / ‖λW + sQ‖ for a Q of full rank that is orthogonal to W."""
+    wide = {"w": jnp.eye(4, 36)}
+    optimizer = orscale(1e-3, anchor="full_rank", scale_mode=mode, weight_decay=0.5)
+    _, state = optimizer.update(wide, optimizer.init(wide), wide)
+    norm = (0.25 * 4 + 9 * 4) ** 0.5  # s² = 36 / 4
+    np.testing.assert_allclose(readout(state, "calibration")["w"], 2 / norm, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     "consistent_rms", [0.2, pytest.param(None, marks=pytest.mark.slow)]
 )
@@ -132,6 +178,12 @@ def test_25_steps_against_float64_numpy(arguments, by_hand):
         ({"mu_dtype": "float12"}, "mu_dtype='float12'"),
         ({"weight_decay": -0.1}, "weight_decay=-0.1"),
         ({"consistent_rms": -0.2}, "consistent_rms=-0.2"),
+        ({"scale_mode": "original"}, "scale_mode='original'.*'shape_scaling'"),
+        ({"scale_mode": None}, "scale_mode=None.*'spectral'"),
+        (
+            {"consistent_rms": 0.18, "scale_mode": "shape_scaling"},
+            "consistent_rms=0.18.*no effect with scale_mode='shape_scaling'",
+        ),
         ({"ns_steps": 0}, "ns_steps=0.*at least 1"),
         ({"ns_steps": 5.0}, "ns_steps=5.0.*whole number"),
         ({"ns_steps": True}, "ns_steps=True"),

@@ -40,6 +40,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
 
@@ -49,6 +50,7 @@ def describe(
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
     consistent_rms: float | None = 0.2,
+    scale_mode: str = SPECTRAL,
     optimizer: optax.GradientTransformation | None = None,
     platform: str | None = None,
     ns_steps: int = 5,
@@ -70,6 +72,7 @@ def describe(
       weight_dimension_numbers: The dimension numbers of the optimizer; see
         :func:`orscale`.
       consistent_rms: See :func:`orscale`.
+      scale_mode: See :func:`orscale`.
       optimizer: The optimizer (or a ``flax.nnx.Optimizer``), for the columns "rule" and
         "state bytes": its ``init`` is traced, not run. The rule is then what the types of
         its state tell, and under :func:`optax.partition` there is a column "label". None:
@@ -89,8 +92,8 @@ def describe(
       A :class:`Description` with ``rows``, ``totals``, ``select(regex)``, and tables for
       ``print``, rich and notebooks. In these, leaves that differ only by numbers in their
       names, such as those of layers, have one line; with ``unmerged()``, one each. s is
-      :math:`0.2 \sqrt{\max(m, n)}`, and ‖W‖ the smallest and the largest Frobenius norm
-      among the matrices of a line.
+      the scale of the step, :math:`0.2 \sqrt{\max(m, n)}` by default, and ‖W‖ the
+      smallest and the largest Frobenius norm among the matrices of a line.
 
     Raises:
       ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
@@ -111,11 +114,11 @@ def describe(
       Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
     """
     _checks.slow_axes("slow_axes", slow_axes)
-    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+    scale = Scale.of(consistent_rms, scale_mode)
     _checks.count("ns_steps", ns_steps)
     preconditioning.check("ns_preconditioning", ns_preconditioning)
     settings = NewtonSchulz(
-        ns_steps, coefficient_table(ns_coeffs, argument="ns_coeffs"), ns_preconditioning
+        ns_steps, coefficient_table(ns_coeffs, ns_steps, prefix="ns_"), ns_preconditioning
     )
     planned_for = PLATFORMS[_platform(platform, params)](settings)
     leaf_of = leaves_by_path(unbox(params))
@@ -131,9 +134,7 @@ def describe(
             check=checks.reasons(path, row, axes_of.get(path), class_of[path]),
         )
         for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
-        for row in _rows(
-            name, path, leaf, axes_of.get(path), kept_of.get(path), consistent_rms
-        )
+        for row in _rows(name, path, leaf, axes_of.get(path), kept_of.get(path), scale)
     )
     meshes = (mesh for leaf in leaf_of.values() if (mesh := _mesh(leaf)) is not None)
     mesh = next(meshes, None)
@@ -185,7 +186,7 @@ def _rows(
     leaf: Any,
     axes: LeafAxes | None,
     kept: Kept | None,
-    consistent_rms: float | None,
+    scale: Scale,
 ) -> list[ParameterRow]:
     """The row of a leaf, or one for each of its parts."""
     row = ParameterRow(
@@ -204,7 +205,7 @@ def _rows(
     )
     if axes is None:
         return [row]
-    part = functools.partial(_matrix_row, row, path, leaf, axes, kept, consistent_rms)
+    part = functools.partial(_matrix_row, row, path, leaf, axes, kept, scale)
     return [part(index) for index in range(len(axes.labels))]
 
 
@@ -214,7 +215,7 @@ def _matrix_row(
     leaf: Any,
     axes: LeafAxes,
     kept: Kept | None,
-    consistent_rms: float | None,
+    scale: Scale,
     index: int,
 ) -> ParameterRow:
     """The row of a part of a leaf of matrices, from that of the leaf."""
@@ -231,7 +232,7 @@ def _matrix_row(
         batch_shape=batch_shape,
         m=m,
         n=n,
-        scale=1.0 if consistent_rms is None else float(consistent_rms) * max(m, n) ** 0.5,
+        scale=scale.value(m, n),
         norms=_norms(axes.within, part, leaf),
         mesh_axes=_mesh_axes(axes, index, leaf),
         parameters=math.prod(shaped.shape),

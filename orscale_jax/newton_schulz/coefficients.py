@@ -39,6 +39,10 @@ _DION = (
     (2.8366, -3.0525, 1.2012),
 )
 
+# DeepSeek-AI 2026, DeepSeek-V4, section 2.4: Jordan's rows bring singular values into a
+# band around 1, where they stay, and the last two to 1.
+_DEEPSEEK_V4 = _JORDAN * 8 + ((2.0, -1.5, 0.5),) * 2
+
 
 def _polar_express() -> np.ndarray:
     """The table published for bfloat16 (arXiv:2505.16932), and its continuation."""
@@ -56,24 +60,33 @@ def _polar_express() -> np.ndarray:
     )
 
 
-PRESETS = {"polar_express": _polar_express(), "jordan": _JORDAN, "dion": _DION}
+PRESETS = {
+    "polar_express": _polar_express(),
+    "jordan": _JORDAN,
+    "dion": _DION,
+    "deepseek_v4": _DEEPSEEK_V4,
+}
+_NO_PREFIX = ("deepseek_v4",)  # Fewer than its steps would be "jordan".
 
 
 def coefficient_table(
-    coeffs: Coefficients, *, argument: str = "coeffs"
+    coeffs: Coefficients, steps: int | jax.Array | None = None, *, prefix: str = ""
 ) -> np.ndarray | jax.Array:
     """Look up or check a table of coefficients.
 
     Args:
       coeffs: A preset, one ``(a, b, c)``, or one per step.
-      argument: The name of the argument in error messages.
+      steps: The number of steps, already checked. None: that of the table.
+      prefix: What comes before "coeffs" and "steps" in the names of the arguments.
 
     Returns:
       Shape (rows, 3): one ``(a, b, c)`` per step.
 
     Raises:
-      ValueError: If the preset is unknown or the numbers are not such a table.
+      ValueError: If the preset is unknown, the numbers are not such a table, or the steps
+        are fewer than those of a preset that has no prefix.
     """
+    argument = f"{prefix}coeffs"
     remedy = (
         f"pass a preset ({', '.join(sorted(PRESETS))}), one (a, b, c), or a sequence of "
         "them, one per step, all finite"
@@ -92,7 +105,20 @@ def coefficient_table(
             _checks.refuse(argument, coeffs, remedy)
     if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
         _checks.refuse(argument, coeffs, remedy)
+    if isinstance(coeffs, str) and coeffs in _NO_PREFIX:
+        _require_all_rows(f"{prefix}steps", steps, coeffs, len(table))
     return table
+
+
+def _require_all_rows(
+    argument: str, steps: int | jax.Array | None, preset: str, rows: int
+) -> None:
+    """Refuse a number of steps, unless it is traced, that ends before a table does."""
+    if steps is None or isinstance(steps, jax.core.Tracer):
+        return
+    if int(jax.device_get(steps)) < rows:
+        remedy = f"{preset!r} is a sequence of {rows} steps: pass {argument}={rows}"
+        _checks.refuse(argument, steps, f"{remedy} or more")
 
 
 def rows_of(table: np.ndarray, steps: int) -> tuple[tuple[float, ...], ...]:

@@ -112,7 +112,7 @@ def polar_options(
     _checks.slow_axes("slow_axes", slow_axes)
     settings = NewtonSchulz(
         steps=ns_steps,
-        table=coefficient_table(ns_coeffs, argument="ns_coeffs"),
+        table=coefficient_table(ns_coeffs, ns_steps, prefix="ns_"),
         preconditioning=ns_preconditioning,
         dtype=ns_dtype,
     )

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import operator
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -24,6 +23,7 @@ from orscale_jax.transforms.decay import (
 )
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices, broadcast
+from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.updates import require_params
 
@@ -90,6 +90,7 @@ def scale_by_calibrated_trust_ratio(
     r_max: ArrayLike = 5.0,
     eps: ArrayLike = 1e-6,
     consistent_rms: ArrayLike | None = 0.2,
+    scale_mode: str = SPECTRAL,
     weight_decay: ArrayLike | optax.Schedule = 0.1,
     weight_decay_mask: Mask | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
@@ -143,6 +144,7 @@ def scale_by_calibrated_trust_ratio(
       r_max: Upper bound of the ratio applied, at least 0. ``inf`` for none.
       eps: The floor :math:`\varepsilon`, at least 0.
       consistent_rms: The s of ``"full_rank"``, as in :func:`scale_by_shape`.
+      scale_mode: Likewise.
       weight_decay: The :math:`\lambda` of ``"full_rank"``. Of a schedule, its value at
         step 0.
       weight_decay_mask: Where the :math:`\lambda` of ``"full_rank"`` is 0, as in
@@ -181,7 +183,7 @@ def scale_by_calibrated_trust_ratio(
         r_min=r_min,
         r_max=r_max,
         eps=eps,
-        consistent_rms=consistent_rms,
+        scale=Scale.of(consistent_rms, scale_mode),
         weight_decay=weight_decay,
     )
     stage = functools.partial(trust_ratio_stage, ratio, weight_decay_mask)
@@ -190,7 +192,10 @@ def scale_by_calibrated_trust_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class TrustRatio:
-    """Arguments of :func:`scale_by_calibrated_trust_ratio`, under their names."""
+    """Arguments of :func:`scale_by_calibrated_trust_ratio`, under their names.
+
+    ``scale`` stands for two of them.
+    """
 
     calibrate: bool
     anchor: str
@@ -198,7 +203,7 @@ class TrustRatio:
     r_min: ArrayLike
     r_max: ArrayLike
     eps: ArrayLike
-    consistent_rms: ArrayLike | None
+    scale: Scale
     weight_decay: ArrayLike | optax.Schedule
 
     def __post_init__(self) -> None:
@@ -210,7 +215,6 @@ class TrustRatio:
         _checks.number("r_max", self.r_max, at_least=0, infinite=True)
         _checks.ordered("r_min", self.r_min, "r_max", self.r_max)
         _checks.number("eps", self.eps, at_least=0)
-        _checks.number("consistent_rms", self.consistent_rms, at_least=0, optional=True)
         _checks.number("weight_decay", self.weight_decay, at_least=0, schedule=True)
 
     @property
@@ -326,7 +330,7 @@ def _norms(
     full_rank = directions
     if ratio.rule.needs_full_rank:
         decays = _decay_of_leaves(ratio.weight_decay, mask, params)
-        norm = functools.partial(_full_rank_norm, ratio.consistent_rms)
+        norm = functools.partial(_full_rank_norm, ratio.scale)
         full_rank = matrices.map(norm, weights, decays, updates)
     return matrices.map(
         lambda _, *norms: anchors.Norms(*norms), weights, directions, full_rank, moving
@@ -334,7 +338,7 @@ def _norms(
 
 
 def _full_rank_norm(
-    rms: ArrayLike | None,
+    scale: Scale,
     axes: LeafAxes,
     weight_norm: jax.Array,
     decay: jax.Array,
@@ -342,10 +346,10 @@ def _full_rank_norm(
 ) -> jax.Array:
     """The norm of λW + sQ for a Q of full rank that is orthogonal to W."""
     dtype = weight_norm.dtype
-    scale = 1.0 if rms is None else jnp.square(jnp.asarray(rms, dtype))
-    shapes = axes.batch_by_shape(min if rms is None else operator.mul, leaf)
+    square = 1.0 if scale.rms is None else jnp.square(jnp.asarray(scale.rms, dtype))
+    shapes = axes.batch_by_shape(scale.square_of_norm, leaf)
     decayed = jnp.square(decay.astype(dtype) * weight_norm)
-    return jnp.sqrt(decayed + scale * jnp.asarray(shapes, dtype))
+    return jnp.sqrt(decayed + square * jnp.asarray(shapes, dtype))
 
 
 def _decay_of_leaves(

@@ -158,6 +158,11 @@ def test_scales():
     for rms, scale in [(None, 1.0), (0.2, 1.0), (1, 5.0), (jnp.float32(2), 10.0)]:
         bias, kernel = describe(params, consistent_rms=rms).rows
         assert (bias.scale, kernel.scale) == (None, scale)
+    for mode, scale in [("shape_scaling", 2.5), ("unit_rms_norm", 2.5)]:
+        assert describe(params, scale_mode=mode).rows[1].scale == scale
+    tall = {"w": jnp.ones((25, 4))}
+    for mode, scale in [("shape_scaling", 1.0), ("unit_rms_norm", 0.4)]:
+        assert describe(tall, scale_mode=mode).rows[0].scale == scale
     with pytest.raises(ValueError, match="consistent_rms=-1 is not valid"):
         describe(params, consistent_rms=-1)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax import muon, orscale, orthogonalize, polar_factor
+from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
 from orscale_jax.newton_schulz import coefficients
 from tests import oracle
 
@@ -59,8 +59,13 @@ def test_more_steps_never_make_the_worst_case_worse():
     assert errors[7] < 1e-6
 
 
-@pytest.mark.parametrize("preset", ["polar_express", "jordan", "dion"])
-@pytest.mark.parametrize("steps", [1, 3, 5, 6, 9])
+@pytest.mark.parametrize(
+    "preset, steps",
+    [
+        *itertools.product(["polar_express", "jordan", "dion"], [1, 3, 5, 6, 9]),
+        *itertools.product(["deepseek_v4"], [10, 11, 13]),
+    ],
+)
 def test_every_number_of_steps_takes_its_rows(preset, steps):
     sigma = np.geomspace(1, 1e-2, 8)
     x = with_spectrum(sigma, (8, 20))
@@ -68,6 +73,33 @@ def test_every_number_of_steps_takes_its_rows(preset, steps):
     q = polar_factor(jnp.asarray(x), steps=steps, coeffs=preset, dtype=jnp.float32)
     found = np.linalg.svd(np.asarray(q, np.float64), compute_uv=False)
     np.testing.assert_allclose(np.sort(found), np.sort(np.abs(expected)), atol=1e-5)
+
+
+def test_deepseek_v4_is_eight_steps_of_jordan_and_two_that_converge():
+    x = np.geomspace(1e-3, 1, 200_001)
+    y = oracle.compose([(3.4445, -4.7750, 2.0315)] * 8 + [(2, -1.5, 0.5)] * 2, x)
+    np.testing.assert_array_equal(compose("deepseek_v4", 10, x), y)
+    assert y.min() > 0.9995 and 1.0004 < y.max() < 1.0006
+    np.testing.assert_allclose(compose("deepseek_v4", 12, x), 1, atol=1e-12)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 8, 9, jnp.asarray(9)])
+def test_fewer_steps_than_deepseek_v4_has_are_refused(steps):
+    """Its first rows alone would be Jordan's."""
+    words = "'deepseek_v4' is a sequence of 10 steps: pass "
+    with pytest.raises(ValueError, match=rf"^steps=.*{words}steps=10 or more"):
+        polar_factor(jnp.eye(3), steps=steps, coeffs="deepseek_v4")
+    with pytest.raises(ValueError, match=rf"^ns_steps=.*{words}ns_steps=10 or more"):
+        muon(1e-3, ns_steps=steps, ns_coeffs="deepseek_v4")
+    with pytest.raises(ValueError, match=rf"^ns_steps=.*{words}ns_steps=10 or more"):
+        describe({"kernel": jnp.eye(3)}, ns_steps=steps, ns_coeffs="deepseek_v4")
+
+
+def test_a_traced_number_of_steps_takes_the_rows_of_deepseek_v4():
+    x = jax.random.normal(jax.random.key(0), (6, 9))
+    traced = jax.jit(lambda k: polar_factor(x, steps=k, coeffs="deepseek_v4"))
+    expected = polar_factor(x, steps=10, coeffs="deepseek_v4")
+    np.testing.assert_allclose(traced(10), expected, atol=1e-6)
 
 
 def test_a_users_own_table():

@@ -26,6 +26,7 @@ WORST = {
     "polar_express": (0.38, 0.376),
     "jordan": (0.545,),
     "dion": (0.475,),
+    "deepseek_v4": (0.545,),
     "safer": (0.38, 0.376),
 }
 SIGNS = np.array(list(itertools.product([-1, 1], repeat=3)))
@@ -95,14 +96,19 @@ def test_the_margin_is_what_a_search_finds(name, steps, errors):
 
 
 @pytest.mark.parametrize(
-    "name, five, many",
-    [("polar_express", 0.813, 0.805), ("jordan", 1.623, 1.575), ("dion", 1.420, 0.803)],
+    "name, steps, at_first, many",
+    [
+        ("polar_express", 5, 0.813, 0.805),
+        ("jordan", 5, 1.623, 1.575),
+        ("dion", 5, 1.420, 0.803),
+        ("deepseek_v4", 10, 1.575, 1.575),
+    ],
 )
-def test_margins_that_the_docstring_states(name, five, many):
-    percent = [100 * polar_margins.margin(TABLES[name], k) for k in (5, 30)]
-    np.testing.assert_allclose(percent, [five, many], atol=6e-4)
+def test_margins_that_the_docstring_states(name, steps, at_first, many):
+    percent = [100 * polar_margins.margin(TABLES[name], k) for k in (steps, 30)]
+    np.testing.assert_allclose(percent, [at_first, many], atol=6e-4)
     assert f'"{name}"' in polar_factor.__doc__
-    assert f"margin {five:.2f} %" in polar_factor.__doc__
+    assert f"margin {percent[0]:.2f} %" in polar_factor.__doc__
 
 
 @pytest.mark.parametrize("errors", polar_margins.ERRORS)
@@ -277,9 +283,11 @@ def test_our_low_precision_stays_bounded(shape, preset, dtype):
             for sigma in spectra(shape[0], worst).values()
         ]
     )
-    q = polar_factor(jnp.asarray(x, jnp.float32), coeffs=preset, dtype=dtype)
+    steps = 10 if preset == "deepseek_v4" else 5
+    x = jnp.asarray(x, jnp.float32)
+    q = polar_factor(x, steps=steps, coeffs=preset, dtype=dtype)
     largest = np.linalg.norm(np.asarray(q, np.float64), ord=2, axis=(1, 2)).max()
-    exact = oracle.compose(rows_of(preset, 5), np.linspace(0, 1, 20_001)).max()
+    exact = oracle.compose(rows_of(preset, steps), np.linspace(0, 1, 20_001)).max()
     assert largest < 1.03 * exact
 
 

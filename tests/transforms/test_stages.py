@@ -116,6 +116,35 @@ def test_scale_by_shape():
     assert alone.update(grads, alone.init(grads))[0] is grads
 
 
+SCALES = {
+    "shape_scaling": lambda m, n: max(1, n / m) ** 0.5,
+    "unit_rms_norm": lambda m, n: (n / m) ** 0.5,
+}
+
+
+@pytest.mark.parametrize("mode", SCALES)
+def test_scales_of_other_implementations(mode):
+    """By the inputs and outputs that the dimension numbers tell, of blocks, too."""
+    grads = matrices_only(leaves.random_tree(0))
+    numbers = matrices_only(leaves.DIMENSIONS)
+    stage = scale_by_shape(scale_mode=mode, weight_dimension_numbers=numbers)
+    updates, _ = jax.jit(stage.update)(grads, stage.init(grads))
+    for name, leaf in updates.items():
+        for found, gradient in zip(
+            leaves.matrices(name, leaf), leaves.matrices(name, grads[name]), strict=True
+        ):
+            factor = SCALES[mode](*gradient.shape)
+            np.testing.assert_allclose(found, factor * gradient, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+@pytest.mark.parametrize("mode", ["spectral", *SCALES])
+def test_scales_of_nothing(mode, shape):
+    stage = scale_by_shape(scale_mode=mode)
+    updates, _ = stage.update({"w": jnp.ones(shape)}, optax.EmptyState())
+    assert updates["w"].shape == shape
+
+
 def test_rms_of_a_scaled_direction_is_consistent():
     chain = optax.chain(orthogonalize(ns_steps=8), scale_by_shape(0.2))
     for shape in [(16, 16), (16, 256), (300, 20)]:
@@ -303,6 +332,11 @@ class TestCalibratedTrustRatio:
         (lambda: orthogonalize(ns_coeffs="x"), "ns_coeffs='x'"),
         (lambda: orthogonalize(ns_dtype=jnp.int8), "ns_dtype="),
         (lambda: scale_by_shape(-1.0), "consistent_rms=-1"),
+        (lambda: scale_by_shape(scale_mode="rms"), "scale_mode='rms'.*'shape_scaling'"),
+        (
+            lambda: scale_by_shape(0.3, scale_mode="unit_rms_norm"),
+            "consistent_rms=0.3.*no effect with scale_mode='unit_rms_norm'",
+        ),
         (lambda: scale_by_calibrated_trust_ratio(r_min=2, r_max=1), "r_min=2.*r_max=1"),
         (lambda: scale_by_calibrated_trust_ratio(eps=-1), "eps=-1"),
         (lambda: scale_by_calibrated_trust_ratio(calibrate=None), "calibrate=None"),

@@ -5,7 +5,7 @@ audit.csv has.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from orscale_jax.diagnostics.theory.estimate import Statistics
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.diagnostics.theory.verdict import Verdict, verdict
+from orscale_jax.transforms.shape import SHAPE_SCALING, UNIT_RMS_NORM, Scale
 
 MAX_STEPS = 60  # Steps in the figure: each needs a verdict.
 ONLY_LEAF = "(the only leaf)"  # The name in an audit of a parameter without one.
@@ -31,12 +32,12 @@ class Shapes(NamedTuple):
     Attributes:
       sizes: m and n of each stack.
       members: Which matrices, in the order of the history, are in each stack.
-      consistent_rms: s/√max(m, n) of all of them; None where s = 1.
+      scale: ``consistent_rms`` and ``scale_mode``, with which they have their s.
     """
 
     sizes: dict[str, tuple[int, int]]
     members: dict[str, np.ndarray]
-    consistent_rms: float | None
+    scale: dict[str, Any]
 
 
 def verdict_of(run: Run) -> tuple[Verdict, int]:
@@ -96,7 +97,6 @@ def shapes_of(run: Run) -> Shapes | None:
     known = found.dropna()
     if known.empty:
         return None
-    rms = known["s"] / np.sqrt(known[["m", "n"]].max(axis="columns"))
     pairs = known[["m", "n"]].drop_duplicates().astype(int).itertuples(index=False)
     stacks = {f"{m} × {n}": (m, n) for m, n in pairs}
     return Shapes(
@@ -105,8 +105,21 @@ def shapes_of(run: Run) -> Shapes | None:
             name: ((found["m"] == m) & (found["n"] == n)).to_numpy()
             for name, (m, n) in stacks.items()
         },
-        None if (known["s"] == 1).all() else float(rms.median()),
+        _scale_of(known),
     )
+
+
+def _scale_of(sizes: pd.DataFrame) -> dict[str, Any]:
+    """The arguments of an optimizer whose matrices have these m, n and s."""
+    if (sizes["s"] == 1).all():
+        return {"consistent_rms": None}
+    pairs = sizes[["m", "n"]].astype(int).to_numpy()
+    for mode in (SHAPE_SCALING, UNIT_RMS_NORM):
+        scale = Scale.of(None, mode)
+        if np.allclose([scale.value(m, n) for m, n in pairs], sizes["s"], rtol=1e-3):
+            return {"consistent_rms": None, "scale_mode": mode}
+    rms = sizes["s"] / np.sqrt(sizes[["m", "n"]].max(axis="columns"))
+    return {"consistent_rms": float(rms.median())}
 
 
 def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes | None) -> Verdict:
@@ -135,6 +148,6 @@ def _verdict(run: Run, rows: pd.DataFrame, shapes: Shapes | None) -> Verdict:
         statistics,
         params,
         dict.fromkeys(params, MuonDimensionNumbers(-2, -1)),
-        consistent_rms=shapes.consistent_rms,
         gained=_gained(rows),
+        **shapes.scale,
     )

@@ -1,6 +1,5 @@
 """The curvature of the paper's model, and the scale of its steps."""
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 
 
@@ -56,6 +56,7 @@ def shape_scale(
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
     consistent_rms: ArrayLike | None,
+    scale_mode: str = SPECTRAL,
     power: int = 1,
 ) -> PyTree:
     r"""Entries times :math:`s_\ell^k`, the scale of a matrix in :func:`scale_by_shape`.
@@ -69,25 +70,21 @@ def shape_scale(
       params: The parameters.
       weight_dimension_numbers: The dimension numbers of the optimizer.
       consistent_rms: The value that the optimizer has; None: :math:`s_\ell = 1`.
+      scale_mode: The mode that the optimizer has.
       power: k.
 
     Returns:
       A tree like the one given.
     """
-    if consistent_rms is None:
+    scale = Scale.of(consistent_rms, scale_mode)
+    if scale.square is None:
         return per_matrix_tree
-    s = scale_of(consistent_rms)
     return _times(
-        lambda m, n: s(m, n) ** power, per_matrix_tree, params, weight_dimension_numbers
+        lambda m, n: scale.value(m, n) ** power,
+        per_matrix_tree,
+        params,
+        weight_dimension_numbers,
     )
-
-
-def scale_of(consistent_rms: ArrayLike | None) -> Callable[[int, int], float]:
-    """S as a function of m and n, as in :func:`scale_by_shape`."""
-    if consistent_rms is None:
-        return lambda m, n: 1.0
-    rms = float(jax.device_get(consistent_rms))
-    return lambda m, n: rms * math.sqrt(max(m, n))
 
 
 def _times(

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
 from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
 from orscale_jax.diagnostics.theory import jackknife
-from orscale_jax.diagnostics.theory.curvature import scale_of
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.samples import (
     LossFn,
@@ -22,6 +20,7 @@ from orscale_jax.diagnostics.theory.samples import (
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 
 
@@ -51,6 +50,7 @@ def step_gain(
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
     consistent_rms: ArrayLike | None = 0.2,
+    scale_mode: str = SPECTRAL,
 ) -> StepGain:
     r"""Measure the gain of one step over Muon's, each at its own best learning rate.
 
@@ -87,6 +87,7 @@ def step_gain(
       weight_dimension_numbers: The dimension numbers of the optimizer, if
         ``trust_ratio`` is not a reading. (A reading has them, and others are refused.)
       consistent_rms: The value that the optimizer has; None: :math:`s = 1`.
+      scale_mode: The mode that the optimizer has; see :func:`scale_by_shape`.
 
     Returns:
       :class:`StepGain`, with standard errors by the jackknife over micro-batches. Values
@@ -112,7 +113,7 @@ def step_gain(
     References:
       Lou & You, *OrScale*, section 4 (the definition of κ_eff), with another curvature.
     """
-    _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+    scale = Scale.of(consistent_rms, scale_mode)
     found = micro_batches(batches, at_least=4)
     if isinstance(trust_ratio, Reading):
         weight_dimension_numbers = numbers_of(
@@ -124,7 +125,7 @@ def step_gain(
     matrices = Matrices.of(weight_dimension_numbers, params)
     require_scalar(loss_fn, params, found[0])
     work = Work(loss_fn, matrices)
-    multipliers = _multipliers(matrices, params, trust_ratio, consistent_rms)
+    multipliers = _multipliers(matrices, params, trust_ratio, scale)
     halves = (work.total_gradient(params, found[i::2]) for i in (0, 1))
     factors = [work.polar_factors(total) for total in halves]
     slopes = [
@@ -138,7 +139,7 @@ def _multipliers(
     matrices: Matrices,
     params: PyTree,
     trust_ratio: PyTree,
-    consistent_rms: ArrayLike | None,
+    scale: Scale,
 ) -> tuple[PyTree, PyTree]:
     """The factors of Q in both steps, for each leaf: s, and r̂s."""
     picked, ratios = matrices.leaves(unbox(params)), jax.tree.leaves(trust_ratio)
@@ -150,12 +151,9 @@ def _multipliers(
             f"matrices have batch shapes {shapes}: pass that of read(), with the same "
             "weight_dimension_numbers."
         )
-    scale = scale_of(consistent_rms)
-    scales = matrices.tree_of(
-        jax.device_put(
-            [np.asarray(axes.by_shape(scale, leaf), np.float32) for axes, leaf in pairs]
-        )
-    )
+    values = [axes.by_shape(scale.value, leaf) for axes, leaf in pairs]
+    of_leaves = [np.asarray(value, np.float32) for value in values]
+    scales = matrices.tree_of(jax.device_put(of_leaves))
 
     def scaled(axes: LeafAxes, s: jax.Array, ratio: jax.Array) -> jax.Array:
         return axes.per_matrix(jnp.asarray(ratio)) * s

@@ -18,6 +18,7 @@ from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.diagnostics.theory.verdict_rules import RULES, Facts
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.shape import SPECTRAL
 from orscale_jax.trees.boxes import PyTree, unbox
 
 
@@ -49,6 +50,7 @@ def verdict(
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
     consistent_rms: ArrayLike | None = 0.2,
+    scale_mode: str = SPECTRAL,
     gained: StepGain | None = None,
 ) -> Verdict:
     r"""Say in a sentence whether the trust ratios of a run help, and by how much.
@@ -56,7 +58,7 @@ def verdict(
     From a reading alone it can tell a run that is saturated or uniform. With ``gained``,
     from :func:`step_gain`, :math:`\kappa` along the step decides. With ``statistics``,
     from :func:`estimate`, it computes :func:`gain`, the paper's model, for steps at the
-    optimizer's scale :math:`s_\ell` (``consistent_rms``): then
+    optimizer's scale :math:`s_\ell` (``consistent_rms`` or ``scale_mode``): then
     :math:`\kappa_{\mathrm{eff}}` compares with Muon at the same scale. It decides only if
     ``gained`` is not given. Errors of signal and curvature make layers look more
     different than they are; what they add to ``kappa_layer`` is subtracted.
@@ -99,6 +101,7 @@ def verdict(
       weight_dimension_numbers: The dimension numbers of the optimizer. None: those that
         :func:`read` was given.
       consistent_rms: The value that the optimizer has.
+      scale_mode: The mode that the optimizer has; see :func:`scale_by_shape`.
       gained: From :func:`step_gain`, at the parameters of the reading. Its κ then
         decides, and :math:`\kappa_{\mathrm{eff}}` is only reported.
 
@@ -128,10 +131,11 @@ def verdict(
         value, stderr = gained.kappa
         facts |= _floats({"kappa_step": value, "kappa_step_stderr": stderr})
     if statistics is not None and with_ratios:
+        of_scale = {"consistent_rms": consistent_rms, "scale_mode": scale_mode}
         if params is None:
             _checks.refuse("params", None, "pass the parameters along with statistics")
         numbers = numbers_of(reading, params, weight_dimension_numbers)
-        facts_of_gain = functools.partial(_facts_of_gain, numbers, consistent_rms)
+        facts_of_gain = functools.partial(_facts_of_gain, numbers, of_scale)
         facts |= _floats(jax.jit(facts_of_gain)(reading, statistics, params))
     found = ((name, rule(facts)) for name, rule in RULES.items())
     outcome, text = next((name, text) for name, text in found if text is not None)
@@ -175,7 +179,7 @@ def _number(flags: PyTree) -> PyTree:
 
 def _facts_of_gain(
     numbers: WeightDimensionNumbers,
-    consistent_rms: ArrayLike | None,
+    of_scale: dict[str, Any],
     reading: Reading,
     statistics: Statistics,
     params: PyTree,
@@ -186,9 +190,7 @@ def _facts_of_gain(
     def scaled(tree: PyTree, power: int) -> PyTree:
         return masked_like(
             ratio,
-            shape_scale(
-                tree, params, numbers, consistent_rms=consistent_rms, power=power
-            ),
+            shape_scale(tree, params, numbers, power=power, **of_scale),
         )
 
     def b(smoothness: PyTree) -> PyTree:

@@ -1,5 +1,6 @@
 """The report of a run: what the page holds, and that no history breaks it."""
 
+import dataclasses
 import html.parser
 import os
 import re
@@ -294,6 +295,23 @@ class TestHistories:
         assert "audit.csv" in figures.without_gain(run)
         found, _ = gains.verdict_of(run)
         assert any("audit.csv" in text for text in findings.explanations(run, found))
+
+
+@pytest.mark.parametrize(
+    "scales, found",
+    [
+        ([0.2 * 16, 0.2 * 8], {"consistent_rms": pytest.approx(0.2)}),
+        ([1, 1], {"consistent_rms": None}),
+        ([2, 1], {"consistent_rms": None, "scale_mode": "shape_scaling"}),
+        ([2, 0.7071], {"consistent_rms": None, "scale_mode": "unit_rms_norm"}),
+    ],
+)
+def test_the_audit_tells_the_scale(tmp_path, scales, found):
+    run = run_of(history(), tmp_path)
+    wide = run.audit.index % 2 == 0
+    sizes = run.audit.assign(m=64, n=np.where(wide, 256, 32), s=np.where(wide, *scales))
+    run = dataclasses.replace(run, audit=sizes)
+    assert gains.shapes_of(run).scale == found
 
 
 class TestReading:

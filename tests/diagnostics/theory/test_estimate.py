@@ -318,6 +318,15 @@ def test_curvature_is_smoothness_times_rank():
     assert shape_scale(tree, PARAMS, NUMBERS, consistent_rms=None) is tree
 
 
+def test_the_scale_of_other_modes():
+    """Of two experts in a stack, by their inputs and outputs."""
+    params = {"w": jnp.ones((2, 4, 36))}
+    numbers = {"w": Dims(1, 2)}
+    arguments = {"consistent_rms": None, "scale_mode": "unit_rms_norm"}
+    found = shape_scale({"w": jnp.ones(2)}, params, numbers, **arguments, power=2)
+    np.testing.assert_allclose(found["w"], [9.0, 9.0], rtol=1e-6)
+
+
 @pytest.mark.parametrize("form", ["list", "iterator", "dict"])
 def test_micro_batches_come_in_several_forms(form):
     z, noise = draw(3)

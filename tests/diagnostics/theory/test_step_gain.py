@@ -33,7 +33,11 @@ def quadratic(params, batch):
     return 0.5 * x @ curvature @ x + jnp.sum(noise * x)
 
 
-def steps(gradient, ratios):
+def moonlight(m, n):
+    return 0.2 * max(m, n) ** 0.5
+
+
+def steps(gradient, ratios, scale):
     """r̂sQ in float64, with Q by an SVD."""
     moved = []
     for name, shape in SHAPES.items():
@@ -41,11 +45,11 @@ def steps(gradient, ratios):
         of_leaf = np.broadcast_to(np.ravel(ratios[name]), len(matrices))
         for matrix, r in zip(matrices, of_leaf, strict=True):
             u, _, vt = np.linalg.svd(matrix, full_matrices=False)
-            moved.append(r * 0.2 * max(matrix.shape) ** 0.5 * (u @ vt).ravel())
+            moved.append(r * scale(*matrix.shape) * (u @ vt).ravel())
     return np.concatenate(moved)
 
 
-def exact(params, curvature):
+def exact(params, curvature, scale=moonlight):
     """κ and the two learning rates, in float64."""
     gradient = curvature @ np.float64(flat(params))
     sizes = np.cumsum([np.prod(shape) for shape in SHAPES.values()])[:-1]
@@ -54,7 +58,7 @@ def exact(params, curvature):
     ones = dict.fromkeys(SHAPES, 1.0)
     found = []
     for ratios in (RATIOS, ones):
-        step = steps(tree, ratios)
+        step = steps(tree, ratios, scale)
         slope, bend = gradient @ step, step @ curvature @ step
         found.append((slope**2 / bend, slope / bend))
     (ours, rate), (muons, muon_rate) = found
@@ -77,6 +81,12 @@ def test_without_noise_it_is_the_closed_form():
     found = step_gain(loss_fn, params, batches, RATIOS, NUMBERS)
     expected = exact(params, curvature)
     # Q is that of eight steps of Newton–Schulz, not of an SVD.
+    for estimated, value in zip(found, expected, strict=True):
+        assert estimated.value == pytest.approx(value, rel=1e-3)
+    found = step_gain(
+        loss_fn, params, batches, RATIOS, NUMBERS, scale_mode="unit_rms_norm"
+    )
+    expected = exact(params, curvature, lambda m, n: (n / m) ** 0.5)
     for estimated, value in zip(found, expected, strict=True):
         assert estimated.value == pytest.approx(value, rel=1e-3)
     own = {"a": jnp.float32(1), "b": jnp.ones(3), "c": jnp.float32(1)}

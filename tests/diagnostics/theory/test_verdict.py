@@ -223,6 +223,11 @@ def test_the_scale_of_the_step_counts():
     np.testing.assert_allclose(
         found["kappa_eff"], phi(r, *scaled) / phi(ones, *scaled), rtol=1e-5
     )
+    apart = a * [4, 1], b * np.square([4, 1])  # √(n / m)
+    by_outputs = verdict(Reading(**fields), given, params, scale_mode="shape_scaling")
+    np.testing.assert_allclose(
+        by_outputs.numbers["kappa_eff"], phi(r, *apart) / phi(ones, *apart), rtol=1e-5
+    )
     plain = verdict(Reading(**fields), given, params, consistent_rms=None).numbers
     np.testing.assert_allclose(
         plain["kappa_eff"], phi(r, a, b) / phi(ones, a, b), rtol=1e-5
