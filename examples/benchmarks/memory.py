@@ -37,7 +37,7 @@ from orscale_jax import describe, keep_master_weights, muon, orscale, state_shar
 
 Numbers = Mapping[str, Dims | None]
 Mesh = Mapping[str, int]
-BFLOAT16 = "bfloat16"
+BFLOAT16, INT8 = "bfloat16", "int8"
 COUNTS = (8, 64, 512)
 
 
@@ -77,8 +77,10 @@ CHOICES = (
     ),
     Choice("`muon`", ours(muon)),
     Choice('`muon`, `mu_dtype="bfloat16"`', ours(muon, BFLOAT16)),
+    Choice('`muon`, `mu_dtype="int8"`', ours(muon, INT8)),
     Choice("`orscale`", ours(orscale)),
     Choice('`orscale`, `mu_dtype="bfloat16"`', ours(orscale, BFLOAT16)),
+    Choice('`orscale`, `mu_dtype="int8"`', ours(orscale, INT8)),
     Choice(
         "`keep_master_weights(orscale)`",
         lambda numbers: keep_master_weights(ours(orscale)(numbers)),

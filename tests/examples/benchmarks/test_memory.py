@@ -55,6 +55,8 @@ BYTES = {
     '`muon`, `mu_dtype="bfloat16"`': (2, 6),
     "`orscale`": (4, 8),
     '`orscale`, `mu_dtype="bfloat16"`': (2, 6),
+    '`muon`, `mu_dtype="int8"`': (1.0625, 8),
+    '`orscale`, `mu_dtype="int8"`': (1.0625, 8),
 }
 
 
