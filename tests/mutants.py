@@ -203,8 +203,9 @@ MUTANTS = [
     ),
     Mutant(
         "make",
-        "typed_sharding.shard_as(fn(axes, leaf), leaf, axes.batch_sharding(leaf))",
-        "fn(axes, leaf)",
+        "typed_sharding.shard_as("
+        "fn(axes, leaf, *others), leaf, axes.batch_sharding(leaf))",
+        "fn(axes, leaf, *others)",
         "test_citizenship.py -k sharding_types_are_kept",
     ),
     Mutant(
@@ -747,6 +748,36 @@ MUTANTS = [
         "_upper(param) | low",
         "_upper(param)",
         "test_bfloat16_weights.py::test_small_updates_are_lost_without_it_and_not_with_it",
+    ),
+    Mutant(
+        "rate_multipliers",
+        "_by_path(given, tree)",
+        "_by_path(unbox(given), tree)",
+        "parameters/test_rate_multipliers.py -k first_match",
+    ),
+    Mutant(
+        "_first_batch_axes",
+        "axis != i",
+        "False",
+        "parameters/test_rate_multipliers.py -k axes_of_matrices",
+    ),
+    Mutant(
+        "multiplied_for_matrices",
+        "factor * step",
+        "step",
+        "test_learning_rate_multipliers.py -k own_rate",
+    ),
+    Mutant(
+        "_times",
+        "(*typed_sharding.spec(step)[: np.ndim(value)], *(None,) * rest)",
+        "typed_sharding.spec(step)",
+        "test_learning_rate_multipliers.py -k on_a_mesh",
+    ),
+    Mutant(
+        "_multiplied",
+        "rate * multipliers[path] if path in multipliers else rate",
+        "rate",
+        "test_learning_rate_multipliers.py -k relative_steps",
     ),
 ]
 

@@ -6,6 +6,7 @@ dimension_numbers   dimension numbers to axes, for a whole tree
 default_rule        the rule for parameters without dimension numbers
 expressions         regular expressions over paths; the first that matches decides
 path_rules          the public ``by_path``
+rate_multipliers    multipliers of the learning rate, by path or as a tree
 layer_classes       the public ``layer_classes``
 classes_by_name     the class of a layer, by names on its path and beside it
 layer_names         the names by which it recognizes them
