@@ -16,7 +16,9 @@ from jax.typing import ArrayLike, DTypeLike
 from orscale_jax import _checks
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
+from orscale_jax.parameters import rate_multipliers
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.parameters.rate_multipliers import RateMultipliers
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.boundary import Stage, on_parameters
 from orscale_jax.transforms.decay import (
@@ -29,6 +31,11 @@ from orscale_jax.transforms.first_update import first_update_stage, with_moving
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, Matrices
 from orscale_jax.transforms.momentum import check_mu_dtype, float_dtype, momentum_stage
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
+from orscale_jax.transforms.rate_multipliers import (
+    multiplied,
+    multiplied_for_matrices,
+    require_fitting,
+)
 from orscale_jax.transforms.shape import Scale, shape_stage
 from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
 from orscale_jax.trees.boxes import PyTree, unbox
@@ -69,6 +76,7 @@ class Hyperparameters:
     adam_eps: ArrayLike
     adam_nesterov: bool
     adam_weight_decay: ScalarOrSchedule | None
+    learning_rate_multipliers: RateMultipliers
     mesh: Mesh | AbstractMesh | None
     slow_axes: SlowAxes | None
     param_shardings: ParamShardings
@@ -86,7 +94,7 @@ class Stages:
       scale: Q to sQ.
       decay: Adds λW.
       ratio: Multiplies its input by r̂, which is measured on that input.
-      learning_rate: Multiplies by −η.
+      learning_rate: Multiplies by −η, and by the multipliers of η.
     """
 
     hyperparameters: Hyperparameters
@@ -129,7 +137,9 @@ class Stages:
 # is the state's tree: changing it breaks checkpoints.
 ChainTail: TypeAlias = tuple[optax.GradientTransformation, ...]
 Arrangement: TypeAlias = Callable[[Stages], ChainTail]
-StagesOf: TypeAlias = Callable[[PyTree | None, Matrices, Mask | None], Stages]
+StagesOf: TypeAlias = Callable[
+    [PyTree | None, Matrices, Mask | None, PyTree | None], Stages
+]
 
 
 def with_arguments_of(
@@ -182,7 +192,8 @@ def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimiz
     h = _normalize(hyperparameters)
     _check(h)
     stages_of = _stages(h)
-    arrangement(stages_of(None, Matrices(jax.tree.structure(()), ()), None))  # Checks.
+    no_matrices = Matrices(jax.tree.structure(()), ())
+    arrangement(stages_of(None, no_matrices, None, None))  # Checks the arguments.
     optimizer_of = functools.partial(_optimizer, arrangement, h, stages_of)
     return on_parameters(optimizer_of, float_dtype(h.mu_dtype))
 
@@ -224,6 +235,7 @@ def _check(h: Hyperparameters) -> None:
     number("adam_eps", h.adam_eps)
     _checks.flag("adam_nesterov", h.adam_nesterov)
     number("adam_weight_decay", h.adam_weight_decay, schedule=True)
+    rate_multipliers.check(h.learning_rate_multipliers)
 
 
 def _optimizer(
@@ -231,15 +243,18 @@ def _optimizer(
 ) -> Optimizer:
     """The optimizer of given parameters, without boxes.
 
-    Dimension numbers and masks that are functions thus see the whole tree, not just one
-    group of it. Labels and masks replace whole boxes, so that no box is without an array.
+    Dimension numbers, masks and multipliers that are functions thus see the whole tree,
+    not just one group of it. Labels and masks replace whole boxes, so that no box is
+    without an array.
     """
     matrices = Matrices.of(h.weight_dimension_numbers, params)
     mask = _resolve_mask(h.weight_decay_mask, params, matrices)
+    multipliers = _resolve_multipliers(h.learning_rate_multipliers, params, matrices)
     labels = jax.tree.map(lambda is_matrix: MATRIX if is_matrix else ADAMW, matrices.mask)
+    tail = arrangement(stages_of(params, matrices, mask, multipliers))
     groups = {
-        MATRIX: _algorithm_1(arrangement(stages_of(params, matrices, mask)), h, matrices),
-        ADAMW: _adamw(h, mask),
+        MATRIX: _algorithm_1(tail, h, matrices),
+        ADAMW: _adamw(h, mask, multipliers),
     }
     # A function, since optax.partition would call a tree of labels that is callable.
     return optax.partition(groups, lambda _: labels)
@@ -282,7 +297,15 @@ def _stages(h: Hyperparameters) -> StagesOf:
         weight_decay=h.weight_decay,
     )
 
-    def stages_of(params: PyTree | None, matrices: Matrices, mask: Mask | None) -> Stages:
+    def stages_of(
+        params: PyTree | None,
+        matrices: Matrices,
+        mask: Mask | None,
+        multipliers: PyTree | None,
+    ) -> Stages:
+        learning_rate = optax.scale_by_learning_rate(h.learning_rate)
+        if multipliers is not None:
+            learning_rate = multiplied_for_matrices(learning_rate, multipliers, matrices)
         return Stages(
             hyperparameters=h,
             params=params,
@@ -291,13 +314,15 @@ def _stages(h: Hyperparameters) -> StagesOf:
             scale=shape(matrices),
             decay=add_decayed_weights(h.weight_decay, mask),
             ratio=trust_ratio_stage(ratio, mask, matrices),
-            learning_rate=optax.scale_by_learning_rate(h.learning_rate),
+            learning_rate=learning_rate,
         )
 
     return stages_of
 
 
-def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformation:
+def _adamw(
+    h: Hyperparameters, mask: Mask | None, multipliers: PyTree | None
+) -> optax.GradientTransformation:
     """:func:`optax.adamw`, link by link."""
     moments = optax.scale_by_adam(
         b1=h.adam_b1,
@@ -306,11 +331,20 @@ def _adamw(h: Hyperparameters, mask: Mask | None) -> optax.GradientTransformatio
         mu_dtype=float_dtype(h.mu_dtype),
         nesterov=h.adam_nesterov,
     )
-    return optax.chain(
-        moments,
-        add_decayed_weights(h.adam_weight_decay, mask),
-        optax.scale_by_learning_rate(h.adam_learning_rate),
-    )
+    learning_rate = optax.scale_by_learning_rate(h.adam_learning_rate)
+    if multipliers is not None:
+        learning_rate = multiplied(learning_rate, multipliers)
+    decay = add_decayed_weights(h.adam_weight_decay, mask)
+    return optax.chain(moments, decay, learning_rate)
+
+
+def _resolve_multipliers(
+    given: RateMultipliers, params: PyTree, matrices: Matrices
+) -> PyTree | None:
+    multipliers = rate_multipliers.rate_multipliers(given, params)
+    if multipliers is not None and jax.tree.leaves(params):
+        require_fitting(multipliers, params, matrices)
+    return multipliers
 
 
 def _resolve_mask(mask: Mask | None, tree: PyTree, matrices: Matrices) -> Mask | None:

@@ -18,6 +18,7 @@ from orscale_jax._algorithm import (
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.parameters.rate_multipliers import RateMultipliers
 from orscale_jax.sharding.param_shardings import ParamShardings
 from orscale_jax.transforms.anchors import FIRST
 from orscale_jax.transforms.decay import Mask
@@ -53,6 +54,7 @@ def orscale(
     adam_eps: ArrayLike = 1e-8,
     adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
+    learning_rate_multipliers: RateMultipliers = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
     param_shardings: ParamShardings = None,
@@ -133,6 +135,15 @@ def orscale(
         :func:`optax.contrib.muon`).
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
+      learning_rate_multipliers: Numbers by which the learning rate of some parameters is
+        multiplied, those of AdamW, too: a mapping (or pairs) from regular expressions
+        over the paths, as in :func:`by_path`, such as ``{"attention": 0.5, "^embed": 2}``
+        (the first that matches applies; 1 where none does), or a tree of numbers like the
+        parameters, a prefix of one, or a callable from the parameters to one. A mapping
+        with the parameters' own keys is a tree. The decay follows:
+        :math:`W \leftarrow W - \eta \rho \hat r D`. In place of a number, an array gives
+        each layer of a stack its own: it has the lengths of the leaf's first axes, which
+        are batch axes of matrices.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
         Arrays on a mesh name it in their types, so None is enough as a rule.
@@ -160,9 +171,11 @@ def orscale(
 
     Raises:
       ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
-        ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
-        missing, a gradient has another shape than its parameter, or the state is not one
-        that ``init`` makes of these parameters. The checks happen while JAX traces.
+        ambiguous or does not fit its dimension numbers, or an expression of
+        ``learning_rate_multipliers`` applies to no parameter. From ``update``, if
+        ``params`` is missing, a gradient has another shape than its parameter, or the
+        state is not one that ``init`` makes of these parameters. The checks happen while
+        JAX traces.
       TypeError: If an argument is not known; the message suggests the nearest one.
 
     Example:
@@ -218,6 +231,7 @@ def muon(
     adam_eps: ArrayLike = 1e-8,
     adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
+    learning_rate_multipliers: RateMultipliers = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
     param_shardings: ParamShardings = None,
@@ -277,6 +291,8 @@ def muon(
       adam_nesterov: Whether AdamW, too, uses Nesterov's momentum.
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
+      learning_rate_multipliers: Numbers by which the learning rate of some parameters is
+        multiplied, by path or as a tree; see :func:`orscale`.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
       slow_axes: See :func:`orscale`.

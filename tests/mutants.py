@@ -221,8 +221,9 @@ MUTANTS = [
     ),
     Mutant(
         "make",
-        "typed_sharding.shard_as(fn(axes, leaf), leaf, axes.batch_sharding(leaf))",
-        "fn(axes, leaf)",
+        "typed_sharding.shard_as("
+        "fn(axes, leaf, *others), leaf, axes.batch_sharding(leaf))",
+        "fn(axes, leaf, *others)",
         "test_citizenship.py -k sharding_types_are_kept",
     ),
     Mutant(
@@ -807,6 +808,36 @@ MUTANTS = [
         "return jnp.max(blocks, axis=axis + 1)",
         "return blocks[(slice(None),) * (axis + 1) + (0,)]",
         "test_int8_on_meshes.py::test_codes_and_scales_are_those_of_one_device",
+    ),
+    Mutant(
+        "rate_multipliers",
+        "_by_path(given, tree)",
+        "_by_path(unbox(given), tree)",
+        "parameters/test_rate_multipliers.py -k first_match",
+    ),
+    Mutant(
+        "_first_batch_axes",
+        "axis != i",
+        "False",
+        "parameters/test_rate_multipliers.py -k axes_of_matrices",
+    ),
+    Mutant(
+        "multiplied_for_matrices",
+        "factor * step",
+        "step",
+        "test_learning_rate_multipliers.py -k own_rate",
+    ),
+    Mutant(
+        "_times",
+        "(*typed_sharding.spec(step)[: np.ndim(value)], *(None,) * rest)",
+        "typed_sharding.spec(step)",
+        "test_learning_rate_multipliers.py -k on_a_mesh",
+    ),
+    Mutant(
+        "_multiplied",
+        "rate * multipliers[path] if path in multipliers else rate",
+        "rate",
+        "test_learning_rate_multipliers.py -k relative_steps",
     ),
 ]
 

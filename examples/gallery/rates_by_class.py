@@ -1,10 +1,11 @@
 """Learning rates by class of layer, a decay mask, and frozen parameters.
 
-`layer_classes` says what each parameter is, by its name. The classes are grouped, and
-each group has an optimizer of its own. Norms and biases do not decay, and the embedding
-stays as it is.
+`layer_classes` says what each parameter is, by its name. The learning rate is multiplied
+by a number for each kind of layer, norms and biases do not decay, and the embedding stays
+as it is.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -16,16 +17,21 @@ from orscale_jax.diagnostics import layer_classes
 
 Params = dict[str, Any]
 LENGTH, VOCABULARY = 8, 16
+MULTIPLIERS = {"attention": 1.0, "mlp": 2.0}
 
 
-def group(layer_class: str) -> str:
-    """The group of a class: "attention query" and "mlp up" are classes, for example."""
-    first = layer_class.split()[0]
-    return first if first in ("attention", "mlp", "embedding") else "rest"
+def multipliers(params: Params) -> Params:
+    """By the first word of a class, such as "attention query"; the others have half."""
+    return jax.tree.map(
+        lambda layer: MULTIPLIERS.get(layer.split()[0], 0.5), layer_classes(params)
+    )
 
 
 def groups(params: Params) -> Params:
-    return jax.tree.map(group, layer_classes(params))
+    return jax.tree.map(
+        lambda layer: "frozen" if layer == "embedding" else "trained",
+        layer_classes(params),
+    )
 
 
 def decays(params: Params) -> Params:
@@ -35,19 +41,14 @@ def decays(params: Params) -> Params:
 
 
 def make_optimizer(rate: float, steps: int) -> optax.GradientTransformationExtraArgs:
-    def with_rate(peak: float) -> optax.GradientTransformationExtraArgs:
-        schedule = optax.cosine_decay_schedule(peak, steps)
-        return orscale(schedule, weight_decay=0.1, weight_decay_mask=decays)
-
-    return optax.partition(
-        {
-            "attention": with_rate(rate),
-            "mlp": with_rate(2 * rate),
-            "rest": with_rate(rate / 2),
-            "embedding": optax.set_to_zero(),  # Frozen; no state is kept for it.
-        },
-        groups,
+    trained = orscale(
+        optax.cosine_decay_schedule(rate, steps),
+        learning_rate_multipliers=multipliers,
+        weight_decay=0.1,
+        weight_decay_mask=decays,
     )
+    frozen = optax.set_to_zero()  # No state is kept for them.
+    return optax.partition({"trained": trained, "frozen": frozen}, groups)
 
 
 def init(key: jax.Array, width: int) -> Params:
@@ -85,25 +86,24 @@ def main(
     steps: int = 200, width: int = 32
 ) -> tuple[list[float], Params, Params, Description]:
     """The losses, the parameters before and after, and who trains what."""
-    before = params = init(jax.random.key(0), width)
+    before = init(jax.random.key(0), width)
     optimizer = make_optimizer(0.01, steps)
-    state = optimizer.init(params)
 
-    @jax.jit
-    def train_step(params: Params, state: Any, key: jax.Array) -> tuple[Any, Any, Any]:
+    def train_step(carry: Any, key: jax.Array) -> tuple[Any, jax.Array]:
+        params, state = carry
         loss, grads = jax.value_and_grad(loss_fn)(params, key)
         updates, state = optimizer.update(grads, state, params)
-        return loss, optax.apply_updates(params, updates), state
+        return (optax.apply_updates(params, updates), state), loss
 
-    losses = []
-    for key in jax.random.split(jax.random.key(1), steps):
-        loss, params, state = train_step(params, state, key)
-        losses.append(float(loss))
-    return losses, before, params, describe(before, optimizer=optimizer)
+    train = jax.jit(functools.partial(jax.lax.scan, train_step))  # All steps at once.
+    keys = jax.random.split(jax.random.key(1), steps)
+    (after, _), losses = train((before, optimizer.init(before)), keys)
+    return losses.tolist(), before, after, describe(before, optimizer=optimizer)
 
 
 if __name__ == "__main__":
     losses, _, _, description = main()
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}")
     for row in description.rows:
-        print(f"{row.path:<16} {row.layer_class:<16} {row.rule:<9} {row.label}")
+        rate = "" if row.label == "frozen" else f"η × {row.multipliers[0]:g}"
+        print(f"{row.path:<16} {row.layer_class:<16} {row.rule:<9} {rate or row.label}")

@@ -11,6 +11,7 @@ plans            ``Stack`` and ``Placed``: the plan that the optimizer executes,
 state            the abstract state of an optimizer, by parameter
 state_trees      the trees like the parameters in it, and who keeps them
 sharding_source  where an optimizer finds the shardings on a mesh
+multipliers      the multipliers of the learning rate, by parameter
 checks           reasons to look at a matrix
 tables           tables of strings, for terminals and notebooks
 ===============  ===================================================================

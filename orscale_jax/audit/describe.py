@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description
+from orscale_jax.audit.multipliers import multipliers
 from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.audit.sharding_source import sharding_source
@@ -75,7 +76,8 @@ def describe(
       scale_mode: See :func:`orscale`.
       optimizer: The optimizer (or a ``flax.nnx.Optimizer``), for the columns "rule" and
         "state bytes": its ``init`` is traced, not run. The rule is then what the types of
-        its state tell, and under :func:`optax.partition` there is a column "label". None:
+        its state tell, under :func:`optax.partition` there is a column "label", and with
+        ``learning_rate_multipliers`` a column "η ×". None:
         the table is that of :func:`orscale` with these dimension numbers. An optimizer
         of this library must have the same matrices as the table.
       platform: The platform whose plan of Newton–Schulz is shown: ``"cpu"``, ``"gpu"`` or
@@ -127,11 +129,13 @@ def describe(
     names, class_of = distinct_names(leaf_of), leaves_by_path(layer_classes(params))
     checks = Checks.of(leaf_of, axes_of, class_of)
     kept_of = {} if state is None else state.kept
+    multipliers_of = multipliers(optimizer, params)
     rows = tuple(
         dataclasses.replace(
             row,
             layer_class=class_of[path],
             check=checks.reasons(path, row, axes_of.get(path), class_of[path]),
+            multipliers=multipliers_of.get(path, row.multipliers),
         )
         for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
         for row in _rows(name, path, leaf, axes_of.get(path), kept_of.get(path), scale)

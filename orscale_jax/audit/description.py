@@ -161,6 +161,11 @@ class Description:
         return any(row.label for row in self._planned)
 
     @property
+    def _multiplied(self) -> bool:
+        """Whether multipliers of the learning rate are shown, also in a selection."""
+        return any(row.multipliers != (1, 1) for row in self._planned)
+
+    @property
     def _matrices(self) -> list[ParameterRow]:
         return [row for row in self._planned if row.rule == "matrix"]
 
@@ -189,7 +194,11 @@ class Description:
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
         lines = [CSV_HEADINGS, *map(csv_cells, self.rows)]
-        shown = [self._labelled or heading != "label" for heading in CSV_HEADINGS]
+        hidden = {
+            "label": not self._labelled,
+            "learning_rate_multiplier": not self._multiplied,
+        }
+        shown = [not hidden.get(heading, False) for heading in CSV_HEADINGS]
         writer.writerows(itertools.compress(line, shown) for line in lines)
         return text.getvalue()
 
@@ -216,6 +225,7 @@ class Description:
             "label": not self._labelled,
             "class": all(row.layer_class == "other" for row in self.rows),
             "m × n": all(row.shape == (row.m, row.n) for row in matrices),
+            "η ×": not self._multiplied,
             "‖W‖": all(row.norms is None for row in self.rows),
             "state bytes": self.shared_bytes is None,
             "check": not any(row.check for row in self.rows),

@@ -12,11 +12,11 @@ from orscale_jax.audit.tables import Cells
 
 HEADINGS = (
     "parameter", "shape", "dtype", "rule", "check", "label", "class", "matrices", "m × n",
-    "s", "‖W‖", "parameters", "state bytes",
+    "s", "η ×", "‖W‖", "parameters", "state bytes",
 )  # fmt: skip
 CSV_HEADINGS = (
     "parameter", "shape", "dtype", "rule", "label", "class", "matrices", "m", "n", "s",
-    "parameters", "state_bytes", "check",
+    "learning_rate_multiplier", "parameters", "state_bytes", "check",
 )  # fmt: skip
 WORD_COLUMNS = 7  # The first columns hold words, the others numbers.
 
@@ -56,6 +56,9 @@ class ParameterRow:
         partitions are joined by ``/``. If several groups keep no state, the state does
         not tell which of them has a parameter: ``"frozen or sgd"``. Empty without a
         partition, and without an optimizer.
+      multipliers: The smallest and the largest multiplier of its learning rate
+        (``learning_rate_multipliers`` of :func:`orscale`); they differ if layers of a
+        stack have their own. 1 without an optimizer.
     """
 
     path: str
@@ -75,6 +78,7 @@ class ParameterRow:
     check: tuple[str, ...] = ()
     layer_class: str = "other"
     label: str = ""
+    multipliers: tuple[float, float] = (1.0, 1.0)
 
     @property
     def name(self) -> str:
@@ -143,7 +147,8 @@ def row_cells(name: str, row: ParameterRow) -> Cells:
         f"{row.matrices:,}" if row.scale is not None else "",
         f"{row.m} × {row.n}" if row.scale is not None else "",
         f"{row.scale:.4g}" if row.scale is not None else "",
-        " … ".join(dict.fromkeys(f"{norm:.4g}" for norm in row.norms or ())),
+        _range(row.multipliers),
+        _range(row.norms or ()),
         f"{row.parameters:,}",
         "" if row.state_bytes is None else f"{row.state_bytes:,}",
     )
@@ -160,10 +165,15 @@ def csv_cells(row: ParameterRow) -> tuple[Any, ...]:
         row.layer_class,
         row.matrices,
         *(("", "", "") if row.scale is None else (row.m, row.n, f"{row.scale:.7g}")),
+        _range(row.multipliers),
         row.parameters,
         row.state_bytes,
         ", ".join(row.check),
     )
+
+
+def _range(values: Iterable[float]) -> str:
+    return " … ".join(dict.fromkeys(f"{value:.4g}" for value in values))
 
 
 def total_cells(name: str, total: Total) -> Cells:
@@ -174,7 +184,7 @@ def total_cells(name: str, total: Total) -> Cells:
         f"{total.leaves:,} {leaves}" if name != "shared" else "",
         *("", "", "", "", ""),
         f"{total.matrices:,}" if name in ("matrix", "all") else "",
-        *("", "", ""),
+        *("", "", "", ""),
         f"{total.parameters:,}" if name != "shared" else "",
         "" if total.state_bytes is None else f"{total.state_bytes:,}",
     )

@@ -9,6 +9,7 @@ path_rules          the public ``by_path``
 per_head            the public ``PerHead``
 projections         the heads of one projection of attention
 head_rules          which projections are divided into heads, for a whole tree
+rate_multipliers    multipliers of the learning rate, by path or as a tree
 layer_classes       the public ``layer_classes``
 classes_by_name     the class of a layer, by names on its path and beside it
 layer_names         the names by which it recognizes them

@@ -180,16 +180,17 @@ class Matrices:
         ]
         return self.tree_of(leaves)
 
-    def entries(self, params: PyTree, fn: Callable[[LeafAxes, jax.Array], Any]) -> PyTree:
-        """Entries ``fn(axes, leaf)`` of parameters, sharded and boxed as the batch axes.
+    def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """Entries ``fn(axes, leaf, *others)``, sharded and boxed as the batch axes.
 
-        Masked where there are no matrices.
+        ``leaf`` is a parameter, and others are its nodes of further trees. Masked where
+        there are no matrices.
         """
 
-        def make(axes: LeafAxes, node: Any) -> Any:
+        def make(axes: LeafAxes, node: Any, *others: Any) -> Any:
             leaf = jnp.asarray(unbox(node))
             made = typed_sharding.shard_as(
-                fn(axes, leaf), leaf, axes.batch_sharding(leaf)
+                fn(axes, leaf, *others), leaf, axes.batch_sharding(leaf)
             )
             return box_like(made, node, axes.of_batch)
 
@@ -197,8 +198,8 @@ class Matrices:
         # tree tells it that these arrays do not have the parameters' shapes.
         if type(params).__name__ == "_ParamsPlaceholder":
             return jnp.ones(())
-        rows = zip(self.of_leaves, self.leaves(params), strict=True)
-        return self.tree_of([make(axes, node) for axes, node in rows])
+        rows = zip(self.of_leaves, *map(self.leaves, (params, *trees)), strict=True)
+        return self.tree_of([make(*row) for row in rows])
 
     def full(
         self, params: PyTree, value: float, dtype: Callable[[jax.Array], DTypeLike]

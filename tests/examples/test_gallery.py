@@ -235,9 +235,9 @@ def test_rates_by_class():
     losses, before, after, description = rates_by_class.main(steps=150)
     assert losses[-1] < losses[0] / 2
     np.testing.assert_array_equal(before["embed"], after["embed"])
-    labels = {row.path: row.label for row in description.rows}
-    assert labels["attention.query"] == "attention" and labels["mlp.up"] == "mlp"
-    assert labels["norm.scale"] == labels["lm_head"] == "rest"
+    factors = {row.path: row.multipliers[0] for row in description.rows}
+    assert factors["attention.query"] == 1 and factors["mlp.up"] == 2
+    assert factors["norm.scale"] == factors["lm_head"] == 0.5
     [frozen] = description.select("embed").rows
     assert (frozen.rule, frozen.state_bytes) == ("stateless", 0)
     decays = rates_by_class.decays(before)
@@ -245,7 +245,7 @@ def test_rates_by_class():
 
 
 @pytest.mark.extended
-def test_rates_by_class_are_those_of_each_group():
+def test_rates_by_class_are_those_of_each_class():
     params = rates_by_class.init(jax.random.key(0), 8)
     optimizer = rates_by_class.make_optimizer(0.01, 10)
     zero = jax.tree.map(jnp.zeros_like, params)

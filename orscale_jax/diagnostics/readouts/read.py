@@ -19,6 +19,7 @@ from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.initial_norm import InitialNormState
 from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.rate_multipliers import RateMultiplierState
 from orscale_jax.transforms.trust_ratio import (
     CalibratedTrustRatioState,
     LargestDirectionState,
@@ -62,7 +63,8 @@ def read(
         :func:`optax.partition` have different ones: a mapping from their labels to
         numbers and schedules, or a tree of them like the parameters, or a prefix of one.
         None: the rates of :func:`optax.inject_hyperparams`, if the state has them;
-        otherwise ``relative_step`` is None.
+        otherwise ``relative_step`` is None. Without the ``learning_rate_multipliers`` of
+        the optimizer: these are in the state.
 
     Returns:
       A :class:`Reading`.
@@ -107,9 +109,9 @@ def read(
     }
     groups = {path: labels for path, (labels, _) in ratios.items()}
     rates = learning_rates(learning_rate, state, params, groups) if groups else None
+    rates = _multiplied(rates or {}, state)
     for path, (_, at) in ratios.items():
-        eta = (rates or {}).get(path)
-        found[path] |= _of_matrices(at, found[path]["weight_norm"], eta)
+        found[path] |= _of_matrices(at, found[path]["weight_norm"], rates.get(path))
     for path, norm in initial.items():
         found[path]["growth"] = found[path]["weight_norm"] / norm
     for path, on in started.items():
@@ -138,6 +140,17 @@ def _with_ratios(state: PyTree) -> dict[Path, tuple[Labels, dict[str, jax.Array]
             at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}
             found[path] = labels, at | {"bounds": jnp.asarray(node.bounds)}
     return found
+
+
+def _multiplied(rates: dict[Path, ArrayLike], state: PyTree) -> ByPath:
+    """The rate of each matrix, from that of its leaf and the multipliers in the state."""
+    multipliers = _by_path(
+        node.learning_rate_multiplier for node in nodes_of(state, RateMultiplierState)
+    )
+    return {
+        path: rate * multipliers[path] if path in multipliers else rate
+        for path, rate in rates.items()
+    }
 
 
 def _by_path(trees: Iterable[PyTree]) -> ByPath:

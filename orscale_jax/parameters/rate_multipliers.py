@@ -1,0 +1,191 @@
+"""Multipliers of the learning rate, for each parameter: a tree, or rules on paths."""
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.parameters.dimension_numbers import is_function
+from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.names import names_on, quoted
+
+RateMultipliers: TypeAlias = (
+    PyTree
+    | Mapping[str | re.Pattern[str], ArrayLike]
+    | Iterable[tuple[str | re.Pattern[str], ArrayLike]]
+    | Callable[[PyTree], PyTree]
+    | None
+)
+
+NAME = "learning_rate_multipliers"
+_VALUES = (
+    "pass a positive finite number, or an array of them for stacked layers. A schedule "
+    "or a rate of 0 for some parameters is a group of optax.partition"
+)
+_FORMS = (
+    "pass a mapping from regular expressions over the paths to numbers, a tree of "
+    "numbers like the parameters, a prefix of one, or a function that makes one"
+)
+
+_watches: list[list[PyTree]] = []  # Of resolved().
+
+
+class _Rules(Expressions[ArrayLike]):
+    """Multipliers by path."""
+
+    kind = "positive numbers"
+
+    @staticmethod
+    def checked(name: str, value: Any) -> ArrayLike:
+        return _multiplier(name, value)
+
+
+def check(given: RateMultipliers) -> None:
+    """Refuse values that are not positive finite numbers, as far as they are known.
+
+    Raises:
+      ValueError: If there is such a value; it is named.
+    """
+    if given is None or _is_function(given):
+        return
+    if _is_sequence_of_rules(given):
+        _Rules.compile(given, NAME, NAME)
+    elif _is_mapping_of_values(given):
+        for key, value in given.items():
+            if value is not None:  # In a tree, where the parameters have None, too.
+                _multiplier(f"{NAME}[{key!r}]", value)
+    else:
+        _check_tree(unbox(given))
+
+
+def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
+    """The multiplier of each parameter, 1 where no expression matches.
+
+    Args:
+      given: See :func:`orscale_jax.orscale`.
+      tree: The parameters, without boxes; parts of it may be masked.
+
+    Returns:
+      A tree like the parameters, masked where they are; None if nothing is given.
+
+    Raises:
+      ValueError: If a value is not a positive finite number, an expression is not valid
+        or applies to no parameter, or a tree does not fit.
+    """
+    if given is None:
+        return None
+    if not jax.tree.leaves(tree):  # As in matrix_axes.
+        return tree
+    if _is_function(given):
+        given = given(tree)
+        check(given)
+    # JAX would sort the keys of a mapping of rules: only a tree is unboxed.
+    rules = _is_rules(given, tree)
+    found = _by_path(given, tree) if rules else _by_tree(unbox(given), tree)
+    for watch in _watches:
+        watch.append(found)
+    return found
+
+
+@contextlib.contextmanager
+def resolved() -> Iterator[list[PyTree]]:
+    """Collect the multipliers of the optimizers whose ``init`` is traced inside."""
+    found: list[PyTree] = []
+    _watches.append(found)
+    try:
+        yield found
+    finally:
+        _watches.remove(found)
+
+
+def _is_function(given: RateMultipliers) -> TypeGuard[Callable[[PyTree], PyTree]]:
+    # A mapping is none; JAX cannot flatten one whose keys are patterns.
+    return callable(given) and is_function(given, _is_number)
+
+
+def _is_rules(given: Any, tree: PyTree) -> bool:
+    """Whether keys are expressions; a mapping with the parameters' own keys is a tree."""
+    if _is_sequence_of_rules(given):
+        return True
+    return _is_mapping_of_values(given) and (
+        any(isinstance(key, re.Pattern) for key in given)
+        or not _is_prefix(mask_like(unbox(given), tree), tree)
+    )
+
+
+def _is_sequence_of_rules(given: Any) -> bool:
+    return isinstance(given, list | tuple) and all(
+        isinstance(pair, list | tuple)
+        and len(pair) == 2
+        and isinstance(pair[0], str | re.Pattern)
+        for pair in given
+    )
+
+
+def _is_mapping_of_values(given: Any) -> TypeGuard[Mapping[Any, Any]]:
+    return isinstance(given, Mapping) and all(
+        isinstance(key, str | re.Pattern)
+        and (value is None or jax.tree_util.all_leaves([value]))
+        for key, value in given.items()
+    )
+
+
+def _is_prefix(given: PyTree, tree: PyTree) -> bool:
+    try:
+        jax.tree.map(lambda *_: None, given, tree)
+    except ValueError:
+        return False
+    return True
+
+
+def _by_path(rules: Any, tree: PyTree) -> PyTree:
+    compiled = _Rules.compile(rules, NAME, NAME)
+    found = compiled.values(leaves_and_masks(tree))
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: found.get(names_on(path), 1.0), tree
+    )
+
+
+def _by_tree(given: PyTree, tree: PyTree) -> PyTree:
+    _check_tree(given)
+    given = mask_like(given, tree)
+    try:
+        return jax.tree.map(
+            lambda value, part: jax.tree.map(lambda _: value, part), given, tree
+        )
+    except ValueError as error:
+        raise ValueError(f"{NAME} does not fit: {_FORMS}: {error}") from error
+
+
+def _check_tree(given: PyTree) -> None:
+    for path, value in jax.tree_util.tree_leaves_with_path(given):
+        if not path and isinstance(value, str):
+            _checks.refuse(NAME, value, _FORMS)
+        _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)
+
+
+def _is_number(value: Any) -> bool:
+    real = jnp.floating, jnp.integer
+    dtype = getattr(value, "dtype", type(value))
+    known = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
+    return known and any(jnp.issubdtype(dtype, kind) for kind in real)
+
+
+def _multiplier(name: str, value: Any) -> ArrayLike:
+    """The value, if it is positive and finite or not known yet."""
+    if not _is_number(value):
+        _checks.refuse(name, value, _VALUES)
+    _checks.not_rounded(name, value)
+    if not isinstance(value, jax.core.Tracer):
+        known = np.asarray(jax.device_get(value))
+        if not (np.isfinite(known) & (known > 0)).all():
+            _checks.refuse(name, value, _VALUES)
+    return value

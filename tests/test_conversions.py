@@ -1,0 +1,191 @@
+"""The table of conversions in docs/hyperparameters.md: steps of others, and ours.
+
+The others are their update formulas in float64 NumPy, written from the files that the
+table names (no code of theirs); of Optax's Muon it is the implementation itself. All use
+Keller Jordan's five steps of Newton–Schulz.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from orscale_jax import muon, orscale
+from tests import oracle
+from tests.leaves import relative_error
+from tests.runs import run
+
+JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
+SHAPES = {"up": (6, 24), "square": (10, 10), "down": (24, 6)}  # Inputs, outputs.
+RATE, DECAY, MOMENTUM, STEPS = 0.02, 0.3, 0.9, 4
+
+
+def tree(seed):
+    rng = np.random.default_rng(seed)
+    draws = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
+    return jax.tree.map(jnp.float32, draws)
+
+
+def sum_of_gradients(momentum, gradient):
+    """Keller Jordan's post, Moonlight: M ← μM + G, and G + μM with Nesterov."""
+    momentum = MOMENTUM * momentum + gradient
+    return momentum, gradient + MOMENTUM * momentum
+
+
+def average_of_gradients(momentum, gradient):
+    """torch.optim.Muon, muon.py, Emerging-Optimizers: M ← μM + (1 − μ)G, likewise."""
+    momentum = MOMENTUM * momentum + (1 - MOMENTUM) * gradient
+    return momentum, (1 - MOMENTUM) * gradient + MOMENTUM * momentum
+
+
+def average_without_nesterov(momentum, gradient):
+    momentum, _ = average_of_gradients(momentum, gradient)
+    return momentum, momentum
+
+
+def jordan(inputs, outputs):
+    return max(1, outputs / inputs) ** 0.5
+
+
+def moonlight(inputs, outputs):
+    return 0.2 * max(inputs, outputs) ** 0.5
+
+
+def unit_rms_norm(inputs, outputs):
+    return (outputs / inputs) ** 0.5
+
+
+def spectral(inputs, outputs):
+    return max(inputs, outputs) ** 0.5
+
+
+def theirs(name, convention):
+    """W after some steps, in float64; on the way as (outputs, inputs), like PyTorch's."""
+    weight = np.asarray(tree(0)[name], np.float64).T
+    momentum = np.zeros_like(weight)
+    for step in range(STEPS):
+        gradient = np.asarray(tree(step + 1)[name], np.float64).T
+        momentum, update = convention.momentum_of(momentum, gradient)
+        q = oracle.newton_schulz(update, JORDAN, safety=1.0)
+        weight = weight * (1 - (DECAY if convention.independent else RATE * DECAY))
+        weight = weight - RATE * convention.scale(*SHAPES[name]) * q
+    return weight.T
+
+
+def ours(name, rate, make=muon, **arguments):
+    optimizer = make(
+        rate, momentum=MOMENTUM, ns_coeffs="jordan", ns_dtype=jnp.float32, **arguments
+    )
+    params = {name: tree(0)[name]}
+    [*_, (params, _)] = run(optimizer, params, STEPS, lambda i: {name: tree(i)[name]})
+    return params[name]
+
+
+class Convention(NamedTuple):
+    """What they do, and the arguments of ours: ``consistent_rms`` and ``nesterov``."""
+
+    momentum_of: Callable
+    scale: Callable
+    rms: float | None = 0.2
+    nesterov: bool = True
+    independent: bool = False  # W ← (1 − w)W instead of (1 − aw)W.
+
+
+CASES = {
+    "torch.optim.Muon, original": Convention(average_of_gradients, jordan),
+    "torch.optim.Muon, match_rms_adamw": Convention(average_of_gradients, moonlight),
+    "KellerJordan/Muon": Convention(average_of_gradients, jordan, rms=None),
+    "Moonlight": Convention(sum_of_gradients, moonlight),
+    "Emerging-Optimizers, spectral": Convention(
+        average_without_nesterov, spectral, rms=1.0, nesterov=False
+    ),
+    "Emerging-Optimizers, shape_scaling": Convention(
+        average_without_nesterov, jordan, rms=None, nesterov=False
+    ),
+    "Emerging-Optimizers, unit_rms_norm, independent": Convention(
+        average_without_nesterov, unit_rms_norm, nesterov=False, independent=True
+    ),
+}
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("case", CASES)
+def test_the_converted_rate_and_decay_take_the_same_steps(case, shape):
+    """η = aσ/s and ηλ = aw (or w): rate a, decay w and scale σ are theirs."""
+    convention, sides = CASES[case], SHAPES[shape]
+    s = 1.0 if convention.rms is None else convention.rms * max(sides) ** 0.5
+    rate = RATE * convention.scale(*sides) / s
+    found = ours(
+        shape,
+        rate,
+        weight_decay=(DECAY if convention.independent else RATE * DECAY) / rate,
+        consistent_rms=convention.rms,
+        nesterov=convention.nesterov,
+    )
+    assert relative_error(found, theirs(shape, convention)) < 1e-5
+
+
+@pytest.mark.parametrize("case", ["Moonlight", "torch.optim.Muon, match_rms_adamw"])
+def test_what_needs_no_conversion(case):
+    found = ours("up", RATE, weight_decay=DECAY)
+    assert relative_error(found, theirs("up", CASES[case])) < 1e-5
+
+
+@pytest.mark.parametrize("rms", [None, 0.2])
+def test_optax(rms):
+    """Its average has bias corrections: without Nesterov they cancel in Q."""
+    params, sides = {"up": tree(0)["up"]}, SHAPES["up"]
+    given = {"weight_decay": DECAY, "consistent_rms": rms, "nesterov": False}
+    optimizer = optax.contrib.muon(RATE, beta=MOMENTUM, **given)
+    [*_, (expected, _)] = run(optimizer, params, STEPS, lambda i: {"up": tree(i)["up"]})
+    scale = jordan(*sides) if rms is None else moonlight(*sides)
+    rate = RATE * scale / moonlight(*sides)
+    found = ours("up", rate, weight_decay=RATE * DECAY / rate, nesterov=False)
+    assert relative_error(found, expected["up"]) < 1e-5
+
+
+def test_a_rate_for_each_shape():
+    """Scales by the shape as multipliers: one rate for all, where nothing decays."""
+    params = tree(0)
+    scales = {name: jordan(*shape) for name, shape in SHAPES.items()}
+    optimizer = muon(
+        RATE,
+        consistent_rms=None,
+        weight_decay=0.0,
+        ns_coeffs="jordan",
+        learning_rate_multipliers=scales,
+    )
+    theirs = optax.contrib.muon(RATE)
+    found, expected = (
+        jax.jit(opt.update)(tree(1), opt.init(params), params)[0]
+        for opt in (optimizer, theirs)
+    )
+    for name in params:
+        assert relative_error(found[name], expected[name]) < 1e-5
+
+
+def test_independent_decay_under_a_schedule():
+    """W ← (1 − w)W − ηsQ is a decay of w/η."""
+    schedule = optax.linear_schedule(0.02, 0.01, STEPS)
+    found = ours("up", schedule, weight_decay=lambda count: DECAY / schedule(count))
+    weight, momentum = np.asarray(tree(0)["up"], np.float64), 0.0
+    for step in range(STEPS):
+        momentum, update = sum_of_gradients(momentum, np.asarray(tree(step + 1)["up"]))
+        q = oracle.newton_schulz(update.T, JORDAN, safety=1.0).T
+        rate = float(schedule(step))
+        weight = (1 - DECAY) * weight - rate * moonlight(*SHAPES["up"]) * q
+    assert relative_error(found, weight) < 1e-5
+
+
+def test_orscales_first_step_is_muons():
+    optimizers = [make(RATE, weight_decay=DECAY) for make in (muon, orscale)]
+    first, second = (
+        jax.jit(opt.update)(tree(1), opt.init(tree(0)), tree(0))[0] for opt in optimizers
+    )
+    for name in SHAPES:
+        assert relative_error(first[name], second[name]) < 1e-4

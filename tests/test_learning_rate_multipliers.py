@@ -1,0 +1,250 @@
+"""`learning_rate_multipliers` of the optimizers: each parameter as at its own rate."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+from orscale_jax import _algorithm, convert_state, family, muon, orscale, state_shardings
+from orscale_jax.diagnostics import read
+from tests import leaves
+from tests.runs import ABLATIONS, FAMILY, Oracles, readout, run
+from tests.small import NUMBERS, tree
+
+# Powers of two, so that nothing is rounded where decay and ratio see the same weights.
+PER_LAYER = np.array([1.0, 2.0, 4.0])
+RULES = {"^w$": 0.5, "^b$": 2.0, "stack": PER_LAYER}
+OPTIMIZERS = {"orscale": orscale, "muon": muon, **ABLATIONS, **FAMILY}
+SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 3)
+
+
+def build(make, rate, multipliers=RULES, **arguments):
+    return make(
+        rate,
+        weight_dimension_numbers=NUMBERS,
+        learning_rate_multipliers=multipliers,
+        **arguments,
+    )
+
+
+def train(optimizer, steps=3):
+    return run(optimizer, tree(0), steps, tree)[-1][0]
+
+
+def times(rate, factor):
+    if callable(rate):
+        return lambda count: factor * rate(count)
+    return factor * rate
+
+
+def apart(make, rate, **arguments):
+    """The parameters, each of a run in which all have its own rate."""
+    at = {
+        f: train(build(make, times(rate, f), None, **arguments)) for f in (0.5, 1, 2, 4)
+    }
+    stack = [at[factor]["stack"][layer] for layer, factor in enumerate(PER_LAYER)]
+    return {"w": at[0.5]["w"], "b": at[2]["b"], "stack": jnp.stack(stack)}
+
+
+# The ratio of pooled couples the matrices.
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("rate", [SCHEDULE, 1e-2], ids=["schedule", "number"])
+@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "pooled"])
+def test_each_parameter_is_as_at_its_own_rate(name, rate):
+    make = OPTIMIZERS[name]
+    found, expected = train(build(make, rate)), apart(make, rate)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.extended
+def test_pooled_by_its_first_update():
+    steps = [build(family.pooled, 1e-2, given) for given in (RULES, None)]
+    found, plain = (opt.update(tree(1), opt.init(tree(0)), tree(0))[0] for opt in steps)
+    np.testing.assert_array_equal(found["w"], 0.5 * plain["w"])
+    np.testing.assert_array_equal(
+        found["stack"], PER_LAYER[:, None, None] * plain["stack"]
+    )
+
+
+@pytest.mark.extended
+def test_against_float64_numpy():
+    """Five steps with decay; one multiplier per kind of leaf, against the oracle."""
+    rate, params = 0.01, leaves.random_tree(0)
+    factors = {name: 0.5 + i / 8 for i, name in enumerate(leaves.SHAPES)}
+    optimizer = orscale(
+        rate,
+        weight_dimension_numbers=leaves.DIMENSIONS,
+        learning_rate_multipliers=factors,
+        ns_dtype=jnp.float32,
+    )
+    oracles = Oracles(params)
+    for step, (found, _) in enumerate(run(optimizer, params, 5)):
+        grads = leaves.random_tree(step + 1)
+        for name in grads:
+            one = Oracles.__new__(Oracles)
+            one.matrices = {n: m for n, m in oracles.matrices.items() if n == name}
+            one.others = {n: o for n, o in oracles.others.items() if n == name}
+            one.step(grads, rate * factors[name])
+        oracles.assert_close(found, 2e-4)
+
+
+def test_adamw_has_its_own_rate_and_the_multiplier():
+    optimizer = build(orscale, 1e-2, {"^b$": 2.0}, adam_learning_rate=SCHEDULE)
+    expected = build(orscale, 1e-2, None, adam_learning_rate=times(SCHEDULE, 2.0))
+    jax.tree.map(np.testing.assert_array_equal, train(optimizer), train(expected))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("make", [orscale, muon, family.hyperball])
+def test_without_it_nothing_of_it_runs(make, monkeypatch):
+    """State and program are those of an optimizer that knows no multipliers."""
+
+    def fail(*_):
+        raise AssertionError("called without learning_rate_multipliers")
+
+    for name in ("multiplied", "multiplied_for_matrices", "require_fitting"):
+        monkeypatch.setattr(_algorithm, name, fail)
+    state = build(make, SCHEDULE, None).init(tree(0))
+    assert not optax.tree.get_all_with_path(state, "learning_rate_multiplier")
+    monkeypatch.undo()
+    ones = build(make, SCHEDULE, {}).init(tree(0))
+    extra = readout(ones, "learning_rate_multiplier")
+    assert sorted(map(np.shape, jax.tree.leaves(extra))) == [(), (3,)]
+    assert len(jax.tree.leaves(ones)) == len(jax.tree.leaves(state)) + 2
+
+
+def test_ones_change_no_bit():
+    plain, ones = (train(build(orscale, 1e-2, given), 2) for given in (None, {}))
+    jax.tree.map(np.testing.assert_array_equal, plain, ones)
+
+
+def wrapped(wrap, multipliers):
+    return wrap(build(orscale, 1e-2, multipliers))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda inner: optax.MultiSteps(inner, 1).gradient_transformation(),
+        lambda inner: optax.apply_if_finite(inner, 3),
+        lambda inner: optax.chain(optax.clip_by_global_norm(1e9), inner),
+        lambda inner: optax.masked(inner, {"w": True, "stack": True, "b": False}),
+        lambda inner: optax.partition({"a": inner, "b": optax.sgd(1.0)}, labels),
+    ],
+    ids=["MultiSteps", "apply_if_finite", "chain", "masked", "partition"],
+)
+def test_in_optax_wrappers(wrap):
+    found, plain = (
+        wrapped(wrap, given).update(tree(1), wrapped(wrap, given).init(tree(0)), tree(0))[
+            0
+        ]
+        for given in (RULES, None)
+    )
+    np.testing.assert_array_equal(found["w"], 0.5 * plain["w"])
+    np.testing.assert_array_equal(
+        found["stack"], PER_LAYER[:, None, None] * plain["stack"]
+    )
+
+
+labels = {"w": "a", "stack": "a", "b": "b"}
+
+
+def test_inject_hyperparams_leaves_a_mapping_alone():
+    injected = optax.inject_hyperparams(orscale)
+    optimizer = build(injected, SCHEDULE)
+    state = optimizer.init(tree(0))
+    assert "learning_rate_multipliers" not in state.hyperparams
+    expected = train(build(orscale, SCHEDULE))
+    jax.tree.map(np.testing.assert_array_equal, train(optimizer), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_on_a_mesh(kind):
+    """Sharded along the layers and the columns, a multiplier for each layer."""
+    mesh = jax.make_mesh((2, 2), ("layers", "x"), axis_types=(kind,) * 2)
+    shapes = {"stack": (4, 8, 4), "gains": (4, 8), "b": (4,)}
+    specs = {"stack": P("layers", None, "x"), "gains": P("layers", "x"), "b": P("x")}
+    numbers = {"stack": NUMBERS["stack"], "gains": None, "b": None}
+    factors = {"stack|gains": np.array([1.0, 2.0, 4.0, 8.0]), "b": 0.5}
+    optimizer = orscale(
+        1e-2, weight_dimension_numbers=numbers, learning_rate_multipliers=factors
+    )
+    params, grads = (tree(seed, shapes=shapes) for seed in (0, 1))
+    expected, new = optimizer.update(grads, optimizer.init(params), params)
+    where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    params, grads = jax.device_put((params, grads), (where, where))
+    with jax.set_mesh(mesh):
+        of_state = state_shardings(optimizer, params)
+        state = jax.jit(optimizer.init, out_shardings=of_state)(params)
+        updates, state = jax.jit(optimizer.update)(grads, state, params)
+    for name in shapes:
+        np.testing.assert_allclose(updates[name], expected[name], rtol=1e-4, atol=1e-6)
+        if kind == AxisType.Explicit:
+            assert updates[name].sharding.spec == specs[name]
+    found = readout(state, "learning_rate_multiplier")["stack"]
+    np.testing.assert_array_equal(
+        found, readout(new, "learning_rate_multiplier")["stack"]
+    )
+    if kind == AxisType.Explicit:
+        assert found.sharding.spec == P("layers")
+
+
+def test_boxed_parameters():
+    boxes = {"up": nn.Partitioned(jnp.ones((3, 4, 6)), names=("layers", None, "x"))}
+    optimizer = orscale(
+        1.0,
+        weight_dimension_numbers={"up": NUMBERS["stack"]},
+        learning_rate_multipliers={"up": PER_LAYER},
+    )
+    state = optimizer.init(boxes)
+    box = readout(state, "learning_rate_multiplier")["up"]
+    assert isinstance(box, nn.Partitioned) and box.names == ("layers",)
+    updates, _ = optimizer.update(boxes, state, boxes)
+    first = updates["up"].value[:, 0, 0]
+    np.testing.assert_allclose(first / first[0], PER_LAYER, rtol=1e-6)
+
+
+def test_the_state_shows_the_multipliers_of_the_last_step():
+    """A run that goes on with others uses the new ones, and shows them."""
+    old, new = build(orscale, 1e-2), build(orscale, 1e-2, {"^w$": 3.0})
+    state = old.init(tree(0))
+    assert readout(state, "learning_rate_multiplier")["w"] == 0.5
+    updates, state = new.update(tree(1), state, tree(0))
+    assert readout(state, "learning_rate_multiplier")["w"] == 3.0
+    expected, _ = new.update(tree(1), new.init(tree(0)), tree(0))
+    jax.tree.map(np.testing.assert_array_equal, updates, expected)
+
+
+def test_a_run_that_begins_to_use_them():
+    before = build(orscale, SCHEDULE, None)
+    [(params, state)] = run(before, tree(0), 1, tree)
+    now = build(orscale, SCHEDULE)
+    with pytest.raises(ValueError, match="convert_state"):
+        now.update(tree(1), state, params)
+    converted = convert_state(state, now, params)
+    found, _ = now.update(tree(2), converted, params)
+    plain, _ = before.update(tree(2), state, params)
+    np.testing.assert_array_equal(found["w"], 0.5 * plain["w"])
+
+
+@pytest.mark.parametrize("injected", [False, True])
+def test_relative_steps_are_right_per_matrix(injected):
+    make = optax.inject_hyperparams(orscale) if injected else orscale
+    optimizer = build(make, SCHEDULE)
+    (before, _), (params, state) = run(optimizer, tree(0), 2, tree)
+    given = None if injected else SCHEDULE
+    found = read(state, params, NUMBERS, learning_rate=given).relative_step
+    for name, axes in {"w": None, "stack": (1, 2)}.items():
+        moved = np.linalg.norm(params[name] - before[name], axis=axes)
+        expected = moved / np.linalg.norm(before[name], axis=axes)
+        np.testing.assert_allclose(found[name], expected, rtol=1e-4)
