@@ -106,6 +106,9 @@ CASES = {
     "Emerging-Optimizers, shape_scaling": Convention(
         average_without_nesterov, jordan, rms=None, nesterov=False
     ),
+    "Emerging-Optimizers, unit_rms_norm": Convention(
+        average_without_nesterov, unit_rms_norm, nesterov=False
+    ),
     "Emerging-Optimizers, unit_rms_norm, independent": Convention(
         average_without_nesterov, unit_rms_norm, nesterov=False, independent=True
     ),
@@ -130,10 +133,27 @@ def test_the_converted_rate_and_decay_take_the_same_steps(case, shape):
     assert relative_error(found, theirs(shape, convention)) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["Moonlight", "torch.optim.Muon, match_rms_adamw"])
-def test_what_needs_no_conversion(case):
-    found = ours("up", RATE, weight_decay=DECAY)
-    assert relative_error(found, theirs("up", CASES[case])) < 1e-5
+@pytest.mark.parametrize(
+    "case, arguments",
+    [
+        ("Moonlight", {}),
+        ("torch.optim.Muon, match_rms_adamw", {}),
+        ("torch.optim.Muon, original", {"scale_mode": "shape_scaling"}),
+        ("KellerJordan/Muon", {"scale_mode": "shape_scaling"}),
+        (
+            "Emerging-Optimizers, shape_scaling",
+            {"scale_mode": "shape_scaling", "nesterov": False},
+        ),
+        (
+            "Emerging-Optimizers, unit_rms_norm",
+            {"scale_mode": "unit_rms_norm", "nesterov": False},
+        ),
+    ],
+)
+def test_what_needs_no_conversion(case, arguments):
+    for shape in SHAPES:
+        found = ours(shape, RATE, weight_decay=DECAY, **arguments)
+        assert relative_error(found, theirs(shape, CASES[case])) < 1e-5
 
 
 @pytest.mark.parametrize("rms", [None, 0.2])
