@@ -376,7 +376,7 @@ def test_the_output_on_the_page():
         with contextlib.redirect_stdout(output):
             exec(compile(text, PAGE, "exec"), namespace)
         printed = output.getvalue()
-    assert [language for language, _ in blocks].count("text") == 5
+    assert [language for language, _ in blocks].count("text") == 7
 
 
 PLACEMENT = [

@@ -1,0 +1,72 @@
+"""Weights with outputs first, as in PyTorch: the same steps in both layouts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from orscale_jax import BlockDimensionNumbers as Blocks, muon, orscale
+from tests.leaves import relative_error
+from tests.runs import ABLATIONS, FAMILY
+
+OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY, **ABLATIONS}
+ON_SIDES = {"normuon", "muon_plus"}  # They normalize neurons or inputs.
+# PyTorch's shape and numbers, the axes in the order of JAX's, and numbers there.
+KINDS = {
+    "linear": ((8, 14), Dims(1, 0), (1, 0), Dims(0, 1)),
+    "in_proj": (
+        *((18, 5), Blocks(1, 0, block_axis=0, blocks=3)),
+        *((1, 0), Blocks(0, 1, block_axis=1, blocks=3)),
+    ),
+    "conv": ((8, 4, 3, 2), Dims((1, 2, 3), 0), (2, 3, 1, 0), Dims((0, 1, 2), 3)),
+    "grouped": (
+        *((8, 2, 3, 3), Blocks((1, 2, 3), 0, block_axis=0, blocks=2)),
+        *((2, 3, 1, 0), Blocks((0, 1, 2), 3, block_axis=3, blocks=2)),
+    ),
+    "transposed": ((4, 8, 3, 3), Dims((0, 2, 3), 1), (2, 3, 0, 1), Dims((0, 1, 2), 3)),
+}
+THEIRS = {name: kind[1] for name, kind in KINDS.items()}
+OURS = {name: kind[3] for name, kind in KINDS.items()}
+
+
+def weights(seed):
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.normal(size=shape).astype(np.float32)
+        for name, (shape, *_) in KINDS.items()
+    }
+
+
+def to_jax(tree):
+    return {name: leaf.transpose(KINDS[name][2]) for name, leaf in tree.items()}
+
+
+def step(make, numbers, params, grads):
+    optimizer = make(0.1, weight_dimension_numbers=numbers, ns_dtype=jnp.float32)
+    return jax.jit(optimizer.update)(grads, optimizer.init(params), params)[0]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_same_step_in_both_layouts(name):
+    """And for which optimizers a linear layer may be taken for (in, out)."""
+    take = functools.partial(step, OPTIMIZERS[name])
+    params, grads = weights(0), weights(1)
+    found = take(THEIRS, params, grads)
+    expected = take(OURS, to_jax(params), to_jax(grads))
+    for kind, update in to_jax(found).items():
+        assert relative_error(update, expected[kind]) < 2e-5, kind
+    turned = take(THEIRS | {"linear": Dims(0, 1)}, params, grads)
+    error = relative_error(turned["linear"], found["linear"])
+    assert (error > 1e-2) == (name in ON_SIDES)
+    assert (error < 2e-5) == (name not in ON_SIDES)
+
+
+def test_other_axes_of_a_convolution_are_other_matrices():
+    params, grads = weights(0), weights(1)
+    found = step(muon, THEIRS, params, grads)["conv"]
+    other = step(muon, THEIRS | {"conv": Dims((0, 1, 2), 3)}, params, grads)["conv"]
+    assert relative_error(other, found) > 0.1
