@@ -129,7 +129,7 @@ def _is_sequence_of_rules(given: Any) -> bool:
     )
 
 
-def _is_mapping_of_values(given: Any) -> bool:
+def _is_mapping_of_values(given: Any) -> TypeGuard[Mapping[Any, Any]]:
     return isinstance(given, Mapping) and all(
         isinstance(key, str | re.Pattern)
         and (value is None or jax.tree_util.all_leaves([value]))
@@ -187,4 +187,4 @@ def _multiplier(name: str, value: Any) -> ArrayLike:
         known = np.asarray(jax.device_get(value))
         if not (np.isfinite(known) & (known > 0)).all():
             _checks.refuse(name, value, _VALUES)
-    return value  # type: ignore[no-any-return]
+    return value

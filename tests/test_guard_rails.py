@@ -1,0 +1,129 @@
+"""What docs/guard_rails.md promises of Optax's wrappers around our optimizers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from orscale_jax import add_cautious_decayed_weights, family, muon, orscale
+from tests.runs import run
+from tests.small import NUMBERS, tree
+
+RATE, LIMIT = 1e-2, 50.0
+
+
+def is_usual(step, *, norm, **_):
+    return norm <= LIMIT
+
+
+def make(build, **arguments):
+    return build(
+        optax.linear_schedule(RATE, 0.0, 10),
+        weight_dimension_numbers=NUMBERS,
+        **arguments,
+    )
+
+
+def assert_same(found, wanted):
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("spike", [1e3, np.nan])
+@pytest.mark.parametrize("build", [orscale, muon, family.normuon, family.hyperball])
+def test_a_skipped_step_leaves_no_trace(build, spike):
+    """Also of a first step, which would set c."""
+    inner = make(build)
+    optimizer = optax.conditionally_mask(inner, is_usual, forward_extra_args=True)
+
+    @jax.jit
+    def step(params, state, grads):
+        norm = optax.tree.norm(grads)
+        updates, state = optimizer.update(grads, state, params, norm=norm)
+        return optax.apply_updates(params, updates), state
+
+    params, state = tree(0), optimizer.init(tree(0))
+    plain, plain_state, update = tree(0), inner.init(tree(0)), jax.jit(inner.update)
+    for number in range(4):
+        bad = jax.tree.map(lambda g: spike * g, tree(9))
+        if number in (0, 2):
+            after, skipped = step(params, state, bad)
+            assert_same((after, skipped.inner_state), (params, state.inner_state))
+            state = skipped
+        params, state = step(params, state, tree(number + 1))
+        updates, plain_state = update(tree(number + 1), plain_state, plain)
+        plain = optax.apply_updates(plain, updates)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7),
+            (params, state.inner_state),
+            (plain, plain_state),
+        )
+    assert state.step == 6
+
+
+def test_micro_batches_that_are_dropped():
+    skip = functools.partial(optax.skip_large_updates, max_squared_norm=LIMIT**2)
+    optimizer = optax.MultiSteps(make(orscale), 2, should_skip_update_fn=skip)
+    update = jax.jit(optimizer.update)
+    good, bad = [tree(1), tree(2)], jax.tree.map(lambda g: 1e3 * g, tree(3))
+    ends = []
+    for batches in (good, [good[0], bad, good[1]]):
+        state, params = optimizer.init(tree(0)), tree(0)
+        for grads in batches:
+            updates, state = update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        ends.append((params, state.inner_opt_state))
+    assert_same(*ends)
+
+
+def test_the_step_of_a_matrix_is_bounded():
+    optimizer = make(muon, weight_decay=0.0, momentum=0.5)
+    params, state = tree(0), make(muon).init(tree(0))
+    for seed, scale in enumerate((1e-6, 1.0, 1e6)):
+        grads = jax.tree.map(lambda g, scale=scale: scale * g, tree(seed))
+        updates, state = optimizer.update(grads, state, params)
+        for name in ("w", "stack"):
+            rms = np.sqrt(np.mean(np.square(updates[name])))
+            assert rms < 0.2 * RATE * 1.15  # Newton–Schulz is not exact.
+
+
+@pytest.mark.parametrize("b2, bound", [(0.95, 1.16), (0.999, 7.3)])
+def test_the_step_of_an_entry_of_adamw_is_bounded(b2, bound):
+    """The worst gradients: g grows so that m is parallel to v in Cauchy–Schwarz."""
+    b1, steps = 0.9, 10_000 if b2 > 0.99 else 500
+    limit = (1 - b1) / np.sqrt((1 - b2) * (1 - b1**2 / b2))
+    assert round(limit, 2 if b2 < 0.99 else 1) == bound
+    worst = jnp.float32((b1 / b2) ** np.arange(60)[::-1])
+    grads = jnp.concatenate([jnp.full(steps, worst[0]), worst])
+    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=0.0)
+
+    def step(state, gradient):
+        update, state = adam.update(gradient, state)
+        return state, jnp.abs(update)
+
+    _, updates = jax.lax.scan(step, adam.init(jnp.float32(0)), grads)
+    assert 0.8 * limit < updates[steps:].max() <= limit * (1 + 1e-3)
+
+
+def test_cautious_decay_of_adamw():
+    adamw = optax.chain(
+        optax.scale_by_adam(b1=0.9, b2=0.95),
+        add_cautious_decayed_weights(0.3),
+        optax.scale_by_learning_rate(RATE),
+    )
+    groups = {"matrix": make(family.cautious), "adamw": adamw}
+    labels = {"w": "matrix", "stack": "matrix", "b": "adamw"}
+    [*_, (params, _)] = run(optax.partition(groups, labels), tree(0), 3, tree)
+    [*_, (alone, _)] = run(make(family.cautious), tree(0), 3, tree)
+    np.testing.assert_allclose(params["w"], alone["w"], rtol=1e-6)
+    weight, mean, square = (np.float64(x) for x in (tree(0)["b"], 0.0, 0.0))
+    for step in range(1, 4):
+        gradient = np.float64(tree(step)["b"])
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
+        update = mean / (1 - 0.9**step) / np.sqrt(square / (1 - 0.95**step))
+        decay = np.where(update * weight >= 0, 0.3 * weight, 0.0)
+        weight = weight - RATE * (update + decay)
+    np.testing.assert_allclose(params["b"], weight, rtol=1e-5)
