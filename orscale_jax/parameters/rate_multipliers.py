@@ -60,7 +60,8 @@ def check(given: RateMultipliers) -> None:
         _Rules.compile(given, NAME, NAME)
     elif _is_mapping_of_values(given):
         for key, value in given.items():
-            _multiplier(f"{NAME}[{key!r}]", value)
+            if value is not None:  # In a tree, where the parameters have None, too.
+                _multiplier(f"{NAME}[{key!r}]", value)
     else:
         _check_tree(unbox(given))
 

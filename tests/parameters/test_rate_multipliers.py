@@ -70,6 +70,13 @@ def test_a_mapping_with_the_parameters_own_keys_is_a_tree():
     assert rate_multipliers({"w2": 3.0, "b": 4.0}, params)["w2"] == {"b": 3.0}
 
 
+def test_a_tree_has_none_where_the_parameters_have_none():
+    params = {"w": jnp.ones((2, 3)), "settings": None}
+    given = {"w": 2.0, "settings": None}
+    assert rate_multipliers(given, params) == given
+    orscale(1e-3, learning_rate_multipliers=given).init(params)
+
+
 def test_masked_parts():
     """Values and expressions for masked parameters are ignored."""
     masked = PARAMS | {"blocks": optax.MaskedNode()}
@@ -103,7 +110,6 @@ SCHEDULE = optax.constant_schedule(1.0)
         ({"^embed": np.inf}, r"\['\^embed'\]=inf"),
         ({"^embed": np.nan}, r"\['\^embed'\]=nan"),
         ({"^embed": True}, r"\['\^embed'\]=True"),
-        ({"^embed": None}, r"\['\^embed'\]=None"),
         ({"^embed": "2"}, r"\['\^embed'\]='2'"),
         ({"^embed": SCHEDULE}, "a group of optax.partition"),
         ({"^embed": jnp.bfloat16(1.1)}, "has dtype bfloat16, which rounds it"),
@@ -124,7 +130,8 @@ def test_values_are_refused_at_once(given, message):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"embbed": 2.0}, "'embbed' of learning_rate_multipliers matches no parameter"),
+        ({"^embed": None}, r"learning_rate_multipliers\['\^embed'\]=None"),
+        ({"embxd": 2.0}, "'embxd' of learning_rate_multipliers matches no parameter"),
         ({"blocks": 2.0, "query": 1.0}, "'query' of learning_rate_mul.*decides nothing"),
         ({"(": 2.0}, "an expression of learning_rate_multipliers='\\(' is not valid"),
         ({"blocks": {"0": 2.0}}, "does not fit: pass a mapping from regular"),
