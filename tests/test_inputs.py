@@ -717,6 +717,10 @@ FOR_MODEL = {
         "embed": {"table": False},
         "blocks": {"query": {"kernel": True, "scale": False}, "up": False},
     },
+    "learning_rate_multipliers": {
+        "embed": {"table": 2.0},
+        "blocks": {"query": {"kernel": 0.5, "scale": 3.0}, "up": np.float32(1.5)},
+    },
     "param_shardings": {
         "embed": {"table": P()},
         "blocks": {"query": {"kernel": P("data"), "scale": P()}, "up": P()},
