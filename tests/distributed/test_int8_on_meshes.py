@@ -99,10 +99,9 @@ def tree(seed):
     return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
-@pytest.mark.parametrize(
-    "build", [orscale, pytest.param(muon, marks=pytest.mark.extended)]
-)
+@pytest.mark.parametrize("build", [orscale, muon])
 def test_steps_are_those_of_one_device(build, kind):
     """Also with the state sharded and the parameters whole (ZeRO-1)."""
     optimizer = build(0.02, mu_dtype="int8", weight_dimension_numbers=NUMBERS)

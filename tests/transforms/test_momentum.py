@@ -101,6 +101,7 @@ def test_zeros_stay_zeros_and_nan_stays_nan():
 OPTIMIZERS = {"orscale": orscale, "muon": muon} | ABLATIONS | FAMILY
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_takes_it(name):
     """The first step has no rounded momentum yet, so it is that of float32."""
