@@ -90,6 +90,7 @@ class Stages:
       hyperparameters: The hyperparameters of the optimizer.
       params: The parameters or, without them, the updates; None before they are known.
       matrices: Which of them are matrices.
+      polar: M̃ to Q, for any of the matrices.
       orthogonalize: M̃ to Q.
       scale: Q to sQ.
       decay: Adds λW.
@@ -100,6 +101,7 @@ class Stages:
     hyperparameters: Hyperparameters
     params: PyTree | None
     matrices: Matrices
+    polar: Stage
     orthogonalize: optax.GradientTransformation
     scale: optax.GradientTransformation
     decay: optax.GradientTransformation
@@ -283,7 +285,9 @@ def _stages(h: Hyperparameters) -> StagesOf:
         mesh=h.mesh,
         slow_axes=h.slow_axes,
     )
-    param_specs = ParamSpecs(h.param_shardings)
+    orthogonalize = functools.partial(
+        orthogonalize_stage, polar, ParamSpecs(h.param_shardings)
+    )
     scale = Scale.of(h.consistent_rms, h.scale_mode)
     shape = shape_stage(scale)
     ratio = TrustRatio(
@@ -310,7 +314,8 @@ def _stages(h: Hyperparameters) -> StagesOf:
             hyperparameters=h,
             params=params,
             matrices=matrices,
-            orthogonalize=orthogonalize_stage(polar, param_specs, matrices),
+            polar=orthogonalize,
+            orthogonalize=orthogonalize(matrices),
             scale=shape(matrices),
             decay=add_decayed_weights(h.weight_decay, mask),
             ratio=trust_ratio_stage(ratio, mask, matrices),

@@ -8,6 +8,7 @@ Muon differs in one stage and nothing else.
 hyperball   Muon on the sphere of each matrix's initial norm (MuonH)
 normuon     Muon that divides neurons by their running root mean square
 muon_plus   Muon that divides the inputs of Q, then its neurons, by their norms
+aurora      Muon with a Q whose vectors along the longer side have nearly one norm
 cautious    OrScale that decays only the entries that the update shrinks
 pooled      OrScale with one ratio for all matrices, or one for each class
 replayed    Muon whose learning rate is multiplied by recorded ratios
@@ -27,6 +28,7 @@ from jax.typing import ArrayLike
 from orscale_jax._algorithm import ChainTail, Optimizer, Stages, with_arguments_of
 from orscale_jax._optimizers import RATIO, orscale
 from orscale_jax.transforms import decay
+from orscale_jax.transforms.balance import balanced_polar_stage
 from orscale_jax.transforms.initial_norm import initial_norm_stage
 from orscale_jax.transforms.neuron_rms import FULL_RANK, neuron_rms_stage
 from orscale_jax.transforms.normalize import INPUTS, NEURONS, normalize_stage
@@ -158,6 +160,54 @@ def muon_plus(
     """
     normalized = normalize_stage(order, eps)
     return optax.chain(stages.after_q(normalized).coupled), stages.learning_rate
+
+
+@_optimizer(*RATIO)
+def aurora(
+    stages: Stages, *, pp_iterations: int | jax.Array = 2, pp_beta: ArrayLike = 0.5
+) -> ChainTail:
+    r"""Aurora: Muon with a Q whose vectors along the longer side have nearly one norm.
+
+    Q stays orthogonal along the shorter side. For an ``(m, n)`` matrix with
+    :math:`m > n`, whose rows :math:`i` are its inputs,
+
+    .. math::
+
+      X_{i,:} &= \tilde M_{i,:} / \|\tilde M_{i,:}\|, \\
+      X_{i,:} &\leftarrow X_{i,:} / \|U_{i,:}\|^{2\beta} \quad \text{with} \quad
+      U = \mathrm{NS}_k(X), \\
+      Q &= \mathrm{NS}_k(X).
+
+    The second line is repeated ``pp_iterations - 1`` times. With :math:`m < n` it is the
+    same for the columns, the neurons. A square matrix takes Muon's step. Others go
+    through Newton–Schulz ``pp_iterations`` times, with as many exchanges on meshes.
+
+    Args:
+      pp_iterations: Passes through Newton–Schulz, at least 1. May be traced.
+      pp_beta: The exponent :math:`\beta`, at least 0. 0.5 divides by the norms of U.
+
+    Returns:
+      An optimizer with these arguments and those of :func:`orscale_jax.muon`, and with
+      Muon's state.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import family
+      >>> optimizer = family.aurora(1.0, consistent_rms=None, weight_decay=0, ns_steps=8)
+      >>> params = {"kernel": jnp.array([[9.0, 0], [0, 1.0], [0, 0.1], [0.1, 0]])}
+      >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+      >>> print(jnp.linalg.norm(updates["kernel"], axis=1).round(3))  # √(2/4) each
+      [0.707 0.707 0.707 0.707]
+
+    References:
+      Dewulf et al. 2026, arXiv:2606.27715, and the authors' code, which this follows
+      (tilde-research/aurora-release, 3d79a5c, 8 May 2026). Its scale is
+      ``scale_mode="shape_scaling"``. Its floor of 1e-7 under the norms is missing here: a
+      step does not depend on the scale of the gradients.
+    """
+    polar = balanced_polar_stage(stages.polar, pp_iterations, pp_beta)
+    stages = dataclasses.replace(stages, orthogonalize=polar(stages.matrices))
+    return optax.chain(stages.coupled), stages.learning_rate
 
 
 @_optimizer()

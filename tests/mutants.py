@@ -653,6 +653,42 @@ MUTANTS = [
         "test_family.py -k muon_plus",
     ),
     Mutant(
+        "_normalize",
+        "jnp.where(largest == 0, 1, largest)",
+        "1 + 0 * largest",
+        "test_family.py -k scales_of_gradients",
+    ),
+    Mutant(
+        "_divide",
+        "jnp.where(square == 0, 1, square)",
+        "square",
+        "test_family.py -k scales_of_gradients",
+    ),
+    Mutant(
+        "_divide",
+        "jnp.square(by)",
+        "jnp.square(x)",
+        "test_family.py::test_25_steps_against_float64_numpy[aurora]",
+    ),
+    Mutant(
+        "_is_not_square",
+        "m != n",
+        "m < n",
+        "test_family.py::test_25_steps_against_float64_numpy[aurora]",
+    ),
+    Mutant(
+        "_divide",
+        "jnp.where(chosen, broadcast(vectors, power, x), 1)",
+        "broadcast(vectors, power, x)",
+        "test_family.py::test_25_steps_against_float64_numpy[aurora]",
+    ),
+    Mutant(
+        "_has_more_columns",
+        "m < n",
+        "m > n",
+        "test_family.py::test_25_steps_against_float64_numpy[aurora]",
+    ),
+    Mutant(
         "_change",
         "(norm - moved) / moved",
         "0 * moved",
@@ -786,7 +822,7 @@ MUTANTS = [
         "test_momentum.py::test_steps_against_float64_numpy",
     ),
     Mutant(
-        "_rounded",
+        "encode_pieces",
         "jnp.where(jnp.isfinite(scales), scales, jnp.nan)",
         "scales",
         "test_int8_blocks.py::test_what_is_not_finite_makes_its_block_nan_and_no_other",

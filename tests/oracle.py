@@ -80,14 +80,28 @@ def unit_vectors(q, order, eps=1e-8):
     return q
 
 
+def balanced_polar(x, iterations=2, beta=0.5):
+    """Aurora's polar factor (arXiv:2606.27715), for a matrix without rows of zeros."""
+    m, n = np.shape(x)
+    if m < n:
+        return balanced_polar(np.transpose(x), iterations, beta).T
+    if m == n:
+        return newton_schulz(x)
+    weights = 1 / np.linalg.norm(x, axis=1)
+    for _ in range(iterations - 1):
+        leverage = np.sum(newton_schulz(np.diag(weights) @ x) ** 2, axis=1)
+        weights = weights * (n / m / leverage) ** beta
+    return newton_schulz(np.diag(weights) @ x)
+
+
 @dataclasses.dataclass
 class Matrix:
     """One matrix under OrScale (``adaptive``), Muon, an ablation or a relative.
 
-    ``denominator`` names what the ratio's denominator is the ``norm`` of, ``after_q``
-    makes what Q goes through before s, ``anchor`` is what sets c: where Q is not zero,
-    for the first time since the start or since :meth:`unset`. Before the first such step
-    the matrix does not decay.
+    ``denominator`` names what the ratio's denominator is the ``norm`` of, ``polar`` makes
+    Q, ``after_q`` makes what Q goes through before s, ``anchor`` is what sets c: where Q
+    is not zero, for the first time since the start or since :meth:`unset`. Before the
+    first such step the matrix does not decay.
     """
 
     weight: np.ndarray
@@ -104,6 +118,7 @@ class Matrix:
     norm: Callable = frobenius
     coupled: bool = True
     cautious: bool = False
+    polar: Callable = newton_schulz
     after_q: Callable = lambda: lambda q: q
     anchor: str = "first"
     anchor_steps: int = 100
@@ -140,7 +155,7 @@ class Matrix:
         self.started |= self.moves
         lookahead = lookahead if self.moves else np.zeros_like(lookahead)
         scale = 1.0 if self.rms is None else self.rms * max(self.weight.shape) ** 0.5
-        self.scaled_q = scale * self.normalize(newton_schulz(lookahead))
+        self.scaled_q = scale * self.normalize(self.polar(lookahead))
         decayed = self.decay * self.started * self.weight
         if self.cautious:
             decayed = np.where(self.scaled_q * self.weight >= 0, decayed, 0)

@@ -48,8 +48,12 @@ def assert_trees_close(found, expected, rtol=1e-5, atol=1e-7):
 
 
 def rounding(build):
-    """The absolute error of updates: Hyperball's round as its weights do."""
-    return {"atol": 1e-6} if getattr(build, "func", build) is family.hyperball else {}
+    """The absolute error of updates.
+
+    Hyperball's round as its weights do, Aurora's in two passes through Newton–Schulz.
+    """
+    rounded = {family.hyperball, family.aurora}
+    return {"atol": 1e-6} if getattr(build, "func", build) in rounded else {}
 
 
 def signature(tree):

@@ -33,6 +33,7 @@ from tests import leaves, oracle
 from tests.runs import FAMILY, Oracles, readout, run
 
 RATE, STEPS = 0.01, 25
+AURORA_AND_MUON = family.aurora, muon
 RECORDED = np.random.default_rng(0).uniform(0.3, 3, STEPS)
 NEURONS_ALONE = functools.partial(oracle.unit_vectors, order=["neurons"])
 BOTH = functools.partial(oracle.unit_vectors, order=["inputs", "neurons"])
@@ -49,6 +50,11 @@ CASES = {
         functools.partial(family.muon_plus, order="neurons"),
         {"adaptive": False, "after_q": lambda: NEURONS_ALONE},
     ),
+    "aurora": (family.aurora, {"adaptive": False, "polar": oracle.balanced_polar}),
+    "aurora_of_three": (
+        functools.partial(family.aurora, pp_iterations=3, pp_beta=0.25),
+        {"adaptive": False, "polar": lambda x: oracle.balanced_polar(x, 3, 0.25)},
+    ),
     "cautious": (family.cautious, {"cautious": True}),
     "full_rank": (
         functools.partial(orscale, anchor="full_rank"),
@@ -63,7 +69,7 @@ CASES = {
         {"anchor": "largest", "anchor_steps": 8},
     ),
 }
-SLOW = {"normuon_kept", "muon_plus_neurons", "full_rank_without_s"}
+SLOW = {"normuon_kept", "aurora_of_three", "muon_plus_neurons", "full_rank_without_s"}
 
 
 def build(factory, **arguments):
@@ -164,6 +170,7 @@ def test_arguments_are_orscales_and_their_own(name):
     parameters = inspect.signature(getattr(family, name)).parameters
     plain = inspect.signature(orscale).parameters
     own = {"b2", "eps", "norm", "order", "classes", "trust_ratio"}
+    own |= {"pp_iterations", "pp_beta"}
     for key, parameter in parameters.items():
         assert parameter.kind == plain.get(key, parameter).kind
         assert key in own or parameter.default == plain[key].default
@@ -308,6 +315,97 @@ class TestNeurons:
     def test_bad_orders(self, order):
         with pytest.raises(ValueError, match=r"order=.*'?neurons'?.*inputs"):
             family.muon_plus(1e-3, order=order)
+
+
+class TestAurora:
+    """A Q that is orthogonal and whose vectors on the longer side have one norm."""
+
+    def q_of(self, grads, **arguments):
+        """Q of leaves (*batch, m, n)."""
+        numbers = jax.tree.map(lambda x: Dims(x.ndim - 2, x.ndim - 1), grads)
+        optimizer = family.aurora(
+            1.0,
+            consistent_rms=None,
+            weight_decay=0.0,
+            ns_steps=10,
+            ns_dtype=jnp.float32,
+            weight_dimension_numbers=numbers,
+            **arguments,
+        )
+        updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
+        return jax.tree.map(lambda u: -np.asarray(u, np.float64), updates)
+
+    @pytest.mark.parametrize("shape", [(40, 10), (10, 40), (3, 40, 10), (1, 7), (7, 1)])
+    def test_norms_and_singular_values(self, shape):
+        m, n = shape[-2:]
+        scales = np.geomspace(0.1, 10, max(m, n)).reshape((-1, 1) if m > n else (1, -1))
+        grads = np.random.default_rng(0).normal(size=shape) * scales
+        grads = {"w": jnp.asarray(grads, jnp.float32)}
+        q = self.q_of(grads, pp_iterations=4)["w"]
+        values = np.linalg.svd(q, compute_uv=False)
+        np.testing.assert_allclose(values, np.ones_like(values), rtol=1e-3)
+        norms = np.linalg.norm(q, axis=-1 if m > n else -2)
+        np.testing.assert_allclose(norms, np.sqrt(min(m, n) / max(m, n)), rtol=0.05)
+
+    def test_a_square_matrix_takes_muons_step(self):
+        tree, given = some("square", "bias")
+        found, expected = (
+            run(f(0.1, **given), tree(0), 3, tree) for f in AURORA_AND_MUON
+        )
+        assert_same_run(found, expected)
+
+    def test_a_run_goes_on_as_muon_and_back(self):
+        """The states have one structure."""
+        tree, given = some("tall", "experts", "bias")
+        aurora, plain = (factory(0.1, **given) for factory in AURORA_AND_MUON)
+        [*_, (params, state)] = run(aurora, tree(0), 2, tree)
+        chex.assert_trees_all_equal_structs(state, plain.init(params))
+        chex.assert_trees_all_equal_shapes_and_dtypes(state, plain.init(params))
+        _, state = plain.update(tree(3), state, params)
+        updates, _ = aurora.update(tree(4), state, params)
+        assert all(jnp.isfinite(leaf).all() for leaf in updates.values())
+
+    def test_scales_of_gradients_vanish_and_zeros_stay(self):
+        """A row of zeros, one that is zero beside the others, and a matrix of zeros."""
+        w = jax.random.normal(jax.random.key(0), (8, 3)).at[0].set(0)
+        tiny = w.at[0].set(1e-25)
+        grads = {"w": w, "tiny": tiny, "zero": 0 * w, "large": 2.0**100 * w}
+        with jax.debug_nans(True):
+            q = self.q_of(grads)
+        assert not q["w"][0].any() and not q["zero"].any()
+        assert np.abs(q["tiny"][0]).max() < 1e-20
+        np.testing.assert_array_equal(q["large"], q["w"])
+        np.testing.assert_allclose(q["tiny"][1:], q["w"][1:], rtol=1e-5)
+
+    def test_a_nan_stays_in_its_matrix(self):
+        grads = {
+            "w": jax.random.normal(jax.random.key(0), (2, 6, 3)).at[0, 0, 0].set(jnp.nan)
+        }
+        q = self.q_of(grads)["w"]
+        assert np.isnan(q[0]).all() and np.isfinite(q[1]).all()
+
+    @pytest.mark.parametrize("iterations", [1, 3])
+    def test_traced_iterations(self, iterations):
+        grads = {"w": jax.random.normal(jax.random.key(0), (6, 3))}
+        found = self.q_of(grads, pp_iterations=jnp.asarray(iterations))["w"]
+        expected = self.q_of(grads, pp_iterations=iterations)["w"]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        "arguments, message",
+        [
+            ({"pp_iterations": 0}, "pp_iterations=0 is not valid: pass a whole number"),
+            ({"pp_iterations": 1.5}, "pp_iterations=1.5 is not valid"),
+            ({"pp_beta": -1}, "pp_beta=-1 is not valid"),
+        ],
+    )
+    def test_bad_arguments(self, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            family.aurora(1e-3, **arguments)
+
+    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 4), (0, 3, 4)])
+    def test_empty_leaves(self, shape):
+        assert self.q_of({"w": jnp.ones(shape)})["w"].shape == shape
 
 
 class TestHyperball:

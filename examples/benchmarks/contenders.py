@@ -81,6 +81,7 @@ def relatives(
         "pooled": family.pooled(1e-3, **ours),
         "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
         "replayed": family.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
+        "aurora": family.aurora(1e-3, **ours),
     }
 
 

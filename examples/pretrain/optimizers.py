@@ -182,6 +182,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
         has_matrices=True,
         readable=False,
     ),
+    # Of the family, too; last, since colours in figures go by the order.
+    "aurora": _ours("Aurora", family.aurora),
 }
 
 

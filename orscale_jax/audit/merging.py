@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-_NUMBER = re.compile(r"(\d+)")
+_NUMBER = re.compile(r"([0-9]+)")
 _BLOCK = re.compile(r"(\[[^\[]*\])$")  # The place of a block in its leaf.
 
 # For each place of a number in a name, the numbers that stand there.
@@ -113,8 +113,14 @@ def _ranges(numbers: frozenset[str]) -> str:
     ordered = sorted(numbers, key=lambda number: (int(number), number))
     # In a run of successive numbers, the number less its index is constant.
     runs = itertools.groupby(
-        enumerate(ordered), key=lambda indexed: int(indexed[1]) - indexed[0]
+        enumerate(ordered),
+        key=lambda indexed: (int(indexed[1]) - indexed[0], _zeros(indexed[1])),
     )
     ends = ([number for _, number in run] for _, run in runs)
     listed = ",".join("-".join(dict.fromkeys((run[0], run[-1]))) for run in ends)
     return f"{{{listed}}}"
+
+
+def _zeros(number: str) -> int:
+    """The width of a number that begins with zeros, 0 for others."""
+    return len(number) if number != str(int(number)) else 0

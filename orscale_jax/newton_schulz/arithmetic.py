@@ -159,6 +159,14 @@ class Arithmetic:
         return self.columns.max(largest) if self.columns else largest
 
 
+def magnitudes(x: jax.Array) -> jax.Array:
+    """Absolute values, and infinity for NaN, for a maximum that tells of both.
+
+    On CPUs, XLA's maximum ignores NaN in most arrays.
+    """
+    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+
+
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype of sums: float64 for float64, float32 for anything narrower."""
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)

@@ -64,7 +64,8 @@ class HeadRules(Expressions[PerHead | None]):
     @classmethod
     def of(cls, per_head: PerHeadRules) -> "HeadRules":
         """Check the argument ``per_head``."""
-        if isinstance(per_head, Iterable) and not isinstance(per_head, str):
+        several = isinstance(per_head, Iterable) and not isinstance(per_head, str)
+        if several and getattr(per_head, "ndim", 1):
             return cls.compile(per_head, "per_head", "per_head")
         return cls((), "per_head", cls.checked("per_head", per_head))
 

@@ -85,7 +85,7 @@ def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
     if not jax.tree.leaves(tree):  # As in matrix_axes.
         return tree
     if _is_function(given):
-        given = given(tree)
+        given = _of_parameters(given, tree)
         check(given)
     # JAX would sort the keys of a mapping of rules: only a tree is unboxed.
     rules = _is_rules(given, tree)
@@ -93,6 +93,17 @@ def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
     for watch in _watches:
         watch.append(found)
     return found
+
+
+def _of_parameters(given: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
+    try:
+        return given(tree)
+    except Exception as error:
+        error.add_note(
+            f"{NAME} was called with the parameters. A schedule for some of them is a "
+            "group of optax.partition."
+        )
+        raise
 
 
 @contextlib.contextmanager
@@ -185,7 +196,8 @@ def _multiplier(name: str, value: Any) -> ArrayLike:
         _checks.refuse(name, value, _VALUES)
     _checks.not_rounded(name, value)
     if not isinstance(value, jax.core.Tracer):
-        known = np.asarray(jax.device_get(value))
+        with np.errstate(over="ignore", under="ignore"):
+            known = np.asarray(jax.device_get(value)).astype(np.float32)
         if not (np.isfinite(known) & (known > 0)).all():
             _checks.refuse(name, value, _VALUES)
     return value

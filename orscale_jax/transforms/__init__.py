@@ -4,6 +4,7 @@
 momentum              G to M̃, with a state of floats or of 8-bit integers
 int8_blocks           arrays as 8-bit integers and a scale for each block of them
 orthogonalize         M̃ to Q
+balance               M̃ to Q with vectors of nearly one norm along the longer side
 shape                 Q to sQ
 decay                 adds λW: to all entries, or cautiously
 first_update          waits for a matrix's first update

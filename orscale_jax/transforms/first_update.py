@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from orscale_jax.newton_schulz.arithmetic import magnitudes
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import on_matrices
@@ -141,6 +142,6 @@ def moving_matrices(matrices: Matrices, updates: PyTree) -> PyTree:
 
 
 def _largest(leaf: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """The largest absolute value, NaN if there is one; 0 without values."""
+    """The largest absolute value, infinite if one is NaN; 0 without values."""
     # Newton–Schulz begins with the same reduction; for the same array it runs once.
-    return jnp.max(jnp.abs(leaf), axis=axis, initial=None if leaf.size else 0)
+    return jnp.max(magnitudes(leaf), axis=axis, initial=None if leaf.size else 0)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from orscale_jax.newton_schulz.arithmetic import magnitudes
 from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
 from orscale_jax.sharding import typed_sharding
 
@@ -83,9 +84,10 @@ def encode_pieces(
       like: An array of its whole shape and sharding.
       axis: The axis along which the blocks lie.
     """
-    largest = jnp.max(jnp.abs(pieces), axis=axis + 1, initial=0)
+    largest = jnp.max(magnitudes(pieces), axis=axis + 1, initial=0)
     # Rounding is monotone: the largest of the rounded values is the block's, rounded.
     scales = _of_blocks(_rounded(largest), like, axis)
+    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
     known = scales > 0
     inverse = jnp.where(known, scales, 1).astype(pieces.dtype)
     inverse = jnp.where(known, LARGEST / inverse, 0)
@@ -131,12 +133,11 @@ def axis_of(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> int:
 
 
 def _rounded(largest: jax.Array) -> jax.Array:
-    """The scales of pieces with these largest values."""
+    """The scales of pieces with these largest values; infinite for infinite ones."""
     wide = largest.astype(jnp.float32)
     # Not casts to bfloat16 and back, which XLA may leave out.
     scales = jax.lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
-    scales = jnp.where(scales < SMALLEST, 0, scales)
-    return jnp.where(jnp.isfinite(scales), scales, jnp.nan).astype(jnp.bfloat16)
+    return jnp.where(scales < SMALLEST, 0, scales).astype(jnp.bfloat16)
 
 
 def _count(x: jax.Array, axis: int) -> int:

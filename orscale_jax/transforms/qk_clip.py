@@ -50,7 +50,9 @@ def _factors(
     group = gamma.shape[-1] // heads
     grouped = gamma.reshape(*gamma.shape[:-1], heads, group)
     # A shared key takes the strongest clip of its queries; they take the rest of theirs.
-    key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))
+    weakest = jnp.min(grouped, axis=-1)  # Which may lose NaN on CPUs.
+    weakest = jnp.where(jnp.isnan(grouped).any(axis=-1), jnp.nan, weakest)
+    key = weakest ** (1 - jnp.asarray(alpha, gamma.dtype))
     query = (grouped / key[..., None]).reshape(gamma.shape)
     for places, factors in (
         (attention.query, query),

@@ -114,6 +114,8 @@ def name_of(value):
         ({"^embed": -1}, "pass a positive finite number"),
         ({"^embed": np.inf}, r"\['\^embed'\]=inf"),
         ({"^embed": np.nan}, r"\['\^embed'\]=nan"),
+        ({"^embed": 1e39}, r"\['\^embed'\]=1e\+39"),
+        ({"^embed": 1e-46}, r"\['\^embed'\]=1e-46"),
         ({"^embed": True}, r"\['\^embed'\]=True"),
         ({"^embed": "2"}, r"\['\^embed'\]='2'"),
         ({"^embed": SCHEDULE}, "a group of optax.partition"),

@@ -103,6 +103,17 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad):
         np.testing.assert_array_equal(array.astype("f4"), again.astype("f4"))
 
 
+@pytest.mark.parametrize("shape", [(64, 100), (48, 100), (4, 96, 128)])
+def test_no_maximum_loses_nan(shape):
+    """As XLA's does on CPUs in arrays of such shapes."""
+    x = np.ones(shape, np.float32)
+    x[..., 40, 5] = np.nan
+    _, scales = encode(x, x.ndim - 2)
+    wanted = np.zeros(scales.shape, bool)
+    wanted[..., 1, 5] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(scales, "f4")), wanted)
+
+
 def test_float64_is_rounded_to_the_same_scales(enable_x64):
     x = np.random.default_rng(0).normal(size=(64, 5))
     codes, scales = encode(jnp.asarray(x), 0)

@@ -88,11 +88,16 @@ def test_the_advice_of_the_readme():
     dense = [losses(name, REFERENCE)[1] for name in TEXTS if "mixture" not in name]
     ratios = [float(adam) / float(matrix) for matrix, adam in dense]
     assert min(ratios) > 2.8 and max(ratios) <= 4  # "About three times".
-    assert "here 0.016 for matrices, 0.045 for" in readme and ("0.016", "0.0452548") in dense
+    assert (
+        "here 0.016 for matrices, 0.045 for" in readme and ("0.016", "0.0452548") in dense
+    )
     mixture = TEXTS[-1]
     assert losses(mixture, "orscale")[1] == ("0.008", "0.032")
     mean, low, high = by_hand(of_workload(mixture))
-    assert f"`orscale` (0.008, 0.032) is ahead by {-mean:.3f} nats [{low:+.3f}, {high:+.3f}]" in readme
+    assert (
+        f"`orscale` (0.008, 0.032) is ahead by {-mean:.3f} nats [{low:+.3f}, {high:+.3f}]"
+        in readme
+    )
 
 
 def test_what_is_not_complete_is_not_reported(tmp_path):
