@@ -265,7 +265,7 @@ def test_gradients_that_are_not_finite(name, bad, when, where):
 @pytest.mark.parametrize("where", [..., (0, 0), 3], ids=["all", "one", "a row"])
 @pytest.mark.parametrize("shape", [(64, 100), (48, 130)])
 def test_no_shape_hides_a_first_gradient_of_nan(shape, where):
-    """XLA's maximum on CPUs ignores NaN in arrays of such shapes, and zeros do not move."""
+    """XLA's maximum on CPUs ignores NaN in such arrays, and zeros do not move."""
     params = {"w": jnp.ones(shape)}
     grads = {"w": jnp.zeros(shape).at[where].set(jnp.nan)}
     for optimizer in (orscale(RATE, ns_steps=2), muon(RATE, ns_steps=2)):
