@@ -1,6 +1,8 @@
 """The runs with one matrix per head: what differs, and that other tables stay."""
 
 import math
+import pathlib
+import re
 
 import pytest
 
@@ -92,3 +94,13 @@ def test_the_table_has_a_row_for_each_optimizer_and_workload(monkeypatch):
 
 def test_no_search_has_seen_the_seeds():
     assert not {*per_head.SEEDS} & {*per_head.SEARCH_SEEDS}
+
+
+def test_the_page_has_the_table(monkeypatch):
+    def refuse(self):
+        raise AssertionError("A run is missing in docs/data/per_head.")
+
+    monkeypatch.setattr(Runs, "_trainer", property(refuse))
+    page = (pathlib.Path(__file__).parents[3] / "docs/per_head_protocol.md").read_text()
+    [table] = re.findall(r"<!-- table: per head -->\n((?:\|.*\n)+)", page)
+    assert table.splitlines() == list(per_head.lines())
