@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+import jax
 import numpy as np
 import optax
 
@@ -64,8 +65,8 @@ class HeadRules(Expressions[PerHead | None]):
     @classmethod
     def of(cls, per_head: PerHeadRules) -> "HeadRules":
         """Check the argument ``per_head``."""
-        several = isinstance(per_head, Iterable) and not isinstance(per_head, str)
-        if several and getattr(per_head, "ndim", 1):
+        values = str, np.ndarray, jax.Array
+        if isinstance(per_head, Iterable) and not isinstance(per_head, values):
             return cls.compile(per_head, "per_head", "per_head")
         return cls((), "per_head", cls.checked("per_head", per_head))
 

@@ -46,10 +46,10 @@ class Int8TraceState(NamedTuple):
       States*, arXiv:2509.23106.
     """
 
-    #: Tree like the parameters: the codes, in the parameters' shapes and dtype int8.
+    #: Tree like the parameters, the codes in the parameters' shapes and dtype int8.
     trace: PyTree
-    #: Tree like the parameters: the scales, dtype bfloat16, in the parameters' shapes but
-    #: for the blocks' axis, which is 32 times shorter, rounded up.
+    #: Tree like the parameters, the scales in dtype bfloat16 and the parameters' shapes
+    #: but for the blocks' axis, which is 32 times shorter, rounded up.
     trace_scale: PyTree
 
 

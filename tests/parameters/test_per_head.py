@@ -515,3 +515,9 @@ def test_of_a_masked_tree():
     optimizer = optax.partition(groups, labels)
     rows = {row.path: row for row in describe(tree, numbers, optimizer=optimizer).rows}
     assert rows["attention.q_proj"].state_bytes - rows["mlp.up"].state_bytes == 25 * 3
+
+
+@pytest.mark.parametrize("given", [np.array(8), jnp.int32(8), np.array([8])])
+def test_arrays_are_no_numbers_of_heads(given):
+    with pytest.raises(ValueError, match="per_head="):
+        by_path({}, per_head=given)

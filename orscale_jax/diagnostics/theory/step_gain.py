@@ -87,7 +87,8 @@ def step_gain(
       weight_dimension_numbers: The dimension numbers of the optimizer, if
         ``trust_ratio`` is not a reading. (A reading has them, and others are refused.)
       consistent_rms: The value that the optimizer has; None: :math:`s = 1`.
-      scale_mode: The mode that the optimizer has; see :func:`scale_by_shape`.
+      scale_mode: The mode that the optimizer has; see
+        :func:`orscale_jax.scale_by_shape`.
 
     Returns:
       :class:`StepGain`, with standard errors by the jackknife over micro-batches. Values

@@ -101,7 +101,8 @@ def verdict(
       weight_dimension_numbers: The dimension numbers of the optimizer. None: those that
         :func:`read` was given.
       consistent_rms: The value that the optimizer has.
-      scale_mode: The mode that the optimizer has; see :func:`scale_by_shape`.
+      scale_mode: The mode that the optimizer has; see
+        :func:`orscale_jax.scale_by_shape`.
       gained: From :func:`step_gain`, at the parameters of the reading. Its κ then
         decides, and :math:`\kappa_{\mathrm{eff}}` is only reported.
 
