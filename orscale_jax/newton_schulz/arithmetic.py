@@ -153,18 +153,23 @@ class Arithmetic:
         total = jnp.sum(x, axis=(-2, -1), keepdims=True)
         return self.columns.sum(total) if self.columns else total
 
-    def max(self, x: jax.Array) -> jax.Array:
-        """The largest of each matrix's entries and 0, of shape ``(..., 1, 1)``."""
-        largest = jnp.max(x, axis=(-2, -1), keepdims=True, initial=0.0)
+    def largest(self, x: jax.Array) -> jax.Array:
+        """The largest absolute value of each matrix, of shape ``(..., 1, 1)``."""
+        largest = largest_magnitude(x, (-2, -1), keepdims=True)
         return self.columns.max(largest) if self.columns else largest
 
 
-def magnitudes(x: jax.Array) -> jax.Array:
-    """Absolute values, and infinity for NaN, for a maximum that tells of both.
+def largest_magnitude(
+    x: jax.Array, axis: int | tuple[int, ...], keepdims: bool = False
+) -> jax.Array:
+    """The largest absolute value along axes, NaN if there is one; 0 without entries.
 
-    On CPUs, XLA's maximum ignores NaN in most arrays.
+    Among the bits, as integers: on CPUs, XLA's maximum of floats ignores NaN in most
+    arrays.
     """
-    return jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x))
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
+    largest = jnp.max(bits, axis=axis, keepdims=keepdims, initial=0)
+    return jax.lax.bitcast_convert_type(largest, x.dtype)
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.newton_schulz.arithmetic import Arithmetic, accumulator, magnitudes
+from orscale_jax.newton_schulz.arithmetic import Arithmetic, accumulator
 
 
 class Start(NamedTuple):
@@ -104,7 +104,7 @@ def _widen(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
 
 def _over_largest(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     """Divide each matrix by its largest entry, and then by its norm."""
-    largest = arithmetic.max(magnitudes(x))
+    largest = arithmetic.largest(x)
     scaled = x / jnp.where(largest == 0, 1, largest)
     return scaled / _root(arithmetic.sum(jnp.square(scaled)))
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from orscale_jax.newton_schulz.arithmetic import magnitudes
+from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import on_matrices
@@ -138,10 +138,5 @@ def moving_matrices(matrices: Matrices, updates: PyTree) -> PyTree:
         # Some platforms flush subnormal numbers to zero, some only where they round.
         return ~(wide < jnp.finfo(wide.dtype).tiny)
 
-    return matrices.map(at, matrices.reduce(_largest, updates))
-
-
-def _largest(leaf: jax.Array, axis: tuple[int, ...]) -> jax.Array:
-    """The largest absolute value, infinite if one is NaN; 0 without values."""
     # Newton–Schulz begins with the same reduction; for the same array it runs once.
-    return jnp.max(magnitudes(leaf), axis=axis, initial=None if leaf.size else 0)
+    return matrices.map(at, matrices.reduce(largest_magnitude, updates))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from orscale_jax.newton_schulz.arithmetic import magnitudes
+from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
 from orscale_jax.sharding import typed_sharding
 
@@ -84,7 +84,7 @@ def encode_pieces(
       like: An array of its whole shape and sharding.
       axis: The axis along which the blocks lie.
     """
-    largest = jnp.max(magnitudes(pieces), axis=axis + 1, initial=0)
+    largest = largest_magnitude(pieces, axis + 1)
     # Rounding is monotone: the largest of the rounded values is the block's, rounded.
     scales = _of_blocks(_rounded(largest), like, axis)
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
@@ -184,7 +184,7 @@ def _of_blocks(of_pieces: jax.Array, x: jax.Array, axis: int) -> jax.Array:
     missing = count * (BLOCK // _piece(x, axis)) - scales.shape[axis]
     widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
     blocks = typed_sharding.split(jnp.pad(scales, widths), axis, count)
-    return jnp.max(blocks, axis=axis + 1)
+    return largest_magnitude(blocks, axis + 1)
 
 
 def _of_pieces(scales: jax.Array, x: jax.Array, axis: int) -> jax.Array:
