@@ -163,7 +163,6 @@ def largest_magnitude(
     x: jax.Array, axis: int | tuple[int, ...], keepdims: bool = False
 ) -> jax.Array:
     """The largest absolute value along axes, NaN if there is one; 0 without entries."""
-
     initial = None if x.size else 0
 
     def largest(x: jax.Array) -> jax.Array:
