@@ -150,10 +150,10 @@ def test_in_optax_wrappers(wrap):
         ]
         for given in (RULES, None)
     )
-    np.testing.assert_array_equal(found["w"], 0.5 * plain["w"])
-    np.testing.assert_array_equal(
-        found["stack"], PER_LAYER[:, None, None] * plain["stack"]
-    )
+    # MultiSteps compiles: two programs, which may round differently.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-8)
+    close(found["w"], 0.5 * plain["w"])
+    close(found["stack"], PER_LAYER[:, None, None] * plain["stack"])
 
 
 labels = {"w": "a", "stack": "a", "b": "b"}
