@@ -108,7 +108,7 @@ def color_of(name: str, known: Mapping[str, Any]) -> str:
 
 
 def narrow_path(path: pathlib.Path) -> pathlib.Path:
-    """Of the narrow version of a figure, where docs/_extensions/narrow.py finds it."""
+    """The narrow version of a figure, where docs/_extensions/narrow.py finds it."""
     return path.with_stem(f"{path.stem}_narrow")
 
 

@@ -276,30 +276,9 @@ def _algorithm_1(
 
 def _stages(h: Hyperparameters) -> StagesOf:
     """Check the stages' arguments once, for all parameters."""
-    polar = polar_options(
-        ns_steps=h.ns_steps,
-        ns_coeffs=h.ns_coeffs,
-        ns_dtype=h.ns_dtype,
-        ns_preconditioning=h.ns_preconditioning,
-        ns_products=h.ns_products,
-        mesh=h.mesh,
-        slow_axes=h.slow_axes,
-    )
-    orthogonalize = functools.partial(
-        orthogonalize_stage, polar, ParamSpecs(h.param_shardings)
-    )
+    orthogonalize = _orthogonalize(h)
     scale = Scale.of(h.consistent_rms, h.scale_mode)
-    shape = shape_stage(scale)
-    ratio = TrustRatio(
-        calibrate=h.calibrate,
-        anchor=h.anchor,
-        anchor_steps=h.anchor_steps,
-        r_min=h.r_min,
-        r_max=h.r_max,
-        eps=h.eps,
-        scale=scale,
-        weight_decay=h.weight_decay,
-    )
+    shape, ratio = shape_stage(scale), _trust_ratio(h, scale)
 
     def stages_of(
         params: PyTree | None,
@@ -323,6 +302,32 @@ def _stages(h: Hyperparameters) -> StagesOf:
         )
 
     return stages_of
+
+
+def _orthogonalize(h: Hyperparameters) -> Stage:
+    polar = polar_options(
+        ns_steps=h.ns_steps,
+        ns_coeffs=h.ns_coeffs,
+        ns_dtype=h.ns_dtype,
+        ns_preconditioning=h.ns_preconditioning,
+        ns_products=h.ns_products,
+        mesh=h.mesh,
+        slow_axes=h.slow_axes,
+    )
+    return functools.partial(orthogonalize_stage, polar, ParamSpecs(h.param_shardings))
+
+
+def _trust_ratio(h: Hyperparameters, scale: Scale) -> TrustRatio:
+    return TrustRatio(
+        calibrate=h.calibrate,
+        anchor=h.anchor,
+        anchor_steps=h.anchor_steps,
+        r_min=h.r_min,
+        r_max=h.r_max,
+        eps=h.eps,
+        scale=scale,
+        weight_decay=h.weight_decay,
+    )
 
 
 def _adamw(

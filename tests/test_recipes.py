@@ -57,7 +57,7 @@ def test_the_table_is_what_describe_says(page, name):
 
 @pytest.mark.parametrize("heads, inputs", [(4, 16), (8, 16), (4, 64)])
 def test_what_heads_do_to_the_size_of_entries(heads, inputs):
-    """Of a Q of full rank, whose entries have the mean square 1 / max(m, n)."""
+    """A Q of full rank, whose entries have the mean square 1 / max(m, n)."""
 
     def size(mode, outputs):
         [row] = describe({"w": jnp.ones((inputs, outputs))}, scale_mode=mode).rows

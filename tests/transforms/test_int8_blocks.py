@@ -105,7 +105,7 @@ def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad):
 
 @pytest.mark.parametrize("shape", [(64, 100), (48, 100), (4, 96, 128)])
 def test_no_maximum_loses_nan(shape):
-    """As XLA's does on CPUs in arrays of such shapes."""
+    """XLA's does on CPUs, in arrays of such shapes."""
     x = np.ones(shape, np.float32)
     x[..., 40, 5] = np.nan
     _, scales = encode(x, x.ndim - 2)

@@ -319,7 +319,7 @@ def test_curvature_is_smoothness_times_rank():
 
 
 def test_the_scale_of_other_modes():
-    """Of two experts in a stack, by their inputs and outputs."""
+    """Two experts in a stack, by their inputs and outputs."""
     params = {"w": jnp.ones((2, 4, 36))}
     numbers = {"w": Dims(1, 2)}
     arguments = {"consistent_rms": None, "scale_mode": "unit_rms_norm"}
