@@ -875,6 +875,12 @@ MUTANTS = [
         "rate",
         "test_learning_rate_multipliers.py -k relative_steps",
     ),
+    Mutant(
+        "largest_magnitude",
+        "jax.lax.platform_dependent(x, cpu=among_bits, default=largest)",
+        "largest(x)",
+        "test_inputs.py::test_no_shape_hides_a_first_gradient_of_nan",
+    ),
 ]
 
 
