@@ -19,7 +19,7 @@ import optax
 import tyro
 
 from examples.benchmarks.contenders import contenders, last_two_axes, step_of
-from examples.benchmarks.step import GPT2_BLOCK, Shapes, copies
+from examples.benchmarks.shapes import GPT2_BLOCK, Shapes, copies
 
 
 @dataclasses.dataclass(frozen=True)

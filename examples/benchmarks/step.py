@@ -15,10 +15,9 @@ matrix product that was measured in the same turns.
 
 import dataclasses
 import functools
-import math
 import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,63 +27,13 @@ import tyro
 from examples import figure_style as style
 from examples.benchmarks import step_figure
 from examples.benchmarks.contenders import (
-    NS_STEPS,
     contenders,
     last_two_axes,
     relatives,
     step_of,
 )
+from examples.benchmarks.shapes import CASES, NAMES, Shapes, nominal_flops
 from examples.benchmarks.step_figure import Times
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-def copies(count: int, shapes: Shapes) -> Shapes:
-    return {f"{i}.{name}": shape for i in range(count) for name, shape in shapes.items()}
-
-
-GPT2_BLOCK: Shapes = {  # As GPT-2 has them, query, key and value in one.
-    "c_attn": (768, 2304),
-    "c_proj": (768, 768),
-    "c_fc": (768, 3072),
-    "c_out": (3072, 768),
-}
-SPLIT_BLOCK: Shapes = {
-    **dict.fromkeys(("query", "key", "value", "out"), (768, 768)),
-    "up": (768, 3072),
-    "down": (3072, 768),
-}
-DAVIDNET: Shapes = {
-    "prep": (27, 64),
-    "layer1": (576, 128),
-    "res1a": (1152, 128),
-    "res1b": (1152, 128),
-    "layer2": (1152, 256),
-    "layer3": (2304, 512),
-    "res3a": (4608, 512),
-    "res3b": (4608, 512),
-}
-CASES: dict[str, Shapes] = {
-    "gpt2": copies(4, GPT2_BLOCK),
-    "split": copies(4, SPLIT_BLOCK),
-    "1.1B": {
-        **dict.fromkeys(("query", "out"), (2048, 2048)),
-        **dict.fromkeys(("key", "value"), (2048, 256)),
-        **dict.fromkeys(("gate", "up"), (2048, 5632)),
-        "down": (5632, 2048),
-    },
-    "experts": {"experts": (64, 2048, 1408)},
-    "davidnet": DAVIDNET,
-    "tiny": copies(500, {"w": (32, 64)}),
-}
-NAMES = {
-    "gpt2": "4 blocks of GPT-2 124M",
-    "split": "the same, query, key and value apart",
-    "1.1B": "a block of a 1.1B model",
-    "experts": "64 experts of 2048×1408",
-    "davidnet": "DavidNet",
-    "tiny": "500 matrices of 32×64",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,15 +94,6 @@ def products(dtype: str) -> dict[str, tuple[Callable[[], None], float]]:
 
     shapes = [(1024, 1024), (2048, 2048), (4, 1024, 1024)]
     return {str(shape): product(shape) for shape in shapes}
-
-
-def nominal_flops(shapes: Shapes) -> float:
-    total = 0.0
-    for shape in shapes.values():
-        *batch, rows, columns = shape
-        m, n = sorted((rows, columns))
-        total += math.prod(batch) * NS_STEPS * (4.0 * m * m * n + 2.0 * m**3)
-    return total
 
 
 def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, Times]:

@@ -22,7 +22,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks.contenders import contenders, step_of
-from examples.pretrain.loss import cross_entropy
+from examples.benchmarks.gradients import gradient_of
 from examples.pretrain.models.dense import Dense, DenseConfig
 
 
@@ -63,29 +63,6 @@ def stepping(
         return held
 
     return run
-
-
-def gradient_of(graph: Any) -> Callable[[Any, jax.Array], Any]:
-    """The gradient as a function of parameters and tokens.
-
-    Tokens are (batches, sequences, positions), and are taken a batch at a time.
-    """
-
-    @jax.jit
-    def gradient(params: Any, tokens: jax.Array) -> Any:
-        def loss(params: Any, batch: jax.Array) -> jax.Array:
-            model = nnx.merge(graph, params)
-            hidden = model.hidden(batch[:, :-1])
-            return cross_entropy(hidden, model.logits, batch[:, 1:]) / len(tokens)
-
-        def add(grads: Any, batch: jax.Array) -> tuple[Any, None]:
-            found = jax.grad(loss)(params, batch)
-            return jax.tree.map(jnp.add, grads, found), None
-
-        zeros = jax.tree.map(jnp.zeros_like, params)
-        return jax.lax.scan(add, zeros, tokens)[0]
-
-    return gradient
 
 
 def main(options: Options) -> None:

@@ -8,12 +8,15 @@ import pathlib
 import re
 import sysconfig
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
 from examples.pretrain.shards import is_shard, read_shard
+
+if TYPE_CHECKING:  # At run time it needs tyro, which the benchmarks on a GPU do without.
+    from examples.pretrain.config import Config
 
 Files = dict[str, pathlib.Path]  # By name: the path below their common folder.
 
@@ -74,7 +77,7 @@ class Corpus:
         return digest.hexdigest()
 
 
-def read_corpus(config: Config, vocab_size: int) -> Corpus:
+def read_corpus(config: "Config", vocab_size: int) -> Corpus:
     """Reads the files that the configuration names, or the standard library.
 
     Args:
@@ -97,7 +100,13 @@ def read_corpus(config: Config, vocab_size: int) -> Corpus:
     return Corpus(read(train, vocab_size), read(val, vocab_size), unit)
 
 
-def _files(config: Config) -> tuple[Files, Files]:
+def read_standard_library() -> Corpus:
+    """Reads what runs train on that name no files, as bytes."""
+    train, val = _split_by_hash(_standard_library())
+    return Corpus(_read_texts(train, 256), _read_texts(val, 256), "byte")
+
+
+def _files(config: "Config") -> tuple[Files, Files]:
     """The files to train on and those to validate on; none of these for a single one."""
     if not config.data:
         return _split_by_hash(_standard_library())
