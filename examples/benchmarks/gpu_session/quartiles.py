@@ -1,0 +1,54 @@
+"""Quartiles, and those of the time that a call takes."""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+TURNS = 9
+_TURN_SECONDS, _MOST_CALLS = 0.02, 16
+
+
+class Quartiles(NamedTuple):
+    """Of ``count`` values."""
+
+    low: float
+    median: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Quartiles":
+        """NaN makes all three NaN."""
+        found = list(values)
+        low, median, high = (float(x) for x in np.quantile(found, [0.25, 0.5, 0.75]))
+        return cls(low, median, high, len(found))
+
+    def times(self, factor: float) -> "Quartiles":
+        """Those of the values times a positive factor."""
+        return Quartiles(*(factor * x for x in self[:3]), self.count)
+
+    def dividing(self, numerator: float) -> "Quartiles":
+        """Those of a positive numerator over the values."""
+        return Quartiles(*(numerator / x for x in reversed(self[:3])), self.count)
+
+
+def seconds_of(run: Callable[[], Any], turns: int = TURNS) -> Quartiles:
+    """The seconds of a call that has been compiled.
+
+    A turn makes several short calls and waits for the last: the next is launched while
+    one runs, as in a training loop.
+    """
+    calls = min(_MOST_CALLS, math.ceil(_TURN_SECONDS / _seconds(run, 1)))
+    return Quartiles.of(_seconds(run, calls) for _ in range(turns))
+
+
+def _seconds(run: Callable[[], Any], calls: int) -> float:
+    began = time.perf_counter()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - began) / calls

@@ -1,0 +1,36 @@
+"""The card's rate of matrix products."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from examples.benchmarks.gpu_session.quartiles import seconds_of
+
+# Peaks of dense products in bfloat16, from NVIDIA's data sheets.
+PEAKS = {
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+}
+
+
+@functools.cache
+def product_rate(size: int, dtype: str = "bfloat16") -> float:
+    """The best median of FLOPs per second of products of square matrices.
+
+    Args:
+      size: Of the largest that are tried; the others have a half and a quarter of it.
+      dtype: Of the operands; the sums are float32.
+    """
+    return max(_rate(size // part, dtype) for part in (1, 2, 4))
+
+
+def _rate(size: int, dtype: str) -> float:
+    # Random entries: a card multiplies constant ones faster, since they cost less power.
+    x = jax.random.normal(jax.random.key(0), (size, size), dtype)
+    multiply = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    jax.block_until_ready(multiply(x))
+    return 2 * size**3 / seconds_of(lambda: multiply(x)).median

@@ -1,0 +1,76 @@
+"""What one step of an optimizer takes: time, share of the product rate, memory."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from examples.benchmarks.contenders import contenders, relatives, step_of
+from examples.benchmarks.gpu_session.card import peak_bytes
+from examples.benchmarks.gpu_session.quartiles import TURNS, Quartiles, seconds_of
+from examples.benchmarks.gpu_session.rates import product_rate
+from examples.benchmarks.gpu_session.stage import Measured
+from examples.benchmarks.models import Leaves
+from examples.benchmarks.shapes import nominal_flops
+
+TIME, MIB = "time of a step", 2**20
+OPTIMIZERS = ("optax.adamw", "optax.contrib.muon", "muon", "orscale", "normuon")
+
+
+def optimizers(numbers: Any) -> dict[str, optax.GradientTransformation]:
+    """The five of ``OPTIMIZERS``; products of ours are in the platform's default dtype.
+
+    Those of `optax.contrib.muon` are in the dtype of the gradients, which for float32
+    means TF32 on GPUs.
+    """
+    known = contenders(numbers, None) | relatives(numbers, None)
+    return {name: known[name] for name in OPTIMIZERS}
+
+
+def step_measured(
+    name: str, leaves: Leaves, largest_product: int, turns: int = TURNS
+) -> Iterator[Measured]:
+    """A step on random float32 parameters and gradients.
+
+    The share is the nominal number of FLOPs of Newton–Schulz over the time and the
+    measured rate of products. The peak is that of the process up to here, and thus of a
+    case before this one if that had more.
+
+    Args:
+      name: Of the optimizer.
+      leaves: The parameters.
+      largest_product: Of those that look for the card's rate.
+      turns: That are timed.
+    """
+    optimizer = optimizers({key: leaf.numbers for key, leaf in leaves.items()})[name]
+    params, grads = (_random(leaves, seed) for seed in (0, 1))
+    held = [params, jax.jit(optimizer.init)(params)]
+    del params
+    step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
+    compiled = step.lower(*held, grads).compile()
+
+    def run() -> Any:
+        held[:] = compiled(*held, grads)
+        return held
+
+    seconds = seconds_of(run, turns)
+    yield Measured(TIME, "ms", seconds.times(1e3))
+    if name != "optax.adamw":
+        shapes = {key: leaf.shape for key, leaf in leaves.items() if leaf.numbers}
+        fastest = nominal_flops(shapes) / product_rate(largest_product)
+        share = seconds.dividing(100 * fastest)
+        yield Measured("share of the product rate", "%", share)
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    yield Measured("temporaries", "MiB", Quartiles.of([temporaries / MIB]))
+    if (peak := peak_bytes()) is not None:
+        yield Measured("peak of the process", "MiB", Quartiles.of([peak / MIB]))
+
+
+def _random(leaves: Leaves, seed: int) -> Mapping[str, jax.Array]:
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return {
+        name: jax.random.normal(key, leaf.shape, jnp.float32) * 0.02
+        for key, (name, leaf) in zip(keys, leaves.items(), strict=True)
+    }

@@ -1,0 +1,104 @@
+"""A training step of GPT-2 124M: the optimizer's share of it, and its FLOP utilization.
+
+The demo's decoder in GPT-2's sizes, float32 parameters, activations in bfloat16, 32
+sequences of 1,024 tokens in four micro-batches. Its attention is written out, without
+fused kernels. The utilization is the model's FLOPs over the time and the measured rate of
+products; where the card's peak is known, over that, too.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from examples.benchmarks.contenders import step_of
+from examples.benchmarks.gpu_session import figure
+from examples.benchmarks.gpu_session.card import this_card
+from examples.benchmarks.gpu_session.decoders import Decoder, config_of, decoder
+from examples.benchmarks.gpu_session.quartiles import Quartiles, seconds_of
+from examples.benchmarks.gpu_session.rates import PEAKS, product_rate
+from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
+from examples.benchmarks.gpu_session.stepping import OPTIMIZERS, optimizers
+from examples.benchmarks.gradients import gradient_of
+from examples.pretrain.models.dense import DenseConfig
+
+TIME, ALONE = "time of a training step", "the gradient alone"
+
+
+class Sizes(NamedTuple):
+    config: DenseConfig
+    batches: tuple[int, int, int]  # How many, sequences of each, positions.
+    largest_product: int
+
+
+GPT2 = Sizes(config_of(768, 12, 12, vocab=50304), (4, 8, 1024), 8192)
+TINY = Sizes(config_of(16, 2, 2, vocab=32), (2, 1, 8), 32)
+
+
+def measured(name: str, sizes: Sizes) -> Iterator[Measured]:
+    batches, sequences, length = sizes.batches
+    model = decoder(sizes.config)
+    seconds = _seconds_of_gradient(sizes)
+    if name != ALONE:
+        alone = seconds.median
+        seconds = seconds_of(_training(model, _tokens(sizes), name))
+        share = Quartiles(*(100 * (1 - alone / x) for x in seconds[:3]), seconds.count)
+        yield Measured("the optimizer's share", "%", share)
+    yield Measured(TIME, "ms", seconds.times(1e3))
+    flops = model.flops(batches * sequences, length)
+    rates = {"the product rate": product_rate(sizes.largest_product)}
+    if peak := PEAKS.get(this_card().name):
+        rates["the peak"] = peak
+    for what, rate in rates.items():
+        utilization = seconds.dividing(100 * flops / rate)
+        yield Measured(f"FLOP utilization of {what}", "%", utilization)
+
+
+@functools.cache
+def _seconds_of_gradient(sizes: Sizes) -> Quartiles:
+    model, tokens = decoder(sizes.config), _tokens(sizes)
+    gradient = gradient_of(model.graph)
+    jax.block_until_ready(gradient(model.params, tokens))
+    return seconds_of(lambda: gradient(model.params, tokens))
+
+
+def _tokens(sizes: Sizes) -> jax.Array:
+    *batches, length = sizes.batches
+    shape = (*batches, length + 1)
+    return jax.random.randint(jax.random.key(0), shape, 0, sizes.config.vocab_size)
+
+
+def _training(model: Decoder, tokens: jax.Array, name: str) -> Callable[[], Any]:
+    optimizer, gradient = optimizers(model.numbers)[name], gradient_of(model.graph)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any]:
+        return step_of(optimizer)(params, state, gradient(params, tokens))
+
+    params = jax.tree.map(jnp.copy, model.params)
+    held = [params, jax.jit(optimizer.init)(params)]
+    del params
+
+    def run() -> Any:
+        held[:] = step(*held, tokens)
+        return held
+
+    jax.block_until_ready(run())
+    return run
+
+
+def cases(tiny: bool) -> Sequence[Case]:
+    sizes = TINY if tiny else GPT2
+    return [
+        Case(
+            "2 layers" if tiny else "GPT-2 124M",
+            name,
+            functools.partial(measured, name, sizes),
+        )
+        for name in (ALONE, *OPTIMIZERS)
+    ]
+
+
+STAGE = Stage(cases, figure.of_quantity(TIME, "A training step: quartiles"))
