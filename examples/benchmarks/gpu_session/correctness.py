@@ -155,16 +155,17 @@ def of_steps(kind: str, shape: Shape, dtype: str) -> Iterator[Measured]:
 
 
 def cases(tiny: bool) -> Sequence[Case]:
-    shapes = ((8, 24),) if tiny else ((512, 1280), (512, 512))
-    kinds = [(of_factor, kind) for kind in (*SPECTRA, *CHANGES)]
-    kinds += [(of_steps, kind) for kind in GRADIENTS]
+    wide, square = ((8, 24), (8, 8)) if tiny else ((512, 1280), (512, 512))
+    kinds = [(of_factor, kind, wide) for kind in (*SPECTRA, *CHANGES)]
+    kinds += [(of_factor, kind, square) for kind in ("condition 1e3", "random")]
+    kinds += [(of_steps, kind, wide) for kind in GRADIENTS]
     return [
         Case(
             f"{kind}, {shape[0]}×{shape[1]}",
             dtype,
             functools.partial(measure, kind, shape, dtype),
         )
-        for shape, (measure, kind), dtype in itertools.product(shapes, kinds, DTYPES)
+        for (measure, kind, shape), dtype in itertools.product(kinds, DTYPES)
     ]
 
 

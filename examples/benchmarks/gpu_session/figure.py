@@ -5,11 +5,13 @@ import textwrap
 from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogFormatter
 
 from examples import figure_style as style
 from examples.benchmarks.gpu_session.table import Row
 
 COLORS = {
+    "the gradient alone": style.BLACK,
     "optax.adamw": style.GRAY,
     "optax.contrib.muon": style.SKY,
     "muon": style.BLUE,
@@ -41,7 +43,7 @@ def color_of(variant: str, variants: Sequence[str]) -> str:
 def of_quantity(
     quantity: str, title: str
 ) -> Callable[[Sequence[Row], pathlib.Path], None]:
-    """What draws a quantity: a band for each case, a line with quartiles for a variant."""
+    """What draws a quantity: a band for each case, in it a line for each variant."""
 
     @style.styled
     def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
@@ -49,7 +51,7 @@ def of_quantity(
         cases = list(dict.fromkeys(row.case for row in drawn))
         variants = list(dict.fromkeys(row.variant for row in drawn))
         lines = len(variants) + 1
-        figure, panels = style.new_figure(1.9 + 0.16 * lines * len(cases))
+        figure, panels = style.new_figure(1.9 + 0.13 * lines * len(cases))
         axes = panels[0, 0]
         for place, variant in enumerate(variants):
             _draw_variant(axes, variant, (place + 1) / lines - 0.5, drawn)
@@ -80,10 +82,12 @@ def _draw_variant(axes: Axes, variant: str, shift: float, rows: Sequence[Row]) -
 
 def _set_scale(axes: Axes, rows: Sequence[Row]) -> None:
     unit = f" ({rows[0].unit})" if rows[0].unit else ""
-    positive = all(row.median > 0 for row in rows)
-    axes.set_xscale(
-        "log" if positive else "symlog", **({} if positive else {"linthresh": 1e-6})
-    )
+    if all(row.median > 0 for row in rows):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(LogFormatter())
+        axes.xaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
+    else:
+        axes.set_xscale("symlog", linthresh=1e-6)
     axes.set_xlabel(rows[0].quantity + unit)
     axes.margins(x=0.1)
     axes.grid(axis="x")

@@ -17,7 +17,7 @@ import numpy as np
 from examples.benchmarks.contenders import NS_STEPS
 from examples.benchmarks.gpu_session import figure
 from examples.benchmarks.gpu_session.quartiles import Quartiles, seconds_of
-from examples.benchmarks.gpu_session.rates import product_rate
+from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from examples.benchmarks.shapes import nominal_flops
 from orscale_jax.newton_schulz import restarts
@@ -56,11 +56,9 @@ def measured(
     found = np.asarray(run(x), np.float64)  # Compiles, too.
     seconds = seconds_of(lambda: run(x))
     yield Measured(TIME, "µs", seconds.times(1e6))
-    fastest = nominal_flops({"x": shape}) / product_rate(largest)
-    yield Measured("share of the product rate", "%", seconds.dividing(100 * fastest))
-    exact = np.asarray(
-        jax.jit(lambda x: five_steps(x, "float32", "plain"))(x), np.float64
-    )
+    yield from shares(nominal_flops({"x": shape}), seconds, largest)
+    in_float32 = jax.jit(functools.partial(five_steps, dtype="float32", form="plain"))
+    exact = np.asarray(in_float32(x), np.float64)
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
     yield Measured("difference", "", Quartiles.of([error]))
 

@@ -132,9 +132,9 @@ def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Curves of the median loss; a panel for each model and rate, a line for a seed."""
     panel_of = {row.case: row.case.rpartition(", ")[0] for row in rows}
     names = list(dict.fromkeys(panel_of.values()))
-    figure_, panels = style.new_figure(
-        0.9 + 2.6 * -(-len(names) // 2), -(-len(names) // 2), 2, sharex=True
-    )
+    columns = min(len(names), 2)
+    lines = -(-len(names) // columns)
+    figure_, panels = style.new_figure(0.9 + 2.6 * lines, lines, columns, sharex=True)
     arms = list(ARMS)
     for axes, name in itertools.zip_longest(panels.flat, names):
         axes.set_axis_off() if name is None else axes.set_title(name)

@@ -1,11 +1,14 @@
-"""The card's rate of matrix products."""
+"""The card's rate of matrix products, and shares of it."""
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
-from examples.benchmarks.gpu_session.quartiles import seconds_of
+from examples.benchmarks.gpu_session.card import this_card
+from examples.benchmarks.gpu_session.quartiles import Quartiles, seconds_of
+from examples.benchmarks.gpu_session.stage import Measured
 
 # Peaks of dense products in bfloat16, from NVIDIA's data sheets.
 PEAKS = {
@@ -34,3 +37,18 @@ def _rate(size: int, dtype: str) -> float:
     multiply = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
     jax.block_until_ready(multiply(x))
     return 2 * size**3 / seconds_of(lambda: multiply(x)).median
+
+
+def shares(flops: float, seconds: Quartiles, largest: int) -> Iterator[Measured]:
+    """FLOPs over a time, in percent of the product rate and, where known, of the peak.
+
+    Args:
+      flops: What is counted as done.
+      seconds: The time.
+      largest: As of :func:`product_rate`.
+    """
+    rates = {"product rate": product_rate(largest)}
+    if peak := PEAKS.get(this_card().name):
+        rates["peak"] = peak
+    for name, rate in rates.items():
+        yield Measured(f"share of the {name}", "%", seconds.dividing(100 * flops / rate))

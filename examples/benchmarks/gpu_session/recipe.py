@@ -43,6 +43,4 @@ def _measure(optimizer: str, tiny: bool) -> Iterator[Measured]:
     return step_measured(optimizer, matrices(tiny), 32 if tiny else 8192, STEPS)
 
 
-STAGE = Stage(
-    cases, figure.of_quantity(TIME, "A step on a mixture of experts: quartiles")
-)
+STAGE = Stage(cases, figure.of_quantity(TIME, "A step on many experts: quartiles"))

@@ -10,7 +10,7 @@ import optax
 from examples.benchmarks.contenders import contenders, relatives, step_of
 from examples.benchmarks.gpu_session.card import peak_bytes
 from examples.benchmarks.gpu_session.quartiles import TURNS, Quartiles, seconds_of
-from examples.benchmarks.gpu_session.rates import product_rate
+from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Measured
 from examples.benchmarks.models import Leaves
 from examples.benchmarks.shapes import nominal_flops
@@ -34,8 +34,7 @@ def step_measured(
 ) -> Iterator[Measured]:
     """A step on random float32 parameters and gradients.
 
-    The share is the nominal number of FLOPs of Newton–Schulz over the time and the
-    measured rate of products. The peak is that of the process up to here, and thus of a
+    The shares are of the nominal FLOPs of Newton–Schulz. The peak of the memory is that of the process up to here, and thus of a
     case before this one if that had more.
 
     Args:
@@ -59,9 +58,7 @@ def step_measured(
     yield Measured(TIME, "ms", seconds.times(1e3))
     if name != "optax.adamw":
         shapes = {key: leaf.shape for key, leaf in leaves.items() if leaf.numbers}
-        fastest = nominal_flops(shapes) / product_rate(largest_product)
-        share = seconds.dividing(100 * fastest)
-        yield Measured("share of the product rate", "%", share)
+        yield from shares(nominal_flops(shapes), seconds, largest_product)
     temporaries = compiled.memory_analysis().temp_size_in_bytes
     yield Measured("temporaries", "MiB", Quartiles.of([temporaries / MIB]))
     if (peak := peak_bytes()) is not None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from examples.benchmarks.gpu_session import figure
 from examples.benchmarks.gpu_session.quartiles import seconds_of
-from examples.benchmarks.gpu_session.rates import product_rate
+from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from orscale_jax.newton_schulz.arithmetic import Arithmetic
 
@@ -35,8 +35,7 @@ def measured(
     seconds = seconds_of(lambda: gram(x))
     yield Measured(TIME, "µs", seconds.times(1e6))
     rows, columns = shape
-    fastest = 2 * rows**2 * columns / product_rate(largest)
-    yield Measured("share of the product rate", "%", seconds.dividing(100 * fastest))
+    yield from shares(2.0 * rows**2 * columns, seconds, largest)
 
 
 def cases(tiny: bool) -> Sequence[Case]:

@@ -2,8 +2,8 @@
 
 The demo's decoder in GPT-2's sizes, float32 parameters, activations in bfloat16, 32
 sequences of 1,024 tokens in four micro-batches. Its attention is written out, without
-fused kernels. The utilization is the model's FLOPs over the time and the measured rate of
-products; where the card's peak is known, over that, too.
+fused kernels. The shares are of the model's FLOPs: that of the card's peak is known as
+model FLOP utilization.
 """
 
 import functools
@@ -15,10 +15,9 @@ import jax.numpy as jnp
 
 from examples.benchmarks.contenders import step_of
 from examples.benchmarks.gpu_session import figure
-from examples.benchmarks.gpu_session.card import this_card
 from examples.benchmarks.gpu_session.decoders import Decoder, config_of, decoder
 from examples.benchmarks.gpu_session.quartiles import Quartiles, seconds_of
-from examples.benchmarks.gpu_session.rates import PEAKS, product_rate
+from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from examples.benchmarks.gpu_session.stepping import OPTIMIZERS, optimizers
 from examples.benchmarks.gradients import gradient_of
@@ -48,12 +47,7 @@ def measured(name: str, sizes: Sizes) -> Iterator[Measured]:
         yield Measured("the optimizer's share", "%", share)
     yield Measured(TIME, "ms", seconds.times(1e3))
     flops = model.flops(batches * sequences, length)
-    rates = {"the product rate": product_rate(sizes.largest_product)}
-    if peak := PEAKS.get(this_card().name):
-        rates["the peak"] = peak
-    for what, rate in rates.items():
-        utilization = seconds.dividing(100 * flops / rate)
-        yield Measured(f"FLOP utilization of {what}", "%", utilization)
+    yield from shares(flops, seconds, sizes.largest_product)
 
 
 @functools.cache
@@ -97,7 +91,7 @@ def cases(tiny: bool) -> Sequence[Case]:
             name,
             functools.partial(measured, name, sizes),
         )
-        for name in (ALONE, *OPTIMIZERS)
+        for name in (ALONE, *(["muon"] if tiny else OPTIMIZERS))
     ]
 
 
