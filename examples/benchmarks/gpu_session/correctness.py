@@ -119,7 +119,7 @@ def of_factor(kind: str, shape: Shape, dtype: str) -> Iterator[Measured]:
     yield Measured(ERROR, "", errors(found, wanted))
     if np.isnan(wanted).any():
         return
-    rounded = [oracle.newton_schulz(np.float64(x), jnp.dtype(dtype)) for x in xs]
+    rounded = [oracle.newton_schulz(x, jnp.dtype(dtype)) for x in xs.astype(np.float64)]
     yield Measured(ROUNDING, "", errors(np.stack(rounded), wanted))
     if exact is not None:
         yield Measured("distance from the polar factor", "", errors(found, exact))
@@ -135,17 +135,18 @@ def _stepping(
 
 def of_steps(kind: str, shape: Shape, dtype: str) -> Iterator[Measured]:
     rng = np.random.default_rng(1)
-    normal = np.float32(rng.normal(size=(1 + len(GRADIENTS[kind]), _MATRICES, *shape)))
+    factors = np.array(GRADIENTS[kind], np.float32)
+    size = (1 + len(factors), _MATRICES, *shape)
+    normal = rng.normal(size=size).astype(np.float32)
     weights = 0.02 * normal[0]
-    grads = [np.float32(f) * g for f, g in zip(GRADIENTS[kind], normal[1:], strict=True)]
+    grads = factors[:, None, None, None] * normal[1:]
     optimizer, step = _stepping(dtype)
-    params = dict(enumerate(jnp.asarray(weights)))
+    params = jnp.asarray(weights)
     state = optimizer.init(params)
     for g in grads:
-        params, state = step(params, state, dict(enumerate(jnp.asarray(g))))
-    before = weights.astype(np.float64)
-    found = np.stack([np.asarray(params[i], np.float64) for i in range(_MATRICES)])
-    of_each = np.stack(grads, axis=1).astype(np.float64)
+        params, state = step(params, state, g)
+    before, found = (np.asarray(x, np.float64) for x in (weights, params))
+    of_each = grads.swapaxes(0, 1).astype(np.float64)
     if np.isfinite(of_each).all():
         pairs = zip(before, of_each, strict=True)
         wanted = np.stack([oracle.orscale(w, g, RATE) for w, g in pairs])

@@ -37,7 +37,9 @@ def decoder(config: DenseConfig, seed: int = 0) -> Decoder:
     return Decoder(graph, params, weight_dimension_numbers(model)(params), config)
 
 
-def config_of(width: int, layers: int, heads: int, vocab: int, **options: Any):
+def config_of(
+    width: int, layers: int, heads: int, vocab: int, *, remat: bool = False
+) -> DenseConfig:
     """Float32 parameters, activations in bfloat16, scanned layers, a tied head."""
     return DenseConfig(
         vocab_size=vocab,
@@ -46,5 +48,5 @@ def config_of(width: int, layers: int, heads: int, vocab: int, **options: Any):
         heads=heads,
         fused_qkv=False,
         dtype="bfloat16",
-        **options,
+        remat=remat,
     )

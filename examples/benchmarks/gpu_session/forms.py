@@ -60,7 +60,7 @@ def measured(
     in_float32 = jax.jit(functools.partial(five_steps, dtype="float32", form="plain"))
     exact = np.asarray(in_float32(x), np.float64)
     error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-    yield Measured("difference", "", Quartiles.of([error]))
+    yield Measured("difference", "", Quartiles.of([float(error)]))
 
 
 def cases(tiny: bool) -> Sequence[Case]:

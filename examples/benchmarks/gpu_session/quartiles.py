@@ -13,12 +13,12 @@ _TURN_SECONDS, _MOST_CALLS = 0.02, 16
 
 
 class Quartiles(NamedTuple):
-    """Of ``count`` values."""
+    """Of a number of values."""
 
     low: float
     median: float
     high: float
-    count: int
+    number: int
 
     @classmethod
     def of(cls, values: Iterable[float]) -> "Quartiles":
@@ -27,13 +27,19 @@ class Quartiles(NamedTuple):
         low, median, high = (float(x) for x in np.quantile(found, [0.25, 0.5, 0.75]))
         return cls(low, median, high, len(found))
 
+    def map(self, increasing: Callable[[float], float]) -> "Quartiles":
+        """Those of an increasing function of the values."""
+        low, median, high = map(increasing, (self.low, self.median, self.high))
+        return Quartiles(low, median, high, self.number)
+
     def times(self, factor: float) -> "Quartiles":
         """Those of the values times a positive factor."""
-        return Quartiles(*(factor * x for x in self[:3]), self.count)
+        return self.map(lambda x: factor * x)
 
     def dividing(self, numerator: float) -> "Quartiles":
         """Those of a positive numerator over the values."""
-        return Quartiles(*(numerator / x for x in reversed(self[:3])), self.count)
+        high, median, low = (numerator / x for x in (self.low, self.median, self.high))
+        return Quartiles(low, median, high, self.number)
 
 
 def seconds_of(run: Callable[[], Any], turns: int = TURNS) -> Quartiles:

@@ -34,8 +34,8 @@ def step_measured(
 ) -> Iterator[Measured]:
     """A step on random float32 parameters and gradients.
 
-    The shares are of the nominal FLOPs of Newton–Schulz. The peak of the memory is that of the process up to here, and thus of a
-    case before this one if that had more.
+    The shares are of the nominal FLOPs of Newton–Schulz. The peak of the memory is that
+    of the process up to here, and thus of a case before this one if that had more.
 
     Args:
       name: Of the optimizer.
@@ -59,8 +59,9 @@ def step_measured(
     if name != "optax.adamw":
         shapes = {key: leaf.shape for key, leaf in leaves.items() if leaf.numbers}
         yield from shares(nominal_flops(shapes), seconds, largest_product)
-    temporaries = compiled.memory_analysis().temp_size_in_bytes
-    yield Measured("temporaries", "MiB", Quartiles.of([temporaries / MIB]))
+    if (memory := compiled.memory_analysis()) is not None:
+        temporaries = memory.temp_size_in_bytes / MIB
+        yield Measured("temporaries", "MiB", Quartiles.of([temporaries]))
     if (peak := peak_bytes()) is not None:
         yield Measured("peak of the process", "MiB", Quartiles.of([peak / MIB]))
 

@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[[], Leaves]] = {
     SMALL: lambda: of_shapes(CASES["tiny"]),
 }
 TINY: dict[str, Callable[[], Leaves]] = {
-    "experts": lambda: of_shapes({"up": (2, 8, 16)}) | {"bias": Leaf((8,))}
+    "experts": lambda: {**of_shapes({"up": (2, 8, 16)}), "bias": Leaf((8,))}
 }
 
 

@@ -6,8 +6,6 @@ import pathlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from examples.benchmarks.gpu_session.quartiles import Quartiles
-
 
 class Row(NamedTuple):
     """A line of the file.
@@ -21,7 +19,7 @@ class Row(NamedTuple):
       low: The first quartile.
       median: The second.
       high: The third.
-      count: Of how many values.
+      number: Of values.
       card: Its name.
       driver: The version of its driver.
       jax: The version of JAX.
@@ -36,15 +34,11 @@ class Row(NamedTuple):
     low: float
     median: float
     high: float
-    count: int
+    number: int
     card: str
     driver: str
     jax: str
     clock_mhz: str
-
-    @property
-    def quartiles(self) -> Quartiles:
-        return Quartiles(self.low, self.median, self.high, self.count)
 
 
 def read(path: pathlib.Path) -> list[Row]:
