@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
 
 
 GPT2 = Sizes(config_of(768, 12, 12, vocab=50304), (4, 8, 1024), 8192)
-TINY = Sizes(config_of(16, 2, 2, vocab=32), (2, 1, 8), 32)
+TINY = Sizes(config_of(16, 1, 2, vocab=32), (2, 1, 8), 32)
 
 
 def measured(name: str, sizes: Sizes) -> Iterator[Measured]:
@@ -87,7 +87,7 @@ def cases(tiny: bool) -> Sequence[Case]:
     sizes = TINY if tiny else GPT2
     return [
         Case(
-            "2 layers" if tiny else "GPT-2 124M",
+            "one layer" if tiny else "GPT-2 124M",
             name,
             functools.partial(measured, name, sizes),
         )

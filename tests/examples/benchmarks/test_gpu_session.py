@@ -16,7 +16,11 @@ from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from tests import oracle as independent
 
 ROOT = Path(__file__).parents[3]
-QUICK = ("correctness", "symmetric")
+OTHERS = STAGES.keys() - {"correctness", "symmetric"}
+
+
+def extended(name):
+    return pytest.param(name, marks=pytest.mark.extended)
 
 
 @pytest.fixture(autouse=True)
@@ -24,35 +28,35 @@ def no_programs_of_a_card(monkeypatch):
     monkeypatch.setattr(card, "_nvidia_smi", lambda query: "")
 
 
-def of_name(name):
-    marks = () if name in QUICK else pytest.mark.extended
-    return pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", [*map(of_name, STAGES)])
-def test_a_stage_leaves_a_table_and_a_figure_and_is_not_repeated(
-    name, tmp_path, monkeypatch
-):
-    arguments = ["--tiny", "--stage", name, "--out", str(tmp_path)]
+def rows_of(name, folder, monkeypatch):
+    """What a stage leaves, which a second run does not measure again."""
+    arguments = ["--tiny", "--stage", name, "--out", str(folder)]
     assert main(arguments) == 0
-    rows = table.read(tmp_path / f"{name}.csv")
+    rows = table.read(folder / f"{name}.csv")
     done = {(row.case, row.variant) for row in rows}
     assert done == {(case.name, case.variant) for case in STAGES[name].cases(True)}
     for row in rows:
         assert row.low <= row.median <= row.high
         assert row.number >= 1
         assert (row.card, row.jax) == (jax.devices()[0].device_kind, jax.__version__)
-    drawn = Image.open(tmp_path / f"{name}.png")
-    assert drawn.width == 1500
+    with Image.open(folder / f"{name}.png") as drawn:
+        assert drawn.width == 1500
     monkeypatch.setattr(Case, "rows", None)
     assert main(arguments) == 0
-    assert table.read(tmp_path / f"{name}.csv") == rows
+    assert table.read(folder / f"{name}.csv") == rows
+    return rows
 
 
-def test_correctness_tells_right_from_wrong(tmp_path):
+@pytest.mark.parametrize("name", ["symmetric", *map(extended, sorted(OTHERS))])
+def test_a_stage_leaves_a_table_and_a_figure_and_is_not_repeated(
+    name, tmp_path, monkeypatch
+):
+    assert rows_of(name, tmp_path, monkeypatch)
+
+
+def test_correctness_tells_right_from_wrong(tmp_path, monkeypatch):
     """On a CPU all is right: errors are a few times those of rounding, or zero."""
-    main(["--tiny", "--stage", "correctness", "--out", str(tmp_path)])
-    rows = table.read(tmp_path / "correctness.csv")
+    rows = rows_of("correctness", tmp_path, monkeypatch)
     found = {(row.case, row.variant, row.quantity): row.median for row in rows}
     for case in ("zero", "one NaN", "one infinity", "three steps without gradients"):
         assert found[f"{case}, 8×24", "bfloat16", "error"] == 0
