@@ -41,4 +41,5 @@ def _nvidia_smi(query: str) -> str:
         )
     except (OSError, subprocess.SubprocessError):
         return ""
-    return (found.stdout.splitlines() or [""])[0].strip()
+    line = (found.stdout.splitlines() or [""])[0].strip()
+    return "" if line.startswith("[") else line  # Such as [N/A].

@@ -27,13 +27,16 @@ def path_of(table: pathlib.Path) -> pathlib.Path:
 
 
 def measured_with(rows: Sequence[Row]) -> str:
-    """The card, driver and JAX of rows; what differs between them is listed."""
+    """The card, driver, JAX and clocks of rows; where they differ, all are listed."""
     card, drivers, versions = (
-        ", ".join(sorted({text for row in rows if (text := getattr(row, name))}))
+        ", ".join(sorted({getattr(row, name) for row in rows}))
         for name in ("card", "driver", "jax")
     )
-    driver = f"; driver {drivers}" if drivers else ""
-    return f"{card}{driver}; JAX {versions}"
+    clocks = {int(row.clock_mhz) for row in rows if row.clock_mhz}
+    driver = f"driver {drivers}" if drivers else ""
+    clock = " to ".join(map(str, sorted({min(clocks), max(clocks)}))) if clocks else ""
+    parts = (card, driver, f"JAX {versions}", clock and f"{clock} MHz")
+    return "; ".join(filter(None, parts))
 
 
 def color_of(variant: str, variants: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import optax
+from matplotlib.axes import Axes
 
 from examples import figure_style as style
 from examples.benchmarks.contenders import step_of
@@ -141,29 +142,39 @@ def cases(tiny: bool) -> Sequence[Case]:
 
 @style.styled
 def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Curves of the median loss; a panel for each model and rate, a line for a seed."""
-    panel_of = {row.case: row.case.rpartition(", ")[0] for row in rows}
-    names = list(dict.fromkeys(panel_of.values()))
-    columns = min(len(names), 2)
-    lines = -(-len(names) // columns)
-    figure_, panels = style.new_figure(0.9 + 2.6 * lines, lines, columns, sharex=True)
-    arms = list(ARMS)
-    for axes, name in itertools.zip_longest(panels.flat, names):
-        axes.set_axis_off() if name is None else axes.set_title(name)
-        for arm, case in itertools.product(arms, panel_of if name else ()):
-            curve = [row for row in rows if (row.case, row.variant) == (case, arm)]
-            if panel_of[case] == name and curve:
-                axes.plot(
-                    [row.step for row in curve], [row.median for row in curve],
-                    color=figure.color_of(arm, arms), lw=1.2,
-                    label=None if case.endswith("seed 1") else arm,
-                )  # fmt: skip
-        axes.set_xlabel("step")
+    """A panel for each model and rate, in it a curve of the median loss for each run."""
+    titles = list(dict.fromkeys(map(_title, rows)))
+    columns = min(len(titles), 2)
+    lines = -(-len(titles) // columns)
+    drawing, panels = style.new_figure(0.9 + 2.6 * lines, lines, columns)
+    for axes in panels.flat[len(titles) :]:
+        axes.set_axis_off()
+    for axes, title in zip(panels.flat, titles, strict=False):
+        axes.set(title=title, xlabel="step")
+        _draw_runs(axes, [row for row in rows if _title(row) == title])
     handles, labels = panels.flat[0].get_legend_handles_labels()
-    figure_.legend(handles, labels, loc="outside lower center", ncols=3)
-    title = "Loss of validation (nats per byte): each line is a run"
-    style.set_title(figure_, title, figure.measured_with(rows))
-    style.save(figure_, path)
+    arms = dict(zip(labels, handles, strict=True))
+    drawing.legend(arms.values(), arms, loc="outside lower center", ncols=3)
+    title = "Validation loss of runs (nats per byte): median and quartiles of batches"
+    style.set_title(drawing, title, figure.measured_with(rows))
+    style.save(drawing, path)
+
+
+def _title(row: Row) -> str:
+    """The name of a case without the seed."""
+    return row.case.rpartition(", ")[0]
+
+
+def _draw_runs(axes: Axes, rows: Sequence[Row]) -> None:
+    for run in dict.fromkeys((row.case, row.variant) for row in rows):
+        curve = [row for row in rows if (row.case, row.variant) == run]
+        steps, low, losses, high = zip(
+            *((row.step, row.low, row.median, row.high) for row in curve), strict=True
+        )
+        _, arm = run
+        color = figure.color_of(arm, [arm])
+        axes.plot(steps, losses, color=color, lw=1.2, label=arm)
+        axes.fill_between(steps, low, high, color=color, alpha=0.1, lw=0)
 
 
 STAGE = Stage(cases, draw)

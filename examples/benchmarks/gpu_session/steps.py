@@ -29,10 +29,10 @@ def of_shapes(shapes: Shapes) -> Leaves:
 
 MODELS: dict[str, Callable[[], Leaves]] = {
     "GPT-2 124M": gpt2,
+    SMALL: lambda: of_shapes(CASES["tiny"]),
     "4 blocks of a 1.1B model": lambda: of_shapes(copies(4, CASES["1.1B"])),
     "64 experts of 2048×1408": lambda: of_shapes(CASES["experts"]),
     "DavidNet": lambda: of_shapes(CASES["davidnet"]),
-    SMALL: lambda: of_shapes(CASES["tiny"]),
 }
 TINY: dict[str, Callable[[], Leaves]] = {
     "experts": lambda: {**of_shapes({"up": (2, 8, 16)}), "bias": Leaf((8,))}

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.benchmarks.gpu_session import card, oracle, stage, table
+from examples.benchmarks.gpu_session import card, figure, oracle, stage, table
 from examples.benchmarks.gpu_session.__main__ import STAGES, main
 from examples.benchmarks.gpu_session.quartiles import Quartiles
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
@@ -142,6 +142,20 @@ def test_what_nvidia_smi_tells(tmp_path, monkeypatch):
     program.write_text("#!/bin/sh\necho 1755\necho 345\n")
     program.chmod(0o755)
     assert card.clock() == "1755"
+    program.write_text("#!/bin/sh\necho '[N/A]'\n")
+    assert card.clock() == ""
+
+
+def test_figures_name_what_they_were_measured_with():
+    def row(clock):
+        return table.Row(
+            "a", "b", 0, "time", "s", 1, 1, 1, 1, "H100", "580", "0.11", clock
+        )
+
+    one = figure.measured_with([row("1980")])
+    assert one == "H100; driver 580; JAX 0.11; 1980 MHz"
+    several = figure.measured_with([row("1980"), row("1755"), row("")])
+    assert several == "H100; driver 580; JAX 0.11; 1755 to 1980 MHz"
 
 
 def test_quartiles():
