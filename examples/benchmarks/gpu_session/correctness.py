@@ -72,16 +72,16 @@ class Expected(NamedTuple):
 def inputs(kind: str, shape: Shape) -> np.ndarray:
     """Matrices of one kind in float32."""
     rng = np.random.default_rng(0)
-    found = []
-    for _ in range(_MATRICES):
-        x = rng.normal(size=shape)
-        if kind in SPECTRA:
-            u, _, vt = np.linalg.svd(x, full_matrices=False)
-            x = u * SPECTRA[kind](min(shape)) @ vt
-        else:
-            x = CHANGES[kind](x)
-        found.append(x.astype(np.float32))
-    return np.stack(found)
+    made = [_made(kind, shape, rng) for _ in range(_MATRICES)]
+    return np.stack(made).astype(np.float32)
+
+
+def _made(kind: str, shape: Shape, rng: np.random.Generator) -> np.ndarray:
+    if kind in CHANGES:
+        return CHANGES[kind](rng.normal(size=shape))
+    size = min(shape)
+    u, v = (np.linalg.qr(rng.normal(size=(side, size)))[0] for side in shape)
+    return u * SPECTRA[kind](size) @ v.T
 
 
 def _with_first(x: np.ndarray, value: float) -> np.ndarray:
