@@ -4,7 +4,7 @@ import re
 import numpy as np
 import pytest
 
-from examples.pretrain.data import read_corpus
+from examples.pretrain.data import read_corpus, read_standard_library
 from examples.pretrain.errors import UsageError
 from examples.pretrain.shards import HEADER_INTS, MAGIC
 from examples.pretrain.tasks.text import read_text
@@ -317,3 +317,8 @@ def test_text_beyond_a_small_vocabulary_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"french\.txt holds token 195.*127"):
         read(tmp_path, vocab_size=128)
     assert read(tmp_path, vocab_size=196).unit == "byte"
+
+
+def test_the_standard_library_can_be_read_without_a_configuration():
+    wanted = read_corpus(tiny.config(data=()), 256)
+    assert read_standard_library().fingerprint() == wanted.fingerprint()
