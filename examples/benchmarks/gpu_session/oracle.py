@@ -11,7 +11,7 @@ from numpy.typing import DTypeLike
 
 from orscale_jax.newton_schulz.coefficients import PRESETS
 
-ROWS = np.asarray(PRESETS["polar_express"])
+ROWS = np.asarray(PRESETS["polar_express"])[:5].tolist()
 
 
 def exact_polar(x: np.ndarray) -> np.ndarray:
@@ -23,14 +23,16 @@ def exact_polar(x: np.ndarray) -> np.ndarray:
 def newton_schulz(x: np.ndarray, dtype: DTypeLike = np.float64) -> np.ndarray:
     """Five steps of the plain iteration; operands of products are rounded to ``dtype``.
 
-    A zero matrix gives zero.
+    Sums are in float64 for float64, and in float32 for narrower types. A zero matrix
+    gives zero.
     """
+    wide = np.float64 if dtype == np.float64 else np.float32
 
     def rounded(y: np.ndarray) -> np.ndarray:
-        return y.astype(dtype).astype(np.float64)
+        return y.astype(dtype).astype(wide)
 
     x = rounded(x / (np.linalg.norm(x) or 1.0))
-    for a, b, c in ROWS[:5]:
+    for a, b, c in ROWS:
         gram = rounded(x @ x.T)
         x = rounded(a * x + rounded(b * gram + c * gram @ gram) @ x)
     return x
