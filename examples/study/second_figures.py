@@ -81,10 +81,10 @@ def draw_differences(found: Found, path: pathlib.Path, narrow: bool = False) -> 
 def _set_scale(axes: Axes, ends: Sequence[float], narrow: bool) -> None:
     """A scale on which images, whose differences are large, leave the others room."""
     axes.set_xscale("symlog", linthresh=_LINEAR, linscale=2)
-    sides = [_LINEAR, 0.2, 0.8] if narrow else [_LINEAR / 2, _LINEAR, 0.1, 0.2, 0.4, 0.8]
+    sides = [0.04, 0.2, 0.8] if narrow else [0.02, 0.04, 0.1, 0.2, 0.4, 0.8]
     ticks = [-side for side in sides] + [0.0] + sides
     shown = [tick for tick in ticks if min(ends) <= tick <= max(ends)]
-    axes.set_xticks(shown, [f"{tick:+g}" if tick else "0" for tick in shown])
+    axes.set_xticks(shown, [f"{tick:+g}".replace("-", "−") for tick in shown])
     axes.minorticks_off()
 
 
