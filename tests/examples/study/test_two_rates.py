@@ -261,6 +261,38 @@ def test_classes_and_their_agreement(found):
                 assert cell == f"{ours[0]:.2f}; {ours[1]:.2f}, {along}"
 
 
+def test_the_advice_of_the_page():
+    """Which optimizer, with which rates: sides, and best rates."""
+
+    def sides(names, other=REFERENCE):
+        ends = [by_hand(of_workload(name, other))[1:] for name in names]
+        return [int(low > 0) - int(high < 0) for low, high in ends]
+
+    def rates(names, arm):
+        return [tuple(map(float, losses(name, arm)[1])) for name in names]
+
+    dense = [name for name in TEXTS if "mixture" not in name]
+    assert sides(dense) == [1, 1, 0, 1]
+    assert rates(dense, REFERENCE).count((0.016, 0.0452548)) == 3
+    rungs = [LADDER[experts] for experts in (4, 8, 16)]
+    assert sides(rungs) == [-1, -1, -1]
+    assert set(rates(rungs, "orscale")) == {(0.008, 0.032)}
+    assert sides(["like-16b"]) == [1]
+    assert rates(["like-16b"], REFERENCE) == [(0.016, 0.032)]
+    assert sides([LADDER[1], LADDER[32], "mixture-small"]) == [0, 0, 0]
+    assert sides([LADDER[16], LADDER[4]], POOLED) == [-1, 1]
+    times = [b / a for arm in ("orscale", REFERENCE) for a, b in rates(TEXTS, arm)]
+    assert len(times) == 12 and min(times) > 1.9 and max(times) < 6
+
+
+def test_the_excess_in_words():
+    of_arm = {row[0]: row[-2:] for row in cells_of("arms")}
+    text, ladder = zip(of_arm["OrScale"], of_arm["Muon+Moonlight"], strict=True)
+    assert f"is {text[0]} nats for OrScale and {text[1]} for Muon+Moonlight" in TEXT
+    assert float(text[0]) - float(text[1]) == pytest.approx(0.003, abs=5e-4)
+    assert abs(float(ladder[0]) - float(ladder[1])) < 5e-4
+
+
 def test_the_advice_of_the_readme():
     dense = [losses(name, REFERENCE)[1] for name in TEXTS if "mixture" not in name]
     ratios = [float(adam) / float(matrix) for matrix, adam in dense]
