@@ -2,7 +2,7 @@
 
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -33,59 +33,75 @@ GROUPS: Mapping[str, tuple[str, Sequence[str]]] = {
     "longer": (GREEN, (*LONGER[1200], *LONGER[4800])),
 }
 _LADDER = {REFERENCE: "o", "pooled": "D"}
-_LINEAR = 0.05  # Nats.
 # Of the classes of layers.
 _KINDS = {
     "attention": SKY, "mlp": BLUE, "routed": ORANGE, "shared": GREEN, "router": PURPLE,
 }  # fmt: skip
 
 
+class _Row(NamedTuple):
+    """A line of a panel."""
+
+    label: str
+    color: str
+    found: Interval
+
+
 @style.styled
 def draw_differences(found: Found, path: pathlib.Path, narrow: bool = False) -> None:
-    """OrScale − Muon+Moonlight in each workload, and the first endpoint below."""
-    rows: list[tuple[str, str, Interval]] = []
-    for color, names in GROUPS.values():
-        for name in names:
-            by_seed = _interval(found.records, name, REFERENCE)
-            if by_seed is not None:
-                rows.append((name, color, by_seed))
+    """OrScale − Muon+Moonlight by workload and the first endpoint; images below."""
+    rows = [
+        _Row(_wrapped(name, narrow), color, of)
+        for color, names in GROUPS.values()
+        for name in names
+        if (of := _interval(found.records, name, REFERENCE)) is not None
+    ]
+    images = [row for row in rows if row.color == GROUPS["images"][0]]
+    texts = [row for row in rows if row not in images]
     endpoint = comparison(FIRST, found.records)
     if endpoint is not None:
-        rows.append(("mean of the six\ntext workloads", INK, endpoint.average))
-    figure, [[axes]] = style.new_figure(0.27 * len(rows) + 1.9, narrow=narrow)
-    for place, (_, color, of) in enumerate(rows):
-        _bar(axes, of, place, color, "D" if color == INK else "o")
-    axes.axvline(0, color=INK, lw=1)
-    _set_scale(axes, [end for _, _, of in rows for end in (of.low, of.high)], narrow)
-    axes.set_yticks(range(len(rows)), [name for name, _, _ in rows])
-    axes.set_ylim(len(rows) - 0.3, -0.7)
-    axes.grid(axis="x")
-    axes.set_xlabel("difference (nats; left is better)")
-    present = {color for _, color, _ in rows}
-    figure.legend(
-        handles=[
-            Line2D([], [], color=color, marker="o", ms=5, label=label)
-            for label, (color, _) in GROUPS.items()
-            if color in present
-        ],
-        loc="outside lower center", ncols=2 if narrow else 4,
-    )  # fmt: skip
+        texts.append(_Row("mean of the six\ntext workloads", INK, endpoint.average))
+    panels = [panel for panel in (texts, images) if panel]
+    figure, axes = style.new_figure(
+        (0.33 if narrow else 0.27) * len(rows) + 1.5 + 0.7 * len(panels),
+        len(panels),
+        narrow=narrow,
+        height_ratios=[len(panel) + 1 for panel in panels],
+    )
+    for of_panel, panel in zip(axes.ravel(), panels, strict=True):
+        _draw_rows(of_panel, panel)
+    axes[-1, 0].set_xlabel("difference (nats; left is better)")
+    present = {row.color for row in rows}
+    handles = [
+        Line2D([], [], color=color, marker="o", ms=5, label=label)
+        for label, (color, _) in GROUPS.items()
+        if color in present
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 if narrow else 4)
     style.set_title(
         figure,
         "OrScale's validation loss minus Muon+Moonlight's",
-        f"95 % intervals, hollow with 0 inside; axis linear within ±{_LINEAR}",
+        "95 % intervals over fresh seeds; hollow: includes 0",
     )
     style.save(figure, path)
 
 
-def _set_scale(axes: Axes, ends: Sequence[float], narrow: bool) -> None:
-    """A scale on which images, whose differences are large, leave the others room."""
-    axes.set_xscale("symlog", linthresh=_LINEAR, linscale=2)
-    sides = [0.04, 0.2, 0.8] if narrow else [0.02, 0.04, 0.1, 0.2, 0.4, 0.8]
-    ticks = [-side for side in sides] + [0.0] + sides
-    shown = [tick for tick in ticks if min(ends) <= tick <= max(ends)]
-    axes.set_xticks(shown, [f"{tick:+g}".replace("-", "−") for tick in shown])
-    axes.minorticks_off()
+def _draw_rows(axes: Axes, rows: Sequence[_Row]) -> None:
+    """A bar for each interval."""
+    for place, (_, color, of) in enumerate(rows):
+        axes.plot([of.low, of.high], [place] * 2, color=color, lw=1.6)
+        inside = color if of.sign else "white"
+        marker = "D" if color == INK else "o"
+        axes.plot(of.mean, place, marker, ms=5.5, color=color, mfc=inside)
+    axes.axvline(0, color=INK, lw=1)
+    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+    axes.set_ylim(len(rows) - 0.3, -0.7)
+    axes.grid(axis="x")
+
+
+def _wrapped(name: str, narrow: bool) -> str:
+    """A workload's name, in two lines on a phone if it is long."""
+    return name.replace(SMALL_INIT, f"\n{SMALL_INIT}") if narrow else name
 
 
 def _interval(records: Records, name: str, theirs: str) -> Interval | None:
@@ -93,16 +109,10 @@ def _interval(records: Records, name: str, theirs: str) -> Interval | None:
     return None if by_seed is None else interval(list(by_seed.values()))
 
 
-def _bar(axes: Axes, of: Interval, place: float, color: str, marker: str) -> None:
-    axes.plot([of.low, of.high], [place] * 2, color=color, lw=1.6)
-    inside = color if of.sign else "white"
-    axes.plot(of.mean, place, marker, ms=5.5, color=color, mfc=inside)
-
-
 @style.styled
 def draw_ladder(found: Found, path: pathlib.Path, narrow: bool = False) -> None:
     """OrScale's difference from two others by the number of experts."""
-    figure, [[axes]] = style.new_figure(3.6, narrow=narrow)
+    figure, [[axes]] = style.new_figure(4.2 if narrow else 3.6, narrow=narrow)
     for shift, (theirs, marker) in zip((-0.06, 0.06), _LADDER.items(), strict=True):
         intervals = {
             np.log2(experts) + shift: of
