@@ -35,7 +35,8 @@ GROUPS: Mapping[str, tuple[str, Sequence[str]]] = {
 _LADDER = {REFERENCE: "o", "pooled": "D"}
 # Of the classes of layers.
 _KINDS = {
-    "attention": SKY, "mlp": BLUE, "routed": ORANGE, "shared": GREEN, "router": PURPLE,
+    "attention": SKY, "mlp": BLUE, "routed expert": ORANGE, "shared expert": GREEN,
+    "router": PURPLE,
 }  # fmt: skip
 
 

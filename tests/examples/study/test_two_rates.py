@@ -247,7 +247,8 @@ def test_classes_and_their_agreement(found):
         name = row[0].strip("`")
         pairs = [x for key, x in mean.items() if key[:2] == (name, "orscale")]
         assert row[1] == str(len(pairs))
-        assert row[2] == f"{stats.spearmanr(np.array(pairs)).statistic:+.2f}"
+        rho = stats.spearmanr(np.array(pairs))
+        assert row[2] == f"{rho.statistic:+.2f}" and rho.pvalue > 0.05
         assert row[3] == in_words(of_workload(name))
     [head] = re.findall(r"<!-- table: classes -->\n(.*)\n", PAGE)
     names = re.findall(r"`([^`]+)`", head)
@@ -259,6 +260,23 @@ def test_classes_and_their_agreement(found):
             if ours is not None:
                 along = "–" if theirs is None else f"{theirs[1]:.2f}"
                 assert cell == f"{ours[0]:.2f}; {ours[1]:.2f}, {along}"
+
+
+def test_what_the_page_says_of_classes(found):
+    for cell, by_class in found.optima.items():
+        ratios = {name: of.ratio for name, of in by_class.items()}
+        optima = {name: of.optimum for name, of in by_class.items()}
+        order = sorted(optima, key=optima.__getitem__)
+        if cell.arm == "orscale" and "mixture" in cell.workload:
+            assert all(name.startswith("routed") for name in order[-3:])
+            largest = max(ratios[name] for name in order[-3:])
+            others = [name for name in ratios if name.startswith("shared")]
+            assert min(ratios[n] for n in (*others, "mlp down", "router")) > largest
+        elif cell.arm == "orscale":
+            assert order[-2:] == ["attention key", "attention query"]
+            assert set(order[:2]) == {"mlp up", "mlp down"}
+            largest = max(of for name, of in ratios.items() if "mlp" not in name)
+            assert min(ratios["mlp up"], ratios["mlp down"]) > largest
 
 
 def test_the_advice_of_the_page():
@@ -291,6 +309,8 @@ def test_the_excess_in_words():
     assert f"is {text[0]} nats for OrScale and {text[1]} for Muon+Moonlight" in TEXT
     assert float(text[0]) - float(text[1]) == pytest.approx(0.003, abs=5e-4)
     assert abs(float(ladder[0]) - float(ladder[1])) < 5e-4
+    images = {row[1]: row[-1] for row in cells_of("searches") if "vision-small" in row[0]}
+    assert f"is {images['OrScale']} and {images['Muon+Moonlight']} nats, as" in TEXT
 
 
 def test_the_advice_of_the_readme():
