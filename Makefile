@@ -123,9 +123,10 @@ study: $(VENV)/.has-examples ## Repeat a part of the study on the small decoder,
 	$(RUN) examples.study.repeat --workloads dense-small --arms $(STUDY_ARMS) --out $(STUDY) $(ARGS)
 	$(RUN) examples.study.report --tables $(STUDY) --figures $(STUDY) --page None --arms $(STUDY_ARMS)
 
-study-full: $(VENV)/.has-examples,prose ## Run what is missing of the second protocol, and make the page anew.
+study-full: $(VENV)/.has-examples,prose ## Run what is missing of the second protocol, and make both pages anew.
 	$(RUN) examples.study $(ARGS)
 	$(RUN) examples.study.report
+	$(RUN) examples.study.two_rates
 
 dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel, into dist/.
 	rm -rf dist

@@ -12,7 +12,12 @@ repeat              the runs of the first study, again
 gains, seconds      what is measured besides: the theory's statistics, the time of a step
 classes             ratios by class of layers, beside the model's optimum
 statistics, claims  what the tables say; verdicts on the paper's claims
-endpoints           what the runs of the second protocol say
+records             what the tables hold of the second protocol
+questions           its endpoints, its list, and what it only reports
+selection, optima   how well its searches choose; ratios beside the model's optimum
+two_rates           its page, by the following
+second_tables       the page's tables
+second_figures      the page's figures
 low_memory          momenta and weights in fewer bits: its runs and its tables
 per_head            each head of attention as a matrix: its runs and its table
 report              the page, by the following

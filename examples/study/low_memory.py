@@ -11,10 +11,9 @@ import pathlib
 
 import jax
 
-from examples.study import endpoints
 from examples.study.plan import Runs, find_workload, prepare, table_of
 from examples.study.search import Rates, Search, best_point
-from examples.study.second import best_rates, job_of
+from examples.study.second import FOLDER as SECOND, best_rates, job_of
 from examples.study.statistics import interval, paired
 from examples.study.workloads import BFLOAT16
 
@@ -81,7 +80,7 @@ def losses(
 
 def rates_of(variant: Variant, workload: str, folder: pathlib.Path = FOLDER) -> Rates:
     """The best rates of a variant; of float32, those of the second study."""
-    first = best_rates(job_of(workload, "orscale"), endpoints.FOLDER)
+    first = best_rates(job_of(workload, "orscale"), SECOND)
     if variant is FLOAT32:
         return first
     runs = _runs(variant, workload, folder)

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import jax
 
-from examples.study import endpoints
 from examples.study.arms import KNOWN
 from examples.study.plan import Runs, find_workload, prepare
 from examples.study.search import Rates, Search, best_point, cross
-from examples.study.second import best_rates, job_of
+from examples.study.second import FOLDER as SECOND, best_rates, job_of
 from examples.study.statistics import interval, paired
 from examples.study.workloads import BY_HEAD
 
@@ -56,7 +55,7 @@ class Found(NamedTuple):
 
 def find(workload: str, arm: str, kind: str, folder: pathlib.Path = FOLDER) -> Found:
     """What an arm comes to; ``kind`` is ``BY_HEAD``, or empty without it."""
-    first = best_rates(job_of(WORKLOADS[workload], arm), endpoints.FOLDER)
+    first = best_rates(job_of(WORKLOADS[workload], arm), SECOND)
     runs = Runs(find_workload(workload + kind), arm, folder)
     point = best_point(
         SEARCH, lambda point: runs.mean_loss(first.at(point), SEARCH_SEEDS)

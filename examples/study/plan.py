@@ -53,6 +53,10 @@ def prepare(workloads: Iterable[str], folder: pathlib.Path) -> None:
         sort_results(table_of(folder, name))
 
 
+class NotRun(LookupError):
+    """A run that no table has is asked for, where none may be done."""
+
+
 class Runs:
     """The runs of an arm, each done once.
 
@@ -60,10 +64,14 @@ class Runs:
       workload: What is trained.
       arm: With what.
       folder: Of the tables, where results are read and written.
+      train: Whether what no table has is done; otherwise it raises `NotRun`.
     """
 
-    def __init__(self, workload: Workload, arm: str, folder: pathlib.Path):
+    def __init__(
+        self, workload: Workload, arm: str, folder: pathlib.Path, train: bool = True
+    ):
         self._arm, self._workload, self._folder = arm, workload, folder
+        self.train = train
         self._path = table_of(folder, workload.name)
         found = read_results(self._path)
         self._done = {(r.rates, r.seed): r for r in found if r.arm == arm}
@@ -72,6 +80,8 @@ class Runs:
     def result(self, rates: Rates, seed: int) -> Result:
         """What is written down of a run; without that, it is done first."""
         if (rates, seed) not in self._done:
+            if not self.train:
+                raise NotRun(f"{self._workload.name} {self._arm} {rates}, seed {seed}")
             run = self._trainer.train(rates, seed, self._factors(rates, seed))
             guess = _guess(self._workload)
             result = make_result(self._arm, rates, seed, run, guess)

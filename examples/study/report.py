@@ -7,7 +7,6 @@ Between ``<!-- table: NAME -->`` and ``<!-- end -->`` the page is made from the 
 
 import dataclasses
 import pathlib
-import re
 
 import tyro
 
@@ -15,9 +14,7 @@ from examples import figure_style as style
 from examples.study.arms import ARMS
 from examples.study.figures import FIGURES, draw_summary
 from examples.study.study import Study, read_study
-from examples.study.tables import TABLES
-
-_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+from examples.study.tables import TABLES, fill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Options:
 
 def with_tables(page: str, study: Study) -> str:
     """The page with the tables of the study."""
-    return _BLOCK.sub(lambda x: f"{x[1]}{TABLES[x[2]](study)}\n{x[3]}", page)
+    return fill(page, lambda name: TABLES[name](study))
 
 
 def draw_for_pages(study: Study, folder: pathlib.Path) -> None:

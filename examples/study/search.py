@@ -95,8 +95,17 @@ def best_point(search: Search, loss_of: Callable[[Point], float]) -> Point:
 def smoothed_best(losses: Losses) -> Point:
     """The point at which a quadratic is lowest; the lowest point where there are few.
 
-    The quadratic is fitted to the points near the lowest one. Of a mean over few seeds it
-    is a better guide than the lowest point itself.
+    Of a mean over few seeds it is a better guide than the lowest point itself.
+    """
+    fitted = smoothed(losses)
+    inside = {point: fitted[point] for point in fitted if is_inside(point, losses)}
+    return _lowest(inside if fitted else losses)
+
+
+def smoothed(losses: Losses) -> dict[Point, float]:
+    """A quadratic at the points near the lowest one; none where there are few.
+
+    It is fitted to the losses at these points.
     """
     lowest = _lowest(losses)
     near = [
@@ -106,12 +115,11 @@ def smoothed_best(losses: Losses) -> Point:
         and loss <= losses[lowest] + _CLOSE
     ]
     if len(near) < _ENOUGH:
-        return lowest
+        return {}
     i, j = np.transpose(near).astype(float)
     terms = np.transpose([np.ones_like(i), i, j, i * i, i * j, j * j])
     coefficients = np.linalg.lstsq(terms, np.array([losses[p] for p in near]))[0]
-    fitted = dict(zip(near, (terms @ coefficients).tolist(), strict=True))
-    return _lowest({point: fitted[point] for point in near if is_inside(point, losses)})
+    return dict(zip(near, (terms @ coefficients).tolist(), strict=True))
 
 
 def is_inside(point: Point, tried: Iterable[Point]) -> bool:

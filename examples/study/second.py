@@ -13,6 +13,7 @@ from examples.study.search import Rates, Search, best_point, cross
 from examples.study.study import kind_of
 from examples.study.workloads import FIRST_RATES, LADDER, LONG, SMALL_INIT, Workload
 
+FOLDER = pathlib.Path("docs/data/two_rates")
 REFERENCE = "muon_moonlight"
 TEXTS = tuple(
     f"{name}{init}"
@@ -107,26 +108,31 @@ def job_of(workload: str, arm: str) -> Job:
     return next(job for job in JOBS if (job.workload, job.arm) == (workload, arm))
 
 
-def best_rates(job: Job, folder: pathlib.Path) -> Rates:
-    """What the search of a job finds; runs that it asks for and lacks are done."""
-    return _searched(job, _runs(job, folder), folder)
+def best_rates(job: Job, folder: pathlib.Path, train: bool = True) -> Rates:
+    """What the search of a job finds; runs that it asks for and lacks are done.
+
+    Raises:
+      NotRun: If one is lacking, and ``train`` is false.
+    """
+    return _searched(job, runs_of(job, folder, train), folder)
 
 
 def do(job: Job, folder: pathlib.Path) -> int:
     """Does the runs of a job that are not written down, and counts them."""
-    runs = _runs(job, folder)
+    runs = runs_of(job, folder)
     rates = _searched(job, runs, folder)
     for seed in job.seeds:
         runs.result(rates, seed)
     return runs.new
 
 
-def _runs(job: Job, folder: pathlib.Path) -> Runs:
-    return Runs(find_workload(job.workload), job.arm, folder)
+def runs_of(job: Job, folder: pathlib.Path, train: bool = True) -> Runs:
+    """The runs of a job's arm and workload."""
+    return Runs(find_workload(job.workload), job.arm, folder, train)
 
 
 def _searched(job: Job, runs: Runs, folder: pathlib.Path) -> Rates:
-    first = _first_rates(job, folder)
+    first = first_rates(job, folder, runs.train)
     if not job.search_seeds:
         return first
     point = best_point(
@@ -135,11 +141,16 @@ def _searched(job: Job, runs: Runs, folder: pathlib.Path) -> Rates:
     return first.at(point)
 
 
-def _first_rates(job: Job, folder: pathlib.Path) -> Rates:
+def first_rates(job: Job, folder: pathlib.Path, train: bool = True) -> Rates:
+    """The rates at which the search of a job begins.
+
+    Raises:
+      NotRun: If they are those that another finds, it lacks runs, and ``train`` is false.
+    """
     workload: Workload = find_workload(job.workload)
     if job.rates_of is not None:
-        return best_rates(job_of(job.workload, job.rates_of), folder)
+        return best_rates(job_of(job.workload, job.rates_of), folder, train)
     if workload.rates_of is not None:
-        return best_rates(job_of(workload.rates_of, job.arm), folder)
+        return best_rates(job_of(workload.rates_of, job.arm), folder, train)
     matrix, adam = FIRST_RATES[kind_of(job.workload)]
     return Rates(KNOWN[job.arm].rate * matrix, adam).at((0, 0))

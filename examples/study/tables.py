@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -20,6 +21,17 @@ from examples.study.study import (
 from examples.study.workloads import SMALL_INIT
 
 Table = Callable[[Study], str]
+_BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def fill(page: str, table_of: Callable[[str], str]) -> str:
+    """A page with its tables anew.
+
+    Args:
+      page: With ``<!-- table: NAME -->`` and ``<!-- end -->`` around each of them.
+      table_of: Makes the one of a name.
+    """
+    return _BLOCK.sub(lambda found: f"{found[1]}{table_of(found[2])}\n{found[3]}", page)
 
 
 def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from examples.study import endpoints, per_head, plan
+from examples.study import per_head, plan, second
 from examples.study.arms import KNOWN
 from examples.study.plan import Runs, find_workload
 from examples.study.runs import Run, Trainer
@@ -48,7 +48,7 @@ def test_both_variants_are_searched_alike_in_their_own_folder(tmp_path, monkeypa
         return Run([loss], 1.0, [], math.nan, math.nan, {})
 
     monkeypatch.setattr(plan.Trainer, "train", train)
-    before = {path: path.read_bytes() for path in endpoints.FOLDER.glob("*.csv")}
+    before = {path: path.read_bytes() for path in second.FOLDER.glob("*.csv")}
     plan.prepare(["dense-small", f"dense-small{BY_HEAD}"], tmp_path)
     whole, by_head = (
         per_head.find("dense-small", "orscale", kind, tmp_path) for kind in ("", BY_HEAD)
@@ -58,7 +58,7 @@ def test_both_variants_are_searched_alike_in_their_own_folder(tmp_path, monkeypa
     assert by_head.mean_loss == pytest.approx(whole.mean_loss - 0.01)
     assert whole.losses.keys() == by_head.losses.keys() == {*per_head.SEEDS}
     assert {seed for _, seed in asked} == {*per_head.SEARCH_SEEDS, *per_head.SEEDS}
-    assert {path: path.read_bytes() for path in endpoints.FOLDER.glob("*.csv")} == before
+    assert {path: path.read_bytes() for path in second.FOLDER.glob("*.csv")} == before
     assert {path.stem for path in tmp_path.glob("*.csv")} == {
         "dense-small", f"dense-small{BY_HEAD}",
     }  # fmt: skip
@@ -74,7 +74,7 @@ def test_the_searches_begin_where_runs_are_written_down(monkeypatch):
     for name in per_head.WORKLOADS.values():
         for arm in per_head.ARMS:
             job = per_head.job_of(name, arm)
-            assert per_head.best_rates(job, endpoints.FOLDER).matrix > 0
+            assert per_head.best_rates(job, second.FOLDER).matrix > 0
 
 
 def test_the_table_has_a_row_for_each_optimizer_and_workload(monkeypatch):

@@ -1,0 +1,381 @@
+"""The page of the second protocol, and what the README says of it, from the tables."""
+
+import csv
+import functools
+import re
+import statistics
+
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+
+from examples import figure_style as style
+from examples.study import questions, two_rates
+from examples.study.arms import KNOWN
+from examples.study.plan import Runs
+from examples.study.questions import FIRST, LIST, MARGIN, MIXTURES, SECOND
+from examples.study.records import Cell, difference, read_records
+from examples.study.second import JOBS, LARGE, REFERENCE, SMALLER, TEXTS, job_of
+from examples.study.second_figures import FIGURES
+from examples.study.second_tables import TABLES
+from examples.study.statistics import NOT_TOLD, WORSE, endpoint
+from examples.study.workloads import LADDER
+from tests.examples.pretrain.tiny import ROOT
+
+FOLDER = ROOT / "docs" / "data" / "two_rates"
+PAGE = (ROOT / "docs" / "two_rates.md").read_text()
+TEXT = re.sub(r"\s+", " ", PAGE)
+README = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
+POOLED = "pooled"
+
+
+@pytest.fixture(scope="module")
+def found():
+    """What the tables hold; no run is done for it."""
+
+    def refuse(self):
+        raise AssertionError("A run would be done.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runs, "_trainer", property(refuse))
+        return two_rates.read(FOLDER)
+
+
+@functools.cache
+def cells_of(name):
+    """The lines of a table of the page, as lists of cells."""
+    [table] = re.findall(rf"<!-- table: {name} -->\n(.*?)<!-- end -->", PAGE, re.DOTALL)
+    lines = table.splitlines()[2:]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines]
+
+
+@functools.cache
+def by_rates(workload, arm):
+    """From the table itself: losses of the seeds that no search saw, by both rates."""
+    losses = {}
+    with (FOLDER / f"{workload}.csv").open() as file:
+        for row in csv.DictReader(file):
+            if row["arm"] == arm and int(row["seed"]) >= 100:
+                rates = row["rate"], row["adam_rate"]
+                losses.setdefault(rates, {})[int(row["seed"])] = float(row["loss"])
+    return losses
+
+
+def losses(workload, arm):
+    """Losses by seed and rates of an arm; None if a seed is missing.
+
+    A replay asks for more runs of OrScale, at the rates of its own.
+    """
+    seeds = set(job_of(workload, arm).seeds)
+    whole = {rates: x for rates, x in by_rates(workload, arm).items() if set(x) == seeds}
+    if len(whole) > 1:
+        replay = set(by_rates(workload, "replayed"))
+        whole = {rates: x for rates, x in whole.items() if rates not in replay} or whole
+    return next(((x, rates) for rates, x in whole.items()), None)
+
+
+def by_hand(differences):
+    mean = statistics.fmean(differences)
+    error = stats.sem(differences) * stats.t.ppf(0.975, len(differences) - 1)
+    return mean, mean - error, mean + error
+
+
+def in_words(differences):
+    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*by_hand(differences))
+
+
+def of_workload(name, other=REFERENCE, ours="orscale"):
+    """Differences by seed; None unless both arms are complete."""
+    both = losses(name, ours), losses(name, other)
+    if None in both:
+        return None
+    (ours, _), (theirs, _) = both
+    return [ours[seed] - theirs[seed] for seed in sorted(ours)]
+
+
+def means(differences):
+    return list(map(statistics.fmean, zip(*differences, strict=True)))
+
+
+def test_the_page_has_the_tables_of_the_results(found):
+    assert sorted(re.findall(r"<!-- table: (\w+) -->", PAGE)) == sorted(TABLES)
+    assert two_rates.with_tables(PAGE, found) == PAGE
+
+
+@pytest.mark.parametrize(
+    "question, margin, verdict", [(FIRST, MARGIN, WORSE), (SECOND, 0.0, NOT_TOLD)]
+)
+def test_the_endpoints(found, question, margin, verdict):
+    names = TEXTS if question is FIRST else MIXTURES
+    differences = [of_workload(name, question.theirs) for name in names]
+    mean, low, high = by_hand(means(differences))
+    answer = questions.comparison(question, found.records)
+    assert answer.average == pytest.approx((mean, low, high))
+    assert endpoint(answer.average, margin) == verdict
+    ends = [by_hand(by_seed)[1:] for by_seed in differences]
+    lower, higher = sum(x < 0 for _, x in ends), sum(x > 0 for x, _ in ends)
+    assert (answer.lower, answer.higher) == (lower, higher)
+    [row] = [row for row in cells_of("endpoints") if row[1] == question.over]
+    assert row[2:] == [in_words(means(differences)), f"{lower} : {higher}", verdict]
+    assert f"{mean:+.4f} nats, with a 95 % interval of [{low:+.4f}, {high:+.4f}]" in TEXT
+
+
+def test_the_counts_in_words():
+    assert "surely higher in 3 workloads and surely lower in 1." in TEXT
+    assert "surely lower in 1 workload and surely higher in 1." in TEXT
+    assert [row[3] for row in cells_of("endpoints")] == ["1 : 3", "1 : 1"]
+
+
+def sums_of_the_list():
+    """A number for each seed for each question, by other ways; None where incomplete."""
+
+    def mean(names, ours="orscale", theirs=REFERENCE):
+        found = [of_workload(name, theirs, ours) for name in names]
+        return None if None in found else means(found)
+
+    dense, mixture = (
+        mean([f"{name}{init}" for init in ("", "-small-init")])
+        for name in ("dense-small", "mixture-small")
+    )
+    rungs = [of_workload(name) for name in LADDER.values()]
+    slopes = [
+        stats.linregress([0, 2, 3, 4, 5], by_workload).slope
+        for by_workload in zip(*rungs, strict=True)
+    ]
+    longer = [
+        [f"{name}-{steps}-steps" for name in ("dense-small", "mixture-small-small-init")]
+        for steps in (1200, 4800)
+    ]
+    return [
+        [x - y for x, y in zip(mixture, dense, strict=True)],
+        slopes,
+        mean(["like-16b"]),
+        mean(["vision-small-small-init", "vision-large-small-init"]),
+        mean(longer[0]),
+        mean(longer[1], theirs="decoupled_weight_decay"),
+        mean(TEXTS, "muon"),
+        mean(TEXTS, "normuon"),
+        mean(SMALLER, "one_scale"),
+        mean(SMALLER, "full_rank_anchor", "orscale"),
+        mean(SMALLER, "orscale", "replayed"),
+        mean(SMALLER, "orscale_on_normuon", "normuon"),
+    ]
+
+
+def test_the_list_with_holms_correction():
+    sums = sums_of_the_list()
+    complete = {i: by_seed for i, by_seed in enumerate(sums) if by_seed is not None}
+    p = {i: float(stats.ttest_1samp(x, 0).pvalue) for i, x in complete.items()}
+    corrected, largest = {}, 0.0
+    for rank, i in enumerate(sorted(p, key=p.__getitem__), 1):
+        largest = max(largest, min(1.0, p[i] * (len(sums) - rank + 1)))
+        corrected[i] = largest
+    rows = cells_of("list")
+    assert len(rows) == len(LIST) == len(sums) == 12
+    for i, row in enumerate(rows):
+        if i not in complete:
+            assert row[2:] == ["not complete", "", "", "", ""]
+            continue
+        side = "higher" if statistics.fmean(complete[i]) > 0 else "lower"
+        sure = side if corrected[i] < 0.05 else "no"
+        numbers = [f"{x[i]:.2g}" for x in (p, corrected)]
+        assert [row[2], *row[4:]] == [in_words(complete[i]), *numbers, sure]
+
+
+@pytest.mark.parametrize(
+    "table, names, other",
+    [("text", TEXTS, REFERENCE), ("mixtures", MIXTURES, POOLED)],
+)
+def test_rates_and_differences_of_the_endpoints(table, names, other):
+    for name, row in zip(names, cells_of(table), strict=True):
+        pairs = [losses(name, arm)[1] for arm in ("orscale", other)]
+        rates = [", ".join(f"{float(rate):.3g}" for rate in pair) for pair in pairs]
+        assert row == [f"`{name}`", *rates, in_words(of_workload(name, other))]
+
+
+def test_the_ladder():
+    for (experts, name), row in zip(LADDER.items(), cells_of("ladder"), strict=True):
+        numbers = [in_words(of_workload(name, other)) for other in (REFERENCE, POOLED)]
+        assert row == [str(experts), *numbers]
+
+
+def test_other_workloads_and_what_has_no_verdict():
+    for row in cells_of("others"):
+        assert row[3] == in_words(of_workload(row[0].strip("`")))
+    longest = [f"{name}-4800-steps" for name in ("dense-small", SMALLER[2])]
+    expected = [
+        (TEXTS, "adamw_apart"), (["like-16b"], "adamw_apart"), (SMALLER, "hyperball"),
+        (LARGE, "orscale"), (longest, "orscale"),
+    ]  # fmt: skip
+    for (names, arm), row in zip(expected, cells_of("reported"), strict=True):
+        found = [of_workload(name, ours=arm) for name in names]
+        complete = None not in found
+        assert row[2] == (in_words(means(found)) if complete else "not complete")
+
+
+def test_searches_are_counted_and_their_best_rates_are_those_of_the_fresh_seeds(found):
+    labels = {KNOWN[job.arm].label: job.arm for job in JOBS}
+    for row in cells_of("searches"):
+        name, arm = row[0].strip("`"), labels[row[1]]
+        rates = ", ".join(f"{float(rate):.3g}" for rate in losses(name, arm)[1])
+        assert row[2] == rates
+        record = found.records[Cell(name, arm)]
+        with (FOLDER / f"{name}.csv").open() as file:
+            rows = [r for r in csv.DictReader(file) if r["arm"] == arm]
+        fresh = [r for r in rows if int(r["seed"]) >= 100]
+        pairs = {(r["rate"], r["adam_rate"]) for r in rows if r not in fresh}
+        assert int(row[3]) == len(pairs) == len(record.searched)
+        best = map(float, losses(name, arm)[1])
+        tried = np.array([list(map(float, pair)) for pair in pairs])
+        axes = zip(tried.min(axis=0), best, tried.max(axis=0), strict=True)
+        inside = all(low < rate < high for low, rate, high in axes)
+        assert row[4] == ("yes" if inside else "no")
+        counts = [sum(int(r["diverged"]) for r in x) for x in (rows, fresh)]
+        assert row[5].startswith(f"{counts[0] - counts[1]} of ")
+
+
+def test_classes_and_their_agreement(found):
+    logs = {}
+    with (FOLDER / "classes.csv").open() as file:
+        for row in csv.DictReader(file):
+            pair = np.log([float(row["ratio"]), float(row["optimum"])])
+            key = row["workload"], row["arm"], row["class"]
+            logs.setdefault(key, []).append(pair)
+    mean = {key: np.exp(np.mean(pairs, axis=0)) for key, pairs in logs.items()}
+    for row in cells_of("agreement"):
+        name = row[0].strip("`")
+        pairs = [x for key, x in mean.items() if key[:2] == (name, "orscale")]
+        assert row[1] == str(len(pairs))
+        rho = stats.spearmanr(np.array(pairs))
+        assert row[2] == f"{rho.statistic:+.2f}" and rho.pvalue > 0.05
+        assert row[3] == in_words(of_workload(name))
+    [head] = re.findall(r"<!-- table: classes -->\n(.*)\n", PAGE)
+    names = re.findall(r"`([^`]+)`", head)
+    for row in cells_of("classes"):
+        for name, cell in zip(names, row[1:], strict=True):
+            ours, theirs = (
+                mean.get((name, arm, row[0])) for arm in ("orscale", REFERENCE)
+            )
+            if ours is not None:
+                along = "–" if theirs is None else f"{theirs[1]:.2f}"
+                assert cell == f"{ours[0]:.2f}; {ours[1]:.2f}, {along}"
+
+
+def test_what_the_page_says_of_classes(found):
+    for cell, by_class in found.optima.items():
+        ratios = {name: of.ratio for name, of in by_class.items()}
+        optima = {name: of.optimum for name, of in by_class.items()}
+        order = sorted(optima, key=optima.__getitem__)
+        if cell.arm == "orscale" and "mixture" in cell.workload:
+            assert all(name.startswith("routed") for name in order[-3:])
+            largest = max(ratios[name] for name in order[-3:])
+            others = [name for name in ratios if name.startswith("shared")]
+            assert min(ratios[n] for n in (*others, "mlp down", "router")) > largest
+        elif cell.arm == "orscale":
+            assert order[-2:] == ["attention key", "attention query"]
+            assert set(order[:2]) == {"mlp up", "mlp down"}
+            largest = max(of for name, of in ratios.items() if "mlp" not in name)
+            assert min(ratios["mlp up"], ratios["mlp down"]) > largest
+
+
+def test_the_advice_of_the_page():
+    """Which optimizer, with which rates: sides, and best rates."""
+
+    def sides(names, other=REFERENCE):
+        ends = [by_hand(of_workload(name, other))[1:] for name in names]
+        return [int(low > 0) - int(high < 0) for low, high in ends]
+
+    def rates(names, arm):
+        return [tuple(map(float, losses(name, arm)[1])) for name in names]
+
+    dense = [name for name in TEXTS if "mixture" not in name]
+    assert sides(dense) == [1, 1, 0, 1]
+    assert rates(dense, REFERENCE).count((0.016, 0.0452548)) == 3
+    rungs = [LADDER[experts] for experts in (4, 8, 16)]
+    assert sides(rungs) == [-1, -1, -1]
+    assert set(rates(rungs, "orscale")) == {(0.008, 0.032)}
+    assert sides(["like-16b"]) == [1]
+    assert rates(["like-16b"], REFERENCE) == [(0.016, 0.032)]
+    assert sides([LADDER[1], LADDER[32], "mixture-small"]) == [0, 0, 0]
+    assert sides([LADDER[16], LADDER[4]], POOLED) == [-1, 1]
+    times = [b / a for arm in ("orscale", REFERENCE) for a, b in rates(TEXTS, arm)]
+    assert len(times) == 12 and min(times) > 1.9 and max(times) < 6
+
+
+def test_the_excess_in_words():
+    of_arm = {row[0]: row[-2:] for row in cells_of("arms")}
+    text, ladder = zip(of_arm["OrScale"], of_arm["Muon+Moonlight"], strict=True)
+    assert f"is {text[0]} nats for OrScale and {text[1]} for Muon+Moonlight" in TEXT
+    assert float(text[0]) - float(text[1]) == pytest.approx(0.003, abs=5e-4)
+    assert abs(float(ladder[0]) - float(ladder[1])) < 5e-4
+    images = {row[1]: row[-1] for row in cells_of("searches") if "vision-small" in row[0]}
+    assert f"is {images['OrScale']} and {images['Muon+Moonlight']} nats, as" in TEXT
+
+
+def test_the_advice_of_the_readme():
+    dense = [losses(name, REFERENCE)[1] for name in TEXTS if "mixture" not in name]
+    ratios = [float(adam) / float(matrix) for matrix, adam in dense]
+    assert min(ratios) > 2.8 and max(ratios) <= 4  # "About three times".
+    assert (
+        "here 0.016 for matrices, 0.045 for" in README and ("0.016", "0.0452548") in dense
+    )
+    mixture = TEXTS[-1]
+    assert losses(mixture, "orscale")[1] == ("0.008", "0.032")
+    mean, low, high = by_hand(of_workload(mixture))
+    assert (
+        f"`orscale` (0.008, 0.032) is ahead by {-mean:.3f} nats [{low:+.3f}, {high:+.3f}]"
+        in README
+    )
+    mean, low, high = by_hand(means(map(of_workload, TEXTS)))
+    assert f"{mean:.3f} nats higher than Muon+Moonlight's over six" in README
+    assert f"workloads (95 % interval [{low:+.3f}, {high:+.3f}]" in README
+
+
+def lines_of(name):
+    return (FOLDER / f"{name}.csv").read_text().splitlines()
+
+
+def write(folder, name, lines):
+    (folder / f"{name}.csv").write_text("\n".join(lines) + "\n")
+
+
+def test_what_is_not_complete_is_not_reported(tmp_path):
+    lines = lines_of("prose")
+    missing = [x for x in lines if x.startswith("orscale,") and ",111," in x]
+    write(tmp_path, "prose", [line for line in lines if line not in missing])
+    records = read_records(tmp_path)
+    assert set(records) == {Cell("prose", REFERENCE)}
+    assert difference(records, "prose", "orscale", REFERENCE) is None
+    assert questions.comparison(FIRST, records) is None
+    assert endpoint(questions.interval([0.01, -0.01]), 0.005) == NOT_TOLD
+
+
+def test_missing_runs_leave_the_list_its_length(tmp_path):
+    write(tmp_path, "like-16b", lines_of("like-16b"))
+    answers = questions.answers(read_records(tmp_path))
+    [place] = [i for i, answer in enumerate(answers) if answer is not None]
+    assert len(answers) == 12 and LIST[place].over == "`like-16b`"
+    p = stats.ttest_1samp(of_workload("like-16b"), 0).pvalue
+    assert answers[place].p == pytest.approx(p)
+    assert answers[place].corrected == pytest.approx(12 * p)
+
+
+def test_runs_that_a_replay_asked_for_are_not_those_at_the_best_rates(tmp_path):
+    lines = lines_of("prose")
+    of_seeds, (rate, _) = losses("prose", "orscale")
+    fresh = [line for line in lines if line.startswith(f"orscale,{rate},1")]
+    assert len(fresh) == len(of_seeds)
+    moved = [line.replace(f",{rate},", ",0.0226274,", 1) for line in fresh]
+    write(tmp_path, "prose", lines + moved)
+    assert read_records(tmp_path)[Cell("prose", "orscale")].losses == of_seeds
+
+
+@pytest.mark.extended
+def test_the_figures(found, tmp_path):
+    widths = {False: style.WIDTH, True: style.NARROW}
+    for name, draw in FIGURES.items():
+        for narrow, width in widths.items():
+            draw(found, tmp_path / f"{name}.png", narrow)
+            drawn = np.asarray(Image.open(tmp_path / f"{name}.png").convert("L"))
+            assert np.ptp(drawn) > 200 and drawn.shape[1] == width * style.DPI
