@@ -462,9 +462,27 @@ MUTANTS = [
     ),
     Mutant(
         "packed_dtype",
-        "self.dtype if as_wide and narrower else dtype",
+        "self.dtype if self.dtype.itemsize < dtype.itemsize else dtype",
         "dtype",
         "test_mesh.py -k bfloat16",
+    ),
+    Mutant(
+        "packed_dtype of CPUs",
+        "return packed if has_range else dtype",
+        "return packed",
+        "test_float16.py -k stacked_and_sent",
+    ),
+    Mutant(
+        "scale",
+        "return 2.0**7 if jnp.finfo(self.dtype).maxexp <= 16 else 1.0",
+        "return 1.0",
+        "test_float16.py -k digits",
+    ),
+    Mutant(
+        "_of_scaled",
+        "for power in (1, 3, 5))",
+        "for power in (1, 1, 1))",
+        "test_float16.py -k overflows",
     ),
     Mutant(
         "cast",
