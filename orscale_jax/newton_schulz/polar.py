@@ -258,7 +258,8 @@ def _normalized_polar(
 
 
 def _by_gram(x: jax.Array, arithmetic: Arithmetic) -> bool:
-    return restarts.is_cheaper(*arithmetic.whole_shape(x))
+    shards = arithmetic.columns.shards if arithmetic.columns else 1
+    return restarts.is_cheaper(*arithmetic.whole_shape(x), shards)
 
 
 def _unrolled(
