@@ -480,8 +480,8 @@ MUTANTS = [
     ),
     Mutant(
         "_of_scaled",
-        "for power in (1, 3, 5))",
-        "for power in (1, 1, 1))",
+        "(arithmetic.scale**power for power in (1, 3, 5))",
+        "(arithmetic.scale**power for power in (1, 1, 1))",
         "test_float16.py -k overflows",
     ),
     Mutant(

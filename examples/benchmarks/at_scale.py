@@ -21,7 +21,7 @@ import functools
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,7 +38,8 @@ from orscale_jax.distributed.buckets import Bucket, ShardedArray, count_devices
 from orscale_jax.distributed.costs import Traffic
 from orscale_jax.distributed.mesh_shape import MeshShape
 from orscale_jax.distributed.planner import median_flops, plan_buckets
-from orscale_jax.distributed.platforms import PLATFORMS
+from orscale_jax.distributed.platforms import PLATFORMS, Platform
+from orscale_jax.newton_schulz import restarts
 from orscale_jax.newton_schulz.coefficients import coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
@@ -144,7 +145,15 @@ def flops(m: int, n: int) -> int:
     return NS_STEPS * (4 * m * m * n + 2 * m**3)
 
 
-def everything(arrays: Sequence[ShardedArray]) -> Work:
+def flops_alone(platform: Platform, m: int, n: int) -> int:
+    """The FLOPs of one matrix by the form that a platform takes on one device."""
+    segments = platform.cost_model.segments(m, n)
+    return restarts.flops(m, n, NS_STEPS, restarts=segments - 1)
+
+
+def everything(
+    arrays: Sequence[ShardedArray], flops: Callable[[int, int], int] = flops
+) -> Work:
     """Every device computes all; parameters are replicated, so nothing is sent."""
     return Work(sum(math.prod(a.shape[:-2]) * flops(*a.shape[-2:]) for a in arrays))
 
@@ -193,6 +202,8 @@ def row(model: str, cluster: Cluster) -> dict[str, Any]:
     traffic = functools.reduce(Traffic.plus, (bucket.traffic for bucket in plan))
     work = Work(sum(bucket.flops for bucket in plan), traffic)
     whole = everything(arrays)
+    platform = PLATFORMS[cluster.platform](DEFAULTS)
+    even = everything(arrays, functools.partial(flops_alone, platform)).flops
     return {
         "model": model,
         "platform": cluster.platform,
@@ -201,7 +212,7 @@ def row(model: str, cluster: Cluster) -> dict[str, Any]:
         "stacks": len(plan),
         "operations, TFLOP": work.flops / 1e12,
         "of the median device": median_flops(plan, cluster.mesh) / 1e12,
-        "of an even share": work.flops * cluster.devices / whole.flops,
+        "of an even share": work.flops * cluster.devices / even,
         "over fast links, MB": traffic.fast_bytes / 1e6,
         "over slow links, MB": traffic.slow_bytes / 1e6,
         STEP: work.milliseconds(cluster.platform),
