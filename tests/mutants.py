@@ -467,7 +467,7 @@ MUTANTS = [
         "test_mesh.py -k bfloat16",
     ),
     Mutant(
-        "packed_dtype of CPUs",
+        "packed_dtype",
         "return packed if has_range else dtype",
         "return packed",
         "test_float16.py -k stacked_and_sent",
