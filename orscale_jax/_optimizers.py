@@ -110,8 +110,8 @@ def orscale(
       ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
         ``ns_steps=10``) or your own table; see :func:`polar_factor` and
         :func:`polar_express_coefficients`.
-      ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
-        accumulate in float32 (GPU, TPU), else float32.
+      ns_dtype: dtype of the Newton–Schulz products, which accumulate in float32. None:
+        float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
       ns_products: Deprecated; see :func:`orthogonalize`.
@@ -272,8 +272,8 @@ def muon(
       ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
         ``ns_steps=10``) or your own table, of shape (steps, 3) or (3,); see
         :func:`polar_factor` and :func:`polar_express_coefficients`.
-      ns_dtype: dtype of the Newton–Schulz products. None: bfloat16 where products
-        accumulate in float32 (GPU, TPU), else float32.
+      ns_dtype: dtype of the Newton–Schulz products, which accumulate in float32. None:
+        float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
       ns_products: Deprecated; see :func:`orthogonalize`.

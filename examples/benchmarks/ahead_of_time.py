@@ -186,7 +186,7 @@ def _optimizer(
     if contender == LAYERS_APART:
         return muon_of_layers(1e-3, NS_STEPS, specs)
     told = specs if contender == ON_AUTO_AXES else None
-    known = contenders(numbers, jnp.bfloat16, told, slow_axes)
+    known = contenders(numbers, None, told, slow_axes)
     return known[contender.split(" on ")[0]]
 
 

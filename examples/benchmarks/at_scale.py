@@ -21,7 +21,7 @@ import functools
 import math
 import pathlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -35,18 +35,18 @@ from examples.benchmarks.contenders import NS_STEPS
 from examples.benchmarks.large_models import MODELS
 from examples.benchmarks.models import Leaves
 from orscale_jax.distributed.buckets import Bucket, ShardedArray, count_devices
-from orscale_jax.distributed.costs import CostModel, Traffic
-from orscale_jax.distributed.hardware import H100, TPU_V5P
+from orscale_jax.distributed.costs import Traffic
 from orscale_jax.distributed.mesh_shape import MeshShape
 from orscale_jax.distributed.planner import median_flops, plan_buckets
+from orscale_jax.distributed.platforms import PLATFORMS, Platform
+from orscale_jax.newton_schulz import restarts
+from orscale_jax.newton_schulz.coefficients import coefficient_table
+from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
-STACK_BYTES = {"tpu": 2**24, "gpu": 2**28}
 COUNTS = (64, 256, 1024, 4096, 16384)
-
-
-HARDWARE = {"tpu": TPU_V5P, "gpu": H100}
+DEFAULTS = NewtonSchulz(NS_STEPS, coefficient_table("polar_express"), "frobenius")
 
 
 class Partitioned(NamedTuple):
@@ -67,7 +67,7 @@ class Work(NamedTuple):
     traffic: Traffic = Traffic()
 
     def milliseconds(self, platform: str) -> float:
-        model = CostModel(HARDWARE[platform])
+        model = PLATFORMS[platform](DEFAULTS).cost_model
         return 1e3 * model.seconds(model.cost(self.flops, self.traffic))
 
 
@@ -140,12 +140,20 @@ def arrays_of(leaves: Leaves) -> list[ShardedArray]:
 
 
 def flops(m: int, n: int) -> int:
-    """The FLOPs of one matrix."""
+    """The FLOPs of one matrix by the plain iteration."""
     m, n = min(m, n), max(m, n)
     return NS_STEPS * (4 * m * m * n + 2 * m**3)
 
 
-def everything(arrays: Sequence[ShardedArray]) -> Work:
+def flops_alone(platform: Platform, m: int, n: int) -> int:
+    """The FLOPs of one matrix by the form that a platform takes on one device."""
+    segments = platform.cost_model.segments(m, n)
+    return restarts.flops(m, n, NS_STEPS, restarts=segments - 1)
+
+
+def everything(
+    arrays: Sequence[ShardedArray], flops: Callable[[int, int], int] = flops
+) -> Work:
     """Every device computes all; parameters are replicated, so nothing is sent."""
     return Work(sum(math.prod(a.shape[:-2]) * flops(*a.shape[-2:]) for a in arrays))
 
@@ -179,12 +187,10 @@ def planned(
     arrays: Sequence[ShardedArray], cluster: Cluster
 ) -> tuple[tuple[Bucket, ...], float]:
     """The plan, and the seconds that it took."""
+    platform = PLATFORMS[cluster.platform](DEFAULTS)
     began = time.perf_counter()
     plan = plan_buckets(
-        arrays,
-        cluster.mesh,
-        STACK_BYTES[cluster.platform],
-        CostModel(HARDWARE[cluster.platform], NS_STEPS),
+        arrays, cluster.mesh, platform.limits.stack_bytes, platform.cost_model
     )
     return plan, time.perf_counter() - began
 
@@ -196,6 +202,8 @@ def row(model: str, cluster: Cluster) -> dict[str, Any]:
     traffic = functools.reduce(Traffic.plus, (bucket.traffic for bucket in plan))
     work = Work(sum(bucket.flops for bucket in plan), traffic)
     whole = everything(arrays)
+    platform = PLATFORMS[cluster.platform](DEFAULTS)
+    even = everything(arrays, functools.partial(flops_alone, platform)).flops
     return {
         "model": model,
         "platform": cluster.platform,
@@ -204,7 +212,7 @@ def row(model: str, cluster: Cluster) -> dict[str, Any]:
         "stacks": len(plan),
         "operations, TFLOP": work.flops / 1e12,
         "of the median device": median_flops(plan, cluster.mesh) / 1e12,
-        "of an even share": work.flops * cluster.devices / whole.flops,
+        "of an even share": work.flops * cluster.devices / even,
         "over fast links, MB": traffic.fast_bytes / 1e6,
         "over slow links, MB": traffic.slow_bytes / 1e6,
         STEP: work.milliseconds(cluster.platform),

@@ -223,7 +223,8 @@ class Bucket(NamedTuple):
     @property
     def _segments(self) -> int:
         m, n = self.shape
-        return self.cost_model.segments(m, n * self.column_shards)
+        shards = self.column_shards
+        return self.cost_model.segments(m, n * shards, shards)
 
     @property
     def _crosses_slices(self) -> bool:

@@ -77,6 +77,16 @@ class Arithmetic:
         return float(jnp.finfo(self.dtype).eps) / 2
 
     @property
+    def scale(self) -> float:
+        """The norm of normalized matrices, a power of two.
+
+        In float16, typical entries of large matrices of norm 1, and of their Gram
+        matrices, would be subnormal. Its largest number is just below 2¹⁶, so that the
+        largest entry of a Gram matrix may be 2¹⁴.
+        """
+        return 2.0**7 if jnp.finfo(self.dtype).maxexp <= 16 else 1.0
+
+    @property
     def narrow(self) -> bool:
         """Whether operands are narrower than sums."""
         return self.dtype != self.accumulator

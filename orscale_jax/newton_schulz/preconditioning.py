@@ -67,11 +67,12 @@ def normalize(x: jax.Array, arithmetic: Arithmetic, *, in_one_pass: bool) -> jax
         instead of a maximum and then one sum.
 
     Returns:
-      Matrices of norm 1 or 0, in the wider of the two accumulators' dtypes.
+      Matrices of norm 0 or ``arithmetic.scale``, in the wider of the two accumulators'
+      dtypes.
     """
     if in_one_pass:
         wide, *squares = _at_three_scales(x, arithmetic)
-        return _divide(wide, *map(arithmetic.sum, squares))
+        return _divide(wide, *map(arithmetic.sum, squares), scale=arithmetic.scale)
     return _over_largest(_widen(x, arithmetic), arithmetic)
 
 
@@ -89,11 +90,15 @@ def normalize_all(
         arrays.
 
     Returns:
-      Matrices of norm 1 or 0, in the wider of the two accumulators' dtypes.
+      Matrices of norm 0 or ``arithmetic.scale``, in the wider of the two accumulators'
+      dtypes.
     """
     of_all = [_at_three_scales(x, arithmetic) for x in xs]
     found = iter(sums([square for _, *squares in of_all for square in squares]))
-    return [_divide(wide, *(next(found) for _ in squares)) for wide, *squares in of_all]
+    return [
+        _divide(wide, *(next(found) for _ in squares), scale=arithmetic.scale)
+        for wide, *squares in of_all
+    ]
 
 
 def _widen(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
@@ -106,7 +111,12 @@ def _over_largest(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     """Divide each matrix by its largest entry, and then by its norm."""
     largest = arithmetic.largest(x)
     scaled = x / jnp.where(largest == 0, 1, largest)
-    return scaled / _root(arithmetic.sum(jnp.square(scaled)))
+    unit = scaled / _root(arithmetic.sum(jnp.square(scaled)))
+    return _times(arithmetic.scale, unit)
+
+
+def _times(scale: float, x: jax.Array) -> jax.Array:
+    return x if scale == 1 else scale * x
 
 
 def _root(square: jax.Array) -> jax.Array:
@@ -143,11 +153,11 @@ def _at_three_scales(
     return x, jnp.square(x), jnp.square(x / shift), jnp.square(clipped * shift)
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="scale")
 def _divide(
-    x: jax.Array, middle: jax.Array, large: jax.Array, small: jax.Array
+    x: jax.Array, middle: jax.Array, large: jax.Array, small: jax.Array, *, scale: float
 ) -> jax.Array:
-    """Divide each matrix by its norm, given the sums of its squares at three scales.
+    """Give each matrix the norm ``scale``, from the sums of its squares at three scales.
 
     Where the sum of squares overflows, or may have lost digits to underflow, the sum at
     another scale, which has not, is used.
@@ -158,7 +168,8 @@ def _divide(
     def chosen(if_small: Any, if_large: Any, else_: Any) -> jax.Array:
         return jnp.where(middle < tiny, if_small, jnp.where(overflows, if_large, else_))
 
-    return x * chosen(shift, 1 / shift, 1) / _root(chosen(small, large, middle))
+    factor = chosen(scale * shift, scale / shift, scale)
+    return x * factor / _root(chosen(small, large, middle))
 
 
 def start(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:
@@ -170,7 +181,7 @@ def start(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:
       arithmetic: The arithmetic of the products.
 
     Returns:
-      Matrices whose singular values are at most 1, up to one rounding.
+      Matrices whose singular values are at most ``arithmetic.scale``, up to one rounding.
     """
     return _PRECONDITIONINGS[preconditioning](x, arithmetic)
 
@@ -185,7 +196,8 @@ def _aol(x: jax.Array, arithmetic: Arithmetic) -> Start:
     gram = arithmetic.gram(operand)
     sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
     # Zero vectors stay zero; subnormal sums have too few digits to bound anything.
-    scale = jax.lax.rsqrt(jnp.maximum(sums, jnp.finfo(sums.dtype).tiny))
+    inverse = jax.lax.rsqrt(jnp.maximum(sums, jnp.finfo(sums.dtype).tiny))
+    scale = _times(arithmetic.scale, inverse)
     scaled = (scale if arithmetic.is_wide(x) else scale.mT) * operand.astype(gram.dtype)
     # In this order, since the product of two factors may overflow.
     return Start(arithmetic.round(scaled), scale * gram * scale.mT)

@@ -220,7 +220,7 @@ def test_float64_is_float64(enable_x64):
     [
         ("cpu", None, "f32"),
         ("cpu", jnp.bfloat16, "bf16"),
-        ("cuda", None, "bf16"),
+        ("cuda", None, "f16"),
         ("tpu", None, "bf16"),
         ("tpu", jnp.float32, "f32"),
     ],

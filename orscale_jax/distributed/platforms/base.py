@@ -89,14 +89,11 @@ class Platform(abc.ABC):
         return CostModel(self.hardware, steps, len(restarts) + 1)
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The dtype in which matrices of this dtype are stacked and sent.
+        """The dtype in which matrices of this dtype are stacked and sent: the narrower.
 
-        The operands' dtype, if it is narrower and has the range of this one (as bfloat16
-        has that of float32); otherwise this dtype itself.
+        They are normalized, so that the range of the operands' dtype is enough.
         """
-        as_wide = jnp.finfo(self.dtype).maxexp >= jnp.finfo(dtype).maxexp
-        narrower = self.dtype.itemsize < dtype.itemsize
-        return self.dtype if as_wide and narrower else dtype
+        return self.dtype if self.dtype.itemsize < dtype.itemsize else dtype
 
     @abc.abstractmethod
     def pack(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.distributed.collectives import ColumnGroup
@@ -29,6 +30,15 @@ class CPU(Platform):
     def iteration(self) -> NewtonSchulz:
         """The iteration with large Gram matrices in strips."""
         return dataclasses.replace(super().iteration, by_strips=True)
+
+    def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The narrower dtype, if it has the range for matrices before they are normalized.
+
+        bfloat16 has that of float32; float16 does not.
+        """
+        packed = super().packed_dtype(dtype)
+        has_range = jnp.finfo(packed).maxexp >= jnp.finfo(dtype).maxexp
+        return packed if has_range else dtype
 
     def pack(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Rounded matrices; the loop over them normalizes each."""

@@ -12,7 +12,7 @@ from orscale_jax.distributed.hardware import H100, Hardware
 from orscale_jax.distributed.lowering import with_layout
 from orscale_jax.distributed.platforms.base import Limits, Platform
 
-_BFLOAT16 = np.dtype(jnp.bfloat16)
+_BFLOAT16, _FLOAT16 = np.dtype(jnp.bfloat16), np.dtype(jnp.float16)
 _LIMITS = Limits(stack_bytes=2**28, chunk_bytes=5 * 2**23)
 
 
@@ -22,10 +22,11 @@ class GPU(Platform):
     """Matrices rounded where they are computed, and normalized in large stacks.
 
     A GPU computes norms in kernels of their own. The matrices, which wait for the norms,
-    are rounded before.
+    are rounded before: to bfloat16, which has the range of float32. Normalized, they are
+    rounded to the operands' dtype.
     """
 
-    dtype: np.dtype[Any] = _BFLOAT16
+    dtype: np.dtype[Any] = _FLOAT16
     limits: Limits = _LIMITS
     hardware: Hardware = H100
 
@@ -51,7 +52,12 @@ class GPU(Platform):
 
     def _rounded_first(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Rounded matrices, of which XLA keeps no wider copy."""
-        return jax.lax.optimization_barrier(self.rounded(xs))
+        return jax.lax.optimization_barrier([x.astype(self._first_dtype(x)) for x in xs])
+
+    def _first_dtype(self, x: jax.Array) -> np.dtype[Any]:
+        """The dtype of a matrix that waits for its norm: one of two bytes, or its own."""
+        packed = self.packed_dtype(x.dtype)
+        return packed if packed.itemsize != 2 or packed == x.dtype else _BFLOAT16
 
 
 def _row_major(x: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from examples.benchmarks.at_scale import CLUSTERS, PARTS, STEP
 from examples.benchmarks.large_models import MODELS
 from orscale_jax.distributed.buckets import count_devices
 from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.newton_schulz import restarts
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
 PAGE, DATA = DOCS / "at_scale.md", DOCS / "data" / "at_scale.csv"
@@ -51,7 +52,7 @@ def test_matrices_between_nodes():
     (bucket,), _ = at_scale.planned([array], at_scale.Cluster("gpu", mesh))
     nbytes = 4 * 256 * 512 * 2
     assert bucket.traffic == (2 * nbytes * 7 // 8, 2 * nbytes // 2, 2 * 7, 2 * 1)
-    assert bucket.flops == 4 * at_scale.flops(256, 512)
+    assert bucket.flops == 4 * restarts.flops(256, 512, at_scale.NS_STEPS, restarts=2)
 
 
 def test_the_table_on_the_page():
