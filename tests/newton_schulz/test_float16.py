@@ -169,7 +169,9 @@ def test_dtypes_in_which_matrices_are_stacked_and_sent():
     """Two bytes where they are normalized before; CPUs normalize them one by one."""
     settings = NewtonSchulz(5, coefficient_table("dion"), "frobenius")
     found = {
-        name: PLATFORMS[name](settings).with_overrides(FLOAT16, None).packed_dtype(FLOAT32)
+        name: PLATFORMS[name](settings)
+        .with_overrides(FLOAT16, None)
+        .packed_dtype(FLOAT32)
         for name in PLATFORMS
     }
     half = dict.fromkeys(PLATFORMS, FLOAT16)

@@ -32,7 +32,7 @@ class CPU(Platform):
         return dataclasses.replace(super().iteration, by_strips=True)
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
-        """The narrower dtype, if it has the range for matrices before they are normalized.
+        """The narrower dtype, if it has the range for matrices of any norm.
 
         bfloat16 has that of float32; float16 does not.
         """
