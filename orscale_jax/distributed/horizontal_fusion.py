@@ -150,7 +150,8 @@ def _map_together(fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> li
             stacks = jax.tree.map(lambda *xs: jnp.stack(xs), *(rows[i] for i in some))
             arrays, structure = jax.tree.flatten(fn(*stacks))
             slices = zip(*map(_mergeable_slices, arrays), strict=True)
-            results.update(zip(some, map(structure.unflatten, slices), strict=True))
+            for i, entries in zip(some, slices, strict=True):
+                results[i] = jax.tree.unflatten(structure, entries)
     return [results[i] for i in range(len(rows))]
 
 
