@@ -122,8 +122,8 @@ def polar_factor(
       are refused, unless their number is traced; in more, the last row repeats, and
       singular values converge to 1.
 
-    A step rounds three times, in bfloat16 by at most 0.39 %, in float16 by at most 0.05 %,
-    and every preset tolerates at least 0.74 % at any number of steps. Products that
+    A step rounds three times, by at most 0.39 % in bfloat16, by 0.05 % in float16, and
+    every preset tolerates at least 0.74 % at any number of steps. Products that
     *accumulate* in bfloat16 have larger errors than the margins. For another lower bound,
     or more safety, see :func:`orscale_jax.polar_express_coefficients`.
 
