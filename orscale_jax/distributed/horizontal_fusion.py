@@ -52,41 +52,6 @@ def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
     return jax.lax.platform_dependent(list(xs), **on_gpus, default=list)
 
 
-def computed_before(xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """The same arrays; on GPUs small ones are not computed again by what reads them.
-
-    A kernel that reduces a stack of arrays would contain the computation of each of them,
-    which takes XLA long to compile.
-    """
-    if len(xs) < 2 or meshes.mesh_of(xs, None) is not None:
-        return list(xs)
-    on_gpus: dict[str, Any] = dict.fromkeys(GPUS, _computed_before)
-    return jax.lax.platform_dependent(list(xs), **on_gpus, default=list)
-
-
-def map_all(fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """``fn(*row)`` of every row; on GPUs once for many rows of small arrays.
-
-    On a mesh it is applied to each row alone.
-
-    Args:
-      fn: A function of arrays of one shape, entry by entry. Its results are trees of
-        arrays without negative numbers.
-      rows: Its arguments, trees of arrays.
-    """
-
-    def alone(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return [fn(*row) for row in rows]
-
-    def together(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-        return _map_together(fn, rows)
-
-    if len(rows) < 2 or meshes.mesh_of(jax.tree.leaves(list(rows)), None) is not None:
-        return alone(rows)
-    on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
-    return jax.lax.platform_dependent(list(rows), **on_gpus, default=alone)
-
-
 def reduce_all(
     fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
@@ -130,35 +95,6 @@ def _slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
             stack = jax.lax.optimization_barrier(stack)
             results.update(zip(some, stack, strict=False))
     return [results[i] for i in range(len(xs))]
-
-
-def _computed_before(xs: Sequence[jax.Array]) -> list[jax.Array]:
-    return [x if x.size > _SMALL else jax.lax.optimization_barrier(x) for x in xs]
-
-
-def _map_together(fn: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list[Any]:
-    alike: dict[Any, list[int]] = {}
-    for i, row in enumerate(rows):
-        arrays, structure = jax.tree.flatten(row)
-        kind = structure, *((x.shape, x.dtype) for x in arrays)
-        is_small = all(x.size <= _SMALL for x in arrays)
-        alike.setdefault(kind if is_small else i, []).append(i)
-    results: dict[int, Any] = {}
-    for members in alike.values():
-        for start in range(0, len(members), _ARRAYS):
-            some = members[start : start + _ARRAYS]
-            stacks = jax.tree.map(lambda *xs: jnp.stack(xs), *(rows[i] for i in some))
-            arrays, structure = jax.tree.flatten(fn(*stacks))
-            slices = zip(*map(_mergeable_slices, arrays), strict=True)
-            for i, entries in zip(some, slices, strict=True):
-                results[i] = jax.tree.unflatten(structure, entries)
-    return [results[i] for i in range(len(rows))]
-
-
-def _mergeable_slices(stack: jax.Array) -> tuple[jax.Array, ...]:
-    """The arrays of a stack that has no negative numbers."""
-    # XLA merges no bare slices, but slices of what an operation has changed.
-    return jnp.unstack(jnp.abs(jax.lax.optimization_barrier(stack)))
 
 
 def _together(

@@ -12,8 +12,6 @@ from jax.typing import DTypeLike
 
 from orscale_jax.distributed.horizontal_fusion import (
     Reduction,
-    computed_before,
-    map_all,
     reduce_all,
     slices_of_stacks,
 )
@@ -127,15 +125,6 @@ class Matrices:
         """``fn(axes, *leaves)`` of the leaves of matrices; others as in the first."""
         rows = zip(self.of_leaves, *map(self.leaves, trees), strict=True)
         return self.replace(trees[0], [fn(*row) for row in rows])
-
-    def map_entries(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-        """``fn(*entries)`` of the leaves of matrices, as :func:`map_all` computes it."""
-        rows = list(zip(*map(self.leaves, trees), strict=True))
-        return self.replace(trees[0], map_all(fn, rows))
-
-    def computed_before(self, tree: PyTree) -> PyTree:
-        """The same tree; on GPUs small leaves are not computed again by their readers."""
-        return self.replace(tree, computed_before(self.leaves(tree)))
 
     def reduce(self, fn: Reduction, tree: PyTree) -> PyTree:
         """Entries ``axes.reduce(fn, leaf)``."""

@@ -252,11 +252,10 @@ def trust_ratio_stage(
     ) -> tuple[PyTree, State]:
         require_params(params)
         assert measured is None or not ratio.rule.counts
-        updates = matrices.computed_before(updates)
         norms_of = functools.partial(_norms, ratio, mask, matrices, state, moving)
         own = norms_of(params, updates)
         norms = own if measured is None else norms_of(*measured)
-        entries = matrices.map_entries(
+        entries = matrices.map(
             functools.partial(_entries, ratio), own, norms, _before(matrices, state)
         )
         per_matrix = [name for name in _Entries._fields if name in state._fields]
@@ -264,7 +263,8 @@ def trust_ratio_stage(
             **{name: matrices.fields(entries, name) for name in per_matrix},
             bounds=ratio_bounds(params, ratio.r_min, ratio.r_max),
         )
-        return matrices.map(_scaled, updates, new.trust_ratio, params), new
+        ratios = matrices.together(new.trust_ratio)
+        return matrices.map(_scaled, updates, ratios, params), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -297,7 +297,9 @@ def _before(matrices: Matrices, state: State) -> PyTree:
     trees = [state.calibration, state.anchor_weight_norm]
     if isinstance(state, LargestDirectionState):
         trees.append(state.anchor_count)
-    return matrices.map(lambda _, *entries: anchors.Anchored(*entries), *trees)
+    return matrices.map(
+        lambda _, *entries: anchors.Anchored(*entries), *map(matrices.together, trees)
+    )
 
 
 def _norms(
@@ -384,6 +386,7 @@ class _Entries(NamedTuple):
 
 def _entries(
     ratio: TrustRatio,
+    _: LeafAxes,
     own: anchors.Norms,
     norms: anchors.Norms,
     before: anchors.Anchored,

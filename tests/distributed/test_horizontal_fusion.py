@@ -38,21 +38,6 @@ def test_the_same_arrays_in_order(monkeypatch):
     assert slices_of_stacks([]) == []
 
 
-@pytest.mark.parametrize("arrays_in_a_stack", [2, 126])
-def test_a_function_of_stacks_is_that_of_each_row(monkeypatch, arrays_in_a_stack):
-    monkeypatch.setattr(horizontal_fusion, "GPUS", ("cpu",))
-    monkeypatch.setattr(horizontal_fusion, "_ARRAYS", arrays_in_a_stack)
-    floats = [x for x in arrays() if x.dtype == jnp.float32]
-    rows = [({"a": x}, x > 0) for x in [*floats, jnp.ones(2**15)]]
-
-    def fn(named, positive):
-        return {"square": named["a"] ** 2, "where": jnp.where(positive, named["a"], 0)}
-
-    for found, row in zip(horizontal_fusion.map_all(fn, rows), rows, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, found, fn(*row))
-    assert horizontal_fusion.map_all(fn, []) == []
-
-
 def program(fn, *args, platform="cuda"):
     return jax.jit(fn).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
