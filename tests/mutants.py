@@ -338,7 +338,7 @@ MUTANTS = [
         "is_cheaper",
         "return 2 * large > 3 * small * shards",
         "return 2 * large > 3 * small",
-        "test_gram.py -k cheaper",
+        "test_gram.py -k share_columns",
     ),
     Mutant(
         "_decisions",
