@@ -173,10 +173,11 @@ def test_the_gram_matrix_handed_on_is_that_of_the_matrices(dtype):
     for matrices in (x, np.swapaxes(x, 1, 2)):
         start = preconditioned(matrices, dtype)
         assert start.x.dtype == dtype and start.gram.dtype == jnp.float32
-        wide = np.asarray(start.x, np.float64)
+        scale = Arithmetic(jnp.dtype(dtype)).scale
+        wide = np.asarray(start.x, np.float64) / scale
         wide = wide if wide.shape[1] <= wide.shape[2] else np.swapaxes(wide, 1, 2)
         gram = wide @ np.swapaxes(wide, 1, 2)
-        np.testing.assert_allclose(start.gram, gram, atol=2 * unit + 1e-5)
+        np.testing.assert_allclose(start.gram / scale**2, gram, atol=2 * unit + 1e-5)
 
 
 @pytest.mark.quick_first_case
@@ -235,7 +236,8 @@ def test_rows_beyond_the_range_of_squares_are_lost_quietly(dtype):
     sizes = jnp.asarray([1, 1e-6, 1e-10, 1e-18, 1e-19, 1e-20, 1e-21, 1e-25, 1e-37])
     x = sizes[:, None] * jnp.asarray(gaussian((9, 14)), jnp.float32)
     start = preconditioned(x, dtype)
-    lengths = np.linalg.norm(np.asarray(start.x, np.float64), axis=1)
+    scale = Arithmetic(jnp.dtype(dtype)).scale
+    lengths = np.linalg.norm(np.asarray(start.x, np.float64), axis=1) / scale
     assert np.isfinite(lengths).all() and lengths.max() < 1.01
     assert lengths[0] > 0.9 and lengths[-1] < 1e-3
     assert np.isfinite(aol(x, steps=4, dtype=dtype)).all()
