@@ -336,9 +336,9 @@ MUTANTS = [
     ),
     Mutant(
         "is_cheaper",
-        "return 2 * large > 3 * small * shards",
-        "return 2 * large > 3 * small",
-        "test_gram.py -k share_columns",
+        "return flops(m, n, steps=2, restarts=0) < flops(m, n, steps=2, restarts=1)",
+        "return flops(m, n, steps=2, restarts=0) > flops(m, n, steps=2, restarts=1)",
+        "test_gram.py -k cheaper",
     ),
     Mutant(
         "_decisions",

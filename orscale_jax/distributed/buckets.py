@@ -223,8 +223,7 @@ class Bucket(NamedTuple):
     @property
     def _segments(self) -> int:
         m, n = self.shape
-        shards = self.column_shards
-        return self.cost_model.segments(m, n * shards, shards)
+        return self.cost_model.segments(m, n * self.column_shards)
 
     @property
     def _crosses_slices(self) -> bool:

@@ -94,9 +94,9 @@ class CostModel(NamedTuple):
     steps: int = 5
     gram_segments: int | None = None
 
-    def segments(self, m: int, n: int, shards: int = 1) -> int:
-        """How often devices compute the Gram matrix of an m×n matrix that they share."""
-        by_gram = self.gram_segments is not None and is_cheaper(m, n, shards)
+    def segments(self, m: int, n: int) -> int:
+        """How often the Gram matrix of an m×n matrix is computed from it."""
+        by_gram = self.gram_segments is not None and is_cheaper(m, n)
         return self.gram_segments or self.steps if by_gram else self.steps
 
     def cost(self, flops: int, traffic: Traffic) -> int:

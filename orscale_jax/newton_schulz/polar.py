@@ -258,8 +258,7 @@ def _normalized_polar(
 
 
 def _by_gram(x: jax.Array, arithmetic: Arithmetic) -> bool:
-    shards = arithmetic.columns.shards if arithmetic.columns else 1
-    return restarts.is_cheaper(*arithmetic.whole_shape(x), shards)
+    return restarts.is_cheaper(*arithmetic.whole_shape(x))
 
 
 def _unrolled(

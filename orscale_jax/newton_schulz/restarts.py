@@ -33,13 +33,9 @@ def flops(m: int, n: int, steps: int, restarts: int) -> int:
     return 4 * segments * small**2 * large + 2 * square_products * small**3
 
 
-def is_cheaper(m: int, n: int, shards: int = 1) -> bool:
-    """Whether the Gram form takes fewer FLOPs: one side is 1.5 times the other.
-
-    Of devices that share the longer side, each computes all square products itself.
-    """
-    small, large = sorted((m, n))
-    return 2 * large > 3 * small * shards
+def is_cheaper(m: int, n: int) -> bool:
+    """Whether the Gram form takes fewer FLOPs: one side is 1.5 times the other."""
+    return flops(m, n, steps=2, restarts=0) < flops(m, n, steps=2, restarts=1)
 
 
 def restart_steps(rows: Rows, unit: float) -> tuple[int, ...]:

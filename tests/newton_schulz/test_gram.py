@@ -189,19 +189,6 @@ def test_the_gram_form_is_cheaper_beyond_one_and_a_half(m, n, steps):
     )
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-@pytest.mark.parametrize("n", [768, 1152, 1153, 2304, 2305, 4608, 4612])
-def test_devices_that_share_columns_repeat_square_products(n, shards):
-    m = 768
-
-    def of_each(restarts):
-        segments = restarts + 1
-        square_products = 2 * (4 * 5 - 3 * segments) * m**3
-        return 4 * segments * m**2 * n / shards + square_products
-
-    assert restarts_.is_cheaper(n, m, shards) == (of_each(0) < of_each(4))
-
-
 # The restarts.
 
 
