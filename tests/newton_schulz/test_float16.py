@@ -15,6 +15,7 @@ from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from tests import oracle
+from tests.spectra import adversarial
 
 FLOAT16, BFLOAT16, FLOAT32 = map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32))
 LARGEST = float(jnp.finfo(jnp.float16).max)
@@ -37,16 +38,7 @@ def with_spectrum(singular_values, m, n):
 
 def adversaries(m, n):
     rng = np.random.default_rng(1)
-    spectra = {
-        "worst": np.r_[np.full(7, 0.377), np.zeros(m - 7)],
-        "rank one": np.eye(m)[0],
-        "rank one and noise": np.r_[1, np.full(m - 1, 1e-4)],
-        "low rank": np.r_[np.ones(m // 8), np.zeros(m - m // 8)],
-        "two clusters": np.r_[np.ones(m // 2), np.full(m // 2, 1e-3)],
-        "log-uniform": 10 ** rng.uniform(-6, 0, m),
-        "geometric": np.geomspace(1, 1e-3, m),
-        "flat": np.ones(m),
-    }
+    spectra = adversarial(m, rng) | {"geometric": np.geomspace(1, 1e-3, m)}
     found = {name: with_spectrum(sigma, m, n) for name, sigma in spectra.items()}
     dense = rng.normal(size=(m, n))
     found["Gaussian"] = dense

@@ -24,6 +24,7 @@ from orscale_jax.newton_schulz.gram import gram_newton_schulz
 from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
 from orscale_jax.newton_schulz.preconditioning import Start
 from tests import oracle
+from tests.spectra import adversarial
 
 TABLES = {
     **{name: np.asarray(rows) for name, rows in PRESETS.items()},
@@ -75,19 +76,10 @@ def with_spectrum(sigma, m, n, bases):
 def adversaries(m, n):
     """Matrices of norm 1; most have singular values that rounding makes negative."""
     rng = np.random.default_rng(1)
-    spectra = {
-        "worst": np.r_[np.full(7, 0.377), np.zeros(m - 7)],
-        "rank one": np.eye(m)[0],
-        "rank one and noise": np.r_[1, np.full(m - 1, 1e-4)],
-        "low rank": np.r_[np.ones(m // 8), np.zeros(m - m // 8)],
-        "two clusters": np.r_[np.ones(m // 2), np.full(m // 2, 1e-3)],
-        "log-uniform": 10 ** rng.uniform(-6, 0, m),
-        "flat": np.ones(m),
-    }
     found = {
         (name, bases): with_spectrum(sigma, m, n, bases)
         for (name, sigma), bases in itertools.product(
-            spectra.items(), ("random", "hadamard")
+            adversarial(m, rng).items(), ("random", "hadamard")
         )
     }
     x = rng.normal(size=(m, n))
