@@ -33,7 +33,7 @@ class Options:
 
 
 class Cost(NamedTuple):
-    """Of one program: seconds, and its matrix products."""
+    """The seconds that one program takes to compile, and its matrix products."""
 
     lowering: float
     compilation: float

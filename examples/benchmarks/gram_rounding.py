@@ -162,7 +162,7 @@ class Exact:
 
 
 def largest_singular_value(xs: np.ndarray) -> float:
-    """Of a batch, in float64."""
+    """The largest singular value in a batch of matrices, computed in float64."""
     xs = xs.astype(np.float64)
     return float(np.sqrt(np.linalg.eigvalsh(xs @ xs.mT).max()))
 

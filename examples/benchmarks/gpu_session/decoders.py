@@ -21,7 +21,7 @@ class Decoder(NamedTuple):
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def flops(self, sequences: int, length: int) -> float:
-        """Of a gradient: 6 for each token and parameter, and those of attention.
+        """The FLOPs of a gradient: 6 per token and parameter, and those of attention.
 
         As Chowdhery et al. count them (arXiv:2204.02311, appendix B): the upper half of
         the scores counts, although it is masked, and no recomputation does.

@@ -13,7 +13,7 @@ _TURN_SECONDS, _MOST_CALLS = 0.02, 16
 
 
 class Quartiles(NamedTuple):
-    """Of a number of values."""
+    """The quartiles of some values, and their number."""
 
     low: float
     median: float

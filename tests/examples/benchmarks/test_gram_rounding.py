@@ -27,7 +27,7 @@ def test_the_page_has_the_tables_of_its_command():
 
 
 def test_relative_operations():
-    """Of 2048×8192: 4 m²n = 16 m³ a segment, 2 m³ each square product."""
+    """For 2048×8192: 4 m²n = 16 m³ a segment, 2 m³ each square product."""
     found = [gram_rounding.relative_operations(2048, 8192, 5, k) for k in range(5)]
     by_hand = [16 * (k + 1) + 2 * (20 - 3 * (k + 1)) for k in range(5)]
     np.testing.assert_allclose(found, np.array(by_hand) / by_hand[-1])
