@@ -165,7 +165,9 @@ def test_inject_hyperparams_leaves_a_mapping_alone():
     state = optimizer.init(tree(0))
     assert "learning_rate_multipliers" not in state.hyperparams
     expected = train(build(orscale, SCHEDULE))
-    jax.tree.map(np.testing.assert_array_equal, train(optimizer), expected)
+    # The rate is an argument here and a constant there: two programs, which round apart.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, train(optimizer), expected)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
