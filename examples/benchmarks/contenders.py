@@ -15,6 +15,7 @@ from orscale_jax import (
 )
 
 NS_STEPS = 5
+MARIN = "marin.grug_muon"
 
 
 def last_two_axes(params: Any) -> Any:
@@ -66,6 +67,15 @@ def optax_muon(numbers: Any, **arguments: Any) -> optax.GradientTransformation:
         muon_weight_dimension_numbers=numbers,
         **arguments,
     )
+
+
+def installed_peers() -> dict[str, optax.GradientTransformation]:
+    """marin's Muon, if its package is installed."""
+    try:
+        from examples.benchmarks.marin import marin_muon
+    except ImportError:
+        return {}
+    return {MARIN: marin_muon(NS_STEPS)}
 
 
 def relatives(

@@ -12,6 +12,11 @@ def copies(count: int, shapes: Shapes) -> Shapes:
     return {f"{i}.{name}": shape for i in range(count) for name, shape in shapes.items()}
 
 
+def stacked(count: int, shapes: Shapes) -> Shapes:
+    """The same matrices as copies, each name a leaf of ``count`` layers."""
+    return {name: (count, *shape) for name, shape in shapes.items()}
+
+
 GPT2_BLOCK: Shapes = {  # As GPT-2 has them, query, key and value in one.
     "c_attn": (768, 2304),
     "c_proj": (768, 768),
@@ -36,6 +41,8 @@ DAVIDNET: Shapes = {
 CASES: dict[str, Shapes] = {
     "gpt2": copies(4, GPT2_BLOCK),
     "split": copies(4, SPLIT_BLOCK),
+    "stacked": stacked(4, GPT2_BLOCK),
+    "split-stacked": stacked(4, SPLIT_BLOCK),
     "1.1B": {
         **dict.fromkeys(("query", "out"), (2048, 2048)),
         **dict.fromkeys(("key", "value"), (2048, 256)),
@@ -45,14 +52,18 @@ CASES: dict[str, Shapes] = {
     "experts": {"experts": (64, 2048, 1408)},
     "davidnet": DAVIDNET,
     "tiny": copies(500, {"w": (32, 64)}),
+    "tiny-stacked": stacked(500, {"w": (32, 64)}),
 }
 NAMES = {
     "gpt2": "4 blocks of GPT-2 124M",
     "split": "the same, query, key and value apart",
+    "stacked": "the 4 blocks of GPT-2, stacked",
+    "split-stacked": "the same, query, key and value apart, stacked",
     "1.1B": "a block of a 1.1B model",
     "experts": "64 experts of 2048×1408",
     "davidnet": "DavidNet",
     "tiny": "500 matrices of 32×64",
+    "tiny-stacked": "the same, stacked",
 }
 
 

@@ -27,13 +27,16 @@ import tyro
 from examples import figure_style as style
 from examples.benchmarks import step_figure
 from examples.benchmarks.contenders import (
+    MARIN,
     contenders,
+    installed_peers,
     last_two_axes,
     relatives,
     step_of,
 )
 from examples.benchmarks.shapes import CASES, NAMES, Shapes, nominal_flops
 from examples.benchmarks.step_figure import Times
+from examples.pretrain.errors import UsageError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,14 +44,14 @@ class Options:
     """What to run."""
 
     cases: tuple[str, ...] = tuple(CASES)
-    """Of gpt2, split, 1.1B, experts, davidnet and tiny."""
+    """Of those that shapes.py names."""
     contenders: tuple[str, ...] = ("optax.adamw", "optax.contrib.muon", "muon", "orscale")
-    """Some of these and of the family, orscale among them; it is compared with the first
-    Muon of them."""
+    """Some of these, of the family, and marin.grug_muon (extra clients-marin, which needs
+    Python 3.12), orscale among them; it is compared with the first Muon of them."""
     seconds: float = 20.0
     """For each case and contender, about; at least one turn."""
     ns_dtype: str = "float32"
-    """Of our Newton–Schulz; the peers multiply in float32."""
+    """Of our Newton–Schulz. Optax multiplies in float32, marin in bfloat16."""
     out: pathlib.Path | None = None
     """Where benchmark.md, benchmark.csv and benchmark.png go."""
     replot: bool = False
@@ -139,11 +142,28 @@ class Result:
         return self.seconds[self.peer] / self.seconds["orscale"]
 
 
-def measure(case: str, options: Options) -> Result:
-    optimizers = contenders(last_two_axes, options.ns_dtype) | relatives(
-        last_two_axes, options.ns_dtype
-    )
-    runs = {name: stepping(optimizers[name], CASES[case]) for name in options.contenders}
+def optimizers_of(options: Options) -> dict[str, optax.GradientTransformation]:
+    """The contenders by name.
+
+    Raises:
+      UsageError: If there is no such contender or case.
+    """
+    for case in options.cases:
+        if case not in CASES:
+            raise UsageError(f"no case {case!r}: there are {', '.join(CASES)}")
+    given = (last_two_axes, options.ns_dtype)
+    known = contenders(*given) | relatives(*given) | installed_peers()
+    for name in options.contenders:
+        if name not in known:
+            hint = f"; {MARIN} needs the extra clients-marin" if name == MARIN else ""
+            raise UsageError(f"no contender {name!r}: there are {', '.join(known)}{hint}")
+    return {name: known[name] for name in options.contenders}
+
+
+def measure(
+    case: str, optimizers: dict[str, optax.GradientTransformation], options: Options
+) -> Result:
+    runs = {name: stepping(found, CASES[case]) for name, found in optimizers.items()}
     multiplications = products(options.ns_dtype)
     found = in_turns(
         runs | {name: run for name, (run, _) in multiplications.items()}, options.seconds
@@ -194,9 +214,10 @@ def main(options: Options) -> None:
     if options.replot:
         draw(options.out or pathlib.Path("docs"))
         return
+    optimizers = optimizers_of(options)
     results = []
     for case in options.cases:
-        results.append(measure(case, options))
+        results.append(measure(case, optimizers, options))
         print(f"{case}: {results[-1].speedup:.2f} times {results[-1].peer}", flush=True)
     print("\n".join(table(results)))
     if options.out is not None:
@@ -204,4 +225,7 @@ def main(options: Options) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    try:
+        main(tyro.cli(Options, description=__doc__))
+    except UsageError as error:
+        raise SystemExit(f"error: {error}") from None

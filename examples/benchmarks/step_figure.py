@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from examples import figure_style as style
-from examples.benchmarks.contenders import relatives
+from examples.benchmarks.contenders import MARIN, relatives
 
 COLUMNS = ("case", "contender", "low", "median", "high", "turns")
 MARKERS = "so^Dv*"
@@ -23,6 +23,7 @@ COLORS = {
     "optax.contrib.muon": style.SKY,
     "muon": style.BLUE,
     "orscale": style.VERMILION,
+    MARIN: style.OTHER_COLORS[-1],
 }
 
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.benchmarks import step, step_figure
+from examples.benchmarks import shapes, step, step_figure
 from examples.benchmarks.step_figure import Times
+from examples.pretrain.errors import UsageError
 
 SECONDS = [0.3, 0.1, 0.2, 0.5, 0.4]
 
@@ -34,3 +35,24 @@ def test_the_figure_is_drawn_of_the_file_that_a_run_leaves(tmp_path):
     step.main(step.Options(out=tmp_path, replot=True))
     again = np.asarray(Image.open(tmp_path / "benchmark.png").convert("RGB"))
     assert np.array_equal(again, drawn)
+
+
+def test_stacked_cases_hold_the_same_matrices():
+    for name in ("gpt2", "split", "tiny"):
+        stack = shapes.CASES["stacked" if name == "gpt2" else f"{name}-stacked"]
+        apart = shapes.CASES[name]
+        assert shapes.nominal_flops(stack) == shapes.nominal_flops(apart)
+        assert len(stack) < len(apart)
+    assert shapes.NAMES.keys() == shapes.CASES.keys()
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"cases": ("gpt3",)}, "no case 'gpt3'.*gpt2, split"),
+        ({"contenders": ("moun", "orscale")}, "no contender 'moun'.*optax.adamw"),
+    ],
+)
+def test_names_that_there_are_not(given, message):
+    with pytest.raises(UsageError, match=message):
+        step.main(step.Options(**given))
