@@ -1,6 +1,9 @@
 """Optimizers that are only there to be compared with: controls of the study."""
 
+import dataclasses
+import math
 import zlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +13,14 @@ import optax
 
 from orscale_jax import muon, orscale
 from orscale_jax._algorithm import ChainTail, Stages, with_arguments_of
+from orscale_jax._optimizers import RATIO
+from orscale_jax.diagnostics import layer_classes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
+from orscale_jax.transforms.matrices import broadcast
 from orscale_jax.transforms.neuron_rms import FULL_RANK, neuron_rms_stage
+from orscale_jax.transforms.pooled_ratio import class_labels, pooled_ratio_stage
+from orscale_jax.transforms.shape import Scale, shape_stage
+from orscale_jax.transforms.trust_ratio import ratio_bounds
 from orscale_jax.trees.names import dotted
 
 # About the mean of 0.2·√max(m, n) in models of width 64.
@@ -125,3 +134,80 @@ def orscale_on_normuon(stages: Stages) -> ChainTail:
     normalized = neuron_rms_stage(0.95, 1e-8, FULL_RANK)
     direction = stages.after_q(normalized).coupled
     return optax.chain(direction, stages.ratio), stages.learning_rate
+
+
+@with_arguments_of(orscale, (*RATIO, "consistent_rms", "scale_mode"))
+def scale_between(stages: Stages) -> ChainTail:
+    """Muon+Moonlight whose s is the geometric mean of its own and of ONE_SCALE."""
+    square = Scale(None, lambda m, n: ONE_SCALE * 0.2 * math.sqrt(max(m, n)))
+    scale = shape_stage(square)(stages.matrices)
+    return dataclasses.replace(stages, scale=scale).coupled, stages.learning_rate
+
+
+@with_arguments_of(orscale, r_min=0.5, r_max=2.0)
+def ratio_within_class(stages: Stages) -> ChainTail:
+    """OrScale with each ratio over the geometric mean of its class of layers."""
+    h, matrices, params = stages.hyperparameters, stages.matrices, stages.params
+    classes = None if params is None else class_labels(layer_classes, params, params)
+    whole = pooled_ratio_stage(stages.ratio, -math.inf, math.inf, classes, matrices)
+
+    def relative(_: Any, raw: jax.Array, mean: jax.Array) -> jax.Array:
+        clipped = jnp.clip(raw / mean, h.r_min, h.r_max)
+        return jnp.where(jnp.isfinite(raw), clipped, raw)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        _, measured = whole.update(updates, state, params, **extra_args)
+        ratios = matrices.map(relative, measured.raw_trust_ratio, measured.trust_ratio)
+        scaled = matrices.map(
+            lambda axes, u, r: broadcast(axes, r, u) * u, updates, ratios
+        )
+        bounds = ratio_bounds(params, h.r_min, h.r_max)
+        return scaled, measured._replace(trust_ratio=ratios, bounds=bounds)
+
+    stage = optax.GradientTransformationExtraArgs(whole.init, update)
+    return optax.chain(stages.coupled, stage), stages.learning_rate
+
+
+# Geometric means of r* along Muon+Moonlight, usual and small initial weights: the page
+# "Both rates searched", Ratios by class.
+MODEL_OPTIMA: dict[str, Mapping[str, float]] = {
+    "dense": {
+        "attention query": 1.26,
+        "attention key": 1.07,
+        "attention value": 1.05,
+        "attention output": 1.22,
+        "mlp up": 0.72,
+        "mlp down": 0.80,
+    },
+    "mixture": {
+        "attention query": 0.61,
+        "attention latent down": 0.73,
+        "attention latent up": 0.54,
+        "attention output": 0.42,
+        "mlp gate": 0.62,
+        "mlp up": 0.62,
+        "mlp down": 0.67,
+        "router": 1.26,
+        "routed expert gate": 1.27,
+        "routed expert up": 1.27,
+        "routed expert down": 1.28,
+        "shared expert gate": 0.93,
+        "shared expert up": 0.89,
+        "shared expert down": 1.16,
+    },
+}
+
+
+def model_optimum(
+    learning_rate: optax.Schedule, **arguments: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Muon+Moonlight with the paper's model's best ratio of each class as a factor."""
+    return muon(learning_rate, learning_rate_multipliers=optimum_factors, **arguments)
+
+
+def optimum_factors(params: Any) -> Any:
+    """The factor of each parameter within [1/2, 2]; 1 for those without a class."""
+    labels = layer_classes(params)
+    is_mixture = "router" in jax.tree.leaves(labels)
+    optima = MODEL_OPTIMA["mixture" if is_mixture else "dense"]
+    return jax.tree.map(lambda label: min(max(optima.get(label, 1.0), 0.5), 2.0), labels)

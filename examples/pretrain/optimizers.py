@@ -182,8 +182,20 @@ OPTIMIZERS: dict[str, Optimizer] = {
         has_matrices=True,
         readable=False,
     ),
-    # Of the family, too; last, since colours in figures go by the order.
+    # Of the family, and controls, too; last, since colours in figures go by the order.
     "aurora": _ours("Aurora", family.aurora),
+    "scale_between": _ours("Muon, a scale between", controls.scale_between),
+    "ratio_within_class": _ours(
+        "OrScale, ratio within the class", controls.ratio_within_class
+    ),
+    "model_optimum": Optimizer(
+        "Muon+Moonlight, r* of the class",
+        controls.model_optimum,
+        {},
+        {name: name for name in ("momentum", "weight_decay", "adam_b1", "adam_b2")},
+        has_matrices=True,
+        readable=True,
+    ),
 }
 
 

@@ -70,6 +70,15 @@ CONTROLS: dict[str, Arm] = {
     "orscale_on_normuon": Arm("orscale_on_normuon", "OrScale's ratio on NorMuon"),
     "one_scale": Arm("one_scale", "Muon+Moonlight, one scale for all shapes"),
 }
+# Candidates for a better rule: docs/better_rule_protocol.md.
+CANDIDATES: dict[str, Arm] = {
+    name: Arm(name, label)
+    for name, label in (
+        ("scale_between", "A scale between"),
+        ("ratio_within_class", "Ratio within the class"),
+        ("model_optimum", "r* of the class"),
+    )
+}
 # Momenta and weights in fewer bits: docs/low_memory_protocol.md.
 LOW_MEMORY: dict[str, Arm] = {
     name: Arm(name, label)
@@ -81,7 +90,7 @@ LOW_MEMORY: dict[str, Arm] = {
         ("stochastic_rounding", "bfloat16 weights, stochastic rounding"),
     )
 }
-KNOWN = ARMS | ABLATIONS | CONTROLS | LOW_MEMORY
+KNOWN = ARMS | ABLATIONS | CONTROLS | CANDIDATES | LOW_MEMORY
 # Those whose best rate is found for the mean of all seeds.
 SETTLED = (
     "adamw", "muon_moonlight", "orscale", "pooled", "replayed", "full_rank_anchor",

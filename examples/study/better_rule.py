@@ -1,0 +1,108 @@
+"""Candidates for a better rule than OrScale's: the runs of docs/better_rule_protocol.md.
+
+    python -m examples.study.better_rule
+
+does the runs that are missing in ``docs/data/better_rule``, and prints their table.
+"""
+
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import jax
+import tyro
+
+from examples.study.arms import KNOWN
+from examples.study.plan import Runs, find_workload, prepare
+from examples.study.search import Rates, best_point
+from examples.study.second import (
+    FOLDER as SECOND,
+    QUICK,
+    REFERENCE,
+    SEARCH_SEEDS,
+    TEXTS,
+    best_rates,
+    job_of,
+)
+from examples.study.statistics import Comparison, compare, paired
+
+FOLDER = pathlib.Path("docs/data/better_rule")
+ARMS = ("scale_between", "ratio_within_class", "model_optimum")
+SEEDS = tuple(range(200, 212))
+ENOUGH = 3  # Workloads in which a better rule is surely better.
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Try candidates for a better rule."""
+
+    arms: tuple[str, ...] = ARMS
+    workloads: tuple[str, ...] = TEXTS
+    out: pathlib.Path = FOLDER
+    """Folder of the tables."""
+
+
+def reference_losses(workload: str, folder: pathlib.Path) -> dict[int, float]:
+    """Muon+Moonlight's at its best rates of the second protocol, by seed."""
+    return _losses(_runs(workload, REFERENCE, folder), _first(workload))
+
+
+def candidate(
+    workload: str, arm: str, folder: pathlib.Path
+) -> tuple[Rates, dict[int, float]]:
+    """The best rates that a search for a candidate finds, and its losses at these."""
+    first, runs = _first(workload), _runs(workload, arm, folder)
+    point = best_point(QUICK, lambda point: runs.mean_loss(first.at(point), SEARCH_SEEDS))
+    return first.at(point), _losses(runs, first.at(point))
+
+
+def is_better(found: Comparison) -> bool:
+    """The rule: surely worse nowhere, surely better in enough workloads."""
+    return found.higher == 0 and found.lower >= ENOUGH
+
+
+def lines(options: Options) -> Iterator[str]:
+    """The table: a row for each workload and candidate, and one for all workloads."""
+    yield "| candidate | workload | rates | candidate − Muon+Moonlight |"
+    yield "| --- | --- | --- | --: |"
+    for arm in options.arms:
+        differences: list[Mapping[int, float]] = []
+        for workload in options.workloads:
+            rates, losses = candidate(workload, arm, options.out)
+            differences.append(paired(losses, reference_losses(workload, options.out)))
+            told = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*compare(differences[-1:]).average)
+            at = "{:.3g}, {:.3g}".format(*rates)
+            yield f"| {KNOWN[arm].label} | `{workload}` | {at} | {told} |"
+        found = compare(differences)
+        told = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found.average)
+        verdict = "a better rule" if is_better(found) else "no better rule"
+        yield (
+            f"| **{KNOWN[arm].label}** | all: lower in {found.lower}, higher in "
+            f"{found.higher} | {verdict} | {told} |"
+        )
+
+
+def _first(workload: str) -> Rates:
+    return best_rates(job_of(workload, REFERENCE), SECOND, train=False)
+
+
+def _runs(workload: str, arm: str, folder: pathlib.Path) -> Runs:
+    return Runs(find_workload(workload), arm, folder)
+
+
+def _losses(runs: Runs, rates: Rates) -> dict[int, float]:
+    return {seed: runs.result(rates, seed).loss for seed in SEEDS}
+
+
+def main(options: Options) -> None:
+    """Does the runs that are missing, and prints the table."""
+    jax.config.update("jax_compilation_cache_dir", "runs/study/compiled")
+    options.out.mkdir(exist_ok=True)
+    prepare(options.workloads, options.out)
+    for line in lines(options):
+        print(line, flush=True)
+    prepare(options.workloads, options.out)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
