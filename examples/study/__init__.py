@@ -20,6 +20,7 @@ second_tables       the page's tables
 second_figures      the page's figures
 low_memory          momenta and weights in fewer bits: its runs and its tables
 per_head            each head of attention as a matrix: its runs and its table
+better_rule         candidates for a better rule: their runs and their table
 report              the page, by the following
 figures, tables     its parts
 ==================  ==================================================================
