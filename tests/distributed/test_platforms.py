@@ -50,7 +50,8 @@ def test_gpus_on_a_mesh(kind):
         matrices(), ()
     )
     for name, q in found.items():
-        np.testing.assert_allclose(q, wanted[name], atol=1e-5)
+        # Two float32 programs, in which sums have other orders.
+        np.testing.assert_allclose(q, wanted[name], atol=3e-5)
 
 
 @pytest.mark.compiled

@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-import time
 
 import jax
 import jax.numpy as jnp
@@ -168,9 +167,7 @@ def test_moonlight_is_the_recorded_model(name, scan, dtype):
 @pytest.mark.parametrize("scan", [True, False])
 def test_parameters_of_moonlight_16b_a3b(scan):
     config = dataclasses.replace(MOONLIGHT_16B_A3B, scan=scan)
-    start = time.perf_counter()
     model = nnx.eval_shape(lambda: moonlight.Moonlight(config, nnx.Rngs(0)))
-    assert time.perf_counter() - start < 20  # A second on an idle machine.
     assert round(count_parameters(model) / 1e6, 1) == 15_958.1
     assert round(moonlight.count_active_parameters(model) / 1e6, 1) == 2_241.7
     assert "routing_bias" not in parameters(model)
