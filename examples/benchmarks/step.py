@@ -146,8 +146,11 @@ def optimizers_of(options: Options) -> dict[str, optax.GradientTransformation]:
     """The contenders by name.
 
     Raises:
-      UsageError: If there is no such contender or case.
+      UsageError: If there is no such contender or case, or orscale is not among them.
     """
+    if "orscale" not in options.contenders:
+        told = ", ".join(options.contenders)
+        raise UsageError(f"--contenders {told}: add orscale, to which they are compared")
     for case in options.cases:
         if case not in CASES:
             raise UsageError(f"no case {case!r}: there are {', '.join(CASES)}")

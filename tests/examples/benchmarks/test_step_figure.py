@@ -51,6 +51,7 @@ def test_stacked_cases_hold_the_same_matrices():
     [
         ({"cases": ("gpt3",)}, "no case 'gpt3'.*gpt2, split"),
         ({"contenders": ("moun", "orscale")}, "no contender 'moun'.*optax.adamw"),
+        ({"contenders": ("muon",)}, "--contenders muon: add orscale"),
     ],
 )
 def test_names_that_there_are_not(given, message):
