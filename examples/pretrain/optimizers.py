@@ -188,6 +188,14 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "ratio_within_class": _ours(
         "OrScale, ratio within the class", controls.ratio_within_class
     ),
+    "twice_the_decay": Optimizer(
+        "Muon+Moonlight, twice the decay",
+        controls.twice_the_decay,
+        {},
+        {name: name for name in ("momentum", "weight_decay", "adam_b1", "adam_b2")},
+        has_matrices=True,
+        readable=True,
+    ),
     "model_optimum": Optimizer(
         "Muon+Moonlight, r* of the class",
         controls.model_optimum,

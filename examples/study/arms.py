@@ -77,6 +77,7 @@ CANDIDATES: dict[str, Arm] = {
         ("scale_between", "A scale between"),
         ("ratio_within_class", "Ratio within the class"),
         ("model_optimum", "r* of the class"),
+        ("twice_the_decay", "Twice the decay"),
     )
 }
 # Momenta and weights in fewer bits: docs/low_memory_protocol.md.

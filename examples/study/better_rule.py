@@ -27,7 +27,7 @@ from examples.study.second import (
 from examples.study.statistics import Comparison, compare, paired
 
 FOLDER = pathlib.Path("docs/data/better_rule")
-ARMS = ("scale_between", "ratio_within_class", "model_optimum")
+ARMS = ("twice_the_decay", "scale_between", "ratio_within_class", "model_optimum")
 SEEDS = tuple(range(200, 212))
 ENOUGH = 3  # Workloads in which a better rule is surely better.
 

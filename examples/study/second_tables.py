@@ -33,6 +33,7 @@ from examples.study.workloads import LADDER
 
 MISSING = "not complete"
 LEVEL = 0.05  # Of the list.
+MUON = "muon"
 _TWO, _POOLED = ("orscale", REFERENCE), ("orscale", "pooled")
 _COMPARED = ["difference", "over", "mean", "lower : higher"]
 
@@ -106,6 +107,18 @@ def text(found: Found) -> str:
 def mixtures(found: Found) -> str:
     """The workloads of the second endpoint."""
     return _by_workload(found, SECOND.weights, "pooled")
+
+
+def scales(found: Found) -> str:
+    """Muon (s = 1) beside Muon+Moonlight and OrScale, where it is complete."""
+    pairs = ((MUON, REFERENCE), ("orscale", MUON))
+    rows = [
+        [f"`{name}`", _rates(found, name, MUON)]
+        + [_number(found, name, *arms) for arms in pairs]
+        for name in FIRST.weights
+    ]
+    labels = map(_label, pairs)
+    return markdown(["workload", f"{KNOWN[MUON].label}: rates", *labels], rows, left=2)
 
 
 def others(found: Found) -> str:
@@ -261,6 +274,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "endpoints": endpoints,
     "text": text,
     "mixtures": mixtures,
+    "scales": scales,
     "list": the_list,
     "reported": reported,
     "ladder": ladder,

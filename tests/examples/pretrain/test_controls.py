@@ -133,6 +133,14 @@ def test_the_optimum_of_the_model_is_a_factor_of_each_class():
     assert all(0 < f < 2.5 for t in controls.MODEL_OPTIMA.values() for f in t.values())
 
 
+def test_twice_the_decay_of_the_matrices_alone():
+    arguments = {"weight_decay": 0.1, "adam_learning_rate": None}
+    found = updates_of(controls.twice_the_decay(0.1, **arguments))
+    one, two = (updates_of(muon(0.1, weight_decay=decay)) for decay in (0.1, 0.2))
+    assert_same(found, two | {"bias": one["bias"]})
+    assert np.any(one["bias"] != two["bias"])
+
+
 @pytest.mark.parametrize("bound", [1.0, 2.0])
 def test_orscale_on_normuon_is_normuon_times_the_ratio(bound):
     """A ratio between equal bounds is the same factor everywhere."""
