@@ -1,6 +1,9 @@
 """Candidates for a better rule: their runs, the rule, and the factors of one of them."""
 
+import csv
 import math
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -14,6 +17,7 @@ from examples.study.runs import Run
 from examples.study.statistics import compare
 
 DENSE, MIXTURE = "dense-small", "mixture-small"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "better_rule_protocol.md"
 
 
 @pytest.mark.parametrize("kind, workload", [("dense", DENSE), ("mixture", MIXTURE)])
@@ -76,3 +80,27 @@ def test_the_rule(means, better):
             difference[0] += 1.0  # An interval around zero.
             difference[1] -= 1.0
     assert better_rule.is_better(compare(differences)) == better
+
+
+def test_the_table_of_the_page(monkeypatch):
+    """What the results hold; no run is done for it."""
+    monkeypatch.setattr(plan.Trainer, "train", lambda *_: pytest.fail("a run"))
+    [table] = re.findall(
+        r"<!-- table: better rule -->\n(.*?)<!-- end -->", PAGE.read_text(), re.DOTALL
+    )
+    shown = [line for line in table.splitlines() if "`" in line]
+    workloads = tuple(re.findall(r"`([^`]+)`", table))
+    options = better_rule.Options(("twice_the_decay",), workloads)
+    assert shown == [line for line in better_rule.lines(options) if "`" in line]
+    for name, line in zip(workloads, shown, strict=True):
+        table = (better_rule.FOLDER / f"{name}.csv").read_text()
+        rows = [*csv.DictReader(table.splitlines())]
+        losses = {
+            arm: {r["seed"]: float(r["loss"]) for r in rows if r["arm"] == arm}
+            for arm in ("twice_the_decay", "muon_moonlight")
+        }
+        seeds = [str(seed) for seed in range(200, 212)]
+        found = [
+            losses["twice_the_decay"][s] - losses["muon_moonlight"][s] for s in seeds
+        ]
+        assert f"| {np.mean(found):+.4f} [" in line

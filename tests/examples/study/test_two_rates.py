@@ -211,8 +211,14 @@ def test_muon_without_moonlights_scale():
     ]
     assert times == [2] * 6
     ratio = statistics.fmean(means([of_workload(n, ours="muon") for n in TEXTS]))
-    for other in (REFERENCE, "muon"):
-        assert f"({in_words(of_workload('dense-small', other, 'one_scale'))})" in TEXT
+    one_scale = [
+        means([of_workload(name, other, "one_scale") for name in SMALLER])
+        for other in (REFERENCE, "muon")
+    ]
+    assert f"({in_words(one_scale[0])})" in TEXT
+    assert f"({in_words(one_scale[1])}, exploratory)" in TEXT
+    shape, decay = map(statistics.fmean, one_scale)
+    assert 0.4 < -shape / (decay - shape) < 0.5  # "About half".
     assert -3.5 < ratio / statistics.fmean(means(map(of_workload, TEXTS))) < -3
 
 
