@@ -60,6 +60,12 @@ def _ours(label: str, constructor: Constructor, **fixed: Any) -> Optimizer:
     return Optimizer(label, constructor, fixed, given, has_matrices=True, readable=True)
 
 
+def _muon_like(label: str, constructor: Constructor) -> Optimizer:
+    """An optimizer of the controls that passes its other arguments on to `muon`."""
+    given = {n: n for n in ("momentum", "weight_decay", "adam_b1", "adam_b2")}
+    return Optimizer(label, constructor, {}, given, has_matrices=True, readable=True)
+
+
 def _wrapped(
     wrapper: Callable[[Transformation], Transformation], constructor: Constructor
 ) -> Constructor:
@@ -164,14 +170,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         has_matrices=True,
         readable=False,
     ),
-    "one_scale": Optimizer(
-        "Muon+Moonlight, one scale",
-        controls.one_scale,
-        {},
-        {name: name for name in ("momentum", "weight_decay", "adam_b1", "adam_b2")},
-        has_matrices=True,
-        readable=True,
-    ),
+    "one_scale": _muon_like("Muon+Moonlight, one scale", controls.one_scale),
     "orscale_on_normuon": _ours("OrScale on NorMuon", controls.orscale_on_normuon),
     # The same as Muon+Moonlight, by another library.
     "optax_muon": Optimizer(
@@ -188,21 +187,11 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "ratio_within_class": _ours(
         "OrScale, ratio within the class", controls.ratio_within_class
     ),
-    "twice_the_decay": Optimizer(
-        "Muon+Moonlight, twice the decay",
-        controls.twice_the_decay,
-        {},
-        {name: name for name in ("momentum", "weight_decay", "adam_b1", "adam_b2")},
-        has_matrices=True,
-        readable=True,
+    "twice_the_decay": _muon_like(
+        "Muon+Moonlight, twice the decay", controls.twice_the_decay
     ),
-    "model_optimum": Optimizer(
-        "Muon+Moonlight, r* of the class",
-        controls.model_optimum,
-        {},
-        {name: name for name in ("momentum", "weight_decay", "adam_b1", "adam_b2")},
-        has_matrices=True,
-        readable=True,
+    "model_optimum": _muon_like(
+        "Muon+Moonlight, r* of the class", controls.model_optimum
     ),
 }
 
