@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from examples.pretrain.operation.processes import is_first
+from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.step import loss_of, on_auto_axes
-from orscale_jax import describe, diagnostics
+from orscale_jax import Description, describe, diagnostics
 from orscale_jax.diagnostics.readouts.history import FILE_NAME
 
 PyTree = Any
@@ -22,6 +23,7 @@ MEASUREMENTS = (
     *OF_MOMENTUM,
     *(name + end for name in STATISTICS for end in ("", "_stderr")),
 )
+SCALE = ("consistent_rms", "scale_mode")
 MICRO_BATCHES = 8  # The standard errors are over these.
 
 
@@ -59,7 +61,7 @@ class Readouts:
             scalars=("loss",),
         )
         self.history.rewind(start)
-        (folder / "audit.csv").write_text(describe(params, self._numbers).to_csv())
+        (folder / "audit.csv").write_text(audit(setup).to_csv())
 
     def read(self, state: State) -> diagnostics.Reading:
         """What the optimizer has done in the last step."""
@@ -103,6 +105,18 @@ class Readouts:
             for name in STATISTICS
             for end, field in (("", "value"), ("_stderr", "stderr"))
         }
+
+
+def audit(setup: Setup) -> Description:
+    """What the run's optimizer does with each parameter, s as its recipe has it."""
+    fixed = find_optimizer(setup.recipe.optimizer).fixed
+    scale = {name: fixed[name] for name in SCALE if name in fixed}
+    return describe(
+        setup.abstract["params"],
+        setup.weight_dimension_numbers,
+        optimizer=setup.optimizer,
+        **scale,
+    )
 
 
 def _plain_loss(setup: Setup) -> Any:

@@ -3,13 +3,16 @@
 import json
 import shutil
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
 from examples.pretrain import compare
-from examples.pretrain.operation import plots
-from examples.pretrain.setup import learning_rates
+from examples.pretrain.kinds import make_task
+from examples.pretrain.meshes import make_mesh
+from examples.pretrain.operation import plots, readouts
+from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import images
 from tests.examples.pretrain import tiny
 
@@ -93,6 +96,22 @@ def test_what_is_wrong_is_said_once(tmp_path, capsys):
     options = {"optimizer": ("orscale",), "learning_rate": 0.5, "log_every": 1}
     assert tiny.main(tiny.arguments(data, tmp_path / "run", **options)) == 0
     assert capsys.readouterr().out.count("Large steps") == 1
+
+
+def test_the_audit_is_of_the_optimizer_of_the_run(finished):
+    def rows(optimizer):
+        config = tiny.config(**OPTIONS)
+        mesh = make_mesh(config.mesh, jax.devices()[:1])
+        setup = set_up(make_task(config), config.recipe_of(optimizer), mesh)
+        return {row.path: row for row in readouts.audit(setup).rows}
+
+    up = "blocks.0.mlp.up.kernel"  # 16×64
+    assert rows("orscale")[up].scale == pytest.approx(0.2 * 64**0.5)
+    assert rows("muon")[up].scale == 1
+    assert rows("muon")[up].state_bytes == 4 * 16 * 64 + 1  # M, a flag.
+    assert rows("adamw")[up].rule != "matrix" and rows("adamw")[up].scale is None
+    written = {r["parameter"]: r for r in tiny.rows(finished / "orscale" / "audit.csv")}
+    assert written[up]["s"] == "1.6" and written[up]["state_bytes"]
 
 
 def test_a_report_is_written(finished):
