@@ -29,7 +29,7 @@ from examples.study.statistics import Comparison, compare, paired
 FOLDER = pathlib.Path("docs/data/better_rule")
 ARMS = ("twice_the_decay", "scale_between", "ratio_within_class", "model_optimum")
 SEEDS = tuple(range(200, 212))
-ENOUGH = 3  # Workloads in which a better rule is surely better.
+ENOUGH = 3  # Workloads in which a better rule is significantly better.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ def candidate(
 
 
 def is_better(found: Comparison) -> bool:
-    """The rule: surely worse nowhere, surely better in enough workloads."""
+    """The rule: significantly worse nowhere, significantly better in enough workloads."""
     return found.higher == 0 and found.lower >= ENOUGH
 
 

@@ -42,7 +42,7 @@ _AT = {"inherited": "at the inherited rate", "own": "at each optimizer's own rat
 
 
 def in_words(found: Comparison) -> str:
-    """How many differences are sure, and their mean with its interval."""
+    """How many differences are significant, and their mean with its interval."""
     mean, low, high = found.average
     return (
         f"lower in {found.lower}, higher in {found.higher} of {len(found.intervals)} "
@@ -74,7 +74,8 @@ def zero_sweep(study: Study) -> Claim:
 
 def _as_good(found: Comparison) -> str:
     signs = [difference.minus(AS_GOOD).sign for difference in found.intervals]
-    return f"surely below +{AS_GOOD} in {signs.count(-1)} and above in {signs.count(1)}"
+    below, above = signs.count(-1), signs.count(1)
+    return f"significantly below +{AS_GOOD} in {below} and above in {above}"
 
 
 def tuned(study: Study) -> Claim:

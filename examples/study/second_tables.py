@@ -71,11 +71,11 @@ def the_list(found: Found) -> str:
         if answer is None:
             rows.append([*cells, *_cells(None), "", "", ""])
             continue
-        sure = answer.corrected < LEVEL
-        side = "higher" if answer.found.average.mean > 0 else "lower"
         p_values = (f"{p:.2g}" for p in (answer.p, answer.corrected))
-        rows.append([*cells, *_cells(answer.found), *p_values, side if sure else "no"])
-    heading = [*_COMPARED, "p", "p, corrected", "sure"]
+        side = "higher" if answer.found.average.mean > 0 else "lower"
+        verdict = side if answer.corrected < LEVEL else "no"
+        rows.append([*cells, *_cells(answer.found), *p_values, verdict])
+    heading = [*_COMPARED, "p", "p, corrected", "significant"]
     return markdown(heading, rows, left=2)
 
 

@@ -62,12 +62,12 @@ class Comparison(NamedTuple):
 
     @property
     def lower(self) -> int:
-        """The number of workloads in which the difference is surely negative."""
+        """The number of workloads in which the difference is significantly negative."""
         return sum(found.sign < 0 for found in self.intervals)
 
     @property
     def higher(self) -> int:
-        """The number of workloads in which the difference is surely positive."""
+        """The number of workloads in which the difference is significantly positive."""
         return sum(found.sign > 0 for found in self.intervals)
 
 

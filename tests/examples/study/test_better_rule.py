@@ -72,7 +72,7 @@ def test_a_candidate_is_searched_and_compared_on_fresh_seeds(tmp_path, monkeypat
     ],
 )
 def test_the_rule(means, better):
-    """Surely worse nowhere, surely better in three workloads."""
+    """Significantly worse nowhere, significantly better in three workloads."""
     noise = np.random.default_rng(0).normal(0, 0.01, (len(means), 12))
     differences = [dict(enumerate(m + n)) for m, n in zip(means, noise, strict=True)]
     for difference, mean in zip(differences, means, strict=True):

@@ -122,8 +122,8 @@ def test_the_endpoints(found, question, margin, verdict):
 
 
 def test_the_counts_in_words():
-    assert "surely higher in 3 workloads and surely lower in 1." in TEXT
-    assert "surely lower in 1 workload and surely higher in 1." in TEXT
+    assert "significantly higher in 3 workloads and significantly lower in 1." in TEXT
+    assert "significantly lower in 1 workload and significantly higher in 1." in TEXT
     assert [row[3] for row in cells_of("endpoints")] == ["1 : 3", "1 : 1"]
 
 
@@ -195,7 +195,7 @@ def test_rates_and_differences_of_the_endpoints(table, names, other):
 
 
 def test_muon_without_moonlights_scale():
-    """Surely ahead of Muon+Moonlight everywhere, and of OrScale in five workloads."""
+    """Ahead of Muon+Moonlight in all workloads, and of OrScale in five."""
     higher = []
     for name, row in zip(TEXTS, cells_of("scales"), strict=True):
         rates = ", ".join(f"{float(rate):.3g}" for rate in losses(name, "muon")[1])
