@@ -35,7 +35,7 @@ def suggests_arguments(
 
     @functools.wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        for name in kwargs.keys() - known.keys():
+        for name in (name for name in kwargs if name not in known):
             raise TypeError(
                 f"{function.__name__}() got an unexpected keyword argument {name!r}: "
                 f"{_suggestion(name, list(known))}"

@@ -259,9 +259,11 @@ class _Source(NamedTuple):
         return whole * (mu + 1) / (mu * whole + last)
 
     def _count(self, entry: Entry) -> Any:
-        if entry.field in ("count", "gradient_step", "mini_step"):
-            return self.old.others.get(entry.place, self._named_like(entry))
-        return None
+        if entry.field not in ("count", "gradient_step", "mini_step"):
+            return None
+        if entry.place in self.old.others:
+            return self.old.others[entry.place]
+        return self._named_like(entry)
 
     def _named_like(self, entry: Entry) -> Any:
         if entry.field == "count" and self.old.counts:

@@ -277,11 +277,11 @@ def test_in_jit_on_a_mesh_and_in_boxes():
     assert_close(found, wanted, rtol=1e-6)
 
 
-def bad_counts(state):
-    adam = state.inner_states["adam"]
+def with_other_count(state, label="adam"):
+    adam = state.inner_states[label]
     inner = optax.tree.set(adam.inner_state, count=jnp.asarray(7))
     return state._replace(
-        inner_states=state.inner_states | {"adam": adam._replace(inner_state=inner)}
+        inner_states=state.inner_states | {label: adam._replace(inner_state=inner)}
     )
 
 
@@ -297,7 +297,7 @@ def bad_counts(state):
         ),
         ({"params": tree(0) | {"up": jnp.ones((8, 8))}}, "of 'up' has shape .8, 16"),
         ({"optimizer": optax.adamw(RATE)}, r"'down'\n  'up'\nare given to AdamW"),
-        ({"state": bad_counts}, r"counts in the old state differ: \[2, 7\]"),
+        ({"state": with_other_count}, r"counts in the old state differ: \[2, 7\]"),
     ],
 )
 def test_what_cannot_be_converted(change, words):
@@ -307,6 +307,15 @@ def test_what_cannot_be_converted(change, words):
     given = {"optimizer": orscale(RATE), "params": tree(0), "momentum": 0.95}
     with pytest.raises(ValueError, match=words):
         convert_state(**{"state": state, **given, **change})
+
+
+def test_counts_that_differ_on_purpose():
+    """A state that only changes its dtypes keeps them, as after AdamW was reset."""
+    ours = functools.partial(orscale, optax.constant_schedule(RATE))
+    state = with_other_count(after(ours(), 2)[0], "adamw")
+    found = convert_state(state, ours(mu_dtype="bfloat16"), tree(0))
+    counts = [count for _, count in optax.tree.get_all_with_path(found, "count")]
+    assert sorted(counts) == [2, 7, 7]
 
 
 def test_one_array():

@@ -448,6 +448,16 @@ class TestHyperball:
             updates, _ = optimizer.update(grads, state, weights)
             assert not updates["w"][1].any() and updates["w"][0].any()
 
+    def test_a_nan_among_zeros_is_no_step_of_zero(self):
+        """The inner transformation's; on CPUs XLA's maximum would ignore the NaN."""
+        params = {"w": jnp.ones((2, 64, 100))}
+        step = {"w": jnp.zeros((2, 64, 100)).at[0, 3, 5].set(jnp.nan)}
+        stage = keep_initial_norm(
+            optax.stateless(lambda *_: step), weight_dimension_numbers=Dims(1, 2)
+        )
+        changes, _ = stage.update(params, stage.init(params), params)
+        assert jnp.isnan(changes["w"][0]).all() and not changes["w"][1].any()
+
     def test_a_zero_matrix_is_refused(self):
         params = {"blocks": [{"out": jnp.ones((3, 2, 4)).at[1].set(0)}]}
         optimizer = family.hyperball(0.1, weight_dimension_numbers=Dims(1, 2))

@@ -26,6 +26,7 @@ from examples.study.search import Rates
 from examples.study.workloads import SEEDS, WORKLOADS
 from orscale_jax import diagnostics
 from orscale_jax.diagnostics.theory.curvature import shape_scale
+from orscale_jax.transforms.shape import Scale
 
 PyTree = Any
 BATCHES = 16
@@ -136,10 +137,10 @@ def signal_and_curvature(
     """
     numbers = trainer.setup.weight_dimension_numbers
     curvature = diagnostics.curvature(found.smoothness.value, params, numbers)
-    scale: dict[str, Any] = {"consistent_rms": 0.2}
+    scale = Scale.of(0.2)
     return (
-        shape_scale(found.signal.value, params, numbers, **scale),
-        shape_scale(curvature, params, numbers, **scale, power=2),
+        shape_scale(found.signal.value, params, numbers, scale, power=1),
+        shape_scale(curvature, params, numbers, scale, power=2),
     )
 
 

@@ -27,11 +27,8 @@ from orscale_jax.audit.state import (
     nbytes,
     nbytes_per_device,
 )
-from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
-from orscale_jax.newton_schulz import preconditioning
-from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
@@ -41,6 +38,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
@@ -115,21 +113,25 @@ def describe(
       >>> description.totals["all"]
       Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
     """
-    _checks.slow_axes("slow_axes", slow_axes)
     scale = Scale.of(consistent_rms, scale_mode)
-    _checks.count("ns_steps", ns_steps)
-    preconditioning.check("ns_preconditioning", ns_preconditioning)
-    settings = NewtonSchulz(
-        ns_steps, coefficient_table(ns_coeffs, ns_steps, prefix="ns_"), ns_preconditioning
+    options = polar_options(
+        ns_steps=ns_steps,
+        ns_coeffs=ns_coeffs,
+        ns_dtype=ns_dtype,
+        ns_preconditioning=ns_preconditioning,
+        ns_products="xla",
+        max_stack_bytes=max_stack_bytes,
+        slow_axes=slow_axes,
     )
-    planned_for = PLATFORMS[_platform(platform, params)](settings)
+    planned_for = options.platform(_platform(platform, params))
     leaf_of = leaves_by_path(unbox(params))
+    optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
     state = None if optimizer is None else AbstractState.of(optimizer, params)
     axes_of = _matrices(weight_dimension_numbers, params, state)
     names, class_of = distinct_names(leaf_of), leaves_by_path(layer_classes(params))
     checks = Checks.of(leaf_of, axes_of, class_of)
     kept_of = {} if state is None else state.kept
-    multipliers_of = multipliers(optimizer, params)
+    multipliers_of = {} if state is None else multipliers(state.multipliers)
     rows = tuple(
         dataclasses.replace(
             row,
@@ -148,9 +150,9 @@ def describe(
         {} if mesh is None else dict(mesh.shape),
         ({} if mesh is None else slices_of_mesh(mesh, slow_axes)) or {},
         None if mesh is None or state is None else nbytes_per_device(optimizer, params),
-        Planning(planned_for.with_overrides(ns_dtype, max_stack_bytes)),
+        Planning(planned_for),
         rows,
-        sharding_source(optimizer, params, axes_of),
+        sharding_source([] if state is None else state.specs, params, axes_of),
     )
 
 

@@ -7,20 +7,14 @@ import jax
 import numpy as np
 
 from orscale_jax.audit.state import leaves_by_path
-from orscale_jax.parameters.rate_multipliers import resolved
 from orscale_jax.trees.boxes import PyTree
 
 # The smallest and the largest, of a stack with one for each layer.
 Ends: TypeAlias = tuple[float, float]
 
 
-def multipliers(optimizer: Any, params: PyTree) -> dict[Any, Ends]:
-    """The multipliers by path, where they are known; those of other optimizers are 1."""
-    if optimizer is None:
-        return {}
-    init = getattr(optimizer, "tx", optimizer).init
-    with resolved() as trees:
-        jax.eval_shape(lambda params: init(params), params)  # New, so that it is traced.
+def multipliers(trees: Iterable[PyTree]) -> dict[Any, Ends]:
+    """The multipliers of some trees by path, where they are known."""
     found: dict[Any, Ends] = {}
     for path, value in _values(trees):
         known = np.asarray(jax.device_get(value))

@@ -1,6 +1,6 @@
 """Where an optimizer finds the shardings of the parameters on a mesh."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,19 +8,20 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.sharding import meshes, param_shardings
+from orscale_jax.sharding import meshes
+from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.trees.boxes import PyTree, unbox
 
 TYPES = "from the types of the arrays"
 
 
 def sharding_source(
-    optimizer: Any, params: PyTree, axes_of: Mapping[Any, LeafAxes]
+    specs: Sequence[ParamSpecs], params: PyTree, axes_of: Mapping[Any, LeafAxes]
 ) -> str:
     """Say where the shardings of the matrices come from.
 
     Args:
-      optimizer: See :func:`describe`.
+      specs: What the optimizer's parts know of the shardings of its parameters.
       params: The parameters.
       axes_of: The axes of the matrices, by path.
 
@@ -38,9 +39,4 @@ def sharding_source(
     mesh = found.abstract_mesh if isinstance(found, Mesh) else found
     if not meshes.is_auto(mesh):
         return TYPES
-    if optimizer is None:
-        return ""
-    init = getattr(optimizer, "tx", optimizer).init
-    with param_shardings.initialized() as specs:
-        jax.eval_shape(lambda params: init(params), params)  # New, so that it is traced.
     return " and ".join(sorted({known.source(mesh, matrices) for known in specs}))

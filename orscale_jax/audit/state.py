@@ -21,6 +21,8 @@ from orscale_jax.audit.state_trees import (
 )
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
+from orscale_jax.parameters.rate_multipliers import resolved
+from orscale_jax.sharding.param_shardings import ParamSpecs, initialized
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.trees.boxes import PyTree, unbox
@@ -49,10 +51,14 @@ class AbstractState(NamedTuple):
     Attributes:
       kept: What it keeps for each parameter, by path.
       shared: The arrays that belong to no parameter.
+      multipliers: The trees of multipliers of learning rates that it has.
+      specs: What it knows of the shardings of the parameters, for each of its parts.
     """
 
     kept: Mapping[Any, Kept]
     shared: list[Any]
+    multipliers: list[PyTree]
+    specs: list[ParamSpecs]
 
     @classmethod
     def of(cls, optimizer: Any, params: PyTree) -> "AbstractState":
@@ -61,10 +67,12 @@ class AbstractState(NamedTuple):
         optax.tree.map_params would find them, too, but calls ``init`` with a placeholder
         that most label functions of :func:`optax.partition` cannot read.
         """
-        optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
         if not callable(getattr(optimizer, "init", None)):
             _checks.refuse("optimizer", optimizer, "pass an Optax optimizer, or None")
-        state, bare = unbox(jax.eval_shape(optimizer.init, params)), unbox(params)
+        with resolved.open() as multipliers, initialized.open() as specs:
+            # A new function, so that it is traced.
+            state = jax.eval_shape(lambda params: optimizer.init(params), params)
+        state, bare = unbox(state), unbox(params)
         trees = list(state_trees(state, bare))
         of_matrices = batch_shapes(state, bare)
         groups = Groups.of(state, trees)
@@ -80,7 +88,7 @@ class AbstractState(NamedTuple):
             )
         _refuse_vectors(trees, leaves_by_path(bare), kept)
         shared = [array for tree in trees for array in tree.arrays.get(None, [])]
-        return cls(kept, shared)
+        return cls(kept, shared, multipliers, specs)
 
     def only_ours(self, params: PyTree) -> PyTree:
         """The parameters without boxes, masked where another optimizer has them."""
@@ -163,7 +171,6 @@ def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
     None where that does not tell: parameters are on several meshes, axes do not divide
     what they shard, or JAX cannot propagate shardings through the optimizer's ``init``.
     """
-    optimizer = getattr(optimizer, "tx", optimizer)
     try:
         shardings = jax.tree.leaves(state_shardings(optimizer, params))
         state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))

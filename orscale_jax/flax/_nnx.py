@@ -121,7 +121,9 @@ def _stacked_axes(
     """The axes that count modules, by their names in the variable's annotation."""
     own = param.get_metadata(nnx.PARTITION_NAME, None)
     wanted = {*partition_names, *([] if own is None else [own])}
-    names = param.get_metadata("out_sharding", None) or ()
+    annotation = param.get_metadata("out_sharding", None) or ()
+    layout = getattr(annotation, "sharding", annotation)  # Of a Format.
+    names = getattr(layout, "spec", layout)  # Of a NamedSharding.
     return {name: axis for axis, name in enumerate(names) if name in wanted}
 
 

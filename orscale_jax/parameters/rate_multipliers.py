@@ -1,8 +1,7 @@
 """Multipliers of the learning rate, for each parameter: a tree, or rules on paths."""
 
-import contextlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
@@ -16,6 +15,7 @@ from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import names_on, quoted
+from orscale_jax.trees.watch import Watch
 
 RateMultipliers: TypeAlias = (
     PyTree
@@ -35,7 +35,7 @@ _FORMS = (
     "numbers like the parameters, a prefix of one, or a function that makes one"
 )
 
-_watches: list[list[PyTree]] = []  # Of resolved().
+resolved: Watch[PyTree] = Watch("multipliers of learning rates")
 
 
 class _Rules(Expressions[ArrayLike]):
@@ -90,8 +90,7 @@ def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
     # JAX would sort the keys of a mapping of rules: only a tree is unboxed.
     rules = _is_rules(given, tree)
     found = _by_path(given, tree) if rules else _by_tree(unbox(given), tree)
-    for watch in _watches:
-        watch.append(found)
+    resolved.note(found)
     return found
 
 
@@ -104,17 +103,6 @@ def _of_parameters(given: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
             "group of optax.partition."
         )
         raise
-
-
-@contextlib.contextmanager
-def resolved() -> Iterator[list[PyTree]]:
-    """Collect the multipliers of the optimizers whose ``init`` is traced inside."""
-    found: list[PyTree] = []
-    _watches.append(found)
-    try:
-        yield found
-    finally:
-        _watches.remove(found)
 
 
 def _is_function(given: RateMultipliers) -> TypeGuard[Callable[[PyTree], PyTree]]:
@@ -169,9 +157,7 @@ def _by_tree(given: PyTree, tree: PyTree) -> PyTree:
     _check_tree(given)
     given = mask_like(given, tree)
     try:
-        return jax.tree.map(
-            lambda value, part: jax.tree.map(lambda _: value, part), given, tree
-        )
+        return jax.tree.broadcast(given, tree)
     except ValueError as error:
         raise ValueError(f"{NAME} does not fit: {_FORMS}: {error}") from error
 

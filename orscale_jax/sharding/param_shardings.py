@@ -13,10 +13,9 @@ They stay as long as the process: of such an optimizer, and of the boxes that it
 was given, nothing lives on that could say when to forget them.
 """
 
-import contextlib
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import jax
@@ -28,6 +27,7 @@ from orscale_jax.sharding import meshes, typed_sharding
 from orscale_jax.trees.boxes import annotated_spec, is_box, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.watch import Watch
 
 PyTree: TypeAlias = Any
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
@@ -38,7 +38,7 @@ _Annotations: TypeAlias = dict[tuple[Path, tuple[int, ...]], PartitionSpec | Non
 _common: _Annotations = {}  # The last ones.
 _all: dict[tuple[Path, tuple[int, ...]], set[PartitionSpec]] = {}
 
-_watches: list[list["ParamSpecs"]] = []  # Of initialized().
+initialized: Watch["ParamSpecs"] = Watch("shardings of parameters")
 
 
 class ParamSpecs:
@@ -59,8 +59,7 @@ class ParamSpecs:
 
     def note_annotations(self, params: PyTree) -> None:
         """Keep the annotations of parameters in boxes instead of earlier ones."""
-        for found in _watches:
-            found.append(self)
+        initialized.note(self)
         nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
         boxes = [(path, node) for path, node in nodes if is_box(node)]
         if not boxes:
@@ -84,15 +83,12 @@ class ParamSpecs:
             given = self._given(tree) if callable(self._given) else self._given
             return _given_specs(given, tree, mesh)
 
-        def annotated(path: Any, leaf: Any) -> PartitionSpec | str:
-            spec = self._annotation(path, leaf)
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        specs = [self._annotation(path, leaf) for path, leaf in leaves]
+        for spec, (_, leaf) in zip(specs, leaves, strict=True):
             if spec is None or _misfit(spec, np.shape(leaf), mesh):
-                return unknown
-            return spec
-
-        unknown = "unknown"
-        specs = jax.tree_util.tree_map_with_path(annotated, tree)
-        return None if unknown in jax.tree.leaves(specs) else specs
+                return None
+        return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
     def source(self, mesh: AbstractMesh, tree: PyTree) -> str:
         """Where the specs of a tree on a mesh of Auto axes come from, in words."""
@@ -114,17 +110,6 @@ class ParamSpecs:
             )
             return None
         return _common.get(key)
-
-
-@contextlib.contextmanager
-def initialized() -> Iterator[list[ParamSpecs]]:
-    """Collect what the optimizers know whose ``init`` runs inside."""
-    found: list[ParamSpecs] = []
-    _watches.append(found)
-    try:
-        yield found
-    finally:
-        _watches.remove(found)
 
 
 def _annotations(boxes: list[tuple[Any, Any]]) -> _Annotations:

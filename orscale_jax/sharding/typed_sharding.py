@@ -74,8 +74,9 @@ def shard_like(x: jax.Array, leaf: jax.Array) -> jax.Array:
 
 def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array:
     """``x`` sharded as ``entries`` say, on the mesh of ``like``."""
+    entries = list(entries)
     # A type without a mesh says nothing: ``in_shardings`` may place a NumPy array on one.
-    if list(entries) == spec(x) or jax.typeof(like).sharding.mesh.empty:
+    if entries == spec(x) or jax.typeof(like).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, NamedSharding(_mesh(like), PartitionSpec(*entries)))
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
+from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.transforms.boundary import Stage
 from orscale_jax.transforms.matrices import Matrices, broadcast
@@ -55,7 +57,7 @@ def balanced_polar_stage(
 
 def _rectangular(matrices: Matrices, tree: PyTree) -> Matrices:
     """Those leaves of the matrices that hold any that are not square."""
-    found = matrices.map(lambda axes, x: np.any(axes.by_shape(_is_not_square, x)), tree)
+    found = matrices.map(lambda axes, x: np.any(axes.by_shape(operator.ne, x)), tree)
     chosen = iter(matrices.leaves(found))
     axes = tuple(axes if axes and next(chosen) else None for axes in matrices.axes)
     return dataclasses.replace(matrices, axes=axes)
@@ -63,7 +65,7 @@ def _rectangular(matrices: Matrices, tree: PyTree) -> Matrices:
 
 def _normalize(axes: LeafAxes, x: jax.Array) -> jax.Array:
     """Vectors of the longer side, divided by their norms, whose squares may overflow."""
-    largest = axes.reduce(functools.partial(jnp.max, initial=0.0), jnp.abs(x))
+    largest = axes.reduce(largest_magnitude, x)
     x = x / broadcast(axes, jnp.where(largest == 0, 1, largest), x)
     return _divide(axes, x, x, exponent=0.5)
 
@@ -72,25 +74,11 @@ def _divide(
     axes: LeafAxes, x: jax.Array, by: jax.Array, *, exponent: ArrayLike
 ) -> jax.Array:
     """Vectors of x's longer side, divided by powers of the squared norms of others."""
-    for vectors, longer in (
-        (axes.neurons, _has_more_columns),
-        (axes.inputs, _has_more_rows),
-    ):
+    # Of (m, n), n is the longer side where m < n.
+    for vectors, longer in ((axes.neurons, operator.lt), (axes.inputs, operator.gt)):
         chosen = axes.by_shape(longer, x)
         if np.any(chosen):
             square = vectors.reduce(jnp.sum, jnp.square(by))
             power = jnp.where(square == 0, 1, square) ** jnp.asarray(exponent, x.dtype)
             x = x / jnp.where(chosen, broadcast(vectors, power, x), 1)
     return x
-
-
-def _is_not_square(m: int, n: int) -> bool:
-    return m != n
-
-
-def _has_more_columns(m: int, n: int) -> bool:
-    return m < n
-
-
-def _has_more_rows(m: int, n: int) -> bool:
-    return m > n

@@ -37,7 +37,8 @@ def from_first_nonzero_update(
     without tokens, a frozen branch) keeps :math:`D = 0` instead of
     :math:`D = \lambda W`, and does not change. Once it has started, zero updates pass
     through ``inner`` like others: :math:`D = \lambda W`, as Algorithm 1 says. Numbers
-    below the smallest normal float32 count as zero, as on CPUs and TPUs.
+    below the smallest normal one of float32 (of float64 in float64) count as zero, as
+    on CPUs and TPUs.
 
     ``inner`` is told which matrices have an update at this step, in the extra argument
     ``moving``: if :func:`scale_by_calibrated_trust_ratio` is part of it, decay alone does
@@ -138,5 +139,4 @@ def moving_matrices(matrices: Matrices, updates: PyTree) -> PyTree:
         # Some platforms flush subnormal numbers to zero, some only where they round.
         return ~(wide < jnp.finfo(wide.dtype).tiny)
 
-    # Newton–Schulz begins with the same reduction; for the same array it runs once.
     return matrices.map(at, matrices.reduce(largest_magnitude, updates))

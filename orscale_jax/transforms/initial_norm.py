@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import on_matrices
@@ -128,7 +129,7 @@ def _change(
     """The change of W to the norm R in the direction of W + step."""
     dtype = compute_dtype((step, weight))
     w, by = weight.astype(dtype), step.astype(dtype)
-    still = axes.reduce(functools.partial(jnp.max, initial=0), jnp.abs(by)) == 0
+    still = axes.reduce(largest_magnitude, by) == 0
     moved = jnp.where(still, norm, axes.norms(w + by))
     # Not R (W + step) / ‖W + step‖ − W, which would round off the digits of the step.
     factor, shrinkage = norm / moved, (norm - moved) / moved

@@ -134,9 +134,13 @@ def orthogonalize_stage(
         # Factors are sharded as the parameters: where momentum is sharded and weights
         # are not, Q is gathered here, in the dtype of the products.
         like = updates if params is None else params
-        specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
+        parts = matrices.parts(updates)
+        if any(map(typed_sharding.is_sharded, matrices.leaves(like))):
+            specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
+        else:
+            specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
         auto_specs = _auto_specs(param_specs, matrices, updates, options.mesh)
-        qs = engine.polar_factors(matrices.parts(updates), specs, auto_specs, options)
+        qs = engine.polar_factors(parts, specs, auto_specs, options)
         return matrices.join(qs, like), state
 
     return optax.GradientTransformation(init, update)

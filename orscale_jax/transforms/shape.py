@@ -60,13 +60,18 @@ class Scale:
             _checks.refuse("consistent_rms", consistent_rms, remedy)
         return cls(None, _SQUARES[scale_mode])
 
+    def known(self) -> "Scale":
+        """The same scale, hashable: with a Python number for an RMS that is an array."""
+        rms = None if self.rms is None else float(jax.device_get(self.rms))
+        return dataclasses.replace(self, rms=rms)
+
     def value(self, m: int, n: int) -> float:
-        """S of a matrix, where the RMS is known."""
+        """The scale s of a matrix, where the RMS is known."""
         rms = 1.0 if self.rms is None else float(jax.device_get(self.rms))
         return rms * self.without_rms(m, n)
 
     def without_rms(self, m: int, n: int) -> float:
-        """S of a matrix, over the RMS."""
+        """The scale s of a matrix, divided by the RMS."""
         return 1.0 if self.square is None else math.sqrt(self.square(m, n))
 
     def square_of_norm(self, m: int, n: int) -> float:

@@ -8,6 +8,7 @@ names        the names of leaves, for rules, messages and tables
 nodes        the nodes of a type in a tree
 states       the arrays of a state, their parameters, and a check of them
 updates      checks of the arguments of ``update``
+watch        what optimizers note while they are traced, for an audit
 ===========  =========================================================================
 
 Imports nothing of the package.

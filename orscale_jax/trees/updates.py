@@ -45,7 +45,9 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
                 "dtype that JAX promotes to the parameter's."
             )
 
-    difference = first_difference(params, updates)
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]
+    same = structures[0] == structures[1]
+    difference = None if same else first_difference(params, updates)
     if difference is not None:
         raise ValueError(
             "the gradients do not fit the parameters: "

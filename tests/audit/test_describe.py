@@ -167,6 +167,22 @@ def test_scales():
         describe(params, consistent_rms=-1)
 
 
+@pytest.mark.parametrize(
+    "argument, value",
+    [
+        ("ns_dtype", "float8_e4m3fn"),
+        ("ns_steps", 0),
+        ("ns_coeffs", "octic"),
+        ("ns_preconditioning", "none"),
+        ("max_stack_bytes", 0),
+        ("slow_axes", "dcn"),
+    ],
+)
+def test_settings_of_newton_schulz_that_no_optimizer_takes(argument, value):
+    with pytest.raises(ValueError, match=f"{argument}='?{value}'? is not valid"):
+        describe({"w": jnp.ones((2, 3))}, **{argument: value})
+
+
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("blocks", [3, (4, 1, 1)])
 def test_bytes_of_state_that_is_not_divided_into_blocks(blocks):

@@ -41,6 +41,20 @@ def test_rows(optimizer, w, b):
         assert found == {"w": (w, w), "b": (b, b), "stack": (1, 4)}
 
 
+def test_an_audit_inside_of_another_one():
+    """Each collects what its own optimizer notes, also where both note equal things."""
+    inner = []
+
+    def rules(params):
+        inner.append(describe(params, NUMBERS, optimizer=ours(given={"^b": 0.5})))
+        return {"w": 2.0, "stack": 1.0, "b": 0.5}
+
+    outer = describe(tree(0), NUMBERS, optimizer=ours(given=rules))
+    for description, w in ((outer, (2, 2)), (inner[0], (1, 1))):
+        found = {row.path: row.multipliers for row in description.rows}
+        assert found == {"w": w, "b": (0.5, 0.5), "stack": (1, 1)}
+
+
 def test_the_column_is_there_if_it_says_something():
     description = describe(tree(0), NUMBERS, optimizer=ours())
     heading, *lines = str(description).splitlines()

@@ -14,6 +14,7 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
+from jax.experimental.layout import Format
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
@@ -291,6 +292,20 @@ def test_layers_on_an_axis_that_only_annotations_identify():
     assert numbers(params)["kernel"] == Dims(0, 2)
     model.kernel.set_metadata(nnx.PARTITION_NAME, "layers")
     assert nnx_dimension_numbers(model)(params)["kernel"] == Dims(0, 2)
+
+
+@pytest.mark.parametrize("in_format", [False, True])
+def test_layers_in_an_annotation_with_its_mesh(in_format):
+    mesh = jax.make_mesh((1,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
+    annotation = NamedSharding(mesh, P(None, "layers"))
+    if in_format:
+        annotation = Format(sharding=annotation)
+    model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
+    model.kernel = nnx.Param(
+        jnp.ones((16, 16, 16)), out_sharding=annotation, eager_sharding=False
+    )
+    numbers = nnx_dimension_numbers(model, partition_names=["layers"])
+    assert numbers(nnx.state(model, nnx.Param))["kernel"] == Dims(0, 2)
 
 
 def test_a_layer_name_that_no_variable_has():

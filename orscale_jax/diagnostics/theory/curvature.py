@@ -6,13 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.transforms.shape import SPECTRAL, Scale
+from orscale_jax.transforms.shape import Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 
 
@@ -53,11 +52,9 @@ def curvature(
 def shape_scale(
     per_matrix_tree: PyTree,
     params: PyTree,
-    weight_dimension_numbers: WeightDimensionNumbers = None,
-    *,
-    consistent_rms: ArrayLike | None,
-    scale_mode: str = SPECTRAL,
-    power: int = 1,
+    weight_dimension_numbers: WeightDimensionNumbers,
+    scale: Scale,
+    power: int,
 ) -> PyTree:
     r"""Entries times :math:`s_\ell^k`, the scale of a matrix in :func:`scale_by_shape`.
 
@@ -69,14 +66,12 @@ def shape_scale(
       per_matrix_tree: a, with ``power=1``, or b, with ``power=2``.
       params: The parameters.
       weight_dimension_numbers: The dimension numbers of the optimizer.
-      consistent_rms: The value that the optimizer has; None: :math:`s_\ell = 1`.
-      scale_mode: The mode that the optimizer has.
+      scale: s, with an RMS that is known.
       power: k.
 
     Returns:
       A tree like the one given.
     """
-    scale = Scale.of(consistent_rms, scale_mode)
     if scale.square is None:
         return per_matrix_tree
     return _times(

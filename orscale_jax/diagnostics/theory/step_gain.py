@@ -19,6 +19,7 @@ from orscale_jax.diagnostics.theory.samples import (
 )
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
@@ -183,8 +184,8 @@ def _slopes(
 
 
 def _inner(a: PyTree, b: PyTree) -> jax.Array:
-    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
-    return sum((jnp.sum(x * y, dtype=jnp.float32) for x, y in pairs), jnp.float32(0))
+    pairs, dtype = zip(*map(jax.tree.leaves, (a, b)), strict=True), compute_dtype(a)
+    return sum((jnp.sum(x * y, dtype=dtype) for x, y in pairs), jnp.zeros((), dtype))
 
 
 @jax.jit

@@ -18,7 +18,8 @@ from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.diagnostics.theory.verdict_rules import RULES, Facts
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.transforms.shape import SPECTRAL
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 
 
@@ -132,12 +133,12 @@ def verdict(
         value, stderr = gained.kappa
         facts |= _floats({"kappa_step": value, "kappa_step_stderr": stderr})
     if statistics is not None and with_ratios:
-        of_scale = {"consistent_rms": consistent_rms, "scale_mode": scale_mode}
         if params is None:
             _checks.refuse("params", None, "pass the parameters along with statistics")
         numbers = numbers_of(reading, params, weight_dimension_numbers)
-        facts_of_gain = functools.partial(_facts_of_gain, numbers, of_scale)
-        facts |= _floats(jax.jit(facts_of_gain)(reading, statistics, params))
+        matrices = Matrices.of(numbers, params)
+        scale = Scale.of(consistent_rms, scale_mode).known()
+        facts |= _floats(_facts_of_gain(matrices, scale, reading, statistics, params))
     found = ((name, rule(facts)) for name, rule in RULES.items())
     outcome, text = next((name, text) for name, text in found if text is not None)
     return Verdict(outcome, text, facts)
@@ -178,21 +179,19 @@ def _number(flags: PyTree) -> PyTree:
     return jax.tree.map(lambda flag: jnp.where(flag, 1.0, 0.0), unbox(flags))
 
 
+@functools.partial(jax.jit, static_argnames=("matrices", "scale"))
 def _facts_of_gain(
-    numbers: WeightDimensionNumbers,
-    of_scale: dict[str, Any],
+    matrices: Matrices,
+    scale: Scale,
     reading: Reading,
     statistics: Statistics,
     params: PyTree,
 ) -> dict[str, jax.Array]:
     """The gain in the paper's model, for steps at the optimizer's scale."""
-    ratio = unbox(reading.trust_ratio)
+    numbers, ratio = matrices.axes_tree, unbox(reading.trust_ratio)
 
     def scaled(tree: PyTree, power: int) -> PyTree:
-        return masked_like(
-            ratio,
-            shape_scale(tree, params, numbers, power=power, **of_scale),
-        )
+        return masked_like(ratio, shape_scale(tree, params, numbers, scale, power))
 
     def b(smoothness: PyTree) -> PyTree:
         return scaled(curvature(smoothness, params, numbers), 2)

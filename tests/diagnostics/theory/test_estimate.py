@@ -19,6 +19,7 @@ from orscale_jax.diagnostics import (
 )
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.curvature import shape_scale
+from orscale_jax.transforms.shape import Scale
 from tests import oracle
 
 # Name: shape, dimension numbers, batch shape, and the matrices written out by hand.
@@ -309,21 +310,21 @@ def test_curvature_is_smoothness_times_rank():
     s = of_matrices(lambda x: 0.2 * np.sqrt(max(x.shape)), PARAMS)
     tree = L | {"bias": optax.MaskedNode()}
     found = curvature(tree, PARAMS, NUMBERS)
-    scaled = shape_scale(found, PARAMS, NUMBERS, consistent_rms=0.2, power=2)
+    scaled = shape_scale(found, PARAMS, NUMBERS, Scale.of(0.2), power=2)
     for name in LEAVES:
         np.testing.assert_allclose(found[name], L[name] * p[name], rtol=1e-6)
         np.testing.assert_allclose(
             scaled[name], L[name] * p[name] * s[name] ** 2, rtol=1e-5
         )
-    assert shape_scale(tree, PARAMS, NUMBERS, consistent_rms=None) is tree
+    assert shape_scale(tree, PARAMS, NUMBERS, Scale.of(None), power=1) is tree
 
 
 def test_the_scale_of_other_modes():
     """Two experts in a stack, by their inputs and outputs."""
     params = {"w": jnp.ones((2, 4, 36))}
     numbers = {"w": Dims(1, 2)}
-    arguments = {"consistent_rms": None, "scale_mode": "unit_rms_norm"}
-    found = shape_scale({"w": jnp.ones(2)}, params, numbers, **arguments, power=2)
+    scale = Scale.of(None, "unit_rms_norm")
+    found = shape_scale({"w": jnp.ones(2)}, params, numbers, scale, power=2)
     np.testing.assert_allclose(found["w"], [9.0, 9.0], rtol=1e-6)
 
 

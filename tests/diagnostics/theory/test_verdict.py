@@ -18,6 +18,7 @@ from orscale_jax.diagnostics import (
 )
 from orscale_jax.diagnostics.theory.gain import kappas
 from orscale_jax.diagnostics.theory.jackknife import Estimate
+from orscale_jax.diagnostics.theory.verdict import _facts_of_gain
 from orscale_jax.diagnostics.theory.verdict_rules import RULES
 
 COUNT, P = 8, 4
@@ -232,6 +233,16 @@ def test_the_scale_of_the_step_counts():
     np.testing.assert_allclose(
         plain["kappa_eff"], phi(r, a, b) / phi(ones, a, b), rtol=1e-5
     )
+
+
+def test_the_gain_is_compiled_once_for_a_scale():
+    judge(BEST, statistics())
+    before = _facts_of_gain._cache_size()
+    judge(0.9 * BEST, statistics(b=2 * B))
+    assert _facts_of_gain._cache_size() == before
+    by_array = judge(BEST, statistics(), consistent_rms=jnp.float32(0.5))
+    assert by_array == judge(BEST, statistics(), consistent_rms=0.5)
+    assert _facts_of_gain._cache_size() == before + 1
 
 
 def test_negative_curvature_is_left_out():
