@@ -96,8 +96,9 @@ class CostModel(NamedTuple):
 
     def segments(self, m: int, n: int) -> int:
         """How often the Gram matrix of an m×n matrix is computed from it."""
-        by_gram = self.gram_segments is not None and is_cheaper(m, n)
-        return self.gram_segments or self.steps if by_gram else self.steps
+        if self.gram_segments is None or not is_cheaper(m, n):
+            return self.steps
+        return self.gram_segments
 
     def cost(self, flops: int, traffic: Traffic) -> int:
         """The FLOPs of the time that operations and traffic take, one after another.

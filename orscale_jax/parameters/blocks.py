@@ -106,34 +106,12 @@ class MatrixBlocks(abc.ABC):
         """The axes of every part."""
 
     @abc.abstractmethod
-    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
-        """The sharding of an array with one entry per matrix."""
-
-    @abc.abstractmethod
     def part(self, array: jax.Array, index: int) -> jax.Array:
         """A part of an array of the leaf's shape or of the batch shape."""
 
     @abc.abstractmethod
-    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The inverse of :meth:`part`."""
-
-    @abc.abstractmethod
     def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
         """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
-
-    @abc.abstractmethod
-    def per_matrix(self, scalars: jax.Array) -> jax.Array:
-        """Scalars of the batch shape, shaped to broadcast against the leaf."""
-
-    @abc.abstractmethod
-    def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
-        """``fn(m, n)``, in a shape that broadcasts against the leaf."""
-
-    @abc.abstractmethod
-    def batch_by_shape(
-        self, fn: Callable[[int, int], float], leaf: jax.Array
-    ) -> ArrayLike:
-        """``fn(m, n)``, in a shape that broadcasts against the batch shape."""
 
 
 class EqualBlocks(MatrixBlocks):
@@ -262,10 +240,12 @@ class UnequalBlocks(MatrixBlocks):
 
 
 # The axes of any leaf of matrices.
-LeafAxes: TypeAlias = MatrixAxes | MatrixBlocks
+LeafAxes: TypeAlias = MatrixAxes | EqualBlocks | UnequalBlocks
 
 
-def matrix_blocks(whole: MatrixAxes, axis: int, sizes: tuple[int, ...]) -> MatrixBlocks:
+def matrix_blocks(
+    whole: MatrixAxes, axis: int, sizes: tuple[int, ...]
+) -> EqualBlocks | UnequalBlocks:
     """Blocks of the given sizes along an axis of the matrices."""
     cls = EqualBlocks if len(set(sizes)) == 1 else UnequalBlocks
     return cls(whole, axis, sizes)

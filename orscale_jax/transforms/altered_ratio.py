@@ -1,7 +1,7 @@
 """The ratio of the ablations: measured on another input, or with c in bfloat16."""
 
 import functools
-import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -47,11 +47,8 @@ def around(
 
 def over_root_of_size(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
     """Matrices whose Frobenius norms are the root mean squares of the given ones."""
-
-    def root_of_size(m: int, n: int) -> float:
-        return math.sqrt(m * n)
-
-    return leaf / jnp.asarray(axes.by_shape(root_of_size, leaf), leaf.dtype)
+    size = jnp.asarray(axes.by_shape(operator.mul, leaf), leaf.dtype)
+    return leaf / jnp.sqrt(size)
 
 
 def calibrated_in_bfloat16(

@@ -152,10 +152,6 @@ class Matrices:
         """Entries in shapes that broadcast against the leaves, sharded as these."""
         return self.map(broadcast, self.together(entries), tree)
 
-    def fields(self, tree: PyTree, name: str) -> PyTree:
-        """One field of the named tuples that a tree has as leaves of matrices."""
-        return self.map(lambda _, node: getattr(node, name), tree)
-
     def parts(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""
         pairs = zip(self.of_leaves, self.leaves(tree), strict=True)

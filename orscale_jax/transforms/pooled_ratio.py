@@ -15,8 +15,8 @@ from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, is_function
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.boundary import on_matrices
-from orscale_jax.transforms.matrices import Matrices, broadcast
-from orscale_jax.transforms.trust_ratio import ratio_bounds
+from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.trust_ratio import ratio_bounds, times_ratio
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import quoted
@@ -122,11 +122,7 @@ def pooled_ratio_stage(
         labels = class_labels(classes, params, updates)
         _require_labels(labels, updates)
         ratios = matrices.map(clip, raw, _pooled(labels, raw, counts))
-        scaled = matrices.map(
-            lambda axes, u, r: (broadcast(axes, r, u) * u).astype(u.dtype),
-            updates,
-            ratios,
-        )
+        scaled = matrices.map(times_ratio, updates, ratios, params)
         bounds = ratio_bounds(params, r_min, r_max)
         return scaled, measured._replace(trust_ratio=ratios, bounds=bounds)
 

@@ -17,7 +17,6 @@ from orscale_jax.transforms import anchors
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.decay import (
     Mask,
-    add_decayed_weights,
     is_mask_function,
     refuse_name,
 )
@@ -25,6 +24,7 @@ from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices, broadcast
 from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.updates import require_params
 
 
@@ -258,13 +258,15 @@ def trust_ratio_stage(
         entries = matrices.map(
             functools.partial(_entries, ratio), own, norms, _before(matrices, state)
         )
-        per_matrix = [name for name in _Entries._fields if name in state._fields]
-        new = state._replace(
-            **{name: matrices.fields(entries, name) for name in per_matrix},
-            bounds=ratio_bounds(params, ratio.r_min, ratio.r_max),
-        )
+        fields = {
+            name: matrices.map(lambda _, leaf, name=name: leaf[name], entries)
+            for name in state._fields
+            if name != "bounds"
+        }
+        bounds = ratio_bounds(params, ratio.r_min, ratio.r_max)
+        new = state._replace(**fields, bounds=bounds)
         ratios = matrices.together(new.trust_ratio)
-        return matrices.map(_scaled, updates, ratios, params), new
+        return matrices.map(times_ratio, updates, ratios, params), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -358,30 +360,17 @@ def _decay_of_leaves(
     """λ of each leaf: 0 where the mask is False."""
     value = weight_decay(0) if callable(weight_decay) else weight_decay
     if is_mask_function(mask):
-        mask = mask(params)  # Called on the arrays, not on the numbers below.
-    stage = add_decayed_weights(value, mask)
-    zeros, ones = (jax.tree.map(lambda _, x=x: x, params) for x in (0.0, 1.0))
-    decays, _ = stage.update(zeros, stage.init(zeros), ones)
-    return jax.tree.map(jnp.asarray, decays)
+        mask = mask(params)
+    mask = jax.tree.broadcast(True if mask is None else mask_like(mask, params), params)
+    return jax.tree.map(lambda on: jnp.asarray(value if on else 0.0), mask)
 
 
-def _scaled(
+def times_ratio(
     axes: LeafAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
 ) -> jax.Array:
+    """The directions of a leaf times the ratios of its matrices."""
     d = direction.astype(compute_dtype((direction, weight)))
     return (broadcast(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
-
-
-class _Entries(NamedTuple):
-    """The new entries of a leaf in the state, under the names of its fields."""
-
-    calibration: jax.Array
-    raw_trust_ratio: jax.Array
-    trust_ratio: jax.Array
-    weight_norm: jax.Array
-    direction_norm: jax.Array
-    anchor_weight_norm: jax.Array
-    anchor_count: jax.Array | None
 
 
 def _entries(
@@ -390,16 +379,15 @@ def _entries(
     own: anchors.Norms,
     norms: anchors.Norms,
     before: anchors.Anchored,
-) -> _Entries:
-    """A leaf's new entries, in the dtype of those of the last step."""
+) -> dict[str, Any]:
+    """A leaf's new entries in the state by field, in the dtypes of the last step's."""
     dtype, stored = norms.weight.dtype, before.calibration.dtype
     known = before._replace(
         calibration=before.calibration.astype(dtype),
         weight_norm=before.weight_norm.astype(dtype),
     )
     new = _calibrated(ratio.rule, known, own, norms, ratio.limits(dtype))
-    count = new.anchor_count
-    return jax.tree.map(lambda x: x if x is count else x.astype(stored), new)
+    return {k: x if k == "anchor_count" else x.astype(stored) for k, x in new.items()}
 
 
 # Jitted, so that leaves of one batch shape are traced once.
@@ -410,22 +398,22 @@ def _calibrated(
     own: anchors.Norms,
     norms: anchors.Norms,
     limits: anchors.Limits,
-) -> _Entries:
-    """The entries of a leaf, from what its anchor knows, its own norms and those of r."""
+) -> dict[str, Any]:
+    """A leaf's entries by field, from what its anchor knows, its own norms and r's."""
     weight_norm = anchors.anchor_weight_norm(
         before, norms, own.weight, calibrates=anchor.calibrates
     )
     known = anchor.set_c(before, norms, limits)
     raw = _trust_ratio(known.calibration, norms, limits.eps)
-    return _Entries(
-        calibration=known.calibration,
-        raw_trust_ratio=raw,
-        trust_ratio=jnp.clip(raw, limits.r_min, limits.r_max),
-        weight_norm=own.weight,
-        direction_norm=own.direction,
-        anchor_weight_norm=weight_norm,
-        anchor_count=known.directions,
-    )
+    return {
+        "calibration": known.calibration,
+        "raw_trust_ratio": raw,
+        "trust_ratio": jnp.clip(raw, limits.r_min, limits.r_max),
+        "weight_norm": own.weight,
+        "direction_norm": own.direction,
+        "anchor_weight_norm": weight_norm,
+        "anchor_count": known.directions,
+    }
 
 
 def _trust_ratio(c: jax.Array, norms: anchors.Norms, eps: jax.Array) -> jax.Array:

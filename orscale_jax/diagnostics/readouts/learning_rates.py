@@ -97,12 +97,7 @@ def _by_parameter(
         return callable(node) or node is None
 
     try:
-        rates = jax.tree.map(
-            lambda rate, subtree: jax.tree.map(lambda _: rate, subtree),
-            given,
-            params,
-            is_leaf=is_rate,
-        )
+        rates = jax.tree.broadcast(given, params, is_leaf=is_rate)
     except (TypeError, ValueError):
         return {}
     leaves = jax.tree_util.tree_leaves_with_path(rates, is_leaf=is_rate)
