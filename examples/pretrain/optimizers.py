@@ -108,7 +108,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": _optax("AdamW", optax.adamw, _ADAM),
     "lamb": _optax("LAMB", optax.lamb, _ADAM),
     "lars": _optax("LARS", optax.lars, _LARS),
-    "muon": _ours("Muon", muon, consistent_rms=None),
+    "muon": _ours("Muon (s = 1)", muon, consistent_rms=None),
     "muon_moonlight": _ours("Muon+Moonlight", muon),
     "orscale": _ours("OrScale", orscale),
     "orscale_vision": _ours(

@@ -26,7 +26,7 @@ class Arm:
 
 ARMS: dict[str, Arm] = {
     "adamw": Arm("adamw", "AdamW"),
-    "muon": Arm("muon", "Muon", rate=4.0, shared=False),
+    "muon": Arm("muon", "Muon (s = 1)", rate=4.0, shared=False),
     "muon_moonlight": Arm("muon_moonlight", "Muon+Moonlight"),
     "orscale": Arm("orscale", "OrScale"),
     # Controls.

@@ -33,7 +33,7 @@ from examples.study.workloads import LADDER
 
 MISSING = "not complete"
 LEVEL = 0.05  # Of the list.
-MUON = "muon"
+MUON, NORMUON = "muon", "normuon"
 _TWO, _POOLED = ("orscale", REFERENCE), ("orscale", "pooled")
 _COMPARED = ["difference", "over", "mean", "lower : higher"]
 
@@ -110,15 +110,23 @@ def mixtures(found: Found) -> str:
 
 
 def scales(found: Found) -> str:
-    """Muon (s = 1) beside Muon+Moonlight and OrScale, where it is complete."""
-    pairs = ((MUON, REFERENCE), ("orscale", MUON))
+    """Muon (s = 1) on text."""
+    return _on_text(found, MUON, (MUON, REFERENCE), ("orscale", MUON))
+
+
+def neurons(found: Found) -> str:
+    """NorMuon on text."""
+    return _on_text(found, NORMUON, (NORMUON, REFERENCE), (NORMUON, MUON))
+
+
+def _on_text(found: Found, arm: str, *pairs: tuple[str, str]) -> str:
     rows = [
-        [f"`{name}`", _rates(found, name, MUON)]
+        [f"`{name}`", _rates(found, name, arm)]
         + [_number(found, name, *arms) for arms in pairs]
         for name in FIRST.weights
     ]
     labels = map(_label, pairs)
-    return markdown(["workload", f"{KNOWN[MUON].label}: rates", *labels], rows, left=2)
+    return markdown(["workload", f"{KNOWN[arm].label}: rates", *labels], rows, left=2)
 
 
 def others(found: Found) -> str:
@@ -275,6 +283,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "text": text,
     "mixtures": mixtures,
     "scales": scales,
+    "neurons": neurons,
     "list": the_list,
     "reported": reported,
     "ladder": ladder,

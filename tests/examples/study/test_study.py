@@ -93,7 +93,7 @@ def test_zero_sweep_asks_for_both_steps_of_the_ranking():
 def test_an_arm_is_compared_with_a_reference_that_has_as_many_free_rates():
     study = study_of({"muon": -0.1, "muon_moonlight_apart": 0.1, "normuon": -0.1})
     lines = {line.split(" | ")[0]: line for line in TABLES["summary"](study).split("\n")}
-    assert "| Muon+Moonlight, AdamW's rate apart | " in lines["| Muon"]
+    assert "| Muon+Moonlight, AdamW's rate apart | " in lines["| Muon (s = 1)"]
     assert lines["| Muon"].endswith("| -0.200 | 4 | 0 |")
     assert lines["| NorMuon"].endswith(
         "| Muon+Moonlight | -0.100 | 4 | 0 | -0.100 | 4 | 0 |"

@@ -222,6 +222,26 @@ def test_muon_without_moonlights_scale():
     assert -3.5 < ratio / statistics.fmean(means(map(of_workload, TEXTS))) < -3
 
 
+def test_normuon():
+    """Ahead of Muon+Moonlight on dense models, level on mixtures."""
+    against_muon = {}
+    for name, row in zip(TEXTS, cells_of("neurons"), strict=True):
+        rates = ", ".join(f"{float(rate):.3g}" for rate in losses(name, "normuon")[1])
+        ours = of_workload(name, ours="normuon")
+        against_muon[name] = of_workload(name, "muon", "normuon")
+        numbers = in_words(ours), in_words(against_muon[name])
+        assert row == [f"`{name}`", rates, *numbers]
+        _, low, high = by_hand(ours)
+        assert low < 0 < high if "mixture" in name else high < 0
+    dense, mixtures = TEXTS[:4], TEXTS[4:]
+    gained = means([of_workload(name, ours="normuon") for name in dense])
+    assert f"by {in_words(gained)} over the four" in TEXT
+    for names in (dense, mixtures):
+        assert f"({in_words(means([against_muon[n] for n in names]))})" in TEXT
+    rates = [losses(name, "normuon")[1] for name in TEXTS]
+    assert {rate for rate, _ in rates} == {"0.016"} and rates[2][1] == "0.0452548"
+
+
 def test_the_ladder():
     for (experts, name), row in zip(LADDER.items(), cells_of("ladder"), strict=True):
         numbers = [in_words(of_workload(name, other)) for other in (REFERENCE, POOLED)]
@@ -346,18 +366,20 @@ def test_the_advice_of_the_readme():
     ratios = [float(adam) / float(matrix) for matrix, adam in dense]
     assert min(ratios) > 2.8 and max(ratios) <= 4  # "About three times".
     assert ("0.016", "0.0452548") in dense
-    assert "4, 8 and 16 experts with small initial weights, `orscale` (0.008" in README
+    assert "mixtures of 4, 8 and 16 experts with small initial weights it is" in README
     for mixture in ("experts-4", TEXTS[-1], "experts-16"):
         assert losses(mixture, "orscale")[1] == ("0.008", "0.032")
         assert by_hand(of_workload(mixture))[2] < 0
     mean, low, high = by_hand(of_workload(TEXTS[-1]))
     assert f"with 8 by {-mean:.3f} nats [{low:+.3f}, {high:+.3f}]" in README
     mean, low, high = by_hand(means([of_workload(n, ours="muon") for n in TEXTS]))
-    assert f"by {-mean:.3f} nats [{low:+.3f}, {high:+.3f}], in each" in README
+    assert f"by {-mean:.3f} nats [{low:+.3f}, {high:+.3f}], and NorMuon" in README
+    mean, low, high = by_hand(means([of_workload(n, ours="normuon") for n in TEXTS]))
+    assert f"NorMuon, by {-mean:.3f} [{low:+.3f}, {high:+.3f}]. For" in README
     rates = [losses(name, "muon")[1] for name in TEXTS]
     assert rates.count(("0.032", "0.0452548")) == 3
     mean, low, high = by_hand(of_workload("like-16b"))
-    assert f"it is behind by {mean:.3f} [{low:+.3f}, {high:+.3f}]" in README
+    assert f"it is higher by {mean:.3f} [{low:+.3f}, {high:+.3f}]" in README
     mean, low, high = by_hand(means(map(of_workload, TEXTS)))
     assert f"{mean:.3f} nats higher than Muon+Moonlight's over six" in README
     assert f"workloads (95 % interval [{low:+.3f}, {high:+.3f}]" in README
