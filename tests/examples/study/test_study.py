@@ -94,7 +94,7 @@ def test_an_arm_is_compared_with_a_reference_that_has_as_many_free_rates():
     study = study_of({"muon": -0.1, "muon_moonlight_apart": 0.1, "normuon": -0.1})
     lines = {line.split(" | ")[0]: line for line in TABLES["summary"](study).split("\n")}
     assert "| Muon+Moonlight, AdamW's rate apart | " in lines["| Muon (s = 1)"]
-    assert lines["| Muon"].endswith("| -0.200 | 4 | 0 |")
+    assert lines["| Muon (s = 1)"].endswith("| -0.200 | 4 | 0 |")
     assert lines["| NorMuon"].endswith(
         "| Muon+Moonlight | -0.100 | 4 | 0 | -0.100 | 4 | 0 |"
     )
