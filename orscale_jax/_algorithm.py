@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
@@ -25,6 +24,7 @@ from orscale_jax.transforms.decay import (
     Mask,
     add_decayed_weights,
     check_mask,
+    is_boolean,
     is_mask_function,
 )
 from orscale_jax.transforms.first_update import first_update_stage, with_moving
@@ -381,7 +381,7 @@ def _require_mask(mask: PyTree, tree: PyTree) -> None:
             'functions for schedules, pass static_args="weight_decay_mask"',
         )
     for leaf in jax.tree.leaves(mask):
-        if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool):
+        if not is_boolean(leaf):
             _checks.refuse("weight_decay_mask", leaf, remedy)
     try:
         jax.tree.map(lambda *_: None, mask, tree)

@@ -150,8 +150,11 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
             f"the state has {len(found)} MasterWeightsState instead of one: pass the "
             "state of one optimizer that keep_master_weights made."
         )
-    bare = unbox((params, found[0].low_bits))
-    return rebox(jax.tree_util.tree_map_with_path(_master, *bare), params)
+    low_bits, bare = unbox((found[0].low_bits, params))
+    masters = jax.tree_util.tree_map_with_path(
+        _master, low_bits, bare, is_leaf=_has_no_low_bits
+    )
+    return rebox(masters, params)
 
 
 class _Move(NamedTuple):
@@ -162,7 +165,7 @@ class _Move(NamedTuple):
 
 
 def _move(step: Any, master: Any, param: Any, low_bits: Any) -> _Move:
-    if step is None or low_bits is None or isinstance(low_bits, optax.MaskedNode):
+    if step is None or _has_no_low_bits(low_bits):
         return _Move(step, low_bits)
     new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
     bits = _bits(jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new))
@@ -193,8 +196,12 @@ def _no_low_bits(path: Any, param: Any) -> Any:
     return optax.MaskedNode()
 
 
-def _master(path: Any, param: Any, low_bits: Any) -> Any:
-    if low_bits is None or isinstance(low_bits, optax.MaskedNode):
+def _has_no_low_bits(node: Any) -> bool:
+    return node is None or isinstance(node, optax.MaskedNode)
+
+
+def _master(path: Any, low_bits: Any, param: Any) -> Any:
+    if _has_no_low_bits(low_bits):
         return param  # Without gradients, or of another dtype.
     if not _is_bfloat16(param):
         raise ValueError(

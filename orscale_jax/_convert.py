@@ -14,7 +14,12 @@ from orscale_jax.transforms import int8_blocks
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.names import Path, listed, names_on
-from orscale_jax.trees.states import Entry, entries
+from orscale_jax.trees.states import Entry, array_type, entries
+
+_COUNTS = frozenset({"count", "gradient_step", "mini_step"})
+# Fields of states that hold arguments: of inject_hyperparams, of the ratio's stage, of
+# optax.contrib.muon and of schedule_free.
+_SETTINGS = frozenset({"hyperparams", "bounds", "ns_coeffs", "b1"})
 
 # The place of a field, and the parameter that it is of.
 _Key: TypeAlias = tuple[Path, Path | None]
@@ -36,9 +41,11 @@ def convert_state(
     (``chain``, ``partition``, ``MultiSteps``). The new one may have other hyperparameters
     or more parameters. Arrays that both states hold for a parameter under the same name
     are kept: momentum, AdamW's moments, c, r. So are counts, for schedules and bias
-    corrections. Momentum is rounded to the new ``mu_dtype``; "int8" to float32
-    and back changes nothing. Everything else starts as in ``optimizer.init``; a c that is
-    new is anchored at the next direction.
+    corrections, and what wrappers know of the run, at the same place in both states, such
+    as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. Momentum is rounded to
+    the new ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters in
+    the state are those of ``optimizer``, and everything else starts as in
+    ``optimizer.init``; a c that is new is anchored at the next direction.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -98,9 +105,9 @@ def _converted(
     fields = {TRACE, TRACE_SCALE, "mu", "nu"}
     fields |= {entry.field for entry in wanted if entry.owner is not None}
     old = _Held.of(_decoded(entries(unbox(state), bare_params, fields)))
-    _refuse_new(old, bare_params, allow_new)
     decoded = _decoded(wanted)
     source = _Source(old, _Held.of(decoded), momentum, nesterov)
+    _refuse_new(old, source.new, bare_params, allow_new)
     _refuse_without_second_moment(old, source.new)
     arrays = _encoded({_key(entry): source.value(entry) for entry in decoded}, wanted)
     converted = [arrays[_key(entry)] for entry in wanted]
@@ -220,8 +227,10 @@ class _Source(NamedTuple):
         return jnp.array(array, jnp.result_type(entry.array), copy=True)
 
     def _converted(self, entry: Entry) -> Any:
+        if _SETTINGS.intersection(entry.place[-2:]):
+            return None
         if entry.owner is None:
-            return self._count(entry)
+            return self._count(entry) if entry.field in _COUNTS else self._same(entry)
         if self.old.has(entry.field, entry.owner):
             return self.old.array(entry.field, entry)
         if self._is_average_of_muon(entry) and self.old.has(TRACE, entry.owner):
@@ -259,11 +268,15 @@ class _Source(NamedTuple):
         return whole * (mu + 1) / (mu * whole + last)
 
     def _count(self, entry: Entry) -> Any:
-        if entry.field not in ("count", "gradient_step", "mini_step"):
-            return None
         if entry.place in self.old.others:
             return self.old.others[entry.place]
         return self._named_like(entry)
+
+    def _same(self, entry: Entry) -> Any:
+        """What a wrapper at the same place knows, if it is of the same kind."""
+        found = self.old.others.get(entry.place)
+        kept = found is not None and array_type(found) == array_type(entry.array)
+        return found if kept else None
 
     def _named_like(self, entry: Entry) -> Any:
         if entry.field == "count" and self.old.counts:
@@ -284,12 +297,12 @@ class _Source(NamedTuple):
         return counts[0]
 
 
-def _refuse_new(old: _Held, params: PyTree, allow_new: bool) -> None:
+def _refuse_new(old: _Held, new: _Held, params: PyTree, allow_new: bool) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    names = [names_on(path) for path, _ in leaves]
-    owners = {owner for _, owner in old.of_params}
-    new = [repr(".".join(keys)) for keys in names if keys not in owners]
-    if not owners:
+    owners, wanted = ({owner for _, owner in held.of_params} for held in (old, new))
+    names = [keys for path, _ in leaves if (keys := names_on(path)) in wanted]
+    missing = [repr(".".join(keys)) for keys in names if keys not in owners]
+    if names and not owners:
         raise ValueError(
             "the old state holds nothing of these parameters: pass the parameters under "
             "the names of its run, and restore lists into the structure of its "
@@ -297,9 +310,9 @@ def _refuse_new(old: _Held, params: PyTree, allow_new: bool) -> None:
             "passed are "
             f"{', '.join(repr('.'.join(keys)) for keys in names[:5])}."
         )
-    if new and not allow_new:
+    if missing and not allow_new:
         raise ValueError(
-            f"{listed(new)} not in the old state. Pass allow_new=True to start "
+            f"{listed(missing)} not in the old state. Pass allow_new=True to start "
             "anew there, or pass the parameters under the names of the old run."
         )
 

@@ -257,6 +257,15 @@ def test_missing_gradients_and_masks():
     updates, state = masked.update(params, masked.init(params), params)
     assert isinstance(state.inner_state.low_bits["frozen"], optax.MaskedNode)
     np.testing.assert_array_equal(updates["frozen"], params["frozen"])
+    nested = {"encoder": {"w": params["w"]}, "decoder": {"w": params["w"]}}
+    groups = {"trained": optimizer, "frozen": optax.set_to_zero()}
+    for whole in (
+        optax.masked(optimizer, {"encoder": False, "decoder": True}),
+        optax.partition(groups, {"encoder": "frozen", "decoder": "trained"}),
+    ):
+        masters = master_weights(whole.init(nested), nested)
+        assert masters["decoder"]["w"].dtype == jnp.float32
+        assert masters["encoder"]["w"] is nested["encoder"]["w"]
     labels = {"w": "trained", "frozen": "frozen"}
     groups = {"trained": optax.sgd(RATE), "frozen": optax.set_to_zero()}
     partition = keep_master_weights(optax.partition(groups, labels))

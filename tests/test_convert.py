@@ -318,6 +318,57 @@ def test_counts_that_differ_on_purpose():
     assert sorted(counts) == [2, 7, 7]
 
 
+def schedule_free(rate, **arguments):
+    return optax.contrib.schedule_free(orscale(rate), rate, **arguments)
+
+
+def plateau(rate, **arguments):
+    return optax.chain(orscale(rate), optax.contrib.reduce_on_plateau(**arguments))
+
+
+def skipping(rate):
+    return optax.apply_if_finite(orscale(rate), 5)
+
+
+@pytest.mark.parametrize(
+    "build, argument",
+    [
+        (schedule_free, {"b1": 0.5}),
+        (plateau, {"patience": 3}),
+        (skipping, {}),
+        (optax.inject_hyperparams(orscale), {"r_max": 2.0}),
+    ],
+    ids=["schedule_free", "reduce_on_plateau", "apply_if_finite", "inject_hyperparams"],
+)
+def test_what_wrappers_know_goes_on_and_their_arguments_do_not(build, argument):
+    params, old, new = tree(0), build(RATE), build(RATE, **argument)
+    state = old.init(params)
+    for _ in range(3):
+        extra = {"value": 1.0} if build is plateau else {}
+        _, state = old.update(tree(1), state, params, **extra)
+    assert_close(convert_state(state, old, params), state, rtol=0)
+    found, fresh = convert_state(state, new, params), new.init(params)
+    if build is schedule_free:
+        assert found.b1 == 0.5 and found.weight_sum == state.weight_sum > 0
+    if build is plateau:
+        assert found[1].plateau_count == state[1].plateau_count > 0
+    if "r_max" in argument:
+        assert found.hyperparams == fresh.hyperparams != state.hyperparams
+        assert float(optax.tree.get(found, "bounds")[1]) == 2
+
+
+def test_frozen_parameters_of_which_nothing_is_kept():
+    labels = {"up": "trained", "down": "frozen", "bias": "trained"}
+    groups = {"trained": orscale(RATE), "frozen": optax.set_to_zero()}
+    optimizer, params = optax.partition(groups, labels), tree(0)
+    _, state = optimizer.update(tree(1), optimizer.init(params), params)
+    assert_close(convert_state(state, optimizer, params), state, rtol=0)
+    with pytest.raises(ValueError, match="'down' is not in the old state"):
+        convert_state(state, orscale(RATE), params)
+    nothing = orscale(RATE).init({})
+    assert_close(convert_state(nothing, orscale(RATE), {}), nothing)
+
+
 def test_one_array():
     params = jnp.ones((4, 6))
     old = optax.contrib.muon(RATE)

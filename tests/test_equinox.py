@@ -2,14 +2,17 @@
 
 import functools
 
+import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import BlockDimensionNumbers as Blocks, by_path, muon, orscale
+from orscale_jax.diagnostics import decompose, layer_classes, read, summarize, tabulate
 from orscale_jax.equinox import Weight, dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
@@ -245,3 +248,54 @@ def test_trees_that_are_callable(build):
         found = dict(zip(bare, steps(*given), strict=True))
         for path, leaf in found.items():
             np.testing.assert_allclose(leaf, expected[path], rtol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["mlp", "in a dictionary"])
+def test_readings_of_trees_that_are_callable(model):
+    """Their biases are None where layers have none."""
+    params = trained(eqx.nn.MLP(3, 4, 5, 1, use_bias=False, key=KEY))
+    if model != "mlp":
+        params = {"first": params.layers[0], "second": params.layers[1]}
+    optimizer = orscale(0.1)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    rates = jax.tree.map(lambda _: 0.1, params)
+    given = [0.1, rates]
+    if model != "mlp":
+        given.append({"first": 0.1, "second": 0.1})
+    expected = jax.tree.leaves(read(state, params, learning_rate=0.1).relative_step)
+    for rate in given:
+        reading = read(state, params, learning_rate=rate)
+        assert jax.tree.leaves(reading.relative_step) == expected
+    table = tabulate(reading, layer_classes(params))
+    assert len(table["class"]) == len(table["matrix"]) == 2
+    labels = jax.tree.map(lambda _: "all", params)
+    assert tabulate(reading, labels)["class"].tolist() == ["all", "all"]
+    assert "optimizer/all/growth/mean" in summarize(reading, labels)
+    assert decompose(reading, labels).class_remainder.keys() == {"all"}
+
+
+def test_shardings_in_a_tree_that_is_callable():
+    params = trained(eqx.nn.MLP(4, 4, 4, 1, key=KEY))
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    specs = jax.tree.map(lambda leaf: P(*["x"] * leaf.ndim)[:1], params)
+    placed = jax.tree.map(lambda _, spec: NamedSharding(mesh, P(*spec)), params, specs)
+    params = jax.device_put(params, placed)
+    expected = muon(0.1).update(params, muon(0.1).init(params), params)[0]
+    for given in (placed, params, lambda _: placed):
+        optimizer = muon(0.1, mesh=mesh, param_shardings=given)
+        found, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+        chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mask_of_arrays_that_is_callable():
+    model = trained(eqx.nn.Linear(3, 4, key=KEY))
+    zeros = jax.tree.map(jnp.zeros_like, model)
+    for boolean in (bool, np.bool_, jnp.bool_):
+        mask = jax.tree.map(lambda leaf, b=boolean: b(leaf.ndim > 1), model)
+        optimizer = muon(0.1, weight_decay=0.5, weight_decay_mask=mask)
+        updates, _ = optimizer.update(model, optimizer.init(model), model)
+        undecayed, _ = muon(0.1, weight_decay=0.0).update(
+            model, muon(0.1).init(model), zeros
+        )
+        np.testing.assert_array_equal(updates.bias, undecayed.bias)
+        assert (updates.weight != undecayed.weight).any()

@@ -458,6 +458,13 @@ class TestHyperball:
         changes, _ = stage.update(params, stage.init(params), params)
         assert jnp.isnan(changes["w"][0]).all() and not changes["w"][1].any()
 
+    @pytest.mark.parametrize("w", [[[2.0]], [[2.0, 0.0], [0.0, 2.0]]])
+    def test_a_step_to_zero_is_none(self, w):
+        stage = keep_initial_norm(optax.scale_by_learning_rate(1.0))
+        params = {"w": jnp.array(w)}
+        changes, _ = stage.update(params, stage.init(params), params)
+        assert not changes["w"].any()
+
     def test_a_zero_matrix_is_refused(self):
         params = {"blocks": [{"out": jnp.ones((3, 2, 4)).at[1].set(0)}]}
         optimizer = family.hyperball(0.1, weight_dimension_numbers=Dims(1, 2))

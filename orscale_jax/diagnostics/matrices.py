@@ -13,9 +13,10 @@ from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.transforms.pooled_ratio import class_labels
+from orscale_jax.transforms.pooled_ratio import class_labels, is_label
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names, name_and_shape, quoted
+from orscale_jax.trees.nodes import is_function
 
 OTHER = "other"
 
@@ -50,13 +51,15 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
         None: all are "other".
       tree: The tree with one entry per matrix.
     """
-    if callable(classes):
+    if is_function(classes, is_label):
         _checks.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
     if classes is None:
         return [OTHER] * len(jax.tree.leaves(tree))
     labels = class_labels(classes, tree, tree)
-    leaves = jax.tree.leaves(labels, is_leaf=lambda node: node is None)
-    return [OTHER if label is None else label for label in leaves]
+    # By the leaves of the tree, which may hold None beside them.
+    return jax.tree.leaves(
+        jax.tree.map(lambda _, label: OTHER if label is None else label, tree, labels)
+    )
 
 
 def vector(leaves: list[Any]) -> jax.Array:

@@ -196,7 +196,10 @@ def _aol(x: jax.Array, arithmetic: Arithmetic) -> Start:
     gram = arithmetic.gram(operand)
     sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
     # Zero vectors stay zero; subnormal sums have too few digits to bound anything.
-    inverse = jax.lax.rsqrt(jnp.maximum(sums, jnp.finfo(sums.dtype).tiny))
+    tiny = jnp.finfo(sums.dtype).tiny
+    # Twice, since the derivative of a root at zero is infinite.
+    small = sums < tiny
+    inverse = jnp.where(small, tiny**-0.5, jax.lax.rsqrt(jnp.where(small, 1, sums)))
     scale = _times(arithmetic.scale, inverse)
     scaled = (scale if arithmetic.is_wide(x) else scale.mT) * operand.astype(gram.dtype)
     # In this order, since the product of two factors may overflow.

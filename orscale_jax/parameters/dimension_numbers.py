@@ -7,7 +7,7 @@ Only this module resolves dimension numbers. Everything else handles
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from orscale_jax.parameters.default_rule import check_dtype, default_rule
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import name_and_shape, quoted
+from orscale_jax.trees.nodes import is_function
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,18 +141,6 @@ def is_axes_leaf(node: Any) -> bool:
 def is_resolvable(node: Any) -> bool:
     """Whether ``node`` stands for a subtree in a tree of dimension numbers."""
     return node is None or isinstance(node, DimensionNumbers) or is_axes_leaf(node)
-
-
-def is_function(
-    given: Any, is_leaf: Callable[[Any], bool]
-) -> TypeGuard[Callable[[PyTree], PyTree]]:
-    """Whether ``given`` is a function that makes a tree of such leaves, not a tree.
-
-    A callable Equinox module may be either: it is a tree if ``is_leaf`` holds for all its
-    leaves.
-    """
-    leaves = jax.tree.leaves(given, is_leaf=is_leaf)
-    return callable(given) and not (leaves and all(map(is_leaf, leaves)))
 
 
 def check_prefix(

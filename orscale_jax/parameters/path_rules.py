@@ -16,7 +16,6 @@ from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     check_prefix,
     explicit_axes,
-    is_function,
     is_resolvable,
     refuse_step_count,
 )
@@ -25,6 +24,7 @@ from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, keys_on, listed, name_and_shape, names_on
+from orscale_jax.trees.nodes import is_function
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.

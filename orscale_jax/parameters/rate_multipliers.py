@@ -10,11 +10,11 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.dimension_numbers import is_function
 from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import names_on, quoted
+from orscale_jax.trees.nodes import is_function
 from orscale_jax.trees.watch import Watch
 
 RateMultipliers: TypeAlias = (

@@ -27,6 +27,7 @@ from orscale_jax.sharding import meshes, typed_sharding
 from orscale_jax.trees.boxes import annotated_spec, is_box, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.nodes import is_function
 from orscale_jax.trees.watch import Watch
 
 PyTree: TypeAlias = Any
@@ -80,7 +81,9 @@ class ParamSpecs:
           ValueError: If what is given does not fit the tree or the mesh.
         """
         if self._given is not None:
-            given = self._given(tree) if callable(self._given) else self._given
+            given = self._given
+            if is_function(given, _is_placed):
+                given = given(tree)
             return _given_specs(given, tree, mesh)
 
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -154,6 +157,10 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
 
 def _says_sharding(node: Any) -> bool:
     return node is None or is_box(node) or isinstance(node, NamedSharding | PartitionSpec)
+
+
+def _is_placed(node: Any) -> bool:
+    return _says_sharding(node) or hasattr(node, "sharding")
 
 
 def _fitting(

@@ -88,7 +88,8 @@ def by_largest_direction(known: Anchored, norms: Norms, limits: Limits) -> Ancho
     weight_norm = jnp.where(is_first, norms.weight, known.weight_norm)
     # A c that another anchor has set has no count: it stays.
     counting = (is_first | (count > 0)) & (weight_norm > 0)
-    entering = counting & _directed(norms) & (count < limits.anchor_steps)
+    early = count.astype(norms.direction.dtype) < limits.anchor_steps
+    entering = counting & _directed(norms) & early
     largest = weight_norm / (jnp.where(entering, norms.direction, 1) + limits.eps)
     c = jnp.where(entering, jnp.minimum(first, not_one(largest)), first)
     return Anchored(c, known.weight_norm, count + entering.astype(count.dtype))

@@ -5,14 +5,13 @@ from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.dimension_numbers import is_function
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.nodes import is_function
 from orscale_jax.trees.updates import require_params
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
@@ -22,7 +21,12 @@ MATRICES = "matrices"  # The mask that an optimizer of this library makes itself
 
 def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]:
     """Whether a mask is a function, not a tree of booleans that is callable too."""
-    return is_function(mask, lambda leaf: isinstance(leaf, bool | np.bool_))
+    return is_function(mask, is_boolean)
+
+
+def is_boolean(leaf: Any) -> bool:
+    """Whether a leaf of a mask is a boolean, also as an array."""
+    return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool)
 
 
 def check_mask(mask: Mask | None) -> None:

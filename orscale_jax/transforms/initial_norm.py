@@ -130,9 +130,12 @@ def _change(
     dtype = compute_dtype((step, weight))
     w, by = weight.astype(dtype), step.astype(dtype)
     still = axes.reduce(largest_magnitude, by) == 0
-    moved = jnp.where(still, norm, axes.norms(w + by))
+    found = axes.norms(w + by)
+    # A step to zero leaves no direction: the matrix stays where it is.
+    moved = jnp.where(still | (found == 0), norm, found)
     # Not R (W + step) / ‖W + step‖ − W, which would round off the digits of the step.
-    factor, shrinkage = norm / moved, (norm - moved) / moved
+    factor = jnp.where(found == 0, 0, norm / moved)
+    shrinkage = (norm - moved) / moved
     change = broadcast(axes, factor, by) * by + broadcast(axes, shrinkage, w) * w
     return change.astype(step.dtype)
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, is_function
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.matrices import Matrices
@@ -20,6 +20,7 @@ from orscale_jax.transforms.trust_ratio import ratio_bounds, times_ratio
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import quoted
+from orscale_jax.trees.nodes import is_function
 from orscale_jax.trees.updates import require_params
 
 Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
@@ -142,18 +143,18 @@ def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
     """One label for each leaf of a tree: of the parameters, or of a part of them."""
     if classes is None:
         return jax.tree.map(lambda _: "", tree)
-    if is_function(classes, _is_label):
+    if is_function(classes, is_label):
         classes = classes(params)
-    labels = mask_like(unbox(classes, _is_label), tree, _is_label)
-    for label in jax.tree.leaves(labels, is_leaf=_is_label):
-        if not _is_label(label):
+    labels = mask_like(unbox(classes, is_label), tree, is_label)
+    for label in jax.tree.leaves(labels, is_leaf=is_label):
+        if not is_label(label):
             _checks.refuse("classes", label, "pass a tree of strings")
 
     def spread_label(label: str | None, part: PyTree) -> PyTree:
         return jax.tree.map(lambda _: label, part)
 
     try:
-        return jax.tree.map(spread_label, labels, tree, is_leaf=_is_label)
+        return jax.tree.map(spread_label, labels, tree, is_leaf=is_label)
     except ValueError as error:
         raise ValueError(
             "classes must be a tree of the parameters' structure, or a prefix of it: "
@@ -169,10 +170,11 @@ def _require_labels(labels: PyTree, updates: PyTree) -> None:
                 "it a string."
             )
 
-    jax.tree_util.tree_map_with_path(check, labels, updates, is_leaf=_is_label)
+    jax.tree_util.tree_map_with_path(check, labels, updates, is_leaf=is_label)
 
 
-def _is_label(node: Any) -> bool:
+def is_label(node: Any) -> bool:
+    """Whether a node of a tree of labels is one, or None for none."""
     return node is None or isinstance(node, str)
 
 
@@ -185,7 +187,7 @@ def _pooled(labels: PyTree, ratios: PyTree, counts: PyTree) -> PyTree:
         total[0] += jnp.sum(jnp.where(count, jnp.log(jnp.where(count, ratio, 1)), 0))
         total[1] += jnp.sum(count)
     means = {
-        label: jnp.exp(total / jnp.maximum(number, 1))
+        label: jnp.exp(total / jnp.maximum(number, 1).astype(total.dtype))
         for label, (total, number) in sums.items()
     }
     return jax.tree.map(means.__getitem__, labels)

@@ -50,9 +50,9 @@ def _factors(
     group = gamma.shape[-1] // heads
     grouped = gamma.reshape(*gamma.shape[:-1], heads, group)
     # A shared key takes the strongest clip of its queries; they take the rest of theirs.
-    weakest = jnp.min(grouped, axis=-1)  # Which may lose NaN on CPUs.
-    weakest = jnp.where(jnp.isnan(grouped).any(axis=-1), jnp.nan, weakest)
-    key = weakest ** (1 - jnp.asarray(alpha, gamma.dtype))
+    key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))
+    # A minimum may lose NaN on CPUs, and NaN to the power of 0 is 1.
+    key = jnp.where(jnp.isnan(grouped).any(axis=-1), jnp.nan, key)
     query = (grouped / key[..., None]).reshape(gamma.shape)
     for places, factors in (
         (attention.query, query),

@@ -123,11 +123,11 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
         raise ValueError(f"the state does not fit: {_misfit(state, wanted, params)}.")
     arrays = jax.tree.leaves(state)
     pairs = zip(arrays, jax.tree.leaves(wanted), strict=True)
-    if all(_type(found) == _type(leaf) for found, leaf in pairs):
+    if all(array_type(found) == array_type(leaf) for found, leaf in pairs):
         return
     shapes = {names_on(path): np.shape(leaf) for path, leaf in _leaves(params)}
     for found, entry in zip(arrays, entries(wanted, params), strict=True):
-        if _type(found) == _type(entry.array):
+        if array_type(found) == array_type(entry.array):
             continue
         of = "" if entry.owner is None else f" of parameter {entry.name}"
         where = "" if entry.owner is None else f" for a shape of {shapes[entry.owner]}"
@@ -140,7 +140,7 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
         )
 
 
-def _type(leaf: Any) -> tuple[Any, ...]:
+def array_type(leaf: Any) -> tuple[Any, ...]:
     """The shape and the kind: other floats, such as those of ``mu_dtype``, are cast."""
     dtype = jnp.result_type(leaf)
     kinds = jnp.floating, jnp.complexfloating

@@ -406,6 +406,16 @@ def test_norms_at_any_scale_in_one_pass_or_two(in_one_pass, dtype):
             assert jnp.isnan(normalize(jnp.ones((2, 3), dtype).at[0, 1].set(bad))).any()
 
 
+def test_a_zero_vector_has_a_derivative():
+    """It is far from one: where a vector is zero, Q jumps. But it is no NaN."""
+
+    @jax.grad
+    def derivative(x):
+        return polar_factor(x, preconditioning="aol").sum()
+
+    assert jnp.isfinite(derivative(jnp.eye(4).at[0].set(0))).all()
+
+
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
 def test_norms_in_one_pass_have_derivatives(scale):
     def normalized(x):

@@ -266,11 +266,12 @@ def test_other_heads_and_parameters_pass_to_the_bit():
 # Logits that are not finite.
 
 
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_logits_that_are_not_finite_give_nan(bad):
+def test_logits_that_are_not_finite_give_nan(bad, alpha):
     params = as_jax(projections(key_heads=2))
     max_logits = jnp.array([bad, 10.0, 200.0, 10.0])
-    after, _, state = step(qk_clip(BIASED), params, max_logits)
+    after, _, state = step(qk_clip(BIASED, alpha=alpha), params, max_logits)
     np.testing.assert_array_equal(np.isnan(state.qk_clip_factor), [1, 0, 0, 0])
     for name, concerned in (("query", [1, 1, 0, 0]), ("key", [1, 0])):
         for leaf in ("kernel", "bias"):

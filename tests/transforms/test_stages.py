@@ -13,6 +13,7 @@ from orscale_jax import (
     normalize_vectors,
     orscale,
     orthogonalize,
+    pool_trust_ratios,
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
 )
@@ -345,3 +346,19 @@ class TestCalibratedTrustRatio:
 def test_bad_arguments_are_refused_at_once(build, words):
     with pytest.raises(ValueError, match=words):
         build()
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        scale_by_calibrated_trust_ratio(anchor="largest"),
+        scale_by_calibrated_trust_ratio(anchor="full_rank"),
+        pool_trust_ratios(scale_by_calibrated_trust_ratio()),
+    ],
+)
+def test_strict_dtype_promotion_in_other_ratios(stage):
+    params = {"w": jnp.eye(4)}
+    _, expected = stage.update(params, stage.init(params), params)
+    with jax.numpy_dtype_promotion("strict"):
+        _, found = stage.update(params, stage.init(params), params)
+    assert found.calibration["w"] == expected.calibration["w"] > 0

@@ -48,7 +48,7 @@ def learning_rates(
         return found or None
     states = nodes_in_groups(state, optax.ScaleByScheduleState)
     counts = [(labels, node.count) for labels, node in states]
-    if callable(given) or jax.tree_util.all_leaves([given]):
+    if _is_one(given, params, groups):
         _refuse_one_for_all(groups, injected, counts)
         rates = dict.fromkeys(groups, given)
     else:
@@ -80,6 +80,13 @@ def _separate(
     return rates
 
 
+def _is_one(given: Any, params: PyTree, groups: Mapping[Path, Labels]) -> bool:
+    """Whether it is one rate or schedule; a callable module may be a tree of rates."""
+    if jax.tree_util.all_leaves([given]):
+        return True
+    return callable(given) and not _by_parameter(given, params, groups)
+
+
 def _by_label(given: PyTree, groups: Mapping[Path, Labels]) -> dict[Path, Any]:
     """The entry of the innermost label of each matrix that has one."""
     if not isinstance(given, Mapping):
@@ -92,16 +99,12 @@ def _by_parameter(
     given: PyTree, params: PyTree, groups: Mapping[Path, Labels]
 ) -> dict[Path, Any]:
     """The entry of each matrix in a tree like the parameters; none in any other tree."""
-
-    def is_rate(node: Any) -> bool:
-        return callable(node) or node is None
-
     try:
-        rates = jax.tree.broadcast(given, params, is_leaf=is_rate)
+        rates = jax.tree.broadcast(given, params, is_leaf=lambda node: node is None)
     except (TypeError, ValueError):
         return {}
-    leaves = jax.tree_util.tree_leaves_with_path(rates, is_leaf=is_rate)
-    found = {names_on(path): rate for path, rate in leaves if rate is not None}
+    leaves = jax.tree_util.tree_leaves_with_path(rates)
+    found = {names_on(path): rate for path, rate in leaves}
     return {path: rate for path, rate in found.items() if path in groups}
 
 

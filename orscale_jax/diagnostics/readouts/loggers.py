@@ -63,7 +63,7 @@ class JsonLines:
             for name, value in to_floats(scalars).items()
         }
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **numbers}) + "\n")
+            file.write(json.dumps({"step": int(step), **numbers}) + "\n")
 
 
 class TensorBoard:

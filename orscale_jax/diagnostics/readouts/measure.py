@@ -33,26 +33,31 @@ def _norm(x: jax.Array) -> jax.Array:
 
 def _stable_rank(x: jax.Array) -> jax.Array:
     squares = jnp.square(jnp.linalg.svd(x, compute_uv=False))
-    largest = squares[..., 0]
+    largest = jnp.max(squares, axis=-1, initial=0)
     return jnp.sum(squares, axis=-1) / jnp.where(largest == 0, 1, largest)
 
 
 def _null_share(m: jax.Array) -> jax.Array:
     values = jnp.linalg.svd(m, compute_uv=False)
     floor = jnp.finfo(values.dtype).eps * max(m.shape[-2:])
-    return jnp.mean(values <= floor * values[..., :1], axis=-1, dtype=values.dtype)
+    return _share(values <= floor * values[..., :1], values.dtype)
 
 
 def _polar_null_share(q: jax.Array) -> jax.Array:
     values = jnp.linalg.svd(q, compute_uv=False)
-    return jnp.mean(values < LIFTED, axis=-1, dtype=values.dtype)
+    return _share(values < LIFTED, values.dtype)
+
+
+def _share(on: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The share of singular values; 0 of none."""
+    return jnp.sum(on, axis=-1, dtype=dtype) / max(on.shape[-1], 1)
 
 
 def _polar_error(q: jax.Array) -> jax.Array:
     m, n = q.shape[-2:]
-    q = q if m >= n else q.mT
-    error = q.mT @ q - jnp.eye(min(m, n), dtype=q.dtype)
-    return _norm(error) / min(m, n) ** 0.5
+    gram = q.mT @ q if m >= n else q @ q.mT
+    error = gram - jnp.broadcast_to(jnp.eye(min(m, n), dtype=q.dtype), gram.shape)
+    return _norm(error) / max(min(m, n), 1) ** 0.5
 
 
 def _angle(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -98,6 +98,8 @@ def read(
     initial = _by_path(node.initial_norm for node in nodes_of(state, InitialNormState))
     like = {path: at["trust_ratio"] for path, (_, at) in ratios.items()}
     like |= started | initial
+    if not like and nodes_of(state, FromFirstNonzeroUpdateState, InitialNormState):
+        raise ValueError("the optimizer has no matrices: there is nothing to read.")
     if not like:
         _checks.refuse(
             "state", type(state), "pass the state of an optimizer of orscale_jax"

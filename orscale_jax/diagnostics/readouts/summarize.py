@@ -84,6 +84,8 @@ def summarize(
             field: vector([arrays[i] for i in members])
             for field, arrays in leaves.items()
         }
+        if not any(x.size for x in vectors.values()):
+            continue  # Stacks without matrices have no mean.
         of_group = _statistics(vectors) | _shares(vectors)
         scalars |= {f"{prefix}{name}{key}": value for key, value in of_group.items()}
     if matrices is not None:

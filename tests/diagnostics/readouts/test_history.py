@@ -208,7 +208,7 @@ def test_floats():
 
 def test_json_lines(tmp_path):
     for step in (1, 2):
-        JsonLines(tmp_path / "metrics.jsonl").write(step, SCALARS)
+        JsonLines(tmp_path / "metrics.jsonl").write(np.int64(step), SCALARS)
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     expected = {"step": 2, "loss": 2.5, "ratio": 0.5, "odd": None}
     assert json.loads(lines[1]) == expected and len(lines) == 2

@@ -8,9 +8,11 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import AttentionHeads, QueryKey, orscale, polar_factor
 from orscale_jax.diagnostics import MEASUREMENTS, measure, qk_norms
+from orscale_jax.diagnostics.readouts.measure import NEEDS_PREVIOUS
 from tests import leaves
 
 NAMES = ("tall", "experts", "grouped_query")
@@ -101,6 +103,19 @@ def test_the_scale_of_the_momentum_does_not_matter(scale):
     found = measure(state, params, names=names)
     assert found["momentum_null_share"]["w"] == 0.25
     assert found["momentum_stable_rank"]["w"] == pytest.approx(3)
+
+
+def test_stacks_without_broadcasting_and_matrices_without_entries():
+    """Which have no singular value: no share of them is null, and no error is left."""
+    params = {"stack": np.ones((2, 4, 3), np.float32), "empty": np.ones((1, 0, 4))}
+    numbers = {name: MuonDimensionNumbers(1, 2) for name in params}
+    optimizer = orscale(0.1, weight_dimension_numbers=numbers)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    names = [name for name in MEASUREMENTS if name not in NEEDS_PREVIOUS]
+    with jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+        found = measure(state, params, numbers, names=names)
+    for tree in found.values():
+        assert tree["stack"].shape == (2,) and tree["empty"].tolist() == [0]
 
 
 @pytest.mark.extended

@@ -427,6 +427,11 @@ class TestErrors:
         with pytest.raises(ValueError, match="pass the state of an optimizer of ors"):
             read(optax.adam(1e-3).init(TREE), TREE)
 
+    @pytest.mark.parametrize("params", [{}, {"b": jnp.ones(3)}, jnp.ones(3)])
+    def test_no_matrices(self, params):
+        with pytest.raises(ValueError, match="has no matrices: there is nothing to read"):
+            read(orscale(1e-3).init(params), params)
+
     def test_other_dimension_numbers(self):
         params = {"w": jnp.ones((3, 4, 5))}
         state = orscale(1e-3, weight_dimension_numbers=Dims(1, 2)).init(params)

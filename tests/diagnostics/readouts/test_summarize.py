@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import muon, orscale
 from orscale_jax.diagnostics import Reading, layer_classes, read, summarize, tabulate
@@ -140,6 +141,16 @@ def test_a_table_has_a_row_for_each_matrix():
     assert [*table] == ["matrix", "class", *Reading._fields, "signal"]
     for field in Reading._fields:
         np.testing.assert_array_equal(table[field], flat(getattr(reading, field)))
+
+
+def test_a_class_of_empty_stacks_has_no_statistics():
+    params = {"e": jnp.zeros((0, 4, 3)), "w": jnp.eye(4)}
+    numbers = {"e": MuonDimensionNumbers(1, 2), "w": MuonDimensionNumbers(0, 1)}
+    state = orscale(1e-3, weight_dimension_numbers=numbers).init(params)
+    reading = read(state, params, weight_dimension_numbers=numbers)
+    scalars = summarize(reading, {"e": "expert", "w": "other"})
+    assert not any("expert" in name for name in scalars)
+    assert scalars["optimizer/growth/mean"] == scalars["optimizer/other/growth/mean"]
 
 
 def test_classes_of_a_real_tree():
