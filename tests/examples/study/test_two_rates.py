@@ -380,6 +380,10 @@ def test_the_advice_of_the_readme():
     assert rates.count(("0.032", "0.0452548")) == 3
     mean, low, high = by_hand(of_workload("like-16b"))
     assert f"it is higher by {mean:.3f} [{low:+.3f}, {high:+.3f}]" in README
+    longer = [f"{name}-1200-steps" for name in ("dense-small", SMALLER[2])]
+    assert f"({in_words(of_workload(longer[0]))})" in TEXT
+    mean, low, high = by_hand(means(map(of_workload, longer)))
+    assert f"it is lower by {-mean:.3f} [{low:+.3f}, {high:+.3f}] over two" in README
     mean, low, high = by_hand(means(map(of_workload, TEXTS)))
     assert f"{mean:.3f} nats higher than Muon+Moonlight's over six" in README
     assert f"workloads (95 % interval [{low:+.3f}, {high:+.3f}]" in README
