@@ -102,7 +102,7 @@ def keep_master_weights(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
-        low_bits = jax.tree_util.tree_map_with_path(_no_low_bits, unbox(params))
+        low_bits = jax.tree.map_with_path(_no_low_bits, unbox(params))
         return MasterWeightsState(
             rebox(low_bits, params), inner.init(_as_float32(params))
         )
@@ -151,9 +151,7 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
             "state of one optimizer that keep_master_weights made."
         )
     low_bits, bare = unbox((found[0].low_bits, params))
-    masters = jax.tree_util.tree_map_with_path(
-        _master, low_bits, bare, is_leaf=_has_no_low_bits
-    )
+    masters = jax.tree.map_with_path(_master, low_bits, bare, is_leaf=_has_no_low_bits)
     return rebox(masters, params)
 
 

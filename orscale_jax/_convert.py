@@ -298,7 +298,7 @@ class _Source(NamedTuple):
 
 
 def _refuse_new(old: _Held, new: _Held, params: PyTree, allow_new: bool) -> None:
-    leaves = jax.tree_util.tree_leaves_with_path(params)
+    leaves = jax.tree.leaves_with_path(params)
     owners, wanted = ({owner for _, owner in held.of_params} for held in (old, new))
     names = [keys for path, _ in leaves if (keys := names_on(path)) in wanted]
     missing = [repr(".".join(keys)) for keys in names if keys not in owners]

@@ -151,7 +151,7 @@ def measured(run):
     params, state = run
     names = ("calibration", "raw_trust_ratio", "trust_ratio")
     tree = {"weights": params} | {name: readout(state, name) for name in names}
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree)
     return {"/".join(key.key for key in path): leaf for path, leaf in leaves}
 
 

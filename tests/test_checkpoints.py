@@ -336,7 +336,7 @@ def test_the_layout_of_0_1(factory):
     numbers = {"kernel": Dims(1, 2), "bias": None}
     params = {"kernel": jnp.ones((3, 4, 8)), "bias": jnp.zeros(8)}
     state = build(factory, weight_dimension_numbers=numbers).init(params)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree.leaves_with_path(state)
     name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
     layout = [f"{name(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
     without_ratio = [row for row in LAYOUT if "inner_state.1.1." not in row]

@@ -196,7 +196,7 @@ def test_names_do_not_matter(shapes, kind):
     params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
     optimizer = optax.chain(optax.clip(1.0), orscale(optax.constant_schedule(RATE)))
     state = optimizer.init(params)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree.leaves_with_path(state)
     marks = iter(range(2, 99))
     marked = [
         x if "bounds" in str(path[:-1]) + str(path[-1:] * (x.shape == (2,)))

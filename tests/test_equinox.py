@@ -30,12 +30,12 @@ def table(model, params=None, **kwargs):
     found = dimension_numbers(model, **kwargs)(
         trained(model) if params is None else params
     )
-    leaves = jax.tree_util.tree_leaves_with_path(
+    leaves = jax.tree.leaves_with_path(
         found, is_leaf=lambda node: node is None or isinstance(node, Dims)
     )
     paths = {
         path
-        for path, _ in jax.tree_util.tree_leaves_with_path(
+        for path, _ in jax.tree.leaves_with_path(
             trained(model) if params is None else params
         )
     }
@@ -231,9 +231,7 @@ def test_trees_that_are_callable(build):
         state = jax.jit(optimizer.init)(params)
         return jax.tree.leaves(jax.jit(optimizer.update)(params, state, params)[0])
 
-    bare = {
-        jax.tree_util.keystr(p): x for p, x in jax.tree_util.tree_leaves_with_path(model)
-    }
+    bare = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(model)}
     expected = steps(
         {path: MATRIX if leaf.ndim > 1 else None for path, leaf in bare.items()},
         {path: leaf.ndim > 1 for path, leaf in bare.items()},

@@ -108,7 +108,7 @@ def test_25_pooled_steps_against_float64_numpy(classes):
     }
 
     def by_name(tree):
-        return jax.tree_util.tree_map_with_path(lambda path, _: path[0].key[0], tree)
+        return jax.tree.map_with_path(lambda path, _: path[0].key[0], tree)
 
     optimizer = build(family.pooled, classes=classes and by_name, calibrate=False)
     expected = Oracles(params, calibrate=False)

@@ -259,10 +259,10 @@ def test_the_decay_mask_of_the_matrices_on_the_model_of_the_readme():
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     matrices = Matrices.of(nnx_dimension_numbers(model), params)
     # tests/test_citizenship.py shows that the optimizers decay by this mask.
-    kernels = dict(jax.tree_util.tree_leaves_with_path(matrices.mask))
+    kernels = dict(jax.tree.leaves_with_path(matrices.mask))
     for path, decays in kernels.items():
         assert decays == (path[-1].key == "kernel"), path
-    wide = {path for path, p in jax.tree_util.tree_leaves_with_path(params) if p.ndim > 1}
+    wide = {path for path, p in jax.tree.leaves_with_path(params) if p.ndim > 1}
     outside = {jax.tree_util.keystr(path[-2:]) for path in wide if not kernels[path]}
     assert outside >= {"['query']['bias']", "['embed']['embedding']"}
 

@@ -78,7 +78,7 @@ def momenta() -> Iterator[list[np.ndarray]]:
     runs: dict[tuple[int, str], list[np.ndarray]] = {}
     for step, state, _ in trainer.states(RATES, 0):
         [(_, trace)] = optax.tree.get_all_with_path(state["opt_state"], "trace")
-        for path, leaf in jax.tree_util.tree_leaves_with_path(trace):
+        for path, leaf in jax.tree.leaves_with_path(trace):
             for start in STARTS:
                 if start <= step < start + STEPS:
                     matrix = np.asarray(leaf, np.float64).reshape(len(leaf), -1)

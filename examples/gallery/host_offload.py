@@ -31,7 +31,7 @@ def on_host(shardings: Any, fields: tuple[str, ...] | None = None) -> Any:
         chosen = fields is None or names.intersection(fields)
         return sharding.with_memory_kind("pinned_host") if chosen else sharding
 
-    return jax.tree_util.tree_map_with_path(moved, shardings)
+    return jax.tree.map_with_path(moved, shardings)
 
 
 def initial(mesh: jax.sharding.Mesh, width: int) -> Params:

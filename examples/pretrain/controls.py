@@ -126,7 +126,7 @@ def round_stochastically(
             # The difference of two bfloat16 numbers: optax.apply_updates rounds nothing.
             return _rounded(of_leaf, weight + step) - weight
 
-        new = jax.tree_util.tree_map_with_path(rounded, steps, weights)
+        new = jax.tree.map_with_path(rounded, steps, weights)
         return new, StochasticRoundingState(state.updates + 1, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)

@@ -29,7 +29,7 @@ def sharding_source(
       :data:`TYPES` on Explicit axes. On Auto axes, the sources of
       :meth:`ParamSpecs.source`; empty without an optimizer that has any.
     """
-    matrices = jax.tree_util.tree_map_with_path(
+    matrices = jax.tree.map_with_path(
         lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(), unbox(params)
     )
     shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(matrices))

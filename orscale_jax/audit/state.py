@@ -92,7 +92,7 @@ class AbstractState(NamedTuple):
 
     def only_ours(self, params: PyTree) -> PyTree:
         """The parameters without boxes, masked where another optimizer has them."""
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda path, leaf: (
                 leaf if self.kept[path].rule in (MATRIX, ADAMW) else optax.MaskedNode()
             ),
@@ -156,7 +156,7 @@ def _refuse_vectors(
 
 def leaves_by_path(tree: PyTree) -> dict[Any, Any]:
     """The leaves that are not masked, by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_axes_leaf)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_axes_leaf)
     return {path: leaf for path, leaf in leaves if not isinstance(leaf, optax.MaskedNode)}
 
 

@@ -181,7 +181,7 @@ def _like(params: PyTree, node: Any, path: Any = ()) -> dict[Any, Any] | None:
 
 def _children(node: Any) -> tuple[dict[Any, Any], Any]:
     """The children of a node, by key, and its structure."""
-    children, structure = jax.tree_util.tree_flatten_with_path(
+    children, structure = jax.tree.flatten_with_path(
         node, is_leaf=lambda other: other is not node
     )
     return dict(children), structure

@@ -28,7 +28,7 @@ def names_of(tree: PyTree) -> list[str]:
     for those of a stack.
     """
     # With masked leaves, which have names in the table of describe, too.
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_masked)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_masked)
     names = distinct_names(path for path, _ in leaves)
     return [
         name + (str(list(index)) if index else "")
@@ -151,7 +151,7 @@ def _is_array(given: Any) -> bool:
 
 
 def _leaves(name: str, tree: PyTree) -> dict[Any, jax.Array]:
-    found = jax.tree_util.tree_leaves_with_path(unbox(tree))
+    found = jax.tree.leaves_with_path(unbox(tree))
     for path, leaf in found:
         dtype = jnp.result_type(leaf)
         if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)):

@@ -149,7 +149,7 @@ def linen_dimension_numbers(
         for path, leaf in leaves.items()
     }
     numbers = resolution.resolve(leaves, by_type, output_heads, overrides, per_head)
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,
         is_leaf=meta.is_axis_metadata,

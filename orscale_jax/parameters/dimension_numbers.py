@@ -101,10 +101,10 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
         weight_dimension_numbers = weight_dimension_numbers(tree)
     weight_dimension_numbers = unbox(weight_dimension_numbers, is_resolvable)
     if weight_dimension_numbers is None:
-        return jax.tree_util.tree_map_with_path(default_rule(tree), tree)
+        return jax.tree.map_with_path(default_rule(tree), tree)
     weight_dimension_numbers = mask_like(weight_dimension_numbers, tree, is_resolvable)
     check_prefix(weight_dimension_numbers, tree)
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         _resolve_subtree, weight_dimension_numbers, tree, is_leaf=is_resolvable
     )
 
@@ -130,7 +130,7 @@ def require_matrices(
 
     axes = matrix_axes(weight_dimension_numbers, tree)
     bare = unbox(tree)
-    return jax.tree_util.tree_map_with_path(check, axes, bare, is_leaf=is_axes_leaf)
+    return jax.tree.map_with_path(check, axes, bare, is_leaf=is_axes_leaf)
 
 
 def is_axes_leaf(node: Any) -> bool:
@@ -161,7 +161,7 @@ def check_prefix(
 
     try:
         numbers = weight_dimension_numbers
-        leaves = jax.tree_util.tree_map_with_path(check, numbers, is_leaf=is_resolvable)
+        leaves = jax.tree.map_with_path(check, numbers, is_leaf=is_resolvable)
         jax.tree.map(lambda *_: None, leaves, tree)
     except ValueError as error:
         raise ValueError(
@@ -188,7 +188,7 @@ def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
             return numbers
         return explicit_axes(prefix + path, leaf, numbers)
 
-    return jax.tree_util.tree_map_with_path(resolve, subtree)
+    return jax.tree.map_with_path(resolve, subtree)
 
 
 def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> LeafAxes:

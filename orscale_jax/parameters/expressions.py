@@ -102,7 +102,7 @@ class Expressions(Generic[Value]):
 
 def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
     """The leaves and the masked nodes: expressions may be meant for both."""
-    return jax.tree_util.tree_leaves_with_path(
+    return jax.tree.leaves_with_path(
         tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
     )
 

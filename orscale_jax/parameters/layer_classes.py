@@ -82,7 +82,7 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
     leaves = leaves_and_masks(bare)
     given = compiled.values(leaves)
     names = ClassesByName.of(leaves)
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         lambda path, _: given.get(names_on(path)) or names.layer_class(path), bare
     )
 

@@ -47,7 +47,7 @@ def dimension_numbers(
     owners = {(): model, **dict(_modules(model, (), module_type))}
     nodes = {
         names_on(entries): node
-        for entries, node in jax.tree_util.tree_leaves_with_path(model, is_parameter)
+        for entries, node in jax.tree.leaves_with_path(model, is_parameter)
         if any(map(_is_trained, jax.tree.leaves(node)))
     }
     by_type = {path: numbers_of(path, node, owners) for path, node in nodes.items()}
@@ -70,7 +70,7 @@ def dimension_numbers(
 
 def _modules(node: PyTree, path: Path, cls: type) -> Iterator[tuple[Path, Any]]:
     """All modules in a tree, by path."""
-    inner = jax.tree_util.tree_leaves_with_path(
+    inner = jax.tree.leaves_with_path(
         node, is_leaf=lambda other: other is not node and isinstance(other, cls)
     )
     for entries, other in inner:

@@ -115,13 +115,11 @@ def by_path(
             check_prefix(default, tree, argument="otherwise")
 
         def broadcast(prefix: Any, default: Any, subtree: PyTree) -> PyTree:
-            return jax.tree_util.tree_map_with_path(
+            return jax.tree.map_with_path(
                 lambda path, _: decided.get(names_on(prefix + path), default), subtree
             )
 
-        whole = jax.tree_util.tree_map_with_path(
-            broadcast, default, tree, is_leaf=is_resolvable
-        )
+        whole = jax.tree.map_with_path(broadcast, default, tree, is_leaf=is_resolvable)
         if per_head is False:
             return whole
         return _divide(whole, tree, by_head, by_rules)
@@ -139,12 +137,12 @@ def _divide(
 
     ``by_rules`` are the parameters whose numbers were given; None: all of them.
     """
-    leaves = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=is_resolvable)
+    leaves = jax.tree.leaves_with_path(numbers, is_leaf=is_resolvable)
     by_path = {names_on(path): own for path, own in leaves}
     divided = by_head.divide(leaves_and_masks(tree), by_path, {})
     if by_rules is not None:
         _refuse_unclear_layout(tree, divided.keys() - by_rules)
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         lambda path, own: divided.get(names_on(path), own), numbers, is_leaf=is_resolvable
     )
 
@@ -156,7 +154,7 @@ def _by_default_rule(tree: PyTree, decided: Collection[Path]) -> PyTree:
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
         return None if isinstance(axes(path, leaf), optax.MaskedNode) else _PLAIN
 
-    return jax.tree_util.tree_map_with_path(numbers, tree)
+    return jax.tree.map_with_path(numbers, tree)
 
 
 def _refuse_unclear_layout(tree: PyTree, guessed: Collection[Path]) -> None:

@@ -148,9 +148,7 @@ def _is_prefix(given: PyTree, tree: PyTree) -> bool:
 def _by_path(rules: Any, tree: PyTree) -> PyTree:
     compiled = _Rules.compile(rules, NAME, NAME)
     found = compiled.values(leaves_and_masks(tree))
-    return jax.tree_util.tree_map_with_path(
-        lambda path, _: found.get(names_on(path), 1.0), tree
-    )
+    return jax.tree.map_with_path(lambda path, _: found.get(names_on(path), 1.0), tree)
 
 
 def _by_tree(given: PyTree, tree: PyTree) -> PyTree:
@@ -163,7 +161,7 @@ def _by_tree(given: PyTree, tree: PyTree) -> PyTree:
 
 
 def _check_tree(given: PyTree) -> None:
-    for path, value in jax.tree_util.tree_leaves_with_path(given):
+    for path, value in jax.tree.leaves_with_path(given):
         if not path and isinstance(value, str):
             _checks.refuse(NAME, value, _FORMS)
         _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)

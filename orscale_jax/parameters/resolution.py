@@ -124,6 +124,6 @@ def look_up(
                 )
             return numbers[path]
 
-        return jax.tree_util.tree_map_with_path(at, params, is_leaf=is_parameter)
+        return jax.tree.map_with_path(at, params, is_leaf=is_parameter)
 
     return weight_dimension_numbers

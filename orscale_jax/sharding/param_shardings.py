@@ -61,7 +61,7 @@ class ParamSpecs:
     def note_annotations(self, params: PyTree) -> None:
         """Keep the annotations of parameters in boxes instead of earlier ones."""
         initialized.note(self)
-        nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=is_box)
+        nodes = jax.tree.leaves_with_path(params, is_leaf=is_box)
         boxes = [(path, node) for path, node in nodes if is_box(node)]
         if not boxes:
             return
@@ -86,7 +86,7 @@ class ParamSpecs:
                 given = given(tree)
             return _given_specs(given, tree, mesh)
 
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
+        leaves = jax.tree.leaves_with_path(tree)
         specs = [self._annotation(path, leaf) for path, leaf in leaves]
         for spec, (_, leaf) in zip(specs, leaves, strict=True):
             if spec is None or _misfit(spec, np.shape(leaf), mesh):
@@ -137,7 +137,7 @@ def check(given: ParamShardings) -> None:
 def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
     def of_subtree(path: Any, sharding: Any, subtree: PyTree) -> PyTree:
         spec = _spec(sharding)
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda rest, leaf: _fitting(spec, path + rest, leaf, mesh), subtree
         )
 
@@ -150,9 +150,7 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
             "it, with a jax.sharding.PartitionSpec (not a tuple) or NamedSharding for "
             f"each leaf: {error}"
         ) from error
-    return jax.tree_util.tree_map_with_path(
-        of_subtree, given, tree, is_leaf=_says_sharding
-    )
+    return jax.tree.map_with_path(of_subtree, given, tree, is_leaf=_says_sharding)
 
 
 def _says_sharding(node: Any) -> bool:

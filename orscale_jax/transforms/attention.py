@@ -173,7 +173,7 @@ def find_attentions(
         attentions = attentions(params)
         check_attentions(attentions)
     leaves = named_leaves(params)
-    entries, structure = jax.tree_util.tree_flatten_with_path(attentions)
+    entries, structure = jax.tree.flatten_with_path(attentions)
     modules = [_find(_attention_name(path), entry, leaves) for path, entry in entries]
     _check_apart([place for attention in modules for place in attention.places])
     return modules, structure
@@ -365,7 +365,7 @@ def _check_range(name: str, limits: Any) -> None:
 def named_leaves(tree: PyTree) -> dict[str, list[Any]]:
     """The leaves by dotted path; several under one name if a key contains a dot."""
     named: dict[str, list[Any]] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    for path, leaf in jax.tree.flatten_with_path(tree)[0]:
         named.setdefault(dotted(path), []).append(leaf)
     return named
 

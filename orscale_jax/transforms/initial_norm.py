@@ -142,7 +142,7 @@ def _change(
 
 def _refuse_zeros(norms: PyTree, params: PyTree) -> None:
     entries = [jnp.size(leaf) for leaf in jax.tree.leaves(params)]
-    norms = jax.tree_util.tree_leaves_with_path(norms)
+    norms = jax.tree.leaves_with_path(norms)
     # Not strict: optax.tree.map_params passes a placeholder without leaves.
     for (path, norm), count in zip(norms, entries, strict=False):
         known = not isinstance(norm, jax.core.Tracer)

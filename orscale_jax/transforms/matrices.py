@@ -94,7 +94,7 @@ class Matrices:
     def paths(self) -> list[Any]:
         """The paths to the leaves of matrices."""
         numbered = self.structure.unflatten(range(len(self.axes)))
-        found = jax.tree_util.tree_leaves_with_path(numbered)
+        found = jax.tree.leaves_with_path(numbered)
         return [path for path, place in found if self.axes[place] is not None]
 
     @property

@@ -170,7 +170,7 @@ def _require_labels(labels: PyTree, updates: PyTree) -> None:
                 "it a string."
             )
 
-    jax.tree_util.tree_map_with_path(check, labels, updates, is_leaf=is_label)
+    jax.tree.map_with_path(check, labels, updates, is_leaf=is_label)
 
 
 def is_label(node: Any) -> bool:

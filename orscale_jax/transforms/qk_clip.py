@@ -95,7 +95,7 @@ def _rescale(updates: PyTree, params: PyTree, factors: dict[str, jax.Array]) -> 
         moved = (factor * (w + u) - w).astype(update.dtype)
         return jnp.where(factor == 1, update, moved)
 
-    updates = jax.tree_util.tree_map_with_path(rescale, updates)
+    updates = jax.tree.map_with_path(rescale, updates)
     if missing := sorted(set(factors) - rescaled):
         raise ValueError(
             f"parameter {missing[0]!r} has no update (None, or masked), but QK-Clip has "

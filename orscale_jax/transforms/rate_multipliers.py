@@ -85,7 +85,7 @@ def require_fitting(multipliers: PyTree, params: PyTree, matrices: Matrices) -> 
 
     axes = matrices.axes_tree
     arguments = (axes, params, multipliers)
-    jax.tree_util.tree_map_with_path(check, *arguments, is_leaf=is_axes_leaf)
+    jax.tree.map_with_path(check, *arguments, is_leaf=is_axes_leaf)
 
 
 def _first_batch_axes(axes: LeafAxes | Any, rank: int) -> int:

@@ -49,7 +49,7 @@ def first_difference(wanted: Any, found: Any, path: Path = ()) -> Difference | N
 
 def children(node: Any) -> dict[str, Any]:
     """The children of a node by their names; none of a leaf."""
-    pairs = jax.tree_util.tree_leaves_with_path(node, is_leaf=lambda x: x is not node)
+    pairs = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
     return {key_name(path[0]): child for path, child in pairs if path}
 
 

@@ -18,11 +18,11 @@ def mask_like(
     :func:`optax.partition` and :func:`optax.masked` mask whole subtrees if their labels
     are prefixes, and what is given for the parameters has nothing there to belong to.
     """
-    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_mask)
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_mask)
     masked = {names_on(path) for path, node in nodes if _is_mask(node)}
     if not masked:
         return given
-    return jax.tree_util.tree_map_with_path(
+    return jax.tree.map_with_path(
         lambda path, node: optax.MaskedNode() if names_on(path) in masked else node,
         given,
         is_leaf=lambda path, node: (

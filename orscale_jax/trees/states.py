@@ -97,7 +97,7 @@ def _holds_params(
 
 
 def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
-    return jax.tree_util.tree_leaves_with_path(tree)
+    return jax.tree.leaves_with_path(tree)
 
 
 def _types_in(tree: PyTree) -> set[type]:

@@ -54,7 +54,7 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
             f"{difference.in_words('the parameters', 'the gradients')}. Call "
             "optimizer.update(gradients, state, parameters) with trees of one structure."
         )
-    jax.tree_util.tree_map_with_path(check, params, updates)
+    jax.tree.map_with_path(check, params, updates)
 
 
 def _promotes(dtype: Any, param: Any) -> bool:

@@ -49,7 +49,7 @@ def is_numbers(node):
 
 def table(numbers):
     """Dotted path to dimension numbers."""
-    leaves = jax.tree_util.tree_leaves_with_path(numbers, is_leaf=is_numbers)
+    leaves = jax.tree.leaves_with_path(numbers, is_leaf=is_numbers)
     return {".".join(str(entry.key) for entry in path): leaf for path, leaf in leaves}
 
 

@@ -98,7 +98,7 @@ def with_named_axes(x):
 
 
 def bracketed(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path): value for path, value in leaves}
 
 
@@ -270,7 +270,7 @@ def test_names_beside_decide_about_an_output_and_a_b():
     ],
 )
 def test_the_names_in_one_key(key, names):
-    [(path, _)] = jax.tree_util.tree_leaves_with_path({key: 0})
+    [(path, _)] = jax.tree.leaves_with_path({key: 0})
     assert keys_on(path) == names
 
 

@@ -89,7 +89,7 @@ def test_arrays_with_and_without_the_shape_of_a_parameter(name, kind):
     state = jax.eval_shape(optimizer.init, abstract(on))
     assert jax.tree.structure(shardings) == jax.tree.structure(state)
     seen = set()
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree.leaves_with_path(state)
     for (path, leaf), found in zip(leaves, jax.tree.leaves(shardings), strict=True):
         assert found.mesh == on
         owner = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else None

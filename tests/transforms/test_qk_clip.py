@@ -442,7 +442,7 @@ def test_containers(container):
     assert jax.tree.structure(after) == jax.tree.structure(params)
     moved = [
         "".join(str(getattr(k, "key", getattr(k, "name", ""))) + "." for k in path)
-        for path, leaf in jax.tree_util.tree_flatten_with_path(updates)[0]
+        for path, leaf in jax.tree.flatten_with_path(updates)[0]
         if leaf.any()
     ]
     assert len(moved) == 2

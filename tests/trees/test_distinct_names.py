@@ -24,7 +24,7 @@ TREES = st.recursive(
 
 @hypothesis.given(TREES)
 def test_names_are_distinct(tree):
-    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
     names = distinct_names(paths)
     assert len({*names}) == len(paths)
     plain = list(map(dotted, paths))

@@ -19,7 +19,7 @@ def checksums(tree: PyTree) -> dict[str, int]:
     sums = jax.device_get(_checksums(jax.tree.leaves(tree)))
     paths = [
         jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, _ in jax.tree_util.tree_leaves_with_path(tree)
+        for path, _ in jax.tree.leaves_with_path(tree)
     ]
     return {path: int(sum_) for path, sum_ in zip(paths, sums, strict=True)}
 

@@ -103,7 +103,7 @@ def _by_parameter(
         rates = jax.tree.broadcast(given, params, is_leaf=lambda node: node is None)
     except (TypeError, ValueError):
         return {}
-    leaves = jax.tree_util.tree_leaves_with_path(rates)
+    leaves = jax.tree.leaves_with_path(rates)
     found = {names_on(path): rate for path, rate in leaves}
     return {path: rate for path, rate in found.items() if path in groups}
 

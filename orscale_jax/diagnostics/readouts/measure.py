@@ -178,7 +178,7 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> PyTree:
     traces = {
         names_on(path): array
         for node in nodes_of(state, optax.TraceState, Int8TraceState)
-        for path, array in jax.tree_util.tree_leaves_with_path(_trace(node))
+        for path, array in jax.tree.leaves_with_path(_trace(node))
     }
     pairs = zip(matrices.paths, matrices.leaves(unbox(params)), strict=True)
     return matrices.tree_of(

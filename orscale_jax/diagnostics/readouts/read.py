@@ -123,11 +123,11 @@ def read(
         if not any(field in readouts for readouts in found.values()):
             return None
         masked = optax.MaskedNode()
-        return jax.tree_util.tree_map_with_path(
+        return jax.tree.map_with_path(
             lambda path, _: found.get(names_on(path), {}).get(field, masked), params
         )
 
-    paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(params))
+    paths = (path for path, _ in jax.tree.leaves_with_path(params))
     axes = tuple(axes_of.get(names_on(path)) for path in paths)
     matrices = Matrices(jax.tree.structure(params), axes)
     return with_matrices(matrices, map(tree, Reading._fields))
@@ -156,9 +156,7 @@ def _multiplied(rates: dict[Path, ArrayLike], state: PyTree) -> ByPath:
 
 
 def _by_path(trees: Iterable[PyTree]) -> ByPath:
-    leaves = (
-        leaf for tree in trees for leaf in jax.tree_util.tree_leaves_with_path(tree)
-    )
+    leaves = (leaf for tree in trees for leaf in jax.tree.leaves_with_path(tree))
     return {names_on(path): array for path, array in leaves}
 
 
@@ -168,7 +166,7 @@ def _axes_of(
     """The axes of the matrices that the state has."""
     tree = params
     if weight_dimension_numbers is None:  # Other leaves may be another optimizer's.
-        tree = jax.tree_util.tree_map_with_path(
+        tree = jax.tree.map_with_path(
             lambda path, leaf: leaf if names_on(path) in like else optax.MaskedNode(),
             params,
         )
@@ -180,7 +178,7 @@ def _axes_of(
 def _weight_norms(params: PyTree, axes_of: dict[Path, LeafAxes], like: ByPath) -> ByPath:
     """‖W‖ of the matrices that the state has, with the shardings of its arrays."""
     norms = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    for path, leaf in jax.tree.leaves_with_path(params):
         array, axes = like.get(names_on(path)), axes_of.get(names_on(path))
         if array is not None:
             _require_same(path, leaf, axes, array)

@@ -61,7 +61,7 @@ def _flat(leaves: list[Any]) -> np.ndarray:
 
 def _require_fitting(name: str, tree: PyTree, like: PyTree) -> None:
     shapes, wanted = (
-        {path: np.shape(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(t)}
+        {path: np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(t)}
         for t in (tree, like)
     )
     if shapes != wanted:
@@ -69,7 +69,7 @@ def _require_fitting(name: str, tree: PyTree, like: PyTree) -> None:
             f"{name} does not have one entry for each matrix: pass a tree like those of "
             "the reading, with arrays of their shapes."
         )
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+    for path, leaf in jax.tree.leaves_with_path(tree):
         here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
         if not here and not leaf.is_fully_replicated:
             raise ValueError(

@@ -84,7 +84,7 @@ def assert_equal(result, expected):
 def named(tree):
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        for path, leaf in jax.tree.leaves_with_path(tree)
     ]
 
 

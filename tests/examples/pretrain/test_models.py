@@ -47,7 +47,7 @@ def log_likelihood_loss(logits, targets):
 
 
 def by_path(tree):
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: x is None)
     return {
         jax.tree_util.keystr(path, simple=True, separator="."): leaf
         for path, leaf in leaves

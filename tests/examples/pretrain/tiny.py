@@ -174,7 +174,7 @@ def last_state(folder: pathlib.Path) -> dict[str, np.ndarray]:
         metadata = reader.metadata(path).item_metadata
         plain = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), metadata)
         state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=plain))
-    leaves = jax.tree_util.tree_leaves_with_path(state)
+    leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
 
 
