@@ -10,6 +10,7 @@ import optax
 
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.nodes import nodes_of
 from orscale_jax.trees.updates import require_params
@@ -195,7 +196,7 @@ def _no_low_bits(path: Any, param: Any) -> Any:
 
 
 def _has_no_low_bits(node: Any) -> bool:
-    return node is None or isinstance(node, optax.MaskedNode)
+    return node is None or is_masked(node)
 
 
 def _master(path: Any, low_bits: Any, param: Any) -> Any:

@@ -185,11 +185,12 @@ def _is_real_scalar(value: Any) -> bool:
         return False
     if isinstance(value, int | float):
         return True
-    real = hasattr(value, "dtype") and (
-        jnp.issubdtype(value.dtype, jnp.floating)
-        or jnp.issubdtype(value.dtype, jnp.integer)
-    )
-    return real and np.ndim(value) == 0
+    return hasattr(value, "dtype") and is_real(value.dtype) and np.ndim(value) == 0
+
+
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is of real numbers: floating or integer."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
 
 
 def refuse(name: str, value: Any, remedy: str) -> NoReturn:

@@ -26,6 +26,7 @@ from orscale_jax.sharding.param_shardings import ParamSpecs, initialized
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import name_and_shape, quoted
 
 
@@ -157,7 +158,7 @@ def _refuse_vectors(
 def leaves_by_path(tree: PyTree) -> dict[Any, Any]:
     """The leaves that are not masked, by path."""
     leaves = jax.tree.leaves_with_path(tree, is_leaf=is_axes_leaf)
-    return {path: leaf for path, leaf in leaves if not isinstance(leaf, optax.MaskedNode)}
+    return {path: leaf for path, leaf in leaves if not is_masked(leaf)}
 
 
 def nbytes(arrays: Iterable[Any]) -> int:

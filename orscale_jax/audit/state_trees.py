@@ -16,6 +16,7 @@ from orscale_jax.transforms.trust_ratio import (
     LargestDirectionState,
 )
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.nodes import nodes_of
 
 Rule: TypeAlias = Literal["matrix", "adamw", "other", "stateless"]
@@ -165,7 +166,7 @@ def _joined(label: str, key: Any) -> str:
 
 def _like(params: PyTree, node: Any, path: Any = ()) -> dict[Any, Any] | None:
     """What a tree like the parameters has for each that is not masked; None if unlike."""
-    if isinstance(node, optax.MaskedNode):
+    if is_masked(node):
         return {}
     children, structure = _children(params)
     if () in children:  # It is a leaf.

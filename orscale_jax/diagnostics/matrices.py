@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
@@ -15,6 +14,7 @@ from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.pooled_ratio import class_labels, is_label
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import distinct_names, name_and_shape, quoted
 from orscale_jax.trees.nodes import is_function
 
@@ -28,12 +28,12 @@ def names_of(tree: PyTree) -> list[str]:
     for those of a stack.
     """
     # With masked leaves, which have names in the table of describe, too.
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=_is_masked)
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_masked)
     names = distinct_names(path for path, _ in leaves)
     return [
         name + (str(list(index)) if index else "")
         for name, (_, array) in zip(names, leaves, strict=True)
-        if not _is_masked(array)
+        if not is_masked(array)
         for index in np.ndindex(np.shape(array))
     ]
 
@@ -64,8 +64,7 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
 
 def vector(leaves: list[Any]) -> jax.Array:
     """The entries of all leaves one after the other, whole on every device."""
-    arrays = map(jnp.asarray, leaves)
-    whole = (typed_sharding.gather(x, tuple(range(x.ndim))) for x in arrays)
+    whole = (typed_sharding.gather(jnp.asarray(leaf)) for leaf in leaves)
     return jnp.concatenate([x.reshape(math.prod(x.shape)) for x in whole])
 
 
@@ -98,10 +97,10 @@ def vectors(**trees: PyTree) -> tuple[jax.Array, ...]:
 def masked_like(tree: PyTree, field: PyTree) -> PyTree:
     """A field, masked wherever another tree with entries per matrix is masked."""
     return jax.tree.map(
-        lambda leaf, entry: leaf if _is_masked(leaf) else entry,
+        lambda leaf, entry: leaf if is_masked(leaf) else entry,
         unbox(tree),
         unbox(field),
-        is_leaf=_is_masked,
+        is_leaf=is_masked,
     )
 
 
@@ -142,10 +141,6 @@ def matrices_like(
     return matrices.tree_of(list(map(jnp.asarray, arrays)))
 
 
-def _is_masked(node: Any) -> bool:
-    return isinstance(node, optax.MaskedNode)
-
-
 def _is_array(given: Any) -> bool:
     return isinstance(given, jax.Array | np.ndarray | np.generic | float | int)
 
@@ -154,7 +149,7 @@ def _leaves(name: str, tree: PyTree) -> dict[Any, jax.Array]:
     found = jax.tree.leaves_with_path(unbox(tree))
     for path, leaf in found:
         dtype = jnp.result_type(leaf)
-        if not any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        if not _checks.is_real(dtype):
             raise ValueError(
                 f"{name}: {quoted(path)} has dtype {dtype}: pass real numbers, one for "
                 "each matrix."

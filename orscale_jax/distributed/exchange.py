@@ -43,7 +43,7 @@ class Exchange:
     def send(
         self,
         shards: Sequence[jax.Array],
-        join: Callable[[Sequence[jax.Array]], jax.Array] = jnp.concatenate,
+        join: Callable[[Sequence[jax.Array]], jax.Array],
     ) -> list[jax.Array]:
         """Stacks ``(k, m, n)`` of whole matrices, and column shards ``(m, n)`` of some.
 
@@ -77,7 +77,8 @@ class Exchange:
           shards: Arrays of the shapes of this device's shards.
         """
         by_bucket = dict(zip(self._order, results, strict=True))
-        stacks = [_with_batch_axis(by_bucket[i]) for i in range(len(self.buckets))]
+        arrays = (by_bucket[i] for i in range(len(self.buckets)))
+        stacks = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
         slices: dict[MatrixSlice, jax.Array] = {}
         for stack, group in zip(stacks, self._packings, strict=True):
             returned, first = _return(stack, group), 0
@@ -108,10 +109,6 @@ def _column_group(bucket: Bucket, mesh: MeshShape) -> ColumnGroup | None:
         return None
     group = mesh.group(bucket.replica_axes + bucket.shard_axes)
     return ColumnGroup(group, bucket.column_shards, bucket.active_devices)
-
-
-def _with_batch_axis(x: jax.Array) -> jax.Array:
-    return x.reshape(-1, *x.shape[-2:])
 
 
 def _assemble(
@@ -195,13 +192,16 @@ class _Packing(NamedTuple):
             padded.append(jnp.pad(x, pad))
         x = join(padded) if self.bucket.group_size == 1 else jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
-        return self.to_common(x.reshape(-1, *self.sent_shape))
+        x = x.reshape(-1, *self.sent_shape)
+        x = x.mT if self.is_transposed else x
+        return x.reshape(-1, *self.common_shape)
 
     def unpack(
         self, packed: jax.Array, shards: Sequence[jax.Array]
     ) -> dict[MatrixSlice, jax.Array]:
         """Invert :meth:`pack`."""
-        x = self.from_common(packed)
+        x = packed.reshape(-1, *(length for _, length in self.sides))
+        x = x.mT if self.is_transposed else x
         x = x.reshape(-1, self.layout.column_shards, *self.sent_shape).swapaxes(1, 2)
         x = x.reshape(-1, *self.local_shape)
         slices, first = {}, 0
@@ -213,16 +213,6 @@ class _Packing(NamedTuple):
             slices[part] = matrices.mT if part.transposed else matrices
             first += part.matrices
         return slices
-
-    def to_common(self, packed: jax.Array) -> jax.Array:
-        """Reshape ``(k, m, n)`` to the shape in which all layout groups are sent."""
-        x = packed.mT if self.is_transposed else packed
-        return x.reshape(-1, *self.common_shape)
-
-    def from_common(self, packed: jax.Array) -> jax.Array:
-        """Invert :meth:`to_common`."""
-        x = packed.reshape(-1, *(length for _, length in self.sides))
-        return x.mT if self.is_transposed else x
 
     def join(self, arrived: jax.Array) -> jax.Array:
         """Matrices, or column shards, from what each device of the group has sent."""

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import optax
 
 from orscale_jax.parameters import layer_names
+from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, keys_on, words
 
 # The classes whose parameters are no matrices, whatever their shape.
@@ -41,7 +41,7 @@ class ClassesByName(NamedTuple):
         shapes = {}
         for path, leaf in leaves:
             keys = _in_words(path)
-            if not isinstance(leaf, optax.MaskedNode):
+            if not is_masked(leaf):
                 shapes[keys] = np.shape(leaf)
             for depth, key in enumerate(keys):
                 below[keys[:depth]].add(key)

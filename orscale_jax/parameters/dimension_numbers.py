@@ -20,7 +20,7 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.blocks import LeafAxes, matrix_blocks
 from orscale_jax.parameters.default_rule import check_dtype, default_rule
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.masks import is_masked, mask_like
 from orscale_jax.trees.names import name_and_shape, quoted
 from orscale_jax.trees.nodes import is_function
 
@@ -119,7 +119,7 @@ def require_matrices(
     """
 
     def check(path: Any, axes: Any, subtree: PyTree) -> Any:
-        if isinstance(axes, optax.MaskedNode) and jax.tree.leaves(subtree):
+        if is_masked(axes) and jax.tree.leaves(subtree):
             raise ValueError(
                 f"parameter {name_and_shape(path, subtree)} is not a matrix, but "
                 "this stage takes matrices only: route it elsewhere with "
@@ -182,7 +182,7 @@ def refuse_step_count(tree: PyTree, argument: str = "weight_dimension_numbers") 
 
 def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
     def resolve(path: Any, leaf: jax.Array) -> Any:
-        if numbers is None or isinstance(numbers, optax.MaskedNode):
+        if numbers is None or is_masked(numbers):
             return optax.MaskedNode()
         if isinstance(numbers, LeafAxes):
             return numbers

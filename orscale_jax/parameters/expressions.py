@@ -6,11 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
-import jax
-import optax
-
 from orscale_jax import _checks
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, dotted, names_on
 
 Value = TypeVar("Value")
@@ -68,7 +65,7 @@ class Expressions(Generic[Value]):
 
     def _decisions(self, leaves: list[tuple[Any, Any]]) -> dict[Path, int | None]:
         """The index of the first expression that matches, by path."""
-        masked = any(isinstance(leaf, optax.MaskedNode) for _, leaf in leaves)
+        masked = any(is_masked(leaf) for _, leaf in leaves)
 
         def first(name: str) -> int | None:
             matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
@@ -98,13 +95,6 @@ class Expressions(Generic[Value]):
             f"{this} matches no parameter. Correct it, or leave it out; of "
             f"{len(by_name)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
         )
-
-
-def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
-    """The leaves and the masked nodes: expressions may be meant for both."""
-    return jax.tree.leaves_with_path(
-        tree, is_leaf=lambda node: isinstance(node, optax.MaskedNode)
-    )
 
 
 def _expression(expression: Any, argument: str) -> re.Pattern[str]:

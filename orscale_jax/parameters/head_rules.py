@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
-import optax
 
 from orscale_jax import _checks
 from orscale_jax.parameters.classes_by_name import ClassesByName, module_and_array
@@ -16,6 +15,7 @@ from orscale_jax.parameters.dimension_numbers import DimensionNumbers
 from orscale_jax.parameters.expressions import Expressions
 from orscale_jax.parameters.per_head import PerHead
 from orscale_jax.parameters.projections import KINDS, Kind, Misfit, Projection
+from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, names_on, quoted
 
 HeadRule: TypeAlias = bool | int | PerHead
@@ -132,7 +132,7 @@ class HeadRules(Expressions[PerHead | None]):
 
 
 def _is_masked(leaf: tuple[Any, Any]) -> bool:
-    return isinstance(leaf[1], optax.MaskedNode)
+    return is_masked(leaf[1])
 
 
 def _kind(

@@ -9,8 +9,9 @@ import jax
 from orscale_jax import _checks
 from orscale_jax.parameters.classes_by_name import ClassesByName
 from orscale_jax.parameters.dimension_numbers import refuse_step_count
-from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
+from orscale_jax.parameters.expressions import Expressions
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.masks import leaves_and_masks
 from orscale_jax.trees.names import names_on
 
 ClassRules: TypeAlias = (

@@ -6,7 +6,6 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import numpy as np
-import optax
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
@@ -19,10 +18,10 @@ from orscale_jax.parameters.dimension_numbers import (
     is_resolvable,
     refuse_step_count,
 )
-from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
+from orscale_jax.parameters.expressions import Expressions
 from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.masks import is_masked, leaves_and_masks, mask_like
 from orscale_jax.trees.names import Path, keys_on, listed, name_and_shape, names_on
 from orscale_jax.trees.nodes import is_function
 
@@ -152,7 +151,7 @@ def _by_default_rule(tree: PyTree, decided: Collection[Path]) -> PyTree:
     axes = default_rule(tree, lambda path: names_on(path) in decided)
 
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
-        return None if isinstance(axes(path, leaf), optax.MaskedNode) else _PLAIN
+        return None if is_masked(axes(path, leaf)) else _PLAIN
 
     return jax.tree.map_with_path(numbers, tree)
 
@@ -201,7 +200,7 @@ class PathRules(Expressions[Rule]):
         """
         leaves = list(leaves)
         decisions = self._decisions(leaves)
-        arrays = [leaf for leaf in leaves if not isinstance(leaf[1], optax.MaskedNode)]
+        arrays = [leaf for leaf in leaves if not is_masked(leaf[1])]
         self._refuse_stacks(decisions, arrays)
         return {
             names_on(path): _apply(self.pairs[index], path, leaf, self.source)

@@ -5,14 +5,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.expressions import Expressions, leaves_and_masks
+from orscale_jax.parameters.expressions import Expressions
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.masks import leaves_and_masks, mask_like
 from orscale_jax.trees.names import names_on, quoted
 from orscale_jax.trees.nodes import is_function
 from orscale_jax.trees.watch import Watch
@@ -168,10 +167,9 @@ def _check_tree(given: PyTree) -> None:
 
 
 def _is_number(value: Any) -> bool:
-    real = jnp.floating, jnp.integer
     dtype = getattr(value, "dtype", type(value))
     known = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
-    return known and any(jnp.issubdtype(dtype, kind) for kind in real)
+    return known and _checks.is_real(dtype)
 
 
 def _multiplier(name: str, value: Any) -> ArrayLike:

@@ -61,8 +61,9 @@ def is_sharded(leaf: jax.Array) -> bool:
     return any(entry is not None for entry in spec(leaf))
 
 
-def gather(leaf: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The leaf with ``axes`` whole on every device and the others as they are."""
+def gather(leaf: jax.Array, axes: tuple[int, ...] | None = None) -> jax.Array:
+    """The leaf with some axes, or all of them, whole on every device."""
+    axes = tuple(range(leaf.ndim)) if axes is None else axes
     gathered = [None if i in axes else entry for i, entry in enumerate(spec(leaf))]
     return shard_as(leaf, leaf, gathered)
 

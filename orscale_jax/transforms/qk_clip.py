@@ -131,7 +131,7 @@ def _checked_logits(attention: Attention, logits: Any) -> jax.Array:
             f"max_logits of {attention.name} is a {type(logits).__name__}: pass an array "
             f"of shape (layers..., query heads) = {attention.shape}."
         )
-    real = any(jnp.issubdtype(logits.dtype, kind) for kind in (jnp.floating, jnp.integer))
+    real = _checks.is_real(logits.dtype)
     if logits.shape != attention.shape or not real:
         raise ValueError(
             f"max_logits of {attention.name} has shape {logits.shape} and dtype "
@@ -140,7 +140,7 @@ def _checked_logits(attention: Attention, logits: Any) -> jax.Array:
             "and positions, or correct axis, heads and layer_axes in attentions."
         )
     logits = jnp.asarray(logits)
-    return typed_sharding.gather(logits, tuple(range(logits.ndim)))
+    return typed_sharding.gather(logits)
 
 
 def _check_interval(

@@ -15,7 +15,7 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.masks import is_masked, mask_like
 from orscale_jax.trees.names import name_and_shape
 
 
@@ -90,7 +90,7 @@ def require_fitting(multipliers: PyTree, params: PyTree, matrices: Matrices) -> 
 
 def _first_batch_axes(axes: LeafAxes | Any, rank: int) -> int:
     """How many of the first axes may have multipliers of their own."""
-    if isinstance(axes, optax.MaskedNode):  # AdamW's.
+    if is_masked(axes):  # AdamW's.
         return rank
     batch = (axes.whole if isinstance(axes, MatrixBlocks) else axes).batch
     return next((i for i, axis in enumerate(batch) if axis != i), len(batch))

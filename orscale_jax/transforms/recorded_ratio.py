@@ -68,9 +68,7 @@ def _checked(trust_ratio: ArrayLike) -> jax.Array | np.ndarray:
         recorded = of.asarray(trust_ratio)
     except (TypeError, ValueError):
         _checks.refuse("trust_ratio", trust_ratio, remedy)
-    kinds = (jnp.floating, jnp.integer)
-    number = any(jnp.issubdtype(recorded.dtype, kind) for kind in kinds)
-    if not number or recorded.ndim > 1 or not recorded.size:
+    if not _checks.is_real(recorded.dtype) or recorded.ndim > 1 or not recorded.size:
         _checks.refuse("trust_ratio", trust_ratio, remedy)
     if isinstance(recorded, jax.core.Tracer):
         return recorded

@@ -18,8 +18,8 @@ def mask_like(
     :func:`optax.partition` and :func:`optax.masked` mask whole subtrees if their labels
     are prefixes, and what is given for the parameters has nothing there to belong to.
     """
-    nodes = jax.tree.leaves_with_path(tree, is_leaf=_is_mask)
-    masked = {names_on(path) for path, node in nodes if _is_mask(node)}
+    nodes = leaves_and_masks(tree)
+    masked = {names_on(path) for path, node in nodes if is_masked(node)}
     if not masked:
         return given
     return jax.tree.map_with_path(
@@ -32,5 +32,11 @@ def mask_like(
     )
 
 
-def _is_mask(node: Any) -> bool:
+def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
+    """The leaves and the masked nodes, each after its path."""
+    return jax.tree.leaves_with_path(tree, is_leaf=is_masked)
+
+
+def is_masked(node: Any) -> bool:
+    """Whether a node stands for a part of a tree that is left out."""
     return isinstance(node, optax.MaskedNode)

@@ -199,8 +199,7 @@ def _trace(node: optax.TraceState | Int8TraceState) -> PyTree:
 
 def _whole(array: Any) -> jax.Array:
     """The array, whole on every device."""
-    array = jnp.asarray(array)
-    return typed_sharding.gather(array, tuple(range(array.ndim)))
+    return typed_sharding.gather(jnp.asarray(array))
 
 
 def _momentum(array: Any, path: Any, leaf: Any) -> jax.Array:
