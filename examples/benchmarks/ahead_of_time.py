@@ -62,13 +62,17 @@ CASES = {
         layers(64, {"w": matrix(2048, 8192, P("fsdp", None))}),
         "64 matrices of 2048×8192, FSDP",
     ),
-    "b": Case({"fsdp": 64}, moonlight({"fsdp": 64}), "Moonlight 16B, FSDP and experts"),
+    "b": Case(
+        {"fsdp": 64},
+        moonlight({"fsdp": 64}),
+        "Moonlight 16B, FSDP and experts, 64 devices",
+    ),
     "c": Case({"data": 8}, gpt2(), "GPT-2 124M, replicated"),
     "d": Case({"fsdp": 8, "tensor": 8}, tinyllama(), "TinyLlama 1.1B, FSDP × tensor"),
     "e": Case(
         {"fsdp2": 8, "fsdp": 64},
         moonlight({"fsdp2": 8, "fsdp": 64}),
-        "Moonlight 16B, FSDP × experts",
+        "Moonlight 16B, FSDP × experts, 512 devices",
     ),
     "f": Case({}, gpt2(), "GPT-2 124M, one device"),
     "g": Case(
