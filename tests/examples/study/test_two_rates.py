@@ -382,6 +382,8 @@ def test_the_advice_of_the_readme():
     assert f"it is higher by {mean:.3f} [{low:+.3f}, {high:+.3f}]" in README
     longer = [f"{name}-1200-steps" for name in ("dense-small", SMALLER[2])]
     assert f"({in_words(of_workload(longer[0]))})" in TEXT
+    longest = of_workload("dense-small-4800-steps")
+    assert f"({in_words(longest)}, {len(longest)} seeds)" in TEXT
     mean, low, high = by_hand(means(map(of_workload, longer)))
     assert f"it is lower by {-mean:.3f} [{low:+.3f}, {high:+.3f}] over two" in README
     mean, low, high = by_hand(means(map(of_workload, TEXTS)))
