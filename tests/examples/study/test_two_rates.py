@@ -238,6 +238,15 @@ def test_normuon():
     assert f"by {in_words(gained)} over the four" in TEXT
     for names in (dense, mixtures):
         assert f"({in_words(means([against_muon[n] for n in names]))})" in TEXT
+    with_ratio = [of_workload(n, "normuon", "orscale_on_normuon") for n in SMALLER]
+    for numbers in (*with_ratio, means(with_ratio)):
+        assert in_words(numbers) in TEXT
+    mean, low, high = by_hand(means(with_ratio))
+    assert f"workloads by {-mean:.3f} nats [{low:+.3f}, {high:+.3f}], also" in README
+    for other in (REFERENCE, "muon"):
+        ahead = [of_workload(n, other, "orscale_on_normuon") for n in SMALLER]
+        assert f"by {in_words(means(ahead))}" in TEXT
+        assert other == "muon" or all(by_hand(numbers)[2] < 0 for numbers in ahead)
     rates = [losses(name, "normuon")[1] for name in TEXTS]
     assert {rate for rate, _ in rates} == {"0.016"} and rates[2][1] == "0.0452548"
 
