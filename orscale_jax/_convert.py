@@ -17,9 +17,9 @@ from orscale_jax.trees.names import Path, listed, names_on
 from orscale_jax.trees.states import Entry, array_type, entries
 
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
-# Fields of states that hold arguments: of inject_hyperparams, of the ratio's stage, of
-# optax.contrib.muon and of schedule_free.
-_SETTINGS = frozenset({"hyperparams", "bounds", "ns_coeffs", "b1"})
+# Fields of states that hold arguments: of the ratio's stage, of optax.contrib.muon and of
+# schedule_free. Those of inject_hyperparams are below "hyperparams".
+_SETTINGS = frozenset({"bounds", "ns_coeffs", "b1"})
 
 # The place of a field, and the parameter that it is of.
 _Key: TypeAlias = tuple[Path, Path | None]
@@ -227,10 +227,12 @@ class _Source(NamedTuple):
         return jnp.array(array, jnp.result_type(entry.array), copy=True)
 
     def _converted(self, entry: Entry) -> Any:
-        if _SETTINGS.intersection(entry.place[-2:]):
+        if entry.owner is None and entry.field in _COUNTS:
+            return self._count(entry)
+        if entry.field in _SETTINGS or entry.place[-2:-1] == ("hyperparams",):
             return None
         if entry.owner is None:
-            return self._count(entry) if entry.field in _COUNTS else self._same(entry)
+            return self._same(entry)
         if self.old.has(entry.field, entry.owner):
             return self.old.array(entry.field, entry)
         if self._is_average_of_muon(entry) and self.old.has(TRACE, entry.owner):

@@ -357,6 +357,15 @@ def test_what_wrappers_know_goes_on_and_their_arguments_do_not(build, argument):
         assert float(optax.tree.get(found, "bounds")[1]) == 2
 
 
+@pytest.mark.parametrize("name", ["b1", "bounds", "hyperparams", "ns_coeffs"])
+def test_stages_that_are_called_as_arguments_are(name):
+    """By optax.named_chain: their counts go on."""
+    schedule = optax.scale_by_schedule(optax.constant_schedule(RATE))
+    optimizer = optax.named_chain((name, schedule), ("last", orscale(RATE)))
+    state, _ = after(optimizer, 2)
+    assert_close(convert_state(state, optimizer, tree(0)), state, rtol=0)
+
+
 def test_frozen_parameters_of_which_nothing_is_kept():
     labels = {"up": "trained", "down": "frozen", "bias": "trained"}
     groups = {"trained": orscale(RATE), "frozen": optax.set_to_zero()}

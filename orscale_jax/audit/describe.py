@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -142,8 +142,7 @@ def describe(
         for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
         for row in _rows(name, path, leaf, axes_of.get(path), kept_of.get(path), scale)
     )
-    meshes = (mesh for leaf in leaf_of.values() if (mesh := _mesh(leaf)) is not None)
-    mesh = next(meshes, None)
+    mesh = _first_mesh(leaf_of.values())
     return Description(
         rows,
         None if state is None else nbytes(state.shared),
@@ -256,6 +255,11 @@ def _mesh_axes(axes: LeafAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], 
 
     spec = typed_sharding.inferred(matrices, leaf, mesh)
     return typed_sharding.axes_of(spec, len(axes.within.batch) + 2)
+
+
+def _first_mesh(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
+    meshes = (mesh for leaf in leaves if (mesh := _mesh(leaf)) is not None)
+    return next(meshes, None)
 
 
 def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:

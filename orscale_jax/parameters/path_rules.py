@@ -21,9 +21,9 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.expressions import Expressions
 from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.functions import is_function
 from orscale_jax.trees.masks import is_masked, leaves_and_masks, mask_like
 from orscale_jax.trees.names import Path, keys_on, listed, name_and_shape, names_on
-from orscale_jax.trees.nodes import is_function
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.

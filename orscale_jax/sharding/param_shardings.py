@@ -25,9 +25,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from orscale_jax import _checks
 from orscale_jax.sharding import meshes, typed_sharding
 from orscale_jax.trees.boxes import annotated_spec, is_box, unbox
+from orscale_jax.trees.functions import is_function
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import is_function
 from orscale_jax.trees.watch import Watch
 
 PyTree: TypeAlias = Any

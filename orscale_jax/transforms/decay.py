@@ -10,8 +10,8 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.functions import is_function
 from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.nodes import is_function
 from orscale_jax.trees.updates import require_params
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]

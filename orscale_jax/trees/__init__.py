@@ -3,6 +3,7 @@
 ===========  =========================================================================
 boxes        the nodes in which Flax and Haliax keep annotated parameters
 differences  the first place at which two trees differ
+functions    functions of the parameters, told from trees that are callable
 masks        trees for a whole model, beside a part of it
 names        the names of leaves, for rules, messages and tables
 nodes        the nodes of a type in a tree

@@ -1,7 +1,7 @@
-"""The nodes of a type in a tree, such as a state inside wrappers; trees and functions."""
+"""The nodes of a type in a tree, such as a state inside wrappers."""
 
-from collections.abc import Callable, Iterator
-from typing import Any, TypeAlias, TypeGuard
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import jax
 from optax.transforms import PartitionState
@@ -10,18 +10,6 @@ from orscale_jax.trees.boxes import PyTree
 
 # Labels of optax.partition; those of an outer partition come first.
 Labels: TypeAlias = tuple[Any, ...]
-
-
-def is_function(
-    given: Any, is_leaf: Callable[[Any], bool]
-) -> TypeGuard[Callable[[PyTree], PyTree]]:
-    """Whether ``given`` is a function that makes a tree of such leaves, not a tree.
-
-    A callable Equinox module may be either: it is a tree if ``is_leaf`` holds for all its
-    leaves.
-    """
-    leaves = jax.tree.leaves(given, is_leaf=is_leaf)
-    return callable(given) and not (leaves and all(map(is_leaf, leaves)))
 
 
 def nodes_of(tree: PyTree, *types: type) -> list[Any]:

@@ -108,7 +108,11 @@ class Readouts:
 
 
 def audit(setup: Setup) -> Description:
-    """What the run's optimizer does with each parameter, s as its recipe has it."""
+    """What the run's optimizer does with each parameter.
+
+    Controls and members of the family that have a scale of their own, or none, are shown
+    with the default's s.
+    """
     fixed = find_optimizer(setup.recipe.optimizer).fixed
     scale = {name: fixed[name] for name in SCALE if name in fixed}
     return describe(

@@ -1,6 +1,6 @@
 """The learning rate of each matrix in the last update."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -84,7 +84,7 @@ def _is_one(given: Any, params: PyTree, groups: Mapping[Path, Labels]) -> bool:
     """Whether it is one rate or schedule; a callable module may be a tree of rates."""
     if jax.tree_util.all_leaves([given]):
         return True
-    return callable(given) and not _by_parameter(given, params, groups)
+    return callable(given) and not _spread(given, params, groups, _is_none)
 
 
 def _by_label(given: PyTree, groups: Mapping[Path, Labels]) -> dict[Path, Any]:
@@ -99,13 +99,39 @@ def _by_parameter(
     given: PyTree, params: PyTree, groups: Mapping[Path, Labels]
 ) -> dict[Path, Any]:
     """The entry of each matrix in a tree like the parameters; none in any other tree."""
+    # A callable node is a module that holds rates, or else a schedule.
+    return _spread(given, params, groups, _is_none) or _spread(
+        given, params, groups, _is_schedule_or_none
+    )
+
+
+def _spread(
+    given: PyTree,
+    params: PyTree,
+    groups: Mapping[Path, Labels],
+    is_rate: Callable[[Any], bool],
+) -> dict[Path, Any]:
+    """The rate of each matrix at or below a node that is one; none if a tree misfits."""
+    rates: dict[Path, Any] = {}
+
+    def spread(path: Any, rate: Any, part: PyTree) -> None:
+        below = jax.tree.leaves_with_path(part)
+        names = (names_on(path + rest) for rest, _ in below)
+        rates.update((name, rate) for name in names if name in groups)
+
     try:
-        rates = jax.tree.broadcast(given, params, is_leaf=lambda node: node is None)
+        jax.tree.map_with_path(spread, given, params, is_leaf=is_rate)
     except (TypeError, ValueError):
         return {}
-    leaves = jax.tree.leaves_with_path(rates)
-    found = {names_on(path): rate for path, rate in leaves}
-    return {path: rate for path, rate in found.items() if path in groups}
+    return {name: rate for name, rate in rates.items() if rate is not None}
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _is_schedule_or_none(node: Any) -> bool:
+    return node is None or callable(node)
 
 
 def _refuse_one_for_all(

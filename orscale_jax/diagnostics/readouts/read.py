@@ -1,7 +1,7 @@
 """Read norms, ratios and steps of every matrix off an optimizer's state."""
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -98,12 +98,8 @@ def read(
     initial = _by_path(node.initial_norm for node in nodes_of(state, InitialNormState))
     like = {path: at["trust_ratio"] for path, (_, at) in ratios.items()}
     like |= started | initial
-    if not like and nodes_of(state, FromFirstNonzeroUpdateState, InitialNormState):
-        raise ValueError("the optimizer has no matrices: there is nothing to read.")
     if not like:
-        _checks.refuse(
-            "state", type(state), "pass the state of an optimizer of orscale_jax"
-        )
+        _refuse_without_matrices(state)
     axes_of = _axes_of(params, weight_dimension_numbers, like)
     found = {
         path: {"weight_norm": norm}
@@ -131,6 +127,13 @@ def read(
     axes = tuple(axes_of.get(names_on(path)) for path in paths)
     matrices = Matrices(jax.tree.structure(params), axes)
     return with_matrices(matrices, map(tree, Reading._fields))
+
+
+def _refuse_without_matrices(state: PyTree) -> NoReturn:
+    if nodes_of(state, FromFirstNonzeroUpdateState, InitialNormState):
+        raise ValueError("the optimizer has no matrices: there is nothing to read.")
+    remedy = "pass the state of an optimizer of orscale_jax"
+    _checks.refuse("state", type(state), remedy)
 
 
 def _with_ratios(state: PyTree) -> dict[Path, tuple[Labels, dict[str, jax.Array]]]:

@@ -56,6 +56,18 @@ def test_schedules_have_the_counts_of_their_groups():
     require(orscale, 0.1, 0.1, learning_rate=0.1)
 
 
+def test_schedules_that_are_trees_themselves():
+    """As jax.tree_util.Partial, whose leaves are its arguments."""
+    schedule = jax.tree_util.Partial(lambda start, step: start * (1 + step), 0.01)
+    for rate in (
+        schedule,
+        {"a": schedule, "b": schedule},
+        {"slow": schedule, "fast": schedule},
+    ):
+        require(orscale, schedule, schedule, learning_rate=rate)
+    require(orscale, 0.1, schedule, learning_rate={"a": {"w": 0.1}, "b": schedule})
+
+
 injected = optax.inject_hyperparams(orscale)
 
 
