@@ -70,8 +70,9 @@ def convert_state(
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
         set), an array has another shape, ``momentum`` is missing, AdamW would need a
-        second moment that the state does not hold, the counts in the old state differ, or
-        it holds an array of a parameter several times under one name.
+        second moment that the state does not hold, a count that it does not hold would
+        have to be one of several that differ, or it holds an array of a parameter several
+        times under one name.
 
     Example:
       >>> import jax.numpy as jnp, optax

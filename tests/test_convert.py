@@ -343,9 +343,10 @@ def skipping(rate):
 def test_what_wrappers_know_goes_on_and_their_arguments_do_not(build, argument):
     params, old, new = tree(0), build(RATE), build(RATE, **argument)
     state = old.init(params)
-    for _ in range(3):
+    bad = jax.tree.map(lambda x: x * np.nan, tree(1)) if build is skipping else tree(1)
+    for grads in (tree(1), tree(1), bad):
         extra = {"value": 1.0} if build is plateau else {}
-        _, state = old.update(tree(1), state, params, **extra)
+        _, state = old.update(grads, state, params, **extra)
     assert_close(convert_state(state, old, params), state, rtol=0)
     found, fresh = convert_state(state, new, params), new.init(params)
     if build is schedule_free:

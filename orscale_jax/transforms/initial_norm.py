@@ -55,8 +55,8 @@ def keep_initial_norm(
 
     Returns:
       A transformation with :class:`InitialNormState`. Updates keep their shapes and
-      dtypes; norms are float32 (float64 for float64). A matrix with a zero update does
-      not change.
+      dtypes; norms are float32 (float64 for float64). A matrix with a zero update, or
+      with one that would make it zero, does not change.
 
     Raises:
       ValueError: If a leaf is not a matrix, ``init`` is given a matrix that is zero (if

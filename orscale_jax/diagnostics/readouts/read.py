@@ -70,10 +70,10 @@ def read(
       A :class:`Reading`.
 
     Raises:
-      ValueError: If the state is of another optimizer or has other matrices, a schedule
-        is given and the state has no count, or one rate is given although the state
-        shows that the groups have different ones: some have a schedule and others do not,
-        or each has its own in the state.
+      ValueError: If the state is of another optimizer, has other matrices or has none, a
+        schedule is given and the state has no count, or one rate is given although the
+        state shows that the groups have different ones: some have a schedule and others
+        do not, or each has its own in the state.
 
     Example:
       >>> import jax.numpy as jnp, optax
