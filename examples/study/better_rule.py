@@ -2,7 +2,7 @@
 
     python -m examples.study.better_rule
 
-does the runs that are missing in ``docs/data/better_rule``, and prints their table.
+does the runs that are missing in ``docs/data/better_rule``, and prints their tables.
 """
 
 import dataclasses
@@ -27,7 +27,11 @@ from examples.study.second import (
 from examples.study.statistics import Comparison, compare, paired
 
 FOLDER = pathlib.Path("docs/data/better_rule")
-ARMS = ("twice_the_decay", "scale_between", "ratio_within_class", "model_optimum")
+RATIO, DIRECTION = "orscale_on_normuon", "normuon"
+ARMS = (
+    "twice_the_decay", RATIO, DIRECTION, "scale_between", "ratio_within_class",
+    "model_optimum",
+)  # fmt: skip
 SEEDS = tuple(range(200, 212))
 ENOUGH = 3  # Workloads in which a better rule is significantly better.
 
@@ -70,16 +74,34 @@ def lines(options: Options) -> Iterator[str]:
         for workload in options.workloads:
             rates, losses = candidate(workload, arm, options.out)
             differences.append(paired(losses, reference_losses(workload, options.out)))
-            told = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*compare(differences[-1:]).average)
             at = "{:.3g}, {:.3g}".format(*rates)
+            told = _told(compare(differences[-1:]))
             yield f"| {KNOWN[arm].label} | `{workload}` | {at} | {told} |"
         found = compare(differences)
-        told = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found.average)
         verdict = "a better rule" if is_better(found) else "no better rule"
-        yield (
-            f"| **{KNOWN[arm].label}** | all: lower in {found.lower}, higher in "
-            f"{found.higher} | {verdict} | {told} |"
-        )
+        told = f"{_counts(found)} | {verdict} | {_told(found)}"
+        yield f"| **{KNOWN[arm].label}** | {told} |"
+
+
+def ratio_lines(options: Options) -> Iterator[str]:
+    """The table of what OrScale's ratio is worth on NorMuon's direction."""
+    yield "| workload | OrScale's ratio on NorMuon − NorMuon |"
+    yield "| --- | --: |"
+    differences: list[Mapping[int, float]] = []
+    for workload in options.workloads:
+        losses = [candidate(workload, arm, options.out)[1] for arm in (RATIO, DIRECTION)]
+        differences.append(paired(*losses))
+        yield f"| `{workload}` | {_told(compare(differences[-1:]))} |"
+    found = compare(differences)
+    yield f"| **{_counts(found)}** | {_told(found)} |"
+
+
+def _counts(found: Comparison) -> str:
+    return f"all: lower in {found.lower}, higher in {found.higher}"
+
+
+def _told(found: Comparison) -> str:
+    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found.average)
 
 
 def _first(workload: str) -> Rates:
@@ -95,12 +117,14 @@ def _losses(runs: Runs, rates: Rates) -> dict[int, float]:
 
 
 def main(options: Options) -> None:
-    """Does the runs that are missing, and prints the table."""
+    """Does the runs that are missing, and prints the tables."""
     jax.config.update("jax_compilation_cache_dir", "runs/study/compiled")
     options.out.mkdir(exist_ok=True)
     prepare(options.workloads, options.out)
     for line in lines(options):
         print(line, flush=True)
+    if {RATIO, DIRECTION} <= {*options.arms}:
+        print("", *ratio_lines(options), sep="\n", flush=True)
     prepare(options.workloads, options.out)
 
 

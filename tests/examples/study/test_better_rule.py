@@ -63,6 +63,21 @@ def test_a_candidate_is_searched_and_compared_on_fresh_seeds(tmp_path, monkeypat
     assert before == {path: path.read_bytes() for path in second.FOLDER.glob("*.csv")}
 
 
+def test_what_the_ratio_adds_is_paired_by_seed(tmp_path, monkeypatch):
+    def train(self, rates, seed, factors=None):
+        far = abs(math.log2(rates.matrix / 0.016)) + abs(math.log2(rates.adam / 0.064))
+        gain = 0.01 * (self.arm.optimizer == "orscale_on_normuon")
+        return Run([2 + far + 0.001 * seed - gain], 1.0, [], math.nan, math.nan, {})
+
+    monkeypatch.setattr(plan.Trainer, "train", train)
+    arms = (better_rule.RATIO, better_rule.DIRECTION)
+    options = better_rule.Options(arms, (DENSE,), tmp_path)
+    plan.prepare(options.workloads, tmp_path)
+    *_, row, all_workloads = better_rule.ratio_lines(options)
+    assert row == f"| `{DENSE}` | -0.0100 [-0.0100, -0.0100] |"
+    assert all_workloads.startswith("| **all: lower in 1, higher in 0** | -0.0100 ")
+
+
 @pytest.mark.parametrize(
     "means, better",
     [
