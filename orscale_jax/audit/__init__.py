@@ -10,8 +10,6 @@ merging          names that differ only by numbers, as one name
 plans            ``Stack`` and ``Placed``: the plan that the optimizer executes, for rows
 state            the abstract state of an optimizer, by parameter
 state_trees      the trees like the parameters in it, and who keeps them
-sharding_source  where an optimizer finds the shardings on a mesh
-multipliers      the multipliers of the learning rate, by parameter
 checks           reasons to look at a matrix
 tables           tables of strings, for terminals and notebooks
 ===============  ===================================================================

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,10 +16,7 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description
-from orscale_jax.audit.multipliers import multipliers
-from orscale_jax.audit.plans import Planning
 from orscale_jax.audit.rows import ParameterRow
-from orscale_jax.audit.sharding_source import sharding_source
 from orscale_jax.audit.state import (
     AbstractState,
     Kept,
@@ -37,6 +34,7 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.shape import SPECTRAL, Scale
@@ -131,7 +129,7 @@ def describe(
     names, class_of = distinct_names(leaf_of), leaves_by_path(layer_classes(params))
     checks = Checks.of(leaf_of, axes_of, class_of)
     kept_of = {} if state is None else state.kept
-    multipliers_of = {} if state is None else multipliers(state.multipliers)
+    multipliers_of = {} if state is None else state.multipliers
     rows = tuple(
         dataclasses.replace(
             row,
@@ -140,18 +138,19 @@ def describe(
             multipliers=multipliers_of.get(path, row.multipliers),
         )
         for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
-        for row in _rows(name, path, leaf, axes_of.get(path), kept_of.get(path), scale)
+        for row in _rows(name, leaf, axes_of.get(path), kept_of.get(path), scale)
     )
-    mesh = _first_mesh(leaf_of.values())
+    meshes = map(_mesh, leaf_of.values())
+    mesh = next((mesh for mesh in meshes if mesh is not None), None)
     return Description(
         rows,
         None if state is None else nbytes(state.shared),
         {} if mesh is None else dict(mesh.shape),
         ({} if mesh is None else slices_of_mesh(mesh, slow_axes)) or {},
         None if mesh is None or state is None else nbytes_per_device(optimizer, params),
-        Planning(planned_for),
+        planned_for,
         rows,
-        sharding_source([] if state is None else state.specs, params, axes_of),
+        _sharding_source([] if state is None else state.specs, mesh, params, axes_of),
     )
 
 
@@ -187,7 +186,6 @@ def _matrices(
 
 def _rows(
     name: str,
-    path: Any,
     leaf: Any,
     axes: LeafAxes | None,
     kept: Kept | None,
@@ -210,13 +208,12 @@ def _rows(
     )
     if axes is None:
         return [row]
-    part = functools.partial(_matrix_row, row, path, leaf, axes, kept, scale)
+    part = functools.partial(_matrix_row, row, leaf, axes, kept, scale)
     return [part(index) for index in range(len(axes.labels))]
 
 
 def _matrix_row(
     row: ParameterRow,
-    path: Any,
     leaf: Any,
     axes: LeafAxes,
     kept: Kept | None,
@@ -249,17 +246,8 @@ def _mesh_axes(axes: LeafAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], 
     mesh = _mesh(leaf)
     if mesh is None:
         return ()
-
-    def matrices(leaf: jax.Array) -> jax.Array:
-        return axes.within.to_matrices(axes.part(leaf, index))
-
-    spec = typed_sharding.inferred(matrices, leaf, mesh)
+    spec = typed_sharding.inferred(axes.matrices, leaf, mesh)[index]
     return typed_sharding.axes_of(spec, len(axes.within.batch) + 2)
-
-
-def _first_mesh(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
-    meshes = (mesh for leaf in leaves if (mesh := _mesh(leaf)) is not None)
-    return next(meshes, None)
 
 
 def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
@@ -269,6 +257,24 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
         return None
     mesh: Mesh | AbstractMesh = sharding.mesh
     return mesh if mesh.size > 1 else None
+
+
+def _sharding_source(
+    specs: Sequence[ParamSpecs],
+    mesh: Mesh | AbstractMesh | None,
+    params: PyTree,
+    axes_of: Mapping[Any, LeafAxes],
+) -> str:
+    """Where an optimizer finds the shardings of its matrices on a mesh, in words."""
+    if mesh is None:
+        return ""
+    if not mesh.are_all_axes_auto:
+        return "from the types of the arrays"
+    matrices = jax.tree.map_with_path(
+        lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(), unbox(params)
+    )
+    found = {known.source(mesh.abstract_mesh, matrices) for known in specs}
+    return " and ".join(sorted(found))
 
 
 def _norms(

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from jax.typing import DTypeLike
 
-from orscale_jax.audit.plans import Placed, Planning, Stack, StepCost
+from orscale_jax.audit import plans
+from orscale_jax.audit.plans import Placed, Stack, StepCost
 from orscale_jax.audit.rows import (
     CSV_HEADINGS,
     HEADINGS,
@@ -26,6 +27,7 @@ from orscale_jax.audit.rows import (
 )
 from orscale_jax.audit.tables import Cells, Table
 from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.platforms import Platform
 
 if TYPE_CHECKING:
     import rich.table
@@ -54,7 +56,8 @@ class Description:
     mesh: Mapping[str, int]
     slices: Mapping[str, int]
     state_bytes_per_device: int | None
-    _planning: Planning = dataclasses.field(repr=False)
+    # With the iteration, dtype and limits of the user.
+    _platform: Platform = dataclasses.field(repr=False)
     # All rows, even in a selection, since the plan is that of all rows.
     _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
     _sharding_source: str = dataclasses.field(default="", repr=False)
@@ -114,8 +117,8 @@ class Description:
         Returns:
           The stacks, in the order of their first leaves.
         """
-        planning = self._limited(max_bytes, None)
-        return self._selected(planning.stacks(self._matrices))
+        platform = self._platform.with_overrides(None, max_bytes)
+        return self._selected(plans.stacks(platform, self._matrices))
 
     def placement(
         self, max_bytes: int | None = None, dtype: DTypeLike | None = None
@@ -131,8 +134,8 @@ class Description:
         """
         if not self.mesh:
             return []
-        planning = self._limited(max_bytes, dtype)
-        return self._selected(planning.placement(self._matrices, self._shape))
+        platform = self._platform.with_overrides(dtype, max_bytes)
+        return self._selected(plans.placement(platform, self._matrices, self._shape))
 
     def step_cost(
         self, max_bytes: int | None = None, dtype: DTypeLike | None = None
@@ -148,8 +151,8 @@ class Description:
         """
         if not self.mesh:
             return None
-        planning = self._limited(max_bytes, dtype)
-        return planning.step_cost(self._matrices, self._shape)
+        platform = self._platform.with_overrides(dtype, max_bytes)
+        return plans.step_cost(platform, self._matrices, self._shape)
 
     @property
     def _shape(self) -> MeshShape:
@@ -168,10 +171,6 @@ class Description:
     @property
     def _matrices(self) -> list[ParameterRow]:
         return [row for row in self._planned if row.rule == "matrix"]
-
-    def _limited(self, max_bytes: int | None, dtype: DTypeLike | None) -> Planning:
-        platform = self._planning.platform.with_overrides(dtype, max_bytes)
-        return self._planning._replace(platform=platform)
 
     def _selected(self, plan: Sequence[_Entry]) -> list[_Entry]:
         names = {row.name for row in self.rows}

@@ -135,70 +135,69 @@ class StepCost(NamedTuple):
         )
 
 
-class Planning(NamedTuple):
-    """The plans of a platform for rows of a description.
-
-    Attributes:
-      platform: The platform, with the user's iteration, dtype and limits.
-    """
-
-    platform: Platform
-
-    def stacks(self, rows: Sequence[ParameterRow]) -> list[Stack]:
-        """The stacks of one device, for rows of matrices."""
-        keys = [
-            StackKey((*row.batch_shape, *sorted((row.m, row.n))), self._dtype(row))
-            for row in rows
-        ]
-        limits = self.platform.limits
-        plan = plan_stacks(keys, limits.stack_bytes, limits.stack_length)
-        return [
-            Stack(
-                (len(members), *keys[members[0]].shape),
-                tuple(rows[index].name for index in members),
-            )
-            for members in plan
-        ]
-
-    def placement(self, rows: Sequence[ParameterRow], mesh: MeshShape) -> list[Placed]:
-        """The buckets of a mesh, for rows of matrices."""
-        return [_placed(bucket, rows) for bucket in self._buckets(rows, mesh)]
-
-    def step_cost(self, rows: Sequence[ParameterRow], mesh: MeshShape) -> StepCost:
-        """The cost of all buckets of a mesh."""
-        buckets = self._buckets(rows, mesh)
-        model = self.platform.cost_model
-        traffic = functools.reduce(Traffic.plus, (j.traffic for j in buckets), Traffic())
-        flops = sum(bucket.flops for bucket in buckets)
-        median = median_flops(buckets, mesh)
-        return StepCost(
-            flops=flops,
-            median_flops=median,
-            fast_bytes=traffic.fast_bytes,
-            slow_bytes=traffic.slow_bytes,
-            messages=traffic.fast_messages + traffic.slow_messages,
-            seconds=model.seconds(model.cost(flops, traffic)),
-            median_seconds=model.seconds(model.cost(median, traffic)),
-            transfer_seconds=model.seconds(model.cost(0, traffic)),
+def stacks(platform: Platform, rows: Sequence[ParameterRow]) -> list[Stack]:
+    """The stacks of one device, for rows of matrices."""
+    keys = [
+        StackKey((*row.batch_shape, *sorted((row.m, row.n))), _dtype(platform, row))
+        for row in rows
+    ]
+    limits = platform.limits
+    plan = plan_stacks(keys, limits.stack_bytes, limits.stack_length)
+    return [
+        Stack(
+            (len(members), *keys[members[0]].shape),
+            tuple(rows[index].name for index in members),
         )
+        for members in plan
+    ]
 
-    def _buckets(
-        self, rows: Sequence[ParameterRow], mesh: MeshShape
-    ) -> tuple[Bucket, ...]:
-        arrays = [
-            ShardedArray(
-                shape := (*row.batch_shape, row.m, row.n),
-                self._dtype(row),
-                row.mesh_axes or ((),) * len(shape),
-            )
-            for row in rows
-        ]
-        return plan_exchange(self.platform, arrays, mesh)
 
-    def _dtype(self, row: ParameterRow) -> np.dtype:
-        """The dtype in which the matrices of a row are stacked and sent."""
-        dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
-        return self.platform.packed_dtype(dtype)
+def placement(
+    platform: Platform, rows: Sequence[ParameterRow], mesh: MeshShape
+) -> list[Placed]:
+    """The buckets of a mesh, for rows of matrices."""
+    return [_placed(bucket, rows) for bucket in _buckets(platform, rows, mesh)]
+
+
+def step_cost(
+    platform: Platform, rows: Sequence[ParameterRow], mesh: MeshShape
+) -> StepCost:
+    """The cost of all buckets of a mesh."""
+    buckets = _buckets(platform, rows, mesh)
+    model = platform.cost_model
+    traffic = functools.reduce(Traffic.plus, (j.traffic for j in buckets), Traffic())
+    flops = sum(bucket.flops for bucket in buckets)
+    median = median_flops(buckets, mesh)
+    return StepCost(
+        flops=flops,
+        median_flops=median,
+        fast_bytes=traffic.fast_bytes,
+        slow_bytes=traffic.slow_bytes,
+        messages=traffic.fast_messages + traffic.slow_messages,
+        seconds=model.seconds(model.cost(flops, traffic)),
+        median_seconds=model.seconds(model.cost(median, traffic)),
+        transfer_seconds=model.seconds(model.cost(0, traffic)),
+    )
+
+
+def _buckets(
+    platform: Platform, rows: Sequence[ParameterRow], mesh: MeshShape
+) -> tuple[Bucket, ...]:
+    arrays = [
+        ShardedArray(
+            shape := (*row.batch_shape, row.m, row.n),
+            _dtype(platform, row),
+            row.mesh_axes or ((),) * len(shape),
+        )
+        for row in rows
+    ]
+    return plan_exchange(platform, arrays, mesh)
+
+
+def _dtype(platform: Platform, row: ParameterRow) -> np.dtype:
+    """The dtype in which the matrices of a row are stacked and sent."""
+    dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
+    return platform.packed_dtype(dtype)
 
 
 def _placed(bucket: Bucket, rows: Sequence[ParameterRow]) -> Placed:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from orscale_jax import _checks
@@ -13,10 +14,10 @@ from orscale_jax.audit.state_trees import (
     OTHER,
     RULES,
     STATELESS,
-    Groups,
     Rule,
     StateTree,
     batch_shapes,
+    groups_of,
     state_trees,
 )
 from orscale_jax.parameters.blocks import LeafAxes
@@ -52,13 +53,14 @@ class AbstractState(NamedTuple):
     Attributes:
       kept: What it keeps for each parameter, by path.
       shared: The arrays that belong to no parameter.
-      multipliers: The trees of multipliers of learning rates that it has.
+      multipliers: The smallest and the largest multiplier of the learning rate, of each
+        parameter for which they are known.
       specs: What it knows of the shardings of the parameters, for each of its parts.
     """
 
     kept: Mapping[Any, Kept]
     shared: list[Any]
-    multipliers: list[PyTree]
+    multipliers: Mapping[Any, tuple[float, float]]
     specs: list[ParamSpecs]
 
     @classmethod
@@ -70,26 +72,26 @@ class AbstractState(NamedTuple):
         """
         if not callable(getattr(optimizer, "init", None)):
             _checks.refuse("optimizer", optimizer, "pass an Optax optimizer, or None")
-        with resolved.open() as multipliers, initialized.open() as specs:
+        with resolved.open() as noted, initialized.open() as specs:
             # A new function, so that it is traced.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
         state, bare = unbox(state), unbox(params)
         trees = list(state_trees(state, bare))
         of_matrices = batch_shapes(state, bare)
-        groups = Groups.of(state, trees)
+        groups, without_state = groups_of(state, trees)
         kept = {}
         for path in leaves_by_path(bare):
             own = [tree for tree in trees if path in tree.arrays]
-            labels = {tree.label: None for tree in own if tree.label in groups.labels}
+            labels = {tree.label: None for tree in own if tree.label in groups}
             kept[path] = Kept(
                 max((tree.rule for tree in own), key=RULES.index, default=STATELESS),
-                " and ".join(labels) or groups.without_state,
+                " and ".join(labels) or without_state,
                 [array for tree in own for array in tree.arrays[path]],
                 of_matrices.get(path),
             )
         _refuse_vectors(trees, leaves_by_path(bare), kept)
         shared = [array for tree in trees for array in tree.arrays.get(None, [])]
-        return cls(kept, shared, multipliers, specs)
+        return cls(kept, shared, _multipliers(noted), specs)
 
     def only_ours(self, params: PyTree) -> PyTree:
         """The parameters without boxes, masked where another optimizer has them."""
@@ -120,6 +122,16 @@ class AbstractState(NamedTuple):
         return {
             path: axes for path, axes in axes_of.items() if self.kept[path].rule == MATRIX
         }
+
+
+def _multipliers(noted: Iterable[PyTree]) -> dict[Any, tuple[float, float]]:
+    pairs = (pair for tree in noted for pair in leaves_by_path(tree).items())
+    known = {
+        path: np.asarray(jax.device_get(value))
+        for path, value in pairs
+        if not isinstance(value, jax.core.Tracer)
+    }
+    return {path: (float(x.min()), float(x.max())) for path, x in known.items()}
 
 
 def _rule(batch_shape: Any, other: Any) -> str:

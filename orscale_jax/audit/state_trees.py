@@ -114,29 +114,21 @@ def batch_shapes(state: Any, params: PyTree) -> dict[Any, tuple[int, ...]]:
     return {path: array.shape for tree in trees for path, array in tree.items()}
 
 
-class Groups(NamedTuple):
-    """The groups of the user's partitions that have no others inside.
+def groups_of(
+    state: Any, trees: Iterable[StateTree]
+) -> tuple[frozenset[str], str]:
+    """The innermost groups of the user's partitions, in a state that has these trees.
 
-    Attributes:
-      labels: Their labels.
-      without_state: That of a parameter without state: those of all groups that keep none
-        for some of their parameters.
+    Returns:
+      Their labels, and that of a parameter without state: the labels of all groups that
+      keep none for some of their parameters.
     """
-
-    labels: frozenset[str]
-    without_state: str
-
-    @classmethod
-    def of(cls, state: Any, trees: Iterable[StateTree]) -> "Groups":
-        """The groups in a state, which has these trees."""
-        keeping = {tree.label for tree in trees if None not in tree.arrays}
-        groups = list(_groups(state))
-        without = [label for label, masked in groups if masked or label not in keeping]
-        names = dict.fromkeys(label or "no label" for label in without)
-        return cls(
-            frozenset(label for label, _ in groups if label),
-            " or ".join(names) if any(without) else "",
-        )
+    keeping = {tree.label for tree in trees if None not in tree.arrays}
+    groups = list(_groups(state))
+    without = [label for label, masked in groups if masked or label not in keeping]
+    names = dict.fromkeys(label or "no label" for label in without)
+    labels = frozenset(label for label, _ in groups if label)
+    return labels, " or ".join(names) if any(without) else ""
 
 
 def _groups(node: Any, label: str = "") -> Iterator[tuple[str, bool]]:
