@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -24,8 +23,7 @@ from orscale_jax.transforms.decay import (
     Mask,
     add_decayed_weights,
     check_mask,
-    is_boolean,
-    is_mask_function,
+    resolve_mask,
 )
 from orscale_jax.transforms.first_update import first_update_stage, with_moving
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, Matrices
@@ -34,16 +32,14 @@ from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_opti
 from orscale_jax.transforms.rate_multipliers import (
     multiplied,
     multiplied_for_matrices,
-    require_fitting,
+    multipliers_of,
 )
 from orscale_jax.transforms.shape import Scale, shape_stage
 from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
-from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.boxes import PyTree
 
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
-Parameters = ParamSpec("Parameters")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Stages:
 
     Attributes:
       hyperparameters: The hyperparameters of the optimizer.
-      params: The parameters or, without them, the updates; None before they are known.
+      params: The parameters or, without them, the updates.
       matrices: Which of them are matrices.
       polar: M̃ to Q, for any of the matrices.
       orthogonalize: M̃ to Q.
@@ -99,7 +95,7 @@ class Stages:
     """
 
     hyperparameters: Hyperparameters
-    params: PyTree | None
+    params: PyTree
     matrices: Matrices
     polar: Stage
     orthogonalize: optax.GradientTransformation
@@ -116,128 +112,33 @@ class Stages:
     @property
     def coupled(self) -> optax.GradientTransformation:
         """M̃ to D = λW + sQ, once a matrix has received momentum."""
-        return self.after_first_update(optax.chain(self.direction, self.decay))
+        return first_update_stage(optax.chain(self.direction, self.decay), self.matrices)
 
     @property
     def decoupled_decay(self) -> optax.GradientTransformation:
         """Adds λW, once a matrix has received a direction."""
-        return self.after_first_update(self.decay)
+        return first_update_stage(self.decay, self.matrices)
 
     def after_q(self, stage: Stage) -> "Stages":
         """These stages with another one between Q and s."""
         orthogonalize = optax.chain(self.orthogonalize, stage(self.matrices))
         return dataclasses.replace(self, orthogonalize=orthogonalize)
 
-    def after_first_update(
-        self, inner: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """``inner`` from the first update of a matrix that is not zero."""
-        return first_update_stage(inner, self.matrices)
-
 
 # Transformations after the momentum, normally (direction, learning rate). Their nesting
 # is the state's tree: changing it breaks checkpoints.
 ChainTail: TypeAlias = tuple[optax.GradientTransformation, ...]
 Arrangement: TypeAlias = Callable[[Stages], ChainTail]
-StagesOf: TypeAlias = Callable[
-    [PyTree | None, Matrices, Mask | None, PyTree | None], Stages
-]
-
-
-def with_arguments_of(
-    optimizer: Callable[Parameters, Optimizer],
-    without: tuple[str, ...] = (),
-    **defaults: Any,
-) -> Callable[[Callable[..., ChainTail]], Callable[Parameters, Optimizer]]:
-    """Make an optimizer from an arrangement, with the arguments of another optimizer.
-
-    Keyword-only parameters of the arrangement become arguments of the optimizer, too.
-
-    Args:
-      optimizer: The optimizer whose arguments the new one takes.
-      without: Arguments that the new one does not take; their defaults apply.
-      **defaults: Defaults that differ from those of ``optimizer``.
-    """
-    inherited = inspect.signature(optimizer)
-    fixed = {name: inherited.parameters[name].default for name in without}
-    kept = [
-        parameter.replace(default=defaults.get(name, parameter.default))
-        for name, parameter in inherited.parameters.items()
-        if name not in without
-    ]
-
-    def decorate(
-        arrangement: Callable[..., ChainTail],
-    ) -> Callable[Parameters, Optimizer]:
-        _, *own = inspect.signature(arrangement).parameters.values()
-        signature = inherited.replace(parameters=[*kept, *own])
-
-        def built(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Optimizer:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = dict(bound.arguments)
-            added = {p.name: _as_python_scalar(given.pop(p.name)) for p in own}
-            return build(
-                functools.partial(arrangement, **added),
-                Hyperparameters(**fixed, **given),
-            )
-
-        functools.update_wrapper(built, arrangement)
-        built.__signature__ = signature  # type: ignore[attr-defined]
-        return _checks.suggests_arguments(built)
-
-    return decorate
+StagesOf: TypeAlias = Callable[[PyTree, Matrices, Mask | None, PyTree | None], Stages]
 
 
 def build(arrangement: Arrangement, hyperparameters: Hyperparameters) -> Optimizer:
     """Build Algorithm 1 from its arranged stages, with AdamW for other parameters."""
     h = _normalize(hyperparameters)
     _check(h)
-    stages_of = _stages(h)
-    no_matrices = Matrices(jax.tree.structure(()), ())
-    arrangement(stages_of(None, no_matrices, None, None))  # Checks the arguments.
-    optimizer_of = functools.partial(_optimizer, arrangement, h, stages_of)
+    optimizer_of = functools.partial(_optimizer, arrangement, h, _stages(h))
+    optimizer_of(())  # Checks the arguments of the arrangement.
     return on_parameters(optimizer_of, float_dtype(h.mu_dtype))
-
-
-def _normalize(h: Hyperparameters) -> Hyperparameters:
-    """Convert NumPy's scalars, and give AdamW the matrices' rate and decay.
-
-    Where float64 is enabled, NumPy's scalars would promote JAX's arrays to it.
-    """
-    values = {
-        field.name: _as_python_scalar(getattr(h, field.name))
-        for field in dataclasses.fields(h)
-    }
-    for name in ("learning_rate", "weight_decay"):
-        for argument in (name, f"adam_{name}"):
-            values[argument] = _checks.scheduled(argument, values[argument])
-        if values[f"adam_{name}"] is None:
-            values[f"adam_{name}"] = values[name]
-    return Hyperparameters(**values)
-
-
-def _as_python_scalar(value: Any) -> Any:
-    scalar = isinstance(value, np.generic | np.ndarray) and not value.ndim
-    return value.item() if scalar else value
-
-
-def _check(h: Hyperparameters) -> None:
-    """Refuse bad values of arguments that no stage checks."""
-    number = functools.partial(_checks.number, at_least=0)
-    number("learning_rate", h.learning_rate, schedule=True)
-    number("momentum", h.momentum, below=1)
-    _checks.flag("nesterov", h.nesterov)
-    check_mu_dtype(h.mu_dtype)
-    number("weight_decay", h.weight_decay, schedule=True)
-    check_mask(h.weight_decay_mask)
-    number("adam_learning_rate", h.adam_learning_rate, schedule=True)
-    number("adam_b1", h.adam_b1, below=1)
-    number("adam_b2", h.adam_b2, below=1)
-    number("adam_eps", h.adam_eps)
-    _checks.flag("adam_nesterov", h.adam_nesterov)
-    number("adam_weight_decay", h.adam_weight_decay, schedule=True)
-    rate_multipliers.check(h.learning_rate_multipliers)
 
 
 def _optimizer(
@@ -250,8 +151,8 @@ def _optimizer(
     without an array.
     """
     matrices = Matrices.of(h.weight_dimension_numbers, params)
-    mask = _resolve_mask(h.weight_decay_mask, params, matrices)
-    multipliers = _resolve_multipliers(h.learning_rate_multipliers, params, matrices)
+    mask = resolve_mask(h.weight_decay_mask, params, matrices.mask)
+    multipliers = multipliers_of(h.learning_rate_multipliers, params, matrices)
     labels = jax.tree.map(lambda is_matrix: MATRIX if is_matrix else ADAMW, matrices.mask)
     tail = arrangement(stages_of(params, matrices, mask, multipliers))
     groups = {
@@ -274,6 +175,24 @@ def _algorithm_1(
     )
 
 
+def _adamw(
+    h: Hyperparameters, mask: Mask | None, multipliers: PyTree | None
+) -> optax.GradientTransformation:
+    """:func:`optax.adamw`, link by link."""
+    moments = optax.scale_by_adam(
+        b1=h.adam_b1,
+        b2=h.adam_b2,
+        eps=h.adam_eps,
+        mu_dtype=float_dtype(h.mu_dtype),
+        nesterov=h.adam_nesterov,
+    )
+    learning_rate = optax.scale_by_learning_rate(h.adam_learning_rate)
+    if multipliers is not None:
+        learning_rate = multiplied(learning_rate, multipliers)
+    decay = add_decayed_weights(h.adam_weight_decay, mask)
+    return optax.chain(moments, decay, learning_rate)
+
+
 def _stages(h: Hyperparameters) -> StagesOf:
     """Check the stages' arguments once, for all parameters."""
     orthogonalize = _orthogonalize(h)
@@ -281,7 +200,7 @@ def _stages(h: Hyperparameters) -> StagesOf:
     shape, ratio = shape_stage(scale), _trust_ratio(h, scale)
 
     def stages_of(
-        params: PyTree | None,
+        params: PyTree,
         matrices: Matrices,
         mask: Mask | None,
         multipliers: PyTree | None,
@@ -330,60 +249,41 @@ def _trust_ratio(h: Hyperparameters, scale: Scale) -> TrustRatio:
     )
 
 
-def _adamw(
-    h: Hyperparameters, mask: Mask | None, multipliers: PyTree | None
-) -> optax.GradientTransformation:
-    """:func:`optax.adamw`, link by link."""
-    moments = optax.scale_by_adam(
-        b1=h.adam_b1,
-        b2=h.adam_b2,
-        eps=h.adam_eps,
-        mu_dtype=float_dtype(h.mu_dtype),
-        nesterov=h.adam_nesterov,
-    )
-    learning_rate = optax.scale_by_learning_rate(h.adam_learning_rate)
-    if multipliers is not None:
-        learning_rate = multiplied(learning_rate, multipliers)
-    decay = add_decayed_weights(h.adam_weight_decay, mask)
-    return optax.chain(moments, decay, learning_rate)
+def _normalize(h: Hyperparameters) -> Hyperparameters:
+    """Convert NumPy's scalars, and give AdamW the matrices' rate and decay.
+
+    Where float64 is enabled, NumPy's scalars would promote JAX's arrays to it.
+    """
+    values = {
+        field.name: as_python_scalar(getattr(h, field.name))
+        for field in dataclasses.fields(h)
+    }
+    for name in ("learning_rate", "weight_decay"):
+        for argument in (name, f"adam_{name}"):
+            values[argument] = _checks.scheduled(argument, values[argument])
+        if values[f"adam_{name}"] is None:
+            values[f"adam_{name}"] = values[name]
+    return Hyperparameters(**values)
 
 
-def _resolve_multipliers(
-    given: RateMultipliers, params: PyTree, matrices: Matrices
-) -> PyTree | None:
-    multipliers = rate_multipliers.rate_multipliers(given, params)
-    if multipliers is not None and jax.tree.leaves(params):
-        require_fitting(multipliers, params, matrices)
-    return multipliers
+def as_python_scalar(value: Any) -> Any:
+    scalar = isinstance(value, np.generic | np.ndarray) and not value.ndim
+    return value.item() if scalar else value
 
 
-def _resolve_mask(mask: Mask | None, tree: PyTree, matrices: Matrices) -> Mask | None:
-    if isinstance(mask, str):  # "matrices"
-        return matrices.mask
-    mask = unbox(mask)
-    if is_mask_function(mask):
-        # optax.tree.map_params passes a placeholder without leaves.
-        mask = mask(tree) if jax.tree.leaves(tree) else tree
-    if mask is not None and jax.tree.leaves(tree):
-        mask = mask_like(mask, tree)
-        _require_mask(mask, tree)
-    return mask
-
-
-def _require_mask(mask: PyTree, tree: PyTree) -> None:
-    """Refuse masks that :func:`optax.masked` takes for True or rejects without a name."""
-    remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
-    if len(jax.tree.leaves(tree)) > 1 and jax.tree_util.all_leaves([mask]):
-        _checks.refuse(
-            "weight_decay_mask",
-            mask,
-            f"{remedy} with more than one leaf. To optax.inject_hyperparams, which takes "
-            'functions for schedules, pass static_args="weight_decay_mask"',
-        )
-    for leaf in jax.tree.leaves(mask):
-        if not is_boolean(leaf):
-            _checks.refuse("weight_decay_mask", leaf, remedy)
-    try:
-        jax.tree.map(lambda *_: None, mask, tree)
-    except ValueError as error:
-        raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
+def _check(h: Hyperparameters) -> None:
+    """Refuse bad values of arguments that no stage checks."""
+    number = functools.partial(_checks.number, at_least=0)
+    number("learning_rate", h.learning_rate, schedule=True)
+    number("momentum", h.momentum, below=1)
+    _checks.flag("nesterov", h.nesterov)
+    check_mu_dtype(h.mu_dtype)
+    number("weight_decay", h.weight_decay, schedule=True)
+    check_mask(h.weight_decay_mask)
+    number("adam_learning_rate", h.adam_learning_rate, schedule=True)
+    number("adam_b1", h.adam_b1, below=1)
+    number("adam_b2", h.adam_b2, below=1)
+    number("adam_eps", h.adam_eps)
+    _checks.flag("adam_nesterov", h.adam_nesterov)
+    number("adam_weight_decay", h.adam_weight_decay, schedule=True)
+    rate_multipliers.check(h.learning_rate_multipliers)

@@ -120,7 +120,7 @@ def keep_master_weights(
             _as_float32(updates), state.inner_state, masters, **extra_args
         )
         bare = unbox((steps, masters, params, state.low_bits))
-        moves = jax.tree.map(_move, *bare, is_leaf=_is_none)
+        moves = jax.tree.map(_move, *bare, is_leaf=lambda node: node is None)
         new, low_bits = (
             jax.tree.map(operator.itemgetter(i), moves, is_leaf=_is_move) for i in (0, 1)
         )
@@ -239,10 +239,6 @@ def _as_float32(tree: PyTree) -> PyTree:
 
 def _is_bfloat16(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jnp.bfloat16
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
 
 
 def _is_move(node: Any) -> bool:

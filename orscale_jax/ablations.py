@@ -24,13 +24,8 @@ from collections.abc import Callable
 
 import optax
 
-from orscale_jax._algorithm import (
-    ChainTail,
-    Optimizer,
-    Parameters,
-    Stages,
-    with_arguments_of,
-)
+from orscale_jax._algorithm import ChainTail, Optimizer, Stages
+from orscale_jax._arrangements import Parameters, with_arguments_of
 from orscale_jax._optimizers import orscale
 from orscale_jax.transforms.altered_ratio import (
     around,

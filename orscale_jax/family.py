@@ -25,7 +25,8 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax._algorithm import ChainTail, Optimizer, Stages, with_arguments_of
+from orscale_jax._algorithm import ChainTail, Optimizer, Stages
+from orscale_jax._arrangements import with_arguments_of
 from orscale_jax._optimizers import RATIO, orscale
 from orscale_jax.transforms import decay
 from orscale_jax.transforms.balance import balanced_polar_stage
@@ -280,8 +281,8 @@ def pooled(stages: Stages, *, classes: Classes = None) -> ChainTail:
       This library's own.
     """
     h = stages.hyperparameters
-    if stages.params is not None:  # Functions see all parameters, not the matrices alone.
-        classes = class_labels(classes, stages.params, stages.params)
+    # Functions see all parameters, not the matrices alone.
+    classes = class_labels(classes, stages.params, stages.params)
     pooled = pooled_ratio_stage(stages.ratio, h.r_min, h.r_max, classes, stages.matrices)
     return optax.chain(stages.coupled, pooled), stages.learning_rate
 

@@ -353,7 +353,7 @@ MUTANTS = [
         "test_flax.py",
     ),
     Mutant(
-        "_resolve_mask",
+        "resolve_mask",
         "mask = mask(tree) if jax.tree.leaves(tree) else tree",
         "mask = mask(tree)",
         "test_citizenship.py -k look_for",

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from orscale_jax import _algorithm, convert_state, family, muon, orscale, state_shardings
 from orscale_jax.diagnostics import read
+from orscale_jax.transforms import rate_multipliers
 from tests import leaves
 from tests.runs import ABLATIONS, FAMILY, Oracles, readout, run
 from tests.small import NUMBERS, tree
@@ -111,8 +112,9 @@ def test_without_it_nothing_of_it_runs(make, monkeypatch):
     def fail(*_):
         raise AssertionError("called without learning_rate_multipliers")
 
-    for name in ("multiplied", "multiplied_for_matrices", "require_fitting"):
+    for name in ("multiplied", "multiplied_for_matrices"):
         monkeypatch.setattr(_algorithm, name, fail)
+    monkeypatch.setattr(rate_multipliers, "_require_fitting", fail)
     state = build(make, SCHEDULE, None).init(tree(0))
     assert not optax.tree.get_all_with_path(state, "learning_rate_multiplier")
     monkeypatch.undo()

@@ -12,7 +12,8 @@ import numpy as np
 import optax
 
 from orscale_jax import muon, orscale
-from orscale_jax._algorithm import ChainTail, Stages, with_arguments_of
+from orscale_jax._algorithm import ChainTail, Stages
+from orscale_jax._arrangements import with_arguments_of
 from orscale_jax._optimizers import RATIO
 from orscale_jax.diagnostics import layer_classes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
@@ -160,7 +161,7 @@ def scale_between(stages: Stages) -> ChainTail:
 def ratio_within_class(stages: Stages) -> ChainTail:
     """OrScale with each ratio over the geometric mean of its class of layers."""
     h, matrices, params = stages.hyperparameters, stages.matrices, stages.params
-    classes = None if params is None else class_labels(layer_classes, params, params)
+    classes = class_labels(layer_classes, params, params)
     whole = pooled_ratio_stage(stages.ratio, -math.inf, math.inf, classes, matrices)
 
     def relative(_: Any, raw: jax.Array, mean: jax.Array) -> jax.Array:

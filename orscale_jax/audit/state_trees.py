@@ -114,9 +114,7 @@ def batch_shapes(state: Any, params: PyTree) -> dict[Any, tuple[int, ...]]:
     return {path: array.shape for tree in trees for path, array in tree.items()}
 
 
-def groups_of(
-    state: Any, trees: Iterable[StateTree]
-) -> tuple[frozenset[str], str]:
+def groups_of(state: Any, trees: Iterable[StateTree]) -> tuple[frozenset[str], str]:
     """The innermost groups of the user's partitions, in a state that has these trees.
 
     Returns:

@@ -110,7 +110,7 @@ def _shardings(
     mesh = meshes.mesh_of(xs, options.mesh)
     if mesh is None:
         return _Shardings(None, None, None, specs)
-    if meshes.is_typed(mesh):
+    if mesh.are_all_axes_explicit:
         auto_specs = [jax.typeof(x).sharding.spec for x in xs]
     slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
     if slices is None and auto_specs is not None:

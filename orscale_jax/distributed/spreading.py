@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from orscale_jax.distributed.buckets import count_devices
 from orscale_jax.distributed.platforms import Platform
@@ -29,8 +29,11 @@ def spread_out(
     whole = [typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in normalized]
     single = [i for i, x in enumerate(whole) if x.ndim == 2]
     batches = [i for i, x in enumerate(whole) if x.ndim > 2]
+    mapped = meshes.mapped_axes()
     axes = tuple(
-        name for name in _auto_axes(mesh) if slices.get(name, 1) < mesh.shape[name]
+        name
+        for name in mesh.auto_axes
+        if name not in mapped and slices.get(name, 1) < mesh.shape[name]
     )
     of_single = _of_single(platform, [whole[i] for i in single], mesh, axes)
     of_batches = _of_batches(platform, [whole[i] for i in batches])
@@ -93,11 +96,3 @@ def _shardings(
     """By rows, and by matrices, over axes of the mesh."""
     by_rows, by_matrices = PartitionSpec(None, axes), PartitionSpec(axes)
     return NamedSharding(mesh, by_rows), NamedSharding(mesh, by_matrices)
-
-
-def _auto_axes(mesh: AbstractMesh) -> tuple[str, ...]:
-    mapped = meshes.mapped_axes()
-    types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(
-        name for name, kind in types if kind == AxisType.Auto and name not in mapped
-    )

@@ -151,7 +151,6 @@ def _by_path(rules: Any, tree: PyTree) -> PyTree:
 
 
 def _by_tree(given: PyTree, tree: PyTree) -> PyTree:
-    _check_tree(given)
     given = mask_like(given, tree)
     try:
         return jax.tree.broadcast(given, tree)

@@ -26,7 +26,7 @@ def mesh_of(
     Raises:
       ValueError: If types name another mesh than the given one.
     """
-    wanted = given.abstract_mesh if isinstance(given, Mesh) else given
+    wanted = None if given is None else given.abstract_mesh
     meshes = [jax.typeof(array).sharding.mesh for array in arrays]
     mesh = next(filter(_matters, meshes), None)
     if mesh is None:
@@ -39,7 +39,7 @@ def mesh_of(
         )
     if mesh is None:
         return None
-    if AxisType.Manual in mesh.axis_types:
+    if mesh.manual_axes:
         _refuse_mixed_with_manual(arrays, mesh)
         return None
     return mesh if _matters(mesh) else None
@@ -48,20 +48,13 @@ def mesh_of(
 def _refuse_mixed_with_manual(arrays: Sequence[jax.Array], mesh: AbstractMesh) -> None:
     """Refuse matrices that are sharded over Explicit axes inside shard_map."""
     for array in arrays:
-        spec = jax.typeof(array).sharding.spec
-        sharded = [
-            name for names in typed_sharding.axes_of(spec, array.ndim) for name in names
-        ]
-        if sharded:
-            manual = [
-                name
-                for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-                if kind == AxisType.Manual
-            ]
+        axes = typed_sharding.axes_of(jax.typeof(array).sharding.spec, array.ndim)
+        if sharded := [name for names in axes for name in names]:
             raise ValueError(
-                f"within jax.shard_map over {manual} a matrix of shape {array.shape} is "
-                f"still sharded over {sharded}, which are Explicit: name these in "
-                "axis_names of shard_map as well, or call the optimizer outside of it."
+                f"within jax.shard_map over {[*mesh.manual_axes]} a matrix of shape "
+                f"{array.shape} is still sharded over {sharded}, which are Explicit: "
+                "name these in axis_names of shard_map as well, or call the optimizer "
+                "outside of it."
             )
 
 
@@ -77,13 +70,3 @@ def mapped_axes() -> frozenset[Any]:
     """
     env = core.get_axis_env()
     return env.spmd_axis_names | env.explicit_mesh_axis_names
-
-
-def is_typed(mesh: AbstractMesh) -> bool:
-    """Whether all shardings are part of types."""
-    return set(mesh.axis_types) == {AxisType.Explicit}
-
-
-def is_auto(mesh: AbstractMesh) -> bool:
-    """Whether no sharding is part of types."""
-    return set(mesh.axis_types) == {AxisType.Auto}

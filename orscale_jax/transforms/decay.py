@@ -21,10 +21,10 @@ MATRICES = "matrices"  # The mask that an optimizer of this library makes itself
 
 def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]:
     """Whether a mask is a function, not a tree of booleans that is callable too."""
-    return is_function(mask, is_boolean)
+    return is_function(mask, _is_boolean)
 
 
-def is_boolean(leaf: Any) -> bool:
+def _is_boolean(leaf: Any) -> bool:
     """Whether a leaf of a mask is a boolean, also as an array."""
     return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool)
 
@@ -34,6 +34,45 @@ def check_mask(mask: Mask | None) -> None:
     if isinstance(mask, str) and mask != MATRICES:
         remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
         _checks.refuse("weight_decay_mask", mask, remedy)
+
+
+def resolve_mask(mask: Mask | None, tree: PyTree, matrices: PyTree) -> Mask | None:
+    """The mask of a whole optimizer, given the tree of its parameters.
+
+    Args:
+      mask: A tree of booleans, a prefix of one, a function to one, "matrices", or None.
+      tree: The parameters.
+      matrices: The mask that "matrices" stands for.
+    """
+    if isinstance(mask, str):
+        return matrices
+    mask = unbox(mask)
+    if is_mask_function(mask):
+        # optax.tree.map_params passes a placeholder without leaves.
+        mask = mask(tree) if jax.tree.leaves(tree) else tree
+    if mask is not None and jax.tree.leaves(tree):
+        mask = mask_like(mask, tree)
+        _require_mask(mask, tree)
+    return mask
+
+
+def _require_mask(mask: PyTree, tree: PyTree) -> None:
+    """Refuse masks that :func:`optax.masked` takes for True or rejects without a name."""
+    remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
+    if len(jax.tree.leaves(tree)) > 1 and jax.tree_util.all_leaves([mask]):
+        _checks.refuse(
+            "weight_decay_mask",
+            mask,
+            f"{remedy} with more than one leaf. To optax.inject_hyperparams, which takes "
+            'functions for schedules, pass static_args="weight_decay_mask"',
+        )
+    for leaf in jax.tree.leaves(mask):
+        if not _is_boolean(leaf):
+            _checks.refuse("weight_decay_mask", leaf, remedy)
+    try:
+        jax.tree.map(lambda *_: None, mask, tree)
+    except ValueError as error:
+        raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
 
 
 def refuse_name(argument: str, mask: Mask | None) -> None:

@@ -154,7 +154,7 @@ def _auto_specs(
 ) -> list[PartitionSpec] | None:
     """The shardings of all matrices on Auto axes; None if they are unknown."""
     mesh = meshes.mesh_of(jax.tree.leaves(updates), given_mesh)
-    if mesh is None or not meshes.is_auto(mesh):
+    if mesh is None or not mesh.are_all_axes_auto:
         return None
     specs = param_specs.on(mesh, updates)
     if specs is None:

@@ -141,7 +141,8 @@ def _counts(
 
 def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
     """One label for each leaf of a tree: of the parameters, or of a part of them."""
-    if classes is None:
+    if classes is None or not jax.tree.leaves(tree):
+        # optax.tree.map_params passes a placeholder without leaves.
         return jax.tree.map(lambda _: "", tree)
     if is_function(classes, is_label):
         classes = classes(params)

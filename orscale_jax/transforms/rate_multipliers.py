@@ -10,7 +10,11 @@ from jax.typing import ArrayLike
 
 from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
-from orscale_jax.parameters.rate_multipliers import NAME
+from orscale_jax.parameters.rate_multipliers import (
+    NAME,
+    RateMultipliers,
+    rate_multipliers,
+)
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
@@ -66,12 +70,22 @@ def multiplied(
     return optax.GradientTransformation(learning_rate.init, update)
 
 
-def require_fitting(multipliers: PyTree, params: PyTree, matrices: Matrices) -> None:
-    """Refuse arrays that do not have the lengths of the first batch axes.
+def multipliers_of(
+    given: RateMultipliers, params: PyTree, matrices: Matrices
+) -> PyTree | None:
+    """The multiplier of each parameter; None if none are given.
 
     Raises:
-      ValueError: If there is such an array.
+      ValueError: If they do not fit the parameters, or the matrices among them.
     """
+    multipliers = rate_multipliers(given, params)
+    if multipliers is not None and jax.tree.leaves(params):
+        _require_fitting(multipliers, params, matrices)
+    return multipliers
+
+
+def _require_fitting(multipliers: PyTree, params: PyTree, matrices: Matrices) -> None:
+    """Refuse arrays that do not have the lengths of the first batch axes."""
 
     def check(path: Any, axes: LeafAxes | Any, leaf: Any, value: ArrayLike) -> None:
         shape = np.shape(value)

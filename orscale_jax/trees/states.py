@@ -57,11 +57,13 @@ def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list
       params: The parameters, without boxes.
       fields: Names of fields that hold parameters, for states without types.
     """
-    names = {names_on(path) for path, _ in _leaves(params)}
+    names = {names_on(path) for path, _ in jax.tree.leaves_with_path(params)}
     types = _types_in(params)
 
     def below(node: Any, parent: Any, place: Path) -> Iterator[Entry]:
-        arrays = [(names_on(path), array) for path, array in _leaves(node)]
+        arrays = [
+            (names_on(path), array) for path, array in jax.tree.leaves_with_path(node)
+        ]
         if place and place[-1] in _NO_PARAMS:
             yield from (Entry(place + path, None, array) for path, array in arrays)
         elif _holds_params(node, parent, place, types, fields) and names.intersection(
@@ -96,10 +98,6 @@ def _holds_params(
     return is_state(parent) or place[-1] in fields
 
 
-def _leaves(tree: PyTree) -> list[tuple[Any, Any]]:
-    return jax.tree.leaves_with_path(tree)
-
-
 def _types_in(tree: PyTree) -> set[type]:
     below = [_types_in(child) for child in children(tree).values()]
     return {type(tree)}.union(*below)
@@ -125,7 +123,9 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
     pairs = zip(arrays, jax.tree.leaves(wanted), strict=True)
     if all(array_type(found) == array_type(leaf) for found, leaf in pairs):
         return
-    shapes = {names_on(path): np.shape(leaf) for path, leaf in _leaves(params)}
+    shapes = {
+        names_on(path): np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)
+    }
     for found, entry in zip(arrays, entries(wanted, params), strict=True):
         if array_type(found) == array_type(entry.array):
             continue

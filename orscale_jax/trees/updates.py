@@ -71,14 +71,12 @@ def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
 
     These may be anything, such as functions and settings among a module's fields.
     """
-
-    def param_if_updated(update: Any, param: Any) -> Any:
-        return None if update is None else param
-
-    def is_none(node: Any) -> bool:
-        return node is None
-
     try:
-        return jax.tree.map(param_if_updated, updates, params, is_leaf=is_none)
+        return jax.tree.map(
+            lambda update, param: None if update is None else param,
+            updates,
+            params,
+            is_leaf=lambda update: update is None,
+        )
     except ValueError:
         return params  # Of another structure: require_fitting names the difference.

@@ -84,7 +84,7 @@ def _is_one(given: Any, params: PyTree, groups: Mapping[Path, Labels]) -> bool:
     """Whether it is one rate or schedule; a callable module may be a tree of rates."""
     if jax.tree_util.all_leaves([given]):
         return True
-    return callable(given) and not _spread(given, params, groups, _is_none)
+    return callable(given) and not _spread(given, params, groups)
 
 
 def _by_label(given: PyTree, groups: Mapping[Path, Labels]) -> dict[Path, Any]:
@@ -100,16 +100,14 @@ def _by_parameter(
 ) -> dict[Path, Any]:
     """The entry of each matrix in a tree like the parameters; none in any other tree."""
     # A callable node is a module that holds rates, or else a schedule.
-    return _spread(given, params, groups, _is_none) or _spread(
-        given, params, groups, _is_schedule_or_none
-    )
+    return _spread(given, params, groups) or _spread(given, params, groups, callable)
 
 
 def _spread(
     given: PyTree,
     params: PyTree,
     groups: Mapping[Path, Labels],
-    is_rate: Callable[[Any], bool],
+    is_rate: Callable[[Any], bool] = lambda _: False,
 ) -> dict[Path, Any]:
     """The rate of each matrix at or below a node that is one; none if a tree misfits."""
     rates: dict[Path, Any] = {}
@@ -119,19 +117,14 @@ def _spread(
         names = (names_on(path + rest) for rest, _ in below)
         rates.update((name, rate) for name in names if name in groups)
 
+    def is_leaf(node: Any) -> bool:
+        return node is None or is_rate(node)
+
     try:
-        jax.tree.map_with_path(spread, given, params, is_leaf=is_rate)
+        jax.tree.map_with_path(spread, given, params, is_leaf=is_leaf)
     except (TypeError, ValueError):
         return {}
     return {name: rate for name, rate in rates.items() if rate is not None}
-
-
-def _is_none(node: Any) -> bool:
-    return node is None
-
-
-def _is_schedule_or_none(node: Any) -> bool:
-    return node is None or callable(node)
 
 
 def _refuse_one_for_all(
