@@ -94,16 +94,6 @@ def vectors(**trees: PyTree) -> tuple[jax.Array, ...]:
     )
 
 
-def masked_like(tree: PyTree, field: PyTree) -> PyTree:
-    """A field, masked wherever another tree with entries per matrix is masked."""
-    return jax.tree.map(
-        lambda leaf, entry: leaf if is_masked(leaf) else entry,
-        unbox(tree),
-        unbox(field),
-        is_leaf=is_masked,
-    )
-
-
 def whole_parts(matrices: Matrices, tree: PyTree) -> list[jax.Array]:
     """The parts of :meth:`Matrices.parts` in float32 or wider, without sharded matrices.
 

@@ -11,11 +11,10 @@ stacked and reduced by one kernel.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from orscale_jax.distributed.lowering import GPUS
 from orscale_jax.sharding import meshes
@@ -31,14 +30,6 @@ _SMALL = 2**14
 # XLA concatenates up to 128 arrays in one kernel. It merges kernels that read different
 # slices of an array only if the array has less than 1 KiB, 128 numbers of 8 bytes.
 _ARRAYS = 126
-
-
-class _Kind(NamedTuple):
-    """The common properties of partly reduced arrays that are finished together."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    axes: tuple[int, ...]
 
 
 def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -102,19 +93,18 @@ def _together(
 ) -> list[jax.Array]:
     results: dict[int, jax.Array] = {}
     partial: dict[int, jax.Array] = {}
-    alike: dict[_Kind, list[int]] = {}
+    alike: dict[Any, list[int]] = {}
     for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
         if x.size <= _IN_ONE_KERNEL:
-            partial[i], kind = x, _Kind(x.shape, x.dtype, along)
+            partial[i], rest = x, along
         elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
             results[i] = fn(x, axis=along)
             continue
         else:
-            partial[i] = fn(x, axis=along[-1:])
-            kind = _Kind(partial[i].shape, partial[i].dtype, along[:-1])
-        alike.setdefault(kind, []).append(i)
-    for kind, members in alike.items():
+            partial[i], rest = fn(x, axis=along[-1:]), along[:-1]
+        alike.setdefault((partial[i].shape, partial[i].dtype, rest), []).append(i)
+    for (*_, rest), members in alike.items():
         stack = jnp.stack([partial[i] for i in members])
-        finished = fn(stack, axis=tuple(1 + axis for axis in kind.axes))
+        finished = fn(stack, axis=tuple(1 + axis for axis in rest))
         results.update(zip(members, finished, strict=True))
     return [results[i] for i in range(len(arrays))]

@@ -37,11 +37,6 @@ class StackKey(NamedTuple):
         batch = tuple(typed_sharding.spec(x)[:-2])
         return cls((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype, batch)
 
-    @property
-    def nbytes(self) -> int:
-        """The bytes of one array."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
 
 def plan_stacks(
     keys: Sequence[StackKey], stack_bytes: int, stack_length: int | None = None
@@ -65,7 +60,8 @@ def plan_stacks(
         alike.setdefault(key, []).append(index)
     stacks = []
     for key, members in alike.items():
-        fitting = max(1, stack_bytes // max(1, key.nbytes))
+        nbytes = math.prod(key.shape) * key.dtype.itemsize
+        fitting = max(1, stack_bytes // max(1, nbytes))
         fitting = min(fitting, stack_length or fitting)
         parts = np.array_split(members, math.ceil(len(members) / fitting))
         stacks += [tuple(part.tolist()) for part in parts]

@@ -38,7 +38,8 @@ def is_cheaper(m: int, n: int) -> bool:
     return flops(m, n, steps=2, restarts=0) < flops(m, n, steps=2, restarts=1)
 
 
-def restart_steps(rows: Rows, unit: float) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=256)
+def restart_steps(table: Rows, unit: float) -> tuple[int, ...]:
     r"""The steps, out of 1 … steps - 1, before which to restart; as few as are stable.
 
     A segment has at most three steps: once singular values have reached 1, the plain
@@ -68,15 +69,10 @@ def restart_steps(rows: Rows, unit: float) -> tuple[int, ...]:
     spectra.
 
     Args:
-      rows: The coefficients of each step.
+      table: The coefficients of each step.
       unit: The unit roundoff of the products' operands.
     """
-    return _restart_steps(rows, float(unit))
-
-
-@functools.lru_cache(maxsize=256)
-def _restart_steps(steps_rows: Rows, unit: float) -> tuple[int, ...]:
-    rows = np.array(steps_rows)
+    rows = np.array(table)
     steps = len(rows)
     with np.errstate(all="ignore"):  # Tables that explode: no comparison with nan holds.
         upper, noise = _ranges(rows)

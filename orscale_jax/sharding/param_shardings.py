@@ -24,13 +24,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax import _checks
 from orscale_jax.sharding import meshes, typed_sharding
-from orscale_jax.trees.boxes import annotated_spec, is_box, unbox
+from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
 from orscale_jax.trees.functions import is_function
 from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, name_and_shape, names_on
 from orscale_jax.trees.watch import Watch
 
-PyTree: TypeAlias = Any
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
 # Specs by the path and shape of a parameter, None of a box that says nothing.
@@ -54,7 +53,8 @@ class ParamSpecs:
         Raises:
           ValueError: If it is a mesh.
         """
-        check(given)
+        if isinstance(given, Mesh | AbstractMesh):
+            _checks.refuse("param_shardings", given, "pass a mesh as mesh=")
         self._given = given
         self._annotated: _Annotations | None = None  # Until init has seen boxes.
 
@@ -126,12 +126,6 @@ def _annotations(boxes: list[tuple[Any, Any]]) -> _Annotations:
         return dict(specs)
     # If others are annotated, Flax takes one without annotation for replicated.
     return {key: spec or PartitionSpec() for key, spec in specs.items()}
-
-
-def check(given: ParamShardings) -> None:
-    """Refuse a mesh, for which there is another argument."""
-    if isinstance(given, Mesh | AbstractMesh):
-        _checks.refuse("param_shardings", given, "pass a mesh as mesh=")
 
 
 def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:

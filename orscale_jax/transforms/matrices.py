@@ -1,8 +1,7 @@
 """The matrices of a tree: maps over them, and arrays with one entry for each of them."""
 
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -121,22 +120,23 @@ class Matrices:
         masked = self.structure.unflatten([optax.MaskedNode()] * len(self.axes))
         return self.replace(masked, leaves)
 
+    def rows(self, *trees: PyTree) -> Iterator[Any]:
+        """The axes of each leaf of matrices, and that leaf of each tree."""
+        return zip(self.of_leaves, *map(self.leaves, trees), strict=True)
+
     def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
         """``fn(axes, *leaves)`` of the leaves of matrices; others as in the first."""
-        rows = zip(self.of_leaves, *map(self.leaves, trees), strict=True)
-        return self.replace(trees[0], [fn(*row) for row in rows])
+        return self.replace(trees[0], [fn(*row) for row in self.rows(*trees)])
 
     def reduce(self, fn: Reduction, tree: PyTree) -> PyTree:
         """Entries ``axes.reduce(fn, leaf)``."""
-        pairs = list(zip(self.of_leaves, self.leaves(tree), strict=True))
-        single = [i for i, (axes, _) in enumerate(pairs) if len(axes.labels) == 1]
-        parts = [axes.part(leaf, 0) for axes, leaf in map(pairs.__getitem__, single)]
-        along = [pairs[i][0].within.matrix for i in single]
-        reduced = dict(zip(single, reduce_all(fn, parts, along), strict=True))
-        entries = [
-            reduced[i] if i in reduced else axes.reduce(fn, leaf)
-            for i, (axes, leaf) in enumerate(pairs)
+        parts = [
+            axes.part(leaf, index)
+            for axes, leaf in self.rows(tree)
+            for index in range(len(axes.labels))
         ]
+        along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
+        entries = self._of_parts(reduce_all(fn, parts, along))
         return self.replace(tree, slices_of_stacks(entries))
 
     def norms(self, tree: PyTree) -> PyTree:
@@ -154,27 +154,31 @@ class Matrices:
 
     def parts(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""
-        pairs = zip(self.of_leaves, self.leaves(tree), strict=True)
-        return [part for axes, leaf in pairs for part in axes.matrices(leaf)]
+        return [part for axes, leaf in self.rows(tree) for part in axes.matrices(leaf)]
 
     def join(self, parts: Sequence[jax.Array], tree: PyTree) -> PyTree:
         """The inverse of :meth:`parts`: leaves shaped and sharded as a tree's."""
-        counts = [len(axes.labels) for axes in self.of_leaves]
-        bounds = itertools.pairwise(itertools.accumulate(counts, initial=0))
-        rows = zip(self.of_leaves, bounds, self.leaves(tree), strict=True)
-        leaves = [_joined(axes, parts[slice(*ends)], x) for axes, ends, x in rows]
-        return self.tree_of(leaves)
+        left = iter(parts)
+        return self.tree_of(
+            [
+                _joined(axes, [next(left) for _ in axes.labels], leaf)
+                for axes, leaf in self.rows(tree)
+            ]
+        )
 
     def entries_of_parts(self, entries: Sequence[jax.Array]) -> PyTree:
         """Entries from those of :meth:`parts`, which have the parts' batch shapes."""
-        remaining = iter(entries)
-        leaves = [
-            jnp.stack([next(remaining) for _ in axes.labels], axis=axes.place)
+        return self.tree_of(self._of_parts(entries))
+
+    def _of_parts(self, entries: Sequence[jax.Array]) -> list[jax.Array]:
+        """One array for each leaf of matrices, from one for each part."""
+        left = iter(entries)
+        return [
+            jnp.stack([next(left) for _ in axes.labels], axis=axes.place)
             if isinstance(axes, UnequalBlocks)
-            else next(remaining)
+            else next(left)
             for axes in self.of_leaves
         ]
-        return self.tree_of(leaves)
 
     def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
         """Entries ``fn(axes, leaf, *others)``, sharded and boxed as the batch axes.
@@ -194,8 +198,7 @@ class Matrices:
         # tree tells it that these arrays do not have the parameters' shapes.
         if type(params).__name__ == "_ParamsPlaceholder":
             return jnp.ones(())
-        rows = zip(self.of_leaves, *map(self.leaves, (params, *trees)), strict=True)
-        return self.tree_of([make(*row) for row in rows])
+        return self.tree_of([make(*row) for row in self.rows(params, *trees)])
 
     def full(
         self, params: PyTree, value: float, dtype: Callable[[jax.Array], DTypeLike]

@@ -108,8 +108,7 @@ def _int8_trace(
     def update(
         updates: PyTree, state: Int8TraceState, params: PyTree | None = None
     ) -> tuple[PyTree, Int8TraceState]:
-        trees = updates, state.trace, state.trace_scale
-        rows = zip(matrices.of_leaves, *map(matrices.leaves, trees), strict=True)
+        rows = matrices.rows(updates, state.trace, state.trace_scale)
         stepped = [step(*row) for row in rows]
         out, codes, scales = (
             matrices.tree_of([leaf[i] for leaf in stepped]) for i in range(3)
@@ -130,5 +129,4 @@ def _initial_scales(matrices: Matrices, codes: PyTree) -> PyTree:
         axis = int8_blocks.block_axis(axes, array.shape)
         return box_like(int8_blocks.scales_of_zeros(array, axis), node, tuple)
 
-    rows = zip(matrices.of_leaves, matrices.leaves(codes), strict=True)
-    return matrices.tree_of([scales(*row) for row in rows])
+    return matrices.tree_of([scales(*row) for row in matrices.rows(codes)])

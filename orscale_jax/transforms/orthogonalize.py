@@ -159,10 +159,10 @@ def _auto_specs(
     specs = param_specs.on(mesh, updates)
     if specs is None:
         return None
-    trees = matrices.leaves(updates), matrices.leaves(specs)
-    rows = zip(matrices.of_leaves, *trees, strict=True)
     return [
-        part for axes, x, spec in rows for part in _part_specs(axes, x.shape, spec, mesh)
+        part
+        for axes, x, spec in matrices.rows(updates, specs)
+        for part in _part_specs(axes, x.shape, spec, mesh)
     ]
 
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import classes_of, masked_like, vectors
+from orscale_jax.diagnostics.matrices import classes_of, vectors
 from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.masks import mask_like
 
 
 class Decomposition(NamedTuple):
@@ -192,6 +193,7 @@ def _factors(reading: Reading) -> tuple[PyTree | None, PyTree | None]:
         divisor = jnp.where(on, growth * c * d, 1)
         return jnp.where(on, w / divisor, jnp.nan)
 
-    bare = [masked_like(reading.trust_ratio, field) for field in fields]
+    ratio = unbox(reading.trust_ratio)
+    bare = [mask_like(unbox(field), ratio) for field in fields]
     directions = jax.tree.map(direction, *bare)
     return jax.tree.map(jnp.divide, bare[0], directions), directions

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import masked_like, vectors
+from orscale_jax.diagnostics.matrices import vectors
 from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
 from orscale_jax.diagnostics.theory.curvature import curvature, shape_scale
 from orscale_jax.diagnostics.theory.decompose import decompose, measured
@@ -21,6 +21,7 @@ from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.masks import mask_like
 
 
 class Verdict(NamedTuple):
@@ -191,7 +192,7 @@ def _facts_of_gain(
     numbers, ratio = matrices.axes_tree, unbox(reading.trust_ratio)
 
     def scaled(tree: PyTree, power: int) -> PyTree:
-        return masked_like(ratio, shape_scale(tree, params, numbers, scale, power))
+        return mask_like(unbox(shape_scale(tree, params, numbers, scale, power)), ratio)
 
     def b(smoothness: PyTree) -> PyTree:
         return scaled(curvature(smoothness, params, numbers), 2)
