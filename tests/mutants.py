@@ -94,7 +94,7 @@ MUTANTS = [
         "test_polar.py",
     ),
     Mutant(
-        "_over_largest",
+        "normalize",
         "scaled = x / jnp.where(largest == 0, 1, largest)",
         "scaled = x / 1",
         "test_polar.py",
@@ -521,7 +521,7 @@ MUTANTS = [
         "test_stages.py -k of_numpy",
     ),
     Mutant(
-        "_as_python_scalar",
+        "as_python_scalar",
         "return value.item() if scalar else value",
         "return value",
         "test_inputs.py -k numpy_scalars",

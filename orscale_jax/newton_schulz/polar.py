@@ -181,8 +181,8 @@ def polar_factor(
     return jax.lax.platform_dependent(
         x,
         cpu=lambda x: one_by_one(x, dataclasses.replace(on_cpu, by_strips=True)),
-        tpu=lambda x: _normalized_polar(x, on_tpu, in_one_pass=True),
-        default=lambda x: _normalized_polar(x, on_gpu, in_one_pass=True),
+        tpu=lambda x: _in_one_pass(x, on_tpu),
+        default=lambda x: _in_one_pass(x, on_gpu),
     )
 
 
@@ -234,7 +234,11 @@ def one_by_one(
     """
 
     def polar(x: jax.Array) -> jax.Array:
-        return _normalized_polar(x, settings, columns)
+        # Its sums do not depend on the form of products: one trace serves all.
+        arithmetic = settings.arithmetic(columns).plain
+        normalized = _preconditioning.normalize(x, arithmetic)
+        [q] = newton_schulz([normalized], settings, [columns])
+        return q.astype(x.dtype)
 
     # A loop over an axis that the array's type says is sharded would gather it.
     if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
@@ -243,17 +247,15 @@ def one_by_one(
     return jax.lax.map(polar, matrices).reshape(x.shape)
 
 
-def _normalized_polar(
-    x: jax.Array,
-    settings: NewtonSchulz,
-    columns: ColumnShards | None = None,
-    *,
-    in_one_pass: bool = False,
-) -> jax.Array:
-    arithmetic = settings.arithmetic(columns)
-    # The sums of the norm do not depend on the form of products: one trace serves all.
-    normalized = _preconditioning.normalize(x, arithmetic.plain, in_one_pass=in_one_pass)
-    [q] = newton_schulz([normalized], settings, [columns])
+def _in_one_pass(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
+    """The polar factors of a batch, normalized in one pass (GPU and TPU)."""
+    arithmetic = settings.arithmetic()
+
+    def sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
+        return [arithmetic.sum(x) for x in xs]
+
+    [normalized] = _preconditioning.normalize_all([x], arithmetic, sums)
+    [q] = newton_schulz([normalized], settings)
     return q.astype(x.dtype)
 
 

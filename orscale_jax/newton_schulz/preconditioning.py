@@ -56,24 +56,23 @@ def may_transpose_squares(name: str) -> bool:
 
 
 # Jitted, so that leaves of one shape are traced once.
-@functools.partial(jax.jit, static_argnames=("arithmetic", "in_one_pass"))
-def normalize(x: jax.Array, arithmetic: Arithmetic, *, in_one_pass: bool) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="arithmetic")
+def normalize(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     """Divide each matrix by its Frobenius norm, whatever the scale of its entries.
 
     Args:
       x: Shape (..., m, n).
       arithmetic: The arithmetic of the products that follow.
-      in_one_pass: Whether to take three independent sums (one pass over the entries)
-        instead of a maximum and then one sum.
 
     Returns:
       Matrices of norm 0 or ``arithmetic.scale``, in the wider of the two accumulators'
       dtypes.
     """
-    if in_one_pass:
-        wide, *squares = _at_three_scales(x, arithmetic)
-        return _divide(wide, *map(arithmetic.sum, squares), scale=arithmetic.scale)
-    return _over_largest(_widen(x, arithmetic), arithmetic)
+    x = _widen(x, arithmetic)
+    largest = arithmetic.largest(x)
+    scaled = x / jnp.where(largest == 0, 1, largest)
+    unit = scaled / _root(arithmetic.sum(jnp.square(scaled)))
+    return _times(arithmetic.scale, unit)
 
 
 def normalize_all(
@@ -81,7 +80,7 @@ def normalize_all(
     arithmetic: Arithmetic,
     sums: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
 ) -> list[jax.Array]:
-    """:func:`normalize` of several arrays, in one pass over each.
+    """:func:`normalize` of several arrays, in one pass over the entries instead of two.
 
     Args:
       xs: Arrays of shape (..., m, n).
@@ -105,14 +104,6 @@ def _widen(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     # A float64 input may lie beyond float32's range.
     widths = (arithmetic.accumulator, accumulator(x.dtype))
     return x.astype(max(widths, key=lambda kind: kind.itemsize))
-
-
-def _over_largest(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
-    """Divide each matrix by its largest entry, and then by its norm."""
-    largest = arithmetic.largest(x)
-    scaled = x / jnp.where(largest == 0, 1, largest)
-    unit = scaled / _root(arithmetic.sum(jnp.square(scaled)))
-    return _times(arithmetic.scale, unit)
 
 
 def _times(scale: float, x: jax.Array) -> jax.Array:

@@ -59,7 +59,7 @@ def iterated(x, rows):
 @functools.partial(jax.jit, static_argnums=1)
 def preconditioned(x, dtype=jnp.float32):
     arithmetic = Arithmetic(jnp.dtype(dtype))
-    x = preconditioning.normalize(x, arithmetic, in_one_pass=False)
+    x = preconditioning.normalize(x, arithmetic)
     return preconditioning.start(x, "aol", arithmetic)
 
 
@@ -378,17 +378,24 @@ def test_unknown_names_are_refused_when_built(bad):
             build(ns_preconditioning=bad)
 
 
+@functools.partial(jax.jit, static_argnames="arithmetic")
+def in_one_pass(x, arithmetic):
+    def sums(xs):
+        return [arithmetic.sum(x) for x in xs]
+
+    [normalized] = preconditioning.normalize_all([x], arithmetic, sums)
+    return normalized
+
+
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("in_one_pass", [False, True])
-def test_norms_at_any_scale_in_one_pass_or_two(in_one_pass, dtype):
+@pytest.mark.parametrize(
+    "normalize", [preconditioning.normalize, in_one_pass], ids=["two passes", "one pass"]
+)
+def test_norms_at_any_scale_in_one_pass_or_two(normalize, dtype):
     """Also of entries that differ in size by more than their squares can."""
     with jax.enable_x64(dtype == "float64"):
-        normalize = functools.partial(
-            preconditioning.normalize,
-            arithmetic=Arithmetic(jnp.dtype(dtype)),
-            in_one_pass=in_one_pass,
-        )
+        normalize = functools.partial(normalize, arithmetic=Arithmetic(jnp.dtype(dtype)))
         largest = jnp.finfo(dtype).maxexp - 1
         x = gaussian((6, 9)) / 8
         spread = x * np.logspace(0, -30, 9)
@@ -419,8 +426,7 @@ def test_a_zero_vector_has_a_derivative():
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1.0, 1e12, 1e30])
 def test_norms_in_one_pass_have_derivatives(scale):
     def normalized(x):
-        arithmetic = Arithmetic(jnp.dtype("float32"))
-        return preconditioning.normalize(x, arithmetic, in_one_pass=True)
+        return in_one_pass(x, Arithmetic(jnp.dtype("float32")))
 
     x, along = jnp.asarray(gaussian((2, 4, 6)), jnp.float32)
     _, tangent = jax.jvp(normalized, [x * scale], [along * scale])
