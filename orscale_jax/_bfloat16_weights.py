@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.masks import is_masked
@@ -100,6 +101,7 @@ def keep_master_weights(
       what is lost without them. Transformer Engine's ``store_param_remainders`` and
       modded-nanogpt's mantissa buffers keep the lower halves in the same way.
     """
+    _checks.transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
@@ -186,7 +188,7 @@ def _update_to(bits: jax.Array, param: jax.Array) -> jax.Array:
 def _no_low_bits(path: Any, param: Any) -> Any:
     if _is_bfloat16(param):
         return jnp.zeros_like(param, jnp.uint16)
-    dtype = jnp.result_type(getattr(param, "dtype", jnp.float32))
+    dtype = getattr(param, "dtype", jnp.float32)
     if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
         raise TypeError(
             f"parameter {quoted(path)} is {dtype}, which is not the upper half of "
@@ -232,9 +234,14 @@ def _float32(bits: jax.Array) -> jax.Array:
 
 def _as_float32(tree: PyTree) -> PyTree:
     """The tree with float32 in place of bfloat16."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(x, jnp.float32) if _is_bfloat16(x) else x, tree
-    )
+
+    def widened(x: Any) -> Any:
+        if not _is_bfloat16(x):
+            return x
+        abstract = isinstance(x, jax.ShapeDtypeStruct)
+        return x.update(dtype=jnp.float32) if abstract else jnp.asarray(x, jnp.float32)
+
+    return jax.tree.map(widened, tree)
 
 
 def _is_bfloat16(leaf: Any) -> bool:

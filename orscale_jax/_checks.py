@@ -128,11 +128,21 @@ def count(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is a whole number of at least 1."""
     if isinstance(value, jax.core.Tracer):
         return
-    whole = _is_real_scalar(value) and jnp.issubdtype(
-        getattr(value, "dtype", type(value)), jnp.integer
-    )
-    if not whole or int(jax.device_get(value)) < 1:
+    if not _is_integer(value) or int(jax.device_get(value)) < 1:
         refuse(name, value, "pass a whole number of at least 1")
+
+
+def whole(name: str, value: Any) -> int:
+    """A whole number; anything else is refused."""
+    if not _is_integer(value):
+        refuse(name, value, "pass a whole number")
+    return int(value)
+
+
+def transformation(name: str, value: Any) -> None:
+    """Refuse ``value`` unless it is a transformation of Optax's kind."""
+    if not all(callable(getattr(value, each, None)) for each in ("init", "update")):
+        refuse(name, value, "pass a gradient transformation, such as those of Optax")
 
 
 def is_whole(value: Any) -> bool:
@@ -178,6 +188,11 @@ def dtype(name: str, value: Any, *, also: str = "") -> None:
         refuse(name, value, f"pass {wide}, {also}or None")
     if jax.dtypes.canonicalize_dtype(value) != jnp.dtype(value):
         refuse(name, value, "enable jax_enable_x64, or pass jnp.float32")
+
+
+def _is_integer(value: Any) -> bool:
+    dtype = getattr(value, "dtype", type(value))
+    return _is_real_scalar(value) and jnp.issubdtype(dtype, jnp.integer)
 
 
 def _is_real_scalar(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Conversion of one optimizer's state to another's, for a run that continues."""
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -17,6 +18,7 @@ from orscale_jax.trees.names import Path, listed, names_on
 from orscale_jax.trees.states import Entry, array_type, entries
 
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
+_MOMENTS = frozenset({TRACE, "mu", "nu"})
 # Fields of states that hold arguments: of the ratio's stage, of optax.contrib.muon and of
 # schedule_free. Those of inject_hyperparams are below "hyperparams".
 _SETTINGS = frozenset({"bounds", "ns_coeffs", "b1"})
@@ -40,9 +42,10 @@ def convert_state(
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
     (``chain``, ``partition``, ``MultiSteps``). The new one may have other hyperparameters
     or more parameters. Arrays that both states hold for a parameter under the same name
-    are kept: momentum, AdamW's moments, c, r. So are counts, for schedules and bias
-    corrections, and what wrappers know of the run, at the same place in both states, such
-    as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. Momentum is rounded to
+    are kept: momentum, AdamW's moments, c, r. So is what wrappers know of the run, at the
+    same place in both states, such as the ``weight_sum`` of
+    :func:`optax.contrib.schedule_free`. New schedules start at the run's step, and bias
+    corrections at the age of the moments that they correct. Momentum is rounded to
     the new ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters in
     the state are those of ``optimizer``, and everything else starts as in
     ``optimizer.init``; a c that is new is anchored at the next direction.
@@ -70,9 +73,11 @@ def convert_state(
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
         set), an array has another shape, ``momentum`` is missing, AdamW would need a
-        second moment that the state does not hold, a count that it does not hold would
-        have to be one of several that differ, or it holds an array of a parameter several
-        times under one name.
+        second moment that the state does not hold, a schedule would have to start at one
+        of several steps that differ (under ``jax.jit``, where steps are unknown, it
+        starts at the first), the state holds an array of a parameter several times under
+        one name, or the new one holds moments of no single parameter
+        (:func:`optax.flatten`).
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -102,6 +107,8 @@ def _converted(
 ) -> optax.OptState:
     new = optimizer.init(params)
     bare, bare_params = unbox(new), unbox(params)
+    if isinstance(bare_params, optax.LookaheadParams):
+        bare_params = bare_params.fast  # Of which the state is.
     wanted = entries(bare, bare_params)
     fields = {TRACE, TRACE_SCALE, "mu", "nu"}
     fields |= {entry.field for entry in wanted if entry.owner is not None}
@@ -109,6 +116,7 @@ def _converted(
     decoded = _decoded(wanted)
     source = _Source(old, _Held.of(decoded), momentum, nesterov)
     _refuse_new(old, source.new, bare_params, allow_new)
+    _refuse_moments_of_all(source)
     _refuse_without_second_moment(old, source.new)
     arrays = _encoded({_key(entry): source.value(entry) for entry in decoded}, wanted)
     converted = [arrays[_key(entry)] for entry in wanted]
@@ -162,15 +170,24 @@ def _encoded(
 
 
 class _Held(NamedTuple):
-    """The entries of a state: those of parameters, by field and owner, and the others."""
+    """The entries of a state.
+
+    Attributes:
+      of_params: Those of parameters, by field and owner.
+      others: The arrays of the others, by place.
+      nodes: All of them but settings, by the place of the node that they are fields of.
+    """
 
     of_params: dict[tuple[str, Path], list[Entry]]
     others: dict[Path, Any]
+    nodes: dict[Path, list[Entry]]
 
     @classmethod
     def of(cls, found: Iterable[Entry]) -> "_Held":
-        held = cls({}, {})
+        held = cls({}, {}, {})
         for entry in found:
+            if entry.field not in _SETTINGS:
+                held.nodes.setdefault(entry.place[:-1], []).append(entry)
             if entry.owner is None:
                 held.others[entry.place] = entry.array
             else:
@@ -200,9 +217,29 @@ class _Held(NamedTuple):
             )
         return next((entry.array for entry in here or found), None)
 
+    def fields_beside(self, place: Path) -> set[str]:
+        """The fields of the node that has a field at this place, but that one."""
+        beside = {entry.field for entry in self.nodes.get(place[:-1], [])}
+        return beside - {place[-1]}
+
+    def counts_steps(self, place: Path) -> bool:
+        """Whether a count is that of a schedule or of moments, and so the run's step.
+
+        Others are not, such as that of :func:`optax.contrib.reduce_on_plateau`.
+        """
+        beside = self.fields_beside(place)
+        return place[-1] == "count" and (not beside or not _MOMENTS.isdisjoint(beside))
+
     @property
-    def counts(self) -> list[Any]:
-        return [array for place, array in self.others.items() if place[-1] == "count"]
+    def steps(self) -> dict[Path, Any]:
+        """The counts of the run's steps, by place."""
+        return {at: array for at, array in self.others.items() if self.counts_steps(at)}
+
+    def age(self, field: str, owner: Path | None) -> Any:
+        """The count beside a moment of a parameter, or None."""
+        moments = [] if owner is None else self.of_params.get((field, owner), [])
+        counts = ((*moment.place[:-1], "count") for moment in moments)
+        return next((self.others[at] for at in counts if at in self.others), None)
 
 
 class _Source(NamedTuple):
@@ -264,40 +301,56 @@ class _Source(NamedTuple):
 
         It accounts for the bias corrections, so that the next Q is the same.
         """
-        if not self.nesterov or not self.old.counts:
+        if not self.nesterov or not self.old.steps:
             return 1.0
-        mu, t = self._mu(entry), self._step()
+        age = self.old.age("mu", entry.owner)
+        mu, t = self._mu(entry), self._step() if age is None else age
         whole, last = 1 / (1 - mu ** (t + 2.0)), 1 / (1 - mu ** (t + 1.0))
         return whole * (mu + 1) / (mu * whole + last)
 
     def _count(self, entry: Entry) -> Any:
-        if entry.place in self.old.others:
-            return self.old.others[entry.place]
-        return self._named_like(entry)
+        if (same := self._same(entry)) is not None:
+            return same
+        if entry.field != "count":  # Of optax.MultiSteps.
+            others = self.old.others.items()
+            named = [array for place, array in others if place[-1] == entry.field]
+            if len(named) == 1:
+                return named[0]
+            return self._step() if entry.field == "gradient_step" else None
+        if not self.new.counts_steps(entry.place):
+            return None
+        moments = [e for e in self.new.nodes[entry.place[:-1]] if e.owner is not None]
+        ages = (self.old.age(moment.field, moment.owner) for moment in moments)
+        age = next((age for age in ages if age is not None), None)
+        if age is not None:
+            return age
+        begins = moments and all(self._converted(moment) is None for moment in moments)
+        return None if begins else self._step()
 
     def _same(self, entry: Entry) -> Any:
-        """What a wrapper at the same place knows, if it is of the same kind."""
-        found = self.old.others.get(entry.place)
-        kept = found is not None and array_type(found) == array_type(entry.array)
-        return found if kept else None
-
-    def _named_like(self, entry: Entry) -> Any:
-        if entry.field == "count" and self.old.counts:
-            return self._step()
-        named = [a for place, a in self.old.others.items() if place[-1] == entry.field]
-        return named[0] if len(named) == 1 else None
+        """What a node of the same fields at the same place knows."""
+        place, found = entry.place, self.old.others.get(entry.place)
+        if found is None or array_type(found) != array_type(entry.array):
+            return None
+        of_both = (held.fields_beside(place) for held in (self.old, self.new))
+        return found if operator.eq(*of_both) else None
 
     def _step(self) -> Any:
-        """The number of steps that the run has taken."""
-        counts = self.old.counts
-        concrete = [c for c in counts if not isinstance(c, jax.core.Tracer)]
-        known = {int(c) for c in jax.device_get(concrete)}
-        if len(known) > 1:
+        """The number of steps that the run has taken; None if no count tells."""
+        steps = self.old.steps
+        concrete = {
+            place: count
+            for place, count in steps.items()
+            if not isinstance(count, jax.core.Tracer)
+        }
+        known = {place: int(n) for place, n in jax.device_get(concrete).items()}
+        if len({*known.values()}) > 1:
+            told = ", ".join(f"{n} at {'.'.join(at)!r}" for at, n in known.items())
             raise ValueError(
-                f"the counts in the old state differ: {sorted(known)}. Set them to one "
-                "number, with optax.tree.set(state, count=...)."
+                f"the counts in the old state differ: {told}. Set those that are not the "
+                "run's step to it, with the filtering= of optax.tree.set."
             )
-        return counts[0]
+        return next(iter(steps.values()), None)
 
 
 def _refuse_new(old: _Held, new: _Held, params: PyTree, allow_new: bool) -> None:
@@ -320,11 +373,23 @@ def _refuse_new(old: _Held, new: _Held, params: PyTree, allow_new: bool) -> None
         )
 
 
+def _refuse_moments_of_all(source: _Source) -> None:
+    for place, array in source.new.others.items():
+        entry = Entry(place, None, array)
+        if entry.field in _MOMENTS and source.value(entry) is array:
+            raise ValueError(
+                f"the new optimizer keeps {'.'.join(place)!r} of shape {np.shape(array)} "
+                "for no single parameter, as optax.flatten does: convert to the "
+                "optimizer inside, or begin anew with optimizer.init(params)."
+            )
+
+
 def _refuse_without_second_moment(old: _Held, new: _Held) -> None:
     missing = [
         repr(".".join(owner))
         for field, owner in new.of_params
-        if field == "nu" and not old.has("nu", owner) and old.has_momentum(owner)
+        if field == "nu" and not new.has(TRACE, owner)
+        if not old.has("nu", owner) and old.has_momentum(owner)
     ]
     if missing:
         raise ValueError(

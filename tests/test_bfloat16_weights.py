@@ -224,6 +224,20 @@ def test_other_short_dtypes_are_refused(dtype):
         keep_master_weights(optax.sgd(RATE)).init(params)
 
 
+def test_a_state_of_abstract_parameters_and_of_keys():
+    """As init of Optax's, without jax.eval_shape."""
+    params = tree(0) | {"w": tree(0)["w"].astype(jnp.bfloat16)}
+    optimizer = keep_master_weights(orscale(RATE, weight_dimension_numbers=NUMBERS))
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    wanted, found = optimizer.init(params), optimizer.init(abstract)
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    keys = {"key": jax.random.key(0)}
+    plain = orscale(RATE)
+    keep_master_weights(optax.sgd(RATE)).init(keys)
+    with pytest.raises(ValueError, match=r"'key' has shape \(\) and dtype key<"):
+        plain.update(keys, plain.init({"key": jnp.zeros(())}), keys)
+
+
 def test_wrong_arguments_are_refused():
     optimizer = keep_master_weights(optax.sgd(RATE))
     params = {"w": jnp.ones((3, 1), jnp.bfloat16)}

@@ -297,13 +297,17 @@ def with_other_count(state, label="adam"):
         ),
         ({"params": tree(0) | {"up": jnp.ones((8, 8))}}, "of 'up' has shape .8, 16"),
         ({"optimizer": optax.adamw(RATE)}, r"'down'\n  'up'\nare given to AdamW"),
-        ({"state": with_other_count}, r"counts in the old state differ: \[2, 7\]"),
+        (
+            {"state": with_other_count, "optimizer": orscale(lambda _: RATE)},
+            r"differ: .*7 at 'inner_states\.adam\..*count'.* the run's step",
+        ),
+        ({"optimizer": optax.flatten(optax.adamw(RATE))}, r"'0.mu' of shape .*flatten"),
     ],
 )
 def test_what_cannot_be_converted(change, words):
     state, _ = after(optax_muon(), 2)
     if "state" in change:
-        change = {"state": change["state"](state)}
+        change = change | {"state": change["state"](state)}
     given = {"optimizer": orscale(RATE), "params": tree(0), "momentum": 0.95}
     with pytest.raises(ValueError, match=words):
         convert_state(**{"state": state, **given, **change})
@@ -316,6 +320,73 @@ def test_counts_that_differ_on_purpose():
     found = convert_state(state, ours(mu_dtype="bfloat16"), tree(0))
     counts = [count for _, count in optax.tree.get_all_with_path(found, "count")]
     assert sorted(counts) == [2, 7, 7]
+
+
+def test_moments_keep_their_age_and_schedules_start_at_the_runs_step():
+    """Whatever else counts, and also under jit, where counts cannot be compared."""
+    window = optax.contrib.reduce_on_plateau(patience=100, accumulation_size=10)
+    for old in (
+        optax.chain(window, orscale(RATE)),
+        optax.chain(orscale(RATE), window),
+        optax.chain(optax.apply_every(3), orscale(RATE)),
+        optax.chain(orscale(RATE), optax.ema(0.9)),
+    ):
+        state = old.init(tree(0))
+        for _ in range(5):
+            _, state = old.update(tree(1), state, tree(0), value=1.0)
+        later = optax.scale_by_schedule(lambda _: 1.0)
+        for new in (
+            optax.chain(orscale(optax.constant_schedule(RATE)), later),
+            optax.chain(muon(RATE), later),
+            optax.chain(optax.clip(1.0), orscale(RATE)),
+        ):
+            for convert in (convert_state, jax.jit(convert_state, static_argnums=1)):
+                found = convert(state, new, tree(0))
+                counts = optax.tree.get_all_with_path(found, "count")
+                assert {int(count) for _, count in counts} == {5}
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        optax.ema(0.9),
+        optax.contrib.reduce_on_plateau(patience=1, accumulation_size=2, cooldown=0),
+        optax.apply_every(2),
+    ],
+    ids=["ema", "reduce_on_plateau", "apply_every"],
+)
+def test_a_new_stage_with_sums_of_its_own_begins_with_them(stage):
+    state, params = after(orscale(RATE), 3)
+    new = optax.chain(orscale(RATE), stage)
+    found = convert_state(state, new, params)
+    jax.tree.map(np.testing.assert_array_equal, found[1], new.init(params)[1])
+    assert_close(found[0], state, rtol=0)
+
+
+def test_adam_after_the_optimizer_is_not_taken_for_its_adamw():
+    """It has second moments of matrices, and the momentum of these is kept."""
+    state, params = after(orscale(RATE), 3)
+    new = optax.chain(orscale(RATE), optax.scale_by_adam())
+    assert_close(convert_state(state, new, params)[0], state, rtol=0)
+
+
+@pytest.mark.parametrize("stage", [None, optax.lookahead], ids=["chain", "lookahead"])
+def test_into_lookahead_and_back(stage):
+    state, params = after(orscale(RATE), 3)
+    new = optax.lookahead(orscale(RATE), 5, 0.5)
+    both = optax.LookaheadParams.init_synced(params)
+    found = convert_state(state, new, both)
+    assert_close(found.fast_state, state, rtol=0)
+    if stage is not None:
+        assert_close(convert_state(found, new, both), found, rtol=0)
+    assert_close(convert_state(found, orscale(RATE), params), state, rtol=0)
+
+
+def test_the_schedule_of_new_accumulation_starts_at_the_runs_step():
+    state, params = after(orscale(RATE), 3)
+    new = optax.MultiSteps(orscale(RATE), lambda step: jnp.where(step < 10, 1, 4))
+    found = convert_state(state, new, params)
+    assert (int(found.gradient_step), int(found.mini_step)) == (3, 0)
 
 
 def schedule_free(rate, **arguments):

@@ -1088,6 +1088,9 @@ def test_dtypes_of_too_few_bits(dtype):
     refuses(
         optimizer, optimizer.init(tree(0)), tree(0), "gradient of parameter 'w'", grads
     )
+    if jnp.issubdtype(dtype, jnp.floating):
+        params = tree(0) | {"w": tree(0)["w"].astype(dtype)}
+        refuses(optimizer, optimizer.init(params), params, "at least 16 bits", grads)
 
 
 # Arguments.

@@ -98,10 +98,11 @@ def coefficient_table(
     else:
         rows = PRESETS.get(coeffs) if isinstance(coeffs, str) else coeffs
         try:
-            table = np.atleast_2d(np.asarray(rows, dtype=np.float64))
+            given = np.asarray(rows)
+            table = np.atleast_2d(given.astype(np.float64))
         except (TypeError, ValueError):
             _checks.refuse(argument, coeffs, remedy)
-        if not np.isfinite(table).all():
+        if not _checks.is_real(given.dtype) or not np.isfinite(table).all():
             _checks.refuse(argument, coeffs, remedy)
     if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
         _checks.refuse(argument, coeffs, remedy)

@@ -66,13 +66,19 @@ def _require_mask(mask: PyTree, tree: PyTree) -> None:
             f"{remedy} with more than one leaf. To optax.inject_hyperparams, which takes "
             'functions for schedules, pass static_args="weight_decay_mask"',
         )
-    for leaf in jax.tree.leaves(mask):
-        if not _is_boolean(leaf):
-            _checks.refuse("weight_decay_mask", leaf, remedy)
+    require_booleans("weight_decay_mask", mask)
     try:
         jax.tree.map(lambda *_: None, mask, tree)
     except ValueError as error:
         raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
+
+
+def require_booleans(argument: str, mask: PyTree) -> None:
+    """Refuse leaves that Python takes for True or False and that are neither."""
+    for leaf in jax.tree.leaves(mask):
+        if not _is_boolean(leaf):
+            remedy = "pass a tree of booleans with the parameters' structure, or a prefix"
+            _checks.refuse(argument, leaf, remedy)
 
 
 def refuse_name(argument: str, mask: Mask | None) -> None:
@@ -96,7 +102,9 @@ def add_decayed_weights(
         return stage
 
     def mask_of(tree: PyTree) -> PyTree:
-        return mask_like(mask(tree) if is_mask_function(mask) else mask, tree)
+        given = mask(tree) if is_mask_function(mask) else mask
+        require_booleans("mask", given)
+        return mask_like(given, tree)
 
     return optax.masked(stage, mask_of)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
@@ -70,6 +71,7 @@ def from_first_nonzero_update(
     References:
       Lou & You, *OrScale*, Definition 2.
     """
+    _checks.transformation("inner", inner)
     stage = functools.partial(first_update_stage, inner)
     return on_matrices(weight_dimension_numbers, stage)
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
@@ -78,6 +79,7 @@ def keep_initial_norm(
       Hyperball Optimization*, arXiv:2606.16899. Marin's public code uses the norm of the
       current step for R; Dion's code fixes R, as here and in the paper.
     """
+    _checks.transformation("inner", inner)
     stage = functools.partial(initial_norm_stage, inner)
     return on_matrices(weight_dimension_numbers, stage)
 

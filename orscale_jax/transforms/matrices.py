@@ -188,7 +188,9 @@ class Matrices:
         """
 
         def make(axes: LeafAxes, node: Any, *others: Any) -> Any:
-            leaf = jnp.asarray(unbox(node))
+            leaf = unbox(node)
+            if not isinstance(leaf, jax.ShapeDtypeStruct):  # Optax's init takes it, too.
+                leaf = jnp.asarray(leaf)
             made = typed_sharding.shard_as(
                 fn(axes, leaf, *others), leaf, axes.batch_sharding(leaf)
             )

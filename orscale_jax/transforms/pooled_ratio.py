@@ -84,6 +84,7 @@ def pool_trust_ratios(
       (https://github.com/xh7-ATW/uw-ratio-alignment), gives all matrices one *relative
       step* instead, with the harmonic mean.
     """
+    _checks.transformation("ratio", ratio)
     _checks.number("r_min", r_min)
     _checks.number("r_max", r_max, at_least=0, infinite=True)
     _checks.ordered("r_min", r_min, "r_max", r_max)
@@ -115,6 +116,8 @@ def pooled_ratio_stage(
     ) -> tuple[PyTree, Any]:
         require_params(params)
         _, measured = ratio.update(updates, state, params, moving=moving)
+        if not hasattr(measured, "raw_trust_ratio"):
+            _checks.refuse("ratio", ratio, "pass scale_by_calibrated_trust_ratio()")
         raw = measured.raw_trust_ratio
         norms = measured.direction_norm if moving is None else moving
         counts = matrices.map(

@@ -19,6 +19,7 @@ from orscale_jax.transforms.decay import (
     Mask,
     is_mask_function,
     refuse_name,
+    require_booleans,
 )
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices, broadcast
@@ -211,6 +212,10 @@ class TrustRatio:
         _checks.flag("calibrate", self.calibrate)
         _checks.choice("anchor", self.anchor, anchors.ANCHORS)
         _checks.number("anchor_steps", self.anchor_steps, at_least=1)
+        # optax.inject_hyperparams makes a float of it.
+        steps = self.anchor_steps
+        if not isinstance(steps, jax.core.Tracer) and jax.device_get(steps) % 1:
+            _checks.refuse("anchor_steps", steps, "pass a whole number")
         _checks.number("r_min", self.r_min)
         _checks.number("r_max", self.r_max, at_least=0, infinite=True)
         _checks.ordered("r_min", self.r_min, "r_max", self.r_max)
@@ -361,6 +366,7 @@ def _decay_of_leaves(
     value = weight_decay(0) if callable(weight_decay) else weight_decay
     if is_mask_function(mask):
         mask = mask(params)
+    require_booleans("weight_decay_mask", mask)
     mask = jax.tree.broadcast(True if mask is None else mask_like(mask, params), params)
     return jax.tree.map(lambda on: jnp.asarray(value if on else 0.0), mask)
 

@@ -34,15 +34,16 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     """
 
     def check(path: Any, param: jax.Array, update: jax.Array) -> None:
-        shape, dtype = np.shape(update), jnp.result_type(update)
-        trainable = jnp.issubdtype(jnp.result_type(param), jnp.floating)
-        real = jnp.issubdtype(dtype, jnp.floating) and _promotes(dtype, param)
-        if shape != np.shape(param) or (trainable and not real):
+        shape, dtype, own = np.shape(update), _dtype(update), _dtype(param)
+        trainable = jnp.issubdtype(own, jnp.floating)
+        real = jnp.issubdtype(dtype, jnp.floating) and _promotes(dtype, own)
+        is_key = jnp.issubdtype(own, jax.dtypes.extended)
+        if shape != np.shape(param) or (trainable and not real) or is_key:
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
                 f"{dtype}, but the parameter has shape {np.shape(param)} and dtype "
-                f"{jnp.result_type(param)}: pass a real gradient of that shape, of a "
-                "dtype that JAX promotes to the parameter's."
+                f"{own}: pass a real gradient of that shape, of a dtype that JAX "
+                "promotes to the parameter's, and parameters of at least 16 bits."
             )
 
     structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]
@@ -57,13 +58,16 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     jax.tree.map_with_path(check, params, updates)
 
 
-def _promotes(dtype: Any, param: Any) -> bool:
+def _dtype(leaf: Any) -> Any:
+    return getattr(leaf, "dtype", None) or jnp.result_type(leaf)
+
+
+def _promotes(dtype: Any, own: Any) -> bool:
     """Whether JAX has a dtype for both: it has none for 8 bits and others."""
     try:
-        jnp.promote_types(dtype, jnp.result_type(param))
+        return jnp.finfo(jnp.promote_types(dtype, own)).bits >= 16
     except ValueError:
         return False
-    return True
 
 
 def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:

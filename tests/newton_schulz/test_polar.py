@@ -294,6 +294,8 @@ def test_more_steps_stay_in_a_band(preset):
         (jnp.ones((3, 3)), {"coeffs": [(1.0, 2.0, np.nan)]}, "finite"),
         (jnp.ones((3, 3)), {"coeffs": [(1.0, 2.0, 3.0), (1.0,)]}, "one per step"),
         (jnp.ones((3, 3)), {"coeffs": []}, "one per step"),
+        (jnp.ones((3, 3)), {"coeffs": ["1", "2", "3"]}, "one per step"),
+        (jnp.ones((3, 3)), {"coeffs": [True, False, True]}, "one per step"),
         (jnp.ones((3, 3)), {"steps": 0}, "steps=0"),
         (jnp.ones((3, 3)), {"steps": 2.0}, "steps=2.0"),
         (jnp.ones((3, 3)), {"dtype": jnp.int8}, "int8"),

@@ -9,7 +9,10 @@ from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
+    add_cautious_decayed_weights,
     from_first_nonzero_update,
+    keep_initial_norm,
+    keep_master_weights,
     normalize_vectors,
     orscale,
     orthogonalize,
@@ -92,6 +95,25 @@ def test_a_stage_does_not_take_the_name_of_a_mask():
     """It does not know which of the other parameters are matrices."""
     with pytest.raises(ValueError, match=r"weight_decay_mask='matrices'.* whole optim"):
         scale_by_calibrated_trust_ratio(weight_decay_mask="matrices")
+
+
+@pytest.mark.parametrize(
+    "mask", [0.5, {"w": "no", "v": True}, lambda _: {"w": 1, "v": 0}]
+)
+def test_masks_are_booleans(mask):
+    params = {"w": jnp.eye(2), "v": jnp.eye(2)}
+    for stage in (
+        add_cautious_decayed_weights(0.5, mask=mask),
+        scale_by_calibrated_trust_ratio(anchor="full_rank", weight_decay_mask=mask),
+    ):
+        with pytest.raises(ValueError, match=r"mask=.*pass a tree of booleans"):
+            stage.update(params, stage.init(params), params)
+
+
+def test_only_a_ratio_is_pooled():
+    stage, params = pool_trust_ratios(optax.identity()), {"w": jnp.eye(2)}
+    with pytest.raises(ValueError, match=r"^ratio=.*scale_by_calibrated_trust"):
+        stage.update(params, stage.init(params), params)
 
 
 @pytest.mark.parametrize("stage", [orthogonalize, scale_by_shape, normalize_vectors])
@@ -341,6 +363,11 @@ class TestCalibratedTrustRatio:
         (lambda: scale_by_calibrated_trust_ratio(r_min=2, r_max=1), "r_min=2.*r_max=1"),
         (lambda: scale_by_calibrated_trust_ratio(eps=-1), "eps=-1"),
         (lambda: scale_by_calibrated_trust_ratio(calibrate=None), "calibrate=None"),
+        (lambda: scale_by_calibrated_trust_ratio(anchor_steps=1.5), "anchor_steps=1.5"),
+        (lambda: keep_initial_norm(0.1), "inner=0.1.*pass a gradient transformation"),
+        (lambda: from_first_nonzero_update(optax.sgd), "inner=.*a gradient transform"),
+        (lambda: pool_trust_ratios(3), "ratio=3.*a gradient transformation"),
+        (lambda: keep_master_weights(3), "inner=3.*a gradient transformation"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(build, words):

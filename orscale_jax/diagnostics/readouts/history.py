@@ -71,6 +71,9 @@ class History:
         scalars: Sequence[str] = (),
     ):
         """Open the file, or begin it."""
+        for name, given in (("measurements", measurements), ("scalars", scalars)):
+            if isinstance(given, str):
+                _checks.refuse(name, given, "pass a sequence of names")
         self.path, self.classes = pathlib.Path(path), classes
         self.measurements, self.scalars = tuple(measurements), tuple(scalars)
         columns = [*_FIRST, *self.measurements, *self.scalars]
@@ -109,9 +112,11 @@ class History:
           **scalars: Numbers of the step, by the name of their column.
 
         Raises:
-          ValueError: If a name is no column, the step is not after the last one, or the
-            matrices are not those of the file.
+          ValueError: If a name is no column, the step is no whole number or not after the
+            last one, a scalar is no real number, or the matrices are not those of the
+            file.
         """
+        step = _checks.whole("step", step)
         unknown = ({*(measurements or {})} - {*self.measurements}) | (
             {*scalars} - {*self.scalars}
         )
@@ -126,7 +131,7 @@ class History:
             scalars |= self._columns_of(gained, scalars)
         count = len(table["matrix"])
         fetched = jax.device_get(scalars)
-        given = {name: [_text(value)] * count for name, value in fetched.items()}
+        given = {name: [_number(name, x)] * count for name, x in fetched.items()}
         given["step"] = [str(step)] * count
         columns = [
             given.get(name) or [_text(x) for x in table.get(name, [""] * count)]
@@ -171,9 +176,18 @@ class History:
             )
 
 
+def _number(name: str, value: Any) -> str:
+    """A scalar of the user's in the form that it has in the file."""
+    array = np.asarray(value)
+    if array.size != 1 or not (array.dtype == bool or _checks.is_real(array.dtype)):
+        _checks.refuse(name, value, "pass a real number")
+    return _text(array.reshape(())[()])
+
+
 def _text(value: Any) -> str:
-    """A number in the form that it has in the file."""
+    """A name, or a number: whole as it is, of Python with 15 digits, of arrays with 7."""
     if isinstance(value, str):
         return value
-    number = np.asarray(value)
-    return str(int(number)) if number.dtype == bool else f"{float(number):.7g}"
+    if np.asarray(value).dtype.kind in "biu":
+        return str(int(value))
+    return f"{float(value):.{15 if isinstance(value, float) else 7}g}"

@@ -160,6 +160,7 @@ def _at(rate: Any, labels: Labels, counts: Sequence[tuple[Labels, Any]]) -> Arra
         rate = rate(jnp.maximum(jnp.asarray(count) - 1, 0))
     if np.ndim(rate):
         _checks.refuse("learning_rate", rate, _FORMS)
+    _checks.number("learning_rate", rate, at_least=0)
     return rate
 
 

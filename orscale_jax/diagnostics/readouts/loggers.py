@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from orscale_jax import _checks
+
 
 def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
     """Fetch scalars from the device, all at once.
@@ -41,7 +43,8 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
 class JsonLines:
     r"""A file of JSON lines, one object for each step, with the key ``"step"`` first.
 
-    NaN and infinities are written as null, since JSON has neither.
+    NaN and infinities are written as null, since JSON has neither. If a process is killed
+    while it writes a line, the next one drops what is there of it.
 
     Example:
       >>> import pathlib, tempfile
@@ -55,15 +58,32 @@ class JsonLines:
     def __init__(self, path: str | os.PathLike[str]):
         """Set the path of the file, which the first ``write`` creates or continues."""
         self.path = pathlib.Path(path)
+        self._begun = False
 
     def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Add the scalars of a step."""
+        """Add the scalars of a step.
+
+        Raises:
+          ValueError: If the step is no whole number, or a scalar is called "step".
+        """
+        step = _checks.whole("step", step)
+        if "step" in scalars:
+            _checks.refuse("scalars", scalars, 'give "step" another name')
         numbers = {
             name: value if math.isfinite(value) else None
             for name, value in to_floats(scalars).items()
         }
+        if not self._begun:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            _drop_half_a_line(self.path)
+            self._begun = True
         with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": int(step), **numbers}) + "\n")
+            file.write(json.dumps({"step": step, **numbers}) + "\n")
+
+
+def _drop_half_a_line(path: pathlib.Path) -> None:
+    if path.is_file():
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
 
 
 class TensorBoard:

@@ -32,25 +32,27 @@ def _norm(x: jax.Array) -> jax.Array:
 
 
 def _stable_rank(x: jax.Array) -> jax.Array:
-    squares = jnp.square(jnp.linalg.svd(x, compute_uv=False))
-    largest = jnp.max(squares, axis=-1, initial=0)
-    return jnp.sum(squares, axis=-1) / jnp.where(largest == 0, 1, largest)
+    values = jnp.linalg.svd(x, compute_uv=False)
+    largest = jnp.max(values, axis=-1, initial=0, keepdims=True)
+    # In this order, since squares may overflow or underflow.
+    return jnp.sum(jnp.square(values / jnp.where(largest == 0, 1, largest)), axis=-1)
 
 
 def _null_share(m: jax.Array) -> jax.Array:
     values = jnp.linalg.svd(m, compute_uv=False)
     floor = jnp.finfo(values.dtype).eps * max(m.shape[-2:])
-    return _share(values <= floor * values[..., :1], values.dtype)
+    return _share(values <= floor * values[..., :1], values)
 
 
 def _polar_null_share(q: jax.Array) -> jax.Array:
     values = jnp.linalg.svd(q, compute_uv=False)
-    return _share(values < LIFTED, values.dtype)
+    return _share(values < LIFTED, values)
 
 
-def _share(on: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The share of singular values; 0 of none."""
-    return jnp.sum(on, axis=-1, dtype=dtype) / max(on.shape[-1], 1)
+def _share(on: jax.Array, values: jax.Array) -> jax.Array:
+    """The share of singular values; 0 of none, NaN of those of NaN."""
+    share = jnp.sum(on, axis=-1, dtype=values.dtype) / max(on.shape[-1], 1)
+    return jnp.where(jnp.isnan(values).any(axis=-1), jnp.nan, share)
 
 
 def _polar_error(q: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ Table: TypeAlias = Mapping[str, Any]  # Columns of equal length; also a data fra
 #: The share of all matrices at one bound from which the ratio counts as saturated.
 SATURATED_SHARE = 0.5
 #: Below this ‖D₀‖/‖D‖, the direction on which c was anchored counts as one of low rank:
-#: directions are now twice as large, so the matrix takes half of its step.
+#: directions are now twice as large, so the ratio is half of what ‖W‖/‖W₀‖ gives it.
 LOW_RANK_FACTOR = 0.5
 #: From this ‖W‖/‖W₀‖ on, the norm counts as running away: the paper saw 10 to 50 with a
 #: decoupled decay (its Table 4).
@@ -131,6 +131,11 @@ def _still(
     return (started != 0) & ((norm == 0) | (ratio == 0) | alone)
 
 
+def _at_one_bound(at: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Matrices at a bound; not at both, which is Muon on purpose (r_min = r_max)."""
+    return (at != 0) & (other == 0)
+
+
 def _left_out(matrices: np.ndarray, started: np.ndarray) -> np.ndarray:
     """Matrices without an update in a stack in which others have had one."""
     busy = {leaf_of(name) for name, on in zip(matrices, started, strict=True) if on}
@@ -155,8 +160,8 @@ _CHECKS = (
     ),
     _Check(
         "Saturated at the upper bound",
-        ("at_r_max",),
-        lambda at: at != 0,
+        ("at_r_max", "at_r_min"),
+        _at_one_bound,
         "The ratio is r_max for most matrices: this is Muon at r_max times the learning "
         "rate (Theorem collapse).",
         "Raise the learning rate and anchor c again, or raise r_max.",
@@ -164,8 +169,8 @@ _CHECKS = (
     ),
     _Check(
         "Saturated at the lower bound",
-        ("at_r_min",),
-        lambda at: at != 0,
+        ("at_r_min", "at_r_max"),
+        _at_one_bound,
         "The ratio is r_min for most matrices: this is Muon at r_min times the learning "
         "rate (Theorem collapse).",
         "Look at the first directions, on which c is anchored; anchor c again.",
@@ -176,8 +181,8 @@ _CHECKS = (
         ("raw_trust_ratio", "growth", "anchored"),
         lambda r, growth, anchored: (r < LOW_RANK_FACTOR * growth) & (anchored != 0),
         "Directions are more than twice as large as the one on which c was anchored, "
-        "as after a first gradient of low rank (few tokens, a small batch): the matrix "
-        "takes less than half of its step, for good.",
+        "as after a first gradient of low rank (few tokens, a small batch): the ratio is "
+        "less than half of what ‖W‖ would give it otherwise, for good.",
         'Pass anchor="full_rank" or "largest", or anchor c again after the first steps.',
     ),
     _Check(
@@ -190,7 +195,7 @@ _CHECKS = (
     _Check(
         "Large steps",
         ("relative_step",),
-        lambda step: step > LARGE_STEP,
+        lambda step: (step > LARGE_STEP) & np.isfinite(step),
         "The last step was more than 0.1 of the matrix itself.",
         "Lower the learning rate or r_max, or warm up for longer.",
     ),

@@ -29,8 +29,10 @@ class QKNorms(NamedTuple):
 def qk_norms(params: PyTree, attentions: Attentions) -> PyTree:
     r"""Measure the norm of every query head and every key head.
 
-    :math:`|q_h \cdot k_h| \le \|x\|^2 \|W_{q,h}\|_F \|W_{k,h}\|_F`: the logits of
-    heads whose norms grow may explode; :func:`orscale_jax.qk_clip` prevents that. This
+    :math:`|q_h \cdot k_h| \le \|x\| \|y\| \|W_{q,h}\|_F \|W_{k,h}\|_F` for inputs x of
+    the query and y of the key, but for biases and parts that are shared or rotated: the
+    logits of heads whose norms grow may explode; :func:`orscale_jax.qk_clip` prevents
+    that. This
     function costs one pass over these parameters, inside or outside of ``jax.jit``.
 
     Args:

@@ -229,9 +229,8 @@ def _of_matrices(
     }
     if eta is not None:
         moved = jnp.asarray(eta, ratio.dtype) * ratio * at["direction_norm"]
-        still = at["direction_norm"] == 0
-        norm = jnp.where(still, 1, at["weight_norm"])
-        readouts["relative_step"] = jnp.where(still, 0, moved / norm)
+        norm = jnp.where(moved == 0, 1, at["weight_norm"])
+        readouts["relative_step"] = moved / norm
     return readouts
 
 

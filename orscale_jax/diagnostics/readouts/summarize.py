@@ -39,7 +39,8 @@ def summarize(
 
     For :math:`\hat r`, r, the relative step and the growth it gives ``mean``, ``p05``,
     ``p50``, ``p95``, ``min`` and ``max``. Every matrix has weight 1, also in stacks and
-    blocks. It also gives the shares of matrices at each bound (``share_at_r_min``,
+    blocks; the first relative step of a matrix that was zero is infinite, and left out.
+    It also gives the shares of matrices at each bound (``share_at_r_min``,
     ``share_at_r_max``), without an update so far (``share_not_started``), with a c that
     is still unset (``share_not_anchored``), without initial scale
     (``share_without_scale``), and with a norm that is not finite (``share_not_finite``).
@@ -93,19 +94,23 @@ def summarize(
     return scalars
 
 
+@jax.jit
 def _statistics(vectors: Vectors) -> dict[str, jax.Array]:
     """Statistics of all quantities, from one sort."""
     names = [name for name in QUANTITIES if name in vectors]
     if not names:
         return {}
     values = jnp.stack([vectors[name] for name in names])
-    percentiles = jnp.percentile(values, jnp.array([*PERCENTILES.values()]), axis=1)
+    known = jnp.where(jnp.isinf(values), jnp.nan, values)
+    shares = jnp.array([*PERCENTILES.values()])
     rows = {
-        "mean": values.mean(axis=1),
-        **dict(zip(PERCENTILES, percentiles, strict=True)),
-        "min": values.min(axis=1),
-        "max": values.max(axis=1),
+        "mean": jnp.nanmean(known, axis=1),
+        **dict(zip(PERCENTILES, jnp.nanpercentile(known, shares, axis=1), strict=True)),
+        "min": jnp.nanmin(known, axis=1),
+        "max": jnp.nanmax(known, axis=1),
     }
+    broken = jnp.isnan(values).any(axis=1)
+    rows = {name: jnp.where(broken, jnp.nan, row) for name, row in rows.items()}
     return {
         f"{name}/{statistic}": row[index]
         for index, name in enumerate(names)

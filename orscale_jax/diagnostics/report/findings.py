@@ -62,7 +62,7 @@ def key_numbers(run: Run) -> list[tuple[str, str]]:
         found.append(("r̂, 5th to 95th percentile", f"{p05:.2f} – {p95:.2f}"))
         found.append(("uniform part of r̂", f"× {numbers['uniform']:.2f}"))
     if run.has("at_r_min", "at_r_max"):
-        share = run.last[["at_r_min", "at_r_max"]].max(axis="columns").mean()
+        share = (run.last[["at_r_min", "at_r_max"]].sum(axis="columns") == 1).mean()
         found.append(("of the matrices at a bound", f"{share:.0%}"))
     if run.has("relative_step"):
         rows = run.rows[np.isfinite(run.rows["relative_step"])]

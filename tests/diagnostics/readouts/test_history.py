@@ -175,7 +175,25 @@ class TestErrors:
         with pytest.raises(ValueError, match="has the columns a, b, and this run has st"):
             History(tmp_path / "other.csv")
 
+    @pytest.mark.parametrize("step", [2.0, "7", True, np.float32(4), None])
+    def test_a_step_is_a_whole_number(self, tmp_path, step):
+        with pytest.raises(ValueError, match=r"^step=.*pass a whole number"):
+            History(tmp_path / "history.csv").append(step, reading())
+        with pytest.raises(ValueError, match=r"^step=.*pass a whole number"):
+            JsonLines(tmp_path / "lines.jsonl").write(step, {})
+
+    @pytest.mark.parametrize("value", ["a\n7,b", None, 1j, jnp.ones(3)])
+    def test_a_scalar_is_a_real_number(self, tmp_path, value):
+        history = written(tmp_path / "history.csv")
+        before = history.path.read_bytes()
+        with pytest.raises(ValueError, match=r"^loss=.*pass a real number"):
+            history.append(4, reading(), loss=value)
+        assert history.path.read_bytes() == before
+
     def test_names(self, tmp_path):
+        for columns in ({"scalars": "loss"}, {"measurements": "signal"}):
+            with pytest.raises(ValueError, match="pass a sequence of names"):
+                History(tmp_path / "history.csv", **columns)
         with pytest.raises(ValueError, match="give each column a different name"):
             History(tmp_path / "history.csv", scalars=["growth"])
         history = written(tmp_path / "history.csv")
@@ -212,6 +230,25 @@ def test_json_lines(tmp_path):
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     expected = {"step": 2, "loss": 2.5, "ratio": 0.5, "odd": None}
     assert json.loads(lines[1]) == expected and len(lines) == 2
+
+
+def test_numbers_are_written_with_their_digits(tmp_path):
+    history = History(tmp_path / "history.csv", scalars=["tokens", "seconds", "loss"])
+    given = {"tokens": 16_777_216_123, "seconds": 123456.789, "loss": jnp.float32(2.1)}
+    history.append(np.int32(1), reading(), **given)
+    for line in history.path.read_text().splitlines()[1:]:
+        assert line.endswith(",16777216123,123456.789,2.1")
+
+
+def test_json_lines_after_a_kill(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    JsonLines(path).write(1, {"loss": 2.5})
+    whole = path.read_text()
+    path.write_text(whole + '{"step": 2, "lo')
+    JsonLines(path).write(2, {"loss": 2.0})
+    assert path.read_text() == whole + '{"step": 2, "loss": 2.0}\n'
+    with pytest.raises(ValueError, match=r'^scalars=.*give "step" another name'):
+        JsonLines(path).write(3, {"step": 7})
 
 
 def test_tensorboard(tmp_path):

@@ -93,7 +93,7 @@ def test_low_rank_and_zero_are_seen(measured):
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("scale", [1e-9, 1e9])
+@pytest.mark.parametrize("scale", [1e-25, 1e-9, 1e9, 1e25])
 def test_the_scale_of_the_momentum_does_not_matter(scale):
     params = {"w": jnp.ones((6, 4))}
     grads = {"w": scale * jnp.eye(6, 4).at[3, 3].set(0)}
@@ -103,6 +103,15 @@ def test_the_scale_of_the_momentum_does_not_matter(scale):
     found = measure(state, params, names=names)
     assert found["momentum_null_share"]["w"] == 0.25
     assert found["momentum_stable_rank"]["w"] == pytest.approx(3)
+
+
+def test_nothing_is_healthy_about_nan():
+    params, optimizer = {"w": jnp.eye(4)}, orscale(0.1)
+    _, state = optimizer.update(
+        {"w": params["w"] * jnp.nan}, optimizer.init(params), params
+    )
+    found = measure(state, params)
+    assert np.isnan([found[name]["w"] for name in found]).all()
 
 
 def test_stacks_without_broadcasting_and_matrices_without_entries():

@@ -61,6 +61,9 @@ def test_a_healthy_table_has_none():
         {"raw_trust_ratio": ([0], 0.6)},
         {"growth": (slice(None), 9.0), "raw_trust_ratio": (slice(None), 8.0)},
         {"relative_step": (slice(None), 0.09)},
+        {"relative_step": ([0], np.inf)},  # It was zero.
+        # Muon on purpose: r_min = r_max = 1.
+        {"at_r_min": (slice(None), 1), "at_r_max": (slice(None), 1)},
         {"polar_error": (slice(None), 0.4)},
         # All rates are 0 at the end of a schedule; an idle expert does not decay.
         {"relative_step": (slice(None), 0.0)},

@@ -19,7 +19,7 @@ from orscale_jax import (
     muon,
     orscale,
 )
-from orscale_jax.diagnostics import read
+from orscale_jax.diagnostics import read, summarize
 from tests import leaves, oracle
 from tests.runs import ABLATIONS, FAMILY
 
@@ -184,6 +184,25 @@ class TestBeforeAndWithout:
         # W₀ is the first that is not zero, after one step; each step is as large.
         growth = [float(r.growth["w"]) for r, _ in seen]
         np.testing.assert_allclose(growth, [1, 2, 3], rtol=1e-5)
+
+    def test_relative_steps_of_a_matrix_that_starts_from_zero(self):
+        """Infinite at first, left out of the statistics, and 0 at a rate of 0."""
+        params, rate = {"w": jnp.eye(3), "z": jnp.zeros((3, 3))}, lambda t: 0.1 * t
+        grads, optimizer = {"w": jnp.eye(3), "z": jnp.eye(3)}, orscale(rate)
+        state = optimizer.init(params)
+        steps, means = [], []
+        with jax.debug_nans(True):
+            for _ in range(3):
+                updates, state = optimizer.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+                found = read(state, params, learning_rate=rate)
+                steps.append(float(found.relative_step["z"]))
+                means.append(summarize(found)["optimizer/relative_step/mean"])
+                own = float(found.relative_step["w"])
+                if not np.isfinite(steps[-1]):
+                    assert means[-1] == own
+        assert steps[:2] == [0, np.inf] and 0 < steps[2] < 10
+        assert np.isfinite(means).all()
 
     def test_without_calibration(self):
         optimizer = orscale(0.1, calibrate=False)
@@ -447,6 +466,11 @@ class TestErrors:
         state = orscale(1e-3).init({"w": jnp.ones((3, 4)), "v": jnp.ones((3, 4))})
         with pytest.raises(ValueError, match="params does not have, such as 'v'"):
             read(state, {"w": jnp.ones((3, 4))})
+
+    @pytest.mark.parametrize("rate", ["0.1", True, -1.0, np.nan, -np.inf, 1j])
+    def test_no_rate(self, rate):
+        with pytest.raises(ValueError, match=r"^learning_rate=.*a number"):
+            read(orscale(1e-3).init(TREE), TREE, learning_rate=rate)
 
     def test_a_schedule_without_count(self):
         state = orscale(1e-3).init(TREE)
