@@ -9,7 +9,7 @@ from rich.console import Console
 
 from examples.pretrain.config import Config
 from examples.pretrain.configs import parse
-from examples.pretrain.errors import RunError, UsageError
+from examples.pretrain.errors import AGAIN, RunError, UsageError
 from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation.processes import (
@@ -22,7 +22,6 @@ from examples.pretrain.operation.run import run
 from examples.pretrain.operation.stop import Stopped
 
 PROG = "python -m examples.pretrain [--recipe NAME] [--distributed]"
-AGAIN = "The same command carries on from the last checkpoint."
 
 
 def train(config: Config) -> None:
@@ -37,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first.add_argument("--distributed", action="store_true")
     chosen, options = first.parse_known_args(arguments)
     try:
+        if "" in options:
+            raise UsageError("an argument is empty, as that of an unset variable is.")
         config = parse(options, PROG)
         if chosen.distributed:
             join_cluster()
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _failed(f"error: {error}", code=2)
     except (RunError, OSError) as error:
-        return _failed(f"error: {error}\n{AGAIN}", code=1)
+        return _failed(f"error: {error}", code=1)
     except jax.errors.JaxRuntimeError as error:
         if not others_are_gone(error):
             raise

@@ -48,6 +48,8 @@ def compare(comparison: Comparison, console: Console) -> None:
     Raises:
       UsageError: If a run is not finished or they cannot be compared.
     """
+    if comparison.out.suffix != ".png":
+        raise UsageError(f"--out {comparison.out} is no file name that ends in .png.")
     unit = _check(comparison.runs)
     runs = [_validation_curves(folder) for folder in comparison.runs]
     shared = [name for name in OPTIMIZERS if all(name in run for run in runs)]

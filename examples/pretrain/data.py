@@ -197,7 +197,9 @@ def _standard_library() -> Files:
 
 def _find(patterns: Iterable[str]) -> Files:
     """The files that patterns name."""
-    paths = {path for pattern in patterns for path in _expand(pattern)}
+    found = {path for pattern in patterns for path in _expand(pattern)}
+    # Once each, whatever links to it: it would be on both sides of the split.
+    paths = {path.resolve(): path for path in sorted(found, reverse=True)}.values()
     root = os.path.commonpath([path.parent for path in paths])
     return {path.relative_to(root).as_posix(): path for path in paths}
 
@@ -211,6 +213,8 @@ def _expand(pattern: str) -> list[pathlib.Path]:
     if not files:
         raise UsageError(f"{pattern}: no such file, and none within or matching.")
     for path in files:
+        if not path.is_file():
+            raise UsageError(f"{path} is no file that can be read: leave it out.")
         if path.stat().st_size == 0:
             raise UsageError(f"{path} is empty: write it again, or leave it out.")
     return files
@@ -218,13 +222,15 @@ def _expand(pattern: str) -> list[pathlib.Path]:
 
 def _files_below(folder: pathlib.Path) -> list[pathlib.Path]:
     """All but hidden files and empty texts, which source trees are full of."""
-    return [
-        path
-        for path in folder.rglob("*")
-        if path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-        and (path.stat().st_size or is_shard(path))
-    ]
+    files, seen = list[pathlib.Path](), set[str]()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(root)
+        shown = [name for name in folders if not name.startswith(".")]
+        folders[:] = [] if real in seen else shown  # A link may lead back.
+        seen.add(real)
+        paths = (pathlib.Path(root, name) for name in names if not name.startswith("."))
+        files += (path for path in paths if path.is_file())
+    return [path for path in files if path.stat().st_size or is_shard(path)]
 
 
 def _split_by_name(files: Files) -> tuple[Files, Files]:

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable
 
+AGAIN = "The same command carries on from the last checkpoint."
+
 
 class UsageError(ValueError):
     """Something that the user can put right before the run starts. Exit code 2."""
@@ -19,4 +21,7 @@ def exit_code_of(command: Callable[[], None]) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     return 0

@@ -165,7 +165,9 @@ def show_samples(
     """Prints what the model of each optimizer of a run makes of a prompt."""
     for folder in _folders(run.resolve()):
         text = sample(folder, prompt, sampling)
-        console.rule(OPTIMIZERS[folder.name].label, align="left", style="dim")
+        known = OPTIMIZERS.get(folder.name)
+        label = known.label if known else folder.name  # Of a copied folder.
+        console.rule(label, align="left", style="dim")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 

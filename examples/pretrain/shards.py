@@ -11,6 +11,7 @@ import numpy as np
 from examples.pretrain.errors import UsageError
 
 MAGIC = 20240520
+MAGIC_OF_UINT32 = 20240801
 VERSION = 1
 HEADER_INTS = 256
 HEADER_BYTES = 4 * HEADER_INTS
@@ -44,6 +45,10 @@ def read_shard(path: pathlib.Path) -> np.ndarray:
 def _check_header(path: pathlib.Path, size: int) -> int:
     """Where the tokens begin."""
     header = np.fromfile(path, dtype="<i4", count=min(HEADER_INTS, size // 4))
+    if header.size and header[0] == MAGIC_OF_UINT32:
+        raise UsageError(
+            f"{path} is a shard of uint32 tokens (llm.c, Llama 3): convert it to uint16."
+        )
     if not header.size or header[0] != MAGIC:
         return 0
     if header.size < HEADER_INTS:

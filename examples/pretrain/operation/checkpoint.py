@@ -14,7 +14,7 @@ import jax
 import orbax.checkpoint as ocp
 from rich.console import Console
 
-from examples.pretrain.errors import RunError
+from examples.pretrain.errors import AGAIN, RunError
 from examples.pretrain.operation.checksums import checksums
 from examples.pretrain.operation.processes import (
     barrier,
@@ -149,7 +149,7 @@ class Checkpoints:
             reason = why_not_written(error) or _first_line(error)[:300]
             raise RunError(
                 f"A checkpoint in {self._folder} could not be written: {reason}. "
-                f"Newest complete one: {self._newest()}."
+                f"Newest complete one: {self._newest()}.\n{AGAIN}"
             ) from error
 
 

@@ -117,6 +117,6 @@ def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
                 raise RunError(
                     f"Step {step}: {name} is {float(metrics[name])}. Nothing was saved "
                     f"since step {last_checkpoint or 0}, from which the same command "
-                    "carries on. If it happens again, look at the data of this step, "
-                    "lower --learning-rate, or set --clip."
+                    "carries on. If it happens again, look at the data of this step, or "
+                    "begin anew with another --out and a lower --learning-rate or --clip."
                 )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from examples.pretrain.operation.processes import is_first
+from examples.pretrain.operation.records import continuing
 from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.step import loss_of, on_auto_axes
@@ -54,13 +55,14 @@ class Readouts:
         if not is_first():
             return
         params = setup.abstract["params"]
-        self.history = diagnostics.History(
-            folder / FILE_NAME,
-            classes=diagnostics.layer_classes(params),
-            measurements=MEASUREMENTS,
-            scalars=("loss",),
-        )
-        self.history.rewind(start)
+        with continuing(folder):
+            self.history = diagnostics.History(
+                folder / FILE_NAME,
+                classes=diagnostics.layer_classes(params),
+                measurements=MEASUREMENTS,
+                scalars=("loss",),
+            )
+            self.history.rewind(start)
         (folder / "audit.csv").write_text(audit(setup).to_csv())
 
     def read(self, state: State) -> diagnostics.Reading:

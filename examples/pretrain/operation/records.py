@@ -1,14 +1,16 @@
 """What a run writes down as it goes, in CSV files."""
 
+import contextlib
 import csv
 import io
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from examples.pretrain.errors import RunError
 from examples.pretrain.operation.rundir import write_atomically
 from examples.pretrain.setup import Setup
 from examples.pretrain.train import Interval
@@ -16,6 +18,22 @@ from orscale_jax.diagnostics.readouts.step_file import StepFile
 
 LOADS = ("step", "layer", "expert", "share")
 Row = Mapping[str, Any]
+
+
+@contextlib.contextmanager
+def continuing(folder: pathlib.Path) -> Iterator[None]:
+    """Names the folder where a table of an interrupted run cannot be continued.
+
+    Raises:
+      RunError: If that is so.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise RunError(
+            f"A table in {folder} cannot be continued: {error} Move it away to go on "
+            "without its rows."
+        ) from error
 
 
 class Recorder:
@@ -29,13 +47,14 @@ class Recorder:
         self._recipe, self._task = setup.recipe, setup.task
         steps = np.arange(setup.recipe.num_steps)
         self.learning_rates = jax.device_get(jax.jit(jax.vmap(setup.schedule))(steps))
-        self._metrics = StepFile(folder / "metrics.csv", columns(setup.task.item))
-        self._metrics.rewind(start)
-        rows = read_csv(self._metrics.path)
         self._loads = None
-        if setup.task.has_experts:
-            self._loads = StepFile(folder / "expert_loads.csv", LOADS)
-            self._loads.rewind(start)
+        with continuing(folder):
+            self._metrics = StepFile(folder / "metrics.csv", columns(setup.task.item))
+            self._metrics.rewind(start)
+            rows = read_csv(self._metrics.path)
+            if setup.task.has_experts:
+                self._loads = StepFile(folder / "expert_loads.csv", LOADS)
+                self._loads.rewind(start)
         self._seconds = float(rows[-1]["seconds"]) if rows else 0.0
 
     def record(self, interval: Interval, validation: Mapping[str, float]) -> None:

@@ -6,13 +6,14 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import UsageError
 from examples.pretrain.meshes import MeshConfig
 from examples.pretrain.operation.processes import is_first
+from examples.pretrain.optimizers import OPTIMIZERS, find_optimizer
 from examples.pretrain.task import Data
 
 # These leave the result as it is, but for rounding: where it goes, which optimizers come
@@ -52,8 +53,19 @@ def claim(config: Config, data: Data) -> Iterator[None]:
 
 
 def read_facts(folder: pathlib.Path) -> dict[str, Any]:
-    """The configuration and the data of a run, as its config.json tells them."""
-    return json.loads((folder / "config.json").read_text())
+    """The configuration and the data of a run, as its config.json tells them.
+
+    Raises:
+      UsageError: If the file is damaged, or another program's.
+    """
+    path = folder / "config.json"
+    try:
+        facts = json.loads(path.read_text())
+    except ValueError:
+        facts = None
+    if not isinstance(facts, dict) or "unit" not in facts:
+        raise UsageError(f"{path} is damaged, or no run's: use another folder.")
+    return facts
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -80,6 +92,8 @@ def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
     # What this program does not know any more decides nothing.
     there = {name: read_facts(path.parent).get(name) for name in facts}
     different = differences(there, facts)
+    idle = {"optimizer", *_not_taken(config.optimizer)}
+    different = {name: pair for name, pair in different.items() if name not in idle}
     if different.keys() - FREE_OPTIONS:
         raise UsageError(
             f"{path.parent} holds a run of another configuration:\n"
@@ -89,6 +103,12 @@ def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
             )
             + "\nPass the same options to carry it on, or another --out to start anew."
         )
+
+
+def _not_taken(optimizers: Sequence[str]) -> set[str]:
+    """The hyperparameters that decide nothing, since none of the optimizers has them."""
+    known = {n for entry in OPTIMIZERS.values() for n in entry.hyperparameters}
+    return known.difference(*(find_optimizer(o).hyperparameters for o in optimizers))
 
 
 def _facts(config: Config, data: Data) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """The model of a run, from its newest checkpoint."""
 
 import pathlib
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,10 +68,18 @@ def _newest(folder: pathlib.Path, weights: Mapping[str, PyTree]) -> dict[str, Py
     reasons = []
     for step in checkpoint_steps(folder):
         try:
-            return _read(folder.absolute() / "checkpoints" / str(step), weights)
+            found = _read(folder.absolute() / "checkpoints" / str(step), weights)
         except Exception as error:  # A damaged file may raise anything.
             first_line = (str(error).strip().splitlines() or [""])[0]
             reasons.append(f"step {step}: {type(error).__name__}: {first_line[:200]}")
+            continue
+        if reasons:
+            warnings.warn(
+                f"{folder}: the weights are those of step {step}, since newer ones "
+                f"cannot be read: {'; '.join(reasons)}",
+                stacklevel=3,
+            )
+        return found
     why = "can be read: " + "; ".join(reasons) if reasons else "is there yet"
     raise UsageError(f"{folder / 'checkpoints'}: no checkpoint {why}.")
 

@@ -7,7 +7,7 @@ import pathlib
 import re
 from collections.abc import Iterator
 
-from examples.pretrain.errors import RunError, UsageError
+from examples.pretrain.errors import AGAIN, RunError, UsageError
 
 # What the system answers where it does not let a program write.
 _NOT_WRITTEN = {
@@ -32,7 +32,7 @@ def writing(folder: pathlib.Path) -> Iterator[None]:
         cause = why_not_written(error)
         if cause is None:
             raise
-        raise RunError(f"{folder} cannot be written to: {cause}.") from error
+        raise RunError(f"{folder} cannot be written to: {cause}.\n{AGAIN}") from error
 
 
 def why_not_written(error: BaseException) -> str | None:

@@ -137,6 +137,12 @@ def test_a_wrong_command_ends_with_a_message(options, message, capsys, monkeypat
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", ["--data", "--out"])
+def test_an_empty_argument_is_refused(option, capsys):
+    assert main([option, ""]) == 2
+    assert "an argument is empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "unknown"),
     [
@@ -210,11 +216,29 @@ def test_a_hyperparameter_that_no_optimizer_takes_is_refused(options, message):
 @pytest.mark.parametrize(
     "options",
     [
+        "--qkv blocks",  # The demo's are not fused.
+        "--optimizer adamw --model.fused-qkv --qkv blocks",
+        "--optimizer adamw --per-head",
+        "--recipe demo-moe --optimizer adamw --router adamw",
+        "--optimizer adamw --measure-every 5",
+        "--measure-every None --measure-batches 7",
+    ],
+)
+def test_options_for_what_there_is_not_are_refused(options):
+    with pytest.raises(UsageError, match="would change nothing"):
+        parse(options.split(), "")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
         "--recipe demo-moe --router adamw --balance-rate 1e-4",
         "--recipe demo-vision --cutout 4 --clip 1",
         "--optimizer adamw orscale --r-max 2 --adam-learning-rate 1e-3",
         "--optimizer adamw --r-max None",  # What the recipe has by default.
         "--optimizer lars --momentum 0.8",
+        "--model.fused-qkv --qkv blocks --per-head --measure-every 5 --measure-batches 7",
+        "--optimizer adamw --measure-every None --qkv matrix",
     ],
 )
 def test_options_that_something_reads_are_taken(options):

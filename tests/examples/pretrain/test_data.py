@@ -90,6 +90,27 @@ def test_globs_and_folders_and_files_name_the_same_texts_once(tmp_path):
     assert by_folder.fingerprint() == by_all.fingerprint()
 
 
+def test_links_are_followed_and_name_nothing_twice(tmp_path):
+    documents(tmp_path)
+    expected = read(tmp_path).fingerprint()
+    (tmp_path / "a_link.txt").symlink_to(tmp_path / "3.txt")
+    linked = tmp_path.with_name(f"{tmp_path.name}_linked")
+    linked.mkdir()
+    (linked / "texts").symlink_to(tmp_path)
+    (linked / "again").symlink_to(linked)
+    (tmp_path / "back").symlink_to(linked)
+    assert read(linked, tmp_path / ".." / tmp_path.name / "5.txt").train.tokens > 0
+    sizes = [split.tokens for split in (lambda c: (c.train, c.val))(read(linked))]
+    (tmp_path / "back").unlink()
+    (tmp_path / "a_link.txt").unlink()
+    assert read(tmp_path).fingerprint() == expected
+    whole = read(tmp_path)
+    assert sum(sizes) == whole.train.tokens + whole.val.tokens
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"gone\.txt is no file that can be read"):
+        read(tmp_path / "*.txt")
+
+
 def test_hidden_and_empty_files_of_a_folder_are_left_out(tmp_path):
     expected = read(documents(tmp_path)).fingerprint()
     (tmp_path / ".git").mkdir()
@@ -216,6 +237,12 @@ def wrong_version(path):
     write_header_shard(path, version=2)
 
 
+def of_uint32(path):
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240801, 7, 200
+    path.write_bytes(header.tobytes() + np.arange(200, dtype="<u4").tobytes())
+
+
 def cut_off(path):
     write_header_shard(path, count=401)
 
@@ -246,6 +273,7 @@ def empty(path):
     [
         (odd_length, "odd length.*write it again"),
         (wrong_version, "version 2.*version 1.*convert"),
+        (of_uint32, "uint32 tokens.*convert it"),
         (cut_off, "401 tokens.*holds 400.*write it again"),
         (too_long, "399 tokens.*holds 400.*write it again"),
         (cut_off_header, "within its header.*write it again"),

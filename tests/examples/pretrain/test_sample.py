@@ -132,7 +132,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_stays(copied):
     steps = sorted(int(p.name) for p in (copied / "checkpoints").iterdir())
     newest = copied / "checkpoints" / str(steps[-1])
     shutil.rmtree(newest / "state")
-    model = load_model(copied)
+    with pytest.warns(match=f"are those of step {steps[-2]}, since newer ones"):
+        model = load_model(copied)
     assert newest.exists()
     newest.rename(copied / "damaged")
     assert_is_checkpoint(model, copied)
@@ -188,6 +189,13 @@ def test_the_command_names_what_is_missing(tmp_path, copied, capsys):
     ):
         assert sample.main(["x", "--run", str(folder)]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_configuration_is_refused(copied, text):
+    (copied.parent / "config.json").write_text(text)
+    with pytest.raises(UsageError, match=r"config\.json is damaged, or no run's"):
+        load_model(copied)
 
 
 @pytest.mark.parametrize("option", ["length", "temperature", "top_k", "seed"])

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import shutil
 import signal
 import time
 
@@ -201,6 +202,37 @@ def test_every_option_that_matters_is_compared(data, tmp_path):
             assert f"  {name}: " in message and message.count(" there, ") == 1, message
 
 
+def test_hyperparameters_of_other_optimizers_do_not_matter(data, tmp_path):
+    options = {"data": (str(data),), "out": tmp_path}
+    of_orscale = tiny.config(**options, optimizer=("orscale",), r_min=0.5)
+    corpus = read_data(of_orscale)
+    with claim(of_orscale, corpus):
+        pass
+    with claim(tiny.config(**options, optimizer=("adamw",)), corpus):
+        pass
+    with (
+        pytest.raises(UsageError, match=r"r_min: 0\.5 there, None now") as error,
+        claim(tiny.config(**options, optimizer=("uncalibrated",)), corpus),
+    ):
+        pass
+    assert "optimizer:" not in str(error.value)
+
+
+@pytest.mark.parametrize("table", ["metrics.csv", "orscale/history.csv"])
+def test_a_table_that_cannot_be_continued_is_named(
+    data, reference, tmp_path, capsys, table
+):
+    run = tmp_path / "run"
+    shutil.copytree(reference, run)
+    (run / "orscale" / "result.json").unlink()
+    path = run / ("orscale" if "/" not in table else "") / table
+    path.write_text("a,b\n1,2\n")
+    assert tiny.main(tiny.arguments(data, run, **OPTIONS)) == 1
+    message = capsys.readouterr().err
+    assert f"A table in {run / 'orscale'} cannot be continued" in message
+    assert path.name in message
+
+
 def test_another_corpus_is_refused(data, reference, tmp_path, refused):
     other = tiny.write_texts(tmp_path / "other", words=201)
     message = refused(tiny.arguments(other, reference, **OPTIONS))
@@ -265,6 +297,6 @@ def test_what_is_not_finite_is_not_saved(data, tmp_path, capsys, monkeypatch):
     assert tiny.main(tiny.arguments(data, tmp_path, **options)) == 1
     message = capsys.readouterr().err
     assert "Step 5: loss is nan. Nothing was saved since step 4" in message
-    assert "The same command carries on from the last checkpoint." in message
+    assert message.endswith("with another --out and a lower --learning-rate or --clip.\n")
     kept = {path.name for path in (tmp_path / "adamw" / "checkpoints").iterdir()}
     assert kept == {"2", "4"}

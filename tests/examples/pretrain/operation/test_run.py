@@ -261,3 +261,5 @@ def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
         assert compare.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "x.png").exists()
+    assert compare.main([str(finished), "--out", str(tmp_path)]) == 2
+    assert "ends in .png" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import warnings
 import pytest
 from rich.console import Console
 
-from examples.pretrain.errors import RunError
+from examples.pretrain.errors import AGAIN, RunError
 from examples.pretrain.operation import run
 from examples.pretrain.operation.compilation_cache import failing_in_one_message
 from examples.pretrain.operation.write_failures import why_not_written, writing
@@ -52,7 +52,9 @@ def test_the_cause_is_found(code, how):
     code = getattr(errno, code)
     with pytest.raises(RunError) as caught, writing("runs/a"):
         how(OSError(code, os.strerror(code)))
-    assert str(caught.value) == f"runs/a cannot be written to: {os.strerror(code)}."
+    first, again = str(caught.value).splitlines()
+    assert first == f"runs/a cannot be written to: {os.strerror(code)}."
+    assert again == AGAIN
 
 
 def test_the_file_is_named():
