@@ -762,8 +762,8 @@ MUTANTS = [
     ),
     Mutant(
         "_of_matrices",
-        "jnp.where(still, 1, at['weight_norm'])",
-        "jnp.where(still, 1, weight_norm)",
+        "jnp.where(moved == 0, 1, at['weight_norm'])",
+        "jnp.where(moved == 0, 1, weight_norm)",
         "test_read.py -k saved_weights",
     ),
     Mutant("_of_matrices", "ratio >= r_max", "ratio > r_max", "test_read.py -k bound"),

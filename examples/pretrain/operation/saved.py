@@ -48,12 +48,15 @@ def run_facts(folder: pathlib.Path) -> dict[str, Any]:
       UsageError: If the folder is no such folder.
     """
     try:
-        return read_facts(folder.absolute().parent)
+        facts = read_facts(folder.absolute().parent)
     except (FileNotFoundError, NotADirectoryError):
+        facts = {}
+    if "unit" not in facts:
         raise UsageError(
             f"{folder} is not the folder of a run with one optimizer, such as "
-            "runs/demo/orscale: the folder above it has no config.json."
-        ) from None
+            "runs/demo/orscale: the folder above it has no config.json of a run."
+        )
+    return facts
 
 
 def checkpoint_steps(folder: pathlib.Path) -> list[int]:

@@ -191,10 +191,13 @@ def test_the_command_names_what_is_missing(tmp_path, copied, capsys):
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_damaged_configuration_is_refused(copied, text):
+@pytest.mark.parametrize(
+    "text, message",
+    [("{", "is damaged"), ("[]", "is damaged"), ("{}", "has no config.json of a run")],
+)
+def test_a_damaged_configuration_is_refused(copied, text, message):
     (copied.parent / "config.json").write_text(text)
-    with pytest.raises(UsageError, match=r"config\.json is damaged, or no run's"):
+    with pytest.raises(UsageError, match=message):
         load_model(copied)
 
 
