@@ -255,6 +255,35 @@ def test_normuon():
     assert {rate for rate, _ in rates} == {"0.016"} and rates[2][1] == "0.0452548"
 
 
+def test_hyperball():
+    """Best of all but with small initial weights, where it is far behind."""
+    dense, mixture, small = (of_workload(n, REFERENCE, "hyperball") for n in SMALLER)
+    assert f"by {in_words(dense)} on `dense-small` and {in_words(mixture)} on" in TEXT
+    assert f"behind Muon+Moonlight by {in_words(small)}, many times" in TEXT
+    means_of = [statistics.fmean(numbers) for numbers in (dense, mixture, small)]
+    shown = (
+        "Muon+Moonlight by {:.3f} and {:.3f} nats, more than all others; with small "
+        "initial weights, whose norms it keeps, it is behind by {:.3f}."
+    )
+    assert shown.format(*(abs(x) for x in means_of)) in README
+    usual = SMALLER[:2]
+    ahead = [of_workload(name, "normuon", "hyperball") for name in usual]
+    assert f"of NorMuon by {in_words(ahead[0])} and {in_words(ahead[1])};" in TEXT
+    for name in usual:
+        arms = [
+            arm for arm in KNOWN if arm in {j.arm for j in JOBS if j.workload == name}
+        ]
+        found = {arm: losses(name, arm) for arm in arms}
+        best = {arm: statistics.fmean(x[0].values()) for arm, x in found.items() if x}
+        assert min(best, key=best.get) == "hyperball"
+        _, low, high = by_hand(of_workload(name, "orscale_on_normuon", "hyperball"))
+        assert low < 0 < high
+    rates = [", ".join(losses(name, "hyperball")[1]) for name in usual]
+    assert rates == ["0.032, 0.0452548", "0.0452548, 0.064"]
+    _, low, high = by_hand(of_workload("mixture-small", "muon", "hyperball"))
+    assert low < 0 < high  # Level with what the first table has.
+
+
 def test_what_of_the_ratio_counts():
     """A replay of OrScale's mean is not behind it, nor is the full-rank anchor."""
 
