@@ -899,6 +899,30 @@ MUTANTS = [
         "largest(x)",
         "test_inputs.py::test_no_shape_hides_a_first_gradient_of_nan",
     ),
+    Mutant(
+        "counts_steps",
+        'place[-1] == "count" and (not beside or not _MOMENTS.isdisjoint(beside))',
+        'place[-1] == "count"',
+        "test_convert.py -k moments_keep_their_age",
+    ),
+    Mutant(
+        "_count",
+        "return age",
+        "return self._step()",
+        "test_convert.py -k count_of_their_own",
+    ),
+    Mutant(
+        "_statistics",
+        "jnp.isinf(values)",
+        "values != values",
+        "test_read.py -k starts_from_zero",
+    ),
+    Mutant(
+        "_at_one_bound",
+        "(at != 0) & (other == 0)",
+        "at != 0",
+        "test_problems.py",
+    ),
 ]
 
 

@@ -346,6 +346,14 @@ def test_moments_keep_their_age_and_schedules_start_at_the_runs_step():
                 assert {int(count) for _, count in counts} == {5}
 
 
+def test_moments_have_a_count_of_their_own():
+    """That of the matrices' momentum does not matter, which is another one here."""
+    state = with_other_count(after(optax_muon(), 2)[0])
+    found = convert_state(state, orscale(RATE), tree(0), momentum=0.95)
+    [(_, count)] = optax.tree.get_all_with_path(found, "count")
+    assert count == 7
+
+
 @pytest.mark.parametrize(
     "stage",
     [
