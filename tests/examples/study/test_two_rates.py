@@ -284,6 +284,10 @@ def test_hyperball():
     assert low < 0 < high  # Level with what the first table has.
 
 
+def sums_in_words(question):
+    return in_words(sums_of_the_list()[question - 1])
+
+
 def test_what_of_the_ratio_counts():
     """A replay of OrScale's mean is not behind it, nor is the full-rank anchor."""
 
@@ -303,7 +307,11 @@ def test_what_of_the_ratio_counts():
     assert f"by {in_words(means(ahead))}: in none" in TEXT
     assert [by_hand(x)[2] < 0 for x in ahead] == [False, False, True]
     assert not any(by_hand(x)[1] > 0 for x in ahead)
-    assert [row[6] for row in cells_of("list")][9:11] == ["no", "no"]
+    verdicts = [row[6] for row in cells_of("list")]
+    assert [verdicts[i - 1] for i in (6, 10, 11)] == ["no"] * 3
+    assert f"({sums_in_words(6)}): what the coupling" in TEXT
+    one = of_workload("dense-small", POOLED)
+    assert f"by {in_words(one)}." in TEXT and by_hand(one)[1] > 0
 
 
 def test_the_ladder():
@@ -449,8 +457,13 @@ def test_the_advice_of_the_readme():
     assert f"it is higher by {mean:.3f} [{low:+.3f}, {high:+.3f}]" in README
     longer = [f"{name}-1200-steps" for name in ("dense-small", SMALLER[2])]
     assert f"({in_words(of_workload(longer[0]))})" in TEXT
-    longest = of_workload("dense-small-4800-steps")
-    assert f"({in_words(longest)}, {len(longest)} seeds)" in TEXT
+    longest = [of_workload(name.replace("1200", "4800")) for name in longer]
+    assert f"({in_words(means(longest))}, {len(longest[0])} seeds)" in TEXT
+    assert all(f"({in_words(numbers)})" in TEXT for numbers in longest)
+    (_, low, high), (_, _, top) = map(by_hand, longest)
+    assert low < 0 < high and top < 0
+    _, low, high = by_hand(means(longest))
+    assert low < 0 < high  # "Level" in the README.
     mean, low, high = by_hand(means(map(of_workload, longer)))
     assert f"it is lower by {-mean:.3f} [{low:+.3f}, {high:+.3f}] over two" in README
     mean, low, high = by_hand(means(map(of_workload, TEXTS)))
