@@ -103,10 +103,14 @@ def test_the_table_of_the_page(monkeypatch):
     [table] = re.findall(
         r"<!-- table: better rule -->\n(.*?)<!-- end -->", PAGE.read_text(), re.DOTALL
     )
-    shown = [line for line in table.splitlines() if "`" in line]
+    *shown, whole = table.splitlines()[2:]
     workloads = tuple(re.findall(r"`([^`]+)`", table))
     options = better_rule.Options(("twice_the_decay",), workloads)
-    assert shown == [line for line in better_rule.lines(options) if "`" in line]
+    assert workloads == second.TEXTS
+    assert table.splitlines() == [*better_rule.lines(options)]
+    assert "lower in 3, higher in 0 | a better rule" in whole
+    mean = whole.split("|")[-2].strip()
+    assert f"({mean} over the six)" in (PAGE.parent / "two_rates.md").read_text()
     for name, line in zip(workloads, shown, strict=True):
         table = (better_rule.FOLDER / f"{name}.csv").read_text()
         rows = [*csv.DictReader(table.splitlines())]
