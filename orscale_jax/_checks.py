@@ -133,10 +133,10 @@ def count(name: str, value: Any) -> None:
 
 
 def whole(name: str, value: Any) -> int:
-    """A whole number; anything else is refused."""
+    """Convert a whole number to Python's; refuse anything else."""
     if not _is_integer(value):
         refuse(name, value, "pass a whole number")
-    return int(value)
+    return int(jax.device_get(value))
 
 
 def transformation(name: str, value: Any) -> None:

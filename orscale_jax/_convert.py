@@ -1,6 +1,5 @@
 """Conversion of one optimizer's state to another's, for a run that continues."""
 
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -44,8 +43,9 @@ def convert_state(
     or more parameters. Arrays that both states hold for a parameter under the same name
     are kept: momentum, AdamW's moments, c, r. So is what wrappers know of the run, at the
     same place in both states, such as the ``weight_sum`` of
-    :func:`optax.contrib.schedule_free`. New schedules start at the run's step, and bias
-    corrections at the age of the moments that they correct. Momentum is rounded to
+    :func:`optax.contrib.schedule_free`. New schedules start at the run's step, or at 0
+    where no count in the old state tells it, and bias corrections at the age of the
+    moments that they correct. Momentum is rounded to
     the new ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters in
     the state are those of ``optimizer``, and everything else starts as in
     ``optimizer.init``; a c that is new is anchored at the next direction.
@@ -332,8 +332,8 @@ class _Source(NamedTuple):
         place, found = entry.place, self.old.others.get(entry.place)
         if found is None or array_type(found) != array_type(entry.array):
             return None
-        of_both = (held.fields_beside(place) for held in (self.old, self.new))
-        return found if operator.eq(*of_both) else None
+        alike = self.old.fields_beside(place) == self.new.fields_beside(place)
+        return found if alike else None
 
     def _step(self) -> Any:
         """The number of steps that the run has taken; None if no count tells."""

@@ -19,6 +19,7 @@ from orscale_jax import (
     MasterWeightsState,
     convert_state,
     diagnostics,
+    family,
     keep_master_weights,
     master_weights,
     orscale,
@@ -225,7 +226,7 @@ def test_other_short_dtypes_are_refused(dtype):
 
 
 def test_a_state_of_abstract_parameters_and_of_keys():
-    """As init of Optax's, without jax.eval_shape."""
+    """Optax's init takes both, too."""
     params = tree(0) | {"w": tree(0)["w"].astype(jnp.bfloat16)}
     optimizer = keep_master_weights(orscale(RATE, weight_dimension_numbers=NUMBERS))
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
@@ -236,6 +237,10 @@ def test_a_state_of_abstract_parameters_and_of_keys():
     keep_master_weights(optax.sgd(RATE)).init(keys)
     with pytest.raises(ValueError, match=r"'key' has shape \(\) and dtype key<"):
         plain.update(keys, plain.init({"key": jnp.zeros(())}), keys)
+    with pytest.raises(ValueError, match=r"'key' has shape \(\) and dtype float32"):
+        plain.update({"key": jnp.zeros(())}, plain.init(keys), keys)
+    with pytest.raises(ValueError, match=r"'w' .*jax\.eval_shape\(optimizer\.init"):
+        family.hyperball(RATE).init({"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)})
 
 
 def test_wrong_arguments_are_refused():

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -140,8 +140,7 @@ def describe(
         for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
         for row in _rows(name, leaf, axes_of.get(path), kept_of.get(path), scale)
     )
-    meshes = map(_mesh, leaf_of.values())
-    mesh = next((mesh for mesh in meshes if mesh is not None), None)
+    mesh = _first_mesh(leaf_of.values())
     return Description(
         rows,
         None if state is None else nbytes(state.shared),
@@ -257,6 +256,11 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
         return None
     mesh: Mesh | AbstractMesh = sharding.mesh
     return mesh if mesh.size > 1 else None
+
+
+def _first_mesh(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
+    meshes = map(_mesh, leaves)
+    return next((mesh for mesh in meshes if mesh is not None), None)
 
 
 def _sharding_source(

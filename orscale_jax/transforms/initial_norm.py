@@ -91,6 +91,7 @@ def initial_norm_stage(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> InitialNormState:
+        _refuse_abstract(unbox(params))
         norms = matrices.entries(params, _norms)
         _refuse_zeros(unbox(norms), unbox(params))
         return InitialNormState(norms, inner.init(params))
@@ -140,6 +141,15 @@ def _change(
     shrinkage = (norm - moved) / moved
     change = broadcast(axes, factor, by) * by + broadcast(axes, shrinkage, w) * w
     return change.astype(step.dtype)
+
+
+def _refuse_abstract(params: PyTree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"parameter {quoted(path)} is abstract, and has no norm to keep: call "
+                "jax.eval_shape(optimizer.init, params)."
+            )
 
 
 def _refuse_zeros(norms: PyTree, params: PyTree) -> None:

@@ -36,9 +36,11 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     def check(path: Any, param: jax.Array, update: jax.Array) -> None:
         shape, dtype, own = np.shape(update), _dtype(update), _dtype(param)
         trainable = jnp.issubdtype(own, jnp.floating)
-        real = jnp.issubdtype(dtype, jnp.floating) and _promotes(dtype, own)
         is_key = jnp.issubdtype(own, jax.dtypes.extended)
-        if shape != np.shape(param) or (trainable and not real) or is_key:
+        unfit = trainable and not (
+            jnp.issubdtype(dtype, jnp.floating) and _promotes(dtype, own)
+        )
+        if shape != np.shape(param) or unfit or is_key:
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
                 f"{dtype}, but the parameter has shape {np.shape(param)} and dtype "

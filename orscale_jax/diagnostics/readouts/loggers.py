@@ -43,8 +43,8 @@ def to_floats(scalars: Mapping[str, Any]) -> dict[str, float]:
 class JsonLines:
     r"""A file of JSON lines, one object for each step, with the key ``"step"`` first.
 
-    NaN and infinities are written as null, since JSON has neither. If a process is killed
-    while it writes a line, the next one drops what is there of it.
+    NaN and infinities are written as null, since JSON has neither. The first ``write``
+    removes an unfinished last line, which a killed process may have left.
 
     Example:
       >>> import pathlib, tempfile

@@ -39,7 +39,8 @@ def summarize(
 
     For :math:`\hat r`, r, the relative step and the growth it gives ``mean``, ``p05``,
     ``p50``, ``p95``, ``min`` and ``max``. Every matrix has weight 1, also in stacks and
-    blocks; the first relative step of a matrix that was zero is infinite, and left out.
+    blocks; the first relative step of a matrix that was zero is infinite, and left out
+    (NaN if there is no other).
     It also gives the shares of matrices at each bound (``share_at_r_min``,
     ``share_at_r_max``), without an update so far (``share_not_started``), with a c that
     is still unset (``share_not_anchored``), without initial scale

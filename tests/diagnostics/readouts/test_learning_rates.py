@@ -57,7 +57,7 @@ def test_schedules_have_the_counts_of_their_groups():
 
 
 def test_schedules_that_are_trees_themselves():
-    """As jax.tree_util.Partial, whose leaves are its arguments."""
+    """jax.tree_util.Partial is such a tree: its leaves are its arguments."""
     schedule = jax.tree_util.Partial(lambda start, step: start * (1 + step), 0.01)
     for rate in (
         schedule,
