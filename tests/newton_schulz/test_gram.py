@@ -444,10 +444,11 @@ def test_multiplying_from_the_other_side_is_less_exact():
         return x
 
     ours, other = (
-        distance(np.stack([iterate(m, order) for m in x]), expected)
+        np.array([distance(iterate(m, order), q) for m, q in zip(x, expected)])
         for order in (True, False)
     )
-    assert other > 4 * ours
+    assert (other / ours).max() > 4  # Which matrices lose most depends on the BLAS.
+    assert other.mean() > 2 * ours.mean()
 
 
 @pytest.mark.quick_first_case
