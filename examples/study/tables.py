@@ -223,10 +223,10 @@ def ablations(study: Study) -> str:
             continue
         rows.append(
             [
-                about.label,
+                about.label + ("" if about.shared else "*"),
                 _interval(study.difference(name, arm, "inherited", than="orscale")),
                 _interval(study.difference(name, arm, "own", than="orscale")),
-                _interval(study.difference(name, arm, "own")),
+                _interval(study.difference(name, arm, "own", than=reference_of(arm))),
                 f"{study.rate(name, arm, 'own'):.3g}",
                 f"{study.mean(name, arm, 'inherited', 'at_bound'):.1%}",
                 f"{study.mean(name, arm, 'inherited', 'growth'):.2f}",
