@@ -1,6 +1,7 @@
 """What an optimizer does, written down: readings, and now and then measurements."""
 
 import functools
+import inspect
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -50,6 +51,7 @@ class Readouts:
             out_shardings=everywhere,
         )
         self._numbers = setup.weight_dimension_numbers
+        self._scale = _scale(setup)
         self._loss_fn = on_auto_axes(setup, _plain_loss(setup), PartitionSpec())
         self._cut = jax.jit(on_auto_axes(setup, _cut, PartitionSpec()))
         if not is_first():
@@ -86,6 +88,7 @@ class Readouts:
                 state["params"],
                 micro_batches,
                 reading,
+                **self._scale,
             )
         if is_first():
             self.history.append(step, reading, measured, gained=gained, **scalars)
@@ -112,17 +115,22 @@ class Readouts:
 def audit(setup: Setup) -> Description:
     """What the run's optimizer does with each parameter.
 
-    Controls and members of the family that have a scale of their own, or none, are shown
-    with the default's s.
+    Controls and members of the family that do not take the arguments of s are shown with
+    the default's.
     """
-    fixed = find_optimizer(setup.recipe.optimizer).fixed
-    scale = {name: fixed[name] for name in SCALE if name in fixed}
     return describe(
         setup.abstract["params"],
         setup.weight_dimension_numbers,
         optimizer=setup.optimizer,
-        **scale,
+        **_scale(setup),
     )
+
+
+def _scale(setup: Setup) -> dict[str, Any]:
+    """The arguments by which the run's optimizer has its s."""
+    optimizer = find_optimizer(setup.recipe.optimizer)
+    known = inspect.signature(optimizer.constructor).parameters
+    return {n: optimizer.fixed.get(n, known[n].default) for n in SCALE if n in known}
 
 
 def _plain_loss(setup: Setup) -> Any:

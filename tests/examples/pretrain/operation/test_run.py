@@ -98,20 +98,36 @@ def test_what_is_wrong_is_said_once(tmp_path, capsys):
     assert capsys.readouterr().out.count("Large steps") == 1
 
 
+def setup_of(optimizer):
+    config = tiny.config(**OPTIONS)
+    mesh = make_mesh(config.mesh, jax.devices()[:1])
+    return set_up(make_task(config), config.recipe_of(optimizer), mesh)
+
+
 def test_the_audit_is_of_the_optimizer_of_the_run(finished):
     def rows(optimizer):
-        config = tiny.config(**OPTIONS)
-        mesh = make_mesh(config.mesh, jax.devices()[:1])
-        setup = set_up(make_task(config), config.recipe_of(optimizer), mesh)
-        return {row.path: row for row in readouts.audit(setup).rows}
+        return {row.path: row for row in readouts.audit(setup_of(optimizer)).rows}
 
     up = "blocks.0.mlp.up.kernel"  # 16×64
     assert rows("orscale")[up].scale == pytest.approx(0.2 * 64**0.5)
-    assert rows("muon")[up].scale == 1
+    for name in ("muon", "orscale_vision", "momentum_denominator"):
+        assert rows(name)[up].scale == 1
     assert rows("muon")[up].state_bytes == 4 * 16 * 64 + 1  # M, a flag.
     assert rows("adamw")[up].rule != "matrix" and rows("adamw")[up].scale is None
     written = {r["parameter"]: r for r in tiny.rows(finished / "orscale" / "audit.csv")}
     assert written[up]["s"] == "1.6" and written[up]["state_bytes"]
+
+
+def test_the_gain_of_a_step_is_measured_at_the_optimizers_scale(monkeypatch, tmp_path):
+    setup, scale = setup_of("momentum_denominator"), {}
+    history = readouts.Readouts(tmp_path, setup, 0)
+    monkeypatch.setattr(history, "_measured", lambda *_: {})
+    monkeypatch.setattr(
+        readouts.diagnostics, "step_gain", lambda *_, **given: scale.update(given)
+    )
+    batch = {"tokens": np.zeros((8, 9), np.int32)}
+    history.record(1, setup.initial_state(), [batch], loss=1.0)
+    assert scale == {"consistent_rms": None, "scale_mode": "spectral"}
 
 
 def test_a_report_is_written(finished):
