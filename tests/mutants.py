@@ -636,8 +636,8 @@ MUTANTS = [
     ),
     Mutant(
         "by_largest_direction",
-        "count.astype(norms.direction.dtype) < limits.anchor_steps",
-        "count.astype(norms.direction.dtype) <= limits.anchor_steps",
+        "count.astype(norms.direction.dtype) < constants.anchor_steps",
+        "count.astype(norms.direction.dtype) <= constants.anchor_steps",
         "test_family.py -k largest",
     ),
     Mutant(

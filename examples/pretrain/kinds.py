@@ -25,15 +25,18 @@ class Kind(NamedTuple):
       read: Reads what it is trained and validated on.
     """
 
+    label: str
     model: type
     recipe: type
     task: Callable[[Config], Task]
     read: Callable[[Config], Data]
 
 
-_DENSE = Kind(DenseConfig, DecoderRecipe, DecoderTask, read_text)
-_MOONLIGHT = Kind(MoonlightConfig, MixtureRecipe, MixtureTask, read_text)
-_VISION = Kind(DavidNetConfig, ImageRecipe, ImageTask, read_images)
+_DENSE = Kind("Decoder", DenseConfig, DecoderRecipe, DecoderTask, read_text)
+_MOONLIGHT = Kind(
+    "Mixture of experts", MoonlightConfig, MixtureRecipe, MixtureTask, read_text
+)
+_VISION = Kind("DavidNet", DavidNetConfig, ImageRecipe, ImageTask, read_images)
 _BY_MODEL = {kind.model: kind for kind in (_DENSE, _MOONLIGHT, _VISION)}
 
 

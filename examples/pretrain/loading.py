@@ -1,5 +1,6 @@
 """Batches on the devices, of which every process reads its own part."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -93,7 +94,9 @@ def part_of_process(sharding: NamedSharding, batch_size: int) -> tuple[int, int]
       UsageError: If the batch does not divide among the devices, or if the rows of two
         processes overlap without being the same.
     """
-    shards = sharding.num_devices // max(_copies(sharding), 1)
+    names = sharding.spec[0] if len(sharding.spec) else None
+    axes = (names,) if isinstance(names, str) else names or ()
+    shards = math.prod(sharding.mesh.shape[axis] for axis in axes)
     if batch_size % shards:
         raise UsageError(
             f"A batch of {batch_size} does not divide among {shards} devices: choose a "
@@ -110,13 +113,3 @@ def part_of_process(sharding: NamedSharding, batch_size: int) -> tuple[int, int]
             "whose --mesh.tensor divides the devices of a process, or is divided by them."
         )
     return parts.index(tuple(sorted(rows[jax.process_index()]))), len(parts)
-
-
-def _copies(sharding: NamedSharding) -> int:
-    """Devices that hold the same rows."""
-    names = sharding.spec[0] if len(sharding.spec) else None
-    axes = (names,) if isinstance(names, str) else names or ()
-    copies = sharding.num_devices
-    for axis in axes:
-        copies //= sharding.mesh.shape[axis]
-    return copies

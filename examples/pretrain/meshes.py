@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -103,10 +104,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 
 def batch_shards(mesh: Mesh) -> int:
     """Parts that a batch is divided into."""
-    shards = 1
-    for axis in RULES["batch"]:
-        shards *= mesh.shape[axis]
-    return shards
+    return math.prod(mesh.shape[axis] for axis in RULES["batch"])
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import tyro
 
 from examples.study.arms import KNOWN
 from examples.study.plan import Runs, find_workload, prepare
-from examples.study.search import Rates, best_point
+from examples.study.search import Rates
 from examples.study.second import (
     FOLDER as SECOND,
     QUICK,
@@ -48,16 +48,16 @@ class Options:
 
 def reference_losses(workload: str, folder: pathlib.Path) -> dict[int, float]:
     """Muon+Moonlight's at its best rates of the second protocol, by seed."""
-    return _losses(_runs(workload, REFERENCE, folder), _first(workload))
+    return _runs(workload, REFERENCE, folder).losses(_first(workload), SEEDS)
 
 
 def candidate(
     workload: str, arm: str, folder: pathlib.Path
 ) -> tuple[Rates, dict[int, float]]:
     """The best rates that a search for a candidate finds, and its losses at these."""
-    first, runs = _first(workload), _runs(workload, arm, folder)
-    point = best_point(QUICK, lambda point: runs.mean_loss(first.at(point), SEARCH_SEEDS))
-    return first.at(point), _losses(runs, first.at(point))
+    runs = _runs(workload, arm, folder)
+    rates = runs.best(QUICK, _first(workload), SEARCH_SEEDS)
+    return rates, runs.losses(rates, SEEDS)
 
 
 def is_better(found: Comparison) -> bool:
@@ -110,10 +110,6 @@ def _first(workload: str) -> Rates:
 
 def _runs(workload: str, arm: str, folder: pathlib.Path) -> Runs:
     return Runs(find_workload(workload), arm, folder)
-
-
-def _losses(runs: Runs, rates: Rates) -> dict[int, float]:
-    return {seed: runs.result(rates, seed).loss for seed in SEEDS}
 
 
 def main(options: Options) -> None:

@@ -6,7 +6,6 @@ writes ``docs/data/two_rates/classes.csv``, once the searches for the best rates
 measurements that it holds are not done again. docs/study_protocol_2.md says what for.
 """
 
-import csv
 import dataclasses
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import jax
 import numpy as np
 import tyro
 
+from examples.pretrain.operation.records import read_csv, write_csv
 from examples.pretrain.setup import State
 from examples.study.arms import KNOWN
 from examples.study.gains import batches_after, loss_along, signal_and_curvature
@@ -94,10 +94,7 @@ def class_means(ratios: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 def main(options: Options) -> None:
     path = options.tables / "classes.csv"
-    rows: list[Row] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            rows = list(csv.DictReader(file))
+    rows = read_csv(path) if path.exists() else []
     done = {(row["workload"], row["arm"], int(row["seed"])) for row in rows}
     for name in options.workloads:
         for arm in options.arms:
@@ -108,15 +105,8 @@ def main(options: Options) -> None:
                     of_run = {"workload": name, "arm": arm, "seed": str(seed)}
                     for step, row in along(trainer, rates, seed):
                         rows.append(of_run | {"step": str(step)} | row)
-                    _write(path, rows)
+                    write_csv(path, FIELDS, rows)
             jax.clear_caches()  # A process may only map so many pieces of code.
-
-
-def _write(path: pathlib.Path, rows: list[Row]) -> None:
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pathlib
 import jax
 
 from examples.study.plan import Runs, find_workload, prepare, table_of
-from examples.study.search import Rates, Search, best_point
+from examples.study.search import Rates, Search
 from examples.study.second import FOLDER as SECOND, best_rates, job_of
 from examples.study.statistics import interval, paired
 from examples.study.workloads import BFLOAT16
@@ -74,8 +74,7 @@ def losses(
     variant: Variant, workload: str, rates: Rates, folder: pathlib.Path = FOLDER
 ) -> dict[int, float]:
     """The final validation loss of each seed, in nats."""
-    runs = _runs(variant, workload, folder)
-    return {seed: runs.result(rates, seed).loss for seed in SEEDS}
+    return _runs(variant, workload, folder).losses(rates, SEEDS)
 
 
 def rates_of(variant: Variant, workload: str, folder: pathlib.Path = FOLDER) -> Rates:
@@ -83,11 +82,7 @@ def rates_of(variant: Variant, workload: str, folder: pathlib.Path = FOLDER) -> 
     first = best_rates(job_of(workload, "orscale"), SECOND)
     if variant is FLOAT32:
         return first
-    runs = _runs(variant, workload, folder)
-    point = best_point(
-        SEARCH, lambda point: runs.mean_loss(first.at(point), SEARCH_SEEDS)
-    )
-    return first.at(point)
+    return _runs(variant, workload, folder).best(SEARCH, first, SEARCH_SEEDS)
 
 
 def low_rates() -> Rates:

@@ -13,7 +13,7 @@ import jax
 
 from examples.study.arms import KNOWN
 from examples.study.plan import Runs, find_workload, prepare
-from examples.study.search import Rates, Search, best_point, cross
+from examples.study.search import Rates, Search, cross
 from examples.study.second import FOLDER as SECOND, best_rates, job_of
 from examples.study.statistics import interval, paired
 from examples.study.workloads import BY_HEAD
@@ -57,11 +57,8 @@ def find(workload: str, arm: str, kind: str, folder: pathlib.Path = FOLDER) -> F
     """What an arm comes to; ``kind`` is ``BY_HEAD``, or empty without it."""
     first = best_rates(job_of(WORKLOADS[workload], arm), SECOND)
     runs = Runs(find_workload(workload + kind), arm, folder)
-    point = best_point(
-        SEARCH, lambda point: runs.mean_loss(first.at(point), SEARCH_SEEDS)
-    )
-    rates = first.at(point)
-    return Found(rates, {seed: runs.result(rates, seed).loss for seed in SEEDS})
+    rates = runs.best(SEARCH, first, SEARCH_SEEDS)
+    return Found(rates, runs.losses(rates, SEEDS))
 
 
 def lines(folder: pathlib.Path = FOLDER) -> Iterator[str]:

@@ -19,7 +19,7 @@ from examples.study.results import (
     sort_results,
 )
 from examples.study.runs import Trainer
-from examples.study.search import Rates
+from examples.study.search import Rates, Search, best_point
 from examples.study.workloads import KNOWN_WORKLOADS, Workload
 
 
@@ -92,7 +92,16 @@ class Runs:
 
     def mean_loss(self, rates: Rates, seeds: tuple[int, ...]) -> float:
         """The mean of the final losses of some seeds."""
-        return float(np.mean([self.result(rates, seed).loss for seed in seeds]))
+        return float(np.mean([*self.losses(rates, seeds).values()]))
+
+    def losses(self, rates: Rates, seeds: tuple[int, ...]) -> dict[int, float]:
+        """The final validation loss of each seed, in nats."""
+        return {seed: self.result(rates, seed).loss for seed in seeds}
+
+    def best(self, search: Search, first: Rates, seeds: tuple[int, ...]) -> Rates:
+        """The best rates that a search finds around the first ones, by the mean loss."""
+        point = best_point(search, lambda point: self.mean_loss(first.at(point), seeds))
+        return first.at(point)
 
     def _factors(self, rates: Rates, seed: int) -> np.ndarray | None:
         """Those that the arm replays: the mean ratios of another's run."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from examples.study.arms import KNOWN
 from examples.study.plan import Runs, find_workload
-from examples.study.search import Rates, Search, best_point, cross
+from examples.study.search import Rates, Search, cross
 from examples.study.study import kind_of
 from examples.study.workloads import FIRST_RATES, LADDER, LONG, SMALL_INIT, Workload
 
@@ -135,10 +135,7 @@ def _searched(job: Job, runs: Runs, folder: pathlib.Path) -> Rates:
     first = first_rates(job, folder, runs.train)
     if not job.search_seeds:
         return first
-    point = best_point(
-        job.search, lambda point: runs.mean_loss(first.at(point), job.search_seeds)
-    )
-    return first.at(point)
+    return runs.best(job.search, first, job.search_seeds)
 
 
 def first_rates(job: Job, folder: pathlib.Path, train: bool = True) -> Rates:

@@ -211,7 +211,7 @@ def _placed(bucket: Bucket, rows: Sequence[ParameterRow]) -> Placed:
         matrices_per_device=bucket.matrices_per_device,
         devices_per_matrix=bucket.column_shards,
         shared=sum(layout.matrices for layout in shared),
-        bytes_sent=bucket.bytes_sent,
+        bytes_sent=bucket.traffic.nbytes,
         slow_bytes_sent=bucket.traffic.slow_bytes,
         names=tuple(
             rows[index].name

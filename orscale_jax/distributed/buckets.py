@@ -180,16 +180,11 @@ class Bucket(NamedTuple):
         return self.matrices_per_device * math.prod(self.shape) * self.dtype.itemsize
 
     @property
-    def bytes_sent(self) -> int:
-        """The bytes that each device sends: both ways, and for sums of Gram matrices.
+    def traffic(self) -> Traffic:
+        """What each device sends: both ways, and for sums of Gram matrices.
 
         Bytes that stay on the device are not counted.
         """
-        return self.traffic.nbytes
-
-    @property
-    def traffic(self) -> Traffic:
-        """What each device sends over fast and slow links."""
         if not self.matrices:
             return Traffic()
         of_shards, of_replicas = self.slice_counts

@@ -11,7 +11,7 @@ from orscale_jax.distributed.collectives import ColumnGroup
 from orscale_jax.sharding import typed_sharding
 
 # Arrays to their polar factors, given for each the devices that hold the other columns of
-# its matrices, or None. JAX's loops take a function.
+# its matrices, or None. A function, since fori_loop and map call it.
 PolarOfArrays: TypeAlias = Callable[
     [Sequence[jax.Array], Sequence[ColumnGroup | None]], Sequence[jax.Array]
 ]

@@ -66,7 +66,7 @@ def warn_of_unknown_slices(mesh: AbstractMesh) -> None:
 def _slice_of(device: Any) -> int:
     """The slice of a TPU, or the machine or NVLink domain of a GPU.
 
-    TPUs that are in one slice, whatever their hosts, do not say so.
+    A device without ``slice_index`` counts as in slice 0.
     """
     return int(getattr(device, "slice_index", 0))
 

@@ -4,6 +4,7 @@ Rows and columns may each span several axes. Leaves that hold several matrices s
 side have :class:`orscale_jax.parameters.blocks.MatrixBlocks`, with the same methods.
 """
 
+import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -16,8 +17,57 @@ from jax.typing import ArrayLike
 from orscale_jax.sharding import typed_sharding
 
 
+class Parts(abc.ABC):
+    """The axes of a leaf of matrices, which may lie in several parts."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The place of each part in the leaf, as NumPy slices; empty for all of it."""
+        return ("",)
+
+    @property
+    @abc.abstractmethod
+    def within(self) -> "MatrixAxes":
+        """The axes of every part."""
+
+    @abc.abstractmethod
+    def part(self, array: jax.Array, index: int) -> jax.Array:
+        """A part of an array of the leaf's shape or of the batch shape."""
+
+    @abc.abstractmethod
+    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """The entries for the batch axes, given one entry for each axis of the leaf."""
+
+    @abc.abstractmethod
+    def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
+        """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
+
+    @abc.abstractmethod
+    def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
+        """``fn(m, n)``, in a shape that broadcasts against the leaf."""
+
+    def batch_by_shape(
+        self, fn: Callable[[int, int], float], leaf: jax.Array
+    ) -> ArrayLike:
+        """``fn(m, n)``, in a shape that broadcasts against the batch shape."""
+        return self.by_shape(fn, leaf)
+
+    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
+        """The sharding of an array with one entry per matrix."""
+        return self.of_batch(typed_sharding.spec(leaf))
+
+    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
+        """The matrices of each part, of shape ``(*batch, m, n)``."""
+        parts = (self.part(leaf, index) for index in range(len(self.labels)))
+        return [self.within.to_matrices(part) for part in parts]
+
+    def norms(self, leaf: jax.Array) -> jax.Array:
+        """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
+        return square_root(self.reduce(jnp.sum, jnp.square(leaf)))
+
+
 @dataclasses.dataclass(frozen=True)
-class MatrixAxes:
+class MatrixAxes(Parts):
     """The axes of a leaf that is a batch of matrices.
 
     Attributes:
@@ -40,12 +90,8 @@ class MatrixAxes:
         return self.of_batch(leaf.shape)
 
     def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """The entries for the batch axes, given one entry for each axis of the leaf."""
+        """See :class:`Parts`."""
         return tuple(entries[axis] for axis in self.batch)
-
-    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
-        """The sharding of an array with one entry per matrix."""
-        return self.of_batch(typed_sharding.spec(leaf))
 
     def matrix_shape(self, leaf: jax.Array) -> tuple[int, int]:
         """``(m, n)``."""
@@ -78,25 +124,14 @@ class MatrixAxes:
         order = self.batch + self.rows + self.columns
         return x.transpose(sorted(range(like.ndim), key=order.__getitem__))
 
-    # MatrixBlocks has the following methods, too; its leaves may have several parts.
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The place of each part in the leaf, as NumPy slices; empty for all of it."""
-        return ("",)
-
     @property
     def within(self) -> "MatrixAxes":
-        """The axes of every part."""
+        """See :class:`Parts`."""
         return self
 
     def part(self, array: jax.Array, index: int) -> jax.Array:
-        """A part of an array of the leaf's shape or of the batch shape."""
+        """See :class:`Parts`."""
         return array
-
-    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
-        """The matrices of each part, of shape ``(*batch, m, n)``."""
-        return [self.to_matrices(leaf)]
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """The inverse of :meth:`part`."""
@@ -104,25 +139,15 @@ class MatrixAxes:
         return array
 
     def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
-        """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
+        """See :class:`Parts`."""
         return fn(leaf, axis=self.matrix)
-
-    def norms(self, leaf: jax.Array) -> jax.Array:
-        """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
-        return square_root(self.reduce(jnp.sum, jnp.square(leaf)))
 
     def per_matrix(self, scalars: jax.Array) -> jax.Array:
         """Scalars of the batch shape, shaped to broadcast against the leaf."""
         return jnp.expand_dims(scalars, self.matrix)
 
     def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
-        """``fn(m, n)``, in a shape that broadcasts against the leaf."""
-        return fn(*self.matrix_shape(leaf))
-
-    def batch_by_shape(
-        self, fn: Callable[[int, int], float], leaf: jax.Array
-    ) -> ArrayLike:
-        """``fn(m, n)``, in a shape that broadcasts against the batch shape."""
+        """See :class:`Parts`."""
         return fn(*self.matrix_shape(leaf))
 
     @property

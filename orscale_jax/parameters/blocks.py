@@ -1,6 +1,5 @@
 """Leaves that hold several matrices side by side along one of their axes."""
 
-import abc
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
@@ -11,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orscale_jax.parameters.axes import MatrixAxes, square_root
+from orscale_jax.parameters.axes import MatrixAxes, Parts
 from orscale_jax.sharding import typed_sharding
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixBlocks(abc.ABC):
+class MatrixBlocks(Parts):
     """The axes of a leaf whose matrices lie side by side along one of their own axes.
 
     Attributes:
@@ -41,10 +40,6 @@ class MatrixBlocks(abc.ABC):
     def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
         """See :class:`MatrixAxes`: with None for the axis of the blocks."""
         return self._with_blocks(self.whole.of_batch(entries), None)
-
-    def norms(self, leaf: jax.Array) -> jax.Array:
-        """See :class:`MatrixAxes`."""
-        return square_root(self.reduce(jnp.sum, jnp.square(leaf)))
 
     @property
     def neurons(self) -> "LeafAxes":
@@ -77,11 +72,6 @@ class MatrixBlocks(abc.ABC):
         cut = self.axis in vectors.matrix
         return matrix_blocks(vectors, self.axis, self.sizes) if cut else vectors
 
-    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
-        """See :class:`MatrixAxes`."""
-        parts = (self.part(leaf, index) for index in range(len(self.labels)))
-        return [self.within.to_matrices(part) for part in parts]
-
     def _with_blocks(self, batch: Sequence[Any], entry: Any) -> tuple[Any, ...]:
         return (*batch[: self.place], entry, *batch[self.place :])
 
@@ -95,32 +85,9 @@ class MatrixBlocks(abc.ABC):
     def _is_leaf(self, array: jax.Array) -> bool:
         return np.ndim(array) == len(self.whole.batch) + len(self.whole.matrix)
 
-    @property
-    @abc.abstractmethod
-    def labels(self) -> tuple[str, ...]:
-        """The place of each part in the leaf; as :class:`MatrixAxes`."""
-
-    @property
-    @abc.abstractmethod
-    def within(self) -> MatrixAxes:
-        """The axes of every part."""
-
-    @abc.abstractmethod
-    def part(self, array: jax.Array, index: int) -> jax.Array:
-        """A part of an array of the leaf's shape or of the batch shape."""
-
-    @abc.abstractmethod
-    def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
-        """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
-
 
 class EqualBlocks(MatrixBlocks):
     """Blocks of one size: a single part, which has one more batch axis for them."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """See :class:`MatrixAxes`."""
-        return ("",)
 
     @property
     def within(self) -> MatrixAxes:
@@ -161,12 +128,6 @@ class EqualBlocks(MatrixBlocks):
         """See :class:`MatrixAxes`."""
         return fn(*self._block_shape(leaf, self.sizes[0]))
 
-    def batch_by_shape(
-        self, fn: Callable[[int, int], float], leaf: jax.Array
-    ) -> ArrayLike:
-        """See :class:`MatrixAxes`."""
-        return self.by_shape(fn, leaf)
-
 
 class UnequalBlocks(MatrixBlocks):
     """Blocks of several sizes: each is a part, cut out of the leaf."""
@@ -187,10 +148,6 @@ class UnequalBlocks(MatrixBlocks):
     @property
     def _bounds(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise(itertools.accumulate(self.sizes, initial=0)))
-
-    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
-        """See :class:`MatrixAxes`."""
-        return self.of_batch(typed_sharding.spec(leaf))
 
     def part(self, array: jax.Array, index: int) -> jax.Array:
         """See :class:`MatrixAxes`."""

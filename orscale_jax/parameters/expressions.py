@@ -4,13 +4,19 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from orscale_jax import _checks
 from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, dotted, names_on
 
 Value = TypeVar("Value")
+ByExpression: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
+    Mapping[str, Value]
+    | Mapping[re.Pattern[str], Value]
+    | Mapping[str | re.Pattern[str], Value]
+    | Iterable[tuple[str | re.Pattern[str], Value]]
+)
 
 
 @dataclasses.dataclass(frozen=True)

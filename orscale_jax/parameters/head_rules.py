@@ -12,20 +12,14 @@ import numpy as np
 from orscale_jax import _checks
 from orscale_jax.parameters.classes_by_name import ClassesByName, module_and_array
 from orscale_jax.parameters.dimension_numbers import DimensionNumbers
-from orscale_jax.parameters.expressions import Expressions
+from orscale_jax.parameters.expressions import ByExpression, Expressions
 from orscale_jax.parameters.per_head import PerHead
 from orscale_jax.parameters.projections import KINDS, Kind, Misfit, Projection
 from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, names_on, quoted
 
 HeadRule: TypeAlias = bool | int | PerHead
-PerHeadRules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
-    HeadRule
-    | Mapping[str, HeadRule]
-    | Mapping[re.Pattern[str], HeadRule]
-    | Mapping[str | re.Pattern[str], HeadRule]
-    | Iterable[tuple[str | re.Pattern[str], HeadRule]]
-)
+PerHeadRules: TypeAlias = HeadRule | ByExpression[HeadRule]
 
 # Of latent attention: one rotated key for all heads.
 _SHARED = re.compile(r"\b(rope|rotary|pe)\b")

@@ -1,7 +1,5 @@
 """The classes of layers, by the names of the parameters: query, router, expert up, ..."""
 
-import re
-from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -9,17 +7,12 @@ import jax
 from orscale_jax import _checks
 from orscale_jax.parameters.classes_by_name import ClassesByName
 from orscale_jax.parameters.dimension_numbers import refuse_step_count
-from orscale_jax.parameters.expressions import Expressions
+from orscale_jax.parameters.expressions import ByExpression, Expressions
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import leaves_and_masks
 from orscale_jax.trees.names import names_on
 
-ClassRules: TypeAlias = (
-    Mapping[str, str]
-    | Mapping[re.Pattern[str], str]
-    | Mapping[str | re.Pattern[str], str]
-    | Iterable[tuple[str | re.Pattern[str], str]]
-)
+ClassRules: TypeAlias = ByExpression[str]
 
 
 def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:

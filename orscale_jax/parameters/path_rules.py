@@ -1,7 +1,7 @@
 """Dimension numbers from regular expressions over the parameters' paths."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -18,7 +18,7 @@ from orscale_jax.parameters.dimension_numbers import (
     is_resolvable,
     refuse_step_count,
 )
-from orscale_jax.parameters.expressions import Expressions
+from orscale_jax.parameters.expressions import ByExpression, Expressions
 from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.functions import is_function
@@ -26,12 +26,7 @@ from orscale_jax.trees.masks import is_masked, leaves_and_masks, mask_like
 from orscale_jax.trees.names import Path, keys_on, listed, name_and_shape, names_on
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
-Rules: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
-    Mapping[str, Rule]
-    | Mapping[re.Pattern[str], Rule]
-    | Mapping[str | re.Pattern[str], Rule]
-    | Iterable[tuple[str | re.Pattern[str], Rule]]
-)
+Rules: TypeAlias = ByExpression[Rule]
 
 _PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 import re
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from optax.contrib import MuonDimensionNumbers
 
@@ -90,7 +90,7 @@ class Projection:
         """
         count = self._heads_per_position()
         if self.features_of_head * count != self._size_of_features():
-            self._misfit(
+            raise Misfit(
                 f"{count} heads do not divide its {self._size_of_features()} features"
             )
         if self.given.heads_per_matrix > 1:
@@ -125,7 +125,7 @@ class Projection:
         rows, columns = self._sides
         rank = len(self.shape)
         if not -rank <= axis < rank or axis % rank not in rows + columns:
-            self._misfit(f"axis={axis} is not among the axes of its rows or columns")
+            raise Misfit(f"axis={axis} is not among the axes of its rows or columns")
         return axis % rank in rows
 
     @property
@@ -184,7 +184,7 @@ class Projection:
             return self._heads_by_shape()
         alone = len(self._heads) > 0 and self.kind.parts == 1
         if self._total != counted if alone else self._total % counted:
-            self._misfit(
+            raise Misfit(
                 f"it has {counted} heads by its shape, not {self._total}: pass heads=, "
                 "and key_value_heads= if keys and values have others"
             )
@@ -195,7 +195,7 @@ class Projection:
 
     def _heads_by_shape(self) -> int:
         if not self._heads:
-            self._misfit(
+            raise Misfit(
                 f"nothing says how many heads axis {self._features[0]} of length "
                 f"{self._size_of_features()} holds: pass heads="
             )
@@ -203,7 +203,7 @@ class Projection:
         if blocks is not None and blocks.axis in self._features:
             return len(blocks.sizes)
         if self.kind.parts > 1 and self._parts_axis is None and blocks is None:
-            self._misfit(
+            raise Misfit(
                 f"nothing says where its {self.kind.parts} projections lie: pass heads="
             )
         return 1
@@ -219,7 +219,7 @@ class Projection:
         ]
         if unclear and self._blocks is None:
             side = "reduction_axis" if self._in_rows else "output_axis"
-            self._misfit(
+            raise Misfit(
                 f"its axis {unclear[0]} may count layers or its {parts} projections: "
                 f"add it to {side} if it counts projections; otherwise divide these by "
                 f"BlockDimensionNumbers with block_axis={self._features[-1]}"
@@ -235,7 +235,7 @@ class Projection:
         if sizes is None or self.kind.parts > 1 or not named:
             return None
         if sum(sizes) != self.features_of_head:
-            self._misfit(
+            raise Misfit(
                 f"key_value_features={sizes} do not add up to the "
                 f"{self.features_of_head} features of a head"
             )
@@ -245,9 +245,9 @@ class Projection:
         """A matrix for a few heads that are neighbours along one axis."""
         group = self.given.heads_per_matrix
         if self._key_and_value():
-            self._misfit("with key_value_features, pass heads_per_matrix=1")
+            raise Misfit("with key_value_features, pass heads_per_matrix=1")
         if self.kind.parts > 1 and self._parts_axis is None and self._blocks is None:
-            self._misfit(
+            raise Misfit(
                 "heads of several projections may be neighbours: divide these by "
                 "BlockDimensionNumbers, and heads_per_matrix divides the blocks"
             )
@@ -257,7 +257,7 @@ class Projection:
         else:
             side, axis, heads = (own[-1], *self._features), own[-1], self.shape[own[-1]]
         if heads % group:
-            self._misfit(f"heads_per_matrix={group} does not divide its {heads} heads")
+            raise Misfit(f"heads_per_matrix={group} does not divide its {heads} heads")
         size = self.shape[axis] // heads * group
         return self._numbers(side, Blocks(axis, (size,) * (heads // group)))
 
@@ -285,7 +285,4 @@ class Projection:
         if own is None or own.axis in set(self._heads) - set(side):
             return
         if own.axis != blocks.axis or not own.ends <= blocks.ends:
-            self._misfit(f"its blocks by {self.numbers} cut heads, or groups of them")
-
-    def _misfit(self, reason: str) -> NoReturn:
-        raise Misfit(reason)
+            raise Misfit(f"its blocks by {self.numbers} cut heads, or groups of them")

@@ -15,13 +15,13 @@ class Norms(NamedTuple):
     weight: jax.Array
     #: ‖D‖.
     direction: jax.Array
-    #: The norm of a D of full rank; ‖D‖ if the anchor does not need it.
-    full_rank: jax.Array
+    #: d₀: ‖D‖, or the norm of a D of full rank if the anchor asks for that.
+    anchor: jax.Array
     #: Whether Q is not zero: decay alone is no direction.
     moving: jax.Array
 
 
-class Limits(NamedTuple):
+class Constants(NamedTuple):
     """Hyperparameters of the trust ratio."""
 
     eps: jax.Array
@@ -41,9 +41,9 @@ class Anchored(NamedTuple):
     directions: jax.Array | None = None
 
 
-# From what is known, the norms and the limits to what is known after this step, except
-# for the norm at the first direction, which the rule does not set.
-SetC: TypeAlias = Callable[[Anchored, Norms, Limits], Anchored]
+# From what is known, the norms and the constants to what is known after this step. It
+# leaves weight_norm as it is.
+SetC: TypeAlias = Callable[[Anchored, Norms, Constants], Anchored]
 
 
 def anchor_weight_norm(
@@ -61,36 +61,30 @@ def anchor_weight_norm(
     return jnp.where(is_new, weight_norm, before.weight_norm)
 
 
-def uncalibrated(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
+def uncalibrated(known: Anchored, norms: Norms, constants: Constants) -> Anchored:
     """Set c to 1."""
     return known._replace(calibration=jnp.ones_like(norms.weight))
 
 
-def by_first_direction(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
+def by_first_direction(known: Anchored, norms: Norms, constants: Constants) -> Anchored:
     """Set c at the first direction of each matrix (Definition 2)."""
-    c = _anchored(known.calibration, norms.direction, norms, limits.eps)
+    c = _anchored(known.calibration, norms, constants.eps)
     return known._replace(calibration=c)
 
 
-def by_full_rank(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
-    """Set c at the first direction, by the norm of one of full rank."""
-    c = _anchored(known.calibration, norms.full_rank, norms, limits.eps)
-    return known._replace(calibration=c)
-
-
-def by_largest_direction(known: Anchored, norms: Norms, limits: Limits) -> Anchored:
+def by_largest_direction(known: Anchored, norms: Norms, constants: Constants) -> Anchored:
     """Set c at the first direction, and lower it at larger ones of the first steps."""
     assert known.directions is not None
-    first = _anchored(known.calibration, norms.direction, norms, limits.eps)
+    first = _anchored(known.calibration, norms, constants.eps)
     is_new = _unset(known.calibration) & ~_unset(first)
     is_first = is_new & jnp.isfinite(first)
     count = jnp.where(is_new, 0, known.directions)
     weight_norm = jnp.where(is_first, norms.weight, known.weight_norm)
     # A c that another anchor has set has no count: it stays.
     counting = (is_first | (count > 0)) & (weight_norm > 0)
-    early = count.astype(norms.direction.dtype) < limits.anchor_steps
+    early = count.astype(norms.direction.dtype) < constants.anchor_steps
     entering = counting & _directed(norms) & early
-    largest = weight_norm / (jnp.where(entering, norms.direction, 1) + limits.eps)
+    largest = weight_norm / (jnp.where(entering, norms.direction, 1) + constants.eps)
     c = jnp.where(entering, jnp.minimum(first, not_one(largest)), first)
     return Anchored(c, known.weight_norm, count + entering.astype(count.dtype))
 
@@ -115,22 +109,20 @@ class Anchor:
 FIRST = "first"
 ANCHORS = {
     FIRST: Anchor(by_first_direction),
-    "full_rank": Anchor(by_full_rank, needs_full_rank=True),
+    "full_rank": Anchor(by_first_direction, needs_full_rank=True),
     "largest": Anchor(by_largest_direction, counts=True),
 }
 UNCALIBRATED = Anchor(uncalibrated, calibrates=False)
 
 
-def _anchored(
-    c: jax.Array, anchor_norm: jax.Array, norms: Norms, eps: jax.Array
-) -> jax.Array:
-    """Set c to ‖W‖ over a norm, where there is a direction and c is unset.
+def _anchored(c: jax.Array, norms: Norms, eps: jax.Array) -> jax.Array:
+    """Set c to ‖W‖ over d₀, where there is a direction and c is unset.
 
     Until then c is 0, also where it was 1, so that r is 1.
     """
     directed = _directed(norms)
     # No division by zero: jax_debug_nans also sees what a where discards.
-    anchor = norms.weight / (jnp.where(directed, anchor_norm, 1) + eps)
+    anchor = norms.weight / (jnp.where(directed, norms.anchor, 1) + eps)
     ready = _unset(c) & directed & jnp.isfinite(anchor)
     set_now = jnp.where(anchor > 0, not_one(anchor), jnp.inf)
     return jnp.where(ready, set_now, jnp.where(_unset(c), 0, c))

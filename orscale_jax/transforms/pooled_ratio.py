@@ -154,11 +154,8 @@ def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
         if not is_label(label):
             _checks.refuse("classes", label, "pass a tree of strings")
 
-    def spread_label(label: str | None, part: PyTree) -> PyTree:
-        return jax.tree.map(lambda _: label, part)
-
     try:
-        return jax.tree.map(spread_label, labels, tree, is_leaf=is_label)
+        return jax.tree.broadcast(labels, tree, is_leaf=is_label)
     except ValueError as error:
         raise ValueError(
             "classes must be a tree of the parameters' structure, or a prefix of it: "

@@ -227,10 +227,10 @@ class TrustRatio:
         """The rule that sets c."""
         return anchors.ANCHORS[self.anchor] if self.calibrate else anchors.UNCALIBRATED
 
-    def limits(self, dtype: jnp.dtype) -> anchors.Limits:
+    def constants(self, dtype: jnp.dtype) -> anchors.Constants:
         """The numbers in the formula of the ratio."""
         given = self.eps, self.r_min, self.r_max, self.anchor_steps
-        return anchors.Limits(*(jnp.asarray(limit, dtype) for limit in given))
+        return anchors.Constants(*(jnp.asarray(constant, dtype) for constant in given))
 
 
 def trust_ratio_stage(
@@ -334,13 +334,13 @@ def _norms(
     weights, directions, moving = (
         matrices.map(placed, entries, c) for entries in (weights, directions, moving)
     )
-    full_rank = directions
+    anchor = directions
     if ratio.rule.needs_full_rank:
         decays = _decay_of_leaves(ratio.weight_decay, mask, params)
         norm = functools.partial(_full_rank_norm, ratio.scale)
-        full_rank = matrices.map(norm, weights, decays, updates)
+        anchor = matrices.map(norm, weights, decays, updates)
     return matrices.map(
-        lambda _, *norms: anchors.Norms(*norms), weights, directions, full_rank, moving
+        lambda _, *norms: anchors.Norms(*norms), weights, directions, anchor, moving
     )
 
 
@@ -392,7 +392,7 @@ def _entries(
         calibration=before.calibration.astype(dtype),
         weight_norm=before.weight_norm.astype(dtype),
     )
-    new = _calibrated(ratio.rule, known, own, norms, ratio.limits(dtype))
+    new = _calibrated(ratio.rule, known, own, norms, ratio.constants(dtype))
     return {k: x if k == "anchor_count" else x.astype(stored) for k, x in new.items()}
 
 
@@ -403,18 +403,18 @@ def _calibrated(
     before: anchors.Anchored,
     own: anchors.Norms,
     norms: anchors.Norms,
-    limits: anchors.Limits,
+    constants: anchors.Constants,
 ) -> dict[str, Any]:
     """A leaf's entries by field, from what its anchor knows, its own norms and r's."""
     weight_norm = anchors.anchor_weight_norm(
         before, norms, own.weight, calibrates=anchor.calibrates
     )
-    known = anchor.set_c(before, norms, limits)
-    raw = _trust_ratio(known.calibration, norms, limits.eps)
+    known = anchor.set_c(before, norms, constants)
+    raw = _trust_ratio(known.calibration, norms, constants.eps)
     return {
         "calibration": known.calibration,
         "raw_trust_ratio": raw,
-        "trust_ratio": jnp.clip(raw, limits.r_min, limits.r_max),
+        "trust_ratio": jnp.clip(raw, constants.r_min, constants.r_max),
         "weight_norm": own.weight,
         "direction_norm": own.direction,
         "anchor_weight_norm": weight_norm,

@@ -156,11 +156,11 @@ def test_bytes():
     """Each of 8 devices takes 2 of 16 matrices, and holds an eighth of the others."""
     [sharded] = plan_buckets([array(4, 8, axes=("data", "fsdp"))] * 16, MESH, LARGE)
     own = 2 * 4 * 8 * FLOAT.itemsize
-    assert sharded.nbytes == own and sharded.bytes_sent == 2 * own * 7 // 8
+    assert sharded.nbytes == own and sharded.traffic.nbytes == 2 * own * 7 // 8
     [copied] = plan_buckets([array(4, 8)] * 16, MESH, LARGE)
-    assert copied.bytes_sent == 7 * own
+    assert copied.traffic.nbytes == 7 * own
     [whole] = plan_buckets([array(8, 4, 8, axes=(("data", "fsdp"), (), ()))], MESH, LARGE)
-    assert whole.bytes_sent == 0
+    assert whole.traffic.nbytes == 0
 
 
 def test_without_a_mesh_one_device_has_all():
@@ -221,7 +221,7 @@ def test_remainders_have_column_shards():
         )
         assert shared.nbytes == whole.nbytes / 4
         # Its Gram matrices are added in pieces and gathered whole, five times.
-        assert shared.bytes_sent == (
+        assert shared.traffic.nbytes == (
             2 * shared.nbytes * 3 // 4 + shared.nbytes + 5 * 2 * 16 * 16 * 4 * 3 // 4
         )
         assert shared.flops == 5 * (4 * 16**2 * 64 + 2 * 16**3)
@@ -284,7 +284,7 @@ def test_idle_devices_take_column_shards_of_wider_matrices():
     # As for the narrow ones alone, plus the sums of Gram matrices.
     [alone] = plan_buckets(narrow, MeshShape({"fsdp": 64}), LARGE)
     assert bucket.flops == alone.flops
-    assert bucket.bytes_sent == alone.bytes_sent + 5 * 2048**2 * 6 * 3 // 4
+    assert bucket.traffic.nbytes == alone.traffic.nbytes + 5 * 2048**2 * 6 * 3 // 4
 
 
 def test_work_is_even_despite_remainders():

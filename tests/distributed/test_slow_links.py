@@ -159,7 +159,7 @@ def test_a_lone_small_matrix_is_not_gathered_from_every_device():
     """Where messages cost time, all devices compute it: they would wait longer for it."""
     mesh = MeshShape({"data": 8192})
     [bucket] = plan_buckets([array(64, 4096, (), ())], mesh, LARGE, V5P)
-    assert (bucket.group_size, bucket.bytes_sent) == (1, 0)
+    assert (bucket.group_size, bucket.traffic.nbytes) == (1, 0)
 
 
 def every_bucket(count, shape, rows, mesh):

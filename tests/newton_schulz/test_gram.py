@@ -444,7 +444,9 @@ def test_multiplying_from_the_other_side_is_less_exact():
         return x
 
     ours, other = (
-        np.array([distance(iterate(m, order), q) for m, q in zip(x, expected)])
+        np.array(
+            [distance(iterate(m, order), q) for m, q in zip(x, expected, strict=True)]
+        )
         for order in (True, False)
     )
     assert (other / ours).max() > 4  # Which matrices lose most depends on the BLAS.
