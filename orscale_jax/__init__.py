@@ -1,11 +1,6 @@
 """OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
 
 from orscale_jax import ablations as ablations, family as family
-from orscale_jax._bfloat16_weights import (
-    MasterWeightsState as MasterWeightsState,
-    keep_master_weights as keep_master_weights,
-    master_weights as master_weights,
-)
 from orscale_jax._convert import convert_state as convert_state
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax.audit.describe import describe as describe
@@ -40,6 +35,11 @@ from orscale_jax.transforms.first_update import (
 from orscale_jax.transforms.initial_norm import (
     InitialNormState as InitialNormState,
     keep_initial_norm as keep_initial_norm,
+)
+from orscale_jax.transforms.master_weights import (
+    MasterWeightsState as MasterWeightsState,
+    keep_master_weights as keep_master_weights,
+    master_weights as master_weights,
 )
 from orscale_jax.transforms.momentum import Int8TraceState as Int8TraceState
 from orscale_jax.transforms.neuron_rms import (

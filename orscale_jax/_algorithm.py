@@ -27,7 +27,12 @@ from orscale_jax.transforms.decay import (
 )
 from orscale_jax.transforms.first_update import first_update_stage, with_moving
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, Matrices
-from orscale_jax.transforms.momentum import check_mu_dtype, float_dtype, momentum_stage
+from orscale_jax.transforms.momentum import (
+    check_mu_dtype,
+    float_dtype,
+    momentum_stage,
+    with_float32_squares,
+)
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
 from orscale_jax.transforms.rate_multipliers import (
     multiplied,
@@ -179,12 +184,14 @@ def _adamw(
     h: Hyperparameters, mask: Mask | None, multipliers: PyTree | None
 ) -> optax.GradientTransformation:
     """:func:`optax.adamw`, link by link."""
-    moments = optax.scale_by_adam(
-        b1=h.adam_b1,
-        b2=h.adam_b2,
-        eps=h.adam_eps,
-        mu_dtype=float_dtype(h.mu_dtype),
-        nesterov=h.adam_nesterov,
+    moments = with_float32_squares(
+        optax.scale_by_adam(
+            b1=h.adam_b1,
+            b2=h.adam_b2,
+            eps=h.adam_eps,
+            mu_dtype=float_dtype(h.mu_dtype),
+            nesterov=h.adam_nesterov,
+        )
     )
     learning_rate = optax.scale_by_learning_rate(h.adam_learning_rate)
     if multipliers is not None:

@@ -46,6 +46,42 @@ class Mutant(NamedTuple):
 
 MUTANTS = [
     Mutant(
+        "with_float32_squares",
+        "nu.astype(jnp.float32) if nu.dtype == jnp.float16 else nu",
+        "nu",
+        "test_inputs.py::test_small_gradients_in_float16",
+    ),
+    Mutant(
+        "_entries",
+        "array = jnp.array(value, compute_dtype(leaf))",
+        "array = jnp.asarray(value, compute_dtype(leaf))",
+        "test_learning_rate_multipliers.py::test_a_donated_state_deletes_no_array_of_the_user",
+    ),
+    Mutant(
+        "_compiled_or_traced",
+        "_compiled if known and not tracing else _on_any_platform",
+        "_on_any_platform",
+        "test_citizenship.py::test_a_second_step_outside_of_jit_compiles_nothing",
+    ),
+    Mutant(
+        "full",
+        "isinstance(like, jax.core.Tracer)",
+        "False",
+        "test_citizenship.py::test_steps_of_every_device_inside_shard_map",
+    ),
+    Mutant(
+        "_statistics",
+        "jnp.pad(x, (0, longest - x.size), constant_values=jnp.inf)",
+        "jnp.pad(x, (0, longest - x.size))",
+        "test_summarize.py::test_optimizers_of_several_kinds_in_one_partition",
+    ),
+    Mutant(
+        "_direction_not_finite",
+        "~lacking",
+        "True",
+        "test_summarize.py::test_optimizers_of_several_kinds_in_one_partition",
+    ),
+    Mutant(
         "reduce",
         "return fn(leaf, axis=self.matrix)",
         "return fn(leaf, axis=self.matrix[-1:])[..., 0]",
@@ -149,8 +185,8 @@ MUTANTS = [
     ),
     Mutant(
         "_anchored",
-        "anchor = norms.weight / (jnp.where(directed, anchor_norm, 1) + eps)",
-        "anchor = norms.weight / jnp.where(directed, anchor_norm, 1)",
+        "anchor = norms.weight / (jnp.where(directed, norms.anchor, 1) + eps)",
+        "anchor = norms.weight / jnp.where(directed, norms.anchor, 1)",
         "test_stages.py",
     ),
     Mutant(
@@ -775,8 +811,8 @@ MUTANTS = [
     ),
     Mutant(
         "summarize",
-        "vector([arrays[i] for i in members])",
-        "jnp.stack([jnp.mean(arrays[i]) for i in members])",
+        "vector(known)",
+        "jnp.stack([jnp.mean(array) for array in known])",
         "test_summarize.py",
     ),
     Mutant(
@@ -823,13 +859,13 @@ MUTANTS = [
     ),
     Mutant(
         "_update_to",
-        "_float32(bits & _UPPER)",
-        "_float32(bits)",
+        "_float32(_bits(master) & _UPPER)",
+        "_float32(_bits(master))",
         "test_bfloat16_weights.py::test_one_update_is_that_of_float32_weights",
     ),
     Mutant(
-        "_master",
-        "_upper(param) | low",
+        "_joined",
+        "_upper(param) | low_bits",
         "_upper(param)",
         "test_bfloat16_weights.py::test_small_updates_are_lost_without_it_and_not_with_it",
     ),

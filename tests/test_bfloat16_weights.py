@@ -480,6 +480,50 @@ def test_readouts_and_conversions_see_through_it():
     assert_same_bits(without, state.inner_state)
 
 
+def test_readouts_are_of_the_master_weights():
+    """Also where several optimizers of a partition keep some."""
+    wide = {"a": 2 * jnp.eye(8), "b": jnp.eye(8)}
+    params = optax.tree.cast(wide, jnp.bfloat16)
+    labels = {name: name for name in params}
+    kept = {name: keep_master_weights(orscale(1e-5)) for name in params}
+    optimizer = optax.partition(kept, labels)
+    float32 = optax.partition({name: orscale(1e-5) for name in params}, labels)
+    state, expected = optimizer.init(params), float32.init(wide)
+    for _ in range(3):
+        updates, state = optimizer.update(params, state, params)
+        grads = optax.tree.cast(params, jnp.float32)
+        steps, expected = float32.update(grads, expected, wide)
+        params = optax.apply_updates(params, updates)
+        wide = optax.apply_updates(wide, steps)
+    found = diagnostics.read(state, params)
+    wanted = diagnostics.read(expected, wide)
+    assert wanted.growth["a"] != 1
+    np.testing.assert_allclose(found.weight_norm["a"], wanted.weight_norm["a"], rtol=1e-6)
+    np.testing.assert_allclose(found.growth["b"], wanted.growth["b"], rtol=1e-6)
+
+
+def test_derivatives_are_those_of_float32():
+    """Of the trained weights by the learning rate, in both directions."""
+
+    def trained(rate, optimizer_of, dtype):
+        optimizer, params = optimizer_of(rate), {"w": jnp.arange(1.0, 5.0).astype(dtype)}
+        state = optimizer.init(params)
+        for _ in range(3):
+            grads = optax.tree.cast(params, jnp.float32)
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return params["w"].astype(jnp.float32).sum()
+
+    def kept(rate):
+        return keep_master_weights(optax.sgd(rate, momentum=0.9))
+
+    sgd = functools.partial(optax.sgd, momentum=0.9)
+    expected = jax.grad(trained)(0.01, sgd, jnp.float32)
+    for derivative in (jax.grad, jax.jacfwd):
+        found = derivative(trained)(0.01, kept, jnp.bfloat16)
+        np.testing.assert_allclose(found, expected, rtol=0.02)
+
+
 @pytest.mark.compiled
 def test_bytes_of_the_step():
     """Weights and low bits are 4 bytes a parameter, and are updated where they are."""

@@ -93,6 +93,35 @@ def test_vmap_over_seeds(build):
 
 
 @pytest.mark.quick_first_case
+def test_steps_of_every_device_inside_shard_map(build):
+    """The state is made there, of parameters that vary over the devices."""
+    optimizer = build(1e-2)
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def train(params):
+        def step(carry, _):
+            params, state = carry
+            updates, state = optimizer.update(params, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        start = params, optimizer.init(params)
+        return jax.lax.scan(step, start, length=2)[0][0]
+
+    each = [tree(0), tree(1)]
+    stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+    apart = jax.shard_map(
+        lambda params: jax.tree.map(
+            lambda x: x[None], train(jax.tree.map(lambda x: x[0], params))
+        ),
+        mesh=mesh,
+        in_specs=P("d"),
+        out_specs=P("d"),
+    )
+    expected = jax.tree.map(lambda *xs: jnp.stack(xs), *map(train, each))
+    assert_trees_close(jax.jit(apart)(stacked), expected, **rounding(build))
+
+
+@pytest.mark.quick_first_case
 def test_donation_and_one_compilation(build):
     optimizer = build(optax.linear_schedule(1e-2, 1e-3, 10))
 
@@ -111,6 +140,17 @@ def test_donation_and_one_compilation(build):
         params, state = step(params, state, tree(seed + 1))
         assert all(leaf.is_deleted() for leaf in old if leaf.ndim > 1)
     assert step._cache_size() == 1
+
+
+@pytest.mark.quick_first_case
+def test_a_second_step_outside_of_jit_compiles_nothing(build, caplog):
+    optimizer, params = build(1e-2), tree(0)
+    _, state = optimizer.update(tree(1), optimizer.init(params), params)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        optimizer.update(tree(1), state, params)
+        assert "XLA compilation" not in caplog.text
+        jax.jit(lambda x: x + 1)(1.0)
+    assert "XLA compilation" in caplog.text
 
 
 @pytest.mark.quick_first_case
@@ -255,7 +295,9 @@ def test_a_clip_before_it_and_extra_arguments_that_it_ignores(build):
     assert isinstance(inner, optax.GradientTransformationExtraArgs)
     chain = optax.chain(optax.clip_by_global_norm(1.0), inner)
     params, grads = tree(0), tree(1)
-    found, _ = chain.update(grads, chain.init(params), params, value=1.0, unknown=None)
+    found, _ = chain.update(
+        grads, chain.init(params), params, value=1.0, unknown=None, measured=1.0
+    )
     norm = optax.tree.norm(grads)
     clipped = jax.tree.map(lambda g: g / norm, grads)
     expected, _ = inner.update(clipped, inner.init(params), params)

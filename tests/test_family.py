@@ -684,7 +684,7 @@ class TestAnchors:
         """c of a matrix that does not decay, and of a schedule at its first value."""
         arguments = {
             "anchor": "full_rank",
-            "weight_decay": lambda step: 50.0 * (step < 1),
+            "weight_decay": lambda step: 50.0 * (step < 1).astype(jnp.float32),
         }
         for mask, decay in [(None, 50.0), ({"w": False}, 0.0), (lambda _: False, 0.0)]:
             _, state = self.ratios(1, weight_decay_mask=mask, **arguments)

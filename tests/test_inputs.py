@@ -1072,6 +1072,18 @@ def test_momentum_that_overflows_float16():
         assert all_finite(seen[-1][2]) == finite
 
 
+@pytest.mark.parametrize("size", [1e-5, 3e-4])
+def test_small_gradients_in_float16(size):
+    """Their squares are 0 in float16, and Adam's update would divide by its floor."""
+    updates = {}
+    for dtype in (jnp.float16, jnp.float32):
+        params = {"b": jnp.ones(4, dtype)}
+        grads = [{"b": jnp.full(4, size, dtype)}] * 60
+        optimizer = compiled(muon(RATE, weight_decay=0.0))
+        updates[dtype] = train(optimizer, grads, params)[-1][2]["b"]
+    np.testing.assert_allclose(updates[jnp.float16], updates[jnp.float32], rtol=5e-3)
+
+
 @pytest.mark.parametrize(
     "dtype", ["float8_e4m3fn", jnp.float8_e5m2, "uint8", jnp.complex64]
 )

@@ -252,3 +252,12 @@ def test_relative_steps_are_right_per_matrix(injected):
         moved = np.linalg.norm(params[name] - before[name], axis=axes)
         expected = moved / np.linalg.norm(before[name], axis=axes)
         np.testing.assert_allclose(found[name], expected, rtol=1e-4)
+
+
+def test_a_donated_state_deletes_no_array_of_the_user():
+    factors = jnp.asarray(PER_LAYER, jnp.float32)
+    optimizer = build(orscale, 1e-2, {"stack": factors, "^w$": jnp.float32(0.5)})
+    state = optimizer.init(tree(0))
+    jax.jit(optimizer.update, donate_argnums=1)(tree(1), state, tree(0))
+    assert not factors.is_deleted()
+    np.testing.assert_array_equal(factors, PER_LAYER)

@@ -95,8 +95,8 @@ def polar_factors(
     if filled:
         xs = [matrices[i] for i in filled]
         auto = None if auto_specs is None else [auto_specs[i] for i in filled]
-        shardings = _shardings(xs, auto, [specs[i] for i in filled], options)
-        qs = _on_any_platform(xs, shardings, options)
+        shardings = _shardings(xs, auto, tuple(specs[i] for i in filled), options)
+        qs = _compiled_or_traced(xs, shardings, options)
         factors |= dict(zip(filled, qs, strict=True))
     return [factors[i] for i in range(len(matrices))]
 
@@ -116,6 +116,23 @@ def _shardings(
     if slices is None and auto_specs is not None:
         warn_of_unknown_slices(mesh)
     return _Shardings(mesh, slices, auto_specs, specs)
+
+
+def _compiled_or_traced(
+    xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
+) -> list[jax.Array]:
+    """Outside of ``jax.jit``, a program that is compiled at the first call."""
+    tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
+    known = options.settings.is_static and shardings.mesh is None
+    compute = _compiled if known and not tracing else _on_any_platform
+    return compute(xs, shardings, options)
+
+
+@functools.partial(jax.jit, static_argnames=("shardings", "options"))
+def _compiled(
+    xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
+) -> list[jax.Array]:
+    return _on_any_platform(xs, shardings, options)
 
 
 def _on_any_platform(

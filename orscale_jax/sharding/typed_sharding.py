@@ -5,12 +5,13 @@ them alone.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 
 def spec(leaf: jax.Array) -> list[Any]:
@@ -80,6 +81,15 @@ def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array
     if entries == spec(x) or jax.typeof(like).sharding.mesh.empty:
         return x
     return jax.sharding.reshard(x, NamedSharding(_mesh(like), PartitionSpec(*entries)))
+
+
+def full(
+    shape: Sequence[int], value: float, dtype: DTypeLike, like: jax.Array
+) -> jax.Array:
+    """:func:`jax.numpy.full`, but varying over the axes of ``shard_map`` as ``like``."""
+    if isinstance(like, jax.core.Tracer):
+        return jax.lax.full_like(like, value, dtype, tuple(shape))
+    return jax.numpy.full(shape, value, dtype)
 
 
 def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:

@@ -16,6 +16,7 @@ neuron_rms            divides neurons by their running root mean square
 normalize             scales neurons and inputs to norm 1
 rate_multipliers      the learning rate with multipliers of matrices and parameters
 initial_norm          keeps the norms of the matrices
+master_weights        wraps any optimizer, for bfloat16 weights that lose no update
 matrices              the matrices of a tree, and arrays with one entry for each
 boundary              the one place where boxes, dtypes and axes are resolved
 dtypes                the dtype of norms and ratios

@@ -11,6 +11,7 @@ import optax
 
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.transforms.anchors import not_one
+from orscale_jax.transforms.trust_ratio import MEASURED
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -38,7 +39,7 @@ def around(
         measured = rescaled(params), rescaled(updates)
         directions, inner_state = inner.update(updates, state.inner, params)
         scaled, ratio_state = ratio.update(
-            directions, state.ratio, params, measured=measured
+            directions, state.ratio, params, **{MEASURED: measured}
         )
         return scaled, _AroundState(ratio_state, inner_state)
 
@@ -67,7 +68,7 @@ def calibrated_in_bfloat16(
     ) -> tuple[PyTree, Any]:
         measured = rounded(params), rounded(updates)
         _, anchored = ratio.update(
-            updates, state, params, measured=measured, **extra_args
+            updates, state, params, **extra_args, **{MEASURED: measured}
         )
         c = jax.tree.map(not_one, rounded(anchored.calibration))
         return ratio.update(

@@ -84,6 +84,8 @@ def on_matrices(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         bare, old, weights = jax.tree.map(_as_jax, unbox((updates, state, params)))
+        if weights is not None:
+            weights = where_gradients_are(bare, weights)
         inner = stage(Matrices.only(weight_dimension_numbers, bare))
         abstract = jax.tree.map(_abstract, bare if weights is None else weights)
         wanted = jax.eval_shape(inner.init, abstract)

@@ -49,7 +49,7 @@ def scales_of_zeros(codes: jax.Array, axis: int) -> jax.Array:
     """The scales of an array of zeros, sharded as those of these codes."""
     shape = [*codes.shape]
     shape[axis] = _count(codes, axis)
-    scales = jnp.zeros(shape, jnp.bfloat16)
+    scales = typed_sharding.full(shape, 0, jnp.bfloat16, codes)
     return typed_sharding.shard_as(scales, codes, _spec_of_scales(codes, axis))
 
 

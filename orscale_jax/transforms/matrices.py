@@ -208,7 +208,8 @@ class Matrices:
         """Entries that all have one value, sharded and boxed as the batch axes."""
 
         def at(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
-            return jnp.full(axes.batch_shape(leaf), value, dtype(leaf))
+            shape = axes.batch_shape(leaf)
+            return typed_sharding.full(shape, value, dtype(leaf), leaf)
 
         return self.entries(params, at)
 

@@ -74,6 +74,21 @@ def float_dtype(mu_dtype: DTypeLike | None) -> DTypeLike | None:
     return None if is_int8(mu_dtype) else mu_dtype
 
 
+def with_float32_squares(
+    adam: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """Adam whose ν of float16 parameters is float32: squares below 6e-8 underflow."""
+
+    def widened(nu: jax.Array) -> jax.Array:
+        return nu.astype(jnp.float32) if nu.dtype == jnp.float16 else nu
+
+    def init(params: PyTree) -> optax.OptState:
+        state = adam.init(params)
+        return state._replace(nu=jax.tree.map(widened, state.nu))
+
+    return optax.GradientTransformation(init, adam.update)
+
+
 def momentum_stage(
     momentum: ArrayLike, nesterov: bool, mu_dtype: DTypeLike | None, matrices: Matrices
 ) -> optax.GradientTransformation:

@@ -113,7 +113,8 @@ def _first_batch_axes(axes: LeafAxes | Any, rank: int) -> int:
 def _entries(axes: LeafAxes, leaf: jax.Array, value: ArrayLike) -> jax.Array:
     """The multiplier of each matrix of a leaf."""
     shape = axes.batch_shape(leaf)
-    array = jnp.asarray(value, compute_dtype(leaf))
+    # A copy: a step to which the state is donated must not delete the user's array.
+    array = jnp.array(value, compute_dtype(leaf))
     return jnp.broadcast_to(_along_first(array, len(shape)), shape)
 
 

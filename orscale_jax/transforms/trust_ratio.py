@@ -233,12 +233,16 @@ class TrustRatio:
         return anchors.Constants(*(jnp.asarray(constant, dtype) for constant in given))
 
 
+# Users' extra arguments reach the stage, too: none of them is called this.
+MEASURED = "orscale_jax.measured"
+
+
 def trust_ratio_stage(
     ratio: TrustRatio, mask: Mask | None, matrices: Matrices
 ) -> optax.GradientTransformationExtraArgs:
     """:func:`scale_by_calibrated_trust_ratio` for given matrices.
 
-    Its ``update`` also takes ``measured``, for the ablations: two trees like the weights
+    Its ``update`` also takes ``MEASURED``, for the ablations: two trees like the weights
     and the directions, of which r and c take the norms instead. The norms in the state
     are those of W and D all the same, so that it does not go with ``"largest"``.
     """
@@ -252,10 +256,10 @@ def trust_ratio_stage(
         params: PyTree | None = None,
         *,
         moving: PyTree | None = None,
-        measured: tuple[PyTree, PyTree] | None = None,
-        **_: Any,
+        **extra_args: Any,
     ) -> tuple[PyTree, State]:
         require_params(params)
+        measured = extra_args.get(MEASURED)
         assert measured is None or not ratio.rule.counts
         norms_of = functools.partial(_norms, ratio, mask, matrices, state, moving)
         own = norms_of(params, updates)
@@ -363,7 +367,9 @@ def _decay_of_leaves(
     weight_decay: ArrayLike | optax.Schedule, mask: Mask | None, params: PyTree
 ) -> PyTree:
     """λ of each leaf: 0 where the mask is False."""
-    value = weight_decay(0) if callable(weight_decay) else weight_decay
+    value = weight_decay
+    if callable(value):
+        value = value(jnp.zeros((), jnp.int32))  # As Optax's first count.
     if is_mask_function(mask):
         mask = mask(params)
     require_booleans("weight_decay_mask", mask)

@@ -136,6 +136,14 @@ def _at_one_bound(at: np.ndarray, other: np.ndarray) -> np.ndarray:
     return (at != 0) & (other == 0)
 
 
+def _direction_not_finite(
+    norm: np.ndarray, direction: np.ndarray, c: np.ndarray
+) -> np.ndarray:
+    """Without matrices whose optimizer has no ratios, and so no c: c is never NaN."""
+    lacking = np.isnan(c) & ~np.isnan(c).all()
+    return np.isfinite(norm) & ~np.isfinite(direction) & ~lacking
+
+
 def _left_out(matrices: np.ndarray, started: np.ndarray) -> np.ndarray:
     """Matrices without an update in a stack in which others have had one."""
     busy = {leaf_of(name) for name, on in zip(matrices, started, strict=True) if on}
@@ -154,9 +162,10 @@ _CHECKS = (
     _Check(
         "Directions not finite",
         ("weight_norm", "direction_norm"),
-        lambda norm, direction: np.isfinite(norm) & ~np.isfinite(direction),
+        _direction_not_finite,
         "The last gradient or the momentum holds NaN or infinity.",
         "Clip or skip such gradients (optax.apply_if_finite).",
+        optional=("calibration",),
     ),
     _Check(
         "Saturated at the upper bound",

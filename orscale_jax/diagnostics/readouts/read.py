@@ -18,6 +18,7 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.initial_norm import InitialNormState
+from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.rate_multipliers import RateMultiplierState
 from orscale_jax.transforms.trust_ratio import (
@@ -91,6 +92,7 @@ def read(
       Lou & You, *OrScale*, Definitions 1 and 2; section 5.4 reports these statistics.
     """
     state, params = unbox(getattr(state, "opt_state", state)), unbox(params)
+    params = with_master_weights(nodes_of(state, MasterWeightsState), params)
     ratios = _with_ratios(state)
     started = _by_path(
         node.started for node in nodes_of(state, FromFirstNonzeroUpdateState)

@@ -8,6 +8,7 @@ import jax
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import names_on
 
 
 class _Fields(NamedTuple):
@@ -46,7 +47,8 @@ class Reading(_Fields):
     A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
     matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
     has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
-    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``.
+    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``. In a
+    partition of several optimizers, leaves whose optimizer does not hold it are masked.
 
     The *last update* is the one that led to ``params``; :math:`W` are the weights before
     it, :math:`W'` those after it.
@@ -73,6 +75,16 @@ def _flatten(reading: Reading) -> tuple[list[tuple[Any, PyTree]], Matrices | Non
 
 
 jax.tree_util.register_pytree_with_keys(Reading, _flatten, with_matrices)
+
+
+def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
+    """A field of the reading, or a tree like it, at each leaf of matrices.
+
+    None where the optimizer of a leaf does not hold the quantity.
+    """
+    found = {names_on(path): leaf for path, leaf in jax.tree.leaves_with_path(tree)}
+    norms = jax.tree.leaves_with_path(reading.weight_norm)
+    return [found.get(names_on(path)) for path, _ in norms]
 
 
 def numbers_of(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from orscale_jax import _checks
 from orscale_jax.diagnostics.matrices import classes_of, names_of, vector
-from orscale_jax.diagnostics.readouts.reading import Reading
+from orscale_jax.diagnostics.readouts.reading import Reading, known_leaves
 from orscale_jax.trees.boxes import PyTree
 
 Vectors = Mapping[str, jax.Array]
@@ -73,7 +73,7 @@ def summarize(
       1.0 1.0
     """
     trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
-    leaves = {name: jax.tree.leaves(tree) for name, tree in trees.items()}
+    leaves = {name: known_leaves(tree, reading) for name, tree in trees.items()}
     labels = classes_of(classes, reading.weight_norm)
     groups = {"": list(range(len(labels)))}
     if classes is not None:
@@ -83,8 +83,9 @@ def summarize(
     scalars: dict[str, jax.Array] = {}
     for name, members in groups.items():
         vectors = {
-            field: vector([arrays[i] for i in members])
+            field: vector(known)
             for field, arrays in leaves.items()
+            if (known := [arrays[i] for i in members if arrays[i] is not None])
         }
         if not any(x.size for x in vectors.values()):
             continue  # Stacks without matrices have no mean.
@@ -101,7 +102,14 @@ def _statistics(vectors: Vectors) -> dict[str, jax.Array]:
     names = [name for name in QUANTITIES if name in vectors]
     if not names:
         return {}
-    values = jnp.stack([vectors[name] for name in names])
+    # Some matrices may lack a quantity; infinity is left out below.
+    longest = max(vectors[name].size for name in names)
+    values = jnp.stack(
+        [
+            jnp.pad(x, (0, longest - x.size), constant_values=jnp.inf)
+            for x in (vectors[name] for name in names)
+        ]
+    )
     known = jnp.where(jnp.isinf(values), jnp.nan, values)
     shares = jnp.array([*PERCENTILES.values()])
     rows = {
@@ -133,7 +141,7 @@ def _single(
     """The quantities of the matrices whose names match."""
     names = names_of(trees["weight_norm"])
     try:
-        chosen = [i for i, name in enumerate(names) if re.search(expression, name)]
+        chosen = {name for name in names if re.search(expression, name)}
     except re.error as error:
         raise ValueError(
             f"matrices={expression!r} is not a regular expression: {error}."
@@ -142,13 +150,12 @@ def _single(
         _checks.refuse(
             "matrices", expression, f"no name has it; the first are {names[:3]}"
         )
-    vectors = {
-        field: vector(jax.tree.leaves(trees[field]))
+    return {
+        f"{prefix}{name}/{field}": value
         for field in QUANTITIES
         if field in trees
-    }
-    return {
-        f"{prefix}{names[i]}/{field}": values[i]
-        for field, values in vectors.items()
-        for i in chosen
+        for name, value in zip(
+            names_of(trees[field]), vector(jax.tree.leaves(trees[field])), strict=True
+        )
+        if name in chosen
     }

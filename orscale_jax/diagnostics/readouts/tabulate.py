@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from orscale_jax.diagnostics.matrices import OTHER, classes_of, names_of
-from orscale_jax.diagnostics.readouts.reading import Reading
+from orscale_jax.diagnostics.readouts.reading import Reading, known_leaves
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -47,16 +47,25 @@ def tabulate(
     trees |= measurements or {}
     like = reading.weight_norm
     for name, tree in trees.items():
-        _require_fitting(name, tree, like)
+        _require_fitting(name, tree, like if name in (measurements or {}) else tree)
     names, labels = names_of(like), classes_of(classes, like)
     sizes = [np.size(leaf) for leaf in jax.tree.leaves(like)]
     columns = {"matrix": np.array(names), "class": np.repeat(labels or [OTHER], sizes)}
-    arrays = jax.device_get([jax.tree.leaves(tree) for tree in trees.values()])
-    return columns | dict(zip(trees, map(_flat, arrays), strict=True))
+    arrays = jax.device_get([known_leaves(tree, reading) for tree in trees.values()])
+    flat = (_flat(leaves, sizes) for leaves in arrays)
+    return columns | dict(zip(trees, flat, strict=True))
 
 
-def _flat(leaves: list[Any]) -> np.ndarray:
-    return np.concatenate([np.ravel(leaf) for leaf in leaves])
+def _flat(leaves: list[Any], sizes: list[int]) -> np.ndarray:
+    """The entries of all leaves; those of a leaf that is None are NaN, or False."""
+    dtype = next((leaf.dtype for leaf in leaves if leaf is not None), np.dtype("f"))
+    missing = False if dtype.kind == "b" else np.nan
+    return np.concatenate(
+        [
+            np.full(size, missing, dtype) if leaf is None else np.ravel(leaf)
+            for leaf, size in zip(leaves, sizes, strict=True)
+        ]
+    )
 
 
 def _require_fitting(name: str, tree: PyTree, like: PyTree) -> None:

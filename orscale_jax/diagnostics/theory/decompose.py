@@ -127,8 +127,10 @@ def measured(reading: Reading) -> PyTree:
         on = (started != 0) & (c > 0) & jnp.isfinite(c) & (r > 0) & jnp.isfinite(r)
         return jnp.where(on, 1.0, 0.0)
 
-    fields = reading.trust_ratio, reading.calibration, reading.started
-    return jax.tree.map(measured, *map(unbox, fields))
+    ratio = unbox(reading.trust_ratio)
+    fields = reading.calibration, reading.started
+    others = [mask_like(unbox(field), ratio) for field in fields]
+    return jax.tree.map(measured, ratio, *others)
 
 
 def _weights(relative_step: PyTree | None, counts: PyTree) -> PyTree:

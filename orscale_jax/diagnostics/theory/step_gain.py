@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
+from orscale_jax.diagnostics.readouts.reading import Reading, known_leaves, numbers_of
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.samples import (
@@ -121,9 +121,7 @@ def step_gain(
         weight_dimension_numbers = numbers_of(
             trust_ratio, params, weight_dimension_numbers
         )
-        trust_ratio = trust_ratio.trust_ratio
-    if trust_ratio is None:
-        raise ValueError("the reading has no trust ratios: it is one of muon.")
+        trust_ratio = _ratios_or_one(trust_ratio)
     matrices = Matrices.of(weight_dimension_numbers, params)
     require_scalar(loss_fn, params, found[0])
     work = Work(loss_fn, matrices)
@@ -135,6 +133,18 @@ def step_gain(
         for index, batch in enumerate(found)
     ]
     return _gain(jax.tree.map(lambda *xs: jnp.stack(xs), *slopes))
+
+
+def _ratios_or_one(reading: Reading) -> list[jax.Array]:
+    """r̂ at each leaf of matrices; 1 where its optimizer has no ratios."""
+    if reading.trust_ratio is None:
+        raise ValueError("the reading has no trust ratios: it is one of muon.")
+    norms = jax.tree.leaves(reading.weight_norm)
+    found = known_leaves(reading.trust_ratio, reading)
+    return [
+        jnp.ones_like(norm) if ratio is None else ratio
+        for ratio, norm in zip(found, norms, strict=True)
+    ]
 
 
 def _multipliers(

@@ -9,8 +9,16 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import muon, orscale
-from orscale_jax.diagnostics import Reading, layer_classes, read, summarize, tabulate
+from orscale_jax import family, muon, orscale
+from orscale_jax.diagnostics import (
+    Reading,
+    decompose,
+    find_problems,
+    layer_classes,
+    read,
+    summarize,
+    tabulate,
+)
 
 MASKED = optax.MaskedNode()
 CLASSES = {"up": "mlp up", "experts": "routed expert up", "odd": None, "bias": "bias"}
@@ -181,3 +189,28 @@ class TestErrors:
         wrong = reading.growth | {"experts": jnp.ones(6)}
         with pytest.raises(ValueError, match="not have one entry for each matrix"):
             tabulate(reading, None, {"signal": wrong})
+
+
+def test_optimizers_of_several_kinds_in_one_partition():
+    """A quantity is summarized over the matrices that have it; tables have NaN."""
+    params = {"a": jnp.eye(4), "b": 2 * jnp.eye(4), "c": 3 * jnp.eye(4)}
+    kinds = {"a": orscale(1e-2), "b": muon(1e-2), "c": family.hyperball(1e-2)}
+    optimizer = optax.partition(kinds, {name: name for name in params})
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    reading = read(state, {name: 1.5 * w for name, w in params.items()})
+    scalars = summarize(reading, {"a": "x", "b": "y", "c": "y"}, "", matrices="a|b|c")
+    ratio = float(reading.trust_ratio["a"])
+    assert scalars["trust_ratio/mean"] == scalars["x/trust_ratio/mean"] == ratio
+    np.testing.assert_allclose(scalars["growth/min"], 1.5, rtol=1e-6)
+    assert scalars["y/growth/max"] == scalars["c/growth"] == reading.growth["c"]
+    assert "y/trust_ratio/mean" not in scalars and "b/growth" not in scalars
+    assert scalars["share_not_anchored"] == 0 and "y/share_at_r_max" not in scalars
+    table = tabulate(reading)
+    np.testing.assert_array_equal(table["trust_ratio"], [ratio, np.nan, np.nan])
+    np.testing.assert_array_equal(np.isnan(table["growth"]), [False, True, False])
+    np.testing.assert_array_equal(table["anchored"], [True, False, False])
+    assert table["anchored"].dtype == bool and not find_problems(reading)
+    found = decompose(reading)
+    assert found.matrices == 1 and found.uniform == pytest.approx(ratio, rel=1e-6)
+    with pytest.raises(ValueError, match="ratio does not have one entry"):
+        tabulate(reading, measurements={"ratio": reading.trust_ratio})

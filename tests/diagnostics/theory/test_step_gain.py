@@ -7,7 +7,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import orscale, polar_factor
+from orscale_jax import muon, orscale, polar_factor
 from orscale_jax.diagnostics import read, step_gain
 from tests import leaves
 
@@ -159,6 +159,23 @@ class TestReadings:
         for numbers in (None, NUMBERS):
             found = step_gain(loss_fn, params, batches, self.reading(), numbers)
             assert found.kappa.value == by_hand.kappa.value
+
+    def test_matrices_without_ratios_have_those_of_muon(self):
+        kinds = {"a": orscale(1e-2), "b": muon(1e-2)}
+        optimizer = optax.partition(kinds, {"a": "a", "b": "b"})
+        params, batches = {"a": jnp.eye(4), "b": 2 * jnp.eye(4)}, jnp.arange(8.0) / 100
+        reading = read(optimizer.init(params), params)
+        ratios = reading.trust_ratio | {"a": jnp.float32(3)}
+        reading = reading._replace(trust_ratio=ratios)
+
+        def loss_fn(params, batch):
+            return jnp.sum((params["a"] - batch) ** 2) + 3 * jnp.sum(params["b"] ** 2)
+
+        found = step_gain(loss_fn, params, batches, reading)
+        expected = step_gain(
+            loss_fn, params, batches, {"a": jnp.float32(3), "b": jnp.float32(1)}
+        )
+        assert found.kappa.value == expected.kappa.value != 1
 
     def test_what_contradicts_it_is_refused(self):
         loss_fn, params, batches, _ = problem(0, 0.1, 4)

@@ -1,6 +1,7 @@
 """bfloat16 parameters that lose no update: a wrapper around a whole optimizer."""
 
 import operator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -153,8 +154,17 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
             f"the state has {len(found)} MasterWeightsState instead of one: pass the "
             "state of one optimizer that keep_master_weights made."
         )
-    low_bits, bare = unbox((found[0].low_bits, params))
-    masters = jax.tree.map_with_path(_master, low_bits, bare, is_leaf=_has_no_low_bits)
+    return with_master_weights(found, params)
+
+
+def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) -> PyTree:
+    """The parameters, with master weights for those that any of the states has."""
+    masters = unbox(params)
+    for state in states:
+        low_bits = unbox(state.low_bits)
+        masters = jax.tree.map_with_path(
+            _master, low_bits, masters, is_leaf=_has_no_low_bits
+        )
     return rebox(masters, params)
 
 
@@ -169,20 +179,27 @@ def _move(step: Any, master: Any, param: Any, low_bits: Any) -> _Move:
     if step is None or _has_no_low_bits(low_bits):
         return _Move(step, low_bits)
     new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
-    bits = _bits(jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new))
-    low = (bits & _LOWER).astype(jnp.uint16)
-    return _Move(_update_to(bits, param), typed_sharding.shard_like(low, low_bits))
+    new = jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new)
+    low = (_bits(new) & _LOWER).astype(jnp.uint16)
+    return _Move(_update_to(new, param), typed_sharding.shard_like(low, low_bits))
 
 
-def _update_to(bits: jax.Array, param: jax.Array) -> jax.Array:
-    """The update that takes a parameter to the upper halves of given float32 numbers.
+@jax.custom_jvp
+def _update_to(master: jax.Array, param: jax.Array) -> jax.Array:
+    """The update that takes a parameter to the upper half of its new master weight.
 
     Their difference is a float32 number, except where the new value is so much larger
     than the old one that the error is rounded away.
     """
-    new, old = _float32(bits & _UPPER), _float32(_upper(param))
+    new, old = _float32(_bits(master) & _UPPER), _float32(_upper(param))
     # Infinity stays infinity, and −0 + −0 = −0.
     return jnp.where(_bits(new) == _bits(old), np.float32(-0.0), new - old)
+
+
+@_update_to.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    of_master, of_param = tangents
+    return _update_to(*primals), of_master - of_param.astype(jnp.float32)
 
 
 def _no_low_bits(path: Any, param: Any) -> Any:
@@ -215,7 +232,18 @@ def _master(path: Any, low_bits: Any, param: Any) -> Any:
             f"shape {np.shape(low_bits)}: pass the state of these parameters."
         )
     low = typed_sharding.shard_like(jnp.asarray(low_bits, jnp.uint32), param)
-    return _float32(_upper(param) | low)
+    return _joined(param, low)
+
+
+# Bits have no derivatives: a master weight counts as its parameter plus a constant.
+@jax.custom_jvp
+def _joined(param: jax.Array, low_bits: jax.Array) -> jax.Array:
+    return _float32(_upper(param) | low_bits)
+
+
+@_joined.defjvp
+def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
+    return _joined(*primals), tangents[0].astype(jnp.float32)
 
 
 def _upper(param: jax.Array) -> jax.Array:
