@@ -4,15 +4,16 @@ Each function below is one arrangement of the stages of :func:`orscale_jax.orsca
 the same Newton–Schulz, the same meshes and the same AdamW: a comparison with OrScale or
 Muon differs in one stage and nothing else.
 
-==========  ==========================================================================
-hyperball   Muon on the sphere of each matrix's initial norm (MuonH)
-normuon     Muon that divides neurons by their running root mean square
-muon_plus   Muon that divides the inputs of Q, then its neurons, by their norms
-aurora      Muon with a Q whose vectors along the longer side have nearly one norm
-cautious    OrScale that decays only the entries that the update shrinks
-pooled      OrScale with one ratio for all matrices, or one for each class
-replayed    Muon whose learning rate is multiplied by recorded ratios
-==========  ==========================================================================
+==================  ==================================================================
+hyperball           Muon on the sphere of each matrix's initial norm (MuonH)
+normuon             Muon that divides neurons by their running root mean square
+orscale_on_normuon  OrScale with NorMuon's direction
+muon_plus           Muon that divides the inputs of Q, then its neurons, by their norms
+aurora              Muon with a Q whose vectors on the longer side have nearly one norm
+cautious            OrScale that decays only the entries that the update shrinks
+pooled              OrScale with one ratio for all matrices, or one for each class
+replayed            Muon whose learning rate is multiplied by recorded ratios
+==================  ==================================================================
 
 All are optimizers with the arguments of :func:`orscale_jax.orscale`, without those of
 stages that they do not have, and with a few more.
@@ -25,6 +26,7 @@ import jax
 import optax
 from jax.typing import ArrayLike
 
+from orscale_jax import _checks
 from orscale_jax._algorithm import ChainTail, Optimizer, Stages
 from orscale_jax._arrangements import with_arguments_of
 from orscale_jax._optimizers import RATIO, orscale
@@ -129,6 +131,52 @@ def normuon(
     """
     normalized = neuron_rms_stage(b2, eps, norm)
     return optax.chain(stages.after_q(normalized).coupled), stages.learning_rate
+
+
+@_optimizer()
+def orscale_on_normuon(
+    stages: Stages,
+    *,
+    b2: ArrayLike = 0.95,
+    neuron_eps: ArrayLike = 1e-8,
+    norm: str = FULL_RANK,
+) -> ChainTail:
+    r"""OrScale with NorMuon's direction: NorMuon times a trust ratio for each matrix.
+
+    .. math::
+
+      D = \lambda W + s \sqrt{\min(m, n)} \, \frac{\hat Q}{\|\hat Q\|_F}, \qquad
+      r = \frac{\|W\|_F}{c \|D\|_F + \varepsilon}, \qquad
+      W \leftarrow W - \eta \, \hat r \, D,
+
+    with :math:`\hat Q` as in :func:`normuon`, whose step the first one is.
+
+    Args:
+      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
+      neuron_eps: The floor under the root mean square of a neuron, at least 0.
+      norm: ``"full_rank"``, as above, or ``"kept"``; see :func:`normuon`.
+
+    Returns:
+      An optimizer with these arguments and those of :func:`orscale_jax.orscale`. With
+      ``r_min=1, r_max=1`` it is :func:`normuon`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import family
+      >>> optimizer = family.orscale_on_normuon(1e-3)
+      >>> params, grads = {"kernel": jnp.eye(16, 4)}, {"kernel": jnp.ones((16, 4))}
+      >>> _, state = optimizer.update(grads, optimizer.init(params), params)
+      >>> print(optax.tree.get(state, "trust_ratio")["kernel"].round(3))
+      1.0
+
+    References:
+      Li et al. 2025, arXiv:2510.05491, for :math:`\hat Q`; Lou & You, *OrScale*, for r.
+      Their composition is this library's (``docs/better_rule_protocol.md``).
+    """
+    _checks.number("neuron_eps", neuron_eps, at_least=0)
+    normalized = neuron_rms_stage(b2, neuron_eps, norm)
+    direction = stages.after_q(normalized).coupled
+    return optax.chain(direction, stages.ratio), stages.learning_rate
 
 
 @_optimizer(*RATIO)

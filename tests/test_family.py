@@ -46,6 +46,11 @@ CASES = {
         functools.partial(family.normuon, norm="kept", b2=0.5, eps=0.1),
         {"adaptive": False, "after_q": lambda: oracle.NeuronRMS(0.5, 0.1, kept=True)},
     ),
+    "orscale_on_normuon": (family.orscale_on_normuon, {"after_q": oracle.NeuronRMS}),
+    "orscale_on_normuon_kept": (
+        functools.partial(family.orscale_on_normuon, norm="kept", b2=0.5, neuron_eps=0.1),
+        {"after_q": lambda: oracle.NeuronRMS(0.5, 0.1, kept=True)},
+    ),
     "muon_plus_neurons": (
         functools.partial(family.muon_plus, order="neurons"),
         {"adaptive": False, "after_q": lambda: NEURONS_ALONE},
@@ -69,7 +74,13 @@ CASES = {
         {"anchor": "largest", "anchor_steps": 8},
     ),
 }
-SLOW = {"normuon_kept", "aurora_of_three", "muon_plus_neurons", "full_rank_without_s"}
+SLOW = {
+    "normuon_kept",
+    "orscale_on_normuon_kept",
+    "aurora_of_three",
+    "muon_plus_neurons",
+    "full_rank_without_s",
+}
 
 
 def build(factory, **arguments):
@@ -170,7 +181,7 @@ def test_arguments_are_orscales_and_their_own(name):
     parameters = inspect.signature(getattr(family, name)).parameters
     plain = inspect.signature(orscale).parameters
     own = {"b2", "eps", "norm", "order", "classes", "trust_ratio"}
-    own |= {"pp_iterations", "pp_beta"}
+    own |= {"pp_iterations", "pp_beta", "neuron_eps"}
     for key, parameter in parameters.items():
         assert parameter.kind == plain.get(key, parameter).kind
         assert key in own or parameter.default == plain[key].default
@@ -310,6 +321,21 @@ class TestNeurons:
     def test_bad_arguments_of_normuon(self, arguments, message):
         with pytest.raises(ValueError, match=message):
             family.normuon(1e-3, **arguments)
+        if "eps" in arguments:
+            arguments, message = {"neuron_eps": -1}, "neuron_eps=-1 is not valid"
+        with pytest.raises(ValueError, match=message):
+            family.orscale_on_normuon(1e-3, **arguments)
+
+    def test_ratios_of_1_make_it_normuon(self):
+        params, grads = leaves.random_tree(0, 0.05), leaves.random_tree(1)
+        found, expected = (
+            build(make, **ratio).update(grads, build(make, **ratio).init(params), params)
+            for make, ratio in (
+                (family.orscale_on_normuon, {"r_min": 1, "r_max": 1}),
+                (family.normuon, {}),
+            )
+        )
+        chex.assert_trees_all_equal(found[0], expected[0])
 
     @pytest.mark.parametrize("order", [(), ("rows",), "row", (1,), None, 1])
     def test_bad_orders(self, order):

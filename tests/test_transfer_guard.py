@@ -122,7 +122,15 @@ STEPS = {
     "inject_hyperparams": lambda: optax.inject_hyperparams(orscale)(learning_rate=1e-3),
     **{
         name: lambda name=name: getattr(family, name)(1e-3)
-        for name in ("hyperball", "normuon", "muon_plus", "aurora", "cautious", "pooled")
+        for name in (
+            "hyperball",
+            "normuon",
+            "orscale_on_normuon",
+            "muon_plus",
+            "aurora",
+            "cautious",
+            "pooled",
+        )
     },
 }
 

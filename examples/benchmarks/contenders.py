@@ -86,6 +86,7 @@ def relatives(
     return {
         "hyperball": family.hyperball(1e-3, **ours),
         "normuon": family.normuon(1e-3, **ours),
+        "orscale_on_normuon": family.orscale_on_normuon(1e-3, **ours),
         "muon_plus": family.muon_plus(1e-3, **ours),
         "cautious": family.cautious(1e-3, **ours),
         "pooled": family.pooled(1e-3, **ours),

@@ -18,7 +18,6 @@ from orscale_jax._optimizers import RATIO
 from orscale_jax.diagnostics import layer_classes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
 from orscale_jax.transforms.matrices import broadcast
-from orscale_jax.transforms.neuron_rms import FULL_RANK, neuron_rms_stage
 from orscale_jax.transforms.pooled_ratio import class_labels, pooled_ratio_stage
 from orscale_jax.transforms.shape import Scale, shape_stage
 from orscale_jax.transforms.trust_ratio import ratio_bounds
@@ -139,14 +138,6 @@ def _rounded(key: jax.Array, weight: jax.Array) -> jax.Array:
     noise = jax.random.bits(key, weight.shape, jnp.uint16).astype(jnp.uint32)
     upper = jnp.where(jnp.isfinite(weight), bits + noise, bits) & np.uint32(0xFFFF0000)
     return jax.lax.bitcast_convert_type(upper, jnp.float32)
-
-
-@with_arguments_of(orscale)
-def orscale_on_normuon(stages: Stages) -> ChainTail:
-    """OrScale's ratio on NorMuon's direction."""
-    normalized = neuron_rms_stage(0.95, 1e-8, FULL_RANK)
-    direction = stages.after_q(normalized).coupled
-    return optax.chain(direction, stages.ratio), stages.learning_rate
 
 
 @with_arguments_of(orscale, (*RATIO, "consistent_rms", "scale_mode"))

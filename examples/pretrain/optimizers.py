@@ -171,7 +171,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         readable=False,
     ),
     "one_scale": _muon_like("Muon+Moonlight, one scale", controls.one_scale),
-    "orscale_on_normuon": _ours("OrScale on NorMuon", controls.orscale_on_normuon),
+    "orscale_on_normuon": _ours("OrScale on NorMuon", family.orscale_on_normuon),
     # The same as Muon+Moonlight, by another library.
     "optax_muon": Optimizer(
         "optax.contrib.muon",

@@ -89,8 +89,10 @@ def test_collectives(name, layout):
     assert found["all-to-all"] == exchanged
     matrices = {"experts": 8} | {name: 1 for name in NUMBERS if name[0] in "udo"}
     scalars = sum(matrices.values())
+    neurons = sum(mesh_tests.SHAPES[leaf][-1] * n for leaf, n in matrices.items())
     entries = {
-        "normuon": sum(mesh_tests.SHAPES[leaf][-1] * n for leaf, n in matrices.items()),
+        "normuon": neurons,
+        "orscale_on_normuon": neurons,
         "muon_plus": sum(
             sum(mesh_tests.SHAPES[leaf][-2:]) * n for leaf, n in matrices.items()
         ),

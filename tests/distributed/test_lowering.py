@@ -115,7 +115,15 @@ OTHERS = {
     "traced steps": optax.inject_hyperparams(orscale),
     **{
         name: getattr(family, name)
-        for name in ("hyperball", "normuon", "muon_plus", "aurora", "cautious", "pooled")
+        for name in (
+            "hyperball",
+            "normuon",
+            "orscale_on_normuon",
+            "muon_plus",
+            "aurora",
+            "cautious",
+            "pooled",
+        )
     },
     "momentum_denominator": ablations.momentum_denominator,
 }

@@ -13,7 +13,11 @@ from tests.leaves import relative_error
 from tests.runs import ABLATIONS, FAMILY
 
 OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY, **ABLATIONS}
-ON_SIDES = {"normuon", "muon_plus"}  # They normalize neurons or inputs.
+ON_SIDES = {
+    "normuon",
+    "orscale_on_normuon",
+    "muon_plus",
+}  # They normalize neurons or inputs.
 # PyTorch's shape and numbers, the axes in the order of JAX's, and numbers there.
 KINDS = {
     "linear": ((8, 14), Dims(1, 0), (1, 0), Dims(0, 1)),

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from examples.pretrain import controls
-from orscale_jax import family, muon, orscale, polar_factor
+from orscale_jax import muon, orscale, polar_factor
 from orscale_jax.diagnostics import layer_classes
 
 PARAMS = {
@@ -139,15 +139,6 @@ def test_twice_the_decay_of_the_matrices_alone():
     one, two = (updates_of(muon(0.1, weight_decay=decay)) for decay in (0.1, 0.2))
     assert_same(found, two | {"bias": one["bias"]})
     assert np.any(one["bias"] != two["bias"])
-
-
-@pytest.mark.parametrize("bound", [1.0, 2.0])
-def test_orscale_on_normuon_is_normuon_times_the_ratio(bound):
-    """A ratio between equal bounds is the same factor everywhere."""
-    optimizer = controls.orscale_on_normuon(0.1, r_min=bound, r_max=bound)
-    normuon = updates_of(family.normuon(0.1))
-    expected = {n: (bound if p.ndim == 2 else 1) * normuon[n] for n, p in PARAMS.items()}
-    assert_same(updates_of(optimizer), expected)
 
 
 def test_rounding_to_nearest_loses_small_updates():

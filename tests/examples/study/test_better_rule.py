@@ -97,29 +97,68 @@ def test_the_rule(means, better):
     assert better_rule.is_better(compare(differences)) == better
 
 
-def test_the_table_of_the_page(monkeypatch):
-    """What the results hold; no run is done for it."""
+def written(arm, name):
+    """The losses of an arm in the CSV of a workload, by seed."""
+    table = (better_rule.FOLDER / f"{name}.csv").read_text()
+    rows = csv.DictReader(table.splitlines())
+    return {row["seed"]: float(row["loss"]) for row in rows if row["arm"] == arm}
+
+
+def by_hand(ours, theirs, names=second.TEXTS):
+    """The mean difference over workloads on seeds 200 to 211, with its interval."""
+    differences = []
+    for name in names:
+        one, other = written(ours, name), written(theirs, name)
+        differences.append([one[str(s)] - other[str(s)] for s in range(200, 212)])
+    by_seed = np.mean(differences, axis=0)
+    half = stats.t.ppf(0.975, 11) * np.std(by_seed, ddof=1) / 12**0.5
+    return by_seed.mean(), by_seed.mean() - half, by_seed.mean() + half
+
+
+@pytest.fixture
+def page(monkeypatch):
+    """The page, its tables and the options of all results; no run may be done."""
     monkeypatch.setattr(plan.Trainer, "train", lambda *_: pytest.fail("a run"))
-    [table] = re.findall(
-        r"<!-- table: better rule -->\n(.*?)<!-- end -->", PAGE.read_text(), re.DOTALL
-    )
-    *shown, whole = table.splitlines()[2:]
-    workloads = tuple(re.findall(r"`([^`]+)`", table))
-    options = better_rule.Options(("twice_the_decay",), workloads)
-    assert workloads == second.TEXTS
-    assert table.splitlines() == [*better_rule.lines(options)]
-    assert "lower in 3, higher in 0 | a better rule" in whole
-    mean = whole.split("|")[-2].strip()
+    text = PAGE.read_text()
+    tables = re.findall(r"<!-- table: [^>]* -->\n(.*?)<!-- end -->", text, re.DOTALL)
+    return text, [table.splitlines() for table in tables], better_rule.Options()
+
+
+def test_the_tables_of_the_page(page):
+    _, [candidates, ratio], options = page
+    assert options.workloads == second.TEXTS and options.arms == better_rule.ARMS
+    assert candidates == [*better_rule.lines(options)]
+    assert ratio == [*better_rule.ratio_lines(options)]
+    *_, whole = ratio
+    shown = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*by_hand("orscale_on_normuon", "normuon"))
+    assert whole.endswith(f"| {shown} |")
+    for arm in better_rule.ARMS:
+        for name in second.TEXTS:
+            mean, low, high = by_hand(arm, "muon_moonlight", [name])
+            assert any(
+                f"`{name}`" in row and f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]" in row
+                for row in candidates
+            )
+
+
+def test_the_verdicts_in_words(page):
+    text, [candidates, _], _ = page
+    better = [row.split("**")[1] for row in candidates if "| a better rule |" in row]
+    assert better == ["Twice the decay", "OrScale's ratio on NorMuon", "NorMuon"]
+    words = re.sub(r"\s+", " ", text)
+    [mean] = [row.split("|")[-2].strip() for row in candidates if "**Twice" in row]
     assert f"({mean} over the six)" in (PAGE.parent / "two_rates.md").read_text()
-    for name, line in zip(workloads, shown, strict=True):
-        table = (better_rule.FOLDER / f"{name}.csv").read_text()
-        rows = [*csv.DictReader(table.splitlines())]
-        losses = {
-            arm: {r["seed"]: float(r["loss"]) for r in rows if r["arm"] == arm}
-            for arm in ("twice_the_decay", "muon_moonlight")
-        }
-        seeds = [str(seed) for seed in range(200, 212)]
-        found = [
-            losses["twice_the_decay"][s] - losses["muon_moonlight"][s] for s in seeds
-        ]
-        assert f"| {np.mean(found):+.4f} [" in line
+    dense, mixtures = (
+        by_hand("orscale_on_normuon", "normuon", names)
+        for names in (second.TEXTS[:4], second.TEXTS[4:])
+    )
+    shown = "{:+.4f} [{:+.4f}, {:+.4f}]"
+    assert f"{shown.format(*dense)} over the four dense" in words
+    assert f"{shown.format(*mixtures)} over the two mixtures" in words
+    readme = re.sub(r"\s+", " ", (PAGE.parents[1] / "README.md").read_text())
+    mean, low, high = mixtures
+    assert f"gains {-mean:.3f} nats over two mixtures [{low:+.3f}, {high:+.3f}]" in readme
+    mean, low, high = dense
+    assert f"costs {mean:.3f} over four dense models [{low:+.3f}, {high:+.3f}]" in readme
+    found = by_hand("orscale_on_normuon", "muon_moonlight")
+    assert "other seeds | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*found) in readme
