@@ -102,7 +102,8 @@ def polar_factor(
 
     Where one side is more than 1.5 times the other, and steps and coefficients are known
     while tracing, the iteration runs on the Gram matrix (Zhang et al. 2026), as far as
-    the dtype's rounding allows; ``docs/speed.md`` has more.
+    the dtype's rounding allows; ``docs/speed.md`` has more. Call it inside ``jax.jit``:
+    outside, every call is compiled anew.
 
     Presets, with the range to which five steps bring normalized singular values in
     [1e-3, 1], and the relative error that each product may have without any singular

@@ -464,7 +464,12 @@ def test_the_table_of_the_readme():
         over(TEXTS, "muon"), over(TEXTS, "normuon"), None,
         over(SMALLER[:2], "hyperball"), over(SMALLER[2:], "hyperball"),
     ]  # fmt: skip
-    _, table = (ROOT / "README.md").read_text().split("| mean and 95 % interval |\n")
+    mean, low, high = by_hand(over(TEXTS))
+    assert f"{mean:.3f} nats higher than Muon+Moonlight's (95 % interval" in README
+    assert f"interval [{low:+.3f}, {high:+.3f}]), and" in README
+    _, table = (
+        (ROOT / "README.md").read_text().split("| mean, 95 % interval, in nats |\n")
+    )
     rows = re.findall(r"^  \|.*\| (.*) \|$", table, re.MULTILINE)
     for shown, numbers in zip(rows, expected, strict=True):
         if numbers is not None:
