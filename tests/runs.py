@@ -33,7 +33,9 @@ ABLATIONS = {
     for name, optimizer in optimizers_of(ablations).items()
     if name not in DEPRECATED
 }
-FAMILY = optimizers_of(family) | {
+# Those whose arguments all have defaults but for the learning rate.
+RELATIVES = {n: make for n, make in optimizers_of(family).items() if n != "replayed"}
+FAMILY = RELATIVES | {
     "replayed": functools.partial(family.replayed, trust_ratio=[1.5, 0.5, 2.0]),
     "full_rank_anchor": functools.partial(orscale, anchor="full_rank"),
     "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),

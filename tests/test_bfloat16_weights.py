@@ -503,7 +503,7 @@ def test_readouts_are_of_the_master_weights():
 
 
 def test_derivatives_are_those_of_float32():
-    """Of the trained weights by the learning rate, in both directions."""
+    """Derivatives of the trained weights by the learning rate, in both directions."""
 
     def trained(rate, optimizer_of, dtype):
         optimizer, params = optimizer_of(rate), {"w": jnp.arange(1.0, 5.0).astype(dtype)}

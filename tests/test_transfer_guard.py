@@ -24,7 +24,7 @@ import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
 from orscale_jax import diagnostics, family, muon, orscale
-from tests.runs import ABLATIONS, DEPRECATED
+from tests.runs import ABLATIONS, DEPRECATED, RELATIVES
 from tests.test_docs import public_names
 
 PARAMS = {"a": (8, 16), "b": (16, 8), "bias": (8,)}
@@ -120,18 +120,7 @@ STEPS = {
     "schedule": lambda: orscale(optax.cosine_decay_schedule(1e-3, 10)),
     "muon": lambda: muon(1e-3),
     "inject_hyperparams": lambda: optax.inject_hyperparams(orscale)(learning_rate=1e-3),
-    **{
-        name: lambda name=name: getattr(family, name)(1e-3)
-        for name in (
-            "hyperball",
-            "normuon",
-            "orscale_on_normuon",
-            "muon_plus",
-            "aurora",
-            "cautious",
-            "pooled",
-        )
-    },
+    **{name: functools.partial(make, 1e-3) for name, make in RELATIVES.items()},
 }
 
 

@@ -86,7 +86,7 @@ def shard_as(x: jax.Array, like: jax.Array, entries: Iterable[Any]) -> jax.Array
 def full(
     shape: Sequence[int], value: float, dtype: DTypeLike, like: jax.Array
 ) -> jax.Array:
-    """:func:`jax.numpy.full`, but varying over the axes of ``shard_map`` as ``like``."""
+    """An array of one value, varying over the axes of ``shard_map`` as ``like`` does."""
     if isinstance(like, jax.core.Tracer):
         return jax.lax.full_like(like, value, dtype, tuple(shape))
     return jax.numpy.full(shape, value, dtype)

@@ -1,7 +1,7 @@
 """The stages of OrScale and its relatives, one per file, and wrappers around them.
 
 ====================  ================================================================
-momentum              G to M̃, with a state of floats or of 8-bit integers
+momentum              G to M̃, with a state of floats or 8-bit integers; Adam's in float16
 int8_blocks           arrays as 8-bit integers and a scale for each block of them
 orthogonalize         M̃ to Q
 balance               M̃ to Q with vectors of nearly one norm along the longer side

@@ -1,4 +1,4 @@
-"""The momentum of the matrices: Optax's trace, or one with a state of 8 bits."""
+"""The momentum of the matrices, of floats or of 8 bits; Adam's moments in float16."""
 
 from typing import NamedTuple
 

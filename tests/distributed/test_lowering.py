@@ -15,12 +15,12 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.benchmarks import hlo_cost
 from orscale_jax import (
     ablations,
-    family,
     muon,
     orscale,
     orthogonalize,
     polar_factor,
 )
+from tests.runs import RELATIVES
 
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 SHAPES = {"up": (8, 16), "down": (16, 8), "layers": (2, 8, 16), "bias": (8,)}
@@ -113,18 +113,7 @@ def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
 OTHERS = {
     "muon": muon,
     "traced steps": optax.inject_hyperparams(orscale),
-    **{
-        name: getattr(family, name)
-        for name in (
-            "hyperball",
-            "normuon",
-            "orscale_on_normuon",
-            "muon_plus",
-            "aurora",
-            "cautious",
-            "pooled",
-        )
-    },
+    **RELATIVES,
     "momentum_denominator": ablations.momentum_denominator,
 }
 

@@ -139,7 +139,7 @@ def _at_one_bound(at: np.ndarray, other: np.ndarray) -> np.ndarray:
 def _direction_not_finite(
     norm: np.ndarray, direction: np.ndarray, c: np.ndarray
 ) -> np.ndarray:
-    """Without matrices whose optimizer has no ratios, and so no c: c is never NaN."""
+    """Matrices whose D is not finite; an optimizer without ratios has neither D nor c."""
     lacking = np.isnan(c) & ~np.isnan(c).all()
     return np.isfinite(norm) & ~np.isfinite(direction) & ~lacking
 

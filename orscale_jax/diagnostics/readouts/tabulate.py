@@ -47,7 +47,7 @@ def tabulate(
     trees |= measurements or {}
     like = reading.weight_norm
     for name, tree in trees.items():
-        _require_fitting(name, tree, like if name in (measurements or {}) else tree)
+        _require_fitting(name, tree, like, whole=name in (measurements or {}))
     names, labels = names_of(like), classes_of(classes, like)
     sizes = [np.size(leaf) for leaf in jax.tree.leaves(like)]
     columns = {"matrix": np.array(names), "class": np.repeat(labels or [OTHER], sizes)}
@@ -68,12 +68,13 @@ def _flat(leaves: list[Any], sizes: list[int]) -> np.ndarray:
     )
 
 
-def _require_fitting(name: str, tree: PyTree, like: PyTree) -> None:
+def _require_fitting(name: str, tree: PyTree, like: PyTree, *, whole: bool) -> None:
+    """Refuse other shapes and other matrices, or, if ``whole``, fewer matrices."""
     shapes, wanted = (
         {path: np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(t)}
         for t in (tree, like)
     )
-    if shapes != wanted:
+    if not shapes.items() <= wanted.items() or (whole and shapes != wanted):
         raise ValueError(
             f"{name} does not have one entry for each matrix: pass a tree like those of "
             "the reading, with arrays of their shapes."

@@ -214,3 +214,6 @@ def test_optimizers_of_several_kinds_in_one_partition():
     assert found.matrices == 1 and found.uniform == pytest.approx(ratio, rel=1e-6)
     with pytest.raises(ValueError, match="ratio does not have one entry"):
         tabulate(reading, measurements={"ratio": reading.trust_ratio})
+    other = reading._replace(trust_ratio=reading.trust_ratio | {"a": jnp.ones(2)})
+    with pytest.raises(ValueError, match="trust_ratio does not have one entry"):
+        tabulate(other)
