@@ -85,7 +85,7 @@ MUTANTS = [
         "reduce",
         "return fn(leaf, axis=self.matrix)",
         "return fn(leaf, axis=self.matrix[-1:])[..., 0]",
-        "test_optimizers.py::test_25_steps_against_float64_numpy",
+        "test_family.py -k hyperball",
     ),
     Mutant(
         "to_matrices",
