@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -68,10 +68,14 @@ def one_scale(
 
 
 def twice_the_decay(
-    learning_rate: optax.Schedule, *, weight_decay: float, **arguments: Any
+    learning_rate: optax.Schedule,
+    *,
+    weight_decay: float,
+    optimizer: Callable[..., optax.GradientTransformationExtraArgs] = muon,
+    **arguments: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon+Moonlight whose matrices decay twice as much."""
-    return muon(
+    """Muon+Moonlight, or another optimizer, whose matrices decay twice as much."""
+    return optimizer(
         learning_rate,
         weight_decay=2 * weight_decay,
         adam_weight_decay=weight_decay,

@@ -193,6 +193,10 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "model_optimum": _muon_like(
         "Muon+Moonlight, r* of the class", controls.model_optimum
     ),
+    "orscale_twice_the_decay": _muon_like(
+        "OrScale, twice the decay",
+        functools.partial(controls.twice_the_decay, optimizer=orscale),
+    ),
 }
 
 

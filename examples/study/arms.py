@@ -78,6 +78,7 @@ CANDIDATES: dict[str, Arm] = {
         ("ratio_within_class", "Ratio within the class"),
         ("model_optimum", "r* of the class"),
         ("twice_the_decay", "Twice the decay"),
+        ("orscale_twice_the_decay", "OrScale, twice the decay"),
     )
 }
 # Momenta and weights in fewer bits: docs/low_memory_protocol.md.

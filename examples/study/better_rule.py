@@ -27,11 +27,14 @@ from examples.study.second import (
 from examples.study.statistics import Comparison, compare, paired
 
 FOLDER = pathlib.Path("docs/data/better_rule")
-RATIO, DIRECTION = "orscale_on_normuon", "normuon"
 ARMS = (
-    "twice_the_decay", RATIO, DIRECTION, "scale_between", "ratio_within_class",
-    "model_optimum",
+    "twice_the_decay", "orscale_on_normuon", "normuon", "scale_between",
+    "ratio_within_class", "model_optimum", "orscale_twice_the_decay",
 )  # fmt: skip
+# Candidates with OrScale's ratio, and the same without it.
+RATIOS = {
+    "orscale_on_normuon": "normuon", "orscale_twice_the_decay": "twice_the_decay",
+}  # fmt: skip
 SEEDS = tuple(range(200, 212))
 ENOUGH = 3  # Workloads in which a better rule is significantly better.
 
@@ -84,16 +87,22 @@ def lines(options: Options) -> Iterator[str]:
 
 
 def ratio_lines(options: Options) -> Iterator[str]:
-    """The table of what OrScale's ratio is worth on NorMuon's direction."""
-    yield "| workload | OrScale's ratio on NorMuon − NorMuon |"
-    yield "| --- | --: |"
-    differences: list[Mapping[int, float]] = []
-    for workload in options.workloads:
-        losses = [candidate(workload, arm, options.out)[1] for arm in (RATIO, DIRECTION)]
-        differences.append(paired(*losses))
-        yield f"| `{workload}` | {_told(compare(differences[-1:]))} |"
-    found = compare(differences)
-    yield f"| **{_counts(found)}** | {_told(found)} |"
+    """The table of what OrScale's ratio is worth: candidates with it and without."""
+    yield "| difference | workload | with the ratio − without it |"
+    yield "| --- | --- | --: |"
+    for arm in options.arms:
+        if arm not in RATIOS:
+            continue
+        compared = (arm, RATIOS[arm])
+        label = " − ".join(KNOWN[each].label for each in compared)
+        differences: list[Mapping[int, float]] = []
+        for workload in options.workloads:
+            losses = [candidate(workload, each, options.out)[1] for each in compared]
+            differences.append(paired(*losses))
+            told = _told(compare(differences[-1:]))
+            yield f"| {label} | `{workload}` | {told} |"
+        found = compare(differences)
+        yield f"| **{label}** | {_counts(found)} | {_told(found)} |"
 
 
 def _counts(found: Comparison) -> str:
@@ -119,8 +128,7 @@ def main(options: Options) -> None:
     prepare(options.workloads, options.out)
     for line in lines(options):
         print(line, flush=True)
-    if {RATIO, DIRECTION} <= {*options.arms}:
-        print("", *ratio_lines(options), sep="\n", flush=True)
+    print("", *ratio_lines(options), sep="\n", flush=True)
     prepare(options.workloads, options.out)
 
 

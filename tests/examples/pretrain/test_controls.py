@@ -133,10 +133,11 @@ def test_the_optimum_of_the_model_is_a_factor_of_each_class():
     assert all(0 < f < 2.5 for t in controls.MODEL_OPTIMA.values() for f in t.values())
 
 
-def test_twice_the_decay_of_the_matrices_alone():
+@pytest.mark.parametrize("optimizer", [muon, orscale])
+def test_twice_the_decay_of_the_matrices_alone(optimizer):
     arguments = {"weight_decay": 0.1, "adam_learning_rate": None}
-    found = updates_of(controls.twice_the_decay(0.1, **arguments))
-    one, two = (updates_of(muon(0.1, weight_decay=decay)) for decay in (0.1, 0.2))
+    found = updates_of(controls.twice_the_decay(0.1, optimizer=optimizer, **arguments))
+    one, two = (updates_of(optimizer(0.1, weight_decay=decay)) for decay in (0.1, 0.2))
     assert_same(found, two | {"bias": one["bias"]})
     assert np.any(one["bias"] != two["bias"])
 

@@ -70,12 +70,11 @@ def test_what_the_ratio_adds_is_paired_by_seed(tmp_path, monkeypatch):
         return Run([2 + far + 0.001 * seed - gain], 1.0, [], math.nan, math.nan, {})
 
     monkeypatch.setattr(plan.Trainer, "train", train)
-    arms = (better_rule.RATIO, better_rule.DIRECTION)
-    options = better_rule.Options(arms, (DENSE,), tmp_path)
+    options = better_rule.Options(("orscale_on_normuon",), (DENSE,), tmp_path)
     plan.prepare(options.workloads, tmp_path)
     *_, row, all_workloads = better_rule.ratio_lines(options)
-    assert row == f"| `{DENSE}` | -0.0100 [-0.0100, -0.0100] |"
-    assert all_workloads.startswith("| **all: lower in 1, higher in 0** | -0.0100 ")
+    assert row.endswith(f"− NorMuon | `{DENSE}` | -0.0100 [-0.0100, -0.0100] |")
+    assert "NorMuon** | all: lower in 1, higher in 0 | -0.0100 " in all_workloads
 
 
 @pytest.mark.parametrize(
