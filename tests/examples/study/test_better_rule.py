@@ -34,32 +34,38 @@ def test_factors_are_those_of_the_table(kind, workload):
     assert MODEL_OPTIMA[kind] == pytest.approx(expected, abs=0.0051)
 
 
-def test_a_candidate_is_searched_and_compared_on_fresh_seeds(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "candidate, first", [("scale_between", 200), ("orscale_twice_the_decay", 300)]
+)
+def test_a_candidate_is_searched_and_compared_on_fresh_seeds(
+    candidate, first, tmp_path, monkeypatch
+):
     asked = []
 
     def train(self, rates, seed, factors=None):
         arm = self.arm.optimizer
         asked.append((arm, seed))
-        ours = arm == "scale_between"
+        ours = arm == candidate
         octaves = math.log2(rates.matrix / (0.032 if ours else 0.016))
         loss = 2 + 0.02 * octaves**2 + 0.02 * abs(math.log2(rates.adam / 0.064))
         return Run([loss + 0.001 * seed - 0.01 * ours], 1.0, [], math.nan, math.nan, {})
 
     monkeypatch.setattr(plan.Trainer, "train", train)
     before = {path: path.read_bytes() for path in second.FOLDER.glob("*.csv")}
-    options = better_rule.Options(("scale_between",), (DENSE,), tmp_path)
+    options = better_rule.Options((candidate,), (DENSE,), tmp_path)
     plan.prepare(options.workloads, tmp_path)
-    rates, losses = better_rule.candidate(DENSE, "scale_between", tmp_path)
+    seeds = tuple(range(first, first + 12))
+    rates, losses = better_rule.candidate(DENSE, candidate, tmp_path, seeds)
     assert rates == (0.032, 0.064)
-    reference = better_rule.reference_losses(DENSE, tmp_path)
+    reference = better_rule.reference_losses(DENSE, tmp_path, seeds)
     differences = [reference[seed] - losses[seed] for seed in losses]
     np.testing.assert_allclose(differences, 0.01, atol=1e-5)
     table = [*better_rule.lines(options)]
     assert "0.032, 0.064 | -0.0100 [-0.0100, -0.0100]" in table[2]
     assert "lower in 1, higher in 0 | no better rule" in table[3]
-    fresh, searched = {*range(200, 212)}, {20, 21, 22}
-    assert {seed for arm, seed in asked if arm == "muon_moonlight"} == fresh
-    assert {seed for arm, seed in asked if arm == "scale_between"} == fresh | searched
+    searched = {20, 21, 22}
+    assert {seed for arm, seed in asked if arm == "muon_moonlight"} == {*seeds}
+    assert {seed for arm, seed in asked if arm == candidate} == {*seeds} | searched
     assert before == {path: path.read_bytes() for path in second.FOLDER.glob("*.csv")}
 
 
