@@ -166,6 +166,29 @@ def ladder(found: Found) -> str:
     return markdown(["experts", *map(_label, (_TWO, _POOLED))], rows)
 
 
+def lowest(found: Found) -> str:
+    """The arm with the lowest mean loss in each workload, and those level with it."""
+    rows = []
+    for name in dict.fromkeys(cell.workload for cell in found.records):
+        losses = {
+            cell.arm: statistics.fmean(record.losses.values())
+            for cell, record in found.records.items()
+            if cell.workload == name
+        }
+        best, *others = sorted(losses, key=losses.__getitem__)
+        level = [KNOWN[arm].label for arm in others if _is_level(found, name, arm, best)]
+        at = _rates(found, name, best)
+        tried = str(len(losses))
+        rows.append([f"`{name}`", KNOWN[best].label, at, "; ".join(level) or "–", tried])
+    heading = ["workload", "lowest", "rates", "level with it, in order", "tried"]
+    return markdown(heading, rows, left=4)
+
+
+def _is_level(found: Found, name: str, ours: str, theirs: str) -> bool:
+    by_seed = difference(found.records, name, ours, theirs)
+    return by_seed is not None and not interval(list(by_seed.values())).sign
+
+
 def arms(found: Found) -> str:
     """The searches of each arm: where their best rates lie, and how well they choose."""
     rows = []
@@ -288,6 +311,7 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "reported": reported,
     "ladder": ladder,
     "others": others,
+    "lowest": lowest,
     "arms": arms,
     "searches": searches,
     "classes": classes,

@@ -166,4 +166,6 @@ def test_the_verdicts_in_words(page):
     mean, low, high = dense
     assert f"costs {mean:.3f} over four dense models [{low:+.3f}, {high:+.3f}]" in readme
     found = by_hand("orscale_on_normuon", "muon_moonlight")
-    assert "other seeds | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*found) in readme
+    assert "other seeds | 5 : 0 | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*found) in readme
+    [row] = [row for row in candidates if row.startswith("| **OrScale's ratio on NorM")]
+    assert "all: lower in 5, higher in 0" in row

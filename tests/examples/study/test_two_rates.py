@@ -234,16 +234,16 @@ def test_normuon():
         _, low, high = by_hand(ours)
         assert low < 0 < high if "mixture" in name else high < 0
     dense, mixtures = TEXTS[:4], TEXTS[4:]
-    gained = means([of_workload(name, ours="normuon") for name in dense])
-    assert f"by {in_words(gained)} over the four" in TEXT
-    for names in (dense, mixtures):
-        assert f"({in_words(means([against_muon[n] for n in names]))})" in TEXT
+    gained = [of_workload(name, ours="normuon") for name in dense]
+    assert f"by {in_words(means(gained))} over the four" in TEXT
+    for names, place in ((dense, "on the dense models"), (mixtures, "on the mixtures")):
+        assert f"{place}, {with_counts([against_muon[n] for n in names])}" in TEXT
     with_ratio = [of_workload(n, "normuon", "orscale_on_normuon") for n in SMALLER]
     for numbers in (*with_ratio, means(with_ratio)):
         assert in_words(numbers) in TEXT
     for other in (REFERENCE, "orscale", "muon"):
         ahead = [of_workload(n, other, "orscale_on_normuon") for n in SMALLER]
-        assert f"by {in_words(means(ahead))}" in TEXT and by_hand(means(ahead))[2] < 0
+        assert f"by {with_counts(ahead)}" in TEXT and by_hand(means(ahead))[2] < 0
         if other == REFERENCE:
             assert all(by_hand(numbers)[2] < 0 for numbers in ahead)
     for name, best in zip(SMALLER, ("normuon", "muon", "muon"), strict=True):
@@ -276,6 +276,13 @@ def test_hyperball():
     assert low < 0 < high  # Level with what the first table has.
 
 
+def with_counts(differences):
+    """The mean over workloads, and in how many it is lower and higher by itself."""
+    ends = [by_hand(by_seed)[1:] for by_seed in differences]
+    lower, higher = sum(x < 0 for _, x in ends), sum(x > 0 for x, _ in ends)
+    return f"{in_words(means(differences))} ({lower} : {higher})"
+
+
 def sums_in_words(question):
     return in_words(sums_of_the_list()[question - 1])
 
@@ -289,14 +296,30 @@ def test_what_of_the_ratio_counts():
     against_replay = of_smaller("replayed", "orscale")
     for numbers in (*against_replay, means(against_replay)):
         assert in_words(numbers) in TEXT
+    assert f"OrScale − replay is {with_counts(against_replay)}, " in TEXT
+    [*rates] = (losses(name, "replayed")[1] for name in SMALLER)
+    assert rates == [losses(name, "full_rank_anchor")[1] for name in SMALLER]
+    there = [by_rates(n, "orscale")[at] for n, at in zip(SMALLER, rates, strict=True)]
+    equal = {
+        control: [
+            [sign * (of[seed] - theirs[seed]) for seed in sorted(of)]
+            for of, name in zip(there, SMALLER, strict=True)
+            for theirs in [losses(name, control)[0]]
+        ]
+        for control, sign in (("replayed", 1), ("full_rank_anchor", -1))
+    }
+    for control, between in (("replayed", ", and"), ("full_rank_anchor", ", and")):
+        whole, dense = with_counts(equal[control]), in_words(equal[control][0])
+        assert f"At equal rates it is {whole}{between} {dense} on `dense-small`" in TEXT
     assert [by_hand(x)[1] > 0 for x in against_replay] == [True, False, False]
-    assert f"by {in_words(means(of_smaller(REFERENCE, 'replayed')))}." in TEXT
+    assert f"by {with_counts(of_smaller(REFERENCE, 'replayed'))}." in TEXT
     anchored = of_smaller("orscale", "full_rank_anchor")
-    assert f"{in_words(means(anchored))} against OrScale" in TEXT
+    mean, counts = with_counts(anchored).split(" (")
+    assert f"{mean} against OrScale ({counts}, most" in TEXT
     assert f"`dense-small` ({in_words(anchored[0])})" in TEXT
     assert [by_hand(x)[2] < 0 for x in anchored] == [True, False, False]
     ahead = of_smaller(REFERENCE, "full_rank_anchor")
-    assert f"by {in_words(means(ahead))}: in none" in TEXT
+    assert f"by {with_counts(ahead)}: in none" in TEXT
     assert [by_hand(x)[2] < 0 for x in ahead] == [False, False, True]
     assert not any(by_hand(x)[1] > 0 for x in ahead)
     verdicts = [row[6] for row in cells_of("list")]
@@ -324,6 +347,66 @@ def test_other_workloads_and_what_has_no_verdict():
         found = [of_workload(name, ours=arm) for name in names]
         complete = None not in found
         assert row[2] == (in_words(means(found)) if complete else "not complete")
+
+
+def test_the_lowest_losses():
+    labels = {KNOWN[job.arm].label: job.arm for job in JOBS}
+    assert len(cells_of("lowest")) == len({job.workload for job in JOBS})
+    for row in cells_of("lowest"):
+        name, best = row[0].strip("`"), labels[row[1]]
+        arms = {job.arm for job in JOBS if job.workload == name}
+        assert row[4] == str(len(arms))
+        mean = {arm: statistics.fmean(losses(name, arm)[0].values()) for arm in arms}
+        assert min(mean, key=mean.get) == best
+        assert row[2] == ", ".join(f"{float(x):.3g}" for x in losses(name, best)[1])
+        level = []
+        for arm in arms - {best}:
+            _, low, high = by_hand(of_workload(name, best, arm))
+            if low < 0 < high:
+                level.append(arm)
+        level.sort(key=mean.get)
+        assert row[3] == ("; ".join(KNOWN[arm].label for arm in level) or "–")
+
+
+def test_how_much_of_the_first_endpoint_is_the_choice_of_rates():
+    """OrScale at the rates for which a replay asked, on the same fresh seeds."""
+    [at] = by_rates("dense-small", "replayed")
+    there = {n: by_rates(n, "orscale")[at] for n in ("dense-small", "mixture-small")}
+    chosen = losses("dense-small", "orscale")[0]
+    muon = {name: losses(name, REFERENCE)[0] for name in there}
+    lower = [there["dense-small"][seed] - chosen[seed] for seed in chosen]
+    assert f"chose, by {in_words(lower)}, and level" in TEXT
+    found = {name: of_workload(name) for name in TEXTS}
+    for name, of in there.items():
+        found[name] = [of[seed] - muon[name][seed] for seed in sorted(of)]
+    assert f"Muon+Moonlight's ({in_words(found['dense-small'])})" in TEXT
+    assert f"over the six would be {in_words(means(found.values()))}." in TEXT
+    mixture, dense = (
+        means([found[f"{kind}{init}"] for init in ("", "-small-init")])
+        for kind in ("mixture-small", "dense-small")
+    )
+    first = [x - y for x, y in zip(mixture, dense, strict=True)]
+    assert f"does not hang on it ({in_words(first)} with" in TEXT
+
+
+def test_what_decoupling_the_decay_does_to_the_weights():
+    def mean(name, arm, column):
+        with (FOLDER / f"{name}-4800-steps.csv").open() as file:
+            rows = [r for r in csv.DictReader(file) if r["arm"] == arm]
+        return statistics.fmean(float(r[column]) for r in rows if int(r["seed"]) >= 100)
+
+    arms = ("decoupled_weight_decay", "orscale")
+    (dense, coupled), (mixture, of_mixture) = (
+        [[mean(name, arm, column) for column in ("growth", "at_bound")] for arm in arms]
+        for name in ("dense-small", SMALLER[2])
+    )
+    grown = "(to {:.2f} times the initial ones, instead of {:.2f}, on the dense model; "
+    grown += "{:.2f} instead of {:.2f} on the mixture)"
+    assert grown.format(dense[0], coupled[0], mixture[0], of_mixture[0]) in TEXT
+    shares = [round(100 * of[1]) for of in (dense, coupled, mixture, of_mixture)]
+    assert shares[1] == 0
+    told = f"({shares[0]} % instead of none; {shares[2]} % instead of {shares[3]} %)"
+    assert told in TEXT
 
 
 def test_searches_are_counted_and_their_best_rates_are_those_of_the_fresh_seeds(found):
@@ -404,15 +487,19 @@ def test_the_advice_of_the_page():
     def rates(names, arm):
         return [tuple(map(float, losses(name, arm)[1])) for name in names]
 
+    both = [job.workload for job in JOBS if job.arm == "orscale"]
+    by_side = {side: set() for side in (-1, 0, 1)}
+    for name, side in zip(both, sides(both), strict=True):
+        by_side[side].add(name)
+    rungs = [LADDER[experts] for experts in (4, 8, 16)]
+    small = SMALLER[2]
+    assert by_side[-1] == {
+        *rungs, "dense-small-1200-steps", f"{small}-4800-steps", "vision-large-small-init"
+    }  # fmt: skip
     dense = [name for name in TEXTS if "mixture" not in name]
     assert sides(dense) == [1, 1, 0, 1]
-    assert rates(dense, REFERENCE).count((0.016, 0.0452548)) == 3
-    rungs = [LADDER[experts] for experts in (4, 8, 16)]
-    assert sides(rungs) == [-1, -1, -1]
-    assert set(rates(rungs, "orscale")) == {(0.008, 0.032)}
-    assert sides(["like-16b"]) == [1]
-    assert rates(["like-16b"], REFERENCE) == [(0.016, 0.032)]
-    assert sides([LADDER[1], LADDER[32], "mixture-small"]) == [0, 0, 0]
+    assert by_side[1] == {*dense, *LARGE[:2], "like-16b"} - {"prose"}
+    assert set(rates([*rungs, "dense-small-1200-steps"], "orscale")) == {(0.008, 0.032)}
     assert sides([LADDER[16], LADDER[4]], POOLED) == [-1, 1]
     times = [b / a for arm in ("orscale", REFERENCE) for a, b in rates(TEXTS, arm)]
     assert len(times) == 12 and min(times) > 1.9 and max(times) < 6
@@ -424,6 +511,14 @@ def test_the_excess_in_words():
     assert f"is {text[0]} nats for OrScale and {text[1]} for Muon+Moonlight" in TEXT
     assert float(text[0]) - float(text[1]) == pytest.approx(0.003, abs=5e-4)
     assert abs(float(ladder[0]) - float(ladder[1])) < 5e-4
+    longer = [row for row in cells_of("searches") if "-1200-steps" in row[0]]
+    muon, ours = (
+        statistics.fmean(float(row[-1]) for row in longer if row[1] == label)
+        for label in ("Muon+Moonlight", "OrScale")
+    )
+    assert f"is {muon:.4f}, OrScale's {ours:.4f} nats)" in TEXT
+    gain = -statistics.fmean(sums_of_the_list()[4])
+    assert muon - ours == pytest.approx(gain / 2, rel=0.2)  # "About half of it".
     images = {row[1]: row[-1] for row in cells_of("searches") if "vision-small" in row[0]}
     assert f"is {images['OrScale']} and {images['Muon+Moonlight']} nats, as" in TEXT
 
@@ -432,11 +527,18 @@ def test_the_advice_of_the_readme():
     dense = [losses(name, REFERENCE)[1] for name in TEXTS if "mixture" not in name]
     ratios = [float(adam) / float(matrix) for matrix, adam in dense]
     assert min(ratios) > 2.8 and max(ratios) <= 4  # "About three times".
+    assert "`muon(rate, adam_learning_rate=3 * rate)`" in README
     assert ("0.016", "0.0452548") in dense
+    calls = (
+        "muon(0.032, consistent_rms=None, adam_learning_rate=0.045)",
+        "family.normuon(0.016, adam_learning_rate=0.045)",
+    )
+    assert all(f"`{call}`" in text for call in calls for text in (README, TEXT))
+    assert "with 4, 8 and 16 experts in models 64 wide with small" in README
     for mixture in ("experts-4", TEXTS[-1], "experts-16"):
         assert losses(mixture, "orscale")[1] == ("0.008", "0.032")
         assert by_hand(of_workload(mixture))[2] < 0
-    for mixture in ("experts-1", "experts-32"):
+    for mixture in ("experts-1", "experts-32", "mixture-small", *LARGE[2:]):
         _, low, high = by_hand(of_workload(mixture))
         assert low < 0 < high
     rates = [losses(name, "muon")[1] for name in TEXTS]
@@ -456,7 +558,7 @@ def test_the_table_of_the_readme():
     """Each row from the results; those on other seeds are in test_better_rule.py."""
 
     def over(names, ours="orscale"):
-        return means([of_workload(name, REFERENCE, ours) for name in names])
+        return [of_workload(name, REFERENCE, ours) for name in names]
 
     longer = [f"{name}-1200-steps" for name in ("dense-small", SMALLER[2])]
     expected = [
@@ -464,16 +566,20 @@ def test_the_table_of_the_readme():
         over(TEXTS, "muon"), over(TEXTS, "normuon"), None,
         over(SMALLER[:2], "hyperball"), over(SMALLER[2:], "hyperball"),
     ]  # fmt: skip
-    mean, low, high = by_hand(over(TEXTS))
+    mean, low, high = by_hand(means(over(TEXTS)))
     assert f"{mean:.3f} nats higher than Muon+Moonlight's (95 % interval" in README
-    assert f"interval [{low:+.3f}, {high:+.3f}]), and" in README
+    assert f"interval [{low:+.3f}, {high:+.3f}]; up to 0.003 of it" in README
+    scaled = statistics.fmean(means(over(TEXTS, "muon")))
+    assert f"this one's is {-scaled:.3f} lower" in README
     _, table = (
         (ROOT / "README.md").read_text().split("| mean, 95 % interval, in nats |\n")
     )
-    rows = re.findall(r"^  \|.*\| (.*) \|$", table, re.MULTILINE)
+    rows = re.findall(r"^  \|.*\| (\d : \d) \| (.*) \|$", table, re.MULTILINE)
     for shown, numbers in zip(rows, expected, strict=True):
         if numbers is not None:
-            assert shown == "{:+.3f} [{:+.3f}, {:+.3f}]".format(*by_hand(numbers))
+            _, counts = with_counts(numbers).split(" (")
+            mean = "{:+.3f} [{:+.3f}, {:+.3f}]".format(*by_hand(means(numbers)))
+            assert shown == (counts.strip(")"), mean)
 
 
 def test_the_large_workloads_in_words():
