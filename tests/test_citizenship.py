@@ -153,6 +153,18 @@ def test_a_second_step_outside_of_jit_compiles_nothing(build, caplog):
     assert "XLA compilation" in caplog.text
 
 
+@pytest.mark.parametrize("static", [(), ("ns_steps", "momentum")])
+def test_nor_does_one_of_an_optimizer_that_is_made_anew(static, caplog):
+    """As `inject_hyperparams` does at every step."""
+    optimizer = optax.inject_hyperparams(orscale, static_args=static)(1e-2)
+    params, gradients = ({"w": tree(seed)["w"]} for seed in (0, 1))
+    _, state = optimizer.update(gradients, optimizer.init(params), params)
+    _, state = optimizer.update(gradients, state, params)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        optimizer.update(gradients, state, params)
+    assert "XLA compilation" not in caplog.text
+
+
 @pytest.mark.quick_first_case
 @pytest.mark.compiled
 def test_no_host_callbacks_and_no_float64_in_the_program(build):

@@ -249,11 +249,10 @@ class Description:
 
     def _lines_on_all(self, dtypes: Set[np.dtype[Any]]) -> list[str]:
         lines = [f"all parameters are {dtype}" for dtype in dtypes if len(dtypes) == 1]
-        each = self.state_bytes_per_parameter
+        each, on_device = self.state_bytes_per_parameter, self.state_bytes_per_device
         if each is not None:
-            lines.append(f"state: {each:.4g} bytes per parameter")
-        if self.state_bytes_per_device is not None:
-            lines[-1] += f", {self.state_bytes_per_device:,} bytes per device"
+            told = "" if on_device is None else f", {on_device:,} bytes per device"
+            lines.append(f"state: {each:.4g} bytes per parameter{told}")
         return [*lines, ""] if lines else []
 
     def _plan_lines(self) -> list[str]:

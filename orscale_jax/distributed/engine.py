@@ -25,9 +25,11 @@ from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding import meshes, typed_sharding
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class PolarOptions:
     """Options of polar factors: the iteration, its memory, the mesh, the platforms.
+
+    Equal ones compile the same program on one device.
 
     Attributes:
       settings: The iteration; its dtype is None for the platform's.
@@ -40,9 +42,9 @@ class PolarOptions:
     settings: NewtonSchulz
     stack_bytes: int | None = None
     mesh: Mesh | AbstractMesh | None = None
-    slow_axes: SlowAxes | None = None
+    slow_axes: SlowAxes | None = dataclasses.field(default=None, compare=False)
     platforms: Mapping[str, Callable[[NewtonSchulz], Platform]] = dataclasses.field(
-        default_factory=lambda: PLATFORMS
+        default_factory=lambda: PLATFORMS, compare=False
     )
 
     def platform(self, name: str) -> Platform:
@@ -96,7 +98,11 @@ def polar_factors(
         xs = [matrices[i] for i in filled]
         auto = None if auto_specs is None else [auto_specs[i] for i in filled]
         shardings = _shardings(xs, auto, tuple(specs[i] for i in filled), options)
-        qs = _compiled_or_traced(xs, shardings, options)
+        tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
+        known = options.settings.is_static and shardings.mesh is None
+        # Outside of `jax.jit`, a program that is compiled at the first call.
+        compute = _compiled if known and not tracing else _on_any_platform
+        qs = compute(xs, shardings, options)
         factors |= dict(zip(filled, qs, strict=True))
     return [factors[i] for i in range(len(matrices))]
 
@@ -118,23 +124,6 @@ def _shardings(
     return _Shardings(mesh, slices, auto_specs, specs)
 
 
-def _compiled_or_traced(
-    xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
-) -> list[jax.Array]:
-    """Outside of ``jax.jit``, a program that is compiled at the first call."""
-    tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
-    known = options.settings.is_static and shardings.mesh is None
-    compute = _compiled if known and not tracing else _on_any_platform
-    return compute(xs, shardings, options)
-
-
-@functools.partial(jax.jit, static_argnames=("shardings", "options"))
-def _compiled(
-    xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
-) -> list[jax.Array]:
-    return _on_any_platform(xs, shardings, options)
-
-
 def _on_any_platform(
     xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
 ) -> list[jax.Array]:
@@ -148,6 +137,9 @@ def _on_any_platform(
         tpu=functools.partial(on, options.platform("tpu" if known else "tpu_auto")),
         default=functools.partial(on, options.platform("gpu")),
     )
+
+
+_compiled = jax.jit(_on_any_platform, static_argnames=("shardings", "options"))
 
 
 def _on_platform(

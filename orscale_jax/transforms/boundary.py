@@ -21,7 +21,11 @@ from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.states import require_state
-from orscale_jax.trees.updates import require_fitting, where_gradients_are
+from orscale_jax.trees.updates import (
+    require_fitting,
+    require_shapes,
+    where_gradients_are,
+)
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 # Makes a transformation of bare arrays, given the matrices of the tree.
@@ -84,9 +88,11 @@ def on_matrices(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
         bare, old, weights = jax.tree.map(_as_jax, unbox((updates, state, params)))
+        matrices = Matrices.only(weight_dimension_numbers, bare)
         if weights is not None:
             weights = where_gradients_are(bare, weights)
-        inner = stage(Matrices.only(weight_dimension_numbers, bare))
+            require_shapes(bare, matrices.replace(bare, matrices.leaves(weights)))
+        inner = stage(matrices)
         abstract = jax.tree.map(_abstract, bare if weights is None else weights)
         wanted = jax.eval_shape(inner.init, abstract)
         if jax.tree.leaves((old, wanted)):  # Of a stage without state, anything will do.

@@ -12,7 +12,7 @@ from orscale_jax import _checks
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.functions import is_function
 from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.updates import require_params
+from orscale_jax.trees.updates import require_shapes
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 
@@ -166,6 +166,7 @@ def add_cautious_decayed_weights(
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None
     ) -> tuple[PyTree, PyTree]:
+        require_shapes(updates, params)
         new, new_state = stage.update(*unbox((updates, state, params)))
         return rebox(new, updates), rebox(new_state, state)
 
@@ -178,7 +179,6 @@ def cautious(decay: optax.GradientTransformation) -> optax.GradientTransformatio
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, Any]:
-        require_params(params)
         zeros = jax.tree.map(jnp.zeros_like, updates)
         decayed, state = decay.update(zeros, state, params)
         return jax.tree.map(_add_where_signs_agree, updates, decayed), state

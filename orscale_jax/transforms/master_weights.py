@@ -15,7 +15,7 @@ from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import quoted
 from orscale_jax.trees.nodes import nodes_of
-from orscale_jax.trees.updates import require_params
+from orscale_jax.trees.updates import require_shapes
 
 # A bfloat16 number is the upper half of a float32 number.
 _UPPER, _LOWER = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
@@ -117,7 +117,7 @@ def keep_master_weights(
         params: PyTree | None = None,
         **extra_args: Any,
     ) -> tuple[PyTree, MasterWeightsState]:
-        require_params(params)
+        require_shapes(updates, params)
         masters = master_weights(state, params)
         steps, inner_state = inner.update(
             _as_float32(updates), state.inner_state, masters, **extra_args

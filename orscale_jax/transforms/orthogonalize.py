@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -110,13 +111,25 @@ def polar_options(
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
     _checks.slow_axes("slow_axes", slow_axes)
-    settings = NewtonSchulz(
-        steps=ns_steps,
-        table=coefficient_table(ns_coeffs, ns_steps, prefix="ns_"),
-        preconditioning=ns_preconditioning,
-        dtype=ns_dtype,
-    )
+    if not isinstance(ns_steps, jax.core.Tracer):
+        ns_steps = int(ns_steps)
+    table = coefficient_table(ns_coeffs, ns_steps, prefix="ns_")
+    settings = NewtonSchulz(ns_steps, table, ns_preconditioning, ns_dtype)
+    if settings.is_static:
+        rows = tuple(map(tuple, table.tolist()))
+        settings = _static_settings(ns_steps, rows, ns_preconditioning, ns_dtype)
     return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
+
+
+@functools.lru_cache
+def _static_settings(
+    steps: int,
+    rows: tuple[tuple[float, ...], ...],
+    preconditioning: str,
+    dtype: DTypeLike | None,
+) -> NewtonSchulz:
+    """Equal settings are one object: an optimizer made anew finds its program again."""
+    return NewtonSchulz(steps, np.array(rows), preconditioning, dtype)
 
 
 def orthogonalize_stage(

@@ -22,7 +22,7 @@ from orscale_jax.transforms.attention import (
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import dotted
-from orscale_jax.trees.updates import require_params
+from orscale_jax.trees.updates import require_shapes
 
 
 class QKClipState(NamedTuple):
@@ -259,7 +259,7 @@ def qk_clip(
         **_: Any,
     ) -> tuple[PyTree, QKClipState]:
         del state
-        require_params(params)
+        require_shapes(updates, params)
         modules, structure = find_attentions(attentions, params)
         gammas = [
             _gamma(logits, threshold, compute_dtype(params))

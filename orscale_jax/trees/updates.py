@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.differences import first_difference
 from orscale_jax.trees.names import quoted
 
@@ -58,6 +58,25 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
             "optimizer.update(gradients, state, parameters) with trees of one structure."
         )
     jax.tree.map_with_path(check, params, updates)
+
+
+def require_shapes(updates: PyTree, params: PyTree | None) -> None:
+    """Refuse updates that a stage would broadcast to fit their parameters.
+
+    Raises:
+      ValueError: If ``params`` is None, or an update has not its parameter's shape.
+    """
+
+    def check(path: Any, update: Any, param: Any) -> None:
+        if np.shape(update) != np.shape(param):
+            raise ValueError(
+                f"the update of parameter {quoted(path)} has shape {np.shape(update)}, "
+                f"but the parameter has shape {np.shape(param)}: pass one of that shape."
+            )
+
+    require_params(params)
+    bare, weights = unbox((updates, params))
+    jax.tree.map_with_path(check, bare, where_gradients_are(bare, weights))
 
 
 def _dtype(leaf: Any) -> Any:

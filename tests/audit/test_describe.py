@@ -510,6 +510,13 @@ def test_state_bytes_of_a_device_and_of_a_parameter(kind):
     assert selected.state_bytes_per_parameter == 8
 
 
+def test_nothing_but_empty_leaves_on_a_mesh():
+    mesh = jax.make_mesh((8,), ("fsdp",))
+    params = {"a": jnp.ones((0, 4)), "b": jnp.ones((0, 4), jnp.bfloat16)}
+    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+    assert "state:" not in str(describe(params, optimizer=orscale(1e-3)))
+
+
 def test_state_bytes_that_are_not_known():
     assert describe({"w": jnp.ones((2, 3))}).state_bytes_per_parameter is None
     description = describe({"a": None}, optimizer=orscale(0.1))

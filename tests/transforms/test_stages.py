@@ -124,6 +124,26 @@ def test_init_refuses_what_update_refuses(stage):
             call(params)
 
 
+@pytest.mark.parametrize(
+    "stage",
+    [
+        from_first_nonzero_update(optax.add_decayed_weights(0.1)),
+        scale_by_calibrated_trust_ratio(),
+        keep_initial_norm(optax.sgd(1e-2)),
+        add_cautious_decayed_weights(0.1),
+        scale_by_shape(0.2),
+        orthogonalize(),
+        keep_master_weights(optax.sgd(1e-2)),
+    ],
+)
+def test_a_gradient_of_another_shape_is_not_broadcast(stage):
+    params = {"w": W, "masked": optax.MaskedNode()}
+    gradient = params | {"w": W[:1]}
+    words = r"parameter 'w' has shape \(1, 6\), but the parameter has shape \(4, 6\)"
+    with pytest.raises(ValueError, match=words):
+        stage.update(gradient, stage.init(params), params)
+
+
 def test_scale_by_shape():
     grads = matrices_only(leaves.random_tree(0))
     numbers = matrices_only(leaves.DIMENSIONS)

@@ -9,15 +9,7 @@ import jax.numpy as jnp
 from examples.benchmarks.gpu_session.card import this_card
 from examples.benchmarks.gpu_session.quartiles import Quartiles, seconds_of
 from examples.benchmarks.gpu_session.stage import Measured
-
-# Peaks of dense products in bfloat16, from NVIDIA's data sheets.
-PEAKS = {
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-}
+from examples.pretrain.operation.throughput import peak_flops
 
 
 @functools.cache
@@ -48,7 +40,7 @@ def shares(flops: float, seconds: Quartiles, largest: int) -> Iterator[Measured]
       largest: As of :func:`product_rate`.
     """
     rates = {"product rate": product_rate(largest)}
-    if peak := PEAKS.get(this_card().name):
+    if peak := peak_flops(this_card().name):
         rates["peak"] = peak
     for name, rate in rates.items():
         yield Measured(f"share of the {name}", "%", seconds.dividing(100 * flops / rate))

@@ -10,6 +10,7 @@ from examples.pretrain.task import Task
 # part of the name that fits counts.
 PEAKS = {
     "H200": 989e12,
+    "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
     "TPU v6 lite": 918e12,
