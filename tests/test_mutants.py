@@ -1,4 +1,4 @@
-"""The mutants of tests/mutants.py have not gone stale; `make mutants` runs them."""
+"""The mutants of tests/mutants.csv have not gone stale; `make mutants` runs them."""
 
 import datetime
 import re
@@ -23,7 +23,7 @@ def stale(mutant):
 def test_every_mutant_stands_once_and_names_its_tests():
     found = {number: stale(m) for number, m in enumerate(mutants.MUTANTS, 1)}
     wrong = [f"mutant {number}: {why}" for number, why in found.items() if why]
-    assert not wrong, "\n".join(["mend tests/mutants.py:", *wrong])
+    assert not wrong, "\n".join(["mend tests/mutants.csv:", *wrong])
 
 
 def test_every_mutant_has_its_day():

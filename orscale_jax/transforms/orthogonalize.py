@@ -1,6 +1,7 @@
 """The stage that replaces every matrix by its polar factor."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -111,13 +112,12 @@ def polar_options(
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
     _checks.slow_axes("slow_axes", slow_axes)
-    if not isinstance(ns_steps, jax.core.Tracer):
-        ns_steps = int(ns_steps)
     table = coefficient_table(ns_coeffs, ns_steps, prefix="ns_")
-    settings = NewtonSchulz(ns_steps, table, ns_preconditioning, ns_dtype)
-    if settings.is_static:
+    dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
+    settings = NewtonSchulz(ns_steps, table, ns_preconditioning, dtype)
+    if not isinstance(ns_steps, jax.core.Tracer) and isinstance(table, np.ndarray):
         rows = tuple(map(tuple, table.tolist()))
-        settings = _static_settings(ns_steps, rows, ns_preconditioning, ns_dtype)
+        settings = _static_settings(int(ns_steps), rows, ns_preconditioning, dtype)
     return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
 
 
@@ -126,7 +126,7 @@ def _static_settings(
     steps: int,
     rows: tuple[tuple[float, ...], ...],
     preconditioning: str,
-    dtype: DTypeLike | None,
+    dtype: np.dtype[Any] | None,
 ) -> NewtonSchulz:
     """Equal settings are one object: an optimizer made anew finds its program again."""
     return NewtonSchulz(steps, np.array(rows), preconditioning, dtype)
