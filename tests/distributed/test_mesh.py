@@ -202,7 +202,10 @@ def test_bytes_exchanged(layout, matrices, kind):
 
 
 @pytest.mark.compiled
-def test_bfloat16_travels_as_bfloat16():
+@pytest.mark.parametrize(
+    "ns_dtype, platform, sent", [(jnp.bfloat16, "cpu", "xbf16>"), (None, "cuda", "xf16>")]
+)
+def test_two_bytes_travel(ns_dtype, platform, sent):
     mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
     grads = {
         f"w{i}": jax.ShapeDtypeStruct(
@@ -210,12 +213,12 @@ def test_bfloat16_travels_as_bfloat16():
         )
         for i in range(8)
     }
-    stage = orthogonalize(ns_dtype=jnp.bfloat16)
+    stage = orthogonalize(ns_dtype=ns_dtype)
     with jax.set_mesh(mesh):
-        lowered = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads)
-    text = lowered.as_text()
+        traced = jax.jit(lambda g: stage.update(g, ())[0]).trace(grads)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
     exchanges = [line for line in text.splitlines() if "all_to_all" in line]
-    assert len(exchanges) == 2 and all("bf16" in line for line in exchanges)
+    assert len(exchanges) == 2 and all(sent in line for line in exchanges)
 
 
 @pytest.mark.extended

@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from orscale_jax import orthogonalize, polar_factor
+from orscale_jax import polar_factor
 from orscale_jax.distributed.engine import on_one_device
 from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
@@ -170,17 +169,3 @@ def test_dtypes_in_which_matrices_are_stacked_and_sent():
     assert found == half | {"cpu": FLOAT32}
     cpu = PLATFORMS["cpu"](settings).with_overrides(BFLOAT16, None)
     assert cpu.packed_dtype(FLOAT32) == BFLOAT16
-
-
-@pytest.mark.compiled
-def test_two_bytes_travel():
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
-    sharding = NamedSharding(mesh, P("fsdp"))
-    leaf = jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=sharding)
-    grads = {f"w{i}": leaf for i in range(8)}
-    stage = orthogonalize()
-    with jax.set_mesh(mesh):
-        traced = jax.jit(lambda g: stage.update(g, ())[0]).trace(grads)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    exchanges = [line for line in text.splitlines() if "all_to_all" in line]
-    assert len(exchanges) == 2 and all("xf16>" in line for line in exchanges)

@@ -1,7 +1,6 @@
 """AOL against NumPy in float64: its bound, its cost, and its absence by default."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 
+from examples.benchmarks import hlo_cost
 from orscale_jax import (
     muon,
     orscale,
@@ -275,34 +275,6 @@ def test_a_batch_is_one_matrix_after_the_other(shape):
 # The cost.
 
 
-def executed_flops(text):
-    """FLOPs of a compiled program's products, those of a loop times its trip count."""
-    computations = dict(
-        re.findall(
-            r"^(?:ENTRY )?(%\S+) \(.*?\{\n(.*?)^\}", text, re.MULTILINE | re.DOTALL
-        )
-    )
-    entry = re.search(r"^ENTRY (%\S+)", text, re.MULTILINE)[1]
-    shapes = dict(re.findall(r"(%\S+) = \w+\[([\d,]*)\]", text))
-
-    def entries(name):
-        return [int(size) for size in shapes[name].split(",")]
-
-    def count(name):
-        total = 0
-        for line in computations[name].splitlines():
-            if found := re.search(r"(%\S+) = \S+ dot\((%[^,)]+)", line):
-                contracted = re.search(r"lhs_contracting_dims=\{(\d+)\}", line)[1]
-                inner = entries(found[2])[int(contracted)]
-                total += 2 * inner * np.prod(entries(found[1]))
-            repeats = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', line)
-            for called in re.findall(r"(?:calls|body|to_apply)=(%[^\s,]+)", line):
-                total += count(called) * (int(repeats[1]) if repeats else 1)
-        return total
-
-    return count(entry)
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.compiled
 @pytest.mark.parametrize(
@@ -316,7 +288,7 @@ def test_aol_needs_no_more_products_than_plain_steps(shape, dtype):
             polar_factor, steps=steps, dtype=dtype, preconditioning=preconditioning
         )
         x = jax.ShapeDtypeStruct(shape, jnp.float32)
-        return executed_flops(jax.jit(fn).lower(x).compile().as_text())
+        return hlo_cost.of(jax.jit(fn).lower(x).compile().as_text()).flops
 
     for steps in (1, 4):
         table = coefficient_table("polar_express")
