@@ -11,6 +11,7 @@ from scipy import stats
 
 from examples.pretrain.controls import MODEL_OPTIMA
 from examples.study import better_rule, plan, second
+from examples.study.arms import KNOWN
 from examples.study.optima import read_optima
 from examples.study.records import Cell
 from examples.study.runs import Run
@@ -102,19 +103,23 @@ def test_the_rule(means, better):
     assert better_rule.is_better(compare(differences)) == better
 
 
-def written(arm, name):
+def written(arm, name, seeds):
     """The losses of an arm in the CSV of a workload, by seed."""
     table = (better_rule.FOLDER / f"{name}.csv").read_text()
     rows = csv.DictReader(table.splitlines())
-    return {row["seed"]: float(row["loss"]) for row in rows if row["arm"] == arm}
+    losses = {int(row["seed"]): float(row["loss"]) for row in rows if row["arm"] == arm}
+    return [losses[seed] for seed in seeds]
 
 
-def by_hand(ours, theirs, names=second.TEXTS):
-    """The mean difference over workloads on seeds 200 to 211, with its interval."""
-    differences = []
-    for name in names:
-        one, other = written(ours, name), written(theirs, name)
-        differences.append([one[str(s)] - other[str(s)] for s in range(200, 212)])
+FIRST, LATER = range(200, 212), range(300, 312)
+
+
+def by_hand(ours, theirs, names=second.TEXTS, seeds=FIRST):
+    """The mean difference over workloads, with its interval."""
+    differences = [
+        np.subtract(*(written(arm, name, seeds) for arm in (ours, theirs)))
+        for name in names
+    ]
     by_seed = np.mean(differences, axis=0)
     half = stats.t.ppf(0.975, 11) * np.std(by_seed, ddof=1) / 12**0.5
     return by_seed.mean(), by_seed.mean() - half, by_seed.mean() + half
@@ -134,12 +139,18 @@ def test_the_tables_of_the_page(page):
     assert options.workloads == second.TEXTS and options.arms == better_rule.ARMS
     assert candidates == [*better_rule.lines(options)]
     assert ratio == [*better_rule.ratio_lines(options)]
-    *_, whole = ratio
-    shown = "{:+.4f} [{:+.4f}, {:+.4f}]".format(*by_hand("orscale_on_normuon", "normuon"))
-    assert whole.endswith(f"| {shown} |")
+    for ours, theirs in better_rule.RATIOS.items():
+        for row, names in zip(
+            [row for row in ratio if KNOWN[ours].label in row],
+            [*([name] for name in second.TEXTS), second.TEXTS],
+            strict=True,
+        ):
+            found = by_hand(ours, theirs, names, better_rule.fresh_seeds(ours))
+            assert row.endswith("| {:+.4f} [{:+.4f}, {:+.4f}] |".format(*found))
     for arm in better_rule.ARMS:
+        seeds = LATER if arm == "orscale_twice_the_decay" else FIRST
         for name in second.TEXTS:
-            mean, low, high = by_hand(arm, "muon_moonlight", [name])
+            mean, low, high = by_hand(arm, "muon_moonlight", [name], seeds)
             assert any(
                 f"`{name}`" in row and f"{mean:+.4f} [{low:+.4f}, {high:+.4f}]" in row
                 for row in candidates
@@ -152,7 +163,8 @@ def test_the_verdicts_in_words(page):
     assert better == ["Twice the decay", "OrScale's ratio on NorMuon", "NorMuon"]
     words = re.sub(r"\s+", " ", text)
     [mean] = [row.split("|")[-2].strip() for row in candidates if "**Twice" in row]
-    assert f"({mean} over the six)" in (PAGE.parent / "two_rates.md").read_text()
+    both_rates = re.sub(r"\s+", " ", (PAGE.parent / "two_rates.md").read_text())
+    assert f"({mean} over the six)" in both_rates
     dense, mixtures = (
         by_hand("orscale_on_normuon", "normuon", names)
         for names in (second.TEXTS[:4], second.TEXTS[4:])
@@ -162,10 +174,49 @@ def test_the_verdicts_in_words(page):
     assert f"{shown.format(*mixtures)} over the two mixtures" in words
     readme = re.sub(r"\s+", " ", (PAGE.parents[1] / "README.md").read_text())
     mean, low, high = mixtures
-    assert f"gains {-mean:.3f} nats over two mixtures [{low:+.3f}, {high:+.3f}]" in readme
+    assert f"direction it gains {-mean:.3f} [{low:+.3f}, {high:+.3f}]" in readme
     mean, low, high = dense
-    assert f"costs {mean:.3f} over four dense models [{low:+.3f}, {high:+.3f}]" in readme
+    assert f"and costs {mean:.3f} [{low:+.3f}, {high:+.3f}]" in readme
     found = by_hand("orscale_on_normuon", "muon_moonlight")
     assert "other seeds | 5 : 0 | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*found) in readme
     [row] = [row for row in candidates if row.startswith("| **OrScale's ratio on NorM")]
     assert "all: lower in 5, higher in 0" in row
+
+
+def test_twice_the_decay_in_both(page):
+    """The ratio costs on dense models, gains on mixtures, and is level over all."""
+    text, _, _ = page
+    words, both_rates, readme = (
+        re.sub(r"\s+", " ", each)
+        for each in (
+            text,
+            (PAGE.parent / "two_rates.md").read_text(),
+            (PAGE.parents[1] / "README.md").read_text(),
+        )
+    )
+    two = ("orscale_twice_the_decay", "twice_the_decay")
+    again, ours = (by_hand(arm, "muon_moonlight", seeds=LATER) for arm in two[::-1])
+    whole = by_hand(*two, seeds=LATER)
+    dense, mixtures = (
+        by_hand(*two, names, LATER) for names in (second.TEXTS[:4], second.TEXTS[4:])
+    )
+    shown = "{:+.4f} [{:+.4f}, {:+.4f}]"
+    assert f"there again, {shown.format(*again)} (3 : 0)" in words
+    assert f"the second table shows: {shown.format(*whole)}, where" in words
+    assert f"costs {shown.format(*dense)} over the four dense" in words
+    assert f"gains {shown.format(*mixtures)} over the two mixtures" in words
+    assert f"is {shown.format(*whole)}, on other seeds" in both_rates
+    for call, counts, found in (("muon", "3 : 0", again), ("orscale", "2 : 1", ours)):
+        row = f"`{call}(weight_decay=0.2, adam_weight_decay=0.1)` | "
+        [told] = re.findall(re.escape(row) + r"[^|]*\| (\d : \d \| [^|]*) \|", readme)
+        assert told == counts + " | {:+.3f} [{:+.3f}, {:+.3f}]".format(*found)
+        ends = [
+            by_hand(two[call == "muon"], "muon_moonlight", [name], LATER)[1:]
+            for name in second.TEXTS
+        ]
+        lower, higher = sum(x < 0 for _, x in ends), sum(x > 0 for x, _ in ends)
+        assert counts == f"{lower} : {higher}"
+    mean, low, high = mixtures
+    assert f"gains {-mean:.3f} nats over two mixtures [{low:+.3f}, {high:+.3f}]" in readme
+    mean, low, high = dense
+    assert f"costs {mean:.3f} over four dense models [{low:+.3f}, {high:+.3f}]" in readme
