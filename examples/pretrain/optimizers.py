@@ -166,7 +166,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "AdamW, two rates",
         controls.adamw_apart,
         {},
-        {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"},
+        _ADAM,
         has_matrices=True,
         readable=False,
     ),

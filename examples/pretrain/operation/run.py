@@ -10,7 +10,6 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from examples.benchmarks.timing import time_step
 from examples.pretrain.config import Config
 from examples.pretrain.evaluation import evaluation_batch_size
 from examples.pretrain.loading import Batches
@@ -22,6 +21,7 @@ from examples.pretrain.operation.logs import Logs, check_finite
 from examples.pretrain.operation.processes import is_first
 from examples.pretrain.operation.rundir import claim, write_atomically
 from examples.pretrain.operation.stop import StopSignal
+from examples.pretrain.operation.timing import time_step
 from examples.pretrain.operation.write_failures import writing
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.recipe import Recipe, accumulation
