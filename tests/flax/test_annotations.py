@@ -218,6 +218,7 @@ def in_turn(tx_of, *models):
 LAYOUTS = [("fsdp", "tensor"), ("tensor", "fsdp")]
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("injected", [False, True])
 def test_two_models_of_equal_names_and_different_layouts(injected):
     """Each optimizer keeps its own annotations; an injected one warns, and is right."""

@@ -237,11 +237,17 @@ def assert_close(found, expected, tolerance):
             assert leaves.relative_error(head, other) < tolerance, name
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
-    "build", [orscale, pytest.param(muon, marks=pytest.mark.extended)]
+    "names, build",
+    [
+        (("query", "qkv, parts first", "kv of Gemma"), orscale),
+        ((*SHARDED, *OTHERS), orscale),
+        ((*SHARDED, *OTHERS), muon),
+    ],
 )
-def test_heads_take_the_steps_of_separate_parameters(enable_x64, build):
-    names, build = (*SHARDED, *OTHERS), functools.partial(build, ns_dtype=jnp.float64)
+def test_heads_take_the_steps_of_separate_parameters(enable_x64, names, build):
+    build = functools.partial(build, ns_dtype=jnp.float64)
     params = together(names, 0, np.float64)
     whole = build(0.02, weight_dimension_numbers=numbers_together(params))
     heads = build(0.02, weight_dimension_numbers=dict.fromkeys(names, Dims(0, 1)))

@@ -99,11 +99,14 @@ def stepped(optimizer, params, numbers, count):
         yield saved, (params, reading)
 
 
-def test_readouts_are_those_of_saved_weights_and_momenta():
-    numbers = leaves.DIMENSIONS
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("names", [("tall", "layers", "fused"), (*leaves.KINDS,)])
+def test_readouts_are_those_of_saved_weights_and_momenta(names):
+    tree = leaves.random_tree(0, 0.005)
+    params = {name: tree[name] for name in (*names, "bias")}
+    numbers = {name: leaves.DIMENSIONS[name] for name in params}
     optimizer = orscale(RATE, momentum=MU, weight_dimension_numbers=numbers)
-    params = leaves.random_tree(0, 0.005)
-    assert check(stepped(optimizer, params, numbers, 8), leaves.KINDS) > 0.1
+    assert check(stepped(optimizer, params, numbers, 8), names) > 0.1
 
 
 @pytest.mark.extended

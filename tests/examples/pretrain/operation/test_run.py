@@ -91,6 +91,7 @@ def test_measurements_are_taken_now_and_then(finished):
     assert all(float(row["weight_norm"]) > 0 for row in of_muon)
 
 
+@pytest.mark.extended
 def test_what_is_wrong_is_said_once(tmp_path, capsys):
     data = tiny.write_texts(tmp_path / "texts")
     options = {"optimizer": ("orscale",), "learning_rate": 0.5, "log_every": 1}
