@@ -24,6 +24,7 @@ from orscale_jax.transforms.decay import (
     add_decayed_weights,
     check_mask,
     resolve_mask,
+    with_scheduled_decay,
 )
 from orscale_jax.transforms.first_update import first_update_stage, with_moving
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, Matrices
@@ -175,7 +176,8 @@ def _algorithm_1(
     return optax.chain(
         # M ← μM + G, M̃ = μM + G
         momentum_stage(h.momentum, h.nesterov, h.mu_dtype, matrices),
-        with_moving(direction, matrices),  # By M̃, since decay alone makes D ≠ 0.
+        # By M̃, since decay alone makes D ≠ 0.
+        with_moving(with_scheduled_decay(direction, h.weight_decay), matrices),
         *rest,
     )
 
@@ -262,7 +264,7 @@ def _normalize(h: Hyperparameters) -> Hyperparameters:
     Where float64 is enabled, NumPy's scalars would promote JAX's arrays to it.
     """
     values = {
-        field.name: as_python_scalar(getattr(h, field.name))
+        field.name: as_python_scalar(field.name, getattr(h, field.name))
         for field in dataclasses.fields(h)
     }
     for name in ("learning_rate", "weight_decay"):
@@ -273,9 +275,12 @@ def _normalize(h: Hyperparameters) -> Hyperparameters:
     return Hyperparameters(**values)
 
 
-def as_python_scalar(value: Any) -> Any:
-    scalar = isinstance(value, np.generic | np.ndarray) and not value.ndim
-    return value.item() if scalar else value
+def as_python_scalar(name: str, value: Any) -> Any:
+    """Convert a scalar of NumPy; refuse one of fewer than 32 bits."""
+    if not isinstance(value, np.generic | np.ndarray) or value.ndim:
+        return value
+    _checks.not_rounded(name, value)
+    return value.item()
 
 
 def _check(h: Hyperparameters) -> None:

@@ -49,7 +49,7 @@ def with_arguments_of(
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = dict(bound.arguments)
-            added = {p.name: as_python_scalar(given.pop(p.name)) for p in own}
+            added = {p.name: as_python_scalar(p.name, given.pop(p.name)) for p in own}
             return build(
                 functools.partial(arrangement, **added),
                 Hyperparameters(**fixed, **given),

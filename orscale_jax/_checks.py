@@ -108,6 +108,7 @@ def scheduled(name: str, value: Any) -> Any:
             raise ValueError(
                 f"the schedule {name} returned {scalar!r}{shape}: return a real scalar."
             )
+        not_rounded(f"the result of the schedule {name}", scalar)
         return scalar
 
     return checked

@@ -720,6 +720,36 @@ class TestAnchors:
                 readout(state, "calibration")["w"], expected, rtol=1e-5
             )
 
+    @pytest.mark.parametrize("make", [orscale, family.cautious])
+    def test_a_matrix_that_is_anchored_late_has_the_decay_of_that_step(self, make):
+        """As where `inject_hyperparams` evaluates the schedule."""
+        optimizers = (
+            factory(
+                1e-3,
+                anchor="full_rank",
+                weight_decay=lambda count: 1.0 * count,
+                weight_dimension_numbers=self.numbers,
+            )
+            for factory in (
+                make, optax.inject_hyperparams(
+                    make, static_args=("anchor", "weight_dimension_numbers")
+                ),
+            )
+        )  # fmt: skip
+
+        def gradients(step):
+            of_second = jnp.zeros(()) if step < 3 else jnp.ones(())
+            grads = self.gradients(step)["w"]
+            return {"w": grads.at[1].multiply(of_second)}
+
+        (*_, (_, one)), (*_, (_, other)) = (
+            run(optimizer, self.params, 4, gradients) for optimizer in optimizers
+        )
+        for field in ("calibration", "trust_ratio"):
+            np.testing.assert_allclose(
+                readout(one, field)["w"], readout(other, field)["w"], rtol=1e-5
+            )
+
     @pytest.mark.quick_first_case
     @pytest.mark.parametrize("anchor", ["full_rank", "largest"])
     def test_degenerate_matrices(self, anchor):

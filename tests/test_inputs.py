@@ -1060,6 +1060,12 @@ def test_hyperparameters_of_low_precision(factory, dtype):
         factory(RATE, weight_decay=jnp.asarray(0.1, dtype))
     with pytest.raises(ValueError, match=r"ns_coeffs has dtype .*float32"):
         factory(RATE, ns_coeffs=jnp.ones(3, dtype))
+    for scalar in (np.asarray(1e-3, dtype), np.asarray(1e-3, dtype)[()]):
+        with pytest.raises(ValueError, match=r"^adam_eps has dtype .*float32"):
+            factory(RATE, adam_eps=scalar)
+    scheduled = factory(lambda count: jnp.asarray(RATE, dtype))
+    with pytest.raises(ValueError, match=r"schedule learning_rate has dtype"):
+        scheduled.update(params, scheduled.init(params), params)
 
 
 def test_momentum_that_overflows_float16():

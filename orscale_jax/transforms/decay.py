@@ -12,6 +12,7 @@ from orscale_jax import _checks
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.functions import is_function
 from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.nodes import nodes_of
 from orscale_jax.trees.updates import require_shapes
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
@@ -117,6 +118,29 @@ def _by_schedule(schedule: Callable[[Any], Any]) -> optax.GradientTransformation
 
     init = optax.add_decayed_weights(schedule).init
     return optax.GradientTransformation(init, update)
+
+
+# Users' extra arguments reach the stages, too: none of them is called this.
+DECAY = "orscale_jax.weight_decay"
+_Scheduled = type(optax.add_decayed_weights(lambda _: 0.0).init(()))
+
+
+def with_scheduled_decay(
+    inner: optax.GradientTransformation, weight_decay: ArrayLike | optax.Schedule
+) -> optax.GradientTransformation:
+    """Run ``inner``, which decays by a schedule, with the extra argument ``DECAY``: λ."""
+    if not callable(weight_decay):
+        return inner
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        for node in nodes_of(state, _Scheduled):
+            extra_args[DECAY] = weight_decay(node.count)
+        return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def add_cautious_decayed_weights(

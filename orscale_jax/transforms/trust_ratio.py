@@ -16,6 +16,7 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import anchors
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.decay import (
+    DECAY,
     Mask,
     is_mask_function,
     refuse_name,
@@ -80,6 +81,7 @@ class LargestDirectionState(NamedTuple):
 
 
 State: TypeAlias = CalibratedTrustRatioState | LargestDirectionState
+STATES = (CalibratedTrustRatioState, LargestDirectionState)
 
 
 def scale_by_calibrated_trust_ratio(
@@ -147,7 +149,7 @@ def scale_by_calibrated_trust_ratio(
       consistent_rms: The s of ``"full_rank"``, as in :func:`scale_by_shape`.
       scale_mode: Likewise.
       weight_decay: The :math:`\lambda` of ``"full_rank"``. Of a schedule, its value at
-        step 0.
+        step 0; a whole optimizer takes that of the step.
       weight_decay_mask: Where the :math:`\lambda` of ``"full_rank"`` is 0, as in
         :func:`orscale`.
       weight_dimension_numbers: See :func:`orscale`.
@@ -261,7 +263,8 @@ def trust_ratio_stage(
         require_params(params)
         measured = extra_args.get(MEASURED)
         assert measured is None or not ratio.rule.counts
-        norms_of = functools.partial(_norms, ratio, mask, matrices, state, moving)
+        decay = extra_args.get(DECAY, ratio.weight_decay)
+        norms_of = functools.partial(_norms, ratio, decay, mask, matrices, state, moving)
         own = norms_of(params, updates)
         norms = own if measured is None else norms_of(*measured)
         entries = matrices.map(
@@ -315,6 +318,7 @@ def _before(matrices: Matrices, state: State) -> PyTree:
 
 def _norms(
     ratio: TrustRatio,
+    weight_decay: ArrayLike | optax.Schedule,
     mask: Mask | None,
     matrices: Matrices,
     state: State,
@@ -340,7 +344,7 @@ def _norms(
     )
     anchor = directions
     if ratio.rule.needs_full_rank:
-        decays = _decay_of_leaves(ratio.weight_decay, mask, params)
+        decays = _decay_of_leaves(weight_decay, mask, params)
         norm = functools.partial(_full_rank_norm, ratio.scale)
         anchor = matrices.map(norm, weights, decays, updates)
     return matrices.map(

@@ -1,7 +1,7 @@
 """The learning rate of each matrix in the last update."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,10 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
+from orscale_jax.transforms import trust_ratio
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, names_on
-from orscale_jax.trees.nodes import Labels, nodes_in_groups
+from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
 
 LearningRate: TypeAlias = ArrayLike | optax.Schedule | PyTree | None
 _Value = TypeVar("_Value")
@@ -37,7 +38,7 @@ def learning_rates(
     """
     injected = list(_injected(state))
     if given is None:
-        pairs = ((path, _innermost(injected, at)) for path, at in groups.items())
+        pairs = ((path, _injected_for(injected, at)) for path, at in groups.items())
         found = {path: rate for path, rate in pairs if rate is not None}
         unknown = [path for path in groups if path not in found]
         if found and unknown:
@@ -129,11 +130,12 @@ def _spread(
 
 def _refuse_one_for_all(
     groups: Mapping[Path, Labels],
-    injected: Sequence[tuple[Labels, Any]],
+    injected: Sequence["_Injected"],
     counts: Sequence[tuple[Labels, Any]],
 ) -> None:
     """Refuse one rate for all groups if the state shows that their rates differ."""
-    sources = {_innermost([(at, at) for at, _ in injected], x) for x in groups.values()}
+    around = [(each.labels, each.labels) for each in injected]
+    sources = {_innermost(around, labels) for labels in groups.values()}
     if len(sources) > 1:
         raise ValueError(
             "learning_rate is one for all matrices, but their groups have their own in "
@@ -164,12 +166,40 @@ def _at(rate: Any, labels: Labels, counts: Sequence[tuple[Labels, Any]]) -> Arra
     return rate
 
 
-def _injected(tree: PyTree, labels: Labels = ()) -> Iterator[tuple[Labels, Any]]:
+class _Injected(NamedTuple):
+    """A rate of optax.inject_hyperparams.
+
+    Attributes:
+      labels: Of the partitions around it.
+      rate: The rate.
+      has_ratios: Whether an optimizer with trust ratios is in it.
+    """
+
+    labels: Labels
+    rate: ArrayLike
+    has_ratios: bool
+
+
+def _injected(tree: PyTree, labels: Labels = ()) -> Iterator[_Injected]:
     """The rates of optax.inject_hyperparams in a state, the outermost first."""
     for inside, node in nodes_in_groups(tree, *_INJECTED, labels=labels):
-        if node.hyperparams.get("learning_rate") is not None:
-            yield inside, node.hyperparams["learning_rate"]
-        yield from _injected(node.inner_state, inside)
+        rate, inner = node.hyperparams.get("learning_rate"), node.inner_state
+        if rate is not None:
+            yield _Injected(inside, rate, bool(nodes_of(inner, *trust_ratio.STATES)))
+        yield from _injected(inner, inside)
+
+
+def _injected_for(injected: Sequence[_Injected], labels: Labels) -> ArrayLike | None:
+    """The rate that is injected next to the ratios of a group, or else beside them."""
+    around = [each for each in injected if each.labels == labels[: len(each.labels)]]
+    inside = [each for each in around if each.has_ratios]
+    if len(around) > 1 and not inside:
+        raise ValueError(
+            "the state holds several learning rates, none of them of the optimizer that "
+            f"has the ratios: {_FORMS}."
+        )
+    nearest = max(inside[::-1] or around, key=lambda each: len(each.labels), default=None)
+    return None if nearest is None else nearest.rate
 
 
 def _innermost(found: Iterable[tuple[Labels, _Value]], labels: Labels) -> _Value | None:

@@ -18,7 +18,7 @@ from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import name_and_shape, names_on
+from orscale_jax.trees.names import name_and_shape, names_on, quoted
 from orscale_jax.trees.nodes import nodes_of
 
 PolarFactor = Callable[[jax.Array], jax.Array]
@@ -177,11 +177,15 @@ def _measured(
 def _momenta(state: Any, matrices: Matrices, params: PyTree) -> PyTree:
     """M of the leaves of matrices, whole on every device."""
     state = unbox(getattr(state, "opt_state", state))
-    traces = {
-        names_on(path): array
-        for node in nodes_of(state, optax.TraceState, Int8TraceState)
-        for path, array in jax.tree.leaves_with_path(_trace(node))
-    }
+    traces: dict[Any, Any] = {}
+    for node in nodes_of(state, optax.TraceState, Int8TraceState):
+        for path, array in jax.tree.leaves_with_path(_trace(node)):
+            if names_on(path) in traces:
+                raise ValueError(
+                    f"the state has two momenta for parameter {quoted(path)}, as if that"
+                    " of another optimizer were beside it: pass the state of one of them."
+                )
+            traces[names_on(path)] = array
     pairs = zip(matrices.paths, matrices.leaves(unbox(params)), strict=True)
     return matrices.tree_of(
         [_momentum(traces.get(names_on(path)), path, leaf) for path, leaf in pairs]

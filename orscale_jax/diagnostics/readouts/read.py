@@ -22,8 +22,8 @@ from orscale_jax.transforms.master_weights import MasterWeightsState, with_maste
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.rate_multipliers import RateMultiplierState
 from orscale_jax.transforms.trust_ratio import (
+    STATES,
     CalibratedTrustRatioState,
-    LargestDirectionState,
 )
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
@@ -32,7 +32,6 @@ from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
 # Arrays of the leaves of matrices, by path.
 ByPath: TypeAlias = dict[Path, Any]
 
-_RATIOS = (CalibratedTrustRatioState, LargestDirectionState)
 # The fields of both that have one entry per matrix.
 _FIELDS = [name for name in CalibratedTrustRatioState._fields if name != "bounds"]
 
@@ -141,7 +140,7 @@ def _refuse_without_matrices(state: PyTree) -> NoReturn:
 def _with_ratios(state: PyTree) -> dict[Path, tuple[Labels, dict[str, jax.Array]]]:
     """For each leaf with trust ratios: the labels around it, and its arrays by field."""
     found: dict[Path, tuple[Labels, dict[str, jax.Array]]] = {}
-    for labels, node in nodes_in_groups(state, *_RATIOS):
+    for labels, node in nodes_in_groups(state, *STATES):
         fields = {name: _by_path([getattr(node, name)]) for name in _FIELDS}
         for path in fields["trust_ratio"]:
             at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}

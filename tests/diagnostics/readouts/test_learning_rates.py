@@ -114,3 +114,29 @@ def test_labels_that_are_names_of_other_parameters():
                 read(state, params, learning_rate=rates)
         else:
             assert read(state, params, learning_rate=rates).relative_step is not None
+
+
+def nested(rate):
+    inner = injected
+    return optax.inject_hyperparams(lambda learning_rate: inner(0.1 * learning_rate))(
+        learning_rate=rate
+    )
+
+
+def behind_another(rate):
+    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
+    return optax.chain(scale(learning_rate=1.0), injected(rate))
+
+
+@pytest.mark.parametrize("build", [nested, behind_another])
+def test_injected_next_to_the_ratios(build):
+    require(build, 0.01, 0.1)
+
+
+def test_several_injected_beside_the_ratios():
+    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
+    optimizer = optax.chain(orscale(1.0), scale(0.1), scale(0.5))
+    state = optimizer.init(PARAMS)
+    with pytest.raises(ValueError, match=r"several learning rates, none .*: pass a num"):
+        read(state, PARAMS)
+    assert read(state, PARAMS, learning_rate=0.05).relative_step is not None

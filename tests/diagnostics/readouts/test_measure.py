@@ -178,6 +178,15 @@ class TestQKNorms:
             qk_norms({"qkv": jnp.ones((4, 2, 3))}, QueryKey("q", "qkv"))
 
 
+def test_of_two_momenta_none_is_taken():
+    optimizer = optax.chain(orscale(1e-2), optax.trace(0.5))
+    params = {"w": jnp.eye(3)}
+    with pytest.raises(
+        ValueError, match=r"two momenta for parameter 'w'.*pass the state"
+    ):
+        measure(optimizer.init(params), params)
+
+
 class TestErrors:
     """Inputs that are refused, and what the messages say."""
 
