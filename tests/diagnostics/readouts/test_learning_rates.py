@@ -128,7 +128,12 @@ def behind_another(rate):
     return optax.chain(scale(learning_rate=1.0), injected(rate))
 
 
-@pytest.mark.parametrize("build", [nested, behind_another])
+def before_another(rate):
+    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
+    return optax.chain(injected(rate), scale(learning_rate=1.0))
+
+
+@pytest.mark.parametrize("build", [nested, behind_another, before_another])
 def test_injected_next_to_the_ratios(build):
     require(build, 0.01, 0.1)
 
