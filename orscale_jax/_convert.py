@@ -39,16 +39,17 @@ def convert_state(
 
     Both optimizers may be :func:`orscale`, :func:`muon`, an ablation, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``). The new one may have other hyperparameters
-    or more parameters. Arrays that both states hold for a parameter under the same name
-    are kept: momentum, AdamW's moments, c, r. So is what wrappers know of the run, at the
-    same place in both states, such as the ``weight_sum`` of
-    :func:`optax.contrib.schedule_free`. New schedules start at the run's step, or at 0
-    where no count in the old state tells it, and bias corrections at the age of the
-    moments that they correct. Momentum is rounded to
-    the new ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters in
-    the state are those of ``optimizer``, and everything else starts as in
-    ``optimizer.init``; a c that is new is anchored at the next direction.
+    (``chain``, ``partition``, ``MultiSteps``). States of other optimizers are refused;
+    only that of :func:`optax.adamax` looks like AdamW's, and its second moment is none.
+    The new optimizer may have other hyperparameters or more parameters. Arrays that both
+    states hold for a parameter under the same name are kept: momentum, AdamW's moments,
+    c, r. So is what wrappers know of the run, at the same place in both states, such as
+    the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New schedules start at the
+    run's step, or at 0 where no count in the old state tells it, and bias corrections at
+    the age of the moments that they correct. Momentum is rounded to the new ``mu_dtype``;
+    "int8" to float32 and back changes nothing. Hyperparameters in the state are those of
+    ``optimizer``, and everything else starts as in ``optimizer.init``; a c that is new is
+    anchored at the next direction.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -72,12 +73,12 @@ def convert_state(
 
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
-        set), an array has another shape, ``momentum`` is missing, AdamW would need a
-        second moment that the state does not hold, a schedule would have to start at one
-        of several steps that differ (under ``jax.jit``, where steps are unknown, it
-        starts at the first), the state holds an array of a parameter several times under
-        one name, or the new one holds moments of no single parameter
-        (:func:`optax.flatten`).
+        set), the old state is of another kind of optimizer, an array has another shape,
+        ``momentum`` is missing, AdamW would need a second moment that the state does not
+        hold, a schedule would have to start at one of several steps that differ (under
+        ``jax.jit``, where steps are unknown, it starts at the first), the state holds an
+        array of a parameter several times under one name, or the new one holds moments of
+        no single parameter (:func:`optax.flatten`).
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -116,6 +117,7 @@ def _converted(
     decoded = _decoded(wanted)
     source = _Source(old, _Held.of(decoded), momentum, nesterov)
     _refuse_new(old, source.new, bare_params, allow_new)
+    _refuse_other_moments(old, source.new, allow_new)
     _refuse_moments_of_all(source)
     _refuse_without_second_moment(old, source.new)
     arrays = _encoded({_key(entry): source.value(entry) for entry in decoded}, wanted)
@@ -370,6 +372,25 @@ def _refuse_new(old: _Held, new: _Held, params: PyTree, allow_new: bool) -> None
         raise ValueError(
             f"{listed(missing)} not in the old state. Pass allow_new=True to start "
             "anew there, or pass the parameters under the names of the old run."
+        )
+
+
+def _refuse_other_moments(old: _Held, new: _Held, allow_new: bool) -> None:
+    """Refuse states whose moments are not those of SGD, Muon or AdamW."""
+    held = {owner for _, owner in old.of_params}
+    unknown = [
+        repr(".".join(owner))
+        for owner in dict.fromkeys(owner for _, owner in new.of_params)
+        if owner in held and new.has_momentum(owner)
+        # optax.rmsprop's trace is one of updates, not of gradients.
+        if (old.has("nu", owner) and not old.has("mu", owner))
+        or not (allow_new or old.has_momentum(owner))
+    ]
+    if unknown:
+        raise ValueError(
+            f"{listed(unknown)} in the old state without a first moment that could "
+            "become the momentum: it is not the state of SGD, Muon or AdamW. Begin anew "
+            "with optimizer.init(params)."
         )
 
 

@@ -87,7 +87,7 @@ def orscale(
         above :math:`65504 (1 - \mu)`. ``"int8"``: 8-bit blocks
         (:class:`Int8TraceState`) for matrices, rounded to nearest after the direction is
         computed by the unrounded momentum, without error feedback; AdamW's moments as
-        under None.
+        under None. Derivatives do not pass through the codes.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
       weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
@@ -256,7 +256,7 @@ def muon(
         the parameter's. ``"int8"``: 8-bit blocks
         (:class:`Int8TraceState`) for matrices, rounded to nearest after the direction is
         computed by the unrounded momentum, without error feedback; AdamW's moments as
-        under None.
+        under None. Derivatives do not pass through the codes.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
         the learning rate multiplies it.
       weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of

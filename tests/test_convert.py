@@ -286,6 +286,23 @@ def with_other_count(state, label="adam"):
 
 
 @pytest.mark.parametrize(
+    "old",
+    [
+        optax.rmsprop(RATE), optax.rmsprop(RATE, momentum=0.9), optax.adan(RATE),
+        optax.adafactor(RATE), optax.sm3(RATE), optax.contrib.ademamix(RATE),
+        optax.contrib.prodigy(RATE),
+    ],
+)  # fmt: skip
+def test_states_of_other_optimizers_are_refused(old):
+    """Their moments are no sum or average of gradients."""
+    for new in (muon(RATE), optax.adamw(RATE)):
+        with pytest.raises(
+            ValueError, match=r"'up'\nare in the old state without a first"
+        ):
+            convert_state(old.init(tree(0)), new, tree(0))
+
+
+@pytest.mark.parametrize(
     "change, words",
     [
         ({"momentum": None}, "'down' is an average.*pass momentum="),

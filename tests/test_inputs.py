@@ -1068,6 +1068,17 @@ def test_hyperparameters_of_low_precision(factory, dtype):
         scheduled.update(params, scheduled.init(params), params)
 
 
+def test_gradients_of_integers_from_allow_int():
+    params = {"count": jnp.arange(3), "w": jnp.eye(3)}
+    gradients = jax.grad(lambda p: jnp.sum(p["w"]) * p["count"][0], allow_int=True)(
+        params
+    )
+    optimizer = orscale(RATE, weight_dimension_numbers={"count": None, "w": Dims(0, 1)})
+    words = r"gradient of parameter 'count' has .* dtype .*float0"
+    with pytest.raises(ValueError, match=words):
+        optimizer.update(gradients, optimizer.init(params), params)
+
+
 def test_momentum_that_overflows_float16():
     """M tends to G / (1 − μ): 65504 is the largest number of float16."""
     params = tree(0, jnp.float16, shapes={"w": (6, 4)})

@@ -40,7 +40,7 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
         unfit = trainable and not (
             jnp.issubdtype(dtype, jnp.floating) and _promotes(dtype, own)
         )
-        if shape != np.shape(param) or unfit or is_key:
+        if shape != np.shape(param) or unfit or is_key or dtype == jax.dtypes.float0:
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has shape {shape} and dtype "
                 f"{dtype}, but the parameter has shape {np.shape(param)} and dtype "

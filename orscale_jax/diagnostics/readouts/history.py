@@ -147,7 +147,12 @@ class History:
         """The file as a data frame of pandas."""
         import pandas
 
-        return pandas.read_csv(self.path)
+        frame = pandas.read_csv(self.path)
+        # Parameters may be called "NA", and a lone one has an empty name.
+        texts = pandas.read_csv(
+            self.path, usecols=["matrix", "class"], dtype=str, keep_default_na=False
+        )
+        return frame.assign(**texts)
 
     def _columns_of(
         self, gained: "StepGain", scalars: Mapping[str, Any]
