@@ -42,9 +42,9 @@ class PolarOptions:
     settings: NewtonSchulz
     stack_bytes: int | None = None
     mesh: Mesh | AbstractMesh | None = None
-    slow_axes: SlowAxes | None = dataclasses.field(default=None, compare=False)
+    slow_axes: SlowAxes | None = dataclasses.field(default=None, hash=False)
     platforms: Mapping[str, Callable[[NewtonSchulz], Platform]] = dataclasses.field(
-        default_factory=lambda: PLATFORMS, compare=False
+        default_factory=lambda: PLATFORMS, hash=False
     )
 
     def platform(self, name: str) -> Platform:
