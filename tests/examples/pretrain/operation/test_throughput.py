@@ -5,7 +5,8 @@ import pytest
 
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.kinds import make_task
-from examples.pretrain.operation.throughput import Throughput, peak_flops, throughput
+from examples.pretrain.operation.peaks import peak_flops
+from examples.pretrain.operation.throughput import Throughput, throughput
 from tests.examples.pretrain import tiny
 
 D, V, T = 16, 256, 16
@@ -66,6 +67,7 @@ def test_without_a_known_peak_or_operations_there_is_no_utilization(monkeypatch)
     ("kind", "peak"),
     [
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA A100-SXM4-80GB", 312e12),
         ("TPU v5 lite", 197e12),
         ("TPU v5", 459e12),
