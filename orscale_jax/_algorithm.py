@@ -76,6 +76,7 @@ class Hyperparameters:
     adam_b1: ArrayLike
     adam_b2: ArrayLike
     adam_eps: ArrayLike
+    adam_eps_root: ArrayLike
     adam_nesterov: bool
     adam_weight_decay: ScalarOrSchedule | None
     learning_rate_multipliers: RateMultipliers
@@ -191,6 +192,7 @@ def _adamw(
             b1=h.adam_b1,
             b2=h.adam_b2,
             eps=h.adam_eps,
+            eps_root=h.adam_eps_root,
             mu_dtype=float_dtype(h.mu_dtype),
             nesterov=h.adam_nesterov,
         )
@@ -296,6 +298,7 @@ def _check(h: Hyperparameters) -> None:
     number("adam_b1", h.adam_b1, below=1)
     number("adam_b2", h.adam_b2, below=1)
     number("adam_eps", h.adam_eps)
+    number("adam_eps_root", h.adam_eps_root)
     _checks.flag("adam_nesterov", h.adam_nesterov)
     number("adam_weight_decay", h.adam_weight_decay, schedule=True)
     rate_multipliers.check(h.learning_rate_multipliers)

@@ -52,6 +52,7 @@ def orscale(
     adam_b1: ArrayLike = 0.9,
     adam_b2: ArrayLike = 0.95,
     adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike = 0.0,
     adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
     learning_rate_multipliers: RateMultipliers = None,
@@ -131,6 +132,8 @@ def orscale(
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
+      adam_eps_root: What AdamW adds to the second moment under the root, at least 0. More
+        than 0 is for derivatives of updates, which are NaN where a gradient is 0.
       adam_nesterov: Whether AdamW, too, uses Nesterov's momentum (the default of
         :func:`optax.contrib.muon`).
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
@@ -229,6 +232,7 @@ def muon(
     adam_b1: ArrayLike = 0.9,
     adam_b2: ArrayLike = 0.95,
     adam_eps: ArrayLike = 1e-8,
+    adam_eps_root: ArrayLike = 0.0,
     adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
     learning_rate_multipliers: RateMultipliers = None,
@@ -288,6 +292,8 @@ def muon(
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).
       adam_b2: AdamW's decay rate of the second moment, in [0, 1).
       adam_eps: AdamW's :math:`\varepsilon`, at least 0.
+      adam_eps_root: What AdamW adds to the second moment under the root, at least 0. More
+        than 0 is for derivatives of updates, which are NaN where a gradient is 0.
       adam_nesterov: Whether AdamW, too, uses Nesterov's momentum.
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.

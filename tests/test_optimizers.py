@@ -197,6 +197,7 @@ def test_25_steps_against_float64_numpy(arguments, by_hand):
         ({"adam_b1": 1.0}, r"adam_b1=1\.0"),
         ({"adam_b2": 1.5}, r"adam_b2=1\.5"),
         ({"adam_eps": -1e-8}, "adam_eps=-1e-08"),
+        ({"adam_eps_root": -1e-8}, "adam_eps_root=-1e-08"),
         ({"adam_weight_decay": -1.0}, "adam_weight_decay=-1"),
         ({"mesh": "data"}, "mesh='data'.*Mesh"),
     ],
@@ -346,10 +347,12 @@ def test_other_parameters_take_optax_adamw(nesterov):
     def decay(step):
         return 0.1 * (step + 1)
 
-    optimizer = orscale(1e-2, weight_decay=decay, adam_nesterov=nesterov)
+    optimizer = orscale(
+        1e-2, weight_decay=decay, adam_nesterov=nesterov, adam_eps_root=1e-3
+    )
     params = {"bias": jnp.linspace(-1, 1, 5), "w": jnp.eye(5, 3)}
     bias, state = params["bias"], optimizer.init(params)
-    adam = optax.scale_by_adam(b2=0.95, nesterov=nesterov)
+    adam = optax.scale_by_adam(b2=0.95, nesterov=nesterov, eps_root=1e-3)
     by_hand = adam.init(bias)
     for step in range(3):
         grads = jax.tree.map(lambda p, step=step: jnp.cos(p + step), params)
@@ -358,3 +361,17 @@ def test_other_parameters_take_optax_adamw(nesterov):
         bias = bias - 1e-2 * (direction + decay(step) * bias)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(params["bias"], bias, rtol=1e-6)
+
+
+@pytest.mark.parametrize("eps_root, finite", [(0.0, False), (1e-8, True)])
+def test_derivatives_of_updates_where_a_gradient_is_zero(eps_root, finite):
+    optimizer = muon(1e-2, adam_eps_root=eps_root)
+    params = {"bias": jnp.ones(3), "w": jnp.eye(3)}
+    gradient = params | {"bias": jnp.array([1.0, 0.0, 2.0])}
+
+    def moved(factor):
+        scaled = jax.tree.map(lambda g: factor * g, gradient)
+        updates, _ = optimizer.update(scaled, optimizer.init(params), params)
+        return optax.tree.sum(updates)
+
+    assert jnp.isfinite(jax.grad(moved)(1.0)) == finite
