@@ -39,15 +39,18 @@ def convert_state(
 
     Both optimizers may be :func:`orscale`, :func:`muon`, an ablation, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``). States of other optimizers are refused;
-    only that of :func:`optax.adamax` looks like AdamW's, and its second moment is none.
-    The new optimizer may have other hyperparameters or more parameters. Arrays that both
-    states hold for a parameter under the same name are kept: momentum, AdamW's moments,
-    c, r. So is what wrappers know of the run, at the same place in both states, such as
-    the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New schedules start at the
-    run's step, or at 0 where no count in the old state tells it, and bias corrections at
-    the age of the moments that they correct. Momentum is rounded to the new ``mu_dtype``;
-    "int8" to float32 and back changes nothing. Hyperparameters in the state are those of
+    (``chain``, ``partition``, ``MultiSteps``). States without a first moment, such as
+    that of :func:`optax.rmsprop`, are refused. Do not convert those of
+    :func:`optax.lars`, whose trace is one of updates, nor of :func:`optax.adamax`,
+    :func:`optax.adabelief` and :func:`optax.contrib.adopt`, whose moments are other
+    quantities: they look like those of SGD and AdamW. The new optimizer may have other
+    hyperparameters or more parameters. Arrays that both states hold for a parameter under
+    the same name are kept: momentum, AdamW's moments, c, r. So is what wrappers know of
+    the run, at the same place in both states, such as the ``weight_sum`` of
+    :func:`optax.contrib.schedule_free`. New schedules start at the run's step, or at 0
+    where no count in the old state tells it, and bias corrections at the age of the
+    moments that they correct. Momentum is rounded to the new ``mu_dtype``; "int8" to
+    float32 and back changes nothing. Hyperparameters in the state are those of
     ``optimizer``, and everything else starts as in ``optimizer.init``; a c that is new is
     anchored at the next direction.
 
@@ -389,8 +392,8 @@ def _refuse_other_moments(old: _Held, new: _Held, allow_new: bool) -> None:
     if unknown:
         raise ValueError(
             f"{listed(unknown)} in the old state without a first moment that could "
-            "become the momentum: it is not the state of SGD, Muon or AdamW. Begin anew "
-            "with optimizer.init(params)."
+            "become the momentum: it is not the state of SGD with momentum, Muon or "
+            "AdamW. Begin anew with optimizer.init(params)."
         )
 
 

@@ -155,7 +155,7 @@ def test_a_second_step_outside_of_jit_compiles_nothing(build, caplog):
 
 @pytest.mark.parametrize("static", [(), ("ns_steps", "momentum")])
 def test_nor_does_one_of_an_optimizer_that_is_made_anew(static, caplog):
-    """As `inject_hyperparams` does at every step."""
+    """`inject_hyperparams` makes one at every step."""
     optimizer = optax.inject_hyperparams(orscale, static_args=static)(1e-2)
     params, gradients = ({"w": tree(seed)["w"]} for seed in (0, 1))
     _, state = optimizer.update(gradients, optimizer.init(params), params)

@@ -335,7 +335,7 @@ class TestNeurons:
             jax.jit(optimizer.update)(grads, optimizer.init(params), params)
             for optimizer in optimizers
         )
-        chex.assert_trees_all_close(found, expected, rtol=1e-6)
+        chex.assert_trees_all_equal(found, expected)
 
     @pytest.mark.parametrize("order", [(), ("rows",), "row", (1,), None, 1])
     def test_bad_orders(self, order):
@@ -722,7 +722,7 @@ class TestAnchors:
 
     @pytest.mark.parametrize("make", [orscale, family.cautious])
     def test_a_matrix_that_is_anchored_late_has_the_decay_of_that_step(self, make):
-        """As where `inject_hyperparams` evaluates the schedule."""
+        """The same c as with `inject_hyperparams`, which evaluates the schedule."""
         optimizers = (
             factory(
                 1e-3,

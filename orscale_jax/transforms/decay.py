@@ -128,7 +128,10 @@ _Scheduled = type(optax.add_decayed_weights(lambda _: 0.0).init(()))
 def with_scheduled_decay(
     inner: optax.GradientTransformation, weight_decay: ArrayLike | optax.Schedule
 ) -> optax.GradientTransformation:
-    """Run ``inner``, which decays by a schedule, with the extra argument ``DECAY``: λ."""
+    """Run ``inner`` with the extra argument ``DECAY``: a schedule that gives λ now.
+
+    A number needs none. Whoever needs λ calls it; others evaluate nothing.
+    """
     if not callable(weight_decay):
         return inner
     inner = optax.with_extra_args_support(inner)
@@ -137,7 +140,7 @@ def with_scheduled_decay(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
         for node in nodes_of(state, _Scheduled):
-            extra_args[DECAY] = weight_decay(node.count)
+            extra_args[DECAY] = lambda _, count=node.count: weight_decay(count)
         return inner.update(updates, state, params, **extra_args)
 
     return optax.GradientTransformationExtraArgs(inner.init, update)

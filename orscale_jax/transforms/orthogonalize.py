@@ -114,8 +114,9 @@ def polar_options(
     _checks.slow_axes("slow_axes", slow_axes)
     table = coefficient_table(ns_coeffs, ns_steps, prefix="ns_")
     dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
-    settings = NewtonSchulz(ns_steps, table, ns_preconditioning, dtype)
-    if not isinstance(ns_steps, jax.core.Tracer) and isinstance(table, np.ndarray):
+    if isinstance(ns_steps, jax.core.Tracer) or not isinstance(table, np.ndarray):
+        settings = NewtonSchulz(ns_steps, table, ns_preconditioning, dtype)
+    else:
         rows = tuple(map(tuple, table.tolist()))
         settings = _static_settings(int(ns_steps), rows, ns_preconditioning, dtype)
     return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)

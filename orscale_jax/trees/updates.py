@@ -64,7 +64,7 @@ def require_shapes(updates: PyTree, params: PyTree | None) -> None:
     """Refuse updates that a stage would broadcast to fit their parameters.
 
     Raises:
-      ValueError: If ``params`` is None, or an update has not its parameter's shape.
+      ValueError: If ``params`` is None, or an update and its parameter differ in shape.
     """
 
     def check(path: Any, update: Any, param: Any) -> None:

@@ -14,6 +14,7 @@ from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import ablations, by_path, describe, family, muon, orscale
+from orscale_jax.trees.nodes import nodes_of
 
 PARAMS = {
     "w": jnp.ones((4, 6)),
@@ -44,7 +45,9 @@ def rows(optimizer, params=PARAMS, numbers=None):
     assert total == description.shared_bytes + sum(
         row.state_bytes for row in description.rows
     )
-    assert description.shared_bytes < 120  # Counts, bounds, injected hyperparameters.
+    injected = nodes_of(state, optax.InjectStatefulHyperparamsState)
+    of_optax = sum(size(node.hyperparams) for node in injected)
+    assert description.shared_bytes - of_optax < 100
     return {row.path: (row.rule, row.label) for row in description.rows}
 
 

@@ -11,7 +11,7 @@ stop, processes         signals; one process or many
 logs                    what a run tells as it goes, by the following
 records, readouts       metrics and the optimizer's readings, as files
 progress, throughput    on the terminal
-peaks                   FLOPs per second of devices
+peaks                   peak FLOPs per second of accelerators
 timing                  seconds of a step, and of its optimizer
 report, plots, titles   what a run shows at its end
 write_failures          one message where a file cannot be written

@@ -1,4 +1,4 @@
-"""The peaks of devices."""
+"""Peak FLOPs per second of accelerators."""
 
 # Of dense products in bfloat16, FLOP/s of a device, as the makers state them. The first
 # part of the name that fits counts.

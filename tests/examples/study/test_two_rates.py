@@ -568,7 +568,7 @@ def test_the_table_of_the_readme():
     ]  # fmt: skip
     mean, low, high = by_hand(means(over(TEXTS)))
     assert f"{mean:.3f} nats higher than Muon+Moonlight's (95 % interval" in README
-    assert f"interval [{low:+.3f}, {high:+.3f}]; up to 0.003 of it" in README
+    assert f"interval [{low:+.3f}, {high:+.3f}]; about 0.003 of it" in README
     scaled = statistics.fmean(means(over(TEXTS, "muon")))
     assert f"this one's is {-scaled:.3f} lower" in README
     _, table = (
