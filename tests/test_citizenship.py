@@ -1,6 +1,8 @@
 """What every Optax transformation owes its users, for each optimizer and ablation."""
 
 import functools
+import subprocess
+import sys
 
 import chex
 import jax
@@ -54,6 +56,26 @@ def rounding(build):
     """
     rounded = {family.hyperball, family.aurora}
     return {"atol": 1e-6} if getattr(build, "func", build) in rounded else {}
+
+
+def test_no_backend_is_started_before_init():
+    """Neither by the imports nor by the optimizers: `jax.distributed` comes after both."""
+    program = """
+import importlib, pkgutil
+import jax, optax, orscale_jax
+for module in pkgutil.walk_packages(orscale_jax.__path__, "orscale_jax."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from tests.test_citizenship import NUMBERS, OPTIMIZERS
+schedule = optax.linear_schedule(0.1, 0.0, 10)
+for build in OPTIMIZERS.values():
+    build(schedule, weight_decay=schedule, weight_dimension_numbers=NUMBERS)
+    optax.inject_hyperparams(build, static_args=("weight_decay",))(0.1)
+orscale_jax.keep_master_weights(orscale_jax.orscale(0.1))
+orscale_jax.add_cautious_decayed_weights(schedule)
+jax.config.update("jax_num_cpu_devices", 2)  # It is refused where a backend runs.
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)  # Haliax warns.
 
 
 def signature(tree):

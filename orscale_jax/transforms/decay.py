@@ -122,7 +122,6 @@ def _by_schedule(schedule: Callable[[Any], Any]) -> optax.GradientTransformation
 
 # Users' extra arguments reach the stages, too: none of them is called this.
 DECAY = "orscale_jax.weight_decay"
-_Scheduled = type(optax.add_decayed_weights(lambda _: 0.0).init(()))
 
 
 def with_scheduled_decay(
@@ -135,11 +134,13 @@ def with_scheduled_decay(
     if not callable(weight_decay):
         return inner
     inner = optax.with_extra_args_support(inner)
+    # Optax's class, which has no public name; `init` itself would start the backend.
+    scheduled = type(jax.eval_shape(optax.add_decayed_weights(weight_decay).init, ()))
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        for node in nodes_of(state, _Scheduled):
+        for node in nodes_of(state, scheduled):
             extra_args[DECAY] = lambda _, count=node.count: weight_decay(count)
         return inner.update(updates, state, params, **extra_args)
 
