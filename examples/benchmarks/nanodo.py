@@ -12,7 +12,6 @@ import dataclasses
 import pathlib
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import optax
 import tyro
 
+from examples.benchmarks.timing import in_turns
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.kinds import make_task
 from examples.pretrain.meshes import in_effect, make_mesh
@@ -118,12 +118,7 @@ def main(options: Options) -> None:
         jax.random.key(0), shape, 0, options.vocab_size, jnp.int32
     )
     runs = {"nanodo": nanodos(options, tokens), "ours": ours(options, tokens)}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(options.turns):
-        for name in sorted(runs, reverse=bool(turn % 2)):
-            began = time.perf_counter()
-            jax.block_until_ready(runs[name]())
-            seconds[name].append(time.perf_counter() - began)
+    seconds = in_turns(runs, range(options.turns))
     medians = {name: statistics.median(found) for name, found in seconds.items()}
     pairs = zip(seconds["ours"], seconds["nanodo"], strict=True)
     ratio = statistics.median(a / b for a, b in pairs)

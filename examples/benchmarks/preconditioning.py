@@ -16,7 +16,6 @@ Times are ratios of medians on this machine, measured in turns.
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ import optax
 import tyro
 
 from examples.benchmarks.functional import experiment, make_step
+from examples.benchmarks.timing import in_turns, turns_for
 from examples.pretrain.configs import DEMOS
 from orscale_jax import muon, polar_express_coefficients, polar_factor
 from orscale_jax.newton_schulz import coefficients
@@ -189,38 +189,23 @@ def qualities(options: Options) -> Iterator[str]:
         yield from table(title, rows, list(CONTENDERS))
 
 
-def in_turns(runs: Mapping[str, Callable[[], Any]], seconds: float) -> dict[str, float]:
-    """Median seconds of each, after one run to compile."""
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    began = time.perf_counter()
-    while not times["aol"] or time.perf_counter() - began < seconds:
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def times(options: Options) -> Iterator[str]:
     contenders = {
         "frobenius": Contender("frobenius", 5, "polar_express"),
         "frobenius 4": Contender("frobenius", 4, FOUR),
         "aol": Contender("aol", 4, FOUR),
     }
-
-    def run(call: Callable[[jax.Array], jax.Array], x: jax.Array) -> None:
-        jax.block_until_ready(call(x))
-
     rows: dict[str, list[str]] = {}
     for shape in SHAPES:
         x = jax.random.normal(jax.random.key(0), shape)
         runs = {
-            name: functools.partial(run, jax.jit(contender.__call__), x)
+            name: functools.partial(jax.jit(contender.__call__), x)
             for name, contender in contenders.items()
         }
-        found = in_turns(runs, options.seconds)
+        for run in runs.values():  # Compiles.
+            jax.block_until_ready(run())
+        seconds = in_turns(runs, turns_for(options.seconds))
+        found = {name: statistics.median(seconds[name]) for name in runs}
         rows["×".join(map(str, shape))] = [
             f"{1000 * found['frobenius']:.1f}",
             f"{found['aol'] / found['frobenius']:.2f}",

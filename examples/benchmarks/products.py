@@ -8,11 +8,12 @@ without transposing any. GFLOP/s, the best of all turns; results are float32.
 
 import functools
 import itertools
-import time
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+from examples.benchmarks.timing import in_turns
 
 FORMS = {
     "XXᵀ, wide": ("...ik,...jk->...ij", "X", "X"),
@@ -51,11 +52,7 @@ def product(form: str, given: dict[str, jax.Array]) -> Callable[[], jax.Array]:
 def rate(form: str, m: int, n: int, dtype: str, batch: tuple[int, ...]) -> float:
     run = product(form, operands(m, n, batch, dtype))
     run()
-    best = float("inf")
-    for _ in range(TURNS):
-        start = time.perf_counter()
-        run()
-        best = min(best, time.perf_counter() - start)
+    best = min(in_turns({form: run}, range(TURNS))[form])
     third = m if form == "AA" else n
     return (batch[0] if batch else 1) * 2 * m * m * third / best / 1e9
 

@@ -6,8 +6,8 @@
 """
 
 import dataclasses
+import functools
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ import optax
 import tyro
 
 from examples.benchmarks.functional import experiment
+from examples.benchmarks.timing import in_turns
 from examples.pretrain.configs import DEMOS
 from orscale_jax import diagnostics, orscale
 
@@ -80,24 +81,21 @@ def main(options: Options) -> None:
     compiled, carry = steps(options)
     shape = (options.batch_size, options.seq_len + 1)
     tokens = jax.random.randint(jax.random.key(0), shape, 0, options.vocab_size)
-    scalars: dict[str, jax.Array] = {}
-    for name in ("without", "with"):  # Compiles.
-        carry, scalars = jax.block_until_ready(compiled[name](carry, tokens))
-    kinds = ("without", "with")
-    seconds: dict[str, list[float]] = {name: [] for name in kinds}
-    for turn in range(options.turns):
-        for name in sorted(kinds, reverse=bool(turn % 2)):
-            began = time.perf_counter()
-            carry, _ = jax.block_until_ready(compiled[name](carry, tokens))
-            seconds[name].append(time.perf_counter() - began)
+    held = [carry]
+
+    def step(kind: str) -> dict[str, jax.Array]:
+        held[0], scalars = compiled[kind](held[0], tokens)
+        return scalars
+
+    kinds = {name: functools.partial(step, name) for name in ("without", "with")}
+    alone = {"alone": lambda: compiled["alone"](held[0])}
+    for run in (kinds | alone).values():  # Compiles.
+        jax.block_until_ready(run())
+    scalars = kinds["with"]()
+    seconds = in_turns(kinds, range(options.turns))
     before, after = (np.array(seconds[name]) for name in kinds)
-    jax.block_until_ready(compiled["alone"](carry))  # Compiles.
-    times = []
-    for _ in range(20):
-        began = time.perf_counter()
-        jax.block_until_ready(compiled["alone"](carry))
-        times.append(time.perf_counter() - began)
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(carry[0]))
+    times = in_turns(alone, range(20))["alone"]
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(held[0][0]))
     print(f"{parameters / 1e6:.1f}M parameters, {len(scalars) - 1} scalars a step")
     print(f"a step: {statistics.median(before):.4f} s, with readouts "
           f"{statistics.median(after):.4f} s")  # fmt: skip

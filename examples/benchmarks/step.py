@@ -16,8 +16,8 @@ matrix product that was measured in the same turns.
 import dataclasses
 import functools
 import pathlib
-import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ from examples.benchmarks.contenders import (
     step_of,
 )
 from examples.benchmarks.shapes import CASES, NAMES, Shapes, nominal_flops
-from examples.benchmarks.step_figure import Times
+from examples.benchmarks.timing import Quartiles, in_turns, repeated, turns_for
 from examples.pretrain.errors import UsageError
 
 
@@ -60,7 +60,7 @@ class Options:
 
 def stepping(
     optimizer: optax.GradientTransformation, shapes: Shapes
-) -> Callable[[], None]:
+) -> Callable[[], Any]:
     """A step that updates its own parameters and state in place."""
     keys = jax.random.split(jax.random.key(0), len(shapes))
     params, grads = (
@@ -70,47 +70,22 @@ def stepping(
         }
         for salt in (0, 1)
     )
-    held = [params, jax.jit(optimizer.init)(params)]
-
     step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
-
-    def run() -> None:
-        held[:] = step(*held, grads)
-        jax.block_until_ready(held)
-
-    return run
+    return repeated(step, (params, jax.jit(optimizer.init)(params)), grads)
 
 
-def products(dtype: str) -> dict[str, tuple[Callable[[], None], float]]:
+def products(dtype: str) -> dict[str, tuple[Callable[[], Any], float]]:
     """Matrix products that look for the machine's best rate, and their operations."""
 
-    def product(shape: tuple[int, ...]) -> tuple[Callable[[], None], float]:
+    def product(shape: tuple[int, ...]) -> tuple[Callable[[], Any], float]:
         x = jnp.ones(shape, dtype)
         multiply = jax.jit(
             functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
         )
-
-        def run() -> None:
-            jax.block_until_ready(multiply(x, x))
-
-        return run, 2.0 * x.size * shape[-1]
+        return lambda: multiply(x, x), 2.0 * x.size * shape[-1]
 
     shapes = [(1024, 1024), (2048, 2048), (4, 1024, 1024)]
     return {str(shape): product(shape) for shape in shapes}
-
-
-def in_turns(runs: dict[str, Callable[[], None]], seconds: float) -> dict[str, Times]:
-    """Seconds of each, after one run to compile."""
-    for run in runs.values():
-        run()
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    began = time.perf_counter()
-    while not times["orscale"] or time.perf_counter() - began < seconds * len(runs):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            times[name].append(time.perf_counter() - start)
-    return {name: Times.of(found) for name, found in times.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +93,7 @@ class Result:
     """Times of each contender, and operations per second of the ceiling."""
 
     case: str
-    times: dict[str, Times]
+    times: dict[str, Quartiles]
     ceiling: float
 
     @property
@@ -166,13 +141,15 @@ def optimizers_of(options: Options) -> dict[str, optax.GradientTransformation]:
 def measure(
     case: str, optimizers: dict[str, optax.GradientTransformation], options: Options
 ) -> Result:
-    runs = {name: stepping(found, CASES[case]) for name, found in optimizers.items()}
+    steps = {name: stepping(found, CASES[case]) for name, found in optimizers.items()}
     multiplications = products(options.ns_dtype)
-    found = in_turns(
-        runs | {name: run for name, (run, _) in multiplications.items()}, options.seconds
-    )
+    runs = steps | {name: run for name, (run, _) in multiplications.items()}
+    for run in runs.values():  # Compiles.
+        jax.block_until_ready(run())
+    seconds = in_turns(runs, turns_for(options.seconds * len(runs)))
+    found = {name: Quartiles.of(times) for name, times in seconds.items()}
     rates = [flops / found[name].median for name, (_, flops) in multiplications.items()]
-    return Result(case, {name: found[name] for name in runs}, max(rates))
+    return Result(case, {name: found[name] for name in steps}, max(rates))
 
 
 def table(results: list[Result]) -> list[str]:

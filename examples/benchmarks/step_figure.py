@@ -1,7 +1,6 @@
 """The times of the benchmark of a step, as a CSV file and as a figure."""
 
 import csv
-import dataclasses
 import os
 import pathlib
 import platform
@@ -14,6 +13,7 @@ from matplotlib.axes import Axes
 
 from examples import figure_style as style
 from examples.benchmarks.contenders import MARIN, relatives
+from examples.benchmarks.timing import Quartiles
 
 COLUMNS = ("case", "contender", "low", "median", "high", "turns")
 MARKERS = "so^Dv*"
@@ -25,21 +25,6 @@ COLORS = {
     "orscale": style.VERMILION,
     MARIN: style.OTHER_COLORS[-1],
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Quartiles of some seconds, and of how many turns they are."""
-
-    low: float
-    median: float
-    high: float
-    turns: int
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> "Times":
-        low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
-        return cls(float(low), float(median), float(high), len(seconds))
 
 
 def where(ns_dtype: str) -> str:
@@ -69,7 +54,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def write_times(
-    cases: Mapping[str, Mapping[str, Times]], ns_dtype: str, path: pathlib.Path
+    cases: Mapping[str, Mapping[str, Quartiles]], ns_dtype: str, path: pathlib.Path
 ) -> None:
     """One row for each contender of each case."""
     with path.open("w", newline="") as file:
@@ -78,17 +63,17 @@ def write_times(
         for case, times in cases.items():
             for name, found in times.items():
                 seconds = [f"{x:.4g}" for x in (found.low, found.median, found.high)]
-                writer.writerow([case, name, *seconds, found.turns, where(ns_dtype)])
+                writer.writerow([case, name, *seconds, found.number, where(ns_dtype)])
 
 
-def read_times(path: pathlib.Path) -> tuple[dict[str, dict[str, Times]], str]:
+def read_times(path: pathlib.Path) -> tuple[dict[str, dict[str, Quartiles]], str]:
     """Times by case and contender, and what they were measured with."""
-    found: dict[str, dict[str, Times]] = {}
+    found: dict[str, dict[str, Quartiles]] = {}
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for row in rows:
         low, median, high = (float(row[name]) for name in ("low", "median", "high"))
-        times = Times(low, median, high, int(row["turns"]))
+        times = Quartiles(low, median, high, int(row["turns"]))
         found.setdefault(row["case"], {})[row["contender"]] = times
     return found, rows[0]["where"]
 
@@ -101,7 +86,7 @@ def color_of(name: str) -> str:
 
 @style.styled
 def draw(
-    cases: Mapping[str, Mapping[str, Times]],
+    cases: Mapping[str, Mapping[str, Quartiles]],
     measured: str,
     path: pathlib.Path,
     narrow: bool = False,
@@ -130,7 +115,7 @@ def draw(
         axes.axhline(row - 0.5, color=style.FAINT, lw=0.6)
     axes.set_xlabel("time of a step (ms, log scale; left is better)")
     figure.legend(loc="outside lower center", ncols=2 if narrow else 4)
-    turns = [found.turns for times in cases.values() for found in times.values()]
+    turns = [found.number for times in cases.values() for found in times.values()]
     told = "to".join(f" {n} " for n in sorted({min(turns), max(turns)}))
     title = f"A step of the optimizer alone: median and quartiles of{told}turns"
     style.set_title(figure, title, measured)
@@ -155,7 +140,7 @@ def _draw_contender(
     name: str,
     marker: str,
     rows: np.ndarray,
-    cases: Mapping[str, Mapping[str, Times]],
+    cases: Mapping[str, Mapping[str, Quartiles]],
 ) -> None:
     found = [times[name] for times in cases.values()]
     low, median, high = 1000 * np.array([(x.low, x.median, x.high) for x in found]).T

@@ -10,7 +10,6 @@ optimizer's median over the sum with the gradient's.
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks.contenders import contenders, step_of
 from examples.benchmarks.gradients import gradient_of
+from examples.benchmarks.timing import in_turns, repeated
 from examples.pretrain.models.dense import Dense, DenseConfig
 
 
@@ -40,28 +40,13 @@ class Options:
     """Sequences whose gradient is taken together; divides their number."""
 
 
-def seconds_of(runs: dict[str, Callable[[], Any]], turns: int) -> dict[str, float]:
-    """Medians, in turns, of what has been compiled."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(turns):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(run())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def stepping(
     optimizer: optax.GradientTransformation, params: Any, grads: Any
 ) -> Callable[[], Any]:
     step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
-    held = [jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params)]
-    held[:] = jax.block_until_ready(step(*held, grads))  # Compiles.
-
-    def run() -> Any:
-        held[:] = step(*held, grads)
-        return held
-
+    held = (jax.tree.map(jnp.copy, params), jax.jit(optimizer.init)(params))
+    run = repeated(step, held, grads)
+    jax.block_until_ready(run())  # Compiles.
     return run
 
 
@@ -84,14 +69,16 @@ def main(options: Options) -> None:
     )
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     gradients = {"gradient": lambda: gradient(params, tokens)}
-    model_seconds = seconds_of(gradients, options.turns)["gradient"]
+    found = in_turns(gradients, range(options.turns))
+    model_seconds = statistics.median(found["gradient"])
     print(f"{count / 1e6:.0f}M parameters; gradient {model_seconds:.2f} s", flush=True)
     runs = {
         name: stepping(optimizer, params, grads)
         for name, optimizer in contenders(numbers, None).items()
     }
     print("| optimizer | its own seconds | whole step | share |\n|---|--:|--:|--:|")
-    for name, seconds in seconds_of(runs, 3 * options.turns).items():
+    for name, times in in_turns(runs, range(3 * options.turns)).items():
+        seconds = statistics.median(times)
         total = model_seconds + seconds
         print(f"| {name} | {seconds:.2f} | {total:.2f} | {100 * seconds / total:.1f} % |")
 

@@ -17,7 +17,6 @@ The shared parts come first, then the stages in their order.
 
 ===========  =========================================================================
 card         the card, its driver and its clock
-quartiles    quartiles, and those of the time that a call takes
 table        the rows of a stage as a CSV file
 stage        a stage is a list of cases; what runs those that are missing
 figure       the quartiles of a quantity, by case and variant

@@ -22,8 +22,8 @@ import optax
 
 from examples.benchmarks.contenders import last_two_axes, step_of
 from examples.benchmarks.gpu_session import figure, oracle
-from examples.benchmarks.gpu_session.quartiles import Quartiles
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
+from examples.benchmarks.timing import Quartiles
 from orscale_jax import orscale, polar_factor
 
 Shape = tuple[int, int]

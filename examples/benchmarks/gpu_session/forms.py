@@ -16,10 +16,10 @@ import numpy as np
 
 from examples.benchmarks.contenders import NS_STEPS
 from examples.benchmarks.gpu_session import figure
-from examples.benchmarks.gpu_session.quartiles import Quartiles, seconds_of
 from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from examples.benchmarks.shapes import nominal_flops
+from examples.benchmarks.timing import Quartiles, seconds_of
 from orscale_jax.newton_schulz import restarts
 from orscale_jax.newton_schulz.arithmetic import Arithmetic
 from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of

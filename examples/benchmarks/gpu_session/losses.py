@@ -21,10 +21,10 @@ from examples import figure_style as style
 from examples.benchmarks.contenders import step_of
 from examples.benchmarks.gpu_session import figure
 from examples.benchmarks.gpu_session.decoders import config_of, decoder
-from examples.benchmarks.gpu_session.quartiles import Quartiles
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from examples.benchmarks.gpu_session.table import Row
 from examples.benchmarks.gradients import loss_of
+from examples.benchmarks.timing import Quartiles
 from examples.pretrain.data import read_standard_library
 from examples.pretrain.models.dense import DenseConfig
 from orscale_jax import muon, orscale

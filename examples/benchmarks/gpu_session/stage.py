@@ -11,8 +11,8 @@ import jax
 
 from examples.benchmarks.gpu_session import figure, table
 from examples.benchmarks.gpu_session.card import Card, clock, this_card
-from examples.benchmarks.gpu_session.quartiles import Quartiles
 from examples.benchmarks.gpu_session.table import Row
+from examples.benchmarks.timing import Quartiles
 
 
 class Measured(NamedTuple):

@@ -9,11 +9,11 @@ import optax
 
 from examples.benchmarks.contenders import contenders, relatives, step_of
 from examples.benchmarks.gpu_session.card import peak_bytes
-from examples.benchmarks.gpu_session.quartiles import TURNS, Quartiles, seconds_of
 from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Measured
 from examples.benchmarks.models import Leaves
 from examples.benchmarks.shapes import nominal_flops
+from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
 
 TIME, MIB = "time of a step", 2**20
 OPTIMIZERS = ("optax.adamw", "optax.contrib.muon", "muon", "orscale", "normuon")
@@ -49,12 +49,7 @@ def step_measured(
     del params
     step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
     compiled = step.lower(*held, grads).compile()
-
-    def run() -> Any:
-        held[:] = compiled(*held, grads)
-        return held
-
-    seconds = seconds_of(run, turns)
+    seconds = seconds_of(repeated(compiled, held, grads), turns)
     yield Measured(TIME, "ms", seconds.times(1e3))
     if name != "optax.adamw":
         shapes = {key: leaf.shape for key, leaf in leaves.items() if leaf.numbers}

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from examples.benchmarks.gpu_session import figure
-from examples.benchmarks.gpu_session.quartiles import seconds_of
 from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
+from examples.benchmarks.timing import seconds_of
 from orscale_jax.newton_schulz.arithmetic import Arithmetic
 
 TIME = "time of a product"

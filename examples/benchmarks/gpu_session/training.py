@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from examples.benchmarks.contenders import step_of
 from examples.benchmarks.gpu_session import figure
 from examples.benchmarks.gpu_session.decoders import Decoder, config_of, decoder
-from examples.benchmarks.gpu_session.quartiles import Quartiles, seconds_of
 from examples.benchmarks.gpu_session.rates import shares
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from examples.benchmarks.gpu_session.stepping import OPTIMIZERS, optimizers
 from examples.benchmarks.gradients import gradient_of
+from examples.benchmarks.timing import Quartiles, repeated, seconds_of
 from examples.pretrain.models.dense import DenseConfig
 
 TIME, ALONE = "time of a training step", "the gradient alone"
@@ -72,13 +72,7 @@ def _training(model: Decoder, tokens: jax.Array, name: str) -> Callable[[], Any]
         return step_of(optimizer)(params, state, gradient(params, tokens))
 
     params = jax.tree.map(jnp.copy, model.params)
-    held = [params, jax.jit(optimizer.init)(params)]
-    del params
-
-    def run() -> Any:
-        held[:] = step(*held, tokens)
-        return held
-
+    run = repeated(step, (params, jax.jit(optimizer.init)(params)), tokens)
     jax.block_until_ready(run())
     return run
 

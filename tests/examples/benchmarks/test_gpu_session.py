@@ -11,8 +11,8 @@ from PIL import Image
 
 from examples.benchmarks.gpu_session import card, figure, oracle, stage, table
 from examples.benchmarks.gpu_session.__main__ import STAGES, main
-from examples.benchmarks.gpu_session.quartiles import Quartiles
 from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
+from examples.benchmarks.timing import Quartiles
 from tests import oracle as independent
 
 ROOT = Path(__file__).parents[3]

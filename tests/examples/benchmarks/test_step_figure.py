@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from examples.benchmarks import shapes, step, step_figure
-from examples.benchmarks.step_figure import Times
+from examples.benchmarks.timing import Quartiles
 from examples.pretrain.errors import UsageError
 
 SECONDS = [0.3, 0.1, 0.2, 0.5, 0.4]
@@ -16,12 +16,14 @@ SECONDS = [0.3, 0.1, 0.2, 0.5, 0.4]
 
 def test_quartiles():
     low, median, high = statistics.quantiles(SECONDS, method="inclusive")
-    assert Times.of(SECONDS) == Times(*map(pytest.approx, (low, median, high)), 5)
+    assert Quartiles.of(SECONDS) == Quartiles(*map(pytest.approx, (low, median, high)), 5)
 
 
 def test_the_figure_is_drawn_of_the_file_that_a_run_leaves(tmp_path):
     names = step.Options().contenders
-    times = {name: Times(0.5 + i, 1.0 + i, 1.5 + i, 7) for i, name in enumerate(names)}
+    times = {
+        name: Quartiles(0.5 + i, 1.0 + i, 1.5 + i, 7) for i, name in enumerate(names)
+    }
     results = [step.Result(case, times, 1e9) for case in ("davidnet", "tiny")]
     step.write(results, "bfloat16", tmp_path)
     read, measured = step_figure.read_times(tmp_path / "benchmark.csv")

@@ -1,8 +1,8 @@
-"""Quartiles, and those of the time that a call takes."""
+"""Quartiles, and the times that calls take, alone and in turns."""
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -50,6 +50,49 @@ def seconds_of(run: Callable[[], Any], turns: int = TURNS) -> Quartiles:
     """
     calls = min(_MOST_CALLS, math.ceil(_TURN_SECONDS / _seconds(run, 1)))
     return Quartiles.of(_seconds(run, calls) for _ in range(turns))
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], Any]], turns: Iterable[object]
+) -> dict[str, list[float]]:
+    """The seconds of calls that have been compiled; every other turn is reversed.
+
+    What else the machine does then falls on all of them alike.
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order = list(runs)
+    for _ in turns:
+        for name in order:
+            times[name].append(_seconds(runs[name], 1))
+        order.reverse()
+    return times
+
+
+def turns_for(seconds: float) -> Iterator[None]:
+    """Turns, one at least; none begins after so many seconds."""
+    end = time.perf_counter() + seconds
+    yield
+    while time.perf_counter() < end:
+        yield
+
+
+def repeated(
+    step: Callable[..., Iterable[Any]], held: Iterable[Any], *given: Any
+) -> Callable[[], Any]:
+    """A call that takes a step from where the last one ended.
+
+    Args:
+      step: Of what is held and what is given; its results are held next.
+      held: At first.
+      given: To every step.
+    """
+    held = list(held)
+
+    def run() -> Any:
+        held[:] = step(*held, *given)
+        return held
+
+    return run
 
 
 def _seconds(run: Callable[[], Any], calls: int) -> float:
