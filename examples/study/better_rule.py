@@ -135,7 +135,6 @@ def _runs(workload: str, arm: str, folder: pathlib.Path) -> Runs:
 def main(options: Options) -> None:
     """Does the runs that are missing, and prints the tables."""
     jax.config.update("jax_compilation_cache_dir", "runs/study/compiled")
-    options.out.mkdir(exist_ok=True)
     prepare(options.workloads, options.out)
     for line in lines(options):
         print(line, flush=True)

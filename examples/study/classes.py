@@ -15,11 +15,12 @@ import jax
 import numpy as np
 import tyro
 
-from examples.pretrain.operation.records import read_csv, write_csv
+from examples.pretrain.operation.records import write_csv
 from examples.pretrain.setup import State
 from examples.study.arms import KNOWN
 from examples.study.gains import batches_after, loss_along, signal_and_curvature
 from examples.study.plan import find_workload
+from examples.study.results import read_rows
 from examples.study.runs import Trainer
 from examples.study.search import Rates
 from examples.study.second import SEEDS, best_rates, job_of
@@ -94,7 +95,7 @@ def class_means(ratios: Mapping[str, np.ndarray]) -> dict[str, float]:
 
 def main(options: Options) -> None:
     path = options.tables / "classes.csv"
-    rows = read_csv(path) if path.exists() else []
+    rows = read_rows(path)
     done = {(row["workload"], row["arm"], int(row["seed"])) for row in rows}
     for name in options.workloads:
         for arm in options.arms:

@@ -5,22 +5,21 @@
 writes ``docs/data/gains.csv``; measurements that it holds are not done again.
 """
 
-import csv
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import tyro
 
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import in_effect
+from examples.pretrain.operation.records import write_csv
 from examples.pretrain.setup import State
 from examples.pretrain.step import loss_of
 from examples.study.arms import ARMS
-from examples.study.results import inherited_rate
+from examples.study.results import inherited_rate, read_rows
 from examples.study.runs import Trainer
 from examples.study.search import Rates
 from examples.study.workloads import SEEDS, WORKLOADS
@@ -146,12 +145,9 @@ def signal_and_curvature(
 
 def read_gains(path: pathlib.Path) -> list[Gains]:
     """The rows of the table; none if there is no such file."""
-    if not path.exists():
-        return []
     types = {field.name: field.type for field in dataclasses.fields(Gains)}
-    with path.open(newline="") as file:
-        rows = csv.DictReader(file)
-        return [Gains(**{k: types[k](v) for k, v in row.items()}) for row in rows]  # type: ignore[operator]
+    rows = read_rows(path)
+    return [Gains(**{k: types[k](v) for k, v in row.items()}) for row in rows]  # type: ignore[operator]
 
 
 def main(options: Options) -> None:
@@ -173,14 +169,11 @@ def main(options: Options) -> None:
 
 def _write(path: pathlib.Path, rows: list[Gains]) -> None:
     names = [field.name for field in dataclasses.fields(Gains)]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        for row in rows:
-            values = dataclasses.astuple(row)
-            writer.writerow(
-                f"{v:.4g}" if isinstance(v, float | np.floating) else v for v in values
-            )
+    cells = [
+        {k: f"{v:.4g}" if isinstance(v, float) else v for k, v in vars(row).items()}
+        for row in rows
+    ]
+    write_csv(path, names, cells)
 
 
 if __name__ == "__main__":

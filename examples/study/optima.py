@@ -1,6 +1,5 @@
 """What `examples.study.classes` measured: ratios by class of layers beside r*."""
 
-import csv
 import pathlib
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,6 +8,7 @@ from scipy import stats
 
 from examples.study.classes import WORKLOADS
 from examples.study.records import Cell
+from examples.study.results import read_rows
 
 READINGS = 4  # Of a class: two seeds, at two steps of each.
 
@@ -30,12 +30,9 @@ Optima = Mapping[Cell, Mapping[str, Optimum]]
 
 def read_optima(path: pathlib.Path) -> Optima:
     """The means of each class, by workload and arm whose measurements are all there."""
-    if not path.exists():
-        return {}
     rows: dict[Cell, list[dict[str, str]]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            rows.setdefault(Cell(row["workload"], row["arm"]), []).append(row)
+    for row in read_rows(path):
+        rows.setdefault(Cell(row["workload"], row["arm"]), []).append(row)
     return {
         cell: _means(rows[cell])
         for cell in sorted(rows, key=lambda cell: WORKLOADS.index(cell.workload))

@@ -82,7 +82,6 @@ def main() -> None:
     """Does the runs that are missing, and prints the table."""
     jax.config.update("jax_compilation_cache_dir", "runs/study/compiled")
     names = [name + kind for name in WORKLOADS for kind in ("", BY_HEAD)]
-    FOLDER.mkdir(exist_ok=True)
     prepare(names, FOLDER)
     for line in lines():
         print(line, flush=True)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from examples.pretrain.errors import UsageError
+from examples.pretrain.operation.records import read_csv
+from examples.pretrain.operation.rundir import write_atomically
 from examples.study.runs import Run
 from examples.study.search import Rates
 
@@ -86,10 +88,12 @@ def make_result(arm: str, rates: Rates, seed: int, run: Run, guess: float) -> Re
 
 def read_results(path: pathlib.Path) -> list[Result]:
     """The rows of a table; none if there is no such file."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return [_parse(row) for row in csv.DictReader(file)]
+    return list(map(_parse, read_rows(path)))
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """The rows of a CSV file by column; none if there is no such file."""
+    return read_csv(path) if path.exists() else []
 
 
 def append_result(path: pathlib.Path, result: Result) -> None:
@@ -110,9 +114,7 @@ def sort_results(path: pathlib.Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     results = read_results(path)
     rows = [_row(r) for r in sorted(results, key=lambda r: (r.arm, r.rates, r.seed))]
-    partial = path.with_suffix(".partial")
-    partial.write_text(_lines([_FIELDS, *rows]))
-    partial.replace(path)
+    write_atomically(path, _lines([_FIELDS, *rows]))
 
 
 def best_rate_of(results: Sequence[Result], for_all_seeds: bool) -> float:

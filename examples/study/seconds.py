@@ -22,6 +22,7 @@ import tyro
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import in_effect
 from examples.study.arms import ARMS
+from examples.study.results import read_rows
 from examples.study.runs import Trainer
 from examples.study.workloads import WORKLOADS
 
@@ -63,10 +64,8 @@ class Stepper:
 def read_seconds(path: pathlib.Path) -> Mapping[str, Mapping[str, float]]:
     """Seconds of a step by workload and arm; empty if there is no such file."""
     found: dict[str, dict[str, float]] = {}
-    if path.exists():
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                found.setdefault(row["workload"], {})[row["arm"]] = float(row["seconds"])
+    for row in read_rows(path):
+        found.setdefault(row["workload"], {})[row["arm"]] = float(row["seconds"])
     return found
 
 
