@@ -1,6 +1,23 @@
-"""Singular values of matrices on which rounding does most."""
+"""Matrices of given singular values; spectra on which rounding does most."""
 
 import numpy as np
+import scipy.linalg
+
+
+def random_bases(m, n, seed=0):
+    """Singular vectors at random, of the rows and of the columns."""
+    rng = np.random.default_rng(seed)
+    return [np.linalg.qr(rng.normal(size=(k, min(m, n))))[0] for k in (m, n)]
+
+
+def hadamard_bases(m, n):
+    """Bases with entries of one size: rounding errors agree in sign and do not cancel."""
+    return [scipy.linalg.hadamard(k)[:, :m] / np.sqrt(k) for k in (m, n)]
+
+
+def with_spectrum(singular_values, m, n, bases=random_bases):
+    u, v = bases(m, n)
+    return u * np.asarray(singular_values) @ v.T
 
 
 def adversarial(m, rng):

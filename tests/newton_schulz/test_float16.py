@@ -14,7 +14,7 @@ from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from tests import oracle
-from tests.spectra import adversarial
+from tests.spectra import adversarial, with_spectrum
 
 FLOAT16, BFLOAT16, FLOAT32 = map(np.dtype, (jnp.float16, jnp.bfloat16, jnp.float32))
 LARGEST = float(jnp.finfo(jnp.float16).max)
@@ -27,12 +27,6 @@ def on_a_gpu(x, dtype, preset="polar_express", steps=5, preconditioning="frobeni
     platform = dataclasses.replace(platform, dtype=np.dtype(dtype))
     [q] = jax.jit(lambda x: on_one_device(platform, [x]))(jnp.asarray(x, jnp.float32))
     return np.asarray(q, np.float64)
-
-
-def with_spectrum(singular_values, m, n):
-    rng = np.random.default_rng(0)
-    u, v = (np.linalg.qr(rng.normal(size=(k, m)))[0] for k in (m, n))
-    return u * singular_values @ v.T
 
 
 def adversaries(m, n):

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import polar_factor
@@ -24,7 +23,7 @@ from orscale_jax.newton_schulz.gram import gram_newton_schulz
 from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
 from orscale_jax.newton_schulz.preconditioning import Start
 from tests import oracle
-from tests.spectra import adversarial
+from tests.spectra import adversarial, hadamard_bases, random_bases, with_spectrum
 
 TABLES = {
     **{name: np.asarray(rows) for name, rows in PRESETS.items()},
@@ -64,23 +63,13 @@ def gram(x, name, steps, restarts, dtype="float32", by_strips=False):
     return q
 
 
-def with_spectrum(sigma, m, n, bases):
-    if bases == "hadamard":  # Entries of one size: rounding errors do not average out.
-        u, v = (scipy.linalg.hadamard(k)[:, :m] / np.sqrt(k) for k in (m, n))
-    else:
-        rng = np.random.default_rng(0)
-        u, v = (np.linalg.qr(rng.normal(size=(k, m)))[0] for k in (m, n))
-    return (u * sigma / np.linalg.norm(sigma)) @ v.T
-
-
 def adversaries(m, n):
     """Matrices of norm 1; most have singular values that rounding makes negative."""
     rng = np.random.default_rng(1)
     found = {
-        (name, bases): with_spectrum(sigma, m, n, bases)
-        for (name, sigma), bases in itertools.product(
-            adversarial(m, rng).items(), ("random", "hadamard")
-        )
+        (name, bases): with_spectrum(sigma / np.linalg.norm(sigma), m, n, bases)
+        for name, sigma in adversarial(m, rng).items()
+        for bases in (random_bases, hadamard_bases)
     }
     x = rng.normal(size=(m, n))
     found["Gaussian"] = x / np.linalg.norm(x)
@@ -122,7 +111,8 @@ def test_parity_in_float64(enable_x64, shape, restarts):
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize("steps", [1, 2, 5, 9])
 def test_every_table_and_number_of_steps_in_float64(enable_x64, name, steps):
-    x = with_spectrum(np.geomspace(1, 1e-2, 16), 16, 40, "random")
+    x = with_spectrum(np.geomspace(1, 1e-2, 16), 16, 40)
+    x /= np.linalg.norm(x)
     restarts = restart_steps(TABLES[name], steps, 2**-53)
     q = gram(x, name, steps, restarts, "float64")
     np.testing.assert_allclose(q, exact(x, name, steps), atol=1e-11)
@@ -348,7 +338,8 @@ def test_low_precision_stays_bounded(name, dtype):
 
 
 def test_converges_to_the_svd():
-    x = with_spectrum(np.geomspace(1, 1e-2, 24), 24, 96, "random")
+    x = with_spectrum(np.geomspace(1, 1e-2, 24), 24, 96)
+    x /= np.linalg.norm(x)
     restarts = restart_steps(TABLES["polar_express"], 10, UNITS["float32"])
     q = gram(x, "polar_express", 10, restarts)
     assert distance(q, oracle.svd_polar(x)) < 1e-4

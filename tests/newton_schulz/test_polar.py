@@ -12,16 +12,9 @@ import pytest
 from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
 from orscale_jax.newton_schulz import coefficients
 from tests import oracle
+from tests.spectra import random_bases, with_spectrum
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (12, 40), (40, 12), (3, 5, 8), (2, 3, 8, 5)]
-
-
-def with_spectrum(singular_values, shape, seed=0):
-    rng = np.random.default_rng(seed)
-    k = min(shape)
-    u = np.linalg.qr(rng.normal(size=(shape[0], k)))[0]
-    v = np.linalg.qr(rng.normal(size=(shape[1], k)))[0]
-    return (u * np.asarray(singular_values)) @ v.T
 
 
 def compose(preset, steps, x):
@@ -42,7 +35,7 @@ def test_equals_the_float64_iteration(shape):
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)])
 def test_converges_to_the_svd_with_more_steps(shape):
-    x = with_spectrum(np.geomspace(1, 1e-2, min(shape)), shape)
+    x = with_spectrum(np.geomspace(1, 1e-2, min(shape)), *shape)
     exact = oracle.svd_polar(x)
     errors = [
         np.linalg.norm(polar_factor(jnp.asarray(x), steps=k) - exact, ord=2)
@@ -68,7 +61,7 @@ def test_more_steps_never_make_the_worst_case_worse():
 )
 def test_every_number_of_steps_takes_its_rows(preset, steps):
     sigma = np.geomspace(1, 1e-2, 8)
-    x = with_spectrum(sigma, (8, 20))
+    x = with_spectrum(sigma, 8, 20)
     expected = compose(preset, steps, sigma / np.linalg.norm(sigma))
     q = polar_factor(jnp.asarray(x), steps=steps, coeffs=preset, dtype=jnp.float32)
     found = np.linalg.svd(np.asarray(q, np.float64), compute_uv=False)
@@ -171,7 +164,7 @@ def test_non_finite_matrices_give_nan_and_no_others(bad, steps):
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_rounded_to_and_stays_close(dtype):
-    x = jnp.asarray(with_spectrum(np.geomspace(1, 0.02, 32), (32, 80)), jnp.float32)
+    x = jnp.asarray(with_spectrum(np.geomspace(1, 0.02, 32), 32, 80), jnp.float32)
     low = np.asarray(polar_factor(x, dtype=dtype), np.float64)
     full = np.asarray(polar_factor(x, dtype=jnp.float32), np.float64)
     error = np.linalg.norm(low - full) / np.linalg.norm(full)
@@ -191,8 +184,7 @@ def test_float16_keeps_small_entries():
 @pytest.mark.parametrize("n", [256, 1024])
 def test_matrices_may_be_rounded_before_they_are_normalized(n, spread, steps, factor):
     """The error of what GPUs do grows by no more than docs/speed.md says."""
-    random = np.random.default_rng(0)
-    u, v = (np.linalg.qr(random.normal(size=(k, 256)))[0] for k in (256, n))
+    u, v = random_bases(256, n)
     x = jnp.asarray(u * np.geomspace(1, 1 / spread, 256) @ v.T, jnp.float32)
 
     def error(x):
@@ -203,7 +195,7 @@ def test_matrices_may_be_rounded_before_they_are_normalized(n, spread, steps, fa
 
 
 def test_float64_is_float64(enable_x64):
-    x = with_spectrum(np.geomspace(1, 1e-2, 16), (16, 30))
+    x = with_spectrum(np.geomspace(1, 1e-2, 16), 16, 30)
     q = polar_factor(jnp.asarray(x), dtype=jnp.float64)
     assert q.dtype == jnp.float64
     np.testing.assert_allclose(q, oracle.newton_schulz(x), atol=1e-12)

@@ -6,13 +6,13 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
 
 from examples.benchmarks import polar_margins, polar_quality
 from orscale_jax import polar_factor
 from orscale_jax.newton_schulz import coefficients
 from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
 from tests import oracle
+from tests.spectra import hadamard_bases, random_bases
 
 PAGE = Path(__file__).parents[2] / "docs" / "newton_schulz.md"
 TABLES = {
@@ -49,16 +49,6 @@ def spectra(size, worst):
         "geometric": np.geomspace(1, 1e-4, size),
     }
     return {name: s / np.linalg.norm(s) for name, s in found.items()}
-
-
-def random_bases(m, n, seed=0):
-    rng = np.random.default_rng(seed)
-    return (np.linalg.qr(rng.normal(size=(k, m)))[0] for k in (m, n))
-
-
-def hadamard_bases(m, n):
-    """Bases with entries of one size: rounding errors agree in sign and do not cancel."""
-    return (scipy.linalg.hadamard(k)[:, :m] / np.sqrt(k) for k in (m, n))
 
 
 # The margins.
@@ -189,7 +179,7 @@ def adversary(rows, sigma, bases, delta, errors):
 @pytest.mark.parametrize("name", TABLES)
 def test_matrices_stay_bounded_within_the_margin_and_explode_beyond(name, errors):
     margin = polar_margins.margin(TABLES[name], 5, errors)
-    bases = tuple(random_bases(12, 20))
+    bases = random_bases(12, 20)
     rows = rows_of(name, 5)
     for worst in WORST[name]:
         for sigma in spectra(12, worst).values():
