@@ -84,12 +84,7 @@ def _rescale(updates: PyTree, params: PyTree, factors: dict[str, jax.Array]) -> 
         if name not in factors:
             return update
         rescaled.add(name)
-        [weight], shape = weights[name], jnp.shape(update)
-        if shape != jnp.shape(weight):
-            raise ValueError(
-                f"the update of parameter {name!r} has shape {shape}, and the parameter "
-                f"has shape {jnp.shape(weight)}: pass an update of that shape."
-            )
+        [weight] = weights[name]
         dtype = compute_dtype((update, weight))
         u, w, factor = (x.astype(dtype) for x in (update, weight, factors[name]))
         moved = (factor * (w + u) - w).astype(update.dtype)
