@@ -168,7 +168,7 @@ def lowered(
         for name, leaf in leaves.items()
     }
     shardings = state_shardings(optimizer, params)
-    state = _placed(jax.eval_shape(optimizer.init, params), shardings)
+    state = placed(jax.eval_shape(optimizer.init, params), shardings)
 
     jitted = jax.jit(
         step_of(optimizer),
@@ -194,7 +194,8 @@ def _optimizer(
     return known[contender.split(" on ")[0]]
 
 
-def _placed(tree: Any, shardings: Any) -> Any:
+def placed(tree: Any, shardings: Any) -> Any:
+    """A tree of abstract arrays with shardings."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
         tree,

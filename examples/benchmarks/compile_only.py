@@ -12,12 +12,13 @@ import dataclasses
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from examples.benchmarks import hlo_cost, topologies
+from examples.benchmarks.ahead_of_time import line
 from examples.pretrain.config import Config
 from examples.pretrain.configs import parse
 from examples.pretrain.errors import UsageError, exit_code_of
@@ -112,11 +113,11 @@ def run(config: Config, topology: str) -> None:
     # Its own backend is the CPU's: devices that are there are left to others.
     jax.config.update("jax_platforms", "cpu")
     target = find_target(topology)
-    head = [_line(["optimizer", *COLUMNS]), _line(["---", *["--:"] * len(COLUMNS)])]
+    head = [line(["optimizer", *COLUMNS]), line(["---", *["--:"] * len(COLUMNS)])]
     for name in config.optimizer:
         found = compiled(config, name, target)
         cells = [_cell(figure(found)) for figure in COLUMNS.values()]
-        row = _line([find_optimizer(name).label, *cells])
+        row = line([find_optimizer(name).label, *cells])
         print(*head, row, sep="\n", flush=True)
         head = []
 
@@ -192,10 +193,6 @@ def _percent(part: float, whole: float) -> float:
 def _cell(figure: float) -> str:
     """Not a number is what the compiler does not say: cycles of GPUs."""
     return "unknown" if math.isnan(figure) else f"{figure:.4g}"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

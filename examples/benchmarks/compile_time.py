@@ -19,7 +19,7 @@ import optax
 import tyro
 
 from examples.benchmarks.contenders import contenders, last_two_axes, step_of
-from examples.benchmarks.shapes import GPT2_BLOCK, Shapes, copies
+from examples.benchmarks.shapes import GPT2_BLOCK, Shapes, copies, stacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +38,6 @@ class Cost(NamedTuple):
     lowering: float
     compilation: float
     products: int
-
-
-def scanned(count: int, shapes: Shapes) -> Shapes:
-    return {name: (count, *shape) for name, shape in shapes.items()}
 
 
 def cost(optimizer: optax.GradientTransformation, shapes: Shapes) -> Cost:
@@ -68,7 +64,7 @@ def main(options: Options) -> None:
     heads = [f"{layers} layers, s | dot" for layers in options.layers]
     print("| | " + " | ".join(heads) + " |")
     print("| --- |" + " --: | --: |" * len(heads))
-    for form, note in ((copies, ""), (scanned, ", scanned")):
+    for form, note in ((copies, ""), (stacked, ", scanned")):
         for name in options.optimizers:
             costs = (cost(optimizers[name], form(n, GPT2_BLOCK)) for n in options.layers)
             cells = (

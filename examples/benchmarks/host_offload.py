@@ -17,6 +17,7 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import topologies
+from examples.benchmarks.ahead_of_time import line, placed
 from examples.benchmarks.hlo_program import Instruction, parse
 from examples.gallery.host_offload import LARGE, on_host
 from orscale_jax import orscale, state_shardings
@@ -84,11 +85,7 @@ def compiled(devices: Sequence[jax.Device], fields: tuple[str, ...] | None) -> A
     }
     optimizer = orscale(1e-2, param_shardings=params)
     at_rest = on_host(state_shardings(optimizer, params), fields)
-    state = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        jax.eval_shape(optimizer.init, params),
-        at_rest,
-    )
+    state = placed(jax.eval_shape(optimizer.init, params), at_rest)
 
     def step(params: Any, state: Any, x: jax.Array) -> tuple[Any, Any]:
         grads = jax.grad(_loss)(params, x)
@@ -127,7 +124,7 @@ def row_of(name: str, program: Any) -> str:
         str(len(found)),
         *kernels,
     ]
-    return f"| {' | '.join(cells)} |"
+    return line(cells)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import tyro
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import topologies
+from examples.benchmarks.ahead_of_time import line, placed
 from examples.benchmarks.contenders import last_two_axes, step_of
 from orscale_jax import muon, state_shardings
 
@@ -67,11 +68,8 @@ def memory(devices: Sequence[jax.Device], mu_dtype: str, compiler_options: Any) 
         for name, shape in SHAPES.items()
     }
     optimizer = muon(1e-3, mu_dtype=mu_dtype, weight_dimension_numbers=last_two_axes)
-    state = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        jax.eval_shape(optimizer.init, params),
-        state_shardings(optimizer, params),
-    )
+    shardings = state_shardings(optimizer, params)
+    state = placed(jax.eval_shape(optimizer.init, params), shardings)
     step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
     with jax.set_mesh(mesh):
         lowered = step.lower(params, state, params)
@@ -88,7 +86,7 @@ def row(devices: Sequence[jax.Device], mu_dtype: str, compiler_options: Any) -> 
     )
     figures = 8, arguments - 8, temporaries, arguments + temporaries
     cells = [str(len(devices)), mu_dtype, *(f"{figure:.3f}" for figure in figures)]
-    return f"| {' | '.join(cells)} |"
+    return line(cells)
 
 
 def main(options: Options) -> None:

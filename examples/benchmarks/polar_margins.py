@@ -32,11 +32,6 @@ TABLES = {
 _CORNERS = np.array(list(itertools.product([-1, 1], repeat=3)))
 
 
-def rows_of(table: np.ndarray, steps: int) -> np.ndarray:
-    """What each of the steps takes, shape (steps, 3); the last row repeats."""
-    return table[np.minimum(np.arange(steps), len(table) - 1)]
-
-
 def corner_factors(errors: str, delta: float) -> np.ndarray:
     """What becomes of (a, b, c) at each corner, as factors of shape (8, 3)."""
     first, second, third = (1 + delta * _CORNERS).T
@@ -55,7 +50,7 @@ def largest_reached(
 ) -> float:
     """The upper end U of what singular values of [0, 1] can become; inf above BOUND."""
     upper = 1.0
-    for row in rows_of(table, steps):
+    for row in np.array(coefficients.rows_of(table, steps)):
         a, b, c = (row * corner_factors(errors, delta)).T
         discriminant = np.maximum(9 * b**2 - 20 * a * c, 0)
         squares = (-3 * b + np.outer([-1, 1], np.sqrt(discriminant))) / (10 * c)
