@@ -212,7 +212,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Leaf
     whole = MatrixAxes(batch, rows, columns)
     if isinstance(numbers, BlockDimensionNumbers):
         axis = int(numbers.block_axis) % rank
-        return matrix_blocks(whole, axis, _block_sizes(numbers.blocks, leaf.shape[axis]))
+        return matrix_blocks(whole, axis, block_sizes(numbers.blocks, leaf.shape[axis]))
     return whole
 
 
@@ -235,12 +235,13 @@ def _misfit_of_blocks(
     axis, rank = numbers.block_axis, len(shape)
     if not -rank <= axis < rank or axis % rank not in {a % rank for a in used}:
         return "block_axis must be one of the axes of the rows or the columns"
-    if sum(_block_sizes(numbers.blocks, shape[axis])) != shape[axis]:
+    if sum(block_sizes(numbers.blocks, shape[axis])) != shape[axis]:
         return f"the blocks do not add up to {shape[axis]}, the length of axis {axis}"
     return None
 
 
-def _block_sizes(blocks: int | tuple[int, ...], length: int) -> tuple[int, ...]:
+def block_sizes(blocks: int | tuple[int, ...], length: int) -> tuple[int, ...]:
+    """The sizes of blocks along an axis, given them or their number."""
     if isinstance(blocks, tuple):
         return tuple(map(int, blocks))
     return (length // blocks,) * int(blocks)

@@ -12,6 +12,7 @@ from orscale_jax.parameters.classes_by_name import module_and_array
 from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers,
     DimensionNumbers,
+    block_sizes,
 )
 from orscale_jax.parameters.module_types import as_axis, as_tuple
 from orscale_jax.parameters.per_head import PerHead
@@ -162,10 +163,8 @@ class Projection:
         """The blocks that the numbers without heads name."""
         if not isinstance(self.numbers, BlockDimensionNumbers):
             return None
-        axis, blocks = self.numbers.block_axis % len(self.shape), self.numbers.blocks
-        if not isinstance(blocks, tuple):
-            blocks = (self.shape[axis] // blocks,) * int(blocks)
-        return Blocks(axis, blocks)
+        axis = self.numbers.block_axis % len(self.shape)
+        return Blocks(axis, block_sizes(self.numbers.blocks, self.shape[axis]))
 
     # How many heads.
 
