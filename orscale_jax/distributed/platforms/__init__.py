@@ -1,7 +1,7 @@
 """What each platform does with matrices, one class for each.
 
 ========  ==========================================================================
-base      the abstract platform: its limits, its costs, and what all have in common
+base      what all have in common: limits, costs, normalized matrices
 cpu       one matrix after another
 gpu       few and large kernels, few temporaries
 tpu       interleaved products; another class for arrays whose shardings are unknown

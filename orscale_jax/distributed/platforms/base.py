@@ -1,6 +1,5 @@
-"""The abstract platform."""
+"""What all platforms have in common."""
 
-import abc
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
@@ -37,7 +36,7 @@ class Limits(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Platform(abc.ABC):
+class Platform:
     """The way from matrices to their polar factors on one platform.
 
     Matrices are packed; then they are stacked (on one device) or sent (on a mesh); then
@@ -95,9 +94,9 @@ class Platform(abc.ABC):
         """
         return self.dtype if self.dtype.itemsize < dtype.itemsize else dtype
 
-    @abc.abstractmethod
     def pack(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Matrices in the form in which one device stacks them."""
+        """Matrices in the form in which one device stacks them: normalized."""
+        return self.normalized(xs)
 
     def pack_to_send(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Matrices in the form in which they are sent over a mesh."""

@@ -39,10 +39,6 @@ class TPU(Platform):
         """The iteration with coefficients that the compiler does not see."""
         return dataclasses.replace(super().iteration, hide_coefficients=True)
 
-    def pack(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Normalized matrices, in the pass that computes them."""
-        return self.normalized(xs)
-
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """A stack in which every part is computed in its place."""
         return join_in_place(parts)
@@ -61,10 +57,6 @@ class AutoTPU(Platform):
     limits: Limits = _AUTO_LIMITS
     hardware: Hardware = TPU_V5P
     partitioner_calls_back: ClassVar[bool] = False
-
-    def pack(self, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Normalized matrices, in the pass that computes them."""
-        return self.normalized(xs)
 
 
 def join_in_place(parts: Sequence[jax.Array]) -> jax.Array:
