@@ -34,12 +34,12 @@ from orscale_jax.transforms.momentum import (
     momentum_stage,
     with_float32_squares,
 )
-from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
-from orscale_jax.transforms.rate_multipliers import (
+from orscale_jax.transforms.multiplied_rate import (
     multiplied,
     multiplied_for_matrices,
     multipliers_of,
 )
+from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
 from orscale_jax.transforms.shape import Scale, shape_stage
 from orscale_jax.transforms.trust_ratio import TrustRatio, trust_ratio_stage
 from orscale_jax.trees.boxes import PyTree

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import _algorithm, convert_state, family, muon, orscale, state_shardings
 from orscale_jax.diagnostics import read
-from orscale_jax.transforms import rate_multipliers
+from orscale_jax.transforms import multiplied_rate
 from tests import leaves
 from tests.runs import ABLATIONS, FAMILY, Oracles, readout, run
 from tests.small import NUMBERS, tree
@@ -115,7 +115,7 @@ def test_without_it_nothing_of_it_runs(make, monkeypatch):
 
     for name in ("multiplied", "multiplied_for_matrices"):
         monkeypatch.setattr(_algorithm, name, fail)
-    monkeypatch.setattr(rate_multipliers, "_require_fitting", fail)
+    monkeypatch.setattr(multiplied_rate, "_require_fitting", fail)
     state = build(make, SCHEDULE, None).init(tree(0))
     assert not optax.tree.get_all_with_path(state, "learning_rate_multiplier")
     monkeypatch.undo()

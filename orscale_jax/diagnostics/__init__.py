@@ -20,7 +20,7 @@ verdict            whether they help, in a sentence
 ``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run. The functions above
 are in ``readouts/`` and ``theory/``; the report is in ``report/``. All find the matrices
 by :class:`~orscale_jax.transforms.matrices.Matrices`, as the optimizers do;
-``matrices.py`` handles trees with one entry for each of them, and gathers the matrices
+``per_matrix.py`` handles trees with one entry for each of them, and gathers the matrices
 themselves.
 """
 

@@ -14,7 +14,7 @@ altered_ratio         the ratio of the ablations
 recorded_ratio        multiplies by the ratios of another run
 neuron_rms            divides neurons by their running root mean square
 normalize             scales neurons and inputs to norm 1
-rate_multipliers      the learning rate with multipliers of matrices and parameters
+multiplied_rate       the learning rate with multipliers of matrices and parameters
 initial_norm          keeps the norms of the matrices
 master_weights        wraps any optimizer, for bfloat16 weights that lose no update
 matrices              the matrices of a tree, and arrays with one entry for each

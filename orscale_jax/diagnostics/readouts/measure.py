@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import whole_parts
+from orscale_jax.diagnostics.per_matrix import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding

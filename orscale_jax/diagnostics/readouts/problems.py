@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from orscale_jax.diagnostics.matrices import leaf_of
+from orscale_jax.diagnostics.per_matrix import leaf_of
 from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.diagnostics.readouts.tabulate import tabulate
 

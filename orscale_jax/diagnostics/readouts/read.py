@@ -20,7 +20,7 @@ from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.initial_norm import InitialNormState
 from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
 from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.transforms.rate_multipliers import RateMultiplierState
+from orscale_jax.transforms.multiplied_rate import RateMultiplierState
 from orscale_jax.transforms.trust_ratio import (
     STATES,
     CalibratedTrustRatioState,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import classes_of, names_of, vector
+from orscale_jax.diagnostics.per_matrix import classes_of, names_of, vector
 from orscale_jax.diagnostics.readouts.reading import Reading, known_leaves
 from orscale_jax.trees.boxes import PyTree
 

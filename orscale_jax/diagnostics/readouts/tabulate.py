@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from orscale_jax.diagnostics.matrices import OTHER, classes_of, names_of
+from orscale_jax.diagnostics.per_matrix import OTHER, classes_of, names_of
 from orscale_jax.diagnostics.readouts.reading import Reading, known_leaves
 from orscale_jax.trees.boxes import PyTree
 

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax.diagnostics.matrices import leaf_of
+from orscale_jax.diagnostics.per_matrix import leaf_of
 from orscale_jax.diagnostics.report.readings import leaves, reading_of
 from orscale_jax.diagnostics.report.run import Run, thinned
 from orscale_jax.diagnostics.theory.estimate import Statistics

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import classes_of, vectors
+from orscale_jax.diagnostics.per_matrix import classes_of, vectors
 from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.masks import mask_like

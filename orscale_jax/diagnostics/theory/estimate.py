@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import matrices_like
+from orscale_jax.diagnostics.per_matrix import matrices_like
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.samples import (

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.diagnostics.matrices import vectors
+from orscale_jax.diagnostics.per_matrix import vectors
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.trees.boxes import PyTree
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.diagnostics.matrices import whole_parts
+from orscale_jax.diagnostics.per_matrix import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.transforms.dtypes import compute_dtype

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import matrices_like, whole_parts
+from orscale_jax.diagnostics.per_matrix import matrices_like, whole_parts
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.matrices import vectors
+from orscale_jax.diagnostics.per_matrix import vectors
 from orscale_jax.diagnostics.readouts.reading import Reading, numbers_of
 from orscale_jax.diagnostics.theory.curvature import curvature, shape_scale
 from orscale_jax.diagnostics.theory.decompose import decompose, measured
