@@ -59,7 +59,7 @@ def rounding(build):
 
 
 def test_no_backend_is_started_before_init():
-    """Neither by the imports nor by the optimizers: `jax.distributed` comes after both."""
+    """Neither by imports nor by optimizers: `jax.distributed` comes after both."""
     program = """
 import importlib, pkgutil
 import jax, optax, orscale_jax

@@ -327,10 +327,12 @@ class TestNeurons:
             family.orscale_on_normuon(1e-3, **arguments)
 
     def test_ratios_of_1_make_it_normuon(self):
-        params, grads = leaves.random_tree(0, 0.05), leaves.random_tree(1)
+        tree, given = some("tall", "experts", "fused_rows", "bias")
+        params, grads = tree(0, 0.05), tree(1)
         optimizers = (
-            build(family.orscale_on_normuon, r_min=1, r_max=1), build(family.normuon)
-        )  # fmt: skip
+            family.orscale_on_normuon(RATE, r_min=1, r_max=1, **given),
+            family.normuon(RATE, **given),
+        )
         (found, _), (expected, _) = (
             jax.jit(optimizer.update)(grads, optimizer.init(params), params)
             for optimizer in optimizers
