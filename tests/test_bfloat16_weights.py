@@ -426,6 +426,7 @@ class Boxed(nn.Module):
         return nn.Dense(3, kernel_init=init, param_dtype=jnp.bfloat16)(x)
 
 
+@pytest.mark.extended
 def test_boxes_of_linen_in_its_train_state():
     boxed = Boxed().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
     optimizer = keep_master_weights(orscale(RATE))
@@ -442,6 +443,7 @@ def test_boxes_of_linen_in_its_train_state():
     assert masters.names == ("a", None) and masters.value.dtype == jnp.float32
 
 
+@pytest.mark.extended
 def test_the_optimizer_of_nnx():
     model = nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))  # float32 beside it.
@@ -502,6 +504,7 @@ def test_readouts_are_of_the_master_weights():
     np.testing.assert_allclose(found.growth["b"], wanted.growth["b"], rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_derivatives_are_those_of_float32():
     """Derivatives of the trained weights by the learning rate, in both directions."""
 

@@ -298,6 +298,7 @@ def test_other_matrices_are_an_error(tmp_path):
     assert done.stdout.count(words) == 3, done.stderr
 
 
+@pytest.mark.extended
 def test_under_other_wrappers(tmp_path):
     """The state of a whole training program: clipping, accumulation, finite checks."""
     optimizer = optax.chain(

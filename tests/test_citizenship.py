@@ -417,7 +417,7 @@ def test_none_leaves_stay_none(build):
     assert updates["absent"] is None
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_sharding_types_are_kept(build):
     """On a mesh of Explicit axes, for leaves sharded over matrices, rows and columns."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)

@@ -188,6 +188,7 @@ TREES = st.dictionaries(
 )
 
 
+@pytest.mark.extended
 @hypothesis.given(TREES, st.sampled_from(["typed", "restored", "one array"]))
 @hypothesis.settings(max_examples=25, deadline=None)
 def test_names_do_not_matter(shapes, kind):
@@ -244,6 +245,7 @@ def test_fewer_parameters():
             assert_close(kept[name], wanted[name], rtol=0)
 
 
+@pytest.mark.extended
 def test_old_checkpoints_whose_flags_are_booleans(tmp_path):
     """Booleans of old checkpoints: Orbax casts them, and update takes them, too."""
     state, _ = after(orscale(RATE), 2)

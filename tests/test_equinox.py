@@ -248,6 +248,7 @@ def test_trees_that_are_callable(build):
             np.testing.assert_allclose(leaf, expected[path], rtol=1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("model", ["mlp", "in a dictionary"])
 def test_readings_of_trees_that_are_callable(model):
     """Their biases are None where layers have none."""
@@ -272,6 +273,7 @@ def test_readings_of_trees_that_are_callable(model):
     assert decompose(reading, labels).class_remainder.keys() == {"all"}
 
 
+@pytest.mark.extended
 def test_shardings_in_a_tree_that_is_callable():
     params = trained(eqx.nn.MLP(4, 4, 4, 1, key=KEY))
     mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))

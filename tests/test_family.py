@@ -382,6 +382,7 @@ class TestAurora:
         )
         assert_same_run(found, expected)
 
+    @pytest.mark.extended
     def test_a_run_goes_on_as_muon_and_back(self):
         """The states have one structure."""
         tree, given = some("tall", "experts", "bias")
@@ -835,6 +836,7 @@ def test_signs_of_cautious_decay():
         add_cautious_decayed_weights(-1)
 
 
+@pytest.mark.extended
 def test_cautious_decay_meets_the_ceiling():
     """Where half of the entries decay, the ratio's ceiling is √2 / (cλ), not 1 / (cλ)."""
     params = {"w": 1e4 * jnp.where(jnp.arange(64).reshape(8, 8) % 2, 1.0, -1.0)}

@@ -134,7 +134,7 @@ def wrapped(wrap, multipliers):
     return wrap(build(orscale, 1e-2, multipliers))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "wrap, rtol",
     [
@@ -173,6 +173,7 @@ def test_inject_hyperparams_leaves_a_mapping_alone():
     jax.tree.map(close, train(optimizer), expected)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto], ids=str)
 def test_on_a_mesh(kind):
     """Sharded along the layers and the columns, a multiplier for each layer."""
@@ -255,6 +256,7 @@ def test_relative_steps_are_right_per_matrix(injected):
         np.testing.assert_allclose(found[name], expected, rtol=1e-4)
 
 
+@pytest.mark.extended
 def test_a_donated_state_deletes_no_array_of_the_user():
     factors = jnp.linspace(0.5, 1, 300)
     optimizer = orscale(

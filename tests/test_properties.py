@@ -151,6 +151,7 @@ ENTRIES = st.sampled_from([0.0, np.nan, np.inf, -np.inf, 1e30, -1e38, 1e-30, 1e-
 
 
 class TestStacks:
+    @pytest.mark.extended
     @settings(max_examples=60)
     @given(
         st.sampled_from(sorted(OPTIMIZERS)),

@@ -92,9 +92,10 @@ def assert_close(found, wanted):
     "where",
     [
         "one device",
-        "Auto",
-        pytest.param("param_shardings", marks=pytest.mark.extended),
-        "Explicit",
+        *(
+            pytest.param(where, marks=pytest.mark.extended)
+            for where in ("Auto", "param_shardings", "Explicit")
+        ),
     ],
 )
 def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
@@ -208,7 +209,7 @@ def train_step(optimizer, params, state, x):
     return optax.apply_updates(params, updates), state
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "of_params, of_batch, context",
     [

@@ -235,7 +235,7 @@ def test_mixed_axes():
     assert_close(after, alone)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("layout", ["rows × columns", "rows", "replicated"])
 def test_as_on_tpus_on_auto_axes(layout):
@@ -262,6 +262,7 @@ def test_as_on_tpus_on_auto_axes(layout):
         assert kinds == {"all-reduce", "all-to-all"}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
 )
@@ -444,7 +445,7 @@ def test_arrays_without_entries(kind):
     np.testing.assert_allclose(np.linalg.norm(found["w"][0], 2), 0.904, atol=1e-3)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_mapped_over_a_population(kind):
     """Also where only some arrays, or only the number of steps, are mapped."""
@@ -500,7 +501,7 @@ def test_gradients_sharded_like_their_activations():
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_differentiated(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
@@ -639,6 +640,7 @@ def test_no_mesh_no_extra_operation():
     assert "custom_partitioning" not in jaxpr and "shard_map" not in jaxpr
 
 
+@pytest.mark.extended
 def test_inside_shard_map_every_device_computes_on_its_own():
     mesh = make_mesh({"data": 8}, AxisType.Explicit)
     grads = np.stack([rng_tree(seed)["up0"] for seed in range(8)])

@@ -133,7 +133,7 @@ def test_the_polar_factor_itself():
         np.testing.assert_allclose(found[name], svd_polar(x), atol=1e-4)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_traced_steps(kind):
     """With them the iteration is a loop that contains the sums over devices."""

@@ -335,6 +335,7 @@ def test_slow_axes_of_another_mesh(slow_axes, message):
         describe(placed(weights(), mesh, P("fsdp")), NUMBERS, slow_axes=slow_axes)
 
 
+@pytest.mark.extended
 def test_under_inject_hyperparams():
     mesh = jax.make_mesh((2, 4), ("dcn", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     params = placed(weights(), mesh, P("fsdp"))

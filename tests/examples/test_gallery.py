@@ -65,6 +65,7 @@ def test_linen_train_state():
     assert not jax.tree.leaves(ratios["token_embed"])  # The tied head takes AdamW.
 
 
+@pytest.mark.extended
 def test_mixture_of_experts():
     errors, state = mixture_of_experts.main(steps=40, experts=4, hidden=16)
     assert errors[-1] < errors[0] / 2
@@ -104,6 +105,7 @@ def test_cifar(tmp_path):
     assert numbers["head"]["kernel"] is None
 
 
+@pytest.mark.extended
 def test_lora():
     losses, seen, model = lora.main(steps=60, width=16, rank=2)
     assert losses[-1] < losses[0] / 2
@@ -294,6 +296,7 @@ def test_from_pytorch():
     assert (rows["conv.weight"].m, rows["conv.weight"].n) == (12, 16)  # Inputs, outputs.
 
 
+@pytest.mark.extended
 def test_estimate():
     one = estimate.estimate(
         orscale(1e-3, weight_dimension_numbers=estimate.NUMBERS), (1, 1, 1)

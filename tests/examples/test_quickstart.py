@@ -4,9 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 
+@pytest.mark.extended
 def test_runs_and_learns():
     assert len(SCRIPT.read_text().splitlines()) <= 40
     command = [sys.executable, "-W", "error", str(SCRIPT)]

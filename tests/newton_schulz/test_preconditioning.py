@@ -385,6 +385,7 @@ def test_norms_at_any_scale_in_one_pass_or_two(normalize, dtype):
             assert jnp.isnan(normalize(jnp.ones((2, 3), dtype).at[0, 1].set(bad))).any()
 
 
+@pytest.mark.extended
 def test_a_zero_vector_has_a_derivative():
     """It is far from one: where a vector is zero, Q jumps. But it is no NaN."""
 

@@ -128,6 +128,7 @@ def test_safety_decides_the_margin_whatever_the_bound():
     assert polar_margins.margin(unsafe, 20) < jnp.finfo(jnp.float32).eps / 2
 
 
+@pytest.mark.extended
 def test_the_page_has_the_table_of_its_command():
     table = "\n".join(polar_margins.lines())
     assert "python -m examples.benchmarks.polar_margins" in PAGE.read_text()

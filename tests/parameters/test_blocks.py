@@ -189,6 +189,7 @@ def test_fewer_blocks_than_devices(kinds, blocks):
     assert hlo_cost.of(compiled.as_text()).looped_bytes == 0
 
 
+@pytest.mark.extended
 def test_the_table_has_a_row_per_size():
     params = {"grouped": fused(0)["grouped"], "qkv": fused(0)["qkv"]}
     numbers = by_path({name: NUMBERS[name] for name in params})

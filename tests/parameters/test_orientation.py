@@ -69,6 +69,7 @@ def test_the_same_step_in_both_layouts(name):
     assert (error < 2e-5) == (name not in ON_SIDES)
 
 
+@pytest.mark.extended
 def test_other_axes_of_a_convolution_are_other_matrices():
     params, grads = weights(0), weights(1)
     found = step(muon, THEIRS, params, grads)["conv"]

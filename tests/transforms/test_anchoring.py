@@ -498,6 +498,7 @@ def test_a_zero_matrix_grows_as_in_float64():
     run.go(IDLE, BUSY, BUSY, IDLE, BUSY)
 
 
+@pytest.mark.extended
 def test_a_pool_of_zeros_has_ratio_one():
     optimizer = family.pooled(RATE, calibrate=False, r_min=0.0)
     params = {"a": jnp.zeros((2, 2)), "b": jnp.zeros((2, 3))}

@@ -49,6 +49,7 @@ def axis_of(state, name):
     return int8_blocks.axis_of(*shapes)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_steps_against_float64_numpy(nesterov):
     """M̃ is computed from M before it is rounded; the next M from what was rounded."""
@@ -119,6 +120,7 @@ def test_every_optimizer_takes_it(name):
     assert all(0 < errors[key] < 5e-3 for key in ("w", "stack"))
 
 
+@pytest.mark.extended
 def test_adamw_keeps_its_floats():
     for dtype in (jnp.float32, jnp.bfloat16):
         params = tree(0, dtype)
@@ -153,8 +155,9 @@ def test_states_of_other_dtypes_are_refused():
 SHAPES = {"wide": (512, 768), "tall": (768, 512), "stack": (3, 256, 512)}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.compiled
-@pytest.mark.parametrize("build", [muon, orscale])
+@pytest.mark.parametrize("build", [orscale, muon])
 def test_bytes_of_the_compiled_step(build):
     """The state is 1.0625 bytes an entry; nothing else of M is kept from step to step."""
     dims = {name: Dims(len(shape) - 2, len(shape) - 1) for name, shape in SHAPES.items()}
@@ -270,6 +273,7 @@ def test_describe_counts_its_bytes():
     assert saved == [(4 - 1.0625) * 32 * columns for columns in (32, 8, 8)]
 
 
+@pytest.mark.extended
 def test_measurements_are_those_of_the_decoded_momentum():
     params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(40, 6)), "f4")}
     optimizer = orscale(1e-2, mu_dtype="int8")

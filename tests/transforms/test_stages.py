@@ -33,7 +33,7 @@ def matrices_only(tree):
 def test_orthogonalize_treats_each_matrix_separately():
     grads = matrices_only(leaves.random_tree(0))
     stage = orthogonalize(weight_dimension_numbers=matrices_only(leaves.DIMENSIONS))
-    updates, _ = stage.update(grads, stage.init(grads))
+    updates, _ = jax.jit(stage.update)(grads, stage.init(grads))
     for name, leaf in updates.items():
         for found, gradient in zip(
             leaves.matrices(name, leaf), leaves.matrices(name, grads[name]), strict=True

@@ -58,6 +58,7 @@ def test_names_in_a_frame_are_texts(params, tmp_path):
     assert history.frame().matrix.tolist() == names
 
 
+@pytest.mark.extended
 def test_pandas_reads_what_was_written(tmp_path):
     history = written(tmp_path / "run" / "history.csv")
     frame = history.frame()

@@ -49,13 +49,21 @@ def test_numbers_by_label_and_by_parameter(given):
     require(orscale, 0.01, 0.1, learning_rate=given)
 
 
-def test_schedules_have_the_counts_of_their_groups():
-    for slow in (0.01, SCHEDULE):
-        require(orscale, slow, SCHEDULE, learning_rate={"slow": slow, "fast": SCHEDULE})
-    require(orscale, SCHEDULE, SCHEDULE, learning_rate=SCHEDULE)
-    require(orscale, 0.1, 0.1, learning_rate=0.1)
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "slow, fast, given",
+    [
+        (0.01, SCHEDULE, {"slow": 0.01, "fast": SCHEDULE}),
+        (SCHEDULE, SCHEDULE, {"slow": SCHEDULE, "fast": SCHEDULE}),
+        (SCHEDULE, SCHEDULE, SCHEDULE),
+        (0.1, 0.1, 0.1),
+    ],
+)
+def test_schedules_have_the_counts_of_their_groups(slow, fast, given):
+    require(orscale, slow, fast, learning_rate=given)
 
 
+@pytest.mark.extended
 def test_schedules_that_are_trees_themselves():
     """jax.tree_util.Partial is such a tree: its leaves are its arguments."""
     schedule = jax.tree_util.Partial(lambda start, step: start * (1 + step), 0.01)
@@ -133,6 +141,7 @@ def before_another(rate):
     return optax.chain(injected(rate), scale(learning_rate=1.0))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("build", [nested, behind_another, before_another])
 def test_injected_next_to_the_ratios(build):
     require(build, 0.01, 0.1)

@@ -114,6 +114,7 @@ def test_nothing_is_healthy_about_nan():
     assert np.isnan([found[name]["w"] for name in found]).all()
 
 
+@pytest.mark.extended
 def test_stacks_without_broadcasting_and_matrices_without_entries():
     """Which have no singular value: no share of them is null, and no error is left."""
     params = {"stack": np.ones((2, 4, 3), np.float32), "empty": np.ones((1, 0, 4))}

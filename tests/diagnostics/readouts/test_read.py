@@ -231,6 +231,7 @@ class TestBeforeAndWithout:
         found = {name: bool(getattr(reading, name)["w"]) for name in flags}
         assert found == {name: name == bound for name in flags}
 
+    @pytest.mark.extended
     def test_a_pooled_ratio_is_at_a_bound_where_the_pool_is(self):
         optimizer = family.pooled(0.1, calibrate=False, r_max=2.0, weight_decay=0.0)
         params = {"a": jnp.eye(2), "b": 30 * jnp.eye(2)}
@@ -411,7 +412,7 @@ def without_norms(state):
     )
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("way", ["convert_state", "partial restore"])
 def test_a_checkpoint_from_before_the_norms(tmp_path, way):
     optimizer = orscale(0.1)

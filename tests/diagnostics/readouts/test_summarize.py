@@ -122,7 +122,7 @@ def test_a_ratio_that_is_not_finite_is_seen():
     assert np.isnan(scalars["optimizer/trust_ratio/mean"])
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_on_8_devices(kind):
     mesh = jax.make_mesh((2, 4), ("expert", "data"), axis_types=(kind,) * 2)
@@ -151,6 +151,7 @@ def test_a_table_has_a_row_for_each_matrix():
         np.testing.assert_array_equal(table[field], flat(getattr(reading, field)))
 
 
+@pytest.mark.extended
 def test_a_class_of_empty_stacks_has_no_statistics():
     params = {"e": jnp.zeros((0, 4, 3)), "w": jnp.eye(4)}
     numbers = {"e": MuonDimensionNumbers(1, 2), "w": MuonDimensionNumbers(0, 1)}
@@ -191,6 +192,7 @@ class TestErrors:
             tabulate(reading, None, {"signal": wrong})
 
 
+@pytest.mark.extended
 def test_optimizers_of_several_kinds_in_one_partition():
     """A quantity is summarized over the matrices that have it; tables have NaN."""
     params = {"a": jnp.eye(4), "b": 2 * jnp.eye(4), "c": 3 * jnp.eye(4)}

@@ -132,6 +132,7 @@ def test_it_is_the_same_inside_of_jit(run):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_matrices_without_a_ratio_do_not_count():
     optimizer = orscale(0.1, **OPTIONS)
     grads = normal()

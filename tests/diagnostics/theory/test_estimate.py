@@ -185,6 +185,7 @@ def nuclear_norms(x):
     return np.linalg.svd(x, compute_uv=False).sum(-1)
 
 
+@pytest.mark.extended
 def test_descent_along_the_polar_factor_is_a_lower_signal():
     """``exact=False``: below the nuclear norm, and near it where the noise is small."""
     cheap = [
@@ -342,6 +343,7 @@ def test_micro_batches_come_in_several_forms(form):
     )
 
 
+@pytest.mark.extended
 def test_two_micro_batches_have_no_error_of_their_noise():
     batches = jax.tree.map(lambda x: x[:2], draw(0))
     found = estimate(quadratic, PARAMS, batches, **OPTIONS)

@@ -74,6 +74,7 @@ def test_collectives_in_each_step_are_those_of_compiled_programs(platform, megab
     assert found == pytest.approx(megabytes, rel=1e-3)
 
 
+@pytest.mark.extended
 def test_the_table_and_its_figure(capsys, tmp_path):
     table, figure = tmp_path / "table.csv", tmp_path / "figure.png"
     models = ("Moonlight 16B", "Kimi K2 1T")

@@ -54,6 +54,7 @@ def test_a_stage_leaves_a_table_and_a_figure_and_is_not_repeated(
     assert rows_of(name, tmp_path, monkeypatch)
 
 
+@pytest.mark.extended
 def test_correctness_tells_right_from_wrong(tmp_path, monkeypatch):
     """On a CPU all is right: errors are a few times those of rounding, or zero."""
     rows = rows_of("correctness", tmp_path, monkeypatch)
@@ -182,5 +183,6 @@ import examples.benchmarks.gpu_session.__main__
 """
 
 
+@pytest.mark.extended
 def test_it_needs_no_more_than_jax_flax_optax_and_matplotlib():
     subprocess.run([sys.executable, "-c", BLOCKED], cwd=ROOT, check=True)

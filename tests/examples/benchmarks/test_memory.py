@@ -17,7 +17,7 @@ ADAMW = {
 }
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("model", memory.MODELS)
 def test_the_tables_on_the_page(model):
     assert f"\n{memory.table(model)}\n\n" in PAGE.read_text()

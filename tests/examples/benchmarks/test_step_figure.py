@@ -19,6 +19,7 @@ def test_quartiles():
     assert Quartiles.of(SECONDS) == Quartiles(*map(pytest.approx, (low, median, high)), 5)
 
 
+@pytest.mark.extended
 def test_the_figure_is_drawn_of_the_file_that_a_run_leaves(tmp_path):
     names = step.Options().contenders
     times = {

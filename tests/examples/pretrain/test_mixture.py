@@ -90,6 +90,7 @@ def test_loads_become_even_under_the_rule_and_uneven_under_its_opposite():
     assert opposite.min() == 0 and opposite.max() > first.max()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "sizes", [[3, 0, 9, 4], [0, 0, 0, 16], [16, 0, 0, 0], [4, 4, 4, 4]]
 )
@@ -123,6 +124,7 @@ def test_an_accelerator_takes_ragged_dot_and_a_cpu_blocks():
     assert "ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
 
+@pytest.mark.extended
 def test_rows_of_no_local_expert_take_no_part():
     """Parts on devices with some of the experts add up to the whole."""
     draw = np.random.default_rng(0)

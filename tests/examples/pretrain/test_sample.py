@@ -59,6 +59,7 @@ def _unquoted(name):
     return name.replace("'", "")  # The checkpoint's layers are numbered by strings.
 
 
+@pytest.mark.extended
 def test_the_model_is_that_of_the_newest_checkpoint(orscale):
     model = load_model(orscale)
     assert_is_checkpoint(model, orscale)
@@ -72,6 +73,7 @@ def test_a_greedy_text_takes_the_likeliest_byte_every_time(orscale):
     assert text[6:] == likeliest[5:-1] and len(text) == 6 + GREEDY.length
 
 
+@pytest.mark.extended
 def test_the_same_seed_gives_the_same_text(orscale):
     texts = [sample.sample(orscale, "the ", Sampling(seed=seed)) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]

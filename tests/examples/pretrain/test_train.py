@@ -23,6 +23,7 @@ def trainer(tmp_path_factory):
     return make_trainer(make_task(config), read_data(config), config.recipe, mesh)
 
 
+@pytest.mark.extended
 def test_it_pauses_where_the_caller_asks_and_at_the_end(trainer):
     state = trainer.setup.initial_state()
     intervals = list(train(trainer, state, 0, lambda step: step in (3, 5)))

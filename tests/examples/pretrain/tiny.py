@@ -76,7 +76,7 @@ OPTIONS = {
     "log_every": 4,
     "measure_every": 50,
     "val_every": 50,
-    "checkpoint_every": 17,
+    "checkpoint_every": 34,
 }
 
 

@@ -197,6 +197,7 @@ IMAGES = """
 """
 
 
+@pytest.mark.extended
 def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(images, "SHAPES_TO_TRAIN", 100)
     monkeypatch.setattr(images, "SHAPES_TO_VALIDATE", 40)
