@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import orscale, state_shardings
+from orscale_jax import describe, orscale, state_shardings
 from tests.runs import readout
 
 PROCESSES, DEVICES = 2, 4  # Devices of each process.
@@ -185,6 +185,8 @@ def main(folder, port, index, kind):
     program = compiled(shardings)
     (folder / f"program.{index}").write_text(program.as_text())
     run = advance(program, start(shardings), range(1, SAVED + 1))
+    if jax.process_index() == 0:  # A collective would wait for the other processes.
+        assert {row.norms for row in describe(run[0], NUMBERS).rows} == {None}
     save(folder / "checkpoint", run)
     write(folder, SAVED, run)
     write(folder, COMPARED, advance(program, run, range(SAVED + 1, COMPARED + 1)))

@@ -12,7 +12,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from orscale_jax import family, muon, orscale
+from orscale_jax import QueryKey, diagnostics, family, muon, orscale
 from tests.runs import ABLATIONS, FAMILY, VISION, run
 from tests.small import NUMBERS, SHAPES, tree
 
@@ -76,6 +76,33 @@ orscale_jax.add_cautious_decayed_weights(schedule)
 jax.config.update("jax_num_cpu_devices", 2)  # It is refused where a backend runs.
 """
     subprocess.run([sys.executable, "-c", program], check=True)  # Haliax warns.
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("ns_dtype", ["float16", "bfloat16", "float32"])
+def test_the_precision_of_the_models_products_is_not_the_optimizers(ns_dtype):
+    """Nor that of measurements: an algorithm may narrow operands and sums."""
+    params = tree(0)
+    optimizer = orscale(0.1, ns_dtype=ns_dtype, weight_dimension_numbers=NUMBERS)
+    heads = {name: {"kernel": jnp.ones((4, 2, 3))} for name in ("query", "key")}
+
+    def everything(params, state, heads):
+        updates, state = optimizer.update(params, state, params)
+        measured = diagnostics.measure(state, params, NUMBERS)
+        batches, numbers = [1.0, 2.0, 3.0], {"weight_dimension_numbers": NUMBERS}
+        noise = diagnostics.estimate(loss, params, batches, **numbers)
+        norms = diagnostics.qk_norms(heads, QueryKey("query.kernel", "key.kernel"))
+        return updates, state, measured, noise, norms
+
+    def loss(params, batch):
+        return sum(batch * jnp.sum(leaf**3) for leaf in jax.tree.leaves(params))
+
+    given = params, optimizer.init(params), heads
+    expected = str(jax.make_jaxpr(everything)(*given))
+    assert "dot_general" in expected
+    for precision in ("bfloat16", "F16_F16_F16"):
+        with jax.default_matmul_precision(precision):
+            assert str(jax.make_jaxpr(everything)(*given)) == expected
 
 
 def signature(tree):

@@ -326,13 +326,12 @@ class TestNeurons:
         with pytest.raises(ValueError, match=message):
             family.orscale_on_normuon(1e-3, **arguments)
 
+    @pytest.mark.extended
     def test_ratios_of_1_make_it_normuon(self):
-        tree, given = some("tall", "experts", "fused_rows", "bias")
-        params, grads = tree(0, 0.05), tree(1)
+        params, grads = leaves.random_tree(0, 0.05), leaves.random_tree(1)
         optimizers = (
-            family.orscale_on_normuon(RATE, r_min=1, r_max=1, **given),
-            family.normuon(RATE, **given),
-        )
+            build(family.orscale_on_normuon, r_min=1, r_max=1), build(family.normuon)
+        )  # fmt: skip
         (found, _), (expected, _) = (
             jax.jit(optimizer.update)(grads, optimizer.init(params), params)
             for optimizer in optimizers

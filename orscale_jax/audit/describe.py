@@ -91,7 +91,9 @@ def describe(
       ``print``, rich and notebooks. In these, leaves that differ only by numbers in their
       names, such as those of layers, have one line; with ``unmerged()``, one each. s is
       the scale of the step, :math:`0.2 \sqrt{\max(m, n)}` by default, and ‖W‖ the
-      smallest and the largest Frobenius norm among the matrices of a line.
+      smallest and the largest Frobenius norm among the matrices of a line. It is missing
+      for arrays that are sharded over several processes, so that a single one of them
+      can print the table.
 
     Raises:
       ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
@@ -287,6 +289,11 @@ def _norms(
     concrete = isinstance(leaf, jax.Array | np.ndarray)
     if not concrete or isinstance(leaf, jax.core.Tracer) or not math.prod(leaf.shape):
         return None
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        # No collective, so that one process may print a table.
+        if not leaf.is_fully_replicated:
+            return None
+        leaf = leaf.addressable_data(0)
     norms = axes.norms(part(jnp.asarray(leaf, compute_dtype(leaf))))
     least, most = jax.device_get((norms.min(), norms.max()))
     return float(least), float(most)

@@ -39,7 +39,7 @@ class ParameterRow:
       n: Columns of each matrix.
       scale: The factor s of Q; None for other rules.
       norms: Smallest and largest Frobenius norm of its matrices; None if it has no
-        matrices, or no values (abstract or empty).
+        matrices, or no values (abstract, empty, or sharded over several processes).
       parameters: The number of its entries.
       state_bytes: Bytes of optimizer state that belong to it; None without an optimizer.
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a

@@ -32,7 +32,9 @@ def on_unknown_shards(
     """Polar factors of packed matrices, by the shards that the partitioner chooses.
 
     The partitioner calls back for the program of one device. Exported programs cannot
-    call back, and some compilers do not: there, the partitioner spreads whole arrays.
+    call back, and some compilers do not: there, the partitioner spreads whole arrays. So
+    it does for arrays of 64 bits: the thread that calls back knows nothing of
+    ``with jax.enable_x64(True)``.
 
     Args:
       platform: The platform.
@@ -45,7 +47,8 @@ def on_unknown_shards(
     Returns:
       Arrays of the shapes, dtypes and shardings of ``packed``.
     """
-    if not platform.partitioner_calls_back:
+    of_64_bits = any(x.dtype.itemsize == 8 for x in (*packed, *traced.values()))
+    if of_64_bits or not platform.partitioner_calls_back:
         return spread_out(platform.with_traced(traced), packed, mesh, slices or {})
     count, names = len(packed), tuple(traced)
     auto = AbstractMesh(

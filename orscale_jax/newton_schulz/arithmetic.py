@@ -106,8 +106,9 @@ class Arithmetic:
 
     def product(self, x: jax.Array, y: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
         """The product of two operands, in the accumulator's dtype."""
-        # By default float32 products run in bfloat16 (TPU) or TF32 (GPU).
-        highest = jax.lax.Precision.HIGHEST if self.dtype == self.accumulator else None
+        # By default float32 products run in bfloat16 (TPU) or TF32 (GPU). None would be
+        # jax_default_matmul_precision, which may narrow operands and sums.
+        precision = jax.lax.Precision
         batch = range(x.ndim - 2)
         in_x, in_y = ((x.ndim - 3 - axis,) for axis in axes)
         # jnp.einsum gives the same program, but takes longer to trace.
@@ -115,7 +116,7 @@ class Arithmetic:
             x,
             y,
             ((in_x, in_y), (batch, batch)),
-            precision=highest,
+            precision=precision.DEFAULT if self.narrow else precision.HIGHEST,
             preferred_element_type=self.accumulator,
         )
 

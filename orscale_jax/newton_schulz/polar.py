@@ -97,8 +97,9 @@ def polar_factor(
     Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is computed in float32
     (float64 where ``x`` or ``dtype`` is float64) from scaled entries, so that the result
     does not depend on the scale of ``x`` and nothing overflows or underflows.
-    Products accumulate in float32 and are rounded to ``dtype`` once each. A zero matrix
-    gives zero; a matrix with a NaN or an infinity gives NaN.
+    Products accumulate in float32 and are rounded to ``dtype`` once each, whatever
+    ``jax_default_matmul_precision`` says. A zero matrix gives zero; a matrix with a NaN
+    or an infinity gives NaN.
 
     Where one side is more than 1.5 times the other, and steps and coefficients are known
     while tracing, the iteration runs on the Gram matrix (Zhang et al. 2026), as far as

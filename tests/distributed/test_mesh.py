@@ -158,6 +158,30 @@ def test_a_step_is_that_of_one_device(layout, kind):
     assert cost.flops <= 1.15 * (flops_alone() + 5 * odd_flops()) / 8
 
 
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_float64_that_a_context_enables(enable_x64, kind):
+    """On Auto axes XLA calls back on a thread outside of the context."""
+    mesh = make_mesh({"data": 8}, kind)
+    params, grads = (
+        {name: rng_tree(seed)[name].astype(np.float64) for name in ("up0", "experts")}
+        for seed in (0, 1)
+    )
+    numbers = {name: NUMBERS[name] for name in params}
+    optimizer = orscale(
+        0.02, ns_dtype=jnp.float64, weight_dimension_numbers=numbers
+    )
+    alone, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
+    where = {name: NamedSharding(mesh, P("data")) for name in params}
+    params, grads = jax.device_put((params, grads), (where, where))
+    with jax.set_mesh(mesh):
+        state = jax.jit(optimizer.init)(params)
+        found, _ = jax.jit(optimizer.update)(grads, state, params)
+    for name, update in found.items():
+        assert update.dtype == np.float64
+        np.testing.assert_allclose(update, alone[name], rtol=1e-10, atol=1e-14)
+
+
 def odd_flops():
     return 5 * 3 * 2 * 24**3
 

@@ -57,7 +57,9 @@ def _share(on: jax.Array, values: jax.Array) -> jax.Array:
 
 def _polar_error(q: jax.Array) -> jax.Array:
     m, n = q.shape[-2:]
-    gram = q.mT @ q if m >= n else q @ q.mT
+    # By default accelerators would round the operands to fewer bits than the error has.
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    gram = product(q.mT, q) if m >= n else product(q, q.mT)
     error = gram - jnp.broadcast_to(jnp.eye(min(m, n), dtype=q.dtype), gram.shape)
     return _norm(error) / max(min(m, n), 1) ** 0.5
 

@@ -87,4 +87,5 @@ def _squares(place: Place, leaf: jax.Array) -> jax.Array:
     sums = jnp.sum(squares, axis=others).transpose(
         [in_order.index(axis) for axis in kept]
     )
-    return sums @ jax.nn.one_hot(place.head_at, place.heads, dtype=sums.dtype)
+    heads = jax.nn.one_hot(place.head_at, place.heads, dtype=sums.dtype)
+    return jnp.matmul(sums, heads, precision=jax.lax.Precision.HIGHEST)

@@ -187,7 +187,10 @@ def require_scalar(loss_fn: LossFn, params: PyTree, batch: Any) -> None:
 def _decomposed(others: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The singular values of the others, and g on their singular vectors."""
     u, spectrum, vt = jnp.linalg.svd(others, full_matrices=False)
-    return spectrum, jnp.einsum("...mk,...mn,...kn->...k", u, g, vt)
+    on_vectors = jnp.einsum(
+        "...mk,...mn,...kn->...k", u, g, vt, precision=jax.lax.Precision.HIGHEST
+    )
+    return spectrum, on_vectors
 
 
 def _descent(others: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
