@@ -168,9 +168,7 @@ def test_float64_that_a_context_enables(enable_x64, kind):
         for seed in (0, 1)
     )
     numbers = {name: NUMBERS[name] for name in params}
-    optimizer = orscale(
-        0.02, ns_dtype=jnp.float64, weight_dimension_numbers=numbers
-    )
+    optimizer = orscale(0.02, ns_dtype=jnp.float64, weight_dimension_numbers=numbers)
     alone, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     where = {name: NamedSharding(mesh, P("data")) for name in params}
     params, grads = jax.device_put((params, grads), (where, where))
