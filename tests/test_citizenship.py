@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import chex
 import jax
@@ -16,6 +17,7 @@ from orscale_jax import QueryKey, diagnostics, family, muon, orscale
 from tests.runs import ABLATIONS, FAMILY, VISION, run
 from tests.small import NUMBERS, SHAPES, tree
 
+ROOT = Path(__file__).parents[1]
 OPTIMIZERS = {
     "orscale": orscale,
     "vision": functools.partial(orscale, **VISION),
@@ -75,7 +77,8 @@ orscale_jax.keep_master_weights(orscale_jax.orscale(0.1))
 orscale_jax.add_cautious_decayed_weights(schedule)
 jax.config.update("jax_num_cpu_devices", 2)  # It is refused where a backend runs.
 """
-    subprocess.run([sys.executable, "-c", program], check=True)  # Haliax warns.
+    # Without -W error: to import Haliax gives warnings.
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
 @pytest.mark.quick_first_case

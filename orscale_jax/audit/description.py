@@ -57,7 +57,7 @@ class Description:
     slices: Mapping[str, int]
     state_bytes_per_device: int | None
     # With the iteration, dtype and limits of the user.
-    _platform: Platform = dataclasses.field(repr=False, compare=False)
+    _platform: Platform = dataclasses.field(repr=False)
     # All rows, even in a selection, since the plan is that of all rows.
     _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
     _sharding_source: str = dataclasses.field(default="", repr=False)
