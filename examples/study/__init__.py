@@ -15,6 +15,7 @@ statistics, claims  what the tables say; verdicts on the paper's claims
 records             what the tables hold of the second protocol
 questions           its endpoints, its list, and what it only reports
 selection, optima   how well its searches choose; ratios beside the model's optimum
+contrasts           what replicates in it, and what the first batch decided
 two_rates           its page, by the following
 second_tables       the page's tables
 second_figures      the page's figures

@@ -153,6 +153,15 @@ SECOND: dict[str, Workload] = {
     )
 }
 
+# After the second protocol, two of its workloads with a first batch of eight times the
+# size: c is not set at so few tokens for an expert.
+FIRST_BATCH: dict[str, Workload] = {
+    f"{name}-first-batch-64": dataclasses.replace(
+        SECOND[name], name=f"{name}-first-batch-64", first_batch=64, rates_of=name
+    )
+    for name in ("experts-32", "like-16b")
+}
+
 # Their weights are bfloat16; activations, products and sums stay float32.
 BFLOAT16 = "-bfloat16"
 LOW_MEMORY: dict[str, Workload] = {
@@ -170,4 +179,4 @@ PER_HEAD: dict[str, Workload] = {
     )
     for name in ("dense-small", "dense-large", "mixture-small")
 }
-KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND | LOW_MEMORY | PER_HEAD
+KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND | FIRST_BATCH | LOW_MEMORY | PER_HEAD
