@@ -208,6 +208,7 @@ def test_muon_without_moonlights_scale():
         higher.append(by_hand(theirs)[1] > 0)
         assert float(losses(name, "muon")[1][0]) == 0.032
     assert higher == [True] * 5 + [False] and by_hand(theirs)[2] > 0
+    assert "OrScale is ahead of Muon with s = 1 on none of the six" in README
     times = [
         float(losses(n, "muon")[1][0]) / float(losses(n, REFERENCE)[1][0]) for n in TEXTS
     ]
