@@ -11,7 +11,7 @@ import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -190,7 +190,7 @@ def first_ranks(cell: str, seed: int) -> list[float]:
 def measure_ranks(folder: pathlib.Path) -> None:
     """Writes the median of each cell and pilot seed into ``first_ranks.csv``."""
     path = folder / "first_ranks.csv"
-    rows: list[dict[str, object]] = [*read_rows(path)]
+    rows: list[Mapping[str, object]] = [*read_rows(path)]
     done = {(row["cell"], row["seed"]) for row in rows}
     for cell in FEW_CELLS:
         for seed in PILOT_SEEDS:
