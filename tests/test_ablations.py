@@ -78,6 +78,7 @@ def test_arguments_are_orscales(name):
         ablation(1e-3, r_mx=2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", DEPRECATED)
 def test_deprecated_ablations_name_the_call_of_orscale(name):
     said = {
@@ -109,6 +110,7 @@ def walk(name, steps=1, scale=0.02, rate=1e-2, **arguments):
     return params, run(optimizer, params, steps, gradients)
 
 
+@pytest.mark.extended
 def test_polar_factor_denominator_is_a_constant_of_the_shape():
     params, seen = walk("polar_factor_denominator", steps=5, ns_steps=10)
     before = [params, *(found for found, _ in seen)]
@@ -119,7 +121,7 @@ def test_polar_factor_denominator_is_a_constant_of_the_shape():
         )
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["momentum_denominator", "momentum_rms_denominator"])
 def test_momentum_denominators_saturate_and_are_muon(name):
     """Theorem "collapse": at r_max always, they are Muon with another learning rate."""
@@ -139,6 +141,7 @@ def test_momentum_denominators_saturate_and_are_muon(name):
     np.testing.assert_allclose(seen[-1][0]["w"], plain[-1][0]["w"], atol=1e-5)
 
 
+@pytest.mark.extended
 def test_the_ratio_of_the_momentum_has_the_gradients_units():
     """A loss a hundred times as large divides it by 100, and leaves OrScale's alone."""
     params = {"w": jnp.eye(8)}
@@ -163,6 +166,7 @@ def test_uncalibrated_ratio_starts_at_the_scale_of_the_weights():
         np.testing.assert_allclose(ratio, width**-0.5 / 0.2, rtol=0.02)
 
 
+@pytest.mark.extended
 def test_decoupled_weight_decay_runs_away_and_coupled_does_not():
     """A constant gradient and no clip: coupled weights settle where λW = −sQ."""
     params = {"w": 0.02 * jax.random.normal(jax.random.key(0), (16, 16))}
@@ -177,6 +181,7 @@ def test_decoupled_weight_decay_runs_away_and_coupled_does_not():
     assert final_norm(ablations.decoupled_weight_decay) > 50 * settled
 
 
+@pytest.mark.extended
 def test_calibration_in_bfloat16():
     _, seen = walk("bfloat16_calibration", steps=3)
     _, plain = walk("unclipped", steps=3, r_min=0.1, r_max=5.0)
@@ -192,6 +197,7 @@ def test_calibration_in_bfloat16():
         np.testing.assert_array_equal(readout(state, "calibration")["w"], c)
 
 
+@pytest.mark.extended
 def test_calibration_in_bfloat16_is_set_once_where_it_rounds_to_one():
     params = {"w": 0.999 * jnp.eye(4)}
     optimizer = ablations.bfloat16_calibration(0.0, consistent_rms=0.5, weight_decay=0.0)
@@ -202,7 +208,7 @@ def test_calibration_in_bfloat16_is_set_once_where_it_rounds_to_one():
     np.testing.assert_allclose(readout(state, "trust_ratio")["w"], 2, rtol=0.02)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_degenerate_matrices(name):
     """No gradient: untouched. NaN: NaN, there alone. Zero weights: finite."""

@@ -50,7 +50,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_by_its_derivatives(name):
     build, shape = LAYERS[name]
@@ -86,6 +86,7 @@ def test_layers_without_matrices(build):
     assert set(table(stacked).values()) <= {None}
 
 
+@pytest.mark.extended
 def test_wrappers_and_models():
     mlp = eqx.nn.MLP("scalar", "scalar", 5, 2, key=KEY)
     assert table(mlp) == {
@@ -115,7 +116,7 @@ def build_stacked(*layers):
     return build(jax.random.split(KEY, layers))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("layers", [(3,), (2, 3)])
 def test_stacks_and_their_biases(layers):
     depth = len(layers)
@@ -167,6 +168,7 @@ REST = {
 }
 
 
+@pytest.mark.extended
 def test_open_parameters_are_one_error():
     with pytest.raises(ValueError, match="do not say which") as error:
         dimension_numbers(Experts())
@@ -287,6 +289,7 @@ def test_shardings_in_a_tree_that_is_callable():
         chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.extended
 def test_a_mask_of_arrays_that_is_callable():
     model = trained(eqx.nn.Linear(3, 4, key=KEY))
     zeros = jax.tree.map(jnp.zeros_like, model)

@@ -64,6 +64,7 @@ def test_a_skipped_step_leaves_no_trace(build, spike):
     assert state.step == 6
 
 
+@pytest.mark.extended
 def test_micro_batches_that_are_dropped():
     skip = functools.partial(optax.skip_large_updates, max_squared_norm=LIMIT**2)
     optimizer = optax.MultiSteps(make(orscale), 2, should_skip_update_fn=skip)
@@ -79,6 +80,7 @@ def test_micro_batches_that_are_dropped():
     assert_same(*ends)
 
 
+@pytest.mark.extended
 def test_the_step_of_a_matrix_is_bounded():
     optimizer = make(muon, weight_decay=0.0, momentum=0.5)
     params, state = tree(0), make(muon).init(tree(0))
@@ -108,6 +110,7 @@ def test_the_step_of_an_entry_of_adamw_is_bounded(b2, bound):
     assert 0.8 * limit < updates[steps:].max() <= limit * (1 + 1e-3)
 
 
+@pytest.mark.extended
 def test_cautious_decay_of_adamw():
     adamw = optax.chain(
         optax.scale_by_adam(b1=0.9, b2=0.95),

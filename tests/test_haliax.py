@@ -83,6 +83,7 @@ def test_a_layer_by_its_derivatives(name):
     assert found.bias is None
 
 
+@pytest.mark.extended
 def test_layers_without_matrices():
     for layer in (
         Embedding.init(Experts, Embed, key=KEY),
@@ -97,6 +98,7 @@ def test_layers_without_matrices():
         )
 
 
+@pytest.mark.extended
 def test_experts_and_layers_are_a_batch():
     experts = numbers_of(MoELinear.init(Experts, In, Out, key=KEY))
     assert experts.weight == Dims(1, 2)

@@ -99,6 +99,7 @@ def test_against_float64_numpy():
         oracles.assert_close(found, 2e-4)
 
 
+@pytest.mark.extended
 def test_adamw_has_its_own_rate_and_the_multiplier():
     optimizer = build(orscale, 1e-2, {"^b$": 2.0}, adam_learning_rate=SCHEDULE)
     expected = build(orscale, 1e-2, None, adam_learning_rate=times(SCHEDULE, 2.0))
@@ -125,6 +126,7 @@ def test_without_it_nothing_of_it_runs(make, monkeypatch):
     assert len(jax.tree.leaves(ones)) == len(jax.tree.leaves(state)) + 2
 
 
+@pytest.mark.extended
 def test_ones_change_no_bit():
     plain, ones = (train(build(orscale, 1e-2, given), 2) for given in (None, {}))
     jax.tree.map(np.testing.assert_array_equal, plain, ones)
@@ -162,6 +164,7 @@ def test_in_optax_wrappers(wrap, rtol):
 labels = {"w": "a", "stack": "a", "b": "b"}
 
 
+@pytest.mark.extended
 def test_inject_hyperparams_leaves_a_mapping_alone():
     injected = optax.inject_hyperparams(orscale)
     optimizer = build(injected, SCHEDULE)
@@ -205,6 +208,7 @@ def test_on_a_mesh(kind):
         assert found.sharding.spec == P("layers")
 
 
+@pytest.mark.extended
 def test_boxed_parameters():
     boxes = {"up": nn.Partitioned(jnp.ones((3, 4, 6)), names=("layers", None, "x"))}
     optimizer = orscale(
@@ -220,6 +224,7 @@ def test_boxed_parameters():
     np.testing.assert_allclose(first / first[0], PER_LAYER, rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_the_state_shows_the_multipliers_of_the_last_step():
     """A run that goes on with others uses the new ones, and shows them."""
     old, new = build(orscale, 1e-2), build(orscale, 1e-2, {"^w$": 3.0})
@@ -231,6 +236,7 @@ def test_the_state_shows_the_multipliers_of_the_last_step():
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
 
 
+@pytest.mark.extended
 def test_a_run_that_begins_to_use_them():
     before = build(orscale, SCHEDULE, None)
     [(params, state)] = run(before, tree(0), 1, tree)
@@ -244,6 +250,7 @@ def test_a_run_that_begins_to_use_them():
 
 
 @pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.extended
 def test_relative_steps_are_right_per_matrix(injected):
     make = optax.inject_hyperparams(orscale) if injected else orscale
     optimizer = build(make, SCHEDULE)

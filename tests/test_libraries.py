@@ -167,6 +167,7 @@ def test_the_resnet_block_of_flaxmodels():
     train_linen(module, (noise(2, 6, 6, 8), {}), expected)
 
 
+@pytest.mark.extended
 def test_the_table_of_resnet18_of_flaxmodels():
     module = flaxmodels.ResNet18(
         output="logits", pretrained=None, normalize=False, num_classes=5

@@ -63,7 +63,7 @@ def recorded_weights(recorded):
             yield int(step), int(matrix[1:]), recorded[name]
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32(variant):
     build, arguments = VARIANTS[variant]

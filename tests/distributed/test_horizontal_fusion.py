@@ -28,6 +28,7 @@ def arrays():
     ]
 
 
+@pytest.mark.extended
 def test_the_same_arrays_in_order(monkeypatch):
     monkeypatch.setattr(horizontal_fusion, "GPUS", ("cpu",))
     monkeypatch.setattr(horizontal_fusion, "_ARRAYS", 2)

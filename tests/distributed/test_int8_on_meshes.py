@@ -62,6 +62,7 @@ def sent(fn, *args):
     )
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("case", CUTS)
 def test_codes_and_scales_are_those_of_one_device(case):
     shape, sizes, spec, axis, of_scales, piece = CUTS[case]

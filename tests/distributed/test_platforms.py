@@ -29,12 +29,14 @@ def assert_polar(found, atol):
         np.testing.assert_allclose(q, wanted[name], atol=atol)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("platform", [CPU, GPU, TPU, AutoTPU])
 def test_one_device(platform):
     found, _ = orthogonalize_as(platform, Dims(-2, -1)).update(matrices(), ())
     assert_polar(found, 1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_gpus_on_a_mesh(kind):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
@@ -64,6 +66,7 @@ def test_the_order_that_takes_less_padding(shape, minor_to_major):
     assert found == str(minor_to_major)
 
 
+@pytest.mark.extended
 def test_values_and_derivatives_are_kept():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 24)), jnp.float32)
     np.testing.assert_array_equal(jax.jit(parameter_layout)(x), x)

@@ -27,7 +27,7 @@ def small_counts_as_large(monkeypatch):
     monkeypatch.setattr(horizontal_fusion, "_IN_ONE_KERNEL", 12)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("fn", [jnp.sum, jnp.max], ids=["sum", "max"])
 def test_arrays_of_several_shapes_and_dtypes(fn, monkeypatch):
     monkeypatch.setattr(horizontal_fusion, "GPUS", ("cpu",))

@@ -300,6 +300,7 @@ def test_slow_links_change_no_number_and_carry_what_the_plan_says(layout, kind):
     assert bool(step_cost.slow_bytes) == across
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "layout", ["replicated", "one axis of replicas", "sharded within"]
 )
@@ -322,6 +323,7 @@ def test_slow_axes_that_are_no_axes(make):
             make(1e-3, slow_axes=wrong)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "slow_axes, message",
     [(("pod",), "the mesh has the axes"), ({"fsdp": 3}, "3 slices along 'fsdp'")],

@@ -119,6 +119,7 @@ def test_32_layers_have_the_program_of_one(shape):
     assert [count(32), count(64), count(65)] == [count(1) * n for n in (1, 2, 3)]
 
 
+@pytest.mark.extended
 def test_other_sharding_types_stay_apart():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
@@ -135,7 +136,7 @@ def test_other_sharding_types_stay_apart():
             assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("interleave", [1, 2, 3])
 @pytest.mark.parametrize("max_bytes", [100, 1, 64, 10_000])
 def test_chunks(max_bytes, interleave):
@@ -154,7 +155,7 @@ def test_chunks(max_bytes, interleave):
         np.testing.assert_array_equal(result, x + 1)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "spec",

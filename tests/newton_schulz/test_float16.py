@@ -55,7 +55,7 @@ def distance(x, y):
     return np.linalg.norm(x - y, ord=2)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("preset", ["polar_express", "jordan", "dion"])
 @pytest.mark.parametrize("shape", [(48, 160), (160, 48), (64, 64)])
 def test_errors_beside_those_of_bfloat16(shape, preset):
@@ -72,6 +72,7 @@ def test_errors_beside_those_of_bfloat16(shape, preset):
     assert of_float16.sum() < 0.85 * of_bfloat16.sum()
 
 
+@pytest.mark.extended
 def test_more_steps_come_nearer_to_the_svd_than_in_bfloat16():
     """Both dtypes have the same error of the matrix itself, rounded to bfloat16."""
     x = with_spectrum(np.geomspace(1, 0.05, 48), 48, 160)
@@ -141,6 +142,7 @@ def test_non_finite_matrices_give_nan(bad):
     assert not on_a_gpu(np.zeros((4, 12)), FLOAT16).any()
 
 
+@pytest.mark.extended
 def test_traced_steps_equal_static_ones():
     x = jax.random.normal(jax.random.key(0), (6, 7))
     traced = jax.jit(lambda k, t: polar_factor(x, steps=k, coeffs=t, dtype=jnp.float16))

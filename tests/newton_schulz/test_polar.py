@@ -32,7 +32,7 @@ def test_equals_the_float64_iteration(shape):
     np.testing.assert_allclose(q, expected, atol=2e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)])
 def test_converges_to_the_svd_with_more_steps(shape):
     x = with_spectrum(np.geomspace(1, 1e-2, min(shape)), *shape)
@@ -45,6 +45,7 @@ def test_converges_to_the_svd_with_more_steps(shape):
     assert all(later < earlier + 1e-6 for earlier, later in itertools.pairwise(errors))
 
 
+@pytest.mark.extended
 def test_more_steps_never_make_the_worst_case_worse():
     x = np.linspace(1e-3, 1, 100_001)
     errors = [np.abs(1 - compose("polar_express", k, x)).max() for k in range(20)]
@@ -68,6 +69,7 @@ def test_every_number_of_steps_takes_its_rows(preset, steps):
     np.testing.assert_allclose(np.sort(found), np.sort(np.abs(expected)), atol=1e-5)
 
 
+@pytest.mark.extended
 def test_deepseek_v4_is_eight_steps_of_jordan_and_two_that_converge():
     x = np.geomspace(1e-3, 1, 200_001)
     y = oracle.compose([(3.4445, -4.7750, 2.0315)] * 8 + [(2, -1.5, 0.5)] * 2, x)
@@ -144,6 +146,7 @@ def test_large_values_in_low_precision_inputs(dtype):
     )
 
 
+@pytest.mark.extended
 def test_zero_is_zero_and_the_rest_of_the_batch_is_untouched():
     x = jax.random.normal(jax.random.key(0), (3, 4, 6)).at[1].set(0)
     q = polar_factor(x)
@@ -161,7 +164,7 @@ def test_non_finite_matrices_give_nan_and_no_others(bad, steps):
     assert jnp.isnan(q[1]).all() and jnp.isfinite(q[::2]).all()
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_rounded_to_and_stays_close(dtype):
     x = jnp.asarray(with_spectrum(np.geomspace(1, 0.02, 32), 32, 80), jnp.float32)
@@ -172,6 +175,7 @@ def test_low_precision_is_rounded_to_and_stays_close(dtype):
     np.testing.assert_array_equal(low, np.asarray(low.astype(dtype), np.float64))
 
 
+@pytest.mark.extended
 def test_float16_keeps_small_entries():
     """float16 holds numbers below 6e-5 as subnormals."""
     q = polar_factor(jnp.diag(jnp.array([1.0, 3e-5])), steps=3, dtype=jnp.float16)
@@ -194,6 +198,7 @@ def test_matrices_may_be_rounded_before_they_are_normalized(n, spread, steps, fa
     assert error(x.astype(jnp.bfloat16).astype(jnp.float32)) <= factor * error(x)
 
 
+@pytest.mark.extended
 def test_float64_is_float64(enable_x64):
     x = with_spectrum(np.geomspace(1, 1e-2, 16), 16, 30)
     q = polar_factor(jnp.asarray(x), dtype=jnp.float64)
@@ -234,7 +239,7 @@ def test_products_of_the_program_for_each_platform(platform, dtype, operands):
             assert "HIGHEST" in line
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sums_of_the_compiled_program_are_float32(dtype):
@@ -267,7 +272,7 @@ def test_stated_range_after_five_steps(preset, lowest, highest):
     assert highest - 0.01 < y.max() <= highest
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("preset", ["jordan", "dion"])
 def test_more_steps_stay_in_a_band(preset):
     for steps in range(5, 30):
@@ -318,6 +323,7 @@ def test_pallas_is_deprecated_and_changes_nothing(build):
     assert found == program(build(ns_products="xla")) == program(build())
 
 
+@pytest.mark.extended
 def test_other_products_are_refused():
     for build in builders():
         for bad in ("triton", None, True):

@@ -114,6 +114,7 @@ def test_narrow_intervals_join_the_pade_step():
         assert np.abs(1 - quintic(row, x)).max() < 4 * width**3 + 1e-15
 
 
+@pytest.mark.extended
 def test_the_composition_is_optimal_among_pairs():
     """Theorem of the paper: no two odd quintics in sequence are nearer to 1."""
     x = grid(0.05, 1)
@@ -133,7 +134,7 @@ def _simplex(start):
     return np.concatenate([start[None], start + steps])
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("safety_factor", [1, 1.02, 1.05])
 @pytest.mark.parametrize("cushion", [0, 0.02, 0.1])
 @pytest.mark.parametrize("lower_bound", [1e-8, 1e-3, 0.3, 0.99])

@@ -258,7 +258,7 @@ def test_the_error_of_accumulation_in_bfloat16():
     assert 1 / 6 < error < 1 / 4
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("preset", coefficients.PRESETS)
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_our_low_precision_stays_bounded(shape, preset, dtype):
 # Quality: what the page's second table measures.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(1, 1), (16, 16), (24, 96), (96, 24)])
 @pytest.mark.parametrize("condition", [1e1, 1e3, 1e6])
 def test_the_scalar_composition_predicts_singular_values(shape, condition):

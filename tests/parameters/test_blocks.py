@@ -52,6 +52,7 @@ NUMBERS = {name: numbers for name, (_, numbers, *_) in FUSED.items()}
 APART = {name: Dims(-2, -1) for name in FUSED}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "build",
     [
@@ -88,6 +89,7 @@ def test_fused_and_split_take_the_same_steps(enable_x64, build):
                 )
 
 
+@pytest.mark.extended
 def test_an_idle_block_waits_for_its_first_direction():
     """Like a separate parameter: its c is set later than the others'."""
     params = {"qkv": fused(0)["qkv"]}
@@ -113,7 +115,7 @@ def moves(optimizer, params):
     return re.findall(rf"= [a-z0-9]+\[\d+,[^\]]*\]\S* ({kinds})\(", entry)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "blocks, expected", [(3, []), (12, []), ((512, 128, 128), ["concatenate"])]

@@ -150,6 +150,7 @@ PATHS = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("path", PATHS)
 def test_paths_to_an_idle_expert_without_c(path):
     arguments, change = PATHS[path]
@@ -208,6 +209,7 @@ MEMBERS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", MEMBERS)
 def test_members_with_an_idle_expert_without_c(name):
     arguments, by_hand = MEMBERS[name]
@@ -258,6 +260,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_in_which_an_idle_expert_waits(name):
     factory, arguments, make = SETTINGS[name]
@@ -278,6 +281,7 @@ def test_settings_in_which_an_idle_expert_waits(name):
     np.testing.assert_allclose(ratio[1], 1, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_momentum_that_underflows():
     """The public report: 250 steps without tokens at 0.5, then all c again."""
     optimizer = orscale(1e-3, momentum=0.5, weight_dimension_numbers=Dims(1, 2))

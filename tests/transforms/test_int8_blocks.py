@@ -130,6 +130,7 @@ def blocks_of(name, shape, dims):
     return int8_blocks.block_axis(matrices.of_leaves[0], shape)
 
 
+@pytest.mark.extended
 def test_blocks_lie_along_the_longest_axis_that_is_not_the_last():
     for shape, axes in {
         (4096, 11008): 0, (32, 11008): 0, (31, 11008): 1, (64, 8): 0, (8, 64): 1,

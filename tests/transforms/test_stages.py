@@ -41,7 +41,7 @@ def test_orthogonalize_treats_each_matrix_separately():
             np.testing.assert_allclose(found, oracle.newton_schulz(gradient), atol=2e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_stages_keep_dtypes(dtype):
     tree = {"w": jnp.ones((3, 4), dtype)}
@@ -197,6 +197,7 @@ def test_rms_of_a_scaled_direction_is_consistent():
 
 
 class TestFromFirstNonzeroUpdate:
+    @pytest.mark.extended
     def test_decay_waits_for_each_matrix(self):
         stage = from_first_nonzero_update(
             optax.add_decayed_weights(0.5),
@@ -318,6 +319,7 @@ class TestCalibratedTrustRatio:
         assert seen[3][1].calibration == seen[1][1].calibration
         np.testing.assert_allclose(seen[3][1].trust_ratio, 2, rtol=1e-5)
 
+    @pytest.mark.extended
     def test_one_entry_per_matrix(self):
         params = jnp.ones((2, 3, 4, 5)).at[0, 1].set(0)
         direction = jnp.ones_like(params).at[1, 2].set(0).at[0, 0, 1, 1].set(np.nan)
@@ -395,6 +397,7 @@ def test_bad_arguments_are_refused_at_once(build, words):
         build()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "stage",
     [

@@ -50,6 +50,7 @@ def written(path, steps=(1, 2, 3), **arguments):
     return history
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("params", [jnp.eye(3), {"NA": jnp.eye(3), "null": jnp.eye(3)}])
 def test_names_in_a_frame_are_texts(params, tmp_path):
     history = History(tmp_path / "history.csv")
@@ -74,6 +75,7 @@ def test_pandas_reads_what_was_written(tmp_path):
     pandas.testing.assert_frame_equal(pandas.read_csv(history.path), frame)
 
 
+@pytest.mark.extended
 def test_what_does_not_exist_is_empty(tmp_path):
     history = History(tmp_path / "history.csv", measurements=["signal"], scalars=["loss"])
     history.append(1, reading(build=muon))

@@ -49,7 +49,7 @@ def test_numbers_by_label_and_by_parameter(given):
     require(orscale, 0.01, 0.1, learning_rate=given)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "slow, fast, given",
     [
@@ -79,6 +79,7 @@ def test_schedules_that_are_trees_themselves():
 injected = optax.inject_hyperparams(orscale)
 
 
+@pytest.mark.extended
 def test_injected_rates_are_those_of_their_groups():
     require(injected, 0.01, 0.1)
     require(injected, 0.01, 0.1, learning_rate={"slow": 0.01, "fast": 0.1})
@@ -111,6 +112,7 @@ def test_what_must_be_wrong_is_refused(build, slow, fast, given, message):
         read(state, params, learning_rate=given)
 
 
+@pytest.mark.extended
 def test_labels_that_are_names_of_other_parameters():
     params = {"a": jnp.eye(3), "b": jnp.eye(4)}
     for labels, refused in [({"a": "b", "b": "a"}, True), ({"a": "a", "b": "b"}, False)]:

@@ -84,6 +84,7 @@ def test_measurements_are_those_of_an_svd(measured, leaf):
     assert isinstance(found[name]["bias"], optax.MaskedNode)
 
 
+@pytest.mark.extended
 def test_low_rank_and_zero_are_seen(measured):
     found, *_ = measured
     assert found["momentum_null_share"]["tall"] >= 0.6  # Rank 2 + 2 of 10.
@@ -92,7 +93,7 @@ def test_low_rank_and_zero_are_seen(measured):
     assert (found["polar_error"]["grouped_query"] < 0.3).all()
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("scale", [1e-25, 1e-9, 1e9, 1e25])
 def test_the_scale_of_the_momentum_does_not_matter(scale):
     params = {"w": jnp.ones((6, 4))}
@@ -105,6 +106,7 @@ def test_the_scale_of_the_momentum_does_not_matter(scale):
     assert found["momentum_stable_rank"]["w"] == pytest.approx(3)
 
 
+@pytest.mark.extended
 def test_nothing_is_healthy_about_nan():
     params, optimizer = {"w": jnp.eye(4)}, orscale(0.1)
     _, state = optimizer.update(

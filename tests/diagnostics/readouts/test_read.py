@@ -133,6 +133,7 @@ def test_on_8_devices(kind):
         assert check(stepped(optimizer, params, numbers, 6), names) > 0
 
 
+@pytest.mark.extended
 def test_other_parameters_are_masked():
     params = {"kernel": jnp.eye(3), "bias": jnp.ones(3), "embed": jnp.ones((4, 3))}
     reading = read(orscale(1e-3).init(params), params, learning_rate=1e-3)
@@ -164,6 +165,7 @@ class TestBeforeAndWithout:
             params = optax.apply_updates(params, updates)
             yield read(state, params, Dims(-2, -1), learning_rate=0.1), params
 
+    @pytest.mark.extended
     def test_an_expert_without_tokens(self):
         experts, one = np.stack([np.eye(4), np.eye(4)]), np.eye(4)
         grads = [np.stack([one, 0 * one]), np.stack([one, 0 * one]), np.stack([one, one])]
@@ -207,6 +209,7 @@ class TestBeforeAndWithout:
         assert steps[:2] == [0, np.inf] and 0 < steps[2] < 10
         assert np.isfinite(means).all()
 
+    @pytest.mark.extended
     def test_without_calibration(self):
         optimizer = orscale(0.1, calibrate=False)
         _, (second, params) = self.states(optimizer, np.eye(4), [np.eye(4)] * 2)
@@ -285,6 +288,7 @@ class TestOptimizers:
             expected = {"growth"} if name == "hyperball" else {"started"}
             assert fields == {"weight_norm"} | expected
 
+    @pytest.mark.extended
     def test_two_optimizers_of_one_tree(self):
         params = {"a": TREE["w"], "b": TREE["w"] + 1, "c": jnp.ones((2, 3, 4))}
         optimizer = optax.partition(
@@ -304,7 +308,7 @@ class TestWrappers:
         state, _, params = trained(orscale(0.1), TREE)
         return read(state, params, learning_rate=0.1)
 
-    @pytest.mark.quick_first_case
+    @pytest.mark.extended
     @pytest.mark.parametrize(
         "wrap",
         [
@@ -320,6 +324,7 @@ class TestWrappers:
         found = read(state, params, learning_rate=0.1)
         chex.assert_trees_all_close(found, self.expected(), rtol=1e-6)
 
+    @pytest.mark.extended
     def test_injected_hyperparameters_tell_the_rate(self):
         schedule = optax.linear_schedule(0.1, 0.4, 3)
         injected = optax.inject_hyperparams(orscale)(learning_rate=schedule)
@@ -344,6 +349,7 @@ class TestWrappers:
         found = read(train_state, train_state.params, learning_rate=0.1)
         chex.assert_trees_all_close(found, self.expected(), rtol=1e-6)
 
+    @pytest.mark.extended
     def test_nnx(self):
         model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, orscale(0.1), wrt=nnx.Param)
@@ -362,6 +368,7 @@ class TestWrappers:
         assert reading.growth["kernel"] == pytest.approx(after / first, rel=1e-5)
         assert len(jax.tree.leaves(reading.trust_ratio)) == 1
 
+    @pytest.mark.extended
     def test_scan(self):
         optimizer = orscale(0.1)
 
@@ -377,6 +384,7 @@ class TestWrappers:
         chex.assert_trees_all_close(last, self.expected(), rtol=1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_nothing_is_sent_to_the_host_and_nothing_compiled_again():
     optimizer = orscale(optax.linear_schedule(0.1, 0.0, 9))
@@ -476,6 +484,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"^learning_rate=.*a number"):
             read(orscale(1e-3).init(TREE), TREE, learning_rate=rate)
 
+    @pytest.mark.extended
     def test_a_schedule_without_count(self):
         state = orscale(1e-3).init(TREE)
         with pytest.raises(ValueError, match="the state has no count"):

@@ -98,6 +98,7 @@ def test_without_classes_and_with_another_prefix():
     assert all(name.startswith("opt.") and "mlp" not in name for name in scalars)
 
 
+@pytest.mark.extended
 def test_single_matrices_by_pattern():
     scalars = summarize(trees(), matrices=r"^up$|\[1, 2\]")
     reading = trees()

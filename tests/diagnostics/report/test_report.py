@@ -163,6 +163,7 @@ class TestPage:
         text = report.read_text()
         assert not re.search(r"https?:|@import|url\((?!#)", text)
 
+    @pytest.mark.extended
     def test_figures_are_in_the_page_and_beside_it(self, report):
         page = page_of(report)
         assert page.tags.count("svg") == len(figures.FIGURES)
@@ -198,6 +199,7 @@ class TestPage:
 
 
 class TestCommand:
+    @pytest.mark.extended
     def test_it_prints_the_page_and_writes_where_it_is_told(self, tmp_path, capsys, few):
         folder = write(tmp_path / "run", history(layers=1, steps=2))
         assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
@@ -275,6 +277,7 @@ class TestHistories:
         assert page.tags.count("svg") == len(figures.FIGURES)
         assert "Not finite" in page.headings
 
+    @pytest.mark.extended
     def test_nothing_finite(self, tmp_path, few):
         rows = history(layers=1, steps=2).assign(
             trust_ratio=np.nan, raw_trust_ratio=np.nan
@@ -282,6 +285,7 @@ class TestHistories:
         page = page_of(write_report(write(tmp_path / "run", rows)))
         assert "0 of 3 matrices" in " ".join(page.text)
 
+    @pytest.mark.extended
     def test_figures_of_an_earlier_report_go(self, tmp_path, few):
         rows = history(layers=1, steps=1)
         path = write_report(write(tmp_path / "run", rows)).with_name("calibration.png")
@@ -372,6 +376,7 @@ class TestNumbers:
         expected = [last.mean(), *np.quantile(last, [0.05, 0.95])]
         np.testing.assert_allclose([line.iloc[-1] for line in band], expected)
 
+    @pytest.mark.extended
     def test_the_uniform_part_is_the_geometric_mean_by_relative_step(self, tmp_path):
         run = run_of(history(), tmp_path)
         found = theory.decomposition(run)

@@ -101,6 +101,7 @@ def test_without_relative_steps_matrices_weigh_the_same(run):
         assert list(found.class_remainder) == ["other"]
 
 
+@pytest.mark.extended
 def test_a_shared_factor_is_all_uniform(run):
     _, reading = run
     found = decompose(reading)
@@ -144,6 +145,7 @@ def test_matrices_without_a_ratio_do_not_count():
         np.testing.assert_array_equal(np.isnan(tree["experts"]), [False, True, False])
 
 
+@pytest.mark.extended
 def test_before_the_first_update_nothing_counts():
     params = normal()
     found = decompose(read(orscale(0.1, **OPTIONS).init(params), params, NUMBERS))
@@ -151,6 +153,7 @@ def test_before_the_first_update_nothing_counts():
     assert np.isnan(flat(found.remainder)).all() and np.isnan(found.spread)
 
 
+@pytest.mark.extended
 def test_ratios_without_calibration_have_no_factors():
     history, state = train(orscale(0.1, calibrate=False, **OPTIONS), normal(), steps=2)
     found = decompose(read(state, history[-1], NUMBERS))
@@ -164,6 +167,7 @@ def test_an_optimizer_without_ratios_is_refused():
         decompose(read(state, history[-1], NUMBERS))
 
 
+@pytest.mark.extended
 def test_classes_that_do_not_fit_are_refused(run):
     with pytest.raises(ValueError, match="classes must be a tree"):
         decompose(run[1], {"up": "mlp"})

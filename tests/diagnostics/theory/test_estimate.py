@@ -126,7 +126,7 @@ def noise_of_gradient():
     }
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "field, truth",
     [("smoothness", L), ("signal", SIGNAL), ("noise", noise_of_gradient())],
@@ -223,6 +223,7 @@ def along(step):
     return np.sum(step * (LEFT @ step @ RIGHT)) / np.sum(step**2)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("scale", [1.0, -1e-4])
 def test_smoothness_is_that_along_the_step(scale, enable_x64):
     params = {"w": jnp.zeros((6, 4), jnp.float64)}
@@ -234,6 +235,7 @@ def test_smoothness_is_that_along_the_step(scale, enable_x64):
     np.testing.assert_allclose(found.smoothness.value["w"], along(own), rtol=1e-2)
 
 
+@pytest.mark.extended
 def test_equal_samples_claim_no_more_than_rounding():
     found = estimate(unequal, {"w": jnp.zeros((6, 4))}, SAME)
     truth = nuclear(LEFT @ TARGET @ RIGHT)
@@ -277,6 +279,7 @@ def test_the_joint_smoothness_has_the_cross_terms():
         )
 
 
+@pytest.mark.extended
 def test_a_matrix_without_a_step_has_no_smoothness():
     params = {name: jnp.ones((5, 5)) for name in "ab"}
     step = {"a": jnp.zeros((5, 5)), "b": jnp.ones((5, 5))}

@@ -57,7 +57,7 @@ def random_triple(size, seed=0):
     return tuple(np.exp(rng.normal(size=size)) for _ in range(3))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("alpha, beta", [(0.1, 1), (1, 10), (0.1, 10)])
 @pytest.mark.parametrize("x64", [False, True])
 def test_the_two_layer_example_has_its_closed_form(alpha, beta, x64):
@@ -68,6 +68,7 @@ def test_the_two_layer_example_has_its_closed_form(alpha, beta, x64):
     np.testing.assert_allclose(found.kappa_layer, closed, rtol=1e-12 if x64 else 1e-6)
 
 
+@pytest.mark.extended
 @settings(max_examples=60)
 @given(vectors)
 def test_every_field_is_the_papers(given):
@@ -81,6 +82,7 @@ def test_every_field_is_the_papers(given):
         )
 
 
+@pytest.mark.extended
 def test_many_matrices_in_float32():
     given = random_triple(5000)
     found, right = gain(*given), expected(*given)
@@ -89,6 +91,7 @@ def test_many_matrices_in_float32():
         np.testing.assert_allclose(value, getattr(right, name), rtol=2e-5, err_msg=name)
 
 
+@pytest.mark.extended
 @settings(max_examples=15)
 @given(triple(3))
 def test_no_search_beats_the_headroom(given):
@@ -109,6 +112,7 @@ def test_no_search_beats_the_headroom(given):
     np.testing.assert_allclose(best.alignment, 1, rtol=1e-9)
 
 
+@pytest.mark.extended
 def test_uniform_ratios_have_collapsed():
     """Theorem 'collapse'."""
     _, a, b = random_triple(7)
@@ -176,18 +180,21 @@ def test_without_positive_curvature_a_matrix_does_not_count(curvature):
     np.testing.assert_allclose(found.kappa_eff, right.kappa_eff, rtol=1e-5)
 
 
+@pytest.mark.extended
 def test_nothing_to_measure_is_nan():
     for nothing in (([1.0], [1.0], [-1.0]), ([1.0], [0.0], [1.0]), ({}, {}, {})):
         found = gain(*nothing)
         assert np.isnan(found.kappa_eff) and np.isnan(found.kappa_layer)
 
 
+@pytest.mark.extended
 def test_correlation_with_a_constant_is_zero():
     """Rounding is not variation."""
     found = gain(np.full(50, 0.1), random_triple(50)[1], np.full(50, 0.3))
     assert found.rho == 0 and found.lower_bound == 1
 
 
+@pytest.mark.extended
 def test_derivatives_are_those_of_the_definition(enable_x64):
     r, a, b = random_triple(4)
     found = jax.grad(lambda b: gain(r, a, b).kappa_eff)(jnp.append(b, 0.0)[:4])

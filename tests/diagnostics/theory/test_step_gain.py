@@ -93,6 +93,7 @@ def test_without_noise_it_is_the_closed_form():
     assert step_gain(loss_fn, params, batches, own, NUMBERS).kappa.value == 1
 
 
+@pytest.mark.extended
 def test_with_noise_within_standard_errors():
     deviations = []
     for seed in range(20):
@@ -103,6 +104,7 @@ def test_with_noise_within_standard_errors():
     assert abs(np.mean(deviations)) < 1
 
 
+@pytest.mark.extended
 def test_terms_between_matrices_count():
     """Two matrices whose curvature is all between them: the model sees none of it."""
 
@@ -129,6 +131,7 @@ def test_terms_between_matrices_count():
     assert kappa == pytest.approx(losses["ours"] / losses["muon"], rel=0.02)
 
 
+@pytest.mark.extended
 def test_a_blocked_leaf():
     numbers = {"fused": leaves.DIMENSIONS["fused"], "bias": None}
     params = {name: leaves.random_tree(0)[name] for name in numbers}
@@ -160,6 +163,7 @@ class TestReadings:
             found = step_gain(loss_fn, params, batches, self.reading(), numbers)
             assert found.kappa.value == by_hand.kappa.value
 
+    @pytest.mark.extended
     def test_matrices_without_ratios_have_those_of_muon(self):
         kinds = {"a": orscale(1e-2), "b": muon(1e-2)}
         optimizer = optax.partition(kinds, {"a": "a", "b": "b"})
@@ -202,6 +206,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="trust_ratio has arrays of shapes"):
             step_gain(loss_fn, params, batches, {"a": 1.0, "b": 1.0, "c": 1.0}, NUMBERS)
 
+    @pytest.mark.extended
     def test_negative_curvature_has_no_best_step(self):
         def loss_fn(params, batch):
             return -jnp.sum(params["a"] ** 2) + jnp.sum(batch)

@@ -170,6 +170,7 @@ def test_numbers_are_those_of_the_paper():
     assert numbers["counted"] == numbers["matrices"] == COUNT
 
 
+@pytest.mark.extended
 def test_standard_errors_are_those_of_draws():
     """Drawn with errors in a and b, κ scatters as far as the first order says."""
     rng = np.random.default_rng(0)
@@ -191,6 +192,7 @@ def test_standard_errors_are_those_of_draws():
     np.testing.assert_allclose(found.kappa_layer.stderr, draws[:, 1].std(), rtol=0.06)
 
 
+@pytest.mark.extended
 def test_errors_alone_make_no_headroom():
     """Noise in a and b of equal layers looks like heterogeneity, and is subtracted."""
     rng = np.random.default_rng(0)
@@ -203,6 +205,7 @@ def test_errors_alone_make_no_headroom():
     np.testing.assert_allclose(found.kappa_layer.value, 1, atol=3e-3)
 
 
+@pytest.mark.extended
 def test_the_scale_of_the_step_counts():
     """With s = 0.2·√max(m, n) the step of Muon+Moonlight is what r̂ is compared with."""
     params = {"wide": jnp.ones((4, 64)), "square": jnp.ones((4, 4))}
@@ -235,6 +238,7 @@ def test_the_scale_of_the_step_counts():
     )
 
 
+@pytest.mark.extended
 def test_the_gain_is_compiled_once_for_a_scale():
     judge(BEST, statistics())
     before = _facts_of_gain._cache_size()
@@ -265,6 +269,7 @@ def test_matrices_without_a_ratio_are_left_out():
     assert found.numbers["counted"] == 6
 
 
+@pytest.mark.extended
 def test_muon_is_uniform():
     optimizer, params = muon(0.1), {"w": jnp.eye(4), "bias": jnp.ones(3)}
     _, state = optimizer.update(params, optimizer.init(params), params)

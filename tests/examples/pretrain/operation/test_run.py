@@ -16,6 +16,8 @@ from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import images
 from tests.examples.pretrain import tiny
 
+pytestmark = pytest.mark.extended
+
 STEPS, OPTIONS = tiny.STEPS, tiny.OPTIONS
 
 
