@@ -13,7 +13,7 @@ from orscale_jax.transforms.attention import (
     find_attentions,
     named_leaves,
 )
-from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 
 
