@@ -13,8 +13,8 @@ from orscale_jax import _checks
 from orscale_jax.transforms import int8_blocks
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.checks import Entry, array_type, entries
 from orscale_jax.trees.names import Path, listed, names_on
-from orscale_jax.trees.states import Entry, array_type, entries
 
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
 _MOMENTS = frozenset({TRACE, "mu", "nu"})

@@ -12,10 +12,9 @@ import optax
 from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
-from orscale_jax.trees.masks import is_masked
+from orscale_jax.trees.checks import require_shapes
 from orscale_jax.trees.names import quoted
-from orscale_jax.trees.nodes import nodes_of
-from orscale_jax.trees.updates import require_shapes
+from orscale_jax.trees.nodes import is_masked, nodes_of
 
 # A bfloat16 number is the upper half of a float32 number.
 _UPPER, _LOWER = np.uint32(0xFFFF0000), np.uint32(0xFFFF)

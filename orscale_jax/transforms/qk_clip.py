@@ -21,8 +21,8 @@ from orscale_jax.transforms.attention import (
 )
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.checks import require_shapes
 from orscale_jax.trees.names import dotted
-from orscale_jax.trees.updates import require_shapes
 
 
 class QKClipState(NamedTuple):
