@@ -21,10 +21,6 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.path_rules import by_path as by_path
 from orscale_jax.parameters.per_head import PerHead as PerHead
 from orscale_jax.sharding.state_shardings import state_shardings as state_shardings
-from orscale_jax.transforms.attention import (
-    AttentionHeads as AttentionHeads,
-    QueryKey as QueryKey,
-)
 from orscale_jax.transforms.decay import (
     add_cautious_decayed_weights as add_cautious_decayed_weights,
 )
@@ -49,7 +45,12 @@ from orscale_jax.transforms.neuron_rms import (
 from orscale_jax.transforms.normalize import normalize_vectors as normalize_vectors
 from orscale_jax.transforms.orthogonalize import orthogonalize as orthogonalize
 from orscale_jax.transforms.pooled_ratio import pool_trust_ratios as pool_trust_ratios
-from orscale_jax.transforms.qk_clip import QKClipState as QKClipState, qk_clip as qk_clip
+from orscale_jax.transforms.qk_clip import (
+    AttentionHeads as AttentionHeads,
+    QKClipState as QKClipState,
+    QueryKey as QueryKey,
+    qk_clip as qk_clip,
+)
 from orscale_jax.transforms.recorded_ratio import (
     scale_by_recorded_trust_ratio as scale_by_recorded_trust_ratio,
 )

@@ -16,8 +16,7 @@ from orscale_jax.transforms.trust_ratio import (
     LargestDirectionState,
 )
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import is_masked
-from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.nodes import is_masked, nodes_of
 
 Rule: TypeAlias = Literal["matrix", "adamw", "other", "stateless"]
 STATELESS: Rule = "stateless"

@@ -14,9 +14,8 @@ from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.pooled_ratio import class_labels, is_label
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import distinct_names, name_and_shape, quoted
+from orscale_jax.trees.nodes import is_function, is_masked
 
 OTHER = "other"
 

@@ -20,7 +20,7 @@ master_weights        wraps any optimizer, for bfloat16 weights that lose no upd
 matrices              the matrices of a tree, and arrays with one entry for each
 boundary              the one place where boxes, dtypes and axes are resolved
 dtypes                the dtype of norms and ratios
-qk_clip, attention    rescales queries and keys; finds them
+qk_clip               finds queries and keys, and rescales those of large logits
 ====================  ================================================================
 
 Imports ``distributed``, ``newton_schulz``, ``parameters``, ``sharding``, ``trees`` and

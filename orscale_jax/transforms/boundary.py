@@ -20,10 +20,10 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
-from orscale_jax.trees.states import require_state
-from orscale_jax.trees.updates import (
+from orscale_jax.trees.checks import (
     require_fitting,
     require_shapes,
+    require_state,
     where_gradients_are,
 )
 

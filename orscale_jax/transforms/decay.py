@@ -10,10 +10,8 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.nodes import nodes_of
-from orscale_jax.trees.updates import require_shapes
+from orscale_jax.trees.checks import require_shapes
+from orscale_jax.trees.nodes import is_function, mask_like, nodes_of
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 

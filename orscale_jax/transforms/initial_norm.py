@@ -15,8 +15,8 @@ from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices, broadcast
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.checks import require_params
 from orscale_jax.trees.names import quoted
-from orscale_jax.trees.updates import require_params
 
 
 class InitialNormState(NamedTuple):

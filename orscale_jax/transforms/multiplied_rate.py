@@ -19,8 +19,8 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import is_masked, mask_like
 from orscale_jax.trees.names import name_and_shape
+from orscale_jax.trees.nodes import is_masked, mask_like
 
 
 class RateMultiplierState(NamedTuple):

@@ -19,7 +19,7 @@ from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_tab
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.matrices import Matrices
@@ -167,7 +167,7 @@ def _auto_specs(
     given_mesh: Mesh | AbstractMesh | None,
 ) -> list[PartitionSpec] | None:
     """The shardings of all matrices on Auto axes; None if they are unknown."""
-    mesh = meshes.mesh_of(jax.tree.leaves(updates), given_mesh)
+    mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), given_mesh)
     if mesh is None or not mesh.are_all_axes_auto:
         return None
     specs = param_specs.on(mesh, updates)

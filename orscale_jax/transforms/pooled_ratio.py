@@ -18,10 +18,9 @@ from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.trust_ratio import ratio_bounds, times_ratio
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.checks import require_params
 from orscale_jax.trees.names import quoted
-from orscale_jax.trees.updates import require_params
+from orscale_jax.trees.nodes import is_function, mask_like
 
 Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 

@@ -26,8 +26,8 @@ from orscale_jax.transforms.dtypes import compute_dtype
 from orscale_jax.transforms.matrices import Matrices, broadcast
 from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.updates import require_params
+from orscale_jax.trees.checks import require_params
+from orscale_jax.trees.nodes import mask_like
 
 
 class CalibratedTrustRatioState(NamedTuple):
