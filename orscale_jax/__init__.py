@@ -11,10 +11,10 @@ from orscale_jax.audit.plans import (
     StepCost as StepCost,
 )
 from orscale_jax.audit.rows import ParameterRow as ParameterRow, Total as Total
-from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
-from orscale_jax.newton_schulz.polar_express import (
+from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )
+from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
 from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers as BlockDimensionNumbers,
 )

@@ -70,7 +70,6 @@ class Hyperparameters:
     ns_coeffs: Coefficients
     ns_dtype: DTypeLike | None
     ns_preconditioning: str
-    ns_products: str
     weight_dimension_numbers: WeightDimensionNumbers
     adam_learning_rate: ScalarOrSchedule | None
     adam_b1: ArrayLike
@@ -240,7 +239,6 @@ def _orthogonalize(h: Hyperparameters) -> Stage:
         ns_coeffs=h.ns_coeffs,
         ns_dtype=h.ns_dtype,
         ns_preconditioning=h.ns_preconditioning,
-        ns_products=h.ns_products,
         mesh=h.mesh,
         slow_axes=h.slow_axes,
     )

@@ -46,7 +46,6 @@ def orscale(
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
-    ns_products: str = "xla",
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: ArrayLike = 0.9,
@@ -115,7 +114,6 @@ def orscale(
         float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
-      ns_products: Deprecated; see :func:`orthogonalize`.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
@@ -226,7 +224,6 @@ def muon(
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
-    ns_products: str = "xla",
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: ArrayLike = 0.9,
@@ -280,7 +277,6 @@ def muon(
         float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
-      ns_products: Deprecated; see :func:`orthogonalize`.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they

@@ -119,7 +119,6 @@ def describe(
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
         ns_preconditioning=ns_preconditioning,
-        ns_products="xla",
         max_stack_bytes=max_stack_bytes,
         slow_axes=slow_axes,
     )

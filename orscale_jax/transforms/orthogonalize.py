@@ -1,11 +1,9 @@
 """The stage that replaces every matrix by its polar factor."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -14,8 +12,7 @@ from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.slow_links import SlowAxes
-from orscale_jax.newton_schulz import arithmetic, preconditioning
-from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
+from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
@@ -32,7 +29,6 @@ def orthogonalize(
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
-    ns_products: str = "xla",
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
@@ -47,8 +43,6 @@ def orthogonalize(
         :func:`polar_express_coefficients` makes.
       ns_dtype: See ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: See ``preconditioning`` of :func:`polar_factor`.
-      ns_products: Deprecated. XLA computes all products: ``"pallas"`` gives a warning and
-        the same results as ``"xla"``.
       max_stack_bytes: The largest stack on each device, in bytes. Leaves whose matrices
         have the same shape, or its transpose, go through Newton–Schulz together in
         stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU,
@@ -83,7 +77,6 @@ def orthogonalize(
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
         ns_preconditioning=ns_preconditioning,
-        ns_products=ns_products,
         max_stack_bytes=max_stack_bytes,
         mesh=mesh,
         slow_axes=slow_axes,
@@ -98,39 +91,19 @@ def polar_options(
     ns_coeffs: Coefficients,
     ns_dtype: DTypeLike | None,
     ns_preconditioning: str,
-    ns_products: str,
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
 ) -> PolarOptions:
     """Arguments of :func:`orthogonalize`, checked."""
-    _checks.count("ns_steps", ns_steps)
-    _checks.dtype("ns_dtype", ns_dtype)
-    preconditioning.check("ns_preconditioning", ns_preconditioning)
-    arithmetic.check_products("ns_products", ns_products)
+    settings = NewtonSchulz.of(
+        ns_steps, ns_coeffs, ns_dtype, ns_preconditioning, prefix="ns_"
+    )
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
     _checks.slow_axes("slow_axes", slow_axes)
-    table = coefficient_table(ns_coeffs, ns_steps, prefix="ns_")
-    dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
-    if isinstance(ns_steps, jax.core.Tracer) or not isinstance(table, np.ndarray):
-        settings = NewtonSchulz(ns_steps, table, ns_preconditioning, dtype)
-    else:
-        rows = tuple(map(tuple, table.tolist()))
-        settings = _static_settings(int(ns_steps), rows, ns_preconditioning, dtype)
     return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
-
-
-@functools.lru_cache
-def _static_settings(
-    steps: int,
-    rows: tuple[tuple[float, ...], ...],
-    preconditioning: str,
-    dtype: np.dtype[Any] | None,
-) -> NewtonSchulz:
-    """Equal settings are one object: an optimizer made anew finds its program again."""
-    return NewtonSchulz(steps, np.array(rows), preconditioning, dtype)
 
 
 def orthogonalize_stage(
