@@ -4,6 +4,7 @@ docs/study_protocol_2.md and docs/study_protocol_3.md how it goes on.
 ==================  ==================================================================
 workloads, prose    models, lengths and data; English text to train on
 arms                the optimizers that are compared
+controls            those that only the study has: deleted designs, shared ratios
 runs                one run, with its learning rates and its seed
 search              where to look for the best pair of learning rates
 results, study      what runs came to, in tables; all of them

@@ -18,8 +18,7 @@ from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
-from orscale_jax.transforms.boundary import on_matrices
-from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -126,31 +125,24 @@ def orthogonalize_stage(
             specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
         else:
             specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
-        auto_specs = _auto_specs(param_specs, matrices, updates, options.mesh)
+        # On Auto axes types have no shardings: the declared ones, if there are any.
+        mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), options.mesh)
+        auto_specs = None
+        if mesh is not None and mesh.are_all_axes_auto:
+            declared = param_specs.on(mesh, updates)
+            auto_specs = (
+                None
+                if declared is None
+                else [
+                    part
+                    for axes, x, spec in matrices.rows(updates, declared)
+                    for part in _part_specs(axes, x.shape, spec, mesh)
+                ]
+            )
         qs = engine.polar_factors(parts, specs, auto_specs, options)
         return matrices.join(qs, like), state
 
     return optax.GradientTransformation(init, update)
-
-
-def _auto_specs(
-    param_specs: ParamSpecs,
-    matrices: Matrices,
-    updates: PyTree,
-    given_mesh: Mesh | AbstractMesh | None,
-) -> list[PartitionSpec] | None:
-    """The shardings of all matrices on Auto axes; None if they are unknown."""
-    mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), given_mesh)
-    if mesh is None or not mesh.are_all_axes_auto:
-        return None
-    specs = param_specs.on(mesh, updates)
-    if specs is None:
-        return None
-    return [
-        part
-        for axes, x, spec in matrices.rows(updates, specs)
-        for part in _part_specs(axes, x.shape, spec, mesh)
-    ]
 
 
 @functools.lru_cache(maxsize=4096)
