@@ -11,20 +11,16 @@ from orscale_jax.audit.plans import (
     StepCost as StepCost,
 )
 from orscale_jax.audit.rows import ParameterRow as ParameterRow, Total as Total
-from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
-from orscale_jax.newton_schulz.polar_express import (
+from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )
+from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
 from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers as BlockDimensionNumbers,
 )
 from orscale_jax.parameters.path_rules import by_path as by_path
 from orscale_jax.parameters.per_head import PerHead as PerHead
 from orscale_jax.sharding.state_shardings import state_shardings as state_shardings
-from orscale_jax.transforms.attention import (
-    AttentionHeads as AttentionHeads,
-    QueryKey as QueryKey,
-)
 from orscale_jax.transforms.master_weights import (
     MasterWeightsState as MasterWeightsState,
     keep_master_weights as keep_master_weights,
@@ -32,7 +28,12 @@ from orscale_jax.transforms.master_weights import (
 )
 from orscale_jax.transforms.momentum import Int8TraceState as Int8TraceState
 from orscale_jax.transforms.orthogonalize import orthogonalize as orthogonalize
-from orscale_jax.transforms.qk_clip import QKClipState as QKClipState, qk_clip as qk_clip
+from orscale_jax.transforms.qk_clip import (
+    AttentionHeads as AttentionHeads,
+    QKClipState as QKClipState,
+    QueryKey as QueryKey,
+    qk_clip as qk_clip,
+)
 from orscale_jax.transforms.relatives import (
     InitialNormState as InitialNormState,
     NeuronRMSState as NeuronRMSState,

@@ -27,8 +27,8 @@ from orscale_jax.sharding.param_shardings import ParamSpecs, initialized
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import name_and_shape, quoted
+from orscale_jax.trees.nodes import is_masked
 
 
 class Kept(NamedTuple):

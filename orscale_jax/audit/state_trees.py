@@ -13,8 +13,7 @@ from orscale_jax.transforms.relatives import InitialNormState
 from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import is_masked
-from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.nodes import is_masked, nodes_of
 
 Rule: TypeAlias = Literal["matrix", "adamw", "other", "stateless"]
 STATELESS: Rule = "stateless"

@@ -13,9 +13,8 @@ from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import is_masked, mask_like
 from orscale_jax.trees.names import distinct_names, name_and_shape, quoted
+from orscale_jax.trees.nodes import is_function, is_masked, mask_like
 
 OTHER = "other"
 

@@ -22,7 +22,7 @@ from orscale_jax.distributed.slow_links import (
 )
 from orscale_jax.distributed.stacks import StackKey, plan_stacks, stack, unstack
 from orscale_jax.newton_schulz.polar import NewtonSchulz
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding import typed_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _shardings(
     specs: Sequence[PartitionSpec],
     options: PolarOptions,
 ) -> _Shardings:
-    mesh = meshes.mesh_of(xs, options.mesh)
+    mesh = typed_sharding.mesh_of(xs, options.mesh)
     if mesh is None:
         return _Shardings(None, None, None, specs)
     if mesh.are_all_axes_explicit:

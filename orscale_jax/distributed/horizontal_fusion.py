@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from orscale_jax.distributed.lowering import GPUS
-from orscale_jax.sharding import meshes
+from orscale_jax.sharding import typed_sharding
 
 # A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result
 # whether it reduces along several axes at once or along one after the other.
@@ -37,7 +37,7 @@ def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large arrays, and arrays on a mesh, are left alone.
     """
-    if len(xs) < 2 or meshes.mesh_of(xs, None) is not None:
+    if len(xs) < 2 or typed_sharding.mesh_of(xs, None) is not None:
         return list(xs)
     on_gpus: dict[str, Any] = dict.fromkeys(GPUS, _slices_of_stacks)
     return jax.lax.platform_dependent(list(xs), **on_gpus, default=list)
@@ -63,7 +63,7 @@ def reduce_all(
     def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return _together(fn, arrays, axes)
 
-    if len(arrays) < 2 or meshes.mesh_of(arrays, None) is not None:
+    if len(arrays) < 2 or typed_sharding.mesh_of(arrays, None) is not None:
         return alone(arrays)
     on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
     return jax.lax.platform_dependent(list(arrays), **on_gpus, default=alone)

@@ -12,8 +12,8 @@ from orscale_jax.distributed.exchange import Exchange
 from orscale_jax.distributed.mesh_shape import MeshShape
 from orscale_jax.distributed.planner import plan_buckets
 from orscale_jax.distributed.platforms import Platform
-from orscale_jax.newton_schulz.preconditioning import may_transpose_squares
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.newton_schulz.arithmetic import may_transpose_squares
+from orscale_jax.sharding import typed_sharding
 
 
 def on_shards(
@@ -37,7 +37,7 @@ def on_shards(
     specs = tuple(specs)
     whole = list(map(sharded_array, packed, specs))
     # Along an axis that jax.vmap maps over, devices hold different matrices, not copies.
-    mapped = meshes.mapped_axes()
+    mapped = typed_sharding.mapped_axes()
     sizes = {name: size for name, size in mesh.shape.items() if name not in mapped}
     shape = MeshShape(sizes, {name: slices[name] for name in slices if name in sizes})
 

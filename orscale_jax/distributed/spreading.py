@@ -11,7 +11,7 @@ from orscale_jax.distributed.buckets import count_devices
 from orscale_jax.distributed.platforms import Platform
 from orscale_jax.distributed.stacks import StackKey, plan_stacks, stack, unstack
 from orscale_jax.newton_schulz.polar import newton_schulz
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding import typed_sharding
 
 
 def spread_out(
@@ -29,7 +29,7 @@ def spread_out(
     whole = [typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in normalized]
     single = [i for i, x in enumerate(whole) if x.ndim == 2]
     batches = [i for i, x in enumerate(whole) if x.ndim > 2]
-    mapped = meshes.mapped_axes()
+    mapped = typed_sharding.mapped_axes()
     axes = tuple(
         name
         for name in mesh.auto_axes

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orscale_jax.parameters import layer_names
-from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, keys_on, words
+from orscale_jax.trees.nodes import is_masked
 
 # The classes whose parameters are no matrices, whatever their shape.
 EMBEDDING_OR_HEAD = frozenset({"embedding", "head"})

@@ -12,8 +12,8 @@ import optax
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.classes_by_name import VECTORS, ClassesByName
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import leaves_and_masks
 from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on
+from orscale_jax.trees.nodes import leaves_and_masks
 
 _NO_MATRICES = (
     " Those marked with a class are no matrices, by their names: None for them, even if "

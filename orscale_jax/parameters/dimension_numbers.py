@@ -20,9 +20,8 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.blocks import LeafAxes, matrix_blocks
 from orscale_jax.parameters.default_rule import check_dtype, default_rule
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import is_masked, mask_like
 from orscale_jax.trees.names import name_and_shape, quoted
+from orscale_jax.trees.nodes import is_function, is_masked, mask_like
 
 
 @dataclasses.dataclass(frozen=True)

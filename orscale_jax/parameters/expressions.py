@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
 
 from orscale_jax import _checks
-from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, dotted, names_on
+from orscale_jax.trees.nodes import is_masked
 
 Value = TypeVar("Value")
 ByExpression: TypeAlias = (  # A mapping's type has to name that of its keys exactly.

@@ -15,8 +15,8 @@ from orscale_jax.parameters.dimension_numbers import DimensionNumbers
 from orscale_jax.parameters.expressions import ByExpression, Expressions
 from orscale_jax.parameters.per_head import PerHead
 from orscale_jax.parameters.projections import KINDS, Kind, Misfit, Projection
-from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import Path, names_on, quoted
+from orscale_jax.trees.nodes import is_masked
 
 HeadRule: TypeAlias = bool | int | PerHead
 PerHeadRules: TypeAlias = HeadRule | ByExpression[HeadRule]

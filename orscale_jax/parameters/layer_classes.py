@@ -9,8 +9,8 @@ from orscale_jax.parameters.classes_by_name import ClassesByName
 from orscale_jax.parameters.dimension_numbers import refuse_step_count
 from orscale_jax.parameters.expressions import ByExpression, Expressions
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import leaves_and_masks
 from orscale_jax.trees.names import names_on
+from orscale_jax.trees.nodes import leaves_and_masks
 
 ClassRules: TypeAlias = ByExpression[str]
 

@@ -21,9 +21,8 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.expressions import ByExpression, Expressions
 from orscale_jax.parameters.head_rules import HeadRules, PerHeadRules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import is_masked, leaves_and_masks, mask_like
 from orscale_jax.trees.names import Path, keys_on, listed, name_and_shape, names_on
+from orscale_jax.trees.nodes import is_function, is_masked, leaves_and_masks, mask_like
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = ByExpression[Rule]

@@ -11,10 +11,8 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.parameters.expressions import Expressions
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import leaves_and_masks, mask_like
 from orscale_jax.trees.names import names_on, quoted
-from orscale_jax.trees.watch import Watch
+from orscale_jax.trees.nodes import Watch, is_function, leaves_and_masks, mask_like
 
 RateMultipliers: TypeAlias = (
     PyTree

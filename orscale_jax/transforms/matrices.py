@@ -31,10 +31,10 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, box_like, rebox, unbox
-from orscale_jax.trees.states import require_state
-from orscale_jax.trees.updates import (
+from orscale_jax.trees.checks import (
     require_fitting,
     require_shapes,
+    require_state,
     where_gradients_are,
 )
 

@@ -1,11 +1,9 @@
 """The stage that replaces every matrix by its polar factor."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -14,12 +12,11 @@ from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.slow_links import SlowAxes
-from orscale_jax.newton_schulz import preconditioning
-from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
+from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
@@ -98,32 +95,14 @@ def polar_options(
     slow_axes: SlowAxes | None = None,
 ) -> PolarOptions:
     """Arguments of :func:`orthogonalize`, checked."""
-    _checks.count("ns_steps", ns_steps)
-    _checks.dtype("ns_dtype", ns_dtype)
-    preconditioning.check("ns_preconditioning", ns_preconditioning)
+    settings = NewtonSchulz.of(
+        ns_steps, ns_coeffs, ns_dtype, ns_preconditioning, prefix="ns_"
+    )
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
     _checks.slow_axes("slow_axes", slow_axes)
-    table = coefficient_table(ns_coeffs, ns_steps, prefix="ns_")
-    dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
-    if isinstance(ns_steps, jax.core.Tracer) or not isinstance(table, np.ndarray):
-        settings = NewtonSchulz(ns_steps, table, ns_preconditioning, dtype)
-    else:
-        rows = tuple(map(tuple, table.tolist()))
-        settings = _static_settings(int(ns_steps), rows, ns_preconditioning, dtype)
     return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
-
-
-@functools.lru_cache
-def _static_settings(
-    steps: int,
-    rows: tuple[tuple[float, ...], ...],
-    preconditioning: str,
-    dtype: np.dtype[Any] | None,
-) -> NewtonSchulz:
-    """Equal settings are one object: an optimizer made anew finds its program again."""
-    return NewtonSchulz(steps, np.array(rows), preconditioning, dtype)
 
 
 def orthogonalize_stage(
@@ -147,7 +126,7 @@ def orthogonalize_stage(
         else:
             specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
         # On Auto axes types have no shardings: the declared ones, if there are any.
-        mesh = meshes.mesh_of(jax.tree.leaves(updates), options.mesh)
+        mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), options.mesh)
         auto_specs = None
         if mesh is not None and mesh.are_all_axes_auto:
             declared = param_specs.on(mesh, updates)

@@ -20,8 +20,8 @@ from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.transforms.matrices import Matrices, Stage, broadcast, compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.checks import require_params
 from orscale_jax.trees.names import quoted
-from orscale_jax.trees.updates import require_params
 
 FULL_RANK, KEPT = NORMS = ("full_rank", "kept")
 NEURONS, INPUTS = VECTORS = ("neurons", "inputs")

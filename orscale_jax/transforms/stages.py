@@ -24,10 +24,8 @@ from orscale_jax.parameters.rate_multipliers import (
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, compute_dtype, on_matrices
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import is_masked, mask_like
 from orscale_jax.trees.names import name_and_shape
-from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.nodes import is_function, is_masked, mask_like, nodes_of
 
 SPECTRAL, SHAPE_SCALING, UNIT_RMS_NORM = "spectral", "shape_scaling", "unit_rms_norm"
 

@@ -30,8 +30,8 @@ from orscale_jax.transforms.stages import (
     require_booleans,
 )
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.updates import require_params
+from orscale_jax.trees.checks import require_params
+from orscale_jax.trees.nodes import mask_like
 
 #: The rules that set c.
 ANCHORS = FIRST, FULL_RANK, LARGEST = ("first", "full_rank", "largest")

@@ -6,14 +6,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.transforms.attention import (
+from orscale_jax.transforms.matrices import compute_dtype
+from orscale_jax.transforms.qk_clip import (
     Attentions,
     Place,
     check_attentions,
     find_attentions,
     named_leaves,
 )
-from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 
 

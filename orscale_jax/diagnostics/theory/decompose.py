@@ -10,7 +10,7 @@ from orscale_jax import _checks
 from orscale_jax.diagnostics.per_matrix import classes_of, vectors
 from orscale_jax.diagnostics.readouts.reading import Reading
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.nodes import mask_like
 
 
 class Decomposition(NamedTuple):

@@ -21,7 +21,7 @@ from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.stages import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import mask_like
+from orscale_jax.trees.nodes import mask_like
 
 
 class Verdict(NamedTuple):
