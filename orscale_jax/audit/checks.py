@@ -9,7 +9,7 @@ import numpy as np
 
 from orscale_jax.audit.rows import ParameterRow
 from orscale_jax.parameters import layer_names
-from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.classes_by_name import (
     EMBEDDING_OR_HEAD,
     VECTORS,
@@ -43,7 +43,7 @@ class Checks(NamedTuple):
     """
 
     shapes: Mapping[Any, tuple[int, ...]]
-    axes: Mapping[Any, LeafAxes]
+    axes: Mapping[Any, MatrixAxes]
     vocabularies: Mapping[int, str]
     below: Mapping[Path, list[Any]]
 
@@ -51,7 +51,7 @@ class Checks(NamedTuple):
     def of(
         cls,
         leaf_of: Mapping[Any, Any],
-        axes_of: Mapping[Any, LeafAxes],
+        axes_of: Mapping[Any, MatrixAxes],
         class_of: Mapping[Any, str],
     ) -> "Checks":
         """Collect shapes, axes and embeddings of a tree, by path."""
@@ -69,7 +69,7 @@ class Checks(NamedTuple):
         return cls(shapes, axes_of, vocabularies, below)
 
     def reasons(
-        self, path: Any, row: ParameterRow, axes: LeafAxes | None, layer: str
+        self, path: Any, row: ParameterRow, axes: MatrixAxes | None, layer: str
     ) -> tuple[str, ...]:
         """The reasons why a leaf that is taken for matrices may be something else.
 
@@ -82,7 +82,7 @@ class Checks(NamedTuple):
         return () if axes is None else tuple(self._reasons(path, row, axes, layer))
 
     def _reasons(
-        self, path: Any, row: ParameterRow, axes: LeafAxes, layer: str
+        self, path: Any, row: ParameterRow, axes: MatrixAxes, layer: str
     ) -> Iterator[str]:
         keys, name = keys_on(path), _in_words(path)
         unknown = layer == "other"
@@ -114,12 +114,12 @@ class Checks(NamedTuple):
         if 1 in row.batch_shape:
             yield "batch of one"
 
-    def _is_split(self, path: Any, axes: LeafAxes) -> bool:
+    def _is_split(self, path: Any, axes: MatrixAxes) -> bool:
         """Whether blocks or a batch axis divide a fused projection into its parts.
 
         A batch axis that all neighbours have as well is one of layers or experts.
         """
-        if axes.within is not axes:
+        if axes.sizes:
             return True
         shape, beside = self.shapes[path], list(self._beside(path))
 
@@ -148,10 +148,9 @@ class Checks(NamedTuple):
                 yield other
 
 
-def _stacked(axes: LeafAxes) -> tuple[int, ...]:
+def _stacked(axes: MatrixAxes) -> tuple[int, ...]:
     """The batch axes of a leaf: blocks lie side by side within a matrix of it."""
-    whole = axes.whole if isinstance(axes, MatrixBlocks) else axes
-    return whole.batch
+    return axes.batch
 
 
 def _is_vocabulary(path: Any, shape: tuple[int, ...]) -> bool:

@@ -1,7 +1,7 @@
 """Which parameters are matrices, along which axes, and by which rule.
 
 ==================  ==================================================================
-axes, blocks        the matrices in a leaf: conversion in both directions
+axes                the matrices in a leaf: conversion in both directions
 dimension_numbers   dimension numbers to axes, for a whole tree
 default_rule        the rule for parameters without dimension numbers
 expressions         regular expressions over paths; the first that matches decides

@@ -1,8 +1,7 @@
 """Dimension numbers: which leaves of a tree are matrices, and along which axes.
 
 Only this module resolves dimension numbers. Everything else handles
-:class:`~orscale_jax.parameters.axes.MatrixAxes` and
-:class:`~orscale_jax.parameters.blocks.MatrixBlocks`.
+:class:`~orscale_jax.parameters.axes.MatrixAxes`.
 """
 
 import dataclasses
@@ -17,7 +16,6 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.blocks import LeafAxes, matrix_blocks
 from orscale_jax.parameters.default_rule import check_dtype, default_rule
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, quoted
@@ -86,9 +84,9 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
       tree: Arrays, abstract arrays, or any pytree of them, in boxes or not.
 
     Returns:
-      A tree without boxes, with :class:`MatrixAxes` or :class:`MatrixBlocks` for each
-      leaf of matrices and :class:`optax.MaskedNode` for every other leaf, as in the
-      groups of :func:`optax.partition`.
+      A tree without boxes, with :class:`MatrixAxes` for each leaf of matrices and
+      :class:`optax.MaskedNode` for every other leaf, as in the groups of
+      :func:`optax.partition`.
 
     Raises:
       ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
@@ -134,7 +132,7 @@ def require_matrices(
 
 def is_axes_leaf(node: Any) -> bool:
     """Whether ``node`` stands for one leaf in a tree of :func:`matrix_axes`."""
-    return isinstance(node, LeafAxes | optax.MaskedNode)
+    return isinstance(node, MatrixAxes | optax.MaskedNode)
 
 
 def is_resolvable(node: Any) -> bool:
@@ -183,14 +181,14 @@ def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
     def resolve(path: Any, leaf: jax.Array) -> Any:
         if numbers is None or is_masked(numbers):
             return optax.MaskedNode()
-        if isinstance(numbers, LeafAxes):
+        if isinstance(numbers, MatrixAxes):
             return numbers
         return explicit_axes(prefix + path, leaf, numbers)
 
     return jax.tree.map_with_path(resolve, subtree)
 
 
-def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> LeafAxes:
+def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> MatrixAxes:
     """The axes that ``numbers`` name for one leaf, if they fit it."""
     rank = np.ndim(leaf)
     rows, columns = (
@@ -208,11 +206,11 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Leaf
     check_dtype(path, leaf)
     rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
-    whole = MatrixAxes(batch, rows, columns)
-    if isinstance(numbers, BlockDimensionNumbers):
-        axis = int(numbers.block_axis) % rank
-        return matrix_blocks(whole, axis, block_sizes(numbers.blocks, leaf.shape[axis]))
-    return whole
+    if not isinstance(numbers, BlockDimensionNumbers):
+        return MatrixAxes(batch, rows, columns)
+    axis = int(numbers.block_axis) % rank
+    sizes = block_sizes(numbers.blocks, leaf.shape[axis])
+    return MatrixAxes(batch, rows, columns, axis, sizes)
 
 
 def _misfit(rows: tuple[int, ...], columns: tuple[int, ...], rank: int) -> str | None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.anchors import not_one
 from orscale_jax.transforms.trust_ratio import MEASURED
 from orscale_jax.trees.boxes import PyTree
@@ -46,7 +46,7 @@ def around(
     return optax.GradientTransformation(init, update)
 
 
-def over_root_of_size(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+def over_root_of_size(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
     """Matrices whose Frobenius norms are the root mean squares of the given ones."""
     size = jnp.asarray(axes.by_shape(operator.mul, leaf), leaf.dtype)
     return leaf / jnp.sqrt(size)

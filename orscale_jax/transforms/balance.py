@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.boundary import Stage
 from orscale_jax.transforms.matrices import Matrices, broadcast
 from orscale_jax.trees.boxes import PyTree
@@ -63,7 +63,7 @@ def _rectangular(matrices: Matrices, tree: PyTree) -> Matrices:
     return dataclasses.replace(matrices, axes=axes)
 
 
-def _normalize(axes: LeafAxes, x: jax.Array) -> jax.Array:
+def _normalize(axes: MatrixAxes, x: jax.Array) -> jax.Array:
     """Vectors of the longer side, divided by their norms, whose squares may overflow."""
     largest = axes.reduce(largest_magnitude, x)
     x = x / broadcast(axes, jnp.where(largest == 0, 1, largest), x)
@@ -71,7 +71,7 @@ def _normalize(axes: LeafAxes, x: jax.Array) -> jax.Array:
 
 
 def _divide(
-    axes: LeafAxes, x: jax.Array, by: jax.Array, *, exponent: ArrayLike
+    axes: MatrixAxes, x: jax.Array, by: jax.Array, *, exponent: ArrayLike
 ) -> jax.Array:
     """Vectors of x's longer side, divided by powers of the squared norms of others."""
     # Of (m, n), n is the longer side where m < n.

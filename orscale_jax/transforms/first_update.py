@@ -9,7 +9,7 @@ import optax
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.dtypes import compute_dtype
@@ -136,7 +136,7 @@ def with_moving(
 def moving_matrices(matrices: Matrices, updates: PyTree) -> PyTree:
     """Whether each matrix has an update, also one that is not finite."""
 
-    def at(_: LeafAxes, largest: jax.Array) -> jax.Array:
+    def at(_: MatrixAxes, largest: jax.Array) -> jax.Array:
         wide = largest.astype(compute_dtype(largest))
         # Some platforms flush subnormal numbers to zero, some only where they round.
         return ~(wide < jnp.finfo(wide.dtype).tiny)

@@ -9,7 +9,7 @@ import optax
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import on_matrices
 from orscale_jax.transforms.dtypes import compute_dtype
@@ -113,11 +113,11 @@ def initial_norm_stage(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _norms(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+def _norms(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
     return axes.norms(leaf.astype(compute_dtype(leaf)))
 
 
-def _to_norm(axes: LeafAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
+def _to_norm(axes: MatrixAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
     """The matrices of a leaf scaled to given norms; zeros stay zeros."""
     wide = leaf.astype(compute_dtype((leaf, norm)))
     found = axes.norms(wide)
@@ -127,7 +127,7 @@ def _to_norm(axes: LeafAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
 
 
 def _change(
-    axes: LeafAxes, step: jax.Array, weight: jax.Array, norm: jax.Array
+    axes: MatrixAxes, step: jax.Array, weight: jax.Array, norm: jax.Array
 ) -> jax.Array:
     """The change of W to the norm R in the direction of W + step."""
     dtype = compute_dtype((step, weight))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 
 #: Entries that share a scale, along one axis.
@@ -27,15 +27,15 @@ LARGEST = 127
 SMALLEST = 2.0**-119
 
 
-def block_axis(axes: LeafAxes, shape: tuple[int, ...]) -> int:
+def block_axis(axes: MatrixAxes, shape: tuple[int, ...]) -> int:
     """The axis of a leaf of matrices along which its blocks lie.
 
     The longest axis of the matrices; the leaf's last axis, whose entries are neighbours
     in memory, only if all others are shorter than a block. Never an axis along which
     matrices lie side by side, so that no block has entries of two matrices.
     """
-    if isinstance(axes, MatrixBlocks):
-        inside = [axis for axis in axes.whole.matrix if axis != axes.axis]
+    if axes.sizes:
+        inside = [axis for axis in axes.matrix if axis != axes.block_axis]
     else:
         inside = list(axes.matrix)
 

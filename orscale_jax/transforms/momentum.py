@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms import int8_blocks
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, box_like, unbox
@@ -108,7 +108,7 @@ def _int8_trace(
         return Int8TraceState(codes, _initial_scales(matrices, codes))
 
     def step(
-        axes: LeafAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
+        axes: MatrixAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         # In the shape of blocks, so that XLA for TPUs fuses all of it.
         axis = int8_blocks.block_axis(axes, update.shape)
@@ -139,7 +139,7 @@ def _initial_scales(matrices: Matrices, codes: PyTree) -> PyTree:
     if type(codes).__name__ == "_ParamsPlaceholder":
         return jnp.ones(())
 
-    def scales(axes: LeafAxes, node: PyTree) -> PyTree:
+    def scales(axes: MatrixAxes, node: PyTree) -> PyTree:
         array = unbox(node)
         axis = int8_blocks.block_axis(axes, array.shape)
         return box_like(int8_blocks.scales_of_zeros(array, axis), node, tuple)

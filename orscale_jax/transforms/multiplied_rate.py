@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
 from orscale_jax.parameters.rate_multipliers import (
     NAME,
@@ -87,7 +87,7 @@ def multipliers_of(
 def _require_fitting(multipliers: PyTree, params: PyTree, matrices: Matrices) -> None:
     """Refuse arrays that do not have the lengths of the first batch axes."""
 
-    def check(path: Any, axes: LeafAxes | Any, leaf: Any, value: ArrayLike) -> None:
+    def check(path: Any, axes: MatrixAxes | Any, leaf: Any, value: ArrayLike) -> None:
         shape = np.shape(value)
         free = np.shape(leaf)[: _first_batch_axes(axes, np.ndim(leaf))]
         if shape != free[: len(shape)]:
@@ -102,15 +102,15 @@ def _require_fitting(multipliers: PyTree, params: PyTree, matrices: Matrices) ->
     jax.tree.map_with_path(check, *arguments, is_leaf=is_axes_leaf)
 
 
-def _first_batch_axes(axes: LeafAxes | Any, rank: int) -> int:
+def _first_batch_axes(axes: MatrixAxes | Any, rank: int) -> int:
     """How many of the first axes may have multipliers of their own."""
     if is_masked(axes):  # AdamW's.
         return rank
-    batch = (axes.whole if isinstance(axes, MatrixBlocks) else axes).batch
+    batch = axes.batch
     return next((i for i, axis in enumerate(batch) if axis != i), len(batch))
 
 
-def _entries(axes: LeafAxes, leaf: jax.Array, value: ArrayLike) -> jax.Array:
+def _entries(axes: MatrixAxes, leaf: jax.Array, value: ArrayLike) -> jax.Array:
     """The multiplier of each matrix of a leaf."""
     shape = axes.batch_shape(leaf)
     # A copy: a step to which the state is donated must not delete the user's array.

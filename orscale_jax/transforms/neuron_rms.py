@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import Stage, on_matrices
 from orscale_jax.transforms.dtypes import compute_dtype
@@ -86,11 +86,11 @@ def neuron_rms_stage(b2: ArrayLike, eps: ArrayLike, norm: str) -> Stage:
     _checks.number("eps", eps, at_least=0)
     _checks.choice("norm", norm, NORMS)
 
-    def average(axes: LeafAxes, before: jax.Array, now: jax.Array) -> jax.Array:
+    def average(axes: MatrixAxes, before: jax.Array, now: jax.Array) -> jax.Array:
         decay = jnp.asarray(b2, before.dtype)
         return decay * before + (1 - decay) * now.astype(before.dtype)
 
-    def scale(axes: LeafAxes, q: jax.Array, now: jax.Array, v: jax.Array) -> jax.Array:
+    def scale(axes: MatrixAxes, q: jax.Array, now: jax.Array, v: jax.Array) -> jax.Array:
         wide, entries = q.astype(v.dtype), axes.of_neurons
         # No division by zero where both a neuron and eps are zero.
         root = jnp.sqrt(jnp.where(v == 0, 1, v))
@@ -121,7 +121,7 @@ def neuron_rms_stage(b2: ArrayLike, eps: ArrayLike, norm: str) -> Stage:
     return stage
 
 
-def _mean_squares(axes: LeafAxes, q: jax.Array) -> jax.Array:
+def _mean_squares(axes: MatrixAxes, q: jax.Array) -> jax.Array:
     """The mean square of every neuron."""
     return axes.neurons.reduce(_mean, jnp.square(q.astype(compute_dtype(q))))
 

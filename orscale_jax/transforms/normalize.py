@@ -8,7 +8,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import Stage, on_matrices
 from orscale_jax.transforms.dtypes import compute_dtype
@@ -77,7 +77,7 @@ def normalize_stage(order: Sequence[str], eps: ArrayLike) -> Stage:
         _checks.choice("order", vectors, VECTORS)
     _checks.number("eps", eps, at_least=0)
 
-    def normalize(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+    def normalize(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         x = leaf.astype(dtype)
         for vectors in order:

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.boundary import on_matrices
@@ -101,7 +101,7 @@ def pooled_ratio_stage(
     """:func:`pool_trust_ratios` for given matrices and checked bounds."""
     ratio = optax.with_extra_args_support(ratio)
 
-    def clip(_: LeafAxes, raw: jax.Array, mean: jax.Array) -> jax.Array:
+    def clip(_: MatrixAxes, raw: jax.Array, mean: jax.Array) -> jax.Array:
         clipped = jnp.clip(mean, r_min, r_max).astype(raw.dtype)
         return jnp.where(jnp.isfinite(raw), clipped, raw)
 
@@ -133,7 +133,7 @@ def pooled_ratio_stage(
 
 
 def _counts(
-    _: LeafAxes, c: jax.Array, raw: jax.Array, norm: jax.Array, moving: jax.Array
+    _: MatrixAxes, c: jax.Array, raw: jax.Array, norm: jax.Array, moving: jax.Array
 ) -> jax.Array:
     """Whether the ratio of a matrix was measured, of the batch shape."""
     directed = typed_sharding.shard_like(moving, c).astype(bool)

@@ -11,7 +11,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.boundary import Stage, on_matrices
 from orscale_jax.transforms.dtypes import compute_dtype
@@ -133,7 +133,7 @@ def scale_by_shape(
 def shape_stage(scale: Scale) -> Stage:
     """:func:`scale_by_shape` for given matrices."""
 
-    def scaled(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+    def scaled(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         factor = jnp.asarray(axes.by_shape(scale.without_rms, leaf), dtype)
         if scale.rms is not None:

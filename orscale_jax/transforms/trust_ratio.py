@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import anchors
@@ -328,10 +328,10 @@ def _norms(
 ) -> PyTree:
     """The norms of each leaf, in the dtype in which it is computed."""
 
-    def widened(_: LeafAxes, leaf: jax.Array, other: jax.Array) -> jax.Array:
+    def widened(_: MatrixAxes, leaf: jax.Array, other: jax.Array) -> jax.Array:
         return leaf.astype(compute_dtype((leaf, other)))
 
-    def placed(_: LeafAxes, entries: jax.Array, like: jax.Array) -> jax.Array:
+    def placed(_: MatrixAxes, entries: jax.Array, like: jax.Array) -> jax.Array:
         return typed_sharding.shard_like(entries, like)
 
     c = state.calibration
@@ -354,7 +354,7 @@ def _norms(
 
 def _full_rank_norm(
     scale: Scale,
-    axes: LeafAxes,
+    axes: MatrixAxes,
     weight_norm: jax.Array,
     decay: jax.Array,
     leaf: jax.Array,
@@ -382,7 +382,7 @@ def _decay_of_leaves(
 
 
 def times_ratio(
-    axes: LeafAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
+    axes: MatrixAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
 ) -> jax.Array:
     """The directions of a leaf times the ratios of its matrices."""
     d = direction.astype(compute_dtype((direction, weight)))
@@ -391,7 +391,7 @@ def times_ratio(
 
 def _entries(
     ratio: TrustRatio,
-    _: LeafAxes,
+    _: MatrixAxes,
     own: anchors.Norms,
     norms: anchors.Norms,
     before: anchors.Anchored,
