@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orscale_jax.audit.rows import ParameterRow
-from orscale_jax.parameters import layer_names
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.classes_by_name import (
+from orscale_jax.parameters.heads import DIVIDED
+from orscale_jax.parameters.layer_classes import (
     EMBEDDING_OR_HEAD,
     VECTORS,
+    is_embedding_or_head,
     module_and_array,
 )
-from orscale_jax.parameters.projections import KINDS
 from orscale_jax.trees.names import Path, dotted, keys_on, without_names, words
 
 _FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
@@ -107,7 +107,7 @@ class Checks(NamedTuple):
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
         expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
-        if layer in KINDS and np.prod(row.batch_shape) > 1:
+        if layer in DIVIDED and np.prod(row.batch_shape) > 1:
             expected |= {layer}  # The heads, which are longer than they are wide.
         if longer >= _THIN and layer not in expected and not _LORA.search(name):
             yield f"{longer} times as long"
@@ -159,7 +159,7 @@ def _is_vocabulary(path: Any, shape: tuple[int, ...]) -> bool:
     return (
         len(shape) == 2
         and shape[0] != shape[1]
-        and (layer_names.is_embedding_or_head(module[-1]) or module[-1] == "shared")
+        and (is_embedding_or_head(module[-1]) or module[-1] == "shared")
         and not _NO_VOCABULARY.search(_in_words(path))
     )
 

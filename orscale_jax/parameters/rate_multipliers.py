@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.expressions import Expressions
+from orscale_jax.parameters import expressions
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import names_on, quoted
 from orscale_jax.trees.nodes import Watch, is_function, leaves_and_masks, mask_like
@@ -35,16 +35,6 @@ _FORMS = (
 resolved: Watch[PyTree] = Watch("multipliers of learning rates")
 
 
-class _Rules(Expressions[ArrayLike]):
-    """Multipliers by path."""
-
-    kind = "positive numbers"
-
-    @staticmethod
-    def checked(name: str, value: Any) -> ArrayLike:
-        return _multiplier(name, value)
-
-
 def check(given: RateMultipliers) -> None:
     """Refuse values that are not positive finite numbers, as far as they are known.
 
@@ -54,7 +44,7 @@ def check(given: RateMultipliers) -> None:
     if given is None or _is_function(given):
         return
     if _is_sequence_of_rules(given):
-        _Rules.compile(given, NAME, NAME)
+        _compiled(given)
     elif _is_mapping_of_values(given):
         for key, value in given.items():
             if value is not None:  # In a tree, where the parameters have None, too.
@@ -142,9 +132,12 @@ def _is_prefix(given: PyTree, tree: PyTree) -> bool:
     return True
 
 
+def _compiled(rules: Any) -> expressions.Pairs[ArrayLike]:
+    return expressions.compiled(rules, NAME, "positive numbers", _multiplier)
+
+
 def _by_path(rules: Any, tree: PyTree) -> PyTree:
-    compiled = _Rules.compile(rules, NAME, NAME)
-    found = compiled.values(leaves_and_masks(tree))
+    found = expressions.values(_compiled(rules), leaves_and_masks(tree), NAME)
     return jax.tree.map_with_path(lambda path, _: found.get(names_on(path), 1.0), tree)
 
 
