@@ -63,26 +63,10 @@ def dimension_numbers(
     ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``.
     Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
     axes take AdamW; names on the path and modules of Equinox are treated as in
-    :func:`orscale_jax.equinox.dimension_numbers`.
+    :func:`orscale_jax.equinox.dimension_numbers`, whose arguments and errors it has.
 
-    Args:
-      model: The model, or a tree of modules; may be abstract.
-      overrides: Rules as in :func:`orscale_jax.by_path`, for arrays with all their axes.
-        They take precedence over everything else, and match the paths of the named
-        arrays.
-      rules: Rules as in :func:`orscale_jax.equinox.dimension_numbers`, with a
-        :class:`NamedWeight` for each attribute that is a named array.
-      head_size: See :func:`orscale_jax.by_path`.
-
-    Returns:
-      A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
-      to their tree of :class:`optax.contrib.MuonDimensionNumbers`,
-      :class:`orscale_jax.BlockDimensionNumbers` (for some modules of Equinox) and None,
-      each in place of a named array, as ``weight_dimension_numbers`` takes it.
-
-    Raises:
-      ValueError: If a type does not determine the axes of a parameter (one error lists
-        all of them), and in the cases of :func:`orscale_jax.by_path`.
+    Dimension numbers stand in place of a named array, expressions of ``overrides`` match
+    the paths of named arrays, and ``rules`` may return a :class:`NamedWeight` for each.
 
     Example:
       >>> import equinox as eqx, haliax as hax, jax

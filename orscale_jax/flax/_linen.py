@@ -131,7 +131,9 @@ def linen_dimension_numbers(
         rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, str] = {(): type(module).__name__}
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
-    with linen.intercept_methods(interceptor), _its_own_jit_cache():
+    # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
+    own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
+    with linen.intercept_methods(interceptor), own_cache:
         traced = _abstract_params(module, rngs, args, method, kwargs)
     # Without our boxes: they are pytree nodes, and a module may name parameters by path.
     params = _abstract_params(module, rngs, args, method, kwargs)
@@ -140,10 +142,14 @@ def linen_dimension_numbers(
         path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
         for path, leaf in _paths.by_path(params).items()
     }
-    by_type = {
-        path: _numbers(path, np.shape(leaf), boxes.get(path), owners)
-        for path, leaf in leaves.items()
-    }
+    by_type: dict[Path, Numbers] = {}
+    for path, leaf in leaves.items():
+        shape, box = np.shape(leaf), boxes.get(path)
+        if isinstance(box, _Traced):
+            by_type[path] = module_types.located(box.declared, box.axes, shape)
+        else:
+            owner, _ = module_types.owner_of(path, owners)
+            by_type[path] = module_types.undeclared(owner, shape)
     numbers = module_types.resolved(leaves, by_type, overrides, head_size)
     return jax.tree.map_with_path(
         lambda entries, _: numbers[names_on(entries)],
@@ -152,44 +158,28 @@ def linen_dimension_numbers(
     )
 
 
-def _numbers(
-    path: Path, shape: tuple[int, ...], box: Any, owners: Mapping[Path, str]
-) -> Numbers:
-    if isinstance(box, _Traced):
-        return module_types.located(box.declared, box.axes, shape)
-    owner, _ = module_types.owner_of(path, owners)
-    return module_types.undeclared(owner, shape)
-
-
-def _its_own_jit_cache() -> Any:
-    """Keep our boxes out of nn.jit's cache, and its earlier results out of this trace."""
-    return set_xla_metadata(orscale_jax=str(next(_CALLS)))
-
-
 def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., Any]:
     """Make an interceptor that boxes each parameter after a method of its module."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         result = call(*args, **kwargs)
         module = context.module
-        if module.scope is not None and module.is_mutable_collection("params"):
-            # Where two modules share a scope, the outer one returns last, and owns it.
-            owners[tuple(module.path)] = type(module).__name__
-            _box(module, module_types.declarations(module, rules))
+        if module.scope is None or not module.is_mutable_collection("params"):
+            return result
+        # Where two modules share a scope, the outer one returns last, and owns it.
+        owners[tuple(module.path)] = type(module).__name__
+        declared = module_types.declarations(module, rules)
+        for name, value in module.variables.get("params", {}).items():
+            if isinstance(value, Mapping | _Traced):
+                continue
+            rank = np.ndim(meta.unbox(value))
+            # Any other parameter may belong to an outer module that shares this scope.
+            if name in declared or rank < 2:
+                box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
+                module.put_variable("params", name, box)
         return result
 
     return intercept
-
-
-def _box(module: linen.Module, declared: Mapping[str, Declared]) -> None:
-    for name, value in module.variables.get("params", {}).items():
-        if isinstance(value, Mapping | _Traced):
-            continue
-        rank = np.ndim(meta.unbox(value))
-        # Any other parameter may belong to an outer module that shares this scope.
-        if name in declared or rank < 2:
-            box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
-            module.put_variable("params", name, box)
 
 
 def _abstract_params(

@@ -1,7 +1,6 @@
 """Dimension numbers from the types of an NNX model's modules."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import ModuleRules
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path
 
 # Containers declare nothing: the module that owns them knows what their parameters are.
 _CONTAINERS = (nnx.List, nnx.Dict)
@@ -87,19 +87,30 @@ def nnx_dimension_numbers(
     rules = {**NNX_RULES, **(rules or {})}
     params = _paths.by_path(nnx.state(model, nnx.Param))
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
-    stacked = {
-        path: _stacked_axes(param, partition_names) for path, param in params.items()
-    }
-    _check_partition_names(stacked, partition_names)
+    # The axes that count modules, by their names in the variables' annotations.
+    stacked: dict[Path, dict[str, int]] = {}
+    for path, param in params.items():
+        own = param.get_metadata(nnx.PARTITION_NAME, None)
+        wanted = {*partition_names, *([] if own is None else [own])}
+        annotation = param.get_metadata("out_sharding", None) or ()
+        layout = getattr(annotation, "sharding", annotation)  # Of a Format.
+        names = getattr(layout, "spec", layout)  # Of a NamedSharding.
+        stacked[path] = {name: axis for axis, name in enumerate(names) if name in wanted}
+    for name in partition_names:
+        if not any(name in axes for axes in stacked.values()):
+            raise ValueError(
+                f"{name!r} in partition_names is in no variable's annotation: annotate "
+                "the parameters, and give the transformation transform_metadata="
+                f"{{nnx.PARTITION_NAME: {name!r}}}."
+            )
     modules = {
         tuple(map(str, path)): module
         for path, module in nnx.iter_modules(model)
         if not (path and isinstance(module, _CONTAINERS))
     }
-    owners = {(): model, **modules}
     by_type = {
         path: module_types.numbers_by_owner(
-            path, np.shape(leaf), owners, rules, stacked[path].values()
+            path, np.shape(leaf), {(): model, **modules}, rules, stacked[path].values()
         )
         for path, leaf in leaves.items()
     }
@@ -107,28 +118,3 @@ def nnx_dimension_numbers(
     return module_types.look_up(
         numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"
     )
-
-
-def _stacked_axes(
-    param: nnx.Variable[Any], partition_names: Collection[str]
-) -> dict[str, int]:
-    """The axes that count modules, by their names in the variable's annotation."""
-    own = param.get_metadata(nnx.PARTITION_NAME, None)
-    wanted = {*partition_names, *([] if own is None else [own])}
-    annotation = param.get_metadata("out_sharding", None) or ()
-    layout = getattr(annotation, "sharding", annotation)  # Of a Format.
-    names = getattr(layout, "spec", layout)  # Of a NamedSharding.
-    return {name: axis for axis, name in enumerate(names) if name in wanted}
-
-
-def _check_partition_names(
-    stacked: Mapping[Any, Mapping[str, int]], partition_names: Collection[str]
-) -> None:
-    names = {name for axes in stacked.values() for name in axes}
-    for name in partition_names:
-        if name not in names:
-            raise ValueError(
-                f"{name!r} in partition_names is in no variable's annotation: annotate "
-                "the parameters, and give the transformation transform_metadata="
-                f"{{nnx.PARTITION_NAME: {name!r}}}."
-            )
