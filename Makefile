@@ -54,7 +54,7 @@ test-optimized: $(VENV)/.has-examples,test ## Run the quick numeric tests with a
 	XLA_FLAGS= $(PYTEST) -m "$(QUICK)" $(NUMERIC_TESTS) $(ARGS)
 
 # Of the versions that pyproject.toml promises, the oldest, on what touches them.
-OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.6
+OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.7
 OLDEST_TESTS := tests/test_optimizers.py tests/test_checkpoints.py tests/transforms/test_stages.py \
 	tests/trees tests/sharding/test_param_shardings.py tests/flax/test_annotations.py
 

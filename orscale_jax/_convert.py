@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.checks import Entry, array_type, entries

@@ -9,7 +9,7 @@ from orscale_jax.distributed.platforms import PLATFORMS, Limits
 from orscale_jax.newton_schulz.coefficients import coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.param_shardings import ParamSpecs
-from orscale_jax.transforms.boundary import on_matrices
+from orscale_jax.transforms.matrices import on_matrices
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage
 
 

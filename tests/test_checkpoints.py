@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.study import controls
 from orscale_jax import (
-    ablations,
     family,
     muon,
     orscale,
@@ -37,8 +37,8 @@ OPTIMIZERS = {
     "orscale": ORSCALE,
     "vision": build(**VISION),
     "muon": build(muon),
-    "momentum_denominator": build(ablations.momentum_denominator),
-    "bfloat16_calibration": build(ablations.bfloat16_calibration),
+    "momentum_denominator": build(controls.momentum_denominator),
+    "bfloat16_calibration": build(controls.bfloat16_calibration),
     "bfloat16_momentum": build(mu_dtype=jnp.bfloat16),
     "int8_momentum": build(mu_dtype="int8"),
     "schedule": build(rate=optax.linear_schedule(1e-2, 0.0, STEPS)),
@@ -51,8 +51,8 @@ OPTIMIZERS = {
     ),
     "normuon": build(family.normuon),
     "largest": build(anchor="largest", anchor_steps=3),
-    "pooled": build(family.pooled),
-    "replayed": build(family.replayed, trust_ratio=[0.5, 2.0, 1.5]),
+    "pooled": build(controls.pooled),
+    "replayed": build(controls.replayed, trust_ratio=[0.5, 2.0, 1.5]),
 }
 # Their states are built like those of the others.
 SLOW = {
@@ -245,8 +245,8 @@ def test_hyperparameters_in_c_are_anchored_again_on_request(arguments, tmp_path)
     "other, words",
     [
         (build(muon), "structures do not match"),
-        (build(ablations.decoupled_weight_decay), "Structure mismatch.*calibration"),
-        (build(ablations.momentum_denominator), "Structure mismatch.*calibration|do not"),
+        (build(controls.decoupled_weight_decay), "Structure mismatch.*calibration"),
+        (build(controls.momentum_denominator), "Structure mismatch.*calibration|do not"),
         (build(rate=lambda _: 1e-2), "Structure mismatch.*count"),
         (build(weight_decay=lambda _: 0.1), "Structure mismatch.*count"),
         (

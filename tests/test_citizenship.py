@@ -74,7 +74,6 @@ for build in OPTIMIZERS.values():
     build(schedule, weight_decay=schedule, weight_dimension_numbers=NUMBERS)
     optax.inject_hyperparams(build, static_args=("weight_decay",))(0.1)
 orscale_jax.keep_master_weights(orscale_jax.orscale(0.1))
-orscale_jax.add_cautious_decayed_weights(schedule)
 jax.config.update("jax_num_cpu_devices", 2)  # It is refused where a backend runs.
 """
     # Without -W error: to import Haliax gives warnings.

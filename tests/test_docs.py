@@ -57,7 +57,7 @@ def test_links_lead_somewhere(name):
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-MODULES = ("", ".ablations", ".diagnostics", ".equinox", ".family", ".flax", ".haliax")
+MODULES = ("", ".diagnostics", ".equinox", ".family", ".flax", ".haliax")
 DIRECTIVE = re.compile(
     r"^\.\. (?:auto|py:)?(?P<kind>currentmodule|module|function|class|data):: "
     r"(?P<name>[\w.]+).*(?:\n   :members: (?P<members>.*(?:\n {6}.*)*))?",

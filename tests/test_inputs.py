@@ -14,18 +14,17 @@ from flax import nnx, serialization
 from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.study import controls
 from orscale_jax import (
     BlockDimensionNumbers,
     by_path,
     convert_state,
     family,
     from_first_nonzero_update,
-    keep_initial_norm,
     muon,
     orscale,
     orthogonalize,
     scale_by_calibrated_trust_ratio,
-    scale_by_neuron_rms,
     scale_by_shape,
 )
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
@@ -801,7 +800,7 @@ def test_a_part_of_a_model(masked, form):
     leaves = jax.tree.broadcast(labels, params)
 
     def updates(labels):
-        ours = family.pooled(RATE, **FORMS[form])
+        ours = controls.pooled(RATE, **FORMS[form])
         optimizer = optax.partition({"ours": ours, "sgd": optax.sgd(RATE)}, labels)
         state = optimizer.init(params)
         if form == "trees" and len(masked) == 2:
@@ -972,8 +971,8 @@ def test_one_state_array_per_matrix_in_a_chain_of_stages():
     stages = {
         "ratio": scale_by_calibrated_trust_ratio,
         "started": functools.partial(from_first_nonzero_update, optax.identity()),
-        "norm": functools.partial(keep_initial_norm, optax.identity()),
-        "neurons": functools.partial(scale_by_neuron_rms, 0.9, 1e-8),
+        "norm": functools.partial(family.hyperball, RATE),
+        "neurons": functools.partial(family.normuon, RATE),
     }
     old, new = (tree(0, shapes={"stack": (n, 4, 5)}) for n in (1, 3))
     for stage in stages.values():

@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import _algorithm, convert_state, family, muon, orscale, state_shardings
+from examples.study import controls
+from orscale_jax import convert_state, family, muon, orscale, state_shardings
 from orscale_jax.diagnostics import read
-from orscale_jax.transforms import multiplied_rate
 from tests import leaves
 from tests.runs import ABLATIONS, FAMILY, Oracles, readout, run
 from tests.small import NUMBERS, tree
@@ -69,7 +69,7 @@ def test_each_parameter_is_as_at_its_own_rate(name, rate):
 
 @pytest.mark.extended
 def test_pooled_by_its_first_update():
-    steps = [build(family.pooled, 1e-2, given) for given in (RULES, None)]
+    steps = [build(controls.pooled, 1e-2, given) for given in (RULES, None)]
     found, plain = (opt.update(tree(1), opt.init(tree(0)), tree(0))[0] for opt in steps)
     np.testing.assert_array_equal(found["w"], 0.5 * plain["w"])
     np.testing.assert_array_equal(
@@ -108,18 +108,9 @@ def test_adamw_has_its_own_rate_and_the_multiplier():
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("make", [orscale, muon, family.hyperball])
-def test_without_it_nothing_of_it_runs(make, monkeypatch):
-    """State and program are those of an optimizer that knows no multipliers."""
-
-    def fail(*_):
-        raise AssertionError("called without learning_rate_multipliers")
-
-    for name in ("multiplied", "multiplied_for_matrices"):
-        monkeypatch.setattr(_algorithm, name, fail)
-    monkeypatch.setattr(multiplied_rate, "_require_fitting", fail)
+def test_without_it_the_state_has_nothing_of_it(make):
     state = build(make, SCHEDULE, None).init(tree(0))
     assert not optax.tree.get_all_with_path(state, "learning_rate_multiplier")
-    monkeypatch.undo()
     ones = build(make, SCHEDULE, {}).init(tree(0))
     extra = readout(ones, "learning_rate_multiplier")
     assert sorted(map(np.shape, jax.tree.leaves(extra))) == [(), (3,)]

@@ -24,7 +24,7 @@ import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
 from orscale_jax import diagnostics, family, muon, orscale
-from tests.runs import ABLATIONS, DEPRECATED, RELATIVES
+from tests.runs import ABLATIONS, FAMILY, RELATIVES
 from tests.test_docs import public_names
 
 PARAMS = {"a": (8, 16), "b": (16, 8), "bias": (8,)}
@@ -136,13 +136,8 @@ def test_a_step(name, after_a_step, guard):
 
 ARGUMENTS = {  # Of stages that take matrices alone.
     "from_first_nonzero_update": [optax.identity()],
-    "keep_initial_norm": [optax.sgd(0.1)],
-    "normalize_vectors": [],
     "orthogonalize": [],
-    "pool_trust_ratios": [orscale_jax.scale_by_calibrated_trust_ratio()],
     "scale_by_calibrated_trust_ratio": [],
-    "scale_by_neuron_rms": [],
-    "scale_by_recorded_trust_ratio": [[1.0, 1.5]],
     "scale_by_shape": [],
 }
 
@@ -156,11 +151,10 @@ NUMBER, COUNT = jnp.float32(0.5), jnp.int32(2)
 BUILT = {  # Built and traced; the steps above are made of many of them.
     **{name: functools.partial(optimizer, 1e-3) for name, optimizer in ABLATIONS.items()},
     **{name: functools.partial(of_matrices, name) for name in ARGUMENTS},
-    "add_cautious_decayed_weights": lambda: orscale_jax.add_cautious_decayed_weights(0.1),
     "numbers on the device": lambda: orscale(
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),
-    "replayed": lambda: family.replayed(1e-3, trust_ratio=1.5),
+    **{n: functools.partial(FAMILY[n], 1e-3) for n in ("pooled", "replayed")},
     "keep_master_weights": lambda: orscale_jax.keep_master_weights(orscale(1e-3)),
 }
 
@@ -273,10 +267,9 @@ def test_what_a_loop_writes(after_a_step, tmp_path, guard):
     record(after_a_step, tmp_path)
 
 
-@pytest.mark.parametrize("module", ["", ".diagnostics", ".family", ".ablations"])
+@pytest.mark.parametrize("module", ["", ".diagnostics", ".family"])
 def test_every_public_function_is_here(module):
-    others = {"ablations", "family", *DEPRECATED}
-    tested = others.union(STEPS, BUILT, IN_JIT, ON_THE_HOST)
+    tested = {"family"}.union(STEPS, BUILT, IN_JIT, ON_THE_HOST)
     assert {*public_functions("orscale_jax" + module)} - tested == set()
 
 

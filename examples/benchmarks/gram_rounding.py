@@ -24,7 +24,7 @@ import numpy as np
 import scipy.linalg
 
 from examples.benchmarks import polar_margins
-from orscale_jax.newton_schulz import coefficients, polar_express, restarts
+from orscale_jax.newton_schulz import coefficients, restarts
 
 UNITS = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 SHAPES = ((2048, 8192), (2048, 11008), (7168, 2048))
@@ -86,8 +86,8 @@ def highest_lower_end() -> float:
     """
     ends = 1e-3, 1.0
     for _ in range(2):
-        row = polar_express.optimal_quintic(*ends)
-        lower = float(polar_express.evaluate(row, ends[0]))
+        row = coefficients.optimal_quintic(*ends)
+        lower = float(coefficients.evaluate(row, ends[0]))
         ends = lower, 2 - lower
     gain_times_u = restarts._MAX_OVERSHOOT / (0.5 * UNITS["float16"])
     return gain_times_u * ends[0] / ends[1]
@@ -105,8 +105,8 @@ def bound_lines() -> Iterator[str]:
     yield "| " + " | ".join(heads) + " |"
     yield "|--:|---|---|---|--:|"
     for bound in BOUNDS:
-        rows = polar_express.polar_express_coefficients(bound)
-        rows[0] = polar_express.divide_argument(rows[0], 1.02)
+        rows = coefficients.polar_express_coefficients(bound)
+        rows[0] = coefficients.divide_argument(rows[0], 1.02)
         before = restarts.restart_steps(coefficients.rows_of(rows, 5), UNITS["float16"])
         spans = ["[{:.3f}, {:.3f}]".format(*span(rows, x)) for x in (1e-3, bound)]
         margin = 100 * polar_margins.margin(rows, 5)
@@ -147,7 +147,7 @@ def matrices(m: int, n: int) -> np.ndarray:
 
 def compose(rows: np.ndarray, x: np.ndarray) -> np.ndarray:
     for row in rows:
-        x = polar_express.evaluate(row, x)
+        x = coefficients.evaluate(row, x)
     return x
 
 
@@ -197,7 +197,7 @@ def iterate(
     x: np.ndarray, rows: np.ndarray, before: Sequence[int], dtype: str
 ) -> np.ndarray:
     power = power_of_two(x, dtype)
-    rows = np.vstack([polar_express.divide_argument(rows[0], power), rows[1:]])
+    rows = np.vstack([coefficients.divide_argument(rows[0], power), rows[1:]])
     x = rounded(power * x, dtype)
     for i, j in itertools.pairwise((0, *before, len(rows))):
         x = segment(x, rows[i:j], dtype)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from orscale_jax.newton_schulz import coefficients
-from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
+from orscale_jax.newton_schulz.coefficients import polar_express_coefficients
 
 BOUND = 10.0  # Beyond it every table explodes.
 ERRORS = ("products", "roundings", "result")

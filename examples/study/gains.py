@@ -25,7 +25,7 @@ from examples.study.search import Rates
 from examples.study.workloads import SEEDS, WORKLOADS
 from orscale_jax import diagnostics
 from orscale_jax.diagnostics.theory.curvature import shape_scale
-from orscale_jax.transforms.shape import Scale
+from orscale_jax.transforms.stages import Scale
 
 PyTree = Any
 BATCHES = 16

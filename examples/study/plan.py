@@ -19,7 +19,7 @@ from examples.study.results import (
     sort_results,
 )
 from examples.study.runs import Trainer
-from examples.study.search import Rates, Search, best_point
+from examples.study.search import Rates, Search, Settings, best_point
 from examples.study.workloads import KNOWN_WORKLOADS, Workload
 
 
@@ -77,7 +77,7 @@ class Runs:
         self._done = {(r.rates, r.seed): r for r in found if r.arm == arm}
         self.new = 0
 
-    def result(self, rates: Rates, seed: int) -> Result:
+    def result(self, rates: Rates | Settings, seed: int) -> Result:
         """What is written down of a run; without that, it is done first."""
         if (rates, seed) not in self._done:
             if not self.train:
@@ -90,11 +90,11 @@ class Runs:
             self.new += 1
         return self._done[rates, seed]
 
-    def mean_loss(self, rates: Rates, seeds: tuple[int, ...]) -> float:
+    def mean_loss(self, rates: Rates | Settings, seeds: tuple[int, ...]) -> float:
         """The mean of the final losses of some seeds."""
         return float(np.mean([*self.losses(rates, seeds).values()]))
 
-    def losses(self, rates: Rates, seeds: tuple[int, ...]) -> dict[int, float]:
+    def losses(self, rates: Rates | Settings, seeds: tuple[int, ...]) -> dict[int, float]:
         """The final validation loss of each seed, in nats."""
         return {seed: self.result(rates, seed).loss for seed in seeds}
 
@@ -103,7 +103,7 @@ class Runs:
         point = best_point(search, lambda point: self.mean_loss(first.at(point), seeds))
         return first.at(point)
 
-    def _factors(self, rates: Rates, seed: int) -> np.ndarray | None:
+    def _factors(self, rates: Rates | Settings, seed: int) -> np.ndarray | None:
         """Those that the arm replays: the mean ratios of another's run."""
         if self._replayed is None:
             return None

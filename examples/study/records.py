@@ -53,11 +53,12 @@ Records = Mapping[Cell, Record]
 
 def read_records(folder: pathlib.Path) -> Records:
     """The complete jobs; no run is done."""
-    found = {Cell(job.workload, job.arm): _read(job, folder) for job in JOBS}
+    found = {Cell(job.workload, job.arm): read_record(job, folder) for job in JOBS}
     return {cell: record for cell, record in found.items() if record is not None}
 
 
-def _read(job: Job, folder: pathlib.Path) -> Record | None:
+def read_record(job: Job, folder: pathlib.Path) -> Record | None:
+    """A job whose runs are all there, or nothing; no run is done."""
     runs = runs_of(job, folder, train=False)
     searched: dict[Point, tuple[Result, ...]] = {}
 

@@ -21,10 +21,11 @@ from examples.pretrain.errors import UsageError
 from examples.study.arms import ABLATIONS, ARMS, KNOWN
 from examples.study.plan import Runs, find_workload, prepare, table_of
 from examples.study.results import inherited_rate, read_results
-from examples.study.search import Rates
+from examples.study.search import Rates, Settings
 from examples.study.workloads import SENSITIVITY, WORKLOADS
 
 Job = tuple[str, tuple[str, ...]]  # A workload and arms, in their order.
+Asked = tuple[Rates | Settings, int]  # Learning rates and a seed.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ def jobs_of(options: Options) -> list[Job]:
     ]
 
 
-def cells_of(tables: pathlib.Path, workload: str, arm: str) -> list[tuple[Rates, int]]:
+def cells_of(tables: pathlib.Path, workload: str, arm: str) -> list[Asked]:
     """The learning rates and seeds of an arm's runs in the tables."""
     rows = [r for r in read_results(table_of(tables, workload)) if r.arm == arm]
     if KNOWN[arm].shared:

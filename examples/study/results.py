@@ -13,7 +13,7 @@ from examples.pretrain.errors import UsageError
 from examples.pretrain.operation.records import read_csv
 from examples.pretrain.operation.rundir import write_atomically
 from examples.study.runs import Run
-from examples.study.search import Rates
+from examples.study.search import Rates, Settings
 
 # The mean ratio is written down after the first step and every fifth one since.
 UNIFORM_EVERY = 5
@@ -37,6 +37,7 @@ class Result:
       class_ratio: As in `Run`.
       adam_rate: The peak learning rate of AdamW's parameters. Nothing in the tables of
         the first study: `Arm.shared` tells it.
+      decay: The weight decay. Nothing: that of the workload.
     """
 
     arm: str
@@ -51,14 +52,20 @@ class Result:
     uniform: tuple[float, ...]
     class_ratio: dict[str, float]
     adam_rate: float | None = None
+    decay: float | None = None
 
     @property
-    def rates(self) -> Rates:
-        """Both peak learning rates."""
-        return Rates(self.rate, self.rate if self.adam_rate is None else self.adam_rate)
+    def rates(self) -> Rates | Settings:
+        """Both peak learning rates, and the decay where it is not the workload's."""
+        adam = self.rate if self.adam_rate is None else self.adam_rate
+        if self.decay is not None:
+            return Settings(self.rate, adam, self.decay)
+        return Rates(self.rate, adam)
 
 
-def make_result(arm: str, rates: Rates, seed: int, run: Run, guess: float) -> Result:
+def make_result(
+    arm: str, rates: Rates | Settings, seed: int, run: Run, guess: float
+) -> Result:
     """The row of a run.
 
     Args:
@@ -83,6 +90,7 @@ def make_result(arm: str, rates: Rates, seed: int, run: Run, guess: float) -> Re
         tuple(_digits(ratio) for ratio in run.uniform[::UNIFORM_EVERY]),
         {name: _digits(ratio) for name, ratio in run.class_ratio.items()},
         rates.adam,
+        rates.decay if isinstance(rates, Settings) else None,
     )
 
 
@@ -156,7 +164,8 @@ def _digits(value: float) -> float:
 def _row(result: Result) -> list[Any]:
     row = {name: getattr(result, name) for name in _FIELDS}
     row["rate"] = f"{result.rate:.6g}"
-    row["adam_rate"] = "" if result.adam_rate is None else f"{result.adam_rate:.6g}"
+    for name in ("adam_rate", "decay"):
+        row[name] = "" if row[name] is None else f"{row[name]:.6g}"
     row["diverged"] = int(result.diverged)
     for name in ("spread", "at_bound"):
         row[name] = "" if math.isnan(row[name]) else row[name]
@@ -174,7 +183,7 @@ def _lines(rows: list[list[Any]]) -> str:
 
 def _parse(row: dict[str, str]) -> Result:
     pairs = [pair.split("=") for pair in row["class_ratio"].split(";") if pair]
-    adam_rate = row.get("adam_rate")
+    adam_rate, decay = row.get("adam_rate"), row.get("decay")
     return Result(
         arm=row["arm"],
         rate=float(row["rate"]),
@@ -188,4 +197,5 @@ def _parse(row: dict[str, str]) -> Result:
         spread=float(row["spread"] or "nan"),
         at_bound=float(row["at_bound"] or "nan"),
         adam_rate=float(adam_rate) if adam_rate else None,
+        decay=float(decay) if decay else None,
     )

@@ -21,7 +21,7 @@ from examples.pretrain.setup import Setup, State, learning_rates, set_up, split
 from examples.pretrain.step import make_train_step
 from examples.pretrain.task import Data
 from examples.study.arms import Arm
-from examples.study.search import Rates
+from examples.study.search import Rates, Settings
 from examples.study.workloads import Workload
 from orscale_jax import diagnostics
 
@@ -61,11 +61,13 @@ class Trainer:
     workload: Workload
     arm: Arm
 
-    def train(self, rates: Rates, seed: int, factors: np.ndarray | None = None) -> Run:
+    def train(
+        self, rates: Rates | Settings, seed: int, factors: np.ndarray | None = None
+    ) -> Run:
         """Trains to the end.
 
         Args:
-          rates: The peak learning rates.
+          rates: The peak learning rates, and the weight decay if not the workload's.
           seed: Of the initial weights and the order of the data.
           factors: Of the matrices' learning rates at every step, for a replay.
         """
@@ -84,12 +86,13 @@ class Trainer:
         return Run(losses, growth, **_over_steps(jax.device_get(readings[1:])))
 
     def states(
-        self, rates: Rates, seed: int, factors: np.ndarray | None = None
+        self, rates: Rates | Settings, seed: int, factors: np.ndarray | None = None
     ) -> Iterator[tuple[int, State, dict[str, Any]]]:
         """The state before the first step and after each one; the next one takes it."""
         recipe = self.setup.recipe
         factors = np.ones(recipe.num_steps) if factors is None else factors
-        arguments = [*map(jnp.float32, rates), jnp.asarray(factors, jnp.float32)]
+        arguments = [*map(jnp.float32, rates[:2]), jnp.asarray(factors, jnp.float32)]
+        arguments += map(jnp.float32, rates[2:])
         with in_effect(self.setup.mesh):
             state = self.initial_state(seed)
             yield 0, state, {}
@@ -153,7 +156,9 @@ class Trainer:
 
     @functools.cached_property
     def step(self) -> Callable[..., tuple[State, dict[str, Any]]]:
-        """A step, compiled: of state, batch, both rates and the factors of all steps."""
+        """A step, compiled: of state, batch, both rates, the factors of all steps, and
+        the weight decay if it is not the recipe's.
+        """
         setup = self.setup
         shape = learning_rates(dataclasses.replace(setup.recipe, learning_rate=1.0))
 
@@ -163,6 +168,7 @@ class Trainer:
             rate: jax.Array,
             adam_rate: jax.Array,
             factors: jax.Array,
+            decay: jax.Array | None = None,
         ) -> tuple[State, dict[str, Any]]:
             def schedule(count: jax.Array) -> jax.Array:
                 return rate * factors[count] * shape(count)
@@ -172,6 +178,8 @@ class Trainer:
 
             optimizer = find_optimizer(self.arm.optimizer)
             arguments = optimizer_arguments(setup.recipe)
+            if decay is not None:
+                arguments["weight_decay"] = decay
             if optimizer.has_matrices:
                 arguments["weight_dimension_numbers"] = setup.weight_dimension_numbers
                 arguments["adam_learning_rate"] = adam_schedule

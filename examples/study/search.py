@@ -31,6 +31,19 @@ class Rates(NamedTuple):
         return Rates(*(float(f"{rate * 2 ** (i / 2):.6g}") for rate, i in pairs))
 
 
+class Settings(NamedTuple):
+    """What a search of three looks for: both peak rates, and the weight decay of all."""
+
+    matrix: float
+    adam: float
+    decay: float
+
+    def at(self, quarters: Iterable[int]) -> "Settings":
+        """Those some quarters of an octave away, with six digits, as tables have them."""
+        pairs = zip(self, quarters, strict=True)
+        return Settings(*(float(f"{value * 2 ** (i / 4):.6g}") for value, i in pairs))
+
+
 def square(length: int) -> frozenset[Point]:
     """The eight neighbours of the origin at a distance, diagonal ones too."""
     steps = (-length, 0, length)

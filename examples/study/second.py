@@ -11,7 +11,14 @@ from examples.study.arms import KNOWN
 from examples.study.plan import Runs, find_workload
 from examples.study.search import Rates, Search, cross
 from examples.study.study import kind_of
-from examples.study.workloads import FIRST_RATES, LADDER, LONG, SMALL_INIT, Workload
+from examples.study.workloads import (
+    FIRST_BATCH,
+    FIRST_RATES,
+    LADDER,
+    LONG,
+    SMALL_INIT,
+    Workload,
+)
 
 FOLDER = pathlib.Path("docs/data/two_rates")
 REFERENCE = "muon_moonlight"
@@ -101,6 +108,10 @@ def _jobs() -> Iterator[Job]:
 
 
 JOBS = tuple(dict.fromkeys(_jobs()))
+# Asked for once the results were known, at the rates that the searches had found.
+POST_HOC = tuple(
+    Job(name, arm, NONE, ()) for name in FIRST_BATCH for arm in (REFERENCE, "orscale")
+)
 
 
 def job_of(workload: str, arm: str) -> Job:

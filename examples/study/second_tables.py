@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from examples.study import contrasts
 from examples.study.arms import KNOWN
 from examples.study.optima import Optima
 from examples.study.questions import (
@@ -23,9 +24,9 @@ from examples.study.second import JOBS, REFERENCE, TEXTS
 from examples.study.selection import selection
 from examples.study.statistics import (
     Comparison,
-    Interval,
     correlation,
     endpoint,
+    in_words,
     interval,
 )
 from examples.study.tables import markdown
@@ -92,11 +93,6 @@ def _cells(found: Comparison | None) -> list[str]:
     if found is None:
         return [MISSING, ""]
     return [in_words(found.average), f"{found.lower} : {found.higher}"]
-
-
-def in_words(found: Interval) -> str:
-    """A mean and its interval, in nats."""
-    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found)
 
 
 def text(found: Found) -> str:
@@ -180,7 +176,13 @@ def lowest(found: Found) -> str:
         at = _rates(found, name, best)
         tried = str(len(losses))
         rows.append([f"`{name}`", KNOWN[best].label, at, "; ".join(level) or "–", tried])
-    heading = ["workload", "lowest", "rates", "level with it, in order", "tried"]
+    heading = [
+        "workload",
+        "lowest",
+        "rates",
+        "no significant difference, in order",
+        "tried",
+    ]
     return markdown(heading, rows, left=4)
 
 
@@ -309,7 +311,9 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "neurons": neurons,
     "list": the_list,
     "reported": reported,
+    "contrasts": lambda found: contrasts.contrasts(found.records),
     "ladder": ladder,
+    "first_batch": lambda found: contrasts.first_batch(found.records),
     "others": others,
     "lowest": lowest,
     "arms": arms,

@@ -11,8 +11,8 @@ from scipy import stats
 CONFIDENCE = 0.95
 VALLEY = 1.02  # Of the best loss.
 
-HOLDS, FAILS, OPEN = "holds", "fails", "cannot be told at this size"
-BETTER, AS_GOOD, WORSE, NOT_TOLD = "better", "as good as", "worse", "cannot be told"
+HOLDS, FAILS, OPEN = "holds", "fails", "inconclusive"
+BETTER, AS_GOOD, WORSE, NOT_TOLD = "better", "as good as", "worse", "inconclusive"
 WORSE_WITHIN = "worse by less than the margin"
 
 
@@ -41,6 +41,11 @@ def interval(values: Sequence[float]) -> Interval:
     factor = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
     error = float(factor * np.std(values, ddof=1) / math.sqrt(len(values)))
     return Interval(mean, mean - error, mean + error)
+
+
+def in_words(found: Interval) -> str:
+    """A mean and its interval, in nats."""
+    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found)
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:

@@ -16,6 +16,7 @@ from examples.study.study import (
     Cell,
     Column,
     Study,
+    kind_of,
     reference_of,
 )
 from examples.study.workloads import SMALL_INIT
@@ -81,6 +82,26 @@ def means(study: Study) -> str:
         rows.append(cells)
     heading = ["all workloads", "lower : higher", "text", "", "images", ""]
     return markdown(["", *heading], rows)
+
+
+def inherited(study: Study) -> str:
+    """OrScale at the inherited rate, by kind of data and scale of initial weights."""
+    rows = []
+    for title, kind, small in (
+        ("images", "images", None),
+        ("text, small initial weights", "text", True),
+        ("text, usual initial weights", "text", False),
+    ):
+        names = [
+            name
+            for name in study.workloads
+            if kind_of(name) == kind and small in (None, name.endswith(SMALL_INIT))
+        ]
+        cells = Cell("orscale", "inherited"), Cell(REFERENCE, "inherited")
+        found = compare([study.by_seed(name, *cells) for name in names])
+        sure = f"{found.lower} : {found.higher}"
+        rows.append([title, str(len(names)), _interval(found.average), sure])
+    return markdown(["", "workloads", "mean", "lower : higher"], rows)
 
 
 _APART = f"{REFERENCE}_apart"
@@ -274,6 +295,7 @@ def _interval(found: Interval) -> str:
 TABLES: dict[str, Table] = {
     "verdicts": verdicts,
     "summary": summary,
+    "inherited": inherited,
     "means": means,
     "unlucky": unlucky,
     "losses": losses,

@@ -153,6 +153,51 @@ SECOND: dict[str, Workload] = {
     )
 }
 
+# After the second protocol, two of its workloads with a first batch of eight times the
+# size: c is not set at so few tokens for an expert.
+FIRST_BATCH: dict[str, Workload] = {
+    f"{name}-first-batch-64": dataclasses.replace(
+        SECOND[name], name=f"{name}-first-batch-64", first_batch=64, rates_of=name
+    )
+    for name in ("experts-32", "like-16b")
+}
+
+# Of the third protocol: c is set at 128 sequences where it does not say otherwise, and
+# 800 windows validate, once.
+EXPERTS = (1, 4, 16, 32)
+INITS = ("", SMALL_INIT)
+
+
+def _rung(experts: int, init: str, few: bool) -> Workload:
+    """A rung of the ladder; ``few``: a first batch like the others, 8 sequences."""
+    name = f"ladder-{experts}{init}{'-first-batch-8' if few else ''}"
+    base = _mixture_of(experts)
+    config = _sized(base.config, val_every=300, val_batches=100)
+    scale, first = SMALL_SCALE if init else 1.0, None if few else 128
+    return Workload(name, config, scale, first)
+
+
+def _recorded(init: str, **values: Any) -> Workload:
+    """The small decoder with what runs of the paper's repository had."""
+    config = _sized(_DENSE, val_every=300, val_batches=100, **values)
+    ends = "".join(f"-{value}" for value in values.values())
+    scale = SMALL_SCALE if init else 1.0
+    return Workload(f"dense-small{init}-800-windows{ends}", config, scale, 128)
+
+
+THIRD: dict[str, Workload] = {
+    workload.name: workload
+    for workload in (
+        *(_rung(n, init, few=False) for n in EXPERTS for init in INITS),
+        *(_rung(n, init, few=True) for n in EXPERTS[1:] for init in INITS),
+        *(
+            _recorded(init, **values)
+            for init in INITS
+            for values in ({}, {"adam_b2": 0.999})
+        ),
+    )
+}
+
 # Their weights are bfloat16; activations, products and sums stay float32.
 BFLOAT16 = "-bfloat16"
 LOW_MEMORY: dict[str, Workload] = {
@@ -170,4 +215,6 @@ PER_HEAD: dict[str, Workload] = {
     )
     for name in ("dense-small", "dense-large", "mixture-small")
 }
-KNOWN_WORKLOADS = WORKLOADS | SENSITIVITY | SECOND | LOW_MEMORY | PER_HEAD
+KNOWN_WORKLOADS = (
+    WORKLOADS | SENSITIVITY | SECOND | FIRST_BATCH | THIRD | LOW_MEMORY | PER_HEAD
+)

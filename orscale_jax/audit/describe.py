@@ -34,9 +34,9 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamSpecs
-from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
-from orscale_jax.transforms.shape import SPECTRAL, Scale
+from orscale_jax.transforms.stages import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
 
@@ -118,7 +118,6 @@ def describe(
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
         ns_preconditioning=ns_preconditioning,
-        ns_products="xla",
         max_stack_bytes=max_stack_bytes,
         slow_axes=slow_axes,
     )

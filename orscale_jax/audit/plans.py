@@ -18,7 +18,7 @@ from orscale_jax.distributed.planner import median_flops
 from orscale_jax.distributed.platforms import Platform
 from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
-from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import compute_dtype
 
 _NAMES_WIDTH = 72  # Of the names shown for a stack, which are one at least.
 

@@ -2,7 +2,8 @@
 
 import math
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,14 +11,14 @@ import numpy as np
 
 from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.dtypes import compute_dtype
-from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.transforms.pooled_ratio import class_labels, is_label
+from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names, name_and_shape, quoted
-from orscale_jax.trees.nodes import is_function, is_masked
+from orscale_jax.trees.nodes import is_function, is_masked, mask_like
 
 OTHER = "other"
+
+Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
 
 def names_of(tree: PyTree) -> list[str]:
@@ -59,6 +60,39 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
     return jax.tree.leaves(
         jax.tree.map(lambda _, label: OTHER if label is None else label, tree, labels)
     )
+
+
+def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
+    """One label for each leaf of a tree: of the parameters, or of a part of them.
+
+    Args:
+      classes: A tree of strings like the tree (or None), a prefix of one, or a function
+        from the parameters to one. None: one label for all.
+      params: The parameters.
+      tree: The tree.
+    """
+    if classes is None or not jax.tree.leaves(tree):
+        # optax.tree.map_params passes a placeholder without leaves.
+        return jax.tree.map(lambda _: "", tree)
+    if is_function(classes, is_label):
+        classes = classes(params)
+    labels = mask_like(unbox(classes, is_label), tree, is_label)
+    for label in jax.tree.leaves(labels, is_leaf=is_label):
+        if not is_label(label):
+            _checks.refuse("classes", label, "pass a tree of strings")
+
+    try:
+        return jax.tree.broadcast(labels, tree, is_leaf=is_label)
+    except ValueError as error:
+        raise ValueError(
+            "classes must be a tree of the parameters' structure, or a prefix of it: "
+            f"{error}"
+        ) from error
+
+
+def is_label(node: Any) -> bool:
+    """Whether a node of a tree of labels is one, or None for none."""
+    return node is None or isinstance(node, str)
 
 
 def vector(leaves: list[Any]) -> jax.Array:

@@ -12,7 +12,7 @@ from orscale_jax.distributed.exchange import Exchange
 from orscale_jax.distributed.mesh_shape import MeshShape
 from orscale_jax.distributed.planner import plan_buckets
 from orscale_jax.distributed.platforms import Platform
-from orscale_jax.newton_schulz.preconditioning import may_transpose_squares
+from orscale_jax.newton_schulz.arithmetic import may_transpose_squares
 from orscale_jax.sharding import typed_sharding
 
 

@@ -1,6 +1,5 @@
-"""The stages of OrScale and its relatives, one per file, and wrappers around them.
+"""The stages of OrScale and its relatives, and wrappers around whole optimizers.
 
-====================  ================================================================
 momentum              G to M̃, with a state of floats or 8-bit integers; Adam's in float16
 int8_blocks           arrays as 8-bit integers and a scale for each block of them
 orthogonalize         M̃ to Q
@@ -22,6 +21,17 @@ boundary              the one place where boxes, dtypes and axes are resolved
 dtypes                the dtype of norms and ratios
 qk_clip               finds queries and keys, and rescales those of large logits
 ====================  ================================================================
+=======
+==================  ==================================================================
+matrices            the matrices of a tree; the boundary between users and stages
+momentum            G to M̃, with a state of floats or 8-bit integers; Adam's in float16
+orthogonalize       M̃ to Q
+stages              s, λW, the wait for a matrix's first update, the learning rates
+trust_ratio         multiplies D by the clipped, calibrated ratio; the rules that set c
+relatives           the stages of NorMuon, Muon+, Aurora, Hyperball, cautious decay
+master_weights      wraps any optimizer, for bfloat16 weights that lose no update
+qk_clip             finds queries and keys, and rescales those of large logits
+==================  ==================================================================
 
 Imports ``distributed``, ``newton_schulz``, ``parameters``, ``sharding``, ``trees`` and
 ``_checks``.

@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.checks import require_shapes
 from orscale_jax.trees.names import dotted

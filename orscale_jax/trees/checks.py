@@ -234,7 +234,7 @@ def _holds_params(
     def is_state(node: Any) -> bool:
         return hasattr(node, "_fields") and type(node) not in types
 
-    if not place or place[-1] in _STATES or is_state(node):
+    if node is None or not place or place[-1] in _STATES or is_state(node):
         return False
     return is_state(parent) or place[-1] in fields
 

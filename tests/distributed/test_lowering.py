@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
+from examples.study import controls
 from orscale_jax import (
-    ablations,
     muon,
     orscale,
     orthogonalize,
@@ -115,7 +115,7 @@ OTHERS = {
     "muon": muon,
     "traced steps": optax.inject_hyperparams(orscale),
     **RELATIVES,
-    "momentum_denominator": ablations.momentum_denominator,
+    "momentum_denominator": controls.momentum_denominator,
 }
 
 

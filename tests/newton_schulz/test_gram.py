@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import polar_factor
+from orscale_jax import polar_express_coefficients, polar_factor
 from orscale_jax.newton_schulz import (
     arithmetic as arithmetic_,
     polar,
-    preconditioning,
     restarts as restarts_,
 )
-from orscale_jax.newton_schulz.arithmetic import Arithmetic
+from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start, precondition
 from orscale_jax.newton_schulz.coefficients import PRESETS, rows_of as rows_at
-from orscale_jax.newton_schulz.gram import gram_newton_schulz
-from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
-from orscale_jax.newton_schulz.preconditioning import Start
+from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz
 from tests import oracle
 from tests.spectra import adversarial, hadamard_bases, random_bases, with_spectrum
 
@@ -122,11 +119,12 @@ def test_every_table_and_number_of_steps_in_float64(enable_x64, name, steps):
 def test_restarts_before_every_step_are_the_plain_iteration():
     x = np.random.default_rng(0).normal(size=(3, 24, 40))
     for dtype in ("float32", "bfloat16"):
-        arithmetic = Arithmetic(jnp.dtype(dtype))
+        settings = NewtonSchulz.of(5, "dion", dtype, "frobenius")
+        arithmetic = settings.arithmetic()
         normalized = x / np.linalg.norm(x, axis=(1, 2), keepdims=True)
-        start = preconditioning.start(jnp.asarray(normalized), "frobenius", arithmetic)
+        start = precondition(jnp.asarray(normalized), "frobenius", arithmetic)
         found = gram(start.x, "dion", 5, (1, 2, 3, 4), dtype)
-        plain = polar._newton_schulz(start, TABLES["dion"], 5, arithmetic)
+        plain = polar.in_a_loop(start, settings, arithmetic)
         np.testing.assert_allclose(found, plain, atol=16 * float(jnp.finfo(dtype).eps))
 
 
@@ -457,7 +455,7 @@ def test_interleaved_arrays_give_what_they_give_alone(dtype, hide_coefficients):
     shapes = (16, 40), (2, 40, 16), (3, 20, 24)
     xs = [rng.normal(size=shape) for shape in shapes]
     xs = [x / np.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in xs]
-    settings = polar.NewtonSchulz(4, TABLES["polar_express"], "frobenius", dtype)
+    settings = NewtonSchulz.of(4, "polar_express", dtype, "frobenius")
     hidden = dataclasses.replace(settings, hide_coefficients=hide_coefficients)
     inputs = [jnp.asarray(x, jnp.float32) for x in xs]
     found = polar.newton_schulz(inputs, hidden)

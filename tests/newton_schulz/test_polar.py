@@ -1,6 +1,5 @@
 """`polar_factor` against the SVD and the float64 oracle."""
 
-import functools
 import itertools
 import re
 
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
+from orscale_jax import describe, muon, orscale, polar_factor
 from orscale_jax.newton_schulz import coefficients
 from tests import oracle
 from tests.spectra import random_bases, with_spectrum
@@ -302,30 +301,3 @@ def test_more_steps_stay_in_a_band(preset):
 def test_bad_input_is_refused(x, arguments, words):
     with pytest.raises(ValueError, match=words):
         polar_factor(x, **arguments)
-
-
-def builders():
-    return orthogonalize, *(functools.partial(make, 1e-3) for make in (orscale, muon))
-
-
-@pytest.mark.parametrize("build", builders())
-def test_pallas_is_deprecated_and_changes_nothing(build):
-    x = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 12)), jnp.float32)}
-
-    def program(optimizer):
-        step = jax.jit(lambda x: optimizer.update(x, optimizer.init(x), x))
-        return step.lower(x).as_text()
-
-    message = "ns_products='pallas' has no effect"
-    with pytest.warns(DeprecationWarning, match=message) as warned:
-        found = program(build(ns_products="pallas"))
-    assert warned[0].filename == __file__
-    assert found == program(build(ns_products="xla")) == program(build())
-
-
-@pytest.mark.extended
-def test_other_products_are_refused():
-    for build in builders():
-        for bad in ("triton", None, True):
-            with pytest.raises(ValueError, match=r"^ns_products=.*'xla' or 'pallas'"):
-                build(ns_products=bad)

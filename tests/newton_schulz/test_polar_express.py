@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from orscale_jax.newton_schulz import coefficients, polar_express
-from orscale_jax.newton_schulz.polar_express import (
+from orscale_jax.newton_schulz import coefficients
+from orscale_jax.newton_schulz.coefficients import (
     optimal_quintic,
     polar_express_coefficients,
 )
@@ -222,4 +222,4 @@ def test_limits_of_the_arguments_give_finite_tables(lower_bound, safety_factor, 
 def test_numpy_scalars_are_accepted():
     rows = polar_express_coefficients(np.float32(0.25), np.int64(2))
     np.testing.assert_array_equal(rows, polar_express_coefficients(0.25, 2))
-    assert polar_express.evaluate(rows[0], 0.0) == 0
+    assert coefficients.evaluate(rows[0], 0.0) == 0

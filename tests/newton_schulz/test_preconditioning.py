@@ -16,10 +16,10 @@ from orscale_jax import (
     polar_express_coefficients,
     polar_factor,
 )
-from orscale_jax.newton_schulz import polar, preconditioning, restarts as restarts_
+from orscale_jax.newton_schulz import arithmetic as preconditioning, restarts as restarts_
 from orscale_jax.newton_schulz.arithmetic import Arithmetic
 from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of
-from orscale_jax.newton_schulz.gram import gram_newton_schulz
+from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz, in_a_loop
 from tests import oracle
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (12, 40), (40, 12), (3, 5, 8), (2, 2, 8, 3)]
@@ -60,7 +60,7 @@ def iterated(x, rows):
 def preconditioned(x, dtype=jnp.float32):
     arithmetic = Arithmetic(jnp.dtype(dtype))
     x = preconditioning.normalize(x, arithmetic)
-    return preconditioning.start(x, "aol", arithmetic)
+    return preconditioning.precondition(x, "aol", arithmetic)
 
 
 def gaussian(shape, seed=0):
@@ -130,7 +130,8 @@ def test_traced_steps_and_coefficients_equal_static_ones():
 def test_the_gram_form_equals_the_plain_one(shape, steps):
     start = preconditioned(gaussian(shape))
     rows = rows_of(TABLE, steps)
-    plain = polar._newton_schulz(start, TABLE, steps, FLOAT32)
+    settings = NewtonSchulz.of(steps, TABLE, jnp.float32, "aol")
+    plain = in_a_loop(start, settings, FLOAT32)
     for restarts in ((), tuple(range(1, steps)), restart_steps(TABLE, steps, 2**-24)):
         [q] = gram_newton_schulz([start], rows, (restarts,), (FLOAT32,))
         np.testing.assert_allclose(q, plain, atol=5e-5)

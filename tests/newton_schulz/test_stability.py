@@ -10,7 +10,7 @@ import pytest
 from examples.benchmarks import polar_margins, polar_quality
 from orscale_jax import polar_factor
 from orscale_jax.newton_schulz import coefficients
-from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
+from orscale_jax.newton_schulz.coefficients import polar_express_coefficients
 from tests import oracle
 from tests.spectra import hadamard_bases, random_bases
 

@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
+from examples.study import controls
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
-    ablations,
     by_path,
     describe,
     orscale,
@@ -57,7 +57,7 @@ APART = {name: Dims(-2, -1) for name in FUSED}
     "build",
     [
         orscale,
-        pytest.param(ablations.momentum_rms_denominator, marks=pytest.mark.slow),
+        pytest.param(controls.momentum_rms_denominator, marks=pytest.mark.slow),
         pytest.param(
             functools.partial(orscale, r_min=-np.inf, r_max=np.inf),
             marks=pytest.mark.slow,

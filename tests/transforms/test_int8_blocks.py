@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices
 from tests import leaves
 
@@ -126,7 +126,7 @@ def test_float64_is_rounded_to_the_same_scales(enable_x64):
 
 
 def blocks_of(name, shape, dims):
-    matrices = Matrices.only({name: dims}, {name: jnp.zeros(shape)})
+    matrices = Matrices.of({name: dims}, {name: jnp.zeros(shape)}, only=True)
     return int8_blocks.block_axis(matrices.of_leaves[0], shape)
 
 

@@ -20,7 +20,7 @@ from orscale_jax import (
     muon,
     orscale,
 )
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.momentum import momentum_stage
 from orscale_jax.trees.boxes import unbox
@@ -36,7 +36,7 @@ MATRICES = {name: leaves.DIMENSIONS[name] for name in leaves.KINDS}
 def stage(nesterov, dims=MATRICES, params=None):
     if params is None:
         params = gradients(0)
-    return momentum_stage(MU, nesterov, "int8", Matrices.only(dims, params))
+    return momentum_stage(MU, nesterov, "int8", Matrices.of(dims, params))
 
 
 def gradients(seed):

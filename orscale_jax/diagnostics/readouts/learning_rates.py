@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.transforms import trust_ratio
+from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, names_on
 from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
@@ -185,7 +185,9 @@ def _injected(tree: PyTree, labels: Labels = ()) -> Iterator[_Injected]:
     for inside, node in nodes_in_groups(tree, *_INJECTED, labels=labels):
         rate, inner = node.hyperparams.get("learning_rate"), node.inner_state
         if rate is not None:
-            yield _Injected(inside, rate, bool(nodes_of(inner, *trust_ratio.STATES)))
+            yield _Injected(
+                inside, rate, bool(nodes_of(inner, CalibratedTrustRatioState))
+            )
         yield from _injected(inner, inside)
 
 

@@ -13,9 +13,8 @@ from orscale_jax.diagnostics.per_matrix import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms import int8_blocks
-from orscale_jax.transforms.dtypes import compute_dtype
-from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms import momentum as int8_blocks
+from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape, names_on, quoted

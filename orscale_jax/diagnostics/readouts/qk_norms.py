@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.transforms.qk_clip import (
     Attentions,
     Place,

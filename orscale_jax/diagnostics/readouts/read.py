@@ -15,16 +15,11 @@ from orscale_jax.diagnostics.readouts.reading import Reading, with_matrices
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.dtypes import compute_dtype
-from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
-from orscale_jax.transforms.initial_norm import InitialNormState
 from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
-from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.transforms.multiplied_rate import RateMultiplierState
-from orscale_jax.transforms.trust_ratio import (
-    STATES,
-    CalibratedTrustRatioState,
-)
+from orscale_jax.transforms.matrices import Matrices, compute_dtype
+from orscale_jax.transforms.relatives import InitialNormState
+from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, RateMultiplierState
+from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
 from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
@@ -32,8 +27,12 @@ from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
 # Arrays of the leaves of matrices, by path.
 ByPath: TypeAlias = dict[Path, Any]
 
-# The fields of both that have one entry per matrix.
-_FIELDS = [name for name in CalibratedTrustRatioState._fields if name != "bounds"]
+# The fields with one entry per matrix that all states of the ratio have.
+_FIELDS = [
+    name
+    for name in CalibratedTrustRatioState._fields
+    if name not in ("anchor_count", "bounds")
+]
 
 
 def read(
@@ -140,7 +139,7 @@ def _refuse_without_matrices(state: PyTree) -> NoReturn:
 def _with_ratios(state: PyTree) -> dict[Path, tuple[Labels, dict[str, jax.Array]]]:
     """For each leaf with trust ratios: the labels around it, and its arrays by field."""
     found: dict[Path, tuple[Labels, dict[str, jax.Array]]] = {}
-    for labels, node in nodes_in_groups(state, *STATES):
+    for labels, node in nodes_in_groups(state, CalibratedTrustRatioState):
         fields = {name: _by_path([getattr(node, name)]) for name in _FIELDS}
         for path in fields["trust_ratio"]:
             at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}

@@ -20,7 +20,7 @@ from orscale_jax.diagnostics.theory.estimate import Statistics
 from orscale_jax.diagnostics.theory.jackknife import Estimate
 from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.diagnostics.theory.verdict import Verdict, verdict
-from orscale_jax.transforms.shape import SHAPE_SCALING, UNIT_RMS_NORM, Scale
+from orscale_jax.transforms.stages import SHAPE_SCALING, UNIT_RMS_NORM, Scale
 
 MAX_STEPS = 60  # Steps in the figure: each needs a verdict.
 ONLY_LEAF = "(the only leaf)"  # The name in an audit of a parameter without one.

@@ -15,8 +15,7 @@ import numpy as np
 from orscale_jax.diagnostics.per_matrix import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.transforms.dtypes import compute_dtype
-from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 

@@ -19,9 +19,8 @@ from orscale_jax.diagnostics.theory.samples import (
 )
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.transforms.dtypes import compute_dtype
-from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.transforms.shape import SPECTRAL, Scale
+from orscale_jax.transforms.matrices import Matrices, compute_dtype
+from orscale_jax.transforms.stages import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 
 

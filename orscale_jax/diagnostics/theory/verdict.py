@@ -19,7 +19,7 @@ from orscale_jax.diagnostics.theory.step_gain import StepGain
 from orscale_jax.diagnostics.theory.verdict_rules import RULES, Facts
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.transforms.shape import SPECTRAL, Scale
+from orscale_jax.transforms.stages import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.nodes import mask_like
 

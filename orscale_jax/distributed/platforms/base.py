@@ -14,7 +14,7 @@ from orscale_jax.distributed.collectives import ColumnGroup
 from orscale_jax.distributed.costs import CostModel
 from orscale_jax.distributed.hardware import Hardware
 from orscale_jax.distributed.horizontal_fusion import reduce_all, slices_of_stacks
-from orscale_jax.newton_schulz import preconditioning
+from orscale_jax.newton_schulz.arithmetic import normalize_all
 from orscale_jax.newton_schulz.polar import NewtonSchulz, newton_schulz
 
 
@@ -71,7 +71,10 @@ class Platform:
 
     def with_traced(self, traced: Mapping[str, jax.Array]) -> Self:
         """The platform with other values of the settings that are traced."""
-        return dataclasses.replace(self, settings=self.settings.with_traced(traced))
+        given: Mapping[str, Any] = traced
+        return dataclasses.replace(
+            self, settings=dataclasses.replace(self.settings, **given)
+        )
 
     @property
     def iteration(self) -> NewtonSchulz:
@@ -148,7 +151,7 @@ class Platform:
     def normalized(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
         """Normalized matrices, in the dtype in which they are stacked and sent."""
         arithmetic = self.iteration.arithmetic()
-        return self.rounded(preconditioning.normalize_all(xs, arithmetic, _sums))
+        return self.rounded(normalize_all(xs, arithmetic, _sums))
 
 
 def _sums(xs: Sequence[jax.Array]) -> list[jax.Array]:

@@ -6,7 +6,8 @@ import numpy as np
 import optax
 import pytest
 
-from orscale_jax import family, muon, orscale
+from examples.study import controls
+from orscale_jax import muon, orscale
 from orscale_jax.diagnostics import History, Reading, find_problems, read, tabulate
 
 NAMES = [f"layers.{i}.kernel" for i in range(4)] + [f"experts.up[{i}]" for i in range(4)]
@@ -123,7 +124,7 @@ def test_matrices_that_never_move(planted):
     [
         (orscale, {"r_min": 0.0, "r_max": 0.0}),
         (muon, {"consistent_rms": 0.0}),
-        (family.replayed, {"trust_ratio": 0.0}),
+        (controls.replayed, {"trust_ratio": 0.0}),
         (orscale, {"calibrate": False, "r_min": 0.0}),
     ],
     ids=["r_max", "consistent_rms", "replayed", "none"],
@@ -141,7 +142,7 @@ def test_zero_matrices_that_never_move(factory, arguments):
 
 
 def test_a_run_of_the_real_thing():
-    optimizer = family.pooled(0.5, calibrate=False, r_max=1.5, weight_decay=0.0)
+    optimizer = controls.pooled(0.5, calibrate=False, r_max=1.5, weight_decay=0.0)
     params = {"a": 3 * jnp.eye(3), "b": 3 * jnp.eye(3)}
     _, state = optimizer.update(params, optimizer.init(params), params)
     found = {p.title: p.matrices for p in find_problems(read(state, params))}

@@ -12,10 +12,10 @@ from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.study import controls
 from orscale_jax import (
     CalibratedTrustRatioState,
     convert_state,
-    family,
     muon,
     orscale,
 )
@@ -236,7 +236,7 @@ class TestBeforeAndWithout:
 
     @pytest.mark.extended
     def test_a_pooled_ratio_is_at_a_bound_where_the_pool_is(self):
-        optimizer = family.pooled(0.1, calibrate=False, r_max=2.0, weight_decay=0.0)
+        optimizer = controls.pooled(0.1, calibrate=False, r_max=2.0, weight_decay=0.0)
         params = {"a": jnp.eye(2), "b": 30 * jnp.eye(2)}
         _, state = optimizer.update(params, optimizer.init(params), params)
         reading = read(state, params)

@@ -19,7 +19,7 @@ from orscale_jax.diagnostics import (
 )
 from orscale_jax.diagnostics.theory import jackknife
 from orscale_jax.diagnostics.theory.curvature import shape_scale
-from orscale_jax.transforms.shape import Scale
+from orscale_jax.transforms.stages import Scale
 from tests import oracle
 
 # Name: shape, dimension numbers, batch shape, and the matrices written out by hand.

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from examples.benchmarks import momentum_bytes, momentum_codes
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks
 
 
 def test_the_linear_code_is_the_package_s():

@@ -172,13 +172,6 @@ def test_the_verdicts_in_words(page):
     shown = "{:+.4f} [{:+.4f}, {:+.4f}]"
     assert f"{shown.format(*dense)} over the four dense" in words
     assert f"{shown.format(*mixtures)} over the two mixtures" in words
-    readme = re.sub(r"\s+", " ", (PAGE.parents[1] / "README.md").read_text())
-    mean, low, high = mixtures
-    assert f"direction it gains {-mean:.3f} [{low:+.3f}, {high:+.3f}]" in readme
-    mean, low, high = dense
-    assert f"and costs {mean:.3f} [{low:+.3f}, {high:+.3f}]" in readme
-    found = by_hand("orscale_on_normuon", "muon_moonlight")
-    assert "other seeds | 5 : 0 | {:+.3f} [{:+.3f}, {:+.3f}] |".format(*found) in readme
     [row] = [row for row in candidates if row.startswith("| **OrScale's ratio on NorM")]
     assert "all: lower in 5, higher in 0" in row
 
@@ -186,16 +179,12 @@ def test_the_verdicts_in_words(page):
 def test_twice_the_decay_in_both(page):
     """The ratio costs on dense models, gains on mixtures, and is level over all."""
     text, _, _ = page
-    words, both_rates, readme = (
+    words, both_rates = (
         re.sub(r"\s+", " ", each)
-        for each in (
-            text,
-            (PAGE.parent / "two_rates.md").read_text(),
-            (PAGE.parents[1] / "README.md").read_text(),
-        )
+        for each in (text, (PAGE.parent / "two_rates.md").read_text())
     )
     two = ("orscale_twice_the_decay", "twice_the_decay")
-    again, ours = (by_hand(arm, "muon_moonlight", seeds=LATER) for arm in two[::-1])
+    again = by_hand("twice_the_decay", "muon_moonlight", seeds=LATER)
     whole = by_hand(*two, seeds=LATER)
     dense, mixtures = (
         by_hand(*two, names, LATER) for names in (second.TEXTS[:4], second.TEXTS[4:])
@@ -206,17 +195,5 @@ def test_twice_the_decay_in_both(page):
     assert f"costs {shown.format(*dense)} over the four dense" in words
     assert f"gains {shown.format(*mixtures)} over the two mixtures" in words
     assert f"is {shown.format(*whole)}, on other seeds" in both_rates
-    for call, counts, found in (("muon", "3 : 0", again), ("orscale", "2 : 1", ours)):
-        row = f"`{call}(weight_decay=0.2, adam_weight_decay=0.1)` | "
-        [told] = re.findall(re.escape(row) + r"[^|]*\| (\d : \d \| [^|]*) \|", readme)
-        assert told == counts + " | {:+.3f} [{:+.3f}, {:+.3f}]".format(*found)
-        ends = [
-            by_hand(two[call == "muon"], "muon_moonlight", [name], LATER)[1:]
-            for name in second.TEXTS
-        ]
-        lower, higher = sum(x < 0 for _, x in ends), sum(x > 0 for x, _ in ends)
-        assert counts == f"{lower} : {higher}"
-    mean, low, high = mixtures
-    assert f"gains {-mean:.3f} nats over two mixtures [{low:+.3f}, {high:+.3f}]" in readme
-    mean, low, high = dense
-    assert f"costs {mean:.3f} over four dense models [{low:+.3f}, {high:+.3f}]" in readme
+    assert whole[0] > 0  # The candidate's own rule asks for a mean below zero.
+    assert "It is not, so by that rule a better λ does not change what is said" in words

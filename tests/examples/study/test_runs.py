@@ -7,7 +7,7 @@ import pytest
 
 from examples.study.arms import KNOWN
 from examples.study.runs import Trainer
-from examples.study.search import Rates
+from examples.study.search import Rates, Settings
 from examples.study.workloads import WORKLOADS, Workload
 from tests.examples.pretrain import tiny
 
@@ -93,3 +93,13 @@ def test_every_workload_comes_at_two_scales():
         base = WORKLOADS[name.removesuffix("-small-init")]
         same = dataclasses.replace(workload, name=base.name, initial_scale=1.0)
         assert same == base
+
+
+@pytest.mark.extended
+def test_a_decay_of_the_run_is_that_of_the_recipe(data):
+    plain = run(data, "orscale").losses
+    same = run(data, "orscale", Settings(*RATES, 0.1)).losses
+    np.testing.assert_allclose(same, plain, atol=2e-6)
+    for arm in ("orscale", "muon_moonlight"):
+        more, less = (run(data, arm, Settings(*RATES, x)).losses for x in (3.0, 0.0))
+        assert not np.allclose(more, less, atol=1e-4)
