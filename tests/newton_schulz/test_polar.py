@@ -239,6 +239,18 @@ def test_products_of_the_program_for_each_platform(platform, dtype, operands):
             assert "HIGHEST" in line
 
 
+@pytest.mark.compiled
+def test_operands_in_the_loop_are_rounded():
+    """Steps that are traced run in a loop, also in narrow dtypes."""
+    fn = jax.jit(lambda x, k: polar_factor(x, steps=k, dtype=jnp.bfloat16))
+    text = fn.lower(jax.ShapeDtypeStruct((8, 12), jnp.float32), 5).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    for line in products:
+        operands = line.rsplit(":", 1)[1].split("->")[0]
+        assert operands.count("xbf16>") == 2, line
+
+
 CUBIC, PADE = (1.5, -0.5, 0.0), (1.875, -1.25, 0.375)
 
 
