@@ -8,19 +8,20 @@ again: the same command resumes. One process on one core.
 
 import dataclasses
 import functools
-import itertools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
 import tyro
 
 from examples.pretrain.errors import UsageError
+from examples.pretrain.operation.records import write_csv
 from examples.study.arms import KNOWN
 from examples.study.plan import Runs, find_workload, prepare
+from examples.study.results import read_rows
 from examples.study.runs import Trainer
 from examples.study.search import Rates, Search, Settings
 from examples.study.second import FOLDER as SECOND_FOLDER, best_rates, job_of
@@ -154,31 +155,49 @@ def candidate(folder: pathlib.Path, train: bool = True) -> str:
     return min(means, key=means.__getitem__)
 
 
-def first_rank(cell: str, seeds: tuple[int, ...]) -> float:
+def first_ranks(cell: str, seed: int) -> list[float]:
     """The stable rank of the first momentum over the shorter side, of routed experts.
 
-    The median over these matrices and some seeds, after a first batch of 8 sequences.
+    After a first batch of 8 sequences.
     """
     trainer = Trainer(find_workload(f"{cell}{FEW}"), KNOWN["orscale"])
+    states = trainer.states(anchor_rates(cell), seed)
+    _, (_, state, _) = next(states), next(states)
+    measured = diagnostics.measure(
+        state["opt_state"],
+        state["params"],
+        names=("momentum_stable_rank",),
+        weight_dimension_numbers=trainer.setup.weight_dimension_numbers(state["params"]),
+    )["momentum_stable_rank"]
+    of = {
+        jax.tree_util.keystr(path): (name, param)
+        for (path, name), param in zip(
+            jax.tree_util.tree_leaves_with_path(
+                diagnostics.layer_classes(state["params"])
+            ),
+            jax.tree.leaves(state["params"]),
+            strict=True,
+        )
+    }
     shares: list[float] = []
-    for seed in seeds:
-        states = trainer.states(anchor_rates(cell), seed)
-        _, (_, state, _) = next(states), next(states)
-        numbers = trainer.setup.weight_dimension_numbers(state["params"])
-        measured = diagnostics.measure(
-            state["opt_state"],
-            state["params"],
-            names=("momentum_stable_rank",),
-            weight_dimension_numbers=numbers,
-        )["momentum_stable_rank"]
-        classes = diagnostics.layer_classes(state["params"])
-        found = jax.tree.map(
-            lambda rank, p, of: np.ravel(rank) / min(p.shape[-2:])
-            if of.startswith("routed") else np.zeros(0),
-            measured, state["params"], classes,
-        )  # fmt: skip
-        shares += itertools.chain.from_iterable(jax.tree.leaves(found))
-    return float(np.median(shares))
+    for path, rank in jax.tree_util.tree_leaves_with_path(measured):
+        name, param = of[jax.tree_util.keystr(path)]
+        if name.startswith("routed"):
+            shares += (np.ravel(rank) / min(param.shape[-2:])).tolist()
+    return shares
+
+
+def measure_ranks(folder: pathlib.Path) -> None:
+    """Writes the median of each cell and pilot seed into ``first_ranks.csv``."""
+    path = folder / "first_ranks.csv"
+    rows: list[Mapping[str, object]] = [*read_rows(path)]
+    done = {(row["cell"], row["seed"]) for row in rows}
+    for cell in FEW_CELLS:
+        for seed in PILOT_SEEDS:
+            if (cell, str(seed)) not in done:
+                median = np.median(first_ranks(cell, seed))
+                rows.append({"cell": cell, "seed": seed, "rank": f"{median:.5g}"})
+                write_csv(path, ("cell", "seed", "rank"), rows)
 
 
 def regime(folder: pathlib.Path) -> Iterator[str]:
@@ -195,6 +214,8 @@ def pilots(folder: pathlib.Path) -> Iterator[str]:
         for arm in (*ANCHORS, WAITED):
             anchor_losses(cell, arm, PILOT_SEEDS, folder)
             yield f"D pilot {cell} {arm}"
+    measure_ranks(folder)
+    yield "D pilot ranks"
 
 
 def anchors(folder: pathlib.Path) -> Iterator[str]:

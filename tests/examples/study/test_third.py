@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from examples.study import plan, third, third_tables
-from examples.study.results import read_results
+from examples.study.results import read_results, read_rows
 from examples.study.runs import Run
 from examples.study.search import Rates, Settings
 from examples.study.surface import optimum
@@ -110,9 +110,15 @@ def test_one_shared_rate_is_adamws(tmp_path, trained):
     assert shared in of_adamw and isinstance(shared, Rates)
 
 
-def test_the_anchor_to_confirm_is_the_better_one_of_the_pilots(tmp_path, trained):
+@pytest.mark.extended
+def test_the_anchor_to_confirm_is_the_better_one_of_the_pilots(
+    tmp_path, trained, monkeypatch
+):
+    monkeypatch.setattr(third, "first_ranks", lambda cell, seed: [0.1, 0.01 * seed, 1.0])
     plan.prepare(THIRD, tmp_path)
-    assert sum(1 for _ in third.pilots(tmp_path)) == 24
+    assert sum(1 for _ in third.pilots(tmp_path)) == 25
+    ranks = read_rows(tmp_path / "first_ranks.csv")
+    assert len(ranks) == 18 and {row["rank"] for row in ranks} == {"0.2", "0.21", "0.22"}
     names = {name for name, arm, *_ in trained if arm == "orscale"}
     assert {f"{cell}{third.FEW}" for cell in third.FEW_CELLS} < names
     assert set(third.FEW_CELLS) < names
@@ -229,5 +235,14 @@ def test_what_is_said_of_the_level(ends, said):
 def test_what_is_missing_has_no_endpoint(tmp_path):
     plan.prepare(THIRD, tmp_path)
     assert third_tables.endpoints(tmp_path).count("not complete") == 5
-    for table in (third_tables.cells, third_tables.record, third_tables.anchors):
+    for table in (third_tables.cells, third_tables.record):
         assert "not complete" in table(tmp_path)
+
+
+@pytest.mark.extended
+def test_the_first_ranks_are_of_routed_experts():
+    found = third.first_ranks(SMALL, 20)
+    model = THIRD[SMALL].config.model
+    layers = model.layers - 1  # The first one is dense.
+    assert len(found) == 3 * model.experts * layers
+    assert all(1 / 64 <= share <= 1 for share in found)
