@@ -19,7 +19,6 @@ from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers as BlockDimensionNumbers,
 )
 from orscale_jax.parameters.path_rules import by_path as by_path
-from orscale_jax.parameters.per_head import PerHead as PerHead
 from orscale_jax.sharding.state_shardings import state_shardings as state_shardings
 from orscale_jax.transforms.master_weights import (
     MasterWeightsState as MasterWeightsState,

@@ -197,11 +197,7 @@ def test_overrides_rules_and_heads():
         "lm_head": eqx.nn.Linear(3, 4, key=KEY),
     }
     assert table(model)["['readout'].weight"] == MATRIX
-    assert set(table(model, output_heads=["readout"]).values()) == {None}
-    with pytest.raises(
-        ValueError, match="'readouts' in output_heads is on no parameter's"
-    ):
-        dimension_numbers(model, output_heads=["readouts"])
+    assert set(table(model, overrides={"readout|lm_head": "adamw"}).values()) == {None}
     with pytest.raises(ValueError, match=r"'kernel' of overrides matches no parameter"):
         dimension_numbers(model, overrides={"kernel": "adamw"})
 

@@ -20,7 +20,7 @@ from orscale_jax.audit.state_trees import (
     groups_of,
     state_trees,
 )
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
 from orscale_jax.parameters.rate_multipliers import resolved
 from orscale_jax.sharding.param_shardings import ParamSpecs, initialized
@@ -103,8 +103,8 @@ class AbstractState(NamedTuple):
         )
 
     def only_matrices(
-        self, axes_of: Mapping[Any, LeafAxes], leaf_of: Mapping[Any, Any]
-    ) -> dict[Any, LeafAxes]:
+        self, axes_of: Mapping[Any, MatrixAxes], leaf_of: Mapping[Any, Any]
+    ) -> dict[Any, MatrixAxes]:
         """The axes of the optimizer's matrices, out of those that dimension numbers name.
 
         Raises:

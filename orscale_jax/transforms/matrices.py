@@ -21,8 +21,7 @@ from orscale_jax.distributed.fusion import (
     reduce_all,
     slices_of_stacks,
 )
-from orscale_jax.parameters.axes import square_root
-from orscale_jax.parameters.blocks import LeafAxes, UnequalBlocks
+from orscale_jax.parameters.axes import MatrixAxes, square_root
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -59,7 +58,7 @@ class Matrices:
     """
 
     structure: Any
-    axes: tuple[LeafAxes | None, ...]
+    axes: tuple[MatrixAxes | None, ...]
 
     @classmethod
     def of(
@@ -68,11 +67,11 @@ class Matrices:
         """The matrices of a tree by their dimension numbers; ``only`` refuses others."""
         found = (require_matrices if only else matrix_axes)(numbers, tree)
         leaves, structure = jax.tree.flatten(found, is_leaf=is_axes_leaf)
-        axes = (leaf if isinstance(leaf, LeafAxes) else None for leaf in leaves)
+        axes = (leaf if isinstance(leaf, MatrixAxes) else None for leaf in leaves)
         return cls(structure, tuple(axes))
 
     @property
-    def of_leaves(self) -> list[LeafAxes]:
+    def of_leaves(self) -> list[MatrixAxes]:
         """The axes of the leaves of matrices."""
         return [axes for axes in self.axes if axes is not None]
 
@@ -156,7 +155,7 @@ class Matrices:
         """The inverse of :meth:`parts`: leaves shaped and sharded as a tree's."""
         left = iter(parts)
 
-        def joined(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+        def joined(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
             indices = range(len(axes.labels))
             shapes = jax.eval_shape(lambda x: [axes.part(x, i) for i in indices], leaf)
             found = [axes.within.from_matrices(next(left), like) for like in shapes]
@@ -170,7 +169,7 @@ class Matrices:
         return self.tree_of(
             [
                 jnp.stack([next(left) for _ in axes.labels], axis=axes.place)
-                if isinstance(axes, UnequalBlocks)
+                if axes.cut
                 else next(left)
                 for axes in self.of_leaves
             ]
@@ -183,7 +182,7 @@ class Matrices:
         there are no matrices.
         """
 
-        def make(axes: LeafAxes, node: Any, *others: Any) -> Any:
+        def make(axes: MatrixAxes, node: Any, *others: Any) -> Any:
             leaf = unbox(node)
             if not isinstance(leaf, jax.ShapeDtypeStruct):  # Optax's init takes it, too.
                 leaf = jnp.asarray(leaf)
@@ -203,14 +202,14 @@ class Matrices:
     ) -> PyTree:
         """Entries that all have one value, sharded and boxed as the batch axes."""
 
-        def at(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+        def at(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
             shape = axes.batch_shape(leaf)
             return typed_sharding.full(shape, value, dtype(leaf), leaf)
 
         return self.entries(params, at)
 
 
-def broadcast(axes: LeafAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
+def broadcast(axes: MatrixAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
     """Entries of a leaf in a shape that broadcasts against it, sharded as it is."""
     x = axes.per_matrix(entries)
     like = zip(x.shape, leaf.shape, typed_sharding.spec(leaf), strict=True)

@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, box_like, unbox
@@ -117,7 +117,7 @@ def momentum_stage(
     if not is_int8(mu_dtype):
         return optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
 
-    def zero_scales(axes: LeafAxes, node: PyTree) -> PyTree:
+    def zero_scales(axes: MatrixAxes, node: PyTree) -> PyTree:
         codes = unbox(node)
         axis = block_axis(axes, codes.shape)
         shape = [*codes.shape]
@@ -135,7 +135,7 @@ def momentum_stage(
         return Int8TraceState(codes, matrices.tree_of(scales))
 
     def step(
-        axes: LeafAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
+        axes: MatrixAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         # In the shape of blocks, so that XLA for TPUs fuses all of it.
         axis = block_axis(axes, update.shape)
@@ -160,15 +160,15 @@ def momentum_stage(
     return optax.GradientTransformation(init, update)
 
 
-def block_axis(axes: LeafAxes, shape: tuple[int, ...]) -> int:
+def block_axis(axes: MatrixAxes, shape: tuple[int, ...]) -> int:
     """The axis of a leaf of matrices along which its blocks lie.
 
     The longest axis of the matrices; the leaf's last axis, whose entries are neighbours
     in memory, only if all others are shorter than a block. Never an axis along which
     matrices lie side by side, so that no block has entries of two matrices.
     """
-    if isinstance(axes, MatrixBlocks):
-        inside = [axis for axis in axes.whole.matrix if axis != axes.axis]
+    if axes.sizes:
+        inside = [axis for axis in axes.matrix if axis != axes.block_axis]
     else:
         inside = list(axes.matrix)
     last = len(shape) - 1

@@ -14,7 +14,7 @@ from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.newton_schulz.polar import NewtonSchulz
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
@@ -147,7 +147,7 @@ def orthogonalize_stage(
 
 @functools.lru_cache(maxsize=4096)
 def _part_specs(
-    axes: LeafAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
+    axes: MatrixAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
 ) -> tuple[PartitionSpec, ...]:
     """The specs of the matrices ``(*batch, m, n)`` of a leaf, one for each part."""
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.matrices import Matrices, Stage, broadcast, compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import require_params
@@ -61,14 +61,14 @@ def neuron_rms_stage(
     def mean(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         return jnp.sum(x, axis=axis) / max(1, math.prod(x.shape[i] for i in axis))
 
-    def mean_squares(axes: LeafAxes, q: jax.Array) -> jax.Array:
+    def mean_squares(axes: MatrixAxes, q: jax.Array) -> jax.Array:
         return axes.neurons.reduce(mean, jnp.square(q.astype(compute_dtype(q))))
 
-    def average(axes: LeafAxes, before: jax.Array, now: jax.Array) -> jax.Array:
+    def average(axes: MatrixAxes, before: jax.Array, now: jax.Array) -> jax.Array:
         decay = jnp.asarray(b2, before.dtype)
         return decay * before + (1 - decay) * now.astype(before.dtype)
 
-    def scale(axes: LeafAxes, q: jax.Array, now: jax.Array, v: jax.Array) -> jax.Array:
+    def scale(axes: MatrixAxes, q: jax.Array, now: jax.Array, v: jax.Array) -> jax.Array:
         wide, entries = q.astype(v.dtype), axes.of_neurons
         # No division by zero where both a neuron and eps are zero.
         root = jnp.sqrt(jnp.where(v == 0, 1, v))
@@ -112,7 +112,7 @@ def normalize_stage(
         _checks.choice("order", vectors, VECTORS)
     _checks.number("eps", eps, at_least=0)
 
-    def normalize(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+    def normalize(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         x = leaf.astype(dtype)
         for vectors in order:
@@ -134,7 +134,7 @@ def balanced_polar_stage(
     last = polar(matrices)
 
     def divide(
-        axes: LeafAxes, x: jax.Array, by: jax.Array, exponent: ArrayLike = pp_beta
+        axes: MatrixAxes, x: jax.Array, by: jax.Array, exponent: ArrayLike = pp_beta
     ) -> jax.Array:
         """Vectors of x's longer side, over powers of the squared norms of others."""
         # Of (m, n), n is the longer side where m < n.
@@ -148,7 +148,7 @@ def balanced_polar_stage(
                 x = x / jnp.where(chosen, broadcast(vectors, power, x), 1)
         return x
 
-    def normalize(axes: LeafAxes, x: jax.Array) -> jax.Array:
+    def normalize(axes: MatrixAxes, x: jax.Array) -> jax.Array:
         """Vectors of the longer side, over their norms, whose squares may overflow."""
         largest = axes.reduce(largest_magnitude, x)
         x = x / broadcast(axes, jnp.where(largest == 0, 1, largest), x)
@@ -190,7 +190,7 @@ def initial_norm_stage(
     """
     learning_rate = optax.with_extra_args_support(learning_rate)
 
-    def norms(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+    def norms(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
         return axes.norms(leaf.astype(compute_dtype(leaf)))
 
     def init(params: PyTree) -> InitialNormState:
@@ -214,7 +214,7 @@ def initial_norm_stage(
                 )
         return InitialNormState(initial, learning_rate.init(params))
 
-    def to_norm(axes: LeafAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
+    def to_norm(axes: MatrixAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
         wide = leaf.astype(compute_dtype((leaf, norm)))
         found = axes.norms(wide)
         # A zero norm was not refused where ``init`` was compiled: here it shows as NaN.
@@ -222,7 +222,7 @@ def initial_norm_stage(
         return (broadcast(axes, factor, wide) * wide).astype(leaf.dtype)
 
     def change(
-        axes: LeafAxes, step: jax.Array, weight: jax.Array, norm: jax.Array
+        axes: MatrixAxes, step: jax.Array, weight: jax.Array, norm: jax.Array
     ) -> jax.Array:
         dtype = compute_dtype((step, weight))
         w, by = weight.astype(dtype), step.astype(dtype)

@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
-from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, is_axes_leaf
 from orscale_jax.parameters.rate_multipliers import (
     NAME,
@@ -222,7 +222,7 @@ def from_first_nonzero_update(
 def shape_stage(scale: Scale, matrices: Matrices) -> optax.GradientTransformation:
     """Q to sQ: :func:`scale_by_shape` for given matrices."""
 
-    def scaled(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+    def scaled(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         factor = jnp.asarray(axes.by_shape(scale.without_rms, leaf), dtype)
         if scale.rms is not None:
@@ -369,7 +369,7 @@ def told(
 def _moving(matrices: Matrices, updates: PyTree) -> PyTree:
     """Whether each matrix has an update, also one that is not finite."""
 
-    def at(_: LeafAxes, largest: jax.Array) -> jax.Array:
+    def at(_: MatrixAxes, largest: jax.Array) -> jax.Array:
         wide = largest.astype(compute_dtype(largest))
         # Some platforms flush subnormal numbers to zero, some only where they round.
         return ~(wide < jnp.finfo(wide.dtype).tiny)
@@ -387,7 +387,7 @@ def rate_stage(
     if multipliers is None:
         return rate
 
-    def entries(axes: LeafAxes, leaf: jax.Array, value: ArrayLike) -> jax.Array:
+    def entries(axes: MatrixAxes, leaf: jax.Array, value: ArrayLike) -> jax.Array:
         shape = axes.batch_shape(leaf)
         # A copy: a step to which the state is donated must not delete the user's array.
         array = jnp.array(value, compute_dtype(leaf))
@@ -450,10 +450,10 @@ def multipliers_of(
     if multipliers is None or not jax.tree.leaves(params):
         return multipliers
 
-    def check(path: Any, axes: LeafAxes | Any, leaf: Any, value: ArrayLike) -> None:
+    def check(path: Any, axes: MatrixAxes | Any, leaf: Any, value: ArrayLike) -> None:
         free = np.ndim(leaf)  # The first axes may have multipliers: all of AdamW's.
         if not is_masked(axes):
-            batch = (axes.whole if isinstance(axes, MatrixBlocks) else axes).batch
+            batch = axes.batch
             free = next((i for i, axis in enumerate(batch) if axis != i), len(batch))
         shape, lengths = np.shape(value), np.shape(leaf)[:free]
         if shape != lengths[: len(shape)]:

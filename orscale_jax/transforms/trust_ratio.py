@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import (
@@ -286,7 +286,7 @@ def trust_ratio_stage(
 
 
 def times_ratio(
-    axes: LeafAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
+    axes: MatrixAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
 ) -> jax.Array:
     """The directions of a leaf times the ratios of its matrices."""
     d = direction.astype(compute_dtype((direction, weight)))
@@ -318,7 +318,7 @@ def _decays(
 
 def _full_rank_norm(
     scale: Scale,
-    axes: LeafAxes,
+    axes: MatrixAxes,
     weight_norm: jax.Array,
     decay: jax.Array,
     leaf: jax.Array,
@@ -345,7 +345,7 @@ class _Row(NamedTuple):
 
 def _row(
     ratio: TrustRatio,
-    _: LeafAxes,
+    _: MatrixAxes,
     weight: jax.Array,
     direction: jax.Array,
     anchored: jax.Array,

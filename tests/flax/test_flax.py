@@ -332,7 +332,7 @@ def stack(layers, rngs):
 def test_an_nnx_transformer():
     rngs = nnx.Rngs(0)
     model = Transformer(rngs, nnx.List([Block(rngs) for _ in range(2)]))
-    numbers = nnx_dimension_numbers(model, output_heads=["logitdense"])
+    numbers = nnx_dimension_numbers(model, overrides={"logitdense": "adamw"})
     expected = AROUND | blocks_table("blocks.0") | blocks_table("blocks.1")
     state = nnx.state(model, nnx.Param)
     assert table(numbers(nnx.to_pure_dict(state))) == expected
@@ -356,13 +356,16 @@ def test_a_stack_of_nnx_layers_takes_the_steps_of_the_single_layers():
     for layer, block in enumerate(unrolled.blocks):
         one = jax.tree.map(lambda leaf: leaf[layer], nnx.state(scanned.blocks, nnx.Param))
         nnx.update(block, one)
-    found = nnx_table(scanned, output_heads=["logitdense"])
+    found = nnx_table(scanned, overrides={"logitdense": "adamw"})
     assert found == AROUND | {
         path: shifted(numbers) for path, numbers in blocks_table("blocks").items()
     }
     many, single = (
         train_nnx(
-            model, loss, nnx_dimension_numbers(model, output_heads=["logitdense"]), 3
+            model,
+            loss,
+            nnx_dimension_numbers(model, overrides={"logitdense": "adamw"}),
+            3,
         )
         for model in (scanned, unrolled)
     )
@@ -497,8 +500,8 @@ class LinenTransformer(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_linen_transformer(tied):
     module = LinenTransformer(tied=tied)
-    heads = [] if tied else ["logitdense"]
-    numbers = linen_dimension_numbers(module, TOKENS, output_heads=heads)
+    overrides = {} if tied else {"logitdense": "adamw"}
+    numbers = linen_dimension_numbers(module, TOKENS, overrides=overrides)
     expected = LINEN_AROUND | {
         f"block{layer}.{path}": numbers
         for path, numbers in LINEN_BLOCK.items()
@@ -822,8 +825,8 @@ def test_names_that_match_no_path(kind):
             return nnx_dimension_numbers(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), **kwargs)
         return linen_dimension_numbers(nn.Dense(3), jnp.ones((1, 2)), **kwargs)
 
-    with pytest.raises(ValueError, match=r"'vocab' in output_heads .*bias, kernel"):
-        build(output_heads=["vocab"])
+    with pytest.raises(ValueError, match=r"'vocab' of overrides matches no .*'bias'"):
+        build(overrides={"vocab": "adamw"})
     with pytest.raises(ValueError, match=r"'kern\$' of overrides matches no .*'kernel'"):
         build(overrides={"kern$": "adamw"})
     with pytest.raises(ValueError, match=r"'kernel' of overrides decides nothing: ear"):

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.diagnostics.readouts.learning_rates import LearningRate, learning_rates
 from orscale_jax.diagnostics.readouts.reading import Reading, with_matrices
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
@@ -165,7 +165,7 @@ def _by_path(trees: Iterable[PyTree]) -> ByPath:
 
 def _axes_of(
     params: PyTree, weight_dimension_numbers: WeightDimensionNumbers, like: ByPath
-) -> dict[Path, LeafAxes]:
+) -> dict[Path, MatrixAxes]:
     """The axes of the matrices that the state has."""
     tree = params
     if weight_dimension_numbers is None:  # Other leaves may be another optimizer's.
@@ -178,7 +178,9 @@ def _axes_of(
     return {path: axes for path, axes in found if path in like}
 
 
-def _weight_norms(params: PyTree, axes_of: dict[Path, LeafAxes], like: ByPath) -> ByPath:
+def _weight_norms(
+    params: PyTree, axes_of: dict[Path, MatrixAxes], like: ByPath
+) -> ByPath:
     """‖W‖ of the matrices that the state has, with the shardings of its arrays."""
     norms = {}
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -194,7 +196,7 @@ def _weight_norms(params: PyTree, axes_of: dict[Path, LeafAxes], like: ByPath) -
     return norms
 
 
-def _require_same(path: Any, leaf: Any, axes: LeafAxes | None, array: Any) -> None:
+def _require_same(path: Any, leaf: Any, axes: MatrixAxes | None, array: Any) -> None:
     ours = None if axes is None else axes.batch_shape(leaf)
     if ours != np.shape(array):
         here = "no matrix" if ours is None else f"matrices of batch shape {ours}"

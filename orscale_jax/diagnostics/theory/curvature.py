@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.stages import Scale
@@ -89,7 +89,7 @@ def _times(
 ) -> PyTree:
     """The entry of each matrix times ``fn(m, n)``."""
 
-    def at(axes: LeafAxes, scalars: Any, leaf: Any) -> jax.Array:
+    def at(axes: MatrixAxes, scalars: Any, leaf: Any) -> jax.Array:
         scalars, shape = jnp.asarray(scalars), axes.batch_shape(leaf)
         if scalars.shape != shape:
             raise ValueError(f"found shape {scalars.shape} for matrices of shape {shape}")

@@ -14,7 +14,7 @@ import numpy as np
 
 from orscale_jax.diagnostics.per_matrix import whole_parts
 from orscale_jax.newton_schulz.polar import polar_factor
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
@@ -113,7 +113,7 @@ class Work:
     def flipped(self, directions: PyTree, index: jax.Array) -> PyTree:
         """The directions with a random sign for each matrix."""
 
-        def flipped(axes: LeafAxes, direction: jax.Array, key: jax.Array) -> jax.Array:
+        def flipped(axes: MatrixAxes, direction: jax.Array, key: jax.Array) -> jax.Array:
             signs = jax.random.rademacher(key, axes.batch_shape(direction))
             return direction * axes.per_matrix(signs).astype(direction.dtype)
 

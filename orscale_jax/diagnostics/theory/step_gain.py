@@ -17,7 +17,7 @@ from orscale_jax.diagnostics.theory.samples import (
     micro_batches,
     require_scalar,
 )
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.stages import SPECTRAL, Scale
@@ -166,7 +166,7 @@ def _multipliers(
     of_leaves = [np.asarray(value, np.float32) for value in values]
     scales = matrices.tree_of(jax.device_put(of_leaves))
 
-    def scaled(axes: LeafAxes, s: jax.Array, ratio: jax.Array) -> jax.Array:
+    def scaled(axes: MatrixAxes, s: jax.Array, ratio: jax.Array) -> jax.Array:
         return axes.per_matrix(jnp.asarray(ratio)) * s
 
     return scales, matrices.map(scaled, scales, matrices.tree_of(ratios))
