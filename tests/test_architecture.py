@@ -89,11 +89,7 @@ def test_every_folder_has_a_place():
 @pytest.mark.parametrize(
     "name",
     [
-        "distributed/buckets",
-        "distributed/costs",
-        "distributed/hardware",
-        "distributed/mesh_shape",
-        "distributed/planner",
+        "distributed/plan",
         "newton_schulz/restarts",
     ],
 )

@@ -7,14 +7,15 @@ the platform is known when the program is compiled and not when it is traced.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from orscale_jax.distributed import partitioner, shards
-from orscale_jax.distributed.platforms import PLATFORMS, Platform
+from orscale_jax.distributed.auto import on_unknown_shards
+from orscale_jax.distributed.exchange import on_shards
+from orscale_jax.distributed.platforms import PLATFORMS, Platform, polar_in_chunks
 from orscale_jax.distributed.slow_links import (
     SlowAxes,
     slices_of_mesh,
@@ -43,13 +44,13 @@ class PolarOptions:
     stack_bytes: int | None = None
     mesh: Mesh | AbstractMesh | None = None
     slow_axes: SlowAxes | None = dataclasses.field(default=None, hash=False)
-    platforms: Mapping[str, Callable[[NewtonSchulz], Platform]] = dataclasses.field(
+    platforms: Mapping[str, Platform] = dataclasses.field(
         default_factory=lambda: PLATFORMS, hash=False
     )
 
     def platform(self, name: str) -> Platform:
         """A platform with these options."""
-        platform = self.platforms[name](self.settings)
+        platform = dataclasses.replace(self.platforms[name], settings=self.settings)
         return platform.with_overrides(self.settings.dtype, self.stack_bytes)
 
 
@@ -154,11 +155,11 @@ def _on_platform(
     if mesh is None:
         qs = on_one_device(platform.with_traced(traced), xs)
     elif of_matrices is None:
-        packed = platform.pack_to_send(xs)
-        qs = partitioner.on_unknown_shards(platform, packed, traced, mesh, slices)
+        packed = platform.pack(xs, to_send=True)
+        qs = on_unknown_shards(platform, packed, traced, mesh, slices)
     else:
-        packed = platform.pack_to_send(xs)
-        qs = shards.on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
+        packed = platform.pack(xs, to_send=True)
+        qs = on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
     # Resharded before the cast, to send the narrower dtype.
     placed = map(typed_sharding.shard_as, qs, xs, of_factors)
     return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]
@@ -169,5 +170,8 @@ def on_one_device(platform: Platform, xs: Sequence[jax.Array]) -> Sequence[jax.A
     packed = platform.pack(xs)
     stack_bytes, _, stack_length, _ = platform.limits
     plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
-    qs = platform.polar_of_stacks(stack(packed, plan))
+    stacks = stack(packed, plan)
+    if platform.normalizes == "stack":
+        stacks = platform.normalized(stacks)
+    qs = polar_in_chunks(platform, stacks, [None] * len(stacks))
     return platform.unpack(unstack(qs, plan, like=xs))

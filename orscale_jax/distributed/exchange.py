@@ -1,31 +1,86 @@
 """The exchange that carries out a plan: shards to whole matrices, and back.
 
-All of it runs inside ``jax.shard_map``: shapes are those of one device.
+All of it runs inside ``jax.shard_map``, which :func:`on_shards` enters: shapes are those
+of one device. Collectives run over slow links before fast ones; some are sums over the
+devices that share a matrix, each with some of its columns.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from orscale_jax.distributed.buckets import (
+from orscale_jax.distributed.plan import (
     Bucket,
+    DeviceGroup,
     LayoutGroup,
     MatrixSlice,
     MeshAxes,
+    MeshShape,
+    ShardedArray,
     count_devices,
+    plan_buckets,
 )
-from orscale_jax.distributed.collectives import (
-    ColumnGroup,
-    all_gather,
-    all_to_all,
-    axis_index,
-)
-from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.platforms import Platform, polar_in_chunks
+from orscale_jax.newton_schulz.arithmetic import may_transpose_squares
+from orscale_jax.sharding import typed_sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnGroup:
+    """Devices of a mesh over which the columns of wide matrices are sharded.
+
+    Attributes:
+      group: The devices among which those that share a matrix are neighbours.
+      shards: The number of neighbouring devices that share a matrix.
+      active: The number of devices that hold a column shard, the first of the group. The
+        others hold whole matrices; they take part in the collectives, whose results they
+        discard.
+    """
+
+    group: DeviceGroup
+    shards: int
+    active: int
+
+    @property
+    def _groups(self) -> list[list[int]] | None:
+        return self.group.index_groups(self.shards)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices that share a matrix."""
+        return self._if_active(
+            jax.lax.psum(x, self.group.axes, axis_index_groups=self._groups), x
+        )
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The maximum over the devices that share a matrix."""
+        return self._if_active(
+            jax.lax.pmax(x, self.group.axes, axis_index_groups=self._groups), x
+        )
+
+    def sum_matrices(
+        self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
+    ) -> jax.Array:
+        """The sum of matrices of shape (m, n): added as they are, gathered rounded."""
+        rows = jax.lax.psum_scatter(
+            x, self.group.axes, axis_index_groups=self._groups, tiled=True
+        )
+        gathered = jax.lax.all_gather(
+            rounded(rows), self.group.axes, axis_index_groups=self._groups, tiled=True
+        )
+        return self._if_active(gathered.astype(x.dtype), x)
+
+    def _if_active(self, reduced: jax.Array, x: jax.Array) -> jax.Array:
+        """``reduced`` where the device holds a column shard, else ``x``."""
+        if self.active == self.group.size:
+            return reduced
+        return jnp.where(axis_index(self.group) < self.active, reduced, x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +157,148 @@ class Exchange:
             [_Packing(layout, bucket, self.mesh) for layout in bucket.layouts]
             for bucket in self.buckets
         ]
+
+
+def on_shards(
+    platform: Platform,
+    packed: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
+    mesh: AbstractMesh,
+    slices: Mapping[str, int],
+    specs: Sequence[PartitionSpec],
+) -> list[jax.Array]:
+    """Polar factors of packed matrices whose shardings are known.
+
+    Args:
+      platform: The platform.
+      packed: The matrices, as the platform packs them to be sent.
+      traced: The traced settings of the iteration, replicated on every device.
+      mesh: The mesh of the matrices.
+      slices: The number of slices along each axis that crosses slow links.
+      specs: The shardings of the matrices, and of their factors.
+    """
+    specs = tuple(specs)
+    whole = list(map(sharded_array, packed, specs))
+    # Along an axis that jax.vmap maps over, devices hold different matrices, not copies.
+    mapped = typed_sharding.mapped_axes()
+    sizes = {name: size for name, size in mesh.shape.items() if name not in mapped}
+    shape = MeshShape(sizes, {name: slices[name] for name in slices if name in sizes})
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=specs,
+        check_vma=False,
+    )
+    def run(shards: Any, traced: Any) -> tuple[jax.Array, ...]:
+        return tuple(on_each_device(platform.with_traced(traced), shards, whole, shape))
+
+    return list(run(tuple(packed), dict(traced)))
+
+
+def on_each_device(
+    platform: Platform,
+    shards: Sequence[jax.Array],
+    arrays: Sequence[ShardedArray],
+    mesh: MeshShape,
+) -> Sequence[jax.Array]:
+    """Shards of polar factors, from this device's shards of packed matrices."""
+    trip = Exchange(plan_exchange(platform, arrays, mesh), mesh)
+    stacks = trip.send(platform.layout(shards), platform.join)
+    qs = polar_in_chunks(platform, stacks, trip.columns)
+    return platform.layout(trip.receive(qs, shards))
+
+
+def plan_exchange(
+    platform: Platform, arrays: Sequence[ShardedArray], mesh: MeshShape
+) -> tuple[Bucket, ...]:
+    """The plan of a mesh for arrays of packed matrices."""
+    may_transpose = may_transpose_squares(platform.settings.preconditioning)
+    arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
+    stack_bytes = platform.limits.stack_bytes
+    return plan_buckets(arrays, mesh, stack_bytes, platform.cost_model)
+
+
+def sharded_array(array: Any, spec: PartitionSpec) -> ShardedArray:
+    """An array as the plan sees it."""
+    rank = len(array.shape)
+    return ShardedArray(array.shape, array.dtype, typed_sharding.axes_of(spec, rank))
+
+
+def axis_index(group: DeviceGroup) -> jax.Array:
+    """The index of this device in its group."""
+    index = jax.lax.axis_index(group.axes)
+    if group.is_whole:
+        return index
+    places = []
+    for length in reversed(group.lengths):
+        places.append(index % length)
+        index = index // length
+    places.reverse()
+    index = places[group.order[0]]
+    for i in group.order[1:]:
+        index = index * group.lengths[i] + places[i]
+    return index
+
+
+def all_to_all(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Array:
+    """Send equal parts of ``x`` to all devices along factors, the slow ones first.
+
+    Across slices each device sends one message to each other slice: all that is meant for
+    its devices, which pass it on.
+
+    Args:
+      x: Shape (devices, ...): what each device is sent; the result is what each has sent.
+      factors: Factors of the mesh's axes.
+      mesh: The mesh.
+    """
+    slow, fast = _by_link(factors, mesh)
+    whole = x.shape
+    lengths = [group.size for group in (slow, fast) if group]
+    x = x.reshape(*lengths, *whole[1:])
+    for axis, group in enumerate(group for group in (slow, fast) if group):
+        x = jax.lax.all_to_all(
+            x,
+            group.axes,
+            split_axis=axis,
+            concat_axis=axis,
+            axis_index_groups=group.index_groups(),
+        )
+    return x.reshape(whole)
+
+
+def all_gather(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Array:
+    """Join the arrays of all devices along factors by their first axis.
+
+    Each device receives one array from every other slice, and the rest from this one.
+    """
+    slow, fast = _by_link(factors, mesh)
+    if slow and fast:
+        x = _gathered(x, slow, axis=0, tiled=False)
+        x = _gathered(x, fast, axis=1, tiled=False)
+        return x.reshape(-1, *x.shape[3:])
+    return _gathered(x, slow or fast, axis=0, tiled=True)
+
+
+def _gathered(
+    x: jax.Array, group: DeviceGroup | None, *, axis: int, tiled: bool
+) -> jax.Array:
+    if group is None:
+        return x
+    groups = group.index_groups()
+    return jax.lax.all_gather(
+        x, group.axes, axis=axis, tiled=tiled, axis_index_groups=groups
+    )
+
+
+def _by_link(
+    factors: Sequence[str], mesh: MeshShape
+) -> tuple[DeviceGroup | None, DeviceGroup | None]:
+    """The groups along the slow factors, which come first, and along the fast ones."""
+    slow = [factor for factor in factors if factor in mesh.slow]
+    fast = [factor for factor in factors if factor not in mesh.slow]
+    return (mesh.group(slow) if slow else None, mesh.group(fast) if fast else None)
 
 
 def _column_group(bucket: Bucket, mesh: MeshShape) -> ColumnGroup | None:

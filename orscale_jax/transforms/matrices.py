@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.horizontal_fusion import (
+from orscale_jax.distributed.fusion import (
     Reduction,
     reduce_all,
     slices_of_stacks,

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
-from orscale_jax.distributed.platforms import AutoTPU
+from orscale_jax.distributed.platforms import AUTO_TPU
 from tests.platforms import orthogonalize_as
 
 # Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
@@ -268,7 +268,7 @@ def test_as_on_tpus_on_auto_axes(layout):
     update = jax.jit(lambda g: orthogonalize().update(g, ())[0])
     alone = hlo_cost.of(update.lower(grads).compile().as_text())
 
-    stage = orthogonalize_as(AutoTPU)
+    stage = orthogonalize_as(AUTO_TPU)
     sizes, spec = LAYOUTS[layout]
     mesh = make_mesh(sizes, AxisType.Auto)
     where = {name: s for name, s in shardings(mesh, spec).items() if name in single}

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
-from orscale_jax.distributed.platforms import CPU, GPU, TPU, AutoTPU
-from orscale_jax.distributed.platforms.tpu import parameter_layout
+from orscale_jax.distributed.platforms import AUTO_TPU, CPU, GPU, TPU, parameter_layout
 from tests.platforms import orthogonalize_as
 
 SHAPES = {"wide": (8, 16), "tall": (16, 8), "also": (8, 16), "experts": (4, 8, 8)}
@@ -30,7 +29,7 @@ def assert_polar(found, atol):
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("platform", [CPU, GPU, TPU, AutoTPU])
+@pytest.mark.parametrize("platform", [CPU, GPU, TPU, AUTO_TPU])
 def test_one_device(platform):
     found, _ = orthogonalize_as(platform, Dims(-2, -1)).update(matrices(), ())
     assert_polar(found, 1e-5)

@@ -1,5 +1,7 @@
 """Matrices that several devices share, and shapes that travel together, on 8 devices."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, orthogonalize
-from orscale_jax.distributed.buckets import ShardedArray
-from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.exchange import plan_exchange
+from orscale_jax.distributed.plan import MeshShape, ShardedArray
 from orscale_jax.distributed.platforms import CPU, TPU
-from orscale_jax.distributed.shards import plan_exchange
-from orscale_jax.newton_schulz.coefficients import coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
 from tests.oracle import svd_polar
@@ -60,8 +60,8 @@ def plan_of(layout):
         ShardedArray(shape, FLOAT, axes_of(specs.get(name, P()), 2))
         for name, shape in SHAPES.items()
     ]
-    table = coefficient_table("polar_express")
-    platform = CPU(NewtonSchulz(STEPS, table, "frobenius"))
+    settings = NewtonSchulz.of(STEPS, "polar_express", None, "frobenius")
+    platform = dataclasses.replace(CPU, settings=settings)
     return plan_exchange(platform, arrays, MeshShape(sizes))
 
 

@@ -1,4 +1,4 @@
-"""Small results of many arrays, of which XLA computes many in one GPU kernel.
+"""Small results of many arrays in few GPU kernels, and layouts that exports leave alone.
 
 XLA merges kernels that read a common array. Otherwise each leaf would have its own kernel
 for a small result such as its ratio, and a kernel takes longer to launch than to run.
@@ -15,9 +15,14 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from orscale_jax.distributed.lowering import GPUS
 from orscale_jax.sharding import typed_sharding
+
+# The names of GPUs, as of ``jax.lax.platform_dependent``.
+GPUS = ("cuda", "rocm")
 
 # A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result
 # whether it reduces along several axes at once or along one after the other.
@@ -37,36 +42,44 @@ def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large arrays, and arrays on a mesh, are left alone.
     """
-    if len(xs) < 2 or typed_sharding.mesh_of(xs, None) is not None:
-        return list(xs)
-    on_gpus: dict[str, Any] = dict.fromkeys(GPUS, _slices_of_stacks)
-    return jax.lax.platform_dependent(list(xs), **on_gpus, default=list)
+    return _on_gpus(_slices_of_stacks, list, xs)
 
 
 def reduce_all(
     fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """``fn(array, axis=axes)`` of every array.
+    """``fn(array, axis=axes)`` of every array, whose axes are in ascending order.
 
     On a mesh each array is reduced alone, since arrays of one shape may be sharded
     differently.
-
-    Args:
-      fn: The reduction.
-      arrays: The arrays.
-      axes: For each array, the axes along which it is reduced, in ascending order.
     """
 
     def alone(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return [fn(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
 
-    def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return _together(fn, arrays, axes)
+    return _on_gpus(lambda arrays: _together(fn, arrays, axes), alone, arrays)
 
-    if len(arrays) < 2 or typed_sharding.mesh_of(arrays, None) is not None:
-        return alone(arrays)
+
+def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Constrain the layout of an array; in an exported program, the compiler chooses it.
+
+    Args:
+      x: The array.
+      order: Its axes, from the outermost to the innermost in memory.
+    """
+    return _layout_p.bind(x, order=tuple(order))
+
+
+def _on_gpus(
+    together: Callable[[Any], list[jax.Array]],
+    alone: Callable[[Any], list[jax.Array]],
+    xs: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """``together`` on a GPU if arrays can be merged there, else ``alone``."""
+    if len(xs) < 2 or typed_sharding.mesh_of(xs, None) is not None:
+        return alone(xs)
     on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
-    return jax.lax.platform_dependent(list(arrays), **on_gpus, default=alone)
+    return jax.lax.platform_dependent(list(xs), **on_gpus, default=alone)
 
 
 def _slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
@@ -108,3 +121,28 @@ def _together(
         finished = fn(stack, axis=tuple(1 + axis for axis in rest))
         results.update(zip(members, finished, strict=True))
     return [results[i] for i in range(len(arrays))]
+
+
+# jax.export refuses layout constraints, whose names are not guaranteed to be stable.
+_layout_p = Primitive("layout_unless_exported")
+
+
+def _lower_layout(ctx: Any, x: Any, *, order: tuple[int, ...]) -> Any:
+    exported = bool(ctx.module_context.lowering_parameters.for_export)
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return x if exported else with_layout_constraint(x, Layout(order))
+
+    return mlir.lower_fun(constrained, multiple_results=False)(ctx, x)
+
+
+def _batch_layout(operands: Any, axes: Any, *, order: tuple[int, ...]) -> Any:
+    outermost = jnp.moveaxis(operands[0], axes[0], 0)
+    return with_layout(outermost, (0, *(axis + 1 for axis in order))), 0
+
+
+_layout_p.def_impl(lambda x, *, order: with_layout_constraint(x, Layout(order)))
+_layout_p.def_abstract_eval(lambda x, *, order: x)
+ad.deflinear2(_layout_p, lambda x, _, **params: [_layout_p.bind(x, **params)])
+batching.primitive_batchers[_layout_p] = _batch_layout
+mlir.register_lowering(_layout_p, _lower_layout)

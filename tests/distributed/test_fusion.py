@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from orscale_jax import orscale
-from orscale_jax.distributed import horizontal_fusion
-from orscale_jax.distributed.horizontal_fusion import slices_of_stacks
+from orscale_jax.distributed import fusion
+from orscale_jax.distributed.fusion import slices_of_stacks
 
 
 def arrays():
@@ -30,8 +30,8 @@ def arrays():
 
 @pytest.mark.extended
 def test_the_same_arrays_in_order(monkeypatch):
-    monkeypatch.setattr(horizontal_fusion, "GPUS", ("cpu",))
-    monkeypatch.setattr(horizontal_fusion, "_ARRAYS", 2)
+    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
+    monkeypatch.setattr(fusion, "_ARRAYS", 2)
     found = slices_of_stacks(arrays())
     for x, same in zip(arrays(), found, strict=True):
         assert same.dtype == x.dtype
@@ -97,7 +97,7 @@ def test_a_large_matrix_has_no_stack_and_small_ones_do():
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_updates_can_be_mapped_and_differentiated(calibrate, monkeypatch):
     """vmap and grad of a step see through the stacks."""
-    monkeypatch.setattr(horizontal_fusion, "GPUS", ("cpu",))
+    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
     params, grads = trees()
 
     def step(rate):
