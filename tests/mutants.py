@@ -26,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-COPIED = ("orscale_jax", "tests", "examples", "pyproject.toml")
+# Tests read the pages, too: without them a mutant would only seem to be caught.
+COPIED = ("orscale_jax", "tests", "examples", "docs", "README.md", "pyproject.toml")
 AT_ONCE = 2  # Mutants, each in a process of its own.
 
 
@@ -156,8 +157,11 @@ def survives(number: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
         for name in COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, tree / name)
+            if (ROOT / name).is_dir():
+                unneeded = shutil.ignore_patterns("_build")
+                shutil.copytree(ROOT / name, tree / name, ignore=unneeded)
+            else:
+                shutil.copy(ROOT / name, tree / name)
         broken = break_code(tree, mutant)
         caught = failing_test(tree, mutant.tests)
     print(
