@@ -259,8 +259,7 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
 
     Returns:
       A tree like the parameters, without boxes, with a string for each leaf. Pass it as
-      ``classes`` to :func:`summarize` or to :func:`orscale_jax.family.pooled`; the latter
-      also takes this function itself.
+      ``classes`` to :func:`summarize`.
 
     Raises:
       ValueError: If ``rules`` is not valid, or an expression applies to no parameter.
