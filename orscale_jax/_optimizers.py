@@ -452,12 +452,10 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
 
 
 def with_arguments_of(
-    optimizer: Callable[Parameters, Optimizer],
+    optimizer: Callable[..., Optimizer],
     without: tuple[str, ...] = (),
     **defaults: Any,
-) -> Callable[
-    [Callable[..., optax.GradientTransformation]], Callable[Parameters, Optimizer]
-]:
+) -> Callable[[Callable[..., optax.GradientTransformation]], Callable[..., Optimizer]]:
     """Make an optimizer from a chain, with the arguments of another optimizer.
 
     Keyword-only parameters of the chain become arguments of the optimizer, too.
@@ -477,11 +475,11 @@ def with_arguments_of(
 
     def decorate(
         chain: Callable[..., optax.GradientTransformation],
-    ) -> Callable[Parameters, Optimizer]:
+    ) -> Callable[..., Optimizer]:
         _, *own = inspect.signature(chain).parameters.values()
         signature = inherited.replace(parameters=[*kept, *own])
 
-        def built(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Optimizer:
+        def built(*args: Any, **kwargs: Any) -> Optimizer:
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             given = dict(bound.arguments)
@@ -496,6 +494,14 @@ def with_arguments_of(
     return decorate
 
 
+def _typed_as(
+    _: Callable[Parameters, Optimizer],
+) -> Callable[[Callable[..., Optimizer]], Callable[Parameters, Optimizer]]:
+    """Tell editors and type checkers the arguments of another optimizer."""
+    return lambda optimizer: optimizer
+
+
+@_typed_as(orscale)
 @with_arguments_of(orscale, RATIO)
 def muon(s: Stages) -> optax.GradientTransformation:
     r"""Muon, the limit :math:`\hat r \equiv 1` of :func:`orscale`.

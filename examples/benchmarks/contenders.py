@@ -92,7 +92,7 @@ def relatives(
         "cautious": family.cautious(1e-3, **ours),
         "pooled": controls.pooled(1e-3, **ours),
         "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
-        "replayed": controls.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),  # type: ignore[call-arg]
+        "replayed": controls.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
         "aurora": family.aurora(1e-3, **ours),
     }
 

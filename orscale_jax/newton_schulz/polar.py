@@ -157,9 +157,10 @@ def polar_factor(
     Args:
       x: Shape (..., m, n), real floating point. Leading axes are a batch.
       steps: Number of steps, at least 1. May be traced.
-      coeffs: A preset, one ``(a, b, c)`` for all steps, or one per step. Where ``steps``
-        is smaller than the table its prefix is taken (except for ``"deepseek_v4"``);
-        where it is larger, the last row repeats.
+      coeffs: A preset, one ``(a, b, c)`` for all steps, or one per step. Cubics, whose c
+        is 0, take two products a step instead of three. Where ``steps`` is smaller than
+        the table its prefix is taken (except for ``"deepseek_v4"``); where it is larger,
+        the last row repeats.
       dtype: The dtype of the products' operands. ``None``: float16 on GPU, bfloat16 on
         TPU, float32 on CPU, decided by the platform that the program is compiled for.
         float16 has three more bits than bfloat16, and matrices are scaled so that its
@@ -250,6 +251,8 @@ def newton_schulz(
     if unrolled:
         plain = tuple(range(1, int(settings.steps)))
         rows: Any = _of_scaled(settings.rows, arithmetics[0].scale)
+        # Also under jit, None is known while tracing, and 0 is not.
+        rows = [(a, b, c or None) for a, b, c in rows]
         if settings.hide_coefficients:
             scalar = functools.partial(jnp.asarray, dtype=arithmetics[0].accumulator)
             rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
@@ -287,12 +290,16 @@ def in_a_loop(start: Start, settings: NewtonSchulz, arithmetic: Arithmetic) -> j
     """The plain iteration, of any number of steps."""
     row = row_at(settings.table, arithmetic.accumulator)
     wide = arithmetic.is_wide(start.x)
+    # All steps have one trace: the square is left out of all of them or of none.
+    table = settings.table
+    cubic = isinstance(table, tuple) and not any(c for _, _, c in table)
 
     def step(row: Sequence[Any], x: jax.Array, gram: jax.Array) -> jax.Array:
         a, b, c = row
         factor = arithmetic.round(gram)
-        square = arithmetic.symmetric(factor, factor)
-        polynomial = arithmetic.round(b * factor.astype(square.dtype) + c * square)
+        polynomial = arithmetic.round(
+            _polynomial(factor, b, None if cubic else c, arithmetic)
+        )
         left, right = (polynomial, x) if wide else (x, polynomial)
         product = arithmetic.product(left, right)
         return arithmetic.round(a * x.astype(product.dtype) + product)
@@ -316,8 +323,9 @@ def gram_newton_schulz(
 ) -> list[jax.Array]:
     """Newton–Schulz on preconditioned matrices, one step for each row of coefficients.
 
-    The products of the arrays, all of one dtype, are interleaved: while one runs, the
-    operands of the next are fetched.
+    A row whose c is None is cubic: its step computes no square. The products of the
+    arrays, all of one dtype, are interleaved: while one runs, the operands of the next
+    are fetched.
     """
     chains = [
         _gram_chain(start, rows, before, arithmetic)
@@ -386,8 +394,7 @@ def _gram_chain(
         polynomial: Any = None  # P = scale I + polynomial.
         for k, (a, b, c) in enumerate(rows[i:j], i + 1):
             factor = yield gram
-            square = mirrored(factor, factor)
-            z = b * factor.astype(square.dtype) + c * square
+            z = _polynomial(factor, b, c, arithmetic)
             if polynomial is None:
                 polynomial = z
             else:
@@ -400,6 +407,14 @@ def _gram_chain(
         product = times((yield polynomial), x)
         x, gram = (yield scale * x.astype(product.dtype) + product), None
     return x
+
+
+def _polynomial(factor: jax.Array, b: Any, c: Any, arithmetic: Arithmetic) -> jax.Array:
+    """The part bA + cA² of a step for the Gram matrix A; no A² where c is None."""
+    if c is None:
+        return b * factor.astype(arithmetic.accumulator)
+    square = arithmetic.symmetric(factor, factor)
+    return b * factor.astype(square.dtype) + c * square
 
 
 def _of_scaled(rows: Sequence[Sequence[Any]], scale: float) -> Sequence[Sequence[Any]]:

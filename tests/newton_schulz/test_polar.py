@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, polar_factor
-from orscale_jax.newton_schulz import coefficients
+from orscale_jax.newton_schulz import coefficients, restarts
 from tests import oracle
 from tests.spectra import random_bases, with_spectrum
 
@@ -236,6 +237,44 @@ def test_products_of_the_program_for_each_platform(platform, dtype, operands):
         assert "xf32>" in after, line
         if platform == "tpu" and operands == "f32":
             assert "HIGHEST" in line
+
+
+CUBIC, PADE = (1.5, -0.5, 0.0), (1.875, -1.25, 0.375)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # In a loop, and unrolled.
+def test_cubic_steps_compute_no_square(dtype):
+    def products(*table):
+        fn = jax.jit(lambda x: polar_factor(x, coeffs=table, dtype=dtype))
+        compiled = fn.lower(jnp.ones((16, 16))).compile()
+        return hlo_cost.of(compiled.as_text()).flops / (2 * 16**3)
+
+    assert products(CUBIC) == 10 and products(PADE) == 15
+    assert products(PADE, CUBIC) == (15 if dtype == "float32" else 11)
+
+
+@pytest.mark.compiled
+def test_cubic_steps_compute_no_square_on_the_gram_matrix():
+    for row, each in ((CUBIC, 3), (PADE, 4)):
+        fn = jax.jit(lambda x, row=row: polar_factor(x, coeffs=row))
+        x = jax.ShapeDtypeStruct((16, 48), jnp.float32)
+        text = fn.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+        segments = 1 + len(restarts.restart_steps((row,) * 5, 2**-24))
+        assert text.count("dot_general") == each * 5 - segments
+
+
+@pytest.mark.parametrize("table", [[CUBIC], [PADE, CUBIC], [CUBIC, PADE]])
+@pytest.mark.parametrize("shape", [(9, 9), (6, 14)])
+def test_tables_with_cubic_rows_equal_the_float64_iteration(table, shape):
+    x = np.random.default_rng(0).normal(size=shape)
+    exact = oracle.newton_schulz(x, oracle.rows_of(table, 6), safety=1)
+    traced = jax.jit(lambda x, k: polar_factor(x, steps=k, coeffs=table))
+    x = jnp.asarray(x, jnp.float32)
+    for dtype, atol in (("float32", 1e-5), ("float16", 0.01)):
+        found = polar_factor(x, steps=6, coeffs=table, dtype=dtype)
+        np.testing.assert_allclose(found, exact, atol=atol)
+    np.testing.assert_allclose(traced(x, 6), exact, atol=1e-5)
 
 
 @pytest.mark.extended
