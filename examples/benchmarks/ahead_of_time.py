@@ -14,12 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost, overlap
-from examples.benchmarks.contenders import NS_STEPS, contenders, optax_muon, step_of
-from examples.benchmarks.layers_apart import COEFFICIENTS, muon_of_layers
+from examples.benchmarks.contenders import contenders, step_of
 from examples.benchmarks.models import (
     Leaves,
     experts,
@@ -34,10 +32,6 @@ from orscale_jax import state_shardings
 
 ON_AUTO_AXES = "orscale on Auto axes"
 WITHOUT_SHARDINGS = "orscale on Auto axes, without param_shardings"
-# As the main branch of Optax, which has not been released, has the loop over steps.
-LOOPED = "optax.contrib.muon, looped"
-# Of arrays of layers alone.
-LAYERS_APART = "layers apart on Auto axes"
 CONTENDERS = (
     "orscale",
     ON_AUTO_AXES,
@@ -107,8 +101,7 @@ class Options:
     cases: tuple[str, ...] = tuple(CASES)
     """Of a to i."""
     contenders: tuple[str, ...] = CONTENDERS
-    """Of these, optax.adamw, "optax.contrib.muon, looped", and of case h "layers apart on
-    Auto axes"."""
+    """Of these, and optax.adamw."""
     layers: int | None = None
     """How many of a model's first layers; all without it."""
     dump: pathlib.Path | None = None
@@ -160,7 +153,9 @@ def lowered(
     mesh = Mesh(devices, tuple(axes), axis_types=kinds)
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
     specs = {name: leaf.spec for name, leaf in leaves.items()}
-    optimizer = _optimizer(contender, numbers, specs, slow_axes)
+    told = specs if contender == ON_AUTO_AXES else None
+    known = contenders(numbers, None, told, slow_axes)
+    optimizer = known[contender.split(" on ")[0]]
     params = {
         name: jax.ShapeDtypeStruct(
             leaf.shape, jnp.float32, sharding=NamedSharding(mesh, leaf.spec)
@@ -177,21 +172,6 @@ def lowered(
     )
     with jax.set_mesh(mesh):
         return jitted.lower(params, state, params)
-
-
-def _optimizer(
-    contender: str,
-    numbers: Mapping[str, Any],
-    specs: Mapping[str, P],
-    slow_axes: tuple[str, ...] | None,
-) -> optax.GradientTransformation:
-    if contender == LOOPED:
-        return optax_muon(numbers, ns_coeffs=(COEFFICIENTS,) * NS_STEPS)
-    if contender == LAYERS_APART:
-        return muon_of_layers(1e-3, NS_STEPS, specs)
-    told = specs if contender == ON_AUTO_AXES else None
-    known = contenders(numbers, None, told, slow_axes)
-    return known[contender.split(" on ")[0]]
 
 
 def placed(tree: Any, shardings: Any) -> Any:
