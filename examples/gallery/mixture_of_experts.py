@@ -1,6 +1,6 @@
 """A mixture of experts in plain JAX: every expert is a matrix with a ratio of its own.
 
-    python -m examples.gallery.mixture_of_experts     # 20 seconds; the error falls to 0.05
+    python -m examples.gallery.mixture_of_experts     # 20 seconds; error 0.05
 
 The experts' weights are stacked on a leading axis. The task needs several of them: each
 input belongs to one of four groups, and each group has its own rotation.
