@@ -117,11 +117,11 @@ bench: $(VENV)/.has-examples ## Time a step against its peers; pass options in A
 # An environment of its own: with its TPU plugin, JAX looks for TPUs in every program.
 bench-tpu: ## Compile a step for TPUs, which it needs none of; pass options in ARGS.
 	@$(MAKE) --no-print-directory VENV=.venv-tpu .venv-tpu/.has-examples,tpu
-	.venv-tpu/bin/python -m examples.benchmarks.tpu_compile $(ARGS)
+	.venv-tpu/bin/python -m examples.benchmarks.ahead_of_time $(ARGS)
 
 bench-gpu: ## Compile a step for GPUs, which it needs none of; pass options in ARGS.
 	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.has-examples,gpu
-	.venv-gpu/bin/python -m examples.benchmarks.gpu_compile $(ARGS)
+	.venv-gpu/bin/python -m examples.benchmarks.ahead_of_time --platform gpu $(ARGS)
 
 demo: $(VENV)/.has-examples ## Train a small decoder with three optimizers; options in ARGS.
 	$(RUN) examples.pretrain --sample "def update(" $(ARGS)

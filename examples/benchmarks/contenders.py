@@ -52,22 +52,16 @@ def contenders(
     ours |= {"param_shardings": param_shardings, "slow_axes": slow_axes}
     return {
         "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
-        "optax.contrib.muon": optax_muon(numbers),
+        "optax.contrib.muon": optax.contrib.muon(
+            1e-3,
+            ns_steps=NS_STEPS,
+            weight_decay=0.1,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=numbers,
+        ),
         "muon": muon(1e-3, **ours),
         "orscale": orscale(1e-3, **ours),
     }
-
-
-def optax_muon(numbers: Any, **arguments: Any) -> optax.GradientTransformation:
-    """Optax's Muon, with other arguments of its own."""
-    return optax.contrib.muon(
-        1e-3,
-        ns_steps=NS_STEPS,
-        weight_decay=0.1,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=numbers,
-        **arguments,
-    )
 
 
 def installed_peers() -> dict[str, optax.GradientTransformation]:

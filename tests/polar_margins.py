@@ -1,6 +1,6 @@
 """How far arithmetic may err before Newton–Schulz explodes, as a Markdown table.
 
-    python -m examples.benchmarks.polar_margins
+    python -m tests.polar_margins
 
 A singular value takes the step x → (a + bg + cs) x. What errs, each by a relative δ of
 the worst sign:
