@@ -21,6 +21,7 @@ from examples.benchmarks.functional import experiment, make_step
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.setup import learning_rates
+from examples.study.theory import estimate, verdict
 from orscale_jax import diagnostics, orthogonalize, scale_by_shape
 
 PyTree = Any
@@ -83,8 +84,8 @@ def look(
     measured = [batches[i] for i in range(options.micro_batches)]
     unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
     gained = diagnostics.step_gain(loss_fn, params, measured, reading)
-    statistics = diagnostics.estimate(loss_fn, params, measured)
-    model = diagnostics.verdict(reading, statistics, params).numbers
+    statistics = estimate(loss_fn, params, measured)
+    model = verdict(reading, statistics, params).numbers
     muon = muon_step(_mean_gradient(loss_fn, params, measured), reading.trust_ratio)
     ours = _scaled(muon, reading.trust_ratio)
     losses_at = _losses_along(loss_fn, unseen)
@@ -135,7 +136,7 @@ def _share_of_pairs(
     """⟨Δ, HΔ⟩ over the sum of what each matrix has while the others stand still."""
     curvatures = []
     for cross_terms in (True, False):
-        found = diagnostics.estimate(
+        found = estimate(
             loss_fn,
             params,
             batches,
