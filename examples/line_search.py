@@ -24,6 +24,7 @@ from examples.pretrain.configs import DEMOS
 from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.setup import learning_rates, split
+from examples.study.theory import estimate, verdict
 from orscale_jax import diagnostics, orthogonalize, scale_by_shape
 
 PyTree = Any
@@ -134,8 +135,8 @@ def look(
     measured = [batches[i] for i in range(options.micro_batches)]
     unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
     gained = diagnostics.step_gain(loss_fn, params, measured, reading)
-    statistics = diagnostics.estimate(loss_fn, params, measured)
-    model = diagnostics.verdict(reading, statistics, params).numbers
+    statistics = estimate(loss_fn, params, measured)
+    model = verdict(reading, statistics, params).numbers
     muon = muon_step(_mean_gradient(loss_fn, params, measured), reading.trust_ratio)
     ours = _scaled(muon, reading.trust_ratio)
     losses_at = _losses_along(loss_fn, unseen)
@@ -186,7 +187,7 @@ def _share_of_pairs(
     """⟨Δ, HΔ⟩ over the sum of what each matrix has while the others stand still."""
     curvatures = []
     for cross_terms in (True, False):
-        found = diagnostics.estimate(
+        found = estimate(
             loss_fn,
             params,
             batches,

@@ -13,7 +13,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from orscale_jax import QueryKey, diagnostics, family, muon, orscale
+from examples.study.theory import estimate
+from orscale_jax import diagnostics, family, muon, orscale
 from tests.runs import ABLATIONS, FAMILY, VISION, run
 from tests.small import NUMBERS, SHAPES, tree
 
@@ -86,20 +87,18 @@ def test_the_precision_of_the_models_products_is_not_the_optimizers(ns_dtype):
     """Nor that of measurements: an algorithm may narrow operands and sums."""
     params = tree(0)
     optimizer = orscale(0.1, ns_dtype=ns_dtype, weight_dimension_numbers=NUMBERS)
-    heads = {name: {"kernel": jnp.ones((4, 2, 3))} for name in ("query", "key")}
 
-    def everything(params, state, heads):
+    def everything(params, state):
         updates, state = optimizer.update(params, state, params)
         measured = diagnostics.measure(state, params, NUMBERS)
         batches, numbers = [1.0, 2.0, 3.0], {"weight_dimension_numbers": NUMBERS}
-        noise = diagnostics.estimate(loss, params, batches, **numbers)
-        norms = diagnostics.qk_norms(heads, QueryKey("query.kernel", "key.kernel"))
-        return updates, state, measured, noise, norms
+        noise = estimate(loss, params, batches, **numbers)
+        return updates, state, measured, noise
 
     def loss(params, batch):
         return sum(batch * jnp.sum(leaf**3) for leaf in jax.tree.leaves(params))
 
-    given = params, optimizer.init(params), heads
+    given = params, optimizer.init(params)
     expected = str(jax.make_jaxpr(everything)(*given))
     assert "dot_general" in expected
     for precision in ("bfloat16", "F16_F16_F16"):

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import BlockDimensionNumbers as Blocks, by_path, muon, orscale
-from orscale_jax.diagnostics import decompose, layer_classes, read, summarize, tabulate
+from orscale_jax.diagnostics import layer_classes, read, summarize, tabulate
 from orscale_jax.equinox import Weight, dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
@@ -255,20 +255,13 @@ def test_readings_of_trees_that_are_callable(model):
         params = {"first": params.layers[0], "second": params.layers[1]}
     optimizer = orscale(0.1)
     _, state = optimizer.update(params, optimizer.init(params), params)
-    rates = jax.tree.map(lambda _: 0.1, params)
-    given = [0.1, rates]
-    if model != "mlp":
-        given.append({"first": 0.1, "second": 0.1})
-    expected = jax.tree.leaves(read(state, params, learning_rate=0.1).relative_step)
-    for rate in given:
-        reading = read(state, params, learning_rate=rate)
-        assert jax.tree.leaves(reading.relative_step) == expected
+    reading = read(state, params, learning_rate=0.1)
+    assert len(jax.tree.leaves(reading.relative_step)) == 2
     table = tabulate(reading, layer_classes(params))
     assert len(table["class"]) == len(table["matrix"]) == 2
     labels = jax.tree.map(lambda _: "all", params)
     assert tabulate(reading, labels)["class"].tolist() == ["all", "all"]
     assert "optimizer/all/growth/mean" in summarize(reading, labels)
-    assert decompose(reading, labels).class_remainder.keys() == {"all"}
 
 
 @pytest.mark.extended

@@ -23,6 +23,8 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
+from examples.pretrain.operation.tensorboard import TensorBoard
+from examples.study import theory
 from orscale_jax import diagnostics, family, muon, orscale
 from tests.runs import ABLATIONS, FAMILY, RELATIVES
 from tests.test_docs import public_names
@@ -199,8 +201,7 @@ def record(now, folder):
     )
     measured = {"norm": now.reading.weight_norm}
     history.append(1, now.reading, measured, gained=gained(now), loss=loss)
-    diagnostics.JsonLines(folder / "metrics.jsonl").write(1, {"loss": loss})
-    with diagnostics.TensorBoard(folder) as writer:
+    with TensorBoard(folder) as writer:
         writer.write(1, {"loss": loss})
 
 
@@ -211,8 +212,7 @@ def gained(now):
 IN_JIT = {
     "master_weights": lambda now: masters(now.params),
     "qk_clip": lambda now: clip(now.params),
-    "qk_norms": lambda now: diagnostics.qk_norms(heads(now.params), QUERY_KEY),
-    "curvature": lambda now: diagnostics.curvature(now.reading.weight_norm, now.params),
+    "curvature": lambda now: theory.curvature(now.reading.weight_norm, now.params),
     "polar_factor": lambda now: orscale_jax.polar_factor(now.params["a"]),
     "convert_state": lambda now: orscale_jax.convert_state(
         now.state, muon(1e-3), now.params
@@ -220,9 +220,9 @@ IN_JIT = {
     "read": lambda now: diagnostics.read(now.state, now.params, learning_rate=1e-3),
     "summarize": lambda now: diagnostics.summarize(now.reading),
     "measure": lambda now: diagnostics.measure(now.state, now.params),
-    "decompose": lambda now: diagnostics.decompose(now.reading),
-    "gain": lambda now: diagnostics.gain(*[now.reading.weight_norm] * 3),
-    "secant_smoothness": lambda now: diagnostics.secant_smoothness(
+    "decompose": lambda now: theory.decompose(now.reading),
+    "gain": lambda now: theory.gain(*[now.reading.weight_norm] * 3),
+    "secant_smoothness": lambda now: theory.secant_smoothness(
         [now.grads] * 2, [now.updates] * 2, now.updates
     ),
 }
@@ -235,16 +235,13 @@ ON_THE_HOST = {
     "layer_classes": lambda now: diagnostics.layer_classes(now.params),
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
-    "estimate": lambda now: diagnostics.estimate(loss_fn, now.params, now.batches),
+    "estimate": lambda now: theory.estimate(loss_fn, now.params, now.batches),
     "step_gain": gained,
-    "verdict": lambda now: diagnostics.verdict(
+    "verdict": lambda now: theory.verdict(
         now.reading,
-        diagnostics.estimate(loss_fn, now.params, now.batches),
+        theory.estimate(loss_fn, now.params, now.batches),
         now.params,
         gained=gained(now),
-    ),
-    "to_floats": lambda now: diagnostics.to_floats(
-        {"norm": now.reading.weight_norm["a"]}
     ),
     "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.
         now.state, family.normuon(1e-3), now.params

@@ -11,6 +11,7 @@ results, study      what runs came to, in tables; all of them
 plan, second        the runs of an arm; the searches and runs of the second protocol
 repeat              the runs of the first study, again
 gains, seconds      what is measured besides: the theory's statistics, the time of a step
+theory              the paper's theory, measured
 classes             ratios by class of layers, beside the model's optimum
 statistics, claims  what the tables say; verdicts on the paper's claims
 records             what the tables hold of the second protocol

@@ -47,7 +47,7 @@ from orscale_jax._optimizers import (
     with_arguments_of,
 )
 from orscale_jax.diagnostics import layer_classes
-from orscale_jax.diagnostics.per_matrix import Classes, class_labels, is_label
+from orscale_jax.diagnostics.summaries import Classes, class_labels, is_label
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.stages import first_update_stage

@@ -11,7 +11,7 @@ import pytest
 from examples.benchmarks import models
 from examples.study.controls import pooled
 from orscale_jax import describe
-from orscale_jax.diagnostics.per_matrix import class_labels
+from orscale_jax.diagnostics.summaries import class_labels
 from orscale_jax.parameters.layer_classes import layer_classes
 
 
