@@ -54,7 +54,7 @@ test-optimized: $(VENV)/.has-examples,test ## Run the quick numeric tests with a
 	XLA_FLAGS= $(PYTEST) -m "$(QUICK)" $(NUMERIC_TESTS) $(ARGS)
 
 # Of the versions that pyproject.toml promises, the oldest, on what touches them.
-OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.7
+OLDEST := jax==0.10.0 jaxlib==0.10.0 optax==0.2.8
 OLDEST_TESTS := tests/test_optimizers.py tests/test_checkpoints.py tests/transforms/test_stages.py \
 	tests/trees tests/sharding/test_param_shardings.py tests/flax/test_annotations.py
 
@@ -67,7 +67,8 @@ test-oldest: ## Run the tests that touch JAX and Optax most, on their oldest ver
 # `haliax` would do the same to marin-haliax, so it belongs into neither.
 CLIENTS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 haliax==1.4.dev453 keras==3.15.1 \
 	numpyro==0.22.0 ray==2.60.0 # Spares pip a search.
-# It pins Optax below 0.2.7, whose schedules of weight decay do not advance.
+# It pins Optax below 0.2.7, whose schedules of weight decay do not advance (and 0.2.7 fails to
+# import with JAX 0.10).
 MARIN := chex hypothesis 'pytest>=9' marin-levanter==0.2.227.dev40316220070
 CLIENT_TESTS = -m pytest -m client -W ignore tests/clients $(ARGS)
 install = $(if $(shell command -v uv),uv pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip \
@@ -82,7 +83,7 @@ clients: ## Train with other people's trainers, as they are; takes minutes to in
 	.venv-clients/bin/python $(CLIENT_TESTS)
 	@$(MAKE) --no-print-directory VENV=.venv-marin PYTHON='$(NEWER_PYTHON)' .venv-marin/pyvenv.cfg
 	$(call install,.venv-marin) $(MARIN)
-	$(call install,.venv-marin) 'optax>=0.2.7' -e .
+	$(call install,.venv-marin) 'optax>=0.2.8' -e .
 	.venv-marin/bin/python $(CLIENT_TESTS)
 
 test-gpu: ## Count the kernels of steps compiled for a GPU, which it needs none of.

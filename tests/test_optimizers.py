@@ -352,7 +352,7 @@ def test_gpus_keep_matrices_in_rounded_form_alone(platform, rounded):
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_other_parameters_take_optax_adamw(nesterov):
-    """With a schedule of the decay, which Optax's own AdamW has only from 0.2.7 on."""
+    """With a schedule of the decay, which is that of Optax's own AdamW."""
 
     def decay(step):
         return 0.1 * (step + 1)
