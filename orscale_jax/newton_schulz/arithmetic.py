@@ -188,12 +188,10 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
 
 
 class Start(NamedTuple):
-    """A preconditioned array of matrices.
+    """A preconditioned array of matrices (..., m, n), in the dtype of operands.
 
-    Attributes:
-      x: Shape (..., m, n), the dtype of the products' operands.
-      gram: The Gram matrix of the shorter side, in the accumulator's dtype, if
-        preconditioning computed it.
+    ``gram`` is the Gram matrix of the shorter side, in the accumulator's dtype, if
+    preconditioning computed it.
     """
 
     x: jax.Array
