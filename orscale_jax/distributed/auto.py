@@ -58,16 +58,9 @@ def on_unknown_shards(
     it does for arrays of 64 bits: the thread that calls back knows nothing of
     ``with jax.enable_x64(True)``.
 
-    Args:
-      platform: The platform.
-      packed: The matrices, as the platform packs them to be sent.
-      traced: The traced settings of the iteration, replicated on every device.
-      mesh: The mesh of the matrices.
-      slices: The number of slices along each axis that crosses slow links; None to ask
-        the devices of the partitioner's mesh.
-
-    Returns:
-      Arrays of the shapes, dtypes and shardings of ``packed``.
+    ``traced`` are settings of the iteration, the same on every device; ``slices`` the
+    number of slices along each axis that crosses slow links, or None to ask the devices
+    of the partitioner's mesh. The results have the types of ``packed``.
     """
     of_64_bits = any(x.dtype.itemsize == 8 for x in (*packed, *traced.values()))
     if of_64_bits or not platform.partitioner_calls_back:
@@ -119,7 +112,10 @@ def _partitioned(
             sharded_array(array, sharding.spec)
             for array, sharding in zip(operands, shardings, strict=False)
         ]
-        shape = MeshShape(mesh.shape, _slices(mesh, slice_of))
+        # In the shape of the partitioner's mesh, which may be that of split axes.
+        known = slice_of is not None and slice_of.size == mesh.size
+        each = slice_of.reshape(mesh.devices.shape) if known else slice_of_each(mesh)
+        shape = MeshShape(mesh.shape, slices_of_axes(mesh.axis_names, each))
         everywhere = (NamedSharding(mesh, PartitionSpec()),) * (len(operands) - count)
 
         def lowered(*operands: jax.Array) -> tuple[jax.Array, ...]:
@@ -136,15 +132,6 @@ def _partitioned(
     return operation
 
 
-def _slices(mesh: Mesh, declared: np.ndarray | None) -> dict[str, int]:
-    """The slices along the axes of the partitioner's mesh, which may be split axes."""
-    if declared is None or declared.size != mesh.size:
-        slice_of = slice_of_each(mesh)
-    else:
-        slice_of = declared.reshape(mesh.devices.shape)
-    return slices_of_axes(mesh.axis_names, slice_of)
-
-
 def _transformable(
     operation: custom_partitioning,
     exported: Function,
@@ -158,7 +145,8 @@ def _transformable(
     @jax.custom_batching.custom_vmap
     def mapped(*operands: jax.Array) -> tuple[jax.Array, ...]:
         operands = (*operands, _fingerprint(whole, operands, slice_of))
-        return _partitioned_unless_exported(operands, mesh, operation, exported, count)
+        chosen: Any = {"mesh": mesh, "operation": operation, "exported": exported}
+        return tuple(_choice_p.bind(*operands, **chosen, results=count))
 
     @mapped.def_vmap
     def _(axis_size: int, batched: Any, *operands: jax.Array) -> Any:
@@ -218,10 +206,15 @@ def named(arrays: Sequence[Any], mesh: Mesh) -> tuple[Mesh, tuple[NamedSharding,
     if any(None in axes for axes in axes_of_arrays):
         mesh = in_prime_axes(mesh)
         axes_of_arrays = axes_of_all(mesh)
-    return mesh, tuple(
-        _even(array.shape, axes, mesh)
-        for array, axes in zip(arrays, axes_of_arrays, strict=True)
-    )
+    shardings = []
+    for array, axes in zip(arrays, axes_of_arrays, strict=True):
+        # Without axes that would need padding, or that have no name.
+        entries = [
+            names if names and size % count_devices(names, mesh.shape) == 0 else None
+            for size, names in zip(array.shape, axes, strict=True)
+        ]
+        shardings.append(NamedSharding(mesh, PartitionSpec(*entries)))
+    return mesh, tuple(shardings)
 
 
 @functools.lru_cache(maxsize=256)
@@ -264,17 +257,6 @@ def primes(number: int) -> list[int]:
     return [number] if smallest == number else [smallest, *primes(number // smallest)]
 
 
-def _even(
-    shape: Sequence[int], axes: Sequence[MeshAxes | None], mesh: Mesh
-) -> NamedSharding:
-    """The sharding without axes that would need padding, or that have no name."""
-    spec = [
-        names if names and size % count_devices(names, mesh.shape) == 0 else None
-        for size, names in zip(shape, axes, strict=True)
-    ]
-    return NamedSharding(mesh, PartitionSpec(*spec))
-
-
 def spread_out(
     platform: Platform,
     packed: Sequence[jax.Array],
@@ -289,103 +271,51 @@ def spread_out(
     if platform.normalizes == "matrix":  # A loop over matrices would gather each of them.
         packed = platform.normalized(packed)
     whole = [typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)) for x in packed]
-    single = [i for i, x in enumerate(whole) if x.ndim == 2]
-    batches = [i for i, x in enumerate(whole) if x.ndim > 2]
     mapped = typed_sharding.mapped_axes()
     axes = tuple(
         name
         for name in mesh.auto_axes
         if name not in mapped and slices.get(name, 1) < mesh.shape[name]
     )
-    of_single = _of_single(platform, [whole[i] for i in single], mesh, axes)
-    of_batches = _of_batches(platform, [whole[i] for i in batches])
-    qs = dict(zip(single + batches, of_single + of_batches, strict=True))
+    devices = count_devices(axes, mesh.shape)
+    constrained = jax.lax.with_sharding_constraint
+    by_rows = NamedSharding(mesh, PartitionSpec(None, axes))
+    by_matrices = NamedSharding(mesh, PartitionSpec(axes))
+
+    def spread(x: jax.Array) -> jax.Array:
+        """Of matrices (m, n) or (k, m, n): evenly over the devices, padded by zeros."""
+        count = math.prod(x.shape[:-2])
+        padded = x.reshape(count, *x.shape[-2:])
+        padded = jnp.pad(padded, [(0, -count % devices), (0, 0), (0, 0)])
+        # First by rows: the partitioner would otherwise replicate whole stacks.
+        stacked = constrained(constrained(padded, by_rows), by_matrices)
+        [q] = newton_schulz([stacked], platform.iteration)
+        rows = constrained(constrained(q, by_matrices), by_rows)
+        return rows[:count].reshape(x.shape)
+
+    def alone(x: jax.Array) -> jax.Array:
+        return newton_schulz([x], platform.iteration)[0]
+
+    stack_bytes, chunk_bytes, *_ = platform.limits
+    qs: dict[int, jax.Array] = {}
+    for polar, is_batch, nbytes in (
+        (spread, False, min(stack_bytes, chunk_bytes) * devices),
+        (alone, True, stack_bytes),
+    ):
+        members = [i for i, x in enumerate(whole) if (x.ndim > 2) == is_batch]
+        xs = [whole[i] for i in members]
+        plan = plan_stacks([StackKey.of(x) for x in xs], nbytes)
+        factors = unstack([*map(polar, stack(xs, plan))], plan, xs)
+        qs |= dict(zip(members, factors, strict=True))
     return [typed_sharding.shard_like(qs[i], x) for i, x in enumerate(packed)]
 
 
-def _of_single(
-    platform: Platform,
-    xs: Sequence[jax.Array],
-    mesh: AbstractMesh,
-    axes: tuple[str, ...],
-) -> list[jax.Array]:
-    """Polar factors of arrays that are one matrix each, spread along axes of a mesh."""
-    limits = platform.limits
-    devices = count_devices(axes, mesh.shape)
-    nbytes = min(limits.stack_bytes, limits.chunk_bytes) * devices
-    plan = plan_stacks([StackKey.of(x) for x in xs], nbytes)
-    results = []
-    for stacked in stack(xs, plan):
-        [q] = newton_schulz([_spread(stacked, mesh, axes)], platform.iteration)
-        results.append(_collect(q, mesh, axes, stacked.shape))
-    return unstack(results, plan, xs)
-
-
-def _of_batches(platform: Platform, xs: Sequence[jax.Array]) -> list[jax.Array]:
-    """Polar factors of arrays with batch axes."""
-    plan = plan_stacks([StackKey.of(x) for x in xs], platform.limits.stack_bytes)
-    results = [newton_schulz([x], platform.iteration)[0] for x in stack(xs, plan)]
-    return unstack(results, plan, xs)
-
-
-def _spread(x: jax.Array, mesh: AbstractMesh, axes: tuple[str, ...]) -> jax.Array:
-    """Matrices ``(m, n)`` or ``(k, m, n)``, evenly over the devices, padded by zeros."""
-    by_rows, by_matrices = _shardings(mesh, axes)
-    count = math.prod(x.shape[:-2])
-    missing = -count % count_devices(axes, mesh.shape)
-    padded = jnp.pad(x.reshape(count, *x.shape[-2:]), [(0, missing), (0, 0), (0, 0)])
-    # First by rows: the partitioner would otherwise replicate whole stacks.
-    rows = jax.lax.with_sharding_constraint(padded, by_rows)
-    return jax.lax.with_sharding_constraint(rows, by_matrices)
-
-
-def _collect(
-    stacked: jax.Array,
-    mesh: AbstractMesh,
-    axes: tuple[str, ...],
-    shape: Sequence[int],
-) -> jax.Array:
-    """Invert :func:`_spread`."""
-    by_rows, by_matrices = _shardings(mesh, axes)
-    matrices = jax.lax.with_sharding_constraint(stacked, by_matrices)
-    rows = jax.lax.with_sharding_constraint(matrices, by_rows)
-    return rows[: math.prod(shape[:-2])].reshape(shape)
-
-
-def _shardings(
-    mesh: AbstractMesh, axes: tuple[str, ...]
-) -> tuple[NamedSharding, NamedSharding]:
-    """By rows, and by matrices, over axes of the mesh."""
-    by_rows, by_matrices = PartitionSpec(None, axes), PartitionSpec(axes)
-    return NamedSharding(mesh, by_rows), NamedSharding(mesh, by_matrices)
-
-
+# The choice between an operation that calls back for the program of one device, and the
+# same function for programs that are exported, or lowered for more devices than there
+# are. It is lowered for devices, but their number alone enters its program. JAX, if it
+# knew of the operation, would refuse programs with several meshes over the same devices.
 _choice_p = Primitive("partitioned_unless_exported")
 _choice_p.multiple_results = True
-
-
-def _partitioned_unless_exported(
-    operands: Sequence[jax.Array],
-    mesh: AbstractMesh,
-    operation: Function,
-    exported: Function,
-    results: int,
-) -> tuple[jax.Array, ...]:
-    """Apply an operation that calls back for the program of one device.
-
-    It is lowered for devices, but their number alone enters its program. JAX, if it knew
-    of the operation, would refuse programs with several meshes over the same devices.
-
-    Args:
-      operands: The operands.
-      mesh: The mesh that they are on.
-      operation: A function made by ``jax.experimental.custom_partitioning``.
-      exported: The same function for programs that are exported, or lowered for more
-        devices than there are.
-      results: The number of results, of the types of the first operands.
-    """
-    chosen = {"mesh": mesh, "operation": operation, "exported": exported}
-    return tuple(_choice_p.bind(*operands, **chosen, results=results))
 
 
 def _lower_choice(
@@ -396,28 +326,18 @@ def _lower_choice(
     exported: Function,
     results: int,
 ) -> Any:
-    on_devices = (
-        None
-        if bool(ctx.module_context.lowering_parameters.for_export)
-        else _on_devices(ctx, mesh)
-    )
-    if on_devices is None:
-        return mlir.lower_fun(exported)(ctx, *operands)
-    return mlir.lower_fun(operation)(on_devices, *operands)
-
-
-def _on_devices(ctx: Any, mesh: AbstractMesh) -> Any:
-    """The context with devices and a mesh; None if there are too few devices."""
     module = ctx.module_context
-    if not isinstance(module.axis_context, mlir.ShardingContext):
-        return ctx
-    count = module.axis_context.num_devices
-    devices = () if module.backend is None else tuple(module.backend.devices()[:count])
-    if len(devices) < count:
-        return None
-    named = mesh if mesh.size == count else AbstractMesh((count,), ("devices",))
-    context = mlir.ShardingContext(count, devices, named)
-    return ctx.replace(module_context=module.replace(axis_context=context))
+    if bool(module.lowering_parameters.for_export):
+        return mlir.lower_fun(exported)(ctx, *operands)
+    if isinstance(module.axis_context, mlir.ShardingContext):
+        count = module.axis_context.num_devices
+        known = () if module.backend is None else module.backend.devices()
+        if len(known) < count:
+            return mlir.lower_fun(exported)(ctx, *operands)
+        named = mesh if mesh.size == count else AbstractMesh((count,), ("devices",))
+        context = mlir.ShardingContext(count, tuple(known[:count]), named)
+        ctx = ctx.replace(module_context=module.replace(axis_context=context))
+    return mlir.lower_fun(operation)(ctx, *operands)
 
 
 _choice_p.def_impl(lambda *operands, operation, **_: operation(*operands))

@@ -97,32 +97,23 @@ def polar_factors(
     filled = [i for i in range(len(matrices)) if i not in factors]
     if filled:
         xs = [matrices[i] for i in filled]
-        auto = None if auto_specs is None else [auto_specs[i] for i in filled]
-        shardings = _shardings(xs, auto, tuple(specs[i] for i in filled), options)
+        mesh = typed_sharding.mesh_of(xs, options.mesh)
+        slices, known = None, None
+        if mesh is not None:
+            slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
+            if mesh.are_all_axes_explicit:
+                known = [jax.typeof(x).sharding.spec for x in xs]
+            elif auto_specs is not None:
+                known = [auto_specs[i] for i in filled]
+            if slices is None and known is not None:
+                warn_of_unknown_slices(mesh)
+        shardings = _Shardings(mesh, slices, known, tuple(specs[i] for i in filled))
         tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
-        known = options.settings.is_static and shardings.mesh is None
         # Outside of `jax.jit`, a program that is compiled at the first call.
-        compute = _compiled if known and not tracing else _on_any_platform
-        qs = compute(xs, shardings, options)
+        compiled = options.settings.is_static and mesh is None and not tracing
+        qs = (_compiled if compiled else _on_any_platform)(xs, shardings, options)
         factors |= dict(zip(filled, qs, strict=True))
     return [factors[i] for i in range(len(matrices))]
-
-
-def _shardings(
-    xs: Sequence[jax.Array],
-    auto_specs: Sequence[PartitionSpec] | None,
-    specs: Sequence[PartitionSpec],
-    options: PolarOptions,
-) -> _Shardings:
-    mesh = typed_sharding.mesh_of(xs, options.mesh)
-    if mesh is None:
-        return _Shardings(None, None, None, specs)
-    if mesh.are_all_axes_explicit:
-        auto_specs = [jax.typeof(x).sharding.spec for x in xs]
-    slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
-    if slices is None and auto_specs is not None:
-        warn_of_unknown_slices(mesh)
-    return _Shardings(mesh, slices, auto_specs, specs)
 
 
 def _on_any_platform(

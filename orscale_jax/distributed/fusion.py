@@ -42,7 +42,26 @@ def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
 
     Large arrays, and arrays on a mesh, are left alone.
     """
-    return _on_gpus(_slices_of_stacks, list, xs)
+
+    def sliced(xs: Sequence[jax.Array]) -> list[jax.Array]:
+        alike: dict[Any, list[int]] = {}
+        for i, x in enumerate(xs):
+            if x.size <= _SMALL:
+                alike.setdefault((x.shape, x.dtype), []).append(i)
+        results = dict(enumerate(xs))
+        for members in alike.values():
+            for start in range(0, len(members), _ARRAYS):
+                some = members[start : start + _ARRAYS]
+                if len(some) == 1:
+                    continue
+                # The first one twice, so that the stack is not read whole: XLA would
+                # compute everything at once, and cut the result with a kernel for each.
+                stack = jnp.stack([xs[i] for i in (*some, some[0])])
+                stack = jax.lax.optimization_barrier(stack)
+                results.update(zip(some, stack, strict=False))
+        return [results[i] for i in range(len(xs))]
+
+    return _on_gpus(sliced, list, xs)
 
 
 def reduce_all(
@@ -57,16 +76,30 @@ def reduce_all(
     def alone(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         return [fn(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
 
-    return _on_gpus(lambda arrays: _together(fn, arrays, axes), alone, arrays)
+    def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        results: dict[int, jax.Array] = {}
+        partial: dict[int, jax.Array] = {}
+        alike: dict[Any, list[int]] = {}
+        for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
+            if x.size <= _IN_ONE_KERNEL:
+                partial[i], rest = x, along
+            elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
+                results[i] = fn(x, axis=along)
+                continue
+            else:
+                partial[i], rest = fn(x, axis=along[-1:]), along[:-1]
+            alike.setdefault((partial[i].shape, partial[i].dtype, rest), []).append(i)
+        for (*_, rest), members in alike.items():
+            stack = jnp.stack([partial[i] for i in members])
+            finished = fn(stack, axis=tuple(1 + axis for axis in rest))
+            results.update(zip(members, finished, strict=True))
+        return [results[i] for i in range(len(arrays))]
+
+    return _on_gpus(together, alone, arrays)
 
 
 def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:
-    """Constrain the layout of an array; in an exported program, the compiler chooses it.
-
-    Args:
-      x: The array.
-      order: Its axes, from the outermost to the innermost in memory.
-    """
+    """Order an array's axes in memory, the outermost first; exports choose their own."""
     return _layout_p.bind(x, order=tuple(order))
 
 
@@ -80,47 +113,6 @@ def _on_gpus(
         return alone(xs)
     on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
     return jax.lax.platform_dependent(list(xs), **on_gpus, default=alone)
-
-
-def _slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
-    alike: dict[Any, list[int]] = {}
-    for i, x in enumerate(xs):
-        if x.size <= _SMALL:
-            alike.setdefault((x.shape, x.dtype), []).append(i)
-    results = dict(enumerate(xs))
-    for members in alike.values():
-        for start in range(0, len(members), _ARRAYS):
-            some = members[start : start + _ARRAYS]
-            if len(some) == 1:
-                continue
-            # The first one twice, so that the stack is not read whole: XLA would compute
-            # everything at once, and cut the result into slices with a kernel for each.
-            stack = jnp.stack([xs[i] for i in (*some, some[0])])
-            stack = jax.lax.optimization_barrier(stack)
-            results.update(zip(some, stack, strict=False))
-    return [results[i] for i in range(len(xs))]
-
-
-def _together(
-    fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
-) -> list[jax.Array]:
-    results: dict[int, jax.Array] = {}
-    partial: dict[int, jax.Array] = {}
-    alike: dict[Any, list[int]] = {}
-    for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
-        if x.size <= _IN_ONE_KERNEL:
-            partial[i], rest = x, along
-        elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
-            results[i] = fn(x, axis=along)
-            continue
-        else:
-            partial[i], rest = fn(x, axis=along[-1:]), along[:-1]
-        alike.setdefault((partial[i].shape, partial[i].dtype, rest), []).append(i)
-    for (*_, rest), members in alike.items():
-        stack = jnp.stack([partial[i] for i in members])
-        finished = fn(stack, axis=tuple(1 + axis for axis in rest))
-        results.update(zip(members, finished, strict=True))
-    return [results[i] for i in range(len(arrays))]
 
 
 # jax.export refuses layout constraints, whose names are not guaranteed to be stable.

@@ -21,30 +21,6 @@ Links inside a slice of a TPU pod, or inside a node of GPUs, are ten times or mo
 as those between slices or nodes. An axis that crosses slow links part of the way has two
 factors: a slow one, outermost, and a fast one. Plans are made in terms of factors.
 
-The rates by which plans are compared are those of one chip, in one direction: what large
-transfers and products reach, and what each message of a collective adds.
-
-========  ==========  ===================  ==================  ======================
-platform  products    fast links           slow links          stands for
-========  ==========  ===================  ==================  ======================
-``tpu``   300 TFLOP/s 150 GB/s, 0.002 µs   6.25 GB/s, 20 µs    v5p: ICI in a slice,
-                                                               the data-center
-                                                               network between slices
-``gpu``   600 TFLOP/s 300 GB/s, 2 µs       25 GB/s, 5 µs       H100: NVLink in a node,
-                                                               InfiniBand NDR between
-``cpu``   as ``tpu``  as ``tpu``, 0 µs     as ``tpu``, 0 µs    virtual devices
-========  ==========  ===================  ==================  ======================
-
-Sources of the peaks: 459 TFLOP/s in bfloat16, 90 GB/s each way over each of a v5p's
-links, 6.25 GB/s to other slices (Austin et al., *How to Scale Your Model*, 2025, "TPUs");
-989 TFLOP/s, 450 GB/s each way (NVIDIA's data sheet of the H100 SXM), 400 Gbit/s of
-InfiniBand for each GPU of a DGX H100 (its user guide). The rates are about two thirds of
-these peaks, but half of InfiniBand's, which gradients need as well, and all of the 6.25
-GB/s. Latencies of GPUs are of the order of those in NCCL's tuning table; those of TPUs
-are chosen, not measured: messages in a slice travel at once, so that only groups of
-thousands of chips feel them. Virtual devices have none, so that small matrices are
-planned there as large ones are on accelerators.
-
 Nothing here imports JAX.
 """
 
@@ -63,31 +39,30 @@ MeshAxes = tuple[str, ...]
 
 
 class Link(NamedTuple):
-    """Links of one kind.
-
-    Attributes:
-      bytes_per_second: The bytes that a chip sends in a second.
-      seconds_per_message: The time that a message adds to that.
-    """
+    """What a chip sends over links of one kind, in one direction."""
 
     bytes_per_second: float
     seconds_per_message: float
 
 
 class Hardware(NamedTuple):
-    """The rates of one chip.
-
-    Attributes:
-      flops_per_second: The FLOPs of matrix products in a second.
-      fast: The links inside a slice or a node.
-      slow: The links between slices or nodes.
-    """
+    """The rates of one chip: products, links inside a slice or node, and between them."""
 
     flops_per_second: float
     fast: Link
     slow: Link
 
 
+# What large products and transfers reach. The peaks are 459 TFLOP/s in bfloat16, 90 GB/s
+# each way over each of a v5p's links, 6.25 GB/s to other slices (Austin et al., *How to
+# Scale Your Model*, 2025, "TPUs"); 989 TFLOP/s and 450 GB/s each way over NVLink
+# (NVIDIA's data sheet of the H100 SXM), 400 Gbit/s of InfiniBand for each GPU of a DGX
+# H100 (its user guide). The rates are about two thirds of these, but half of
+# InfiniBand's, which gradients need as well, and all of the 6.25 GB/s. Latencies of GPUs
+# are of the order of those in NCCL's tuning table; those of TPUs are chosen, not
+# measured: messages in a slice travel at once, so that only groups of thousands of chips
+# feel them. Virtual devices have none, so that small matrices are planned there as large
+# ones are on accelerators.
 TPU_V5P = Hardware(3e14, fast=Link(1.5e11, 2e-9), slow=Link(6.25e9, 2e-5))
 H100 = Hardware(6e14, fast=Link(3e11, 2e-6), slow=Link(2.5e10, 5e-6))
 VIRTUAL = Hardware(3e14, fast=Link(1.5e11, 0.0), slow=Link(6.25e9, 0.0))
@@ -96,10 +71,9 @@ VIRTUAL = Hardware(3e14, fast=Link(1.5e11, 0.0), slow=Link(6.25e9, 0.0))
 class DeviceGroup(NamedTuple):
     """The devices along some factors of a mesh, and how collectives name them.
 
-    Attributes:
-      axes: The axes of the mesh to which the factors belong.
-      lengths: The lengths of all factors of these axes, in order.
-      order: The positions of the group's factors among them, the most major first.
+    ``axes`` are the axes of the mesh to which the factors belong, ``lengths`` those of
+    all factors of these axes, and ``order`` the positions of the group's factors among
+    them, the most major first.
     """
 
     axes: tuple[str, ...]
@@ -117,13 +91,9 @@ class DeviceGroup(NamedTuple):
         return self.order == tuple(range(len(self.lengths)))
 
     def index_groups(self, size: int | None = None) -> list[list[int]] | None:
-        """The ``axis_index_groups`` of a collective along ``axes``.
+        """The ``axis_index_groups`` of a collective along ``axes``; None for all devices.
 
-        Args:
-          size: The number of neighbours in a part of the group; None for the whole group.
-
-        Returns:
-          The indices of the devices, a list for each group; None for all devices.
+        ``size`` is the number of neighbours in a part of the group; None for all of it.
         """
         if self.is_whole and size is None:
             return None
@@ -139,8 +109,8 @@ class MeshShape:
 
     Attributes:
       sizes: The lengths of the axes.
-      slices: The number of slices along each axis that crosses slow links. It divides the
-        length of the axis, of which the slices are consecutive parts.
+      slices: The number of slices along each axis that crosses slow links, which are
+        consecutive parts of it, of one length.
     """
 
     sizes: Mapping[str, int]
@@ -188,14 +158,7 @@ class MeshShape:
 
 
 class Traffic(NamedTuple):
-    """What each device sends over the links of a mesh.
-
-    Attributes:
-      fast_bytes: The bytes over fast links, inside a slice.
-      slow_bytes: The bytes over slow links, to other slices.
-      fast_messages: The number of messages over fast links.
-      slow_messages: The number of messages over slow links.
-    """
+    """What each device sends: over fast links, inside a slice, and over slow ones."""
 
     fast_bytes: int = 0
     slow_bytes: int = 0
@@ -211,19 +174,12 @@ class Traffic(NamedTuple):
         """The traffic of both."""
         return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
-    def times(self, count: int) -> "Traffic":
-        """The traffic of ``count`` such exchanges."""
-        return Traffic(*(count * entry for entry in self))
-
 
 class CostModel(NamedTuple):
     """The costs by which plans are compared.
 
-    Attributes:
-      hardware: The rates of one chip.
-      steps: The number of Newton–Schulz steps.
-      gram_segments: The number of times that the Gram form computes a Gram matrix of X,
-        where that form is cheaper; None for the plain iteration.
+    ``gram_segments`` is the number of times that the Gram form computes a Gram matrix of
+    X, where that form is cheaper; None for the plain iteration.
     """
 
     hardware: Hardware = VIRTUAL
@@ -262,13 +218,10 @@ DEFAULT_COSTS = CostModel()
 
 
 class ShardedArray(NamedTuple):
-    """An array of matrices on a mesh.
+    """An array of matrices ``(*batch, m, n)`` on a mesh, in the dtype that is sent.
 
-    Attributes:
-      shape: ``(*batch, m, n)``, of the whole array.
-      dtype: The dtype in which its matrices are sent.
-      axes: For each axis of the array, the axes of the mesh over which it is sharded.
-      may_transpose: Whether square matrices may be sent transposed.
+    ``axes`` are, for each of its axes, the axes of the mesh over which it is sharded, and
+    ``may_transpose`` says whether square matrices may be sent transposed.
     """
 
     shape: tuple[int, ...]
@@ -290,30 +243,9 @@ class ShardedArray(NamedTuple):
         transposed = self.may_transpose and (by_columns_alone or out_of_order)
         return m < n or (m == n and not transposed)
 
-    @property
-    def transposed(self) -> "ShardedArray":
-        """The array of the transposed matrices."""
-        *batch, m, n = range(len(self.shape))
-        order = (*batch, n, m)
-        return self._replace(
-            shape=tuple(self.shape[i] for i in order),
-            axes=tuple(self.axes[i] for i in order),
-        )
-
-    def over(self, mesh: MeshShape) -> "ShardedArray":
-        """The same array, sharded over factors of the mesh's axes."""
-        return self._replace(axes=tuple(map(mesh.factors_of, self.axes)))
-
 
 class MatrixSlice(NamedTuple):
-    """Consecutive matrices of one array.
-
-    Attributes:
-      array: The index of the array.
-      start: The first of them, counting the matrices of which a device holds a shard.
-      stop: The one after the last.
-      transposed: Whether they are sent transposed.
-    """
+    """Consecutive matrices of one array, of those of which a device holds a shard."""
 
     array: int
     start: int
@@ -327,14 +259,10 @@ class MatrixSlice(NamedTuple):
 
 
 class LayoutGroup(NamedTuple):
-    """Matrices of a bucket that are sharded alike.
+    """Matrices of a bucket that are sharded alike, over axes of the mesh.
 
-    Attributes:
-      slices: The matrices.
-      row_axes: The axes of the mesh over which their rows are sharded.
-      column_axes: The axes of the mesh over which their columns are sharded.
-      column_shards: The number of devices that share the columns of one matrix during
-        Newton–Schulz; 1 for matrices that are whole on one device.
+    ``column_shards`` is the number of devices that share the columns of one matrix during
+    Newton–Schulz; 1 for matrices that are whole on one device.
     """
 
     slices: tuple[MatrixSlice, ...]
@@ -368,7 +296,7 @@ class Bucket(NamedTuple):
         Matrices that are sent are wide.
       dtype: The dtype of the entries.
       shard_axes: The axes of the mesh over which the matrices are sharded.
-      replica_axes: The axes of the mesh along which a group holds replicas. Along other
+      replica_axes: The axes along which a group of devices holds replicas. Along other
         axes, devices repeat the work of one another, which is then cheaper.
       group_size: The number of devices in a group.
       shards: The number of shards of a matrix in a group, without replicas.
@@ -421,57 +349,79 @@ class Bucket(NamedTuple):
     def traffic(self) -> Traffic:
         """What each device sends: both ways, and for sums of Gram matrices.
 
-        Bytes that stay on the device are not counted.
+        Messages go to one device in every other slice, which passes them on to the others
+        there. Bytes that stay on the device are not counted.
         """
         if not self.matrices:
             return Traffic()
         of_shards, of_replicas = self.slice_counts
-        replicas = self.group_size // self.shards
-        exchanged = all_to_all_traffic(
-            self.nbytes, of_shards, self.shards // of_shards
-        ).times(2)
-        gathered = all_gather_traffic(self.nbytes, of_replicas, replicas // of_replicas)
-        # Gram matrices are added in the accumulator's dtype, gathered in the bucket's.
-        entries = self._gram**2
-        added = all_reduce_traffic(
-            entries * max(4, self.dtype.itemsize),
-            entries * self.dtype.itemsize,
-            self.column_shards,
-            slow=self._crosses_slices,
+        shards, nbytes = self.shards // of_shards, self.nbytes  # In one slice.
+        replicas = self.group_size // self.shards // of_replicas
+        exchanged = Traffic(
+            fast_bytes=2 * (nbytes * (shards - 1) // shards),
+            slow_bytes=2 * (nbytes * (of_shards - 1) // of_shards),
+            fast_messages=2 * (shards - 1),
+            slow_messages=2 * (of_shards - 1),
         )
-        return exchanged.plus(gathered).plus(added.times(self._segments))
+        gathered = Traffic(
+            fast_bytes=nbytes * of_replicas * (replicas - 1),
+            slow_bytes=nbytes * (of_replicas - 1),
+            fast_messages=replicas - 1,
+            slow_messages=of_replicas - 1,
+        )
+        # Gram matrices are added in the accumulator's dtype, gathered in the bucket's,
+        # around a ring: where one of its links is slow, all bytes pass over it.
+        m, segments = self._gram
+        others, itemsize = self.column_shards - 1, self.dtype.itemsize
+        summed = m**2 * (max(4, itemsize) + itemsize) * others // self.column_shards
+        ring = (segments * summed, segments * 2 * others)
+        neighbours = shards if of_shards > 1 else self.group_size // of_replicas
+        if neighbours % self.column_shards > 0:
+            added = Traffic(slow_bytes=ring[0], slow_messages=ring[1])
+        else:
+            added = Traffic(fast_bytes=ring[0], fast_messages=ring[1])
+        return exchanged.plus(gathered).plus(added)
 
     @property
     def flops(self) -> int:
         """The FLOPs of each device, counted as in ``newton_schulz/restarts.py``."""
-        m, segments = self._gram, self._segments
+        m, segments = self._gram
         square_products = 4 * self.cost_model.steps - 3 * segments
         one = 4 * segments * m * math.prod(self.shape) + 2 * square_products * m**3
         return self.matrices_per_device * one
 
     @property
-    def _gram(self) -> int:
-        """The rows of the Gram matrices; a column shard need not be wide."""
-        m, n = self.shape
-        return min(m, n * self.column_shards)
-
-    @property
-    def _segments(self) -> int:
-        m, n = self.shape
-        return self.cost_model.segments(m, n * self.column_shards)
-
-    @property
-    def _crosses_slices(self) -> bool:
-        """Whether devices of several slices share the columns of one matrix."""
-        of_shards, of_replicas = self.slice_counts
-        neighbours = self.group_size if of_shards == 1 else self.shards
-        neighbours //= of_replicas if of_shards == 1 else of_shards
-        return neighbours % self.column_shards > 0
+    def _gram(self) -> tuple[int, int]:
+        """The rows of a Gram matrix, and how often it is computed from its matrix."""
+        m, n = self.shape[0], self.shape[1] * self.column_shards
+        return min(m, n), self.cost_model.segments(m, n)
 
     @property
     def cost(self) -> int:
         """The cost of each device, in FLOPs."""
         return self.cost_model.cost(self.flops, self.traffic)
+
+
+class _Division(NamedTuple):
+    """A bucket in two parts: as many matrices as give all devices equally many, the rest.
+
+    The replicas of the remainder have not been left out.
+    """
+
+    whole: Bucket
+    even: Bucket
+    remainder: Bucket
+
+
+class _Merged(NamedTuple):
+    """Remainders, the cheapest bucket that holds them all, and what it costs.
+
+    A remainder that nothing improves has no bucket, and stays with the rest of its own.
+    """
+
+    remainders: tuple[Bucket, ...]
+    bucket: Bucket | None
+    cost: int
 
 
 def count_devices(axes: MeshAxes, mesh_shape: Mapping[str, int]) -> int:
@@ -487,21 +437,15 @@ def plan_buckets(
 ) -> tuple[Bucket, ...]:
     """Plan which matrices are sent together, and between which devices.
 
-    Args:
-      arrays: The arrays of matrices, tall or wide.
-      mesh: The mesh, and which of its links are slow.
-      stack_bytes: The largest stack of a device. An array that exceeds it is alone.
-      cost_model: The costs by which plans are compared.
-
-    Returns:
-      Buckets in the order of their first arrays, by factors of the mesh's axes. Each
-      matrix is in one of them.
+    An array that exceeds ``stack_bytes``, the largest stack of a device, is alone. The
+    buckets, by factors of the mesh's axes, are in the order of their first arrays; each
+    matrix is in one of them.
     """
-    over_mesh = [array.over(mesh) for array in arrays]
-    divisions = [
-        _cheapest_division(bucket, mesh)
-        for bucket in _group_alike(over_mesh, mesh, cost_model)
+    arrays = [
+        array._replace(axes=tuple(map(mesh.factors_of, array.axes))) for array in arrays
     ]
+    alike = _group_alike(arrays, mesh, cost_model)
+    divisions = [_cheapest_division(bucket, mesh) for bucket in alike]
     merged = _merge([each for each in divisions if each.remainder.matrices], mesh)
     staying = {entry.remainders for entry in merged if entry.bucket is None}
     buckets = [entry.bucket for entry in merged if entry.bucket]
@@ -538,10 +482,8 @@ def median_flops(buckets: Iterable[Bucket], mesh: MeshShape) -> int:
 def slices_of_axes(names: Sequence[str], slice_of: np.ndarray) -> dict[str, int]:
     """The number of slices along each axis of a mesh that leads from one to another.
 
-    Args:
-      names: The axes of the mesh.
-      slice_of: The slice of each device, with one axis for each axis of the mesh. An axis
-        whose neighbours are in other slices at every step is wholly slow.
+    ``slice_of`` is the slice of each device, in the shape of the mesh. An axis whose
+    neighbours are in other slices at every step is wholly slow.
     """
     counts = {}
     for axis, name in enumerate(names):
@@ -566,51 +508,6 @@ def slices_of_devices(sizes: Mapping[str, int], slices: Mapping[str, int]) -> An
     return index
 
 
-def all_to_all_traffic(nbytes: int, slices: int, devices: int) -> Traffic:
-    """Send ``nbytes`` in equal parts to the devices of some slices.
-
-    First to one device in every other slice, for all devices there; these pass it on.
-
-    Args:
-      nbytes: The bytes of each device, of which its own part stays.
-      slices: The number of slices.
-      devices: The number of devices in each of them.
-    """
-    return Traffic(
-        fast_bytes=nbytes * (devices - 1) // devices,
-        slow_bytes=nbytes * (slices - 1) // slices,
-        fast_messages=devices - 1,
-        slow_messages=slices - 1,
-    )
-
-
-def all_gather_traffic(nbytes: int, slices: int, devices: int) -> Traffic:
-    """Receive ``nbytes`` from each of the devices of some slices.
-
-    First from one device in every other slice, then all of it from the others here.
-    """
-    return Traffic(
-        fast_bytes=nbytes * slices * (devices - 1),
-        slow_bytes=nbytes * (slices - 1),
-        fast_messages=devices - 1,
-        slow_messages=slices - 1,
-    )
-
-
-def all_reduce_traffic(added: int, gathered: int, devices: int, *, slow: bool) -> Traffic:
-    """Add arrays of all devices in parts, and gather the sums, around a ring.
-
-    Args:
-      added: The bytes of an array whose parts are added.
-      gathered: The bytes of the array of sums.
-      devices: The number of devices.
-      slow: Whether a link of the ring is slow: all bytes pass over every link.
-    """
-    nbytes = (added + gathered) * (devices - 1) // devices
-    messages = 2 * (devices - 1)
-    return Traffic(0, nbytes, 0, messages) if slow else Traffic(nbytes, 0, messages, 0)
-
-
 def _group_alike(
     arrays: Sequence[ShardedArray], mesh: MeshShape, cost_model: CostModel
 ) -> list[Bucket]:
@@ -620,36 +517,30 @@ def _group_alike(
         batch_axes = frozenset(name for axes in array.axes[:-2] for name in axes)
         # Transposing matrices that stay where they are would cost a copy for nothing.
         transposed = not (batch_axes.issuperset(mesh.factors) or array.is_wide)
-        sent = array.transposed if transposed else array
-        *_, rows, columns = sent.axes
-        key = (sent.shape[-2:], array.dtype, batch_axes, rows, columns)
+        shape, sides = array.shape[-2:], array.axes[-2:]
+        if transposed:
+            shape, sides = shape[::-1], sides[::-1]
         part = MatrixSlice(index, 0, local_matrices(array, mesh), transposed)
-        alike.setdefault(key, []).append(part)
-    return [
-        _bucket(key, tuple(slices), mesh, cost_model) for key, slices in alike.items()
-    ]
-
-
-def _bucket(
-    key: Any, slices: tuple[MatrixSlice, ...], mesh: MeshShape, cost_model: CostModel
-) -> Bucket:
-    shape, dtype, batch_axes, rows, columns = key
-    shard_axes = tuple(name for name in mesh.factors if name in {*rows, *columns})
-    replica_axes = tuple(
-        name for name in mesh.factors if name not in {*batch_axes, *shard_axes}
-    )
-    shards = count_devices(shard_axes, mesh.factors)
-    return Bucket(
-        layouts=(LayoutGroup(slices, rows, columns),),
-        shape=shape,
-        dtype=dtype,
-        shard_axes=shard_axes,
-        replica_axes=replica_axes,
-        group_size=shards * count_devices(replica_axes, mesh.factors),
-        shards=shards,
-        slice_counts=(_slices(shard_axes, mesh), _slices(replica_axes, mesh)),
-        cost_model=cost_model,
-    )
+        alike.setdefault((shape, array.dtype, batch_axes, sides), []).append(part)
+    buckets = []
+    for (shape, dtype, batch_axes, (rows, columns)), slices in alike.items():
+        shard_axes = tuple(name for name in mesh.factors if name in {*rows, *columns})
+        held = {*batch_axes, *shard_axes}
+        replica_axes = tuple(name for name in mesh.factors if name not in held)
+        shards = count_devices(shard_axes, mesh.factors)
+        bucket = Bucket(
+            layouts=(LayoutGroup(tuple(slices), rows, columns),),
+            shape=shape,
+            dtype=dtype,
+            shard_axes=shard_axes,
+            replica_axes=replica_axes,
+            group_size=shards * count_devices(replica_axes, mesh.factors),
+            shards=shards,
+            slice_counts=(_slices(shard_axes, mesh), _slices(replica_axes, mesh)),
+            cost_model=cost_model,
+        )
+        buckets.append(bucket)
+    return buckets
 
 
 def _slices(factors: Sequence[str], mesh: MeshShape) -> int:
@@ -675,66 +566,29 @@ def _repeated(bucket: Bucket, mesh: MeshShape) -> Iterator[Bucket]:
             )
 
 
-class _Division(NamedTuple):
-    """A bucket in two parts.
-
-    Attributes:
-      whole: The bucket.
-      even: As many of its matrices as give all devices equally many.
-      remainder: The others, whose replicas have not been left out.
-    """
-
-    whole: Bucket
-    even: Bucket
-    remainder: Bucket
-
-    @property
-    def cost_of_staying(self) -> int:
-        """The cost of the remainder in the same bucket as the rest."""
-        return self.whole.cost - self.even.cost
-
-
 def _cheapest_division(bucket: Bucket, mesh: MeshShape) -> _Division:
     """The bucket in two parts, the even one repeated along some axes or none."""
-
-    def cost(division: _Division) -> int:
-        remainder = division.remainder
+    [layout] = bucket.layouts
+    divisions = []
+    for whole in _repeated(bucket, mesh):
+        count = layout.matrices // whole.group_size * whole.group_size
+        before, after = [], []
+        for part in layout.slices:
+            middle = part.start + min(max(count, 0), part.matrices)
+            before.append(part._replace(stop=middle))
+            after.append(part._replace(start=middle))
+            count -= part.matrices
+        even, remainder = _with_slices(whole, before), _with_slices(bucket, after)
         alone = _cheapest((remainder,), mesh) if remainder.matrices else None
-        apart = [division.even.cost + alone.cost] if alone else []
-        return min([division.whole.cost, *apart])
-
-    repeated = _repeated(bucket, mesh)
-    return min((_divide(whole, bucket) for whole in repeated), key=cost)
-
-
-def _divide(whole: Bucket, shared: Bucket) -> _Division:
-    """Divide a bucket; ``shared`` is the same one, repeated along no axes."""
-    [layout] = whole.layouts
-    count = layout.matrices // whole.group_size * whole.group_size
-    before, after = [], []
-    for part in layout.slices:
-        middle = part.start + min(max(count, 0), part.matrices)
-        before.append(part._replace(stop=middle))
-        after.append(part._replace(start=middle))
-        count -= part.matrices
-    return _Division(whole, _with_slices(whole, before), _with_slices(shared, after))
+        cost = min(whole.cost, even.cost + alone.cost) if alone else whole.cost
+        divisions.append((cost, _Division(whole, even, remainder)))
+    return min(divisions, key=lambda each: each[0])[1]
 
 
 def _with_slices(bucket: Bucket, slices: Iterable[MatrixSlice]) -> Bucket:
     [layout] = bucket.layouts
     filled = tuple(part for part in slices if part.matrices)
     return bucket._replace(layouts=(layout._replace(slices=filled),))
-
-
-class _Merged(NamedTuple):
-    """Remainders, the cheapest bucket that holds them all, and what it costs.
-
-    A remainder that nothing improves has no bucket, and stays with the rest of its own.
-    """
-
-    remainders: tuple[Bucket, ...]
-    bucket: Bucket | None
-    cost: int
 
 
 def _merge(divisions: Sequence[_Division], mesh: MeshShape) -> list[_Merged]:
@@ -748,7 +602,7 @@ def _merge(divisions: Sequence[_Division], mesh: MeshShape) -> list[_Merged]:
     merged = []
     for division in divisions:
         remainders = (division.remainder,)
-        stays = _Merged(remainders, None, division.cost_of_staying)
+        stays = _Merged(remainders, None, division.whole.cost - division.even.cost)
         alone = cheapest(remainders)
         merged.append(alone if alone and alone.cost < stays.cost else stays)
     while True:

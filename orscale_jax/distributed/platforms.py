@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
     Attributes:
       stack_bytes: The largest stack.
-      chunk_bytes: The largest part of a stack that goes through Newton–Schulz at once.
+      chunk_bytes: The largest part of a stack that goes through at once.
       stack_length: The most arrays in a stack; None for any number.
       interleave: The number of chunks whose products are interleaved: while one product
         runs, the operands of the next are fetched.
@@ -52,9 +52,9 @@ class Platform:
       dtype: The dtype of Newton–Schulz's operands.
       limits: How much goes through Newton–Schulz at once.
       hardware: The rates by which plans for a mesh are compared.
-      normalizes: What is normalized at once: each ``"leaf"`` where it is computed; each
-        ``"stack"``, in few and large kernels; or each ``"matrix"``, in the loop over
-        them, with Gram matrices in strips.
+      normalizes: What is normalized at once: a ``"leaf"`` where it is computed, a
+        ``"stack"`` in few and large kernels, or a ``"matrix"`` in the loop over them,
+        with Gram matrices in strips.
       hides_coefficients: Whether the compiler may not see coefficients.
       keeps_layouts: Whether stacks are filled in place, and shards keep the layout of
         parameters.
@@ -213,13 +213,8 @@ def polar_in_chunks(
     """Polar factors of packed matrices, a few chunks at a time, which bounds memory.
 
     Only batch axes are divided, except those that are sharded by their types: each device
-    already holds a part of these.
-
-    Args:
-      platform: The platform.
-      xs: Arrays of shape ``(*batch, m, n)``.
-      columns: For each array, the devices that hold the other columns of its matrices;
-        None for whole matrices.
+    already holds a part of these. ``columns`` are, for each array, the devices that hold
+    the other columns of its matrices; None for whole matrices.
     """
     iteration, (_, chunk_bytes, _, interleave) = platform.iteration, platform.limits
     if platform.normalizes == "matrix":
@@ -227,7 +222,11 @@ def polar_in_chunks(
     qs: list[list[jax.Array]] = [[] for _ in xs]
     chunks = []
     for i, x in enumerate(xs):
-        length = _chunk_length(x, chunk_bytes)
+        # Along the first axis; 0 if one entry exceeds the limit, and has batch axes.
+        each, length = x.size // len(x) * x.dtype.itemsize, len(x)
+        divisible = x.ndim > 2 and not typed_sharding.is_sharded(x)
+        if divisible and length * each > chunk_bytes:
+            length = max(int(x.ndim == 3), chunk_bytes // each)
         if len(x) > interleave * length:
             qs[i] = [_in_a_loop(platform, x, length)]
         else:
@@ -273,18 +272,6 @@ def parameter_layout(x: jax.Array) -> jax.Array:
     rows, columns = x.shape[-2:]
     swapped = padded(columns, rows) < padded(rows, columns)
     return with_layout(x, (*batch, n, m) if swapped else (*batch, m, n))
-
-
-def _chunk_length(x: jax.Array, chunk_bytes: int) -> int:
-    """The length of a chunk along the first axis.
-
-    The whole length if that axis may not be divided, and 0 if one entry exceeds the limit
-    and has batch axes itself.
-    """
-    each = x.size // len(x) * x.dtype.itemsize
-    if x.ndim == 2 or typed_sharding.is_sharded(x) or len(x) * each <= chunk_bytes:
-        return len(x)
-    return chunk_bytes // each if x.ndim > 3 else max(1, chunk_bytes // each)
 
 
 def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:

@@ -155,12 +155,12 @@ class Arithmetic:
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of each matrix's entries, of shape ``(..., 1, 1)``."""
         total = jnp.sum(x, axis=(-2, -1), keepdims=True)
-        return self.columns.sum(total) if self.columns else total
+        return self.columns.reduce(jax.lax.psum, total) if self.columns else total
 
     def largest(self, x: jax.Array) -> jax.Array:
         """The largest absolute value of each matrix, of shape ``(..., 1, 1)``."""
         largest = largest_magnitude(x, (-2, -1), keepdims=True)
-        return self.columns.max(largest) if self.columns else largest
+        return self.columns.reduce(jax.lax.pmax, largest) if self.columns else largest
 
 
 def largest_magnitude(
@@ -188,12 +188,10 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
 
 
 class Start(NamedTuple):
-    """A preconditioned array of matrices.
+    """A preconditioned array of matrices (..., m, n), in the dtype of operands.
 
-    Attributes:
-      x: Shape (..., m, n), the dtype of the products' operands.
-      gram: The Gram matrix of the shorter side, in the accumulator's dtype, if
-        preconditioning computed it.
+    ``gram`` is the Gram matrix of the shorter side, in the accumulator's dtype, if
+    preconditioning computed it.
     """
 
     x: jax.Array

@@ -19,13 +19,13 @@ image of :math:`p`, :math:`[\ell, 2 - \ell]`, and so on. Everything is float64 N
 runs once, when a table is built.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.restarts import Table
@@ -63,15 +63,10 @@ _SMALLEST_BOUND = 1e-12
 def coefficient_table(
     coeffs: Coefficients, steps: int | jax.Array | None = None, *, prefix: str = ""
 ) -> Table | jax.Array:
-    """Look up or check a table of coefficients.
+    """Look up or check a table of coefficients, for steps that are already checked.
 
-    Args:
-      coeffs: A preset, one ``(a, b, c)``, or one per step.
-      steps: The number of steps, already checked. None: that of the table.
-      prefix: What comes before "coeffs" and "steps" in the names of the arguments.
-
-    Returns:
-      One ``(a, b, c)`` per step, or an array of shape (rows, 3) where it is traced.
+    Returns one ``(a, b, c)`` per step, or an array of shape (rows, 3) where it is traced.
+    ``prefix`` is what comes before "coeffs" and "steps" in the names of the arguments.
 
     Raises:
       ValueError: If the preset is unknown, the numbers are not such a table, or the steps
@@ -113,24 +108,6 @@ def rows_of(coeffs: Coefficients, steps: int) -> Table:
     table = coefficient_table(coeffs)
     assert isinstance(table, tuple)
     return tuple(table[min(step, len(table) - 1)] for step in range(steps))
-
-
-def row_at(
-    table: Table | jax.Array, dtype: DTypeLike
-) -> Callable[[ArrayLike], Sequence[jax.Array]]:
-    """Return a function from a step, which may be traced, to its coefficients."""
-
-    def row(i: ArrayLike) -> Sequence[jax.Array]:
-        i = jnp.minimum(i, len(table) - 1)
-        if isinstance(table, jax.Array):
-            return [*table.astype(dtype)[i]]
-        # Scalars alone: a program for one device of a mesh must have no other constants.
-        return [
-            jax.lax.select_n(i, *(jnp.asarray(value, dtype) for value in column))
-            for column in zip(*table, strict=True)
-        ]
-
-    return row
 
 
 def polar_express_coefficients(
@@ -240,21 +217,15 @@ def optimal_quintic(lower: float, upper: float) -> np.ndarray:
         f, g, k, new_error = np.linalg.solve(system, -missed)
         if abs(new_error - error) <= 1e-15 * abs(new_error):
             break
-        error, inner = new_error, _extremes(f, g, k, half)
+        error = new_error
+        # The derivative is a quadratic in y = (x² − 1)/h; its zeros, as (x − 1)/h.
+        c = 2 * g / half
+        a, b = 15 / 8 * (1 + f) * half**2 + 5 * k, 3 * g + 4 * k / half
+        y = (np.array([-1, 1]) * np.sqrt(b**2 - 4 * a * c) - b) / (2 * a)
+        inner = y / (1 + np.sqrt(1 + half * y))
     first, second = g / half, k / half**2
     row = (1 + f) * PADE + [second - first, first - 2 * second, second]
     return divide_argument(row, middle)
-
-
-def _extremes(f: float, g: float, k: float, half: float) -> np.ndarray:
-    """The zeros of the derivative, as (x − 1)/h, ascending.
-
-    The derivative is a quadratic in y = (x² − 1)/h.
-    """
-    a, b, c = 15 / 8 * (1 + f) * half**2 + 5 * k, 3 * g + 4 * k / half, 2 * g / half
-    root = np.sqrt(b**2 - 4 * a * c)
-    y = (np.array([-root, root]) - b) / (2 * a)
-    return y / (1 + np.sqrt(1 + half * y))
 
 
 def _polar_express() -> np.ndarray:

@@ -30,7 +30,6 @@ from orscale_jax.newton_schulz.arithmetic import (
 from orscale_jax.newton_schulz.coefficients import (
     Coefficients,
     coefficient_table,
-    row_at,
     rows_of,
 )
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
@@ -225,12 +224,8 @@ def newton_schulz(
 ) -> list[jax.Array]:
     """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
 
-    Args:
-      xs: Arrays of shape (..., m, n). The products of those that are unrolled are
-        interleaved.
-      settings: The iteration's settings, with a dtype.
-      columns: For each array, the devices that hold the other columns of its matrices;
-        None for whole matrices.
+    The products of those that are unrolled are interleaved. ``columns`` are, for each
+    array, the devices that hold the other columns of its matrices; None for whole ones.
     """
     arithmetics = [settings.arithmetic(of_x) for of_x in columns or [None] * len(xs)]
     starts = [
@@ -288,10 +283,20 @@ def one_by_one(x: jax.Array, settings: NewtonSchulz, columns: Any = None) -> jax
 
 def in_a_loop(start: Start, settings: NewtonSchulz, arithmetic: Arithmetic) -> jax.Array:
     """The plain iteration, of any number of steps."""
-    row = row_at(settings.table, arithmetic.accumulator)
+    table, dtype = settings.table, arithmetic.accumulator
     wide = arithmetic.is_wide(start.x)
+
+    def row(i: ArrayLike) -> Sequence[jax.Array]:
+        i = jnp.minimum(i, len(table) - 1)
+        if isinstance(table, jax.Array):
+            return [*table.astype(dtype)[i]]
+        # Scalars alone: a program for one device of a mesh must have no other constants.
+        return [
+            jax.lax.select_n(i, *(jnp.asarray(value, dtype) for value in column))
+            for column in zip(*table, strict=True)
+        ]
+
     # All steps have one trace: the square is left out of all of them or of none.
-    table = settings.table
     cubic = isinstance(table, tuple) and not any(c for _, _, c in table)
 
     def step(row: Sequence[Any], x: jax.Array, gram: jax.Array) -> jax.Array:

@@ -69,9 +69,7 @@ def restart_steps(table: Table, unit: float) -> tuple[int, ...]:
     ``tests/newton_schulz/test_gram.py`` compares the drift with errors on adversarial
     spectra.
 
-    Args:
-      table: The coefficients of each step.
-      unit: The unit roundoff of the products' operands.
+    ``unit`` is the unit roundoff of the products' operands.
     """
     rows = np.array(table)
     steps = len(rows)
