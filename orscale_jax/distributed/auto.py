@@ -113,8 +113,10 @@ def _partitioned(
             for array, sharding in zip(operands, shardings, strict=False)
         ]
         # In the shape of the partitioner's mesh, which may be that of split axes.
-        known = slice_of is not None and slice_of.size == mesh.size
-        each = slice_of.reshape(mesh.devices.shape) if known else slice_of_each(mesh)
+        if slice_of is not None and slice_of.size == mesh.size:
+            each = slice_of.reshape(mesh.devices.shape)
+        else:
+            each = slice_of_each(mesh)
         shape = MeshShape(mesh.shape, slices_of_axes(mesh.axis_names, each))
         everywhere = (NamedSharding(mesh, PartitionSpec()),) * (len(operands) - count)
 
@@ -278,7 +280,7 @@ def spread_out(
         if name not in mapped and slices.get(name, 1) < mesh.shape[name]
     )
     devices = count_devices(axes, mesh.shape)
-    constrained = jax.lax.with_sharding_constraint
+    constrained: Any = jax.lax.with_sharding_constraint
     by_rows = NamedSharding(mesh, PartitionSpec(None, axes))
     by_matrices = NamedSharding(mesh, PartitionSpec(axes))
 
