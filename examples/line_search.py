@@ -8,22 +8,30 @@ rates finds along r̂sQ and along Muon's sQ, on batches that nothing else has se
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import tyro
+from flax import nnx
 
-from examples.benchmarks.functional import experiment, make_step
+from examples.pretrain.config import Config
 from examples.pretrain.configs import DEMOS
+from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.optimizers import make_optimizer
-from examples.pretrain.setup import learning_rates
+from examples.pretrain.setup import learning_rates, split
+from examples.study.theory import estimate, verdict
 from orscale_jax import diagnostics, orthogonalize, scale_by_shape
 
 PyTree = Any
+Batch = Any
+LossFn = Callable[[PyTree, Batch], jax.Array]
+# Of parameters, the optimizer's state and a batch; gives the first two and the loss.
+Step = Callable[[PyTree, PyTree, Batch], tuple[PyTree, PyTree, jax.Array]]
 DEMO = DEMOS["demo"]
 # With a longer context than there.
 CONFIG = dataclasses.replace(DEMO, recipe=dataclasses.replace(DEMO.recipe, seq_len=128))
@@ -38,6 +46,50 @@ class Options:
     """Batches for the measurements."""
     held_out: int = 32
     """Other batches, on which the losses are compared."""
+
+
+class Experiment(NamedTuple):
+    """What can be trained.
+
+    Attributes:
+      loss_fn: Of parameters and a batch.
+      params: The initial parameters.
+      batches: Item i belongs to step i.
+      weight_dimension_numbers: Which parameters are matrices.
+    """
+
+    loss_fn: LossFn
+    params: PyTree
+    batches: Sequence[Batch]
+    weight_dimension_numbers: Callable[[PyTree], PyTree]
+
+
+def experiment(config: Config) -> Experiment:
+    """The experiment of a run whose model has parameters alone."""
+    task = make_task(config)
+    model = task.create(nnx.Rngs(config.recipe.seed))
+    graphdef, _ = nnx.split(model)
+    numbers = task.weight_dimension_numbers(model)
+    data: grain.MapDataset = read_data(config).train
+
+    def loss_fn(params: PyTree, batch: Batch) -> jax.Array:
+        return task.loss(nnx.merge(graphdef, params), batch)[0]
+
+    batches: Any = data[: 2**48].batch(config.recipe.batch_size)
+    return Experiment(loss_fn, split(model)[0], batches, numbers)
+
+
+def make_step(loss_fn: LossFn, optimizer: optax.GradientTransformation) -> Step:
+    """A jitted step that reuses the memory of parameters and state."""
+
+    def step(
+        params: PyTree, opt_state: PyTree, batch: Batch
+    ) -> tuple[PyTree, PyTree, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    return jax.jit(step, donate_argnums=(0, 1))
 
 
 def largest_decrease(
@@ -83,8 +135,8 @@ def look(
     measured = [batches[i] for i in range(options.micro_batches)]
     unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
     gained = diagnostics.step_gain(loss_fn, params, measured, reading)
-    statistics = diagnostics.estimate(loss_fn, params, measured)
-    model = diagnostics.verdict(reading, statistics, params).numbers
+    statistics = estimate(loss_fn, params, measured)
+    model = verdict(reading, statistics, params).numbers
     muon = muon_step(_mean_gradient(loss_fn, params, measured), reading.trust_ratio)
     ours = _scaled(muon, reading.trust_ratio)
     losses_at = _losses_along(loss_fn, unseen)
@@ -135,7 +187,7 @@ def _share_of_pairs(
     """⟨Δ, HΔ⟩ over the sum of what each matrix has while the others stand still."""
     curvatures = []
     for cross_terms in (True, False):
-        found = diagnostics.estimate(
+        found = estimate(
             loss_fn,
             params,
             batches,

@@ -25,8 +25,9 @@ from examples.pretrain.operation.readouts import Readouts
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.task import Data
+from examples.study.theory import verdict
 from orscale_jax import diagnostics
-from orscale_jax.diagnostics.readouts.history import FILE_NAME
+from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 
 DEMO = DEMOS["demo"]
@@ -155,7 +156,7 @@ def main(options: Options) -> None:
         (folder / FILE_NAME).unlink(missing_ok=True)
         reading, tables[name] = run(case, folder, TRAINING, data)
         page = write_report(folder)
-        print(f"\n{case.title}\n{diagnostics.verdict(reading)}")
+        print(f"\n{case.title}\n{verdict(reading)}")
         for problem in diagnostics.find_problems(reading):
             print(f"- {problem}")
         print(page)

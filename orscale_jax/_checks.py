@@ -27,31 +27,44 @@ _OTHER_NAMES = {
 }
 
 
+def refuse(name: str, value: Any, remedy: str) -> NoReturn:
+    """Raise a ValueError with the argument's name, its value and the remedy."""
+    raise ValueError(f"{name}={value!r} is not valid: {remedy}.")
+
+
 def suggests_arguments(
     function: Callable[Parameters, Result],
 ) -> Callable[Parameters, Result]:
     """Have a function name the nearest of its arguments where one is unknown."""
-    known = inspect.signature(function).parameters
+    known = list(inspect.signature(function).parameters)
 
     @functools.wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in (name for name in kwargs if name not in known):
+            likely = [_OTHER_NAMES.get(name, name)]
+            likely += [other for other in known if other.endswith(f"_{name}")]
+            likely += difflib.get_close_matches(name, known, n=1)
+            found = dict.fromkeys(other for other in likely if other in known)
+            hint = f"its arguments are {', '.join(known)}."
+            if found:
+                hint = f"did you mean {' or '.join(found)}?"
             raise TypeError(
                 f"{function.__name__}() got an unexpected keyword argument {name!r}: "
-                f"{_suggestion(name, list(known))}"
+                f"{hint}"
             )
         return function(*args, **kwargs)
 
     return called
 
 
-def _suggestion(name: str, known: list[str]) -> str:
-    likely = [_OTHER_NAMES.get(name, name), *(k for k in known if k.endswith(f"_{name}"))]
-    likely += difflib.get_close_matches(name, known, n=1)
-    found = dict.fromkeys(k for k in likely if k in known)
-    if found:
-        return f"did you mean {' or '.join(found)}?"
-    return f"its arguments are {', '.join(known)}."
+def is_real(dtype: Any) -> bool:
+    """Whether a dtype is of real numbers: floating or integer."""
+    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is one whole number, Python's or NumPy's."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def number(
@@ -77,9 +90,7 @@ def number(
     if not _is_real_scalar(value):
         refuse(name, value, f"pass {wanted}")
     number = float(jax.device_get(value))
-    if infinite and number == np.inf:
-        return
-    if not at_least <= number < below:
+    if not (at_least <= number < below or (infinite and number == np.inf)):
         interval = f"in [{at_least:g}, {below:g})".replace("[-inf", "(-inf")
         refuse(name, value, f"pass {wanted} {interval}")
 
@@ -140,17 +151,6 @@ def whole(name: str, value: Any) -> int:
     return int(jax.device_get(value))
 
 
-def transformation(name: str, value: Any) -> None:
-    """Refuse ``value`` unless it is a transformation of Optax's kind."""
-    if not all(callable(getattr(value, each, None)) for each in ("init", "update")):
-        refuse(name, value, "pass a gradient transformation, such as those of Optax")
-
-
-def is_whole(value: Any) -> bool:
-    """Whether a value is one whole number, Python's or NumPy's."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def flag(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is True or False."""
     if not isinstance(value, bool | np.bool_):
@@ -191,51 +191,35 @@ def dtype(name: str, value: Any, *, also: str = "") -> None:
         refuse(name, value, "enable jax_enable_x64, or pass jnp.float32")
 
 
-def _is_integer(value: Any) -> bool:
-    dtype = getattr(value, "dtype", type(value))
-    return _is_real_scalar(value) and jnp.issubdtype(dtype, jnp.integer)
-
-
-def _is_real_scalar(value: Any) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return False
-    if isinstance(value, int | float):
-        return True
-    return hasattr(value, "dtype") and is_real(value.dtype) and np.ndim(value) == 0
-
-
-def is_real(dtype: Any) -> bool:
-    """Whether a dtype is of real numbers: floating or integer."""
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer))
-
-
-def refuse(name: str, value: Any, remedy: str) -> NoReturn:
-    """Raise a ValueError with the argument's name, its value and the remedy."""
-    raise ValueError(f"{name}={value!r} is not valid: {remedy}.")
+def transformation(name: str, value: Any) -> None:
+    """Refuse ``value`` unless it is a transformation of Optax's kind."""
+    if not all(callable(getattr(value, each, None)) for each in ("init", "update")):
+        refuse(name, value, "pass a gradient transformation, such as those of Optax")
 
 
 def mesh(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is a mesh or None."""
-    if value is not None and not isinstance(
-        value, jax.sharding.Mesh | jax.sharding.AbstractMesh
-    ):
+    if not isinstance(value, jax.sharding.Mesh | jax.sharding.AbstractMesh | None):
         refuse(name, value, "pass a jax.sharding.Mesh, or None")
 
 
 def slow_axes(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is None, names of axes, or their numbers of slices."""
-    remedy = (
-        "pass names of axes, such as ('dcn',), or the number of slices along each, such "
-        "as {'fsdp': 2}; () if no axis is slow"
-    )
     if value is None:
         return
-    if not isinstance(value, Mapping | Sequence) or isinstance(value, str):
-        refuse(name, value, remedy)
+    known = isinstance(value, Mapping | Sequence) and not isinstance(value, str)
     counts = value.values() if isinstance(value, Mapping) else ()
-    is_count = [isinstance(n, int) and not isinstance(n, bool) and n > 0 for n in counts]
-    if not all(isinstance(axis, str) for axis in value) or not all(is_count):
-        refuse(name, value, remedy)
+    if (
+        not known
+        or not all(isinstance(axis, str) for axis in value)
+        or not all(type(slices) is int and slices > 0 for slices in counts)
+    ):
+        refuse(
+            name,
+            value,
+            "pass names of axes, such as ('dcn',), or the number of slices along each, "
+            "such as {'fsdp': 2}; () if no axis is slow",
+        )
 
 
 def model(name: str, value: Any, kind: type) -> None:
@@ -247,3 +231,16 @@ def model(name: str, value: Any, kind: type) -> None:
             f"instance of {kind.__module__.rpartition('.')[0]}.{kind.__name__}, not its "
             "class, its state or its parameters."
         )
+
+
+def _is_real_scalar(value: Any) -> bool:
+    if isinstance(value, bool | np.bool_):
+        return False
+    if isinstance(value, int | float):
+        return True
+    return hasattr(value, "dtype") and is_real(value.dtype) and np.ndim(value) == 0
+
+
+def _is_integer(value: Any) -> bool:
+    dtype = getattr(value, "dtype", type(value))
+    return _is_real_scalar(value) and jnp.issubdtype(dtype, jnp.integer)

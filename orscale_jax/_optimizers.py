@@ -1,28 +1,71 @@
-"""OrScale and its limit, Muon: the paper's Algorithm 1."""
+"""OrScale and its limit, Muon: Algorithm 1, and AdamW for all other parameters."""
 
+import dataclasses
+import functools
 import inspect
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax._algorithm import (
-    ChainTail,
-    Hyperparameters,
-    ScalarOrSchedule,
-    Stages,
-    build,
-)
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
+from orscale_jax.parameters import rate_multipliers
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.parameters.rate_multipliers import RateMultipliers
-from orscale_jax.sharding.param_shardings import ParamShardings
-from orscale_jax.transforms.anchors import FIRST
-from orscale_jax.transforms.decay import Mask
-from orscale_jax.transforms.shape import SPECTRAL
+from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
+from orscale_jax.transforms.matrices import (
+    ADAMW,
+    MATRIX,
+    Matrices,
+    Optimizer,
+    Stage,
+    on_parameters,
+)
+from orscale_jax.transforms.momentum import (
+    check_mu_dtype,
+    float_dtype,
+    momentum_stage,
+    with_float32_squares,
+)
+from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
+from orscale_jax.transforms.stages import (
+    CONSISTENT_RMS,
+    SPECTRAL,
+    WEIGHT_DECAY,
+    Mask,
+    Scale,
+    adamw_rate_stage,
+    check_mask,
+    decay_stage,
+    first_update_stage,
+    multipliers_of,
+    rate_stage,
+    resolve_mask,
+    shape_stage,
+    told,
+)
+from orscale_jax.transforms.trust_ratio import (
+    ANCHOR_STEPS,
+    EPS,
+    FIRST,
+    R_MAX,
+    R_MIN,
+    TrustRatio,
+    trust_ratio_stage,
+)
+from orscale_jax.trees.boxes import PyTree
+
+ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
+Parameters = ParamSpec("Parameters")
+
+#: The arguments of the trust ratio alone.
+RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
 
 
 @_checks.suggests_arguments
@@ -32,21 +75,20 @@ def orscale(
     momentum: ArrayLike = 0.95,
     nesterov: bool = True,
     mu_dtype: DTypeLike | None = None,
-    weight_decay: ScalarOrSchedule = 0.1,
+    weight_decay: ScalarOrSchedule = WEIGHT_DECAY,
     weight_decay_mask: Mask | None = None,
-    consistent_rms: ArrayLike | None = 0.2,
+    consistent_rms: ArrayLike | None = CONSISTENT_RMS,
     scale_mode: str = SPECTRAL,
     calibrate: bool = True,
     anchor: str = FIRST,
-    anchor_steps: ArrayLike = 100,
-    r_min: ArrayLike = 0.1,
-    r_max: ArrayLike = 5.0,
-    eps: ArrayLike = 1e-6,
+    anchor_steps: ArrayLike = ANCHOR_STEPS,
+    r_min: ArrayLike = R_MIN,
+    r_max: ArrayLike = R_MAX,
+    eps: ArrayLike = EPS,
     ns_steps: int | jax.Array = 5,
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
-    ns_products: str = "xla",
     weight_dimension_numbers: WeightDimensionNumbers = None,
     adam_learning_rate: ScalarOrSchedule | None = None,
     adam_b1: ArrayLike = 0.9,
@@ -115,7 +157,6 @@ def orscale(
         float16 on GPU, bfloat16 on TPU, float32 on CPU.
       ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
         see :func:`polar_factor`.
-      ns_products: Deprecated; see :func:`orthogonalize`.
       weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
@@ -198,48 +239,271 @@ def orscale(
       Lou & You, *OrScale: Orthogonalized Optimization with Layer-Wise Trust-Ratio
       Scaling*, Algorithm 1.
     """
-    return build(_orscale, Hyperparameters(**locals()))
+    return build(orscale_chain, Hyperparameters(**locals()))
 
 
-def _orscale(stages: Stages) -> ChainTail:
-    """D = λW + sQ and r̂D, then W ← W − ηr̂D."""
-    return optax.chain(stages.coupled, stages.ratio), stages.learning_rate
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """The arguments of :func:`orscale`, under their names, checked."""
+
+    learning_rate: ScalarOrSchedule
+    momentum: ArrayLike
+    nesterov: bool
+    mu_dtype: DTypeLike | None
+    weight_decay: ScalarOrSchedule
+    weight_decay_mask: Mask | None
+    consistent_rms: ArrayLike | None
+    scale_mode: str
+    calibrate: bool
+    anchor: str
+    anchor_steps: ArrayLike
+    r_min: ArrayLike
+    r_max: ArrayLike
+    eps: ArrayLike
+    ns_steps: int | jax.Array
+    ns_coeffs: Coefficients
+    ns_dtype: DTypeLike | None
+    ns_preconditioning: str
+    weight_dimension_numbers: WeightDimensionNumbers
+    adam_learning_rate: ScalarOrSchedule | None
+    adam_b1: ArrayLike
+    adam_b2: ArrayLike
+    adam_eps: ArrayLike
+    adam_eps_root: ArrayLike
+    adam_nesterov: bool
+    adam_weight_decay: ScalarOrSchedule | None
+    learning_rate_multipliers: RateMultipliers
+    mesh: Mesh | AbstractMesh | None
+    slow_axes: SlowAxes | None
+    param_shardings: ParamShardings
+
+    def __post_init__(self) -> None:
+        """Convert NumPy's scalars, give AdamW the matrices' rate and decay, and check.
+
+        Where float64 is enabled, NumPy's scalars would promote JAX's arrays to it. The
+        stages check the arguments that are missing here.
+        """
+        values = {k: as_python_scalar(k, v) for k, v in vars(self).items()}
+        for name in ("learning_rate", "weight_decay"):
+            for argument in (name, f"adam_{name}"):
+                values[argument] = _checks.scheduled(argument, values[argument])
+            if values[f"adam_{name}"] is None:
+                values[f"adam_{name}"] = values[name]
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        number = functools.partial(_checks.number, at_least=0)
+        number("learning_rate", self.learning_rate, schedule=True)
+        number("momentum", self.momentum, below=1)
+        _checks.flag("nesterov", self.nesterov)
+        check_mu_dtype(self.mu_dtype)
+        number("weight_decay", self.weight_decay, schedule=True)
+        check_mask(self.weight_decay_mask)
+        number("adam_learning_rate", self.adam_learning_rate, schedule=True)
+        number("adam_b1", self.adam_b1, below=1)
+        number("adam_b2", self.adam_b2, below=1)
+        number("adam_eps", self.adam_eps)
+        number("adam_eps_root", self.adam_eps_root)
+        _checks.flag("adam_nesterov", self.adam_nesterov)
+        number("adam_weight_decay", self.adam_weight_decay, schedule=True)
+        rate_multipliers.check(self.learning_rate_multipliers)
 
 
-# Arguments of the trust ratio alone.
-RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
-_UNUSED = {name: inspect.signature(orscale).parameters[name].default for name in RATIO}
+def as_python_scalar(name: str, value: Any) -> Any:
+    """Convert a scalar of NumPy; refuse one of fewer than 32 bits."""
+    if not isinstance(value, np.generic | np.ndarray) or value.ndim:
+        return value
+    _checks.not_rounded(name, value)
+    return value.item()
 
 
-@_checks.suggests_arguments
-def muon(
-    learning_rate: ScalarOrSchedule,
-    *,
-    momentum: ArrayLike = 0.95,
-    nesterov: bool = True,
-    mu_dtype: DTypeLike | None = None,
-    weight_decay: ScalarOrSchedule = 0.1,
-    weight_decay_mask: Mask | None = None,
-    consistent_rms: ArrayLike | None = 0.2,
-    scale_mode: str = SPECTRAL,
-    ns_steps: int | jax.Array = 5,
-    ns_coeffs: Coefficients = "polar_express",
-    ns_dtype: DTypeLike | None = None,
-    ns_preconditioning: str = "frobenius",
-    ns_products: str = "xla",
-    weight_dimension_numbers: WeightDimensionNumbers = None,
-    adam_learning_rate: ScalarOrSchedule | None = None,
-    adam_b1: ArrayLike = 0.9,
-    adam_b2: ArrayLike = 0.95,
-    adam_eps: ArrayLike = 1e-8,
-    adam_eps_root: ArrayLike = 0.0,
-    adam_nesterov: bool = False,
-    adam_weight_decay: ScalarOrSchedule | None = None,
-    learning_rate_multipliers: RateMultipliers = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    slow_axes: SlowAxes | None = None,
-    param_shardings: ParamShardings = None,
-) -> optax.GradientTransformationExtraArgs:
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """What an optimizer of the matrices is chained from, for given parameters.
+
+    Attributes:
+      hyperparameters: The arguments of the optimizer.
+      params: The parameters or, without them, the updates.
+      matrices: Which of them are matrices.
+      momentum: G to M̃.
+      orthogonalize: M̃ to Q.
+      scale_by_shape: Q to sQ.
+      add_decayed_weights: Adds λW.
+      scale_by_trust_ratio: Multiplies its input by r̂, which is measured on that input.
+      scale_by_learning_rate: Multiplies by −η, and by the multipliers of η.
+      polar: M̃ to Q, for any of the matrices.
+    """
+
+    hyperparameters: Hyperparameters
+    params: PyTree
+    matrices: Matrices
+    momentum: optax.GradientTransformation
+    orthogonalize: optax.GradientTransformation
+    scale_by_shape: optax.GradientTransformation
+    add_decayed_weights: optax.GradientTransformation
+    scale_by_trust_ratio: optax.GradientTransformation
+    scale_by_learning_rate: optax.GradientTransformation
+    polar: Stage
+
+    def from_first_update(
+        self, *stages: optax.GradientTransformation
+    ) -> optax.GradientTransformation:
+        """The stages in a chain, once a matrix has received an update; 0 before."""
+        return first_update_stage(optax.chain(*stages), self.matrices)
+
+    def told(self, *stages: optax.GradientTransformation) -> optax.GradientTransformation:
+        """The stages in a chain; the ratio is told whether M̃ ≠ 0, and λ now."""
+        weight_decay = self.hyperparameters.weight_decay
+        return told(optax.chain(*stages), weight_decay, self.matrices)
+
+
+# An optimizer of matrices from its stages. The nesting of chains is the state's tree:
+# changing it breaks checkpoints.
+Chain: TypeAlias = Callable[[Stages], optax.GradientTransformation]
+
+
+def orscale_chain(s: Stages) -> optax.GradientTransformation:
+    """OrScale: M ← μM + G, D = λW + sQ and W ← W − η r̂ D."""
+    return optax.chain(
+        s.momentum,  # M̃ = μM + G
+        s.told(
+            s.from_first_update(
+                optax.chain(s.orthogonalize, s.scale_by_shape),  # sQ, Q = NS(M̃)
+                s.add_decayed_weights,  # D = λW + sQ
+            ),
+            s.scale_by_trust_ratio,  # r̂D
+        ),
+        s.scale_by_learning_rate,  # −η r̂D
+    )
+
+
+def muon_chain(s: Stages) -> optax.GradientTransformation:
+    """Muon: OrScale without the ratio, r̂ = 1."""
+    direction = optax.chain(s.orthogonalize, s.scale_by_shape)
+    update = s.told(s.from_first_update(direction, s.add_decayed_weights))
+    return optax.chain(s.momentum, update, s.scale_by_learning_rate)
+
+
+def adamw_chain(
+    h: Hyperparameters, mask: PyTree | None, multipliers: PyTree | None
+) -> optax.GradientTransformation:
+    """:func:`optax.adamw`, for the parameters that are no matrices."""
+    moments = optax.scale_by_adam(
+        b1=h.adam_b1,
+        b2=h.adam_b2,
+        eps=h.adam_eps,
+        eps_root=h.adam_eps_root,
+        mu_dtype=float_dtype(h.mu_dtype),
+        nesterov=h.adam_nesterov,
+    )
+    return optax.chain(
+        with_float32_squares(moments),
+        decay_stage(h.adam_weight_decay, mask),
+        adamw_rate_stage(h.adam_learning_rate, multipliers),
+    )
+
+
+def build(chain: Chain, h: Hyperparameters) -> Optimizer:
+    """The optimizer whose matrices take a chain of stages, and all others AdamW.
+
+    Dimension numbers, masks and multipliers that are functions see the whole tree, not
+    just one group of it. Labels and masks replace whole boxes, so that no box is without
+    an array.
+    """
+    options = polar_options(
+        ns_steps=h.ns_steps,
+        ns_coeffs=h.ns_coeffs,
+        ns_dtype=h.ns_dtype,
+        ns_preconditioning=h.ns_preconditioning,
+        mesh=h.mesh,
+        slow_axes=h.slow_axes,
+    )
+    specs = ParamSpecs(h.param_shardings)
+    polar = functools.partial(orthogonalize_stage, options, specs)
+    scale = Scale.of(h.consistent_rms, h.scale_mode)
+    ratio = TrustRatio(
+        **{name: getattr(h, name) for name in RATIO},
+        scale=scale,
+        weight_decay=h.weight_decay,
+    )
+
+    def optimizer_of(params: PyTree) -> Optimizer:
+        matrices = Matrices.of(h.weight_dimension_numbers, params)
+        mask = resolve_mask(h.weight_decay_mask, params, matrices.mask)
+        multipliers = multipliers_of(h.learning_rate_multipliers, params, matrices)
+        stages = Stages(
+            hyperparameters=h,
+            params=params,
+            matrices=matrices,
+            momentum=momentum_stage(h.momentum, h.nesterov, h.mu_dtype, matrices),
+            orthogonalize=polar(matrices),
+            scale_by_shape=shape_stage(scale, matrices),
+            add_decayed_weights=decay_stage(h.weight_decay, mask),
+            scale_by_trust_ratio=trust_ratio_stage(ratio, mask, matrices),
+            scale_by_learning_rate=rate_stage(h.learning_rate, multipliers, matrices),
+            polar=polar,
+        )
+        groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask, multipliers)}
+        labels = jax.tree.map(lambda own: MATRIX if own else ADAMW, matrices.mask)
+        # A function, since optax.partition would call a tree of labels that is callable.
+        return optax.partition(groups, lambda _: labels)
+
+    optimizer_of(())  # Checks the arguments of the stages.
+    return on_parameters(optimizer_of, float_dtype(h.mu_dtype))
+
+
+def with_arguments_of(
+    optimizer: Callable[..., Optimizer],
+    without: tuple[str, ...] = (),
+    **defaults: Any,
+) -> Callable[[Callable[..., optax.GradientTransformation]], Callable[..., Optimizer]]:
+    """Make an optimizer from a chain, with the arguments of another optimizer.
+
+    Keyword-only parameters of the chain become arguments of the optimizer, too.
+
+    Args:
+      optimizer: The optimizer whose arguments the new one takes.
+      without: Arguments that the new one does not take; their defaults apply.
+      **defaults: Defaults that differ from those of ``optimizer``.
+    """
+    inherited = inspect.signature(optimizer)
+    fixed = {name: inherited.parameters[name].default for name in without}
+    kept = [
+        parameter.replace(default=defaults.get(name, parameter.default))
+        for name, parameter in inherited.parameters.items()
+        if name not in without
+    ]
+
+    def decorate(
+        chain: Callable[..., optax.GradientTransformation],
+    ) -> Callable[..., Optimizer]:
+        _, *own = inspect.signature(chain).parameters.values()
+        signature = inherited.replace(parameters=[*kept, *own])
+
+        def built(*args: Any, **kwargs: Any) -> Optimizer:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            given = dict(bound.arguments)
+            added = {p.name: as_python_scalar(p.name, given.pop(p.name)) for p in own}
+            hyperparameters = Hyperparameters(**fixed, **given)
+            return build(functools.partial(chain, **added), hyperparameters)
+
+        functools.update_wrapper(built, chain)
+        built.__signature__ = signature  # type: ignore[attr-defined]
+        return _checks.suggests_arguments(built)
+
+    return decorate
+
+
+def _typed_as(
+    _: Callable[Parameters, Optimizer],
+) -> Callable[[Callable[..., Optimizer]], Callable[Parameters, Optimizer]]:
+    """Tell editors and type checkers the arguments of another optimizer."""
+    return lambda optimizer: optimizer
+
+
+@_typed_as(orscale)
+@with_arguments_of(orscale, RATIO)
+def muon(s: Stages) -> optax.GradientTransformation:
     r"""Muon, the limit :math:`\hat r \equiv 1` of :func:`orscale`.
 
     The step is :math:`W \leftarrow W - \eta (\lambda W + s Q)`, with the stages of
@@ -251,66 +515,9 @@ def muon(
     ``adam_nesterov=True``, embeddings and heads among the matrices, and
     ``consistent_rms=None``, which there means ``scale_mode="shape_scaling"``.
 
-    Args:
-      learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
-      momentum: :math:`\mu` in [0, 1).
-      nesterov: Whether Q is the polar factor of :math:`\tilde M = \mu M + G` (True) or of
-        M, with :math:`M \leftarrow \mu M + G`.
-      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state. None:
-        the parameter's. ``"int8"``: 8-bit blocks
-        (:class:`Int8TraceState`) for matrices, rounded to nearest after the direction is
-        computed by the unrounded momentum, without error feedback; AdamW's moments as
-        under None. Derivatives do not pass through the codes.
-      weight_decay: :math:`\lambda`, at least 0, or a schedule. As in :func:`optax.adamw`,
-        the learning rate multiplies it.
-      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
-        booleans (or a prefix of one, or a callable from the parameters to one): False for
-        parameters that do not decay.
-      consistent_rms: Root mean square of the entries of sQ: 0.2 for
-        :math:`s = 0.2 \sqrt{\max(m, n)}`. None for :math:`s = 1`.
-      scale_mode: ``"spectral"``, as above; or ``"shape_scaling"`` for
-        :math:`s = \sqrt{\max(1, n / m)}`, or ``"unit_rms_norm"`` for
-        :math:`s = \sqrt{n / m}`, with m inputs and n outputs: then leave
-        ``consistent_rms`` out. See :func:`scale_by_shape`.
-      ns_steps: Newton–Schulz steps k, at least 1.
-      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
-        ``ns_steps=10``) or your own table, of shape (steps, 3) or (3,); see
-        :func:`polar_factor` and :func:`polar_express_coefficients`.
-      ns_dtype: dtype of the Newton–Schulz products, which accumulate in float32. None:
-        float16 on GPU, bfloat16 on TPU, float32 on CPU.
-      ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
-        see :func:`polar_factor`.
-      ns_products: Deprecated; see :func:`orthogonalize`.
-      weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
-        one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
-        :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
-        do not name are batch axes: each matrix has its own Q. If the argument is None,
-        2-D leaves are matrices unless they are named like embeddings or heads (see
-        :func:`orscale` for the names), leaves of fewer axes take AdamW, and leaves of
-        more axes are refused.
-      adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
-      adam_b1: AdamW's decay rate of the first moment, in [0, 1).
-      adam_b2: AdamW's decay rate of the second moment, in [0, 1).
-      adam_eps: AdamW's :math:`\varepsilon`, at least 0.
-      adam_eps_root: What AdamW adds to the second moment under the root, at least 0. More
-        than 0 is for derivatives of updates, which are NaN where a gradient is 0.
-      adam_nesterov: Whether AdamW, too, uses Nesterov's momentum.
-      adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
-        ``weight_decay``.
-      learning_rate_multipliers: Numbers by which the learning rate of some parameters is
-        multiplied, by path or as a tree; see :func:`orscale`.
-      mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
-        do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
-      slow_axes: See :func:`orscale`.
-      param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
-        axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
-        or :class:`jax.sharding.PartitionSpec`, or of arrays or
-        :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree; or a
-        callable from the parameters to one. None: the annotations of Flax or Haliax.
-
     Returns:
-      A transformation. Its updates have the gradients' shapes and, as in Optax's
-      optimizers, the dtype to which gradient, parameter and ``mu_dtype`` promote.
+      An optimizer with the arguments of :func:`orscale` except ``calibrate``, ``anchor``,
+      ``anchor_steps``, ``r_min``, ``r_max`` and ``eps``.
 
     Raises:
       ValueError: In the same cases as :func:`orscale`.
@@ -330,9 +537,4 @@ def muon(
       Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
-    return build(_muon, Hyperparameters(**_UNUSED, **locals()))
-
-
-def _muon(stages: Stages) -> ChainTail:
-    """D = λW + sQ, then W ← W − ηD."""
-    return optax.chain(stages.coupled), stages.learning_rate
+    return muon_chain(s)

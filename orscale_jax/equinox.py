@@ -8,25 +8,25 @@ them, an error names the parameter.
 Needs Equinox.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
 import numpy as np
 
-from orscale_jax.parameters import module_trees, path_rules, resolution
-from orscale_jax.parameters.head_rules import PerHeadRules
+from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import (
-    BlockWeight,
     Declared,
-    GroupedWeight,
     ModuleRules,
     Numbers,
     Rule,
     Weight as Weight,
     adamw_only,
+    convolution,
     numbers_by_owner,
+    of_module_tree,
 )
+from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path
 
@@ -34,27 +34,23 @@ from orscale_jax.trees.names import Path
 def dimension_numbers(
     model: PyTree,
     *,
-    output_heads: Collection[str] = (),
-    overrides: path_rules.Rules | None = None,
+    overrides: Rules | None = None,
     rules: ModuleRules | None = None,
-    per_head: PerHeadRules = False,
-    heads: Collection[str] | None = None,
+    head_size: HeadSizes = False,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an Equinox model, from its modules' types.
 
     Weights of ``Linear`` (and so of ``MLP`` and ``MultiheadAttention``), ``Conv`` and
     ``ConvTranspose`` are matrices. Embeddings, norms, biases, depthwise convolutions and
     parameters of fewer than two axes take AdamW, and so does every parameter whose path
-    contains one of ``output_heads``, or a name that :func:`orscale_jax.orscale` takes for
-    an embedding or an output head. Axes that ``eqx.filter_vmap`` puts in front of those
-    that a module declares are batch axes. Recurrent cells, which concatenate the weights
+    has a name that :func:`orscale_jax.orscale` takes for an embedding or an output head.
+    Axes that ``eqx.filter_vmap`` puts in front of those that a module declares are batch
+    axes. Recurrent cells, which concatenate the weights
     of their gates, have one matrix per gate, and grouped convolutions that are not
     depthwise have one per group: :class:`orscale_jax.BlockDimensionNumbers`.
 
     Args:
       model: The model, or a tree of modules; may be abstract.
-      output_heads: Names that mark output heads on a path, besides those that the
-        library knows.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
         axes. They take precedence over everything else.
       rules: A mapping from types of modules to functions. A function takes a module and
@@ -62,9 +58,8 @@ def dimension_numbers(
         a :class:`orscale_jax.flax.Weight` (also available here), or to None for AdamW. A
         rule also applies to subclasses without a rule, and replaces the library's rule
         for the same type.
-      per_head: As for :func:`orscale_jax.by_path`, after all other rules. A
-        ``MultiheadAttention`` says itself how many heads it has: pass True.
-      heads: A deprecated name of ``output_heads``.
+      head_size: See :func:`orscale_jax.by_path`. No axis counts the heads of a
+        ``MultiheadAttention``: pass its ``qk_size``, a number.
 
     Returns:
       A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
@@ -74,9 +69,8 @@ def dimension_numbers(
 
     Raises:
       ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
-        is not the one that its module declares (one error lists all of them). If a name
-        of ``output_heads`` is on no path, or ``overrides`` or ``per_head`` is
-        refused by :func:`orscale_jax.by_path`.
+        is not the one that its module declares (one error lists all of them), and in the
+        cases of :func:`orscale_jax.by_path`.
 
     Example:
       >>> import equinox as eqx, jax
@@ -92,26 +86,12 @@ def dimension_numbers(
     References:
       https://docs.kidger.site/equinox/api/nn/linear/
     """
-    output_heads = resolution.names_of_heads(output_heads, heads)
     every_rule = {**RULES, **(rules or {})}
 
     def numbers_of(path: Path, leaf: Any, owners: Mapping[Path, Any]) -> Numbers:
         return numbers_by_owner(path, np.shape(leaf), owners, every_rule)
 
-    return module_trees.dimension_numbers(
-        model, eqx.Module, numbers_of, output_heads, overrides, per_head, _heads_of
-    )
-
-
-def _heads_of(owners: Mapping[Path, Any]) -> Mapping[Path, int]:
-    """The numbers of heads of the projections of modules of attention, by path."""
-    names = ("query_proj", "key_proj", "value_proj", "output_proj")
-    return {
-        (*path, name): module.num_heads
-        for path, module in owners.items()
-        if isinstance(module, eqx.nn.MultiheadAttention)
-        for name in names
-    }
+    return of_module_tree(model, eqx.Module, numbers_of, overrides, head_size)
 
 
 def _linear(module: eqx.nn.Linear) -> Mapping[str, Declared]:
@@ -121,23 +101,16 @@ def _linear(module: eqx.nn.Linear) -> Mapping[str, Declared]:
 
 
 def _conv(module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Mapping[str, Declared]:
-    groups = module.groups
-    inputs = module.in_channels // groups
+    inputs = module.in_channels // module.groups
     shape = (module.out_channels, inputs, *module.kernel_size)
-    axes = tuple(range(1, len(shape))), 0
-    weight = (
-        Weight(shape, *axes)
-        if groups == 1
-        else GroupedWeight(shape, *axes, 0, groups, inputs=1)
-    )
-    return {"weight": weight, "bias": None}
+    return {"weight": convolution(shape, 1, 0, module.groups), "bias": None}
 
 
 def _cell(gates: int) -> Rule:
     """The rule of a cell that concatenates the weights of its gates."""
 
-    def weight(module: Any, inputs: int) -> BlockWeight:
-        return BlockWeight((gates * module.hidden_size, inputs), 1, 0, 0, gates)
+    def weight(module: Any, inputs: int) -> Weight:
+        return Weight((gates * module.hidden_size, inputs), 1, 0, blocks=gates)
 
     return lambda module: {
         "weight_ih": weight(module, module.input_size),

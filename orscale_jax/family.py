@@ -1,6 +1,6 @@
 r"""Relatives of OrScale, which add a stage to OrScale or Muon, or replace one.
 
-Each function below is one arrangement of the stages of :func:`orscale_jax.orscale`, with
+Each function below is a chain of the stages of :func:`orscale_jax.orscale`, with
 the same Newton–Schulz, the same meshes and the same AdamW: a comparison with OrScale or
 Muon differs in one stage and nothing else.
 
@@ -11,8 +11,6 @@ orscale_on_normuon  OrScale with NorMuon's direction
 muon_plus           Muon that divides the inputs of Q, then its neurons, by their norms
 aurora              Muon with a Q whose vectors on the longer side have nearly one norm
 cautious            OrScale that decays only the entries that the update shrinks
-pooled              OrScale with one ratio for all matrices, or one for each class
-replayed            Muon whose learning rate is multiplied by recorded ratios
 ==================  ==================================================================
 
 All are optimizers with the arguments of :func:`orscale_jax.orscale`, without those of
@@ -20,38 +18,35 @@ stages that they do not have, and with a few more.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax._algorithm import ChainTail, Optimizer, Stages
-from orscale_jax._arrangements import with_arguments_of
-from orscale_jax._optimizers import RATIO, orscale
-from orscale_jax.transforms import decay
-from orscale_jax.transforms.balance import balanced_polar_stage
-from orscale_jax.transforms.initial_norm import initial_norm_stage
-from orscale_jax.transforms.neuron_rms import FULL_RANK, neuron_rms_stage
-from orscale_jax.transforms.normalize import INPUTS, NEURONS, normalize_stage
-from orscale_jax.transforms.pooled_ratio import (
-    Classes,
-    class_labels,
-    pooled_ratio_stage,
+from orscale_jax._optimizers import (
+    RATIO,
+    Stages,
+    muon_chain,
+    orscale,
+    orscale_chain,
+    with_arguments_of,
 )
-from orscale_jax.transforms.recorded_ratio import scale_by_recorded_trust_ratio
+from orscale_jax.transforms.relatives import (
+    FULL_RANK,
+    INPUTS,
+    NEURONS,
+    balanced_polar_stage,
+    cautious_stage,
+    initial_norm_stage,
+    neuron_rms_stage,
+    normalize_stage,
+)
 
 
-def _optimizer(
-    *without: str,
-) -> Callable[[Callable[..., ChainTail]], Callable[..., Optimizer]]:
-    """Make an optimizer with the arguments of orscale and of the arrangement."""
-    return with_arguments_of(orscale, without)
-
-
-@_optimizer(*RATIO, "consistent_rms", "scale_mode")
-def hyperball(stages: Stages) -> ChainTail:
+@with_arguments_of(orscale, (*RATIO, "consistent_rms", "scale_mode"))
+def hyperball(s: Stages) -> optax.GradientTransformation:
     r"""Muon on the sphere of each matrix's initial norm (MuonH).
 
     .. math::
@@ -70,8 +65,8 @@ def hyperball(stages: Stages) -> ChainTail:
 
     Raises:
       ValueError: In the same cases as :func:`orscale_jax.orscale`, and from ``init`` if a
-        matrix is zero: it could not both keep its norm and move. See
-        :func:`orscale_jax.keep_initial_norm`.
+        matrix is zero: it could not both keep its norm and move. (If ``init`` is
+        compiled, the updates of the matrix are NaN instead.)
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -87,14 +82,14 @@ def hyperball(stages: Stages) -> ChainTail:
       Wen et al. 2026, arXiv:2606.16899. The paper keeps R fixed, as here; Marin's code
       uses the norm of the current step instead.
     """
-    step = initial_norm_stage(stages.learning_rate, stages.matrices)
-    return optax.chain(stages.orthogonalize), step
+    step = initial_norm_stage(s.scale_by_learning_rate, s.matrices)
+    return optax.chain(s.momentum, s.orthogonalize, step)
 
 
-@_optimizer(*RATIO)
+@with_arguments_of(orscale, RATIO)
 def normuon(
-    stages: Stages, *, b2: ArrayLike = 0.95, eps: ArrayLike = 1e-8, norm: str = FULL_RANK
-) -> ChainTail:
+    s: Stages, *, b2: ArrayLike = 0.95, eps: ArrayLike = 1e-8, norm: str = FULL_RANK
+) -> optax.GradientTransformation:
     r"""NorMuon: Muon that divides output neurons by their running root mean square.
 
     .. math::
@@ -129,18 +124,19 @@ def normuon(
       (``nesterov=False``); the authors' code has it, and keeps the norm of Q
       (``norm="kept"``).
     """
-    normalized = neuron_rms_stage(b2, eps, norm)
-    return optax.chain(stages.after_q(normalized).coupled), stages.learning_rate
+    neurons = neuron_rms_stage(b2, eps, norm, s.matrices)
+    q_hat = optax.chain(s.orthogonalize, neurons)
+    return muon_chain(dataclasses.replace(s, orthogonalize=q_hat))
 
 
-@_optimizer()
+@with_arguments_of(orscale)
 def orscale_on_normuon(
-    stages: Stages,
+    s: Stages,
     *,
     b2: ArrayLike = 0.95,
     neuron_eps: ArrayLike = 1e-8,
     norm: str = FULL_RANK,
-) -> ChainTail:
+) -> optax.GradientTransformation:
     r"""OrScale with NorMuon's direction: NorMuon times a trust ratio for each matrix.
 
     .. math::
@@ -174,15 +170,15 @@ def orscale_on_normuon(
       Their composition is this library's (``docs/better_rule_protocol.md``).
     """
     _checks.number("neuron_eps", neuron_eps, at_least=0)
-    normalized = neuron_rms_stage(b2, neuron_eps, norm)
-    direction = stages.after_q(normalized).coupled
-    return optax.chain(direction, stages.ratio), stages.learning_rate
+    neurons = neuron_rms_stage(b2, neuron_eps, norm, s.matrices)
+    q_hat = optax.chain(s.orthogonalize, neurons)
+    return orscale_chain(dataclasses.replace(s, orthogonalize=q_hat))
 
 
-@_optimizer(*RATIO)
+@with_arguments_of(orscale, RATIO)
 def muon_plus(
-    stages: Stages, *, order: Sequence[str] = (INPUTS, NEURONS), eps: ArrayLike = 1e-8
-) -> ChainTail:
+    s: Stages, *, order: Sequence[str] = (INPUTS, NEURONS), eps: ArrayLike = 1e-8
+) -> optax.GradientTransformation:
     r"""Muon+: Muon that divides the inputs of Q, then its neurons, by their norms.
 
     Args:
@@ -207,14 +203,14 @@ def muon_plus(
       Zhang et al. 2026, arXiv:2602.21545. Its scale is ``scale_mode="unit_rms_norm"``,
       and its momentum has no Nesterov term (``nesterov=False``).
     """
-    normalized = normalize_stage(order, eps)
-    return optax.chain(stages.after_q(normalized).coupled), stages.learning_rate
+    normalized = optax.chain(s.orthogonalize, normalize_stage(order, eps, s.matrices))
+    return muon_chain(dataclasses.replace(s, orthogonalize=normalized))
 
 
-@_optimizer(*RATIO)
+@with_arguments_of(orscale, RATIO)
 def aurora(
-    stages: Stages, *, pp_iterations: int | jax.Array = 2, pp_beta: ArrayLike = 0.5
-) -> ChainTail:
+    s: Stages, *, pp_iterations: int | jax.Array = 2, pp_beta: ArrayLike = 0.5
+) -> optax.GradientTransformation:
     r"""Aurora: Muon with a Q whose vectors along the longer side have nearly one norm.
 
     Q stays orthogonal along the shorter side. For an ``(m, n)`` matrix with
@@ -254,21 +250,22 @@ def aurora(
       ``scale_mode="shape_scaling"``. Its floor of 1e-7 under the norms is missing here: a
       step does not depend on the scale of the gradients.
     """
-    polar = balanced_polar_stage(stages.polar, pp_iterations, pp_beta)
-    stages = dataclasses.replace(stages, orthogonalize=polar(stages.matrices))
-    return optax.chain(stages.coupled), stages.learning_rate
+    balanced = balanced_polar_stage(s.polar, pp_iterations, pp_beta, s.matrices)
+    return muon_chain(dataclasses.replace(s, orthogonalize=balanced))
 
 
-@_optimizer()
-def cautious(stages: Stages) -> ChainTail:
+@with_arguments_of(orscale)
+def cautious(s: Stages) -> optax.GradientTransformation:
     r"""OrScale that decays only the entries that the update shrinks.
 
     .. math::
 
       D = \lambda \, \mathbf{1}[Q \odot W \geq 0] \odot W + sQ.
 
-    The decay stays coupled: r is measured on this D and scales it; see
-    :func:`orscale_jax.add_cautious_decayed_weights`. AdamW's decay is unchanged.
+    The decay stays coupled: r is measured on this D and scales it. Its ceiling rises from
+    :math:`1 / (c \lambda)` to :math:`\|W\| / (c \lambda \|W_+\|)`, with :math:`W_+` the
+    entries that decay: by about :math:`\sqrt 2` where half of them do. AdamW's decay is
+    unchanged.
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.orscale`. With
@@ -289,84 +286,5 @@ def cautious(stages: Stages) -> ChainTail:
     References:
       Chen et al. 2025, *Cautious Weight Decay*, arXiv:2510.12402.
     """
-    stages = dataclasses.replace(stages, decay=decay.cautious(stages.decay))
-    return optax.chain(stages.coupled, stages.ratio), stages.learning_rate
-
-
-@_optimizer()
-def pooled(stages: Stages, *, classes: Classes = None) -> ChainTail:
-    r"""OrScale with one ratio for all matrices, or one for each class.
-
-    .. math::
-
-      \hat r = \mathrm{clip}\Big(\exp \frac{1}{N} \sum_{i=1}^N \log r_i,
-      \, r_{\min}, r_{\max}\Big).
-
-    It is the control experiment that separates the effect of one ratio per matrix from
-    that of a larger learning rate for all. :func:`optax.inject_hyperparams` takes
-    functions for schedules: if ``classes`` is a function, pass it
-    ``static_args="classes"``.
-
-    Args:
-      classes: The class of each matrix: a tree of strings like the parameters (None where
-        there is no matrix), a prefix of such a tree, or a callable from the parameters to
-        one. Each class has one ratio. None: one ratio for all matrices.
-
-    Returns:
-      An optimizer with these arguments and those of :func:`orscale_jax.orscale`.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from orscale_jax import family
-      >>> optimizer = family.pooled(1e-3, calibrate=False, weight_decay=0.0)
-      >>> params = {"up": jnp.eye(4), "down": 2 * jnp.eye(4)}
-      >>> _, state = optimizer.update(params, optimizer.init(params), params)
-      >>> ratios = optax.tree.get(state, "trust_ratio")
-      >>> print(ratios["up"] == ratios["down"])
-      True
-
-    References:
-      This library's own.
-    """
-    h = stages.hyperparameters
-    # Functions see all parameters, not the matrices alone.
-    classes = class_labels(classes, stages.params, stages.params)
-    pooled = pooled_ratio_stage(stages.ratio, h.r_min, h.r_max, classes, stages.matrices)
-    return optax.chain(stages.coupled, pooled), stages.learning_rate
-
-
-@_optimizer(*RATIO)
-def replayed(
-    stages: Stages, *, trust_ratio: ArrayLike | Callable[[jax.Array], jax.Array]
-) -> ChainTail:
-    r"""Muon+Moonlight whose learning rate is multiplied by recorded ratios.
-
-    .. math::
-
-      W \leftarrow W - \eta_t \hat r_t (\lambda W + sQ).
-
-    It is the control experiment that separates the effect of a ratio that responds to
-    its own run from that of a schedule. AdamW's learning rate is unchanged.
-
-    Args:
-      trust_ratio: The ratio of each step, of shape ``(T,)``, whose last entry applies to
-        all later steps; a schedule, from the step to the ratio; or one number.
-
-    Returns:
-      An optimizer with these arguments and those of :func:`orscale_jax.muon`.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from orscale_jax import family, muon
-      >>> params = {"kernel": jnp.eye(4)}
-      >>> replayed = family.replayed(1e-3, trust_ratio=[2.0, 3.0])
-      >>> updates, _ = replayed.update(params, replayed.init(params), params)
-      >>> expected, _ = muon(2e-3).update(params, muon(2e-3).init(params), params)
-      >>> print(jnp.allclose(updates["kernel"], expected["kernel"]))
-      True
-
-    References:
-      This library's own.
-    """
-    recorded = scale_by_recorded_trust_ratio(trust_ratio)
-    return optax.chain(stages.coupled, recorded), stages.learning_rate
+    decay = cautious_stage(s.add_decayed_weights)
+    return orscale_chain(dataclasses.replace(s, add_decayed_weights=decay))

@@ -9,7 +9,7 @@ Needs Haliax, and Equinox, on which Haliax is built.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import equinox as eqx
@@ -19,15 +19,10 @@ from haliax.util import ensure_tuple
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import equinox
-from orscale_jax.parameters import module_trees, module_types, path_rules, resolution
-from orscale_jax.parameters.head_rules import PerHeadRules
-from orscale_jax.parameters.module_types import (
-    Declared,
-    Numbers,
-    Unresolved,
-    adamw_only,
-    as_axis,
-)
+from orscale_jax.parameters import module_types, path_rules
+from orscale_jax.parameters.dimension_numbers import Unresolved, as_axis
+from orscale_jax.parameters.heads import HeadSizes
+from orscale_jax.parameters.module_types import Declared, Numbers, adamw_only
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path
 
@@ -58,11 +53,9 @@ Rules: TypeAlias = Mapping[type, Rule]
 def dimension_numbers(
     model: PyTree,
     *,
-    output_heads: Collection[str] = (),
     overrides: path_rules.Rules | None = None,
     rules: Rules | None = None,
-    per_head: PerHeadRules = False,
-    heads: Collection[str] | None = None,
+    head_size: HeadSizes = False,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of a Haliax model, from its modules' types.
 
@@ -70,29 +63,10 @@ def dimension_numbers(
     ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``.
     Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
     axes take AdamW; names on the path and modules of Equinox are treated as in
-    :func:`orscale_jax.equinox.dimension_numbers`.
+    :func:`orscale_jax.equinox.dimension_numbers`, whose arguments and errors it has.
 
-    Args:
-      model: The model, or a tree of modules; may be abstract.
-      output_heads: See :func:`orscale_jax.equinox.dimension_numbers`.
-      overrides: Rules as in :func:`orscale_jax.by_path`, for arrays with all their axes.
-        They take precedence over everything else, and match the paths of the named
-        arrays.
-      rules: Rules as in :func:`orscale_jax.equinox.dimension_numbers`, with a
-        :class:`NamedWeight` for each attribute that is a named array.
-      per_head: As for :func:`orscale_jax.by_path`, after all other rules.
-      heads: A deprecated name of ``output_heads``.
-
-    Returns:
-      A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
-      to their tree of :class:`optax.contrib.MuonDimensionNumbers`,
-      :class:`orscale_jax.BlockDimensionNumbers` (for some modules of Equinox) and None,
-      each in place of a named array, as ``weight_dimension_numbers`` takes it.
-
-    Raises:
-      ValueError: If a type does not determine the axes of a parameter (one error lists
-        all of them), a name of ``output_heads`` is on no path, or ``overrides`` or
-        ``per_head`` is refused by :func:`orscale_jax.by_path`.
+    Dimension numbers stand in place of a named array, expressions of ``overrides`` match
+    the paths of named arrays, and ``rules`` may return a :class:`NamedWeight` for each.
 
     Example:
       >>> import equinox as eqx, haliax as hax, jax
@@ -110,7 +84,6 @@ def dimension_numbers(
     References:
       https://haliax.readthedocs.io/en/latest/nn/
     """
-    output_heads = resolution.names_of_heads(output_heads, heads)
     every_rule = {**equinox.RULES, **RULES, **(rules or {})}
 
     def numbers_of(path: Path, node: Any, owners: Mapping[Path, Any]) -> Numbers:
@@ -121,14 +94,8 @@ def dimension_numbers(
         shape = np.shape(getattr(node, "array", node))
         return module_types.numbers_by_owner(path, shape, owners, every_rule)
 
-    return module_trees.dimension_numbers(
-        model,
-        eqx.Module,
-        numbers_of,
-        output_heads,
-        overrides,
-        per_head,
-        array_type=hax.NamedArray,
+    return module_types.of_module_tree(
+        model, eqx.Module, numbers_of, overrides, head_size, hax.NamedArray
     )
 
 

@@ -1,9 +1,11 @@
 """What every test of the package runs under."""
 
+import datetime
 import gc
 import importlib.metadata
 import os
 import shutil
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,10 +37,21 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 MAX_CACHE_BYTES = 300_000_000  # A run makes 60 MB.
 
 EXAMPLES = Path(__file__).parent / "examples"
+# These show in seconds that the programs start, and are run with the package's tests.
+START = {EXAMPLES / "test_programs.py", EXAMPLES / "test_quickstart.py"}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part-of-extended",
+        action="store_true",
+        help="of the extended tests, run a third, another one each day",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    folder = config.rootpath / ".pytest_cache" / "compiled"
+    given = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # Of mutants: their original's.
+    folder = Path(given or config.rootpath / ".pytest_cache" / "compiled")
     if not hasattr(config, "workerinput"):  # Not in a worker of pytest-xdist.
         sizes = (path.stat().st_size for path in folder.glob("*"))
         if sum(sizes) > MAX_CACHE_BYTES:
@@ -47,19 +60,30 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)  # Before tests are chosen by their marks.
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as extended what follows the first case where that is the quick one."""
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Add the marks that follow from a test's place, and leave out the other thirds."""
     seen = set()
     for item in items:
-        if item.get_closest_marker("quick_first_case") and not is_slow(item):
+        if EXAMPLES in item.path.parents and item.path not in START:
+            item.add_marker(pytest.mark.examples)
+        if has(item, "quick_first_case") and not has(item, "slow"):
             test, _, _ = item.nodeid.partition("[")
             if test in seen:
                 item.add_marker(pytest.mark.extended)
             seen.add(test)
+    if config.getoption("part_of_extended"):
+        today = datetime.date.today().toordinal() % 3
+        items[:] = [
+            item
+            for item in items
+            if not has(item, "extended") or zlib.crc32(item.nodeid.encode()) % 3 == today
+        ]
 
 
-def is_slow(item: pytest.Item) -> bool:
-    return item.get_closest_marker("slow") is not None
+def has(item: pytest.Item, mark: str) -> bool:
+    return item.get_closest_marker(mark) is not None
 
 
 def pytest_collection_finish() -> None:

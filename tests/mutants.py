@@ -14,6 +14,7 @@ import collections
 import csv
 import datetime
 import functools
+import os
 import pathlib
 import re
 import shutil
@@ -25,7 +26,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-COPIED = ("orscale_jax", "tests", "examples", "pyproject.toml")
+# Tests read the pages, too: without them a mutant would only seem to be caught.
+COPIED = ("orscale_jax", "tests", "examples", "docs", "README.md", "pyproject.toml")
 AT_ONCE = 2  # Mutants, each in a process of its own.
 
 
@@ -58,9 +60,11 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=AT_ONCE)
 def named(tree: pathlib.Path) -> dict[str, list[Place]]:
-    """The functions and classes of the package, by name."""
+    """The functions and classes of the package and of the study's controls, by name."""
     found = collections.defaultdict(list)
-    for path in sorted((tree / "orscale_jax").rglob("*.py")):
+    package = sorted((tree / "orscale_jax").rglob("*.py"))
+    package += sorted((tree / "examples/study/theory").glob("*.py"))
+    for path in [*package, tree / "examples" / "study" / "controls.py"]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found[node.name].append(Place(path, node))
@@ -118,8 +122,14 @@ def failing_test(tree: pathlib.Path, tests: str) -> str | None:
     """The first test that fails in the tree, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
     arguments = [located(argument) for argument in tests.split()]
+    # Most programs of a mutant are those of the original, which are compiled already.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "compiled")}
     done = subprocess.run(
-        [*command, *arguments], cwd=tree, capture_output=True, text=True
+        [*command, "-m", "not slow", *arguments],
+        cwd=tree,
+        env=os.environ | cache,
+        capture_output=True,
+        text=True,
     )
     if done.returncode not in (0, 1):
         raise SystemExit(f"The tests {tests} could not run:\n{done.stdout}{done.stderr}")
@@ -148,8 +158,11 @@ def survives(number: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         tree = pathlib.Path(folder)
         for name in COPIED:
-            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-            copy(ROOT / name, tree / name)
+            if (ROOT / name).is_dir():
+                unneeded = shutil.ignore_patterns("_build")
+                shutil.copytree(ROOT / name, tree / name, ignore=unneeded)
+            else:
+                shutil.copy(ROOT / name, tree / name)
         broken = break_code(tree, mutant)
         caught = failing_test(tree, mutant.tests)
     print(

@@ -4,10 +4,10 @@ import functools
 import inspect
 
 import jax
-import numpy as np
 import optax
 
-from orscale_jax import ablations, family, orscale
+from examples.study import controls
+from orscale_jax import family, orscale
 from tests import leaves, oracle
 
 
@@ -24,19 +24,20 @@ def optimizers_of(module):
 
 # The arguments of the paper's experiments on images.
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
-DEPRECATED = {  # Each is orscale with these arguments.
-    "uncalibrated": {"calibrate": False},
-    "unclipped": {"r_min": -np.inf, "r_max": np.inf},
-}
+RELATIVES = optimizers_of(family)
 ABLATIONS = {
-    name: optimizer
-    for name, optimizer in optimizers_of(ablations).items()
-    if name not in DEPRECATED
+    name: getattr(controls, name)
+    for name in (
+        "polar_factor_denominator",
+        "momentum_denominator",
+        "momentum_rms_denominator",
+        "decoupled_weight_decay",
+        "bfloat16_calibration",
+    )
 }
-# Those whose arguments all have defaults but for the learning rate.
-RELATIVES = {n: make for n, make in optimizers_of(family).items() if n != "replayed"}
 FAMILY = RELATIVES | {
-    "replayed": functools.partial(family.replayed, trust_ratio=[1.5, 0.5, 2.0]),
+    "pooled": controls.pooled,
+    "replayed": functools.partial(controls.replayed, trust_ratio=[1.5, 0.5, 2.0]),
     "full_rank_anchor": functools.partial(orscale, anchor="full_rank"),
     "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),
 }

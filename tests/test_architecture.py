@@ -24,27 +24,18 @@ FOLDERS = {
     "diagnostics": BELOW_STAGES | {"transforms"},
     "flax": {"parameters", "trees"},
 }
-# Each room of diagnostics, and the rooms that it imports; annotations may name others.
-ROOMS = {"readouts": set(), "theory": {"readouts"}, "report": {"readouts", "theory"}}
 SHARED = {"_checks"}  # Modules of the package itself that every folder may import.
 
 
-def imports(path, annotations=True):
+def imports(path):
     """The modules that a file imports, as lists of names."""
-    module = ast.parse(path.read_text())
-    if not annotations:
-        module.body = [node for node in module.body if not is_for_annotations(node)]
-    for node in ast.walk(module):
+    for node in ast.walk(ast.parse(path.read_text())):
         names = []
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         yield from (name.split(".") for name in names)
-
-
-def is_for_annotations(node):
-    return isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
 
 
 def imported_by(folder):
@@ -62,22 +53,6 @@ def test_imports_go_one_way(folder):
         assert allowed, f"{folder}/{file} imports orscale_jax.{imported}"
 
 
-@pytest.mark.parametrize("room", [None, *ROOMS])
-def test_rooms_of_diagnostics_import_one_way(room):
-    """The package's own modules, which all rooms share, import none."""
-    folder = PACKAGE / "diagnostics" / (room or "")
-    for path in sorted(folder.glob("[!_]*.py")):
-        for names in imports(path, annotations=False):
-            if names[:2] == ["orscale_jax", "diagnostics"] and names[2] in ROOMS:
-                allowed = names[2] == room or names[2] in ROOMS.get(room, ())
-                assert allowed, f"{path.relative_to(PACKAGE)} imports {'.'.join(names)}"
-
-
-def test_every_room_has_a_place():
-    folders = {path.parent.name for path in PACKAGE.glob("diagnostics/*/__init__.py")}
-    assert folders == set(ROOMS)
-
-
 def test_every_folder_has_a_place():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders == set(FOLDERS)
@@ -89,11 +64,7 @@ def test_every_folder_has_a_place():
 @pytest.mark.parametrize(
     "name",
     [
-        "distributed/buckets",
-        "distributed/costs",
-        "distributed/hardware",
-        "distributed/mesh_shape",
-        "distributed/planner",
+        "distributed/plan",
         "newton_schulz/restarts",
     ],
 )

@@ -106,6 +106,7 @@ def anything(rng, count):
 
 
 @pytest.mark.parametrize("kind", [near_zero, near_powers_of_two, like_training, anything])
+@pytest.mark.quick_first_case
 def test_one_update_is_that_of_float32_weights(kind):
     old, step = kind(np.random.default_rng(0), 100_000)
     with np.errstate(all="ignore"):
@@ -169,6 +170,7 @@ def test_training_is_float32_training_to_the_bit(name):
         assert_same_bits(params, jax.tree.map(upper_halves, weights))
 
 
+@pytest.mark.extended
 def test_small_updates_are_lost_without_it_and_not_with_it():
     inner = optax.sgd(1e-4)
     ones = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -180,6 +182,7 @@ def test_small_updates_are_lost_without_it_and_not_with_it():
     np.testing.assert_allclose(after(keep_master_weights(inner)), 0.97, rtol=2**-7)
 
 
+@pytest.mark.extended
 def test_orscale_measures_the_master_weights():
     """‖W‖ and decay are those of float32 weights, not of their upper halves."""
     inner = OPTIMIZERS["orscale"]
@@ -201,6 +204,7 @@ def test_orscale_measures_the_master_weights():
     assert found != ratio(as_float32(params), inner, state.inner_state)
 
 
+@pytest.mark.extended
 def test_other_dtypes_are_left_to_the_inner_optimizer(enable_x64):
     kinds = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float64, "d": jnp.complex64}
     params = {name: jnp.ones(4, dtype) for name, dtype in kinds.items()}
@@ -328,6 +332,7 @@ def test_wrappers_of_optax():
     assert_same_bits(after.low_bits, state.low_bits)
 
 
+@pytest.mark.extended
 def test_donation_scan_and_one_compilation():
     optimizer = keep_master_weights(OPTIMIZERS["orscale"])
 
@@ -350,6 +355,7 @@ def test_donation_scan_and_one_compilation():
     chex.assert_trees_all_close(*masters, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.extended
 def test_resuming_a_checkpoint_changes_no_bit(tmp_path):
     optimizer = keep_master_weights(OPTIMIZERS["orscale"])
     update = jax.jit(optimizer.update)
@@ -375,6 +381,7 @@ def test_resuming_a_checkpoint_changes_no_bit(tmp_path):
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.extended
 def test_a_mesh_changes_no_bit(axes):
     """An optimizer with exact products: however XLA fuses them, its sums are the same."""
     specs = {"w": P(None, "b"), "stack": P(None, "a", None), "b": P("b")}
@@ -403,6 +410,7 @@ def test_a_mesh_changes_no_bit(axes):
 
 
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.extended
 def test_low_bits_may_be_sharded_where_parameters_are_not(axes):
     mesh = jax.make_mesh((8,), ("data",), axis_types=(axes,))
     params = {"w": jnp.ones((8, 4), jnp.bfloat16)}
@@ -465,6 +473,7 @@ def test_the_optimizer_of_nnx():
     assert low.dtype == jnp.uint16 and np.any(low)
 
 
+@pytest.mark.extended
 def test_readouts_and_conversions_see_through_it():
     inner = OPTIMIZERS["orscale"]
     optimizer = keep_master_weights(inner)
@@ -482,6 +491,7 @@ def test_readouts_and_conversions_see_through_it():
     assert_same_bits(without, state.inner_state)
 
 
+@pytest.mark.extended
 def test_readouts_are_of_the_master_weights():
     """Also where several optimizers of a partition keep some."""
     wide = {"a": 2 * jnp.eye(8), "b": jnp.eye(8)}
@@ -528,6 +538,7 @@ def test_derivatives_are_those_of_float32():
 
 
 @pytest.mark.compiled
+@pytest.mark.extended
 def test_bytes_of_the_step():
     """Weights and low bits are 4 bytes a parameter, and are updated where they are."""
     params = {"w": jnp.zeros((64, 32), jnp.bfloat16)}
@@ -547,6 +558,7 @@ def test_bytes_of_the_step():
     assert updated == pytest.approx(2 + 2 + momentum, rel=0.01)
 
 
+@pytest.mark.extended
 def test_bytes_of_the_state():
     params = {"w": jnp.zeros((64, 64), jnp.bfloat16)}
     state = keep_master_weights(optax.sgd(RATE)).init(params)

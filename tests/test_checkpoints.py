@@ -14,8 +14,8 @@ import orbax.checkpoint as ocp
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.study import controls
 from orscale_jax import (
-    ablations,
     family,
     muon,
     orscale,
@@ -37,8 +37,8 @@ OPTIMIZERS = {
     "orscale": ORSCALE,
     "vision": build(**VISION),
     "muon": build(muon),
-    "momentum_denominator": build(ablations.momentum_denominator),
-    "bfloat16_calibration": build(ablations.bfloat16_calibration),
+    "momentum_denominator": build(controls.momentum_denominator),
+    "bfloat16_calibration": build(controls.bfloat16_calibration),
     "bfloat16_momentum": build(mu_dtype=jnp.bfloat16),
     "int8_momentum": build(mu_dtype="int8"),
     "schedule": build(rate=optax.linear_schedule(1e-2, 0.0, STEPS)),
@@ -51,8 +51,8 @@ OPTIMIZERS = {
     ),
     "normuon": build(family.normuon),
     "largest": build(anchor="largest", anchor_steps=3),
-    "pooled": build(family.pooled),
-    "replayed": build(family.replayed, trust_ratio=[0.5, 2.0, 1.5]),
+    "pooled": build(controls.pooled),
+    "replayed": build(controls.replayed, trust_ratio=[0.5, 2.0, 1.5]),
 }
 # Their states are built like those of the others.
 SLOW = {
@@ -148,7 +148,7 @@ def after(optimizer, steps):
     return advance(optimizer, start(optimizer), range(1, steps + 1))[-1]
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -183,6 +183,7 @@ def test_hyperparameters_take_over_at_the_next_step(arguments, tmp_path):
     assert any((weights[k] != unchanged[k]).any() for k in weights)
 
 
+@pytest.mark.extended
 def test_switching_calibration_on_anchors_at_the_next_direction(tmp_path):
     run = after(UNCALIBRATED, 4)
     assert (readout(run[1], "calibration")["stack"] == 1).all()
@@ -202,6 +203,7 @@ def test_switching_calibration_on_anchors_at_the_next_direction(tmp_path):
     assert_equal_to_the_bit(seen, advance(ORSCALE, (run[0], fresh), [5, 6]))
 
 
+@pytest.mark.extended
 def test_switching_calibration_off_continues_with_c_of_one(tmp_path):
     run, plain = after(ORSCALE, 4), UNCALIBRATED
     restored = save_and_restore(tmp_path, run, plain)
@@ -223,7 +225,7 @@ def test_a_calibration_of_one_is_not_mistaken_for_none():
     np.testing.assert_allclose(state.trust_ratio, 3, rtol=1e-6)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("arguments", [{"weight_decay": 0.4}, {"consistent_rms": 0.4}])
 def test_hyperparameters_in_c_are_anchored_again_on_request(arguments, tmp_path):
     """λ and s are part of c: r jumps when they change, until c is set to zero."""
@@ -243,8 +245,8 @@ def test_hyperparameters_in_c_are_anchored_again_on_request(arguments, tmp_path)
     "other, words",
     [
         (build(muon), "structures do not match"),
-        (build(ablations.decoupled_weight_decay), "Structure mismatch.*calibration"),
-        (build(ablations.momentum_denominator), "Structure mismatch.*calibration|do not"),
+        (build(controls.decoupled_weight_decay), "Structure mismatch.*calibration"),
+        (build(controls.momentum_denominator), "Structure mismatch.*calibration|do not"),
         (build(rate=lambda _: 1e-2), "Structure mismatch.*count"),
         (build(weight_decay=lambda _: 0.1), "Structure mismatch.*count"),
         (

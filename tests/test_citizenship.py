@@ -13,7 +13,8 @@ import optax
 import pytest
 from jax.sharding import AxisType, PartitionSpec as P
 
-from orscale_jax import QueryKey, diagnostics, family, muon, orscale
+from examples.study.theory import estimate
+from orscale_jax import diagnostics, family, muon, orscale
 from tests.runs import ABLATIONS, FAMILY, VISION, run
 from tests.small import NUMBERS, SHAPES, tree
 
@@ -74,7 +75,6 @@ for build in OPTIMIZERS.values():
     build(schedule, weight_decay=schedule, weight_dimension_numbers=NUMBERS)
     optax.inject_hyperparams(build, static_args=("weight_decay",))(0.1)
 orscale_jax.keep_master_weights(orscale_jax.orscale(0.1))
-orscale_jax.add_cautious_decayed_weights(schedule)
 jax.config.update("jax_num_cpu_devices", 2)  # It is refused where a backend runs.
 """
     # Without -W error: to import Haliax gives warnings.
@@ -87,20 +87,18 @@ def test_the_precision_of_the_models_products_is_not_the_optimizers(ns_dtype):
     """Nor that of measurements: an algorithm may narrow operands and sums."""
     params = tree(0)
     optimizer = orscale(0.1, ns_dtype=ns_dtype, weight_dimension_numbers=NUMBERS)
-    heads = {name: {"kernel": jnp.ones((4, 2, 3))} for name in ("query", "key")}
 
-    def everything(params, state, heads):
+    def everything(params, state):
         updates, state = optimizer.update(params, state, params)
         measured = diagnostics.measure(state, params, NUMBERS)
         batches, numbers = [1.0, 2.0, 3.0], {"weight_dimension_numbers": NUMBERS}
-        noise = diagnostics.estimate(loss, params, batches, **numbers)
-        norms = diagnostics.qk_norms(heads, QueryKey("query.kernel", "key.kernel"))
-        return updates, state, measured, noise, norms
+        noise = estimate(loss, params, batches, **numbers)
+        return updates, state, measured, noise
 
     def loss(params, batch):
         return sum(batch * jnp.sum(leaf**3) for leaf in jax.tree.leaves(params))
 
-    given = params, optimizer.init(params), heads
+    given = params, optimizer.init(params)
     expected = str(jax.make_jaxpr(everything)(*given))
     assert "dot_general" in expected
     for precision in ("bfloat16", "F16_F16_F16"):
@@ -112,7 +110,7 @@ def signature(tree):
     return jax.tree.map(lambda leaf: (jnp.shape(leaf), jnp.result_type(leaf)), tree)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_scan_equals_the_loop_and_jit_of_init(build):
     optimizer = build(1e-2)
     expected = train(optimizer, 4)
@@ -127,7 +125,7 @@ def test_scan_equals_the_loop_and_jit_of_init(build):
     assert_trees_close(jax.lax.scan(step, carry, grads)[0], expected, **rounding(build))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_vmap_over_seeds(build):
     optimizer = build(1e-2)
     params = [tree(seed) for seed in (10, 20)]
@@ -173,7 +171,7 @@ def test_steps_of_every_device_inside_shard_map(build):
     assert_trees_close(jax.jit(apart)(stacked), expected, **rounding(build))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_donation_and_one_compilation(build):
     optimizer = build(optax.linear_schedule(1e-2, 1e-3, 10))
 
@@ -238,7 +236,7 @@ def test_low_precision_parameters_are_updated_in_float32(build):
     assert_trees_close(low["stack"], high["stack"], rtol=1e-6, **rounding(build))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_float64_parameters_are_updated_in_float64(build, enable_x64):
     optimizer = build(1e-2, ns_dtype=jnp.float64)
     params, state = train(optimizer, 2, tree(0, jnp.float64))
@@ -255,7 +253,7 @@ def test_debug_nans(build):
         train(build(1e-2), 2)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_schedules_are_followed(build):
     def piecewise(values):
         return lambda count: jnp.asarray(values)[count]
@@ -272,7 +270,7 @@ def test_schedules_are_followed(build):
     assert_trees_close(scheduled, params, **rounding(build))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", SOME_SLOW)
 def test_inject_hyperparams_without_static_args(name):
     factory = OPTIMIZERS[name]
@@ -303,6 +301,7 @@ def test_inject_hyperparams_without_static_args(name):
     assert signatures[0] == signatures[1]
 
 
+@pytest.mark.extended
 def test_inject_hyperparams_with_a_schedule_and_static_arguments():
     injected = optax.inject_hyperparams(orscale, static_args="ns_steps")(
         learning_rate=optax.linear_schedule(1e-2, 1e-3, 10),
@@ -324,6 +323,7 @@ def test_inject_hyperparams_mistakes_a_scalar_type_for_a_schedule(argument):
     assert optax.tree.get(state, "trace")["w"].dtype == jnp.bfloat16
 
 
+@pytest.mark.extended
 def test_vmap_over_injected_learning_rates():
     injected = optax.inject_hyperparams(orscale)(learning_rate=1e-3)
     params, grads = {"w": tree(0)["w"]}, {"w": tree(1)["w"]}
@@ -339,6 +339,7 @@ def test_vmap_over_injected_learning_rates():
 
 
 @pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_multi_steps_equals_the_mean_gradient(build):
     optimizer = optax.MultiSteps(build(1e-2), every_k_schedule=2)
     params = tree(0)
@@ -353,7 +354,7 @@ def test_multi_steps_equals_the_mean_gradient(build):
     assert_trees_close(updates, expected, **rounding(build))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_a_clip_before_it_and_extra_arguments_that_it_ignores(build):
     inner = build(1e-2)
     assert isinstance(inner, optax.GradientTransformationExtraArgs)
@@ -379,7 +380,7 @@ def test_state_is_made_of_arrays_only_and_maps(build):
     assert signature(abstract) == signature(state)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_decay_mask_of_the_matrices(name):
     """It makes the same program as a mask that lists them."""
@@ -481,6 +482,7 @@ def test_sharding_types_are_kept(build):
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("build", [orscale, muon])
+@pytest.mark.extended
 def test_learns(build):
     """A linear map is found from its values."""
     target = jax.random.normal(jax.random.key(0), (8, 4))

@@ -115,7 +115,7 @@ CASES = {
 }
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_converted_rate_and_decay_take_the_same_steps(case, shape):
@@ -133,6 +133,7 @@ def test_the_converted_rate_and_decay_take_the_same_steps(case, shape):
     assert relative_error(found, theirs(shape, convention)) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "case, arguments",
     [
@@ -156,6 +157,7 @@ def test_what_needs_no_conversion(case, arguments):
         assert relative_error(found, theirs(shape, CASES[case])) < 1e-5
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("rms", [None, 0.2])
 def test_optax(rms):
     """Its average has bias corrections: without Nesterov they cancel in Q."""
@@ -169,6 +171,7 @@ def test_optax(rms):
     assert relative_error(found, expected["up"]) < 1e-5
 
 
+@pytest.mark.extended
 def test_a_rate_for_each_shape():
     """Scales by the shape as multipliers: one rate for all, where nothing decays."""
     params = tree(0)

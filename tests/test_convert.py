@@ -68,7 +68,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("nesterov", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_optax_muon_continues_as_muon(nesterov, wrapper):
@@ -112,6 +112,7 @@ def test_there_and_back(steps):
     assert_close(back, state, rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_from_adamw():
     """AdamW's parameters keep moments and count; c is anchored at the next direction."""
     adamw = optax.adamw(RATE, b2=0.95, weight_decay=0.1)
@@ -126,6 +127,7 @@ def test_from_adamw():
     assert optax.tree.get(converted, "raw_trust_ratio")["up"] == pytest.approx(1)
 
 
+@pytest.mark.extended
 def test_between_our_optimizers_and_to_schedules():
     """All arrays are kept, and the count serves a schedule that is new."""
     state, _ = after(orscale(RATE), 3)
@@ -142,6 +144,7 @@ def test_between_our_optimizers_and_to_schedules():
     )
 
 
+@pytest.mark.extended
 def test_more_parameters():
     params = tree(0) | {"new": jnp.ones((4, 4))}
     state, _ = after(orscale(RATE), 2)
@@ -152,6 +155,7 @@ def test_more_parameters():
     assert c["new"] == 0 and c["up"] == before["up"] > 0
 
 
+@pytest.mark.extended
 def test_a_restored_tree_of_dictionaries(tmp_path):
     state, _ = after(optax_muon(), 2)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -332,6 +336,7 @@ def test_what_cannot_be_converted(change, words):
         convert_state(**{"state": state, **given, **change})
 
 
+@pytest.mark.extended
 def test_counts_that_differ_on_purpose():
     """A state that only changes its dtypes keeps them, as after AdamW was reset."""
     ours = functools.partial(orscale, optax.constant_schedule(RATE))
@@ -382,6 +387,7 @@ def test_moments_have_a_count_of_their_own():
     ],
     ids=["ema", "reduce_on_plateau", "apply_every"],
 )
+@pytest.mark.quick_first_case
 def test_a_new_stage_with_sums_of_its_own_begins_with_them(stage):
     state, params = after(orscale(RATE), 3)
     new = optax.chain(orscale(RATE), stage)
@@ -398,6 +404,7 @@ def test_adam_after_the_optimizer_is_not_taken_for_its_adamw():
 
 
 @pytest.mark.parametrize("stage", [None, optax.lookahead], ids=["chain", "lookahead"])
+@pytest.mark.quick_first_case
 def test_into_lookahead_and_back(stage):
     state, params = after(orscale(RATE), 3)
     new = optax.lookahead(orscale(RATE), 5, 0.5)
@@ -438,6 +445,7 @@ def skipping(rate):
     ],
     ids=["schedule_free", "reduce_on_plateau", "apply_if_finite", "inject_hyperparams"],
 )
+@pytest.mark.extended
 def test_what_wrappers_know_goes_on_and_their_arguments_do_not(build, argument):
     params, old, new = tree(0), build(RATE), build(RATE, **argument)
     state = old.init(params)
@@ -457,6 +465,7 @@ def test_what_wrappers_know_goes_on_and_their_arguments_do_not(build, argument):
 
 
 @pytest.mark.parametrize("name", ["b1", "bounds", "hyperparams", "ns_coeffs"])
+@pytest.mark.quick_first_case
 def test_stages_that_are_called_as_arguments_are(name):
     """By optax.named_chain: their counts go on."""
     schedule = optax.scale_by_schedule(optax.constant_schedule(RATE))
@@ -477,6 +486,7 @@ def test_frozen_parameters_of_which_nothing_is_kept():
     assert_close(convert_state(nothing, orscale(RATE), {}), nothing)
 
 
+@pytest.mark.extended
 def test_one_array():
     params = jnp.ones((4, 6))
     old = optax.contrib.muon(RATE)

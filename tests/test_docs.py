@@ -13,25 +13,14 @@ PAGES = [
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     if BLOCK.search(page.read_text())
 ]
-LONG_PAGES = {
-    "checkpoints.md",
-    "equinox.md",
-    "family.md",
-    "flax.md",
-    "guard_rails.md",
-    "hyperparameters.md",
-    "migrating.md",
-    "monitoring.md",
-    "parameters.md",
-    "reading_your_run.md",
-    "sharding.md",
-}
+QUICK_PAGES = {"README.md", "index.md", "quickstart.md"}
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=pytest.mark.extended if page.name in LONG_PAGES else ())
+        pytest.param(page, marks=() if page.name in QUICK_PAGES else pytest.mark.extended)
         for page in PAGES
     ],
     ids=lambda page: page.name,
@@ -68,7 +57,7 @@ def test_links_lead_somewhere(name):
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-MODULES = ("", ".ablations", ".diagnostics", ".equinox", ".family", ".flax", ".haliax")
+MODULES = ("", ".diagnostics", ".equinox", ".family", ".flax", ".haliax")
 DIRECTIVE = re.compile(
     r"^\.\. (?:auto|py:)?(?P<kind>currentmodule|module|function|class|data):: "
     r"(?P<name>[\w.]+).*(?:\n   :members: (?P<members>.*(?:\n {6}.*)*))?",

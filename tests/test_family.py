@@ -4,37 +4,35 @@ import functools
 import inspect
 
 import chex
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
     BlockDimensionNumbers,
-    LargestDirectionState,
-    add_cautious_decayed_weights,
     convert_state,
     family,
-    keep_initial_norm,
     muon,
-    normalize_vectors,
     orscale,
     orthogonalize,
-    pool_trust_ratios,
     scale_by_calibrated_trust_ratio,
-    scale_by_neuron_rms,
-    scale_by_recorded_trust_ratio,
 )
+from orscale_jax.transforms.matrices import on_matrices
+from orscale_jax.transforms.relatives import (
+    cautious_stage,
+    initial_norm_stage,
+    neuron_rms_stage,
+    normalize_stage,
+)
+from orscale_jax.transforms.stages import decay_stage
 from tests import leaves, oracle
-from tests.runs import FAMILY, Oracles, readout, run
+from tests.runs import RELATIVES, Oracles, readout, run
 
 RATE, STEPS = 0.01, 25
 AURORA_AND_MUON = family.aurora, muon
-RECORDED = np.random.default_rng(0).uniform(0.3, 3, STEPS)
 NEURONS_ALONE = functools.partial(oracle.unit_vectors, order=["neurons"])
 BOTH = functools.partial(oracle.unit_vectors, order=["inputs", "neurons"])
 # Optimizer, and the arguments of the oracle's matrices.
@@ -83,6 +81,16 @@ SLOW = {
 }
 
 
+def neuron_rms(b2=0.95, eps=1e-8, norm="full_rank", numbers=None):
+    """The stage of NorMuon alone."""
+    return on_matrices(numbers, functools.partial(neuron_rms_stage, b2, eps, norm))
+
+
+def initial_norm(learning_rate, numbers=None):
+    """The stage of Hyperball alone."""
+    return on_matrices(numbers, functools.partial(initial_norm_stage, learning_rate))
+
+
 def build(factory, **arguments):
     given = {"ns_dtype": jnp.float32, "weight_dimension_numbers": leaves.DIMENSIONS}
     return factory(RATE, **(given | arguments))
@@ -108,88 +116,25 @@ def test_25_steps_against_float64_numpy(name):
     expected.assert_close(seen[-1][0], 1e-5)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "classes", [pytest.param(None, marks=pytest.mark.slow), "by_name"]
-)
-def test_25_pooled_steps_against_float64_numpy(classes):
-    params = {
-        name: leaf * (1 + i % 5)
-        for i, (name, leaf) in enumerate(leaves.random_tree(0, 0.05).items())
-    }
-
-    def by_name(tree):
-        return jax.tree.map_with_path(lambda path, _: path[0].key[0], tree)
-
-    optimizer = build(family.pooled, classes=classes and by_name, calibrate=False)
-    expected = Oracles(params, calibrate=False)
-    seen = run(optimizer, params, STEPS)
-    for step, (_, state) in enumerate(seen):
-        grads = leaves.random_tree(step + 1)
-        for name, matrices in expected.matrices.items():
-            pairs = zip(matrices, leaves.matrices(name, grads[name]), strict=True)
-            for matrix, gradient in pairs:
-                matrix.look(gradient)
-        for name, matrices in expected.matrices.items():
-            pool = [
-                matrix.r
-                for other, members in expected.matrices.items()
-                for matrix in members
-                if classes is None or other[0] == name[0]
-            ]
-            pooled = np.clip(np.prod(pool) ** (1 / len(pool)), 0.1, 5)
-            np.testing.assert_allclose(
-                readout(state, "trust_ratio")[name], pooled, rtol=1e-5
-            )
-            for matrix in matrices:
-                matrix.clipped = pooled
-                matrix.move(RATE)
-        for name, other in expected.others.items():
-            other.step(grads[name], RATE)
-    expected.assert_close(seen[-1][0], 1e-5)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "recorded",
-    [
-        RECORDED,
-        pytest.param(
-            lambda step: jnp.asarray(RECORDED, jnp.float32)[step], marks=pytest.mark.slow
-        ),
-    ],
-)
-def test_25_replayed_steps_against_float64_numpy(recorded):
-    params = leaves.random_tree(0, 0.05)
-    expected = Oracles(params, adaptive=False)
-    seen = run(build(family.replayed, trust_ratio=recorded), params, STEPS)
-    for step, ratio in enumerate(RECORDED):
-        for matrix in expected.all_matrices:
-            matrix.clipped = ratio
-        expected.step(leaves.random_tree(step + 1), RATE)
-    expected.assert_close(seen[-1][0], 1e-5)
-
-
 def test_every_relative_is_tested():
-    tested = {*CASES, "pooled", "replayed"}
-    for name in FAMILY:
+    tested = {*CASES}
+    for name in RELATIVES:
         assert name in tested or name.removesuffix("_anchor") in tested
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILY if "anchor" not in name])
+@pytest.mark.parametrize("name", RELATIVES)
 def test_arguments_are_orscales_and_their_own(name):
     parameters = inspect.signature(getattr(family, name)).parameters
     plain = inspect.signature(orscale).parameters
-    own = {"b2", "eps", "norm", "order", "classes", "trust_ratio"}
+    own = {"b2", "eps", "norm", "order"}
     own |= {"pp_iterations", "pp_beta", "neuron_eps"}
     for key, parameter in parameters.items():
         assert parameter.kind == plain.get(key, parameter).kind
         assert key in own or parameter.default == plain[key].default
         if key not in plain:
             assert f"\n  {key}: " in inspect.getdoc(getattr(family, name))
-    required = {"trust_ratio": 1.0} if name == "replayed" else {}
     with pytest.raises(TypeError, match="unexpected keyword argument 'b3'"):
-        getattr(family, name)(1e-3, b3=2, **required)
+        getattr(family, name)(1e-3, b3=2)
 
 
 def some(*names):
@@ -212,35 +157,6 @@ def assert_same_run(found, expected, tolerance=0.0):
 class TestLimits:
     """Each relative in the limit in which it is OrScale or Muon."""
 
-    def test_pooled_over_one_matrix_is_orscale(self):
-        tree, given = some("tall", "bias")
-        runs = (
-            run(factory(0.1, **given), tree(0, 0.1), 20, tree)
-            for factory in (family.pooled, orscale)
-        )
-        assert_same_run(*runs, tolerance=1e-6)
-
-    def test_classes_of_one_matrix_are_orscale(self):
-        tree, given = some("tall", "wide", "square")
-        classes = {"tall": "a", "wide": "b", "square": "c"}
-        pooled = run(family.pooled(0.1, classes=classes, **given), tree(0), 5, tree)
-        assert_same_run(pooled, run(orscale(0.1, **given), tree(0), 5, tree), 1e-6)
-
-    @pytest.mark.quick_first_case
-    @pytest.mark.parametrize("ones", [np.ones(3), 1.0, lambda step: 1.0])
-    def test_replay_of_ones_is_muon(self, ones):
-        tree, given = some("tall", "experts", "fused", "bias")
-        replayed = run(family.replayed(0.1, trust_ratio=ones, **given), tree(0), 5, tree)
-        assert_same_run(replayed, run(muon(0.1, **given), tree(0), 5, tree))
-
-    def test_replay_of_a_pooled_run_is_that_run(self):
-        tree, given = some("tall", "experts", "bias")
-        pooled = run(family.pooled(0.1, **given), tree(0, 0.1), 10, tree)
-        recorded = [readout(state, "trust_ratio")["tall"] for _, state in pooled]
-        assert max(recorded) > 1.05
-        replayed = family.replayed(0.1, trust_ratio=jnp.stack(recorded), **given)
-        assert_same_run(run(replayed, tree(0, 0.1), 10, tree), pooled, 1e-6)
-
     @pytest.mark.extended
     def test_one_direction_of_largest_is_the_papers_anchor(self):
         tree, given = some("tall", "experts", "grouped_query")
@@ -252,6 +168,7 @@ class TestLimits:
             found, expected = (readout(s, "calibration") for s in (found, expected))
             chex.assert_trees_all_close(found, expected, rtol=1e-6)
 
+    @pytest.mark.extended
     def test_no_decay_is_not_cautious(self):
         tree, given = some("tall", "experts")
         given["weight_decay"] = 0.0
@@ -262,9 +179,10 @@ class TestLimits:
 class TestNeurons:
     """NorMuon and Muon+: what a neuron is, and which norms come out."""
 
+    @pytest.mark.extended
     def test_without_memory_all_neurons_have_one_norm(self):
         q = {"kernel": jax.random.normal(jax.random.key(0), (3, 8, 5))}
-        stage = scale_by_neuron_rms(0.0, weight_dimension_numbers=Dims(1, 2))
+        stage = neuron_rms(0.0, numbers=Dims(1, 2))
         updates, _ = stage.update(q, stage.init(q))
         norms = np.linalg.norm(updates["kernel"], axis=1)
         np.testing.assert_allclose(norms, np.ones((3, 5)), rtol=1e-6)
@@ -283,16 +201,23 @@ class TestNeurons:
         assert shapes["equal_rows"] == (2, 3, 8)
         assert shapes["fused_rows"] == (2, 2, 6)
 
+    @pytest.mark.extended
     def test_a_weak_neuron_is_raised(self):
         q = jnp.array([[1.0, 0.01], [1.0, 0.01], [-1.0, 0.01]])
-        stage = scale_by_neuron_rms(0.9)
+        stage = neuron_rms(0.9)
         updates, _ = stage.update({"w": q}, stage.init({"w": q}))
         np.testing.assert_allclose(jnp.abs(updates["w"]), 1 / np.sqrt(3), rtol=1e-4)
 
-    @pytest.mark.quick_first_case
+    @pytest.mark.extended
     @pytest.mark.parametrize(
         "stage",
-        [scale_by_neuron_rms(), scale_by_neuron_rms(eps=0.0), normalize_vectors()],
+        [
+            neuron_rms(),
+            neuron_rms(eps=0.0),
+            on_matrices(
+                None, functools.partial(normalize_stage, ["inputs", "neurons"], 1e-8)
+            ),
+        ],
     )
     def test_zeros_stay_zeros(self, stage):
         q = {"w": jnp.zeros((4, 3)), "part": jnp.eye(4, 3).at[0].set(0)}
@@ -301,12 +226,11 @@ class TestNeurons:
         assert not updates["w"].any() and not updates["part"][0].any()
         assert jnp.isfinite(updates["part"]).all()
 
+    @pytest.mark.extended
     def test_full_rank_norm_of_a_q_of_low_rank(self):
         grads = {"w": jnp.outer(jnp.arange(1.0, 9), jnp.arange(1.0, 5))}
         for norm, expected in [("full_rank", 2.0), ("kept", 1.0)]:
-            stage = optax.chain(
-                orthogonalize(ns_steps=10), scale_by_neuron_rms(norm=norm)
-            )
+            stage = optax.chain(orthogonalize(ns_steps=10), neuron_rms(norm=norm))
             updates, _ = stage.update(grads, stage.init(grads))
             assert np.linalg.norm(updates["w"]) == pytest.approx(expected, rel=1e-3)
 
@@ -362,18 +286,22 @@ class TestAurora:
         updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
         return jax.tree.map(lambda u: -np.asarray(u, np.float64), updates)
 
-    @pytest.mark.parametrize("shape", [(40, 10), (10, 40), (3, 40, 10), (1, 7), (7, 1)])
-    def test_norms_and_singular_values(self, shape):
-        m, n = shape[-2:]
-        scales = np.geomspace(0.1, 10, max(m, n)).reshape((-1, 1) if m > n else (1, -1))
-        grads = np.random.default_rng(0).normal(size=shape) * scales
-        grads = {"w": jnp.asarray(grads, jnp.float32)}
-        q = self.q_of(grads, pp_iterations=4)["w"]
-        values = np.linalg.svd(q, compute_uv=False)
-        np.testing.assert_allclose(values, np.ones_like(values), rtol=1e-3)
-        norms = np.linalg.norm(q, axis=-1 if m > n else -2)
-        np.testing.assert_allclose(norms, np.sqrt(min(m, n) / max(m, n)), rtol=0.05)
+    def test_norms_and_singular_values(self):
+        grads = {}
+        for m, n, *batch in [(40, 10), (10, 40), (40, 10, 3), (1, 7), (7, 1)]:
+            scales = np.geomspace(0.1, 10, max(m, n))
+            scales = scales.reshape((-1, 1) if m > n else (1, -1))
+            drawn = np.random.default_rng(0).normal(size=(*batch, m, n)) * scales
+            grads[f"{m} {n} {batch}"] = np.asarray(drawn, np.float32)
+        for name, q in self.q_of(grads, pp_iterations=4).items():
+            m, n = q.shape[-2:]
+            values = np.linalg.svd(q, compute_uv=False)
+            np.testing.assert_allclose(values, np.ones_like(values), rtol=1e-3)
+            norms = np.linalg.norm(q, axis=-1 if m > n else -2)
+            expected = np.sqrt(min(m, n) / max(m, n))
+            np.testing.assert_allclose(norms, expected, rtol=0.05, err_msg=name)
 
+    @pytest.mark.extended
     def test_a_square_matrix_takes_muons_step(self):
         tree, given = some("square", "bias")
         found, expected = (
@@ -405,6 +333,7 @@ class TestAurora:
         np.testing.assert_array_equal(q["large"], q["w"])
         np.testing.assert_allclose(q["tiny"][1:], q["w"][1:], rtol=1e-5)
 
+    @pytest.mark.extended
     def test_a_nan_stays_in_its_matrix(self):
         grads = {
             "w": jax.random.normal(jax.random.key(0), (2, 6, 3)).at[0, 0, 0].set(jnp.nan)
@@ -413,6 +342,7 @@ class TestAurora:
         assert np.isnan(q[0]).all() and np.isfinite(q[1]).all()
 
     @pytest.mark.parametrize("iterations", [1, 3])
+    @pytest.mark.extended
     def test_traced_iterations(self, iterations):
         grads = {"w": jax.random.normal(jax.random.key(0), (6, 3))}
         found = self.q_of(grads, pp_iterations=jnp.asarray(iterations))["w"]
@@ -431,9 +361,10 @@ class TestAurora:
         with pytest.raises(ValueError, match=message):
             family.aurora(1e-3, **arguments)
 
-    @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (2, 0, 4), (0, 3, 4)])
-    def test_empty_leaves(self, shape):
-        assert self.q_of({"w": jnp.ones(shape)})["w"].shape == shape
+    def test_empty_leaves(self):
+        shapes = {"a": (0, 4), "b": (4, 0), "c": (2, 0, 4), "d": (0, 3, 4)}
+        q = self.q_of({name: np.ones(s, np.float32) for name, s in shapes.items()})
+        assert {name: leaf.shape for name, leaf in q.items()} == shapes
 
 
 class TestHyperball:
@@ -458,9 +389,10 @@ class TestHyperball:
         assert (np.linalg.norm(seen[-1] - params["w"], axis=(1, 2)) > before / 2).all()
 
     @pytest.mark.parametrize("rate", [0.0, 1e-3, 0.5])
+    @pytest.mark.quick_first_case
     def test_the_angle_of_a_step(self, rate):
         """An update orthogonal to W turns it by arctan(η)."""
-        stage = keep_initial_norm(optax.scale_by_learning_rate(rate))
+        stage = initial_norm(optax.scale_by_learning_rate(rate))
         params, updates = {"w": jnp.diag(jnp.arange(3.0))}, {"w": jnp.eye(3, k=1)}
         changes, _ = stage.update(updates, stage.init(params), params)
         moved = optax.apply_updates(params, changes)["w"]
@@ -476,23 +408,23 @@ class TestHyperball:
             updates, _ = optimizer.update(grads, state, weights)
             assert not updates["w"][1].any() and updates["w"][0].any()
 
+    @pytest.mark.extended
     def test_a_nan_among_zeros_is_no_step_of_zero(self):
         """The inner transformation's; on CPUs XLA's maximum would ignore the NaN."""
         params = {"w": jnp.ones((2, 64, 100))}
         step = {"w": jnp.zeros((2, 64, 100)).at[0, 3, 5].set(jnp.nan)}
-        stage = keep_initial_norm(
-            optax.stateless(lambda *_: step), weight_dimension_numbers=Dims(1, 2)
-        )
+        stage = initial_norm(optax.stateless(lambda *_: step), Dims(1, 2))
         changes, _ = stage.update(params, stage.init(params), params)
         assert jnp.isnan(changes["w"][0]).all() and not changes["w"][1].any()
 
     @pytest.mark.parametrize("w", [[[2.0]], [[2.0, 0.0], [0.0, 2.0]]])
     def test_a_step_to_zero_is_none(self, w):
-        stage = keep_initial_norm(optax.scale_by_learning_rate(1.0))
+        stage = initial_norm(optax.scale_by_learning_rate(1.0))
         params = {"w": jnp.array(w)}
         changes, _ = stage.update(params, stage.init(params), params)
         assert not changes["w"].any()
 
+    @pytest.mark.extended
     def test_a_zero_matrix_is_refused(self):
         params = {"blocks": [{"out": jnp.ones((3, 2, 4)).at[1].set(0)}]}
         optimizer = family.hyperball(0.1, weight_dimension_numbers=Dims(1, 2))
@@ -513,6 +445,7 @@ class TestHyperball:
         updates, _ = optimizer.update(params, optimizer.init(params), params)
         assert updates["w"].shape == shape
 
+    @pytest.mark.extended
     def test_weights_put_elsewhere_return_to_their_norm(self):
         params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
         optimizer = family.hyperball(0.1)
@@ -522,6 +455,7 @@ class TestHyperball:
         moved = optax.apply_updates(elsewhere, updates)["w"]
         assert float(jnp.linalg.norm(moved)) == pytest.approx(float(radius), rel=1e-6)
 
+    @pytest.mark.extended
     def test_no_shape_scale_and_no_decay(self):
         assert "consistent_rms" not in inspect.signature(family.hyperball).parameters
         params = {"w": jax.random.normal(jax.random.key(0), (6, 4))}
@@ -530,146 +464,6 @@ class TestHyperball:
             for decay in (0.0, 0.5)
         ]
         assert_same_run(*runs)
-
-
-class TestPooled:
-    def stage(self, **arguments):
-        ratio = scale_by_calibrated_trust_ratio(
-            calibrate=False, weight_dimension_numbers=arguments.get("numbers")
-        )
-        numbers = arguments.pop("numbers", None)
-        return pool_trust_ratios(ratio, weight_dimension_numbers=numbers, **arguments)
-
-    def ratios(self, stage, params, updates):
-        scaled, state = stage.update(updates, stage.init(params), params)
-        return scaled, state.trust_ratio, state.raw_trust_ratio
-
-    def test_the_mean_is_over_matrices(self):
-        """A stack of three with ratio 4 and one matrix of ratio 0.25, by log: 4^(1/2)."""
-        params = {"stack": jnp.full((3, 2, 2), 4.0), "w": jnp.full((1, 2, 2), 0.25)}
-        updates = jax.tree.map(jnp.ones_like, params)
-        stage = self.stage(numbers=Dims(1, 2))
-        _, applied, raw = self.ratios(stage, params, updates)
-        np.testing.assert_allclose(applied["stack"], 2 * np.ones(3), rtol=1e-5)
-        np.testing.assert_allclose(applied["w"], [2], rtol=1e-5)
-        np.testing.assert_allclose(raw["stack"], 4 * np.ones(3), rtol=1e-5)
-
-    def test_only_measured_ratios_count(self):
-        params = {"w": jnp.full((2, 2), 4.0), "zero": jnp.ones((2, 2))}
-        updates = {"w": jnp.ones((2, 2)), "zero": jnp.zeros((2, 2))}
-        _, applied, raw = self.ratios(self.stage(), params, updates)
-        assert float(applied["w"]) == pytest.approx(4) and raw["zero"] == 1
-
-    def test_a_nan_stays_where_it_is(self):
-        params = {"w": jnp.full((2, 2), 4.0), "bad": jnp.ones((2, 2))}
-        updates = {"w": jnp.ones((2, 2)), "bad": jnp.full((2, 2), jnp.nan)}
-        scaled, applied, _ = self.ratios(self.stage(), params, updates)
-        assert float(applied["w"]) == pytest.approx(4) and jnp.isnan(applied["bad"])
-        assert jnp.isfinite(scaled["w"]).all() and jnp.isnan(scaled["bad"]).all()
-
-    def test_the_clip_comes_after_the_mean(self):
-        params = {"large": jnp.full((2, 2), 100.0), "small": jnp.full((2, 2), 0.01)}
-        updates = jax.tree.map(jnp.ones_like, params)
-        _, applied, _ = self.ratios(self.stage(r_min=0.5, r_max=2.0), params, updates)
-        assert float(applied["large"]) == pytest.approx(1, rel=1e-4)
-
-    def test_a_prefix_of_classes(self):
-        params = {"a": [jnp.full((2, 2), 4.0), jnp.eye(2) / 2], "b": jnp.eye(2)}
-        updates = {"a": [jnp.ones((2, 2)), jnp.eye(2)], "b": jnp.eye(2)}
-        stage = self.stage(classes={"a": "attention", "b": "mlp"})
-        _, applied, _ = self.ratios(stage, params, updates)
-        np.testing.assert_allclose(applied["a"], 2 * [np.sqrt(2)], rtol=1e-5)
-        assert float(applied["b"]) == pytest.approx(1, rel=1e-5)
-
-    @pytest.mark.parametrize(
-        "classes, message",
-        [({"a": 1}, "classes=1 .* tree of strings"), ({"b": "x"}, "classes must be")],
-    )
-    def test_bad_classes(self, classes, message):
-        params = {"a": jnp.eye(2)}
-        with pytest.raises(ValueError, match=message):
-            self.ratios(self.stage(classes=classes), params, params)
-
-    def test_classes_of_boxed_parameters_and_of_all_of_them(self):
-        """A function sees every parameter, boxes come off, and AdamW's have no class."""
-        params = {"a": jnp.eye(3), "b": 2 * jnp.eye(3), "bias": jnp.ones(3)}
-        boxed = {key: nn.Partitioned(leaf, (None,)) for key, leaf in params.items()}
-
-        def by_rank(tree):
-            return {key: key if leaf.ndim == 2 else None for key, leaf in tree.items()}
-
-        for tree, classes in [
-            (params, by_rank),
-            (boxed, by_rank),
-            (boxed, {key: nn.Partitioned(key, (None,)) for key in params}),
-        ]:
-            optimizer = family.pooled(0.1, calibrate=False, classes=classes)
-            _, state = optimizer.update(tree, optimizer.init(tree), tree)
-            applied = readout(state, "trust_ratio")
-            ratios = [float(jax.tree.leaves(applied[key])[0]) for key in "ab"]
-            assert ratios[1] == pytest.approx(2 * ratios[0], rel=0.2)
-        optimizer = family.pooled(0.1, classes={"a": None, "b": "x", "bias": None})
-        state = optimizer.init(params)
-        with pytest.raises(ValueError, match="parameter 'a' is a matrix without a label"):
-            optimizer.update(params, state, params)
-        with pytest.raises(ValueError, match="classes must be a tree"):
-            family.pooled(0.1, classes={"c": "x"}).init(params)
-
-    def test_classes_in_a_tree_that_is_callable(self):
-        model = eqx.nn.Linear(3, 3, use_bias=False, key=jax.random.key(0))
-        labels = jax.tree.map(lambda _: "x", model)
-        assert callable(labels)
-        optimizer = family.pooled(0.1, classes=labels)
-        _, state = optimizer.update(model, optimizer.init(model), model)
-        assert readout(state, "trust_ratio").weight.shape == ()
-
-
-class TestReplay:
-    def test_dtypes_are_kept(self):
-        for ratio in (2.0, np.float32(2), jnp.float32(2), [2.0], lambda step: 2.0):
-            stage = scale_by_recorded_trust_ratio(ratio)
-            updates = jnp.ones(3, jnp.bfloat16)
-            assert stage.update(updates, stage.init(updates))[0].dtype == jnp.bfloat16
-
-    def test_after_its_end_the_last_goes_on(self):
-        stage = scale_by_recorded_trust_ratio([2.0, 3.0])
-        updates, state = jnp.ones(()), stage.init(None)
-        seen = []
-        for _ in range(4):
-            scaled, state = stage.update(updates, state)
-            seen.append(float(scaled))
-        assert seen == [2, 3, 3, 3]
-
-    def test_injected(self):
-        params = {"w": jnp.eye(3)}
-        injected = optax.inject_hyperparams(family.replayed)
-        for ratio in (jnp.array([2.0, 3.0]), 2.0, lambda step: 2.0 + step):
-            found = run(injected(0.1, trust_ratio=ratio), params, 1, lambda _: params)
-            plain = run(
-                family.replayed(0.1, trust_ratio=2.0), params, 1, lambda _: params
-            )
-            assert_same_run(found, plain, 1e-6)
-
-    @pytest.mark.parametrize(
-        "ratio",
-        [
-            [],
-            [[1.0]],
-            [np.nan],
-            "0.5",
-            None,
-            [1.0, np.inf],
-            {"w": 1.0},
-            True,
-            [-1.0],
-            [1j],
-        ],
-    )
-    def test_bad_recordings(self, ratio):
-        with pytest.raises(
-            ValueError, match=r"trust_ratio=.*finite ratios of shape \(T,\)"
-        ):
-            family.replayed(1e-3, trust_ratio=ratio)
 
 
 class TestAnchors:
@@ -692,11 +486,13 @@ class TestAnchors:
         seen = run(optimizer, self.params, steps, self.gradients)
         return [readout(state, "trust_ratio")["w"] for _, state in seen], seen[-1][1]
 
+    @pytest.mark.extended
     def test_the_papers_loses_two_thirds_for_good(self):
         ratios, _ = self.ratios()
         np.testing.assert_allclose(ratios[0], np.ones(3), rtol=1e-4)
         np.testing.assert_allclose(ratios[-1], 1 / 3 * np.ones(3), rtol=0.1)
 
+    @pytest.mark.extended
     def test_full_rank_starts_high_and_stays_at_1(self):
         ratios, _ = self.ratios(anchor="full_rank")
         np.testing.assert_allclose(ratios[0], 3 * np.ones(3), rtol=0.1)
@@ -723,6 +519,7 @@ class TestAnchors:
             )
 
     @pytest.mark.parametrize("make", [orscale, family.cautious])
+    @pytest.mark.quick_first_case
     def test_a_matrix_that_is_anchored_late_has_the_decay_of_that_step(self, make):
         """The same c as with `inject_hyperparams`, which evaluates the schedule."""
         optimizers = (
@@ -752,7 +549,7 @@ class TestAnchors:
                 readout(one, field)["w"], readout(other, field)["w"], rtol=1e-5
             )
 
-    @pytest.mark.quick_first_case
+    @pytest.mark.extended
     @pytest.mark.parametrize("anchor", ["full_rank", "largest"])
     def test_degenerate_matrices(self, anchor):
         """One without scale, one without a first gradient, one with a NaN in it."""
@@ -775,6 +572,7 @@ class TestAnchors:
         assert c[0] == jnp.inf and c[1] > 0
         assert readout(second, "trust_ratio")["w"][0] == 1
 
+    @pytest.mark.extended
     def test_a_calibrated_run_goes_on_with_another_anchor(self):
         """A c that is set stays; the state of the largest has two more fields."""
         optimizer = orscale(1e-3, weight_dimension_numbers=self.numbers)
@@ -788,13 +586,13 @@ class TestAnchors:
         same = orscale(1e-3, anchor="full_rank", weight_dimension_numbers=self.numbers)
         assert jax.tree.structure(same.init(params)) == jax.tree.structure(state)
 
-    @pytest.mark.parametrize("calibrate, fields", [(True, 8), (False, 7)])
-    def test_without_calibration_no_count_is_kept(self, calibrate, fields):
+    @pytest.mark.parametrize("calibrate", [True, False])
+    def test_without_calibration_no_count_is_kept(self, calibrate):
         stage = scale_by_calibrated_trust_ratio(calibrate=calibrate, anchor="largest")
         state = stage.init({"w": jnp.eye(2)})
-        assert isinstance(state, LargestDirectionState) == calibrate
-        assert len(state) == fields
+        assert (state.anchor_count is not None) == calibrate
 
+    @pytest.mark.extended
     def test_blocks_of_several_sizes_have_anchors_of_their_own(self):
         numbers = BlockDimensionNumbers(0, 1, block_axis=1, blocks=(8, 2))
         optimizer = orscale(1e-3, anchor="full_rank", weight_dimension_numbers=numbers)
@@ -820,19 +618,19 @@ class TestAnchors:
 
 def test_signs_of_cautious_decay():
     """An update of zero decays; products that underflow are not taken for zeros."""
-    stage = add_cautious_decayed_weights(0.5)
+    stage = cautious_stage(decay_stage(0.5, None))
     params = jnp.array([2.0, 2.0, 2.0, 0.0, 1e-30])
     updates = jnp.array([1.0, -1.0, 0.0, 1.0, -1e-30])
     found, _ = stage.update(updates, stage.init(params), params)
     np.testing.assert_array_equal(found, jnp.array([2.0, -1.0, 1.0, 1.0, -1e-30]))
-    masked = add_cautious_decayed_weights(0.5, {"a": True, "b": False})
+    masked = cautious_stage(decay_stage(0.5, {"a": True, "b": False}))
     tree = {"a": params, "b": params}
     found, _ = masked.update(tree, masked.init(tree), tree)
     np.testing.assert_array_equal(found["b"], params)
     with pytest.raises(ValueError, match="not passing `params`"):
         stage.update(updates, stage.init(params))
     with pytest.raises(ValueError, match="weight_decay=-1 is not valid"):
-        add_cautious_decayed_weights(-1)
+        family.cautious(1e-3, weight_decay=-1)
 
 
 @pytest.mark.extended

@@ -8,8 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from orscale_jax import add_cautious_decayed_weights, family, muon, orscale
-from tests.runs import run
+from orscale_jax import family, muon, orscale
 from tests.small import NUMBERS, tree
 
 RATE, LIMIT = 1e-2, 50.0
@@ -64,6 +63,7 @@ def test_a_skipped_step_leaves_no_trace(build, spike):
     assert state.step == 6
 
 
+@pytest.mark.extended
 def test_micro_batches_that_are_dropped():
     skip = functools.partial(optax.skip_large_updates, max_squared_norm=LIMIT**2)
     optimizer = optax.MultiSteps(make(orscale), 2, should_skip_update_fn=skip)
@@ -79,6 +79,7 @@ def test_micro_batches_that_are_dropped():
     assert_same(*ends)
 
 
+@pytest.mark.extended
 def test_the_step_of_a_matrix_is_bounded():
     optimizer = make(muon, weight_decay=0.0, momentum=0.5)
     params, state = tree(0), make(muon).init(tree(0))
@@ -106,24 +107,3 @@ def test_the_step_of_an_entry_of_adamw_is_bounded(b2, bound):
 
     _, updates = jax.lax.scan(step, adam.init(jnp.float32(0)), grads)
     assert 0.8 * limit < updates[steps:].max() <= limit * (1 + 1e-3)
-
-
-def test_cautious_decay_of_adamw():
-    adamw = optax.chain(
-        optax.scale_by_adam(b1=0.9, b2=0.95),
-        add_cautious_decayed_weights(0.3),
-        optax.scale_by_learning_rate(RATE),
-    )
-    groups = {"matrix": make(family.cautious), "adamw": adamw}
-    labels = {"w": "matrix", "stack": "matrix", "b": "adamw"}
-    [*_, (params, _)] = run(optax.partition(groups, labels), tree(0), 3, tree)
-    [*_, (alone, _)] = run(make(family.cautious), tree(0), 3, tree)
-    np.testing.assert_allclose(params["w"], alone["w"], rtol=1e-6)
-    weight, mean, square = (np.float64(x) for x in (tree(0)["b"], 0.0, 0.0))
-    for step in range(1, 4):
-        gradient = np.float64(tree(step)["b"])
-        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
-        update = mean / (1 - 0.9**step) / np.sqrt(square / (1 - 0.95**step))
-        decay = np.where(update * weight >= 0, 0.3 * weight, 0.0)
-        weight = weight - RATE * (update + decay)
-    np.testing.assert_allclose(params["b"], weight, rtol=1e-5)

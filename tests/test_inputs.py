@@ -14,18 +14,17 @@ from flax import nnx, serialization
 from jax.sharding import AxisType, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.study import controls
 from orscale_jax import (
     BlockDimensionNumbers,
     by_path,
     convert_state,
     family,
     from_first_nonzero_update,
-    keep_initial_norm,
     muon,
     orscale,
     orthogonalize,
     scale_by_calibrated_trust_ratio,
-    scale_by_neuron_rms,
     scale_by_shape,
 )
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
@@ -51,7 +50,14 @@ WHERE = pytest.mark.parametrize("where", REACH)
 ALL = pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=() if name in {*BUILDS, "normuon"} else pytest.mark.slow)
+        pytest.param(
+            name,
+            marks=()
+            if name == "orscale"
+            else pytest.mark.extended
+            if name in {*BUILDS, "normuon"}
+            else pytest.mark.slow,
+        )
         for name in {**BUILDS, **FAMILY}
         if name != "pooled"
     ],
@@ -59,7 +65,12 @@ ALL = pytest.mark.parametrize(
 BAD = pytest.mark.parametrize("bad", [np.nan, -np.inf])
 
 
-@pytest.fixture(params=BUILDS)
+@pytest.fixture(
+    params=[
+        pytest.param(n, marks=() if n == "orscale" else pytest.mark.extended)
+        for n in BUILDS
+    ]
+)
 def name(request):
     return request.param
 
@@ -205,6 +216,7 @@ def test_zero_gradients(name, when, where):
 )
 @WHEN
 @WHERE
+@pytest.mark.quick_first_case
 def test_denormal_gradients(name, when, where):
     def run(change):
         grads = gradients()
@@ -264,6 +276,7 @@ def test_gradients_that_are_not_finite(name, bad, when, where):
 
 @pytest.mark.parametrize("where", [..., (0, 0), 3], ids=["all", "one", "a row"])
 @pytest.mark.parametrize("shape", [(64, 100), (48, 130)])
+@pytest.mark.extended
 def test_no_shape_hides_a_first_gradient_of_nan(shape, where):
     """XLA's maximum on CPUs ignores NaN in such arrays, and zeros do not move."""
     params = {"w": jnp.ones(shape)}
@@ -296,7 +309,7 @@ def test_apply_if_finite(name, bad, when, where):
     assert_same(state.inner_state, before[1].inner_state)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_rank_1_gradients(name):
     grads = [
         jax.tree.map(lambda g: g[..., :1] * g[..., :1, :] if g.ndim > 1 else g, gradient)
@@ -312,7 +325,7 @@ def test_rank_1_gradients(name):
         assert 0.84 < largest < 1.15 and max(others) < 1e-3
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_that_cancels(name, nesterov):
     """With μ = 1/2: M̃ = G/4 − 3/2 G/6 = 0, or M = G/2 − G/2 = 0, exactly."""
@@ -398,7 +411,7 @@ def test_weights_of_extreme_scale(scale, c, ratio):
 # Shapes.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @ORSCALE_MUON
 def test_matrices_with_one_row_or_column(name):
     shapes = {"row": (1, 5), "column": (5, 1), "one": (1, 1)}
@@ -418,7 +431,7 @@ def test_matrices_with_one_row_or_column(name):
             assert 0.84 < norm / (c * 0.2 * size) < 1.15
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @ORSCALE_MUON
 def test_empty_leaves(name):
     empty = {
@@ -449,6 +462,7 @@ def test_empty_leaves(name):
                 assert (ratio[key] == 1).all()
 
 
+@pytest.mark.extended
 @ORSCALE
 def test_scalars(name):
     params = {"gain": jnp.float32(2.0), "python": 3.0, "w": tree(0)["w"]}
@@ -470,7 +484,7 @@ def test_scalars(name):
 # Dtypes and modes of JAX.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "params_dtype, grads_dtype",
     [
@@ -529,7 +543,7 @@ def test_numpy_scalars_with_x64_on(name, kind):
     assert "xf64>" not in text
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_sam(name):
     """With gradients that are the same everywhere, SAM changes nothing."""
     inner = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
@@ -564,6 +578,7 @@ def test_differentiated_by_zero_weights(name):
         np.testing.assert_allclose(found[key], -RATE * DECAY, rtol=1e-5)
 
 
+@pytest.mark.extended
 @ORSCALE
 def test_float32_with_x64_on(name):
     expected = undisturbed(name)
@@ -610,6 +625,7 @@ def test_debug_nans(case, jit, eps):
                 train(steps, [{"w": SOME[1] * np.nan}], {"w": jnp.asarray(weight)})
 
 
+@pytest.mark.extended
 def test_debug_infs():
     with jax.debug_infs(True):
         train(compiled(orscale(RATE)), [{"w": SOME[1]}] * 2, {"w": jnp.asarray(SOME[0])})
@@ -617,6 +633,7 @@ def test_debug_infs():
             train(compiled(orscale(RATE)), [{"w": SOME[1]}], {"w": jnp.asarray(ZERO)})
 
 
+@pytest.mark.extended
 @ORSCALE
 def test_rank_promotion_is_an_error(name):
     """Without jit; tests/conftest.py has it so in every test."""
@@ -627,7 +644,7 @@ def test_rank_promotion_is_an_error(name):
         np.testing.assert_allclose(seen[-1][1][key], expected, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_strict_dtype_promotion(dtype):
     """A chain of the stages by hand takes the steps of orscale."""
@@ -658,6 +675,7 @@ def test_strict_dtype_promotion(dtype):
 
 
 @ORSCALE
+@pytest.mark.extended
 def test_checking_leaks(name):
     optimizer = BUILDS[name](lambda step: RATE / (1 + step))
 
@@ -679,7 +697,7 @@ def test_checking_leaks(name):
 # Hyperparameters.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @ORSCALE_MUON
 def test_learning_rate_zero(name):
     optimizer = BUILDS[name](0.0, weight_dimension_numbers=NUMBERS)
@@ -696,7 +714,7 @@ def test_learning_rate_zero(name):
         assert_same(readout(seen[1][2], "calibration"), c)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_weight_decay_zero(name):
     optimizer = BUILDS[name](RATE, weight_decay=0.0, weight_dimension_numbers=NUMBERS)
     (updates, _, state), *_ = train(compiled(optimizer), gradients(1))
@@ -771,6 +789,7 @@ FORMS = {
         (["embed", "blocks.query"], "functions"),
     ],
 )
+@pytest.mark.extended
 def test_a_part_of_a_model(masked, form):
     """Labels of subtrees mask whole subtrees: what is given below them is ignored."""
     params = jax.tree.map(jnp.ones, MODEL, is_leaf=lambda x: isinstance(x, tuple))
@@ -781,7 +800,7 @@ def test_a_part_of_a_model(masked, form):
     leaves = jax.tree.broadcast(labels, params)
 
     def updates(labels):
-        ours = family.pooled(RATE, **FORMS[form])
+        ours = controls.pooled(RATE, **FORMS[form])
         optimizer = optax.partition({"ours": ours, "sgd": optax.sgd(RATE)}, labels)
         state = optimizer.init(params)
         if form == "trees" and len(masked) == 2:
@@ -824,6 +843,7 @@ def test_frozen_and_masked_subtrees(name, how):
 
 @pytest.mark.quick_first_case
 @ORSCALE_MUON
+@pytest.mark.extended
 def test_lora_adapters(name):
     frozen, a = tree(0)["w"], tree(1, shapes={"a": (6, 2)})["a"]
     inputs, targets = tree(2, shapes={"x": (8, 6), "y": (8, 4)}).values()
@@ -853,6 +873,7 @@ def test_lora_adapters(name):
         assert {float(readout(s, "trust_ratio")["b"]) for _, _, s in seen} == {1.0}
 
 
+@pytest.mark.extended
 def test_a_global_clip_spreads_a_nan():
     clip = optax.clip_by_global_norm(1.0)
     params = {"w": jnp.eye(3), "v": jnp.ones((3, 2)), "b": jnp.ones(3)}
@@ -865,6 +886,7 @@ def test_a_global_clip_spreads_a_nan():
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
 
 
+@pytest.mark.extended
 @ORSCALE
 def test_a_tree_that_grows(name):
     """Without jit, so that old and new run the same instructions.
@@ -949,8 +971,8 @@ def test_one_state_array_per_matrix_in_a_chain_of_stages():
     stages = {
         "ratio": scale_by_calibrated_trust_ratio,
         "started": functools.partial(from_first_nonzero_update, optax.identity()),
-        "norm": functools.partial(keep_initial_norm, optax.identity()),
-        "neurons": functools.partial(scale_by_neuron_rms, 0.9, 1e-8),
+        "norm": functools.partial(family.hyperball, RATE),
+        "neurons": functools.partial(family.normuon, RATE),
     }
     old, new = (tree(0, shapes={"stack": (n, 4, 5)}) for n in (1, 3))
     for stage in stages.values():
@@ -972,8 +994,13 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("new", ["orscale", "muon", "largest", "normuon", "hyperball"])
-@pytest.mark.parametrize("old", OTHERS)
-def test_the_state_of_another_optimizer(old, new):
+def test_the_state_of_another_optimizer(new, subtests):
+    for old in OTHERS:
+        with subtests.test(old):
+            state_of_another(old, new)
+
+
+def state_of_another(old, new):
     params = {key: tree(0)[key] for key in ("w", "b")}
     state = OTHERS[old].init(params)
     if old == new:
@@ -1005,6 +1032,7 @@ def test_a_state_restored_without_a_target(name):
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64, jnp.bfloat16, jnp.float16])
+@pytest.mark.quick_first_case
 def test_a_state_of_other_dtypes(dtype):
     optimizer = build("orscale")
     state = optimizer.init(tree(0))
@@ -1017,6 +1045,7 @@ def test_a_state_of_other_dtypes(dtype):
         refuses(optimizer, cast, tree(0), "trace of parameter 'stack'.*dtype (int|comp)")
 
 
+@pytest.mark.extended
 def test_states_that_fit():
     """No false alarm, whatever is around the optimizer or around the arrays."""
     params, optimizer = tree(0), build("orscale")
@@ -1043,6 +1072,7 @@ def test_states_that_fit():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("factory", [orscale, muon, family.normuon])
+@pytest.mark.quick_first_case
 def test_hyperparameters_of_low_precision(factory, dtype):
     """optax.inject_hyperparams casts them to the dtype of the parameters."""
     params = tree(0, dtype, shapes={"w": (6, 4), "b": (4,)})
@@ -1079,6 +1109,7 @@ def test_gradients_of_integers_from_allow_int():
         optimizer.update(gradients, optimizer.init(params), params)
 
 
+@pytest.mark.extended
 def test_momentum_that_overflows_float16():
     """M tends to G / (1 − μ): 65504 is the largest number of float16."""
     params = tree(0, jnp.float16, shapes={"w": (6, 4)})
@@ -1105,6 +1136,7 @@ def test_small_gradients_in_float16(size):
 @pytest.mark.parametrize(
     "dtype", ["float8_e4m3fn", jnp.float8_e5m2, "uint8", jnp.complex64]
 )
+@pytest.mark.quick_first_case
 def test_dtypes_of_too_few_bits(dtype):
     """Newton–Schulz in float8 would diverge, and JAX does not promote such dtypes."""
     for factory in (orscale, muon, *FAMILY.values()):
@@ -1126,22 +1158,26 @@ def test_dtypes_of_too_few_bits(dtype):
 # Arguments.
 
 
-@pytest.mark.parametrize(
-    "given, meant",
-    [
-        ("b1", "adam_b1"), ("beta", "momentum"), ("lr", "learning_rate"),
-        ("mask", "weight_decay_mask"), ("momentun", "momentum"), ("coeffs", "ns_coeffs"),
-        ("dtype", "mu_dtype or ns_dtype"), ("decay", "weight_decay or adam_weight_decay"),
-    ],
-)  # fmt: skip
+MEANT = {
+    "b1": "adam_b1", "beta": "momentum", "lr": "learning_rate",
+    "mask": "weight_decay_mask", "momentun": "momentum", "coeffs": "ns_coeffs",
+    "dtype": "mu_dtype or ns_dtype", "decay": "weight_decay or adam_weight_decay",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("factory", [orscale, muon, family.normuon])
-def test_arguments_of_other_names(factory, given, meant):
-    with pytest.raises(TypeError, match=f"argument '{given}': did you mean {meant}"):
-        factory(RATE, **{given: 0.9})
+def test_arguments_of_other_names(factory, subtests):
+    for given, meant in MEANT.items():
+        with (
+            subtests.test(given),
+            pytest.raises(TypeError, match=f"argument '{given}': did you mean {meant}"),
+        ):
+            factory(RATE, **{given: 0.9})
     with pytest.raises(TypeError, match="its arguments are learning_rate, "):
         factory(RATE, xyz=1)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "argument",
     ["learning_rate", "weight_decay", "adam_learning_rate", "adam_weight_decay"],
@@ -1214,6 +1250,7 @@ def test_gradients_that_do_not_fit(name, leaf, gradient):
 
 @pytest.mark.quick_first_case
 @ORSCALE_MUON
+@pytest.mark.extended
 def test_ten_thousand_steps(name):
     optimizer = BUILDS[name](RATE, weight_dimension_numbers=NUMBERS)
     target, traces = tree(3), []

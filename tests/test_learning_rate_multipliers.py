@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import _algorithm, convert_state, family, muon, orscale, state_shardings
+from examples.study import controls
+from orscale_jax import convert_state, family, muon, orscale, state_shardings
 from orscale_jax.diagnostics import read
-from orscale_jax.transforms import multiplied_rate
 from tests import leaves
 from tests.runs import ABLATIONS, FAMILY, Oracles, readout, run
 from tests.small import NUMBERS, tree
@@ -69,7 +69,7 @@ def test_each_parameter_is_as_at_its_own_rate(name, rate):
 
 @pytest.mark.extended
 def test_pooled_by_its_first_update():
-    steps = [build(family.pooled, 1e-2, given) for given in (RULES, None)]
+    steps = [build(controls.pooled, 1e-2, given) for given in (RULES, None)]
     found, plain = (opt.update(tree(1), opt.init(tree(0)), tree(0))[0] for opt in steps)
     np.testing.assert_array_equal(found["w"], 0.5 * plain["w"])
     np.testing.assert_array_equal(
@@ -99,6 +99,7 @@ def test_against_float64_numpy():
         oracles.assert_close(found, 2e-4)
 
 
+@pytest.mark.extended
 def test_adamw_has_its_own_rate_and_the_multiplier():
     optimizer = build(orscale, 1e-2, {"^b$": 2.0}, adam_learning_rate=SCHEDULE)
     expected = build(orscale, 1e-2, None, adam_learning_rate=times(SCHEDULE, 2.0))
@@ -107,24 +108,16 @@ def test_adamw_has_its_own_rate_and_the_multiplier():
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("make", [orscale, muon, family.hyperball])
-def test_without_it_nothing_of_it_runs(make, monkeypatch):
-    """State and program are those of an optimizer that knows no multipliers."""
-
-    def fail(*_):
-        raise AssertionError("called without learning_rate_multipliers")
-
-    for name in ("multiplied", "multiplied_for_matrices"):
-        monkeypatch.setattr(_algorithm, name, fail)
-    monkeypatch.setattr(multiplied_rate, "_require_fitting", fail)
+def test_without_it_the_state_has_nothing_of_it(make):
     state = build(make, SCHEDULE, None).init(tree(0))
     assert not optax.tree.get_all_with_path(state, "learning_rate_multiplier")
-    monkeypatch.undo()
     ones = build(make, SCHEDULE, {}).init(tree(0))
     extra = readout(ones, "learning_rate_multiplier")
     assert sorted(map(np.shape, jax.tree.leaves(extra))) == [(), (3,)]
     assert len(jax.tree.leaves(ones)) == len(jax.tree.leaves(state)) + 2
 
 
+@pytest.mark.extended
 def test_ones_change_no_bit():
     plain, ones = (train(build(orscale, 1e-2, given), 2) for given in (None, {}))
     jax.tree.map(np.testing.assert_array_equal, plain, ones)
@@ -162,6 +155,7 @@ def test_in_optax_wrappers(wrap, rtol):
 labels = {"w": "a", "stack": "a", "b": "b"}
 
 
+@pytest.mark.extended
 def test_inject_hyperparams_leaves_a_mapping_alone():
     injected = optax.inject_hyperparams(orscale)
     optimizer = build(injected, SCHEDULE)
@@ -205,6 +199,7 @@ def test_on_a_mesh(kind):
         assert found.sharding.spec == P("layers")
 
 
+@pytest.mark.extended
 def test_boxed_parameters():
     boxes = {"up": nn.Partitioned(jnp.ones((3, 4, 6)), names=("layers", None, "x"))}
     optimizer = orscale(
@@ -220,6 +215,7 @@ def test_boxed_parameters():
     np.testing.assert_allclose(first / first[0], PER_LAYER, rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_the_state_shows_the_multipliers_of_the_last_step():
     """A run that goes on with others uses the new ones, and shows them."""
     old, new = build(orscale, 1e-2), build(orscale, 1e-2, {"^w$": 3.0})
@@ -231,6 +227,7 @@ def test_the_state_shows_the_multipliers_of_the_last_step():
     jax.tree.map(np.testing.assert_array_equal, updates, expected)
 
 
+@pytest.mark.extended
 def test_a_run_that_begins_to_use_them():
     before = build(orscale, SCHEDULE, None)
     [(params, state)] = run(before, tree(0), 1, tree)
@@ -244,6 +241,7 @@ def test_a_run_that_begins_to_use_them():
 
 
 @pytest.mark.parametrize("injected", [False, True])
+@pytest.mark.extended
 def test_relative_steps_are_right_per_matrix(injected):
     make = optax.inject_hyperparams(orscale) if injected else orscale
     optimizer = build(make, SCHEDULE)

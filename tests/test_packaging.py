@@ -87,6 +87,7 @@ def test_versions_page_names_the_bounds_and_the_pins():
         assert name == "python" or re.search(pin, pins, re.M)
 
 
+@pytest.mark.extended
 def test_no_file_names_a_package_index_or_a_path_of_one_machine():
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"],

@@ -69,6 +69,7 @@ polar_64 = jax.jit(functools.partial(polar_factor, dtype=jnp.float64))
 
 
 class TestPolarFactor:
+    @pytest.mark.extended
     @settings(max_examples=50)
     @given(SEEDS, st.lists(st.integers(-99, 99), min_size=3, max_size=3))
     def test_the_scale_of_each_matrix_does_not_matter(self, seed, exponents):
@@ -80,6 +81,7 @@ class TestPolarFactor:
         assert_same_bits(found, expected)
         np.testing.assert_allclose(np.linalg.norm(expected, axis=(1, 2)), 2, rtol=0.3)
 
+    @pytest.mark.extended
     @settings(max_examples=30)
     @given(
         SEEDS,
@@ -92,6 +94,7 @@ class TestPolarFactor:
         found, expected = polar_32(x * scales[:, None, None]), polar_32(x)
         np.testing.assert_allclose(found, expected, atol=1e-3)
 
+    @pytest.mark.extended
     @settings(max_examples=30)
     @given(SEEDS, st.sampled_from([(4, 6), (6, 4), (5, 5)]))
     def test_orthogonal_transforms_and_transposition_pass_through(self, seed, shape):
@@ -445,6 +448,7 @@ class TestTrustRatio:
             assert updates.shape == direction.shape
             yield direction, weight, state
 
+    @pytest.mark.extended
     @settings(max_examples=100)
     @given(
         SEEDS,
@@ -460,6 +464,7 @@ class TestTrustRatio:
             assert (np.isnan(ratio) | ((low <= ratio) & (ratio <= high))).all()
             np.testing.assert_array_equal(np.isnan(ratio), np.isnan(raw))
 
+    @pytest.mark.extended
     @settings(max_examples=100)
     @given(SEEDS, WILD_STEPS, st.sampled_from([0.0, 1e-6, 1.0]))
     def test_c_is_set_once(self, seed, wild, eps):

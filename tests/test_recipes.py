@@ -68,7 +68,7 @@ def test_what_heads_do_to_the_size_of_entries(heads, inputs):
         assert whole == pytest.approx(each * times**0.5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name", sorted(table(), key=lambda name: name != "modded_nanogpt")
 )

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import ablations, muon, orscale
+from examples.study import controls
+from orscale_jax import muon, orscale
 from tests.leaves import relative_error
 from tests.runs import readout, run
 
@@ -28,9 +29,9 @@ VARIANTS = {
     "muon_moonlight": (muon, {}),
     "orscale": (orscale, {"consistent_rms": None, "calibrate": False}),
     "orscale_lm": (orscale, {}),
-    "orscale_muon": (ablations.polar_factor_denominator, {}),
-    "mutrust": (ablations.momentum_denominator, {}),
-    "muscale": (ablations.momentum_rms_denominator, {}),
+    "orscale_muon": (controls.polar_factor_denominator, {}),
+    "mutrust": (controls.momentum_denominator, {}),
+    "muscale": (controls.momentum_rms_denominator, {}),
     "orscale_muon_moonlight": (orscale, {"calibrate": False}),
 }
 
@@ -63,7 +64,7 @@ def recorded_weights(recorded):
             yield int(step), int(matrix[1:]), recorded[name]
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_float32(variant):
     build, arguments = VARIANTS[variant]

@@ -125,10 +125,10 @@ class TestPolarFactor:
         assert not q[3:].any() and not q[:, :2].any() and not q[:, 5:].any()
 
 
+@pytest.mark.extended
 class TestExpectedDescent:
     """Lemma 'expected descent': E⟨∇f, Q⟩ ≥ ‖∇f‖_* − √p σ/√b."""
 
-    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("sigma", [0.1, 1.0, 10.0])
     @pytest.mark.parametrize("shape", [(6, 4), (3, 8), (5, 5)])
     def test_gaussian_noise(self, shape, sigma):
@@ -142,7 +142,6 @@ class TestExpectedDescent:
         # Both terms matter: noise costs descent, and does not reverse it here.
         assert 0 < descent.mean() < nuclear(gradient) - 5 * error
 
-    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("gap", [0.1, 1e-3])
     def test_it_is_sharp(self, gap):
         """Noise ±U against a gradient (1 − gap)U: the two sides differ by p·gap."""
@@ -307,10 +306,10 @@ def train(build, high, distance, noise, steps=STEPS):
     return each(lambda _, w: np.asarray(w[:, :steps]), found)
 
 
+@pytest.mark.extended
 class TestRate:
     """Theorem 'rate for any clipped multiplier'."""
 
-    @pytest.mark.extended
     @pytest.mark.parametrize(
         "build, low, high, idle",
         [
@@ -334,7 +333,6 @@ class TestRate:
                 expected = LAYERS[name].sigma ** 2 / BATCH
                 np.testing.assert_allclose(found, expected, rtol=0.05)
 
-    @pytest.mark.extended
     def test_the_band_is_used(self):
         """OrScale's ratios ‖W‖/‖Q‖ differ between these layers, within the band."""
         found = train(plain_orscale, HIGH, ANYWHERE, gaussian_noise(), steps=50)
@@ -344,7 +342,6 @@ class TestRate:
         ).values()
         assert min(means) > LOW and max(means) < HIGH and max(means) > 1.3 * min(means)
 
-    @pytest.mark.quick_first_case
     @pytest.mark.parametrize(
         "build, low, high, expected",
         # On a quadratic Muon attains the proof's bound u from any start, and the theorem
@@ -360,7 +357,6 @@ class TestRate:
             ratio, expected, rtol=0.15 if build is dawdler else 0.01
         )
 
-    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("build, high", [(plain_muon, 1), (plain_orscale, HIGH)])
     def test_squared_criterion_falls_as_one_over_t(self, build, high):
         found = [
@@ -381,7 +377,6 @@ class TestRate:
         assert most / 6 < found <= most
         assert found > 3 * bound(distance, STEPS, 1, 1, NO_SIGMAS)
 
-    @pytest.mark.extended
     def test_a_multiplier_that_sees_the_sample_can_undo_the_descent(self):
         """Remark 'sign-free first-order bound': why r_max/r_min inflates the noise."""
         noise = noise_along_unit(gaussian(0, SEEDS, STEPS))
@@ -448,6 +443,7 @@ def squared_cosine(x, y):
     return np.dot(x, y) ** 2 / np.dot(x, x) / np.dot(y, y)
 
 
+@pytest.mark.extended
 class TestHeadroom:
     """Theorem 'layer-adaptive headroom' and the functional it is about."""
 
@@ -588,6 +584,7 @@ def trajectory(build, level):
     return jax.lax.scan(step, (start, optimizer.init(start)), grads)[1]
 
 
+@pytest.mark.extended
 class TestCollapse:
     """Theorem 'collapse of unit-inconsistent ratios'."""
 
@@ -647,6 +644,7 @@ WIDE = {
 }
 
 
+@pytest.mark.extended
 class TestCalibratedRatio:
     """Corollary 'properties of the calibrated ratio'."""
 
@@ -680,7 +678,6 @@ class TestCalibratedRatio:
         updates, state = optimizer.update(grads, optimizer.init(params), params)
         return updates, log(state, "raw_trust_ratio")
 
-    @pytest.mark.extended
     def test_width_invariance(self):
         """(ii): at the anchor r = 1 and every entry moves by 0.2 η, at every width."""
         updates, ratios = self.first_step(*self.trees())
@@ -734,6 +731,7 @@ class TestCalibratedRatio:
         assert (r / growth >= (1 - part[0]) / (1 + part) - 1e-12).all()
 
 
+@pytest.mark.extended
 class TestCoupledDecay:
     """Proposition 'coupled-WD extension': ‖W‖ is bounded, by s√p/λ if η r̂ λ ≤ 1."""
 
@@ -793,6 +791,7 @@ class TestCoupledDecay:
         assert self.norms(decoupled, [0.5])[0, -1] > 1e3 * self.CEILING
 
 
+@pytest.mark.extended
 class TestOtherTrustRatios:
     """Sections 2 and 3: the template over SGD is LARS, and over Adam LAMB."""
 
@@ -814,7 +813,6 @@ class TestOtherTrustRatios:
             for name in start:
                 np.testing.assert_allclose(params[0][name], params[1][name], rtol=1e-12)
 
-    @pytest.mark.quick_first_case
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     def test_lars(self, momentum):
         """Optax's applies the momentum after the ratio."""

@@ -23,8 +23,10 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
+from examples.pretrain.operation.tensorboard import TensorBoard
+from examples.study import theory
 from orscale_jax import diagnostics, family, muon, orscale
-from tests.runs import ABLATIONS, DEPRECATED, RELATIVES
+from tests.runs import ABLATIONS, FAMILY, RELATIVES
 from tests.test_docs import public_names
 
 PARAMS = {"a": (8, 16), "b": (16, 8), "bias": (8,)}
@@ -136,13 +138,8 @@ def test_a_step(name, after_a_step, guard):
 
 ARGUMENTS = {  # Of stages that take matrices alone.
     "from_first_nonzero_update": [optax.identity()],
-    "keep_initial_norm": [optax.sgd(0.1)],
-    "normalize_vectors": [],
     "orthogonalize": [],
-    "pool_trust_ratios": [orscale_jax.scale_by_calibrated_trust_ratio()],
     "scale_by_calibrated_trust_ratio": [],
-    "scale_by_neuron_rms": [],
-    "scale_by_recorded_trust_ratio": [[1.0, 1.5]],
     "scale_by_shape": [],
 }
 
@@ -156,11 +153,10 @@ NUMBER, COUNT = jnp.float32(0.5), jnp.int32(2)
 BUILT = {  # Built and traced; the steps above are made of many of them.
     **{name: functools.partial(optimizer, 1e-3) for name, optimizer in ABLATIONS.items()},
     **{name: functools.partial(of_matrices, name) for name in ARGUMENTS},
-    "add_cautious_decayed_weights": lambda: orscale_jax.add_cautious_decayed_weights(0.1),
     "numbers on the device": lambda: orscale(
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),
-    "replayed": lambda: family.replayed(1e-3, trust_ratio=1.5),
+    **{n: functools.partial(FAMILY[n], 1e-3) for n in ("pooled", "replayed")},
     "keep_master_weights": lambda: orscale_jax.keep_master_weights(orscale(1e-3)),
 }
 
@@ -205,8 +201,7 @@ def record(now, folder):
     )
     measured = {"norm": now.reading.weight_norm}
     history.append(1, now.reading, measured, gained=gained(now), loss=loss)
-    diagnostics.JsonLines(folder / "metrics.jsonl").write(1, {"loss": loss})
-    with diagnostics.TensorBoard(folder) as writer:
+    with TensorBoard(folder) as writer:
         writer.write(1, {"loss": loss})
 
 
@@ -217,8 +212,7 @@ def gained(now):
 IN_JIT = {
     "master_weights": lambda now: masters(now.params),
     "qk_clip": lambda now: clip(now.params),
-    "qk_norms": lambda now: diagnostics.qk_norms(heads(now.params), QUERY_KEY),
-    "curvature": lambda now: diagnostics.curvature(now.reading.weight_norm, now.params),
+    "curvature": lambda now: theory.curvature(now.reading.weight_norm, now.params),
     "polar_factor": lambda now: orscale_jax.polar_factor(now.params["a"]),
     "convert_state": lambda now: orscale_jax.convert_state(
         now.state, muon(1e-3), now.params
@@ -226,9 +220,9 @@ IN_JIT = {
     "read": lambda now: diagnostics.read(now.state, now.params, learning_rate=1e-3),
     "summarize": lambda now: diagnostics.summarize(now.reading),
     "measure": lambda now: diagnostics.measure(now.state, now.params),
-    "decompose": lambda now: diagnostics.decompose(now.reading),
-    "gain": lambda now: diagnostics.gain(*[now.reading.weight_norm] * 3),
-    "secant_smoothness": lambda now: diagnostics.secant_smoothness(
+    "decompose": lambda now: theory.decompose(now.reading),
+    "gain": lambda now: theory.gain(*[now.reading.weight_norm] * 3),
+    "secant_smoothness": lambda now: theory.secant_smoothness(
         [now.grads] * 2, [now.updates] * 2, now.updates
     ),
 }
@@ -241,16 +235,13 @@ ON_THE_HOST = {
     "layer_classes": lambda now: diagnostics.layer_classes(now.params),
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
-    "estimate": lambda now: diagnostics.estimate(loss_fn, now.params, now.batches),
+    "estimate": lambda now: theory.estimate(loss_fn, now.params, now.batches),
     "step_gain": gained,
-    "verdict": lambda now: diagnostics.verdict(
+    "verdict": lambda now: theory.verdict(
         now.reading,
-        diagnostics.estimate(loss_fn, now.params, now.batches),
+        theory.estimate(loss_fn, now.params, now.batches),
         now.params,
         gained=gained(now),
-    ),
-    "to_floats": lambda now: diagnostics.to_floats(
-        {"norm": now.reading.weight_norm["a"]}
     ),
     "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.
         now.state, family.normuon(1e-3), now.params
@@ -273,10 +264,9 @@ def test_what_a_loop_writes(after_a_step, tmp_path, guard):
     record(after_a_step, tmp_path)
 
 
-@pytest.mark.parametrize("module", ["", ".diagnostics", ".family", ".ablations"])
+@pytest.mark.parametrize("module", ["", ".diagnostics", ".family"])
 def test_every_public_function_is_here(module):
-    others = {"ablations", "family", *DEPRECATED}
-    tested = others.union(STEPS, BUILT, IN_JIT, ON_THE_HOST)
+    tested = {"family"}.union(STEPS, BUILT, IN_JIT, ON_THE_HOST)
     assert {*public_functions("orscale_jax" + module)} - tested == set()
 
 

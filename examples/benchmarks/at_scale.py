@@ -34,19 +34,21 @@ from examples.benchmarks.ahead_of_time import line
 from examples.benchmarks.contenders import NS_STEPS
 from examples.benchmarks.large_models import MODELS
 from examples.benchmarks.models import Leaves
-from orscale_jax.distributed.buckets import Bucket, ShardedArray, count_devices
-from orscale_jax.distributed.costs import Traffic
-from orscale_jax.distributed.mesh_shape import MeshShape
-from orscale_jax.distributed.planner import median_flops, plan_buckets
+from orscale_jax.distributed.plan import (
+    Bucket,
+    MeshShape,
+    ShardedArray,
+    Traffic,
+    count_devices,
+    median_flops,
+    plan_buckets,
+)
 from orscale_jax.distributed.platforms import PLATFORMS, Platform
 from orscale_jax.newton_schulz import restarts
-from orscale_jax.newton_schulz.coefficients import coefficient_table
-from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
 
 BFLOAT16 = np.dtype(jnp.bfloat16)
 COUNTS = (64, 256, 1024, 4096, 16384)
-DEFAULTS = NewtonSchulz(NS_STEPS, coefficient_table("polar_express"), "frobenius")
 
 
 class Partitioned(NamedTuple):
@@ -67,7 +69,7 @@ class Work(NamedTuple):
     traffic: Traffic = Traffic()
 
     def milliseconds(self, platform: str) -> float:
-        model = PLATFORMS[platform](DEFAULTS).cost_model
+        model = PLATFORMS[platform].cost_model
         return 1e3 * model.seconds(model.cost(self.flops, self.traffic))
 
 
@@ -187,7 +189,7 @@ def planned(
     arrays: Sequence[ShardedArray], cluster: Cluster
 ) -> tuple[tuple[Bucket, ...], float]:
     """The plan, and the seconds that it took."""
-    platform = PLATFORMS[cluster.platform](DEFAULTS)
+    platform = PLATFORMS[cluster.platform]
     began = time.perf_counter()
     plan = plan_buckets(
         arrays, cluster.mesh, platform.limits.stack_bytes, platform.cost_model
@@ -202,7 +204,7 @@ def row(model: str, cluster: Cluster) -> dict[str, Any]:
     traffic = functools.reduce(Traffic.plus, (bucket.traffic for bucket in plan))
     work = Work(sum(bucket.flops for bucket in plan), traffic)
     whole = everything(arrays)
-    platform = PLATFORMS[cluster.platform](DEFAULTS)
+    platform = PLATFORMS[cluster.platform]
     even = everything(arrays, functools.partial(flops_alone, platform)).flops
     return {
         "model": model,

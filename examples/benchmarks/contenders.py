@@ -8,6 +8,7 @@ import optax
 from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.study import controls
 from orscale_jax import (
     family,
     muon,
@@ -51,22 +52,16 @@ def contenders(
     ours |= {"param_shardings": param_shardings, "slow_axes": slow_axes}
     return {
         "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
-        "optax.contrib.muon": optax_muon(numbers),
+        "optax.contrib.muon": optax.contrib.muon(
+            1e-3,
+            ns_steps=NS_STEPS,
+            weight_decay=0.1,
+            consistent_rms=0.2,
+            muon_weight_dimension_numbers=numbers,
+        ),
         "muon": muon(1e-3, **ours),
         "orscale": orscale(1e-3, **ours),
     }
-
-
-def optax_muon(numbers: Any, **arguments: Any) -> optax.GradientTransformation:
-    """Optax's Muon, with other arguments of its own."""
-    return optax.contrib.muon(
-        1e-3,
-        ns_steps=NS_STEPS,
-        weight_decay=0.1,
-        consistent_rms=0.2,
-        muon_weight_dimension_numbers=numbers,
-        **arguments,
-    )
 
 
 def installed_peers() -> dict[str, optax.GradientTransformation]:
@@ -89,9 +84,9 @@ def relatives(
         "orscale_on_normuon": family.orscale_on_normuon(1e-3, **ours),
         "muon_plus": family.muon_plus(1e-3, **ours),
         "cautious": family.cautious(1e-3, **ours),
-        "pooled": family.pooled(1e-3, **ours),
+        "pooled": controls.pooled(1e-3, **ours),
         "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
-        "replayed": family.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
+        "replayed": controls.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
         "aurora": family.aurora(1e-3, **ours),
     }
 

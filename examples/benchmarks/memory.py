@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks.ahead_of_time import line
+from examples.benchmarks.host_offload import LARGE, on_host
 from examples.benchmarks.models import (
     Leaf,
     Leaves,
@@ -32,7 +33,6 @@ from examples.benchmarks.models import (
     over_all,
     swiglu,
 )
-from examples.gallery.host_offload import LARGE, on_host
 from orscale_jax import describe, keep_master_weights, muon, orscale, state_shardings
 
 Numbers = Mapping[str, Dims | None]

@@ -1,9 +1,11 @@
 """Arrays from PyTorch, whose rows are outputs: (out, in), (out, in, height, width).
 
+    python -m examples.gallery.from_pytorch     # 20 seconds; loss, and what is a matrix
+
 A `state_dict` is one flat dictionary, here made of NumPy arrays, as
 `{name: tensor.numpy() for name, tensor in module.state_dict().items()}` is. It is trained
 in JAX as it is. The dimension numbers say which axes are inputs (reduced over) and which
-are outputs.
+are outputs. `torch.from_numpy` of each array, and `load_state_dict`, take them back.
 """
 
 from typing import Any
@@ -14,10 +16,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import BlockDimensionNumbers, by_path, describe, orscale
-
-Params = dict[str, Any]
-SIZE, CHANNELS, PATCH = 8, 3, 2
+from orscale_jax import BlockDimensionNumbers, by_path, describe, muon
 
 # in_proj_weight is (3 · width, width): query, key and value, one below the other.
 NUMBERS = by_path(
@@ -30,72 +29,55 @@ NUMBERS = by_path(
 )
 
 
-def state_dict(width: int) -> Params:
+def state_dict(width: int) -> dict[str, Any]:
     """What a small vision transformer in PyTorch would hold."""
-    draw = np.random.default_rng(0)
-
-    def uniform(*shape: int) -> np.ndarray:
-        bound = np.prod(shape[1:]) ** -0.5
-        return draw.uniform(-bound, bound, shape).astype(np.float32)
-
-    return {
-        "conv.weight": uniform(width, CHANNELS, PATCH, PATCH),
-        "conv.bias": np.zeros(width, np.float32),
-        "attn.in_proj_weight": uniform(3 * width, width),
-        "attn.out_proj.weight": uniform(width, width),
-        "norm.weight": np.ones(width, np.float32),
-        "mlp.fc1.weight": uniform(4 * width, width),
-        "mlp.fc2.weight": uniform(width, 4 * width),
-        "head.weight": uniform(2, width),
+    shapes = {
+        "conv.weight": (width, 3, 2, 2),
+        "attn.in_proj_weight": (3 * width, width),
+        "attn.out_proj.weight": (width, width),
+        "mlp.fc1.weight": (4 * width, width),
+        "mlp.fc2.weight": (width, 4 * width),
+        "head.weight": (2, width),
+    }
+    rng = np.random.default_rng(0)
+    return {"conv.bias": np.zeros(width, np.float32)} | {
+        name: (rng.normal(size=shape) / np.prod(shape[1:]) ** 0.5).astype(np.float32)
+        for name, shape in shapes.items()
     }
 
 
-def logits(params: Params, images: jax.Array) -> jax.Array:
-    """The classes of images (batch, channel, height, width), as in PyTorch."""
-    x = jax.lax.conv(images, params["conv.weight"], (PATCH, PATCH), "VALID")
-    x = x.reshape(*x.shape[:2], -1).swapaxes(1, 2) + params["conv.bias"]
-    query, key, value = jnp.split(x @ params["attn.in_proj_weight"].T, 3, axis=-1)
-    mixed = jax.nn.dot_product_attention(
-        query[:, :, None], key[:, :, None], value[:, :, None]
-    )[:, :, 0]
-    x += mixed @ params["attn.out_proj.weight"].T
-    x *= params["norm.weight"] * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
-    x += jax.nn.relu(x @ params["mlp.fc1.weight"].T) @ params["mlp.fc2.weight"].T
-    return x.max(axis=1) @ params["head.weight"].T
-
-
-def loss_fn(params: Params, key: jax.Array) -> jax.Array:
-    """Half of the images have one bright pixel."""
-    keys = jax.random.split(key, 3)
-    images = jax.random.normal(keys[0], (64, CHANNELS, SIZE, SIZE))
+def loss_fn(params: dict[str, Any], key: jax.Array) -> jax.Array:
+    """Half of the images (batch, channel, height, width) have one bright pixel."""
     labels = jnp.arange(64) % 2
-    row, column = jax.random.randint(keys[1], (2, 64), 0, SIZE)
+    row, column = jax.random.randint(key, (2, 64), 0, 8)
+    images = jax.random.normal(key, (64, 3, 8, 8))
     images = images.at[jnp.arange(64), :, row, column].add(4.0 * labels[:, None])
-    losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits(params, images), labels
-    )
-    return losses.mean()
+    x = jax.lax.conv(images, params["conv.weight"], (2, 2), "VALID")
+    x = x.reshape(*x.shape[:2], -1).swapaxes(1, 2) + params["conv.bias"]
+    qkv = jnp.split((x @ params["attn.in_proj_weight"].T)[:, :, None], 3, axis=-1)
+    x += jax.nn.dot_product_attention(*qkv)[:, :, 0] @ params["attn.out_proj.weight"].T
+    x += jax.nn.relu(x @ params["mlp.fc1.weight"].T) @ params["mlp.fc2.weight"].T
+    logits = jax.nn.standardize(x.max(axis=1)) @ params["head.weight"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def main(steps: int = 200, width: int = 16) -> tuple[list[float], Params, Params]:
+def main(
+    steps: int = 200, width: int = 16
+) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
     """The losses, and the arrays before and after, both under PyTorch's names."""
-    before = params = state_dict(width)
-    schedule = optax.cosine_decay_schedule(0.01, steps)
-    optimizer = orscale(schedule, weight_dimension_numbers=NUMBERS)
-    state = optimizer.init(params)
+    rate = optax.cosine_decay_schedule(0.01, steps)
+    optimizer = muon(rate, weight_dimension_numbers=NUMBERS)
 
-    @jax.jit
-    def train_step(params: Params, state: Any, key: jax.Array) -> tuple[Any, Any, Any]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, key)
-        updates, state = optimizer.update(grads, state, params)
-        return loss, optax.apply_updates(params, updates), state
+    def train_step(carry, key):  # type: ignore[no-untyped-def]
+        loss, grads = jax.value_and_grad(loss_fn)(carry[0], key)
+        updates, state = optimizer.update(grads, carry[1], carry[0])
+        return (optax.apply_updates(carry[0], updates), state), loss
 
-    losses = []
-    for key in jax.random.split(jax.random.key(0), steps):
-        loss, params, state = train_step(params, state, key)
-        losses.append(float(loss))
-    # torch.from_numpy of each array, and load_state_dict, take them back.
-    return losses, before, jax.tree.map(np.asarray, params)
+    before = state_dict(width)
+    params = jax.tree.map(jnp.asarray, before)
+    keys = jax.random.split(jax.random.key(0), steps)
+    (after, _), losses = jax.lax.scan(train_step, (params, optimizer.init(params)), keys)
+    return losses, before, jax.tree.map(np.asarray, after)
 
 
 if __name__ == "__main__":

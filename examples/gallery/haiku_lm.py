@@ -1,5 +1,7 @@
 """A decoder in Haiku whose layers are stacked by layer_stack.
 
+    python -m examples.gallery.haiku_lm     # half a minute; the loss falls to 0.001
+
 It learns to reverse: after eight letters come the same letters from last to first.
 """
 
@@ -9,14 +11,11 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import by_path, orscale
+from orscale_jax import by_path, muon
 
-LETTERS, COUNT, HEADS = 16, 8, 4
-LENGTH = 2 * COUNT
-
-# All weights of the transformer, stacked or not: (..., inputs, outputs). The embeddings,
-# the output head, norms and biases, whose stacks have two axes, take AdamW.
-NUMBERS = by_path({r"transformer.*\.w$": MuonDimensionNumbers(-2, -1), "": "adamw"})
+# All weights of the layers, stacked: (layers, inputs, outputs). Embeddings, head, norms
+# and biases, whose stacks have two axes, take AdamW.
+NUMBERS = by_path({r"layer_stack.*\.w$": MuonDimensionNumbers(-2, -1), "": "adamw"})
 
 
 def norm(x: jax.Array, name: str) -> jax.Array:
@@ -26,63 +25,41 @@ def norm(x: jax.Array, name: str) -> jax.Array:
 def block(x: jax.Array) -> jax.Array:
     width = x.shape[-1]
     init = hk.initializers.VarianceScaling()
-    attention = hk.MultiHeadAttention(HEADS, width // HEADS, w_init=init, name="attn")
+    attention = hk.MultiHeadAttention(4, width // 4, w_init=init, name="attn")
     y = norm(x, "attn_norm")
     x += attention(y, y, y, jnp.tri(x.shape[1])[None, None])
     hidden = hk.Linear(4 * width, name="up")(norm(x, "mlp_norm"))
     return x + hk.Linear(width, name="down")(jax.nn.gelu(hidden))
 
 
-class Transformer(hk.Module):
-    def __init__(self, layers: int):
-        super().__init__()
-        self.layers = layers
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return norm(hk.experimental.layer_stack(self.layers)(block)(x), "norm")
-
-
-class LanguageModel(hk.Module):
-    def __init__(self, width: int, layers: int):
-        super().__init__()
-        self.width, self.layers = width, layers
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        embed = hk.Embed(LETTERS, self.width, name="token_embed")
-        shape = (LENGTH, self.width)
-        positions = hk.get_parameter("positions", shape, init=jnp.zeros)
-        x = embed(tokens) + positions[: tokens.shape[1]]
-        return hk.Linear(LETTERS)(Transformer(self.layers)(x))
-
-
-def sequences(key: jax.Array, count: int) -> jax.Array:
-    letters = jax.random.randint(key, (count, COUNT), 0, LETTERS)
-    return jnp.concatenate([letters, letters[:, ::-1]], axis=1)
+def loss_fn(key: jax.Array, width: int, layers: int) -> jax.Array:
+    letters = jax.random.randint(key, (64, 8), 0, 16)
+    tokens = jnp.concatenate([letters, letters[:, ::-1]], axis=1)
+    positions = hk.get_parameter("positions", (15, width), init=jnp.zeros)
+    x = hk.Embed(16, width, name="token_embed")(tokens[:, :-1]) + positions
+    x = hk.experimental.layer_stack(layers)(block)(x)
+    logits = hk.Linear(16, name="head")(norm(x, "norm"))[
+        :, 7:
+    ]  # The first half is random.
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 8:]).mean()
 
 
 def main(
     steps: int = 300, width: int = 32, layers: int = 2
 ) -> tuple[list[float], hk.Params, optax.OptState]:
     """The losses, and parameters and optimizer's state after the last step."""
-    model = hk.without_apply_rng(
-        hk.transform(lambda tokens: LanguageModel(width, layers)(tokens))
-    )
+    model = hk.without_apply_rng(hk.transform(lambda key: loss_fn(key, width, layers)))
     keys = jax.random.split(jax.random.key(0), steps + 1)
-    params = model.init(keys[0], sequences(keys[0], 1))
+    params = model.init(keys[0], keys[0])
     schedule = optax.warmup_cosine_decay_schedule(0, 0.01, steps // 10, steps)
-    optimizer = orscale(schedule, weight_dimension_numbers=NUMBERS)
+    optimizer = muon(schedule, weight_dimension_numbers=NUMBERS)
     state = optimizer.init(params)
-
-    def loss_fn(params: hk.Params, tokens: jax.Array) -> jax.Array:
-        logits = model.apply(params, tokens[:, :-1])
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
-        return losses[:, COUNT - 1 :].mean()  # The first half is random.
 
     @jax.jit
     def train_step(
         params: hk.Params, state: optax.OptState, key: jax.Array
     ) -> tuple[hk.Params, optax.OptState, jax.Array]:
-        loss, grads = jax.value_and_grad(loss_fn)(params, sequences(key, 64))
+        loss, grads = jax.value_and_grad(model.apply)(params, key)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -94,8 +71,5 @@ def main(
 
 
 if __name__ == "__main__":
-    losses, _, state = main()
-    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
-    [stack] = [name for name in ratios if name.endswith("query")]
+    losses, _, _ = main()
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}")
-    print("trust ratio of each layer's query:", *(f"{r:.2f}" for r in ratios[stack]["w"]))

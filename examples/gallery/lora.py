@@ -1,12 +1,12 @@
 """Fine-tuning of adapters in Flax NNX (LoRA): the base weights stay as they are.
 
+    python -m examples.gallery.lora     # 20 seconds; the loss falls to 1e-8
+
 A kernel W becomes W + A B, where A starts random and B at zero. The trust ratio needs the
 initial norm of each matrix. B has none: its ratio stays 1, and it takes the steps of
 Muon+Moonlight. A has no gradient until B has moved: it waits, and its ratio is anchored
 at the second step.
 """
-
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,12 @@ class MLP(nnx.Module):
         return x
 
 
-class Calibration(NamedTuple):
+def calibration(optimizer: nnx.Optimizer) -> tuple[float, float]:
     """c of the first layer's A and B: 0 if unset, infinity without an initial scale."""
-
-    a: float
-    b: float
-
-
-def calibration(optimizer: nnx.Optimizer) -> Calibration:
     state = nnx.to_pure_dict(nnx.state(optimizer))["opt_state"]
     [(_, c)] = optax.tree.get_all_with_path(state, "calibration")
     adapter = c["layers"][0]["lora"]
-    return Calibration(float(adapter["lora_a"]), float(adapter["lora_b"]))
+    return float(adapter["lora_a"]), float(adapter["lora_b"])
 
 
 @nnx.jit
@@ -57,24 +51,17 @@ def train_step(
     return loss
 
 
-def teacher(model: MLP) -> MLP:
-    """The network to imitate: the same one with a B that is not zero."""
-    copy = nnx.clone(model)
-    for number, layer in enumerate(copy.layers):
-        b = layer.lora.lora_b
-        b.set_value(0.1 * jax.random.normal(jax.random.key(number), b.shape))
-    return copy
-
-
 def main(
     steps: int = 300, width: int = 64, rank: int = 4
-) -> tuple[list[float], list[Calibration], MLP]:
+) -> tuple[list[float], list[tuple[float, float]], MLP]:
     """The losses and calibrations of all steps, and the model after the last."""
-    model = MLP(width, rank, nnx.Rngs(0))
-    target = teacher(model)
-    schedule = optax.cosine_decay_schedule(0.01, steps)
+    model, target = (MLP(width, rank, nnx.Rngs(0)) for _ in range(2))
+    for number, layer in enumerate(target.layers):  # To imitate: with a B that is not 0.
+        b = layer.lora.lora_b
+        b.set_value(0.1 * jax.random.normal(jax.random.key(number), b.shape))
+    rate = optax.cosine_decay_schedule(0.01, steps)
     numbers = nnx_dimension_numbers(model)
-    tx = orscale(schedule, weight_decay=0.0, weight_dimension_numbers=numbers)
+    tx = orscale(rate, weight_decay=0.0, weight_dimension_numbers=numbers)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.LoRAParam)
     losses, seen = [], []
     for step in range(steps):
@@ -87,5 +74,5 @@ def main(
 if __name__ == "__main__":
     losses, seen, _ = main()
     print(f"loss {losses[0]:.1e} → {losses[-1]:.1e}")
-    a = ", ".join(f"{c.a:.3f}" for c in (seen[0], seen[1], seen[-1]))
-    print(f"c of A after steps 1, 2 and {len(seen)}: {a}; of B: {seen[-1].b}")
+    a = ", ".join(f"{a:.3f}" for a, _ in (seen[0], seen[1], seen[-1]))
+    print(f"c of A after steps 1, 2 and {len(seen)}: {a}; of B: {seen[-1][1]}")

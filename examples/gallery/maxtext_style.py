@@ -1,5 +1,7 @@
 """A decoder in the style of MaxText: scanned layers, logical axis names, and a mesh.
 
+    python -m examples.gallery.maxtext_style     # a minute; loss 0.3
+
 nn.scan stacks the layers on axis 1 of each parameter: the projection to the heads is
 (embed, layers, heads, head_dim). Rules by path say which axes are rows and columns. The
 axis of the layers, which they leave out, counts matrices.
@@ -17,7 +19,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import by_path, orscale
+from orscale_jax import by_path, muon
 
 VOCABULARY, HEADS, PROJECTIONS = 64, 4, ("query", "key", "value")
 AXES = (("embed", "fsdp"), ("heads", "tensor"), ("mlp", "tensor"))
@@ -79,7 +81,7 @@ def main(steps: int = 100, width: int = 32, layers: int = 3) -> tuple[list[float
     mesh = Mesh(np.reshape(devices[:8], (4, 2)), ("fsdp", "tensor"))
     model = Decoder(width, layers)
     rate = optax.warmup_cosine_decay_schedule(0, 0.01, steps // 10, steps)
-    optimizer = orscale(rate, weight_dimension_numbers=by_path(RULES))
+    optimizer = muon(rate, weight_dimension_numbers=by_path(RULES))
 
     def init(key: jax.Array) -> TrainState:
         params = model.init(key, jnp.zeros((1, 2), int))["params"]

@@ -1,7 +1,9 @@
 """A GPT in Flax NNX with FSDP over 8 devices, saved and restored with Orbax.
 
-The model learns to continue sequences such as 3, 6, 9, 12, …, each with its own start and
-stride. Without an accelerator of 8 devices, the program runs on 8 virtual CPU devices.
+    python -m examples.gallery.sharded_gpt     # half a minute; the loss falls to 0.3
+
+It learns to continue sequences such as 3, 6, 9, 12, …, each with its own start and
+stride. Without an accelerator of 8 devices, it runs on 8 virtual CPU devices.
 """
 
 import functools
@@ -16,7 +18,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
-from orscale_jax import orscale
+from orscale_jax import muon
 from orscale_jax.flax import nnx_dimension_numbers
 
 VOCABULARY, DEVICES = 64, 8
@@ -28,7 +30,6 @@ Run = tuple[list[float], Any]  # Losses, and the state of model and optimizer af
 
 class Block(nnx.Module):
     def __init__(self, width: int, rngs: nnx.Rngs):
-        self.norms = nnx.List(nnx.RMSNorm(width, rngs=rngs) for _ in range(2))
         self.attention = nnx.MultiHeadAttention(
             8, width, kernel_init=KERNEL, decode=False, rngs=rngs
         )
@@ -37,29 +38,22 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         mask = nnx.make_causal_mask(x[..., 0])
-        x = x + self.attention(self.norms[0](x), mask=mask)
-        return x + self.down(nnx.gelu(self.up(self.norms[1](x))))
+        x = x + self.attention(jax.nn.standardize(x), mask=mask)
+        return x + self.down(nnx.gelu(self.up(jax.nn.standardize(x))))
 
 
 class GPT(nnx.Module):
     def __init__(self, width: int, layers: int, rngs: nnx.Rngs):
         self.embed = nnx.Embed(VOCABULARY, width, embedding_init=TABLE, rngs=rngs)
         self.blocks = nnx.Sequential(*[Block(width, rngs) for _ in range(layers)])
-        self.norm = nnx.RMSNorm(width, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        return self.embed.attend(self.norm(self.blocks(self.embed(tokens))))
+        return self.embed.attend(jax.nn.standardize(self.blocks(self.embed(tokens))))
 
 
 def loss_fn(model: GPT, tokens: jax.Array) -> jax.Array:
     log_p = jax.nn.log_softmax(model(tokens[:, :-1]))
     return -jnp.take_along_axis(log_p, tokens[:, 1:, None], axis=-1).mean()
-
-
-def sequences(step: int, mesh: Mesh) -> jax.Array:
-    start, stride = jax.random.randint(jax.random.key(step), (2, 64, 1), 0, VOCABULARY)
-    tokens = (start + stride % 4 * jnp.arange(16)) % VOCABULARY
-    return jax.device_put(tokens, NamedSharding(mesh, P("fsdp")))
 
 
 def main(steps: int = 100, width: int = 64, layers: int = 2) -> tuple[Run, Run]:
@@ -70,8 +64,8 @@ def main(steps: int = 100, width: int = 64, layers: int = 2) -> tuple[Run, Run]:
 
     def build() -> tuple[GPT, nnx.Optimizer]:
         model = GPT(width, layers, nnx.Rngs(0))
-        schedule = optax.warmup_cosine_decay_schedule(0, 0.01, steps // 10, steps)
-        tx = orscale(schedule, weight_dimension_numbers=nnx_dimension_numbers(model))
+        rate = optax.warmup_cosine_decay_schedule(0, 0.01, steps // 10, steps)
+        tx = muon(rate, weight_dimension_numbers=nnx_dimension_numbers(model))
         return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
@@ -89,8 +83,11 @@ def main(steps: int = 100, width: int = 64, layers: int = 2) -> tuple[Run, Run]:
 
         def train(state: Any, first: int, last: int) -> Run:
             losses = []
-            for step in range(first, last):
-                loss, state = train_step(state, sequences(step, mesh))
+            for key in map(jax.random.key, range(first, last)):
+                start, stride = jax.random.randint(key, (2, 64, 1), 0, VOCABULARY)
+                tokens = (start + stride % 4 * jnp.arange(16)) % VOCABULARY
+                tokens = jax.device_put(tokens, NamedSharding(mesh, P("fsdp")))
+                loss, state = train_step(state, tokens)
                 losses.append(float(loss))
             return losses, state
 

@@ -48,7 +48,7 @@ class Config:
     loss_chunks: int = 1
     # Steps between readings of metrics and trust ratios.
     log_every: int = 10
-    # Steps between measurements of signal, noise and smoothness. Nothing: none.
+    # Steps between measurements of the gain over Muon. Nothing: none.
     measure_every: int | None = None
     # Batches to measure them on; each takes as long as ten steps.
     measure_batches: int = 4

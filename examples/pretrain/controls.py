@@ -12,15 +12,10 @@ import numpy as np
 import optax
 
 from orscale_jax import muon, orscale
-from orscale_jax._algorithm import ChainTail, Stages
-from orscale_jax._arrangements import with_arguments_of
-from orscale_jax._optimizers import RATIO
+from orscale_jax._optimizers import RATIO, Stages, muon_chain, with_arguments_of
 from orscale_jax.diagnostics import layer_classes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
-from orscale_jax.transforms.matrices import broadcast
-from orscale_jax.transforms.pooled_ratio import class_labels, pooled_ratio_stage
-from orscale_jax.transforms.shape import Scale, shape_stage
-from orscale_jax.transforms.trust_ratio import ratio_bounds
+from orscale_jax.transforms.stages import Scale, shape_stage
 from orscale_jax.trees.names import dotted
 
 # About the mean of 0.2·√max(m, n) in models of width 64.
@@ -145,35 +140,11 @@ def _rounded(key: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 @with_arguments_of(orscale, (*RATIO, "consistent_rms", "scale_mode"))
-def scale_between(stages: Stages) -> ChainTail:
+def scale_between(s: Stages) -> optax.GradientTransformation:
     """Muon+Moonlight whose s is the geometric mean of its own and of ONE_SCALE."""
     square = Scale(None, lambda m, n: ONE_SCALE * 0.2 * math.sqrt(max(m, n)))
-    scale = shape_stage(square)(stages.matrices)
-    return dataclasses.replace(stages, scale=scale).coupled, stages.learning_rate
-
-
-@with_arguments_of(orscale, r_min=0.5, r_max=2.0)
-def ratio_within_class(stages: Stages) -> ChainTail:
-    """OrScale with each ratio over the geometric mean of its class of layers."""
-    h, matrices, params = stages.hyperparameters, stages.matrices, stages.params
-    classes = class_labels(layer_classes, params, params)
-    whole = pooled_ratio_stage(stages.ratio, -math.inf, math.inf, classes, matrices)
-
-    def relative(_: Any, raw: jax.Array, mean: jax.Array) -> jax.Array:
-        clipped = jnp.clip(raw / mean, h.r_min, h.r_max)
-        return jnp.where(jnp.isfinite(raw), clipped, raw)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        _, measured = whole.update(updates, state, params, **extra_args)
-        ratios = matrices.map(relative, measured.raw_trust_ratio, measured.trust_ratio)
-        scaled = matrices.map(
-            lambda axes, u, r: broadcast(axes, r, u) * u, updates, ratios
-        )
-        bounds = ratio_bounds(params, h.r_min, h.r_max)
-        return scaled, measured._replace(trust_ratio=ratios, bounds=bounds)
-
-    stage = optax.GradientTransformationExtraArgs(whole.init, update)
-    return optax.chain(stages.coupled, stage), stages.learning_rate
+    scale = shape_stage(square, s.matrices)
+    return muon_chain(dataclasses.replace(s, scale_by_shape=scale))
 
 
 # Geometric means of r* along Muon+Moonlight, usual and small initial weights: the page

@@ -13,7 +13,8 @@ import optax
 from examples.pretrain import controls
 from examples.pretrain.errors import UsageError
 from examples.pretrain.recipe import Recipe
-from orscale_jax import ablations, family, keep_master_weights, muon, orscale
+from examples.study import controls as of_study
+from orscale_jax import family, keep_master_weights, muon, orscale
 from orscale_jax.diagnostics import layer_classes
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
@@ -118,18 +119,18 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     # The paper's deleted design choices.
     "polar_factor_denominator": _ours(
-        "‖Q‖ denominator", ablations.polar_factor_denominator
+        "‖Q‖ denominator", of_study.polar_factor_denominator
     ),
-    "momentum_denominator": _ours("‖M̃‖ denominator", ablations.momentum_denominator),
+    "momentum_denominator": _ours("‖M̃‖ denominator", of_study.momentum_denominator),
     "momentum_rms_denominator": _ours(
-        "RMS(M̃) + Moonlight", ablations.momentum_rms_denominator
+        "RMS(M̃) + Moonlight", of_study.momentum_rms_denominator
     ),
     "uncalibrated": _ours("Uncalibrated ratio", orscale, calibrate=False),
     "decoupled_weight_decay": _ours(
-        "Decoupled weight decay", ablations.decoupled_weight_decay
+        "Decoupled weight decay", of_study.decoupled_weight_decay
     ),
     "bfloat16_calibration": _ours(
-        "Calibration in bfloat16", ablations.bfloat16_calibration
+        "Calibration in bfloat16", of_study.bfloat16_calibration
     ),
     "unclipped": _ours("No clip", orscale, r_min=-math.inf, r_max=math.inf),
     # The family.
@@ -137,15 +138,15 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "normuon": _ours("NorMuon", family.normuon),
     "muon_plus": _ours("Muon+", family.muon_plus),
     "cautious": _ours("OrScale, cautious decay", family.cautious),
-    "pooled": _ours("OrScale, one ratio for all", family.pooled),
+    "pooled": _ours("OrScale, one ratio for all", of_study.pooled),
     "pooled_by_class": _ours(
-        "OrScale, one ratio for a class", family.pooled, classes=layer_classes
+        "OrScale, one ratio for a class", of_study.pooled, classes=layer_classes
     ),
     # Other anchors.
     "full_rank_anchor": _ours("OrScale, full-rank anchor", orscale, anchor="full_rank"),
     "largest_anchor": _ours("OrScale, largest anchor", orscale, anchor="largest"),
     "pooled_full_rank_anchor": _ours(
-        "One ratio for all, full-rank anchor", family.pooled, anchor="full_rank"
+        "One ratio for all, full-rank anchor", of_study.pooled, anchor="full_rank"
     ),
     # Less memory: for the momentum, or for weights in bfloat16.
     "bfloat16_momentum": _ours(
@@ -185,7 +186,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "aurora": _ours("Aurora", family.aurora),
     "scale_between": _ours("Muon, a scale between", controls.scale_between),
     "ratio_within_class": _ours(
-        "OrScale, ratio within the class", controls.ratio_within_class
+        "OrScale, ratio within the class", of_study.ratio_within_class
     ),
     "twice_the_decay": _muon_like(
         "Muon+Moonlight, twice the decay", controls.twice_the_decay

@@ -4,12 +4,14 @@ docs/study_protocol_2.md and docs/study_protocol_3.md how it goes on.
 ==================  ==================================================================
 workloads, prose    models, lengths and data; English text to train on
 arms                the optimizers that are compared
+controls            those that only the study has: deleted designs, shared ratios
 runs                one run, with its learning rates and its seed
 search              where to look for the best pair of learning rates
 results, study      what runs came to, in tables; all of them
 plan, second        the runs of an arm; the searches and runs of the second protocol
 repeat              the runs of the first study, again
 gains, seconds      what is measured besides: the theory's statistics, the time of a step
+theory              the paper's theory, measured
 classes             ratios by class of layers, beside the model's optimum
 statistics, claims  what the tables say; verdicts on the paper's claims
 records             what the tables hold of the second protocol

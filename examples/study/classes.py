@@ -24,6 +24,7 @@ from examples.study.results import read_rows
 from examples.study.runs import Trainer
 from examples.study.search import Rates
 from examples.study.second import SEEDS, best_rates, job_of
+from examples.study.theory import estimate
 from examples.study.workloads import SMALL_INIT
 from orscale_jax import diagnostics
 
@@ -67,7 +68,7 @@ def along(trainer: Trainer, rates: Rates, seed: int) -> Iterator[tuple[int, Row]
 def _optima(trainer: Trainer, state: State, batches: list[PyTree]) -> dict[str, float]:
     """The mean of r* of each class, where r* ∝ a/b has mean 1 over all matrices."""
     params, numbers = state["params"], trainer.setup.weight_dimension_numbers
-    found = diagnostics.estimate(
+    found = estimate(
         loss_along(trainer, state), params, batches, weight_dimension_numbers=numbers
     )
     signal, curvature = signal_and_curvature(trainer, found, params)

@@ -18,14 +18,15 @@ from examples.pretrain.meshes import in_effect
 from examples.pretrain.operation.records import write_csv
 from examples.pretrain.setup import State
 from examples.pretrain.step import loss_of
+from examples.study import theory
 from examples.study.arms import ARMS
 from examples.study.results import inherited_rate, read_rows
 from examples.study.runs import Trainer
 from examples.study.search import Rates
+from examples.study.theory.curvature import shape_scale
 from examples.study.workloads import SEEDS, WORKLOADS
 from orscale_jax import diagnostics
-from orscale_jax.diagnostics.theory.curvature import shape_scale
-from orscale_jax.transforms.shape import Scale
+from orscale_jax.transforms.stages import Scale
 
 PyTree = Any
 BATCHES = 16
@@ -100,10 +101,10 @@ def _measure(trainer: Trainer, state: State, batches: list[PyTree]) -> dict[str,
     along = diagnostics.step_gain(
         loss_fn, params, batches, reading.trust_ratio, **matrices
     )
-    found = diagnostics.estimate(loss_fn, params, batches, **matrices)
-    verdict = diagnostics.verdict(reading, found, params, **matrices).numbers
+    found = theory.estimate(loss_fn, params, batches, **matrices)
+    verdict = theory.verdict(reading, found, params, **matrices).numbers
     signal, curvature = signal_and_curvature(trainer, found, params)
-    model = diagnostics.gain(reading.trust_ratio, signal, curvature)
+    model = theory.gain(reading.trust_ratio, signal, curvature)
     return {
         "kappa": float(along.kappa.value),
         "kappa_stderr": float(along.kappa.stderr),
@@ -131,11 +132,11 @@ def signal_and_curvature(
 
     Args:
       trainer: Of the run.
-      found: What `diagnostics.estimate` found.
+      found: What `theory.estimate` found.
       params: The parameters at which it was found.
     """
     numbers = trainer.setup.weight_dimension_numbers
-    curvature = diagnostics.curvature(found.smoothness.value, params, numbers)
+    curvature = theory.curvature(found.smoothness.value, params, numbers)
     scale = Scale.of(0.2)
     return (
         shape_scale(found.signal.value, params, numbers, scale, power=1),

@@ -22,6 +22,7 @@ from examples.pretrain.step import make_train_step
 from examples.pretrain.task import Data
 from examples.study.arms import Arm
 from examples.study.search import Rates, Settings
+from examples.study.theory import decompose
 from examples.study.workloads import Workload
 from orscale_jax import diagnostics
 
@@ -214,7 +215,7 @@ def _reading(state: State, setup: Setup) -> dict[str, Any]:
         weight_dimension_numbers=setup.weight_dimension_numbers,
     )
     classes = diagnostics.layer_classes(state["params"])
-    parts = diagnostics.decompose(reading, classes)
+    parts = decompose(reading, classes)
     bounds = [jax.tree.leaves(x) for x in (reading.at_r_min, reading.at_r_max)]
     flat = [jnp.concatenate([jnp.ravel(x) for x in leaves]) for leaves in bounds]
     return {

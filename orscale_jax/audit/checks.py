@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orscale_jax.audit.rows import ParameterRow
-from orscale_jax.parameters import layer_names
-from orscale_jax.parameters.blocks import LeafAxes, MatrixBlocks
-from orscale_jax.parameters.classes_by_name import (
+from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.parameters.heads import DIVIDED
+from orscale_jax.parameters.layer_classes import (
     EMBEDDING_OR_HEAD,
     VECTORS,
+    is_embedding_or_head,
     module_and_array,
 )
-from orscale_jax.parameters.projections import KINDS
 from orscale_jax.trees.names import Path, dotted, keys_on, without_names, words
 
 _FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
@@ -43,7 +43,7 @@ class Checks(NamedTuple):
     """
 
     shapes: Mapping[Any, tuple[int, ...]]
-    axes: Mapping[Any, LeafAxes]
+    axes: Mapping[Any, MatrixAxes]
     vocabularies: Mapping[int, str]
     below: Mapping[Path, list[Any]]
 
@@ -51,7 +51,7 @@ class Checks(NamedTuple):
     def of(
         cls,
         leaf_of: Mapping[Any, Any],
-        axes_of: Mapping[Any, LeafAxes],
+        axes_of: Mapping[Any, MatrixAxes],
         class_of: Mapping[Any, str],
     ) -> "Checks":
         """Collect shapes, axes and embeddings of a tree, by path."""
@@ -69,7 +69,7 @@ class Checks(NamedTuple):
         return cls(shapes, axes_of, vocabularies, below)
 
     def reasons(
-        self, path: Any, row: ParameterRow, axes: LeafAxes | None, layer: str
+        self, path: Any, row: ParameterRow, axes: MatrixAxes | None, layer: str
     ) -> tuple[str, ...]:
         """The reasons why a leaf that is taken for matrices may be something else.
 
@@ -82,7 +82,7 @@ class Checks(NamedTuple):
         return () if axes is None else tuple(self._reasons(path, row, axes, layer))
 
     def _reasons(
-        self, path: Any, row: ParameterRow, axes: LeafAxes, layer: str
+        self, path: Any, row: ParameterRow, axes: MatrixAxes, layer: str
     ) -> Iterator[str]:
         keys, name = keys_on(path), _in_words(path)
         unknown = layer == "other"
@@ -107,19 +107,19 @@ class Checks(NamedTuple):
             yield "stack of vectors?"
         longer = max(row.m, row.n) // max(1, min(row.m, row.n))
         expected = {"router"} | EMBEDDING_OR_HEAD | VECTORS
-        if layer in KINDS and np.prod(row.batch_shape) > 1:
+        if layer in DIVIDED and np.prod(row.batch_shape) > 1:
             expected |= {layer}  # The heads, which are longer than they are wide.
         if longer >= _THIN and layer not in expected and not _LORA.search(name):
             yield f"{longer} times as long"
         if 1 in row.batch_shape:
             yield "batch of one"
 
-    def _is_split(self, path: Any, axes: LeafAxes) -> bool:
+    def _is_split(self, path: Any, axes: MatrixAxes) -> bool:
         """Whether blocks or a batch axis divide a fused projection into its parts.
 
         A batch axis that all neighbours have as well is one of layers or experts.
         """
-        if axes.within is not axes:
+        if axes.sizes:
             return True
         shape, beside = self.shapes[path], list(self._beside(path))
 
@@ -148,10 +148,9 @@ class Checks(NamedTuple):
                 yield other
 
 
-def _stacked(axes: LeafAxes) -> tuple[int, ...]:
+def _stacked(axes: MatrixAxes) -> tuple[int, ...]:
     """The batch axes of a leaf: blocks lie side by side within a matrix of it."""
-    whole = axes.whole if isinstance(axes, MatrixBlocks) else axes
-    return whole.batch
+    return axes.batch
 
 
 def _is_vocabulary(path: Any, shape: tuple[int, ...]) -> bool:
@@ -160,7 +159,7 @@ def _is_vocabulary(path: Any, shape: tuple[int, ...]) -> bool:
     return (
         len(shape) == 2
         and shape[0] != shape[1]
-        and (layer_names.is_embedding_or_head(module[-1]) or module[-1] == "shared")
+        and (is_embedding_or_head(module[-1]) or module[-1] == "shared")
         and not _NO_VOCABULARY.search(_in_words(path))
     )
 

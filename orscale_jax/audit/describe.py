@@ -27,7 +27,6 @@ from orscale_jax.audit.state import (
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.blocks import LeafAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     matrix_axes,
@@ -35,9 +34,9 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamSpecs
-from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
-from orscale_jax.transforms.shape import SPECTRAL, Scale
+from orscale_jax.transforms.stages import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
 
@@ -119,7 +118,6 @@ def describe(
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
         ns_preconditioning=ns_preconditioning,
-        ns_products="xla",
         max_stack_bytes=max_stack_bytes,
         slow_axes=slow_axes,
     )
@@ -175,7 +173,7 @@ def _matrices(
     weight_dimension_numbers: WeightDimensionNumbers,
     params: PyTree,
     state: AbstractState | None,
-) -> dict[Any, LeafAxes]:
+) -> dict[Any, MatrixAxes]:
     """The axes of the optimizer's matrices, by path."""
     if state is None:
         return leaves_by_path(matrix_axes(weight_dimension_numbers, params))
@@ -188,7 +186,7 @@ def _matrices(
 def _rows(
     name: str,
     leaf: Any,
-    axes: LeafAxes | None,
+    axes: MatrixAxes | None,
     kept: Kept | None,
     scale: Scale,
 ) -> list[ParameterRow]:
@@ -216,7 +214,7 @@ def _rows(
 def _matrix_row(
     row: ParameterRow,
     leaf: Any,
-    axes: LeafAxes,
+    axes: MatrixAxes,
     kept: Kept | None,
     scale: Scale,
     index: int,
@@ -243,7 +241,7 @@ def _matrix_row(
     )
 
 
-def _mesh_axes(axes: LeafAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], ...]:
+def _mesh_axes(axes: MatrixAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], ...]:
     mesh = _mesh(leaf)
     if mesh is None:
         return ()
@@ -269,7 +267,7 @@ def _sharding_source(
     specs: Sequence[ParamSpecs],
     mesh: Mesh | AbstractMesh | None,
     params: PyTree,
-    axes_of: Mapping[Any, LeafAxes],
+    axes_of: Mapping[Any, MatrixAxes],
 ) -> str:
     """Where an optimizer finds the shardings of its matrices on a mesh, in words."""
     if mesh is None:
@@ -299,19 +297,19 @@ def _norms(
     return float(least), float(most)
 
 
-def _bytes_of_part(axes: LeafAxes, leaf: Any, state: list[Any], index: int) -> int:
+def _bytes_of_part(axes: MatrixAxes, leaf: Any, state: list[Any], index: int) -> int:
     """The bytes of a part's share of the arrays that are divided like the leaf.
 
     Those with one entry per matrix are divided as well; others count for the first part.
     """
-    if isinstance(axes, MatrixAxes):
+    if not axes.sizes:
         return nbytes(state)
 
     def divided(array: Any) -> bool:
         if array.shape == axes.batch_shape(leaf):
             return True
         alike = array.ndim == leaf.ndim  # The leaf, or the scales of 8-bit momentum.
-        return alike and array.shape[axes.axis] == leaf.shape[axes.axis]
+        return alike and array.shape[axes.block_axis] == leaf.shape[axes.block_axis]
 
     part = functools.partial(axes.part, index=index)
     return nbytes(

@@ -26,7 +26,7 @@ from orscale_jax.audit.rows import (
     total_of,
 )
 from orscale_jax.audit.tables import Cells, Table
-from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.plan import MeshShape
 from orscale_jax.distributed.platforms import Platform
 
 if TYPE_CHECKING:

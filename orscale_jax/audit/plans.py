@@ -11,14 +11,17 @@ import numpy as np
 
 from orscale_jax.audit.merging import counted, merged
 from orscale_jax.audit.rows import ParameterRow
-from orscale_jax.distributed.buckets import Bucket, ShardedArray
-from orscale_jax.distributed.costs import Traffic
-from orscale_jax.distributed.mesh_shape import MeshShape
-from orscale_jax.distributed.planner import median_flops
+from orscale_jax.distributed.exchange import plan_exchange
+from orscale_jax.distributed.plan import (
+    Bucket,
+    MeshShape,
+    ShardedArray,
+    Traffic,
+    median_flops,
+)
 from orscale_jax.distributed.platforms import Platform
-from orscale_jax.distributed.shards import plan_exchange
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
-from orscale_jax.transforms.dtypes import compute_dtype
+from orscale_jax.transforms.matrices import compute_dtype
 
 _NAMES_WIDTH = 72  # Of the names shown for a stack, which are one at least.
 
@@ -96,7 +99,7 @@ class Placed(NamedTuple):
 class StepCost(NamedTuple):
     """What Newton–Schulz costs each device of a mesh in one step, as it is planned.
 
-    Times are estimates from the rates in ``orscale_jax/distributed/hardware.py``, as if
+    Times are estimates from the rates in ``orscale_jax/distributed/plan.py``, as if
     products and transfers did not overlap. They leave out everything but products of
     matrices and transfers.
 

@@ -20,15 +20,15 @@ from orscale_jax.audit.state_trees import (
     groups_of,
     state_trees,
 )
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
 from orscale_jax.parameters.rate_multipliers import resolved
 from orscale_jax.sharding.param_shardings import ParamSpecs, initialized
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import is_masked
 from orscale_jax.trees.names import name_and_shape, quoted
+from orscale_jax.trees.nodes import is_masked
 
 
 class Kept(NamedTuple):
@@ -103,8 +103,8 @@ class AbstractState(NamedTuple):
         )
 
     def only_matrices(
-        self, axes_of: Mapping[Any, LeafAxes], leaf_of: Mapping[Any, Any]
-    ) -> dict[Any, LeafAxes]:
+        self, axes_of: Mapping[Any, MatrixAxes], leaf_of: Mapping[Any, Any]
+    ) -> dict[Any, MatrixAxes]:
         """The axes of the optimizer's matrices, out of those that dimension numbers name.
 
         Raises:

@@ -8,16 +8,12 @@ import jax
 import optax
 from optax.transforms import MaskedState, PartitionState
 
-from orscale_jax.transforms.first_update import FromFirstNonzeroUpdateState
-from orscale_jax.transforms.initial_norm import InitialNormState
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
-from orscale_jax.transforms.trust_ratio import (
-    CalibratedTrustRatioState,
-    LargestDirectionState,
-)
+from orscale_jax.transforms.relatives import InitialNormState
+from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState
+from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import is_masked
-from orscale_jax.trees.nodes import nodes_of
+from orscale_jax.trees.nodes import is_masked, nodes_of
 
 Rule: TypeAlias = Literal["matrix", "adamw", "other", "stateless"]
 STATELESS: Rule = "stateless"
@@ -30,7 +26,6 @@ _PER_MATRIX: dict[type, str] = {
     FromFirstNonzeroUpdateState: "started",
     InitialNormState: "initial_norm",
     CalibratedTrustRatioState: "trust_ratio",
-    LargestDirectionState: "trust_ratio",
 }
 
 

@@ -7,14 +7,15 @@ the platform is known when the program is compiled and not when it is traced.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from orscale_jax.distributed import partitioner, shards
-from orscale_jax.distributed.platforms import PLATFORMS, Platform
+from orscale_jax.distributed.auto import on_unknown_shards
+from orscale_jax.distributed.exchange import on_shards
+from orscale_jax.distributed.platforms import PLATFORMS, Platform, polar_in_chunks
 from orscale_jax.distributed.slow_links import (
     SlowAxes,
     slices_of_mesh,
@@ -22,7 +23,7 @@ from orscale_jax.distributed.slow_links import (
 )
 from orscale_jax.distributed.stacks import StackKey, plan_stacks, stack, unstack
 from orscale_jax.newton_schulz.polar import NewtonSchulz
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding import typed_sharding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +44,13 @@ class PolarOptions:
     stack_bytes: int | None = None
     mesh: Mesh | AbstractMesh | None = None
     slow_axes: SlowAxes | None = dataclasses.field(default=None, hash=False)
-    platforms: Mapping[str, Callable[[NewtonSchulz], Platform]] = dataclasses.field(
+    platforms: Mapping[str, Platform] = dataclasses.field(
         default_factory=lambda: PLATFORMS, hash=False
     )
 
     def platform(self, name: str) -> Platform:
         """A platform with these options."""
-        platform = self.platforms[name](self.settings)
+        platform = dataclasses.replace(self.platforms[name], settings=self.settings)
         return platform.with_overrides(self.settings.dtype, self.stack_bytes)
 
 
@@ -96,32 +97,23 @@ def polar_factors(
     filled = [i for i in range(len(matrices)) if i not in factors]
     if filled:
         xs = [matrices[i] for i in filled]
-        auto = None if auto_specs is None else [auto_specs[i] for i in filled]
-        shardings = _shardings(xs, auto, tuple(specs[i] for i in filled), options)
+        mesh = typed_sharding.mesh_of(xs, options.mesh)
+        slices, known = None, None
+        if mesh is not None:
+            slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
+            if mesh.are_all_axes_explicit:
+                known = [jax.typeof(x).sharding.spec for x in xs]
+            elif auto_specs is not None:
+                known = [auto_specs[i] for i in filled]
+            if slices is None and known is not None:
+                warn_of_unknown_slices(mesh)
+        shardings = _Shardings(mesh, slices, known, tuple(specs[i] for i in filled))
         tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
-        known = options.settings.is_static and shardings.mesh is None
         # Outside of `jax.jit`, a program that is compiled at the first call.
-        compute = _compiled if known and not tracing else _on_any_platform
-        qs = compute(xs, shardings, options)
+        compiled = options.settings.is_static and mesh is None and not tracing
+        qs = (_compiled if compiled else _on_any_platform)(xs, shardings, options)
         factors |= dict(zip(filled, qs, strict=True))
     return [factors[i] for i in range(len(matrices))]
-
-
-def _shardings(
-    xs: Sequence[jax.Array],
-    auto_specs: Sequence[PartitionSpec] | None,
-    specs: Sequence[PartitionSpec],
-    options: PolarOptions,
-) -> _Shardings:
-    mesh = meshes.mesh_of(xs, options.mesh)
-    if mesh is None:
-        return _Shardings(None, None, None, specs)
-    if mesh.are_all_axes_explicit:
-        auto_specs = [jax.typeof(x).sharding.spec for x in xs]
-    slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
-    if slices is None and auto_specs is not None:
-        warn_of_unknown_slices(mesh)
-    return _Shardings(mesh, slices, auto_specs, specs)
 
 
 def _on_any_platform(
@@ -154,11 +146,11 @@ def _on_platform(
     if mesh is None:
         qs = on_one_device(platform.with_traced(traced), xs)
     elif of_matrices is None:
-        packed = platform.pack_to_send(xs)
-        qs = partitioner.on_unknown_shards(platform, packed, traced, mesh, slices)
+        packed = platform.pack(xs, to_send=True)
+        qs = on_unknown_shards(platform, packed, traced, mesh, slices)
     else:
-        packed = platform.pack_to_send(xs)
-        qs = shards.on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
+        packed = platform.pack(xs, to_send=True)
+        qs = on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
     # Resharded before the cast, to send the narrower dtype.
     placed = map(typed_sharding.shard_as, qs, xs, of_factors)
     return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]
@@ -169,5 +161,8 @@ def on_one_device(platform: Platform, xs: Sequence[jax.Array]) -> Sequence[jax.A
     packed = platform.pack(xs)
     stack_bytes, _, stack_length, _ = platform.limits
     plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
-    qs = platform.polar_of_stacks(stack(packed, plan))
+    stacks = stack(packed, plan)
+    if platform.normalizes == "stack":
+        stacks = platform.normalized(stacks)
+    qs = polar_in_chunks(platform, stacks, [None] * len(stacks))
     return platform.unpack(unstack(qs, plan, like=xs))

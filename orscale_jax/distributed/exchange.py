@@ -1,186 +1,100 @@
 """The exchange that carries out a plan: shards to whole matrices, and back.
 
-All of it runs inside ``jax.shard_map``: shapes are those of one device.
+All of it runs inside ``jax.shard_map``, which :func:`on_shards` enters: shapes are those
+of one device. Collectives run over slow links before fast ones; some are sums over the
+devices that share a matrix, each with some of its columns.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from orscale_jax.distributed.buckets import (
+from orscale_jax.distributed.plan import (
     Bucket,
+    DeviceGroup,
     LayoutGroup,
     MatrixSlice,
-    MeshAxes,
+    MeshShape,
+    ShardedArray,
     count_devices,
+    plan_buckets,
 )
-from orscale_jax.distributed.collectives import (
-    ColumnGroup,
-    all_gather,
-    all_to_all,
-    axis_index,
-)
-from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.platforms import Platform, polar_in_chunks
+from orscale_jax.newton_schulz.arithmetic import may_transpose_squares
+from orscale_jax.sharding import typed_sharding
+
+# Makes a stack of matrices that stay on their device.
+Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Exchange:
-    """An exchange of shards for whole matrices, each on one device or on a few.
+class ColumnGroup:
+    """Devices of a mesh over which the columns of wide matrices are sharded.
 
     Attributes:
-      buckets: The plan.
-      mesh: The mesh.
+      group: The devices among which those that share a matrix are neighbours.
+      shards: The number of neighbouring devices that share a matrix.
+      active: The number of devices that hold a column shard, the first of the group. The
+        others hold whole matrices; they take part in the collectives, whose results they
+        discard.
     """
 
-    buckets: Sequence[Bucket]
-    mesh: MeshShape
+    group: DeviceGroup
+    shards: int
+    active: int
 
-    def send(
-        self,
-        shards: Sequence[jax.Array],
-        join: Callable[[Sequence[jax.Array]], jax.Array],
-    ) -> list[jax.Array]:
-        """Stacks ``(k, m, n)`` of whole matrices, and column shards ``(m, n)`` of some.
+    def reduce(self, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+        """``jax.lax.psum``, or another, over the devices that share a matrix."""
+        groups = self.group.index_groups(self.shards)
+        reduced = collective(x, self.group.axes, axis_index_groups=groups)
+        return self._if_active(reduced, x)
 
-        Args:
-          shards: This device's shard of each planned array.
-          join: Makes a stack of matrices that stay on their device.
-
-        Returns:
-          An array for each bucket, the largest first: neighbours then have like sizes.
-        """
-        stacks = []
-        for group in self._packings:
-            packed = jnp.concatenate([packing.pack(shards, join) for packing in group])
-            stacks.append(_send(packed, group))
-        # A column shard has no batch axis.
-        shared = [bucket.column_shards > 1 for bucket in self.buckets]
-        return [stacks[i][0] if shared[i] else stacks[i] for i in self._order]
-
-    @property
-    def columns(self) -> list[ColumnGroup | None]:
-        """For each result of :meth:`send`, the devices that share its matrices."""
-        return [_column_group(self.buckets[i], self.mesh) for i in self._order]
-
-    def receive(
-        self, results: Sequence[jax.Array], shards: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Invert :meth:`send`.
-
-        Args:
-          results: Arrays of the shapes that ``send`` has returned.
-          shards: Arrays of the shapes of this device's shards.
-        """
-        by_bucket = dict(zip(self._order, results, strict=True))
-        arrays = (by_bucket[i] for i in range(len(self.buckets)))
-        stacks = [x.reshape(-1, *x.shape[-2:]) for x in arrays]
-        slices: dict[MatrixSlice, jax.Array] = {}
-        for stack, group in zip(stacks, self._packings, strict=True):
-            returned, first = _return(stack, group), 0
-            for packing in group:
-                after = first + packing.layout.slots
-                slices |= packing.unpack(returned[first:after], shards)
-                first = after
-        return [_assemble(slices, i, shard) for i, shard in enumerate(shards)]
-
-    @property
-    def _order(self) -> list[int]:
-        def entries(i: int) -> int:
-            bucket = self.buckets[i]
-            return bucket.matrices_per_device * math.prod(bucket.shape)
-
-        return sorted(range(len(self.buckets)), key=lambda i: -entries(i))
-
-    @property
-    def _packings(self) -> list[list["_Packing"]]:
-        return [
-            [_Packing(layout, bucket, self.mesh) for layout in bucket.layouts]
-            for bucket in self.buckets
-        ]
-
-
-def _column_group(bucket: Bucket, mesh: MeshShape) -> ColumnGroup | None:
-    if bucket.column_shards == 1:
-        return None
-    group = mesh.group(bucket.replica_axes + bucket.shard_axes)
-    return ColumnGroup(group, bucket.column_shards, bucket.active_devices)
-
-
-def _assemble(
-    slices: Mapping[MatrixSlice, jax.Array], index: int, shard: jax.Array
-) -> jax.Array:
-    """The slices of one array, in its shape."""
-    own = [slices[part] for part in sorted(slices) if part.array == index]
-    joined = own[0] if len(own) == 1 else jnp.concatenate(own)
-    return joined.reshape(shard.shape)
-
-
-class _Packing(NamedTuple):
-    """How the shards of one layout group are packed for the exchange."""
-
-    layout: LayoutGroup
-    bucket: Bucket
-    mesh: MeshShape
-
-    @property
-    def local_shape(self) -> tuple[int, int]:
-        """The shape of this device's shard of a matrix, padded."""
-        m, n = self.sent_shape
-        return m, n * self.layout.column_shards
-
-    @property
-    def sent_shape(self) -> tuple[int, int]:
-        """The shape of what is sent to each device of the group."""
-        m, n = self.bucket.shape
-        rows, columns = self.layout.axes
-        return (
-            m // count_devices(rows, self.mesh.factors),
-            n // count_devices(columns, self.mesh.factors),
-        )
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether tall shards are sent transposed.
-
-        Shards of several layouts are sent in one shape, in which a TPU would pad short
-        axes.
-        """
-        m, n = self.sent_shape
-        return len({layout.axes for layout in self.bucket.layouts}) > 1 and m > n
-
-    @property
-    def sides(self) -> list[tuple[MeshAxes, int]]:
-        """For both axes of what is sent, the axes of the mesh and the length."""
-        m, n = self.sent_shape
-        sides = [(self.layout.row_axes, m), (self.layout.column_axes, n)]
-        return sides[::-1] if self.is_transposed else sides
-
-    @property
-    def common_shape(self) -> list[int]:
-        """The shape in which shards of all layout groups are sent."""
-        first = self._replace(layout=self.bucket.layouts[0])
-        return [length for _, length in first.sides]
-
-    @property
-    def order(self) -> list[int]:
-        """The permutation ``(*mesh axes, k, m, n)`` to ``(k, *rows, m, *columns, n)``."""
-        axes = self.bucket.shard_axes
-        (first, _), (last, _) = self.sides
-        k, m, n = range(len(axes), len(axes) + 3)
-        return [k, *map(axes.index, first), m, *map(axes.index, last), n]
-
-    def pack(
-        self,
-        shards: Sequence[jax.Array],
-        join: Callable[[Sequence[jax.Array]], jax.Array],
+    def sum_matrices(
+        self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
+        """The sum of matrices of shape (m, n): added as they are, gathered rounded."""
+        over: Any = {"axis_index_groups": self.group.index_groups(self.shards)}
+        rows = jax.lax.psum_scatter(x, self.group.axes, tiled=True, **over)
+        gathered = jax.lax.all_gather(rounded(rows), self.group.axes, tiled=True, **over)
+        return self._if_active(gathered.astype(x.dtype), x)
+
+    def _if_active(self, reduced: jax.Array, x: jax.Array) -> jax.Array:
+        """``reduced`` where the device holds a column shard, else ``x``."""
+        if self.active == self.group.size:
+            return reduced
+        return jnp.where(axis_index(self.group) < self.active, reduced, x)
+
+
+class _Packing:
+    """How the shards of one layout group of a bucket are packed for the exchange."""
+
+    def __init__(self, layout: LayoutGroup, bucket: Bucket, mesh: MeshShape) -> None:
+        self.layout, self.bucket, self.mesh = layout, bucket, mesh
+        m, n = self.shape = (
+            bucket.shape[0] // count_devices(layout.row_axes, mesh.factors),
+            bucket.shape[1] // count_devices(layout.column_axes, mesh.factors),
+        )
+        # Shards of several layouts are sent in one shape, in which a TPU would pad short
+        # axes: tall ones are transposed.
+        several = len({other.axes for other in bucket.layouts}) > 1
+        self.is_transposed = several and m > n
+        self.sent_shape = (n, m) if self.is_transposed else (m, n)
+        self.sent_axes = layout.axes[::-1] if self.is_transposed else layout.axes
+        # From (*mesh axes, k, m, n) to (k, *rows, m, *columns, n).
+        at, (rows, columns) = bucket.shard_axes.index, self.sent_axes
+        k = len(bucket.shard_axes)
+        self.order = [k, *map(at, rows), k + 1, *map(at, columns), k + 2]
+
+    def pack(self, shards: Sequence[jax.Array], join: Join) -> jax.Array:
         """This device's shards of the matrices, ready to be sent."""
-        m, n = self.local_shape
+        m, n = self.shape
         padded = []
         for part in self.layout.slices:
             shard = shards[part.array]
@@ -188,22 +102,22 @@ class _Packing(NamedTuple):
             x = x[part.start : part.stop]
             x = x.mT if part.transposed else x
             # Zero rows and columns change nothing in the others' results.
-            pad = [(0, 0), (0, m - x.shape[-2]), (0, n - x.shape[-1])]
-            padded.append(jnp.pad(x, pad))
+            wide = n * self.layout.column_shards - x.shape[-1]
+            padded.append(jnp.pad(x, [(0, 0), (0, m - x.shape[-2]), (0, wide)]))
         x = join(padded) if self.bucket.group_size == 1 else jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
-        x = x.reshape(-1, *self.sent_shape)
-        x = x.mT if self.is_transposed else x
-        return x.reshape(-1, *self.common_shape)
+        x = x.reshape(-1, m, n)
+        return x.mT if self.is_transposed else x
 
     def unpack(
         self, packed: jax.Array, shards: Sequence[jax.Array]
     ) -> dict[MatrixSlice, jax.Array]:
         """Invert :meth:`pack`."""
-        x = packed.reshape(-1, *(length for _, length in self.sides))
+        m, n = self.shape
+        x = packed.reshape(-1, *self.sent_shape)
         x = x.mT if self.is_transposed else x
-        x = x.reshape(-1, self.layout.column_shards, *self.sent_shape).swapaxes(1, 2)
-        x = x.reshape(-1, *self.local_shape)
+        x = x.reshape(-1, self.layout.column_shards, m, n).swapaxes(1, 2)
+        x = x.reshape(-1, m, n * self.layout.column_shards)
         slices, first = {}, 0
         for part in self.layout.slices:
             *_, rows, columns = shards[part.array].shape
@@ -216,82 +130,220 @@ class _Packing(NamedTuple):
 
     def join(self, arrived: jax.Array) -> jax.Array:
         """Matrices, or column shards, from what each device of the group has sent."""
-        (first, m), (last, n) = self.sides
         lengths = [self.mesh.factors[name] for name in self.bucket.shard_axes]
-        x = arrived.reshape(*lengths, self.bucket.matrices_per_device, m, n)
-        sides = (
-            m * count_devices(first, self.mesh.factors),
-            n * count_devices(last, self.mesh.factors),
-        )
-        whole = x.transpose(self.order).reshape(-1, *sides)
+        k = self.bucket.matrices_per_device
+        x = arrived.reshape(*lengths, k, *self.sent_shape).transpose(self.order)
+        m, n = self.bucket.shape
+        whole = x.reshape(-1, *((n, m) if self.is_transposed else (m, n)))
         return whole.mT if self.is_transposed else whole
 
     def divide(self, whole: jax.Array) -> jax.Array:
         """Invert :meth:`join`."""
-        (first, m), (last, n) = self.sides
         rows, columns = (
-            [self.mesh.factors[name] for name in axes] for axes in (first, last)
+            [self.mesh.factors[name] for name in axes] for axes in self.sent_axes
         )
+        m, n = self.sent_shape
         x = whole.mT if self.is_transposed else whole
         x = x.reshape(-1, *rows, m, *columns, n)
-        back = sorted(range(x.ndim), key=self.order.__getitem__)
-        return x.transpose(back).reshape(-1, *self.common_shape)
+        return x.transpose(sorted(range(x.ndim), key=self.order.__getitem__))
 
 
-def _send(packed: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
+def on_shards(
+    platform: Platform,
+    packed: Sequence[jax.Array],
+    traced: Mapping[str, jax.Array],
+    mesh: AbstractMesh,
+    slices: Mapping[str, int],
+    specs: Sequence[PartitionSpec],
+) -> list[jax.Array]:
+    """Polar factors of packed matrices whose shardings, ``specs``, are known.
+
+    ``traced`` are settings of the iteration, the same on every device; ``slices`` the
+    number of slices along each axis that crosses slow links.
+    """
+    specs = tuple(specs)
+    whole = list(map(sharded_array, packed, specs))
+    # Along an axis that jax.vmap maps over, devices hold different matrices, not copies.
+    mapped = typed_sharding.mapped_axes()
+    sizes = {name: size for name, size in mesh.shape.items() if name not in mapped}
+    shape = MeshShape(sizes, {name: slices[name] for name in slices if name in sizes})
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh,
+        in_specs=(specs, PartitionSpec()),
+        out_specs=specs,
+        check_vma=False,
+    )
+    def run(shards: Any, traced: Any) -> tuple[jax.Array, ...]:
+        return tuple(on_each_device(platform.with_traced(traced), shards, whole, shape))
+
+    return list(run(tuple(packed), dict(traced)))
+
+
+def on_each_device(
+    platform: Platform,
+    shards: Sequence[jax.Array],
+    arrays: Sequence[ShardedArray],
+    mesh: MeshShape,
+) -> Sequence[jax.Array]:
+    """Shards of polar factors, from this device's shards of packed matrices."""
+    packings = [
+        [_Packing(layout, bucket, mesh) for layout in bucket.layouts]
+        for bucket in plan_exchange(platform, arrays, mesh)
+    ]
+    shards = platform.layout(shards)
+    stacks = [_send(shards, group, platform.join) for group in packings]
+    # The largest first: neighbours then have like sizes.
+    order = sorted(range(len(stacks)), key=lambda i: -stacks[i].size)
+    columns: dict[int, ColumnGroup | None] = dict.fromkeys(order)
+    for i in order:
+        bucket = packings[i][0].bucket
+        if bucket.column_shards > 1:
+            group = mesh.group(bucket.replica_axes + bucket.shard_axes)
+            columns[i] = ColumnGroup(group, bucket.column_shards, bucket.active_devices)
+            stacks[i] = stacks[i][0]  # A column shard has no batch axis.
+    qs = polar_in_chunks(platform, [stacks[i] for i in order], [*columns.values()])
+    of_bucket = dict(zip(order, qs, strict=True))
+    slices: dict[MatrixSlice, jax.Array] = {}
+    for i, some in enumerate(packings):
+        slices |= _return(of_bucket[i], some, shards)
+    factors = []
+    for i, shard in enumerate(shards):
+        own = [slices[part] for part in sorted(slices) if part.array == i]
+        joined = own[0] if len(own) == 1 else jnp.concatenate(own)
+        factors.append(joined.reshape(shard.shape))
+    return platform.layout(factors)
+
+
+def plan_exchange(
+    platform: Platform, arrays: Sequence[ShardedArray], mesh: MeshShape
+) -> tuple[Bucket, ...]:
+    """The plan of a mesh for arrays of packed matrices."""
+    may_transpose = may_transpose_squares(platform.settings.preconditioning)
+    arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
+    stack_bytes = platform.limits.stack_bytes
+    return plan_buckets(arrays, mesh, stack_bytes, platform.cost_model)
+
+
+def sharded_array(array: Any, spec: PartitionSpec) -> ShardedArray:
+    """An array as the plan sees it."""
+    rank = len(array.shape)
+    return ShardedArray(array.shape, array.dtype, typed_sharding.axes_of(spec, rank))
+
+
+def axis_index(group: DeviceGroup) -> jax.Array:
+    """The index of this device in its group."""
+    index = jax.lax.axis_index(group.axes)
+    if group.is_whole:
+        return index
+    places = []
+    for length in reversed(group.lengths):
+        places.append(index % length)
+        index = index // length
+    places.reverse()
+    index = places[group.order[0]]
+    for i in group.order[1:]:
+        index = index * group.lengths[i] + places[i]
+    return index
+
+
+def all_to_all(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Array:
+    """Send equal parts of ``x``, (devices, ...), to all devices along factors.
+
+    Across slices each device sends one message to each other slice: all that is meant for
+    its devices, which pass it on.
+    """
+    whole, groups = x.shape, _by_link(factors, mesh)
+    x = x.reshape(*(group.size for group in groups), *whole[1:])
+    for axis, group in enumerate(groups):
+        index_groups = group.index_groups()
+        x = jax.lax.all_to_all(x, group.axes, axis, axis, axis_index_groups=index_groups)
+    return x.reshape(whole)
+
+
+def all_gather(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Array:
+    """Join the arrays of all devices along factors by their first axis.
+
+    Each device receives one array from every other slice, and the rest from this one.
+    """
+    entry, groups = x.shape[1:], _by_link(factors, mesh)
+    tiled = len(groups) == 1
+    for axis, group in enumerate(groups):
+        index_groups = group.index_groups()
+        x = jax.lax.all_gather(
+            x, group.axes, axis=axis, tiled=tiled, axis_index_groups=index_groups
+        )
+    return x.reshape(-1, *entry)
+
+
+def _by_link(factors: Sequence[str], mesh: MeshShape) -> list[DeviceGroup]:
+    """The devices along the slow factors, if there are any, then along the fast ones."""
+    slow = [factor for factor in factors if factor in mesh.slow]
+    fast = [factor for factor in factors if factor not in mesh.slow]
+    return [mesh.group(some) for some in (slow, fast) if some]
+
+
+def _send(
+    shards: Sequence[jax.Array], packings: Sequence[_Packing], join: Join
+) -> jax.Array:
     """Exchange shards of all matrices for whole matrices, or column shards, of some.
 
     The last devices of the group receive zeros where there are too few matrices.
     """
-    bucket = packings[0].bucket
+    bucket, mesh = packings[0].bucket, packings[0].mesh
+    shape = packings[0].sent_shape
+    packed = jnp.concatenate(
+        [packing.pack(shards, join).reshape(-1, *shape) for packing in packings]
+    )
     slots = bucket.matrices_per_device * bucket.group_size
     packed = jnp.pad(packed, [(0, slots - len(packed)), (0, 0), (0, 0)])
     if bucket.replica_axes:
         share = slots * bucket.shards // bucket.group_size
-        group = packings[0].mesh.group(bucket.replica_axes)
-        start = axis_index(group) * share
+        start = axis_index(mesh.group(bucket.replica_axes)) * share
         packed = jax.lax.dynamic_slice_in_dim(packed, start, share)
     if bucket.shards == 1:
         return packed
-    arrived = _all_to_all(packed, packings[0])
-    first, *others = runs = _alike(packings)
-    whole = first[0].join(arrived)
-    for before, run in zip(_is_before(runs), others, strict=True):
-        whole = jnp.where(before, whole, run[0].join(arrived))
-    return whole
+    packed = packed.reshape(bucket.shards, -1, *shape)
+    arrived = all_to_all(packed, bucket.shard_axes, mesh).reshape(-1, *shape)
+    return _as_sharded(packings, lambda packing: packing.join(arrived))
 
 
-def _return(whole: jax.Array, packings: Sequence[_Packing]) -> jax.Array:
+def _return(
+    q: jax.Array, packings: Sequence[_Packing], shards: Sequence[jax.Array]
+) -> dict[MatrixSlice, jax.Array]:
     """Invert :func:`_send`. Zeros must have stayed zeros."""
-    bucket = packings[0].bucket
+    bucket, mesh = packings[0].bucket, packings[0].mesh
+    shape = packings[0].sent_shape
+    x = q.reshape(-1, *q.shape[-2:])
     if bucket.shards > 1:
-        first, *others = runs = _alike(packings)
-        divided = first[0].divide(whole)
-        for before, run in zip(_is_before(runs), others, strict=True):
-            divided = jnp.where(before, divided, run[0].divide(whole))
-        whole = _all_to_all(divided, packings[0])
+        x = _as_sharded(packings, lambda each: each.divide(x).reshape(-1, *shape))
+        x = x.reshape(bucket.shards, -1, *shape)
+        x = all_to_all(x, bucket.shard_axes, mesh).reshape(-1, *shape)
     if bucket.replica_axes:
-        whole = all_gather(whole, bucket.replica_axes, packings[0].mesh)
-    return whole
-
-
-def _alike(packings: Sequence[_Packing]) -> list[list[_Packing]]:
-    """Runs of layout groups that are sharded alike."""
-    runs = itertools.groupby(packings, lambda packing: packing.layout.axes)
-    return [list(run) for _, run in runs]
-
-
-def _is_before(runs: Sequence[Sequence[_Packing]]) -> Iterator[jax.Array]:
-    """For each run but the first, whether this device's matrix is of an earlier one."""
+        x = all_gather(x, bucket.replica_axes, mesh)
+    slices: dict[MatrixSlice, jax.Array] = {}
     first = 0
-    for run in runs[:-1]:
-        first += sum(packing.layout.slots for packing in run)
-        bucket, mesh = run[0].bucket, run[0].mesh
-        yield axis_index(mesh.group(bucket.replica_axes + bucket.shard_axes)) < first
+    for packing in packings:
+        after = first + packing.layout.slots
+        slices |= packing.unpack(x[first:after], shards)
+        first = after
+    return slices
 
 
-def _all_to_all(packed: jax.Array, packing: _Packing) -> jax.Array:
-    """Send equal parts to the devices of the group, in the order of its axes."""
-    bucket = packing.bucket
-    sent = packed.reshape(bucket.shards, -1, *packed.shape[1:])
-    return all_to_all(sent, bucket.shard_axes, packing.mesh).reshape(packed.shape)
+def _as_sharded(
+    packings: Sequence[_Packing], fn: Callable[[_Packing], jax.Array]
+) -> jax.Array:
+    """``fn`` of a packing of this device's matrix: those sharded alike share a result."""
+    bucket, mesh = packings[0].bucket, packings[0].mesh
+    result, before = None, 0
+    for _, run in itertools.groupby(packings, lambda packing: packing.layout.axes):
+        some = list(run)
+        found = fn(some[0])
+        if result is not None:
+            group = mesh.group(bucket.replica_axes + bucket.shard_axes)
+            found = jnp.where(axis_index(group) < before, result, found)
+        result = found
+        before += sum(packing.layout.slots for packing in some)
+    assert result is not None
+    return result

@@ -9,7 +9,7 @@ import numpy as np
 from jax._src.mesh import get_concrete_mesh
 from jax.sharding import AbstractMesh, Mesh
 
-from orscale_jax.distributed.mesh_shape import slices_of_axes
+from orscale_jax.distributed.plan import slices_of_axes
 
 # The axes that cross slow links, all along or with the number of slices along each.
 SlowAxes: TypeAlias = Sequence[str] | Mapping[str, int]
@@ -22,24 +22,32 @@ def slices_of_mesh(
 ) -> dict[str, int] | None:
     """The number of slices along each axis of a mesh that crosses slow links.
 
-    It is None if neither the user nor any device says where slices are.
-
-    Args:
-      mesh: The mesh of the matrices.
-      slow_axes: What the user says of it; None to ask its devices.
-      given: The mesh that the user has given, which may have devices where ``mesh`` has
-        none. Without any, those of the context's mesh (``jax.set_mesh``) are asked.
+    It is None if neither the user, by ``slow_axes``, nor any device says where slices
+    are: those of ``mesh``, of the mesh that the user has given, or of the context's
+    (``jax.set_mesh``).
 
     Raises:
       ValueError: If ``slow_axes`` do not fit the mesh.
     """
-    if slow_axes is not None:
-        return _checked(slow_axes, mesh.shape)
-    candidates = (mesh, given, get_concrete_mesh())
-    for candidate in candidates:
-        if isinstance(candidate, Mesh) and candidate.shape == mesh.shape:
-            return slices_of_axes(candidate.axis_names, slice_of_each(candidate))
-    return None
+    if slow_axes is None:
+        for each in (mesh, given, get_concrete_mesh()):
+            if isinstance(each, Mesh) and each.shape == mesh.shape:
+                return slices_of_axes(each.axis_names, slice_of_each(each))
+        return None
+    sizes = mesh.shape
+    counts = dict(slow_axes) if isinstance(slow_axes, Mapping) else {}
+    for name in slow_axes:
+        if name not in sizes:
+            raise ValueError(
+                f"slow_axes has {name!r}, but the mesh has the axes {list(sizes)}: "
+                "name axes of this mesh, or leave slow_axes out where none is slow."
+            )
+        if sizes[name] % counts.setdefault(name, sizes[name]):
+            raise ValueError(
+                f"slow_axes has {counts[name]} slices along {name!r}, an axis of "
+                f"{sizes[name]} devices: give a number of slices that divides it."
+            )
+    return {name: count for name, count in counts.items() if count > 1}
 
 
 def slice_of_each(mesh: Mesh) -> np.ndarray:
@@ -69,19 +77,3 @@ def _slice_of(device: Any) -> int:
     A device without ``slice_index`` counts as in slice 0.
     """
     return int(getattr(device, "slice_index", 0))
-
-
-def _checked(slow_axes: SlowAxes, sizes: Mapping[str, int]) -> dict[str, int]:
-    counts = dict(slow_axes) if isinstance(slow_axes, Mapping) else {}
-    for name in slow_axes:
-        if name not in sizes:
-            raise ValueError(
-                f"slow_axes has {name!r}, but the mesh has the axes {list(sizes)}: "
-                "name axes of this mesh, or leave slow_axes out where none is slow."
-            )
-        if sizes[name] % counts.setdefault(name, sizes[name]):
-            raise ValueError(
-                f"slow_axes has {counts[name]} slices along {name!r}, an axis of "
-                f"{sizes[name]} devices: give a number of slices that divides it."
-            )
-    return {name: count for name, count in counts.items() if count > 1}

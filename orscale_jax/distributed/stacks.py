@@ -19,12 +19,10 @@ from orscale_jax.sharding import typed_sharding
 
 
 class StackKey(NamedTuple):
-    """The properties that arrays of matrices in one stack have in common.
+    """What arrays of matrices in one stack have in common.
 
-    Attributes:
-      shape: ``(*batch, m, n)`` with ``m <= n``: tall matrices are transposed.
-      dtype: The dtype of the entries.
-      sharding: The sharding of the batch axes, where types have it.
+    The shape is ``(*batch, m, n)`` with ``m <= n``: tall matrices are transposed. The
+    sharding is that of the batch axes, where types have it.
     """
 
     shape: tuple[int, ...]
@@ -44,16 +42,11 @@ def plan_stacks(
     """Plan which arrays share a stack.
 
     They are stacked along a new axis. Axes are never merged, since arrays may be sharded
-    over them: layers of experts share a stack with layers of experts alone.
+    over them: layers of experts share a stack with layers of experts alone. An array that
+    exceeds ``stack_bytes`` is alone, and a stack has at most ``stack_length`` arrays.
 
-    Args:
-      keys: The keys of the arrays.
-      stack_bytes: The largest stack. An array that exceeds it is alone.
-      stack_length: The most arrays in a stack; None for any number.
-
-    Returns:
-      The arrays' indices, one tuple per stack and each index once, in order. Stacks of
-      one key differ in length by at most one.
+    Returns the arrays' indices, one tuple per stack and each index once, in order. Stacks
+    of one key differ in length by at most one.
     """
     alike: dict[StackKey, list[int]] = {}
     for index, key in enumerate(keys):
@@ -71,13 +64,13 @@ def plan_stacks(
 def stack(
     matrices: Sequence[jax.Array], plan: Sequence[Sequence[int]]
 ) -> list[jax.Array]:
-    """Stacks of arrays of matrices; an array that is alone is not stacked.
-
-    Args:
-      matrices: Arrays of shape ``(*batch, m, n)``.
-      plan: The plan for these arrays.
-    """
-    return [_stack([matrices[i] for i in members]) for members in plan]
+    """Stacks of arrays ``(*batch, m, n)``; an array that is alone is not stacked."""
+    stacks = []
+    for members in plan:
+        xs = [matrices[i] for i in members]
+        wide = (x if x.shape[-2] <= x.shape[-1] else x.mT for x in xs)
+        stacks.append(xs[0] if len(xs) == 1 else jnp.stack([*wide]))
+    return stacks
 
 
 def unstack(
@@ -85,22 +78,10 @@ def unstack(
     plan: Sequence[Sequence[int]],
     like: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Invert :func:`stack`.
-
-    Args:
-      stacks: Stacks, one for each member of the plan.
-      plan: The plan for these arrays.
-      like: Arrays of the shapes of the results, in their order.
-    """
+    """Invert :func:`stack`, to arrays of the shapes of ``like``."""
     xs: dict[int, jax.Array] = {}
     for members, stacked in zip(plan, stacks, strict=True):
         parts = [stacked] if len(members) == 1 else stacked
         for i, x in zip(members, parts, strict=True):
             xs[i] = x if x.shape == like[i].shape else x.mT
     return [xs[i] for i in range(len(like))]
-
-
-def _stack(alike: Sequence[jax.Array]) -> jax.Array:
-    if len(alike) == 1:
-        return alike[0]
-    return jnp.stack([x if x.shape[-2] <= x.shape[-1] else x.mT for x in alike])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,9 +15,10 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
-from orscale_jax.parameters import module_types, path_rules, resolution
-from orscale_jax.parameters.head_rules import PerHeadRules
+from orscale_jax.parameters import module_types
+from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
+from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, names_on
 
@@ -79,11 +80,9 @@ def linen_dimension_numbers(
     *args: Any,
     rngs: Any = None,
     method: Callable[..., Any] | str | None = None,
-    output_heads: Collection[str] = (),
-    overrides: path_rules.Rules | None = None,
+    overrides: Rules | None = None,
     rules: ModuleRules | None = None,
-    per_head: PerHeadRules = False,
-    heads: Collection[str] | None = None,
+    head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> PyTree:
     """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
@@ -100,11 +99,9 @@ def linen_dimension_numbers(
         ``jax.ShapeDtypeStruct``.
       rngs: The keys of ``module.init``; None: one key for all.
       method: The module's method, as for ``module.init``; None: ``__call__``.
-      output_heads: See :func:`nnx_dimension_numbers`.
       overrides: See :func:`nnx_dimension_numbers`.
       rules: See :func:`nnx_dimension_numbers`; the names are those of ``self.param``.
-      per_head: See :func:`nnx_dimension_numbers`.
-      heads: A deprecated name of ``output_heads``.
+      head_size: See :func:`orscale_jax.by_path`.
       **kwargs: Keyword arguments of ``module.init``, such as ``train=False``.
 
     Returns:
@@ -130,12 +127,13 @@ def linen_dimension_numbers(
       https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
     """
     _checks.model("module", module, linen.Module)
-    output_heads = resolution.names_of_heads(output_heads, heads)
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, str] = {(): type(module).__name__}
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
-    with linen.intercept_methods(interceptor), _its_own_jit_cache():
+    # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
+    own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
+    with linen.intercept_methods(interceptor), own_cache:
         traced = _abstract_params(module, rngs, args, method, kwargs)
     # Without our boxes: they are pytree nodes, and a module may name parameters by path.
     params = _abstract_params(module, rngs, args, method, kwargs)
@@ -144,30 +142,20 @@ def linen_dimension_numbers(
         path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
         for path, leaf in _paths.by_path(params).items()
     }
-    by_type = {
-        path: _numbers(path, np.shape(leaf), boxes.get(path), owners)
-        for path, leaf in leaves.items()
-    }
-    numbers = resolution.resolve(leaves, by_type, output_heads, overrides, per_head)
+    by_type: dict[Path, Numbers] = {}
+    for path, leaf in leaves.items():
+        shape, box = np.shape(leaf), boxes.get(path)
+        if isinstance(box, _Traced):
+            by_type[path] = module_types.located(box.declared, box.axes, shape)
+        else:
+            owner, _ = module_types.owner_of(path, owners)
+            by_type[path] = module_types.undeclared(owner, shape)
+    numbers = module_types.resolved(leaves, by_type, overrides, head_size)
     return jax.tree.map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,
         is_leaf=meta.is_axis_metadata,
     )
-
-
-def _numbers(
-    path: Path, shape: tuple[int, ...], box: Any, owners: Mapping[Path, str]
-) -> Numbers:
-    if isinstance(box, _Traced):
-        return module_types.locate(box.declared, box.axes, shape)
-    owner, _ = module_types.owner_of(path, owners)
-    return module_types.undeclared(owner, shape)
-
-
-def _its_own_jit_cache() -> Any:
-    """Keep our boxes out of nn.jit's cache, and its earlier results out of this trace."""
-    return set_xla_metadata(orscale_jax=str(next(_CALLS)))
 
 
 def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., Any]:
@@ -176,24 +164,22 @@ def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., A
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         result = call(*args, **kwargs)
         module = context.module
-        if module.scope is not None and module.is_mutable_collection("params"):
-            # Where two modules share a scope, the outer one returns last, and owns it.
-            owners[tuple(module.path)] = type(module).__name__
-            _box(module, module_types.declarations(module, rules))
+        if module.scope is None or not module.is_mutable_collection("params"):
+            return result
+        # Where two modules share a scope, the outer one returns last, and owns it.
+        owners[tuple(module.path)] = type(module).__name__
+        declared = module_types.declarations(module, rules)
+        for name, value in module.variables.get("params", {}).items():
+            if isinstance(value, Mapping | _Traced):
+                continue
+            rank = np.ndim(meta.unbox(value))
+            # Any other parameter may belong to an outer module that shares this scope.
+            if name in declared or rank < 2:
+                box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
+                module.put_variable("params", name, box)
         return result
 
     return intercept
-
-
-def _box(module: linen.Module, declared: Mapping[str, Declared]) -> None:
-    for name, value in module.variables.get("params", {}).items():
-        if isinstance(value, Mapping | _Traced):
-            continue
-        rank = np.ndim(meta.unbox(value))
-        # Any other parameter may belong to an outer module that shares this scope.
-        if name in declared or rank < 2:
-            box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
-            module.put_variable("params", name, box)
 
 
 def _abstract_params(

@@ -1,7 +1,6 @@
 """Dimension numbers from the types of an NNX model's modules."""
 
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
 import jax
 import numpy as np
@@ -10,10 +9,12 @@ from flax import nnx
 from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import NNX_RULES
-from orscale_jax.parameters import module_types, path_rules, resolution
-from orscale_jax.parameters.head_rules import PerHeadRules
+from orscale_jax.parameters import module_types
+from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import ModuleRules
+from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path
 
 # Containers declare nothing: the module that owns them knows what their parameters are.
 _CONTAINERS = (nnx.List, nnx.Dict)
@@ -22,30 +23,27 @@ _CONTAINERS = (nnx.List, nnx.Dict)
 def nnx_dimension_numbers(
     model: nnx.Module,
     *,
-    output_heads: Collection[str] = (),
-    overrides: path_rules.Rules | None = None,
+    overrides: Rules | None = None,
     rules: ModuleRules | None = None,
     partition_names: Collection[str] = (),
-    per_head: PerHeadRules = False,
-    heads: Collection[str] | None = None,
+    head_size: HeadSizes = False,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
 
     Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
     ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices.
     Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
-    axes take AdamW, and so does every parameter whose path contains one of
-    ``output_heads``, or a name that :func:`orscale_jax.orscale` takes for an embedding or
-    an output head. Axes that ``nnx.vmap`` or ``nnx.scan`` put in front of those that a
-    module declares are batch axes.
+    axes take AdamW, and so does every parameter whose path has a name that
+    :func:`orscale_jax.orscale` takes for an embedding or an output head. Axes that
+    ``nnx.vmap`` or ``nnx.scan`` put in front of those that a module declares are batch
+    axes.
 
     Args:
       model: The module whose ``nnx.Param`` variables are optimized.
-      output_heads: Names that mark output heads on a path, besides those that the
-        library knows.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
-        axes. They take precedence over everything else, and match the paths that errors
-        of this function show.
+        axes, such as ``{"readout": "adamw"}`` for a head of that name. They take
+        precedence over everything else, and match the paths that errors of this function
+        show.
       rules: A mapping from types of modules to functions. A function takes a module and
         returns a mapping from each attribute that is a parameter (or holds parameters) to
         a :class:`Weight`, or to None for AdamW. A rule also applies to subclasses without
@@ -54,8 +52,7 @@ def nnx_dimension_numbers(
         along another axis than the first. Axes with these names in the variables'
         annotations are batch axes, at any position. Names that variables keep in their
         metadata under ``nnx.PARTITION_NAME`` itself, as MaxText's do, need not be given.
-      per_head: As for :func:`orscale_jax.by_path`, after all other rules.
-      heads: A deprecated name of ``output_heads``.
+      head_size: See :func:`orscale_jax.by_path`.
 
     Returns:
       A callable from the parameters to their tree of
@@ -67,9 +64,8 @@ def nnx_dimension_numbers(
 
     Raises:
       ValueError: If a type does not determine the axes of a parameter, or a leaf's shape
-        is not the one that its module declares (one error lists all of them). If a name
-        of ``output_heads`` is on no path, or ``overrides`` or ``per_head`` is
-        refused by :func:`orscale_jax.by_path`.
+        is not the one that its module declares (one error lists all of them), and in the
+        cases of :func:`orscale_jax.by_path`.
 
     Example:
       >>> import jax, optax
@@ -88,53 +84,37 @@ def nnx_dimension_numbers(
       https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
     """
     _checks.model("model", model, nnx.Module)
-    output_heads = resolution.names_of_heads(output_heads, heads)
     rules = {**NNX_RULES, **(rules or {})}
     params = _paths.by_path(nnx.state(model, nnx.Param))
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
-    stacked = {
-        path: _stacked_axes(param, partition_names) for path, param in params.items()
-    }
-    _check_partition_names(stacked, partition_names)
-    modules = {
-        tuple(map(str, path)): module
-        for path, module in nnx.iter_modules(model)
-        if not (path and isinstance(module, _CONTAINERS))
-    }
-    owners = {(): model, **modules}
-    by_type = {
-        path: module_types.numbers_by_owner(
-            path, np.shape(leaf), owners, rules, stacked[path].values()
-        )
-        for path, leaf in leaves.items()
-    }
-    numbers = resolution.resolve(leaves, by_type, output_heads, overrides, per_head)
-
-    return resolution.look_up(
-        numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"
-    )
-
-
-def _stacked_axes(
-    param: nnx.Variable[Any], partition_names: Collection[str]
-) -> dict[str, int]:
-    """The axes that count modules, by their names in the variable's annotation."""
-    own = param.get_metadata(nnx.PARTITION_NAME, None)
-    wanted = {*partition_names, *([] if own is None else [own])}
-    annotation = param.get_metadata("out_sharding", None) or ()
-    layout = getattr(annotation, "sharding", annotation)  # Of a Format.
-    names = getattr(layout, "spec", layout)  # Of a NamedSharding.
-    return {name: axis for axis, name in enumerate(names) if name in wanted}
-
-
-def _check_partition_names(
-    stacked: Mapping[Any, Mapping[str, int]], partition_names: Collection[str]
-) -> None:
-    names = {name for axes in stacked.values() for name in axes}
+    # The axes that count modules, by their names in the variables' annotations.
+    stacked: dict[Path, dict[str, int]] = {}
+    for path, param in params.items():
+        own = param.get_metadata(nnx.PARTITION_NAME, None)
+        wanted = {*partition_names, *([] if own is None else [own])}
+        annotation = param.get_metadata("out_sharding", None) or ()
+        layout = getattr(annotation, "sharding", annotation)  # Of a Format.
+        names = getattr(layout, "spec", layout)  # Of a NamedSharding.
+        stacked[path] = {name: axis for axis, name in enumerate(names) if name in wanted}
     for name in partition_names:
-        if name not in names:
+        if not any(name in axes for axes in stacked.values()):
             raise ValueError(
                 f"{name!r} in partition_names is in no variable's annotation: annotate "
                 "the parameters, and give the transformation transform_metadata="
                 f"{{nnx.PARTITION_NAME: {name!r}}}."
             )
+    modules = {
+        tuple(map(str, path)): module
+        for path, module in nnx.iter_modules(model)
+        if not (path and isinstance(module, _CONTAINERS))
+    }
+    by_type = {
+        path: module_types.numbers_by_owner(
+            path, np.shape(leaf), {(): model, **modules}, rules, stacked[path].values()
+        )
+        for path, leaf in leaves.items()
+    }
+    numbers = module_types.resolved(leaves, by_type, overrides, head_size)
+    return module_types.look_up(
+        numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"
+    )

@@ -1,46 +1,42 @@
-"""The matrix products of Newton–Schulz: operands rounded, sums accumulated wide."""
+r"""The arithmetic of Newton–Schulz: rounded operands, wide sums, normalized matrices.
+
+The iteration needs singular values of at most 1. Dividing by the Frobenius norm ensures
+that; the singular values of an m×n matrix (m ≤ n) are then :math:`1/\sqrt m` or less on
+average. AOL (*almost orthogonal layer*) gives each of the m vectors on the shorter side
+its own factor instead,
+
+.. math:: s_i = \Bigl(\sum_j |A_{ij}|\Bigr)^{-1/2}, \qquad A = XX^\top, \qquad
+   X \gets \operatorname{diag}(s) X.
+
+:math:`\operatorname{diag}(s) |A| \operatorname{diag}(s)` is similar to
+:math:`\operatorname{diag}(s)^2 |A|`, a matrix without negative entries whose rows sum to
+1. Its spectral radius is 1, and bounds that of
+:math:`\operatorname{diag}(s) A \operatorname{diag}(s)` by the triangle inequality. The
+latter is the new Gram matrix, which saves the first product of the first step.
+
+References:
+  Boissin, Massena, Mamalet, Serrurier, *Turbo-Muon: Accelerating Orthogonality-Based
+  Optimization with Pre-Conditioning*, 2025, arXiv:2512.04632; Prach & Lampert,
+  *Almost-Orthogonal Layers for Efficient General-Purpose Lipschitz Networks*, 2022,
+  arXiv:2208.03160, theorem 1.
+"""
 
 import dataclasses
+import functools
 import itertools
-import sys
-import warnings
-from collections.abc import Callable, Sequence
-from types import FrameType
-from typing import Protocol, TypeAlias
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-
-from orscale_jax import _checks
 
 # The axis of the left operand that has the product's rows, and that of the right one
 # that has its columns. Each operand's other axis is summed over.
 Axes: TypeAlias = tuple[int, int]
 
 
-class ColumnShards(Protocol):
-    """Sums over the devices that each hold a part of the columns of a matrix.
-
-    :class:`orscale_jax.distributed.collectives.ColumnGroup` implements them. The
-    numerics know nothing else about a mesh.
-    """
-
-    @property
-    def shards(self) -> int:
-        """The number of devices that share one matrix."""
-
-    def sum(self, x: jax.Array) -> jax.Array:
-        """The sum over these devices."""
-
-    def max(self, x: jax.Array) -> jax.Array:
-        """The maximum over these devices."""
-
-    def sum_matrices(
-        self, x: jax.Array, rounded: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array:
-        """The sum of matrices of shape (m, n), exchanged in rounded form."""
-
-
+PRECONDITIONINGS = ("frobenius", "aol")
 # More strips take fewer FLOPs, but are slower.
 _STRIPS = 3
 _SMALLEST_IN_STRIPS = 384
@@ -52,19 +48,16 @@ class Arithmetic:
 
     Attributes:
       dtype: The operands' dtype.
-      columns: The devices that hold the other columns of the matrices, if any.
+      columns: The devices that hold the other columns of the matrices, if any, as a
+        :class:`~orscale_jax.distributed.exchange.ColumnGroup`: all that the numerics know
+        of a mesh is how to sum over them.
       by_strips: Whether large symmetric products are computed in strips, and the part
         below the diagonal copied from the part above it.
     """
 
     dtype: jnp.dtype
-    columns: ColumnShards | None = None
+    columns: Any = None
     by_strips: bool = False
-
-    @property
-    def plain(self) -> "Arithmetic":
-        """The same dtypes, with every product in one piece."""
-        return dataclasses.replace(self, by_strips=False)
 
     @property
     def accumulator(self) -> jnp.dtype:
@@ -162,12 +155,12 @@ class Arithmetic:
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum of each matrix's entries, of shape ``(..., 1, 1)``."""
         total = jnp.sum(x, axis=(-2, -1), keepdims=True)
-        return self.columns.sum(total) if self.columns else total
+        return self.columns.reduce(jax.lax.psum, total) if self.columns else total
 
     def largest(self, x: jax.Array) -> jax.Array:
         """The largest absolute value of each matrix, of shape ``(..., 1, 1)``."""
         largest = largest_magnitude(x, (-2, -1), keepdims=True)
-        return self.columns.max(largest) if self.columns else largest
+        return self.columns.reduce(jax.lax.pmax, largest) if self.columns else largest
 
 
 def largest_magnitude(
@@ -194,23 +187,114 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
-def check_products(name: str, value: str) -> None:
-    """Refuse ``value`` unless it is ``"xla"``, or ``"pallas"``, which is deprecated."""
-    _checks.choice(name, value, ("xla", "pallas"))
-    if value == "pallas":
-        warnings.warn(
-            f"{name}='pallas' has no effect: the Pallas kernels have been removed, and "
-            f"XLA computes all products, with the same results. Leave out {name}.",
-            DeprecationWarning,
-            stacklevel=_callers_in_package(),
-        )
+class Start(NamedTuple):
+    """A preconditioned array of matrices (..., m, n), in the dtype of operands.
+
+    ``gram`` is the Gram matrix of the shorter side, in the accumulator's dtype, if
+    preconditioning computed it.
+    """
+
+    x: jax.Array
+    gram: jax.Array | None = None
 
 
-def _callers_in_package() -> int:
-    """The number of frames between the caller and the first one of other code."""
-    package = __name__.partition(".")[0]
-    frame: FrameType | None = sys._getframe(1)
-    depth = 1
-    while frame and frame.f_globals.get("__name__", "").startswith(package):
-        frame, depth = frame.f_back, depth + 1
-    return depth
+# Jitted, so that leaves of one shape are traced once.
+@functools.partial(jax.jit, static_argnames="arithmetic")
+def normalize(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
+    """Divide each matrix by its Frobenius norm, whatever the scale of its entries.
+
+    The result has norm 0 or ``arithmetic.scale``, and the wider of the dtypes of sums
+    that ``x`` and the arithmetic call for.
+    """
+    x = _widen(x, arithmetic)
+    largest = arithmetic.largest(x)
+    scaled = x / jnp.where(largest == 0, 1, largest)
+    unit = scaled / _root(arithmetic.sum(jnp.square(scaled)))
+    return unit if arithmetic.scale == 1 else arithmetic.scale * unit
+
+
+def normalize_all(
+    xs: Sequence[jax.Array],
+    arithmetic: Arithmetic,
+    sums: Callable[[Sequence[jax.Array]], Iterable[jax.Array]],
+) -> list[jax.Array]:
+    """:func:`normalize` of several arrays, in one pass over the entries instead of two.
+
+    ``sums`` gives, for several arrays, the sums of the entries of each matrix, of shape
+    ``(..., 1, 1)``.
+    """
+    of_all = [_at_three_scales(x, arithmetic) for x in xs]
+    found = iter(sums([square for _, *squares in of_all for square in squares]))
+    return [
+        _divide(wide, *(next(found) for _ in squares), scale=arithmetic.scale)
+        for wide, *squares in of_all
+    ]
+
+
+def may_transpose_squares(preconditioning: str) -> bool:
+    """Whether a square matrix and its transpose are preconditioned alike."""
+    return preconditioning != "aol"  # AOL scales the rows of squares.
+
+
+def precondition(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:
+    """Normalized matrices with singular values of at most ``arithmetic.scale``.
+
+    Up to one rounding, where AOL has taken the place of the Frobenius norm.
+    """
+    operand = arithmetic.round(x.astype(arithmetic.accumulator))
+    if preconditioning == "frobenius":
+        return Start(operand)
+    # From the rounded operand: an entry that float16 flushes to zero stays zero.
+    gram = arithmetic.gram(operand)
+    sums = jnp.sum(jnp.abs(gram), axis=-1, keepdims=True)
+    # Zero vectors stay zero; subnormal sums have too few digits to bound anything.
+    tiny = jnp.finfo(sums.dtype).tiny
+    # Twice, since the derivative of a root at zero is infinite.
+    small = sums < tiny
+    scale = jnp.where(small, tiny**-0.5, jax.lax.rsqrt(jnp.where(small, 1, sums)))
+    scale = scale if arithmetic.scale == 1 else arithmetic.scale * scale
+    scaled = (scale if arithmetic.is_wide(x) else scale.mT) * operand.astype(gram.dtype)
+    # In this order, since the product of two factors may overflow.
+    return Start(arithmetic.round(scaled), scale * gram * scale.mT)
+
+
+def _widen(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
+    # A float64 input may lie beyond float32's range.
+    widths = (arithmetic.accumulator, accumulator(x.dtype))
+    return x.astype(max(widths, key=lambda kind: kind.itemsize))
+
+
+def _root(square: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.where(square == 0, 1, square))
+
+
+def _shift_and_tiny(dtype: Any) -> tuple[float, float]:
+    """The factor of small entries, and a sum of squares that underflow may have hit."""
+    exponent = jnp.finfo(dtype).maxexp // 8
+    return 2.0 ** (5 * exponent), 2.0 ** (-3 * exponent)
+
+
+# Jitted, so that leaves of one shape are traced once; so is the next one.
+@functools.partial(jax.jit, static_argnames="arithmetic")
+def _at_three_scales(x: jax.Array, arithmetic: Arithmetic) -> tuple[jax.Array, ...]:
+    """The matrices, widened, and their squares as they are, scaled down, and up."""
+    x = _widen(x, arithmetic)
+    shift, tiny = _shift_and_tiny(x.dtype)
+    # Clipped: an overflow here would spoil the derivative even where it is not chosen.
+    clipped = jnp.clip(x, -math.sqrt(tiny), math.sqrt(tiny))
+    return x, jnp.square(x), jnp.square(x / shift), jnp.square(clipped * shift)
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def _divide(
+    x: jax.Array, middle: jax.Array, large: jax.Array, small: jax.Array, *, scale: float
+) -> jax.Array:
+    """Give each matrix the norm ``scale``, from a sum of squares with all digits."""
+    shift, tiny = _shift_and_tiny(x.dtype)
+    overflows = jnp.isinf(middle)
+
+    def chosen(if_small: Any, if_large: Any, else_: Any) -> jax.Array:
+        return jnp.where(middle < tiny, if_small, jnp.where(overflows, if_large, else_))
+
+    factor = chosen(scale * shift, scale / shift, scale)
+    return x * factor / _root(chosen(small, large, middle))

@@ -11,18 +11,24 @@ singular values that start in [0, 1] stay bounded (by 10; beyond it they explode
 the errors are roundings of the operands instead (A, the polynomial, the result), the
 margin is a little smaller: it has to exceed the unit roundoff of the dtype.
 ``docs/newton_schulz.md`` lists both for every number of steps.
+
+Greedy optimal quintics (the Polar Express construction): the polynomial nearest to 1 on
+an interval misses it by the same amount four times, with alternating signs: at both ends
+and at its two interior extremes (Chebyshev). The next such polynomial is that for the
+image of :math:`p`, :math:`[\ell, 2 - \ell]`, and so on. Everything is float64 NumPy and
+runs once, when a table is built.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.newton_schulz import polar_express
+from orscale_jax.newton_schulz.restarts import Table
 
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
 
@@ -44,43 +50,23 @@ _DION = (
 _DEEPSEEK_V4 = _JORDAN * 8 + ((2.0, -1.5, 0.5),) * 2
 
 
-def _polar_express() -> np.ndarray:
-    """The table published for bfloat16 (arXiv:2505.16932), and its continuation."""
-    lower, safety = 1e-3, 1.02
-    table = polar_express.polar_express_coefficients(
-        lower, steps=5, safety_factor=safety, cushion=0.02
-    )
-    for row in table:
-        lower = float(polar_express.evaluate(row, lower))
-    # The table is made for x / (1.02 norm(x)): its first row is to divide by 1.02.
-    table[0] = polar_express.divide_argument(table[0], safety)
-    # After one more step the interval is so narrow that the optimum is the limit.
-    return np.stack(
-        [*table, polar_express.optimal_quintic(lower, 2 - lower), polar_express.PADE]
-    )
-
-
-PRESETS = {
-    "polar_express": _polar_express(),
-    "jordan": _JORDAN,
-    "dion": _DION,
-    "deepseek_v4": _DEEPSEEK_V4,
-}
-_NO_PREFIX = ("deepseek_v4",)  # Fewer than its steps would be "jordan".
+# The limit of the optimal quintics as the interval closes on 1: it keeps 1 fixed, with
+# two vanishing derivatives.
+PADE = np.array([15 / 8, -10 / 8, 3 / 8])
+# Relative half width of an interval whose optimum is the limit, to the last digit.
+_NARROWEST = 1e-8
+_EXCHANGES = 60  # Convergence is quadratic; 5 have been enough.
+# Below this bound, 2 - lower rounds away too much of lower.
+_SMALLEST_BOUND = 1e-12
 
 
 def coefficient_table(
     coeffs: Coefficients, steps: int | jax.Array | None = None, *, prefix: str = ""
-) -> np.ndarray | jax.Array:
-    """Look up or check a table of coefficients.
+) -> Table | jax.Array:
+    """Look up or check a table of coefficients, for steps that are already checked.
 
-    Args:
-      coeffs: A preset, one ``(a, b, c)``, or one per step.
-      steps: The number of steps, already checked. None: that of the table.
-      prefix: What comes before "coeffs" and "steps" in the names of the arguments.
-
-    Returns:
-      Shape (rows, 3): one ``(a, b, c)`` per step.
+    Returns one ``(a, b, c)`` per step, or an array of shape (rows, 3) where it is traced.
+    ``prefix`` is what comes before "coeffs" and "steps" in the names of the arguments.
 
     Raises:
       ValueError: If the preset is unknown, the numbers are not such a table, or the steps
@@ -106,41 +92,158 @@ def coefficient_table(
             _checks.refuse(argument, coeffs, remedy)
     if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
         _checks.refuse(argument, coeffs, remedy)
+    if isinstance(table, jax.Array):
+        return table
     if isinstance(coeffs, str) and coeffs in _NO_PREFIX:
-        _require_all_rows(f"{prefix}steps", steps, coeffs, len(table))
-    return table
+        known = steps is not None and not isinstance(steps, jax.core.Tracer)
+        if known and int(jax.device_get(steps)) < len(table):
+            remedy = f"{coeffs!r} is a sequence of {len(table)} steps"
+            remedy += f": pass {prefix}steps={len(table)} or more"
+            _checks.refuse(f"{prefix}steps", steps, remedy)
+    return tuple(map(tuple, table.tolist()))
 
 
-def _require_all_rows(
-    argument: str, steps: int | jax.Array | None, preset: str, rows: int
-) -> None:
-    """Refuse a number of steps, unless it is traced, that ends before a table does."""
-    if steps is None or isinstance(steps, jax.core.Tracer):
-        return
-    if int(jax.device_get(steps)) < rows:
-        remedy = f"{preset!r} is a sequence of {rows} steps: pass {argument}={rows}"
-        _checks.refuse(argument, steps, f"{remedy} or more")
+def rows_of(coeffs: Coefficients, steps: int) -> Table:
+    """The coefficients of each step: beyond a table, those of its last row."""
+    table = coefficient_table(coeffs)
+    assert isinstance(table, tuple)
+    return tuple(table[min(step, len(table) - 1)] for step in range(steps))
 
 
-def rows_of(table: np.ndarray, steps: int) -> tuple[tuple[float, ...], ...]:
-    """The rows of all steps, known while tracing."""
-    rows = np.asarray(table, np.float64)[np.minimum(range(steps), len(table) - 1)]
-    return tuple(map(tuple, rows.tolist()))
+def polar_express_coefficients(
+    lower_bound: float = 1e-3,
+    steps: int = 5,
+    *,
+    safety_factor: float = 1.02,
+    cushion: float = 0.02,
+) -> np.ndarray:
+    r"""Newton–Schulz coefficients for singular values in ``[lower_bound, 1]``.
+
+    Each row is the odd quintic nearest to 1 on the interval :math:`[\ell, u]` that is the
+    image of the rows before it; its own image is :math:`[p(\ell), 2 - p(\ell)]`. Such a
+    sequence is optimal among all compositions of as many odd quintics. The defaults give
+    the table that its authors publish for use in bfloat16, from which the preset
+    ``"polar_express"`` is made; the optimum itself has no safety factor.
+
+    Two things guard it against rounding, at some cost in accuracy. The safety factor
+    :math:`s` divides the argument of every row but the last,
+    :math:`(a/s, b/s^3, c/s^5)`: singular values that rounding lifts above :math:`u` stay
+    in the range that the row was made for. The cushion takes a row for
+    :math:`[\max(\ell, \mathit{cushion} \cdot u), u]` instead; where that leaves out part
+    of the interval, the row is rescaled by :math:`2 / (p(\ell) + p(u))`, so that the
+    image is centred at 1 again.
+
+    Args:
+      lower_bound: Smallest singular value to bring to 1, relative to the Frobenius norm;
+        in [1e-12, 1). Smaller ones grow as fast as the rest allows.
+      steps: Number of rows, at least 1.
+      safety_factor: At least 1. For small bounds it alone determines the stability
+        margin: about 0.8 % for 1.02, 2 % for 1.05. 1 means no safety: with the other
+        defaults 20 steps then tolerate relative errors of 2.6e-6, and with a bound of
+        1e-5 not even those of float32.
+      cushion: In [0, 1), relative to the interval's upper end; 0 means none.
+
+    Returns:
+      One ``(a, b, c)`` per step, of shape (steps, 3) and dtype float64, for ``coeffs``
+      of :func:`orscale_jax.polar_factor` and ``ns_coeffs`` of the optimizers.
+
+    Raises:
+      ValueError: If an argument is not valid.
+
+    Example:
+      >>> import jax
+      >>> from orscale_jax import polar_express_coefficients, polar_factor
+      >>> table = polar_express_coefficients(1e-2, 4, safety_factor=1.05)
+      >>> x = jax.random.normal(jax.random.key(0), (16, 64))
+      >>> q = polar_factor(x, steps=4, coeffs=table)
+      >>> bool(jax.numpy.allclose(q @ q.T, jax.numpy.eye(16), atol=0.06))
+      True
+
+    References:
+      Amsel, Persson, Musco, Gower, *The Polar Express: Optimal Matrix Sign Methods and
+      Their Application to the Muon Algorithm*, 2025, https://arxiv.org/abs/2505.16932.
+    """
+    _checks.number("lower_bound", lower_bound, at_least=_SMALLEST_BOUND, below=1)
+    _checks.count("steps", steps)
+    _checks.number("safety_factor", safety_factor, at_least=1)
+    _checks.number("cushion", cushion, at_least=0, below=1)
+    lower, upper = float(lower_bound), 1.0
+    cushion = float(cushion)
+    rows = []
+    for step in range(1, int(steps) + 1):
+        row = optimal_quintic(max(lower, cushion * upper), upper)
+        if lower < cushion * upper:
+            row = row * 2 / (evaluate(row, lower) + evaluate(row, upper))
+        if step < steps:
+            row = divide_argument(row, float(safety_factor))
+        rows.append(row)
+        lower = float(evaluate(row, lower))
+        upper = 2 - lower
+    return np.stack(rows)
 
 
-def row_at(
-    table: np.ndarray | jax.Array, dtype: DTypeLike
-) -> Callable[[ArrayLike], Sequence[jax.Array]]:
-    """Return a function from a step, which may be traced, to its coefficients."""
+def evaluate(row: np.ndarray, x: np.ndarray | float) -> np.ndarray:
+    """The odd quintic at ``x``."""
+    a, b, c = row
+    square = np.square(x)
+    return x * (a + square * (b + square * c))
 
-    def row(i: ArrayLike) -> Sequence[jax.Array]:
-        i = jnp.minimum(i, len(table) - 1)
-        if isinstance(table, jax.Array):
-            return [*table.astype(dtype)[i]]
-        # Scalars alone: a program for one device of a mesh must have no other constants.
-        return [
-            jax.lax.select_n(i, *(jnp.asarray(value, dtype) for value in column))
-            for column in table.T.tolist()
-        ]
 
-    return row
+def divide_argument(row: np.ndarray, by: float) -> np.ndarray:
+    """The row of ``p(x / by)``."""
+    return row / by ** np.array([1, 3, 5])
+
+
+def optimal_quintic(lower: float, upper: float) -> np.ndarray:
+    """The odd quintic nearest to 1 on ``[lower, upper]``, shape (3,).
+
+    Remez exchange: solve for the polynomial that misses 1 by ±e at four points, move the
+    inner two to its extremes, repeat. With the interval's middle at 1 and its half width
+    h, the polynomial is π + f π + g x(x² − 1)/h + k x(x² − 1)²/h² with the Padé step π.
+    In powers of x a narrow interval would lose all digits: on it, f, g, k and the error
+    of π are of order h³.
+    """
+    middle, half = (lower + upper) / 2, (upper - lower) / (lower + upper)
+    if half < _NARROWEST:
+        return divide_argument(PADE, middle)
+    inner = np.array([-0.5, 0.5])
+    error = np.inf
+    for _ in range(_EXCHANGES):
+        offset = half * np.array([-1, *inner, 1])  # x - 1
+        x = np.array([lower / middle, *(1 + offset[1:-1]), upper / middle])
+        slope = offset * (x + 1) / half  # (x² - 1) / h
+        missed = offset**3 * (3 * x**2 + 9 * x + 8) / 8  # π - 1
+        system = np.stack([1 + missed, x * slope, x * slope**2, [1, -1, 1, -1]], axis=1)
+        f, g, k, new_error = np.linalg.solve(system, -missed)
+        if abs(new_error - error) <= 1e-15 * abs(new_error):
+            break
+        error = new_error
+        # The derivative is a quadratic in y = (x² − 1)/h; its zeros, as (x − 1)/h.
+        c = 2 * g / half
+        a, b = 15 / 8 * (1 + f) * half**2 + 5 * k, 3 * g + 4 * k / half
+        y = (np.array([-1, 1]) * np.sqrt(b**2 - 4 * a * c) - b) / (2 * a)
+        inner = y / (1 + np.sqrt(1 + half * y))
+    first, second = g / half, k / half**2
+    row = (1 + f) * PADE + [second - first, first - 2 * second, second]
+    return divide_argument(row, middle)
+
+
+def _polar_express() -> np.ndarray:
+    """The table published for bfloat16 (arXiv:2505.16932), and its continuation."""
+    lower, safety = 1e-3, 1.02
+    table = polar_express_coefficients(lower, steps=5, safety_factor=safety, cushion=0.02)
+    for row in table:
+        lower = float(evaluate(row, lower))
+    # The table is made for x / (1.02 norm(x)): its first row is to divide by 1.02.
+    table[0] = divide_argument(table[0], safety)
+    # After one more step the interval is so narrow that the optimum is the limit.
+    return np.stack([*table, optimal_quintic(lower, 2 - lower), PADE])
+
+
+PRESETS = {
+    "polar_express": _polar_express(),
+    "jordan": _JORDAN,
+    "dion": _DION,
+    "deepseek_v4": _DEEPSEEK_V4,
+}
+_NO_PREFIX = ("deepseek_v4",)  # Fewer than its steps would be "jordan".

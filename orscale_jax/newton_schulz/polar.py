@@ -3,13 +3,15 @@ r"""The polar factor of a matrix by Newton–Schulz iteration.
 One step maps :math:`X \mapsto aX + (bA + cA^2)X` with :math:`A = XX^\top`, so that every
 singular value is mapped by the odd quintic :math:`p(x) = ax + bx^3 + cx^5` and the
 singular vectors do not change. :mod:`orscale_jax.newton_schulz.coefficients` has the
-polynomials.
+polynomials. Matrices far from square are iterated by their Gram matrices.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Sequence
+from typing import Any, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,25 +19,32 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.newton_schulz import gram, preconditioning as _preconditioning, restarts
-from orscale_jax.newton_schulz.arithmetic import Arithmetic, ColumnShards
+from orscale_jax.newton_schulz.arithmetic import (
+    PRECONDITIONINGS,
+    Arithmetic,
+    Start,
+    normalize,
+    normalize_all,
+    precondition,
+)
 from orscale_jax.newton_schulz.coefficients import (
     Coefficients,
     coefficient_table,
-    row_at,
     rows_of,
 )
-from orscale_jax.newton_schulz.preconditioning import Start
+from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
+
+# The steps of one array: yields sums, and receives them as rounded operands.
+Chain: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class NewtonSchulz:
-    """The settings of the iteration, already checked.
+    """The settings of the iteration, already checked; hashable unless some are traced.
 
     Attributes:
       steps: The number of steps; may be traced.
-      table: Coefficients of shape (rows, 3), from :func:`coefficient_table`; may be
-        traced.
+      table: Coefficients from :func:`coefficient_table`; may be traced.
       preconditioning: ``"frobenius"`` or ``"aol"``.
       dtype: The dtype of the products' operands; None for the platform's default.
       by_strips: Whether large Gram matrices are computed in strips.
@@ -44,11 +53,32 @@ class NewtonSchulz:
     """
 
     steps: int | jax.Array
-    table: np.ndarray | jax.Array
+    table: Table | jax.Array
     preconditioning: str
-    dtype: DTypeLike | None = None
+    dtype: np.dtype[Any] | None = None
     by_strips: bool = False
     hide_coefficients: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        steps: int | jax.Array,
+        coeffs: Coefficients,
+        dtype: DTypeLike | None,
+        preconditioning: str,
+        *,
+        prefix: str = "",
+    ) -> Self:
+        """Check arguments, whose names in messages begin with a prefix."""
+        _checks.count(f"{prefix}steps", steps)
+        _checks.dtype(f"{prefix}dtype", dtype)
+        _checks.choice(f"{prefix}preconditioning", preconditioning, PRECONDITIONINGS)
+        table = coefficient_table(coeffs, steps, prefix=prefix)
+        if not isinstance(steps, jax.core.Tracer):
+            steps = int(jax.device_get(steps))
+        return cls(
+            steps, table, preconditioning, None if dtype is None else jnp.dtype(dtype)
+        )
 
     @property
     def traced(self) -> dict[str, jax.Array]:
@@ -56,30 +86,24 @@ class NewtonSchulz:
         settings = {"steps": self.steps, "table": self.table}
         return {k: v for k, v in settings.items() if isinstance(v, jax.core.Tracer)}
 
-    def with_traced(self, traced: Mapping[str, jax.Array]) -> "NewtonSchulz":
-        """The same settings with other values of those that are traced."""
-        return dataclasses.replace(
-            self,
-            steps=traced.get("steps", self.steps),
-            table=traced.get("table", self.table),
-        )
-
     @property
     def is_static(self) -> bool:
         """Whether steps and coefficients are known while tracing."""
-        return isinstance(self.table, np.ndarray) and isinstance(
-            self.steps, int | np.integer
-        )
+        return isinstance(self.steps, int) and isinstance(self.table, tuple)
+
+    @property
+    def rows(self) -> Table:
+        """The coefficients of each step, known while tracing."""
+        return rows_of(self.table, int(self.steps))
 
     @property
     def restarts(self) -> tuple[int, ...] | None:
         """The steps before which the Gram form restarts; None if steps are traced."""
         if not self.is_static:
             return None
-        rows = rows_of(np.asarray(self.table), int(self.steps))
-        return restarts.restart_steps(rows, self.arithmetic().unit)
+        return restart_steps(self.rows, self.arithmetic().unit)
 
-    def arithmetic(self, columns: ColumnShards | None = None) -> Arithmetic:
+    def arithmetic(self, columns: Any = None) -> Arithmetic:
         """The arithmetic of the products, for whole matrices or for column shards."""
         return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips)
 
@@ -132,9 +156,10 @@ def polar_factor(
     Args:
       x: Shape (..., m, n), real floating point. Leading axes are a batch.
       steps: Number of steps, at least 1. May be traced.
-      coeffs: A preset, one ``(a, b, c)`` for all steps, or one per step. Where ``steps``
-        is smaller than the table its prefix is taken (except for ``"deepseek_v4"``);
-        where it is larger, the last row repeats.
+      coeffs: A preset, one ``(a, b, c)`` for all steps, or one per step. Cubics, whose c
+        is 0, take two products a step instead of three. Where ``steps`` is smaller than
+        the table its prefix is taken (except for ``"deepseek_v4"``); where it is larger,
+        the last row repeats.
       dtype: The dtype of the products' operands. ``None``: float16 on GPU, bfloat16 on
         TPU, float32 on CPU, decided by the platform that the program is compiled for.
         float16 has three more bits than bfloat16, and matrices are scaled so that its
@@ -172,74 +197,81 @@ def polar_factor(
             f"x has shape {x.shape} and dtype {x.dtype}: pass real floating-point "
             "matrices of shape (..., m, n) to polar_factor."
         )
-    _checks.count("steps", steps)
-    _checks.dtype("dtype", dtype)
-    _preconditioning.check("preconditioning", preconditioning)
-    settings = NewtonSchulz(steps, coefficient_table(coeffs, steps), preconditioning)
-    on_cpu, on_tpu, on_gpu = (
-        dataclasses.replace(settings, dtype=default if dtype is None else dtype)
-        for default in (jnp.float32, jnp.bfloat16, jnp.float16)
-    )
+    settings = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
+
+    def on(default: DTypeLike, by_strips: bool = False) -> NewtonSchulz:
+        dtype = settings.dtype or jnp.dtype(default)
+        return dataclasses.replace(settings, dtype=dtype, by_strips=by_strips)
+
+    def in_one_pass(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
+        arithmetic = settings.arithmetic()
+        [normalized] = normalize_all([x], arithmetic, lambda xs: map(arithmetic.sum, xs))
+        [q] = newton_schulz([normalized], settings)
+        return q.astype(x.dtype)
+
     return jax.lax.platform_dependent(
         x,
-        cpu=lambda x: one_by_one(x, dataclasses.replace(on_cpu, by_strips=True)),
-        tpu=lambda x: _in_one_pass(x, on_tpu),
-        default=lambda x: _in_one_pass(x, on_gpu),
+        cpu=functools.partial(one_by_one, settings=on(jnp.float32, by_strips=True)),
+        tpu=functools.partial(in_one_pass, settings=on(jnp.bfloat16)),
+        default=functools.partial(in_one_pass, settings=on(jnp.float16)),
     )
 
 
 def newton_schulz(
     xs: Sequence[jax.Array],
     settings: NewtonSchulz,
-    columns: Sequence[ColumnShards | None] | None = None,
+    columns: Sequence[Any] | None = None,
 ) -> list[jax.Array]:
     """Polar factors of normalized matrices, by the form that takes fewer FLOPs.
 
-    Args:
-      xs: Arrays of shape (..., m, n). The products of those that are unrolled are
-        interleaved.
-      settings: The iteration's settings, with a dtype.
-      columns: For each array, the devices that hold the other columns of its matrices;
-        None for whole matrices.
+    The products of those that are unrolled are interleaved. ``columns`` are, for each
+    array, the devices that hold the other columns of its matrices; None for whole ones.
     """
     arithmetics = [settings.arithmetic(of_x) for of_x in columns or [None] * len(xs)]
     starts = [
-        _preconditioning.start(x, settings.preconditioning, arithmetic)
+        precondition(x, settings.preconditioning, arithmetic)
         for x, arithmetic in zip(xs, arithmetics, strict=True)
     ]
-    # A loop would copy the operands that it carries.
-    unrolled = [
-        i
-        for i, (x, arithmetic) in enumerate(zip(xs, arithmetics, strict=True))
-        if settings.is_static and (arithmetic.narrow or _by_gram(x, arithmetic))
+    by_gram = [
+        is_cheaper(*arithmetic.whole_shape(x))
+        for x, arithmetic in zip(xs, arithmetics, strict=True)
     ]
-    qs = {
-        i: _newton_schulz(start, settings.table, settings.steps, arithmetics[i])
-        for i, start in enumerate(starts)
-        if i not in unrolled
-    }
+    qs, unrolled = [start.x for start in starts], []
+    for i, arithmetic in enumerate(arithmetics):
+        # A loop would copy the operands that it carries.
+        if settings.is_static and (arithmetic.narrow or by_gram[i]):
+            unrolled.append(i)
+        else:
+            qs[i] = in_a_loop(starts[i], settings, arithmetic)
     if unrolled:
-        some = _unrolled(
-            [starts[i] for i in unrolled], settings, [arithmetics[i] for i in unrolled]
+        plain = tuple(range(1, int(settings.steps)))
+        rows: Any = _of_scaled(settings.rows, arithmetics[0].scale)
+        # Also under jit, None is known while tracing, and 0 is not.
+        rows = [(a, b, c or None) for a, b, c in rows]
+        if settings.hide_coefficients:
+            scalar = functools.partial(jnp.asarray, dtype=arithmetics[0].accumulator)
+            rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
+        factors = gram_newton_schulz(
+            [starts[i] for i in unrolled],
+            rows,
+            tuple(settings.restarts or () if by_gram[i] else plain for i in unrolled),
+            tuple(arithmetics[i] for i in unrolled),
         )
-        qs.update(zip(unrolled, some, strict=True))
-    return [qs[i].astype(x.dtype) for i, x in enumerate(xs)]
+        for i, q in zip(unrolled, factors, strict=True):
+            qs[i] = q
+    return [q.astype(x.dtype) for q, x in zip(qs, xs, strict=True)]
 
 
-def one_by_one(
-    x: jax.Array, settings: NewtonSchulz, columns: ColumnShards | None = None
-) -> jax.Array:
-    """Loop over the matrices of a batch (CPU).
+def one_by_one(x: jax.Array, settings: NewtonSchulz, columns: Any = None) -> jax.Array:
+    """Polar factors of matrices, which need not be normalized, in a loop over them (CPU).
 
-    XLA's batched products are slower than single ones there. The matrices need not be
-    normalized.
+    XLA's batched products are slower than single ones there.
     """
 
     def polar(x: jax.Array) -> jax.Array:
-        # Its sums do not depend on the form of products: one trace serves all.
-        arithmetic = settings.arithmetic(columns).plain
-        normalized = _preconditioning.normalize(x, arithmetic)
-        [q] = newton_schulz([normalized], settings, [columns])
+        # Norms do not depend on the form of products: one trace serves all.
+        plain = dataclasses.replace(settings, by_strips=False).arithmetic(columns)
+        [q] = newton_schulz([normalize(x, plain)], settings, [columns])
         return q.astype(x.dtype)
 
     # A loop over an axis that the array's type says is sharded would gather it.
@@ -249,73 +281,150 @@ def one_by_one(
     return jax.lax.map(polar, matrices).reshape(x.shape)
 
 
-def _in_one_pass(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
-    """The polar factors of a batch, normalized in one pass (GPU and TPU)."""
-    arithmetic = settings.arithmetic()
-
-    def sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return [arithmetic.sum(x) for x in xs]
-
-    [normalized] = _preconditioning.normalize_all([x], arithmetic, sums)
-    [q] = newton_schulz([normalized], settings)
-    return q.astype(x.dtype)
-
-
-def _by_gram(x: jax.Array, arithmetic: Arithmetic) -> bool:
-    return restarts.is_cheaper(*arithmetic.whole_shape(x))
-
-
-def _unrolled(
-    starts: Sequence[Start], settings: NewtonSchulz, arithmetics: Sequence[Arithmetic]
-) -> list[jax.Array]:
-    """Newton–Schulz without a loop, restarted as rarely as is stable and cheaper."""
-    table, steps = np.asarray(settings.table), int(settings.steps)
-    every = tuple(range(1, steps))
-    before = tuple(
-        settings.restarts or () if _by_gram(start.x, arithmetic) else every
-        for start, arithmetic in zip(starts, arithmetics, strict=True)
-    )
-    rows: gram.Rows = _of_scaled(rows_of(table, steps), arithmetics[0])
-    if settings.hide_coefficients:
-        scalar = functools.partial(jnp.asarray, dtype=arithmetics[0].accumulator)
-        rows = jax.lax.optimization_barrier(jax.tree.map(scalar, rows))
-    return gram.gram_newton_schulz(starts, rows, before, tuple(arithmetics))
-
-
-def _of_scaled(rows: gram.Rows, arithmetic: Arithmetic) -> gram.Rows:
-    """The rows for matrices of norm ``arithmetic.scale`` instead of 1."""
-    if arithmetic.scale == 1:
-        return rows
-    first, *others = rows
-    powers = (arithmetic.scale**power for power in (1, 3, 5))
-    return [[x / power for x, power in zip(first, powers, strict=True)], *others]
-
-
-def _newton_schulz(
-    start: Start,
-    table: np.ndarray | jax.Array,
-    steps: int | jax.Array,
-    arithmetic: Arithmetic,
-) -> jax.Array:
-    """The plain iteration, in a loop."""
-    rounded = arithmetic.round
-    row = row_at(table, arithmetic.accumulator)
+def in_a_loop(start: Start, settings: NewtonSchulz, arithmetic: Arithmetic) -> jax.Array:
+    """The plain iteration, of any number of steps."""
+    table, dtype = settings.table, arithmetic.accumulator
     wide = arithmetic.is_wide(start.x)
 
-    def step(row: Sequence[jax.Array], x: jax.Array, gram: jax.Array) -> jax.Array:
+    def row(i: ArrayLike) -> Sequence[jax.Array]:
+        i = jnp.minimum(i, len(table) - 1)
+        if isinstance(table, jax.Array):
+            return [*table.astype(dtype)[i]]
+        # Scalars alone: a program for one device of a mesh must have no other constants.
+        return [
+            jax.lax.select_n(i, *(jnp.asarray(value, dtype) for value in column))
+            for column in zip(*table, strict=True)
+        ]
+
+    # All steps have one trace: the square is left out of all of them or of none.
+    cubic = isinstance(table, tuple) and not any(c for _, _, c in table)
+
+    def step(row: Sequence[Any], x: jax.Array, gram: jax.Array) -> jax.Array:
         a, b, c = row
-        factor = rounded(gram)
-        square = arithmetic.symmetric(factor, factor)
-        polynomial = rounded(b * factor.astype(square.dtype) + c * square)
+        factor = arithmetic.round(gram)
+        polynomial = arithmetic.round(
+            _polynomial(factor, b, None if cubic else c, arithmetic)
+        )
         left, right = (polynomial, x) if wide else (x, polynomial)
         product = arithmetic.product(left, right)
-        return rounded(a * x.astype(product.dtype) + product)
+        return arithmetic.round(a * x.astype(product.dtype) + product)
 
-    first, x = 0, start.x
-    if start.gram is not None or arithmetic.scale != 1:
-        [of_scaled] = _of_scaled([row(0)], arithmetic)
-        gram = arithmetic.gram(x) if start.gram is None else start.gram
-        first, x = 1, step(of_scaled, x, gram)
+    first, (x, gram) = 0, start
+    if gram is not None or arithmetic.scale != 1:
+        [of_scaled] = _of_scaled([row(0)], arithmetic.scale)
+        first, x = 1, step(of_scaled, x, arithmetic.gram(x) if gram is None else gram)
     return jax.lax.fori_loop(
-        first, steps, lambda i, x: step(row(i), x, arithmetic.gram(x)), x
+        first, settings.steps, lambda i, x: step(row(i), x, arithmetic.gram(x)), x
     )
+
+
+# Jitted, so that leaves of one shape are traced once.
+@functools.partial(jax.jit, static_argnames=("restarts", "arithmetics"))
+def gram_newton_schulz(
+    starts: Sequence[Start],
+    rows: Sequence[Sequence[Any]],
+    restarts: Sequence[tuple[int, ...]],
+    arithmetics: Sequence[Arithmetic],
+) -> list[jax.Array]:
+    """Newton–Schulz on preconditioned matrices, one step for each row of coefficients.
+
+    A row whose c is None is cubic: its step computes no square. The products of the
+    arrays, all of one dtype, are interleaved: while one runs, the operands of the next
+    are fetched.
+    """
+    chains = [
+        _gram_chain(start, rows, before, arithmetic)
+        for start, before, arithmetic in zip(starts, restarts, arithmetics, strict=True)
+    ]
+    results: list[Any] = [None] * len(chains)
+    operands: dict[int, Any] = dict.fromkeys(range(len(chains)))
+    while operands:
+        sums = {}
+        for i, operand in operands.items():
+            try:
+                sums[i] = chains[i].send(operand)
+            except StopIteration as end:
+                results[i] = end.value
+        rounded = arithmetics[0].round_all([*sums.values()]) if sums else []
+        operands = dict(zip(sums, rounded, strict=True))
+    return results
+
+
+def _gram_chain(
+    start: Start,
+    rows: Sequence[Sequence[Any]],
+    restarts: Sequence[int],
+    arithmetic: Arithmetic,
+) -> Chain:
+    r"""Newton–Schulz on the Gram matrix: fewer products where a matrix is not square.
+
+    For wide :math:`X_0` (m ≤ n) every iterate is :math:`X_k = P_k X_0`, where :math:`P_k`
+    is a polynomial in :math:`R_0 = X_0 X_0^\top`. With
+    :math:`Z_k = a_kI + b_kR_k + c_kR_k^2`
+
+    .. math:: P_{k+1} = Z_k P_k, \qquad R_{k+1} = R_k Z_k Z_k, \qquad P_0 = I,
+
+    so that only :math:`R_0` and the final :math:`P X_0` cost m²n. A *restart* forms
+    :math:`X_k = P X_0` and :math:`R_k = X_k X_k^\top` and continues from there;
+    restarting before every step is the plain iteration.
+
+    Rounding limits the segments between restarts, and decides three things. (1) The
+    products commute only in exact arithmetic. With :math:`P \gets ZP` an error F of Z
+    becomes :math:`F(PX_0)`, as in the plain iteration; with :math:`P \gets PZ` it becomes
+    :math:`PFX_0`, larger by up to the gain of P. (2) A product for R may be computed as
+    one triangle and mirrored, which moves R no more than rounding does. ZP may not: a
+    mirrored entry of ZP is an entry of PZ, which has the larger error. (3) The identity
+    is not added: with :math:`P = \alpha I + V`, only V and :math:`bR + cR^2` are rounded.
+
+    References:
+      Zhang, Amsel, Chen, Dao, *Gram Newton-Schulz*, 2026,
+      https://dao-lab.ai/blog/2026/gram-newton-schulz; Amsel et al., *Dion3*, 2026,
+      section 4 and appendix B (restarts, negative eigenvalues, drift, the identity kept
+      apart); Amsel et al., arXiv:2505.16932, "Fast polynomial iteration for rectangular
+      matrices".
+    """
+    x, gram = start
+    wide = arithmetic.is_wide(x)
+
+    # Tall matrices are iterated like their transposes, but not transposed.
+    def times(left: jax.Array, right: jax.Array) -> jax.Array:
+        return arithmetic.product(*((left, right) if wide else (right, left)))
+
+    def mirrored(left: jax.Array, right: jax.Array) -> jax.Array:
+        return arithmetic.symmetric(*((left, right) if wide else (right, left)))
+
+    for i, j in itertools.pairwise([0, *restarts, len(rows)]):
+        gram = arithmetic.gram(x) if gram is None else gram
+        scale: Any = 1.0
+        polynomial: Any = None  # P = scale I + polynomial.
+        for k, (a, b, c) in enumerate(rows[i:j], i + 1):
+            factor = yield gram
+            z = _polynomial(factor, b, c, arithmetic)
+            if polynomial is None:
+                polynomial = z
+            else:
+                v = yield polynomial
+                polynomial = scale * z + a * polynomial + times((yield z), v)
+            scale *= a
+            if k < j:
+                half = a * gram + mirrored(factor, (yield z))
+                gram = a * half + mirrored((yield half), (yield z))
+        product = times((yield polynomial), x)
+        x, gram = (yield scale * x.astype(product.dtype) + product), None
+    return x
+
+
+def _polynomial(factor: jax.Array, b: Any, c: Any, arithmetic: Arithmetic) -> jax.Array:
+    """The part bA + cA² of a step for the Gram matrix A; no A² where c is None."""
+    if c is None:
+        return b * factor.astype(arithmetic.accumulator)
+    square = arithmetic.symmetric(factor, factor)
+    return b * factor.astype(square.dtype) + c * square
+
+
+def _of_scaled(rows: Sequence[Sequence[Any]], scale: float) -> Sequence[Sequence[Any]]:
+    """The rows for matrices of this norm instead of 1."""
+    if scale == 1:
+        return rows
+    first, *others = rows
+    return [[x / scale**p for x, p in zip(first, (1, 3, 5), strict=True)], *others]

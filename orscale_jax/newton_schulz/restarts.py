@@ -11,7 +11,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-Rows: TypeAlias = tuple[tuple[float, ...], ...]
+# Coefficients (a, b, c), a row for each step.
+Table: TypeAlias = tuple[tuple[float, ...], ...]
 
 _MAX_STEPS = 3  # In a segment: drift between restarts does not correct itself.
 _MAX_ERROR = 2.5  # A segment's error, relative to that of the whole plain iteration.
@@ -39,7 +40,7 @@ def is_cheaper(m: int, n: int) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def restart_steps(table: Rows, unit: float) -> tuple[int, ...]:
+def restart_steps(table: Table, unit: float) -> tuple[int, ...]:
     r"""The steps, out of 1 … steps - 1, before which to restart; as few as are stable.
 
     A segment has at most three steps: once singular values have reached 1, the plain
@@ -68,9 +69,7 @@ def restart_steps(table: Rows, unit: float) -> tuple[int, ...]:
     ``tests/newton_schulz/test_gram.py`` compares the drift with errors on adversarial
     spectra.
 
-    Args:
-      table: The coefficients of each step.
-      unit: The unit roundoff of the products' operands.
+    ``unit`` is the unit roundoff of the products' operands.
     """
     rows = np.array(table)
     steps = len(rows)

@@ -1,109 +1,115 @@
-"""The matrices in a leaf of any rank: conversion to a batch of ``(m, n)``, and back.
+"""The matrices in a leaf of any rank: conversion to a batch of ``(m, n)``, and back."""
 
-Rows and columns may each span several axes. Leaves that hold several matrices side by
-side have :class:`orscale_jax.parameters.blocks.MatrixBlocks`, with the same methods.
-"""
-
-import abc
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax.sharding import typed_sharding
 
 
-class Parts(abc.ABC):
-    """The axes of a leaf of matrices, which may lie in several parts."""
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """The place of each part in the leaf, as NumPy slices; empty for all of it."""
-        return ("",)
-
-    @property
-    @abc.abstractmethod
-    def within(self) -> "MatrixAxes":
-        """The axes of every part."""
-
-    @abc.abstractmethod
-    def part(self, array: jax.Array, index: int) -> jax.Array:
-        """A part of an array of the leaf's shape or of the batch shape."""
-
-    @abc.abstractmethod
-    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """The entries for the batch axes, given one entry for each axis of the leaf."""
-
-    @abc.abstractmethod
-    def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
-        """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
-
-    @abc.abstractmethod
-    def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
-        """``fn(m, n)``, in a shape that broadcasts against the leaf."""
-
-    def batch_by_shape(
-        self, fn: Callable[[int, int], float], leaf: jax.Array
-    ) -> ArrayLike:
-        """``fn(m, n)``, in a shape that broadcasts against the batch shape."""
-        return self.by_shape(fn, leaf)
-
-    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
-        """The sharding of an array with one entry per matrix."""
-        return self.of_batch(typed_sharding.spec(leaf))
-
-    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
-        """The matrices of each part, of shape ``(*batch, m, n)``."""
-        parts = (self.part(leaf, index) for index in range(len(self.labels)))
-        return [self.within.to_matrices(part) for part in parts]
-
-    def norms(self, leaf: jax.Array) -> jax.Array:
-        """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
-        return square_root(self.reduce(jnp.sum, jnp.square(leaf)))
-
-
 @dataclasses.dataclass(frozen=True)
-class MatrixAxes(Parts):
-    """The axes of a leaf that is a batch of matrices.
+class MatrixAxes:
+    """The axes of a leaf of matrices. Rows and columns may each span several axes.
+
+    *Blocks* are matrices side by side along one of their own axes. Blocks of one size are
+    a single *part* of the leaf, which has one more batch axis and is never copied; blocks
+    of several sizes are a part each, cut out of the leaf. Without blocks, the leaf is one
+    part.
 
     Attributes:
       batch: The batch axes, which count matrices (layers, experts), in the leaf's order.
       rows: Axes that make up the ``m`` rows (the reduction axes of ``x @ W``).
       columns: Axes that make up the ``n`` columns (the output axes).
+      block_axis: The axis along which blocks lie, of rows or columns; 0 without blocks.
+      sizes: The sizes of the blocks along it; empty without blocks.
     """
 
     batch: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[int, ...]
+    block_axis: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def matrix(self) -> tuple[int, ...]:
-        """The axes of one matrix, over which norms are taken."""
+        """The axes of rows and columns, over which norms are taken."""
         return tuple(sorted(self.rows + self.columns))
 
-    def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
-        """The shape of one entry per matrix: ``()`` for a plain matrix."""
-        return self.of_batch(leaf.shape)
-
-    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
-        """See :class:`Parts`."""
-        return tuple(entries[axis] for axis in self.batch)
-
     def matrix_shape(self, leaf: jax.Array) -> tuple[int, int]:
-        """``(m, n)``."""
+        """``(m, n)``, of all blocks together."""
         rows, columns = (
             math.prod(leaf.shape[axis] for axis in axes)
             for axes in (self.rows, self.columns)
         )
         return rows, columns
 
-    def to_matrices(self, leaf: jax.Array) -> jax.Array:
-        """The leaf as ``(*batch, m, n)``. Batch axes are kept apart, never merged."""
-        x = leaf.transpose(self.batch + self.rows + self.columns)
+    # Parts.
+
+    @property
+    def cut(self) -> bool:
+        """Whether there are blocks of several sizes."""
+        return len(set(self.sizes)) > 1
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The place of each part in the leaf, as NumPy slices; empty for all of it."""
+        if not self.cut:
+            return ("",)
+        before = [":"] * self.block_axis
+        return tuple(f"[{', '.join([*before, f'{a}:{b}'])}]" for a, b in self._bounds)
+
+    @property
+    def within(self) -> "MatrixAxes":
+        """The axes of every part, which has no blocks."""
+        if not self.sizes or self.cut:
+            return MatrixAxes(self.batch, self.rows, self.columns)
+        # The blocks' axis is split in two, the count in front.
+        batch, rows, columns = (
+            tuple(axis + (axis >= self.block_axis) for axis in axes)
+            for axes in (self.batch, self.rows, self.columns)
+        )
+        return MatrixAxes(self._with_blocks(batch, self.block_axis), rows, columns)
+
+    def part(self, array: jax.Array, index: int) -> jax.Array:
+        """A part of an array of the leaf's shape or of the batch shape."""
+        is_leaf = np.ndim(array) == len(self.batch) + len(self.matrix)
+        if not self.cut:
+            split = bool(self.sizes) and is_leaf
+            count = len(self.sizes)
+            return typed_sharding.split(array, self.block_axis, count) if split else array
+        if not is_leaf:
+            return jax.lax.index_in_dim(array, index, self.place, keepdims=False)
+        whole = typed_sharding.gather(array, (self.block_axis,))
+        return jax.lax.slice_in_dim(whole, *self._bounds[index], axis=self.block_axis)
+
+    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """The inverse of :meth:`part`, for all parts of a leaf."""
+        if self.cut:
+            return jnp.concatenate(parts, axis=self.block_axis)
+        [array] = parts
+        return typed_sharding.merge(array, self.block_axis) if self.sizes else array
+
+    @property
+    def _bounds(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise(itertools.accumulate(self.sizes, initial=0)))
+
+    # The matrices of a part.
+
+    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
+        """The matrices of each part, of shape ``(*batch, m, n)``."""
+        parts = (self.part(leaf, index) for index in range(len(self.labels)))
+        return [self.within.to_matrices(part) for part in parts]
+
+    def to_matrices(self, part: jax.Array) -> jax.Array:
+        """A part as ``(*batch, m, n)``. Batch axes are kept apart, never merged."""
+        x = part.transpose(self.batch + self.rows + self.columns)
         for axes, place in ((self.columns, -1), (self.rows, -2)):
             end = x.ndim + place
             for axis in reversed(range(end - len(axes) + 1, end)):
@@ -111,63 +117,133 @@ class MatrixAxes(Parts):
         return x
 
     def from_matrices(self, matrices: jax.Array, like: jax.Array) -> jax.Array:
-        """The inverse of :meth:`to_matrices` for a leaf of the shape of ``like``."""
+        """The inverse of :meth:`to_matrices` for a part of the shape of ``like``."""
         if not matrices.size:  # An empty merged axis hides the lengths of its parts.
             return jnp.zeros(like.shape, matrices.dtype)
-        x = matrices
-        for axes, start in (
-            (self.rows, len(self.batch)),
-            (self.columns, len(self.batch + self.rows)),
-        ):
+        x, start = matrices, len(self.batch)
+        for axes in (self.rows, self.columns):
             for place, axis in enumerate(axes[:-1], start):
                 x = typed_sharding.split(x, place, like.shape[axis])
+            start += len(axes)
         order = self.batch + self.rows + self.columns
         return x.transpose(sorted(range(like.ndim), key=order.__getitem__))
 
+    # Arrays of the batch shape, with one entry for each matrix.
+
     @property
-    def within(self) -> "MatrixAxes":
-        """See :class:`Parts`."""
-        return self
+    def place(self) -> int:
+        """The position of the blocks among the batch axes."""
+        return sum(axis < self.block_axis for axis in self.batch)
 
-    def part(self, array: jax.Array, index: int) -> jax.Array:
-        """See :class:`Parts`."""
-        return array
+    def _with_blocks(self, batch: Sequence[Any], entry: Any) -> tuple[Any, ...]:
+        own = (entry,) if self.sizes else ()
+        return (*batch[: self.place], *own, *batch[self.place :])
 
-    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """The inverse of :meth:`part`."""
-        [array] = parts
-        return array
+    def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
+        """The entries for the batch axes, given one for each axis; None for blocks."""
+        return self._with_blocks([entries[axis] for axis in self.batch], None)
+
+    def batch_shape(self, leaf: jax.Array) -> tuple[int, ...]:
+        """The shape of one entry per matrix: ``()`` for a plain matrix."""
+        batch = [leaf.shape[axis] for axis in self.batch]
+        return self._with_blocks(batch, len(self.sizes))
+
+    def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
+        """The sharding of an array with one entry per matrix."""
+        if self.sizes and not self.cut:
+            return self.within.batch_sharding(self.part(leaf, 0))
+        return self.of_batch(typed_sharding.spec(leaf))
 
     def reduce(self, fn: Callable[..., jax.Array], leaf: jax.Array) -> jax.Array:
-        """See :class:`Parts`."""
-        return fn(leaf, axis=self.matrix)
+        """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
+        along = self.within.matrix
+        found = [fn(self.part(leaf, i), axis=along) for i in range(len(self.labels))]
+        return jnp.stack(found, axis=self.place) if self.cut else found[0]
+
+    def norms(self, leaf: jax.Array) -> jax.Array:
+        """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
+        return square_root(self.reduce(jnp.sum, jnp.square(leaf)))
 
     def per_matrix(self, scalars: jax.Array) -> jax.Array:
         """Scalars of the batch shape, shaped to broadcast against the leaf."""
-        return jnp.expand_dims(scalars, self.matrix)
+        if not self.sizes:
+            return jnp.expand_dims(scalars, self.matrix)
+        if self.cut:  # A vector along the blocks' axis: the leaf is not cut.
+            sizes, total = np.asarray(self.sizes), sum(self.sizes)
+            spread = jnp.repeat(scalars, sizes, self.place, total_repeat_length=total)
+            others = [axis for axis in self.matrix if axis != self.block_axis]
+            return jnp.expand_dims(spread, others)
+        spread = self.within.per_matrix(scalars)
+        shape = list(spread.shape)
+        shape[self.block_axis + 1] = self.sizes[0]
+        return typed_sharding.merge(jnp.broadcast_to(spread, shape), self.block_axis)
 
     def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
-        """See :class:`Parts`."""
-        return fn(*self.matrix_shape(leaf))
+        """``fn(m, n)``, in a shape that broadcasts against the leaf."""
+        values = self._values(fn, leaf)
+        if not self.cut:
+            return values[0]
+        shape = [1] * leaf.ndim
+        shape[self.block_axis] = -1
+        return np.repeat(values, self.sizes).reshape(shape)
+
+    def batch_by_shape(
+        self, fn: Callable[[int, int], float], leaf: jax.Array
+    ) -> ArrayLike:
+        """``fn(m, n)``, in a shape that broadcasts against the batch shape."""
+        values = self._values(fn, leaf)
+        if not self.cut:
+            return values[0]
+        shape = [1] * (len(self.batch) + 1)
+        shape[self.place] = -1
+        return np.reshape(values, shape)
+
+    def _values(self, fn: Callable[[int, int], float], leaf: jax.Array) -> list[float]:
+        """``fn(m, n)`` of the matrices of each part."""
+        m, n = self.matrix_shape(leaf)
+        if not self.sizes:
+            return [fn(m, n)]
+        length = max(1, sum(self.sizes))  # Blocks of an empty axis are empty.
+        in_rows = self.block_axis in self.rows
+        return [
+            fn(m // length * size, n) if in_rows else fn(m, n // length * size)
+            for size in (self.sizes if self.cut else self.sizes[:1])
+        ]
+
+    # Vectors of the matrices.
 
     @property
     def neurons(self) -> "MatrixAxes":
         """The axes that make each output neuron (a column) a separate matrix."""
-        return MatrixAxes(tuple(sorted(self.batch + self.columns)), self.rows, ())
-
-    @property
-    def of_neurons(self) -> "MatrixAxes":
-        """The axes of an array with one entry per output neuron: a matrix of one row."""
-        place = {axis: place for place, axis in enumerate(self.neurons.batch)}
-        batch, columns = (
-            tuple(place[axis] for axis in axes) for axes in (self.batch, self.columns)
-        )
-        return MatrixAxes(batch, (), columns)
+        return self._vectors(self.columns, self.rows, ())
 
     @property
     def inputs(self) -> "MatrixAxes":
         """The axes that make each input (a row) a separate matrix."""
-        return MatrixAxes(tuple(sorted(self.batch + self.rows)), (), self.columns)
+        return self._vectors(self.rows, (), self.columns)
+
+    def _vectors(
+        self, counted: tuple[int, ...], rows: tuple[int, ...], columns: tuple[int, ...]
+    ) -> "MatrixAxes":
+        """Some axes as batch axes; blocks remain if they divide the vectors."""
+        batch = tuple(sorted(self.batch + counted))
+        if self.block_axis in counted:
+            return MatrixAxes(batch, rows, columns)
+        return MatrixAxes(batch, rows, columns, self.block_axis, self.sizes)
+
+    @property
+    def of_neurons(self) -> "MatrixAxes":
+        """The axes of an array with one entry per output neuron: a matrix of one row."""
+        neurons = self.neurons
+        order = list(neurons.batch)
+        if neurons.sizes:  # Blocks of the rows have entries of their own.
+            order.insert(neurons.place, -1)
+        columns = tuple(order.index(axis) for axis in self.columns)
+        batch = tuple(i for i in range(len(order)) if i not in columns)
+        if self.sizes and not neurons.sizes:
+            block_axis = order.index(self.block_axis)
+            return MatrixAxes(batch, (), columns, block_axis, self.sizes)
+        return MatrixAxes(batch, (), columns)
 
 
 @jax.custom_jvp

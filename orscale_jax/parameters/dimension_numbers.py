@@ -1,11 +1,11 @@
 """Dimension numbers: which leaves of a tree are matrices, and along which axes.
 
 Only this module resolves dimension numbers. Everything else handles
-:class:`~orscale_jax.parameters.axes.MatrixAxes` and
-:class:`~orscale_jax.parameters.blocks.MatrixBlocks`.
+:class:`~orscale_jax.parameters.axes.MatrixAxes`.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -17,12 +17,10 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.blocks import LeafAxes, matrix_blocks
-from orscale_jax.parameters.default_rule import check_dtype, default_rule
+from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import is_masked, mask_like
-from orscale_jax.trees.names import name_and_shape, quoted
+from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on, quoted
+from orscale_jax.trees.nodes import is_function, is_masked, leaves_and_masks, mask_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +48,6 @@ class BlockDimensionNumbers:
       >>> fused = BlockDimensionNumbers(0, 1, block_axis=1, blocks=3)
       >>> # 12 query heads of 64 and 4 of keys and values: (768, 768 + 256 + 256)
       >>> grouped = BlockDimensionNumbers(0, 1, block_axis=1, blocks=(768, 256, 256))
-      >>> # the same weight, with a block for every head
-      >>> per_head = BlockDimensionNumbers(0, 1, block_axis=1, blocks=12 + 4 + 4)
     """
 
     reduction_axis: int | tuple[int, ...] = 0
@@ -68,11 +64,25 @@ class BlockDimensionNumbers:
         if not _checks.is_whole(self.block_axis):
             _checks.refuse("block_axis", self.block_axis, "pass one axis, an integer")
 
+    def sizes(self, length: int) -> tuple[int, ...]:
+        """The sizes of the blocks along an axis of this length."""
+        if isinstance(self.blocks, tuple):
+            return tuple(map(int, self.blocks))
+        return (length // self.blocks,) * int(self.blocks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Unresolved:
+    """In place of dimension numbers: why they are not known. Only a rule replaces it."""
+
+    reason: str
+
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | BlockDimensionNumbers
 WeightDimensionNumbers: TypeAlias = (
     DimensionNumbers | PyTree | Callable[[PyTree], PyTree] | None
 )
+PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 
 
 def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) -> PyTree:
@@ -87,36 +97,41 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
       tree: Arrays, abstract arrays, or any pytree of them, in boxes or not.
 
     Returns:
-      A tree without boxes, with :class:`MatrixAxes` or :class:`MatrixBlocks` for each
-      leaf of matrices and :class:`optax.MaskedNode` for every other leaf, as in the
-      groups of :func:`optax.partition`.
+      A tree without boxes, with :class:`MatrixAxes` for each leaf of matrices and
+      :class:`optax.MaskedNode` for every other leaf, as in the groups of
+      :func:`optax.partition`.
 
     Raises:
       ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
     """
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
         return tree
-    tree = unbox(tree)
-    if is_function(weight_dimension_numbers, is_resolvable):
-        weight_dimension_numbers = weight_dimension_numbers(tree)
-    weight_dimension_numbers = unbox(weight_dimension_numbers, is_resolvable)
-    if weight_dimension_numbers is None:
-        return jax.tree.map_with_path(default_rule(tree), tree)
-    weight_dimension_numbers = mask_like(weight_dimension_numbers, tree, is_resolvable)
-    check_prefix(weight_dimension_numbers, tree)
-    return jax.tree.map_with_path(
-        _resolve_subtree, weight_dimension_numbers, tree, is_leaf=is_resolvable
-    )
+    tree, given = unbox(tree), weight_dimension_numbers
+    if is_function(given, is_resolvable):
+        given = given(tree)
+    given = unbox(given, is_resolvable)
+    if given is None:
+        given = default_numbers(tree)
+    given = mask_like(given, tree, is_resolvable)
+    check_prefix(given, tree)
+
+    def resolve(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
+        def at(path: Any, leaf: jax.Array) -> Any:
+            if numbers is None or is_masked(numbers):
+                return optax.MaskedNode()
+            if isinstance(numbers, MatrixAxes):
+                return numbers
+            return explicit_axes(prefix + path, leaf, numbers)
+
+        return jax.tree.map_with_path(at, subtree)
+
+    return jax.tree.map_with_path(resolve, given, tree, is_leaf=is_resolvable)
 
 
 def require_matrices(
     weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
 ) -> PyTree:
-    """:func:`matrix_axes` for a stage that handles nothing but matrices.
-
-    Raises:
-      ValueError: If a leaf is not a matrix, and in the cases of :func:`matrix_axes`.
-    """
+    """:func:`matrix_axes` for a stage that handles, and takes, nothing but matrices."""
 
     def check(path: Any, axes: Any, subtree: PyTree) -> Any:
         if is_masked(axes) and jax.tree.leaves(subtree):
@@ -129,24 +144,22 @@ def require_matrices(
         return axes
 
     axes = matrix_axes(weight_dimension_numbers, tree)
-    bare = unbox(tree)
-    return jax.tree.map_with_path(check, axes, bare, is_leaf=is_axes_leaf)
+    return jax.tree.map_with_path(check, axes, unbox(tree), is_leaf=is_axes_leaf)
 
 
 def is_axes_leaf(node: Any) -> bool:
     """Whether ``node`` stands for one leaf in a tree of :func:`matrix_axes`."""
-    return isinstance(node, LeafAxes | optax.MaskedNode)
+    return isinstance(node, MatrixAxes | optax.MaskedNode)
 
 
 def is_resolvable(node: Any) -> bool:
     """Whether ``node`` stands for a subtree in a tree of dimension numbers."""
-    return node is None or isinstance(node, DimensionNumbers) or is_axes_leaf(node)
+    known = isinstance(node, DimensionNumbers | Unresolved)
+    return node is None or known or is_axes_leaf(node)
 
 
 def check_prefix(
-    weight_dimension_numbers: PyTree,
-    tree: PyTree,
-    argument: str = "weight_dimension_numbers",
+    numbers: PyTree, tree: PyTree, argument: str = "weight_dimension_numbers"
 ) -> None:
     """Refuse what is not a tree of dimension numbers, or does not fit ``tree``."""
 
@@ -160,7 +173,6 @@ def check_prefix(
         return object()  # At any mismatch, JAX's error would blame None or a tuple.
 
     try:
-        numbers = weight_dimension_numbers
         leaves = jax.tree.map_with_path(check, numbers, is_leaf=is_resolvable)
         jax.tree.map(lambda *_: None, leaves, tree)
     except ValueError as error:
@@ -170,54 +182,36 @@ def check_prefix(
         ) from error
 
 
-def refuse_step_count(tree: PyTree, argument: str = "weight_dimension_numbers") -> None:
-    """Refuse a step count: optax.inject_hyperparams takes functions for schedules."""
-    integer = isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jnp.integer)
-    if integer and tree.ndim == 0:
-        raise ValueError(
-            f"{argument} was called with a step count, as a schedule is: pass "
-            f'static_args="{argument}" to optax.inject_hyperparams.'
-        )
-
-
-def _resolve_subtree(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
-    def resolve(path: Any, leaf: jax.Array) -> Any:
-        if numbers is None or is_masked(numbers):
-            return optax.MaskedNode()
-        if isinstance(numbers, LeafAxes):
-            return numbers
-        return explicit_axes(prefix + path, leaf, numbers)
-
-    return jax.tree.map_with_path(resolve, subtree)
-
-
-def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> LeafAxes:
+def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> MatrixAxes:
     """The axes that ``numbers`` name for one leaf, if they fit it."""
-    rank = np.ndim(leaf)
-    rows, columns = (
-        tuple(axes) if isinstance(axes, Iterable) else (axes,)
-        for axes in (numbers.reduction_axis, numbers.output_axis)
-    )
-    misfit = _misfit(rows, columns, rank)
-    if not misfit and isinstance(numbers, BlockDimensionNumbers):
-        misfit = _misfit_of_blocks(numbers, rows + columns, np.shape(leaf))
-    if misfit:
+    shape, rank = np.shape(leaf), np.ndim(leaf)
+    rows, columns = map(as_tuple, (numbers.reduction_axis, numbers.output_axis))
+    if misfit := _misfit(numbers, rows, columns, shape):
         raise ValueError(
             f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
             "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
         )
-    check_dtype(path, leaf)
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise ValueError(
+            f"parameter {name_and_shape(path, leaf)} has dtype {leaf.dtype}, and only "
+            "real floating-point matrices can be orthogonalized. Put None for it in "
+            "weight_dimension_numbers, or keep it out with optax.masked."
+        )
     rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
-    whole = MatrixAxes(batch, rows, columns)
-    if isinstance(numbers, BlockDimensionNumbers):
-        axis = int(numbers.block_axis) % rank
-        return matrix_blocks(whole, axis, block_sizes(numbers.blocks, leaf.shape[axis]))
-    return whole
+    if not isinstance(numbers, BlockDimensionNumbers):
+        return MatrixAxes(batch, rows, columns)
+    axis = int(numbers.block_axis) % rank
+    return MatrixAxes(batch, rows, columns, axis, numbers.sizes(shape[axis]))
 
 
-def _misfit(rows: tuple[int, ...], columns: tuple[int, ...], rank: int) -> str | None:
-    used = rows + columns
+def _misfit(
+    numbers: DimensionNumbers,
+    rows: tuple[Any, ...],
+    columns: tuple[Any, ...],
+    shape: tuple[int, ...],
+) -> str | None:
+    used, rank = rows + columns, len(shape)
     if not rows or not columns:
         return "reduction_axis and output_axis must each name at least one axis"
     if not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
@@ -226,22 +220,75 @@ def _misfit(rows: tuple[int, ...], columns: tuple[int, ...], rank: int) -> str |
         return f"the leaf has {rank} axes"
     if len({axis % rank for axis in used}) < len(used):
         return "an axis is named twice"
+    if isinstance(numbers, BlockDimensionNumbers):
+        axis = numbers.block_axis
+        if not -rank <= axis < rank or axis % rank not in {a % rank for a in used}:
+            return "block_axis must be one of the axes of the rows or the columns"
+        if sum(numbers.sizes(shape[axis])) != shape[axis]:
+            return f"the blocks do not add up to {shape[axis]}, the length of axis {axis}"
     return None
 
 
-def _misfit_of_blocks(
-    numbers: BlockDimensionNumbers, used: tuple[int, ...], shape: tuple[int, ...]
-) -> str | None:
-    axis, rank = numbers.block_axis, len(shape)
-    if not -rank <= axis < rank or axis % rank not in {a % rank for a in used}:
-        return "block_axis must be one of the axes of the rows or the columns"
-    if sum(block_sizes(numbers.blocks, shape[axis])) != shape[axis]:
-        return f"the blocks do not add up to {shape[axis]}, the length of axis {axis}"
-    return None
+def as_tuple(axes: Any) -> tuple[Any, ...]:
+    """One axis or several, as a tuple."""
+    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
 
 
-def block_sizes(blocks: int | tuple[int, ...], length: int) -> tuple[int, ...]:
-    """The sizes of blocks along an axis, given them or their number."""
-    if isinstance(blocks, tuple):
-        return tuple(map(int, blocks))
-    return (length // blocks,) * int(blocks)
+def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
+    """Axes in the form of MuonDimensionNumbers: a single one is an integer."""
+    return axes[0] if len(axes) == 1 else axes
+
+
+def default_numbers(
+    tree: PyTree, decided: Callable[[Any], bool] = lambda path: False
+) -> PyTree:
+    """The numbers of bare parameters by rank and by name, None for AdamW.
+
+    Leaves of more than two axes are ambiguous, unless another rule has ``decided`` the
+    leaf of their path: one error lists all of them.
+    """
+    leaves = leaves_and_masks(tree)
+    names = Names.of(leaves)
+    ambiguous = [(p, leaf) for p, leaf in leaves if np.ndim(leaf) > 2 and not decided(p)]
+    if ambiguous:
+        marks = [names.take_adamw(path) for path, _ in ambiguous]
+        lines = [
+            name_and_shape(path, leaf) + f" (class {names.layer_class(path)})" * mark
+            for (path, leaf), mark in zip(ambiguous, marks, strict=True)
+        ]
+        marked = (
+            " Those marked with a class are no matrices, by their names: None for them, "
+            "even if a rule for the others fits their shape."
+        )
+        raise ValueError(
+            f"{listed(lines)} ambiguous: more than two axes may be a stack of matrices, "
+            "a convolution or a projection with heads. Pass weight_dimension_numbers "
+            "with optax.contrib.MuonDimensionNumbers(reduction_axis=..., "
+            "output_axis=...) there, or None for AdamW, as for embeddings, heads, norms "
+            "and biases; orscale_jax.by_path makes them from rules on paths."
+            + marked * any(marks)
+            + _flax_function([path for path, _ in ambiguous])
+        )
+
+    def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
+        adamw = np.ndim(leaf) < 2 or decided(path) or names.take_adamw(path)
+        return None if adamw else PLAIN
+
+    return jax.tree.map_with_path(numbers, tree)
+
+
+def _flax_function(paths: list[Any]) -> str:
+    """The function that reads the axes off the modules, if the names are Flax's."""
+    if all(keys_on(path)[-1:] != ("kernel",) for path in paths):
+        return ""
+    names = {name for path in paths for name in names_on(path)}
+    # A list has entries in NNX; modules without names, such as Dense_0, are Linen's.
+    linen = any(name == "params" or re.fullmatch(r"[A-Z]\w*_\d+", name) for name in names)
+    nnx = any(map(str.isdigit, names))
+    functions = ["orscale_jax.flax.linen_dimension_numbers(module, *inputs)"] * (
+        linen or not nnx
+    ) + ["orscale_jax.flax.nnx_dimension_numbers(model)"] * (nnx or not linen)
+    return (
+        f" If the model is Flax's, {' or '.join(functions)} takes all of this from the "
+        "types of its modules."
+    )

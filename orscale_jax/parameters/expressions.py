@@ -1,125 +1,113 @@
 """Regular expressions over the parameters' paths: the first that matches decides."""
 
-import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar, Generic, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
 
 from orscale_jax import _checks
-from orscale_jax.trees.masks import is_masked
+from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, dotted, names_on
+from orscale_jax.trees.nodes import is_masked
 
 Value = TypeVar("Value")
-ByExpression: TypeAlias = (  # A mapping's type has to name that of its keys exactly.
+# What users pass: a mapping's type has to name that of its keys exactly.
+ByExpression: TypeAlias = (
     Mapping[str, Value]
     | Mapping[re.Pattern[str], Value]
     | Mapping[str | re.Pattern[str], Value]
     | Iterable[tuple[str | re.Pattern[str], Value]]
 )
+Pairs: TypeAlias = tuple[tuple[re.Pattern[str], Value], ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Expressions(Generic[Value]):
-    """Expressions, each with the value of the parameters whose first match it is.
+def compiled(
+    rules: Any, argument: str, kind: str, checked: Callable[[str, Any], Value]
+) -> Pairs[Value]:
+    """Check a mapping, or a sequence of pairs, given in an ``argument``.
 
-    Attributes:
-      pairs: The compiled expressions with their values, in the order given.
-      source: Where they come from, for error messages.
+    ``kind`` says what the values are, for messages; ``checked`` refuses a value, given
+    its name for the message, or returns it as it is kept.
+    """
+    pairs = rules.items() if isinstance(rules, Mapping) else rules
+    if isinstance(pairs, Iterable) and not isinstance(pairs, str):
+        pairs = list(pairs)
+    if not isinstance(pairs, list) or not all(
+        isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
+    ):
+        remedy = f"pass a mapping, or pairs, from regular expressions to {kind}"
+        _checks.refuse(argument, pairs, remedy)
+
+    def pattern(expression: Any) -> re.Pattern[str]:
+        name = f"an expression of {argument}"
+        if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
+            return expression
+        if not isinstance(expression, str):
+            _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
+        try:
+            return re.compile(expression)
+        except re.error as error:
+            raise ValueError(
+                f"{name}={expression!r} is not valid: {error}; see Python's module re."
+            ) from error
+
+    return tuple(
+        (pattern(key), checked(f"{argument}[{key!r}]", value)) for key, value in pairs
+    )
+
+
+def values(
+    pairs: Pairs[Value], leaves: Iterable[tuple[Any, Any]], source: str
+) -> dict[Path, Value]:
+    """The values of the leaves that an expression matches, by path.
+
+    An expression that decides nothing is refused; ``source`` says whose it is.
     """
 
-    pairs: tuple[tuple[re.Pattern[str], Value], ...]
-    source: str
-    kind: ClassVar[str]  # What the values are, for error messages.
+    def first(name: str) -> int | None:
+        return next((i for i, (e, _) in enumerate(pairs) if e.search(name)), None)
 
-    @classmethod
-    def compile(cls, rules: Any, argument: str, source: str) -> Self:
-        """Check a mapping, or a sequence of pairs, given in an ``argument``."""
-        remedy = f"pass a mapping, or pairs, from regular expressions to {cls.kind}"
-        if isinstance(rules, Mapping):
-            rules = rules.items()
-        if isinstance(rules, str) or not isinstance(rules, Iterable):
-            _checks.refuse(argument, rules, remedy)
-        pairs = list(rules)
-        if not all(isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs):
-            _checks.refuse(argument, pairs, remedy)
-        compiled = (
-            (
-                _expression(expression, argument),
-                cls.checked(f"{argument}[{expression!r}]", value),
+    leaves = list(leaves)
+    by_name = {dotted(path): first(dotted(path)) for path, _ in leaves}
+    # A masked node may stand for a subtree, whose names are not known.
+    if not any(is_masked(leaf) for _, leaf in leaves):
+        for index in sorted({*range(len(pairs))} - {*by_name.values()}):
+            this = f"the expression {pairs[index][0].pattern!r} of {source}"
+            raise ValueError(f"{this} {_why_idle(index, pairs, by_name)}")
+    indexes = ((names_on(path), by_name[dotted(path)]) for path, _ in leaves)
+    return {path: pairs[index][1] for path, index in indexes if index is not None}
+
+
+def _why_idle(index: int, pairs: Pairs[Any], by_name: Mapping[str, int | None]) -> str:
+    """Why an expression decides nothing: it comes too late, or it is misspelt."""
+    expression, _ = pairs[index]
+    for name, earlier in by_name.items():
+        if earlier is not None and expression.search(name):
+            return (
+                "decides nothing: earlier ones match all its parameters, as "
+                f"{pairs[earlier][0].pattern!r} matches {name!r}. Move it before them, "
+                "or leave it out."
             )
-            for expression, value in pairs
-        )
-        return cls(tuple(compiled), source)
 
-    @staticmethod
-    def checked(name: str, value: Any) -> Value:
-        """Refuse a value that is not valid; ``name`` is for the message."""
-        raise NotImplementedError
-
-    def values(self, leaves: Iterable[tuple[Any, Any]]) -> dict[Path, Value]:
-        """The values of the leaves that an expression matches, by path.
-
-        Raises:
-          ValueError: If an expression applies to no path.
-        """
-        return {
-            path: self.pairs[index][1]
-            for path, index in self._decisions(list(leaves)).items()
-            if index is not None
-        }
-
-    def _decisions(self, leaves: list[tuple[Any, Any]]) -> dict[Path, int | None]:
-        """The index of the first expression that matches, by path."""
-        masked = any(is_masked(leaf) for _, leaf in leaves)
-
-        def first(name: str) -> int | None:
-            matches = (i for i, (e, _) in enumerate(self.pairs) if e.search(name))
-            return next(matches, None)
-
-        by_name = {dotted(path): first(dotted(path)) for path, _ in leaves}
-        deciding = set(by_name.values())
-        for index, (expression, _) in enumerate(self.pairs):
-            # A masked node may stand for a subtree, whose names are not known.
-            if index not in deciding and not masked:
-                self._refuse_idle(expression, by_name)
-        return {names_on(path): by_name[dotted(path)] for path, _ in leaves}
-
-    def _refuse_idle(
-        self, expression: re.Pattern[str], by_name: dict[str, int | None]
-    ) -> None:
-        this = f"the expression {expression.pattern!r} of {self.source}"
-        for name, index in by_name.items():
-            if index is not None and expression.search(name):
-                earlier = self.pairs[index][0].pattern
-                raise ValueError(
-                    f"{this} decides nothing: earlier ones match all its parameters, as "
-                    f"{earlier!r} matches {name!r}. Move it before them, or leave it out."
-                )
-        nearest = sorted(by_name, key=_likeness(expression.pattern), reverse=True)
-        raise ValueError(
-            f"{this} matches no parameter. Correct it, or leave it out; of "
-            f"{len(by_name)} paths the nearest are {', '.join(map(repr, nearest[:5]))}."
-        )
-
-
-def _expression(expression: Any, argument: str) -> re.Pattern[str]:
-    name = f"an expression of {argument}"
-    if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
-        return expression
-    if not isinstance(expression, str):
-        _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
-    try:
-        return re.compile(expression)
-    except re.error as error:
-        raise ValueError(
-            f"{name}={expression!r} is not valid: {error}; see Python's module re."
-        ) from error
-
-
-def _likeness(pattern: str) -> Callable[[str], int]:
     def likeness(name: str) -> int:
-        matcher = difflib.SequenceMatcher(None, pattern, name, autojunk=False)
+        matcher = difflib.SequenceMatcher(None, expression.pattern, name, autojunk=False)
         return matcher.find_longest_match().size
 
-    return likeness
+    nearest = sorted(by_name, key=likeness, reverse=True)[:5]
+    return (
+        f"matches no parameter. Correct it, or leave it out; of {len(by_name)} paths "
+        f"the nearest are {', '.join(map(repr, nearest))}."
+    )
+
+
+def refuse_step_count(tree: PyTree, argument: str = "weight_dimension_numbers") -> None:
+    """Refuse a step count: optax.inject_hyperparams takes functions for schedules."""
+    integer = isinstance(tree, jax.Array) and jnp.issubdtype(tree.dtype, jnp.integer)
+    if integer and tree.ndim == 0:
+        raise ValueError(
+            f"{argument} was called with a step count, as a schedule is: pass "
+            f'static_args="{argument}" to optax.inject_hyperparams.'
+        )

@@ -1,18 +1,232 @@
-"""The classes of layers, by the names of the parameters: query, router, expert up, ..."""
+"""The classes of layers, by the names of the parameters: query, router, expert up, ...
 
-from typing import Any, TypeAlias
+Names are read in words, in lower case and without underscores: "blocks.0.mlp.gate_proj"
+is "blocks.0.mlp.gate proj", and "MultiHeadAttention_0" is "multi head attention 0".
+"""
+
+import collections
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 
 from orscale_jax import _checks
-from orscale_jax.parameters.classes_by_name import ClassesByName
-from orscale_jax.parameters.dimension_numbers import refuse_step_count
-from orscale_jax.parameters.expressions import ByExpression, Expressions
+from orscale_jax.parameters import expressions
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.masks import leaves_and_masks
-from orscale_jax.trees.names import names_on
+from orscale_jax.trees.names import Path, keys_on, names_on, words
+from orscale_jax.trees.nodes import is_masked, leaves_and_masks
 
-ClassRules: TypeAlias = ByExpression[str]
+ClassRules: TypeAlias = expressions.ByExpression[str]
+
+# The classes whose parameters are no matrices, whatever their shape.
+EMBEDDING_OR_HEAD = frozenset({"embedding", "head"})
+VECTORS = frozenset({"norm", "scale", "bias"})
+
+# Last keys that say nothing about the layer.
+_ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
+
+# Words that name an embedding or a head anywhere in a key, and those that end its name.
+_TABLE = re.compile(r"embed|\b(wte|wpe|emb|vocab|tok|pos|logits)\d*\b")
+_HEAD = re.compile(r"\b(head|classifier)\d*( \d+)*$")
+
+# Classes by the whole path: the first that matches applies.
+_MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
+_NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
+_VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
+_BY_PATH = (
+    ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
+    ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
+    ("embedding", r"\brelative (position|attention) bias\b"),
+    (
+        "norm",
+        r"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms)\b"
+        rf"({_NET}|(?=.*\b{_VECTOR}$)){_MODULE}",
+    ),
+    ("norm", r"(?<!weight )(?<!spectral )\b(\w*norms?\d*|ln)( (\d+|f))?\.kernel$"),
+    ("norm", r"norm\.(scale|shift)\.weights$"),
+    ("bias", rf"\bbias(es)?\b{_NET}[^.]*(\.b)?$"),
+    ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
+    ("other", r"\b(lora|adapters?|indexer)\b"),
+    ("attention gate", r"\battention\.gating w$"),
+    ("router", r"\b(router|gating)\b(?! (einsum|linear))"),
+    ("head", r"\b(head|classifier)\d*( \d+)?(\.|$)|\blogits"),
+    ("head", r"\b(unembed|embed out|logitdense)"),
+)
+
+# Keys that are parts of a model.
+_ATTENTION_KEY = re.compile(r"att(entio)?n|\bm[hlq]a\b")
+_EXPERT = re.compile(r"\b(experts?|mo ?e(?! layers?))\b")
+_MLP_KEY = re.compile(
+    rf"{_EXPERT.pattern}|mlp\d*\b|\b(ffn?|ffw|feed ?forward|swi ?glu)\b"
+)
+_SHARED = re.compile(r"\bshared (expert|mlp)|^shared$")
+# Keys side by side that show a mixture, or attention, without a module of its own.
+_EXPERTS_THEMSELVES = re.compile(r"(?!.*\bexperts?\b).*\brouter\b")
+_QUERY_AND_KEY = re.compile(r"(?=.*\b(w?q\b|quer))(?=.*\b(w?kv?\b|key))|.*\bw?qkvo?\b")
+
+
+class _Rule(NamedTuple):
+    """A rule that gives the class of a module, or of an array without one, by its name.
+
+    Attributes:
+      layer: The class; "{mlp}" stands for "mlp", "routed expert" or "shared expert".
+      within: The parts of a model in which the rule holds: "attention", "mlp", "routed
+        expert", "shared expert", or "block" for everything else; an "attention block" has
+        the projections of attention among its own keys.
+      name: A pattern of the name. For a numbered layer, the name begins with the key
+        above: "layers 0".
+      beside: A pattern of all keys in the same place, sorted and joined by "|".
+    """
+
+    layer: str
+    within: str
+    name: str
+    beside: str = ""
+
+
+_ATTENTION, _ATTENTION_OR_BLOCK = "attention.*", "attention|.*block"
+_MLP, _MLP_OR_BLOCK = "mlp|.*expert", "mlp|.*expert|.*block"
+_LAYER = r"( (proj(ection)?|layer))?"
+_TWO = r"^(\w+ )?0\|(\w+ )?\d$"  # Dense_0 and Dense_1, or the 0 and 2 of a sequence.
+_BY_NAME = (
+    _Rule("convolution", ".*", r"conv"),
+    _Rule("attention latent down", _ATTENTION_OR_BLOCK, r"\bw?(q|kv) (a|down)\b"),
+    _Rule("attention latent down", _ATTENTION_OR_BLOCK, r"^w d(q|kv)$"),
+    _Rule("attention latent up", _ATTENTION_OR_BLOCK, r"\bw?(q|kv?|v) (b|up)\b"),
+    _Rule("attention latent up", _ATTENTION_OR_BLOCK, r"^w u(q|kv?|v)$"),
+    _Rule("attention qkvo", _ATTENTION_OR_BLOCK, r"\bqkvo\b"),
+    _Rule("attention kv", "attention", r"^c attn$", r"\bq attn\b"),
+    _Rule("attention qkv", _ATTENTION_OR_BLOCK, r"\bw?qkv\b|query key value|^c attn$"),
+    _Rule("attention qkv", "attention", r"^in proj( weight)?$"),
+    _Rule("attention qkv", "attention", r"^(dense|linear) 0$", _TWO),
+    _Rule("attention output", "attention", r"^(dense|linear) \d$", _TWO),
+    _Rule("attention kv", _ATTENTION_OR_BLOCK, r"\bw?kv\b|key value"),
+    _Rule("attention query", _ATTENTION, r"\bw?q\b"),
+    _Rule("attention query", _ATTENTION_OR_BLOCK, r"\bquer(y|ies)\b|\bq proj\b"),
+    _Rule("attention key", _ATTENTION, r"\b(w?k|keys?)\b"),
+    _Rule("attention key", _ATTENTION_OR_BLOCK, r"\bk proj\b"),
+    _Rule("attention value", _ATTENTION, r"\b(w?v|values?)\b"),
+    _Rule("attention value", _ATTENTION_OR_BLOCK, r"\bv proj\b"),
+    _Rule("attention gate", "attention", r"\b(g|gate)\b"),
+    _Rule("{mlp} down", "attention block", r"^wo$", r"\bwi\b"),
+    _Rule(
+        "attention output", _ATTENTION, r"^((to|linear|attention) )?out(put)?\b|^(w ?)?o$"
+    ),
+    _Rule("attention output", _ATTENTION, r"^((c|linear) )?proj(ection)?$"),
+    _Rule("attention output", _ATTENTION, r"^linear$|^proj out$", r"\b(q|query)\b"),
+    _Rule("attention output", "attention", r"^attn vec\b"),
+    _Rule("attention output", "attention", r"^((cross|self) )?attention$"),  # .dense
+    _Rule("attention output", _ATTENTION_OR_BLOCK, r"\bo proj\b"),
+    _Rule("router", _MLP, r"\bexpert gate$", r"^(?!.*\bexpert up\b)"),
+    _Rule("router", _MLP_OR_BLOCK, r"^(moe )?gate$", r"\bexperts?\b|\bgate up\b"),
+    _Rule("router", "routed expert", r"^(moe )?gate$", r"^(?!.*\b(up|down)\b)"),
+    _Rule("{mlp} gate up", _MLP_OR_BLOCK, r"\bgate (and )?up\b|\bup (and )?gate\b"),
+    _Rule("{mlp} gate up", _MLP_OR_BLOCK, r"^gating einsum$|^w1[23]$"),
+    _Rule("{mlp} gate", _MLP, r"\bgate\b|^gating linear$"),
+    _Rule("{mlp} up", _MLP, r"^value linear$", r"\bgating linear\b"),
+    _Rule("{mlp} gate", _MLP_OR_BLOCK, r"\bgate\b", r"\bup\b"),
+    _Rule("{mlp} gate", _MLP_OR_BLOCK, r"^wi 0$", r"\bwi 1\b"),
+    _Rule("{mlp} gate", _MLP_OR_BLOCK, r"^w1$", r"\b(w3|v1)\b"),
+    _Rule("{mlp} up", _MLP_OR_BLOCK, r"^w2$", r"\bw1 like w2\b"),
+    _Rule("{mlp} down", _MLP_OR_BLOCK, r"^w3$", r"\b(w1 like w2|w12)\b"),
+    _Rule("{mlp} up", _MLP_OR_BLOCK, r"\bup\b|^wi\b|^(w[13]|v1)$|^c fc$|^fc in$"),
+    _Rule("{mlp} down", _MLP_OR_BLOCK, r"\bdown\b|^(wo|w2)\b|^fc out$"),
+    _Rule("{mlp} up", _MLP_OR_BLOCK, r"\bh to 4 h$|^intermediate$"),
+    _Rule("{mlp} down", _MLP_OR_BLOCK, r"\b4 h to h$"),
+    _Rule("{mlp} down", _MLP_OR_BLOCK, r"^output$", r"\bintermediate\b"),
+    _Rule("{mlp} up", _MLP, r"^(linear )?(fc|lin|linear)1$|^fc$|^(w |linear )?in\b"),
+    _Rule("{mlp} down", _MLP, r"^(linear )?(fc|lin|linear)2$|\bout(put)?\b"),
+    _Rule("{mlp} up", _MLP, r"^input linear$"),
+    _Rule("{mlp} gate", _MLP, r"^fc 1$", r"\bfc 2\|proj$"),
+    _Rule("{mlp} up", _MLP, r"^fc 2$", r"\bfc 2\|proj$"),
+    _Rule("{mlp} down", _MLP, r"^(c )?proj$", r"\bfc\b"),
+    _Rule("{mlp} down", _MLP, r"^linear$", r"^gating einsum\b"),
+    _Rule("{mlp} up", ".*block", r"^(fc|lin|linear)1$", r"att(entio)?n\b"),
+    _Rule("{mlp} down", ".*block", r"^(fc|lin|linear)2$", r"att(entio)?n\b"),
+    _Rule("{mlp} up", _MLP, r"^(?!experts?\b).* 0$", _TWO),
+    _Rule("{mlp} down", _MLP, r"^(?!experts?\b).* \d$", _TWO),
+    _Rule("head", ".*block", rf"^output{_LAYER}$", r"\b(embed|(wte|emb)\b)"),
+)
+
+
+class Names(NamedTuple):
+    """The names of all parameters of a tree, which give each its class.
+
+    Attributes:
+      below: The keys below each path.
+      shapes: The shapes of the arrays that are not masked, by path.
+    """
+
+    below: Mapping[Path, set[str]]
+    shapes: Mapping[Path, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, leaves: Iterable[tuple[Any, Any]]) -> "Names":
+        """Collect the names on the paths of leaves and of masked nodes."""
+        below = collections.defaultdict(set)
+        shapes = {}
+        for path, leaf in leaves:
+            keys = in_words(path)
+            if not is_masked(leaf):
+                shapes[keys] = np.shape(leaf)
+            for depth, key in enumerate(keys):
+                below[keys[:depth]].add(key)
+        return cls(below, shapes)
+
+    def take_adamw(self, path: Any) -> bool:
+        """Whether they say that a parameter is no matrix."""
+        return self.say_embedding_or_head(path) or self.layer_class(path) in VECTORS
+
+    def say_embedding_or_head(self, path: Any) -> bool:
+        """Whether a name on the path, or the class, says embedding or output head."""
+        named = any(map(is_embedding_or_head, in_words(path)))
+        return named or self.layer_class(path) in EMBEDDING_OR_HEAD
+
+    def layer_class(self, path: Any) -> str:
+        """The class of the parameter at a path of the tree."""
+        keys = in_words(path)
+        layer = _by_path(keys)
+        if layer != "norm" and self._is_bias(keys):
+            return "bias"
+        if layer:
+            return layer
+        module, array = module_and_array(path)
+        beside = self._beside(module[:-1], array)
+        mlp = "mlp"
+        if any(map(_SHARED.search, module)):
+            mlp = "shared expert"
+        elif any(map(_EXPERT.search, module)) or _EXPERTS_THEMSELVES.match(beside):
+            mlp = "routed expert"
+        # The part of the model, by the last key that names one, or by the keys beside.
+        within = "attention block" if _QUERY_AND_KEY.match(beside) else "block"
+        for key in reversed(module):
+            if _ATTENTION_KEY.search(key):
+                within = "attention"
+                break
+            if _MLP_KEY.search(key) or _SHARED.search(key):
+                within = mlp
+                break
+        numbered = module[-1:] and module[-1].isdigit()
+        name = " ".join(module[-2 if numbered else -1 :])
+        return _by_rules(within, name, beside).format(mlp=mlp)
+
+    def _is_bias(self, keys: Path) -> bool:
+        """Whether a key ends in "b" and one beside it in "w", as in Haiku's modules."""
+        if not keys or not (number := re.search(r"\bb(\d*)$", keys[-1])):
+            return False
+        beside = self.below[keys[:-1]]
+        a, w = (keys[-1][: number.start()] + letter + number[1] for letter in "aw")
+        weights = {w, "kernel", "weight", "weights"}
+        return a not in beside and not beside.isdisjoint(weights)  # LoRA has a and b.
+
+    def _beside(self, above: Path, array: Path) -> str:
+        """The keys in a place, and whether w3 has another shape than w1 and w2."""
+        w1, w2, w3 = (self.shapes.get((*above, f"w{i}", *array)) for i in (1, 2, 3))
+        alike = w1 is not None and w3 is not None and w1 == w2 != w3
+        return "|".join(sorted(self.below[above]) + ["w1 like w2"] * alike)
 
 
 def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
@@ -45,8 +259,7 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
 
     Returns:
       A tree like the parameters, without boxes, with a string for each leaf. Pass it as
-      ``classes`` to :func:`summarize` or to :func:`orscale_jax.family.pooled`; the latter
-      also takes this function itself.
+      ``classes`` to :func:`summarize`.
 
     Raises:
       ValueError: If ``rules`` is not valid, or an expression applies to no parameter.
@@ -66,28 +279,63 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
       >>> layer_classes(params)["mixer"], layer_classes(params, {"mixer": "ssm"})["mixer"]
       ('other', 'ssm')
     """
-    compiled = _ClassRules.compile(
-        () if rules is None else rules, "rules", "layer_classes"
+    pairs = expressions.compiled(
+        () if rules is None else rules, "rules", "names of classes", _checked
     )
     bare = unbox(params)
     if not jax.tree.leaves(bare):
         return bare
-    refuse_step_count(bare, "classes")
+    expressions.refuse_step_count(bare, "classes")
     leaves = leaves_and_masks(bare)
-    given = compiled.values(leaves)
-    names = ClassesByName.of(leaves)
+    given = expressions.values(pairs, leaves, "layer_classes")
+    names = Names.of(leaves)
     return jax.tree.map_with_path(
         lambda path, _: given.get(names_on(path)) or names.layer_class(path), bare
     )
 
 
-class _ClassRules(Expressions[str]):
-    """The rules of :func:`layer_classes`."""
+def is_embedding_or_head(key: str) -> bool:
+    """Whether a key in words is the name of an embedding table or an output head."""
+    return bool(_TABLE.search(key) or _HEAD.search(key))
 
-    kind = "names of classes"
 
-    @staticmethod
-    def checked(name: str, value: Any) -> str:
-        if not isinstance(value, str) or not value:
-            _checks.refuse(name, value, "pass the name of a class")
-        return value
+def module_and_array(path: Any) -> tuple[Path, Path]:
+    """The keys of a module, or of an array without one, and those of its array below."""
+    keys = in_words(path)
+    end = len(keys)
+    while end > 1 and _ARRAY.fullmatch(keys[end - 1]):
+        end -= 1
+    return keys[:end], keys[end:]
+
+
+def in_words(path: Any) -> Path:
+    """The keys of a path in words."""
+    return tuple(key for key in map(words, keys_on(path)) if key)
+
+
+# Cached, since an optimizer that is not compiled asks at every step.
+@functools.lru_cache(maxsize=2**16)
+def _by_path(keys: Path) -> str | None:
+    path = ".".join(keys)
+    for layer, expression in _BY_PATH:
+        if re.search(expression, path):
+            return layer
+    return "embedding" if any(map(is_embedding_or_head, keys)) else None
+
+
+@functools.lru_cache(maxsize=2**16)
+def _by_rules(within: str, name: str, beside: str) -> str:
+    for rule in _BY_NAME:
+        if (
+            re.fullmatch(rule.within, within)
+            and re.search(rule.name, name)
+            and re.search(rule.beside, beside)
+        ):
+            return rule.layer
+    return "other"
+
+
+def _checked(name: str, value: Any) -> str:
+    if not isinstance(value, str) or not value:
+        _checks.refuse(name, value, "pass the name of a class")
+    return value

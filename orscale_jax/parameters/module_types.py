@@ -1,20 +1,31 @@
-"""Dimension numbers from the types of modules.
+"""Dimension numbers from the types of modules, for any library of modules.
 
+A library has a table of rules: what the modules of a type declare about their parameters.
 If a module's type does not declare a parameter of two or more axes, an error names it.
-Each library of modules has its own table of rules; none is imported here.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers,
     DimensionNumbers,
+    Unresolved,
+    as_axis,
+    as_tuple,
 )
-from orscale_jax.trees.names import Path
+from orscale_jax.parameters.expressions import refuse_step_count
+from orscale_jax.parameters.heads import HeadSizes
+from orscale_jax.parameters.layer_classes import Names
+from orscale_jax.parameters.path_rules import Rules, resolver
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path, dotted, names_on, quoted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,38 +38,24 @@ class Weight:
       reduction_axis: The axes of ``shape`` that make up the rows, not negative.
       output_axis: The axes of ``shape`` that make up the columns, not negative. The
         other axes are a batch of matrices.
+      blocks: The number of matrices of one size that lie side by side, such as the gates
+        of a cell.
+      block_axis: The axis of ``shape`` along which they lie.
+      group_inputs: The axis of ``shape`` that counts the inputs of one group of a
+        convolution: if there is one input, it is depthwise, and no matrix.
 
     Example:
       >>> from orscale_jax.flax import Weight
-      >>> Weight((8, 16, 32), reduction_axis=1, output_axis=2)  # 8 experts
-      Weight(shape=(8, 16, 32), reduction_axis=1, output_axis=2)
+      >>> experts = Weight((8, 16, 32), reduction_axis=1, output_axis=2)
     """
 
     shape: tuple[int | None, ...]
     reduction_axis: int | tuple[int, ...]
     output_axis: int | tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockWeight(Weight):
-    """Several matrices of one size side by side, such as the gates of a cell."""
-
-    block_axis: int  # The axis of shape along which they lie.
-    blocks: int
-
-
-@dataclasses.dataclass(frozen=True)
-class GroupedWeight(BlockWeight):
-    """The kernel of a grouped convolution; the outputs of its groups lie side by side."""
-
-    inputs: int  # The axis of shape that counts the inputs of one group.
-
-
-@dataclasses.dataclass(frozen=True)
-class Unresolved:
-    """The reason why a type does not determine the dimension numbers of a parameter."""
-
-    reason: str
+    _: dataclasses.KW_ONLY
+    blocks: int = 1
+    block_axis: int = 0
+    group_inputs: int | None = None
 
 
 Declared: TypeAlias = Weight | Unresolved | None
@@ -70,6 +67,21 @@ Numbers: TypeAlias = DimensionNumbers | Unresolved | None
 def adamw_only(*names: str) -> Rule:
     """Make a rule by which the parameters of these names take AdamW."""
     return lambda module: dict.fromkeys(names)
+
+
+def convolution(
+    shape: tuple[int | None, ...], inputs: int, outputs: int, groups: int
+) -> Weight:
+    """The weight of a convolution, given the axes that count inputs and outputs.
+
+    The outputs of its groups lie side by side.
+    """
+    rows = tuple(axis for axis in range(len(shape)) if axis != outputs)
+    if groups == 1:
+        return Weight(shape, rows, outputs)
+    return Weight(
+        shape, rows, outputs, blocks=groups, block_axis=outputs, group_inputs=inputs
+    )
 
 
 def declarations(module: Any, rules: Mapping[type, Any]) -> Mapping[str, Any]:
@@ -108,7 +120,7 @@ def numbers_by_owner(
     # The other axes must have the sizes that the module declares.
     others = [axis for axis in range(len(shape)) if axis not in stacked]
     in_front = max(len(others) - len(declared.shape), 0)
-    return locate(declared, tuple(others[in_front:]), shape)
+    return located(declared, tuple(others[in_front:]), shape)
 
 
 def undeclared(owner: str, shape: tuple[int, ...]) -> Numbers:
@@ -116,41 +128,130 @@ def undeclared(owner: str, shape: tuple[int, ...]) -> Numbers:
     return None if len(shape) < 2 else Unresolved(f"there is no rule for it in {owner}")
 
 
-def locate(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) -> Numbers:
+def located(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) -> Numbers:
     """The numbers of a leaf in which the module's own axes are ``axes``."""
     if not isinstance(declared, Weight):
         return declared
     own = tuple(shape[axis] for axis in axes)
-    if not _agree(declared.shape, own):
+    if len(own) != len(declared.shape) or any(
+        size not in (None, actual)
+        for size, actual in zip(declared.shape, own, strict=True)
+    ):
         return Unresolved(
             f"its module declares {declared.shape}, which must follow the stacked axes, "
             "if there are any"
         )
+    if declared.group_inputs is not None and own[declared.group_inputs] == 1:
+        return None  # Depthwise.
     rows, columns = (
         as_axis(tuple(axes[axis] for axis in as_tuple(own_axes)))
         for own_axes in (declared.reduction_axis, declared.output_axis)
     )
-    if isinstance(declared, GroupedWeight) and own[declared.inputs] == 1:
-        return None  # Depthwise.
-    if isinstance(declared, BlockWeight):
-        block_axis = axes[declared.block_axis]
-        return BlockDimensionNumbers(
-            rows, columns, block_axis=block_axis, blocks=declared.blocks
-        )
-    return MuonDimensionNumbers(rows, columns)
-
-
-def _agree(declared: tuple[int | None, ...], shape: tuple[int, ...]) -> bool:
-    return len(declared) == len(shape) and all(
-        size in (None, actual) for size, actual in zip(declared, shape, strict=True)
+    if declared.blocks == 1:
+        return MuonDimensionNumbers(rows, columns)
+    block_axis = axes[declared.block_axis]
+    return BlockDimensionNumbers(
+        rows, columns, block_axis=block_axis, blocks=declared.blocks
     )
 
 
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    """One axis or several, as a tuple."""
-    return (value,) if isinstance(value, int) else tuple(value)
+def resolved(
+    leaves: Mapping[Path, Any],
+    by_type: Mapping[Path, Numbers],
+    overrides: Rules | None,
+    head_size: HeadSizes,
+) -> Mapping[Path, DimensionNumbers | None]:
+    """The dimension numbers of all parameters: by overrides, then names, then types."""
+    names = Names.of(leaves.items())
+    numbers = {
+        path: None if names.say_embedding_or_head(path) else declared
+        for path, declared in by_type.items()
+    }
+    # As the keys of a dictionary, paths are the same for rules and for names.
+    make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
+    found: dict[Path, Numbers] = make(dict(leaves))
+    unresolved = [
+        f"  {quoted(path)} of shape {np.shape(leaves[path])}: {own.reason}"
+        for path, own in found.items()
+        if isinstance(own, Unresolved)
+    ]
+    if unresolved:
+        raise ValueError(
+            "the types of the modules do not say which axes of these parameters are rows "
+            "and which are columns:\n" + "\n".join(unresolved) + "\nPass overrides={"
+            "expression for its path: optax.contrib.MuonDimensionNumbers("
+            'reduction_axis=..., output_axis=...)} for each, with "adamw" instead for '
+            "AdamW, or rules={type of its module: ...}."
+        )
+    return found
 
 
-def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
-    """Axes in the form of MuonDimensionNumbers: a single one is an integer."""
-    return axes[0] if len(axes) == 1 else axes
+def look_up(
+    numbers: Mapping[Path, DimensionNumbers | None],
+    is_parameter: Callable[[Any], bool],
+    expected: str,
+) -> Callable[[PyTree], PyTree]:
+    """Make a function from any tree of some of a model's parameters to their numbers.
+
+    ``is_parameter`` says whether a node of the tree is one parameter, and ``expected``
+    what the parameters are, for the error message.
+    """
+
+    def weight_dimension_numbers(params: PyTree) -> PyTree:
+        refuse_step_count(params)
+
+        def at(entries: Any, _: Any) -> DimensionNumbers | None:
+            path = names_on(entries)
+            if path not in numbers:
+                raise ValueError(
+                    f"parameter {dotted(path)!r} is no {expected} was given: give that "
+                    "function the trained model, and the optimizer its parameters only."
+                )
+            return numbers[path]
+
+        return jax.tree.map_with_path(at, params, is_leaf=is_parameter)
+
+    return weight_dimension_numbers
+
+
+def of_module_tree(
+    model: PyTree,
+    module_type: type,
+    numbers_of: Callable[[Path, Any, Mapping[Path, Any]], Numbers],
+    overrides: Rules | None,
+    head_size: HeadSizes,
+    array_type: type | tuple[type, ...] = (),
+) -> Callable[[PyTree], PyTree]:
+    """The dimension numbers of a model that is a tree of modules, as Equinox's.
+
+    ``numbers_of`` gives the numbers of a parameter by type, from its path, its value and
+    the modules by path; a node of ``array_type`` is one parameter.
+    """
+
+    def is_parameter(node: Any) -> bool:
+        return isinstance(node, array_type)
+
+    def modules(node: PyTree, path: Path) -> Iterator[tuple[Path, Any]]:
+        inner = jax.tree.leaves_with_path(
+            node, lambda x: x is not node and isinstance(x, module_type)
+        )
+        for entries, other in inner:
+            if isinstance(other, module_type) and other is not node:
+                yield path + names_on(entries), other
+                yield from modules(other, path + names_on(entries))
+
+    def is_trained(leaf: Any) -> bool:
+        return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+    owners = {(): model, **dict(modules(model, ()))}
+    nodes = {
+        names_on(entries): node
+        for entries, node in jax.tree.leaves_with_path(model, is_parameter)
+        if any(map(is_trained, jax.tree.leaves(node)))
+    }
+    by_type = {path: numbers_of(path, node, owners) for path, node in nodes.items()}
+    leaves = {path: jax.tree.leaves(node)[0] for path, node in nodes.items()}
+    numbers = resolved(leaves, by_type, overrides, head_size)
+    return look_up(
+        numbers, is_parameter, "floating-point array of the model that dimension_numbers"
+    )

@@ -9,12 +9,10 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.expressions import Expressions
+from orscale_jax.parameters import expressions
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import leaves_and_masks, mask_like
 from orscale_jax.trees.names import names_on, quoted
-from orscale_jax.trees.watch import Watch
+from orscale_jax.trees.nodes import Watch, is_function, leaves_and_masks, mask_like
 
 RateMultipliers: TypeAlias = (
     PyTree
@@ -37,71 +35,54 @@ _FORMS = (
 resolved: Watch[PyTree] = Watch("multipliers of learning rates")
 
 
-class _Rules(Expressions[ArrayLike]):
-    """Multipliers by path."""
-
-    kind = "positive numbers"
-
-    @staticmethod
-    def checked(name: str, value: Any) -> ArrayLike:
-        return _multiplier(name, value)
-
-
 def check(given: RateMultipliers) -> None:
-    """Refuse values that are not positive finite numbers, as far as they are known.
-
-    Raises:
-      ValueError: If there is such a value; it is named.
-    """
+    """Refuse values that are not positive finite numbers, as far as they are known."""
     if given is None or _is_function(given):
         return
     if _is_sequence_of_rules(given):
-        _Rules.compile(given, NAME, NAME)
-    elif _is_mapping_of_values(given):
+        _compiled(given)
+        return
+    if _is_mapping_of_values(given):
         for key, value in given.items():
             if value is not None:  # In a tree, where the parameters have None, too.
                 _multiplier(f"{NAME}[{key!r}]", value)
-    else:
-        _check_tree(unbox(given))
+        return
+    for path, value in jax.tree.leaves_with_path(unbox(given)):
+        if not path and isinstance(value, str):
+            _checks.refuse(NAME, value, _FORMS)
+        _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)
 
 
 def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
-    """The multiplier of each parameter, 1 where no expression matches.
+    """The multiplier of each bare parameter, 1 where no expression matches.
 
-    Args:
-      given: See :func:`orscale_jax.orscale`.
-      tree: The parameters, without boxes; parts of it may be masked.
-
-    Returns:
-      A tree like the parameters, masked where they are; None if nothing is given.
-
-    Raises:
-      ValueError: If a value is not a positive finite number, an expression is not valid
-        or applies to no parameter, or a tree does not fit.
+    The result is masked where the parameters are, and None if nothing is given.
     """
     if given is None:
         return None
     if not jax.tree.leaves(tree):  # As in matrix_axes.
         return tree
     if _is_function(given):
-        given = _of_parameters(given, tree)
+        try:
+            given = given(tree)
+        except Exception as error:
+            error.add_note(
+                f"{NAME} was called with the parameters. A schedule for some of them is "
+                "a group of optax.partition."
+            )
+            raise
         check(given)
     # JAX would sort the keys of a mapping of rules: only a tree is unboxed.
-    rules = _is_rules(given, tree)
-    found = _by_path(given, tree) if rules else _by_tree(unbox(given), tree)
+    if _are_rules(given, tree):
+        values = expressions.values(_compiled(given), leaves_and_masks(tree), NAME)
+        found = jax.tree.map_with_path(lambda p, _: values.get(names_on(p), 1.0), tree)
+    else:
+        try:
+            found = jax.tree.broadcast(mask_like(unbox(given), tree), tree)
+        except ValueError as error:
+            raise ValueError(f"{NAME} does not fit: {_FORMS}: {error}") from error
     resolved.note(found)
     return found
-
-
-def _of_parameters(given: Callable[[PyTree], PyTree], tree: PyTree) -> PyTree:
-    try:
-        return given(tree)
-    except Exception as error:
-        error.add_note(
-            f"{NAME} was called with the parameters. A schedule for some of them is a "
-            "group of optax.partition."
-        )
-        raise
 
 
 def _is_function(given: RateMultipliers) -> TypeGuard[Callable[[PyTree], PyTree]]:
@@ -109,14 +90,17 @@ def _is_function(given: RateMultipliers) -> TypeGuard[Callable[[PyTree], PyTree]
     return callable(given) and is_function(given, _is_number)
 
 
-def _is_rules(given: Any, tree: PyTree) -> bool:
+def _are_rules(given: Any, tree: PyTree) -> bool:
     """Whether keys are expressions; a mapping with the parameters' own keys is a tree."""
-    if _is_sequence_of_rules(given):
+    if not _is_mapping_of_values(given):
+        return _is_sequence_of_rules(given)
+    if any(isinstance(key, re.Pattern) for key in given):
         return True
-    return _is_mapping_of_values(given) and (
-        any(isinstance(key, re.Pattern) for key in given)
-        or not _is_prefix(mask_like(unbox(given), tree), tree)
-    )
+    try:
+        jax.tree.map(lambda *_: None, mask_like(unbox(given), tree), tree)
+    except ValueError:
+        return True
+    return False
 
 
 def _is_sequence_of_rules(given: Any) -> bool:
@@ -136,33 +120,8 @@ def _is_mapping_of_values(given: Any) -> TypeGuard[Mapping[Any, Any]]:
     )
 
 
-def _is_prefix(given: PyTree, tree: PyTree) -> bool:
-    try:
-        jax.tree.map(lambda *_: None, given, tree)
-    except ValueError:
-        return False
-    return True
-
-
-def _by_path(rules: Any, tree: PyTree) -> PyTree:
-    compiled = _Rules.compile(rules, NAME, NAME)
-    found = compiled.values(leaves_and_masks(tree))
-    return jax.tree.map_with_path(lambda path, _: found.get(names_on(path), 1.0), tree)
-
-
-def _by_tree(given: PyTree, tree: PyTree) -> PyTree:
-    given = mask_like(given, tree)
-    try:
-        return jax.tree.broadcast(given, tree)
-    except ValueError as error:
-        raise ValueError(f"{NAME} does not fit: {_FORMS}: {error}") from error
-
-
-def _check_tree(given: PyTree) -> None:
-    for path, value in jax.tree.leaves_with_path(given):
-        if not path and isinstance(value, str):
-            _checks.refuse(NAME, value, _FORMS)
-        _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)
+def _compiled(rules: Any) -> expressions.Pairs[ArrayLike]:
+    return expressions.compiled(rules, NAME, "positive numbers", _multiplier)
 
 
 def _is_number(value: Any) -> bool:

@@ -7,10 +7,9 @@ arrays that are sharded otherwise are resharded.
 
 Each optimizer keeps the annotations that its own ``init`` has seen. Those of all of them
 are kept as well, for optimizers without any: :func:`optax.inject_hyperparams` builds its
-optimizer anew for every step, so that the one in ``update`` was never initialized. Of
-these common annotations the last ones count, and only where no others contradict them.
-They stay as long as the process: of such an optimizer, and of the boxes that its ``init``
-was given, nothing lives on that could say when to forget them.
+optimizer anew for every step, so that the one in ``update`` was never initialized, and
+passes a state in which nothing static may be. Of these common annotations the last ones
+count, and only where no others contradict them. They stay as long as the process.
 """
 
 import math
@@ -23,20 +22,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from orscale_jax import _checks
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
-from orscale_jax.trees.functions import is_function
-from orscale_jax.trees.masks import mask_like
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.watch import Watch
+from orscale_jax.trees.nodes import Watch, is_function, mask_like
 
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
-# Specs by the path and shape of a parameter, None of a box that says nothing.
-_Annotations: TypeAlias = dict[tuple[Path, tuple[int, ...]], PartitionSpec | None]
+# A parameter's path and shape.
+_Key: TypeAlias = tuple[Path, tuple[int, ...]]
 
-_common: _Annotations = {}  # The last ones.
-_all: dict[tuple[Path, tuple[int, ...]], set[PartitionSpec]] = {}
+# All annotations of this process, the last one last; None of a box that says nothing.
+_common: dict[_Key, list[PartitionSpec | None]] = {}
 
 initialized: Watch["ParamSpecs"] = Watch("shardings of parameters")
 
@@ -45,44 +42,41 @@ class ParamSpecs:
     """What an optimizer knows of the shardings of its parameters."""
 
     def __init__(self, given: ParamShardings) -> None:
-        """Take what the user has given.
-
-        Args:
-          given: See ``param_shardings`` of :func:`orscale_jax.orscale`.
-
-        Raises:
-          ValueError: If it is a mesh.
-        """
+        """Take ``param_shardings`` of :func:`orscale_jax.orscale`."""
         if isinstance(given, Mesh | AbstractMesh):
             _checks.refuse("param_shardings", given, "pass a mesh as mesh=")
         self._given = given
-        self._annotated: _Annotations | None = None  # Until init has seen boxes.
+        # Until init has seen boxes.
+        self._annotated: dict[_Key, PartitionSpec | None] | None = None
 
     def note_annotations(self, params: PyTree) -> None:
         """Keep the annotations of parameters in boxes instead of earlier ones."""
         initialized.note(self)
-        nodes = jax.tree.leaves_with_path(params, is_leaf=is_box)
-        boxes = [(path, node) for path, node in nodes if is_box(node)]
-        if not boxes:
+        specs = {
+            (names_on(path), np.shape(unbox(node))): annotated_spec(node)
+            for path, node in jax.tree.leaves_with_path(params, is_leaf=is_box)
+            if is_box(node) and jax.tree.leaves(node)
+        }
+        if not specs:
             return
-        self._annotated = _annotations(boxes)
-        _common.update(self._annotated)
-        for key, spec in self._annotated.items():
-            _all.setdefault(key, set()).update([] if spec is None else [spec])
+        if any(spec is not None for spec in specs.values()):
+            # If others are annotated, Flax takes one without annotation for replicated.
+            specs = {key: spec or PartitionSpec() for key, spec in specs.items()}
+        self._annotated = specs
+        for key, spec in specs.items():
+            seen = _common.setdefault(key, [])
+            if spec in seen:
+                seen.remove(spec)
+            seen.append(spec)
 
     def on(self, mesh: AbstractMesh, tree: PyTree) -> PyTree | None:
-        """The specs of the leaves of a tree on a mesh, or None if they are not known.
+        """The specs of the bare leaves of a tree on a mesh, or None if not all are known.
 
-        Args:
-          mesh: The mesh.
-          tree: The gradients on it, without boxes.
-
-        Raises:
-          ValueError: If what is given does not fit the tree or the mesh.
+        What is given has to fit the tree and the mesh; annotations may be of others.
         """
         if self._given is not None:
             given = self._given
-            if is_function(given, _is_placed):
+            if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
                 given = given(tree)
             return _given_specs(given, tree, mesh)
 
@@ -103,7 +97,8 @@ class ParamSpecs:
         key = names_on(path), np.shape(leaf)
         if self._annotated is not None:
             return self._annotated.get(key)
-        if len(_all.get(key, ())) > 1:
+        seen = _common.get(key, [None])
+        if sum(spec is not None for spec in seen) > 1:
             warnings.warn(
                 f"parameter {name_and_shape(path, leaf)} has been annotated in two ways "
                 "in this process, and this optimizer (of optax.inject_hyperparams, or "
@@ -112,28 +107,48 @@ class ParamSpecs:
                 stacklevel=2,
             )
             return None
-        return _common.get(key)
+        return seen[-1]
 
 
-def _annotations(boxes: list[tuple[Any, Any]]) -> _Annotations:
-    """The annotations of boxes, each after its path."""
-    specs = {
-        (names_on(path), np.shape(unbox(box))): annotated_spec(box)
-        for path, box in boxes
-        if jax.tree.leaves(box)
-    }
-    if all(spec is None for spec in specs.values()):
-        return dict(specs)
-    # If others are annotated, Flax takes one without annotation for replicated.
-    return {key: spec or PartitionSpec() for key, spec in specs.items()}
+def _says_sharding(node: Any) -> bool:
+    return node is None or is_box(node) or isinstance(node, NamedSharding | PartitionSpec)
 
 
 def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
-    def of_subtree(path: Any, sharding: Any, subtree: PyTree) -> PyTree:
-        spec = _spec(sharding)
-        return jax.tree.map_with_path(
-            lambda rest, leaf: _fitting(spec, path + rest, leaf, mesh), subtree
-        )
+    """A spec for each leaf of a tree, from a prefix of it."""
+
+    def spec_of(node: Any) -> PartitionSpec:
+        if isinstance(node, PartitionSpec):
+            return node
+        annotated = annotated_spec(node) if is_box(node) else None
+        if annotated is not None:
+            return annotated
+        bare = unbox(node)
+        sharding = getattr(bare, "sharding", bare)
+        if isinstance(sharding, NamedSharding):
+            return sharding.spec
+        if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
+            _checks.refuse(
+                "param_shardings",
+                node,
+                "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of "
+                "arrays (or jax.ShapeDtypeStruct) that have shardings",
+            )
+        return PartitionSpec()
+
+    def of_subtree(path: Any, node: Any, subtree: PyTree) -> PyTree:
+        spec = spec_of(node)
+
+        def of_leaf(rest: Any, leaf: Any) -> PartitionSpec:
+            if misfit := _misfit(spec, np.shape(leaf), mesh):
+                raise ValueError(
+                    f"param_shardings has {spec} for parameter "
+                    f"{name_and_shape(path + rest, leaf)}: {misfit}. Pass the shardings "
+                    "that the parameters have."
+                )
+            return spec
+
+        return jax.tree.map_with_path(of_leaf, subtree)
 
     given = mask_like(given, tree, _says_sharding)
     try:
@@ -147,59 +162,17 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
     return jax.tree.map_with_path(of_subtree, given, tree, is_leaf=_says_sharding)
 
 
-def _says_sharding(node: Any) -> bool:
-    return node is None or is_box(node) or isinstance(node, NamedSharding | PartitionSpec)
-
-
-def _is_placed(node: Any) -> bool:
-    return _says_sharding(node) or hasattr(node, "sharding")
-
-
-def _fitting(
-    spec: PartitionSpec, path: Any, leaf: Any, mesh: AbstractMesh
-) -> PartitionSpec:
-    misfit = _misfit(spec, np.shape(leaf), mesh)
-    if misfit:
-        raise ValueError(
-            f"param_shardings has {spec} for parameter {name_and_shape(path, leaf)}: "
-            f"{misfit}. Pass the shardings that the parameters have."
-        )
-    return spec
-
-
-def _spec(node: Any) -> PartitionSpec:
-    """The spec of a sharding, or of an array or box that has one; else replicated."""
-    if isinstance(node, PartitionSpec):
-        return node
-    annotated = annotated_spec(node) if is_box(node) else None
-    if annotated is not None:
-        return annotated
-    bare = unbox(node)
-    sharding = getattr(bare, "sharding", bare)
-    if isinstance(sharding, NamedSharding):
-        return sharding.spec
-    if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
-        _checks.refuse(
-            "param_shardings",
-            node,
-            "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of arrays "
-            "(or jax.ShapeDtypeStruct) that have shardings",
-        )
-    return PartitionSpec()
-
-
 def _misfit(
     spec: PartitionSpec, shape: tuple[int, ...], mesh: AbstractMesh
 ) -> str | None:
+    """Why an array of this shape cannot be sharded so."""
     if len(spec) > len(shape):
         return f"it has {len(shape)} axes"
     axes = typed_sharding.axes_of(spec, len(shape))
     named = [name for names in axes for name in names]
-    unknown = set(named).difference(mesh.axis_names)
-    if unknown:
+    if set(named).difference(mesh.axis_names):
         return f"the mesh has the axes {mesh.axis_names}"
-    mapped = meshes.mapped_axes().intersection(named)
-    if mapped:
+    if mapped := typed_sharding.mapped_axes().intersection(named):
         return f"jax.vmap maps over {sorted(mapped)} here"
     if len(set(named)) < len(named):
         return "an axis of the mesh is named twice"

@@ -10,8 +10,57 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
+
+
+def mesh_of(
+    arrays: Sequence[jax.Array], given: Mesh | AbstractMesh | None
+) -> AbstractMesh | None:
+    """The mesh that arrays are on, or None.
+
+    The arrays' types name it, even inside ``jax.jit``; if they do not, it is the given
+    mesh or that of the context. It is None for a mesh of one device without Explicit
+    axes, and inside ``jax.shard_map``, where each device computes separately.
+    """
+
+    def matters(mesh: AbstractMesh) -> bool:
+        return mesh.size > 1 or AxisType.Explicit in mesh.axis_types
+
+    wanted = None if given is None else given.abstract_mesh
+    meshes = [jax.typeof(array).sharding.mesh for array in arrays]
+    mesh = next(filter(matters, meshes), None)
+    if mesh and wanted and wanted.size > 1 and mesh.shape != wanted.shape:
+        raise ValueError(
+            f"mesh={dict(wanted.shape)}, but the arrays are on a mesh "
+            f"{dict(mesh.shape)}: pass the mesh of the parameters, or None."
+        )
+    mesh = mesh or wanted or jax.sharding.get_abstract_mesh()
+    if not matters(mesh):
+        return None
+    if not mesh.manual_axes:
+        return mesh
+    for array in arrays:
+        entries = axes_of(jax.typeof(array).sharding.spec, array.ndim)
+        if sharded := [name for entry in entries for name in entry]:
+            raise ValueError(
+                f"within jax.shard_map over {[*mesh.manual_axes]} a matrix of shape "
+                f"{array.shape} is still sharded over {sharded}, which are Explicit: "
+                "name these in axis_names of shard_map as well, or call the optimizer "
+                "outside of it."
+            )
+    return None
+
+
+def mapped_axes() -> frozenset[Any]:
+    """The axes of the mesh over which ``jax.vmap`` maps here.
+
+    Its ``spmd_axis_name`` names them, or it maps over an array axis that is sharded over
+    Explicit axes. JAX has no public function for this.
+    """
+    env = core.get_axis_env()
+    return env.spmd_axis_names | env.explicit_mesh_axis_names
 
 
 def spec(leaf: jax.Array) -> list[Any]:
@@ -115,6 +164,13 @@ def merge(leaf: jax.Array, axis: int) -> jax.Array:
     return _reshape(whole, shape, [*entries[: axis + 1], *entries[axis + 2 :]])
 
 
+def shards(leaf: jax.Array, axis: int) -> int:
+    """The number of parts in which an axis is sharded, by the leaf's type."""
+    sharding = jax.typeof(leaf).sharding
+    names = axes_of(sharding.spec, leaf.ndim)[axis]
+    return math.prod(sharding.mesh.shape[name] for name in names)
+
+
 def _reshape(x: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Array:
     out_sharding = NamedSharding(_mesh(x), PartitionSpec(*entries))
     return jax.lax.reshape(x, shape, out_sharding=out_sharding)
@@ -126,10 +182,3 @@ def _mesh(leaf: jax.Array) -> Mesh | AbstractMesh:
     sharding: Any = jax.typeof(leaf).sharding if traced else leaf.sharding
     mesh: Mesh | AbstractMesh = sharding.mesh
     return mesh
-
-
-def shards(leaf: jax.Array, axis: int) -> int:
-    """The number of parts in which an axis is sharded, by the leaf's type."""
-    sharding = jax.typeof(leaf).sharding
-    names = axes_of(sharding.spec, leaf.ndim)[axis]
-    return math.prod(sharding.mesh.shape[name] for name in names)

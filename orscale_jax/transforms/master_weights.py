@@ -1,6 +1,5 @@
 """bfloat16 parameters that lose no update: a wrapper around a whole optimizer."""
 
-import operator
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -12,10 +11,9 @@ import optax
 from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
-from orscale_jax.trees.masks import is_masked
+from orscale_jax.trees.checks import require_shapes
 from orscale_jax.trees.names import quoted
-from orscale_jax.trees.nodes import nodes_of
-from orscale_jax.trees.updates import require_shapes
+from orscale_jax.trees.nodes import is_masked, nodes_of
 
 # A bfloat16 number is the upper half of a float32 number.
 _UPPER, _LOWER = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
@@ -49,18 +47,15 @@ def keep_master_weights(
       \text{as integers}.
 
     No update is lost, however small, and the memory is that of float32 weights. ``inner``
-    sees only the master weights: it is initialized and called with them, and with
-    gradients in float32, so its state has the dtypes of float32 training, and the norms
-    of :func:`orscale` are those of the master weights. The updates that it returns are
-    added to the master weights. What comes out are the float32 updates with which
-    :func:`optax.apply_updates` moves each parameter to exactly the upper half of its new
-    master weight.
+    sees only the master weights, and gradients in float32: its state has the dtypes of
+    float32 training, and the norms of :func:`orscale` are those of the master weights.
+    What comes out are the float32 updates with which :func:`optax.apply_updates` moves
+    each parameter to exactly the upper half of its new master weight.
 
-    Given the same gradients, master weights equal float32 weights to the bit. The
-    exception is a master weight below :math:`2^{-118}` (3e-36) in magnitude, which
-    becomes zero. A parameter is its master weight rounded toward zero, and so is smaller
-    in magnitude by less than one part in 128. What the wrapper does is elementwise, and
-    the same on every mesh.
+    Given the same gradients, master weights equal float32 weights to the bit, except that
+    one below :math:`2^{-118}` (3e-36) in magnitude becomes zero. A parameter is its
+    master weight rounded toward zero: smaller by less than one part in 128. What the
+    wrapper does is elementwise, and the same on every mesh.
 
     Put other transformations and wrappers inside, such as :func:`optax.chain`,
     :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`: what changes
@@ -97,19 +92,28 @@ def keep_master_weights(
       [0.898438]
 
     References:
-      Micikevicius et al. 2018, *Mixed Precision Training*, arXiv:1710.03740, for master
-      weights; Zamirai et al. 2020, *Revisiting BFloat16 Training*, arXiv:2010.06192, for
-      what is lost without them. Transformer Engine's ``store_param_remainders`` and
-      modded-nanogpt's mantissa buffers keep the lower halves in the same way.
+      Micikevicius et al. 2018, *Mixed Precision Training*, arXiv:1710.03740; Zamirai et
+      al. 2020, *Revisiting BFloat16 Training*, arXiv:2010.06192, for what is lost without
+      master weights. Transformer Engine's ``store_param_remainders`` and modded-nanogpt's
+      mantissa buffers keep the lower halves in the same way.
     """
     _checks.transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:
-        low_bits = jax.tree.map_with_path(_no_low_bits, unbox(params))
-        return MasterWeightsState(
-            rebox(low_bits, params), inner.init(_as_float32(params))
-        )
+        def low_bits(path: Any, param: Any) -> Any:
+            if _is_bfloat16(param):
+                return jnp.zeros_like(param, jnp.uint16)
+            dtype = getattr(param, "dtype", jnp.float32)
+            if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+                raise TypeError(
+                    f"parameter {quoted(path)} is {dtype}, which is not the upper half "
+                    "of float32: make it bfloat16 or float32."
+                )
+            return optax.MaskedNode()
+
+        low = rebox(jax.tree.map_with_path(low_bits, unbox(params)), params)
+        return MasterWeightsState(low, inner.init(_as_float32(params)))
 
     def update(
         updates: PyTree,
@@ -122,13 +126,13 @@ def keep_master_weights(
         steps, inner_state = inner.update(
             _as_float32(updates), state.inner_state, masters, **extra_args
         )
-        bare = unbox((steps, masters, params, state.low_bits))
-        moves = jax.tree.map(_move, *bare, is_leaf=lambda node: node is None)
-        new, low_bits = (
-            jax.tree.map(operator.itemgetter(i), moves, is_leaf=_is_move) for i in (0, 1)
-        )
-        low_bits = rebox(low_bits, state.low_bits)
-        return rebox(new, updates), MasterWeightsState(low_bits, inner_state)
+        trees = unbox((steps, masters, params, state.low_bits))
+        structure: Any = jax.tree.structure(trees[0], is_leaf=lambda x: x is None)
+        rows = zip(*map(structure.flatten_up_to, trees), strict=True)
+        moves = [_move(*row) for row in rows]
+        new, low = (structure.unflatten(move[i] for move in moves) for i in (0, 1))
+        low = rebox(low, state.low_bits)
+        return rebox(new, updates), MasterWeightsState(low, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -159,29 +163,40 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
 
 def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) -> PyTree:
     """The parameters, with master weights for those that any of the states has."""
+
+    def master(path: Any, low_bits: Any, param: Any) -> Any:
+        if _has_no_low_bits(low_bits):
+            return param  # Without gradients, or of another dtype.
+        if not _is_bfloat16(param):
+            raise ValueError(
+                f"parameter {quoted(path)} was bfloat16 and is {jnp.result_type(param)}: "
+                "add updates with optax.apply_updates, which keeps the dtype of "
+                "parameters."
+            )
+        if np.shape(low_bits) != param.shape:
+            raise ValueError(
+                f"parameter {quoted(path)} has shape {param.shape}, but its low bits "
+                f"have shape {np.shape(low_bits)}: pass the state of these parameters."
+            )
+        low = typed_sharding.shard_like(jnp.asarray(low_bits, jnp.uint32), param)
+        return _joined(param, low)
+
     masters = unbox(params)
     for state in states:
-        low_bits = unbox(state.low_bits)
         masters = jax.tree.map_with_path(
-            _master, low_bits, masters, is_leaf=_has_no_low_bits
+            master, unbox(state.low_bits), masters, is_leaf=_has_no_low_bits
         )
     return rebox(masters, params)
 
 
-class _Move(NamedTuple):
-    """What takes a parameter and its low bits to a new master weight."""
-
-    update: Any
-    low_bits: Any
-
-
-def _move(step: Any, master: Any, param: Any, low_bits: Any) -> _Move:
+def _move(step: Any, master: Any, param: Any, low_bits: Any) -> tuple[Any, Any]:
+    """The update of a parameter and the low bits with which it is a new master weight."""
     if step is None or _has_no_low_bits(low_bits):
-        return _Move(step, low_bits)
+        return step, low_bits
     new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
     new = jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new)
     low = (_bits(new) & _LOWER).astype(jnp.uint16)
-    return _Move(_update_to(new, param), typed_sharding.shard_like(low, low_bits))
+    return _update_to(new, param), typed_sharding.shard_like(low, low_bits)
 
 
 @jax.custom_jvp
@@ -200,39 +215,6 @@ def _update_to(master: jax.Array, param: jax.Array) -> jax.Array:
 def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
     of_master, of_param = tangents
     return _update_to(*primals), of_master - of_param.astype(jnp.float32)
-
-
-def _no_low_bits(path: Any, param: Any) -> Any:
-    if _is_bfloat16(param):
-        return jnp.zeros_like(param, jnp.uint16)
-    dtype = getattr(param, "dtype", jnp.float32)
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
-        raise TypeError(
-            f"parameter {quoted(path)} is {dtype}, which is not the upper half of "
-            "float32: make it bfloat16 or float32."
-        )
-    return optax.MaskedNode()
-
-
-def _has_no_low_bits(node: Any) -> bool:
-    return node is None or is_masked(node)
-
-
-def _master(path: Any, low_bits: Any, param: Any) -> Any:
-    if _has_no_low_bits(low_bits):
-        return param  # Without gradients, or of another dtype.
-    if not _is_bfloat16(param):
-        raise ValueError(
-            f"parameter {quoted(path)} was bfloat16 and is {jnp.result_type(param)}: add "
-            "updates with optax.apply_updates, which keeps the dtype of parameters."
-        )
-    if np.shape(low_bits) != param.shape:
-        raise ValueError(
-            f"parameter {quoted(path)} has shape {param.shape}, but its low bits have "
-            f"shape {np.shape(low_bits)}: pass the state of these parameters."
-        )
-    low = typed_sharding.shard_like(jnp.asarray(low_bits, jnp.uint32), param)
-    return _joined(param, low)
 
 
 # Bits have no derivatives: a master weight counts as its parameter plus a constant.
@@ -272,9 +254,9 @@ def _as_float32(tree: PyTree) -> PyTree:
     return jax.tree.map(widened, tree)
 
 
+def _has_no_low_bits(node: Any) -> bool:
+    return node is None or is_masked(node)
+
+
 def _is_bfloat16(leaf: Any) -> bool:
     return getattr(leaf, "dtype", None) == jnp.bfloat16
-
-
-def _is_move(node: Any) -> bool:
-    return isinstance(node, _Move)

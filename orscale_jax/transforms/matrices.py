@@ -1,21 +1,27 @@
-"""The matrices of a tree: maps over them, and arrays with one entry for each of them."""
+"""The matrices of a tree, and the boundary between what users pass and what stages see.
+
+Outside: trees whose parameters may be in boxes, of any floating dtype, some of them
+without gradients. Inside: bare arrays of one dtype, and the matrices among them. A whole
+optimizer crosses it once, and so does each stage that is used by itself.
+"""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.horizontal_fusion import (
+from orscale_jax.distributed.fusion import (
     Reduction,
     reduce_all,
     slices_of_stacks,
 )
-from orscale_jax.parameters.axes import square_root
-from orscale_jax.parameters.blocks import LeafAxes, UnequalBlocks
+from orscale_jax.parameters.axes import MatrixAxes, square_root
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -23,7 +29,15 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.trees.boxes import PyTree, box_like, unbox
+from orscale_jax.trees.boxes import PyTree, box_like, rebox, unbox
+from orscale_jax.trees.checks import (
+    require_fitting,
+    require_shapes,
+    require_state,
+    where_gradients_are,
+)
+
+Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
 # The groups of a whole optimizer's partition, and so the keys of its state.
 MATRIX, ADAMW = "matrix", "adamw"
@@ -44,38 +58,20 @@ class Matrices:
     """
 
     structure: Any
-    axes: tuple[LeafAxes | None, ...]
+    axes: tuple[MatrixAxes | None, ...]
 
     @classmethod
     def of(
-        cls, weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
+        cls, numbers: WeightDimensionNumbers, tree: PyTree, *, only: bool = False
     ) -> "Matrices":
-        """The matrices of a tree with other leaves, too.
-
-        Raises:
-          ValueError: In the cases of :func:`matrix_axes`.
-        """
-        return cls._from(matrix_axes(weight_dimension_numbers, tree))
-
-    @classmethod
-    def only(
-        cls, weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree
-    ) -> "Matrices":
-        """The matrices of a tree that has no other leaves.
-
-        Raises:
-          ValueError: In the cases of :func:`require_matrices`.
-        """
-        return cls._from(require_matrices(weight_dimension_numbers, tree))
-
-    @classmethod
-    def _from(cls, axes_tree: PyTree) -> "Matrices":
-        leaves, structure = jax.tree.flatten(axes_tree, is_leaf=is_axes_leaf)
-        axes = (leaf if isinstance(leaf, LeafAxes) else None for leaf in leaves)
+        """The matrices of a tree by their dimension numbers; ``only`` refuses others."""
+        found = (require_matrices if only else matrix_axes)(numbers, tree)
+        leaves, structure = jax.tree.flatten(found, is_leaf=is_axes_leaf)
+        axes = (leaf if isinstance(leaf, MatrixAxes) else None for leaf in leaves)
         return cls(structure, tuple(axes))
 
     @property
-    def of_leaves(self) -> list[LeafAxes]:
+    def of_leaves(self) -> list[MatrixAxes]:
         """The axes of the leaves of matrices."""
         return [axes for axes in self.axes if axes is not None]
 
@@ -136,8 +132,7 @@ class Matrices:
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        entries = self._of_parts(reduce_all(fn, parts, along))
-        return self.replace(tree, slices_of_stacks(entries))
+        return self.together(self.entries_of_parts(reduce_all(fn, parts, along)))
 
     def norms(self, tree: PyTree) -> PyTree:
         """Entries: the Frobenius norm of every matrix, in the leaves' dtypes."""
@@ -159,26 +154,26 @@ class Matrices:
     def join(self, parts: Sequence[jax.Array], tree: PyTree) -> PyTree:
         """The inverse of :meth:`parts`: leaves shaped and sharded as a tree's."""
         left = iter(parts)
-        return self.tree_of(
-            [
-                _joined(axes, [next(left) for _ in axes.labels], leaf)
-                for axes, leaf in self.rows(tree)
-            ]
-        )
+
+        def joined(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+            indices = range(len(axes.labels))
+            shapes = jax.eval_shape(lambda x: [axes.part(x, i) for i in indices], leaf)
+            found = [axes.within.from_matrices(next(left), like) for like in shapes]
+            return typed_sharding.shard_like(axes.join(found), leaf)
+
+        return self.tree_of([joined(*row) for row in self.rows(tree)])
 
     def entries_of_parts(self, entries: Sequence[jax.Array]) -> PyTree:
         """Entries from those of :meth:`parts`, which have the parts' batch shapes."""
-        return self.tree_of(self._of_parts(entries))
-
-    def _of_parts(self, entries: Sequence[jax.Array]) -> list[jax.Array]:
-        """One array for each leaf of matrices, from one for each part."""
         left = iter(entries)
-        return [
-            jnp.stack([next(left) for _ in axes.labels], axis=axes.place)
-            if isinstance(axes, UnequalBlocks)
-            else next(left)
-            for axes in self.of_leaves
-        ]
+        return self.tree_of(
+            [
+                jnp.stack([next(left) for _ in axes.labels], axis=axes.place)
+                if axes.cut
+                else next(left)
+                for axes in self.of_leaves
+            ]
+        )
 
     def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
         """Entries ``fn(axes, leaf, *others)``, sharded and boxed as the batch axes.
@@ -187,7 +182,7 @@ class Matrices:
         there are no matrices.
         """
 
-        def make(axes: LeafAxes, node: Any, *others: Any) -> Any:
+        def make(axes: MatrixAxes, node: Any, *others: Any) -> Any:
             leaf = unbox(node)
             if not isinstance(leaf, jax.ShapeDtypeStruct):  # Optax's init takes it, too.
                 leaf = jnp.asarray(leaf)
@@ -207,14 +202,14 @@ class Matrices:
     ) -> PyTree:
         """Entries that all have one value, sharded and boxed as the batch axes."""
 
-        def at(axes: LeafAxes, leaf: jax.Array) -> jax.Array:
+        def at(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
             shape = axes.batch_shape(leaf)
             return typed_sharding.full(shape, value, dtype(leaf), leaf)
 
         return self.entries(params, at)
 
 
-def broadcast(axes: LeafAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
+def broadcast(axes: MatrixAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
     """Entries of a leaf in a shape that broadcasts against it, sharded as it is."""
     x = axes.per_matrix(entries)
     like = zip(x.shape, leaf.shape, typed_sharding.spec(leaf), strict=True)
@@ -222,11 +217,109 @@ def broadcast(axes: LeafAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
     return typed_sharding.shard_as(x, leaf, sharding)
 
 
-def _joined(axes: LeafAxes, parts: Sequence[jax.Array], leaf: jax.Array) -> jax.Array:
-    """The parts of a leaf, shaped and sharded like it."""
-    shapes = jax.eval_shape(
-        lambda x: [axes.part(x, index) for index in range(len(parts))], leaf
-    )
-    pairs = zip(parts, shapes, strict=True)
-    joined = axes.join([axes.within.from_matrices(part, like) for part, like in pairs])
-    return typed_sharding.shard_like(joined, leaf)
+# Makes a transformation of bare arrays, given the matrices of the tree.
+Stage: TypeAlias = Callable[[Matrices], optax.GradientTransformation]
+
+
+def on_parameters(
+    optimizer_of: Callable[[PyTree], Optimizer], mu_dtype: DTypeLike | None
+) -> Optimizer:
+    """The whole optimizer that ``optimizer_of(parameters)`` is for given parameters.
+
+    It is given bare arrays in float32 (float64 if any leaf is float64), and only
+    parameters that have gradients; without parameters, the updates. As in Optax, updates
+    have the dtype to which gradient, parameter and momentum (``mu_dtype``) promote, so
+    that nothing is rounded on the way to the weights. Every leaf of the state keeps its
+    dtype, its sharding and its box. On Explicit axes updates are sharded like the
+    parameters.
+    """
+
+    def init(params: PyTree) -> PyTree:
+        return optimizer_of(unbox(params)).init(params)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        grads, old, weights = _bare(updates, state, params)
+        if weights is not None:
+            require_fitting(grads, weights)
+        place = grads if weights is None else weights
+        abstract = jax.tree.map(_abstract, place)
+        require_state(old, jax.eval_shape(init, abstract), abstract)
+        dtype = compute_dtype((grads, weights))
+
+        def widened(leaf: Any) -> Any:
+            floating = jnp.issubdtype(jnp.result_type(leaf), jnp.floating)
+            return jnp.asarray(leaf, dtype) if floating else _as_jax(leaf)
+
+        def cast(leaf: jax.Array, update: Any, param: Any) -> jax.Array:
+            dtype = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))
+            dtype = dtype if mu_dtype is None else jnp.promote_types(dtype, mu_dtype)
+            return typed_sharding.shard_like(leaf.astype(dtype), jnp.asarray(param))
+
+        def kept(leaf: jax.Array, before: Any) -> jax.Array:
+            cast = leaf.astype(jnp.result_type(before))
+            return typed_sharding.shard_like(cast, jnp.asarray(before))
+
+        wide = functools.partial(jax.tree.map, widened)
+        wide_grads, wide_state, wide_weights = wide(grads), wide(old), wide(weights)
+        optimizer = optimizer_of(wide_grads if weights is None else wide_weights)
+        # On GPUs XLA computes small leaves of one shape in one kernel.
+        leaves, structure = jax.tree.flatten(wide_grads)
+        together = jax.tree.unflatten(structure, slices_of_stacks(leaves))
+        steps, state_after = optimizer.update(
+            together, wide_state, wide_weights, **extra_args
+        )
+        steps = jax.tree.map(cast, steps, grads, place)
+        state_after = jax.tree.map(kept, state_after, old)
+        return rebox(steps, updates), rebox(state_after, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def on_matrices(numbers: WeightDimensionNumbers, stage: Stage) -> Optimizer:
+    """A stage for the matrices of the trees that it is given, which hold nothing else."""
+
+    def init(params: PyTree) -> PyTree:
+        return stage(Matrices.of(numbers, params, only=True)).init(params)
+
+    def update(
+        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, PyTree]:
+        bare, old, weights = jax.tree.map(_as_jax, _bare(updates, state, params))
+        matrices = Matrices.of(numbers, bare, only=True)
+        if weights is not None:
+            require_shapes(bare, matrices.replace(bare, matrices.leaves(weights)))
+        inner = optax.with_extra_args_support(stage(matrices))
+        abstract = jax.tree.map(_abstract, bare if weights is None else weights)
+        wanted = jax.eval_shape(inner.init, abstract)
+        if jax.tree.leaves((old, wanted)):  # Of a stage without state, anything will do.
+            require_state(old, wanted, abstract)
+        new, state_after = inner.update(bare, old, weights, **extra_args)
+        return rebox(new, updates), rebox(state_after, state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def compute_dtype(tree: Any) -> jnp.dtype:
+    """The dtype of norms and ratios: float64 if any leaf is float64, else float32."""
+    double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
+    return jnp.dtype(jnp.float64 if double else jnp.float32)
+
+
+def _bare(updates: PyTree, state: PyTree, params: PyTree | None) -> tuple[PyTree, ...]:
+    """The trees without boxes, and without parameters that have no gradients."""
+    bare, old, weights = unbox((updates, state, params))
+    if weights is not None:
+        weights = where_gradients_are(bare, weights)
+    return bare, old, weights
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The leaf without values and sharding: JAX keeps what it traces for equal ones."""
+    return jax.ShapeDtypeStruct(np.shape(leaf), jnp.result_type(leaf))
+
+
+def _as_jax(leaf: Any) -> Any:
+    """JAX's array for a NumPy array, which may have a dtype that JAX has not."""
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray | np.generic) else leaf

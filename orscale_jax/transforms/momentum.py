@@ -1,6 +1,15 @@
-"""The momentum of the matrices, of floats or of 8 bits; Adam's moments in float16."""
+"""The momentum of the matrices: of floats, or of 8-bit integers and scales for them.
 
-from typing import NamedTuple
+A block is 32 neighbours along one axis, which share a scale; the last one of an axis may
+be shorter. Blocks follow from the shape alone, so that no mesh changes them. Codes have
+the shape of the array and are sharded like it. Scales have as many axes, one of them
+divided. A shard of whole blocks computes their scales by itself. Where shards cut blocks,
+into *pieces*, devices exchange the largest values of these, and the scales are sharded
+along another axis.
+"""
+
+import math
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +18,22 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.newton_schulz.arithmetic import largest_magnitude
+from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.trees.boxes import PyTree, box_like, unbox
 
 #: The fields of :class:`Int8TraceState`; the first one is also that of Optax's state.
 TRACE, TRACE_SCALE = "trace", "trace_scale"
+
+#: Entries that share a scale, along one axis.
+BLOCK = 32
+#: The largest code. −128 is left out, so that x and −x have opposite codes.
+LARGEST = 127
+#: The smallest scale. Its quotient by 127 and the inverse of that are normal floats,
+#: which no platform flushes to zero.
+SMALLEST = 2.0**-119
 
 
 class Int8TraceState(NamedTuple):
@@ -92,31 +110,40 @@ def with_float32_squares(
 def momentum_stage(
     momentum: ArrayLike, nesterov: bool, mu_dtype: DTypeLike | None, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """M ← μM + G, and M̃ = μM + G, or M without Nesterov."""
+    """M ← μM + G, and M̃ = μM + G, or M without Nesterov.
+
+    In 8 bits M is rounded on its way into the state, not before.
+    """
     if not is_int8(mu_dtype):
         return optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
-    return _int8_trace(momentum, nesterov, matrices)
 
-
-def _int8_trace(
-    momentum: ArrayLike, nesterov: bool, matrices: Matrices
-) -> optax.GradientTransformation:
-    """:func:`optax.trace` whose M is rounded on its way into the state, not before."""
+    def zero_scales(axes: MatrixAxes, node: PyTree) -> PyTree:
+        codes = unbox(node)
+        axis = block_axis(axes, codes.shape)
+        shape = [*codes.shape]
+        shape[axis] = _count(codes, axis)
+        scales = typed_sharding.full(shape, 0, jnp.bfloat16, codes)
+        scales = typed_sharding.shard_as(scales, codes, _spec_of_scales(codes, axis))
+        return box_like(scales, node, tuple)
 
     def init(params: PyTree) -> Int8TraceState:
         codes = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.int8), params)
-        return Int8TraceState(codes, _initial_scales(matrices, codes))
+        # For optax.tree.map_params, as in Matrices.entries.
+        if type(codes).__name__ == "_ParamsPlaceholder":
+            return Int8TraceState(codes, jnp.ones(()))
+        scales = [zero_scales(*row) for row in matrices.rows(codes)]
+        return Int8TraceState(codes, matrices.tree_of(scales))
 
     def step(
-        axes: LeafAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
+        axes: MatrixAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         # In the shape of blocks, so that XLA for TPUs fuses all of it.
-        axis = int8_blocks.block_axis(axes, update.shape)
-        grad = int8_blocks.split(update, axis)
-        m = grad + momentum * int8_blocks.decode_pieces(codes, scales, axis, grad.dtype)
+        axis = block_axis(axes, update.shape)
+        grad = _split(update, axis)
+        m = grad + momentum * _decode_pieces(codes, scales, axis, grad.dtype)
         out = grad + momentum * m if nesterov else m
-        new_codes, new_scales = int8_blocks.encode_pieces(m, update, axis)
-        whole = (int8_blocks.merge(x, axis, update) for x in (out, new_codes))
+        new_codes, new_scales = _encode_pieces(m, update, axis)
+        whole = (_merge(x, axis, update) for x in (out, new_codes))
         # One leaf after another: XLA would round them last, and keep M of all until then.
         return jax.lax.optimization_barrier((*whole, new_scales))
 
@@ -133,15 +160,142 @@ def _int8_trace(
     return optax.GradientTransformation(init, update)
 
 
-def _initial_scales(matrices: Matrices, codes: PyTree) -> PyTree:
-    """Scales of zeros, in boxes that name the axes of the codes' boxes."""
-    # For optax.tree.map_params, as in Matrices.entries.
-    if type(codes).__name__ == "_ParamsPlaceholder":
-        return jnp.ones(())
+def block_axis(axes: MatrixAxes, shape: tuple[int, ...]) -> int:
+    """The axis of a leaf of matrices along which its blocks lie.
 
-    def scales(axes: LeafAxes, node: PyTree) -> PyTree:
-        array = unbox(node)
-        axis = int8_blocks.block_axis(axes, array.shape)
-        return box_like(int8_blocks.scales_of_zeros(array, axis), node, tuple)
+    The longest axis of the matrices; the leaf's last axis, whose entries are neighbours
+    in memory, only if all others are shorter than a block. Never an axis along which
+    matrices lie side by side, so that no block has entries of two matrices.
+    """
+    if axes.sizes:
+        inside = [axis for axis in axes.matrix if axis != axes.block_axis]
+    else:
+        inside = list(axes.matrix)
+    last = len(shape) - 1
+    return max(inside, key=lambda i: (i != last and shape[i] >= BLOCK, shape[i]))
 
-    return matrices.tree_of([scales(*row) for row in matrices.rows(codes)])
+
+def axis_of(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> int:
+    """The axis along which the blocks lie, from the shapes of codes and scales."""
+    lengths = list(zip(shape, of_scales, strict=True))
+    differing = [axis for axis, (length, count) in enumerate(lengths) if length != count]
+    return differing[0] if differing else shape.index(1)
+
+
+def encode(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """Round an array of float32 or float64 to codes and scales, in blocks along an axis.
+
+    Codes are int8 in the shape of ``x``, scales bfloat16 in the same shape but for
+    ``axis``, which is 32 times shorter, rounded up.
+    """
+    codes, scales = _encode_pieces(_split(x, axis), x, axis)
+    return _merge(codes, axis, x), scales
+
+
+def decode(codes: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The array that codes and scales stand for, in float32 or float64."""
+    axis = axis_of(codes.shape, scales.shape)
+    return _merge(_decode_pieces(codes, scales, axis, dtype), axis, codes)
+
+
+def _encode_pieces(
+    pieces: jax.Array, like: jax.Array, axis: int
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of an array that is split in pieces, and the scales of its blocks."""
+    largest = largest_magnitude(pieces, axis + 1).astype(jnp.float32)
+    # Not casts to bfloat16 and back, which XLA may leave out. Rounding is monotone: the
+    # largest of the pieces' rounded values is the block's, rounded.
+    rounded = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=7)
+    rounded = jnp.where(rounded < SMALLEST, 0, rounded).astype(jnp.bfloat16)
+    scales = _of_blocks(rounded, like, axis)
+    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    known = scales > 0
+    inverse = jnp.where(known, scales, 1).astype(pieces.dtype)
+    inverse = jnp.where(known, LARGEST / inverse, 0)
+    inverse = jnp.expand_dims(_of_pieces(inverse, like, axis), axis + 1)
+    codes = jnp.round(pieces * inverse)
+    return jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.int8), scales
+
+
+def _decode_pieces(
+    codes: jax.Array, scales: jax.Array, axis: int, dtype: DTypeLike
+) -> jax.Array:
+    """The array that codes and scales stand for, split in pieces."""
+    # The barrier keeps XLA for TPUs from moving the reshape, past which it does not fuse:
+    # it would store the step of every entry.
+    pieces = jax.lax.optimization_barrier(_split(codes, axis)).astype(dtype)
+    # XLA replaces a division by this multiplication, but not in all programs.
+    steps = scales.astype(dtype) * jnp.asarray(1 / LARGEST, dtype)
+    return pieces * jnp.expand_dims(_of_pieces(steps, codes, axis), axis + 1)
+
+
+def _count(x: jax.Array, axis: int) -> int:
+    """The number of blocks along an axis, at least one."""
+    return max(1, -(-x.shape[axis] // BLOCK))
+
+
+def _piece(x: jax.Array, axis: int) -> int:
+    """The length of the pieces that an axis is split into, at least one.
+
+    Whole blocks, unless shards cut them. A lone block that is shorter is one piece.
+    """
+    length, shards = x.shape[axis], typed_sharding.shards(x, axis)
+    piece = min(length, BLOCK) if shards == 1 else math.gcd(length // shards, BLOCK)
+    return max(1, piece)
+
+
+def _split(x: jax.Array, axis: int) -> jax.Array:
+    """The array with an axis split in two, the pieces and their entries."""
+    piece = _piece(x, axis)
+    widths = [(0, -x.shape[i] % piece if i == axis else 0) for i in range(x.ndim)]
+    padded = jnp.pad(x, widths) if any(after for _, after in widths) else x
+    return typed_sharding.split(padded, axis, max(1, padded.shape[axis] // piece))
+
+
+def _merge(pieces: jax.Array, axis: int, like: jax.Array) -> jax.Array:
+    """The inverse of :func:`_split`, shaped and sharded like an array."""
+    merged = typed_sharding.merge(pieces, axis)
+    if merged.shape != like.shape:
+        merged = jax.lax.slice_in_dim(merged, 0, like.shape[axis], axis=axis)
+    return typed_sharding.shard_like(merged, like)
+
+
+def _spec_of_scales(x: jax.Array, axis: int) -> list[Any]:
+    """The sharding of an array's scales.
+
+    That of the array, if every shard has whole blocks. Otherwise another axis is sharded
+    in place of the blocks', the longest that can be.
+    """
+    spec = typed_sharding.spec(x)
+    shards = typed_sharding.shards(x, axis)
+    if shards == 1 or x.shape[axis] // shards % BLOCK == 0:
+        return spec
+    moved, spec[axis] = typed_sharding.names(spec[axis]), None
+    for other in sorted(range(x.ndim), key=lambda i: -x.shape[i]):
+        both = typed_sharding.shards(x, other) * shards
+        if other != axis and x.shape[other] % both == 0:
+            spec[other] = (*typed_sharding.names(spec[other]), *moved)
+            break
+    return spec
+
+
+def _of_blocks(of_pieces: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """The scales of blocks, from those of their pieces."""
+    scales = typed_sharding.shard_as(of_pieces, x, _spec_of_scales(x, axis))
+    count = _count(x, axis)
+    if scales.shape[axis] == count:
+        return scales
+    missing = count * (BLOCK // _piece(x, axis)) - scales.shape[axis]
+    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
+    blocks = typed_sharding.split(jnp.pad(scales, widths), axis, count)
+    return largest_magnitude(blocks, axis + 1)
+
+
+def _of_pieces(scales: jax.Array, x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of :func:`_of_blocks`: the scale of each piece, sharded like them."""
+    piece = _piece(x, axis)
+    count = max(1, -(-x.shape[axis] // piece))
+    if scales.shape[axis] != count:
+        repeated = jnp.repeat(scales, BLOCK // piece, axis=axis)
+        scales = jax.lax.slice_in_dim(repeated, 0, count, axis=axis)
+    return typed_sharding.shard_like(scales, x)

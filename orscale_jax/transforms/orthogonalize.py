@@ -1,11 +1,9 @@
 """The stage that replaces every matrix by its polar factor."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -14,15 +12,13 @@ from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.slow_links import SlowAxes
-from orscale_jax.newton_schulz import arithmetic, preconditioning
-from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
+from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.newton_schulz.polar import NewtonSchulz
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.sharding import meshes, typed_sharding
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
-from orscale_jax.transforms.boundary import on_matrices
-from orscale_jax.transforms.matrices import Matrices
+from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -32,7 +28,6 @@ def orthogonalize(
     ns_coeffs: Coefficients = "polar_express",
     ns_dtype: DTypeLike | None = None,
     ns_preconditioning: str = "frobenius",
-    ns_products: str = "xla",
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
@@ -47,8 +42,6 @@ def orthogonalize(
         :func:`polar_express_coefficients` makes.
       ns_dtype: See ``dtype`` of :func:`polar_factor`.
       ns_preconditioning: See ``preconditioning`` of :func:`polar_factor`.
-      ns_products: Deprecated. XLA computes all products: ``"pallas"`` gives a warning and
-        the same results as ``"xla"``.
       max_stack_bytes: The largest stack on each device, in bytes. Leaves whose matrices
         have the same shape, or its transpose, go through Newton–Schulz together in
         stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU,
@@ -83,7 +76,6 @@ def orthogonalize(
         ns_coeffs=ns_coeffs,
         ns_dtype=ns_dtype,
         ns_preconditioning=ns_preconditioning,
-        ns_products=ns_products,
         max_stack_bytes=max_stack_bytes,
         mesh=mesh,
         slow_axes=slow_axes,
@@ -98,39 +90,19 @@ def polar_options(
     ns_coeffs: Coefficients,
     ns_dtype: DTypeLike | None,
     ns_preconditioning: str,
-    ns_products: str,
     max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
 ) -> PolarOptions:
     """Arguments of :func:`orthogonalize`, checked."""
-    _checks.count("ns_steps", ns_steps)
-    _checks.dtype("ns_dtype", ns_dtype)
-    preconditioning.check("ns_preconditioning", ns_preconditioning)
-    arithmetic.check_products("ns_products", ns_products)
+    settings = NewtonSchulz.of(
+        ns_steps, ns_coeffs, ns_dtype, ns_preconditioning, prefix="ns_"
+    )
     if max_stack_bytes is not None:
         _checks.count("max_stack_bytes", max_stack_bytes)
     _checks.mesh("mesh", mesh)
     _checks.slow_axes("slow_axes", slow_axes)
-    table = coefficient_table(ns_coeffs, ns_steps, prefix="ns_")
-    dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
-    if isinstance(ns_steps, jax.core.Tracer) or not isinstance(table, np.ndarray):
-        settings = NewtonSchulz(ns_steps, table, ns_preconditioning, dtype)
-    else:
-        rows = tuple(map(tuple, table.tolist()))
-        settings = _static_settings(int(ns_steps), rows, ns_preconditioning, dtype)
     return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
-
-
-@functools.lru_cache
-def _static_settings(
-    steps: int,
-    rows: tuple[tuple[float, ...], ...],
-    preconditioning: str,
-    dtype: np.dtype[Any] | None,
-) -> NewtonSchulz:
-    """Equal settings are one object: an optimizer made anew finds its program again."""
-    return NewtonSchulz(steps, np.array(rows), preconditioning, dtype)
 
 
 def orthogonalize_stage(
@@ -153,36 +125,29 @@ def orthogonalize_stage(
             specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
         else:
             specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
-        auto_specs = _auto_specs(param_specs, matrices, updates, options.mesh)
+        # On Auto axes types have no shardings: the declared ones, if there are any.
+        mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), options.mesh)
+        auto_specs = None
+        if mesh is not None and mesh.are_all_axes_auto:
+            declared = param_specs.on(mesh, updates)
+            auto_specs = (
+                None
+                if declared is None
+                else [
+                    part
+                    for axes, x, spec in matrices.rows(updates, declared)
+                    for part in _part_specs(axes, x.shape, spec, mesh)
+                ]
+            )
         qs = engine.polar_factors(parts, specs, auto_specs, options)
         return matrices.join(qs, like), state
 
     return optax.GradientTransformation(init, update)
 
 
-def _auto_specs(
-    param_specs: ParamSpecs,
-    matrices: Matrices,
-    updates: PyTree,
-    given_mesh: Mesh | AbstractMesh | None,
-) -> list[PartitionSpec] | None:
-    """The shardings of all matrices on Auto axes; None if they are unknown."""
-    mesh = meshes.mesh_of(jax.tree.leaves(updates), given_mesh)
-    if mesh is None or not mesh.are_all_axes_auto:
-        return None
-    specs = param_specs.on(mesh, updates)
-    if specs is None:
-        return None
-    return [
-        part
-        for axes, x, spec in matrices.rows(updates, specs)
-        for part in _part_specs(axes, x.shape, spec, mesh)
-    ]
-
-
 @functools.lru_cache(maxsize=4096)
 def _part_specs(
-    axes: LeafAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
+    axes: MatrixAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
 ) -> tuple[PartitionSpec, ...]:
     """The specs of the matrices ``(*batch, m, n)`` of a leaf, one for each part."""
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,24 +10,34 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.blocks import LeafAxes
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms import anchors
-from orscale_jax.transforms.boundary import on_matrices
-from orscale_jax.transforms.decay import (
+from orscale_jax.transforms.matrices import (
+    Matrices,
+    broadcast,
+    compute_dtype,
+    on_matrices,
+)
+from orscale_jax.transforms.stages import (
+    CONSISTENT_RMS,
     DECAY,
+    SPECTRAL,
+    WEIGHT_DECAY,
     Mask,
+    Scale,
     is_mask_function,
-    refuse_name,
     require_booleans,
 )
-from orscale_jax.transforms.dtypes import compute_dtype
-from orscale_jax.transforms.matrices import Matrices, broadcast
-from orscale_jax.transforms.shape import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.masks import mask_like
-from orscale_jax.trees.updates import require_params
+from orscale_jax.trees.checks import require_params
+from orscale_jax.trees.nodes import mask_like
+
+#: The rules that set c.
+ANCHORS = FIRST, FULL_RANK, LARGEST = ("first", "full_rank", "largest")
+#: Defaults of the paper's language-model configuration.
+R_MIN, R_MAX, EPS = 0.1, 5.0, 1e-6
+ANCHOR_STEPS = 100
 
 
 class CalibratedTrustRatioState(NamedTuple):
@@ -35,8 +45,9 @@ class CalibratedTrustRatioState(NamedTuple):
 
     Every field but ``bounds`` is a tree like the parameters. For each leaf of matrices it
     has an array of the batch shape (``()`` for a plain matrix) and dtype float32 (float64
-    for float64 parameters). The next step depends on c alone;
-    :func:`orscale_jax.diagnostics.read` turns the others into readouts.
+    for float64 parameters). The next step depends on c, and with ``anchor="largest"`` on
+    the count and the anchor's ‖W‖; :func:`orscale_jax.diagnostics.read` turns the others
+    into readouts.
     """
 
     #: The constant c, 0 while unset, inf for a matrix without initial scale.
@@ -52,49 +63,24 @@ class CalibratedTrustRatioState(NamedTuple):
     #: ‖W‖ where c was anchored; without calibration and for c = inf, at the first
     #: direction at which it is not zero. 0 before.
     anchor_weight_norm: PyTree
+    #: The number of directions that have entered c, dtype int32. None but for
+    #: ``anchor="largest"``.
+    anchor_count: PyTree | None
     #: The bounds of the last step, shape (2,), dtype as above.
     bounds: jax.Array
-
-
-class LargestDirectionState(NamedTuple):
-    """State of :func:`scale_by_calibrated_trust_ratio` with ``anchor="largest"``.
-
-    The fields of :class:`CalibratedTrustRatioState`, and one more of the same shapes.
-    """
-
-    #: The constant c.
-    calibration: PyTree
-    #: The ratio r before clipping.
-    raw_trust_ratio: PyTree
-    #: The ratio r̂ that was applied.
-    trust_ratio: PyTree
-    #: ‖W‖ before the last step.
-    weight_norm: PyTree
-    #: ‖D‖ of the last step.
-    direction_norm: PyTree
-    #: ‖W‖ where c was anchored.
-    anchor_weight_norm: PyTree
-    #: The number of directions that have entered c, dtype int32.
-    anchor_count: PyTree
-    #: The bounds.
-    bounds: jax.Array
-
-
-State: TypeAlias = CalibratedTrustRatioState | LargestDirectionState
-STATES = (CalibratedTrustRatioState, LargestDirectionState)
 
 
 def scale_by_calibrated_trust_ratio(
     *,
     calibrate: bool = True,
-    anchor: str = anchors.FIRST,
-    anchor_steps: ArrayLike = 100,
-    r_min: ArrayLike = 0.1,
-    r_max: ArrayLike = 5.0,
-    eps: ArrayLike = 1e-6,
-    consistent_rms: ArrayLike | None = 0.2,
+    anchor: str = FIRST,
+    anchor_steps: ArrayLike = ANCHOR_STEPS,
+    r_min: ArrayLike = R_MIN,
+    r_max: ArrayLike = R_MAX,
+    eps: ArrayLike = EPS,
+    consistent_rms: ArrayLike | None = CONSISTENT_RMS,
     scale_mode: str = SPECTRAL,
-    weight_decay: ArrayLike | optax.Schedule = 0.1,
+    weight_decay: ArrayLike | optax.Schedule = WEIGHT_DECAY,
     weight_decay_mask: Mask | None = None,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformation:
@@ -155,9 +141,8 @@ def scale_by_calibrated_trust_ratio(
       weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
-      A transformation with :class:`CalibratedTrustRatioState`, or with
-      :class:`LargestDirectionState` for that anchor. Norms and ratios are float32
-      (float64 for float64); updates keep their shapes and dtypes.
+      A transformation with :class:`CalibratedTrustRatioState`. Norms and ratios are
+      float32 (float64 for float64); updates keep their shapes and dtypes.
 
     Raises:
       ValueError: If an argument is not valid, a leaf is not a matrix, or ``params`` is
@@ -178,7 +163,9 @@ def scale_by_calibrated_trust_ratio(
       Lou & You, *OrScale*, Definitions 1 and 2, Algorithm 1, lines 4 to 11. The anchors
       ``"full_rank"`` and ``"largest"`` are this library's own.
     """
-    refuse_name("weight_decay_mask", weight_decay_mask)
+    if isinstance(weight_decay_mask, str):
+        remedy = "only a whole optimizer takes a string; pass a tree of booleans"
+        _checks.refuse("weight_decay_mask", weight_decay_mask, remedy)
     ratio = TrustRatio(
         calibrate=calibrate,
         anchor=anchor,
@@ -195,10 +182,7 @@ def scale_by_calibrated_trust_ratio(
 
 @dataclasses.dataclass(frozen=True)
 class TrustRatio:
-    """Arguments of :func:`scale_by_calibrated_trust_ratio`, under their names.
-
-    ``scale`` stands for two of them.
-    """
+    """Arguments of :func:`scale_by_calibrated_trust_ratio`; ``scale`` is two of them."""
 
     calibrate: bool
     anchor: str
@@ -212,7 +196,7 @@ class TrustRatio:
     def __post_init__(self) -> None:
         """Refuse bad values."""
         _checks.flag("calibrate", self.calibrate)
-        _checks.choice("anchor", self.anchor, anchors.ANCHORS)
+        _checks.choice("anchor", self.anchor, ANCHORS)
         _checks.number("anchor_steps", self.anchor_steps, at_least=1)
         # optax.inject_hyperparams makes a float of it.
         steps = self.anchor_steps
@@ -225,136 +209,116 @@ class TrustRatio:
         _checks.number("weight_decay", self.weight_decay, at_least=0, schedule=True)
 
     @property
-    def rule(self) -> anchors.Anchor:
-        """The rule that sets c."""
-        return anchors.ANCHORS[self.anchor] if self.calibrate else anchors.UNCALIBRATED
+    def rule(self) -> str | None:
+        """The rule that sets c; None for c = 1."""
+        return self.anchor if self.calibrate else None
 
-    def constants(self, dtype: jnp.dtype) -> anchors.Constants:
-        """The numbers in the formula of the ratio."""
-        given = self.eps, self.r_min, self.r_max, self.anchor_steps
-        return anchors.Constants(*(jnp.asarray(constant, dtype) for constant in given))
-
-
-# Users' extra arguments reach the stage, too: none of them is called this.
-MEASURED = "orscale_jax.measured"
+    def bounds(self, params: PyTree) -> jax.Array:
+        """The bounds as an array for the state."""
+        dtype = compute_dtype(params)
+        return jnp.stack([jnp.asarray(x, dtype) for x in (self.r_min, self.r_max)])
 
 
 def trust_ratio_stage(
     ratio: TrustRatio, mask: Mask | None, matrices: Matrices
 ) -> optax.GradientTransformationExtraArgs:
-    """:func:`scale_by_calibrated_trust_ratio` for given matrices.
+    """:func:`scale_by_calibrated_trust_ratio` for given matrices."""
+    counts = ratio.rule == LARGEST
 
-    Its ``update`` also takes ``MEASURED``, for the ablations: two trees like the weights
-    and the directions, of which r and c take the norms instead. The norms in the state
-    are those of W and D all the same, so that it does not go with ``"largest"``.
-    """
-
-    def init(params: PyTree) -> State:
-        return _initial_state(ratio, matrices, params)
+    def init(params: PyTree) -> CalibratedTrustRatioState:
+        full = functools.partial(matrices.full, params, dtype=compute_dtype)
+        count = matrices.full(params, 0, lambda _: jnp.int32) if counts else None
+        return CalibratedTrustRatioState(
+            calibration=full(value=0.0 if ratio.calibrate else 1.0),
+            raw_trust_ratio=full(value=1.0),
+            trust_ratio=full(value=1.0),
+            weight_norm=full(value=0.0),
+            direction_norm=full(value=0.0),
+            anchor_weight_norm=full(value=0.0),
+            anchor_count=count,
+            bounds=ratio.bounds(params),
+        )
 
     def update(
         updates: PyTree,
-        state: State,
+        state: CalibratedTrustRatioState,
         params: PyTree | None = None,
         *,
         moving: PyTree | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, State]:
+    ) -> tuple[PyTree, CalibratedTrustRatioState]:
         require_params(params)
-        measured = extra_args.get(MEASURED)
-        assert measured is None or not ratio.rule.counts
-        decay = extra_args.get(DECAY, ratio.weight_decay)
-        norms_of = functools.partial(_norms, ratio, decay, mask, matrices, state, moving)
-        own = norms_of(params, updates)
-        norms = own if measured is None else norms_of(*measured)
-        entries = matrices.map(
-            functools.partial(_entries, ratio), own, norms, _before(matrices, state)
+        c = state.calibration
+
+        def norms(tree: PyTree, other: PyTree) -> PyTree:
+            wide = matrices.map(
+                lambda _, x, y: x.astype(compute_dtype((x, y))), tree, other
+            )
+            placed = typed_sharding.shard_like
+            return matrices.map(lambda _, x, c: placed(x, c), matrices.norms(wide), c)
+
+        directions, weights = norms(updates, params), norms(params, updates)
+        if moving is None:
+            moving = matrices.map(lambda _, c: jnp.ones_like(c, bool), c)
+        moving = matrices.map(lambda _, x, c: typed_sharding.shard_like(x, c), moving, c)
+        anchored = directions
+        if ratio.rule == FULL_RANK:
+            decay = _decays(extra_args.get(DECAY, ratio.weight_decay), mask, params)
+            norm = functools.partial(_full_rank_norm, ratio.scale)
+            anchored = matrices.map(norm, weights, decay, updates)
+        known = [c, state.anchor_weight_norm]
+        known += [state.anchor_count] if counts else []
+        rows = matrices.map(
+            functools.partial(_row, ratio),
+            *(weights, directions, anchored, moving),
+            *map(matrices.together, known),
         )
         fields = {
-            name: matrices.map(lambda _, leaf, name=name: leaf[name], entries)
-            for name in state._fields
-            if name != "bounds"
+            name: matrices.map(lambda _, row, name=name: getattr(row, name), rows)
+            for name in _Row._fields
+            if counts or name != "anchor_count"
         }
-        bounds = ratio_bounds(params, ratio.r_min, ratio.r_max)
-        new = state._replace(**fields, bounds=bounds)
+        new = state._replace(**fields, bounds=ratio.bounds(params))
         ratios = matrices.together(new.trust_ratio)
         return matrices.map(times_ratio, updates, ratios, params), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _initial_state(ratio: TrustRatio, matrices: Matrices, params: PyTree) -> State:
-    full = functools.partial(matrices.full, params, dtype=compute_dtype)
-    entries = {
-        "calibration": full(value=0.0 if ratio.calibrate else 1.0),
-        "raw_trust_ratio": full(value=1.0),
-        "trust_ratio": full(value=1.0),
-        "weight_norm": full(value=0.0),
-        "direction_norm": full(value=0.0),
-        "anchor_weight_norm": full(value=0.0),
-        "bounds": ratio_bounds(params, ratio.r_min, ratio.r_max),
-    }
-    if not ratio.rule.counts:
-        return CalibratedTrustRatioState(**entries)
-    count = matrices.full(params, 0, lambda _: jnp.int32)
-    return LargestDirectionState(**entries, anchor_count=count)
+def times_ratio(
+    axes: MatrixAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
+) -> jax.Array:
+    """The directions of a leaf times the ratios of its matrices."""
+    d = direction.astype(compute_dtype((direction, weight)))
+    return (broadcast(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
 
 
-def ratio_bounds(params: PyTree, r_min: ArrayLike, r_max: ArrayLike) -> jax.Array:
-    """The bounds as an array for the state."""
-    dtype = compute_dtype(params)
-    return jnp.stack([jnp.asarray(bound, dtype) for bound in (r_min, r_max)])
+def not_one(c: jax.Array) -> jax.Array:
+    """Replace 1, which stands for no calibration, by the float32 number next to it.
+
+    A c that is computed in float64 may be stored in float32.
+    """
+    next_to_one = 1 - jnp.finfo(jnp.float32).epsneg
+    return jnp.where(c.astype(jnp.float32) == 1, next_to_one, c)
 
 
-def _before(matrices: Matrices, state: State) -> PyTree:
-    """What the anchor knows of each leaf."""
-    trees = [state.calibration, state.anchor_weight_norm]
-    if isinstance(state, LargestDirectionState):
-        trees.append(state.anchor_count)
-    return matrices.map(
-        lambda _, *entries: anchors.Anchored(*entries), *map(matrices.together, trees)
-    )
-
-
-def _norms(
-    ratio: TrustRatio,
-    weight_decay: ArrayLike | optax.Schedule,
-    mask: Mask | None,
-    matrices: Matrices,
-    state: State,
-    moving: PyTree | None,
-    params: PyTree,
-    updates: PyTree,
+def _decays(
+    weight_decay: ArrayLike | optax.Schedule, mask: Mask | None, params: PyTree
 ) -> PyTree:
-    """The norms of each leaf, in the dtype in which it is computed."""
-
-    def widened(_: LeafAxes, leaf: jax.Array, other: jax.Array) -> jax.Array:
-        return leaf.astype(compute_dtype((leaf, other)))
-
-    def placed(_: LeafAxes, entries: jax.Array, like: jax.Array) -> jax.Array:
-        return typed_sharding.shard_like(entries, like)
-
-    c = state.calibration
-    directions = matrices.norms(matrices.map(widened, updates, params))
-    weights = matrices.norms(matrices.map(widened, params, updates))
-    if moving is None:
-        moving = matrices.map(lambda _, c: jnp.ones_like(c, bool), c)
-    weights, directions, moving = (
-        matrices.map(placed, entries, c) for entries in (weights, directions, moving)
-    )
-    anchor = directions
-    if ratio.rule.needs_full_rank:
-        decays = _decay_of_leaves(weight_decay, mask, params)
-        norm = functools.partial(_full_rank_norm, ratio.scale)
-        anchor = matrices.map(norm, weights, decays, updates)
-    return matrices.map(
-        lambda _, *norms: anchors.Norms(*norms), weights, directions, anchor, moving
-    )
+    """λ of each leaf: 0 where the mask is False."""
+    value = weight_decay
+    if callable(value):
+        value = value(jnp.zeros((), jnp.int32))  # As Optax's first count.
+    if is_mask_function(mask):
+        mask = mask(params)
+    require_booleans(mask)
+    mask = jax.tree.broadcast(True if mask is None else mask_like(mask, params), params)
+    return jax.tree.map(lambda on: jnp.asarray(value if on else 0.0), mask)
 
 
 def _full_rank_norm(
     scale: Scale,
-    axes: LeafAxes,
+    axes: MatrixAxes,
     weight_norm: jax.Array,
     decay: jax.Array,
     leaf: jax.Array,
@@ -367,75 +331,90 @@ def _full_rank_norm(
     return jnp.sqrt(decayed + square * jnp.asarray(shapes, dtype))
 
 
-def _decay_of_leaves(
-    weight_decay: ArrayLike | optax.Schedule, mask: Mask | None, params: PyTree
-) -> PyTree:
-    """λ of each leaf: 0 where the mask is False."""
-    value = weight_decay
-    if callable(value):
-        value = value(jnp.zeros((), jnp.int32))  # As Optax's first count.
-    if is_mask_function(mask):
-        mask = mask(params)
-    require_booleans("weight_decay_mask", mask)
-    mask = jax.tree.broadcast(True if mask is None else mask_like(mask, params), params)
-    return jax.tree.map(lambda on: jnp.asarray(value if on else 0.0), mask)
+class _Row(NamedTuple):
+    """A leaf's new entries in the state."""
+
+    calibration: jax.Array
+    raw_trust_ratio: jax.Array
+    trust_ratio: jax.Array
+    weight_norm: jax.Array
+    direction_norm: jax.Array
+    anchor_weight_norm: jax.Array
+    anchor_count: jax.Array | None
 
 
-def times_ratio(
-    axes: LeafAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
-) -> jax.Array:
-    """The directions of a leaf times the ratios of its matrices."""
-    d = direction.astype(compute_dtype((direction, weight)))
-    return (broadcast(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
-
-
-def _entries(
+def _row(
     ratio: TrustRatio,
-    _: LeafAxes,
-    own: anchors.Norms,
-    norms: anchors.Norms,
-    before: anchors.Anchored,
-) -> dict[str, Any]:
-    """A leaf's new entries in the state by field, in the dtypes of the last step's."""
-    dtype, stored = norms.weight.dtype, before.calibration.dtype
-    known = before._replace(
-        calibration=before.calibration.astype(dtype),
-        weight_norm=before.weight_norm.astype(dtype),
+    _: MatrixAxes,
+    weight: jax.Array,
+    direction: jax.Array,
+    anchored: jax.Array,
+    moving: jax.Array,
+    c: jax.Array,
+    anchor_weight_norm: jax.Array,
+    count: jax.Array | None = None,
+) -> _Row:
+    """A leaf's new entries, computed in the norms' dtype and stored in that of c."""
+    dtype = weight.dtype
+    given = ratio.eps, ratio.r_min, ratio.r_max, ratio.anchor_steps
+    row = _calibrated(
+        ratio.rule,
+        *(weight, direction, anchored, moving),
+        *(c.astype(dtype), anchor_weight_norm.astype(dtype), count),
+        *(jnp.asarray(number, dtype) for number in given),
     )
-    new = _calibrated(ratio.rule, known, own, norms, ratio.constants(dtype))
-    return {k: x if k == "anchor_count" else x.astype(stored) for k, x in new.items()}
+    floats = {k: x for k, x in row._asdict().items() if k != "anchor_count"}
+    return row._replace(**{k: x.astype(c.dtype) for k, x in floats.items()})
 
 
 # Jitted, so that leaves of one batch shape are traced once.
 @functools.partial(jax.jit, static_argnums=0)
 def _calibrated(
-    anchor: anchors.Anchor,
-    before: anchors.Anchored,
-    own: anchors.Norms,
-    norms: anchors.Norms,
-    constants: anchors.Constants,
-) -> dict[str, Any]:
-    """A leaf's entries by field, from what its anchor knows, its own norms and r's."""
-    weight_norm = anchors.anchor_weight_norm(
-        before, norms, own.weight, calibrates=anchor.calibrates
-    )
-    known = anchor.set_c(before, norms, constants)
-    raw = _trust_ratio(known.calibration, norms, constants.eps)
-    return {
-        "calibration": known.calibration,
-        "raw_trust_ratio": raw,
-        "trust_ratio": jnp.clip(raw, constants.r_min, constants.r_max),
-        "weight_norm": own.weight,
-        "direction_norm": own.direction,
-        "anchor_weight_norm": weight_norm,
-        "anchor_count": known.directions,
-    }
-
-
-def _trust_ratio(c: jax.Array, norms: anchors.Norms, eps: jax.Array) -> jax.Array:
-    """The ratio of Definition 1; 1 where c is unset or infinite or D or W is zero."""
+    rule: str | None,
+    weight: jax.Array,
+    direction: jax.Array,
+    anchored: jax.Array,
+    moving: jax.Array,
+    c: jax.Array,
+    anchor_weight_norm: jax.Array,
+    count: jax.Array | None,
+    eps: jax.Array,
+    r_min: jax.Array,
+    r_max: jax.Array,
+    anchor_steps: jax.Array,
+) -> _Row:
+    """Definitions 1 and 2: c, r and r̂ of ‖W‖, ‖D‖, d₀ and what was known before."""
+    directed = moving & (direction > 0) & jnp.isfinite(direction)
+    unset = (c == 0) | (c == 1)  # By init, or by a run without calibration.
+    # Without a c that the rule sets, ‖W‖ counts at the first direction at which it is not
+    # zero. It stays 0 where c was set before states kept this norm.
+    is_first = (unset | jnp.isinf(c)) & (anchor_weight_norm == 0)
+    is_new = (is_first if rule is None else is_first | unset) & directed
+    new_norm = jnp.where(is_new & jnp.isfinite(weight), weight, anchor_weight_norm)
+    if rule is None:
+        c = jnp.ones_like(weight)
+    else:
+        # No division by zero: jax_debug_nans also sees what a where discards.
+        first = weight / (jnp.where(directed, anchored, 1) + eps)
+        ready = unset & directed & jnp.isfinite(first)
+        known = jnp.where(unset, 0, c)  # Until then r is 1, also where c was 1.
+        c = jnp.where(ready, jnp.where(first > 0, not_one(first), jnp.inf), known)
+    if rule == LARGEST:
+        assert count is not None
+        is_first = ready & jnp.isfinite(c)
+        count = jnp.where(ready, 0, count)
+        norm = jnp.where(is_first, weight, anchor_weight_norm)
+        # A c that another rule has set has no count: it stays.
+        counting = (is_first | (count > 0)) & (norm > 0)
+        early = count.astype(direction.dtype) < anchor_steps
+        entering = counting & directed & early
+        largest = norm / (jnp.where(entering, direction, 1) + eps)
+        c = jnp.where(entering, jnp.minimum(c, not_one(largest)), c)
+        count = count + entering.astype(count.dtype)
     # As in LAMB's public codes: with r = 0 a W of zeros would stay zero.
-    neutral = (c == 0) | jnp.isinf(c) | (norms.direction == 0) | (norms.weight == 0)
-    c, d = (jnp.where(neutral, 1, x) for x in (c, norms.direction))
-    ratio = jnp.where(neutral, 1, norms.weight / (c * d + eps))
-    return jnp.where(jnp.isfinite(norms.direction), ratio, jnp.nan)
+    neutral = (c == 0) | jnp.isinf(c) | (direction == 0) | (weight == 0)
+    of_c, d = (jnp.where(neutral, 1, x) for x in (c, direction))
+    raw = jnp.where(neutral, 1, weight / (of_c * d + eps))
+    raw = jnp.where(jnp.isfinite(direction), raw, jnp.nan)
+    clipped = jnp.clip(raw, r_min, r_max)
+    return _Row(c, raw, clipped, weight, direction, new_norm, count)

@@ -24,7 +24,12 @@ _NNX_NAMES = ("out_sharding", "optimizer_sharding", "sharding", "sharding_names"
 
 def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
     """Whether a node is a box of one leaf, or of a node that stands for one."""
-    if not isinstance(node, _types()):
+    boxes = (
+        _type("flax.nnx", "Variable"),
+        _type("flax.core.meta", "AxisMetadata"),
+        _type("haliax", "NamedArray"),
+    )
+    if not isinstance(node, boxes):
         return False
     contents = _contents(node)
     return len(contents) == 1 and (
@@ -66,11 +71,9 @@ def box_like(
 ) -> Any:
     """An array in a box like a parameter's, with names for its own axes.
 
-    Args:
-      array: The array.
-      node: The parameter's box, or the parameter: the array then stays as it is.
-      pick: A function from one entry for each axis of the parameter to one entry for each
-        axis of the array, None for an axis that the parameter does not have.
+    ``pick`` maps one entry for each axis of the parameter to one for each axis of the
+    array, None for an axis that the parameter does not have. If ``node`` is no box, the
+    array stays as it is.
     """
     if not is_box(node):
         return array
@@ -78,6 +81,13 @@ def box_like(
     def of_axes(names: Iterable[Any]) -> tuple[Any, ...]:
         given = tuple(names)
         return tuple(pick(given + (None,) * (unbox(node).ndim - len(given))))
+
+    def in_its_form(names: Any) -> Any:
+        if isinstance(names, NamedSharding):
+            return NamedSharding(names.mesh, PartitionSpec(*of_axes(names.spec)))
+        if isinstance(names, PartitionSpec):
+            return PartitionSpec(*of_axes(names))
+        return of_axes(names) if isinstance(names, tuple | list) else None
 
     if isinstance(node, _type("haliax", "NamedArray")):
         axes = of_axes(node.axes)
@@ -87,14 +97,11 @@ def box_like(
         return type(node)(array, tuple(sized))
     if isinstance(node, _type("flax.nnx", "Variable")):
         metadata = {key: node.get_metadata(key, None) for key in _NNX_NAMES}
-        changed = {
-            key: _of_axes(names, of_axes) for key, names in metadata.items() if names
-        }
+        changed = {key: in_its_form(names) for key, names in metadata.items() if names}
         return node.replace(array, **changed)
-    names = getattr(node, "names", None)
-    if names is None:
+    if getattr(node, "names", None) is None:
         return array
-    return node.replace(value=array, names=of_axes(names))
+    return node.replace(value=array, names=of_axes(node.names))
 
 
 def annotated_spec(box: Any) -> PartitionSpec | None:
@@ -107,7 +114,14 @@ def annotated_spec(box: Any) -> PartitionSpec | None:
         mapping = partitioning.current_thread_local_mapping()
         return partitioning.pspec_for_axis(box.axes, mapping) if mapping else None
     if isinstance(box, _type("flax.nnx", "Variable")):
-        return _spec_of_variable(box)
+        named = [box.get_metadata(key, None) for key in _NNX_NAMES]
+        first = next(filter(None, named), None)
+        if first is None:
+            return None
+        sharding = getattr(first, "sharding", first)  # A jax.experimental.layout.Format.
+        if isinstance(sharding, NamedSharding):
+            return sharding.spec
+        return sys.modules["flax.nnx"].spmd.get_var_pspec(box)
     if isinstance(box, _type("flax.linen", "LogicallyPartitioned")):
         linen = sys.modules["flax.linen"]
         rules = box.rules or linen.get_logical_axis_rules()
@@ -116,37 +130,8 @@ def annotated_spec(box: Any) -> PartitionSpec | None:
     return get() if get else None
 
 
-def _spec_of_variable(variable: Any) -> PartitionSpec | None:
-    named = [variable.get_metadata(key, None) for key in _NNX_NAMES]
-    if not any(named):
-        return None
-    first = next(filter(None, named))
-    sharding = getattr(first, "sharding", first)  # A jax.experimental.layout.Format.
-    if isinstance(sharding, NamedSharding):
-        return sharding.spec
-    return sys.modules["flax.nnx"].spmd.get_var_pspec(variable)
-
-
-def _of_axes(names: Any, of_axes: Callable[[Iterable[Any]], tuple[Any, ...]]) -> Any:
-    """Names of other axes, in the form of a variable's own; None for unknown forms."""
-    if isinstance(names, NamedSharding):
-        return NamedSharding(names.mesh, PartitionSpec(*of_axes(names.spec)))
-    if isinstance(names, PartitionSpec):
-        return PartitionSpec(*of_axes(names))
-    return of_axes(names) if isinstance(names, tuple | list) else None
-
-
-def _types() -> tuple[type, ...]:
-    types = (
-        _type("flax.nnx", "Variable"),
-        _type("flax.core.meta", "AxisMetadata"),
-        _type("haliax", "NamedArray"),
-    )
-    return tuple(cls for cls in types if cls)
-
-
 def _type(module: str, name: str) -> Any:
-    """A type, or ``()`` where its module is not imported."""
+    """A type, or ``()``, of which nothing is, where its module is not imported."""
     return getattr(sys.modules.get(module), name, ())
 
 

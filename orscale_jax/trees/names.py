@@ -56,12 +56,6 @@ def without_names(keys: Path) -> bool:
     return all(key in _BOXES or key.isdigit() for key in keys)
 
 
-def _names_in(entry: Any) -> Path:
-    """The names in one path entry: several if the key of a dictionary is a tuple."""
-    key = getattr(entry, "key", None)
-    return tuple(map(str, key)) if isinstance(key, tuple) else (key_name(entry),)
-
-
 def quoted(path: Any) -> str:
     """A path in quotes, for an error message."""
     return repr(dotted(path)) if path else "(the only leaf)"
@@ -103,3 +97,9 @@ def distinct_names(paths: Iterable[Any]) -> list[str]:
         if len({*names}) == len(names):
             break
     return names
+
+
+def _names_in(entry: Any) -> Path:
+    """The names in one path entry: several if the key of a dictionary is a tuple."""
+    key = getattr(entry, "key", None)
+    return tuple(map(str, key)) if isinstance(key, tuple) else (key_name(entry),)

@@ -1,15 +1,92 @@
-"""The nodes of a type in a tree, such as a state inside wrappers."""
+"""Nodes of trees: children, masked ones, those of a type; and notes for an audit."""
 
-from collections.abc import Iterator
-from typing import Any, TypeAlias
+import contextlib
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, Generic, TypeAlias, TypeGuard, TypeVar
 
 import jax
+import optax
 from optax.transforms import PartitionState
 
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import key_name, names_on
 
 # Labels of optax.partition; those of an outer partition come first.
 Labels: TypeAlias = tuple[Any, ...]
+Value = TypeVar("Value")
+
+
+class Watch(Generic[Value]):
+    """What optimizers note while they are traced, for the audit that has opened it."""
+
+    def __init__(self, name: str) -> None:
+        """Take no note of anything so far."""
+        self._found: ContextVar[list[Value] | None] = ContextVar(name, default=None)
+
+    def note(self, value: Value) -> None:
+        """Add a value to the innermost watch that is open in this context, if any."""
+        if (found := self._found.get()) is not None:
+            found.append(value)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[list[Value]]:
+        """Collect what is noted inside."""
+        found: list[Value] = []
+        token = self._found.set(found)
+        try:
+            yield found
+        finally:
+            self._found.reset(token)
+
+
+def children(node: Any) -> dict[str, Any]:
+    """The children of a node by their names; none of a leaf."""
+    pairs = jax.tree.leaves_with_path(node, is_leaf=lambda x: x is not node)
+    return {key_name(path[0]): child for path, child in pairs if path}
+
+
+def is_function(
+    given: Any, is_leaf: Callable[[Any], bool]
+) -> TypeGuard[Callable[[PyTree], PyTree]]:
+    """Whether ``given`` is a function that makes a tree of such leaves, not a tree.
+
+    A callable Equinox module may be either: it is a tree if ``is_leaf`` holds for all its
+    leaves.
+    """
+    leaves = jax.tree.leaves(given, is_leaf=is_leaf)
+    return callable(given) and not (leaves and all(map(is_leaf, leaves)))
+
+
+def is_masked(node: Any) -> bool:
+    """Whether a node stands for a part of a tree that is left out."""
+    return isinstance(node, optax.MaskedNode)
+
+
+def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
+    """The leaves and the masked nodes, each after its path."""
+    return jax.tree.leaves_with_path(tree, is_leaf=is_masked)
+
+
+def mask_like(
+    given: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
+) -> PyTree:
+    """Put masked nodes where another tree has them: what is given below is ignored.
+
+    :func:`optax.partition` and :func:`optax.masked` mask whole subtrees if their labels
+    are prefixes, and what is given for the parameters has nothing there to belong to.
+    """
+    masked = {names_on(path) for path, x in leaves_and_masks(tree) if is_masked(x)}
+    if not masked:
+        return given
+    return jax.tree.map_with_path(
+        lambda path, node: optax.MaskedNode() if names_on(path) in masked else node,
+        given,
+        is_leaf=lambda path, node: (
+            names_on(path) in masked or bool(is_leaf and is_leaf(node))
+        ),
+        is_leaf_takes_path=True,
+    )
 
 
 def nodes_of(tree: PyTree, *types: type) -> list[Any]:

@@ -172,7 +172,7 @@ def test_paths_without_names():
 def test_heads_of_attention_are_long_and_no_stacks():
     shapes = {"attn.q_proj": (512, 64), "attn.o_proj": (64, 512)}
     tree = unflatten_dict({k: leaf(*v) for k, v in shapes.items()}, sep=".")
-    description = describe(tree, by_path({}, per_head=4))
+    description = describe(tree, by_path({}, head_size=16))
     assert [(row.m, row.n, row.check) for row in description.rows] == [
         (16, 512, ()),
         (512, 16, ()),

@@ -112,6 +112,7 @@ def test_against_the_table():
     assert totals["all"][-1] == size(optimizer.init(params))
 
 
+@pytest.mark.extended
 def test_the_classes_of_layers():
     """Those of layer_classes, also for the blocks of a leaf and in a selection."""
     params = {"attention": {"qkv": jnp.ones((4, 9)), "out": jnp.ones((4, 4))}}
@@ -319,6 +320,7 @@ def test_the_printed_table(monkeypatch):
         small().table()
 
 
+@pytest.mark.extended
 def test_stacks():
     """Against stacks by hand, with the default limit and another."""
     params = {f"layer{i}": jnp.ones((6, 8), jnp.bfloat16) for i in range(7)}
@@ -481,6 +483,7 @@ def test_placement():
     assert describe({"w": jnp.ones((2, 3))}).placement() == []
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_state_bytes_of_a_device_and_of_a_parameter(kind):
     """Against the arrays on a device, in the line below the table."""
@@ -582,6 +585,7 @@ def test_checks_know_blocks_and_batches():
     assert row.check == ("batch of one",)
 
 
+@pytest.mark.extended
 def test_where_the_shardings_come_from():
     """In the line of the mesh: types, an argument, annotations, or nowhere."""
     sharding = PartitionSpec("fsdp")

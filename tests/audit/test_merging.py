@@ -71,6 +71,7 @@ def expanded(name, every):
     }
 
 
+@pytest.mark.extended
 @given(
     st.dictionaries(
         st.tuples(st.integers(0, 4), st.sampled_from("ab"), st.integers(0, 3)).map(
@@ -106,6 +107,7 @@ def lines_of(description):
     return lines[: lines.index(rule)]
 
 
+@pytest.mark.extended
 def test_equal_rows_over_layers_are_one_line():
     params = decoder()
     description = describe(params, optimizer=orscale(1e-3))

@@ -13,7 +13,8 @@ import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import ablations, by_path, describe, family, muon, orscale
+from examples.study import controls
+from orscale_jax import by_path, describe, family, muon, orscale
 from orscale_jax.trees.nodes import nodes_of
 
 PARAMS = {
@@ -183,7 +184,7 @@ def test_who_has_what(name):
     assert rows(optimizer) == expected
 
 
-@pytest.mark.parametrize("build", [family.normuon, ablations.momentum_denominator])
+@pytest.mark.parametrize("build", [family.normuon, controls.momentum_denominator])
 def test_ours_are_told_by_their_states(build):
     numbers = {"w": Dims(0, 1), "conv": Dims(1, 2), "head": None}
     found = rows(build(0.1, weight_dimension_numbers=numbers), numbers=numbers)

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale, state_shardings
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks
 from tests.runs import readout
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -62,6 +62,7 @@ def sent(fn, *args):
     )
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("case", CUTS)
 def test_codes_and_scales_are_those_of_one_device(case):
     shape, sizes, spec, axis, of_scales, piece = CUTS[case]

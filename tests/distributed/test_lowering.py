@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
+from examples.study import controls
 from orscale_jax import (
-    ablations,
     muon,
     orscale,
     orthogonalize,
@@ -115,11 +115,11 @@ OTHERS = {
     "muon": muon,
     "traced steps": optax.inject_hyperparams(orscale),
     **RELATIVES,
-    "momentum_denominator": ablations.momentum_denominator,
+    "momentum_denominator": controls.momentum_denominator,
 }
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_are_exported(name):
     optimizer = OTHERS[name](0.02, weight_dimension_numbers=NUMBERS)
@@ -128,6 +128,7 @@ def test_other_optimizers_are_exported(name):
     assert exported.platforms == PLATFORMS
 
 
+@pytest.mark.extended
 def test_polar_factor_is_exported():
     x = random_tree(0)["layers"]
     exported = jax.export.export(jax.jit(polar_factor), platforms=PLATFORMS)(x)
@@ -162,6 +163,7 @@ def test_an_exported_step_on_auto_axes_iterates_without_communication():
     assert cost.flops <= 1.15 * alone.flops / 8
 
 
+@pytest.mark.extended
 def test_symbolic_shapes():
     """Batches may have them, but not parameters, whose shapes decide the program."""
     [size] = jax.export.symbolic_shape("size")

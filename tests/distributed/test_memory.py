@@ -43,7 +43,7 @@ def passes(optimizer):
     return reads, writes
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("build, reads, writes", [(muon, 17, 8), (orscale, 22, 9)])
 def test_passes_over_a_matrix(build, reads, writes):

@@ -13,7 +13,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
-from orscale_jax.distributed.platforms import AutoTPU
+from orscale_jax.distributed.platforms import AUTO_TPU
 from tests.platforms import orthogonalize_as
 
 # Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
@@ -199,7 +199,7 @@ def exchanged(layout, kind):
     return hlo_cost.of(lowered.compile().as_text())
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
@@ -268,7 +268,7 @@ def test_as_on_tpus_on_auto_axes(layout):
     update = jax.jit(lambda g: orthogonalize().update(g, ())[0])
     alone = hlo_cost.of(update.lower(grads).compile().as_text())
 
-    stage = orthogonalize_as(AutoTPU)
+    stage = orthogonalize_as(AUTO_TPU)
     sizes, spec = LAYOUTS[layout]
     mesh = make_mesh(sizes, AxisType.Auto)
     where = {name: s for name, s in shardings(mesh, spec).items() if name in single}
@@ -314,7 +314,7 @@ def test_state_sharded_and_parameters_copied(kind):
     assert optax.tree.get(state, "trace")["up0"].sharding.spec == P("data", None)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "of_params, of_grads, of_state",
     [(P("data"), P("data"), P()), (P(), P("data"), P()), (P(), P(), P("data"))],
@@ -363,7 +363,7 @@ def equations(jaxpr, name):
             yield from equations(inner, name)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("grads_are", ["copied", "sharded"])
 def test_only_narrow_arrays_are_gathered_for_copied_parameters(grads_are):
     """ZeRO-1 and 2: Q in ns_dtype is gathered, and no update, though W is replicated."""
@@ -423,6 +423,7 @@ def test_auto_axes_made_explicit_for_the_optimizer():
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.extended
 def test_traced_steps_and_coefficients(kind):
     """Steps and coefficients as inject_hyperparams passes them."""
     mesh = make_mesh({"fsdp": 8}, kind)
@@ -455,6 +456,7 @@ def test_aol_scales_the_rows_of_squares_that_are_sharded_by_columns(kind):
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.extended
 def test_arrays_without_entries(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
     shapes = {"none": (0, 16, 8), "narrow": (1, 16, 0), "w": (1, 16, 8)}
@@ -504,6 +506,7 @@ def test_an_axis_of_one_device(kind):
     assert_close(found, wanted)
 
 
+@pytest.mark.extended
 def test_gradients_sharded_like_their_activations():
     """A mesh axis of four devices: two shards of the heads, two of their columns."""
     mesh = make_mesh({"fsdp": 2, "tensor": 4}, AxisType.Auto)
@@ -556,6 +559,7 @@ def test_programs_for_other_coefficients_are_told_apart():
     assert constants() != constants(ns_coeffs="dion")
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_the_mesh_argument():
     mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
@@ -581,6 +585,7 @@ def test_the_mesh_argument():
         orthogonalize(mesh="data")
 
 
+@pytest.mark.extended
 def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
     """Their types name no mesh; those of the state or of the parameters do."""
     mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
@@ -602,6 +607,7 @@ def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("axes", [("data", "fsdp"), ("fsdp", "data")])
+@pytest.mark.extended
 def test_arrays_that_are_not_placed_yet(axes):
     """JAX passes the partitioner's callback no mesh for them, though one is set."""
     mesh = make_mesh(dict(zip(axes, (2, 4), strict=True)), AxisType.Auto)
@@ -616,7 +622,7 @@ def test_arrays_that_are_not_placed_yet(axes):
     assert_close(found, first_step(grads, params))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_without_jit(kind):
     mesh = make_mesh({"fsdp": 8}, kind)
@@ -654,6 +660,7 @@ def test_without_the_mesh_in_the_context(kinds):
     assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
 
 
+@pytest.mark.extended
 def test_no_mesh_no_extra_operation():
     """The program of one device has neither collectives nor calls to a partitioner."""
     grads = jax.tree.map(jnp.asarray, {"w": rng_tree(1)["up0"], "v": rng_tree(1)["odd0"]})

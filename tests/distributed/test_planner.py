@@ -8,15 +8,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orscale_jax.distributed.buckets import (
+from orscale_jax.distributed.plan import (
     Bucket,
     LayoutGroup,
     MatrixSlice,
+    MeshShape,
     ShardedArray,
     count_devices,
+    local_matrices,
+    plan_buckets,
 )
-from orscale_jax.distributed.mesh_shape import MeshShape
-from orscale_jax.distributed.planner import local_matrices, plan_buckets
 
 FLOAT = np.dtype("float32")
 MESH = MeshShape({"data": 2, "fsdp": 4})

@@ -10,8 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
-from orscale_jax.distributed.platforms import CPU, GPU, TPU, AutoTPU
-from orscale_jax.distributed.platforms.tpu import parameter_layout
+from orscale_jax.distributed.platforms import AUTO_TPU, CPU, GPU, TPU, parameter_layout
 from tests.platforms import orthogonalize_as
 
 SHAPES = {"wide": (8, 16), "tall": (16, 8), "also": (8, 16), "experts": (4, 8, 8)}
@@ -29,12 +28,14 @@ def assert_polar(found, atol):
         np.testing.assert_allclose(q, wanted[name], atol=atol)
 
 
-@pytest.mark.parametrize("platform", [CPU, GPU, TPU, AutoTPU])
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("platform", [CPU, GPU, TPU, AUTO_TPU])
 def test_one_device(platform):
     found, _ = orthogonalize_as(platform, Dims(-2, -1)).update(matrices(), ())
     assert_polar(found, 1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_gpus_on_a_mesh(kind):
     mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
@@ -64,6 +65,7 @@ def test_the_order_that_takes_less_padding(shape, minor_to_major):
     assert found == str(minor_to_major)
 
 
+@pytest.mark.extended
 def test_values_and_derivatives_are_kept():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 24)), jnp.float32)
     np.testing.assert_array_equal(jax.jit(parameter_layout)(x), x)

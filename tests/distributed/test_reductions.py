@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from orscale_jax import orscale
-from orscale_jax.distributed import horizontal_fusion
+from orscale_jax.distributed import fusion
 from tests.leaves import KINDS
 
 SHAPES = {(8, 12): (0, 1), (4, 12): (0, 1), (3, 4, 12): (1, 2), (5,): (0,)}
@@ -24,16 +24,16 @@ def arrays_of(dtype):
 
 @pytest.fixture(autouse=True)
 def small_counts_as_large(monkeypatch):
-    monkeypatch.setattr(horizontal_fusion, "_IN_ONE_KERNEL", 12)
+    monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("fn", [jnp.sum, jnp.max], ids=["sum", "max"])
 def test_arrays_of_several_shapes_and_dtypes(fn, monkeypatch):
-    monkeypatch.setattr(horizontal_fusion, "GPUS", ("cpu",))
+    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
     arrays = [*arrays_of(jnp.float32), *arrays_of(jnp.int32)]
     axes = [SHAPES[x.shape] for x in arrays]
-    found = horizontal_fusion.reduce_all(fn, arrays, axes)
+    found = fusion.reduce_all(fn, arrays, axes)
     for x, along, value in zip(arrays, axes, found, strict=True):
         expected = getattr(np, fn.__name__)(np.asarray(x), axis=along)
         np.testing.assert_array_equal(value, expected)
@@ -43,7 +43,7 @@ def test_arrays_of_several_shapes_and_dtypes(fn, monkeypatch):
 def program(arrays, platform):
     def step(arrays):
         axes = [SHAPES[x.shape] for x in arrays]
-        return horizontal_fusion.reduce_all(jnp.sum, arrays, axes)
+        return fusion.reduce_all(jnp.sum, arrays, axes)
 
     return jax.jit(step).trace(arrays).lower(lowering_platforms=(platform,)).as_text()
 
@@ -84,7 +84,7 @@ def test_a_step_is_the_same(monkeypatch):
     """On every kind of leaf, one of which has no first update."""
     arguments = params_and_grads()
     expected = run(*arguments)
-    monkeypatch.setattr(horizontal_fusion, "GPUS", ("cpu",))
+    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
     found = run(*arguments)
     assert jax.tree.structure(found) == jax.tree.structure(expected)
     for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):

@@ -1,5 +1,7 @@
 """Matrices that several devices share, and shapes that travel together, on 8 devices."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,11 +11,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, orthogonalize
-from orscale_jax.distributed.buckets import ShardedArray
-from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.exchange import plan_exchange
+from orscale_jax.distributed.plan import MeshShape, ShardedArray
 from orscale_jax.distributed.platforms import CPU, TPU
-from orscale_jax.distributed.shards import plan_exchange
-from orscale_jax.newton_schulz.coefficients import coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
 from tests.oracle import svd_polar
@@ -60,8 +60,8 @@ def plan_of(layout):
         ShardedArray(shape, FLOAT, axes_of(specs.get(name, P()), 2))
         for name, shape in SHAPES.items()
     ]
-    table = coefficient_table("polar_express")
-    platform = CPU(NewtonSchulz(STEPS, table, "frobenius"))
+    settings = NewtonSchulz.of(STEPS, "polar_express", None, "frobenius")
+    platform = dataclasses.replace(CPU, settings=settings)
     return plan_exchange(platform, arrays, MeshShape(sizes))
 
 
@@ -114,7 +114,7 @@ def test_values_are_those_of_one_device(layout, kind, arguments):
         assert found[name].sharding.is_equivalent_to(sharded[name].sharding, 2)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_as_on_tpus(kind):
     """Matrices are normalized before they are sent, and whole ones interleaved."""
@@ -125,6 +125,7 @@ def test_as_on_tpus(kind):
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
 
 
+@pytest.mark.extended
 def test_the_polar_factor_itself():
     """After eight steps, with restarts of the Gram form on shared matrices."""
     mesh, sharded = placed("rows", AxisType.Explicit)
@@ -162,7 +163,7 @@ def test_the_program_does_what_the_plan_says(layout):
     assert cost.flops == sum(b.flops for b in buckets) < sum(map(unshared, buckets))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_printed_bytes_are_those_of_the_program(layout):
@@ -176,6 +177,7 @@ def test_the_printed_bytes_are_those_of_the_program(layout):
     assert printed == sum(c.sent for c in cost.collectives if c.kind != "all-reduce") > 0
 
 
+@pytest.mark.extended
 def test_an_array_of_which_some_matrices_are_shared():
     """Ten layers on eight devices: eight whole, then four devices for each of the two."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
@@ -188,6 +190,7 @@ def test_an_array_of_which_some_matrices_are_shared():
     np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
 
 
+@pytest.mark.extended
 @pytest.mark.compiled
 def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
     mesh, sharded = placed("rows", AxisType.Explicit)
@@ -206,7 +209,7 @@ def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
     assert "xbf16>" in types["stablehlo.all_gather"]
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("scale", [1e-20, 1e19])
 def test_scales(scale):
     """The largest entry and the norm are those of all columns."""
@@ -217,6 +220,7 @@ def test_scales(scale):
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
 
 
+@pytest.mark.extended
 def test_nan_stays_in_its_matrix():
     mesh, sharded = placed("rows", AxisType.Explicit)
     bad = {**grads(), "a": np.full((16, 256), np.nan, np.float32), "c": 0 * grads()["c"]}

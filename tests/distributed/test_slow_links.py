@@ -1,5 +1,6 @@
 """Meshes of several slices or nodes: what crosses the slow links between them."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -15,21 +16,21 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import crossings
 from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
-from orscale_jax.distributed.buckets import (
+from orscale_jax.distributed.plan import (
+    TPU_V5P,
+    VIRTUAL,
     Bucket,
+    CostModel,
     LayoutGroup,
+    Link,
     MatrixSlice,
-    ShardedArray,
-)
-from orscale_jax.distributed.costs import CostModel
-from orscale_jax.distributed.hardware import TPU_V5P, VIRTUAL, Link
-from orscale_jax.distributed.mesh_shape import (
     MeshShape,
+    ShardedArray,
+    plan_buckets,
     slices_of_axes,
     slices_of_devices,
 )
-from orscale_jax.distributed.planner import plan_buckets
-from orscale_jax.distributed.platforms import CPU
+from orscale_jax.distributed.platforms import CPU, PLATFORMS
 from orscale_jax.distributed.slow_links import slice_of_each
 
 LARGE = 2**40
@@ -300,14 +301,15 @@ def test_slow_links_change_no_number_and_carry_what_the_plan_says(layout, kind):
     assert bool(step_cost.slow_bytes) == across
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "layout", ["replicated", "one axis of replicas", "sharded within"]
 )
 def test_matrices_shared_across_slices_by_planted_rates(layout, monkeypatch):
     """Where the slow links are fast, replicas share work over them, in two gathers."""
     hardware = VIRTUAL._replace(slow=Link(1e15, 0.0))
-    planted = functools.partialmethod(CPU.__init__, hardware=hardware)
-    monkeypatch.setattr(CPU, "__init__", planted)
+    planted = dataclasses.replace(CPU, hardware=hardware)
+    monkeypatch.setitem(PLATFORMS, "cpu", planted)
     sizes, spec = LAYOUTS[layout]
     mesh, slow = mesh_of(sizes), slow_axes_of(sizes)
     x = placed(weights(), mesh, spec)
@@ -322,6 +324,7 @@ def test_slow_axes_that_are_no_axes(make):
             make(1e-3, slow_axes=wrong)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "slow_axes, message",
     [(("pod",), "the mesh has the axes"), ({"fsdp": 3}, "3 slices along 'fsdp'")],

@@ -1,5 +1,7 @@
 """Which leaves share a stack, and that sharing one changes nothing."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
-from orscale_jax.distributed.chunks import map_chunks
-from orscale_jax.distributed.platforms import TPU, Limits
-from orscale_jax.distributed.platforms.tpu import join_in_place
+from orscale_jax.distributed import platforms
+from orscale_jax.distributed.platforms import TPU, Limits, join_in_place, polar_in_chunks
 from orscale_jax.distributed.stacks import StackKey, plan_stacks
 from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
@@ -119,6 +120,7 @@ def test_32_layers_have_the_program_of_one(shape):
     assert [count(32), count(64), count(65)] == [count(1) * n for n in (1, 2, 3)]
 
 
+@pytest.mark.extended
 def test_other_sharding_types_stay_apart():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
@@ -135,26 +137,29 @@ def test_other_sharding_types_stay_apart():
             assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("interleave", [1, 2, 3])
 @pytest.mark.parametrize("max_bytes", [100, 1, 64, 10_000])
-def test_chunks(max_bytes, interleave):
+def test_chunks(max_bytes, interleave, monkeypatch):
     """Each matrix of 32 bytes once, within the limits on chunks and turns."""
 
-    def add_one(chunks, columns):
-        assert len(chunks) == len(columns) <= interleave
+    def add_one(chunks, _, columns=None):
+        assert len(chunks) <= interleave
         for x in chunks:
             assert x.ndim == 2 or x.size == 8 or x.size * 4 <= max_bytes
         return [x + 1 for x in chunks]
 
     shapes = (2, 4), (1, 2, 4), (2, 2, 4), (7, 2, 4), (12, 4, 2), (3, 5, 2, 4)
     xs = [jnp.arange(np.prod(shape), dtype=FLOAT).reshape(shape) for shape in shapes]
-    results = map_chunks(add_one, xs, [None] * len(xs), max_bytes, interleave)
+    monkeypatch.setattr(platforms, "newton_schulz", add_one)
+    limits = Limits(stack_bytes=0, chunk_bytes=max_bytes, interleave=interleave)
+    platform = dataclasses.replace(TPU, limits=limits)
+    results = polar_in_chunks(platform, xs, [None] * len(xs))
     for x, result in zip(xs, results, strict=True):
         np.testing.assert_array_equal(result, x + 1)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "spec",

@@ -18,14 +18,11 @@ PROGRAMS = {
     for path in sorted((ROOT / "examples").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text()
 }
-NEEDS = {"examples.gallery.numpyro_flow": "numpyro"}  # Installed by `make clients`.
 WITH_OPTIONS = [n for n, text in PROGRAMS.items() if "argparse" in text or "tyro" in text]
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITH_OPTIONS))
 def test_it_can_be_imported(name):
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
     importlib.import_module(name)
 
 

@@ -114,7 +114,7 @@ NAMES = [
 ]
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", ["orscale", "adamw", "chain", "muon"])
 def test_nnx_created_eagerly(name):
     with jax.set_mesh(mesh_of()):
@@ -124,6 +124,7 @@ def test_nnx_created_eagerly(name):
     assert model.up.kernel.get_value().sharding.spec == P("fsdp", "tensor")
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
 def test_nnx_created_in_jit(name):
     @nnx.jit
@@ -218,7 +219,7 @@ def in_turn(tx_of, *models):
 LAYOUTS = [("fsdp", "tensor"), ("tensor", "fsdp")]
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("injected", [False, True])
 def test_two_models_of_equal_names_and_different_layouts(injected):
     """Each optimizer keeps its own annotations; an injected one warns, and is right."""
@@ -309,6 +310,7 @@ def test_layers_in_an_annotation_with_its_mesh(in_format):
     assert numbers(nnx.state(model, nnx.Param))["kernel"] == Dims(0, 2)
 
 
+@pytest.mark.extended
 def test_a_layer_name_that_no_variable_has():
     with pytest.raises(ValueError, match="'layers' in partition_names is in no"):
         nnx_dimension_numbers(on_mesh_alone(), partition_names=["layers"])
@@ -394,6 +396,7 @@ def test_linen(name):
     assert_close(state.params, linen_alone(LinenPair(), tx).params)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("boxes", ["kept", pytest.param("removed", marks=slow)])
 def test_linen_with_logical_names(boxes):
     tx, mesh = orscale(RATE), mesh_of()

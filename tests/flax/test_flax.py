@@ -168,7 +168,7 @@ def test_an_nnx_layer_by_its_derivatives(name):
     assert set(found.values()) <= {None}
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", LINEN_LAYERS)
 def test_a_linen_layer_by_its_derivatives(name):
     layer, shape = LINEN_LAYERS[name]
@@ -246,6 +246,7 @@ class Wrapped(nn.Module):
         return nn.SpectralNorm(nn.Dense(3))(x, update_stats=True)
 
 
+@pytest.mark.extended
 def test_linen_recurrent_cells_and_wrappers():
     found = linen_table(Wrapped(), jnp.ones((2, 5, 3)))
     assert found["WeightNorm_0.Dense_0/kernel/scale"] is None
@@ -331,7 +332,7 @@ def stack(layers, rngs):
 def test_an_nnx_transformer():
     rngs = nnx.Rngs(0)
     model = Transformer(rngs, nnx.List([Block(rngs) for _ in range(2)]))
-    numbers = nnx_dimension_numbers(model, output_heads=["logitdense"])
+    numbers = nnx_dimension_numbers(model, overrides={"logitdense": "adamw"})
     expected = AROUND | blocks_table("blocks.0") | blocks_table("blocks.1")
     state = nnx.state(model, nnx.Param)
     assert table(numbers(nnx.to_pure_dict(state))) == expected
@@ -339,6 +340,7 @@ def test_an_nnx_transformer():
     train_nnx(model, lambda model: squares(model(TOKENS)), numbers)
 
 
+@pytest.mark.extended
 def test_an_nnx_model_that_is_only_shapes():
     abstract = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
     assert nnx_table(abstract) == nnx_table(Block(nnx.Rngs(0)))
@@ -354,13 +356,16 @@ def test_a_stack_of_nnx_layers_takes_the_steps_of_the_single_layers():
     for layer, block in enumerate(unrolled.blocks):
         one = jax.tree.map(lambda leaf: leaf[layer], nnx.state(scanned.blocks, nnx.Param))
         nnx.update(block, one)
-    found = nnx_table(scanned, output_heads=["logitdense"])
+    found = nnx_table(scanned, overrides={"logitdense": "adamw"})
     assert found == AROUND | {
         path: shifted(numbers) for path, numbers in blocks_table("blocks").items()
     }
     many, single = (
         train_nnx(
-            model, loss, nnx_dimension_numbers(model, output_heads=["logitdense"]), 3
+            model,
+            loss,
+            nnx_dimension_numbers(model, overrides={"logitdense": "adamw"}),
+            3,
         )
         for model in (scanned, unrolled)
     )
@@ -495,8 +500,8 @@ class LinenTransformer(nn.Module):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_linen_transformer(tied):
     module = LinenTransformer(tied=tied)
-    heads = [] if tied else ["logitdense"]
-    numbers = linen_dimension_numbers(module, TOKENS, output_heads=heads)
+    overrides = {} if tied else {"logitdense": "adamw"}
+    numbers = linen_dimension_numbers(module, TOKENS, overrides=overrides)
     expected = LINEN_AROUND | {
         f"block{layer}.{path}": numbers
         for path, numbers in LINEN_BLOCK.items()
@@ -648,6 +653,7 @@ def test_a_linen_convolutional_network():
     train(variables["params"], loss, numbers)
 
 
+@pytest.mark.extended
 def test_tracing_leaves_nothing_in_the_cache_of_nn_jit():
     x = jnp.ones((2, 3))
     for first in (True, False):
@@ -710,6 +716,7 @@ def test_open_nnx_parameters_are_one_error():
     assert "gain" not in text and "mix" not in text
 
 
+@pytest.mark.extended
 def test_overrides_and_rules_for_nnx():
     overrides = {r"mix\.kernel": "adamw", r"^(up|down\.\d+)$": Dims(-2, -1)}
     expected = {"up": Dims(-2, -1), "down.0": Dims(-2, -1), "gain": None}
@@ -759,6 +766,7 @@ def test_open_linen_parameters_are_one_error():
     )
 
 
+@pytest.mark.extended
 def test_a_grouped_convolution_has_a_matrix_for_each_group():
     layer = nnx.Conv(4, 6, (3,), feature_group_count=2, padding="VALID", rngs=nnx.Rngs(0))
     assert nnx_table(layer)["kernel"] == Blocks((0, 1), 2, block_axis=2, blocks=2)
@@ -798,6 +806,7 @@ def test_a_leaf_of_another_shape_than_its_module_declares(shape):
         nnx_dimension_numbers(model)
 
 
+@pytest.mark.extended
 def test_twice_stacked_nnx_modules():
     @nnx.vmap
     @nnx.vmap
@@ -816,8 +825,8 @@ def test_names_that_match_no_path(kind):
             return nnx_dimension_numbers(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), **kwargs)
         return linen_dimension_numbers(nn.Dense(3), jnp.ones((1, 2)), **kwargs)
 
-    with pytest.raises(ValueError, match=r"'vocab' in output_heads .*bias, kernel"):
-        build(output_heads=["vocab"])
+    with pytest.raises(ValueError, match=r"'vocab' of overrides matches no .*'bias'"):
+        build(overrides={"vocab": "adamw"})
     with pytest.raises(ValueError, match=r"'kern\$' of overrides matches no .*'kernel'"):
         build(overrides={"kern$": "adamw"})
     with pytest.raises(ValueError, match=r"'kernel' of overrides decides nothing: ear"):
@@ -891,6 +900,7 @@ def test_frozen_parameters():
         assert linen_dimension_numbers(nn.Dense(4), x) == freeze(numbers)
 
 
+@pytest.mark.extended
 def test_modules_behind_a_bridge_are_unresolved():
     x = jnp.ones((2, 3))
     around = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(x)

@@ -1,6 +1,5 @@
 """float16, the operands of GPUs: its range, and its errors beside bfloat16's."""
 
-import dataclasses
 import itertools
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 import pytest
 
 from orscale_jax import polar_factor
-from orscale_jax.distributed.engine import on_one_device
+from orscale_jax.distributed.engine import PolarOptions, on_one_device
 from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -22,9 +21,8 @@ LARGEST = float(jnp.finfo(jnp.float16).max)
 
 def on_a_gpu(x, dtype, preset="polar_express", steps=5, preconditioning="frobenius"):
     """What a program for GPUs computes, on CPU."""
-    table = coefficient_table(preset, steps)
-    platform = PLATFORMS["gpu"](NewtonSchulz(steps, table, preconditioning))
-    platform = dataclasses.replace(platform, dtype=np.dtype(dtype))
+    settings = NewtonSchulz.of(steps, preset, dtype, preconditioning)
+    platform = PolarOptions(settings).platform("gpu")
     [q] = jax.jit(lambda x: on_one_device(platform, [x]))(jnp.asarray(x, jnp.float32))
     return np.asarray(q, np.float64)
 
@@ -55,7 +53,7 @@ def distance(x, y):
     return np.linalg.norm(x - y, ord=2)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("preset", ["polar_express", "jordan", "dion"])
 @pytest.mark.parametrize("shape", [(48, 160), (160, 48), (64, 64)])
 def test_errors_beside_those_of_bfloat16(shape, preset):
@@ -72,6 +70,7 @@ def test_errors_beside_those_of_bfloat16(shape, preset):
     assert of_float16.sum() < 0.85 * of_bfloat16.sum()
 
 
+@pytest.mark.extended
 def test_more_steps_come_nearer_to_the_svd_than_in_bfloat16():
     """Both dtypes have the same error of the matrix itself, rounded to bfloat16."""
     x = with_spectrum(np.geomspace(1, 0.05, 48), 48, 160)
@@ -141,6 +140,7 @@ def test_non_finite_matrices_give_nan(bad):
     assert not on_a_gpu(np.zeros((4, 12)), FLOAT16).any()
 
 
+@pytest.mark.extended
 def test_traced_steps_equal_static_ones():
     x = jax.random.normal(jax.random.key(0), (6, 7))
     traced = jax.jit(lambda k, t: polar_factor(x, steps=k, coeffs=t, dtype=jnp.float16))
@@ -152,14 +152,11 @@ def test_traced_steps_equal_static_ones():
 
 def test_dtypes_in_which_matrices_are_stacked_and_sent():
     """Two bytes where they are normalized before; CPUs normalize them one by one."""
-    settings = NewtonSchulz(5, coefficient_table("dion"), "frobenius")
     found = {
-        name: PLATFORMS[name](settings)
-        .with_overrides(FLOAT16, None)
-        .packed_dtype(FLOAT32)
-        for name in PLATFORMS
+        name: platform.with_overrides(FLOAT16, None).packed_dtype(FLOAT32)
+        for name, platform in PLATFORMS.items()
     }
     half = dict.fromkeys(PLATFORMS, FLOAT16)
     assert found == half | {"cpu": FLOAT32}
-    cpu = PLATFORMS["cpu"](settings).with_overrides(BFLOAT16, None)
+    cpu = PLATFORMS["cpu"].with_overrides(BFLOAT16, None)
     assert cpu.packed_dtype(FLOAT32) == BFLOAT16

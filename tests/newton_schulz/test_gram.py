@@ -10,18 +10,15 @@ import numpy as np
 import pytest
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import polar_factor
+from orscale_jax import polar_express_coefficients, polar_factor
 from orscale_jax.newton_schulz import (
     arithmetic as arithmetic_,
     polar,
-    preconditioning,
     restarts as restarts_,
 )
-from orscale_jax.newton_schulz.arithmetic import Arithmetic
+from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start, precondition
 from orscale_jax.newton_schulz.coefficients import PRESETS, rows_of as rows_at
-from orscale_jax.newton_schulz.gram import gram_newton_schulz
-from orscale_jax.newton_schulz.polar_express import polar_express_coefficients
-from orscale_jax.newton_schulz.preconditioning import Start
+from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz
 from tests import oracle
 from tests.spectra import adversarial, hadamard_bases, random_bases, with_spectrum
 
@@ -118,17 +115,20 @@ def test_every_table_and_number_of_steps_in_float64(enable_x64, name, steps):
     np.testing.assert_allclose(q, exact(x, name, steps), atol=1e-11)
 
 
+@pytest.mark.extended
 def test_restarts_before_every_step_are_the_plain_iteration():
     x = np.random.default_rng(0).normal(size=(3, 24, 40))
     for dtype in ("float32", "bfloat16"):
-        arithmetic = Arithmetic(jnp.dtype(dtype))
+        settings = NewtonSchulz.of(5, "dion", dtype, "frobenius")
+        arithmetic = settings.arithmetic()
         normalized = x / np.linalg.norm(x, axis=(1, 2), keepdims=True)
-        start = preconditioning.start(jnp.asarray(normalized), "frobenius", arithmetic)
+        start = precondition(jnp.asarray(normalized), "frobenius", arithmetic)
         found = gram(start.x, "dion", 5, (1, 2, 3, 4), dtype)
-        plain = polar._newton_schulz(start, TABLES["dion"], 5, arithmetic)
+        plain = polar.in_a_loop(start, settings, arithmetic)
         np.testing.assert_allclose(found, plain, atol=16 * float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.extended
 def test_tall_matrices_are_iterated_as_their_transposes():
     x = adversaries(16, 64)
     for dtype in ("float32", "bfloat16"):
@@ -221,7 +221,7 @@ def allowed(restarts):
     return restarts_._MAX_ERROR * (len(restarts) + 1)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SOME_SLOW)
 @pytest.mark.parametrize("steps", [5, pytest.param(8, marks=pytest.mark.slow)])
@@ -235,6 +235,7 @@ def test_as_exact_as_the_plain_form(name, steps, dtype):
     assert found < 3 * plain
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "name",
     [
@@ -311,7 +312,7 @@ def test_strips_save_a_third_of_symmetric_products():
     assert flops_of(functools.partial(form, by_strips=False), m, n) == symmetric + others
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(400, 450), (400, 800), (800, 400)])
 def test_the_polar_factor_of_large_matrices(shape):
     """In strips, by both forms."""
@@ -333,7 +334,7 @@ def test_low_precision_stays_bounded(name, dtype):
     x = adversaries(64, 256)
     restarts = restart_steps(TABLES[name], 5, UNITS[dtype])
     q = np.asarray(gram(x, name, 5, restarts, dtype), np.float64)
-    bound = np.abs(exact(np.diag(np.linspace(0, 1, 1001)), name, 5)).max()
+    bound = np.abs(oracle.compose(rows_of(name, 5), np.linspace(0, 1, 1001))).max()
     assert np.linalg.norm(q, ord=2, axis=(1, 2)).max() < 1.03 * bound
 
 
@@ -360,6 +361,7 @@ def test_without_restarts_float32_loses_two_digits():
     assert none > 30 * plain and one < 3 * plain
 
 
+@pytest.mark.extended
 def test_without_restarts_more_steps_explode_in_bfloat16():
     """Rounding makes a zero eigenvalue of R negative, and the steps drive it away."""
     x = adversaries(64, 256)
@@ -444,7 +446,7 @@ def test_multiplying_from_the_other_side_is_less_exact():
     assert other.mean() > 2 * ours.mean()
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("hide_coefficients", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_interleaved_arrays_give_what_they_give_alone(dtype, hide_coefficients):
@@ -453,7 +455,7 @@ def test_interleaved_arrays_give_what_they_give_alone(dtype, hide_coefficients):
     shapes = (16, 40), (2, 40, 16), (3, 20, 24)
     xs = [rng.normal(size=shape) for shape in shapes]
     xs = [x / np.linalg.norm(x, axis=(-2, -1), keepdims=True) for x in xs]
-    settings = polar.NewtonSchulz(4, TABLES["polar_express"], "frobenius", dtype)
+    settings = NewtonSchulz.of(4, "polar_express", dtype, "frobenius")
     hidden = dataclasses.replace(settings, hide_coefficients=hide_coefficients)
     inputs = [jnp.asarray(x, jnp.float32) for x in xs]
     found = polar.newton_schulz(inputs, hidden)

@@ -1,6 +1,5 @@
 """`polar_factor` against the SVD and the float64 oracle."""
 
-import functools
 import itertools
 import re
 
@@ -9,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
-from orscale_jax.newton_schulz import coefficients
+from examples.benchmarks import hlo_cost
+from orscale_jax import describe, muon, orscale, polar_factor
+from orscale_jax.newton_schulz import coefficients, restarts
 from tests import oracle
 from tests.spectra import random_bases, with_spectrum
 
@@ -32,7 +32,7 @@ def test_equals_the_float64_iteration(shape):
     np.testing.assert_allclose(q, expected, atol=2e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(24, 24), (16, 48), (48, 16)])
 def test_converges_to_the_svd_with_more_steps(shape):
     x = with_spectrum(np.geomspace(1, 1e-2, min(shape)), *shape)
@@ -45,6 +45,7 @@ def test_converges_to_the_svd_with_more_steps(shape):
     assert all(later < earlier + 1e-6 for earlier, later in itertools.pairwise(errors))
 
 
+@pytest.mark.extended
 def test_more_steps_never_make_the_worst_case_worse():
     x = np.linspace(1e-3, 1, 100_001)
     errors = [np.abs(1 - compose("polar_express", k, x)).max() for k in range(20)]
@@ -68,6 +69,7 @@ def test_every_number_of_steps_takes_its_rows(preset, steps):
     np.testing.assert_allclose(np.sort(found), np.sort(np.abs(expected)), atol=1e-5)
 
 
+@pytest.mark.extended
 def test_deepseek_v4_is_eight_steps_of_jordan_and_two_that_converge():
     x = np.geomspace(1e-3, 1, 200_001)
     y = oracle.compose([(3.4445, -4.7750, 2.0315)] * 8 + [(2, -1.5, 0.5)] * 2, x)
@@ -144,6 +146,7 @@ def test_large_values_in_low_precision_inputs(dtype):
     )
 
 
+@pytest.mark.extended
 def test_zero_is_zero_and_the_rest_of_the_batch_is_untouched():
     x = jax.random.normal(jax.random.key(0), (3, 4, 6)).at[1].set(0)
     q = polar_factor(x)
@@ -161,7 +164,7 @@ def test_non_finite_matrices_give_nan_and_no_others(bad, steps):
     assert jnp.isnan(q[1]).all() and jnp.isfinite(q[::2]).all()
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_low_precision_is_rounded_to_and_stays_close(dtype):
     x = jnp.asarray(with_spectrum(np.geomspace(1, 0.02, 32), 32, 80), jnp.float32)
@@ -172,6 +175,7 @@ def test_low_precision_is_rounded_to_and_stays_close(dtype):
     np.testing.assert_array_equal(low, np.asarray(low.astype(dtype), np.float64))
 
 
+@pytest.mark.extended
 def test_float16_keeps_small_entries():
     """float16 holds numbers below 6e-5 as subnormals."""
     q = polar_factor(jnp.diag(jnp.array([1.0, 3e-5])), steps=3, dtype=jnp.float16)
@@ -194,6 +198,7 @@ def test_matrices_may_be_rounded_before_they_are_normalized(n, spread, steps, fa
     assert error(x.astype(jnp.bfloat16).astype(jnp.float32)) <= factor * error(x)
 
 
+@pytest.mark.extended
 def test_float64_is_float64(enable_x64):
     x = with_spectrum(np.geomspace(1, 1e-2, 16), 16, 30)
     q = polar_factor(jnp.asarray(x), dtype=jnp.float64)
@@ -234,7 +239,57 @@ def test_products_of_the_program_for_each_platform(platform, dtype, operands):
             assert "HIGHEST" in line
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.compiled
+def test_operands_in_the_loop_are_rounded():
+    """Steps that are traced run in a loop, also in narrow dtypes."""
+    fn = jax.jit(lambda x, k: polar_factor(x, steps=k, dtype=jnp.bfloat16))
+    text = fn.lower(jax.ShapeDtypeStruct((8, 12), jnp.float32), 5).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert len(products) == 3
+    for line in products:
+        operands = line.rsplit(":", 1)[1].split("->")[0]
+        assert operands.count("xbf16>") == 2, line
+
+
+CUBIC, PADE = (1.5, -0.5, 0.0), (1.875, -1.25, 0.375)
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])  # In a loop, and unrolled.
+def test_cubic_steps_compute_no_square(dtype):
+    def products(*table):
+        fn = jax.jit(lambda x: polar_factor(x, coeffs=table, dtype=dtype))
+        compiled = fn.lower(jnp.ones((16, 16))).compile()
+        return hlo_cost.of(compiled.as_text()).flops / (2 * 16**3)
+
+    assert products(CUBIC) == 10 and products(PADE) == 15
+    assert products(PADE, CUBIC) == (15 if dtype == "float32" else 11)
+
+
+@pytest.mark.compiled
+def test_cubic_steps_compute_no_square_on_the_gram_matrix():
+    for row, each in ((CUBIC, 3), (PADE, 4)):
+        fn = jax.jit(lambda x, row=row: polar_factor(x, coeffs=row))
+        x = jax.ShapeDtypeStruct((16, 48), jnp.float32)
+        text = fn.trace(x).lower(lowering_platforms=("cpu",)).as_text()
+        segments = 1 + len(restarts.restart_steps((row,) * 5, 2**-24))
+        assert text.count("dot_general") == each * 5 - segments
+
+
+@pytest.mark.parametrize("table", [[CUBIC], [PADE, CUBIC], [CUBIC, PADE]])
+@pytest.mark.parametrize("shape", [(9, 9), (6, 14)])
+def test_tables_with_cubic_rows_equal_the_float64_iteration(table, shape):
+    x = np.random.default_rng(0).normal(size=shape)
+    exact = oracle.newton_schulz(x, oracle.rows_of(table, 6), safety=1)
+    traced = jax.jit(lambda x, k: polar_factor(x, steps=k, coeffs=table))
+    x = jnp.asarray(x, jnp.float32)
+    for dtype, atol in (("float32", 1e-5), ("float16", 0.01)):
+        found = polar_factor(x, steps=6, coeffs=table, dtype=dtype)
+        np.testing.assert_allclose(found, exact, atol=atol)
+    np.testing.assert_allclose(traced(x, 6), exact, atol=1e-5)
+
+
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_sums_of_the_compiled_program_are_float32(dtype):
@@ -267,7 +322,7 @@ def test_stated_range_after_five_steps(preset, lowest, highest):
     assert highest - 0.01 < y.max() <= highest
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("preset", ["jordan", "dion"])
 def test_more_steps_stay_in_a_band(preset):
     for steps in range(5, 30):
@@ -297,29 +352,3 @@ def test_more_steps_stay_in_a_band(preset):
 def test_bad_input_is_refused(x, arguments, words):
     with pytest.raises(ValueError, match=words):
         polar_factor(x, **arguments)
-
-
-def builders():
-    return orthogonalize, *(functools.partial(make, 1e-3) for make in (orscale, muon))
-
-
-@pytest.mark.parametrize("build", builders())
-def test_pallas_is_deprecated_and_changes_nothing(build):
-    x = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 12)), jnp.float32)}
-
-    def program(optimizer):
-        step = jax.jit(lambda x: optimizer.update(x, optimizer.init(x), x))
-        return step.lower(x).as_text()
-
-    message = "ns_products='pallas' has no effect"
-    with pytest.warns(DeprecationWarning, match=message) as warned:
-        found = program(build(ns_products="pallas"))
-    assert warned[0].filename == __file__
-    assert found == program(build(ns_products="xla")) == program(build())
-
-
-def test_other_products_are_refused():
-    for build in builders():
-        for bad in ("triton", None, True):
-            with pytest.raises(ValueError, match=r"^ns_products=.*'xla' or 'pallas'"):
-                build(ns_products=bad)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from orscale_jax.newton_schulz import coefficients, polar_express
-from orscale_jax.newton_schulz.polar_express import (
+from orscale_jax.newton_schulz import coefficients
+from orscale_jax.newton_schulz.coefficients import (
     optimal_quintic,
     polar_express_coefficients,
 )
@@ -114,6 +114,7 @@ def test_narrow_intervals_join_the_pade_step():
         assert np.abs(1 - quintic(row, x)).max() < 4 * width**3 + 1e-15
 
 
+@pytest.mark.extended
 def test_the_composition_is_optimal_among_pairs():
     """Theorem of the paper: no two odd quintics in sequence are nearer to 1."""
     x = grid(0.05, 1)
@@ -133,7 +134,7 @@ def _simplex(start):
     return np.concatenate([start[None], start + steps])
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("safety_factor", [1, 1.02, 1.05])
 @pytest.mark.parametrize("cushion", [0, 0.02, 0.1])
 @pytest.mark.parametrize("lower_bound", [1e-8, 1e-3, 0.3, 0.99])
@@ -221,4 +222,4 @@ def test_limits_of_the_arguments_give_finite_tables(lower_bound, safety_factor, 
 def test_numpy_scalars_are_accepted():
     rows = polar_express_coefficients(np.float32(0.25), np.int64(2))
     np.testing.assert_array_equal(rows, polar_express_coefficients(0.25, 2))
-    assert polar_express.evaluate(rows[0], 0.0) == 0
+    assert coefficients.evaluate(rows[0], 0.0) == 0

@@ -16,10 +16,10 @@ from orscale_jax import (
     polar_express_coefficients,
     polar_factor,
 )
-from orscale_jax.newton_schulz import polar, preconditioning, restarts as restarts_
+from orscale_jax.newton_schulz import arithmetic as preconditioning, restarts as restarts_
 from orscale_jax.newton_schulz.arithmetic import Arithmetic
 from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of
-from orscale_jax.newton_schulz.gram import gram_newton_schulz
+from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz, in_a_loop
 from tests import oracle
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (12, 40), (40, 12), (3, 5, 8), (2, 2, 8, 3)]
@@ -60,7 +60,7 @@ def iterated(x, rows):
 def preconditioned(x, dtype=jnp.float32):
     arithmetic = Arithmetic(jnp.dtype(dtype))
     x = preconditioning.normalize(x, arithmetic)
-    return preconditioning.start(x, "aol", arithmetic)
+    return preconditioning.precondition(x, "aol", arithmetic)
 
 
 def gaussian(shape, seed=0):
@@ -103,6 +103,7 @@ def test_equals_the_float64_iteration(shape, coeffs, tolerance):
     np.testing.assert_allclose(q, expected, atol=tolerance)
 
 
+@pytest.mark.extended
 def test_float64_is_float64(enable_x64):
     x = gaussian((16, 30))
     expected = iterated(numpy_aol(x), TABLE)
@@ -114,6 +115,7 @@ def test_float64_is_float64(enable_x64):
         np.testing.assert_allclose(q, expected, atol=1e-5)
 
 
+@pytest.mark.extended
 def test_traced_steps_and_coefficients_equal_static_ones():
     x = jnp.asarray(gaussian((6, 12)), jnp.float32)
     traced = jax.jit(lambda x, k, t: eager_aol(x, steps=k, coeffs=t))
@@ -122,18 +124,20 @@ def test_traced_steps_and_coefficients_equal_static_ones():
         np.testing.assert_allclose(traced(x, steps, TABLE), static, atol=1e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(16, 48), (48, 16), (2, 8, 24)])
 @pytest.mark.parametrize("steps", [1, 4])
 def test_the_gram_form_equals_the_plain_one(shape, steps):
     start = preconditioned(gaussian(shape))
     rows = rows_of(TABLE, steps)
-    plain = polar._newton_schulz(start, TABLE, steps, FLOAT32)
+    settings = NewtonSchulz.of(steps, TABLE, jnp.float32, "aol")
+    plain = in_a_loop(start, settings, FLOAT32)
     for restarts in ((), tuple(range(1, steps)), restart_steps(TABLE, steps, 2**-24)):
         [q] = gram_newton_schulz([start], rows, (restarts,), (FLOAT32,))
         np.testing.assert_allclose(q, plain, atol=5e-5)
 
 
+@pytest.mark.extended
 def test_the_polar_factor_is_that_of_the_scaled_matrix_and_not_of_x():
     x = np.geomspace(1, 1e-2, 8)[:, None] * gaussian((8, 16))
     q = aol(jnp.asarray(x, jnp.float32), steps=9)
@@ -141,6 +145,7 @@ def test_the_polar_factor_is_that_of_the_scaled_matrix_and_not_of_x():
     assert np.linalg.norm(q - oracle.svd_polar(x)) > 0.1
 
 
+@pytest.mark.extended
 def test_the_rows_of_a_square_matrix_are_scaled():
     x = jnp.asarray(np.geomspace(1, 0.1, 6)[:, None] * gaussian((6, 6)), jnp.float32)
     assert np.abs(aol(x.T, steps=9).T - aol(x, steps=9)).max() > 0.05
@@ -193,6 +198,7 @@ def test_low_precision_stays_bounded(dtype, coeffs):
     assert norms.max() < 1.02 * np.abs(y).max()
 
 
+@pytest.mark.extended
 def test_low_precision_is_rounded_to_and_stays_close():
     x = jnp.asarray(gaussian((32, 80)), jnp.float32)
     full = np.asarray(aol(x, steps=4, coeffs=TABLE), np.float64)
@@ -212,7 +218,7 @@ def test_does_not_depend_on_scale():
     np.testing.assert_allclose(q, np.broadcast_to(q[3], q.shape), atol=1e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
 @pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
 def test_zeros_stay_zero_without_a_division_by_zero(shape, dtype):
@@ -243,7 +249,7 @@ def test_rows_beyond_the_range_of_squares_are_lost_quietly(dtype):
     assert np.isfinite(aol(x, steps=4, dtype=dtype)).all()
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(4, 6), (8, 3)])
 def test_non_finite_matrices_give_nan_and_no_others(shape):
     bad = jnp.asarray([np.nan, np.inf, -np.inf])
@@ -255,14 +261,14 @@ def test_non_finite_matrices_give_nan_and_no_others(shape):
 # Batches and transposes.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(5, 8), (4, 12)])
 def test_tall_matrices_give_the_transpose_of_wide_ones(shape):
     x = jnp.asarray(gaussian((2, *shape)), jnp.float32)
     np.testing.assert_allclose(aol(x.mT).mT, aol(x), atol=2e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("shape", [(2, 3, 5, 7), (3, 6, 6)])
 def test_a_batch_is_one_matrix_after_the_other(shape):
     x = jnp.asarray(gaussian(shape), jnp.float32)
@@ -275,7 +281,7 @@ def test_a_batch_is_one_matrix_after_the_other(shape):
 # The cost.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "shape, dtype",

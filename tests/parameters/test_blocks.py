@@ -12,9 +12,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
+from examples.study import controls
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
-    ablations,
     by_path,
     describe,
     orscale,
@@ -52,11 +52,12 @@ NUMBERS = {name: numbers for name, (_, numbers, *_) in FUSED.items()}
 APART = {name: Dims(-2, -1) for name in FUSED}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "build",
     [
         orscale,
-        pytest.param(ablations.momentum_rms_denominator, marks=pytest.mark.slow),
+        pytest.param(controls.momentum_rms_denominator, marks=pytest.mark.slow),
         pytest.param(
             functools.partial(orscale, r_min=-np.inf, r_max=np.inf),
             marks=pytest.mark.slow,
@@ -88,6 +89,7 @@ def test_fused_and_split_take_the_same_steps(enable_x64, build):
                 )
 
 
+@pytest.mark.extended
 def test_an_idle_block_waits_for_its_first_direction():
     """Like a separate parameter: its c is set later than the others'."""
     params = {"qkv": fused(0)["qkv"]}
@@ -113,7 +115,7 @@ def moves(optimizer, params):
     return re.findall(rf"= [a-z0-9]+\[\d+,[^\]]*\]\S* ({kinds})\(", entry)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize(
     "blocks, expected", [(3, []), (12, []), ((512, 128, 128), ["concatenate"])]

@@ -9,10 +9,10 @@ import optax
 import pytest
 
 from examples.benchmarks import models
+from examples.study.controls import pooled
 from orscale_jax import describe
-from orscale_jax.family import pooled
+from orscale_jax.diagnostics.summaries import class_labels
 from orscale_jax.parameters.layer_classes import layer_classes
-from orscale_jax.transforms.pooled_ratio import class_labels
 
 
 def of_paths(*paths, shape=(4, 4)):

@@ -300,19 +300,14 @@ def test_names_of_heads_come_before_types():
         matrices = {path for path, rule in found.items() if rule == "matrix"}
         heads = {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")}
         assert matrices == heads | {"norm_mlp.kernel"}
-    with pytest.raises(
-        ValueError, match="'readout' in output_heads is on no parameter's path"
-    ):
-        nnx_dimension_numbers(model, output_heads=["readout"])
 
 
-def test_heads_is_a_deprecated_name_of_output_heads():
-    model = nnx.Dict(
-        readout=nnx.Linear(2, 3, rngs=nnx.Rngs(0)), mlp=nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    )
-    params = nnx.state(model, nnx.Param)
-    expected = nnx_dimension_numbers(model, output_heads=["readout"])(params)
-    with pytest.warns(DeprecationWarning, match="pass output_heads instead") as warned:
-        numbers = nnx_dimension_numbers(model, heads=["readout"])
-    assert [warning.filename for warning in warned] == [__file__]
-    assert numbers(params) == expected
+def test_overrides_come_before_names():
+    model = Decoder(nnx.Rngs(0))
+    plain = Dims(0, 1)
+    numbers = nnx_dimension_numbers(
+        model, overrides={"output.kernel": plain, "norm_mlp": "adamw"}
+    )(nnx.state(model, nnx.Param))
+    assert numbers["output"]["kernel"] == plain
+    assert numbers["norm_mlp"]["kernel"] is None
+    assert numbers["embed"]["embedding"] is None

@@ -109,6 +109,7 @@ def test_containers(container):
     assert jax.tree.structure(updates) == jax.tree.structure(tree)
 
 
+@pytest.mark.extended
 def test_equinox_and_nnx_modules():
     model = eqx.nn.MLP(3, 4, 5, 2, key=jax.random.key(0))
     model = eqx.filter(model, eqx.is_inexact_array)

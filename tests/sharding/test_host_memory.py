@@ -27,7 +27,7 @@ def kinds(tree):
     return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     ("wrapper", "dtype"), [(lambda x: x, "float32"), (keep_master_weights, "bfloat16")]

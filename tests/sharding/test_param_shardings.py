@@ -176,7 +176,7 @@ def shard_map_alone(optimizer, grads, state, params):
     return "shard_map" in jaxpr and "custom_partitioning" not in jaxpr
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("wrap", [lambda f: f, optax.inject_hyperparams])
 def test_annotations_are_found_without_an_argument(wrap):
     """A factory that knows no parameters; an update that sees bare arrays."""
@@ -215,6 +215,7 @@ def test_annotations_beside_leaves_that_are_no_parameters():
     assert shard_map_alone(optimizer, grads, state, params)
 
 
+@pytest.mark.extended
 def test_annotations_do_not_stand_in_the_way_of_vmap():
     """Annotations of another model name the axis over which this one is mapped."""
     mesh = mesh_of(AxisType.Auto)

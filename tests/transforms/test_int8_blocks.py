@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices
 from tests import leaves
 
@@ -126,10 +126,11 @@ def test_float64_is_rounded_to_the_same_scales(enable_x64):
 
 
 def blocks_of(name, shape, dims):
-    matrices = Matrices.only({name: dims}, {name: jnp.zeros(shape)})
+    matrices = Matrices.of({name: dims}, {name: jnp.zeros(shape)}, only=True)
     return int8_blocks.block_axis(matrices.of_leaves[0], shape)
 
 
+@pytest.mark.extended
 def test_blocks_lie_along_the_longest_axis_that_is_not_the_last():
     for shape, axes in {
         (4096, 11008): 0, (32, 11008): 0, (31, 11008): 1, (64, 8): 0, (8, 64): 1,

@@ -20,7 +20,7 @@ from orscale_jax import (
     muon,
     orscale,
 )
-from orscale_jax.transforms import int8_blocks
+from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices
 from orscale_jax.transforms.momentum import momentum_stage
 from orscale_jax.trees.boxes import unbox
@@ -36,7 +36,7 @@ MATRICES = {name: leaves.DIMENSIONS[name] for name in leaves.KINDS}
 def stage(nesterov, dims=MATRICES, params=None):
     if params is None:
         params = gradients(0)
-    return momentum_stage(MU, nesterov, "int8", Matrices.only(dims, params))
+    return momentum_stage(MU, nesterov, "int8", Matrices.of(dims, params))
 
 
 def gradients(seed):
@@ -68,6 +68,7 @@ def test_steps_against_float64_numpy(nesterov):
             kept[name] = np.asarray(state.trace[name], np.float64) * steps
 
 
+@pytest.mark.extended
 def test_without_rounding_it_is_optaxs_trace():
     """Where every entry is a code times a scale."""
     rng = np.random.default_rng(0)
@@ -83,6 +84,7 @@ def test_without_rounding_it_is_optaxs_trace():
         states = state, other
 
 
+@pytest.mark.extended
 def test_zeros_stay_zeros_and_nan_stays_nan():
     params = {"w": jnp.zeros((70, 3))}
     optimizer = stage(True, {"w": Dims(0, 1)}, params)
@@ -102,7 +104,7 @@ def test_zeros_stay_zeros_and_nan_stays_nan():
 OPTIMIZERS = {"orscale": orscale, "muon": muon} | ABLATIONS | FAMILY
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_takes_it(name):
     """The first step has no rounded momentum yet, so it is that of float32."""
@@ -155,7 +157,7 @@ def test_states_of_other_dtypes_are_refused():
 SHAPES = {"wide": (512, 768), "tall": (768, 512), "stack": (3, 256, 512)}
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("build", [orscale, muon])
 def test_bytes_of_the_compiled_step(build):
@@ -194,6 +196,7 @@ def decoded(state):
     )
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("wrap", [lambda x: x, lambda x: optax.chain(x)])
 def test_conversion_to_floats_and_back(wrap):
     """To float32 without an error, and back to the same bits."""
@@ -212,6 +215,7 @@ def test_conversion_to_floats_and_back(wrap):
     jax.tree.map(np.testing.assert_array_equal, same, state)
 
 
+@pytest.mark.extended
 def test_conversion_from_optax_muon():
     params = {"w": tree(0)["w"]}
     theirs = optax.contrib.muon(1e-2)
@@ -228,6 +232,7 @@ BOXES = {
 }
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", BOXES)
 def test_boxes(kind):
     """Codes and scales are boxed like the parameters."""
@@ -255,6 +260,7 @@ def test_haliax_boxes():
     assert scales["w"].array.shape == (3, 12)
 
 
+@pytest.mark.extended
 def test_describe_counts_its_bytes():
     shapes = {"w": (64, 12), "fused": (32, 48), "b": (4,)}
     params = {name: jnp.ones(shape) for name, shape in shapes.items()}
@@ -284,6 +290,7 @@ def test_measurements_are_those_of_the_decoded_momentum():
     assert found["momentum_stable_rank"]["w"] == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.extended
 def test_a_donated_step_and_one_compilation():
     params = tree(0)
     optimizer = orscale(1e-2, mu_dtype="int8", weight_dimension_numbers=NUMBERS)

@@ -138,7 +138,7 @@ def test_clipped_heads_end_at_the_threshold(enable_x64, key_heads, position, alp
     np.testing.assert_allclose(state.qk_clip_factor, gamma, rtol=1e-6)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("alpha", [0.5, 0.0, 1.0])
 def test_latent_attention(enable_x64, alpha):
     params = latent_params()
@@ -180,6 +180,7 @@ def test_the_split_between_queries_and_keys(alpha):
             )
 
 
+@pytest.mark.extended
 def test_a_shared_key_takes_the_strongest_clip():
     """The queries of its other heads grow by as much as the key shrinks."""
     params = as_jax(projections(key_heads=2))
@@ -338,7 +339,7 @@ def test_layouts(shape, heads, blocks):
     np.testing.assert_allclose(after["q"], expected, rtol=1e-5)
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_part_of_each_head(flat):
     """k and v in one projection, with heads on a separate axis or not."""
@@ -367,7 +368,7 @@ def test_queries_keys_and_values_in_one_parameter():
     assert not updates["qkv"][:, 2].any()
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("layer_axis", [0, 1, -1])
 def test_stacked_layers_equal_the_layers_alone(layer_axis):
     layers = [as_jax(projections(key_heads=2, seed=s)) for s in (0, 20, 40)]
@@ -450,6 +451,7 @@ def test_containers(container):
     assert "query" in "".join(moved) and "key" in "".join(moved)
 
 
+@pytest.mark.extended
 def test_several_modules_as_any_tree_or_a_callable():
     params = {"a": as_jax(projections()), "b": [as_jax(projections(key_heads=1, seed=7))]}
     attentions = {
@@ -469,7 +471,7 @@ def test_several_modules_as_any_tree_or_a_callable():
 # In a chain.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -498,6 +500,7 @@ def test_last_link_of_a_chain(optimizer):
     np.testing.assert_allclose(found, FACTOR**2, rtol=1e-6)
 
 
+@pytest.mark.extended
 def test_multi_steps_clips_when_it_steps():
     params, grads = as_jax(projections()), as_jax(projections(seed=50))
     chain = optax.chain(optax.sgd(0.1), qk_clip(BIASED))
@@ -513,6 +516,7 @@ def test_multi_steps_clips_when_it_steps():
     )
 
 
+@pytest.mark.extended
 def test_apply_if_finite_looks_at_gradients():
     params, grads = as_jax(projections()), as_jax(projections(seed=50))
     chain = optax.chain(optax.sgd(0.1), qk_clip(BIASED))
@@ -526,6 +530,7 @@ def test_apply_if_finite_looks_at_gradients():
     assert (optax.tree.get(state, "qk_clip_factor") == 1).all()
 
 
+@pytest.mark.extended
 def test_injected_hyperparameters():
     injected = optax.inject_hyperparams(qk_clip)(attentions=BIASED, threshold=100.0)
     params = as_jax(projections())
@@ -634,6 +639,7 @@ def test_state_maps():
     assert abstract.qk_clip_factor["a"].shape == (HEADS,)
 
 
+@pytest.mark.extended
 def test_sharding_types_are_kept():
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     params, updates = (as_jax(projections(seed=seed)) for seed in (0, 50))
@@ -790,6 +796,7 @@ def test_bad_max_logits(max_logits, message):
         transform.update(params, state, params, **given)
 
 
+@pytest.mark.extended
 def test_bad_params_and_updates():
     params = as_jax(projections())
     transform = qk_clip(BIASED)

@@ -99,7 +99,7 @@ def test_arrays_per_matrix_are_in_boxes_of_their_own_axes(name):
             assert names_of(found) == (None if name == "plain" else ("layers",))
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("build", [orscale, pytest.param(muon, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BOXES)
 def test_updates_with_and_without_boxes(build, name):

@@ -22,6 +22,7 @@ TREES = st.recursive(
 )
 
 
+@pytest.mark.extended
 @hypothesis.given(TREES)
 def test_names_are_distinct(tree):
     paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
@@ -41,6 +42,7 @@ ALIKE = [
 ]
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("params, names", ALIKE)
 def test_tables_and_scalars_have_an_entry_for_each(params, names):
     numbers = jax.tree.map(lambda x: Dims(-2, -1) if x.ndim > 1 else None, params)
@@ -64,6 +66,7 @@ def test_matrices_called_like_experts_are_no_stack():
     assert problem.matrices == ("down[1]",)
 
 
+@pytest.mark.extended
 def test_classes_that_have_one_name_are_one_class():
     params = {"a": W, "b": 3 * W}
     reading = read(orscale(0.1).init(params), params)

@@ -21,10 +21,9 @@ from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from examples.benchmarks.shapes import nominal_flops
 from examples.benchmarks.timing import Quartiles, seconds_of
 from orscale_jax.newton_schulz import restarts
-from orscale_jax.newton_schulz.arithmetic import Arithmetic
+from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
 from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of
-from orscale_jax.newton_schulz.gram import gram_newton_schulz
-from orscale_jax.newton_schulz.preconditioning import Start
+from orscale_jax.newton_schulz.polar import gram_newton_schulz
 
 TIME = "time of five steps"
 SHAPES = (

@@ -174,5 +174,5 @@ def weight_dimension_numbers(
     return nnx_dimension_numbers(
         model,
         overrides={r"\.qkv\.": blocks} if split else None,
-        per_head=per_head and model.config.heads,
+        head_size=per_head and model.config.width // model.config.heads,
     )

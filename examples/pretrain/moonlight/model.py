@@ -133,11 +133,17 @@ def weight_dimension_numbers(
     """
     if router not in ROUTERS:
         raise ValueError(f"router={router!r}: choose one of {', '.join(ROUTERS)}")
+    config = model.config
+    sizes = {
+        r"\bquery\b": config.nope_dim + config.rope_dim,
+        r"\bkv_up\b": config.nope_dim + config.value_dim,
+        r"\bout\b": config.value_dim,
+    }
     return nnx_dimension_numbers(
         model,
         rules={Experts: _matrices_of_experts},
         overrides=ROUTERS[router],
-        per_head=per_head and model.config.heads,
+        head_size=per_head and sizes,
     )
 
 

@@ -11,6 +11,7 @@ stop, processes         signals; one process or many
 logs                    what a run tells as it goes, by the following
 records, readouts       metrics and the optimizer's readings, as files
 progress, throughput    on the terminal
+tensorboard             event files
 peaks                   peak FLOPs per second of accelerators
 timing                  seconds of a step, and of its optimizer
 report, plots, titles   what a run shows at its end

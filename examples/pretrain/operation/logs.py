@@ -14,6 +14,7 @@ from examples.pretrain.operation.processes import is_first
 from examples.pretrain.operation.progress import Display
 from examples.pretrain.operation.readouts import Readouts
 from examples.pretrain.operation.records import Recorder
+from examples.pretrain.operation.tensorboard import TensorBoard
 from examples.pretrain.operation.throughput import throughput
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.setup import Setup
@@ -48,7 +49,7 @@ class Logs(contextlib.ExitStack):
         self._recorder = Recorder(folder, setup, start) if is_first() else None
         self._tensorboard = None
         if config.tensorboard and is_first():
-            tensorboard = diagnostics.TensorBoard(folder / "tensorboard")
+            tensorboard = TensorBoard(folder / "tensorboard")
             self._tensorboard = self.enter_context(tensorboard)
         self._display = self.enter_context(
             Display(console, optimizer.label, start, setup.recipe.num_steps)

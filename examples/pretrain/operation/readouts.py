@@ -16,15 +16,10 @@ from examples.pretrain.optimizers import find_optimizer
 from examples.pretrain.setup import Setup, State
 from examples.pretrain.step import loss_of, on_auto_axes
 from orscale_jax import Description, describe, diagnostics
-from orscale_jax.diagnostics.readouts.history import FILE_NAME
+from orscale_jax.diagnostics.history import FILE_NAME
 
 PyTree = Any
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
-STATISTICS = ("signal", "noise", "smoothness")
-MEASUREMENTS = (
-    *OF_MOMENTUM,
-    *(name + end for name in STATISTICS for end in ("", "_stderr")),
-)
 SCALE = ("consistent_rms", "scale_mode")
 MICRO_BATCHES = 8  # The standard errors are over these.
 
@@ -61,7 +56,7 @@ class Readouts:
             self.history = diagnostics.History(
                 folder / FILE_NAME,
                 classes=diagnostics.layer_classes(params),
-                measurements=MEASUREMENTS,
+                measurements=OF_MOMENTUM,
                 scalars=("loss",),
             )
             self.history.rewind(start)
@@ -77,39 +72,28 @@ class Readouts:
         """Writes a reading down and, if there are batches, what is measured on them."""
         reading = self.read(state)
         measured, gained = {}, None
-        # Without ratios the theory has nothing to say of their gain.
+        # Without ratios there is no gain to measure.
         if batches and reading.trust_ratio is not None:
             micro_batches = [
                 (state["variables"], part) for part in self._cut(list(batches))
             ]
-            measured = self._measured(state, micro_batches)
+            measured = diagnostics.measure(
+                state["opt_state"],
+                state["params"],
+                self._numbers,
+                names=OF_MOMENTUM,
+            )
             gained = diagnostics.step_gain(
                 self._loss_fn,
                 state["params"],
                 micro_batches,
                 reading,
+                self._numbers,
                 **self._scale,
             )
         if is_first():
             self.history.append(step, reading, measured, gained=gained, **scalars)
         return reading
-
-    def _measured(self, state: State, micro_batches: list[PyTree]) -> dict[str, PyTree]:
-        params = state["params"]
-        statistics = diagnostics.estimate(
-            self._loss_fn, params, micro_batches, weight_dimension_numbers=self._numbers
-        )
-        of_momentum = diagnostics.measure(
-            state["opt_state"],
-            params,
-            names=OF_MOMENTUM,
-            weight_dimension_numbers=self._numbers,
-        )
-        return of_momentum | {
-            name + end: getattr(getattr(statistics, name), field)
-            for name in STATISTICS
-            for end, field in (("", "value"), ("_stderr", "stderr"))
-        }
 
 
 def audit(setup: Setup) -> Description:

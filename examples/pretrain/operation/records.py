@@ -14,7 +14,7 @@ from examples.pretrain.errors import RunError
 from examples.pretrain.operation.rundir import write_atomically
 from examples.pretrain.setup import Setup
 from examples.pretrain.train import Interval
-from orscale_jax.diagnostics.readouts.step_file import StepFile
+from orscale_jax.diagnostics.history import StepFile
 
 LOADS = ("step", "layer", "expert", "share")
 Row = Mapping[str, Any]

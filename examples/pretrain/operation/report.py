@@ -13,7 +13,7 @@ from examples.pretrain.operation.records import read_csv, write_csv
 from examples.pretrain.operation.rundir import read_facts
 from examples.pretrain.operation.titles import run_line
 from examples.pretrain.optimizers import OPTIMIZERS
-from orscale_jax.diagnostics.readouts.history import FILE_NAME
+from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
 
 SUMMARY = [

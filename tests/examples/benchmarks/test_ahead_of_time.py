@@ -3,12 +3,18 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from examples.benchmarks import ahead_of_time, hlo_cost
-from examples.benchmarks.ahead_of_time import Options
-from examples.benchmarks.layers_apart import layers_apart, newton_schulz
-from examples.benchmarks.models import experts
+from examples.benchmarks import ahead_of_time
+from examples.benchmarks.ahead_of_time import Options, Target
+
+HEAD = ["case", "optimizer", *ahead_of_time.COLUMNS]
+
+
+def on_cpu(case, platform):
+    """Two halves of the devices for slices."""
+    devices = np.array(jax.devices()[:8])
+    shape = (2, 4) if "dcn" in case.mesh else 8
+    return Target(devices.reshape(shape), {i: i // 4 for i in range(8)})
 
 
 def rows(printed):
@@ -21,7 +27,7 @@ def rows(printed):
 def test_a_layer_of_gpt2_on_eight_devices(capsys, tmp_path):
     contenders = ("optax.adamw", "optax.contrib.muon", "orscale", "orscale on Auto axes")
     options = Options(cases=("c",), contenders=contenders, layers=1, dump=tmp_path)
-    ahead_of_time.main(options, lambda _: np.array(jax.devices()[:8]))
+    ahead_of_time.main(options, on_cpu)
     adamw, theirs, ours, on_auto_axes = rows(capsys.readouterr().out).values()
     # All four matrices on every device of theirs.
     m = 768
@@ -37,36 +43,29 @@ def test_a_layer_of_gpt2_on_eight_devices(capsys, tmp_path):
 
 
 def test_compiler_options_reach_the_compiler():
-    options = Options(("c",), ("optax.adamw",), 1, compiler_options={"no_such": "ON"})
+    changed = {"no_such": "ON"}
+    options = Options("tpu", ("c",), ("optax.adamw",), 1, compiler_options=changed)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such"):
-        ahead_of_time.main(options, lambda _: np.array(jax.devices()[:8]))
+        ahead_of_time.main(options, on_cpu)
 
 
 @pytest.mark.extended
-def test_layers_apart_and_loops():
-    """Each layer is exchanged twice; Optax's Muon exchanges in every step of a loop."""
-    devices = np.array(jax.devices()[:8])
-    leaves = {"w": experts(6, 16, 32, P(None, "fsdp", None))}
-
-    def cost(contender):
-        module = ahead_of_time.lowered(leaves, ("fsdp",), devices, contender)
-        return hlo_cost.of(module.compile().as_text())
-
-    apart, looped = cost(ahead_of_time.LAYERS_APART), cost(ahead_of_time.LOOPED)
-    # Two more layers of zeros, so that eight devices have one each.
-    assert apart.collective_bytes == 2 * 4 * 16 * 32
-    assert {c.kind for c in apart.collectives} == {"all-to-all"}
-    assert looped.looped_bytes > 0 == apart.looped_bytes
+def test_what_comes_from_other_slices(capsys):
+    options = Options(cases=("l", "o"), contenders=("orscale",), layers=8)
+    ahead_of_time.main(options, on_cpu)
+    across, experts = (
+        dict(zip(HEAD, text.strip("| ").split(" | "), strict=True))
+        for text in capsys.readouterr().out.splitlines()[2:]
+    )
+    received = "from other slices, MB"
+    # Eight matrices in bfloat16, half of them from the other slice, both ways.
+    wanted = 2 * 4 * 2048 * 8192 / 2 / 1e6
+    assert float(across[received]) == pytest.approx(wanted, rel=1e-3)
+    assert float(experts[received]) < 1e-3
 
 
-def test_layers_apart_are_those_of_one_device():
-    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(AxisType.Auto,) * 2)
-    x = np.random.default_rng(0).normal(size=(3, 8, 16)).astype(np.float32)
-    expected = newton_schulz(x, 5)
-    for spec in (P(None, "fsdp", "tensor"), P(None, None, "fsdp"), P()):
-        with jax.set_mesh(mesh):
-            placed = jax.device_put(x, NamedSharding(mesh, spec))
-            found = jax.jit(lambda x, spec=spec: layers_apart(x, spec, 5))(placed)
-        np.testing.assert_allclose(found, expected, atol=1e-4)
-    singular = np.linalg.svd(expected, compute_uv=False)
-    assert singular.min() > 0.6 and singular.max() < 1.3
+def test_the_programs_that_a_platform_has():
+    for case in ahead_of_time.CASES.values():
+        if case.topology is None:
+            with pytest.raises(ValueError, match="--platform gpu"):
+                ahead_of_time.target_of(case, "tpu")

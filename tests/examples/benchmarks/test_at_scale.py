@@ -9,8 +9,7 @@ import pytest
 from examples.benchmarks import at_scale
 from examples.benchmarks.at_scale import CLUSTERS, PARTS, STEP
 from examples.benchmarks.large_models import MODELS
-from orscale_jax.distributed.buckets import count_devices
-from orscale_jax.distributed.mesh_shape import MeshShape
+from orscale_jax.distributed.plan import MeshShape, count_devices
 from orscale_jax.newton_schulz import restarts
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"

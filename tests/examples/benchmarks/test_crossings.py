@@ -4,11 +4,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from examples.benchmarks import crossings, slow_links
+from examples.benchmarks import crossings
 
 HALVES = {device: device // 4 for device in range(8)}
 # As two slices of four number their devices.
@@ -189,18 +188,3 @@ def test_a_loop_sends_as_often_as_it_runs():
     regions = crossings.regions_of(jax.devices()[:8], lambda device: device.id // 4)
     text = run.lower(x).compile().as_text()
     assert figures(text, regions) == (5 * 4 * 8 * 32, 5, 5 * 4 * 8 * 32, 5)
-
-
-@pytest.mark.extended
-def test_the_table_of_slow_links(capsys):
-    """On eight devices of a CPU: halves of them for slices."""
-    devices = np.array(jax.devices()[:8]).reshape(2, 4)
-    target = slow_links.Target(devices, HALVES, {})
-    options = slow_links.Options(layouts=("b", "e"), contenders=("orscale",), matrices=8)
-    slow_links.main(options, target)
-    across, experts = (
-        [cell.strip() for cell in line.split("|")[3:-2]]
-        for line in capsys.readouterr().out.splitlines()[2:]
-    )
-    assert float(across[0]) == pytest.approx(2 * 4 * 2048 * 8192 / 2 / 1e6, rel=1e-3)
-    assert float(experts[0]) < 1e-3

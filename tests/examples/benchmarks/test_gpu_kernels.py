@@ -1,6 +1,5 @@
 """The kernels of a step, compiled for an H100; `make test-gpu` has the compiler."""
 
-import numpy as np
 import pytest
 
 from examples.benchmarks import ahead_of_time, topologies
@@ -13,8 +12,8 @@ def measured(case, contender, layers):
     options = ahead_of_time.Options(
         layers=layers, compiler_options=topologies.GPU_COMPILER_OPTIONS
     )
-    device = np.array(topologies.h100s(1)).reshape(())
-    _, found = ahead_of_time.measure(case, contender, lambda _: device, options)
+    target = ahead_of_time.target_of(ahead_of_time.CASES[case], "gpu")
+    _, found = ahead_of_time.measure(case, contender, target, options)
     return found
 
 

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from examples.pretrain import controls
+from examples.study import controls as of_study
 from orscale_jax import muon, orscale, polar_factor
 from orscale_jax.diagnostics import layer_classes
 
@@ -92,7 +93,7 @@ LAYERS = {
 @pytest.mark.parametrize("r_max", [2.0, 1.1])
 def test_ratio_within_class(r_max):
     """Each ratio over the geometric mean of its class; OrScale's own first step is 1."""
-    optimizer = controls.ratio_within_class(0.1, r_max=r_max)
+    optimizer = of_study.ratio_within_class(0.1, r_max=r_max)
     reference = orscale(0.1)
     grads = jax.tree.map(jnp.cos, LAYERS)
     state, expected = optimizer.init(LAYERS), reference.init(LAYERS)

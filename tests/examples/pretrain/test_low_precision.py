@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from examples.benchmarks import functional
+from examples import line_search
 from examples.pretrain.configs import DEMOS
 from examples.pretrain.setup import learning_rates
 from orscale_jax import orscale
@@ -19,13 +19,13 @@ from orscale_jax import orscale
 def test_300_steps_in_bfloat16_stay_finite(seed):
     """A public run of this kind multiplied its weights by 150,000 at step 126."""
     recipe = dataclasses.replace(DEMOS["demo"].recipe, steps=300, seq_len=128, seed=seed)
-    demo = functional.experiment(dataclasses.replace(DEMOS["demo"], recipe=recipe))
+    demo = line_search.experiment(dataclasses.replace(DEMOS["demo"], recipe=recipe))
     optimizer = orscale(
         learning_rates(recipe),
         weight_dimension_numbers=demo.weight_dimension_numbers,
         ns_dtype=jnp.bfloat16,
     )
-    step = functional.make_step(demo.loss_fn, optimizer)
+    step = line_search.make_step(demo.loss_fn, optimizer)
     params, opt_state = demo.params, optimizer.init(demo.params)
     largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(params))
     losses = []

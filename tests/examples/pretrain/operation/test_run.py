@@ -16,6 +16,8 @@ from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import images
 from tests.examples.pretrain import tiny
 
+pytestmark = pytest.mark.extended
+
 STEPS, OPTIONS = tiny.STEPS, tiny.OPTIONS
 
 
@@ -122,7 +124,7 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
 def test_the_gain_of_a_step_is_measured_at_the_optimizers_scale(monkeypatch, tmp_path):
     setup, scale = setup_of("momentum_denominator"), {}
     history = readouts.Readouts(tmp_path, setup, 0)
-    monkeypatch.setattr(history, "_measured", lambda *_: {})
+    monkeypatch.setattr(readouts.diagnostics, "measure", lambda *_, **__: {})
     monkeypatch.setattr(
         readouts.diagnostics, "step_gain", lambda *_, **given: scale.update(given)
     )

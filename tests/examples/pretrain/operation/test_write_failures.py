@@ -12,9 +12,9 @@ from rich.console import Console
 from examples.pretrain.errors import AGAIN, RunError
 from examples.pretrain.operation import run
 from examples.pretrain.operation.compilation_cache import failing_in_one_message
+from examples.pretrain.operation.tensorboard import TensorBoard
 from examples.pretrain.operation.write_failures import why_not_written, writing
-from orscale_jax.diagnostics import TensorBoard
-from orscale_jax.diagnostics.readouts.step_file import StepFile
+from orscale_jax.diagnostics.history import StepFile
 from tests.examples.pretrain import tiny
 
 CODES = ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EIO", "EFBIG"]

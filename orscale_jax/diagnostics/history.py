@@ -1,0 +1,269 @@
+"""A run's readings in one file, which survives being killed."""
+
+import csv
+import io
+import itertools
+import os
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics.reading import Reading
+from orscale_jax.diagnostics.summaries import tabulate
+from orscale_jax.trees.boxes import PyTree
+
+if TYPE_CHECKING:
+    import pandas
+
+    from orscale_jax.diagnostics.step_gain import StepGain
+
+FILE_NAME = "history.csv"
+# κ along the step and its standard error, in steps that are given what step_gain found.
+GAINED = ("kappa_step", "kappa_step_stderr")
+
+
+class StepFile:
+    """A CSV file that grows by steps, and can go back to one of them.
+
+    One column is called ``step``. Rows are on the disk when :meth:`append` returns. If a
+    process is killed while it writes, the next one drops what is incomplete: half a line,
+    or a last step with fewer rows than the first one. Only one process may write a file.
+
+    Attributes:
+      path: The file.
+      columns: The names of its columns.
+      steps: The steps in the file, each with the place where it begins and its rows.
+
+    Raises:
+      ValueError: If the file has other columns.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], columns: Sequence[str]):
+        """Open the file, or begin it."""
+        self.path, self.columns = pathlib.Path(path), list(columns)
+        self.steps: dict[int, tuple[int, int]] = {}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        header = b""
+        if self.path.is_file():  # /dev/full is none, and has no end.
+            with open(self.path, "rb") as file:
+                header = file.readline()
+        if not header.endswith(b"\n"):
+            self._write(_lines([self.columns]), mode="w")
+            return
+        if (found := next(csv.reader([header.decode()]))) != self.columns:
+            raise ValueError(
+                f"{self.path} has the columns {', '.join(found)}, and this run has "
+                f"{', '.join(self.columns)}: pass the same columns (to a History: the "
+                "same measurements and scalars), or another path."
+            )
+        end = len(header)
+        with open(self.path, "rb") as file:
+            file.seek(end)
+            for line in file:
+                if line.endswith(b"\n"):
+                    end = self._count(line, end)
+        os.truncate(self.path, end)
+        rows = [rows for _, rows in self.steps.values()]
+        if rows and rows[-1] < rows[0]:
+            self.rewind([*self.steps][-2])
+
+    def append(self, rows: Iterable[Sequence[str]]) -> None:
+        """Add rows, in the order of their steps."""
+        end, lines = self.path.stat().st_size, [_lines([row]) for row in rows]
+        self._write("".join(lines))
+        for line in lines:
+            end = self._count(line.encode(), end)
+
+    def rewind(self, step: int) -> None:
+        """Drop all later steps."""
+        later = [each for each in self.steps if each > step]
+        if later:
+            os.truncate(self.path, self.steps[later[0]][0])
+        for each in later:
+            del self.steps[each]
+
+    def rows_of_first_step(self) -> list[list[str]]:
+        """The rows of the first step; none if there is no step."""
+        start, count = next(iter(self.steps.values()), (0, 0))
+        with open(self.path, newline="", encoding="utf-8") as file:
+            file.seek(start)
+            return list(itertools.islice(csv.reader(file), count))
+
+    def _count(self, line: bytes, start: int) -> int:
+        """Note a row that begins at this place; where it ends."""
+        step = int(line.split(b",")[self.columns.index("step")])
+        first, rows = self.steps.get(step, (start, 0))
+        self.steps[step] = first, rows + 1
+        return start + len(line)
+
+    def _write(self, text: str, mode: str = "a") -> None:
+        with open(self.path, mode, newline="", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class History:
+    """The readings of a run, appended to one CSV file: a row for each matrix and step.
+
+    The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
+    ``measurements`` (one number per matrix, at the steps at which they are taken),
+    ``scalars`` (one number per step, in all its rows), and ``kappa_step`` with its
+    standard error, from :func:`step_gain`. A missing number is an empty field.
+    :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
+    ``python -m orscale_jax.diagnostics`` makes a report of its folder.
+
+    A step is on the disk when :meth:`append` returns. If a process is killed while it
+    writes, the next one drops the incomplete step. A run that continues from a checkpoint
+    calls :meth:`rewind` with the checkpoint's step. Only one process may write a file.
+
+    Attributes:
+      path: The file.
+      classes: See :func:`summarize`.
+      measurements: Names of columns with one number per matrix.
+      scalars: Names of columns with one number per step, such as ``"loss"``.
+
+    Raises:
+      ValueError: If two columns have the same name, the file has other columns, or it was
+        not written by a History.
+
+    Example:
+      >>> import pathlib, tempfile
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, orscale
+      >>> params = {"up": jnp.ones((2, 8)), "down": jnp.ones((8, 2))}
+      >>> reading = diagnostics.read(orscale(1e-3).init(params), params)
+      >>> folder = pathlib.Path(tempfile.mkdtemp())
+      >>> history = diagnostics.History(folder / "history.csv", scalars=["loss"])
+      >>> history.append(10, reading, loss=2.5)
+      >>> print(history.path.read_text().splitlines()[1])
+      10,down,other,1,1,0,4,0,,1,0,0,0,0,2.5,,
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        classes: PyTree | None = None,
+        measurements: Sequence[str] = (),
+        scalars: Sequence[str] = (),
+    ):
+        """Open the file, or begin it."""
+        for name, given in (("measurements", measurements), ("scalars", scalars)):
+            if isinstance(given, str):
+                _checks.refuse(name, given, "pass a sequence of names")
+        self.path, self.classes = pathlib.Path(path), classes
+        self.measurements, self.scalars = tuple(measurements), tuple(scalars)
+        own = *self.measurements, *self.scalars
+        columns = ["step", "matrix", "class", *Reading._fields, *own, *GAINED]
+        if len(set(columns)) < len(columns):
+            remedy = "give each column a different name"
+            _checks.refuse("measurements and scalars", own, remedy)
+        self._file = StepFile(self.path, columns)
+
+    @property
+    def last_step(self) -> int | None:
+        """The last step in the file; None if there is none."""
+        return max(self._file.steps, default=None)
+
+    def append(
+        self,
+        step: int,
+        reading: Reading,
+        measurements: Mapping[str, PyTree] | None = None,
+        *,
+        gained: "StepGain | None" = None,
+        **scalars: Any,
+    ) -> None:
+        """Add a step. This fetches the reading, and so waits for the device.
+
+        Args:
+          step: The number of optimizer steps done, larger than the last one in the file.
+          reading: From :func:`read`.
+          measurements: Trees with one entry per matrix, by the name of their column.
+          gained: From :func:`step_gain`, for the verdict of the report.
+          **scalars: Numbers of the step, by the name of their column.
+
+        Raises:
+          ValueError: If a name is no column, the step is no whole number or not after the
+            last one, a scalar is no real number, or the matrices are not those of the
+            file.
+        """
+        step, measurements = _checks.whole("step", step), measurements or {}
+        unknown = ({*measurements} - {*self.measurements}) | (
+            {*scalars} - {*self.scalars}
+        )
+        if unknown:
+            raise ValueError(
+                f"{sorted(unknown)} are no columns of {self.path}: name them in "
+                "History(measurements=..., scalars=...)."
+            )
+        if gained is not None:
+            if not hasattr(gained, "kappa"):
+                _checks.refuse("gained", gained, "pass what step_gain() returned")
+            scalars |= dict(zip(GAINED, gained.kappa, strict=True))
+        table = tabulate(reading, self.classes, measurements)
+        self._require_next(step, list(table["matrix"]))
+        count, given = len(table["matrix"]), {"step": str(step)}
+        for name, value in jax.device_get(scalars).items():
+            array = np.asarray(value)
+            real = array.dtype == bool or _checks.is_real(array.dtype)
+            if array.size != 1 or not real:
+                _checks.refuse(name, value, "pass a real number")
+            given[name] = _text(array.reshape(())[()])
+        columns = [
+            [given[name]] * count if name in given
+            else [_text(x) for x in table.get(name, [""] * count)]
+            for name in self._file.columns
+        ]  # fmt: skip
+        self._file.append(zip(*columns, strict=True))
+
+    def rewind(self, step: int) -> None:
+        """Drop all later steps, for a run that continues from this one."""
+        self._file.rewind(step)
+
+    def frame(self) -> "pandas.DataFrame":
+        """The file as a data frame of pandas."""
+        import pandas
+
+        frame = pandas.read_csv(self.path)
+        # Parameters may be called "NA", and a lone one has an empty name.
+        texts = pandas.read_csv(
+            self.path, usecols=["matrix", "class"], dtype=str, keep_default_na=False
+        )
+        return frame.assign(**texts)
+
+    def _require_next(self, step: int, matrices: list[str]) -> None:
+        if self.last_step is not None and step <= self.last_step:
+            raise ValueError(
+                f"step={step} is not after {self.last_step}, the last one in {self.path}:"
+                " call rewind() if the run continues from a checkpoint."
+            )
+        steps = self._file.steps
+        known = [row[1] for row in self._file.rows_of_first_step()]
+        if len(steps) == 1 and known == matrices[: len(known)] != matrices:
+            self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
+        elif known and known != matrices:
+            raise ValueError(
+                f"the reading has {len(matrices)} matrices, and {self.path} has "
+                f"{len(known)}, or other names: pass another path for another model."
+            )
+
+
+def _text(value: Any) -> str:
+    """A name, or a number: whole as it is, of Python with 15 digits, of arrays with 7."""
+    if isinstance(value, str):
+        return value
+    if np.asarray(value).dtype.kind in "biu":
+        return str(int(value))
+    return f"{float(value):.{15 if isinstance(value, float) else 7}g}"
+
+
+def _lines(rows: Iterable[Iterable[str]]) -> str:
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()

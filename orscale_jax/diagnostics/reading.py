@@ -1,0 +1,353 @@
+"""Norms, ratios and steps of every matrix, read off an optimizer's state."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.sharding import typed_sharding
+from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
+from orscale_jax.transforms.matrices import Matrices, compute_dtype
+from orscale_jax.transforms.relatives import InitialNormState
+from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, RateMultiplierState
+from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
+
+LearningRate: TypeAlias = (
+    ArrayLike | optax.Schedule | Mapping[Any, ArrayLike | optax.Schedule] | None
+)
+# Arrays of the leaves of matrices, by path.
+ByPath: TypeAlias = dict[Path, Any]
+_Value = TypeVar("_Value")
+
+# The fields with one entry per matrix that all states of the ratio have.
+_FIELDS = [
+    name
+    for name in CalibratedTrustRatioState._fields
+    if name not in ("anchor_count", "bounds")
+]
+_INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
+_FORMS = (
+    "pass a number, a schedule, or a mapping from the labels of optax.partition to them"
+)
+
+
+class Reading(NamedTuple):
+    r"""The result of :func:`read`: trees like the parameters.
+
+    A leaf of matrices has an array with one entry per matrix, of shape ``()`` for a plain
+    matrix, and dtype float32 (float64 for float64 parameters) or bool; every other leaf
+    has :class:`optax.MaskedNode`. A field is None if the optimizer's state does not hold
+    the quantity: :func:`orscale_jax.muon` has only ``weight_norm`` and ``started``. In a
+    partition of several optimizers, leaves whose optimizer does not hold it are masked.
+
+    The *last update* is the one that led to ``params``; :math:`W` are the weights before
+    it, :math:`W'` those after it.
+    """
+
+    #: The ratio r̂ of the last update. 1 before the first one.
+    trust_ratio: PyTree
+    #: Its ratio r before the clip. 1 where it is not measured; NaN if D is not finite.
+    raw_trust_ratio: PyTree
+    #: The constant c, 0 while unset, 1 without calibration, inf without initial scale.
+    calibration: PyTree
+    #: ‖W'‖, of ``params``.
+    weight_norm: PyTree
+    #: ‖D‖ of the last update, 0 before the first one. It is the norm of sQ in an ablation
+    #: that decouples the decay or measures the ratio on something else.
+    direction_norm: PyTree
+    #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
+    relative_step: PyTree
+    #: ‖W'‖/‖W₀‖, where W₀ are the weights on which c was anchored, those at the first
+    #: direction at which W was not zero. 1 before it; NaN if the state was restored from
+    #: a checkpoint that has c but not ‖W₀‖.
+    growth: PyTree
+    #: Whether r̂ is at the lower bound.
+    at_r_min: PyTree
+    #: Whether r̂ is at the upper bound.
+    at_r_max: PyTree
+    #: Whether the matrix has received momentum that is not zero.
+    started: PyTree
+    #: Whether c is set, and finite.
+    anchored: PyTree
+
+
+def read(
+    state: Any,
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+    *,
+    learning_rate: LearningRate = None,
+) -> Reading:
+    r"""Read norms, ratios and steps of every matrix off an optimizer's state.
+
+    Call it with what a training loop holds after ``optax.apply_updates``, inside or
+    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, and
+    keeps it in its state; the cost is one norm of the parameters. Nothing is sent to the
+    host. On a mesh, one number per matrix is summed over the devices that share it.
+
+    Args:
+      state: The state after the update, of :func:`orscale_jax.orscale`,
+        :func:`orscale_jax.muon`, an ablation or one of the family, in any of Optax's
+        wrappers; or an object that holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or
+        a ``TrainState``.
+      params: The parameters after the update; of an NNX model
+        ``nnx.state(model, nnx.Param)``.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
+      learning_rate: The :math:`\eta` of the last update, or the schedule that the
+        optimizer was given, whose count is in the state. Where groups of
+        :func:`optax.partition` have different ones: a mapping from their labels to
+        numbers and schedules. None: the rates of :func:`optax.inject_hyperparams`, if the
+        state has them; otherwise ``relative_step`` is None. Without the
+        ``learning_rate_multipliers`` of the optimizer: these are in the state.
+
+    Returns:
+      A :class:`Reading`.
+
+    Raises:
+      ValueError: If the state is of another optimizer, has other matrices or has none, a
+        schedule is given and the state has no count, or one rate is given although the
+        state shows that the groups have different ones: some have a schedule and others
+        do not, or each has its own in the state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import diagnostics, orscale
+      >>> optimizer = orscale(0.1)
+      >>> params = {"kernel": 2 * jnp.eye(4), "bias": jnp.zeros(4)}
+      >>> grads = {"kernel": jnp.eye(4), "bias": jnp.ones(4)}
+      >>> updates, state = optimizer.update(grads, optimizer.init(params), params)
+      >>> params = optax.apply_updates(params, updates)
+      >>> reading = diagnostics.read(state, params, learning_rate=0.1)
+      >>> print(reading.trust_ratio["kernel"], reading.relative_step["kernel"].round(2))
+      1.0 0.03
+
+    References:
+      Lou & You, *OrScale*, Definitions 1 and 2; section 5.4 reports these statistics.
+    """
+    state, params = unbox(getattr(state, "opt_state", state)), unbox(params)
+    params = with_master_weights(nodes_of(state, MasterWeightsState), params)
+    # For each leaf with trust ratios: the labels around it, and its arrays by field.
+    groups: dict[Path, Labels] = {}
+    ratios: dict[Path, dict[str, jax.Array]] = {}
+    for labels, node in nodes_in_groups(state, CalibratedTrustRatioState):
+        fields = {name: _by_path([getattr(node, name)]) for name in _FIELDS}
+        for path in fields["trust_ratio"]:
+            at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}
+            groups[path], ratios[path] = labels, at | {"bounds": jnp.asarray(node.bounds)}
+    started = _by_path(x.started for x in nodes_of(state, FromFirstNonzeroUpdateState))
+    initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
+    like = {path: at["trust_ratio"] for path, at in ratios.items()} | started | initial
+    if not like:
+        if nodes_of(state, FromFirstNonzeroUpdateState, InitialNormState):
+            raise ValueError("the optimizer has no matrices: there is nothing to read.")
+        remedy = "pass the state of an optimizer of orscale_jax"
+        _checks.refuse("state", type(state), remedy)
+    norms = _weight_norms(params, weight_dimension_numbers, like)
+    found: dict[Path, dict[str, Any]] = {p: {"weight_norm": x} for p, x in norms.items()}
+    rates = _learning_rates(learning_rate, state, groups)
+    for path, at in ratios.items():
+        found[path] |= _of_matrices(at, norms[path], rates.get(path))
+    for path, norm in initial.items():
+        found[path]["growth"] = norms[path] / norm
+    for path, on in started.items():
+        found[path]["started"] = on != 0
+
+    def tree(field: str) -> PyTree:
+        if not any(field in readouts for readouts in found.values()):
+            return None
+        masked = optax.MaskedNode()
+        return jax.tree.map_with_path(
+            lambda path, _: found.get(names_on(path), {}).get(field, masked), params
+        )
+
+    return Reading(*map(tree, Reading._fields))
+
+
+def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
+    """A field of the reading, or a tree like it, at each leaf of matrices.
+
+    None where the optimizer of a leaf does not hold the quantity.
+    """
+    found = _by_path([tree])
+    norms = jax.tree.leaves_with_path(reading.weight_norm)
+    return [found.get(names_on(path)) for path, _ in norms]
+
+
+def _by_path(trees: Iterable[PyTree]) -> ByPath:
+    leaves = (leaf for tree in trees for leaf in jax.tree.leaves_with_path(tree))
+    return {names_on(path): array for path, array in leaves}
+
+
+def _weight_norms(
+    params: PyTree, weight_dimension_numbers: WeightDimensionNumbers, like: ByPath
+) -> ByPath:
+    """‖W‖ of the matrices that the state has, with the shardings of its arrays."""
+    tree = params
+    if weight_dimension_numbers is None:  # Other leaves may be another optimizer's.
+        tree = jax.tree.map_with_path(
+            lambda path, leaf: leaf if names_on(path) in like else optax.MaskedNode(),
+            params,
+        )
+    matrices = Matrices.of(weight_dimension_numbers, tree)
+    axes_of = dict(zip(map(names_on, matrices.paths), matrices.of_leaves, strict=True))
+    norms = {}
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if (name := names_on(path)) not in like:
+            continue
+        axes, array = axes_of.get(name), jnp.asarray(like[name])
+        shape = None if axes is None else axes.batch_shape(leaf)
+        if axes is None or shape != array.shape:
+            here = "no matrix" if axes is None else f"matrices of batch shape {shape}"
+            raise ValueError(
+                f"parameter {name_and_shape(path, leaf)} is {here}, but in the state "
+                f"matrices of batch shape {array.shape}: pass read() the "
+                "weight_dimension_numbers that the optimizer was built with."
+            )
+        norm = axes.norms(jnp.asarray(leaf).astype(compute_dtype(leaf)))
+        norms[name] = typed_sharding.shard_like(norm, array)
+    if missing := [name for name in like if name not in norms]:
+        raise ValueError(
+            f"the state has matrices that params does not have, such as "
+            f"{'.'.join(missing[0])!r}: pass the parameters that the optimizer updates."
+        )
+    return norms
+
+
+def _of_matrices(
+    at: dict[str, jax.Array], weight_norm: jax.Array, eta: ArrayLike | None
+) -> dict[str, jax.Array]:
+    """The readouts of the matrices in one leaf, from its fields of the state."""
+    ratio, c, first = at["trust_ratio"], at["calibration"], at["anchor_weight_norm"]
+    r_min, r_max = at["bounds"].astype(ratio.dtype)
+    anchored, known = (c != 0) & (c != 1) & jnp.isfinite(c), first > 0
+    growth = jnp.where(known, weight_norm / jnp.where(known, first, 1), 1)
+    # W₀ is still to come, or is not known.
+    to_come = (c == 0) | (c == 1) | jnp.isinf(c)
+    readouts = {
+        "trust_ratio": ratio,
+        "raw_trust_ratio": at["raw_trust_ratio"],
+        "calibration": c,
+        "weight_norm": weight_norm,
+        "direction_norm": at["direction_norm"],
+        "growth": jnp.where(known | to_come, growth, jnp.nan),
+        "at_r_min": ratio <= r_min,
+        "at_r_max": ratio >= r_max,
+        "anchored": anchored,
+    }
+    if eta is not None:
+        moved = jnp.asarray(eta, ratio.dtype) * ratio * at["direction_norm"]
+        readouts["relative_step"] = moved / jnp.where(moved == 0, 1, at["weight_norm"])
+    return readouts
+
+
+def _learning_rates(
+    given: LearningRate, state: PyTree, groups: Mapping[Path, Labels]
+) -> ByPath:
+    """η of the last update of each matrix, times its multiplier; none if not known."""
+    injected = list(_injected(state))
+    schedules = nodes_in_groups(state, optax.ScaleByScheduleState)
+    counts = [(labels, node.count) for labels, node in schedules]
+    multipliers = _by_path(
+        node.learning_rate_multiplier for node in nodes_of(state, RateMultiplierState)
+    )
+    if given is not None and not isinstance(given, Mapping):
+        _require_one_rate(groups.values(), [at for at, *_ in injected], counts)
+    rates: ByPath = {}
+    for path, labels in groups.items():
+        rate: Any = given
+        if given is None:
+            rate = _injected_for(injected, labels)
+        elif isinstance(given, Mapping):
+            own = [given[label] for label in labels if given.get(label) is not None]
+            if not own:
+                raise ValueError(
+                    f"learning_rate has no entry for {'.'.join(path)!r} in the group "
+                    f"{' / '.join(map(str, labels))!r}: {_FORMS}."
+                )
+            rate = own[-1]
+        if callable(rate):
+            count = _innermost(counts, labels)
+            if count is None:
+                raise ValueError(
+                    "learning_rate is a schedule, but the state has no count for it: "
+                    "pass the number that the optimizer used, or the schedule that it "
+                    "was built with."
+                )
+            rate = rate(jnp.maximum(jnp.asarray(count) - 1, 0))
+        if rate is not None:
+            if np.ndim(rate):
+                _checks.refuse("learning_rate", rate, _FORMS)
+            _checks.number("learning_rate", rate, at_least=0)
+            rates[path] = rate * multipliers.get(path, 1)
+    unknown = [path for path in groups if path not in rates]
+    if rates and unknown:
+        raise ValueError(
+            f"the state holds the learning rates of some matrices, but not that of "
+            f"{'.'.join(unknown[0])!r}: {_FORMS}."
+        )
+    return rates
+
+
+def _require_one_rate(
+    groups: Iterable[Labels],
+    injected: list[Labels],
+    counts: list[tuple[Labels, Any]],
+) -> None:
+    """Refuse one rate for all groups if the state shows that their rates differ."""
+    around = [(labels, labels) for labels in injected]
+    if len({_innermost(around, labels) for labels in groups}) > 1:
+        raise ValueError(
+            "learning_rate is one for all matrices, but their groups have their own in "
+            "the state (optax.inject_hyperparams): leave learning_rate out."
+        )
+    if len({_innermost(counts, labels) is None for labels in groups}) > 1:
+        raise ValueError(
+            "learning_rate is one for all matrices, but some groups have a schedule and "
+            "others do not: pass a mapping from the labels of optax.partition to numbers "
+            "and schedules."
+        )
+
+
+def _injected(
+    tree: PyTree, labels: Labels = ()
+) -> Iterator[tuple[Labels, ArrayLike, bool]]:
+    """The rates of optax.inject_hyperparams, the outermost first.
+
+    Each comes after the labels around it, and before whether it is around trust ratios.
+    """
+    for inside, node in nodes_in_groups(tree, *_INJECTED, labels=labels):
+        rate, inner = node.hyperparams.get("learning_rate"), node.inner_state
+        if rate is not None:
+            yield inside, rate, bool(nodes_of(inner, CalibratedTrustRatioState))
+        yield from _injected(inner, inside)
+
+
+def _injected_for(
+    injected: list[tuple[Labels, ArrayLike, bool]], labels: Labels
+) -> ArrayLike | None:
+    """The rate that is injected next to the ratios of a group, or else beside them."""
+    around = [each for each in injected if each[0] == labels[: len(each[0])]]
+    inside = [each for each in around if each[2]]
+    if len(around) > 1 and not inside:
+        raise ValueError(
+            "the state holds several learning rates, none of them of the optimizer that "
+            f"has the ratios: {_FORMS}."
+        )
+    # The first of the longest labels: the innermost of nested injections.
+    nearest = max(inside[::-1] or around, key=lambda each: len(each[0]), default=None)
+    return None if nearest is None else nearest[1]
+
+
+def _innermost(found: list[tuple[Labels, _Value]], labels: Labels) -> _Value | None:
+    """What stands in the innermost group around a leaf; the first of several."""
+    around = [(at, value) for at, value in found if at == labels[: len(at)]]
+    return max(around, key=lambda pair: len(pair[0]), default=(None, None))[1]

@@ -1,0 +1,634 @@
+"""The report of a run: one HTML page, and its figures as PNG beside it.
+
+Needs matplotlib and pandas, the extra ``orscale-jax[report]``.
+"""
+
+import dataclasses
+import functools
+import html
+import io
+import pathlib
+import re
+import string
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import matplotlib
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+from orscale_jax.diagnostics.history import FILE_NAME, GAINED
+from orscale_jax.diagnostics.problems import SATURATED_SHARE, Problem, find_problems
+
+# What can be told apart in a figure, and read in a table.
+MAX_STEPS, MAX_CLASSES, EXTREMES, MAX_AUDIT_ROWS = 240, 14, 40, 300
+OTHERS = "all other classes"
+# Words of class names in the order in which a block uses what they name.
+PLACES = (
+    ("attention", "mlp", "router", "shared", "routed", "convolution", "other"),
+    ("query", "key", "value", "output", "up", "gate", "down"),
+)
+# A κ this close to 1 counts as 1: a learning rate that is off by 22 % costs as much.
+SMALLEST_EFFECT = 0.05
+# Below this standard deviation of log r̂, the ratios are one learning rate.
+UNIFORM_SPREAD = 0.02
+
+# Columns of the table of matrices, and their headings.
+NUMBERS = {
+    "trust_ratio": "r̂", "raw_trust_ratio": "r", "calibration": "c",
+    "growth": "‖W‖/‖W₀‖", "weight_norm": "‖W‖", "direction_norm": "‖D‖",
+    "relative_step": "η r̂ ‖D‖/‖W‖",
+}  # fmt: skip
+
+INK, MUTED, GRID = "#1F2328", "#666E77", "#E1E4E8"
+# Okabe and Ito's colors, which are told apart without full color vision; then dashed.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#C9B400")
+# In the page, each becomes a variable of report.html, with a light and a dark value.
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {
+    color: f"series-{index}" for index, color in enumerate(COLORS)
+}
+RC: dict[Any, Any] = {
+    "axes.axisbelow": True, "axes.edgecolor": MUTED, "axes.grid": True,
+    "axes.labelcolor": INK, "axes.linewidth": 0.6, "axes.spines.right": False,
+    "axes.spines.top": False, "font.size": 9.5, "grid.color": GRID, "grid.linewidth": 0.6,
+    "legend.fontsize": 9, "legend.frameon": False, "svg.fonttype": "none",
+    "svg.hashsalt": "orscale",  # The same history makes the same page.
+    "text.color": INK, "text.parse_math": False,  # A name may hold a dollar.
+    "xtick.color": MUTED, "xtick.labelcolor": INK, "ytick.color": MUTED,
+    "ytick.labelcolor": INK,
+}  # fmt: skip
+
+
+class RunError(ValueError):
+    """A run folder from which no report can be made."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """The history of a run and, where there is one, its audit.
+
+    Attributes:
+      name: The name of the run folder.
+      rows: One row for each matrix and recorded step, ordered by step; NaN where the
+        history is empty.
+      audit: The rows of ``orscale_jax.describe``, as strings; None without audit.csv.
+    """
+
+    name: str
+    rows: pd.DataFrame
+    audit: pd.DataFrame | None
+
+    @functools.cached_property
+    def steps(self) -> list[int]:
+        """The recorded steps."""
+        return [int(step) for step in self.rows["step"].unique()]
+
+    @functools.cached_property
+    def last(self) -> pd.DataFrame:
+        """The rows of the last step."""
+        return self.rows[self.rows["step"] == self.steps[-1]]
+
+    @functools.cached_property
+    def shown(self) -> pd.DataFrame:
+        """The rows of the steps that figures show; infinite numbers are NaN."""
+        rows = self.rows[self.rows["step"].isin(_thinned(self.steps))]
+        return rows.replace([np.inf, -np.inf], np.nan)
+
+    @functools.cached_property
+    def looks(self) -> dict[str, dict[str, Any]]:
+        """The line of each class, in the order in which a block uses them."""
+
+        def place(name: str) -> tuple[Any, ...]:
+            at = (
+                next((i for i, word in enumerate(words) if word in name), len(words))
+                for words in PLACES
+            )
+            return (name == OTHERS, *at, name)
+
+        return {
+            name: {
+                "color": COLORS[i % len(COLORS)],
+                "ls": ("-", (0, (4, 2)))[i // len(COLORS) % 2],
+                "label": name if len(name) <= 30 else name[:29] + "…",
+            }
+            for i, name in enumerate(sorted(self.last["class"].unique(), key=place))
+        }
+
+    def has(self, *columns: str) -> bool:
+        """Whether each of these columns holds a finite number."""
+        return all(
+            column in self.rows and bool(np.isfinite(self.rows[column]).any())
+            for column in columns
+        )
+
+    def per_step(self, *columns: str) -> pd.DataFrame:
+        """What all rows of a step share, at the steps that have it."""
+        rows = self.rows[np.isfinite(self.rows[columns[0]])]
+        found = rows.drop_duplicates("step").set_index("step")[[*columns]]
+        return found.loc[_thinned(list(found.index))]
+
+
+def read_run(folder: pathlib.Path) -> Run:
+    """Read a folder with ``history.csv`` and, perhaps, ``audit.csv``.
+
+    A last step that was not written to its end is left out.
+
+    Raises:
+      RunError: The folder or its history is missing, empty or no history.
+    """
+    if not folder.is_dir():
+        raise RunError(f"{folder} is not a folder: pass the folder of a run.")
+    path, words = folder / FILE_NAME, {"matrix": str, "class": str}
+    if not path.is_file():
+        raise RunError(
+            f"{folder} has no {FILE_NAME}: write one with "
+            "orscale_jax.diagnostics.History while the run trains."
+        )
+    try:
+        numbers = [name for name in pd.read_csv(path, nrows=0) if name not in words]
+        rows = pd.read_csv(
+            path,
+            dtype=words,
+            keep_default_na=False,  # A matrix may be called nan.
+            na_values={name: ["", "nan"] for name in numbers},
+            low_memory=False,
+        )
+    except pd.errors.EmptyDataError as error:
+        raise RunError(f"{path} is empty: let the run record a step.") from error
+    except (pd.errors.ParserError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} is not the history of a run: {error}") from error
+    if missing := [name for name in ("step", *words) if name not in rows]:
+        raise RunError(
+            f"{path} has no column {' or '.join(missing)}: pass a folder that "
+            "orscale_jax.diagnostics.History wrote."
+        )
+    if not path.read_bytes().endswith(b"\n"):
+        rows = rows.iloc[:-1]  # Killed in the middle of a row.
+    rows = rows.assign(**{n: pd.to_numeric(rows[n], errors="coerce") for n in numbers})
+    if rows["step"].isna().any():
+        raise RunError(f"{path} has rows without a step: the file is damaged.")
+    sizes = rows.groupby("step", sort=False).size()
+    if len(sizes) > 1 and sizes.iloc[-1] < sizes.iloc[0]:
+        rows, sizes = rows[rows["step"] != sizes.index[-1]], sizes[:-1]
+    if rows.empty:
+        raise RunError(f"{path} holds no complete step: let the run record one.")
+    if len(odd := sizes[sizes != sizes.iloc[0]]):
+        raise RunError(
+            f"The history is damaged: step {odd.index[0]} has {odd.iloc[0]} rows, and "
+            f"step {sizes.index[0]} has {sizes.iloc[0]}, one for each matrix."
+        )
+    if rows["class"].nunique() > MAX_CLASSES:
+        kept = rows["class"].value_counts().index[: MAX_CLASSES - 1]
+        rows["class"] = rows["class"].where(rows["class"].isin(kept), OTHERS)
+    audit = None
+    if (folder / "audit.csv").is_file() and (folder / "audit.csv").stat().st_size:
+        audit = pd.read_csv(folder / "audit.csv", dtype=str, keep_default_na=False)
+    return Run(folder.resolve().name, rows.reset_index(drop=True), audit)
+
+
+def _thinned(steps: list[Any]) -> list[Any]:
+    """Some of many steps, at equal distances, with both ends."""
+    places = np.linspace(0, len(steps) - 1, min(len(steps), MAX_STEPS))
+    return [steps[int(place)] for place in places.round()]
+
+
+# What is found in a run.
+
+
+def uniform_part(run: Run) -> pd.DataFrame:
+    """What all ratios share at each step, the rest of each class, and the spread.
+
+    The uniform part is the geometric mean of r̂, weighted by the relative steps where
+    there are any, over the matrices that :func:`summarize` counts as measured.
+    """
+    rows = run.shown[run.shown["trust_ratio"] > 0]
+    for column in ("calibration", "direction_norm"):
+        if column in rows:
+            rows = rows[rows[column] > 0]
+    step = rows["relative_step"] if "relative_step" in rows else 0 * rows["trust_ratio"]
+    weight = step.clip(lower=0).fillna(0)
+    rows = rows.assign(log=np.log(rows["trust_ratio"]), weight=weight)
+    totals = rows.groupby("step")["weight"].transform("sum")
+    rows["weight"] = rows["weight"].where(totals > 0, 1.0)
+
+    def mean(column: str, *by: str) -> pd.Series:
+        products = rows.assign(product=rows[column] * rows["weight"])
+        sums = products.groupby(list(by))[["product", "weight"]].sum()
+        return sums["product"] / sums["weight"]
+
+    uniform = mean("log", "step")
+    rows["square"] = (rows["log"] - rows["step"].map(uniform)) ** 2
+    found = mean("log", "step", "class").unstack("class").sub(uniform, axis="index")
+    found = np.exp(found.assign(uniform=uniform))
+    return found.assign(spread=mean("square", "step") ** 0.5)
+
+
+def verdict(run: Run) -> tuple[int, list[str]]:
+    """Whether the ratios help, in sentences, and the step of which they tell."""
+    step = run.steps[-1]
+    if not run.has("trust_ratio"):
+        return step, ["The history has no trust ratios, like any run of Muon."]
+    split = uniform_part(run)
+    if split.empty:
+        return step, ["There is not enough data to tell: no matrix has a ratio yet."]
+    uniform, spread = split[["uniform", "spread"]].iloc[-1]
+    shared = (
+        f"All matrices share a factor of {uniform:.2f}, which a learning rate could "
+        "provide as well; from matrix to matrix, ratios differ by a factor of "
+        f"{np.exp(spread):.2f}."
+    )
+    low, high = run.last["at_r_min"] == 1, run.last["at_r_max"] == 1
+    shares = {"r_max": (high & ~low).mean(), "r_min": (low & ~high).mean()}
+    bound = max(shares, key=shares.__getitem__)
+    if shares[bound] >= SATURATED_SHARE:
+        saturated = (
+            f"Saturated: {shares[bound]:.0%} of the matrices are at {bound}, and take "
+            "their step from the bound, not from their ratio."
+        )
+        return step, [saturated, shared]
+    if spread <= UNIFORM_SPREAD:
+        return step, [f"Uniform: this is Muon at {uniform:.2g} × the learning rate."]
+    if not run.has(*GAINED):
+        measure = "Whether that helps takes orscale_jax.diagnostics.step_gain."
+        return step, [f"There is not enough data to tell. {shared} {measure}"]
+    measured = run.per_step(*GAINED)
+    step, (kappa, error) = int(measured.index[-1]), measured.iloc[-1]
+    found = f"κ {kappa:.3f} ± {error:.3f} along the step."
+    if abs(kappa - 1) > max(SMALLEST_EFFECT, 2 * error):
+        told = "The ratios help:" if kappa > 1 else "The ratios point the wrong way:"
+    elif abs(kappa - 1) + 2 * error <= SMALLEST_EFFECT:
+        told = "The ratios neither help nor hurt:"
+    else:
+        told = "There is not enough data to tell:"
+    along = (
+        "κ is the largest decrease of the loss along the step, relative to Muon's, each "
+        f"at its best learning rate; less than {SMALLEST_EFFECT:.0%} from 1 counts as "
+        "none."
+    )
+    return step, [f"{told} {found}", along, shared]
+
+
+class Occurrence(NamedTuple):
+    """A problem as it was last seen, and the first and last step that have it."""
+
+    problem: Problem
+    first: int
+    last: int
+
+
+def occurrences(run: Run) -> list[Occurrence]:
+    """The problems of the steps shown: those of the last step first."""
+    seen: dict[str, Occurrence] = {}
+    for step, rows in run.rows[run.rows["step"].isin(_thinned(run.steps))].groupby(
+        "step"
+    ):
+        for problem in find_problems(rows):
+            first = seen[problem.title].first if problem.title in seen else int(step)
+            seen[problem.title] = Occurrence(problem, first, int(step))
+    return sorted(seen.values(), key=lambda occurrence: -occurrence.last)
+
+
+def key_numbers(run: Run) -> Iterator[tuple[str, str]]:
+    """The key numbers of the last step: labels and values."""
+    for column, label in (("val_loss", "validation loss"), ("loss", "training loss")):
+        if run.has(column):
+            yield label, f"{run.per_step(column).iloc[-1, 0]:.4g}"
+            break
+    if run.has("kappa_step"):
+        yield "κ, gain over Muon", f"{run.per_step('kappa_step').iloc[-1, 0]:.2f}"
+    ratio = run.last["trust_ratio"] if run.has("trust_ratio") else pd.Series(dtype=float)
+    if len(ratio := ratio.replace([np.inf, -np.inf], np.nan).dropna()):
+        p05, p95 = ratio.quantile([0.05, 0.95])
+        yield "r̂, 5th to 95th percentile", f"{p05:.2f} – {p95:.2f}"
+    if run.has("at_r_min", "at_r_max"):
+        share = (run.last[["at_r_min", "at_r_max"]].sum(axis="columns") == 1).mean()
+        yield "of the matrices at a bound", f"{share:.0%}"
+    if run.has("relative_step"):
+        medians = 100 * run.shown.groupby("step")["relative_step"].median().dropna()
+        largest = f"at most {medians.max():.2g}%, at step {medians.idxmax():,}"
+        yield f"median relative step ({largest})", f"{medians.iloc[-1]:.2g}%"
+
+
+# Figures: each is drawn into axes.
+
+
+def _by_class(axes: Axes, run: Run, values: pd.DataFrame) -> None:
+    """A line for each class; what is not positive has no place on a logarithmic axis."""
+    values = values.where(values > 0)
+    for name, look in run.looks.items():
+        if name in values:
+            few = values[name].notna().sum() < 20
+            axes.plot(values.index, values[name], marker="." if few else "", **look)
+    _log(axes, "y", values)
+
+
+def _ratios(axes: Axes, run: Run) -> None:
+    positive = run.shown.assign(r=run.shown["trust_ratio"].where(lambda r: r > 0))
+    low, high = (positive.groupby("step")["r"].quantile(q) for q in (0.05, 0.95))
+    axes.fill_between(low.index, low, high, color=MUTED, alpha=0.18, lw=0)
+    axes.axhline(1, color=MUTED, lw=0.8, ls=(0, (4, 3)))
+    means = positive.groupby(["step", "class"])["r"].mean().unstack("class")
+    _by_class(axes, run, means.assign(low=low, high=high, one=1.0))
+    axes.set_ylabel("trust ratio r̂")
+
+
+def _uniform(axes: Axes, run: Run) -> None:
+    values = uniform_part(run).drop(columns="spread")
+    axes.plot(values.index, values["uniform"], color=INK, lw=2.4, label="uniform part")
+    axes.axhline(1, color=MUTED, lw=0.8, ls=(0, (4, 3)))
+    _by_class(axes, run, values.assign(one=1.0))
+    axes.set_ylabel("uniform part; class / uniform part")
+
+
+def _growth(axes: Axes, run: Run) -> None:
+    rows = run.last.replace(np.inf, np.nan)
+    rows = rows[(rows["growth"] > 0) & (rows["raw_trust_ratio"] > 0)]
+    held = (rows["at_r_min"] == 1) | (rows["at_r_max"] == 1)
+    for name, look in run.looks.items():
+        marker = "o" if look["ls"] == "-" else "s"
+        for chosen, face in ((~held, look["color"]), (held, "none")):
+            points = rows[chosen & (rows["class"] == name)]
+            axes.scatter(
+                points["growth"], points["raw_trust_ratio"], s=22, marker=marker,
+                facecolors=face, edgecolors=look["color"], alpha=0.75,
+                rasterized=len(rows) > 500,
+            )  # fmt: skip
+        axes.scatter(
+            [], [], s=22, marker=marker, color=look["color"], label=look["label"]
+        )
+    values = pd.concat([rows["growth"], rows["raw_trust_ratio"]])
+    ends = [values.min() / 2, values.max() * 2]
+    axes.plot(ends, ends, color=MUTED, lw=0.9, label="r = growth")
+    _log(axes, "x", values)
+    _log(axes, "y", values)
+    axes.set(xlabel="growth ‖W‖/‖W₀‖", ylabel="r before the clip")
+
+
+def _bounds(axes: Axes, run: Run) -> None:
+    for column, color in (("at_r_max", COLORS[1]), ("at_r_min", COLORS[0])):
+        share = 100 * run.shown.groupby("step")[column].mean()
+        axes.plot(share.index, share, color=color, label=column.replace("_", " ", 1))
+        axes.fill_between(share.index, share, color=color, alpha=0.15, lw=0)
+    axes.set(ylim=(0, 100), ylabel="matrices at a bound (%)")
+
+
+def _relative_step(axes: Axes, run: Run) -> None:
+    groups = run.shown.groupby(["step", "class"])["relative_step"]
+    _by_class(axes, run, 100 * groups.mean().unstack("class"))
+    axes.set_ylabel("relative step (% of ‖W‖)")
+
+
+def _gain(axes: Axes, run: Run) -> None:
+    measured = run.per_step(*GAINED)
+    axes.axhline(1, color=MUTED, lw=0.8, ls=(0, (4, 3)))
+    kappa, error = (measured[name] for name in GAINED)
+    axes.errorbar(measured.index, kappa, error, color=COLORS[0], marker=".", capsize=2)
+    axes.set_ylabel("κ, gain over Muon")
+
+
+def _loss(axes: Axes, run: Run) -> None:
+    for column, name, color in (
+        ("loss", "training", COLORS[0]), ("val_loss", "validation", COLORS[1])
+    ):  # fmt: skip
+        if run.has(column):
+            curve = run.per_step(column)[column]
+            marker = "." if len(curve) < 20 else ""
+            axes.plot(curve.index, curve, color=color, marker=marker, label=name)
+    axes.set_ylabel("loss")
+
+
+class Entry(NamedTuple):
+    """A figure: its name and title, how to read it, what it needs, its function."""
+
+    name: str
+    title: str
+    caption: str
+    needs: tuple[str, ...]
+    draw: Callable[[Axes, Run], None]
+
+
+FIGURES = (
+    Entry(
+        "trust_ratio_by_class", "Trust ratio by class",
+        "The mean of r̂, which scaled each step, over the band from the 5th to the 95th "
+        "percentile of all matrices; at the dashed line 1 the step is Muon's. Classes "
+        "that part and stay apart are what a gain over Muon can come from; if all move "
+        "together, only the learning rate has changed.",
+        ("trust_ratio",), _ratios,
+    ),
+    Entry(
+        "uniform_part", "How much of the ratio is uniform",
+        "The thick line is the geometric mean of r̂ over all matrices, weighted by their "
+        "relative steps, which acts like a factor of the learning rate; the others are "
+        "what is left of each class after division by it. Only that is layer-wise: lines "
+        "that stay at 1 mean that Muon with another learning rate does the same.",
+        ("trust_ratio",), _uniform,
+    ),
+    Entry(
+        "growth_against_ratio", "Growth against ratio",
+        "Each point is a matrix at the last step; empty ones are held at a bound. The "
+        "distance from the line is the factor ‖D₀‖/‖D‖: points far below it had a small "
+        "first direction, on which c is anchored.",
+        ("raw_trust_ratio", "growth"), _growth,
+    ),
+    Entry(
+        "bounds", "Matrices at a bound",
+        "Where the clip decides, the ratio no longer tells layers apart.",
+        ("at_r_min", "at_r_max"), _bounds,
+    ),
+    Entry(
+        "relative_step", "Relative step",
+        "How far a step moves the weights of a class, relative to their norm: the mean "
+        "of η r̂ ‖D‖/‖W‖, in percent. It follows the learning rate's schedule; a class "
+        "far above the others is the first suspect when a run turns unstable.",
+        ("relative_step",), _relative_step,
+    ),
+    Entry(
+        "gain", "Gain over Muon",
+        "How much more a step with these ratios can lower the loss than Muon's, each at "
+        "its best learning rate; bars are one standard error. Above 1 the ratios pay; "
+        "below 1 they point the wrong way.",
+        GAINED, _gain,
+    ),
+    Entry(
+        "loss", "Loss",
+        "The loss that the run recorded. Compare its bends with the figures above: a "
+        "jump that follows a jump of a relative step names its likely cause.",
+        ("loss",), _loss,
+    ),
+)  # fmt: skip
+
+
+def _log(axes: Axes, which: Literal["x", "y"], values: Any) -> None:
+    """Make an axis logarithmic, with ticks at plain numbers around all values."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    values = np.asarray(values, dtype=float)
+    values = values[np.isfinite(values) & (values > 0)]
+    if not values.size:
+        axis.set_major_locator(NullLocator())
+        return
+    margin = max((values.max() / values.min()) ** 0.06, 1.02)
+    low, high = float(values.min() / margin), float(values.max() * margin)
+    axes.set(**{f"{which}lim": (low, high)})
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    # Where powers of ten are few, closer numbers, too.
+    inside = []
+    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        inside = [tick for tick in ticks if low <= tick <= high]
+        if len(inside) >= 3:
+            axis.set_major_locator(FixedLocator(inside[:: -(-len(inside) // 6)]))
+            return
+    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+
+
+# The page.
+
+
+def write_report(
+    folder: str | pathlib.Path, out: str | pathlib.Path | None = None
+) -> pathlib.Path:
+    """Write the report of a run.
+
+    Args:
+      folder: The run folder, with the ``history.csv`` of
+        ``orscale_jax.diagnostics.History``.
+      out: Where ``report.html`` and the figures go. Default: ``report`` in ``folder``.
+
+    Returns:
+      The path of the page, which needs no other file.
+
+    Raises:
+      RunError: No report can be made from this folder.
+    """
+    run = read_run(pathlib.Path(folder))
+    out = pathlib.Path(folder) / "report" if out is None else pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    step, (headline, *sentences) = verdict(run)
+    tiles = (
+        f"<div><dt>{_prose(label)}</dt><dd>{html.escape(value)}</dd></div>"
+        for label, value in key_numbers(run)
+    )
+    shown, thinned = len(_thinned(run.steps)), ""
+    if shown < len(run.steps):
+        thinned = f" The figures show {shown:,} of the recorded steps."
+    audit = "There is no audit.csv, the rows of orscale_jax.describe, in the run folder."
+    template = pathlib.Path(__file__).with_suffix(".html").read_text("utf-8")
+    text = string.Template(template).substitute(
+        name=html.escape(run.name),
+        facts=f"step {run.steps[-1]:,} · recorded steps: {len(run.steps):,} · "
+        f"matrices: {len(run.last):,} · classes: {run.last['class'].nunique()}",
+        step=f"{step:,}",
+        headline=_prose(headline),
+        sentences="".join(f"<p>{_prose(sentence)}</p>" for sentence in sentences),
+        tiles="".join(tiles),
+        problems="".join(map(_problem, occurrences(run)))
+        or "<p>None: no recorded step shows one of the problems that are looked for.</p>",
+        figures="\n".join(_section(entry, run, out) for entry in FIGURES),
+        matrices=_matrices(run),
+        audit=f"<p class=muted>{audit}</p>"
+        if run.audit is None or run.audit.empty
+        else _table(f"{len(run.audit):,} parameters", run.audit, MAX_AUDIT_ROWS),
+        thinned=thinned,
+    )
+    page = out / "report.html"
+    page.write_text(text, encoding="utf-8")
+    return page
+
+
+def _prose(text: str) -> str:
+    """A sentence in HTML; r_max has a subscript."""
+    return re.sub(r"\br_(\w+)", r"r<sub>\1</sub>", html.escape(text))
+
+
+def _problem(found: Occurrence) -> str:
+    problem, over = found.problem, found.first != found.last
+    steps = f"steps {found.first:,} to {found.last:,}" if over else f"step {found.last:,}"
+    names = ", ".join(problem.matrices[:6]) + " …" * (len(problem.matrices) > 6)
+    return (
+        f"<div class=problem><h3>{html.escape(problem.title)}</h3>"
+        f"<p class=muted>{steps}; matrices: {len(problem.matrices):,}</p>"
+        f"<p>{_prose(problem.meaning)} {_prose(problem.remedy)}</p>"
+        f"<p class=muted>{html.escape(names)}</p></div>"
+    )
+
+
+def _section(entry: Entry, run: Run, out: pathlib.Path) -> str:
+    """A figure in the page; its PNG is written beside it."""
+    image, title = out / f"{entry.name}.png", f"<h3>{html.escape(entry.title)}</h3>"
+    if lacking := [name for name in entry.needs if not run.has(name)]:
+        image.unlink(missing_ok=True)  # It may be left from an earlier report.
+        reason = f"Left out. The history has no {' and no '.join(lacking)}."
+        return f"<div>{title}<p class=muted>{reason}</p></div>"
+    with matplotlib.rc_context(RC):
+        # At the width of a phone, 9.5 points are about 9 pixels.
+        height = 3.2 + 0.09 * len(run.looks)
+        figure = Figure(figsize=(5, height), layout="constrained", facecolor="none")
+        axes = figure.subplots()
+        axes.set_facecolor("none")
+        axes.set_xlabel("step")
+        if len(run.steps) < 6:
+            axes.set_xticks(run.steps)
+        entry.draw(axes, run)
+        if labels := axes.get_legend_handles_labels()[1]:
+            columns = 3 if max(map(len, labels)) <= 16 else 2
+            figure.legend(loc="outside lower center", ncols=columns)
+        figure.savefig(image, dpi=180, facecolor="white")
+        buffer = io.StringIO()
+        figure.savefig(buffer, format="svg", dpi=220, metadata={"Date": None})
+    # Colors as variables, text in the font of the page, ids that no other figure has.
+    svg = buffer.getvalue()
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
+    svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{entry.name}-", svg)
+    svg = re.sub(r"(font: [^;\"']*?px) [^;\"]*", r"\1 var(--font)", svg)
+    for color, variable in VARIABLES.items():
+        svg = re.sub(f": {color}", f": var(--{variable})", svg, flags=re.IGNORECASE)
+    # The last values in words, for those who cannot see them.
+    known = run.rows[np.isfinite(run.rows[entry.needs[0]])]
+    last = known[known["step"] == known["step"].iloc[-1]]
+    means = last.groupby("class", sort=False)[entry.needs[0]].mean()
+    told = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())
+    label = html.escape(f"{entry.title}. Means of {entry.needs[0]}: {told}.")
+    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
+    caption = f"<figcaption class=muted>{_prose(entry.caption)}</figcaption>"
+    return f"<div>{title}<figure>{svg}{caption}</figure></div>"
+
+
+def _matrices(run: Run) -> str:
+    """The last values of every matrix, or of those with extreme ratios."""
+    rows, step = run.last, run.steps[-1]
+    title = f"All {len(rows):,} matrices at step {step:,}"
+    if len(rows) > 2 * EXTREMES:
+        by = "trust_ratio" if run.has("trust_ratio") else "weight_norm"
+        ordered = rows.sort_values(by, na_position="first")
+        title = (
+            f"The {EXTREMES} matrices with the smallest and the {EXTREMES} with the "
+            f"largest {NUMBERS[by]} of {len(rows):,}, at step {step:,}"
+        )
+        rows = pd.concat([ordered[:EXTREMES], ordered[-EXTREMES:]])
+    numbers = [name for name in NUMBERS if name in rows and rows[name].notna().any()]
+    table = rows[["matrix", "class", *numbers]].rename(columns=NUMBERS)
+    for flag, value, note in (
+        ("at_r_min", 1, "at r_min"), ("at_r_max", 1, "at r_max"),
+        ("started", 0, "no update yet"), ("anchored", 0, "no calibration"),
+    ):  # fmt: skip
+        if flag in rows and (rows[flag] == value).any():
+            table[note] = np.where(rows[flag] == value, "yes", "")
+    return _table(title, table, len(table))
+
+
+def _table(title: str, rows: pd.DataFrame, at_most: int) -> str:
+    more = f"; the first {at_most:,} of them" if len(rows) > at_most else ""
+    table = rows[:at_most].to_html(
+        index=False, border=0, na_rep="–", float_format="{:.4g}".format
+    )
+    scroll = f'<div class="scroll" tabindex="0">{table}</div>'
+    return f"<details><summary>{title}{more}</summary>{scroll}</details>"

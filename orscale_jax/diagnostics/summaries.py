@@ -1,0 +1,325 @@
+"""A reading as flat scalars for any logger, or as a table with a row for every matrix."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orscale_jax import _checks
+from orscale_jax.diagnostics.reading import Reading, known_leaves
+from orscale_jax.sharding import typed_sharding
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import distinct_names
+from orscale_jax.trees.nodes import is_function, is_masked, mask_like
+
+Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
+Vectors: TypeAlias = Mapping[str, jax.Array]
+
+OTHER = "other"
+# The quantities that are summarized, in this order; a reading of muon lacks some.
+QUANTITIES = ("trust_ratio", "raw_trust_ratio", "relative_step", "growth")
+PERCENTILES = {"p05": 5.0, "p50": 50.0, "p95": 95.0}
+
+# Shares of matrices, and the field and the condition that they count.
+SHARES: dict[str, tuple[str, Callable[[jax.Array], jax.Array]]] = {
+    "share_at_r_min": ("at_r_min", jnp.asarray),
+    "share_at_r_max": ("at_r_max", jnp.asarray),
+    "share_not_started": ("started", jnp.logical_not),
+    "share_not_anchored": ("calibration", lambda c: c == 0),
+    "share_without_scale": ("calibration", jnp.isinf),
+    "share_not_finite": ("weight_norm", lambda norm: ~jnp.isfinite(norm)),
+}
+
+
+def summarize(
+    reading: Reading,
+    classes: PyTree | None = None,
+    prefix: str = "optimizer/",
+    *,
+    matrices: str | None = None,
+) -> dict[str, jax.Array]:
+    r"""Summarize a reading as flat scalars, over all matrices and over each class.
+
+    For :math:`\hat r`, r, the relative step and the growth it gives ``mean``, ``p05``,
+    ``p50``, ``p95``, ``min`` and ``max``. Every matrix has weight 1, also in stacks and
+    blocks; the first relative step of a matrix that was zero is infinite, and left out
+    (NaN if there is no other).
+    ``trust_ratio/uniform`` is the geometric mean of :math:`\hat r`, weighted by the
+    relative steps if the reading has them: a ratio that all matrices share acts as a
+    factor of the learning rate. ``trust_ratio/spread`` is the standard deviation of
+    :math:`\log \hat r` with these weights: only what differs is layer-wise. Both are over
+    the matrices that have been measured: c is set and finite, D is not zero, and
+    :math:`\hat r` is positive and finite (1 and 0 if there is none).
+    It also gives the shares of matrices at each bound (``share_at_r_min``,
+    ``share_at_r_max``), without an update so far (``share_not_started``), with a c that
+    is still unset (``share_not_anchored``), without initial scale
+    (``share_without_scale``), and with a norm that is not finite (``share_not_finite``).
+
+    Args:
+      reading: From :func:`read`.
+      classes: Tree of strings like the parameters, such as :func:`layer_classes` makes,
+        or a prefix of one. None: no classes.
+      prefix: The beginning of all names.
+      matrices: Regular expression: single matrices with a match anywhere in their names
+        (such as ``experts.up[3]``) are reported, too. None: none.
+
+    Returns:
+      Scalars by name, such as ``optimizer/trust_ratio/mean`` and
+      ``optimizer/share_at_r_max``, of a class
+      ``optimizer/attention_query/trust_ratio/p95``, of a matrix
+      ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
+
+    Raises:
+      ValueError: If ``classes`` does not fit, or ``matrices`` matches none.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, orscale
+      >>> params = {"up": jnp.ones((2, 3)), "down": jnp.ones((3, 2))}
+      >>> reading = diagnostics.read(orscale(1e-3).init(params), params)
+      >>> scalars = diagnostics.summarize(reading, classes={"up": "mlp", "down": None})
+      >>> print(scalars["optimizer/trust_ratio/p50"], scalars["optimizer/mlp/growth/max"])
+      1.0 1.0
+    """
+    trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
+    leaves = {name: known_leaves(tree, reading) for name, tree in trees.items()}
+    labels = classes_of(classes, reading.weight_norm)
+    groups = {"": list(range(len(labels)))}
+    if classes is not None:
+        names = [label.replace(" ", "_") + "/" for label in labels]
+        for name in sorted(set(names)):
+            groups[name] = [i for i, other in enumerate(names) if other == name]
+    scalars: dict[str, jax.Array] = {}
+    for name, members in groups.items():
+        vectors = {
+            field: vector(known)
+            for field, arrays in leaves.items()
+            if (known := [arrays[i] for i in members if arrays[i] is not None])
+        }
+        if not any(x.size for x in vectors.values()):
+            continue  # Stacks without matrices have no mean.
+        of_group = _statistics(vectors)
+        scalars |= {f"{prefix}{name}{key}": value for key, value in of_group.items()}
+    if matrices is not None:
+        scalars |= _single(trees, matrices, prefix)
+    return scalars
+
+
+def tabulate(
+    reading: Reading,
+    classes: PyTree | None = None,
+    measurements: Mapping[str, PyTree] | None = None,
+) -> dict[str, np.ndarray]:
+    """Fetch a reading and lay it out as columns, with a row for every matrix.
+
+    This waits for the device. ``pandas.DataFrame(tabulate(reading))`` is a data frame.
+
+    Args:
+      reading: From :func:`read`.
+      classes: See :func:`summarize`.
+      measurements: Further trees with one entry per matrix, by the name of their column.
+
+    Returns:
+      Arrays of equal length by name. The names are ``matrix``, ``class``, the fields of
+      the reading that are not None, and the measurements.
+
+    Raises:
+      ValueError: If ``classes`` or a measurement does not fit, or an array is also on
+        devices of other processes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import diagnostics, muon
+      >>> params = {"up": jnp.ones((2, 8))}
+      >>> table = diagnostics.tabulate(diagnostics.read(muon(1e-3).init(params), params))
+      >>> list(table)
+      ['matrix', 'class', 'weight_norm', 'started']
+      >>> print(table["matrix"][0], table["weight_norm"])
+      up [4.]
+    """
+    trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
+    trees |= measurements or {}
+    like = reading.weight_norm
+    for name, tree in trees.items():
+        _require_fitting(name, tree, like, whole=name in (measurements or {}))
+    labels = classes_of(classes, like) or [OTHER]
+    sizes = [np.size(leaf) for leaf in jax.tree.leaves(like)]
+    columns = {"matrix": np.array(_names_of(like)), "class": np.repeat(labels, sizes)}
+    for name, tree in trees.items():
+        leaves = jax.device_get(known_leaves(tree, reading))
+        known = [x.dtype for x in leaves if x is not None]
+        dtype = known[0] if known else np.dtype(np.float32)
+        # An optimizer of some leaves may not hold the quantity.
+        missing = False if dtype.kind == "b" else np.nan
+        columns[name] = np.concatenate(
+            [
+                np.full(size, missing, dtype) if leaf is None else np.ravel(leaf)
+                for leaf, size in zip(leaves, sizes, strict=True)
+            ]
+        )
+    return columns
+
+
+def leaf_of(name: str) -> str:
+    """The name of a parameter, without the index of a matrix or the place of a block."""
+    return re.sub(r"\[[\d, :]*\]$", "", name)
+
+
+def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
+    """One label for each leaf of a tree: of the parameters, or of a part of them.
+
+    Args:
+      classes: A tree of strings like the tree (or None), a prefix of one, or a function
+        from the parameters to one. None: one label for all.
+      params: The parameters.
+      tree: The tree.
+    """
+    if classes is None or not jax.tree.leaves(tree):
+        # optax.tree.map_params passes a placeholder without leaves.
+        return jax.tree.map(lambda _: "", tree)
+    if is_function(classes, is_label):
+        classes = classes(params)
+    labels = mask_like(unbox(classes, is_label), tree, is_label)
+    for label in jax.tree.leaves(labels, is_leaf=is_label):
+        if not is_label(label):
+            _checks.refuse("classes", label, "pass a tree of strings")
+
+    try:
+        return jax.tree.broadcast(labels, tree, is_leaf=is_label)
+    except ValueError as error:
+        raise ValueError(
+            "classes must be a tree of the parameters' structure, or a prefix of it: "
+            f"{error}"
+        ) from error
+
+
+def is_label(node: Any) -> bool:
+    """Whether a node of a tree of labels is one, or None for none."""
+    return node is None or isinstance(node, str)
+
+
+@jax.jit
+def _statistics(vectors: Vectors) -> dict[str, jax.Array]:
+    """Statistics of all quantities, from one sort, and the shares."""
+    found: dict[str, jax.Array] = {}
+    if names := [name for name in QUANTITIES if name in vectors]:
+        # Some matrices may lack a quantity; infinity is left out below.
+        longest = max(vectors[name].size for name in names)
+        padded = [
+            jnp.pad(x, (0, longest - x.size), constant_values=jnp.inf)
+            for x in (vectors[name] for name in names)
+        ]
+        values = jnp.stack(padded)
+        known = jnp.where(jnp.isinf(values), jnp.nan, values)
+        shares = jnp.array([*PERCENTILES.values()])
+        percentiles = jnp.nanpercentile(known, shares, axis=1)
+        rows = {
+            "mean": jnp.nanmean(known, axis=1),
+            **dict(zip(PERCENTILES, percentiles, strict=True)),
+            "min": jnp.nanmin(known, axis=1),
+            "max": jnp.nanmax(known, axis=1),
+        }
+        broken = jnp.isnan(values).any(axis=1)
+        for statistic, row in rows.items():
+            row = jnp.where(broken, jnp.nan, row)
+            found |= {f"{name}/{statistic}": row[i] for i, name in enumerate(names)}
+    if "trust_ratio" in vectors:
+        ratio, c = vectors["trust_ratio"], vectors["calibration"]
+        measured = (c > 0) & jnp.isfinite(c) & (ratio > 0) & jnp.isfinite(ratio)
+        measured &= vectors["direction_norm"] > 0
+        step = vectors.get("relative_step", jnp.zeros_like(ratio))
+        weight = jnp.where(measured & jnp.isfinite(step), step, 0)
+        weight = jnp.where(jnp.any(weight > 0), weight, measured.astype(ratio.dtype))
+        total, log = jnp.sum(weight), jnp.log(jnp.where(measured, ratio, 1))
+        weight /= jnp.where(total > 0, total, 1)
+        mean = jnp.sum(weight * log)
+        found["trust_ratio/uniform"] = jnp.exp(mean)
+        variance = jnp.sum(weight * jnp.square(log - mean))
+        found["trust_ratio/spread"] = jnp.sqrt(variance)
+    for share, (field, condition) in SHARES.items():
+        if field in vectors:
+            found[share] = jnp.mean(condition(vectors[field]), dtype=jnp.float32)
+    return found
+
+
+def _single(
+    trees: Mapping[str, PyTree], expression: str, prefix: str
+) -> dict[str, jax.Array]:
+    """The quantities of the matrices whose names match."""
+    names = _names_of(trees["weight_norm"])
+    try:
+        chosen = {name for name in names if re.search(expression, name)}
+    except re.error as error:
+        raise ValueError(
+            f"matrices={expression!r} is not a regular expression: {error}."
+        ) from error
+    if not chosen:
+        _checks.refuse(
+            "matrices", expression, f"no name has it; the first are {names[:3]}"
+        )
+    return {
+        f"{prefix}{name}/{field}": value
+        for field in QUANTITIES
+        if field in trees
+        for name, value in zip(
+            _names_of(trees[field]), vector(jax.tree.leaves(trees[field])), strict=True
+        )
+        if name in chosen
+    }
+
+
+def _names_of(tree: PyTree) -> list[str]:
+    """The names of the matrices: ``blocks.0.up``, or ``layers.up[2, 17]`` in a stack."""
+    # With masked leaves, which have names in the table of describe, too.
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_masked)
+    names = distinct_names(path for path, _ in leaves)
+    return [
+        name + (str(list(index)) if index else "")
+        for name, (_, array) in zip(names, leaves, strict=True)
+        if not is_masked(array)
+        for index in np.ndindex(np.shape(array))
+    ]
+
+
+def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
+    """The class of each leaf; "other" where none is given."""
+    if is_function(classes, is_label):
+        _checks.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
+    if classes is None:
+        return [OTHER] * len(jax.tree.leaves(tree))
+    labels = class_labels(classes, tree, tree)
+    # By the leaves of the tree, which may hold None beside them.
+    return jax.tree.leaves(
+        jax.tree.map(lambda _, label: OTHER if label is None else label, tree, labels)
+    )
+
+
+def vector(leaves: list[Any]) -> jax.Array:
+    """The entries of all leaves one after the other, whole on every device."""
+    whole = (typed_sharding.gather(jnp.asarray(leaf)) for leaf in leaves)
+    return jnp.concatenate([x.reshape(math.prod(x.shape)) for x in whole])
+
+
+def _require_fitting(name: str, tree: PyTree, like: PyTree, *, whole: bool) -> None:
+    """Refuse other shapes and other matrices, or, if ``whole``, fewer matrices."""
+    shapes, wanted = (
+        {path: np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(t)}
+        for t in (tree, like)
+    )
+    if not shapes.items() <= wanted.items() or (whole and shapes != wanted):
+        raise ValueError(
+            f"{name} does not have one entry for each matrix: pass a tree like those of "
+            "the reading, with arrays of their shapes."
+        )
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+        if not here and not leaf.is_fully_replicated:
+            raise ValueError(
+                f"{name} at {jax.tree_util.keystr(path)} is also on devices of other "
+                "processes: compile read() with replicated out_shardings, or gather "
+                "it with jax.experimental.multihost_utils.process_allgather."
+            )

@@ -1,0 +1,140 @@
+"""Small results of many arrays in few GPU kernels, and layouts that exports leave alone.
+
+XLA merges kernels that read a common array. Otherwise each leaf would have its own kernel
+for a small result such as its ratio, and a kernel takes longer to launch than to run.
+
+A GPU reduces a large matrix in two kernels, the second of which has next to nothing to
+do. Here each large array is reduced along its last axis first; then one kernel finishes
+all arrays of one shape, instead of one kernel for each. Small arrays of one shape are
+stacked and reduced by one kernel.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from orscale_jax.sharding import typed_sharding
+
+# The names of GPUs, as of ``jax.lax.platform_dependent``.
+GPUS = ("cuda", "rocm")
+
+# A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result
+# whether it reduces along several axes at once or along one after the other.
+Reduction: TypeAlias = Callable[..., jax.Array]
+
+# The most entries that XLA reduces to one in a single kernel.
+_IN_ONE_KERNEL = 2**14
+# The most entries of an array that is copied rather than given a kernel.
+_SMALL = 2**14
+# XLA concatenates up to 128 arrays in one kernel. It merges kernels that read different
+# slices of an array only if the array has less than 1 KiB, 128 numbers of 8 bytes.
+_ARRAYS = 126
+
+
+def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
+    """The same arrays; on GPUs small ones of one shape are slices of a common array.
+
+    Large arrays, and arrays on a mesh, are left alone.
+    """
+
+    def sliced(xs: Sequence[jax.Array]) -> list[jax.Array]:
+        alike: dict[Any, list[int]] = {}
+        for i, x in enumerate(xs):
+            if x.size <= _SMALL:
+                alike.setdefault((x.shape, x.dtype), []).append(i)
+        results = dict(enumerate(xs))
+        for members in alike.values():
+            for start in range(0, len(members), _ARRAYS):
+                some = members[start : start + _ARRAYS]
+                if len(some) == 1:
+                    continue
+                # The first one twice, so that the stack is not read whole: XLA would
+                # compute everything at once, and cut the result with a kernel for each.
+                stack = jnp.stack([xs[i] for i in (*some, some[0])])
+                stack = jax.lax.optimization_barrier(stack)
+                results.update(zip(some, stack, strict=False))
+        return [results[i] for i in range(len(xs))]
+
+    return _on_gpus(sliced, list, xs)
+
+
+def reduce_all(
+    fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """``fn(array, axis=axes)`` of every array, whose axes are in ascending order.
+
+    On a mesh each array is reduced alone, since arrays of one shape may be sharded
+    differently.
+    """
+
+    def alone(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [fn(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
+
+    def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        results: dict[int, jax.Array] = {}
+        partial: dict[int, jax.Array] = {}
+        alike: dict[Any, list[int]] = {}
+        for i, (x, along) in enumerate(zip(arrays, axes, strict=True)):
+            if x.size <= _IN_ONE_KERNEL:
+                partial[i], rest = x, along
+            elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
+                results[i] = fn(x, axis=along)
+                continue
+            else:
+                partial[i], rest = fn(x, axis=along[-1:]), along[:-1]
+            alike.setdefault((partial[i].shape, partial[i].dtype, rest), []).append(i)
+        for (*_, rest), members in alike.items():
+            stack = jnp.stack([partial[i] for i in members])
+            finished = fn(stack, axis=tuple(1 + axis for axis in rest))
+            results.update(zip(members, finished, strict=True))
+        return [results[i] for i in range(len(arrays))]
+
+    return _on_gpus(together, alone, arrays)
+
+
+def with_layout(x: jax.Array, order: Sequence[int]) -> jax.Array:
+    """Order an array's axes in memory, the outermost first; exports choose their own."""
+    return _layout_p.bind(x, order=tuple(order))
+
+
+def _on_gpus(
+    together: Callable[[Any], list[jax.Array]],
+    alone: Callable[[Any], list[jax.Array]],
+    xs: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """``together`` on a GPU if arrays can be merged there, else ``alone``."""
+    if len(xs) < 2 or typed_sharding.mesh_of(xs, None) is not None:
+        return alone(xs)
+    on_gpus: dict[str, Any] = dict.fromkeys(GPUS, together)
+    return jax.lax.platform_dependent(list(xs), **on_gpus, default=alone)
+
+
+# jax.export refuses layout constraints, whose names are not guaranteed to be stable.
+_layout_p = Primitive("layout_unless_exported")
+
+
+def _lower_layout(ctx: Any, x: Any, *, order: tuple[int, ...]) -> Any:
+    exported = bool(ctx.module_context.lowering_parameters.for_export)
+
+    def constrained(x: jax.Array) -> jax.Array:
+        return x if exported else with_layout_constraint(x, Layout(order))
+
+    return mlir.lower_fun(constrained, multiple_results=False)(ctx, x)
+
+
+def _batch_layout(operands: Any, axes: Any, *, order: tuple[int, ...]) -> Any:
+    outermost = jnp.moveaxis(operands[0], axes[0], 0)
+    return with_layout(outermost, (0, *(axis + 1 for axis in order))), 0
+
+
+_layout_p.def_impl(lambda x, *, order: with_layout_constraint(x, Layout(order)))
+_layout_p.def_abstract_eval(lambda x, *, order: x)
+ad.deflinear2(_layout_p, lambda x, _, **params: [_layout_p.bind(x, **params)])
+batching.primitive_batchers[_layout_p] = _batch_layout
+mlir.register_lowering(_layout_p, _lower_layout)

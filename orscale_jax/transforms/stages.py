@@ -1,0 +1,468 @@
+"""The stages beside Q and the ratio: s, λW, the wait for a first update, the rates."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.newton_schulz.arithmetic import largest_magnitude
+from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, is_axes_leaf
+from orscale_jax.parameters.rate_multipliers import (
+    NAME,
+    RateMultipliers,
+    rate_multipliers,
+)
+from orscale_jax.sharding import typed_sharding
+from orscale_jax.transforms.matrices import Matrices, compute_dtype, on_matrices
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import name_and_shape
+from orscale_jax.trees.nodes import is_function, is_masked, mask_like, nodes_of
+
+SPECTRAL, SHAPE_SCALING, UNIT_RMS_NORM = "spectral", "shape_scaling", "unit_rms_norm"
+
+# s² of a matrix of m inputs and n outputs, without the RMS. The names are those of
+# Emerging-Optimizers. A matrix without entries has any scale.
+_SQUARES: dict[str, Callable[[int, int], float]] = {
+    SPECTRAL: max,
+    SHAPE_SCALING: lambda m, n: max(1, n / max(m, 1)),
+    UNIT_RMS_NORM: lambda m, n: n / max(m, 1),
+}
+
+#: Defaults of the paper's language-model configuration.
+CONSISTENT_RMS, WEIGHT_DECAY = 0.2, 0.1
+
+Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
+
+MATRICES = "matrices"  # The mask that an optimizer of this library makes itself.
+
+# The extra argument that holds λ now. Users' extra arguments reach the stages, too: none
+# of them is called this.
+DECAY = "orscale_jax.weight_decay"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """The scale s of every matrix: s² is the square of ``rms`` times ``square(m, n)``.
+
+    Attributes:
+      rms: A factor that may be traced; None for 1.
+      square: A function of the matrix's inputs and outputs; None for s = 1.
+    """
+
+    rms: ArrayLike | None
+    square: Callable[[int, int], float] | None
+
+    @classmethod
+    def of(cls, consistent_rms: ArrayLike | None, scale_mode: str = SPECTRAL) -> "Scale":
+        """The scale that an optimizer has with these arguments, which are checked."""
+        _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+        _checks.choice("scale_mode", scale_mode, _SQUARES)
+        if scale_mode == SPECTRAL:
+            if consistent_rms is None:
+                return cls(None, None)
+            return cls(consistent_rms, _SQUARES[scale_mode])
+        known = not isinstance(consistent_rms, jax.core.Tracer | None)
+        # The default may come as an array.
+        if known and np.float32(jax.device_get(consistent_rms)) != np.float32(
+            CONSISTENT_RMS
+        ):
+            remedy = f"it has no effect with scale_mode={scale_mode!r}; leave it out"
+            _checks.refuse("consistent_rms", consistent_rms, remedy)
+        return cls(None, _SQUARES[scale_mode])
+
+    def known(self) -> "Scale":
+        """The same scale, hashable: with a Python number for an RMS that is an array."""
+        rms = None if self.rms is None else float(jax.device_get(self.rms))
+        return dataclasses.replace(self, rms=rms)
+
+    def value(self, m: int, n: int) -> float:
+        """The scale s of a matrix, where the RMS is known."""
+        rms = 1.0 if self.rms is None else float(jax.device_get(self.rms))
+        return rms * self.without_rms(m, n)
+
+    def without_rms(self, m: int, n: int) -> float:
+        """The scale s of a matrix, divided by the RMS."""
+        return 1.0 if self.square is None else math.sqrt(self.square(m, n))
+
+    def square_of_norm(self, m: int, n: int) -> float:
+        """The squared norm of sQ, over that of the RMS, for a Q of full rank."""
+        return min(m, n) if self.square is None else self.square(m, n) * min(m, n)
+
+
+class FromFirstNonzeroUpdateState(NamedTuple):
+    """State of :func:`from_first_nonzero_update`."""
+
+    #: Tree like the parameters. A leaf of matrices has 0 or 1 for each matrix, in an
+    #: array of the batch shape and dtype int8.
+    started: PyTree
+    #: The state of the inner transformation.
+    inner_state: optax.OptState
+
+
+class RateMultiplierState(NamedTuple):
+    """The multipliers of the last step, from which steps can be read off the state."""
+
+    #: Tree like the parameters. A leaf of matrices has their multipliers, in an array of
+    #: the batch shape (``()`` for a plain matrix), dtype float32 (float64 for float64
+    #: parameters).
+    learning_rate_multiplier: PyTree
+    #: The state of the learning rate.
+    inner_state: optax.OptState
+
+
+def scale_by_shape(
+    consistent_rms: ArrayLike | None = CONSISTENT_RMS,
+    *,
+    scale_mode: str = SPECTRAL,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformation:
+    r"""Scale every ``(m, n)`` matrix by :math:`s = \text{rms} \cdot \sqrt{\max(m, n)}`.
+
+    The entries of a semi-orthogonal Q then have root mean square ``consistent_rms``,
+    whatever its shape; 0.2 matches the updates of AdamW. The other modes follow other
+    implementations; m is the number of inputs and n that of outputs:
+
+    - ``"shape_scaling"``: :math:`s = \sqrt{\max(1, n / m)}`, as in Keller Jordan's Muon,
+      :func:`optax.contrib.muon` and ``torch.optim.Muon``;
+    - ``"unit_rms_norm"``: :math:`s = \sqrt{n / m}`, as in Scion and, by this name, in
+      Megatron-LM: the root mean square of the outputs is at most that of the inputs.
+
+    Args:
+      consistent_rms: The root mean square; ``None`` for :math:`s = 1`. (In Optax's own
+        ``scale_by_shape``, ``None`` stands for ``"shape_scaling"``.) The other modes do
+        not use it, and refuse a number other than the default.
+      scale_mode: ``"spectral"``, as above, ``"shape_scaling"`` or ``"unit_rms_norm"``.
+        The inputs are the reduction axes of the dimension numbers.
+      weight_dimension_numbers: See :func:`orscale`.
+
+    Returns:
+      A stateless transformation. Updates keep their shapes and dtypes.
+
+    Raises:
+      ValueError: If an argument is not valid, or, from ``update``, if a leaf is not a
+        matrix.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from orscale_jax import scale_by_shape
+      >>> stage = scale_by_shape(0.2)
+      >>> updates = {"kernel": jnp.ones((2, 100))}
+      >>> print(stage.update(updates, stage.init(updates))[0]["kernel"][0, 0])
+      2.0
+
+    References:
+      Liu et al. 2025, arXiv:2502.16982, section 2.2; Lou & You, *OrScale*, section 2;
+      Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Pethick et al. 2025,
+      arXiv:2502.07529.
+    """
+    scale = Scale.of(consistent_rms, scale_mode)
+    if scale.square is None:
+        return optax.identity()
+    return on_matrices(weight_dimension_numbers, functools.partial(shape_stage, scale))
+
+
+def from_first_nonzero_update(
+    inner: optax.GradientTransformation,
+    *,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Apply ``inner`` to a matrix from the first step on which its update is not zero.
+
+    OrScale computes D inside it: a matrix that has received no momentum yet (an expert
+    without tokens, a frozen branch) keeps :math:`D = 0` instead of
+    :math:`D = \lambda W`, and does not change. Once it has started, zero updates pass
+    through ``inner`` like others: :math:`D = \lambda W`, as Algorithm 1 says. Numbers
+    below the smallest normal one of float32 (of float64 in float64) count as zero, as
+    on CPUs and TPUs.
+
+    ``inner`` is told which matrices have an update at this step, in the extra argument
+    ``moving``: if :func:`scale_by_calibrated_trust_ratio` is part of it, decay alone does
+    not anchor c.
+
+    Args:
+      inner: A transformation that keeps the updates' structure, such as
+        :func:`optax.add_decayed_weights`. Its output before that step is replaced by
+        zeros.
+      weight_dimension_numbers: See :func:`orscale`.
+
+    Returns:
+      A transformation whose state holds, per matrix, whether it has started, and the
+      state of ``inner``, which runs at every step.
+
+    Raises:
+      ValueError: From ``init`` and ``update``, if a leaf is not a matrix.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import from_first_nonzero_update
+      >>> stage = from_first_nonzero_update(optax.add_decayed_weights(0.1))
+      >>> params = {"kernel": jnp.ones((2, 2))}
+      >>> state = stage.init(params)
+      >>> zero = {"kernel": jnp.zeros((2, 2))}
+      >>> print(stage.update(zero, state, params)[0]["kernel"].max())
+      0.0
+
+    References:
+      Lou & You, *OrScale*, Definition 2.
+    """
+    _checks.transformation("inner", inner)
+    stage = functools.partial(first_update_stage, inner)
+    return on_matrices(weight_dimension_numbers, stage)
+
+
+def shape_stage(scale: Scale, matrices: Matrices) -> optax.GradientTransformation:
+    """Q to sQ: :func:`scale_by_shape` for given matrices."""
+
+    def scaled(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+        dtype = compute_dtype(leaf)
+        factor = jnp.asarray(axes.by_shape(scale.without_rms, leaf), dtype)
+        if scale.rms is not None:
+            factor = jnp.asarray(scale.rms, dtype) * factor
+        return (factor * leaf.astype(dtype)).astype(leaf.dtype)
+
+    if scale.square is None:
+        return optax.identity()
+    return optax.stateless(lambda updates, _: matrices.map(scaled, updates))
+
+
+def decay_stage(
+    weight_decay: ArrayLike | optax.Schedule, mask: PyTree | None
+) -> optax.GradientTransformation:
+    """Adds λW, where a resolved mask is not False."""
+    stage = optax.add_decayed_weights(weight_decay)
+    if mask is None:
+        return stage
+    # A function, since optax.masked would call a mask that is a callable tree.
+    return optax.masked(stage, lambda tree: mask_like(mask, tree))
+
+
+def check_mask(mask: Mask | None) -> None:
+    """Refuse a string other than "matrices"."""
+    if isinstance(mask, str) and mask != MATRICES:
+        remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
+        _checks.refuse("weight_decay_mask", mask, remedy)
+
+
+def resolve_mask(mask: Mask | None, tree: PyTree, matrices: PyTree) -> PyTree | None:
+    """The mask of a whole optimizer, given its parameters and what "matrices" stands for.
+
+    It refuses masks that :func:`optax.masked` takes for True or rejects without a name.
+    """
+    if isinstance(mask, str):
+        return matrices
+    mask = unbox(mask)
+    if is_mask_function(mask):
+        # optax.tree.map_params passes a placeholder without leaves.
+        mask = mask(tree) if jax.tree.leaves(tree) else tree
+    if mask is None or not jax.tree.leaves(tree):
+        return mask
+    mask = mask_like(mask, tree)
+    remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
+    if len(jax.tree.leaves(tree)) > 1 and jax.tree_util.all_leaves([mask]):
+        _checks.refuse(
+            "weight_decay_mask",
+            mask,
+            f"{remedy} with more than one leaf. To optax.inject_hyperparams, which takes "
+            'functions for schedules, pass static_args="weight_decay_mask"',
+        )
+    require_booleans(mask)
+    try:
+        jax.tree.map(lambda *_: None, mask, tree)
+    except ValueError as error:
+        raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
+    return mask
+
+
+def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]:
+    """Whether a mask is a function, not a tree of booleans that is callable too."""
+    return is_function(mask, _is_boolean)
+
+
+def require_booleans(mask: PyTree) -> None:
+    """Refuse leaves that Python takes for True or False and that are neither."""
+    for leaf in jax.tree.leaves(mask):
+        if not _is_boolean(leaf):
+            remedy = "pass a tree of booleans with the parameters' structure, or a prefix"
+            _checks.refuse("weight_decay_mask", leaf, remedy)
+
+
+def _is_boolean(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool)
+
+
+def first_update_stage(
+    inner: optax.GradientTransformation, matrices: Matrices
+) -> optax.GradientTransformationExtraArgs:
+    """:func:`from_first_nonzero_update` for given matrices."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: PyTree) -> FromFirstNonzeroUpdateState:
+        started = matrices.full(params, 0, lambda _: jnp.int8)
+        return FromFirstNonzeroUpdateState(started, inner.init(params))
+
+    def update(
+        updates: PyTree,
+        state: FromFirstNonzeroUpdateState,
+        params: PyTree | None = None,
+        *,
+        moving: PyTree | None = None,
+        **extra_args: Any,
+    ) -> tuple[PyTree, FromFirstNonzeroUpdateState]:
+        if moving is None:
+            moving = _moving(matrices, updates)
+        transformed, inner_state = inner.update(
+            updates, state.inner_state, params, moving=moving, **extra_args
+        )
+        started = matrices.map(
+            lambda _, before, now: before | now.astype(before.dtype),
+            state.started,
+            moving,
+        )
+        updates = matrices.map(
+            lambda _, on, u: jnp.where(on != 0, u, jnp.zeros_like(u)),
+            matrices.broadcast(started, transformed),
+            transformed,
+        )
+        return updates, FromFirstNonzeroUpdateState(started, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def told(
+    inner: optax.GradientTransformation,
+    weight_decay: ArrayLike | optax.Schedule,
+    matrices: Matrices,
+) -> optax.GradientTransformationExtraArgs:
+    """Run ``inner`` with what its stages do not see, as Optax's extra arguments.
+
+    ``moving``, a tree like the updates: for each matrix, whether it has an update, in
+    arrays of the batch shape. ``DECAY``, of a schedule: a function that gives λ now.
+    """
+    inner = optax.with_extra_args_support(inner)
+    schedule: Any = weight_decay
+    scheduled: tuple[type, ...] = ()
+    if callable(schedule):
+        # Optax's class, which has no public name; `init` itself would start the backend.
+        init = optax.add_decayed_weights(schedule).init
+        scheduled = (type(jax.eval_shape(init, ())),)
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
+    ) -> tuple[PyTree, Any]:
+        extra_args["moving"] = _moving(matrices, updates)
+        for node in nodes_of(state, *scheduled):
+            extra_args[DECAY] = lambda _, count=node.count: schedule(count)
+        return inner.update(updates, state, params, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
+
+
+def _moving(matrices: Matrices, updates: PyTree) -> PyTree:
+    """Whether each matrix has an update, also one that is not finite."""
+
+    def at(_: MatrixAxes, largest: jax.Array) -> jax.Array:
+        wide = largest.astype(compute_dtype(largest))
+        # Some platforms flush subnormal numbers to zero, some only where they round.
+        return ~(wide < jnp.finfo(wide.dtype).tiny)
+
+    return matrices.map(at, matrices.reduce(largest_magnitude, updates))
+
+
+def rate_stage(
+    learning_rate: ArrayLike | optax.Schedule,
+    multipliers: PyTree | None,
+    matrices: Matrices,
+) -> optax.GradientTransformation:
+    """Multiplies by −η and, of matrices, by the multipliers, which its state shows."""
+    rate = optax.scale_by_learning_rate(learning_rate)
+    if multipliers is None:
+        return rate
+
+    def entries(axes: MatrixAxes, leaf: jax.Array, value: ArrayLike) -> jax.Array:
+        shape = axes.batch_shape(leaf)
+        # A copy: a step to which the state is donated must not delete the user's array.
+        array = jnp.array(value, compute_dtype(leaf))
+        return jnp.broadcast_to(_along_first(array, len(shape)), shape)
+
+    def init(params: PyTree) -> RateMultiplierState:
+        found = matrices.entries(params, entries, multipliers)
+        return RateMultiplierState(found, rate.init(params))
+
+    def update(
+        updates: PyTree, state: RateMultiplierState, params: PyTree | None = None
+    ) -> tuple[PyTree, RateMultiplierState]:
+        steps, inner_state = rate.update(updates, state.inner_state, params)
+        found = matrices.entries(steps, entries, multipliers)
+        factors = matrices.broadcast(found, steps)
+        steps = matrices.map(lambda _, step, factor: factor * step, steps, factors)
+        return steps, RateMultiplierState(found, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def adamw_rate_stage(
+    learning_rate: ArrayLike | optax.Schedule, multipliers: PyTree | None
+) -> optax.GradientTransformation:
+    """Multiplies by −η and by the multiplier of each parameter, without further state."""
+    rate = optax.scale_by_learning_rate(learning_rate)
+    if multipliers is None:
+        return rate
+
+    def times(step: jax.Array, value: ArrayLike) -> jax.Array:
+        factor = jnp.asarray(value, step.dtype)
+        if factor.ndim:
+            factor, given = _along_first(factor, step.ndim), factor.ndim
+            spec = [*typed_sharding.spec(step)[:given], *[None] * (step.ndim - given)]
+            factor = typed_sharding.shard_as(factor, step, spec)
+        return step * factor
+
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, Any]:
+        steps, state = rate.update(updates, state, params)
+        own = mask_like(multipliers, steps)  # Without those of the matrices.
+        return jax.tree.map(times, steps, own), state
+
+    return optax.GradientTransformation(rate.init, update)
+
+
+def _along_first(array: jax.Array, rank: int) -> jax.Array:
+    return array.reshape(array.shape + (1,) * (rank - array.ndim))
+
+
+def multipliers_of(
+    given: RateMultipliers, params: PyTree, matrices: Matrices
+) -> PyTree | None:
+    """The multiplier of each parameter; None if none are given.
+
+    It refuses arrays that do not have the lengths of the first batch axes.
+    """
+    multipliers = rate_multipliers(given, params)
+    if multipliers is None or not jax.tree.leaves(params):
+        return multipliers
+
+    def check(path: Any, axes: MatrixAxes | Any, leaf: Any, value: ArrayLike) -> None:
+        free = np.ndim(leaf)  # The first axes may have multipliers: all of AdamW's.
+        if not is_masked(axes):
+            batch = axes.batch
+            free = next((i for i, axis in enumerate(batch) if axis != i), len(batch))
+        shape, lengths = np.shape(value), np.shape(leaf)[:free]
+        if shape != lengths[: len(shape)]:
+            raise ValueError(
+                f"{NAME} of parameter {name_and_shape(path, leaf)} has shape {shape}: "
+                "pass a number, or an array with the lengths of its first axes, which "
+                f"must be batch axes of matrices: {lengths}, or the first of these."
+            )
+
+    trees = (matrices.axes_tree, params, multipliers)
+    jax.tree.map_with_path(check, *trees, is_leaf=is_axes_leaf)
+    return multipliers

@@ -1,0 +1,287 @@
+"""Checks of the arguments of ``update``; the arrays of a state, and their parameters."""
+
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import Path, names_on, quoted
+from orscale_jax.trees.nodes import children
+
+# Fields of Optax's wrappers that hold states, and fields that hold no parameters.
+_STATES = frozenset({"inner_state", "inner_states", "inner_opt_state"})
+_NO_PARAMS = frozenset(
+    {"count", "gradient_step", "mini_step", "bounds", "hyperparams", "hyperparams_states"}
+)
+
+
+class Entry(NamedTuple):
+    """An array of a state.
+
+    Attributes:
+      place: The names down to its field, such as ``("0", "mu")``.
+      owner: The path of the parameter that it belongs to; None for counts and the like.
+      array: The array.
+    """
+
+    place: Path
+    owner: Path | None
+    array: Any
+
+    @property
+    def field(self) -> str:
+        """The last name of the place."""
+        return self.place[-1] if self.place else ""
+
+    @property
+    def name(self) -> str:
+        """The parameter's name, in quotes."""
+        return repr(".".join(self.owner or ()))
+
+
+class _Difference(NamedTuple):
+    """Two nodes at one path, of different types or with different children."""
+
+    path: Path
+    wanted: Any
+    found: Any
+
+    def in_words(self, wanted_tree: str, found_tree: str) -> str:
+        """The difference, given what the trees are, such as "the gradients"."""
+
+        def place(*path: str) -> str:
+            return repr(".".join(path)) if path else "the root"
+
+        def kind(node: Any) -> str:
+            if node is None:
+                return "None"
+            if hasattr(node, "shape"):
+                return f"an array of shape {np.shape(node)}"
+            name = type(node).__name__
+            return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+
+        if type(self.wanted) is not type(self.found):
+            return (
+                f"{place(*self.path)} is {kind(self.found)} in {found_tree}, and "
+                f"{kind(self.wanted)} in {wanted_tree}"
+            )
+        wanted, found = children(self.wanted), children(self.found)
+        for key in wanted:
+            if key not in found:
+                return f"{place(*self.path, key)} is missing from {found_tree}"
+        surplus = next(key for key in found if key not in wanted)
+        return (
+            f"{place(*self.path, surplus)} is in {found_tree}, but not in {wanted_tree}"
+        )
+
+
+def require_params(params: PyTree | None) -> None:
+    """Refuse an ``update`` without parameters."""
+    if params is None:
+        raise ValueError(
+            "You are using a transformation that requires the current value of "
+            "parameters, but you are not passing `params` when calling `update`: call "
+            "optimizer.update(updates, state, params)."
+        )
+
+
+def require_fitting(updates: PyTree, params: PyTree) -> None:
+    """Refuse gradients that would be broadcast or cast to fit their parameters."""
+
+    def check(path: Any, param: Any, update: Any) -> None:
+        own, dtype = (
+            getattr(x, "dtype", None) or jnp.result_type(x) for x in (param, update)
+        )
+        unfit = np.shape(update) != np.shape(param) or dtype == jax.dtypes.float0
+        unfit |= jnp.issubdtype(own, jax.dtypes.extended)  # The key of a generator.
+        if jnp.issubdtype(own, jnp.floating):
+            real = jnp.issubdtype(dtype, jnp.floating)
+            try:
+                unfit |= not real or jnp.finfo(jnp.promote_types(dtype, own)).bits < 16
+            except ValueError:  # JAX has no dtype for both, such as for 8 bits and 16.
+                unfit = True
+        if unfit:
+            raise ValueError(
+                f"the gradient of parameter {quoted(path)} has shape {np.shape(update)} "
+                f"and dtype {dtype}, but the parameter has shape {np.shape(param)} and "
+                f"dtype {own}: pass a real gradient of that shape, of a dtype that JAX "
+                "promotes to the parameter's, and parameters of at least 16 bits."
+            )
+
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]
+    same = structures[0] == structures[1]
+    difference = None if same else _first_difference(params, updates)
+    if difference is not None:
+        raise ValueError(
+            "the gradients do not fit the parameters: "
+            f"{difference.in_words('the parameters', 'the gradients')}. Call "
+            "optimizer.update(gradients, state, parameters) with trees of one structure."
+        )
+    jax.tree.map_with_path(check, params, updates)
+
+
+def require_shapes(updates: PyTree, params: PyTree | None) -> None:
+    """Refuse a missing ``params``, and updates that a stage would broadcast to fit it."""
+
+    def check(path: Any, update: Any, param: Any) -> None:
+        if np.shape(update) != np.shape(param):
+            raise ValueError(
+                f"the update of parameter {quoted(path)} has shape {np.shape(update)}, "
+                f"but the parameter has shape {np.shape(param)}: pass one of that shape."
+            )
+
+    require_params(params)
+    bare, weights = unbox((updates, params))
+    jax.tree.map_with_path(check, bare, where_gradients_are(bare, weights))
+
+
+def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
+    """The parameters without those that have no gradients.
+
+    These may be anything, such as functions and settings among a module's fields.
+    """
+    try:
+        return jax.tree.map(
+            lambda update, param: None if update is None else param,
+            updates,
+            params,
+            is_leaf=lambda update: update is None,
+        )
+    except ValueError:
+        return params  # Of another structure: require_fitting names the difference.
+
+
+def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
+    """Refuse a state that does not have the structure and the shapes of another.
+
+    JAX would broadcast it, or raise an error that does not name the leaf. ``wanted`` is
+    what ``init`` would make of the parameters; abstract arrays suffice, without boxes.
+    """
+    structures: list[Any] = [jax.tree.structure(tree) for tree in (state, wanted)]
+    if structures[0] != structures[1]:
+        raise ValueError(f"the state does not fit: {_misfit(state, wanted, params)}.")
+    arrays = jax.tree.leaves(state)
+    pairs = zip(arrays, jax.tree.leaves(wanted), strict=True)
+    if all(array_type(found) == array_type(leaf) for found, leaf in pairs):
+        return
+    leaves = jax.tree.leaves_with_path(params)
+    shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
+    for found, entry in zip(arrays, entries(wanted, params), strict=True):
+        if array_type(found) == array_type(entry.array):
+            continue
+        of = where = ""
+        if entry.owner is not None:
+            of = f" of parameter {entry.name}"
+            where = f" for a shape of {shapes[entry.owner]}"
+        raise ValueError(
+            f"the state does not fit the parameters: {entry.field}{of} has shape "
+            f"{np.shape(found)} and dtype {jnp.result_type(found)} instead of "
+            f"{np.shape(entry.array)} and {jnp.result_type(entry.array)}{where}. Pass "
+            "the state of these parameters and dimension numbers, or start anew with "
+            "optimizer.init(params)."
+        )
+
+
+def array_type(leaf: Any) -> tuple[Any, ...]:
+    """The shape and the kind: other floats, such as those of ``mu_dtype``, are cast."""
+    dtype = jnp.result_type(leaf)
+    kinds = jnp.floating, jnp.complexfloating
+    return np.shape(leaf), *(jnp.issubdtype(dtype, kind) for kind in kinds)
+
+
+def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list[Entry]:
+    """The arrays of a state, in the order of its leaves; all trees without boxes.
+
+    Parameters may be called ``mu`` or ``count``, too. So what holds a tree of parameters
+    is told by the types in the state: a field of a named tuple that is not itself a
+    state. In a restored tree of dictionaries and lists it is told by these ``fields``.
+    """
+    names = {names_on(path) for path, _ in jax.tree.leaves_with_path(params)}
+    types = _types_in(params)
+
+    def below(node: Any, parent: Any, place: Path) -> Iterator[Entry]:
+        leaves = jax.tree.leaves_with_path(node)
+        arrays = [(names_on(path), array) for path, array in leaves]
+        if place and place[-1] in _NO_PARAMS:
+            yield from (Entry(place + path, None, array) for path, array in arrays)
+        elif _holds_params(node, parent, place, types, fields) and names.intersection(
+            dict(arrays)
+        ):
+            for path, array in arrays:
+                at, owner = (place, path) if path in names else (place + path, None)
+                yield Entry(at, owner, array)
+        elif jax.tree_util.all_leaves([node]):
+            yield Entry(place, None, node)
+        else:
+            for key, child in children(node).items():
+                yield from below(child, node, (*place, key))
+
+    return list(below(state, None, ()))
+
+
+def _holds_params(
+    node: Any,
+    parent: Any,
+    place: Path,
+    types: Collection[type],
+    fields: Collection[str] = (),
+) -> bool:
+    """Whether a node is a field of a state, or named like one, but not a state itself."""
+
+    def is_state(node: Any) -> bool:
+        return hasattr(node, "_fields") and type(node) not in types
+
+    if node is None or not place or place[-1] in _STATES or is_state(node):
+        return False
+    return is_state(parent) or place[-1] in fields
+
+
+def _types_in(tree: PyTree) -> set[type]:
+    below = [_types_in(child) for child in children(tree).values()]
+    return {type(tree)}.union(*below)
+
+
+def _first_difference(wanted: Any, found: Any, path: Path = ()) -> _Difference | None:
+    """The first node that differs in its type or in the names of its children."""
+    mine, other = children(wanted), children(found)
+    if all(jax.tree_util.all_leaves([node]) for node in (wanted, found)):
+        return None
+    if type(wanted) is not type(found) or mine.keys() != other.keys():
+        return _Difference(path, wanted, found)
+    below = (_first_difference(mine[key], other[key], (*path, key)) for key in mine)
+    return next(filter(None, below), None)
+
+
+def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
+    """Where the structure of a state differs, and what to do."""
+    difference = _first_difference(wanted, state)
+    if difference is None:
+        return "its nodes have other static fields than those of optimizer.init(params)"
+    types, node, of_params = _types_in(params), wanted, False
+    for depth, key in enumerate(difference.path, start=1):
+        parent, node = node, children(node)[key]
+        of_params |= _holds_params(node, parent, difference.path[:depth], types)
+    restored = isinstance(difference.found, dict | list | None)
+    if of_params and difference.wanted is None:
+        remedy = "Pass a gradient for this parameter, as init was given it"
+    elif isinstance(difference.wanted, tuple) and restored:
+        remedy = (
+            "If it was restored without a target, restore it into the structure of "
+            "optimizer.init(params), such as with flax.serialization.from_state_dict"
+        )
+    elif of_params:
+        remedy = (
+            "Pass the state of these parameters. If some of them or their dimension "
+            "numbers have changed, orscale_jax.convert_state(state, optimizer, params) "
+            "keeps what still fits (for new ones, with allow_new=True)"
+        )
+    else:
+        remedy = (
+            "If it is another optimizer's, pass the result of "
+            "orscale_jax.convert_state(state, optimizer, params)"
+        )
+    words = difference.in_words("optimizer.init(params)", "the state")
+    return f"{words}. {remedy}"

@@ -1,0 +1,131 @@
+"""Learning rates of groups: relative steps against W before and after the update."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from orscale_jax import orscale
+from orscale_jax.diagnostics import read
+
+PARAMS = {"a": {"w": jnp.eye(3)}, "b": {"w": 2.0 * jnp.eye(4), "v": jnp.eye(2, 4)}}
+LABELS = {"a": "slow", "b": "fast"}
+SCHEDULE = optax.linear_schedule(0.02, 0.5, 2)
+
+
+@functools.cache
+def after_two_steps(build, slow, fast):
+    """State, parameters, and the relative steps that the weights have taken."""
+    groups = {"slow": build(slow), "fast": build(fast)}
+    optimizer, params = optax.partition(groups, LABELS), PARAMS
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for _ in range(2):
+        updates, state = update(PARAMS, state, params)
+        before, params = params, optax.apply_updates(params, updates)
+    moved = jax.tree.map(
+        lambda u, w: np.linalg.norm(u) / np.linalg.norm(w), updates, before
+    )
+    return state, params, moved
+
+
+def require(build, slow, fast, **given):
+    state, params, moved = after_two_steps(build, slow, fast)
+    found = jax.jit(functools.partial(read, **given))(state, params).relative_step
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, moved)
+
+
+def test_numbers_by_label():
+    require(orscale, 0.01, 0.1, learning_rate={"slow": 0.01, "fast": 0.1})
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "slow, fast, given",
+    [
+        (0.01, SCHEDULE, {"slow": 0.01, "fast": SCHEDULE}),
+        (SCHEDULE, SCHEDULE, {"slow": SCHEDULE, "fast": SCHEDULE}),
+        (SCHEDULE, SCHEDULE, SCHEDULE),
+        (0.1, 0.1, 0.1),
+    ],
+)
+def test_schedules_have_the_counts_of_their_groups(slow, fast, given):
+    require(orscale, slow, fast, learning_rate=given)
+
+
+@pytest.mark.extended
+def test_schedules_that_are_trees_themselves():
+    """jax.tree_util.Partial is such a tree: its leaves are its arguments."""
+    schedule = jax.tree_util.Partial(lambda start, step: start * (1 + step), 0.01)
+    for rate in (schedule, {"slow": schedule, "fast": schedule}):
+        require(orscale, schedule, schedule, learning_rate=rate)
+
+
+injected = optax.inject_hyperparams(orscale)
+
+
+@pytest.mark.extended
+def test_injected_rates_are_those_of_their_groups():
+    require(injected, 0.01, 0.1)
+    require(injected, 0.01, 0.1, learning_rate={"slow": 0.01, "fast": 0.1})
+
+
+def of_label(label):
+    def build(learning_rate):
+        return (injected if learning_rate == label else orscale)(learning_rate)
+
+    return build
+
+
+@pytest.mark.parametrize(
+    "build, slow, fast, given, message",
+    [
+        (orscale, 0.01, SCHEDULE, 0.1, "some groups have a schedule and others do not"),
+        (orscale, 0.01, SCHEDULE, SCHEDULE, "some groups have a schedule and others"),
+        (injected, 0.01, 0.1, 0.1, "leave learning_rate out"),
+        (of_label(0.1), 0.01, 0.1, None, "of some matrices, but not that of 'a.w'"),
+        (orscale, 0.01, 0.1, {"slow": 0.1}, "no entry for 'b.v' in the group 'fast / ma"),
+        (orscale, 0.01, 0.1, {"slow": 0.1, "fast": None}, "has no entry for 'b.v'"),
+        (orscale, 0.01, 0.1, {"c": 0.1}, "pass a number, a schedule, or a mapping from"),
+        (orscale, 0.01, 0.1, np.ones(2), "pass a number, a schedule, or a mapping from"),
+        (orscale, 0.01, 0.1, {"slow": SCHEDULE, "fast": 1}, "has no count for it"),
+    ],
+)
+def test_what_must_be_wrong_is_refused(build, slow, fast, given, message):
+    state, params, _ = after_two_steps(build, slow, fast)
+    with pytest.raises(ValueError, match=message):
+        read(state, params, learning_rate=given)
+
+
+def nested(rate):
+    inner = injected
+    return optax.inject_hyperparams(lambda learning_rate: inner(0.1 * learning_rate))(
+        learning_rate=rate
+    )
+
+
+def behind_another(rate):
+    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
+    return optax.chain(scale(learning_rate=1.0), injected(rate))
+
+
+def before_another(rate):
+    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
+    return optax.chain(injected(rate), scale(learning_rate=1.0))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("build", [nested, behind_another, before_another])
+def test_injected_next_to_the_ratios(build):
+    require(build, 0.01, 0.1)
+
+
+def test_several_injected_beside_the_ratios():
+    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
+    optimizer = optax.chain(orscale(1.0), scale(0.1), scale(0.5))
+    state = optimizer.init(PARAMS)
+    with pytest.raises(ValueError, match=r"several learning rates, none .*: pass a num"):
+        read(state, PARAMS)
+    assert read(state, PARAMS, learning_rate=0.05).relative_step is not None

@@ -1,0 +1,165 @@
+"""Measurements of the momentum and of Q, against NumPy's SVD."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
+
+from orscale_jax import orscale, polar_factor
+from orscale_jax.diagnostics import measure
+from tests import leaves
+
+MEASUREMENTS = ("momentum_stable_rank", "polar_error", "direction_angle")
+NAMES = ("tall", "experts", "grouped_query")
+NUMBERS = {name: leaves.DIMENSIONS[name] for name in (*NAMES, "bias")}
+
+
+def low_rank(seed):
+    """Gradients, those of "tall" of rank 2 and those of an expert zero."""
+    grads = {name: leaves.random_tree(seed)[name] for name in NUMBERS}
+    u, s, v = np.linalg.svd(grads["tall"], full_matrices=False)
+    grads["tall"] = jnp.asarray((u[:, :2] * s[:2]) @ v[:2])
+    grads["experts"] = grads["experts"].at[1, 2].set(0)
+    return grads
+
+
+def states(steps=2):
+    optimizer = orscale(0.1, weight_dimension_numbers=NUMBERS)
+    params = {name: leaves.random_tree(0)[name] for name in NUMBERS}
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(steps):
+        updates, state = update(low_rank(step), state, params)
+        params = optax.apply_updates(params, updates)
+        yield state, params
+
+
+def expected_of(matrix, previous):
+    """All measurements of one matrix, with Q from an SVD."""
+    values = np.linalg.svd(matrix, compute_uv=False)
+    pair = (jnp.asarray(x, jnp.float32) for x in (matrix, previous))
+    q, before = (np.float64(POLAR(x)) for x in pair)
+    short = min(q.shape)
+    gram = q.T @ q if q.shape[1] == short else q @ q.T
+    norms = np.linalg.norm(q) * np.linalg.norm(before)
+    cosine = np.sum(q * before) / norms if norms else 0.0
+    return {
+        "momentum_stable_rank": np.sum(values**2) / values[0] ** 2 if values[0] else 0.0,
+        "polar_error": np.linalg.norm(gram - np.eye(short)) / short**0.5,
+        "direction_angle": np.degrees(np.arccos(np.clip(cosine, -1, 1))),
+    }
+
+
+POLAR = functools.partial(polar_factor, steps=6)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    (before, _), (now, params) = states()
+    found = measure(
+        now, params, NUMBERS, names=MEASUREMENTS, previous=before, polar=POLAR
+    )
+    momenta = (optax.tree.get(state, "trace") for state in (now, before))
+    return found, *momenta
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("leaf", NAMES)
+def test_measurements_are_those_of_an_svd(measured, leaf):
+    found, now, before = measured
+    pairs = zip(*(leaves.matrices(leaf, t[leaf]) for t in (now, before)), strict=True)
+    for index, pair in enumerate(pairs):
+        for name, value in expected_of(*pair).items():
+            tolerance = 0.1 if name == "direction_angle" else 2e-4  # Degrees.
+            number = np.ravel(found[name][leaf])[index]
+            assert number == pytest.approx(value, rel=1e-3, abs=tolerance), name
+    assert isinstance(found[name]["bias"], optax.MaskedNode)
+
+
+@pytest.mark.extended
+def test_low_rank_and_zero_are_seen(measured):
+    found, *_ = measured
+    assert found["momentum_stable_rank"]["experts"][1, 2] == 0
+    assert found["polar_error"]["experts"][1, 2] == 1
+    assert (found["polar_error"]["grouped_query"] < 0.3).all()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("scale", [1e-25, 1e-9, 1e9, 1e25])
+def test_the_scale_of_the_momentum_does_not_matter(scale):
+    params = {"w": jnp.ones((6, 4))}
+    grads = {"w": scale * jnp.eye(6, 4).at[3, 3].set(0)}
+    optimizer = orscale(0.1)
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    found = measure(state, params, names=["momentum_stable_rank"])
+    assert found["momentum_stable_rank"]["w"] == pytest.approx(3)
+
+
+@pytest.mark.extended
+def test_nothing_is_healthy_about_nan():
+    params, optimizer = {"w": jnp.eye(4)}, orscale(0.1)
+    _, state = optimizer.update(
+        {"w": params["w"] * jnp.nan}, optimizer.init(params), params
+    )
+    found = measure(state, params)
+    assert np.isnan([found[name]["w"] for name in found]).all()
+
+
+@pytest.mark.extended
+def test_stacks_without_broadcasting_and_matrices_without_entries():
+    """Which have no singular value, and no error."""
+    params = {"stack": np.ones((2, 4, 3), np.float32), "empty": np.ones((1, 0, 4))}
+    numbers = {name: MuonDimensionNumbers(1, 2) for name in params}
+    optimizer = orscale(0.1, weight_dimension_numbers=numbers)
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    with jax.numpy_rank_promotion("raise"), jax.debug_nans(True):
+        found = measure(state, params, numbers)
+    for tree in found.values():
+        assert tree["stack"].shape == (2,) and tree["empty"].tolist() == [0]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_of_sharded_matrices(kind):
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    params = {"w": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
+    optimizer = orscale(0.1)
+    expected = measure(
+        optimizer.update(params, optimizer.init(params), params)[1], params
+    )
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, NamedSharding(mesh, P("a", "b")))
+        _, state = jax.jit(optimizer.update)(placed, optimizer.init(placed), placed)
+        found = measure(state, placed)
+    for name, tree in expected.items():
+        np.testing.assert_allclose(found[name]["w"], tree["w"], rtol=1e-4)
+
+
+def test_of_two_momenta_none_is_taken():
+    optimizer = optax.chain(orscale(1e-2), optax.trace(0.5))
+    params = {"w": jnp.eye(3)}
+    with pytest.raises(
+        ValueError, match=r"two momenta for parameter 'w'.*pass the state"
+    ):
+        measure(optimizer.init(params), params)
+
+
+class TestErrors:
+    """Inputs that are refused, and what the messages say."""
+
+    def test_names(self):
+        params = {"w": jnp.eye(3)}
+        state = orscale(0.1).init(params)
+        with pytest.raises(ValueError, match="names='rank' is not valid"):
+            measure(state, params, names=["rank"])
+        with pytest.raises(ValueError, match=r"compares two states: pass previous="):
+            measure(state, params, names=["direction_angle"])
+
+    def test_no_momentum(self):
+        params = {"w": jnp.eye(3)}
+        with pytest.raises(ValueError, match=r"no momentum for parameter 'w' of shape"):
+            measure(optax.adam(1e-3).init(params), params)

@@ -1,0 +1,491 @@
+"""What ``read`` finds, against NumPy in float64 on saved weights and momenta."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.study import controls
+from orscale_jax import (
+    CalibratedTrustRatioState,
+    convert_state,
+    muon,
+    orscale,
+)
+from orscale_jax.diagnostics import read, summarize
+from tests import leaves, oracle
+from tests.runs import ABLATIONS, FAMILY
+
+RATE, DECAY, MU = 0.1, 0.1, 0.95
+
+
+class Recomputed:
+    """One matrix, recomputed from what a training loop could have saved."""
+
+    def __init__(self, shape):
+        self.s = 0.2 * max(shape) ** 0.5
+        self.c = self.first_norm = None
+
+    def direction(self, weight, momentum, gradient):
+        lookahead = MU * (MU * momentum + gradient) + gradient
+        return DECAY * weight + self.s * oracle.newton_schulz(lookahead)
+
+    def readout(self, before, after, momentum, gradient):
+        d = np.linalg.norm(self.direction(before, momentum, gradient))
+        w = np.linalg.norm(before)
+        if self.c is None:
+            self.c, self.first_norm = w / (d + 1e-6), w
+        r = w / (self.c * d + 1e-6)
+        clipped = min(max(r, 0.1), 5.0)
+        return {
+            "trust_ratio": clipped,
+            "raw_trust_ratio": r,
+            "calibration": self.c,
+            "weight_norm": np.linalg.norm(after),
+            "direction_norm": d,
+            "relative_step": RATE * clipped * d / w,
+            "growth": np.linalg.norm(after) / self.first_norm,
+            "at_r_min": r <= 0.1,
+            "at_r_max": r >= 5.0,
+            "started": True,
+            "anchored": True,
+        }
+
+
+def check(steps, names, rtol=1e-5):
+    """Compare readings with NumPy on what was saved at each step; the share clipped."""
+    recomputed, clipped = {}, []
+    for (before, momentum, grads), (after, reading) in steps:
+        for name in names:
+            trees = (before, after, momentum, grads)
+            saved = list(
+                zip(*(leaves.matrices(name, t[name]) for t in trees), strict=True)
+            )
+            matrices = recomputed.setdefault(
+                name, [Recomputed(x.shape) for x, *_ in saved]
+            )
+            for index, (matrix, arrays) in enumerate(zip(matrices, saved, strict=True)):
+                expected = matrix.readout(*arrays)
+                for field, value in expected.items():
+                    found = np.ravel(getattr(reading, field)[name])[index]
+                    assert found == pytest.approx(value, rel=rtol), (name, field)
+                clipped.append(expected["at_r_max"])
+    return np.mean(clipped)
+
+
+def stepped(optimizer, params, numbers, count):
+    """Steps as :func:`check` takes them."""
+
+    @jax.jit
+    def step(params, state, grads):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, read(state, params, numbers, learning_rate=RATE)
+
+    state = jax.jit(optimizer.init)(params)
+    for index in range(count):
+        # The first are the same, so that later directions differ, and ratios fall.
+        grads = {name: leaves.random_tree(index // 4)[name] for name in params}
+        grads = jax.tree.map(lambda g, p: jax.device_put(g, p.sharding), grads, params)
+        saved = params, optax.tree.get(state, "trace"), grads
+        params, state, reading = step(params, state, grads)
+        yield saved, (params, reading)
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("names", [("tall", "layers", "fused"), (*leaves.KINDS,)])
+def test_readouts_are_those_of_saved_weights_and_momenta(names):
+    tree = leaves.random_tree(0, 0.005)
+    params = {name: tree[name] for name in (*names, "bias")}
+    numbers = {name: leaves.DIMENSIONS[name] for name in params}
+    optimizer = orscale(RATE, momentum=MU, weight_dimension_numbers=numbers)
+    assert check(stepped(optimizer, params, numbers, 8), names) > 0.1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_on_8_devices(kind):
+    names = ("tall", "layers", "experts", "fused", "grouped_query")
+    specs = {
+        "tall": P("b", "a"),
+        "layers": P("b", "a"),
+        "experts": P("a", None, "b"),
+        "fused": P("b", "a"),
+        "grouped_query": P("a", "b"),
+        "bias": P("b"),
+    }
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
+    whole = leaves.random_tree(0, 0.005)
+    with jax.set_mesh(mesh):
+        params = {
+            name: jax.device_put(whole[name], NamedSharding(mesh, spec))
+            for name, spec in specs.items()
+        }
+        numbers = {name: leaves.DIMENSIONS[name] for name in specs}
+        optimizer = orscale(RATE, momentum=MU, weight_dimension_numbers=numbers)
+        assert check(stepped(optimizer, params, numbers, 6), names) > 0
+
+
+@pytest.mark.extended
+def test_other_parameters_are_masked():
+    params = {"kernel": jnp.eye(3), "bias": jnp.ones(3), "embed": jnp.ones((4, 3))}
+    reading = read(orscale(1e-3).init(params), params, learning_rate=1e-3)
+    for tree in reading:
+        chex.assert_trees_all_equal_structs(
+            tree, {"kernel": 0.0, "bias": optax.MaskedNode(), "embed": optax.MaskedNode()}
+        )
+
+
+class TestBeforeAndWithout:
+    """States before the first step, and matrices without update, scale or anchor."""
+
+    def test_before_the_first_step(self):
+        params = {"w": 3 * jnp.eye(2)}
+        reading = read(orscale(0.1).init(params), params, learning_rate=0.1)
+        expected = {
+            "trust_ratio": 1, "raw_trust_ratio": 1, "calibration": 0,
+            "weight_norm": 3 * 2**0.5, "direction_norm": 0, "relative_step": 0,
+            "growth": 1, "at_r_min": 0, "at_r_max": 0, "started": 0, "anchored": 0,
+        }  # fmt: skip
+        found = {name: tree["w"] for name, tree in reading._asdict().items()}
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
+
+    def states(self, optimizer, weight, gradients):
+        params = {"w": jnp.asarray(weight)}
+        state = optimizer.init(params)
+        for gradient in gradients:
+            updates, state = optimizer.update({"w": gradient}, state, params)
+            params = optax.apply_updates(params, updates)
+            yield read(state, params, Dims(-2, -1), learning_rate=0.1), params
+
+    @pytest.mark.extended
+    def test_an_expert_without_tokens(self):
+        experts, one = np.stack([np.eye(4), np.eye(4)]), np.eye(4)
+        grads = [np.stack([one, 0 * one]), np.stack([one, 0 * one]), np.stack([one, one])]
+        optimizer = orscale(0.1, weight_dimension_numbers=Dims(-2, -1))
+        readings = [r for r, _ in self.states(optimizer, experts, grads)]
+        found = [(r.started["w"].tolist(), r.anchored["w"].tolist()) for r in readings]
+        assert found == [([True, False],) * 2] * 2 + [([True, True],) * 2]
+        assert [float(r.growth["w"][1]) for r in readings[:2]] == [1, 1]
+        assert [float(r.relative_step["w"][1]) for r in readings[:2]] == [0, 0]
+        # W₀ is the weight at the first direction, of which it is a step away now.
+        assert readings[2].growth["w"][1] == pytest.approx(
+            1 - 0.1 * (0.1 + 0.4), rel=1e-2
+        )
+
+    def test_a_matrix_that_starts_from_zero(self):
+        grads = [np.eye(3)] * 3
+        optimizer = orscale(0.1, weight_decay=0.0)
+        seen = list(self.states(optimizer, np.zeros((3, 3)), grads))
+        assert [bool(r.anchored["w"]) for r, _ in seen] == [False] * 3
+        assert all(np.isinf(r.calibration["w"]) for r, _ in seen)
+        # W₀ is the first that is not zero, after one step; each step is as large.
+        growth = [float(r.growth["w"]) for r, _ in seen]
+        np.testing.assert_allclose(growth, [1, 2, 3], rtol=1e-5)
+
+    def test_relative_steps_of_a_matrix_that_starts_from_zero(self):
+        """Infinite at first, left out of the statistics, and 0 at a rate of 0."""
+        params, rate = {"w": jnp.eye(3), "z": jnp.zeros((3, 3))}, lambda t: 0.1 * t
+        grads, optimizer = {"w": jnp.eye(3), "z": jnp.eye(3)}, orscale(rate)
+        state = optimizer.init(params)
+        steps, means = [], []
+        with jax.debug_nans(True):
+            for _ in range(3):
+                updates, state = optimizer.update(grads, state, params)
+                params = optax.apply_updates(params, updates)
+                found = read(state, params, learning_rate=rate)
+                steps.append(float(found.relative_step["z"]))
+                means.append(summarize(found)["optimizer/relative_step/mean"])
+                own = float(found.relative_step["w"])
+                if not np.isfinite(steps[-1]):
+                    assert means[-1] == own
+        assert steps[:2] == [0, np.inf] and 0 < steps[2] < 10
+        assert np.isfinite(means).all()
+
+    @pytest.mark.extended
+    def test_without_calibration(self):
+        optimizer = orscale(0.1, calibrate=False)
+        _, (second, params) = self.states(optimizer, np.eye(4), [np.eye(4)] * 2)
+        assert not second.anchored["w"] and second.calibration["w"] == 1
+        assert second.growth["w"] == pytest.approx(
+            np.linalg.norm(params["w"]) / 2, rel=1e-5
+        )
+
+    def test_a_direction_that_is_not_finite(self):
+        grads = [np.eye(3), np.full((3, 3), np.nan)]
+        _, (reading, _) = self.states(orscale(0.1), np.eye(3), grads)
+        assert np.isnan(reading.raw_trust_ratio["w"])
+        assert np.isnan(reading.weight_norm["w"])
+        assert not reading.at_r_max["w"] and not reading.at_r_min["w"]
+
+    @pytest.mark.quick_first_case
+    @pytest.mark.parametrize("scale, bound", [(1e-3, "at_r_max"), (1e2, "at_r_min")])
+    def test_at_a_bound(self, scale, bound):
+        optimizer = orscale(0.0, calibrate=False, r_min=0.5, r_max=1.5, weight_decay=0)
+        flags = {"at_r_max": 1e2, "at_r_min": 1e-3}
+        [(reading, _)] = self.states(optimizer, flags[bound] * np.eye(3), [np.eye(3)])
+        found = {name: bool(getattr(reading, name)["w"]) for name in flags}
+        assert found == {name: name == bound for name in flags}
+
+    @pytest.mark.extended
+    def test_a_pooled_ratio_is_at_a_bound_where_the_pool_is(self):
+        optimizer = controls.pooled(0.1, calibrate=False, r_max=2.0, weight_decay=0.0)
+        params = {"a": jnp.eye(2), "b": 30 * jnp.eye(2)}
+        _, state = optimizer.update(params, optimizer.init(params), params)
+        reading = read(state, params)
+        assert reading.raw_trust_ratio["a"] > 2 and not reading.at_r_min["a"]
+        assert reading.at_r_max["a"] and reading.at_r_max["b"]
+        small = {"a": 0.1 * jnp.eye(2), "b": 0.9 * jnp.eye(2)}
+        _, state = optimizer.update(small, optimizer.init(small), small)
+        reading = read(state, small)
+        assert reading.raw_trust_ratio["a"] != reading.trust_ratio["a"]
+        assert not any(reading.at_r_max.values()) and not any(reading.at_r_min.values())
+
+
+def trained(optimizer, params, steps=3):
+    state = optimizer.init(params)
+    for step in range(steps):
+        grads = jax.tree.map(lambda p, s=step: jnp.roll(p, s) + 0.1, params)
+        updates, state = optimizer.update(grads, state, params)
+        before, params = params, optax.apply_updates(params, updates)
+    return state, before, params
+
+
+TREE = {"w": jnp.arange(12.0).reshape(4, 3) / 10, "b": jnp.ones(3)}
+
+
+class TestOptimizers:
+    """Muon, the ablations and the relatives, as far as a quantity exists."""
+
+    @pytest.mark.quick_first_case
+    @pytest.mark.parametrize("name", ["muon", *ABLATIONS, *FAMILY])
+    def test_relative_step_is_what_the_weights_have_done(self, name):
+        build = muon if name == "muon" else {**ABLATIONS, **FAMILY}[name]
+        # Without decay also those that decouple it have no other update than r̂D.
+        decay = {} if name == "hyperball" else {"weight_decay": 0.0}
+        optimizer = build(0.1, **decay)
+        state, before, params = trained(optimizer, TREE)
+        reading = read(state, params, learning_rate=0.1)
+        norms = [np.linalg.norm(np.float64(tree["w"])) for tree in (before, params)]
+        assert reading.weight_norm["w"] == pytest.approx(norms[1], rel=1e-5)
+        if optax.tree.get_all_with_path(state, "calibration"):
+            moved = np.linalg.norm(np.float64(params["w"]) - np.float64(before["w"]))
+            found = reading.relative_step["w"]
+            assert found == pytest.approx(moved / norms[0], rel=1e-4)
+            first = np.linalg.norm(np.float64(TREE["w"]))
+            assert reading.growth["w"] == pytest.approx(norms[1] / first, rel=1e-5)
+        else:
+            fields = {
+                name for name, tree in reading._asdict().items() if tree is not None
+            }
+            expected = {"growth"} if name == "hyperball" else {"started"}
+            assert fields == {"weight_norm"} | expected
+
+    @pytest.mark.extended
+    def test_two_optimizers_of_one_tree(self):
+        params = {"a": TREE["w"], "b": TREE["w"] + 1, "c": jnp.ones((2, 3, 4))}
+        optimizer = optax.partition(
+            {"orscale": orscale(0.1), "muon": muon(0.1), "sgd": optax.sgd(0.1)},
+            {"a": "orscale", "b": "muon", "c": "sgd"},
+        )
+        state, _, params = trained(optimizer, params)
+        reading = read(state, params)
+        assert len(jax.tree.leaves(reading.weight_norm)) == 2
+        assert len(jax.tree.leaves(reading.trust_ratio)) == 1
+
+
+class TestWrappers:
+    """The state inside of Optax's and Flax's wrappers."""
+
+    def expected(self):
+        state, _, params = trained(orscale(0.1), TREE)
+        return read(state, params, learning_rate=0.1)
+
+    @pytest.mark.extended
+    @pytest.mark.parametrize(
+        "wrap",
+        [
+            lambda o: optax.chain(optax.clip_by_global_norm(1e9), o),
+            lambda o: optax.MultiSteps(o, 1).gradient_transformation(),
+            lambda o: optax.apply_if_finite(o, 3),
+            lambda o: optax.partition({"all": o}, lambda tree: "all"),
+            lambda o: optax.masked(o, True),
+        ],
+    )
+    def test_of_optax(self, wrap):
+        state, _, params = trained(wrap(orscale(0.1)), TREE)
+        found = read(state, params, learning_rate=0.1)
+        chex.assert_trees_all_close(found, self.expected(), rtol=1e-6)
+
+    @pytest.mark.extended
+    def test_injected_hyperparameters_tell_the_rate(self):
+        schedule = optax.linear_schedule(0.1, 0.4, 3)
+        injected = optax.inject_hyperparams(orscale)(learning_rate=schedule)
+        states = [trained(injected, TREE), trained(orscale(schedule), TREE)]
+        found = read(states[0][0], states[0][2])
+        expected = read(states[1][0], states[1][2], learning_rate=schedule)
+        chex.assert_trees_all_close(found, expected, rtol=1e-6)
+        by_hand = read(states[1][0], states[1][2], learning_rate=schedule(2))
+        chex.assert_trees_all_equal(expected, by_hand)
+
+    def test_no_rate_no_relative_step(self):
+        state, _, params = trained(orscale(0.1), TREE)
+        assert read(state, params).relative_step is None
+
+    def test_train_state(self):
+        train_state = TrainState.create(apply_fn=None, params=TREE, tx=orscale(0.1))
+        for step in range(3):
+            grads = jax.tree.map(
+                lambda p, s=step: jnp.roll(p, s) + 0.1, train_state.params
+            )
+            train_state = train_state.apply_gradients(grads=grads)
+        found = read(train_state, train_state.params, learning_rate=0.1)
+        chex.assert_trees_all_close(found, self.expected(), rtol=1e-6)
+
+    @pytest.mark.extended
+    def test_nnx(self):
+        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, orscale(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer):
+            grads = nnx.grad(lambda m: (m(jnp.ones((2, 4))) ** 2).sum())(model)
+            optimizer.update(model, grads)
+            return read(optimizer, nnx.state(model, nnx.Param), learning_rate=0.1)
+
+        first = np.linalg.norm(model.kernel[...])
+        for _ in range(2):
+            reading = step(model, optimizer)
+        after = np.linalg.norm(model.kernel[...])
+        assert reading.weight_norm["kernel"] == pytest.approx(after, rel=1e-5)
+        assert reading.growth["kernel"] == pytest.approx(after / first, rel=1e-5)
+        assert len(jax.tree.leaves(reading.trust_ratio)) == 1
+
+    @pytest.mark.extended
+    def test_scan(self):
+        optimizer = orscale(0.1)
+
+        def step(carry, seed):
+            params, state = carry
+            grads = jax.tree.map(lambda p: jnp.roll(p, seed) + 0.1, params)
+            updates, state = optimizer.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+            return (params, state), read(state, params, learning_rate=0.1)
+
+        _, readings = jax.lax.scan(step, (TREE, optimizer.init(TREE)), jnp.arange(3))
+        last = jax.tree.map(lambda x: x[-1], readings)
+        chex.assert_trees_all_close(last, self.expected(), rtol=1e-5)
+
+
+@pytest.mark.extended
+@pytest.mark.compiled
+def test_nothing_is_sent_to_the_host_and_nothing_compiled_again():
+    optimizer = orscale(optax.linear_schedule(0.1, 0.0, 9))
+
+    @jax.jit
+    def step(params, state):
+        updates, state = optimizer.update(params, state, params)
+        params = optax.apply_updates(params, updates)
+        return params, state, read(state, params, learning_rate=0.1)
+
+    params, state = TREE, optimizer.init(TREE)
+    text = step.lower(params, state).compile().as_text()
+    assert not [
+        word for word in ("outfeed", "infeed", "send(", "callback") if word in text
+    ]
+    for _ in range(3):
+        params, state, _ = step(params, state)
+    assert step._cache_size() == 1
+
+
+def without_norms(state):
+    """A state as checkpoints from before the norms hold it."""
+
+    def old(node):
+        names = ("calibration", "raw_trust_ratio", "trust_ratio")
+        return {name: getattr(node, name) for name in names}
+
+    def is_ratio(node):
+        return isinstance(node, CalibratedTrustRatioState)
+
+    return jax.tree.map(
+        lambda node: old(node) if is_ratio(node) else node, state, is_leaf=is_ratio
+    )
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("way", ["convert_state", "partial restore"])
+def test_a_checkpoint_from_before_the_norms(tmp_path, way):
+    optimizer = orscale(0.1)
+    state, _, params = trained(optimizer, TREE)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "old", without_norms(state))
+        checkpointer.wait_until_finished()
+        if way == "convert_state":
+            abstract = jax.eval_shape(lambda: without_norms(state))
+            old = checkpointer.restore(tmp_path / "old", abstract)
+            restored = convert_state(old, optimizer, params)
+    if way == "partial restore":
+        fresh = optimizer.init(params)
+        arguments = ocp.checkpoint_utils.construct_restore_args(fresh)
+        restored = ocp.PyTreeCheckpointer().restore(
+            tmp_path / "old",
+            args=ocp.args.PyTreeRestore(
+                item=fresh, restore_args=arguments, partial_restore=True
+            ),
+        )
+    chex.assert_trees_all_equal_structs(restored, state)
+    assert np.isnan(read(restored, params).growth["w"])  # Its W₀ is not known.
+    grads = jax.tree.map(jnp.ones_like, params)
+    expected, _ = optimizer.update(grads, state, params)
+    updates, restored = optimizer.update(grads, restored, params)
+    chex.assert_trees_all_equal(updates, expected)
+    reading = read(restored, params, learning_rate=0.1)
+    assert np.isnan(reading.growth["w"]) and np.isfinite(reading.relative_step["w"])
+
+
+class TestErrors:
+    """Inputs that are refused, and what the messages say."""
+
+    def test_another_optimizer(self):
+        with pytest.raises(ValueError, match="pass the state of an optimizer of ors"):
+            read(optax.adam(1e-3).init(TREE), TREE)
+
+    @pytest.mark.parametrize("params", [{}, {"b": jnp.ones(3)}, jnp.ones(3)])
+    def test_no_matrices(self, params):
+        with pytest.raises(ValueError, match="has no matrices: there is nothing to read"):
+            read(orscale(1e-3).init(params), params)
+
+    def test_other_dimension_numbers(self):
+        params = {"w": jnp.ones((3, 4, 5))}
+        state = orscale(1e-3, weight_dimension_numbers=Dims(1, 2)).init(params)
+        with pytest.raises(ValueError, match=r"'w' of shape \(3, 4, 5\) is ambiguous"):
+            read(state, params)
+        match = (
+            r"is matrices of batch shape \(5,\), but in the state matrices of batch sh"
+        )
+        with pytest.raises(ValueError, match=match):
+            read(state, params, Dims(0, 1))
+
+    def test_other_parameters(self):
+        state = orscale(1e-3).init({"w": jnp.ones((3, 4)), "v": jnp.ones((3, 4))})
+        with pytest.raises(ValueError, match="params does not have, such as 'v'"):
+            read(state, {"w": jnp.ones((3, 4))})
+
+    @pytest.mark.parametrize("rate", ["0.1", True, -1.0, np.nan, -np.inf, 1j])
+    def test_no_rate(self, rate):
+        with pytest.raises(ValueError, match=r"^learning_rate=.*a number"):
+            read(orscale(1e-3).init(TREE), TREE, learning_rate=rate)
+
+    @pytest.mark.extended
+    def test_a_schedule_without_count(self):
+        state = orscale(1e-3).init(TREE)
+        with pytest.raises(ValueError, match="the state has no count"):
+            read(state, TREE, learning_rate=optax.constant_schedule(1e-3))

@@ -1,0 +1,397 @@
+"""The report of a run: what the page holds, and that no history breaks it."""
+
+import html.parser
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from orscale_jax.diagnostics import report as module
+from orscale_jax.diagnostics.__main__ import main
+from orscale_jax.diagnostics.report import (
+    FIGURES,
+    OTHERS,
+    RunError,
+    read_run,
+    write_report,
+)
+
+HOSTILE = '<script>alert("&")</script> $x^2$'
+CLASSES = ("attention query", "mlp up", "routed expert down")
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+def history(layers=3, steps=5, seed=0, names="blocks.{layer}.{kind}.kernel"):
+    """A plausible history in the documented format, with a gain at the last step."""
+    rng = np.random.default_rng(seed)
+    frames = []
+    matrices = [
+        (names.format(layer=layer, kind=kind.replace(" ", "_")), kind)
+        for layer in range(layers)
+        for kind in CLASSES
+    ]
+    n = len(matrices)
+    final_growth = rng.uniform(0.8, 4, n)
+    for index in range(1, steps + 1):
+        growth = final_growth ** (index / steps)
+        raw = growth * rng.uniform(0.9, 1.1, n)
+        measured = 1.0 if index == steps else np.nan
+        frame = pd.DataFrame(matrices, columns=["matrix", "class"])
+        frames.append(
+            frame.assign(
+                step=10 * index,
+                trust_ratio=np.clip(raw, 0.1, 3),
+                raw_trust_ratio=raw,
+                calibration=rng.uniform(0.01, 0.05, n),
+                weight_norm=10 * growth,
+                direction_norm=5.0,
+                relative_step=1e-3 * raw / growth,
+                growth=growth,
+                at_r_min=0,
+                at_r_max=(raw >= 3).astype(int),
+                started=1,
+                anchored=1,
+                kappa_step=1.2 * measured,
+                kappa_step_stderr=0.02 * measured,
+                loss=3 / index,
+                val_loss=3.1 / index,
+            )
+        )
+    return pd.concat(frames, ignore_index=True)
+
+
+def audit(rows):
+    parameters = rows["matrix"].unique()
+    sizes = {"m": 64, "n": 256, "s": 3.2, "rule": "matrix", "check": HOSTILE}
+    return pd.DataFrame({"parameter": parameters}).assign(**sizes)
+
+
+def write(folder, rows, with_audit=True):
+    folder.mkdir(parents=True, exist_ok=True)
+    first = ["step", "matrix", "class"]
+    rows = rows[first + [name for name in rows.columns if name not in first]]
+    rows.to_csv(folder / "history.csv", index=False, float_format="%.7g")
+    if with_audit:
+        audit(rows).to_csv(folder / "audit.csv", index=False)
+    return folder
+
+
+def run_of(rows, tmp_path):
+    return read_run(write(tmp_path / "run", rows))
+
+
+class Page(html.parser.HTMLParser):
+    """What a page holds; refuses tags that are not closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.links, self.ids = [], [], [], []
+        self.labels, self.text, self.headings = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self.tags.append(tag)
+        self.links += [attributes[name] for name in ("src", "href") if name in attributes]
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        self.labels += [attributes["aria-label"]] if tag == "svg" else []
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+        if self.open and self.open[-1] in ("h1", "h2", "h3"):
+            self.headings.append(data)
+
+
+def page_of(path):
+    return Page(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """The report of a run with everything, some of it hostile."""
+    rows = history()
+    rows.loc[rows["matrix"] == "blocks.0.mlp_up.kernel", "matrix"] = HOSTILE
+    rows.loc[rows["class"] == "mlp up", "class"] = HOSTILE
+    rows.loc[rows.index[-1], ["raw_trust_ratio", "weight_norm"]] = [np.nan, np.inf]
+    return write_report(write(tmp_path_factory.mktemp("runs") / "run <b>", rows))
+
+
+class TestPage:
+    @pytest.mark.extended
+    def test_it_has_every_section_in_order(self, report):
+        page = page_of(report)
+        titles = [entry.title for entry in FIGURES]
+        assert [text for text in page.headings if text in titles] == titles
+        sections = ["run <b>", "Verdict, at step 50", "Warnings", "Figures", "Matrices"]
+        found = [text for text in page.headings if text in [*sections, "Audit"]]
+        assert found == [*sections, "Audit"]
+
+    @pytest.mark.extended
+    def test_it_opens_without_a_network(self, report):
+        page = page_of(report)
+        assert all(
+            link.startswith(("#", "data:image/png;base64,")) for link in page.links
+        )
+        assert not {"script", "link", "iframe", "img"} & {*page.tags}
+        text = report.read_text()
+        assert not re.search(r"https?:|@import|url\((?!#)", text)
+
+    @pytest.mark.extended
+    def test_figures_are_in_the_page_and_beside_it(self, report):
+        page = page_of(report)
+        assert page.tags.count("svg") == len(FIGURES)
+        for entry in FIGURES:
+            image = report.with_name(f"{entry.name}.png").read_bytes()
+            assert image.startswith(b"\x89PNG") and len(image) > 5000, entry.name
+
+    def test_figures_say_their_numbers_in_words(self, report):
+        labels = page_of(report).labels
+        assert all(len(label) > 20 for label in labels)
+        assert any("attention query" in label for label in labels)
+
+    def test_ids_are_unique_and_found(self, report):
+        page = page_of(report)
+        assert len({*page.ids}) == len(page.ids)
+        used = re.findall(r"url\(#([^)]+)\)", report.read_text())
+        assert {*used} <= {*page.ids}
+
+    def test_hostile_names_are_text(self, report):
+        assert "<script" not in report.read_text()
+        assert any(HOSTILE in text for text in page_of(report).text)
+
+    def test_colors_of_figures_follow_the_page(self, report):
+        figure = report.read_text().partition("<svg")[2].partition("</svg>")[0]
+        assert "var(--series-0)" in figure and "var(--ink)" in figure
+        assert not re.search(r"(fill|stroke): #(?!b0b0b0)", figure)
+
+    def test_it_names_what_is_wrong(self, report):
+        assert "Not finite" in page_of(report).headings
+
+    def test_it_is_small(self, report):
+        assert report.stat().st_size < 1_000_000
+
+
+class TestCommand:
+    @pytest.mark.extended
+    def test_it_prints_the_page_and_writes_where_it_is_told(self, tmp_path, capsys, few):
+        folder = write(tmp_path / "run", history(layers=1, steps=2))
+        assert main([str(folder), "--out", str(tmp_path / "out")]) == 0
+        path = tmp_path / "out" / "report.html"
+        assert capsys.readouterr().out.strip() == str(path) and path.exists()
+        assert not (folder / "report").exists()
+
+    def test_a_folder_that_is_none(self, tmp_path, capsys):
+        assert main([str(tmp_path / "none")]) == 2
+        assert "is not a folder" in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        "text, message",
+        [
+            (None, "has no history.csv: write one with"),
+            ("", "history.csv is empty"),
+            ("step,matrix,class,trust_ratio\n", "holds no complete step"),
+            ("step,matrix,class\n1,a,other", "holds no complete step"),
+            ("a,b\n1,2\n", "has no column step or matrix or class"),
+            ("step,matrix,class\n1,a,other\n1,b,other,3\n", "is not the history"),
+            ("step,matrix,class\nx,a,other\n", "rows without a step"),
+        ],
+    )
+    def test_a_folder_without_a_history(self, tmp_path, capsys, text, message):
+        if text is not None:
+            (tmp_path / "history.csv").write_text(text)
+        assert main([str(tmp_path)]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err and not captured.out
+
+    def test_a_place_that_cannot_be_written(self, tmp_path, capsys):
+        folder = write(tmp_path / "run", history(layers=1, steps=1))
+        assert main([str(folder), "--out", str(folder / "history.csv")]) == 2
+        assert "history.csv" in capsys.readouterr().err
+
+    @pytest.mark.parametrize("package", ["pandas", "matplotlib"])
+    def test_an_extra_that_is_not_installed(self, tmp_path, capsys, monkeypatch, package):
+        for name in list(sys.modules):
+            if name.startswith("orscale_jax.diagnostics.report"):
+                monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
+        assert main([str(tmp_path)]) == 2
+        error = capsys.readouterr().err
+        assert package in error and "pip install 'orscale-jax[report]'" in error
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """One figure instead of all, where only the way through is tested."""
+    monkeypatch.setattr(module, "FIGURES", FIGURES[2:3])
+
+
+class TestHistories:
+    def test_muon_has_no_ratios_and_a_report(self, tmp_path):
+        rows = history(layers=1, steps=2)
+        kept = ["step", "matrix", "class", "weight_norm", "started"]
+        rows = rows.assign(**dict.fromkeys(rows.columns.difference(kept), np.nan))
+        page = page_of(write_report(write(tmp_path / "run", rows, with_audit=False)))
+        text = " ".join(page.text)
+        assert "svg" not in page.tags and text.count("Left out.") == len(FIGURES)
+        assert "The history has no raw_trust_ratio and no growth." in text
+        assert "no trust ratios, like any run of Muon" in text
+        assert "There is no audit.csv" in text
+
+    @pytest.mark.extended
+    def test_one_step_with_everything_broken(self, tmp_path):
+        rows = history(layers=2, steps=1)
+        numbers = rows.columns.difference(["step", "matrix", "class", "loss"])
+        rows[numbers] = rows[numbers].astype(float)
+        for index, value in enumerate((np.nan, np.inf, -np.inf, 0.0, -1.0)):
+            rows.loc[index, numbers] = value
+        page = page_of(write_report(write(tmp_path / "run", rows)))
+        assert page.tags.count("svg") == len(FIGURES)
+        assert "Not finite" in page.headings
+
+    @pytest.mark.extended
+    def test_nothing_finite(self, tmp_path, few):
+        rows = history(layers=1, steps=2).assign(
+            trust_ratio=np.nan, raw_trust_ratio=np.nan
+        )
+        page = page_of(write_report(write(tmp_path / "run", rows)))
+        assert "no trust ratios, like any run of Muon" in " ".join(page.text)
+
+    @pytest.mark.extended
+    def test_figures_of_an_earlier_report_go(self, tmp_path, few):
+        rows = history(layers=1, steps=1)
+        path = write_report(write(tmp_path / "run", rows)).with_name(
+            "growth_against_ratio.png"
+        )
+        assert path.exists()
+        write_report(write(tmp_path / "run", rows.assign(growth=np.nan)))
+        assert not path.exists()
+
+
+class TestReading:
+    def test_a_torn_tail_is_dropped(self, tmp_path):
+        rows = history(layers=2, steps=3)
+        run = run_of(rows[:-1], tmp_path)
+        assert run.steps == [10, 20] and len(run.last) == 6
+        path = write(tmp_path / "torn", rows) / "history.csv"
+        path.write_text(path.read_text()[:-20])
+        assert read_run(path.parent).steps == [10, 20]
+
+    def test_a_hole_is_refused(self, tmp_path):
+        with pytest.raises(RunError, match="step 20 has 8 rows, and step 10 has 9"):
+            run_of(history().drop(index=10), tmp_path)
+
+    def test_names_that_pandas_takes_for_missing_stay(self, tmp_path):
+        rows = history(layers=1, steps=1).assign(matrix=["nan", "", "null"])
+        assert list(run_of(rows, tmp_path).last["matrix"]) == ["nan", "", "null"]
+
+    def test_many_classes_are_put_together(self, tmp_path):
+        rows = history(layers=10, steps=1)
+        rows["class"] = [f"class {index}" for index in rows.index]
+        looks = run_of(rows, tmp_path).looks
+        assert len(looks) == module.MAX_CLASSES and [*looks][-1] == OTHERS
+
+    def test_classes_stand_in_the_order_of_a_block(self, tmp_path):
+        assert [*run_of(history()[::-1], tmp_path).looks] == list(CLASSES)
+
+    def test_few_of_many_steps_are_shown(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(module, "MAX_STEPS", 4)
+        run = run_of(history(layers=1, steps=50), tmp_path)
+        assert run.shown["step"].unique().tolist() == [10, 170, 340, 500]
+
+
+class TestNumbers:
+    def test_the_uniform_part_is_the_geometric_mean_by_relative_step(self, tmp_path):
+        rows = history()
+        rows.loc[rows.index[-1], "calibration"] = 0  # Not measured.
+        run = run_of(rows, tmp_path)
+        found, last = module.uniform_part(run).iloc[-1], run.last[:-1]
+        log, weights = np.log(last["trust_ratio"]), last["relative_step"]
+        mean = np.average(log, weights=weights)
+        spread = np.average((log - mean) ** 2, weights=weights) ** 0.5
+        np.testing.assert_allclose(found[["uniform", "spread"]], [np.exp(mean), spread])
+        own = last["class"] == "mlp up"
+        rest = np.average(log[own], weights=weights[own]) - mean
+        np.testing.assert_allclose(found["mlp up"], np.exp(rest))
+
+    @pytest.mark.parametrize(
+        "changes, told",
+        [
+            ({}, "The ratios help: κ 1.200 ± 0.020"),
+            ({"kappa_step": 0.8}, "The ratios point the wrong way: κ 0.800"),
+            ({"kappa_step": 1.01, "kappa_step_stderr": 0.01}, "neither help nor hurt"),
+            ({"kappa_step_stderr": 0.2}, "not enough data to tell: κ 1.200 ± 0.200"),
+            ({"kappa_step": np.nan}, "takes orscale_jax.diagnostics.step_gain"),
+            ({"at_r_max": 1}, "Saturated: 100% of the matrices are at r_max"),
+            ({"at_r_max": 1, "at_r_min": 1, "trust_ratio": 1.0}, "Uniform: this is Muon"),
+            ({"trust_ratio": 2.0}, "Uniform: this is Muon at 2 × the learning rate"),
+            ({"calibration": 0.0}, "no matrix has a ratio yet"),
+        ],
+    )
+    def test_the_verdict(self, tmp_path, changes, told):
+        step, sentences = module.verdict(run_of(history().assign(**changes), tmp_path))
+        assert told in sentences[0] and step == 50
+
+    def test_the_table_shows_extremes_of_many(self, tmp_path):
+        table = module._matrices(run_of(history(layers=70), tmp_path))
+        assert table.count("<tr") == 81 and "of 210" in table
+        table = module._matrices(run_of(history(layers=3), tmp_path))
+        assert table.count("<tr") == 10 and "All 9 matrices" in table
+
+    def test_the_largest_step_along_the_run_stands_beside_the_last(self, tmp_path):
+        """At the end of a schedule the last step is the smallest."""
+        rows = history(layers=1)
+        rows["relative_step"] = 0.02 * (1 - rows["step"] / 50) + 1e-5
+        rows.loc[0, "relative_step"] = np.inf
+        numbers = dict(module.key_numbers(run_of(rows, tmp_path)))
+        label = "median relative step (at most 1.6%, at step 10)"
+        assert numbers[label] == "0.001%"
+
+    def test_problems_that_are_over_are_told_from_those_that_last(self, tmp_path):
+        rows = history(layers=1)
+        rows.loc[rows["step"] == 20, "weight_norm"] = np.nan
+        rows.loc[rows["step"] >= 40, "relative_step"] = 0.5
+        found = module.occurrences(run_of(rows, tmp_path))
+        told = [(each.problem.title, each.first, each.last) for each in found]
+        assert told == [("Large steps", 40, 50), ("Not finite", 20, 20)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
+@pytest.mark.parametrize("scheme", ["", "--blink-settings=preferredColorScheme=0"])
+def test_a_browser_shows_the_page_without_errors(report, tmp_path, scheme):
+    command = [
+        shutil.which("chromium"), "--headless=new", "--no-sandbox", "--disable-gpu",
+        "--enable-logging=stderr", "--v=0", f"--user-data-dir={tmp_path / 'profile'}",
+        "--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1280,2400",
+        f"--screenshot={tmp_path / 'page.png'}", *filter(None, [scheme]), report.as_uri(),
+    ]  # fmt: skip
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=True
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert (tmp_path / "page.png").stat().st_size > 20_000
+
+
+@pytest.mark.slow
+def test_thousands_of_matrices(tmp_path):
+    rows = history(layers=1700, steps=30)
+    path = write_report(write(tmp_path / "run", rows))
+    assert path.stat().st_size < 5_000_000
