@@ -83,13 +83,14 @@ def test_readouts_are_recorded_by_matrix(finished):
 
 def test_measurements_are_taken_now_and_then(finished):
     rows = tiny.rows(finished / "orscale" / "history.csv")
-    assert {int(row["step"]) for row in rows if row["signal"]} == {50, 100}
-    for row in rows:
-        if row["signal"]:
-            assert float(row["noise"]) > 0 and float(row["smoothness_stderr"]) > 0
-            assert 1 <= float(row["momentum_stable_rank"]) <= 16
+    measured = [row for row in rows if row["kappa_step"]]
+    assert {int(row["step"]) for row in measured} == {50, 100}
+    for row in measured:
+        assert np.isfinite(float(row["kappa_step"]))
+        assert float(row["kappa_step_stderr"]) > 0
+        assert 1 <= float(row["momentum_stable_rank"]) <= 16
     of_muon = tiny.rows(finished / "muon_moonlight" / "history.csv")
-    assert {row["trust_ratio"] + row["signal"] for row in of_muon} == {""}
+    assert {row["trust_ratio"] + row["kappa_step"] for row in of_muon} == {""}
     assert all(float(row["weight_norm"]) > 0 for row in of_muon)
 
 
