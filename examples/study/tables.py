@@ -97,6 +97,8 @@ def inherited(study: Study) -> str:
             for name in study.workloads
             if kind_of(name) == kind and small in (None, name.endswith(SMALL_INIT))
         ]
+        if not names:  # Of a part of the study.
+            continue
         cells = Cell("orscale", "inherited"), Cell(REFERENCE, "inherited")
         found = compare([study.by_seed(name, *cells) for name in names])
         sure = f"{found.lower} : {found.higher}"
