@@ -128,7 +128,7 @@ bench-gpu: ## Compile a step for GPUs, which it needs none of; pass options in A
 	.venv-gpu/bin/python -m examples.benchmarks.ahead_of_time --platform gpu $(ARGS)
 
 demo: $(VENV)/.has-examples ## Train a small decoder with three optimizers; options in ARGS.
-	$(RUN) examples.pretrain --sample "def update(" $(ARGS)
+	$(RUN) examples.pretrain --recipe demo --sample "def update(" $(ARGS)
 
 demo-moe: $(VENV)/.has-examples ## The same with a small mixture of experts.
 	$(RUN) examples.pretrain --recipe demo-moe $(ARGS)
@@ -138,7 +138,7 @@ demo-vision: $(VENV)/.has-examples ## The same with a small DavidNet on drawings
 
 demo-seeds: $(VENV)/.has-examples ## Run the demo for seeds 0, 1, 2 and compare.
 	@set -e; for seed in $(SEEDS); do \
-		echo "Seed $$seed"; $(RUN) examples.pretrain --seed $$seed --out runs/seed$$seed $(ARGS); done
+		echo "Seed $$seed"; $(RUN) examples.pretrain --recipe demo --seed $$seed --out runs/seed$$seed $(ARGS); done
 	$(RUN) examples.pretrain.compare $(SEEDS:%=runs/seed%)
 
 STUDY := runs/study

@@ -20,10 +20,10 @@ import tyro
 from flax import nnx
 
 from examples.pretrain.config import Config
-from examples.pretrain.configs import DEMOS
-from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.optimizers import make_optimizer
+from examples.pretrain.recipes import DEMOS
 from examples.pretrain.setup import learning_rates, split
+from examples.pretrain.tasks import make_task, read_data
 from examples.study.theory import estimate, verdict
 from orscale_jax import diagnostics, orthogonalize, scale_by_shape
 

@@ -16,15 +16,15 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 
 from examples import figure_style as style
 from examples.pretrain.config import Config
-from examples.pretrain.configs import DEMOS
-from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.models.dense import DenseConfig
-from examples.pretrain.operation.readouts import Readouts
+from examples.pretrain.operation.records import Readouts
+from examples.pretrain.recipes import DEMOS
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.task import Data
+from examples.pretrain.tasks import make_task, read_data
 from examples.study.theory import verdict
 from orscale_jax import diagnostics
 from orscale_jax.diagnostics.history import FILE_NAME

@@ -19,16 +19,15 @@ import jax
 
 from examples.benchmarks import hlo_cost, topologies
 from examples.benchmarks.ahead_of_time import line
-from examples.pretrain.config import Config
-from examples.pretrain.configs import parse
+from examples.pretrain.config import Config, accumulation
 from examples.pretrain.errors import UsageError, exit_code_of
-from examples.pretrain.kinds import make_task
 from examples.pretrain.loading import part_of_process
 from examples.pretrain.meshes import batch_sharding, batch_shards, in_effect, make_mesh
 from examples.pretrain.optimizers import find_optimizer
-from examples.pretrain.recipe import accumulation
+from examples.pretrain.recipes import parse
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
+from examples.pretrain.tasks import make_task
 
 PROG = "python -m examples.benchmarks.compile_only --topology NAME [--recipe NAME]"
 GIB = 2**30

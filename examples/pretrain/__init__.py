@@ -1,6 +1,7 @@
 """A training program: the paper's models, recipes and optimizers, from a laptop to a pod.
 
-    python -m examples.pretrain                           # the demo: minutes on 2 cores
+    python -m examples.pretrain --data book.txt           # one's own text: AdamW and Muon
+    python -m examples.pretrain --recipe demo             # the demo: minutes on 2 cores
     python -m examples.pretrain --recipe 125m-orscale --data shards/*.bin
     python -m examples.pretrain --recipe demo-moe --help  # every option
     python -m examples.pretrain.compare RUN...            # several seeds side by side
@@ -15,20 +16,17 @@ step                  a step: gradient, optimizer, the model's other variables
 setup                 the training state, sharded, before there is any array
 evaluation            validation
 task                  what the loop asks of a model and of its data
-recipe                what decides the result
+config                the options of a run, and the values that are refused
 optimizers, controls  every optimizer that a recipe may name; those of the study
 meshes                the mesh, and the table from logical names to its axes
 loading               the examples of each batch, and which of them a process reads
 errors                what ends a command with a message
-models/, tasks/       the dense decoder; losses and data
-moonlight/            a mixture of experts
-kinds                 which model goes with which recipe, loss and data
+tasks                 models, their losses and their data
+models/               the dense decoder and a mixture of experts
 loss                  the cross-entropy of a language model
-data, shards          which files of text or tokens
+data                  which files of text or tokens
 batches               which windows of them a step sees
-config                the options of a run
-options               which of them exclude each other, or nothing would read
-recipes, configs      those of the paper's runs and of the demos, by name
+recipes               runs by name: own text, the demos, the paper's
 operation/            folders, checkpoints, signals, logs and the report
 compare               several runs side by side
 sample                text that the models of a run write

@@ -7,27 +7,20 @@ from collections.abc import Sequence
 import jax
 from rich.console import Console
 
-from examples.pretrain.config import Config
-from examples.pretrain.configs import parse
-from examples.pretrain.errors import AGAIN, RunError, UsageError
-from examples.pretrain.kinds import make_task, read_data
+from examples.pretrain.errors import AGAIN, UsageError, exit_code_of
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.operation.processes import (
+    Stopped,
     is_first,
     join_cluster,
     leaving_in_time,
     others_are_gone,
 )
 from examples.pretrain.operation.run import run
-from examples.pretrain.operation.stop import Stopped
+from examples.pretrain.recipes import parse
+from examples.pretrain.tasks import make_task, read_data
 
 PROG = "python -m examples.pretrain [--recipe NAME] [--distributed]"
-
-
-def train(config: Config) -> None:
-    """Trains and reports as the configuration says."""
-    task, data, mesh = make_task(config), read_data(config), make_mesh(config.mesh)
-    run(config, task, data, mesh, Console(quiet=not is_first()))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,30 +28,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--distributed", action="store_true")
     chosen, options = first.parse_known_args(arguments)
-    try:
+
+    def train() -> None:
         if "" in options:
             raise UsageError("an argument is empty, as that of an unset variable is.")
         config = parse(options, PROG)
         if chosen.distributed:
             join_cluster()
-        train(config)
-    except UsageError as error:
-        return _failed(f"error: {error}", code=2)
-    except (RunError, OSError) as error:
-        return _failed(f"error: {error}", code=1)
+        task, data, mesh = make_task(config), read_data(config), make_mesh(config.mesh)
+        run(config, task, data, mesh, Console(quiet=not is_first()))
+
+    try:
+        return exit_code_of(train)
     except jax.errors.JaxRuntimeError as error:
         if not others_are_gone(error):
             raise
-        return _failed(f"error: another process has gone: {error}\n{AGAIN}", code=1)
+        message, code = f"error: another process has gone: {error}\n{AGAIN}", 1
     except Stopped as stopped:
-        again = "The same command carries on from here."
-        return _failed(f"{stopped}. {again}", code=128 + stopped.signum)
+        message = f"{stopped}. Rerun the same command to resume from here."
+        code = 128 + stopped.signum
     except KeyboardInterrupt:
-        return _failed(f"Stopped. {AGAIN}", code=130)
-    return 0
-
-
-def _failed(message: str, code: int) -> int:
+        message, code = f"Stopped. {AGAIN}", 130
     print(message, file=sys.stderr)
     return code
 

@@ -3,12 +3,34 @@
 import grain
 import numpy as np
 
-from examples.pretrain.data import Corpus, Split
+from examples.pretrain.config import Config, TextRecipe
+from examples.pretrain.data import Corpus, Split, read_corpus
 from examples.pretrain.errors import UsageError
-from examples.pretrain.recipe import TextRecipe
+from examples.pretrain.task import Data
 
 # Not the run's seed: runs of different seeds are validated on the same windows.
 VALIDATION_SEED = 0
+
+
+def read_text(config: Config) -> Data:
+    """The corpus that the configuration names.
+
+    Raises:
+      UsageError: If files are missing, corrupt, or too few for a batch.
+    """
+    corpus = read_corpus(config.data, config.val_data, config.model.vocab_size)
+    train, val = corpus.train, corpus.val
+    return Data(
+        train=train_windows(config.recipe, corpus),
+        validation=validation_windows(config.recipe, corpus),
+        unit=corpus.unit,
+        description=f"{train.tokens:,} {corpus.unit}s to train on, {val.tokens:,} to "
+        f"validate on, from {train.name}" + (f"\n{corpus.note}" if corpus.note else ""),
+        facts={
+            "corpus_tokens": {"train": train.tokens, "val": val.tokens},
+            "corpus_sha256": corpus.fingerprint(),
+        },
+    )
 
 
 class Windows:

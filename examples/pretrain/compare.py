@@ -13,14 +13,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from examples.pretrain.config import DecoderRecipe, ImageRecipe, MixtureRecipe, Recipe
 from examples.pretrain.errors import UsageError, exit_code_of
 from examples.pretrain.operation import plots
 from examples.pretrain.operation.records import read_csv
-from examples.pretrain.operation.report import curve
+from examples.pretrain.operation.report import curve, run_line
 from examples.pretrain.operation.rundir import FREE_OPTIONS, differences, read_facts
-from examples.pretrain.operation.titles import run_line
 from examples.pretrain.optimizers import OPTIMIZERS
-from examples.pretrain.recipe import DecoderRecipe, ImageRecipe, MixtureRecipe, Recipe
 
 BASELINE = "muon_moonlight"
 # Options of some models' recipes. Folders of earlier versions hold them for every model.
@@ -48,20 +47,36 @@ def compare(comparison: Comparison, console: Console) -> None:
     Raises:
       UsageError: If a run is not finished or they cannot be compared.
     """
-    if comparison.out.suffix != ".png":
-        raise UsageError(f"--out {comparison.out} is no file name that ends in .png.")
-    unit = _check(comparison.runs)
-    runs = [_validation_curves(folder) for folder in comparison.runs]
-    shared = [name for name in OPTIMIZERS if all(name in run for run in runs)]
-    if not shared:
+    folders, out = comparison.runs, comparison.out
+    if out.suffix != ".png":
+        raise UsageError(f"--out {out} is no file name that ends in .png.")
+    unit = _check(folders)
+    curves: dict[str, list[plots.Curve]] = {}
+    for folder in folders:
+        by_name: dict[str, list[dict[str, str]]] = {}
+        for row in read_csv(folder / "metrics.csv"):
+            by_name.setdefault(row["optimizer"], []).append(row)
+        for name, rows in by_name.items():
+            curves.setdefault(name, []).append(curve(rows, "val_loss"))
+    curves = {n: curves[n] for n in OPTIMIZERS if len(curves.get(n, ())) == len(folders)}
+    if not curves:
         raise UsageError("no optimizer is finished in all of these runs.")
-    curves = {name: [run[name] for run in runs] for name in shared}
-    comparison.out.parent.mkdir(parents=True, exist_ok=True)
-    line = run_line(comparison.runs)
-    plots.draw_seeds(comparison.out, curves, unit, BASELINE, line)
-    final = {name: np.array([y[-1] for _, y in curves[name]]) for name in shared}
-    console.print(_table(final, unit))
-    console.print(f"The curves are in {comparison.out}", highlight=False)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    plots.draw_seeds(out, curves, unit, BASELINE, run_line(folders))
+    count = len(folders)
+    table = Table(title=f"Validation loss (nats/{unit}) of {count} runs: mean \\[range]")
+    table.add_column("optimizer")
+    for title in ("loss", f"minus {OPTIMIZERS[BASELINE].label}", "lower"):
+        table.add_column(title, justify="right")
+    final = {name: np.array([y[-1] for _, y in curves[name]]) for name in curves}
+    for name, losses in final.items():
+        paired = ("", "")
+        if BASELINE in final and name != BASELINE:
+            difference = losses - final[BASELINE]
+            paired = _spread(difference, "+.4f"), f"{np.sum(difference < 0)} of {count}"
+        table.add_row(OPTIMIZERS[name].label, _spread(losses, ".4f"), *paired)
+    console.print(table)
+    console.print(f"The curves are in {out}", highlight=False)
 
 
 def _check(folders: Sequence[pathlib.Path]) -> str:
@@ -74,10 +89,8 @@ def _check(folders: Sequence[pathlib.Path]) -> str:
     facts = [read_facts(folder) for folder in folders]
     for folder, other in zip(folders, facts, strict=True):
         different = differences(facts[0], other)
-        only_in_one = facts[0].keys() ^ other.keys()
-        unread = only_in_one & _OF_SOME_MODELS
-        unlike = different.keys() - FREE_OPTIONS - {"seed"} - unread
-        if unlike:
+        unread = (facts[0].keys() ^ other.keys()) & _OF_SOME_MODELS
+        if different.keys() - FREE_OPTIONS - {"seed"} - unread:
             raise UsageError(
                 f"{folders[0]} and {folder} differ in more than their seed:\n"
                 + "\n".join(f"  {n}: {a} and {b}" for n, (a, b) in different.items())
@@ -87,41 +100,16 @@ def _check(folders: Sequence[pathlib.Path]) -> str:
     return facts[0]["unit"]
 
 
-def _validation_curves(folder: pathlib.Path) -> dict[str, plots.Curve]:
-    rows = read_csv(folder / "metrics.csv")
-    by_name: dict[str, list[dict[str, str]]] = {}
-    for row in rows:
-        by_name.setdefault(row["optimizer"], []).append(row)
-    return {name: curve(of_name, "val_loss") for name, of_name in by_name.items()}
-
-
-def _table(final: dict[str, np.ndarray], unit: str) -> Table:
-    count = len(next(iter(final.values())))
-    table = Table(title=f"Validation loss (nats/{unit}) of {count} runs: mean \\[range]")
-    table.add_column("optimizer")
-    for title in ("loss", f"minus {OPTIMIZERS[BASELINE].label}", "lower"):
-        table.add_column(title, justify="right")
-    for name, losses in final.items():
-        paired = ("", "")
-        if BASELINE in final and name != BASELINE:
-            difference = losses - final[BASELINE]
-            paired = _spread(difference, "+.4f"), f"{np.sum(difference < 0)} of {count}"
-        table.add_row(OPTIMIZERS[name].label, _spread(losses, ".4f"), *paired)
-    return table
-
-
 def _spread(values: np.ndarray, form: str) -> str:
     return f"{values.mean():{form}} \\[{values.min():{form}},{values.max():{form}}]"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and gives its exit code."""
-
-    def run() -> None:
-        prog = "python -m examples.pretrain.compare"
-        compare(tyro.cli(Comparison, args=arguments, prog=prog), Console())
-
-    return exit_code_of(run)
+    prog = "python -m examples.pretrain.compare"
+    return exit_code_of(
+        lambda: compare(tyro.cli(Comparison, args=arguments, prog=prog), Console())
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""Which files a run reads, and which of them, or which part, it keeps for validation."""
+"""Which files a run reads, and which of them, or which part, it keeps for validation.
+
+Files are text, read as bytes, or shards of uint16 tokens. nanoGPT writes the tokens alone
+(train.bin, val.bin). modded-nanogpt puts 256 int32 before them: a magic number, the
+version of the format, the count of tokens, zeros.
+"""
 
 import dataclasses
 import glob
@@ -7,22 +12,19 @@ import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from examples.pretrain.errors import UsageError
-from examples.pretrain.shards import is_shard, read_shard
-
-if TYPE_CHECKING:  # At run time it needs tyro, which the benchmarks on a GPU do without.
-    from examples.pretrain.config import Config
 
 Files = dict[str, pathlib.Path]  # By name: the path below their common folder.
 
 SEPARATOR = b"\0"  # Between documents. No text holds it.
 VALIDATION_SHARE = 0.1
 _VALIDATION_NAME = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
+MAGIC, MAGIC_OF_UINT32, VERSION = 20240520, 20240801, 1
+HEADER_INTS = 256
 
 # Not of the library's kind: tests, tables of characters, one huge help text, what some
 # versions of Python lack, and what others have installed.
@@ -77,50 +79,50 @@ class Corpus:
         return digest.hexdigest()
 
 
-def read_corpus(config: "Config", vocab_size: int) -> Corpus:
-    """Reads the files that the configuration names, or the standard library.
+def read_corpus(
+    data: Sequence[str] = (), val_data: Sequence[str] = (), vocab_size: int = 256
+) -> Corpus:
+    """Reads files, or the source of Python's standard library.
 
     Args:
-      config: Names them.
+      data: Files, folders and globs. Nothing: the standard library.
+      val_data: Those to validate on. Nothing: the files with "val" in their name, else a
+        tenth of the files by a hash of their names; of a single file its last tenth.
       vocab_size: All tokens have to be below it.
 
     Raises:
       UsageError: If files are missing, empty, corrupt or of two kinds.
     """
-    train, val = _files(config)
+    train = _find(data) if data else _standard_library()
+    if val_data:
+        val = _find(val_data)
+        held_out = {path.resolve() for path in val.values()}
+        train = {n: path for n, path in train.items() if path.resolve() not in held_out}
+    else:
+        val = {
+            name: path for name, path in train.items() if _VALIDATION_NAME.search(name)
+        }
+        if not data or not val:
+            val = _by_hash(train)
+        train = {name: path for name, path in train.items() if name not in val}
     if not train:
         raise UsageError(
-            f"--data {' '.join(config.data)} leaves nothing to train on beside the "
-            "validation files: add files to it."
+            f"--data {' '.join(data)} leaves nothing to train on beside the validation "
+            "files: add files to it."
         )
-    shards = _are_shards([*train.values(), *val.values()])
-    read, unit = (_read_shards, "token") if shards else (_read_texts, "byte")
-    if not val:
-        return _split_by_position(read(train, vocab_size), unit)
-    return Corpus(read(train, vocab_size), read(val, vocab_size), unit)
-
-
-def read_standard_library() -> Corpus:
-    """Reads what runs train on that name no files, as bytes."""
-    train, val = _split_by_hash(_standard_library())
-    return Corpus(_read_texts(train, 256), _read_texts(val, 256), "byte")
-
-
-def _files(config: "Config") -> tuple[Files, Files]:
-    """The files to train on and those to validate on; none of these for a single one."""
-    if not config.data:
-        return _split_by_hash(_standard_library())
-    found = _find(config.data)
-    if not config.val_data:
-        return _split_by_name(found)
-    val = _find(config.val_data)
-    held_out = {path.resolve() for path in val.values()}
-    train = {n: path for n, path in found.items() if path.resolve() not in held_out}
-    return train, val
-
-
-def _split_by_position(whole: Split, unit: str) -> Corpus:
-    """The last tenth of a single file, but at least one token, goes to validation."""
+    files = [*train.values(), *val.values()]
+    shards = [path for path in files if _is_shard(path)]
+    texts = [path for path in files if not _is_shard(path)]
+    if shards and texts:
+        raise UsageError(
+            f"{texts[0]} is text and {shards[0]} is a token shard, but a run reads one "
+            "kind: narrow --data and --val-data to it."
+        )
+    unit = "token" if shards else "byte"
+    if val:
+        return Corpus(_read(train, vocab_size), _read(val, vocab_size), unit)
+    # The last tenth of a single file, but at least one token.
+    whole = _read(train, vocab_size)
     (piece,) = whole.pieces
     if len(piece) < 2:
         raise UsageError(
@@ -136,48 +138,74 @@ def _split_by_position(whole: Split, unit: str) -> Corpus:
     )
 
 
-def _are_shards(paths: list[pathlib.Path]) -> bool:
-    shards = [path for path in paths if is_shard(path)]
-    texts = [path for path in paths if not is_shard(path)]
-    if shards and texts:
+def read_shard(path: pathlib.Path) -> np.ndarray:
+    """The tokens of a shard, mapped rather than read into memory.
+
+    Raises:
+      UsageError: If the file is empty, cut off, or of another format.
+    """
+    size = path.stat().st_size
+    if size == 0:
+        raise UsageError(f"{path} is empty: write the shard again, or leave it out.")
+    if size % 2:
         raise UsageError(
-            f"{texts[0]} is text and {shards[0]} is a token shard, but a run reads one "
-            "kind: narrow --data and --val-data to it."
+            f"{path} has an odd length of {size} bytes, so it is no array of uint16 "
+            "tokens (cut off?): write it again."
         )
-    return bool(shards)
+    header = np.fromfile(path, dtype="<i4", count=min(HEADER_INTS, size // 4))
+    magic = header[0] if header.size else 0
+    if magic == MAGIC_OF_UINT32:
+        raise UsageError(
+            f"{path} is a shard of uint32 tokens (llm.c, Llama 3): convert it to uint16."
+        )
+    offset = 0
+    if magic == MAGIC:
+        offset = 4 * HEADER_INTS
+        if header.size < HEADER_INTS:
+            raise UsageError(f"{path} ends within its header (cut off?): write it again.")
+        version, count, present = header[1], header[2], (size - offset) // 2
+        if version != VERSION:
+            raise UsageError(
+                f"{path} has version {version} of the shard format; only version "
+                f"{VERSION} is known: convert it."
+            )
+        if count != present:
+            raise UsageError(
+                f"{path} should hold {count} tokens by its header but holds {present} "
+                "(cut off?): write it again."
+            )
+    if size == offset:
+        raise UsageError(f"{path} holds no tokens: write it again, or leave it out.")
+    return np.memmap(path, dtype="<u2", mode="r", offset=offset)
 
 
-def _read_texts(files: Files, vocab_size: int) -> Split:
-    documents = []
+def _is_shard(path: pathlib.Path) -> bool:
+    return path.suffix == ".bin"
+
+
+def _read(files: Files, vocab_size: int) -> Split:
+    """The pieces of shards, or all texts in one, in the order of their names."""
+    pieces = []
     for _, path in sorted(files.items()):
-        text = path.read_bytes()
-        if SEPARATOR in text:
+        piece = read_shard(path) if _is_shard(path) else np.fromfile(path, np.uint8)
+        if not _is_shard(path) and not piece.all():
             raise UsageError(
                 f"{path} holds a zero byte, so it is no text: leave it out, say with a "
                 "glob such as 'folder/**/*.txt' (token shards are named .bin)."
             )
-        _check_tokens(path, np.frombuffer(text, np.uint8), vocab_size)
-        documents.append(text)
-    joined = np.frombuffer(SEPARATOR.join(documents), np.uint8)
-    return Split(_describe(files), (joined,))
-
-
-def _read_shards(files: Files, vocab_size: int) -> Split:
-    pieces = []
-    for _, path in sorted(files.items()):
-        piece = read_shard(path)
-        _check_tokens(path, piece, vocab_size)
+        if (largest := piece.max()) >= vocab_size:
+            raise UsageError(
+                f"{path} holds token {largest}, but the vocabulary ends at "
+                f"{vocab_size - 1}: pass --model.vocab-size {largest + 1} or more, or "
+                "write the file again."
+            )
         pieces.append(piece)
-    return Split(_describe(files), tuple(pieces))
-
-
-def _check_tokens(path: pathlib.Path, tokens: np.ndarray, vocab_size: int) -> None:
-    largest = tokens.max()
-    if largest >= vocab_size:
-        raise UsageError(
-            f"{path} holds token {largest}, but the vocabulary ends at {vocab_size - 1}: "
-            f"pass --model.vocab-size {largest + 1} or more, or write the file again."
-        )
+    first = str(files[min(files)])
+    name = first if len(files) == 1 else f"{first} (and {len(files) - 1} more files)"
+    if _is_shard(path):
+        return Split(name, tuple(pieces))
+    joined = SEPARATOR.join(piece.tobytes() for piece in pieces)
+    return Split(name, (np.frombuffer(joined, np.uint8),))
 
 
 def _standard_library() -> Files:
@@ -195,29 +223,27 @@ def _standard_library() -> Files:
     return files
 
 
-def _find(patterns: Iterable[str]) -> Files:
+def _find(patterns: Sequence[str]) -> Files:
     """The files that patterns name."""
-    found = {path for pattern in patterns for path in _expand(pattern)}
+    found = set[pathlib.Path]()
+    for pattern in patterns:
+        exact = pathlib.Path(pattern).exists()
+        files = list[pathlib.Path]()
+        for name in [pattern] if exact else glob.glob(pattern, recursive=True):
+            path = pathlib.Path(name).absolute()
+            files += _files_below(path) if path.is_dir() else [path]
+        if not files:
+            raise UsageError(f"{pattern}: no such file, and none within or matching.")
+        for path in files:
+            if not path.is_file():
+                raise UsageError(f"{path} is no file that can be read: leave it out.")
+            if path.stat().st_size == 0:
+                raise UsageError(f"{path} is empty: write it again, or leave it out.")
+        found.update(files)
     # Once each, whatever links to it: it would be on both sides of the split.
     paths = {path.resolve(): path for path in sorted(found, reverse=True)}.values()
     root = os.path.commonpath([path.parent for path in paths])
     return {path.relative_to(root).as_posix(): path for path in paths}
-
-
-def _expand(pattern: str) -> list[pathlib.Path]:
-    exact = pathlib.Path(pattern).exists()
-    named = [pattern] if exact else glob.glob(pattern, recursive=True)
-    files = []
-    for path in (pathlib.Path(name).absolute() for name in named):
-        files += _files_below(path) if path.is_dir() else [path]
-    if not files:
-        raise UsageError(f"{pattern}: no such file, and none within or matching.")
-    for path in files:
-        if not path.is_file():
-            raise UsageError(f"{path} is no file that can be read: leave it out.")
-        if path.stat().st_size == 0:
-            raise UsageError(f"{path} is empty: write it again, or leave it out.")
-    return files
 
 
 def _files_below(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -230,39 +256,23 @@ def _files_below(folder: pathlib.Path) -> list[pathlib.Path]:
         seen.add(real)
         paths = (pathlib.Path(root, name) for name in names if not name.startswith("."))
         files += (path for path in paths if path.is_file())
-    return [path for path in files if path.stat().st_size or is_shard(path)]
+    return [path for path in files if path.stat().st_size or _is_shard(path)]
 
 
-def _split_by_name(files: Files) -> tuple[Files, Files]:
-    val = {name: path for name, path in files.items() if _VALIDATION_NAME.search(name)}
-    if val:
-        return {name: path for name, path in files.items() if name not in val}, val
-    return _split_by_hash(files)
-
-
-def _split_by_hash(files: Files) -> tuple[Files, Files]:
-    """A tenth of the files, but at least one, goes to validation; none of a single one.
+def _by_hash(files: Files) -> Files:
+    """A tenth of the files, but at least one; none of a single one.
 
     Unless there are very few, a file's side depends on its name alone: adding files moves
     none of the others.
     """
     if len(files) < 2:
-        return files, {}
-    place = {name: _place(name) for name in files}
+        return {}
+    place = {
+        # A number in [0, 1), the same on every machine and in every process.
+        name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
+        for name in files
+    }
     in_order = sorted(files, key=place.__getitem__)
     wanted = sum(place[name] < VALIDATION_SHARE for name in files)
     count = min(max(wanted, 1), len(files) - 1)
-    return (
-        {name: files[name] for name in in_order[count:]},
-        {name: files[name] for name in in_order[:count]},
-    )
-
-
-def _place(name: str) -> float:
-    """A number in [0, 1), the same on every machine and in every process."""
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
-
-
-def _describe(files: Files) -> str:
-    first = str(files[min(files)])
-    return first if len(files) == 1 else f"{first} (and {len(files) - 1} more files)"
+    return {name: files[name] for name in in_order[:count]}

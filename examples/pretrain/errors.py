@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 
-AGAIN = "The same command carries on from the last checkpoint."
+AGAIN = "Rerun the same command to resume from the last checkpoint."
 
 
 class UsageError(ValueError):
@@ -15,13 +15,10 @@ class RunError(RuntimeError):
 
 
 def exit_code_of(command: Callable[[], None]) -> int:
-    """Runs a command that trains nothing, and gives its exit code."""
+    """Runs a command, and gives its exit code; on these errors, it says what they say."""
     try:
         command()
-    except UsageError as error:
+    except (UsageError, RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, UsageError) else 1
     return 0

@@ -1,4 +1,4 @@
-"""The optimizers that a recipe may name."""
+"""The optimizers that a recipe may name, and the learning rates that they take."""
 
 import dataclasses
 import functools
@@ -11,8 +11,8 @@ import jax
 import optax
 
 from examples.pretrain import controls
+from examples.pretrain.config import Recipe
 from examples.pretrain.errors import UsageError
-from examples.pretrain.recipe import Recipe
 from examples.study import controls as of_study
 from orscale_jax import family, keep_master_weights, muon, orscale
 from orscale_jax.diagnostics import layer_classes
@@ -28,19 +28,22 @@ class Optimizer:
     Attributes:
       label: Its name in tables and figures.
       constructor: Makes the transformation.
-      fixed: Arguments that make the constructor this optimizer.
-      given: Other arguments of the constructor, by the recipe's fields they are taken
-        from; a field that is None leaves the constructor's default.
+      given: Arguments of the constructor, by the recipe's fields they are taken from; a
+        field that is None leaves the constructor's default.
+      fixed: Other arguments, which make the constructor this optimizer.
+      advised: The multiples of AdamW's learning rate that docs/hyperparameters.md
+        advises: for the matrices, and for what AdamW trains beside them.
       has_matrices: Whether it treats matrices apart and takes what says which these are.
       readable: Whether `orscale_jax.diagnostics` can read its state.
     """
 
     label: str
     constructor: Constructor
-    fixed: Mapping[str, Any]
     given: Mapping[str, str]
-    has_matrices: bool
-    readable: bool
+    fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    advised: tuple[float, float] = (1.0, 1.0)
+    has_matrices: bool = False
+    readable: bool = False
 
     @property
     def hyperparameters(self) -> frozenset[str]:
@@ -50,21 +53,22 @@ class Optimizer:
 
 
 _ADAM = {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"}
-_LARS = {"momentum": "momentum", "weight_decay": "weight_decay"}
 _SAME_NAME = "momentum weight_decay r_min r_max adam_b1 adam_b2".split()
+_LIKE_MUON = (2.0, 2.0)
 
 
-def _ours(label: str, constructor: Constructor, **fixed: Any) -> Optimizer:
-    """An optimizer of this library: it has the recipe's names for what it has."""
-    has = inspect.signature(constructor).parameters
+def _ours(
+    label: str,
+    constructor: Constructor,
+    advised: tuple[float, float] = (1.0, 1.0),
+    **fixed: Any,
+) -> Optimizer:
+    """An optimizer with this library's names for what it has, or passes on to `muon`."""
+    has = dict(inspect.signature(constructor).parameters)
+    if "arguments" in has:
+        has |= inspect.signature(muon).parameters
     given = {name: name for name in _SAME_NAME if name in has and name not in fixed}
-    return Optimizer(label, constructor, fixed, given, has_matrices=True, readable=True)
-
-
-def _muon_like(label: str, constructor: Constructor) -> Optimizer:
-    """An optimizer of the controls that passes its other arguments on to `muon`."""
-    given = {n: n for n in ("momentum", "weight_decay", "adam_b1", "adam_b2")}
-    return Optimizer(label, constructor, {}, given, has_matrices=True, readable=True)
+    return Optimizer(label, constructor, given, fixed, advised, True, readable=True)
 
 
 def _wrapped(
@@ -77,10 +81,6 @@ def _wrapped(
         return wrapper(constructor(*args, **kwargs))
 
     return wrapped
-
-
-def _optax(label: str, constructor: Constructor, given: Mapping[str, str]) -> Optimizer:
-    return Optimizer(label, constructor, {}, given, has_matrices=False, readable=False)
 
 
 def _optax_muon(
@@ -96,26 +96,22 @@ def _optax_muon(
     )
 
 
-_VISION = {"consistent_rms": None, "calibrate": False}
-_OPTAX_MUON = {
-    "beta": "momentum",
-    "weight_decay": "weight_decay",
-    "adam_weight_decay": "weight_decay",
-    "adam_b1": "adam_b1",
-    "adam_b2": "adam_b2",
-}
-
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": _optax("AdamW", optax.adamw, _ADAM),
-    "lamb": _optax("LAMB", optax.lamb, _ADAM),
-    "lars": _optax("LARS", optax.lars, _LARS),
-    "muon": _ours("Muon (s = 1)", muon, consistent_rms=None),
-    "muon_moonlight": _ours("Muon+Moonlight", muon),
+    "adamw": Optimizer("AdamW", optax.adamw, _ADAM),
+    "lamb": Optimizer("LAMB", optax.lamb, _ADAM),
+    "lars": Optimizer(
+        "LARS", optax.lars, {"momentum": "momentum", "weight_decay": "weight_decay"}
+    ),
+    # s = 1: a step of a matrix has singular values of the rate, whatever its shape.
+    "muon": _ours("Muon (s = 1)", muon, (4.0, 6.0), consistent_rms=None),
+    # `orscale_jax.muon` as it is.
+    "muon_moonlight": _ours("Muon+Moonlight", muon, _LIKE_MUON),
     "orscale": _ours("OrScale", orscale),
     "orscale_vision": _ours(
         "OrScale (s = 1)",
         functools.partial(orscale, r_min=0.5, r_max=1.5),
-        **_VISION,
+        consistent_rms=None,
+        calibrate=False,
     ),
     # The paper's deleted design choices.
     "polar_factor_denominator": _ours(
@@ -135,7 +131,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "unclipped": _ours("No clip", orscale, r_min=-math.inf, r_max=math.inf),
     # The family.
     "hyperball": _ours("Hyperball", family.hyperball),
-    "normuon": _ours("NorMuon", family.normuon),
+    "normuon": _ours("NorMuon", family.normuon, (2.0, 6.0)),
     "muon_plus": _ours("Muon+", family.muon_plus),
     "cautious": _ours("OrScale, cautious decay", family.cautious),
     "pooled": _ours("OrScale, one ratio for all", of_study.pooled),
@@ -164,41 +160,74 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     # Controls.
     "adamw_apart": Optimizer(
-        "AdamW, two rates",
-        controls.adamw_apart,
-        {},
-        _ADAM,
-        has_matrices=True,
-        readable=False,
+        "AdamW, two rates", controls.adamw_apart, _ADAM, has_matrices=True
     ),
-    "one_scale": _muon_like("Muon+Moonlight, one scale", controls.one_scale),
+    "one_scale": _ours("Muon+Moonlight, one scale", controls.one_scale, _LIKE_MUON),
     "orscale_on_normuon": _ours("OrScale on NorMuon", family.orscale_on_normuon),
     # The same as Muon+Moonlight, by another library.
     "optax_muon": Optimizer(
         "optax.contrib.muon",
         _optax_muon,
+        {"beta": "momentum", "adam_weight_decay": "weight_decay"}
+        | {n: n for n in ("weight_decay", "adam_b1", "adam_b2")},
         {"consistent_rms": 0.2},
-        _OPTAX_MUON,
+        _LIKE_MUON,
         has_matrices=True,
-        readable=False,
     ),
     # Of the family, and controls, too; last, since colours in figures go by the order.
     "aurora": _ours("Aurora", family.aurora),
-    "scale_between": _ours("Muon, a scale between", controls.scale_between),
+    "scale_between": _ours("Muon, a scale between", controls.scale_between, _LIKE_MUON),
     "ratio_within_class": _ours(
         "OrScale, ratio within the class", of_study.ratio_within_class
     ),
-    "twice_the_decay": _muon_like(
-        "Muon+Moonlight, twice the decay", controls.twice_the_decay
+    "twice_the_decay": _ours(
+        "Muon+Moonlight, twice the decay", controls.twice_the_decay, _LIKE_MUON
     ),
-    "model_optimum": _muon_like(
-        "Muon+Moonlight, r* of the class", controls.model_optimum
+    "model_optimum": _ours(
+        "Muon+Moonlight, r* of the class", controls.model_optimum, _LIKE_MUON
     ),
-    "orscale_twice_the_decay": _muon_like(
+    "orscale_twice_the_decay": _ours(
         "OrScale, twice the decay",
         functools.partial(controls.twice_the_decay, optimizer=orscale),
     ),
 }
+
+
+def find_optimizer(name: str) -> Optimizer:
+    if name not in OPTIMIZERS:
+        known = ", ".join(OPTIMIZERS)
+        raise UsageError(f"--optimizer {name} is unknown. Choose one of: {known}.")
+    return OPTIMIZERS[name]
+
+
+def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
+    """The arguments that the recipe gives its optimizer, apart from learning rates."""
+    optimizer = find_optimizer(recipe.optimizer)
+    given = {name: getattr(recipe, field) for name, field in optimizer.given.items()}
+    return {k: v for k, v in given.items() if v is not None} | dict(optimizer.fixed)
+
+
+def peak_rates(recipe: Recipe) -> tuple[float, float]:
+    """The peak learning rates of the matrices, and of what AdamW trains beside them."""
+    factors = (1.0, 1.0)
+    if recipe.rates == "advised":
+        factors = find_optimizer(recipe.optimizer).advised
+    rate, beside = (factor * recipe.learning_rate for factor in factors)
+    return rate, recipe.adam_learning_rate or beside
+
+
+def rates_and_decay(recipe: Recipe) -> str:
+    """What the recipe's optimizer does with learning rates and decay, in a line."""
+    optimizer, shown = find_optimizer(recipe.optimizer), list[str]()
+    for rate in peak_rates(recipe):
+        factor = rate / recipe.learning_rate
+        apart = recipe.rates == "advised" and factor != 1
+        shown.append(f"{rate:g}" + (f" ({factor:g} × AdamW's)" if apart else ""))
+    text = f"{optimizer.label}: learning rate {shown[0]}"
+    if optimizer.has_matrices:
+        text += f" for matrices, {shown[1]} for embeddings, norms and biases"
+    decay = optimizer_arguments(recipe).get("weight_decay", 0.0)
+    return f"{text}; weight decay {decay:g} of all parameters"
 
 
 def make_optimizer(
@@ -208,8 +237,8 @@ def make_optimizer(
 
     Args:
       recipe: Names the optimizer and has its hyperparameters.
-      learning_rate: The schedule of the recipe's learning rate. That of AdamW's
-        parameters has its shape.
+      learning_rate: The schedule of the matrices' learning rate, or of all parameters'.
+        That of AdamW's parameters has its shape.
       **matrices: Arguments of :func:`orscale_jax.orscale` that the parameters call for,
         such as ``weight_dimension_numbers``. Optimizers without matrices do without.
 
@@ -220,34 +249,14 @@ def make_optimizer(
     optimizer = find_optimizer(recipe.optimizer)
     arguments = optimizer_arguments(recipe)
     if optimizer.has_matrices:
-        arguments |= matrices | {"adam_learning_rate": _adam_rate(recipe, learning_rate)}
+        rate, beside = peak_rates(recipe)
+
+        def adam_rate(step: jax.Array) -> jax.Array:
+            return beside / rate * learning_rate(step)
+
+        of_adam = adam_rate if beside != rate else None
+        arguments |= matrices | {"adam_learning_rate": of_adam}
     try:
         return optimizer.constructor(learning_rate, **arguments)
     except ValueError as error:
         raise UsageError(f"--optimizer {recipe.optimizer}: {error}") from error
-
-
-def optimizer_arguments(recipe: Recipe) -> dict[str, Any]:
-    """The arguments that the recipe gives its optimizer, apart from learning rates."""
-    optimizer = find_optimizer(recipe.optimizer)
-    given = {name: getattr(recipe, field) for name, field in optimizer.given.items()}
-    return {k: v for k, v in given.items() if v is not None} | dict(optimizer.fixed)
-
-
-def find_optimizer(name: str) -> Optimizer:
-    if name not in OPTIMIZERS:
-        known = ", ".join(OPTIMIZERS)
-        raise UsageError(f"--optimizer {name} is unknown. Choose one of: {known}.")
-    return OPTIMIZERS[name]
-
-
-def _adam_rate(recipe: Recipe, learning_rate: optax.Schedule) -> optax.Schedule | None:
-    """AdamW's schedule, where its peak is another; None where it is the same."""
-    if recipe.adam_learning_rate is None:
-        return None
-    ratio = recipe.adam_learning_rate / recipe.learning_rate
-
-    def adam_rate(step: jax.Array) -> jax.Array:
-        return ratio * learning_rate(step)
-
-    return adam_rate

@@ -20,7 +20,8 @@ from rich.console import Console
 
 from examples.pretrain.data import SEPARATOR
 from examples.pretrain.errors import UsageError, exit_code_of
-from examples.pretrain.operation.saved import checkpoint_steps, load_model, run_facts
+from examples.pretrain.operation.checkpoint import checkpoint_steps, load_model
+from examples.pretrain.operation.rundir import run_facts
 from examples.pretrain.optimizers import OPTIMIZERS
 
 BYTES = 256
@@ -40,14 +41,15 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise UsageError(f"--length {self.length} must be at least 1.")
-        if not 0 <= self.temperature < float("inf"):
-            raise UsageError(f"--temperature {self.temperature} must be at least 0.")
-        if self.top_k is not None and self.top_k < 1:
-            raise UsageError(f"--top-k {self.top_k} must be at least 1.")
-        if not 0 <= self.seed < 2**32:
-            raise UsageError(f"--seed {self.seed} must be at least 0 and below 2**32.")
+        for name, fine, wanted in (
+            ("length", self.length >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "at least 0"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
+            ("seed", 0 <= self.seed < 2**32, "at least 0 and below 2**32"),
+        ):
+            if not fine:
+                option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+                raise UsageError(f"{option} must be {wanted}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +80,11 @@ def sample(folder: pathlib.Path, prompt: str, sampling: Sampling) -> str:
     check_prompt(prompt, facts["unit"], facts.get("model.vocab_size", 0))
     given = os.fsencode(prompt)
     added = generate(load_model(folder), given, facts["seq_len"], sampling)
-    return _readable(given + bytes(added))
+    decoded = (given + bytes(added)).decode(errors="replace")
+    return "".join(  # Without what a terminal would act on.
+        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
+        for c in decoded
+    )
 
 
 def check_prompt(prompt: str, unit: str, vocab_size: int) -> None:
@@ -95,7 +101,7 @@ def check_prompt(prompt: str, unit: str, vocab_size: int) -> None:
     if unit != "byte":
         raise UsageError(
             f"A model of {unit}s writes no text: only those that were trained on text "
-            "files do. examples.pretrain.operation.saved.load_model loads any of them."
+            "files do. examples.pretrain.operation.checkpoint.load_model loads any model."
         )
     largest = max(os.fsencode(prompt), default=0)
     if largest >= vocab_size:
@@ -124,7 +130,7 @@ def generate(
         window = np.zeros((1, context), np.int32)
         window[0, : len(seen)] = seen
         logits = _next_logits(graphdef, state, window, len(seen) - 1)
-        byte = int(_draw(jax.random.fold_in(key, index), logits, sampling))
+        byte = int(draw(jax.random.fold_in(key, index), logits, sampling))
         if byte == SEPARATOR[0]:
             return
         yield byte
@@ -142,7 +148,8 @@ def _next_logits(graphdef: Any, state: Any, tokens_1xT: Any, last: Any) -> jax.A
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _draw(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
+def draw(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
+    """A byte."""
     if sampling.temperature == 0:
         return logits_V.argmax()
     count = min(sampling.top_k or BYTES, len(logits_V))
@@ -150,35 +157,28 @@ def _draw(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
     return bytes_K[jax.random.categorical(key, best_K / sampling.temperature)]
 
 
-def _readable(text: bytes) -> str:
-    """The text without what a terminal would act on."""
-    decoded = text.decode(errors="replace")
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}"
-        for c in decoded
-    )
-
-
 def show_samples(
     run: pathlib.Path, prompt: str, console: Console, sampling: Sampling = Sampling()
 ) -> None:
-    """Prints what the model of each optimizer of a run makes of a prompt."""
-    for folder in _folders(run.resolve()):
+    """Prints what the model of each optimizer of a run makes of a prompt.
+
+    Args:
+      run: The folder of a run, or that of one of its optimizers.
+      prompt: The text to continue.
+      console: Where to.
+      sampling: How to go on.
+    """
+    folders = [run := run.resolve()]
+    if (run / "config.json").exists():
+        folders = [run / name for name in OPTIMIZERS if checkpoint_steps(run / name)]
+    if not folders:
+        raise UsageError(f"{run} holds no checkpoint yet.")
+    for folder in folders:
         text = sample(folder, prompt, sampling)
         known = OPTIMIZERS.get(folder.name)
         label = known.label if known else folder.name  # Of a copied folder.
         console.rule(label, align="left", style="dim")
         console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _folders(run: pathlib.Path) -> list[pathlib.Path]:
-    """The folder of one optimizer, or all of those in the folder of a run."""
-    if not (run / "config.json").exists():
-        return [run]
-    found = [run / name for name in OPTIMIZERS if checkpoint_steps(run / name)]
-    if not found:
-        raise UsageError(f"{run} holds no checkpoint yet.")
-    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,11 +9,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
+from examples.pretrain.config import Recipe
 from examples.pretrain.errors import UsageError
 from examples.pretrain.meshes import in_effect, rules_of
 from examples.pretrain.models.sharding import create, shardings
-from examples.pretrain.optimizers import make_optimizer
-from examples.pretrain.recipe import Recipe
+from examples.pretrain.optimizers import make_optimizer, peak_rates
 from examples.pretrain.task import Task
 from orscale_jax import state_shardings
 
@@ -48,7 +48,11 @@ class Setup:
 
     def initial_state(self) -> State:
         """The state before the first step, made where it belongs."""
-        model = create(self._model, rules_of(self.mesh), self.mesh)
+        model = create(
+            lambda: self.task.create(nnx.Rngs(self.recipe.seed)),
+            rules_of(self.mesh),
+            self.mesh,
+        )
         params, variables = split(model)
         where = jax.tree.map(lambda x: x.sharding, self.abstract["opt_state"])
         with in_effect(self.mesh):
@@ -58,9 +62,6 @@ class Setup:
     def merge(self, params: PyTree, variables: PyTree) -> Any:
         """The model with these arrays."""
         return nnx.merge(self.graphdef, params, variables)
-
-    def _model(self) -> nnx.Module:
-        return self.task.create(nnx.Rngs(self.recipe.seed))
 
 
 def set_up(task: Task, recipe: Recipe, mesh: Mesh, zero1: bool = False) -> Setup:
@@ -92,11 +93,12 @@ def set_up(task: Task, recipe: Recipe, mesh: Mesh, zero1: bool = False) -> Setup
 
 
 def learning_rates(recipe: Recipe) -> optax.Schedule:
-    """Linear warmup, then a cosine to zero."""
+    """Those of the matrices, or of all: linear warmup, then a cosine to zero."""
+    peak, _ = peak_rates(recipe)
     return optax.warmup_cosine_decay_schedule(
         # The warmup begins one step above zero: no step is without effect.
-        init_value=recipe.learning_rate / max(recipe.warmup_steps, 1),
-        peak_value=recipe.learning_rate,
+        init_value=peak / max(recipe.warmup_steps, 1),
+        peak_value=peak,
         warmup_steps=recipe.warmup_steps,
         decay_steps=recipe.num_steps,
         end_value=0.0,
@@ -115,17 +117,17 @@ def _split(state: nnx.State) -> tuple[PyTree, PyTree]:
 
 def _placed(model: Any, mesh: Mesh, zero1: bool = False) -> tuple[PyTree, PyTree]:
     """The same of an abstract model, with the shardings of the mesh."""
+
+    def placed(path: Any, x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        try:
+            sharding.shard_shape(x.shape)
+        except ValueError as error:
+            name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
+            raise UsageError(
+                f"--mesh: {name} of shape {x.shape} does not divide over the axes "
+                f"{sharding.spec} of {dict(sharding.mesh.shape)}: choose other axes."
+            ) from error
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
     where = _split(shardings(nnx.state(model), rules_of(mesh, zero1), mesh))
-    return jax.tree.map_with_path(_placed_array, split(model), where)
-
-
-def _placed_array(path: Any, x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    try:
-        sharding.shard_shape(x.shape)
-    except ValueError as error:
-        name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
-        raise UsageError(
-            f"--mesh: {name} of shape {x.shape} does not divide over the axes "
-            f"{sharding.spec} of {dict(sharding.mesh.shape)}: choose other axes."
-        ) from error
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map_with_path(placed, split(model), where)

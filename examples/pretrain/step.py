@@ -68,8 +68,16 @@ def loss_of(setup: Setup) -> LossFn:
 def in_turn(gradient: Gradient, count: int, where: PyTree) -> Gradient:
     """The mean of the gradients on `count` parts of a batch, one after another.
 
-    Sums are float32, also of gradients in bfloat16, and sharded like the parameters.
+    Row b is in part b % count, so that no device sends any. Sums are float32, also of
+    gradients in bfloat16, and sharded like the parameters.
     """
+
+    def in_parts(x_Bx: jax.Array) -> jax.Array:
+        x = x_Bx.reshape(x_Bx.shape[0] // count, count, *x_Bx.shape[1:])
+        return jnp.moveaxis(x, 1, 0)
+
+    def zeros(like: Any) -> jax.Array:
+        return jnp.zeros(like.shape, jnp.promote_types(jnp.float32, like.dtype))
 
     def mean_gradient(
         params: PyTree, variables: PyTree, batch: Batch
@@ -79,10 +87,10 @@ def in_turn(gradient: Gradient, count: int, where: PyTree) -> Gradient:
             grads, variables, metrics = gradient(params, variables, part)
             return (jax.tree.map(jnp.add, sums, (grads, metrics)), variables), None
 
-        parts = jax.tree.map(lambda x: _in_parts(x, count), batch)
+        parts = jax.tree.map(in_parts, batch)
         first = jax.tree.map(lambda x: x[0], parts)
         grads, _, metrics = jax.eval_shape(gradient, params, variables, first)
-        sums = jax.tree.map(_zeros, (grads, metrics))
+        sums = jax.tree.map(zeros, (grads, metrics))
         sums = jax.lax.with_sharding_constraint(sums[0], where), sums[1]
         (sums, variables), _ = jax.lax.scan(add, (sums, variables), parts)
         means = jax.tree.map(
@@ -123,13 +131,3 @@ def compiled_step(
         out_shardings=(where, None),
     )
     return step.lower(setup.abstract, batch).compile(dict(compiler_options or {}))
-
-
-def _zeros(like: Any) -> jax.Array:
-    return jnp.zeros(like.shape, jnp.promote_types(jnp.float32, like.dtype))
-
-
-def _in_parts(x_Bx: jax.Array, count: int) -> jax.Array:
-    """Rows in parts: row b is in part b % count, so that no device sends any."""
-    x = x_Bx.reshape(x_Bx.shape[0] // count, count, *x_Bx.shape[1:])
-    return jnp.moveaxis(x, 1, 0)

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from examples.pretrain.config import Recipe, accumulation
 from examples.pretrain.evaluation import evaluation
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect
-from examples.pretrain.recipe import Recipe, accumulation
 from examples.pretrain.setup import Setup, State, set_up
 from examples.pretrain.step import TrainStep, compiled_step
 from examples.pretrain.task import Data, Task

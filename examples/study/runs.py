@@ -13,13 +13,13 @@ import optax
 from flax import nnx
 
 from examples.pretrain.evaluation import evaluation
-from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.optimizers import find_optimizer, optimizer_arguments
 from examples.pretrain.setup import Setup, State, learning_rates, set_up, split
 from examples.pretrain.step import make_train_step
 from examples.pretrain.task import Data
+from examples.pretrain.tasks import make_task, read_data
 from examples.study.arms import Arm
 from examples.study.search import Rates, Settings
 from examples.study.theory import decompose

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 from examples.pretrain.config import Config
-from examples.pretrain.configs import DEMOS
+from examples.pretrain.recipes import DEMOS
 from examples.study.prose import FOLDER
 from examples.study.search import Rates
 

@@ -9,7 +9,7 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from examples import figure_style as style
-from examples.pretrain.operation import plots, titles
+from examples.pretrain.operation import plots, report
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.study.figures import color_of as color_of_arm
 
@@ -65,5 +65,5 @@ def test_a_title_names_model_rate_and_seeds(tmp_path, key, name):
         (folder / "config.json").write_text(json.dumps(facts))
         (folder / "summary.csv").write_text("parameters\n12345\n")
     told = "12,345 parameters; learning rate 0.004; seed"
-    assert titles.run_line(folders) == f"{name}, {told}s 3, 4"
-    assert titles.run_line(folders[:1]) == f"{name}, {told} 3"
+    assert report.run_line(folders) == f"{name}, {told}s 3, 4"
+    assert report.run_line(folders[:1]) == f"{name}, {told} 3"

@@ -25,7 +25,7 @@ from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
 from examples.benchmarks.gpu_session.table import Row
 from examples.benchmarks.gradients import loss_of
 from examples.benchmarks.timing import Quartiles
-from examples.pretrain.data import read_standard_library
+from examples.pretrain.data import read_corpus
 from examples.pretrain.models.dense import DenseConfig
 from orscale_jax import muon, orscale
 
@@ -80,7 +80,7 @@ def windows(text: jax.Array, key: jax.Array, protocol: Protocol) -> jax.Array:
 @functools.cache
 def _texts() -> tuple[jax.Array, jax.Array]:
     """For training, and for validation."""
-    corpus = read_standard_library()
+    corpus = read_corpus()
     return jax.device_put((corpus.train.pieces[0], corpus.val.pieces[0]))
 
 

@@ -2,20 +2,14 @@
 
 The loop in `examples.pretrain.train` knows nothing of it.
 
-======================  ==============================================================
-run                     every optimizer in turn, from its last checkpoint to the report
-rundir                  the folder of a run: one process, one configuration
-checkpoint, checksums   saving and restoring
-saved                   the model of a run, from its newest checkpoint
-stop, processes         signals; one process or many
-logs                    what a run tells as it goes, by the following
-records, readouts       metrics and the optimizer's readings, as files
-progress, throughput    on the terminal
-tensorboard             event files
-peaks                   peak FLOPs per second of accelerators
-timing                  seconds of a step, and of its optimizer
-report, plots, titles   what a run shows at its end
-write_failures          one message where a file cannot be written
-compilation_cache       one message where JAX's cache fails
-======================  ==============================================================
+==========  ==================================================================
+run         every optimizer in turn, from its last checkpoint to the report
+rundir      the folder of a run: one process, one configuration
+checkpoint  saving and restoring, and the model of a run
+processes   one or many; signals; files that cannot be written
+logs        what a run tells as it goes: progress, throughput, warnings
+records     metrics, readings of the optimizer and events, as files
+report      what a run shows at its end
+plots       its figures
+==========  ==================================================================
 """

@@ -1,29 +1,35 @@
-"""Checkpoints from which a run carries on as if it had never stopped."""
+"""Checkpoints from which a run carries on as if it had never stopped, and its models."""
 
 import contextlib
 import functools
 import inspect
-import itertools
 import logging
 import pathlib
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from flax import nnx
+from jax.experimental import multihost_utils
 from rich.console import Console
 
-from examples.pretrain.errors import AGAIN, RunError
-from examples.pretrain.operation.checksums import checksums
+from examples.pretrain.errors import AGAIN, RunError, UsageError
 from examples.pretrain.operation.processes import (
-    barrier,
-    everywhere,
     is_first,
     others_are_gone,
+    why_not_written,
 )
-from examples.pretrain.operation.write_failures import why_not_written
-from examples.pretrain.setup import Setup, State
+from examples.pretrain.operation.rundir import saved_config
+from examples.pretrain.setup import Setup, State, split
+from examples.pretrain.tasks import make_task
+
+PyTree = Any
+# By bytes of an entry; 8 bytes are two entries.
+_UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 class Checkpoints:
@@ -57,6 +63,11 @@ class Checkpoints:
             with self._writing():
                 self._manager.close()  # Waits until all is written.
 
+    @property
+    def latest_step(self) -> int | None:
+        """The step of the newest complete checkpoint."""
+        return self._manager.latest_step()
+
     def save(self, step: int, state: State) -> None:
         """Begins to save the state after `step` steps, unless that is there already.
 
@@ -65,11 +76,9 @@ class Checkpoints:
         """
         if step == self._manager.latest_step():
             return
+        position = {"next_batch": step, "checksums": checksums(state)}
         arguments = ocp.args.Composite(
-            state=ocp.args.StandardSave(state),
-            position=ocp.args.JsonSave(
-                {"next_batch": step, "checksums": checksums(state)}
-            ),
+            state=ocp.args.StandardSave(state), position=ocp.args.JsonSave(position)
         )
         with self._writing():
             self._manager.save(step, args=arguments)
@@ -85,11 +94,23 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            state, reason = self._read(step, setup)
-            if state is not None:
+            restored: Any = None
+            reason = ""
+            try:
+                layout = ocp.args.StandardRestore(setup.abstract)
+                restored = _read(self._folder / str(step), layout)
+            except Exception as error:  # A damaged file may raise anything.
+                reason = _shown(error)
+            readable = restored is not None  # Here. And in all other processes?
+            if jax.process_count() > 1:
+                readable = bool(multihost_utils.process_allgather(readable).all())
+            if not readable:
+                damaged[step] = reason or "another process cannot read it"
+            elif wrong := _wrong(restored):  # All of them compute it together.
+                damaged[step] = wrong
+            else:
                 self._move_aside(damaged, step)
-                return state, step
-            damaged[step] = reason
+                return restored.state, step
         if damaged:
             raise RunError(
                 f"No checkpoint in {self._folder} can be read: "
@@ -98,44 +119,22 @@ class Checkpoints:
             )
         return None
 
-    @property
-    def latest_step(self) -> int | None:
-        """The step of the newest complete checkpoint."""
-        return self._manager.latest_step()
-
-    def _newest(self) -> str:
-        return "none" if self.latest_step is None else f"step {self.latest_step}"
-
-    def _read(self, step: int, setup: Setup) -> tuple[State | None, str]:
-        """A state, or why there is none; the same on all processes."""
-        state, expected, reason = None, {}, ""
-        try:
-            restored = read_alone(
-                self._folder / str(step), ocp.args.StandardRestore(setup.abstract)
-            )
-            state, expected = restored.state, restored.position["checksums"]
-        except Exception as error:  # A damaged file may raise anything.
-            reason = f"{type(error).__name__}: {_first_line(error)[:200]}"
-        if not everywhere(state is not None):
-            return None, reason or "another process cannot read it"
-        found = checksums(state)
-        wrong = [name for name in found if found[name] != expected.get(name)]
-        if wrong:
-            return None, f"{wrong[0]} is not what was saved"
-        return state, ""
-
     def _move_aside(self, damaged: dict[int, str], good: int) -> None:
         if not damaged:
             return
         for step, reason in damaged.items() if is_first() else ():
-            aside = _free_name(self._folder.parent / f"damaged_checkpoint_{step}")
+            name = f"damaged_checkpoint_{step}"
+            names = (name, *(f"{name}_{n}" for n in range(2, 1000)))
+            paths = (self._folder.parent / name for name in names)
+            aside = next(path for path in paths if not path.exists())
             (self._folder / str(step)).rename(aside)
             self._console.print(
                 f"The checkpoint of step {step} is damaged ({reason}). It is now "
                 f"{aside}, and the run carries on from step {good}.",
                 highlight=False,
             )
-        barrier("damaged checkpoints are aside")
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("damaged checkpoints are aside")
         self._manager.reload()
 
     @contextlib.contextmanager
@@ -146,27 +145,91 @@ class Checkpoints:
         except Exception as error:
             if others_are_gone(error):
                 raise
-            reason = why_not_written(error) or _first_line(error)[:300]
+            reason = why_not_written(error) or _shown(error)
+            newest = "none" if self.latest_step is None else f"step {self.latest_step}"
             raise RunError(
                 f"A checkpoint in {self._folder} could not be written: {reason}. "
-                f"Newest complete one: {self._newest()}.\n{AGAIN}"
+                f"Newest complete one: {newest}.\n{AGAIN}"
             ) from error
 
 
-def read_alone(folder: pathlib.Path, state: Any) -> Any:
-    """Reads a checkpoint without waiting for other processes, which may fail.
+def load_model(folder: pathlib.Path | str) -> nnx.Module:
+    """The model that a run has trained so far, on the first device.
+
+    Reads the newest checkpoint whose weights are what was saved, and writes nothing: the
+    run may be going on.
 
     Args:
-      folder: Of the checkpoint.
-      state: Orbax's arguments for the training state.
+      folder: Of the run with one optimizer, such as runs/demo/orscale.
+
+    Raises:
+      UsageError: If there is no run in the folder, or no checkpoint that can be read.
     """
+    folder = pathlib.Path(folder)
+    config = saved_config(folder)
+    task = make_task(config)
+    model = nnx.eval_shape(lambda: task.create(nnx.Rngs(config.recipe.seed)))
+    params, variables = split(model)
+    where = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    weights = jax.tree.map(
+        lambda x: x.update(sharding=where), {"params": params, "variables": variables}
+    )
+    layout = ocp.args.PyTreeRestore(
+        weights,
+        restore_args=ocp.checkpoint_utils.construct_restore_args(weights),
+        partial_restore=True,  # Without the optimizer's state.
+    )
+    reasons: list[str] = []
+    for step in checkpoint_steps(folder):
+        try:
+            found = _read(folder.absolute() / "checkpoints" / str(step), layout)
+            wrong = _wrong(found)
+        except Exception as error:  # A damaged file may raise anything.
+            wrong = _shown(error)
+        if wrong:
+            reasons.append(f"step {step}: {wrong}")
+            continue
+        if reasons:
+            warnings.warn(
+                f"{folder}: the weights are those of step {step}, since newer ones "
+                f"cannot be read: {'; '.join(reasons)}",
+                stacklevel=2,
+            )
+        return nnx.merge(
+            nnx.graphdef(model), found.state["params"], found.state["variables"]
+        )
+    why = "can be read: " + "; ".join(reasons) if reasons else "is there yet"
+    raise UsageError(f"{folder / 'checkpoints'}: no checkpoint {why}.")
+
+
+def checkpoint_steps(folder: pathlib.Path) -> list[int]:
+    """The steps of a run's complete checkpoints, newest first."""
+    found = (folder / "checkpoints").glob("[0-9]*")
+    return sorted((int(p.name) for p in found if p.name.isdigit()), reverse=True)
+
+
+def _read(folder: pathlib.Path, layout: Any) -> Any:
+    """Reads a checkpoint without waiting for other processes, which may fail."""
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
     )
-    arguments = ocp.args.Composite(state=state, position=ocp.args.JsonRestore())
+    arguments = ocp.args.Composite(state=layout, position=ocp.args.JsonRestore())
     handler = ocp.CompositeCheckpointHandler()
     with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         return reader.restore(folder, args=arguments)
+
+
+def _wrong(restored: Any) -> str:
+    """What is not as it was saved; empty if nothing is."""
+    expected = restored.position["checksums"]
+    found = checksums(restored.state).items()
+    names = (name for name, sum_ in found if sum_ != expected.get(name))
+    return next((f"{name} is not what was saved" for name in names), "")
+
+
+def _shown(error: Exception) -> str:
+    first_line = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}: {first_line[:300]}"
 
 
 @functools.cache
@@ -185,11 +248,43 @@ def _quiet_threads() -> None:
     sys.unraisablehook = all_others
 
 
-def _free_name(path: pathlib.Path) -> pathlib.Path:
-    """The path, or with a number after it the first one that is not there."""
-    numbered = (path.with_name(f"{path.name}_{n}") for n in itertools.count(2))
-    return next(p for p in itertools.chain([path], numbered) if not p.exists())
+def checksums(tree: PyTree) -> dict[str, int]:
+    """A checksum of every array by its path, computed where the array lies.
+
+    A storage layer may give back zeros for a chunk whose file is gone, or other numbers
+    for a file with wrong bits, without an error. It is the same for any sharding.
+    """
+    sums = jax.device_get(_checksums(jax.tree.leaves(tree)))
+    paths = [
+        jax.tree_util.keystr(path, simple=True, separator=".")
+        for path, _ in jax.tree.leaves_with_path(tree)
+    ]
+    return {path: int(sum_) for path, sum_ in zip(paths, sums, strict=True)}
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), "")
+@jax.jit
+def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
+    return [_checksum(leaf) for leaf in leaves]
+
+
+def _checksum(x: jax.Array) -> jax.Array:
+    """The sum of a hash of each entry's bits and place, mod 2³².
+
+    The hash tells all bits apart: another value of one entry is always seen.
+    """
+    if x.dtype != bool:
+        x = jax.lax.bitcast_convert_type(x, _UNSIGNED[x.dtype.itemsize])
+    place = jnp.zeros((), jnp.uint32)
+    stride = 1
+    for axis in reversed(range(x.ndim)):
+        along = jnp.arange(x.shape[axis], dtype=jnp.uint32) * jnp.uint32(stride % 2**32)
+        place = place + along.reshape(-1, *(1,) * (x.ndim - 1 - axis))
+        stride *= x.shape[axis]
+    return jnp.sum(_hash(x.astype(jnp.uint32) ^ _hash(place)), dtype=jnp.uint32)
+
+
+def _hash(x: jax.Array) -> jax.Array:
+    """A permutation of the 32-bit integers: the last steps of MurmurHash3."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)

@@ -1,29 +1,54 @@
 """Everything that a run with one optimizer tells: files, progress, warnings."""
 
 import contextlib
+import dataclasses
+import datetime
 import math
 import pathlib
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import RunError
 from examples.pretrain.operation.processes import is_first
-from examples.pretrain.operation.progress import Display
-from examples.pretrain.operation.readouts import Readouts
-from examples.pretrain.operation.records import Recorder
-from examples.pretrain.operation.tensorboard import TensorBoard
-from examples.pretrain.operation.throughput import throughput
+from examples.pretrain.operation.records import Readouts, Recorder, TensorBoard
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.setup import Setup
+from examples.pretrain.task import Task
 from examples.pretrain.train import Interval
 from orscale_jax import diagnostics
 
+SECONDS_BETWEEN_LINES = 15.0
+# Of dense products in bfloat16, FLOP/s of a device, as the makers state them. The first
+# part of the name that fits counts.
+PEAKS = {
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "TPU v6 lite": 918e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5p": 459e12,
+    "TPU v5": 459e12,
+    "TPU v4": 275e12,
+}
+
 
 class Logs(contextlib.ExitStack):
-    """Writes down what each interval tells; a context manager.
+    """Writes down and shows what each interval tells; a context manager.
+
+    On a terminal there is a progress bar, elsewhere a line now and then.
 
     Args:
       folder: Of the run with one optimizer.
@@ -51,9 +76,22 @@ class Logs(contextlib.ExitStack):
         if config.tensorboard and is_first():
             tensorboard = TensorBoard(folder / "tensorboard")
             self._tensorboard = self.enter_context(tensorboard)
-        self._display = self.enter_context(
-            Display(console, optimizer.label, start, setup.recipe.num_steps)
+        self._label, self._start = optimizer.label, start
+        bar = Progress(
+            TextColumn("{task.description:<14}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[reading]:<40}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
         )
+        steps = setup.recipe.num_steps
+        self._bar = self.enter_context(bar)
+        self._shown = bar.add_task(
+            optimizer.label, total=steps, completed=start, reading="compiling"
+        )
+        self._began = self._said = time.monotonic()
 
     def write(
         self,
@@ -68,23 +106,25 @@ class Logs(contextlib.ExitStack):
           validation: Of its last step; empty if there was none.
           to_measure: Batches to measure on; empty for no measurement.
         """
-        step = interval.step
+        step, due = interval.step, interval.step % self._config.log_every == 0
         reading = None
-        if self._readouts is not None and (self.due(step) or to_measure):
+        if self._readouts is not None and (due or to_measure):
             reading = self._readouts.record(
                 step, interval.state, to_measure, loss=interval.loss
             )
         if self._recorder is None:
             return
         if reading is not None:
-            self._warn(step, reading)
-        recipe = self._setup.recipe
-        examples = recipe.batch_size * len(interval.metrics)
+            for problem in diagnostics.find_problems(reading):
+                if problem.title not in self._warned:  # Once each.
+                    self._warned.add(problem.title)
+                    self._console.print(f"Step {step}: {problem}", highlight=False)
+        examples = self._setup.recipe.batch_size * len(interval.metrics)
         rate = throughput(self._setup.task, examples, interval.seconds)
         self._recorder.record(interval, validation)
-        if self.due(step):
+        if due:
             self._recorder.record_loads(interval)
-        self._display.update(step, interval.loss, rate)
+        self._show(interval, rate)
         if self._tensorboard is not None:
             self._tensorboard.write(
                 step,
@@ -94,16 +134,20 @@ class Logs(contextlib.ExitStack):
                 | (diagnostics.summarize(reading) if reading is not None else {}),
             )
 
-    def _warn(self, step: int, reading: diagnostics.Reading) -> None:
-        """Prints what is wrong in a reading, each problem once."""
-        for problem in diagnostics.find_problems(reading):
-            if problem.title not in self._warned:
-                self._warned.add(problem.title)
-                self._console.print(f"Step {step}: {problem}", highlight=False)
-
-    def due(self, step: int) -> bool:
-        """Whether a reading is due."""
-        return step % self._config.log_every == 0
+    def _show(self, interval: Interval, rate: "Throughput") -> None:
+        step, steps = interval.step, self._setup.recipe.num_steps
+        reading = f"loss {interval.loss:.3f}  {rate}"
+        self._bar.update(self._shown, completed=step, reading=reading)
+        now = time.monotonic()
+        late = now - self._said > SECONDS_BETWEEN_LINES or step == steps
+        if late and not self._console.is_terminal:
+            self._said = now
+            left = (now - self._began) / (step - self._start) * (steps - step)
+            self._console.print(
+                f"{self._label:<14} step {step}/{steps}  {reading}  "
+                f"{datetime.timedelta(seconds=round(left))} left",
+                highlight=False,
+            )
 
 
 def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
@@ -118,6 +162,44 @@ def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
                 raise RunError(
                     f"Step {step}: {name} is {float(metrics[name])}. Nothing was saved "
                     f"since step {last_checkpoint or 0}, from which the same command "
-                    "carries on. If it happens again, look at the data of this step, or "
+                    "resumes. If it happens again, look at the data of this step, or "
                     "begin anew with another --out and a lower --learning-rate or --clip."
                 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Throughput:
+    """What some steps have come to.
+
+    Attributes:
+      items_per_second: Tokens or images, over all devices.
+      item: Which of the two.
+      utilization: Model FLOPs per second as a share of the peak (MFU); None where the
+        model's FLOPs or the device's peak are not known.
+    """
+
+    items_per_second: float
+    item: str
+    utilization: float | None
+
+    def __str__(self) -> str:
+        text = f"{self.items_per_second:,.0f} {self.item}/s"
+        if self.utilization is None:
+            return text
+        return f"{text}  {self.utilization:.1%} MFU"
+
+
+def throughput(task: Task, examples: int, seconds: float) -> Throughput:
+    """The throughput of examples that took so long."""
+    utilization = None
+    peak = peak_flops(jax.devices()[0].device_kind)
+    if peak is not None and task.flops_per_example is not None:
+        achieved = task.flops_per_example * examples / seconds
+        utilization = achieved / (peak * jax.device_count())
+    items = examples * task.items_per_example / seconds
+    return Throughput(items, task.item, utilization)
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The peak of a device by its name, if it is in the table."""
+    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)

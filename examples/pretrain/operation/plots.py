@@ -31,7 +31,7 @@ def draw_losses(
     unit: str,
     run: str,
 ) -> None:
-    """Loss curves of the arms: the whole run, and its second half closer up.
+    """Loss curves by optimizer: the whole run, and its second half closer up.
 
     Args:
       path: Of the PNG.
@@ -41,19 +41,27 @@ def draw_losses(
       run: Model, rate and seed, for the title.
     """
     figure, (whole, late) = _two_panels(f"cross-entropy (nats per {unit})")
-    for arm, curve in val.items():
-        steps, losses = train[arm]
-        whole.plot(steps, smooth(losses), color=color_of(arm), lw=1, alpha=0.45)
+    for name, curve in val.items():
+        steps, losses = train[name]
+        # An exponential moving average, corrected for its start.
+        shares = (1 - SMOOTHING) * SMOOTHING ** np.arange(len(losses))
+        means = np.convolve(losses, shares)[: len(losses)] / np.cumsum(shares)
+        whole.plot(steps, means, color=color_of(name), lw=1, alpha=0.45)
         for axes in (whole, late):
-            axes.plot(*curve, **_look(arm))
+            axes.plot(*curve, **_look(name))
     whole.plot([], [], color=INK, lw=1.8, label="validation")
     whole.plot([], [], color=INK, lw=1, alpha=0.45, label="training, smoothed")
     whole.legend()
     whole.set_title("Whole run")
     late.set_title("Second half, validation")
-    _zoom(late, list(val.values()))
-    ends = {arm: float(values[-1]) for arm, (_, values) in val.items()}
-    _add_names(figure, {arm: f"{end:.4f}" for arm, end in ends.items()})
+    last = max(steps[-1] for steps, _ in val.values())
+    shown = np.concatenate([values[steps >= last / 2] for steps, values in val.values()])
+    shown = shown[np.isfinite(shown)]
+    late.set_xlim(0.49 * last, 1.01 * last)  # Room for the first and last markers.
+    if shown.size:
+        margin = 0.05 * np.ptp(shown) + 1e-6
+        late.set_ylim(shown.min() - margin, shown.max() + margin)
+    _add_names(figure, {name: f"{values[-1]:.4f}" for name, (_, values) in val.items()})
     style.set_title(
         figure, "Training and validation loss; below, validation loss at the end", run
     )
@@ -68,7 +76,7 @@ def draw_seeds(
     baseline: str,
     run: str,
 ) -> None:
-    """Validation loss of several runs of each arm, and what sets it apart from one arm's.
+    """Validation loss of several runs of each optimizer, and the difference from one's.
 
     The difference is taken seed by seed: thin lines; the thick one is their mean.
 
@@ -82,28 +90,26 @@ def draw_seeds(
     subtracted = baseline if baseline in val else next(iter(val))
     figure, (losses, apart) = _two_panels(f"validation loss (nats per {unit})")
     texts = {subtracted: ""}
-    for arm, curves in val.items():
-        steps, values = curves[0][0], np.array([y for _, y in curves])
-        _mean_and_runs(losses, arm, steps, values)
+    for name, curves in val.items():
+        values = np.array([y for _, y in curves])
         difference = values - np.array([y for _, y in val[subtracted]])
-        if arm != subtracted:
-            _mean_and_runs(apart, arm, steps, difference)
-            texts[arm] = f"{difference[:, -1].mean():+.4f}".replace("-", "−")
+        panels = [(losses, values)]
+        if name != subtracted:
+            panels.append((apart, difference))
+            texts[name] = f"{difference[:, -1].mean():+.4f}".replace("-", "−")
+        for axes, lines in panels:
+            for line in lines:
+                axes.plot(curves[0][0], line, color=color_of(name), lw=0.8, alpha=0.6)
+            axes.plot(curves[0][0], lines.mean(0), **_look(name))
     label = OPTIMIZERS[subtracted].label
     apart.axhline(0, color=color_of(subtracted), lw=1.8)
     losses.set_title("Mean of the seeds (thick) and each seed")
     apart.set_title(f"Minus {label}'s, seed by seed")
     apart.set_ylabel(f"difference (nats per {unit})")
-    _add_names(figure, {arm: texts[arm] for arm in val})
+    _add_names(figure, {name: texts[name] for name in val})
     title = "Validation loss; below, the mean difference at the end"
     style.set_title(figure, title, run)
     style.save(figure, path)
-
-
-def _mean_and_runs(axes: Axes, arm: str, steps: np.ndarray, values: np.ndarray) -> None:
-    for line in values:
-        axes.plot(steps, line, color=color_of(arm), lw=0.8, alpha=0.6)
-    axes.plot(steps, values.mean(0), **_look(arm))
 
 
 @style.styled
@@ -131,8 +137,27 @@ def draw_trust_ratios(
     )
     panels = grid.ravel()
     for axes, (name, lines) in zip(panels, classes.items(), strict=False):
-        _draw_class(axes, name, steps, np.array(list(lines.values())))
-    _ratio_axis(panels[0])
+        values = np.array(list(lines.values()))
+        axes.set_title(name)
+        axes.grid(axis="y")
+        axes.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
+        if len(values) <= MOST_LINES:
+            shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(values)))
+            for shade, line in zip(shades, values, strict=True):
+                axes.plot(steps, line, color=shade, lw=1.6)
+        else:
+            low, middle, high = np.quantile(values, [0.05, 0.5, 0.95], axis=0)
+            axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, lw=0)
+            axes.plot(steps, middle, color=BLUE, lw=1.8)
+            axes.set_title(f"{name}\nmedian, 90 % of {len(values)}")
+    # A logarithmic axis with some room around what is drawn, and around 1.
+    first = panels[0]
+    first.set_yscale("log")
+    lowest, highest = first.get_ylim()
+    first.set_ylim(min(lowest, 0.7), max(highest, 1.5))
+    first.yaxis.set_major_locator(FixedLocator(RATIO_TICKS))
+    first.yaxis.set_minor_locator(NullLocator())
+    first.yaxis.set_major_formatter(ScalarFormatter())
     for axes in panels[len(classes) :]:
         axes.set_visible(False)
     for axes in panels[: len(classes)][-columns:]:
@@ -141,31 +166,6 @@ def draw_trust_ratios(
     figure.supylabel("trust ratio r̂ (log scale)")
     style.set_title(figure, "Trust ratio of each matrix, by class", run)
     style.save(figure, path)
-
-
-def _draw_class(axes: Axes, name: str, steps: Sequence[int], values: np.ndarray) -> None:
-    axes.set_title(name)
-    axes.grid(axis="y")
-    axes.axhline(1, color=INK, lw=0.8, ls=(0, (4, 3)))
-    if len(values) <= MOST_LINES:
-        shades = matplotlib.colormaps["viridis"](np.linspace(0, 0.85, len(values)))
-        for shade, line in zip(shades, values, strict=True):
-            axes.plot(steps, line, color=shade, lw=1.6)
-        return
-    low, middle, high = np.quantile(values, [0.05, 0.5, 0.95], axis=0)
-    axes.fill_between(steps, low, high, color=BLUE, alpha=0.2, lw=0)
-    axes.plot(steps, middle, color=BLUE, lw=1.8)
-    axes.set_title(f"{name}\nmedian, 90 % of {len(values)}")
-
-
-def _ratio_axis(axes: Axes) -> None:
-    """A logarithmic axis with some room around what is drawn, and around 1."""
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    axes.set_ylim(min(low, 0.7), max(high, 1.5))
-    axes.yaxis.set_major_locator(FixedLocator(RATIO_TICKS))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(ScalarFormatter())
 
 
 @style.styled
@@ -204,21 +204,13 @@ def color_of(name: str) -> str:
     return style.color_of(name, OPTIMIZERS)
 
 
-def _look(arm: str) -> dict[str, Any]:
-    return {"color": color_of(arm), "lw": 1.8, "marker": MARKERS.get(arm, "D"), "ms": 4}
+def _look(name: str) -> dict[str, Any]:
+    return {
+        "color": color_of(name), "lw": 1.8, "marker": MARKERS.get(name, "D"), "ms": 4
+    }  # fmt: skip
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """Exponential moving average, corrected for its start."""
-    mean, weight, result = 0.0, 0.0, []
-    for value in values:
-        mean = SMOOTHING * mean + (1 - SMOOTHING) * value
-        weight = SMOOTHING * weight + (1 - SMOOTHING)
-        result.append(mean / weight)
-    return np.array(result)
-
-
-def _two_panels(ylabel: str) -> tuple[Figure, np.ndarray]:
+def _two_panels(ylabel: str) -> tuple[Figure, Sequence[Axes]]:
     figure, grid = style.new_figure(3.7, 1, 2)
     panels = grid[0]
     panels[0].set_ylabel(ylabel)
@@ -228,24 +220,13 @@ def _two_panels(ylabel: str) -> tuple[Figure, np.ndarray]:
     return figure, panels
 
 
-def _zoom(axes: Axes, curves: Sequence[Curve]) -> None:
-    """Limits the axes to the second half of the curves."""
-    last = max(steps[-1] for steps, _ in curves)
-    shown = np.concatenate([values[steps >= last / 2] for steps, values in curves])
-    shown = shown[np.isfinite(shown)]
-    axes.set_xlim(0.49 * last, 1.01 * last)  # Room for the first and last markers.
-    if shown.size:
-        margin = 0.05 * np.ptp(shown) + 1e-6
-        axes.set_ylim(shown.min() - margin, shown.max() + margin)
-
-
 def _add_names(figure: Figure, values: Mapping[str, str]) -> None:
-    """A legend of the arms below the panels, each with a number.
+    """A legend of the optimizers below the panels, each with a number.
 
-    Not at the ends of the lines, where names of equal arms would stand apart.
+    Not at the ends of the lines, where names of equal ones would stand apart.
     """
     handles = [
-        Line2D([], [], label=f"{OPTIMIZERS[arm].label}  {value}".rstrip(), **_look(arm))
-        for arm, value in values.items()
+        Line2D([], [], label=f"{OPTIMIZERS[name].label}  {value}".rstrip(), **_look(name))
+        for name, value in values.items()
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)

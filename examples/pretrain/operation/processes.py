@@ -1,30 +1,43 @@
-"""One process or many: joining a cluster, and what only the first process does."""
+"""What comes to a process from outside: a cluster, signals, files that fail."""
 
 import contextlib
+import errno
 import os
+import pathlib
+import re
+import signal
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
+from rich.console import Console
 
-from examples.pretrain.errors import UsageError
+from examples.pretrain.errors import AGAIN, RunError, UsageError
 
 # Seconds for which a process waits for the others: to start, and once it has failed.
 JOINING = 240
 PATIENCE = 10
+# What the system answers where it does not let a program write.
+_NOT_WRITTEN = {
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM,
+    errno.EIO,
+}  # fmt: skip
+_CODE_OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
+_OF_CACHE = re.compile(r"Error .* persistent compilation cache entry for '[^']*': (.*)")
 
 
 def join_cluster() -> None:
     """Joins the other processes of the run.
 
     Slurm, Open MPI, Kubernetes and Cloud TPUs are found by themselves. Elsewhere
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say it.
-
-    If one of them does not come, the process says so and ends. JAX would abort it, with
-    nothing but the addresses of functions.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say it. If one of them
+    does not come, the process says so and ends; JAX would abort it, with nothing but the
+    addresses of functions.
 
     Raises:
       UsageError: If nothing says which processes belong together.
@@ -94,14 +107,128 @@ def others_are_gone(error: BaseException) -> bool:
     return several and isinstance(error, jax.errors.JaxRuntimeError)
 
 
-def everywhere(here: bool) -> bool:
-    """Whether something is true in all processes, which all have to ask."""
-    if jax.process_count() == 1:
-        return here
-    return bool(multihost_utils.process_allgather(here).all())
+class Stopped(Exception):
+    """The run was asked to stop, and did.
+
+    Attributes:
+      signum: The signal that asked.
+    """
+
+    def __init__(self, message: str, signum: int):
+        super().__init__(message)
+        self.signum = signum
 
 
-def barrier(name: str) -> None:
-    """Waits for all processes."""
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
+class StopSignal:
+    """Notes the first SIGINT (Ctrl-C) or SIGTERM, and says so; a second one acts as ever.
+
+    The run then stops between two steps. Of several processes, JAX tells all when one
+    gets a SIGTERM, as a preempted machine does, and they stop at the same step.
+    """
+
+    def __init__(self) -> None:
+        self._signum: int | None = None
+        self._alone = jax.process_count() == 1
+
+    def __enter__(self) -> "StopSignal":
+        signums = (signal.SIGINT, signal.SIGTERM) if self._alone else ()
+        self._previous = {signum: signal.signal(signum, self._note) for signum in signums}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._previous.items():
+            signal.signal(signum, handler)
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after so many steps; processes ask at every step."""
+        if not self._alone and multihost_utils.reached_preemption_sync_point(step):
+            self._signum = signal.SIGTERM
+        return self._signum is not None
+
+    @property
+    def noted(self) -> bool:
+        """Whether a signal has come."""
+        return self._signum is not None
+
+    def check(self, message: str) -> None:
+        """Raises :class:`Stopped` with the message if a signal has come."""
+        if self._signum is not None:
+            raise Stopped(message, self._signum)
+
+    def _note(self, signum: int, _: FrameType | None) -> None:
+        self._signum = signum
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        said = (
+            f"\n{signal.Signals(signum).name} received: the run stops with a checkpoint "
+            "as soon as the current step, and its measurement or validation, is "
+            "complete. A second signal ends it at once; the last checkpoint then is an "
+            "earlier one.\n"
+        )
+        # The signal may have interrupted another print. A closed terminal is no reason
+        # not to save.
+        with contextlib.suppress(OSError):
+            os.write(2, said.encode())
+
+
+@contextlib.contextmanager
+def writing(folder: pathlib.Path) -> Iterator[None]:
+    """Names the folder and the cause where a file cannot be written.
+
+    Raises:
+      RunError: If that is behind an error.
+    """
+    try:
+        yield
+    except (RunError, UsageError):
+        raise
+    except Exception as error:
+        cause = why_not_written(error)
+        if cause is None:
+            raise
+        raise RunError(f"{folder} cannot be written to: {cause}.\n{AGAIN}") from error
+
+
+def why_not_written(error: BaseException) -> str | None:
+    """The system's words, such as "No space left on device", if they are behind an error.
+
+    The operating system's own error may be the cause of the error, or a part of a group,
+    and TensorStore only quotes it.
+    """
+    quoted = _CODE_OF_TENSORSTORE.search(str(error))
+    code, file = (int(quoted[1]) if quoted else None), None
+    if isinstance(error, OSError):
+        code, file = error.errno, error.filename
+    if code in _NOT_WRITTEN:
+        return os.strerror(code) + (f": {file}" if file else "")
+    grouped = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    origins = (*grouped, error.__cause__ or error.__context__)
+    causes = (why_not_written(origin) for origin in origins if origin is not None)
+    return next((cause for cause in causes if cause is not None), None)
+
+
+@contextlib.contextmanager
+def without_cache(console: Console) -> Iterator[None]:
+    """Says once that JAX's compilation cache fails; JAX warns for every program."""
+    show, said = warnings.showwarning, False
+
+    def show_first(message: Warning | str, *place: Any, **more: Any) -> None:
+        nonlocal said
+        failure = _OF_CACHE.match(str(message))
+        if failure is None:
+            show(message, *place, **more)
+        elif not said:
+            said = True
+            folder = jax.config.values["jax_compilation_cache_dir"]
+            console.print(
+                f"The compilation cache in {folder} fails ({failure[1]}). The run goes "
+                "on without it. Make room there, or delete the folder if its files are "
+                "damaged.",
+                highlight=False,
+            )
+
+    warnings.showwarning = show_first
+    try:
+        yield
+    finally:
+        warnings.showwarning = show

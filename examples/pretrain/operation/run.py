@@ -1,34 +1,39 @@
 """A run: every optimizer in turn, each from its last checkpoint on, and a report."""
 
-import dataclasses
-import functools
 import json
 import pathlib
+import statistics
+import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from examples.pretrain.config import Config
+from examples.pretrain.config import Config, Recipe, accumulation
 from examples.pretrain.evaluation import evaluation_batch_size
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.operation import report
 from examples.pretrain.operation.checkpoint import Checkpoints
-from examples.pretrain.operation.compilation_cache import failing_in_one_message
 from examples.pretrain.operation.logs import Logs, check_finite
-from examples.pretrain.operation.processes import is_first
+from examples.pretrain.operation.processes import (
+    StopSignal,
+    is_first,
+    without_cache,
+    writing,
+)
 from examples.pretrain.operation.rundir import claim, write_atomically
-from examples.pretrain.operation.stop import StopSignal
-from examples.pretrain.operation.timing import time_step
-from examples.pretrain.operation.write_failures import writing
-from examples.pretrain.optimizers import OPTIMIZERS
-from examples.pretrain.recipe import Recipe, accumulation
+from examples.pretrain.optimizers import find_optimizer, rates_and_decay
 from examples.pretrain.sample import check_prompt, show_samples
 from examples.pretrain.setup import State, set_up
 from examples.pretrain.task import Data, Task
 from examples.pretrain.train import Trainer, make_trainer, train
+
+# Of the timing, both at least.
+REPEATS, SECONDS = 9, 0.5
 
 
 def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) -> None:
@@ -42,26 +47,28 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
     check(config, task, data, mesh)
     console.print(data.description, highlight=False)
     claimed = claim(config, data)
-    make = functools.partial(
-        make_trainer,
-        task,
-        data,
-        mesh=mesh,
-        zero1=config.mesh.zero1,
-        per_device_batch=config.per_device_batch,
-    )
-    with (
-        writing(config.out),
-        failing_in_one_message(console),
-        claimed,
-        StopSignal() as stop,
-    ):
+    with writing(config.out), without_cache(console), claimed, StopSignal() as stop:
         for name in config.optimizer:
-            folder = config.out / name
-            if not (folder / "result.json").exists():
+            folder, recipe = config.out / name, config.recipe_of(name)
+            if (folder / "result.json").exists():
+                label = find_optimizer(name).label
+                console.print(f"{label} is finished in {folder}.", highlight=False)
+            else:
+                console.print(f"{rates_and_decay(recipe)}.", highlight=False)
                 # Without a name, so that its memory is free for the next one.
                 train_and_save(
-                    make(recipe=config.recipe_of(name)), folder, config, stop, console
+                    make_trainer(
+                        task,
+                        data,
+                        recipe,
+                        mesh,
+                        zero1=config.mesh.zero1,
+                        per_device_batch=config.per_device_batch,
+                    ),
+                    folder,
+                    config,
+                    stop,
+                    console,
                 )
             stop.check(f"Stopped after {name}")
         if is_first():
@@ -97,6 +104,7 @@ def train_and_save(
 ) -> None:
     """Trains to the end from the last checkpoint on, and writes the result."""
     setup, recipe = trainer.setup, trainer.setup.recipe
+    label = find_optimizer(recipe.optimizer).label
     everies = (
         config.log_every,
         config.measure_every,
@@ -112,6 +120,12 @@ def train_and_save(
         Checkpoints(folder / "checkpoints", config.keep, console) as checkpoints,
     ):
         state, start = checkpoints.restore(setup) or (setup.initial_state(), 0)
+        if start:
+            console.print(
+                f"{label} resumes from its checkpoint of step {start} of "
+                f"{recipe.num_steps}.",
+                highlight=False,
+            )
         with Logs(folder, setup, start, config, console) as logs:
             for interval in train(trainer, state, start, pause):
                 state, step, stopping = interval.state, interval.step, stop.noted
@@ -122,9 +136,17 @@ def train_and_save(
                 if stopping or _due(step, config.checkpoint_every, recipe):
                     checkpoints.save(step, state)
                 if stopping:
-                    label = OPTIMIZERS[recipe.optimizer].label
                     stop.check(f"{label} stopped at step {step}")
-    _write_result(folder / "result.json", trainer, state, config)
+    params = setup.abstract["params"]
+    result: dict[str, Any] = {
+        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
+        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
+        "jax": jax.__version__,
+    }
+    if config.time_optimizer:
+        result["seconds"] = time_step(trainer, state)
+    if is_first():  # The file says that the training is finished.
+        write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
 
 
 def _due(step: int, every: int | None, recipe: Recipe) -> bool:
@@ -138,19 +160,32 @@ def _to_measure(step: int, trainer: Trainer, config: Config) -> list[Any]:
     return [trainer.batches[step + index] for index in range(config.measure_batches)]
 
 
-def _write_result(
-    path: pathlib.Path, trainer: Trainer, state: State, config: Config
-) -> None:
-    """Writes down what the end tells; the file says that the training is finished."""
-    params = trainer.setup.abstract["params"]
-    result = {
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),
-        "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
-        "jax": jax.__version__,
+def time_step(trainer: Trainer, state: State) -> dict[str, float]:
+    """Medians in seconds: of a "step", and of its "optimizer" run alone.
+
+    Both take turns, so that what else the machine does slows both alike. The state is
+    used up.
+    """
+    optimizer, batch = trainer.setup.optimizer, trainer.batches[0]
+
+    def optimizer_step(state: State, grads: Any) -> State:
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": opt_state}
+
+    grads = jax.tree.map(jnp.copy, state["params"])  # The time is the same for any.
+    alone = jax.tree.map(jnp.copy, {n: state[n] for n in ("params", "opt_state")})
+    update = jax.jit(optimizer_step, donate_argnums=0).lower(alone, grads).compile()
+    steps: list[float] = []
+    optimizers: list[float] = []
+    while len(steps) < REPEATS or sum(steps) < SECONDS:
+        began = time.perf_counter()
+        state, _ = jax.block_until_ready(trainer.step(state, batch))
+        between = time.perf_counter()
+        alone = jax.block_until_ready(update(alone, grads))
+        steps.append(between - began)
+        optimizers.append(time.perf_counter() - between)
+    return {
+        "step": statistics.median(steps),
+        "optimizer": statistics.median(optimizers),
     }
-    if config.time_optimizer:
-        optimizer, batch = trainer.setup.optimizer, trainer.batches[0]
-        seconds = time_step(trainer.step, optimizer, state, batch)
-        result["seconds"] = dataclasses.asdict(seconds)
-    if is_first():
-        write_atomically(path, json.dumps(result, indent=2) + "\n")

@@ -6,7 +6,7 @@ import fcntl
 import json
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from examples.pretrain.config import Config
@@ -15,6 +15,7 @@ from examples.pretrain.meshes import MeshConfig
 from examples.pretrain.operation.processes import is_first
 from examples.pretrain.optimizers import OPTIMIZERS, find_optimizer
 from examples.pretrain.task import Data
+from examples.pretrain.tasks import recorded_kind
 
 # These leave the result as it is, but for rounding: where it goes, which optimizers come
 # now (they do not touch each other), on which devices and in which parts a step is
@@ -65,7 +66,52 @@ def read_facts(folder: pathlib.Path) -> dict[str, Any]:
         facts = None
     if not isinstance(facts, dict):
         raise UsageError(f"{path} is damaged: use another folder.")
+    return {"rates": "shared"} | facts  # As all rates were before they could be advised.
+
+
+def run_facts(folder: pathlib.Path) -> dict[str, Any]:
+    """The same of the run that a folder with one optimizer belongs to.
+
+    Raises:
+      UsageError: If the folder is no such folder.
+    """
+    try:
+        facts = read_facts(folder.absolute().parent)
+    except (FileNotFoundError, NotADirectoryError):
+        facts = {}
+    if "unit" not in facts:
+        raise UsageError(
+            f"{folder} is not the folder of a run with one optimizer, such as "
+            "runs/demo/orscale: the folder above it has no config.json of a run."
+        )
     return facts
+
+
+def saved_config(folder: pathlib.Path) -> Config:
+    """The run with one optimizer that a folder holds.
+
+    What this program does not know any more is left out.
+
+    Raises:
+      UsageError: If the folder is no such folder.
+    """
+    facts = run_facts(folder) | {"optimizer": folder.name}
+    kind = recorded_kind(facts)
+
+    def filled(cls: type, prefix: str = "") -> Any:
+        """A dataclass with those of the facts that it has; JSON's lists are tuples."""
+        names = [f.name for f in dataclasses.fields(cls) if f"{prefix}{f.name}" in facts]
+        values = {name: facts[f"{prefix}{name}"] for name in names}
+        lists = {n: tuple(v) for n, v in values.items() if isinstance(v, list)}
+        return cls(**(values | lists))
+
+    return Config(
+        recipe=filled(kind.recipe),
+        model=filled(kind.model, "model."),
+        optimizer=(folder.name,),
+        out=pathlib.Path(),
+        loss_chunks=facts["loss_chunks"],
+    )
 
 
 def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
@@ -85,14 +131,20 @@ def write_atomically(path: pathlib.Path, text: str) -> None:
 
 
 def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
-    facts = _facts(config, data)
+    """Writes config.json, or refuses the run if it says something else."""
+    facts = config.to_dict() | {"unit": data.unit, **data.facts}
+    del facts["out"]  # The file lies there.
+    facts = json.loads(json.dumps(facts, default=str))  # As they are read back.
     if not path.exists():
         write_atomically(path, json.dumps(facts, indent=2) + "\n")
         return
-    # What this program does not know any more decides nothing.
-    there = {name: read_facts(path.parent).get(name) for name in facts}
-    different = differences(there, facts)
-    idle = {"optimizer", *_not_taken(config.optimizer)}
+    before = read_facts(path.parent)
+    # What this program does not know any more decides nothing, and so do hyperparameters
+    # that none of the optimizers has.
+    known = {n for entry in OPTIMIZERS.values() for n in entry.hyperparameters}
+    taken = {n for o in config.optimizer for n in find_optimizer(o).hyperparameters}
+    idle = {"optimizer", *(known - taken)}
+    different = differences({name: before.get(name) for name in facts}, facts)
     different = {name: pair for name, pair in different.items() if name not in idle}
     if different.keys() - FREE_OPTIONS:
         raise UsageError(
@@ -103,17 +155,3 @@ def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
             )
             + "\nPass the same options to carry it on, or another --out to start anew."
         )
-
-
-def _not_taken(optimizers: Sequence[str]) -> set[str]:
-    """The hyperparameters that decide nothing, since none of the optimizers has them."""
-    known = {n for entry in OPTIMIZERS.values() for n in entry.hyperparameters}
-    return known.difference(*(find_optimizer(o).hyperparameters for o in optimizers))
-
-
-def _facts(config: Config, data: Data) -> dict[str, Any]:
-    """What config.json holds."""
-    facts = config.to_dict()
-    del facts["out"]  # The file lies there.
-    facts |= {"unit": data.unit, **data.facts}
-    return json.loads(json.dumps(facts, default=str))  # As they are read back.

@@ -9,9 +9,9 @@ import pytest
 from examples.benchmarks import compile_only, hlo_cost
 from examples.benchmarks.compile_only import Target, compiled, main
 from examples.pretrain.errors import UsageError
-from examples.pretrain.kinds import make_task
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.setup import set_up
+from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
 
 TARGET = Target(jax.devices()[:8], memory=10**9)

@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from examples.pretrain.models import dense
-from examples.pretrain.moonlight import model as moonlight
-from examples.pretrain.moonlight.config import MoonlightConfig
+from examples.pretrain.models import dense, moonlight
+from examples.pretrain.models.moonlight import MoonlightConfig
 from tests.examples.recorded import RecordedModel
 
 recorded = functools.cache(RecordedModel)

@@ -6,9 +6,8 @@ import re
 import pytest
 
 from examples.pretrain.__main__ import main
-from examples.pretrain.configs import DEMOS, find_config, parse
 from examples.pretrain.errors import UsageError
-from examples.pretrain.recipes import RECIPES
+from examples.pretrain.recipes import DEMOS, ROWS, find_config, parse
 from tests.examples.pretrain import tiny
 
 
@@ -28,10 +27,10 @@ def test_help_explains_every_option(name, capsys, monkeypatch):
 
 
 def test_every_recipe_gives_a_run():
-    for name, recipe in RECIPES.items():
+    for name, row in ROWS.items():
         config = find_config(name)
-        assert config.recipe is recipe
-        assert config.optimizer == (recipe.optimizer,)
+        assert config.recipe is row.recipe
+        assert config.optimizer == (row.recipe.optimizer,)
         assert config.out.name == name
 
 
@@ -55,9 +54,9 @@ def test_options_override_the_recipes():
 
 
 def test_a_length_in_tokens_or_epochs_becomes_steps():
-    recipe = RECIPES["125m-orscale"]
+    recipe = ROWS["125m-orscale"].recipe
     assert dataclasses.replace(recipe, tokens=10**9).num_steps == 3814
-    images = RECIPES["cifar10-orscale"]
+    images = ROWS["cifar10-orscale"].recipe
     assert dataclasses.replace(images, epochs=7).num_steps == 7 * 97
     assert images.validation_every == 97
     assert recipe.validation_every == 500
@@ -123,7 +122,10 @@ def test_impossible_options_of_one_model_are_refused(demo, changes, message):
         ("--model.heads 3", "width=128 with heads=3"),
         ("--model.vocab-size 0", "vocab_size=0: choose at least 1"),
         ("--recipe demo-moe --model.kv-rank 0", "kv_rank=0: choose at least 1"),
-        ("--recipe sgd", "--recipe sgd is unknown. Choose one of: demo, demo-moe, "),
+        (
+            "--recipe sgd",
+            "--recipe sgd is unknown. Choose one of: text, demo, ",
+        ),
         ("--optimizer sgd", "--optimizer sgd is unknown. Choose one of: adamw, lamb, "),
     ],
 )

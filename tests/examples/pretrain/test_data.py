@@ -4,10 +4,9 @@ import re
 import numpy as np
 import pytest
 
-from examples.pretrain.data import read_corpus, read_standard_library
+from examples.pretrain.batches import read_text
+from examples.pretrain.data import HEADER_INTS, MAGIC, read_corpus
 from examples.pretrain.errors import UsageError
-from examples.pretrain.shards import HEADER_INTS, MAGIC
-from examples.pretrain.tasks.text import read_text
 from tests.examples.pretrain import tiny
 
 TOKENS = np.arange(400, dtype="<u2")
@@ -15,7 +14,7 @@ TOKENS = np.arange(400, dtype="<u2")
 
 def read(*data, val=(), vocab_size=50_304):
     data, val = (tuple(str(path) for path in paths) for paths in (data, val))
-    return read_corpus(tiny.config(data=data, val_data=val), vocab_size)
+    return read_corpus(data, val, vocab_size)
 
 
 def text(split):
@@ -347,8 +346,3 @@ def test_text_beyond_a_small_vocabulary_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"french\.txt holds token 195.*127"):
         read(tmp_path, vocab_size=128)
     assert read(tmp_path, vocab_size=196).unit == "byte"
-
-
-def test_the_standard_library_can_be_read_without_a_configuration():
-    wanted = read_corpus(tiny.config(data=()), 256)
-    assert read_standard_library().fingerprint() == wanted.fingerprint()

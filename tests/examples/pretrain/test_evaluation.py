@@ -4,9 +4,9 @@ import pytest
 
 from examples.pretrain.errors import UsageError
 from examples.pretrain.evaluation import evaluation, evaluation_batch_size
-from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.meshes import MeshConfig, in_effect, make_mesh
 from examples.pretrain.setup import set_up
+from examples.pretrain.tasks import make_task, read_data
 from tests.examples.pretrain import tiny
 
 

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from examples import line_search
-from examples.pretrain.configs import DEMOS
+from examples.pretrain.recipes import DEMOS
 from examples.pretrain.setup import learning_rates
 from orscale_jax import orscale
 

@@ -10,14 +10,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
+from examples.pretrain.config import accumulation
 from examples.pretrain.errors import UsageError
-from examples.pretrain.kinds import make_task
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect, make_mesh
 from examples.pretrain.operation.checkpoint import Checkpoints
-from examples.pretrain.recipe import accumulation
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
+from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
 
 STEPS, BATCH, SEQ_LEN = 3, 16, 16

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from examples.pretrain.moonlight import grouped, mixture, model as moonlight
+from examples.pretrain.models import experts, moonlight
 from tests.examples.pretrain import tiny
 from tests.examples.pretrain.recorded_models import (
     expert_layers,
@@ -24,7 +24,7 @@ def test_selected_experts_are_the_recorded_ones(name, monkeypatch):
     recording = recorded(name)
     model, _ = recorded_moonlight(name, scan=False, dtype="float32")
     selected = []
-    route = mixture.Mixture.route
+    route = moonlight.Mixture.route
 
     def spy(*arguments):
         experts, weights, routing = route(*arguments)
@@ -36,7 +36,7 @@ def test_selected_experts_are_the_recorded_ones(name, monkeypatch):
         model.hidden(tokens)
         return selected
 
-    monkeypatch.setattr(mixture.Mixture, "route", spy)
+    monkeypatch.setattr(moonlight.Mixture, "route", spy)
     layers = selection(model, split_tokens(recording)[0])
     for layer, found in zip(expert_layers(recording), layers, strict=True):
         expected = recording[f"selected/{layer}"]
@@ -62,7 +62,7 @@ def test_biases_move_against_the_loads_and_those_of_the_public_code_with_them():
 def loads_under(rule, steps=300):
     """The loads of a skewed router, first and last, while a rule moves its biases."""
     config = tiny.MOONLIGHT
-    layer = mixture.Mixture(config, nnx.Rngs(0))
+    layer = moonlight.Mixture(config, nnx.Rngs(0))
     draw = np.random.default_rng(0)
     offset = draw.normal(size=config.width) / 2  # What all tokens share favours some.
     x_SxBxTxD = jnp.asarray(
@@ -96,7 +96,7 @@ def test_loads_become_even_under_the_rule_and_uneven_under_its_opposite():
 )
 def test_products_in_blocks_are_those_of_ragged_dot(sizes, monkeypatch):
     """Also their gradients, empty groups, and groups of several blocks."""
-    monkeypatch.setattr(grouped, "BLOCK", 4)
+    monkeypatch.setattr(experts, "BLOCK", 4)
     draw = np.random.default_rng(0)
     x, w, weight = (
         jnp.asarray(draw.normal(size=shape), jnp.float32)
@@ -112,14 +112,14 @@ def test_products_in_blocks_are_those_of_ragged_dot(sizes, monkeypatch):
 
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5),
-        value_and_grad(grouped.in_blocks),
+        value_and_grad(experts.in_blocks),
         value_and_grad(jax.lax.ragged_dot),
     )
 
 
 def test_an_accelerator_takes_ragged_dot_and_a_cpu_blocks():
     arguments = jnp.ones((256, 8)), jnp.ones((4, 8, 8)), jnp.full(4, 64)
-    traced = jax.jit(grouped.grouped_product).trace(*arguments)
+    traced = jax.jit(experts.grouped_product).trace(*arguments)
     assert "ragged_dot" in traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "ragged_dot" not in traced.lower(lowering_platforms=("cpu",)).as_text()
 
@@ -133,7 +133,7 @@ def test_rows_of_no_local_expert_take_no_part():
         for shape in ((2, 5, 6), (2, 5, 2), (4, 6, 3), (4, 6, 3), (4, 3, 6))
     )
     selected = jnp.asarray(draw.integers(0, 4, (2, 5, 2)))
-    routed = jax.jit(mixture.routed)
+    routed = jax.jit(experts.routed)
     whole = routed(x, selected, weight, gate, up, down)
     parts = [
         routed(x, selected - i, weight, gate[i:j], up[i:j], down[i:j])

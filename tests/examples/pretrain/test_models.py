@@ -12,11 +12,10 @@ from flax import nnx
 from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.pretrain.models import dense
+from examples.pretrain.models import dense, moonlight
 from examples.pretrain.models.layers import count_parameters, rotate
+from examples.pretrain.models.moonlight import MOONLIGHT_16B_A3B
 from examples.pretrain.models.sharding import create, shardings
-from examples.pretrain.moonlight import model as moonlight
-from examples.pretrain.moonlight.config import MOONLIGHT_16B_A3B
 from orscale_jax import BlockDimensionNumbers, describe, diagnostics, orscale
 from tests.examples.pretrain import tiny
 from tests.examples.pretrain.recorded_models import (

@@ -9,15 +9,19 @@ import numpy as np
 import optax
 import pytest
 
+from examples.pretrain.config import TextRecipe, accumulation
 from examples.pretrain.errors import UsageError
 from examples.pretrain.optimizers import (
     OPTIMIZERS,
     make_optimizer,
     optimizer_arguments,
+    peak_rates,
+    rates_and_decay,
 )
-from examples.pretrain.recipe import TextRecipe, accumulation
-from examples.pretrain.recipes import RECIPES, ROWS
+from examples.pretrain.recipes import DEMOS, ROWS
+from examples.pretrain.setup import learning_rates
 
+RECIPES = {name: row.recipe for name, row in ROWS.items()}
 PAPER = (pathlib.Path(__file__).parents[2] / "data" / "paper_tables.tex").read_text()
 MODELS = {"125M": "125m", "399M": "399m", "545M": "545m", "1.1B": "1.1b"}
 OPTIMIZER_OF = {
@@ -383,9 +387,80 @@ def test_optimizers_differ_in_what_their_names_say():
 
 
 def test_other_parameters_have_a_rate_of_their_own():
-    at_rate = update(dataclasses.replace(SMALL, optimizer="orscale"))
-    apart = update(
-        dataclasses.replace(SMALL, optimizer="orscale", adam_learning_rate=0.025)
+    at_rate, apart = (
+        update(dataclasses.replace(SMALL, optimizer="orscale", adam_learning_rate=rate))
+        for rate in (None, 0.025)
     )
     np.testing.assert_allclose(apart["kernel"], at_rate["kernel"])
     np.testing.assert_allclose(apart["bias"], at_rate["bias"] / 4, rtol=1e-6)
+
+
+# Rates as the page advises them: of the matrices, and of the rest, over AdamW's.
+ADVISED = {
+    "adamw": (1, 1),
+    "muon_moonlight": (2, 2),
+    "optax_muon": (2, 2),
+    "orscale": (1, 1),
+    "muon": (4, 6),
+    "normuon": (2, 6),
+}
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_rates_are_those_that_the_page_advises(name):
+    recipe = dataclasses.replace(SMALL, optimizer=name)
+    expected = [factor * SMALL.learning_rate for factor in ADVISED[name]]
+    assert peak_rates(recipe) == pytest.approx(expected)
+    shared = dataclasses.replace(recipe, rates="shared")
+    assert peak_rates(shared) == (SMALL.learning_rate, SMALL.learning_rate)
+    own = dataclasses.replace(recipe, adam_learning_rate=0.7)
+    assert peak_rates(own) == (pytest.approx(expected[0]), 0.7)
+    schedule = learning_rates(dataclasses.replace(recipe, steps=9))
+    assert schedule(0) == pytest.approx(expected[0])
+    if OPTIMIZERS[name].readable:
+        bias = make_optimizer(recipe, schedule, weight_dimension_numbers=None)
+        updates, _ = bias.update(GRADS, bias.init(PARAMS), PARAMS)
+        reference = optax.adamw(expected[1], b2=0.95, weight_decay=0.1)
+        wanted, _ = reference.update(GRADS, reference.init(PARAMS), PARAMS)
+        np.testing.assert_allclose(updates["bias"], wanted["bias"], rtol=1e-5)
+
+
+def test_the_page_advises_these_rates():
+    page = (pathlib.Path(__file__).parents[3] / "docs" / "hyperparameters.md").read_text()
+    for advice in (
+        "$a$ for `orscale`; $2a$ for `muon`. Embeddings, norms and biases take the same",
+        "around $\\eta = 2a$ for the matrices and $3\\eta$ for AdamW's parameters",
+        "`muon(2 * eta, consistent_rms=None, adam_learning_rate=3 * eta)`",
+        "`family.normuon(eta, adam_learning_rate=3 * eta)`",
+    ):
+        assert advice in page, advice
+
+
+@pytest.mark.parametrize(
+    ("name", "rates", "line"),
+    [
+        ("adamw", "advised", "AdamW: learning rate 0.1; weight decay 0.1 of all"),
+        (
+            "muon_moonlight",
+            "advised",
+            "Muon+Moonlight: learning rate 0.2 (2 × AdamW's) for matrices, 0.2 (2 × "
+            "AdamW's) for embeddings, norms and biases; weight decay 0.1 of all",
+        ),
+        (
+            "orscale",
+            "shared",
+            "learning rate 0.1 for matrices, 0.1 for embeddings, norms and biases; wei",
+        ),
+    ],
+)
+def test_a_line_says_what_becomes_of_rates_and_decay(name, rates, line):
+    recipe = dataclasses.replace(SMALL, optimizer=name, rates=rates)
+    assert line in rates_and_decay(recipe)
+
+
+def test_the_paper_and_the_demos_share_a_rate_and_own_text_does_not():
+    recipes = [*RECIPES.values(), *(DEMOS[n].recipe for n in DEMOS if n != "text")]
+    assert {recipe.rates for recipe in recipes} == {"shared"}
+    own, demo = DEMOS["text"], DEMOS["demo"]
+    assert own.recipe == dataclasses.replace(demo.recipe, rates="advised")
+    assert own.optimizer == ("adamw", "muon_moonlight") and own.model == demo.model

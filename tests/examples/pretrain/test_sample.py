@@ -11,7 +11,7 @@ from flax import nnx
 
 from examples.pretrain import sample
 from examples.pretrain.errors import UsageError
-from examples.pretrain.operation.saved import load_model
+from examples.pretrain.operation.checkpoint import load_model
 from examples.pretrain.sample import Sampling
 from examples.pretrain.setup import split
 from tests.examples.pretrain import tiny
@@ -86,7 +86,7 @@ def test_draws_follow_the_logits():
     def shares(**options):
         keys = jax.random.split(jax.random.key(0), 2000)
         sampling = Sampling(**options)
-        drawn = jax.vmap(lambda key: sample._draw(key, logits, sampling))(keys)
+        drawn = jax.vmap(lambda key: sample.draw(key, logits, sampling))(keys)
         return np.bincount(drawn, minlength=3) / len(keys)
 
     np.testing.assert_allclose(shares(temperature=1.0), [0.1, 0.6, 0.3], atol=0.04)

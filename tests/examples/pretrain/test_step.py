@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.pretrain.configs import DEMOS
-from examples.pretrain.kinds import make_task
 from examples.pretrain.meshes import MeshConfig, in_effect, make_mesh
 from examples.pretrain.optimizers import OPTIMIZERS
+from examples.pretrain.recipes import DEMOS
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.step import compiled_step, gradient_of, in_turn, make_train_step
+from examples.pretrain.tasks import make_task
 from examples.vision.davidnet import DavidNetConfig
 from tests.examples.pretrain import tiny
 

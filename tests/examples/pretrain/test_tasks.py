@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.pretrain.configs import DEMOS
+from examples.pretrain import tasks
 from examples.pretrain.errors import UsageError
-from examples.pretrain.kinds import make_task, read_data
-from examples.pretrain.moonlight.mixture import Routing
-from examples.pretrain.tasks import images
+from examples.pretrain.models.moonlight import Routing
+from examples.pretrain.recipes import DEMOS
+from examples.pretrain.tasks import make_task, read_data
 from examples.vision.images import Images
 from tests.examples.pretrain import tiny
 
@@ -93,9 +93,9 @@ def few_images(monkeypatch):
         pixels = np.random.default_rng(count).integers(0, 256, (count, 32, 32, 3))
         return Images(pixels.astype("uint8"), np.arange(count, dtype="int32") % 10)
 
-    monkeypatch.setattr(images, "draw_shapes", lambda *counts: map(draw, counts))
-    monkeypatch.setattr(images, "SHAPES_TO_TRAIN", 300)
-    monkeypatch.setattr(images, "SHAPES_TO_VALIDATE", 50)
+    monkeypatch.setattr(tasks, "draw_shapes", lambda *counts: map(draw, counts))
+    monkeypatch.setattr(tasks, "SHAPES_TO_TRAIN", 300)
+    monkeypatch.setattr(tasks, "SHAPES_TO_VALIDATE", 50)
 
 
 def vision(**changes):
@@ -124,7 +124,7 @@ def test_data_is_told_apart_by_its_fingerprint(few_images, monkeypatch):
     before = read_data(vision())
     assert (before.unit, before.facts) == ("image", read_data(vision(seed=1)).facts)
     assert before.description.startswith("300 images to train on, 50 to validate on")
-    monkeypatch.setattr(images, "SHAPES_TO_VALIDATE", 60)
+    monkeypatch.setattr(tasks, "SHAPES_TO_VALIDATE", 60)
     assert read_data(vision()).facts != before.facts
 
 

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.meshes import make_mesh
+from examples.pretrain.tasks import make_task, read_data
 from examples.pretrain.train import make_trainer, train
 from tests.examples.pretrain import tiny
 

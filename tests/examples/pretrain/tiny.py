@@ -16,10 +16,10 @@ import orbax.checkpoint as ocp
 
 from examples.pretrain import __main__ as program
 from examples.pretrain.config import Config
-from examples.pretrain.configs import DEMOS
 from examples.pretrain.meshes import make_mesh
 from examples.pretrain.models.dense import DenseConfig
-from examples.pretrain.moonlight.config import MoonlightConfig
+from examples.pretrain.models.moonlight import MoonlightConfig
+from examples.pretrain.recipes import DEMOS
 
 ROOT = pathlib.Path(__file__).parents[3]
 WORDS = "the model reads a line of text and says which letter comes next".split()

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from examples.pretrain.operation.checksums import checksums
+from examples.pretrain.operation.checkpoint import checksums
 
 DTYPES = ("float32", "bfloat16", "int32", "uint8", "bool")
 

@@ -15,8 +15,8 @@ import pytest
 
 from examples.pretrain import train
 from examples.pretrain.errors import UsageError
-from examples.pretrain.kinds import read_data
 from examples.pretrain.operation.rundir import FREE_OPTIONS, claim
+from examples.pretrain.tasks import read_data
 from tests.examples.pretrain import tiny
 
 pytestmark = pytest.mark.extended
@@ -89,7 +89,7 @@ def ask_to_stop(options, out, count, signum):
     assert process.returncode == 128 + signum, output
     done = int(re.search(r"OrScale stopped at step (\d+)", output)[1])
     assert f"{signal.Signals(signum).name} received" in output
-    assert "The same command carries on" in output
+    assert "Rerun the same command to resume from here" in output
     assert "Traceback" not in output
     assert metrics(out)[-1]["step"] == str(done)  # No finished step is lost.
     assert (out / "orscale" / "checkpoints" / str(done)).is_dir()

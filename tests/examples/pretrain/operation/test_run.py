@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.pretrain import compare
-from examples.pretrain.kinds import make_task
+from examples.pretrain import compare, tasks
 from examples.pretrain.meshes import make_mesh
-from examples.pretrain.operation import plots, readouts
+from examples.pretrain.operation import plots, records
 from examples.pretrain.setup import learning_rates, set_up
-from examples.pretrain.tasks import images
+from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
 
 pytestmark = pytest.mark.extended
@@ -110,7 +109,7 @@ def setup_of(optimizer):
 
 def test_the_audit_is_of_the_optimizer_of_the_run(finished):
     def rows(optimizer):
-        return {row.path: row for row in readouts.audit(setup_of(optimizer)).rows}
+        return {row.path: row for row in records.audit(setup_of(optimizer)).rows}
 
     up = "blocks.0.mlp.up.kernel"  # 16×64
     assert rows("orscale")[up].scale == pytest.approx(0.2 * 64**0.5)
@@ -124,10 +123,10 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
 
 def test_the_gain_of_a_step_is_measured_at_the_optimizers_scale(monkeypatch, tmp_path):
     setup, scale = setup_of("momentum_denominator"), {}
-    history = readouts.Readouts(tmp_path, setup, 0)
-    monkeypatch.setattr(readouts.diagnostics, "measure", lambda *_, **__: {})
+    history = records.Readouts(tmp_path, setup, 0)
+    monkeypatch.setattr(records.diagnostics, "measure", lambda *_, **__: {})
     monkeypatch.setattr(
-        readouts.diagnostics, "step_gain", lambda *_, **given: scale.update(given)
+        records.diagnostics, "step_gain", lambda *_, **given: scale.update(given)
     )
     batch = {"tokens": np.zeros((8, 9), np.int32)}
     history.record(1, setup.initial_state(), [batch], loss=1.0)
@@ -202,8 +201,8 @@ IMAGES = """
 
 @pytest.mark.extended
 def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(images, "SHAPES_TO_TRAIN", 100)
-    monkeypatch.setattr(images, "SHAPES_TO_VALIDATE", 40)
+    monkeypatch.setattr(tasks, "SHAPES_TO_TRAIN", 100)
+    monkeypatch.setattr(tasks, "SHAPES_TO_VALIDATE", 40)
     assert tiny.main([*IMAGES.split(), "--out", str(tmp_path)]) == 0
     rows = tiny.rows(tmp_path / "metrics.csv")
     assert [row["images"] for row in rows] == ["20", "40", "60"]

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from examples.pretrain.operation import run
-from examples.pretrain.operation.stop import Stopped, StopSignal
+from examples.pretrain.operation.processes import Stopped, StopSignal
 from tests.examples.pretrain import tiny
 
 

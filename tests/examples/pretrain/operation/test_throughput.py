@@ -3,10 +3,9 @@ import types
 import jax
 import pytest
 
-from examples.pretrain.configs import DEMOS
-from examples.pretrain.kinds import make_task
-from examples.pretrain.operation.peaks import peak_flops
-from examples.pretrain.operation.throughput import Throughput, throughput
+from examples.pretrain.operation.logs import Throughput, peak_flops, throughput
+from examples.pretrain.recipes import DEMOS
+from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
 
 D, V, T = 16, 256, 16

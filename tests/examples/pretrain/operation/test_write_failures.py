@@ -11,9 +11,12 @@ from rich.console import Console
 
 from examples.pretrain.errors import AGAIN, RunError
 from examples.pretrain.operation import run
-from examples.pretrain.operation.compilation_cache import failing_in_one_message
-from examples.pretrain.operation.tensorboard import TensorBoard
-from examples.pretrain.operation.write_failures import why_not_written, writing
+from examples.pretrain.operation.processes import (
+    why_not_written,
+    without_cache,
+    writing,
+)
+from examples.pretrain.operation.records import TensorBoard
 from orscale_jax.diagnostics.history import StepFile
 from tests.examples.pretrain import tiny
 
@@ -81,7 +84,7 @@ def test_the_command_ends_with_one_message(code, tmp_path, monkeypatch, capsys):
     assert tiny.main(tiny.arguments(data, out)) == 1
     assert capsys.readouterr().err == (
         f"error: {out} cannot be written to: {os.strerror(getattr(errno, code))}.\n"
-        "The same command carries on from the last checkpoint.\n"
+        "Rerun the same command to resume from the last checkpoint.\n"
     )
 
 
@@ -95,8 +98,8 @@ def test_a_row_that_has_no_room_is_an_error(tmp_path):
 @needs_full
 def test_a_scalar_for_tensorboard_that_has_no_room_is_an_error(tmp_path, monkeypatch):
     """And nothing waits for the thread that could not write it."""
-    board = TensorBoard(tmp_path)
-    board.close()
+    with TensorBoard(tmp_path) as board:
+        pass
     with FULL.open("wb", buffering=0) as full:
         monkeypatch.setattr(board._writer._py_recordio_writer, "_writer", full)
         with pytest.raises(OSError, match="No space left"):
@@ -135,7 +138,7 @@ def test_each_file_of_a_run_in_turn_has_no_room(tmp_path, capsys):
 def test_a_cache_that_cannot_be_written_is_named_once():
     said = io.StringIO()
     cause = "OSError: [Errno 28] No space left on device"
-    with warnings.catch_warnings(), failing_in_one_message(Console(file=said, width=999)):
+    with warnings.catch_warnings(), without_cache(Console(file=said, width=999)):
         warnings.simplefilter("always")
         for name in ("jit_step", "jit_init"):
             text = (
@@ -148,5 +151,5 @@ def test_a_cache_that_cannot_be_written_is_named_once():
 
 def test_other_warnings_are_shown():
     quiet = Console(file=io.StringIO())
-    with pytest.warns(UserWarning, match="another"), failing_in_one_message(quiet):
+    with pytest.warns(UserWarning, match="another"), without_cache(quiet):
         warnings.warn("another", stacklevel=1)

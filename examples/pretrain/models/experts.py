@@ -1,10 +1,38 @@
-"""Rows times the matrix of their group, the product that a mixture is made of."""
+"""Each token times its experts' matrices: rows times the matrix of their group."""
 
 import jax
 import jax.numpy as jnp
 
 # Rows of one group that the CPU multiplies at once.
 BLOCK = 128
+
+
+def routed(
+    x_BxTxD: jax.Array,
+    selected_BxTxK: jax.Array,
+    weight_BxTxK: jax.Array,
+    gate_ExDxF: jax.Array,
+    up_ExDxF: jax.Array,
+    down_ExFxD: jax.Array,
+) -> jax.Array:
+    """The weighted sum of each token's experts; those beyond the E give zero."""
+    (*BT, D), E, K = x_BxTxD.shape, gate_ExDxF.shape[0], selected_BxTxK.shape[-1]
+    expert_M = selected_BxTxK.reshape(-1)
+    expert_M = jnp.where((expert_M >= 0) & (expert_M < E), expert_M, E)
+    order_M = jnp.argsort(expert_M)
+    sizes_E = jnp.zeros(E, jnp.int32).at[expert_M].add(1, mode="drop")
+    here_Mx1 = (jnp.arange(expert_M.size) < sizes_E.sum())[:, None]
+
+    # Masked on both sides: neither the rows after the last group nor their gradients are
+    # defined.
+    x_MxD = jnp.where(here_Mx1, x_BxTxD.reshape(-1, D)[order_M // K], 0)
+    h_MxF = jax.nn.silu(grouped_product(x_MxD, gate_ExDxF, sizes_E))
+    h_MxF *= grouped_product(x_MxD, up_ExDxF, sizes_E)
+    y_MxD = jnp.where(here_Mx1, grouped_product(h_MxF, down_ExFxD, sizes_E), 0)
+
+    y_MxD = y_MxD.at[jnp.argsort(order_M)].get(unique_indices=True)
+    y_BxTxKxD = y_MxD.reshape(*BT, K, D)
+    return jnp.einsum("btkd,btk->btd", y_BxTxKxD, weight_BxTxK).astype(x_BxTxD.dtype)
 
 
 def grouped_product(
