@@ -13,11 +13,7 @@ VALIDATION_SEED = 0
 
 
 def read_text(config: Config) -> Data:
-    """The corpus that the configuration names.
-
-    Raises:
-      UsageError: If files are missing, corrupt, or too few for a batch.
-    """
+    """The corpus that the configuration names."""
     corpus = read_corpus(config.data, config.val_data, config.model.vocab_size)
     train, val = corpus.train, corpus.val
     return Data(

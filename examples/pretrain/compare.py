@@ -13,7 +13,6 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from examples.pretrain.config import DecoderRecipe, ImageRecipe, MixtureRecipe, Recipe
 from examples.pretrain.errors import UsageError, exit_code_of
 from examples.pretrain.operation import plots
 from examples.pretrain.operation.records import read_csv
@@ -22,12 +21,6 @@ from examples.pretrain.operation.rundir import FREE_OPTIONS, differences, read_f
 from examples.pretrain.optimizers import OPTIMIZERS
 
 BASELINE = "muon_moonlight"
-# Options of some models' recipes. Folders of earlier versions hold them for every model.
-_OF_SOME_MODELS = frozenset(
-    field.name
-    for recipe in (DecoderRecipe, MixtureRecipe, ImageRecipe)
-    for field in dataclasses.fields(recipe)
-) - {field.name for field in dataclasses.fields(Recipe)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,11 +35,7 @@ class Comparison:
 
 
 def compare(comparison: Comparison, console: Console) -> None:
-    """Prints the table and draws the figure.
-
-    Raises:
-      UsageError: If a run is not finished or they cannot be compared.
-    """
+    """Prints the table and draws the figure."""
     folders, out = comparison.runs, comparison.out
     if out.suffix != ".png":
         raise UsageError(f"--out {out} is no file name that ends in .png.")
@@ -89,8 +78,7 @@ def _check(folders: Sequence[pathlib.Path]) -> str:
     facts = [read_facts(folder) for folder in folders]
     for folder, other in zip(folders, facts, strict=True):
         different = differences(facts[0], other)
-        unread = (facts[0].keys() ^ other.keys()) & _OF_SOME_MODELS
-        if different.keys() - FREE_OPTIONS - {"seed"} - unread:
+        if different.keys() - FREE_OPTIONS - {"seed"}:
             raise UsageError(
                 f"{folders[0]} and {folder} differ in more than their seed:\n"
                 + "\n".join(f"  {n}: {a} and {b}" for n, (a, b) in different.items())

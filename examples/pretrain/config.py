@@ -241,14 +241,8 @@ class Config:
 def accumulation(recipe: Recipe, devices: int, per_device_batch: int | None) -> int:
     """How many gradients a step adds up so that its batch is the recipe's.
 
-    Args:
-      recipe: Whose batch_size it is.
-      devices: Over which a batch is divided: all of them, less those of tensor axes.
-      per_device_batch: Sequences or images that one device takes at once; None for all
-        of its part of the batch.
-
-    Raises:
-      UsageError: If the batch cannot be made of whole parts.
+    The batch is divided over `devices`, all but those of tensor axes. One of them takes
+    `per_device_batch` examples at once; None: all of its part.
     """
     if per_device_batch is None:
         return 1

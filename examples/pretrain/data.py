@@ -36,15 +36,10 @@ NOT_LIBRARY = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One side of the corpus.
+    """One side of the corpus."""
 
-    Attributes:
-      name: Where it comes from, for messages.
-      pieces: Runs of tokens; none continues another. All text is one piece.
-    """
-
-    name: str
-    pieces: tuple[np.ndarray, ...]
+    name: str  # Where it comes from, for messages.
+    pieces: tuple[np.ndarray, ...]  # None continues another. All text is one piece.
 
     @property
     def tokens(self) -> int:
@@ -54,19 +49,12 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """What a run trains on and is validated on.
-
-    Attributes:
-      train: For training.
-      val: For validation; from other files, or from another part of a single one.
-      unit: What one token is: "byte" or "token".
-      note: What the reader should know of the split; empty for nothing.
-    """
+    """What a run trains on and is validated on."""
 
     train: Split
-    val: Split
-    unit: str
-    note: str = ""
+    val: Split  # From other files, or from another part of a single one.
+    unit: str  # "byte" or "token".
+    note: str = ""  # What the reader should know of the split.
 
     def fingerprint(self) -> str:
         """SHA-256 of all tokens and of the split."""
@@ -82,16 +70,10 @@ class Corpus:
 def read_corpus(
     data: Sequence[str] = (), val_data: Sequence[str] = (), vocab_size: int = 256
 ) -> Corpus:
-    """Reads files, or the source of Python's standard library.
+    """Reads files, folders and globs, or the source of Python's standard library.
 
-    Args:
-      data: Files, folders and globs. Nothing: the standard library.
-      val_data: Those to validate on. Nothing: the files with "val" in their name, else a
-        tenth of the files by a hash of their names; of a single file its last tenth.
-      vocab_size: All tokens have to be below it.
-
-    Raises:
-      UsageError: If files are missing, empty, corrupt or of two kinds.
+    To validate on, it takes `val_data`, else the files with "val" in their name, else a
+    tenth of the files by a hash of their names; of a single file its last tenth.
     """
     train = _find(data) if data else _standard_library()
     if val_data:
@@ -139,11 +121,7 @@ def read_corpus(
 
 
 def read_shard(path: pathlib.Path) -> np.ndarray:
-    """The tokens of a shard, mapped rather than read into memory.
-
-    Raises:
-      UsageError: If the file is empty, cut off, or of another format.
-    """
+    """The tokens of a shard, mapped rather than read into memory."""
     size = path.stat().st_size
     if size == 0:
         raise UsageError(f"{path} is empty: write the shard again, or leave it out.")

@@ -22,13 +22,7 @@ def evaluation(
 ) -> Callable[[State], dict[str, float]]:
     """The metrics as a function of the training state.
 
-    Args:
-      setup: What is trained.
-      data: Its validation examples are kept on the devices.
-      largest_batch: Examples to evaluate at once, at most.
-
-    Raises:
-      UsageError: If the examples do not make whole batches.
+    The validation examples are kept on the devices, in batches of at most this size.
     """
     shards = batch_shards(setup.mesh)
     size = evaluation_batch_size(len(data.validation), largest_batch, shards)

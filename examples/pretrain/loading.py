@@ -21,12 +21,8 @@ class Batches:
     """The batches of a run, or of a validation, sharded over a mesh.
 
     Item i belongs to step i and depends on nothing else: the step is the position in the
-    data, whatever the mesh and the number of processes.
-
-    Args:
-      examples: In their order; endless, or whole batches.
-      batch_size: Examples of a batch, over all devices.
-      mesh: Where they go.
+    data, whatever the mesh and the number of processes. The examples are in their order;
+    endless, or whole batches.
     """
 
     def __init__(self, examples: grain.MapDataset, batch_size: int, mesh: Mesh):
@@ -61,26 +57,11 @@ def process_batches(
 ) -> Any:
     """One part of each batch; no other example is read.
 
-    Item i belongs to step i and has batch_size / parts examples. All parts, one after
-    another, are the batch that a single process would have.
-
-    Args:
-      examples: In the order of training; endless, or at least as long as what is asked
-        for.
-      batch_size: Examples per step, over all processes.
-      part: Which one.
-      parts: How many there are.
-
-    Raises:
-      UsageError: If the batch does not divide.
+    Item i belongs to step i. All parts, one after another, are the batch that a single
+    process would have.
     """
-    if batch_size % parts:
-        raise UsageError(
-            f"A batch of {batch_size} does not divide among {parts} processes: "
-            f"choose a batch size that is a multiple of {parts}."
-        )
-    if not 0 <= part < parts:
-        raise ValueError(f"part {part} is not one of {parts}: count from 0.")
+    if not 0 <= part < parts or batch_size % parts:
+        raise ValueError(f"part {part} of {parts} of a batch of {batch_size}")
     # Parts follow one another: number i·P + p is part p of step i.
     return examples[:_ENDLESS].batch(batch_size // parts)[part::parts]
 
@@ -89,10 +70,6 @@ def part_of_process(sharding: NamedSharding, batch_size: int) -> tuple[int, int]
     """Which part of a batch the devices of this process take, and how many there are.
 
     Processes whose devices hold the same rows take the same part.
-
-    Raises:
-      UsageError: If the batch does not divide among the devices, or if the rows of two
-        processes overlap without being the same.
     """
     names = sharding.spec[0] if len(sharding.spec) else None
     axes = (names,) if isinstance(names, str) else names or ()

@@ -15,12 +15,9 @@ def cross_entropy(
 ) -> jax.Array:
     """Mean over all positions, in nats per token.
 
-    Args:
-      hidden_BxTxD: What the head turns into logits.
-      head: A function that does, for one chunk; the matrix (D, V) for several.
-      targets_BxT: The tokens to predict.
-      chunks: Parts of the vocabulary whose logits exist one after another, in the
-        backward pass, too. They divide the vocabulary.
+    The head is a function from the hidden states to logits or, for several chunks, its
+    matrix (D, V). Chunks are parts of the vocabulary whose logits exist one after
+    another, in the backward pass, too. They divide the vocabulary.
     """
     if callable(head):
         logits_BxTxV = head(hidden_BxTxD)

@@ -68,11 +68,7 @@ class MeshConfig:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of all devices, or of those given.
-
-    Raises:
-      UsageError: If their number is not the product of the axes.
-    """
+    """A mesh of all devices, or of those given."""
     devices = jax.devices() if devices is None else devices
     others = config.fsdp * config.expert * config.tensor
     data = config.data or max(len(devices) // others, 1)

@@ -23,26 +23,21 @@ Constructor: TypeAlias = Callable[..., Transformation]
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """One entry of the table.
+    """One entry of the table."""
 
-    Attributes:
-      label: Its name in tables and figures.
-      constructor: Makes the transformation.
-      given: Arguments of the constructor, by the recipe's fields they are taken from; a
-        field that is None leaves the constructor's default.
-      fixed: Other arguments, which make the constructor this optimizer.
-      advised: The multiples of AdamW's learning rate that docs/hyperparameters.md
-        advises: for the matrices, and for what AdamW trains beside them.
-      has_matrices: Whether it treats matrices apart and takes what says which these are.
-      readable: Whether `orscale_jax.diagnostics` can read its state.
-    """
-
-    label: str
+    label: str  # In tables and figures.
     constructor: Constructor
+    # Its arguments, by the recipe's fields they are taken from; a field that is None
+    # leaves the constructor's default.
     given: Mapping[str, str]
+    # Its other arguments, which make it this optimizer.
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # The multiples of AdamW's learning rate that docs/hyperparameters.md advises: for the
+    # matrices, and for what AdamW trains beside them.
     advised: tuple[float, float] = (1.0, 1.0)
+    # Whether it treats matrices apart and takes what says which these are.
     has_matrices: bool = False
+    # Whether `orscale_jax.diagnostics` can read its state.
     readable: bool = False
 
     @property
@@ -225,26 +220,19 @@ def rates_and_decay(recipe: Recipe) -> str:
         shown.append(f"{rate:g}" + (f" ({factor:g} × AdamW's)" if apart else ""))
     text = f"{optimizer.label}: learning rate {shown[0]}"
     if optimizer.has_matrices:
-        text += f" for matrices, {shown[1]} for embeddings, norms and biases"
+        text += f" for matrices, {shown[1]} for the rest"
     decay = optimizer_arguments(recipe).get("weight_decay", 0.0)
-    return f"{text}; weight decay {decay:g} of all parameters"
+    return f"{text}; weight decay {decay:g} for all"
 
 
 def make_optimizer(
     recipe: Recipe, learning_rate: optax.Schedule, **matrices: Any
 ) -> Transformation:
-    """The recipe's optimizer.
+    """The recipe's optimizer, at a schedule of the matrices' learning rate.
 
-    Args:
-      recipe: Names the optimizer and has its hyperparameters.
-      learning_rate: The schedule of the matrices' learning rate, or of all parameters'.
-        That of AdamW's parameters has its shape.
-      **matrices: Arguments of :func:`orscale_jax.orscale` that the parameters call for,
-        such as ``weight_dimension_numbers``. Optimizers without matrices do without.
-
-    Raises:
-      UsageError: If there is no such optimizer, or it does not take the recipe's
-        hyperparameters.
+    That of AdamW's parameters has its shape. `matrices` are arguments of `orscale` that
+    the parameters call for, such as `weight_dimension_numbers`; optimizers without
+    matrices do without.
     """
     optimizer = find_optimizer(recipe.optimizer)
     arguments = optimizer_arguments(recipe)

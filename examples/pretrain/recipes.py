@@ -99,33 +99,22 @@ DEMOS: dict[str, Config] = {
 
 
 class Result(NamedTuple):
-    """What the paper reports of a run.
+    """What the paper reports of a run."""
 
-    Attributes:
-      table: Where it stands: the LaTeX label of a table, or of a section.
-      value: The validation loss in nats, or the share of right answers in per cent.
-      spread: One standard deviation over three seeds; None for a single seed.
-    """
-
-    table: str
-    value: float
-    spread: float | None = None
+    table: str  # The LaTeX label of a table, or of a section.
+    value: (
+        float  # The validation loss in nats, or the share of right answers in per cent.
+    )
+    spread: float | None = None  # One standard deviation over three seeds.
 
 
 class Row(NamedTuple):
-    """A run that the paper's tables report.
+    """A run that the paper's tables report."""
 
-    Attributes:
-      model: Preset of the model.
-      recipe: How it is trained.
-      results: What the paper reports of it.
-      learning_rate_from: Where the learning rate stands: "paper" or "public logs". An
-        "assumed" one is ours: the paper says "its best".
-    """
-
-    model: str
+    model: str  # One of `MODELS`.
     recipe: Recipe
     results: tuple[Result, ...] = ()
+    # "paper" or "public logs". An "assumed" one is ours: the paper says "its best".
     learning_rate_from: str = "paper"
 
 
@@ -265,11 +254,7 @@ ROWS: dict[str, Row] = {
 
 
 def find_config(name: str) -> Config:
-    """The run of a name.
-
-    Raises:
-      UsageError: If there is none.
-    """
+    """The run of a name."""
     if name in DEMOS:
         return DEMOS[name]
     if name not in ROWS:
@@ -283,11 +268,7 @@ def find_config(name: str) -> Config:
 
 
 def parse(arguments: Sequence[str], prog: str) -> Config:
-    """The run of a command line: a recipe's, with the options that are given.
-
-    Raises:
-      UsageError: If an option is impossible, or would change nothing.
-    """
+    """The run of a command line: a recipe's, with the options that are given."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--recipe", default="text")
     chosen, options = first.parse_known_args(arguments)

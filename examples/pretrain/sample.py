@@ -67,14 +67,8 @@ class Command:
 def sample(folder: pathlib.Path, prompt: str, sampling: Sampling) -> str:
     """The prompt and what the model of a run's newest checkpoint makes of it.
 
-    Args:
-      folder: Of the run with one optimizer.
-      prompt: In any characters. The model reads its last bytes, as many as the run's
-        sequences have.
-      sampling: How to go on.
-
-    Raises:
-      UsageError: If there is no such run, or its model cannot read the prompt.
+    The folder is that of one optimizer. The model reads the last bytes of the prompt, as
+    many as the run's sequences have.
     """
     facts = run_facts(folder)
     check_prompt(prompt, facts["unit"], facts.get("model.vocab_size", 0))
@@ -88,16 +82,7 @@ def sample(folder: pathlib.Path, prompt: str, sampling: Sampling) -> str:
 
 
 def check_prompt(prompt: str, unit: str, vocab_size: int) -> None:
-    """Refuses a prompt that a model cannot read.
-
-    Args:
-      prompt: The text to continue.
-      unit: What the model was trained on: "byte", "token" or "image".
-      vocab_size: Of the model.
-
-    Raises:
-      UsageError: If its tokens are no bytes, or lack one of the prompt's.
-    """
+    """Refuses a prompt for a model whose tokens are no bytes, or lack one of its."""
     if unit != "byte":
         raise UsageError(
             f"A model of {unit}s writes no text: only those that were trained on text "
@@ -116,11 +101,7 @@ def generate(
 ) -> Iterator[int]:
     """The bytes that follow a prompt, until the model ends the document.
 
-    Args:
-      model: Of tokens that are bytes.
-      prompt: Empty for the start of a document.
-      context: Bytes that the model looks back on, at most.
-      sampling: How many, and how to draw them.
+    The model looks back on `context` bytes, at most. An empty prompt begins a document.
     """
     graphdef, state = nnx.split(model)
     text = list(prompt or SEPARATOR)
@@ -160,14 +141,7 @@ def draw(key: jax.Array, logits_V: jax.Array, sampling: Sampling) -> jax.Array:
 def show_samples(
     run: pathlib.Path, prompt: str, console: Console, sampling: Sampling = Sampling()
 ) -> None:
-    """Prints what the model of each optimizer of a run makes of a prompt.
-
-    Args:
-      run: The folder of a run, or that of one of its optimizers.
-      prompt: The text to continue.
-      console: Where to.
-      sampling: How to go on.
-    """
+    """Prints what the models of a run, or the one of an optimizer's folder, write."""
     folders = [run := run.resolve()]
     if (run / "config.json").exists():
         folders = [run / name for name in OPTIMIZERS if checkpoint_steps(run / name)]

@@ -24,27 +24,16 @@ State = dict[str, PyTree]
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A model, its optimizer and where they lie.
-
-    Attributes:
-      task: The model and its loss.
-      recipe: How it is trained.
-      mesh: The devices.
-      graphdef: The model without its arrays.
-      weight_dimension_numbers: Which parameters are matrices.
-      schedule: The learning rates.
-      optimizer: What trains it.
-      abstract: Shapes, dtypes and shardings of the training state.
-    """
+    """A model, its optimizer and where they lie."""
 
     task: Task
     recipe: Recipe
     mesh: Mesh
-    graphdef: Any
-    weight_dimension_numbers: Callable[[PyTree], PyTree]
+    graphdef: Any  # The model without its arrays.
+    weight_dimension_numbers: Callable[[PyTree], PyTree]  # Which parameters are matrices.
     schedule: optax.Schedule
     optimizer: optax.GradientTransformationExtraArgs
-    abstract: State
+    abstract: State  # Shapes, dtypes and shardings.
 
     def initial_state(self) -> State:
         """The state before the first step, made where it belongs."""
@@ -65,12 +54,7 @@ class Setup:
 
 
 def set_up(task: Task, recipe: Recipe, mesh: Mesh, zero1: bool = False) -> Setup:
-    """Decides on everything and makes no array.
-
-    Raises:
-      UsageError: If the model does not divide over the mesh, or the optimizer does not
-        take the recipe's hyperparameters.
-    """
+    """Decides on everything and makes no array."""
     model = nnx.eval_shape(lambda: task.create(nnx.Rngs(recipe.seed)))
     params, variables = _placed(model, mesh)
     of_state = _placed(model, mesh, zero1)[0]

@@ -116,14 +116,7 @@ def compiled_step(
     batch: Batch,
     compiler_options: Mapping[str, str] | None = None,
 ) -> Any:
-    """The step, compiled; it reuses the memory of its state.
-
-    Args:
-      setup: What is trained.
-      accumulation: Gradients that a step adds up.
-      batch: A batch, or an abstract one.
-      compiler_options: As of `jax.jit`.
-    """
+    """The step, compiled for batches like this one; it reuses the memory of its state."""
     where = jax.tree.map(lambda x: x.sharding, setup.abstract)
     step = jax.jit(
         make_train_step(setup, accumulation),

@@ -13,20 +13,15 @@ Metrics = dict[str, jax.Array]
 
 
 class Task(Protocol):
-    """A model and its loss.
+    """A model and its loss."""
 
-    Attributes:
-      item: What throughput counts: "tokens" or "images".
-      items_per_example: How many of them an example has.
-      flops_per_example: Operations of the model in a training step, without those that
-        rematerialization repeats; None where they are not counted.
-      has_experts: Whether the loss records "expert_load" (L, E): each expert's share of
-        the assignments of its layer.
-    """
-
-    item: str
+    item: str  # What throughput counts: "tokens" or "images".
     items_per_example: int
+    # Operations of the model in a training step, without those that rematerialization
+    # repeats; None where they are not counted.
     flops_per_example: float | None
+    # Whether the loss records "expert_load" (L, E): each expert's share of the
+    # assignments of its layer.
     has_experts: bool
 
     def create(self, rngs: nnx.Rngs) -> nnx.Module:
@@ -59,18 +54,10 @@ class Task(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a run trains on and is validated on.
+    """What a run trains on and is validated on."""
 
-    Attributes:
-      train: Examples in the order of training, without end.
-      validation: Examples of every validation, whole batches of them.
-      unit: What the loss counts by: "byte", "token" or "image".
-      description: A line for the reader.
-      facts: What tells it apart from other data, for `config.json`.
-    """
-
-    train: grain.MapDataset
-    validation: grain.MapDataset
-    unit: str
-    description: str
-    facts: dict[str, Any]
+    train: grain.MapDataset  # Examples in the order of training, without end.
+    validation: grain.MapDataset  # Those of every validation, whole batches of them.
+    unit: str  # What the loss counts by: "byte", "token" or "image".
+    description: str  # A line for the reader.
+    facts: dict[str, Any]  # What tells it apart from other data, for `config.json`.

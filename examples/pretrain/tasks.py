@@ -12,21 +12,22 @@ import optax
 from flax import nnx
 
 from examples.pretrain.batches import read_text
-from examples.pretrain.config import (
-    Config,
-    DecoderRecipe,
-    ImageRecipe,
-    MixtureRecipe,
-)
+from examples.pretrain.config import Config, DecoderRecipe, ImageRecipe, MixtureRecipe
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loss import cross_entropy
 from examples.pretrain.models import dense, moonlight
 from examples.pretrain.models.layers import count_parameters
 from examples.pretrain.task import Data, Metrics, PyTree, Task
 from examples.vision import davidnet
-from examples.vision.batches import Augmentation, evaluation_examples, train_examples
+from examples.vision.batches import (
+    CLASSES,
+    SIZE,
+    Augmentation,
+    evaluation_examples,
+    statistics,
+    train_examples,
+)
 from examples.vision.cifar import read_cifar10
-from examples.vision.images import CLASSES, SIZE, statistics
 from examples.vision.shapes import draw_shapes
 
 SHAPES_TO_TRAIN, SHAPES_TO_VALIDATE = 8_000, 1_000
@@ -48,9 +49,7 @@ class DecoderTask:
         self.recipe, self.loss_chunks = config.recipe, config.loss_chunks
         self.items_per_example = config.recipe.seq_len
         self.config = dataclasses.replace(
-            sizes,
-            dtype=self.recipe.compute_dtype,
-            param_dtype=self.recipe.param_dtype,
+            sizes, dtype=self.recipe.compute_dtype, param_dtype=self.recipe.param_dtype
         )
         self.flops_per_example: float | None = self._flops()
 
@@ -187,11 +186,7 @@ class ImageTask:
 
 
 def read_images(config: Config) -> Data:
-    """CIFAR-10 from the folder that is named, or drawings of shapes.
-
-    Raises:
-      UsageError: If files are missing or corrupt, or do not make whole batches.
-    """
+    """CIFAR-10 from the folder that is named, or drawings of shapes."""
     recipe = config.recipe
     if config.val_data:
         raise UsageError("--val-data: CIFAR-10 comes with its own.")
@@ -220,21 +215,13 @@ def read_images(config: Config) -> Data:
 
 
 class Kind(NamedTuple):
-    """What goes together.
+    """What goes together."""
 
-    Attributes:
-      label: In titles of figures.
-      model: The class of the model's sizes.
-      recipe: The class of the recipe.
-      task: Makes the model of a run and its loss.
-      read: Reads what it is trained and validated on.
-    """
-
-    label: str
-    model: type
+    label: str  # In titles of figures.
+    model: type  # Of the model's sizes.
     recipe: type
-    task: Callable[[Config], Task]
-    read: Callable[[Config], Data]
+    task: Callable[[Config], Task]  # The model of a run and its loss.
+    read: Callable[[Config], Data]  # What it is trained and validated on.
 
 
 _DENSE = Kind("Decoder", dense.DenseConfig, DecoderRecipe, DecoderTask, read_text)
@@ -251,11 +238,7 @@ def make_task(config: Config) -> Task:
 
 
 def read_data(config: Config) -> Data:
-    """What the model is trained and validated on.
-
-    Raises:
-      UsageError: If files are missing, corrupt, or too few for a batch.
-    """
+    """What the model is trained and validated on."""
     return _BY_MODEL[type(config.model)].read(config)
 
 

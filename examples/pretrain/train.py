@@ -19,30 +19,22 @@ from examples.pretrain.task import Data, Task
 
 @dataclasses.dataclass(frozen=True)
 class Trainer:
-    """A recipe that is ready to be trained.
-
-    Attributes:
-      setup: The model, its optimizer and where they lie.
-      batches: The batch of every step.
-      step: From one training state to the next, compiled. It takes the state's memory.
-      evaluate: The validation metrics of a training state.
-    """
+    """A recipe that is ready to be trained."""
 
     setup: Setup
+    # The batch of every step.
     batches: Batches
+    # From one training state to the next, compiled. It takes the state's memory.
     step: TrainStep
+    # The validation metrics of a training state.
     evaluate: Callable[[State], dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """Some steps in a row.
+    """Some steps in a row: the metrics of each, and the seconds that they took.
 
-    Attributes:
-      step: How many steps are done.
-      state: After them. The next step takes its memory.
-      metrics: Of every step of the interval.
-      seconds: What these steps took.
+    `step` are done, and `state` is what they led to. The next step takes its memory.
     """
 
     step: int
@@ -72,16 +64,8 @@ def make_trainer(
 ) -> Trainer:
     """Compiles the training of a task with a recipe.
 
-    Args:
-      task: The model and its loss.
-      data: What it is trained and validated on.
-      recipe: The optimizer, its hyperparameters and the length of the training.
-      mesh: The devices.
-      zero1: Shard the optimizer's state over the replicas, too.
-      per_device_batch: Examples that a device takes at once; None for its whole part.
-
-    Raises:
-      UsageError: If the batch or the model does not divide among the devices.
+    With `zero1` the optimizer's state is sharded over the replicas, too. A device takes
+    `per_device_batch` examples at once; None: its whole part of the batch.
     """
     setup = set_up(task, recipe, mesh, zero1)
     batches = Batches(data.train, recipe.batch_size, mesh)
@@ -95,19 +79,14 @@ def make_trainer(
 def train(
     trainer: Trainer, state: State, start: int, pause: Callable[[int], bool]
 ) -> Iterator[Interval]:
-    """Trains to the end, and pauses where the caller has something to do.
+    """Trains to the end from the state after `start` steps, and pauses where it is asked.
 
-    In between nothing waits for the device. To train and to see the loss now and then:
+    In between nothing waits for the device. `pause` says whether to after so many steps;
+    the last step always does. To train and to see the loss now and then:
 
         state = trainer.setup.initial_state()
         for interval in train(trainer, state, 0, lambda step: step % 10 == 0):
             print(interval.step, interval.loss)
-
-    Args:
-      trainer: What is trained.
-      state: The training state after `start` steps.
-      start: Steps that are done.
-      pause: Whether to pause after so many steps. The last step always does.
     """
     last = trainer.setup.recipe.num_steps
     pending: list[dict[str, jax.Array]] = []

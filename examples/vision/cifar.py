@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from examples.pretrain.errors import UsageError
-from examples.vision.images import CLASSES, SIZE, Images
+from examples.vision.batches import CLASSES, SIZE, Images
 
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILES = ("test_batch",)

@@ -34,10 +34,7 @@ class DavidNetConfig:
     param_dtype: DTypeLike = "float32"
 
 
-PRESETS = {
-    "tiny": DavidNetConfig(widths=(8, 16, 16, 32)),
-    "davidnet": DavidNetConfig(),
-}
+PRESETS = {"tiny": DavidNetConfig(widths=(8, 16, 16, 32)), "davidnet": DavidNetConfig()}
 
 
 class DavidNet(nnx.Module):

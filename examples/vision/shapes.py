@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from examples.vision.images import CLASSES, SIZE, Images
+from examples.vision.batches import CLASSES, SIZE, Images
 
 Coordinates = np.ndarray  # N×32×32, in radii of the shape.
 # Where a shape is: below zero inside, above zero outside, in radii.

@@ -104,15 +104,10 @@ MOONLIGHT_16B_A3B = MoonlightConfig(init_std=0.006)
 
 
 class Routing(NamedTuple):
-    """What a training loop wants to know of the routing of a batch.
+    """What a training loop wants to know of the routing of a batch."""
 
-    Attributes:
-      fraction: The share of all assignments that goes to each expert, (E,) for a layer.
-      aux_loss: The auxiliary loss with its coefficient, to be added to the loss.
-    """
-
-    fraction: jax.Array
-    aux_loss: jax.Array
+    fraction: jax.Array  # Of all assignments that goes to each expert, (E,) for a layer.
+    aux_loss: jax.Array  # With its coefficient, to be added to the loss.
 
 
 class RoutingBias(nnx.Variable):

@@ -1,33 +1,11 @@
 """Logical names for the axes of arrays, and their translation to axes of the mesh.
 
-A parameter keeps the names of its axes in its metadata and knows no mesh. One table,
-given to Flax's `nnx.logical_axis_rules`, says which axes of the mesh shard each:
-
-    RULES = (
-        # Of activations.
-        ("batch", ("data", "fsdp", "expert")), ("length", None),
-        # Of parameters.
-        ("embed", "fsdp"), ("mlp", "tensor"), ("heads", "tensor"), ("qkv", "tensor"),
-        ("kv", None), ("vocab", "tensor"), ("norm", None), ("layers", None),
-        # Of stacks of experts. Two of their axes have names of their own, since no axis
-        # of the mesh may shard one array twice.
-        ("expert", "expert"), ("expert_embed", "fsdp"), ("expert_mlp", "tensor"),
-        ("router", None),
-    )
-
-Every name has to be in the table, and every axis of the mesh that the table names has to
-be in the mesh; its size may be 1. Parameters then are made where they belong:
-
-    model = create(lambda: Dense(config, nnx.Rngs(0)), RULES, mesh)
-
-and a training step is traced with `jax.set_mesh(mesh), nnx.logical_axis_rules(RULES)` in
-effect, which activations are constrained by. On a mesh with Explicit axes the models run
-inside of `jax.sharding.auto_axes`:
-
-    loss = jax.sharding.auto_axes(loss, out_sharding=jax.P())
-
-Its gradients have the shardings of the parameters. Without a mesh, or without rules, all
-names are ignored.
+A parameter keeps the names of its axes in its metadata and knows no mesh. One table, such
+as `examples.pretrain.meshes.RULES`, given to Flax's `nnx.logical_axis_rules`, says which
+axes of the mesh shard each; all names have to be in it. A training step is traced with
+`jax.set_mesh(mesh), nnx.logical_axis_rules(rules)` in effect, which activations are
+constrained by. On a mesh with Explicit axes the models run inside of
+`jax.sharding.auto_axes`. Without a mesh, or without rules, all names are ignored.
 """
 
 from collections.abc import Callable, Iterable

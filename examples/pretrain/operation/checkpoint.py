@@ -37,12 +37,8 @@ class Checkpoints:
 
     They are written while training goes on. A checkpoint becomes visible by a rename,
     once it is complete: a process killed while saving leaves the one before. It holds the
-    whole training state, the position in the data, and a checksum of every array.
-
-    Args:
-      folder: Where they go; processes share it.
-      keep: How many are kept.
-      console: For what the reader should know.
+    whole training state, the position in the data, and a checksum of every array. All
+    processes share the folder.
     """
 
     def __init__(self, folder: pathlib.Path, keep: int, console: Console):
@@ -69,11 +65,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: State) -> None:
-        """Begins to save the state after `step` steps, unless that is there already.
-
-        Raises:
-          RunError: If this or an earlier checkpoint cannot be written.
-        """
+        """Begins to save the state after `step` steps, unless that is there already."""
         if step == self._manager.latest_step():
             return
         position = {"next_batch": step, "checksums": checksums(state)}
@@ -88,9 +80,6 @@ class Checkpoints:
 
         It is laid out as the setup says, whatever mesh has saved it. A damaged checkpoint
         is moved aside if an older one can be read.
-
-        Raises:
-          RunError: If there are checkpoints, but none can be read.
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -157,13 +146,7 @@ def load_model(folder: pathlib.Path | str) -> nnx.Module:
     """The model that a run has trained so far, on the first device.
 
     Reads the newest checkpoint whose weights are what was saved, and writes nothing: the
-    run may be going on.
-
-    Args:
-      folder: Of the run with one optimizer, such as runs/demo/orscale.
-
-    Raises:
-      UsageError: If there is no run in the folder, or no checkpoint that can be read.
+    run may be going on. The folder is that of one optimizer, such as runs/demo/orscale.
     """
     folder = pathlib.Path(folder)
     config = saved_config(folder)

@@ -49,13 +49,6 @@ class Logs(contextlib.ExitStack):
     """Writes down and shows what each interval tells; a context manager.
 
     On a terminal there is a progress bar, elsewhere a line now and then.
-
-    Args:
-      folder: Of the run with one optimizer.
-      setup: What is trained.
-      start: The step to go on from.
-      config: How often readings are taken, and where they go.
-      console: Where progress is shown.
     """
 
     def __init__(
@@ -99,13 +92,7 @@ class Logs(contextlib.ExitStack):
         validation: Mapping[str, float],
         to_measure: Sequence[Any],
     ) -> None:
-        """Writes an interval down.
-
-        Args:
-          interval: Its last step is what readings are of.
-          validation: Of its last step; empty if there was none.
-          to_measure: Batches to measure on; empty for no measurement.
-        """
+        """Writes an interval down; readings and the validation are of its last step."""
         step, due = interval.step, interval.step % self._config.log_every == 0
         reading = None
         if self._readouts is not None and (due or to_measure):
@@ -151,11 +138,7 @@ class Logs(contextlib.ExitStack):
 
 
 def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
-    """Refuses to go on with what no step can repair.
-
-    Raises:
-      RunError: If a loss or a gradient is not finite.
-    """
+    """Refuses to go on with what no step can repair."""
     for step, metrics in enumerate(interval.metrics, start=interval.first_step):
         for name in ("loss", "grad_norm"):
             if not math.isfinite(metrics[name]):
@@ -169,17 +152,11 @@ def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Throughput:
-    """What some steps have come to.
-
-    Attributes:
-      items_per_second: Tokens or images, over all devices.
-      item: Which of the two.
-      utilization: Model FLOPs per second as a share of the peak (MFU); None where the
-        model's FLOPs or the device's peak are not known.
-    """
+    """What some steps have come to, over all devices."""
 
     items_per_second: float
-    item: str
+    item: str  # "tokens" or "images".
+    # Model FLOPs per second as a share of the peak (MFU), where both are known.
     utilization: float | None
 
     def __str__(self) -> str:

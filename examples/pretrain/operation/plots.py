@@ -33,12 +33,7 @@ def draw_losses(
 ) -> None:
     """Loss curves by optimizer: the whole run, and its second half closer up.
 
-    Args:
-      path: Of the PNG.
-      train: Training loss of every step, by optimizer.
-      val: Validation loss, by optimizer.
-      unit: What one token is.
-      run: Model, rate and seed, for the title.
+    Of all figures, `run` is the line with model, rate and seed that goes into the title.
     """
     figure, (whole, late) = _two_panels(f"cross-entropy (nats per {unit})")
     for name, curve in val.items():
@@ -78,14 +73,8 @@ def draw_seeds(
 ) -> None:
     """Validation loss of several runs of each optimizer, and the difference from one's.
 
-    The difference is taken seed by seed: thin lines; the thick one is their mean.
-
-    Args:
-      path: Of the PNG.
-      val: One curve per run, over the same steps, by optimizer; runs in the same order.
-      unit: What one token is.
-      baseline: The optimizer that is subtracted, if it is there.
-      run: Model, rate and seeds, for the title.
+    The difference is taken seed by seed: thin lines; the thick one is their mean. The
+    runs are in the same order for each, and their curves have the same steps.
     """
     subtracted = baseline if baseline in val else next(iter(val))
     figure, (losses, apart) = _two_panels(f"validation loss (nats per {unit})")
@@ -119,11 +108,7 @@ def draw_trust_ratios(
     """Trust ratios as applied: a panel for each class of layers, a line for each matrix.
 
     Where a class has many, its panel has their median and the band of the middle 90 %.
-
-    Args:
-      path: Of the PNG.
-      rows: Of history.csv.
-      run: Model, rate and seed, for the title.
+    The rows are those of history.csv.
     """
     classes: dict[str, dict[str, list[float]]] = {}
     for row in rows:
@@ -170,13 +155,7 @@ def draw_trust_ratios(
 
 @style.styled
 def draw_loads(path: pathlib.Path, rows: Sequence[Mapping[str, str]], run: str) -> None:
-    """Loads of the experts relative to even ones, a panel for each layer.
-
-    Args:
-      path: Of the PNG.
-      rows: Of expert_loads.csv.
-      run: Model, rate and seed, for the title.
-    """
+    """Loads of the experts, of expert_loads.csv, relative to even ones, by layer."""
     steps = sorted({int(row["step"]) for row in rows})
     layers = 1 + max(int(row["layer"]) for row in rows)
     experts = 1 + max(int(row["expert"]) for row in rows)

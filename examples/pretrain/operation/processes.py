@@ -38,9 +38,6 @@ def join_cluster() -> None:
     JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say it. If one of them
     does not come, the process says so and ends; JAX would abort it, with nothing but the
     addresses of functions.
-
-    Raises:
-      UsageError: If nothing says which processes belong together.
     """
     number, index = (
         os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -108,11 +105,7 @@ def others_are_gone(error: BaseException) -> bool:
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and did.
-
-    Attributes:
-      signum: The signal that asked.
-    """
+    """The run was asked to stop by a signal, and did."""
 
     def __init__(self, message: str, signum: int):
         super().__init__(message)
@@ -173,11 +166,7 @@ class StopSignal:
 
 @contextlib.contextmanager
 def writing(folder: pathlib.Path) -> Iterator[None]:
-    """Names the folder and the cause where a file cannot be written.
-
-    Raises:
-      RunError: If that is behind an error.
-    """
+    """Names the folder and the cause where a file cannot be written."""
     try:
         yield
     except (RunError, UsageError):

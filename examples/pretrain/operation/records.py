@@ -94,11 +94,6 @@ class Readouts:
     """The history of a run, which `python -m orscale_jax.diagnostics` reports on.
 
     All processes take part in a reading; the first one writes it down.
-
-    Args:
-      folder: Of the run with one optimizer.
-      setup: What is trained.
-      start: The step to go on from.
     """
 
     def __init__(self, folder: pathlib.Path, setup: Setup, start: int):
@@ -186,14 +181,7 @@ def _scale(setup: Setup) -> dict[str, Any]:
 
 
 class TensorBoard:
-    """Event files for TensorBoard, written by tensorboardX; a context manager.
-
-    Args:
-      folder: Where they go: TensorBoard's ``--logdir``, or a folder in it.
-
-    Raises:
-      ImportError: If tensorboardX is not installed.
-    """
+    """Event files for TensorBoard, written by tensorboardX; a context manager."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         try:

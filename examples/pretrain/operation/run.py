@@ -37,13 +37,7 @@ REPEATS, SECONDS = 9, 0.5
 
 
 def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) -> None:
-    """Trains what is not finished, then reports on everything in the folder.
-
-    Raises:
-      UsageError: If something cannot be trained; then nothing is written.
-      RunError: If a file cannot be written, or a loss is not finite.
-      Stopped: If a signal has asked to stop.
-    """
+    """Trains what is not finished, then reports on everything in the folder."""
     check(config, task, data, mesh)
     console.print(data.description, highlight=False)
     claimed = claim(config, data)
@@ -54,7 +48,7 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
                 label = find_optimizer(name).label
                 console.print(f"{label} is finished in {folder}.", highlight=False)
             else:
-                console.print(f"{rates_and_decay(recipe)}.", highlight=False)
+                console.print(rates_and_decay(recipe), highlight=False, soft_wrap=True)
                 # Without a name, so that its memory is free for the next one.
                 train_and_save(
                     make_trainer(
@@ -78,13 +72,7 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
 
 
 def check(config: Config, task: Task, data: Data, mesh: Mesh) -> None:
-    """Refuses what could not be trained, before anything is written.
-
-    Raises:
-      UsageError: If batches or the model do not divide among the devices, an optimizer
-        does not take the recipe's hyperparameters, or a model cannot read the text to
-        continue.
-    """
+    """Refuses what could not be trained, before anything is written."""
     recipe = config.recipe
     if config.sample is not None:
         check_prompt(config.sample, data.unit, getattr(config.model, "vocab_size", 0))
@@ -185,7 +173,4 @@ def time_step(trainer: Trainer, state: State) -> dict[str, float]:
         alone = jax.block_until_ready(update(alone, grads))
         steps.append(between - began)
         optimizers.append(time.perf_counter() - between)
-    return {
-        "step": statistics.median(steps),
-        "optimizer": statistics.median(optimizers),
-    }
+    return {"step": statistics.median(steps), "optimizer": statistics.median(optimizers)}

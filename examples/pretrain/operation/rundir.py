@@ -32,9 +32,6 @@ def claim(config: Config, data: Data) -> Iterator[None]:
     """Holds the folder for this run, as the home of this configuration.
 
     Of several processes the first one holds it for all.
-
-    Raises:
-      UsageError: If another run holds it, or it is the home of another configuration.
     """
     if not is_first():
         yield
@@ -54,11 +51,7 @@ def claim(config: Config, data: Data) -> Iterator[None]:
 
 
 def read_facts(folder: pathlib.Path) -> dict[str, Any]:
-    """The configuration and the data of a run, as its config.json tells them.
-
-    Raises:
-      UsageError: If the file is damaged.
-    """
+    """The configuration and the data of a run, as its config.json tells them."""
     path = folder / "config.json"
     try:
         facts = json.loads(path.read_text())
@@ -70,11 +63,7 @@ def read_facts(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def run_facts(folder: pathlib.Path) -> dict[str, Any]:
-    """The same of the run that a folder with one optimizer belongs to.
-
-    Raises:
-      UsageError: If the folder is no such folder.
-    """
+    """The same of the run that a folder with one optimizer belongs to."""
     try:
         facts = read_facts(folder.absolute().parent)
     except (FileNotFoundError, NotADirectoryError):
@@ -91,9 +80,6 @@ def saved_config(folder: pathlib.Path) -> Config:
     """The run with one optimizer that a folder holds.
 
     What this program does not know any more is left out.
-
-    Raises:
-      UsageError: If the folder is no such folder.
     """
     facts = run_facts(folder) | {"optimizer": folder.name}
     kind = recorded_kind(facts)

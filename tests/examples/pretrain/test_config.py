@@ -122,10 +122,7 @@ def test_impossible_options_of_one_model_are_refused(demo, changes, message):
         ("--model.heads 3", "width=128 with heads=3"),
         ("--model.vocab-size 0", "vocab_size=0: choose at least 1"),
         ("--recipe demo-moe --model.kv-rank 0", "kv_rank=0: choose at least 1"),
-        (
-            "--recipe sgd",
-            "--recipe sgd is unknown. Choose one of: text, demo, ",
-        ),
+        ("--recipe sgd", "--recipe sgd is unknown. Choose one of: text, demo, "),
         ("--optimizer sgd", "--optimizer sgd is unknown. Choose one of: adamw, lamb, "),
     ],
 )

@@ -13,7 +13,7 @@ from examples.pretrain.errors import UsageError
 from examples.pretrain.models.moonlight import Routing
 from examples.pretrain.recipes import DEMOS
 from examples.pretrain.tasks import make_task, read_data
-from examples.vision.images import Images
+from examples.vision.batches import Images
 from tests.examples.pretrain import tiny
 
 V, D = 256, 3

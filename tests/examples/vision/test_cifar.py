@@ -5,9 +5,15 @@ import numpy as np
 import pytest
 
 from examples.pretrain.errors import UsageError
-from examples.vision.batches import Augmentation, evaluation_examples, train_examples
+from examples.vision.batches import (
+    Augmentation,
+    Images,
+    Statistics,
+    evaluation_examples,
+    statistics,
+    train_examples,
+)
 from examples.vision.cifar import TEST_FILES, TRAIN_FILES, read_cifar10
-from examples.vision.images import Images, Statistics, statistics
 
 COUNT = 20  # Images of a file.
 

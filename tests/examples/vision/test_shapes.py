@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from examples.vision.images import statistics
+from examples.vision.batches import statistics
 from examples.vision.shapes import SHAPES, draw_shapes
 
 

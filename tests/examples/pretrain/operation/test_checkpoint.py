@@ -163,3 +163,63 @@ def test_a_full_disk_is_named(open_checkpoints, monkeypatch):
         save(open_checkpoints, 9)
     assert "could not be written: No space left on device" in str(error.value)
     assert "Newest complete one: step 5." in str(error.value)
+
+
+# Checksums
+
+DTYPES = ("float32", "bfloat16", "int32", "uint8", "bool")
+
+
+def array(dtype, shape=(6, 8)):
+    values = np.random.default_rng(0).normal(size=shape)
+    return np.array(jnp.asarray(values if "float" in dtype else 100 * values, dtype))
+
+
+def checksum(x):
+    return checkpoint.checksums([x])["0"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_bit_counts(dtype):
+    x = array(dtype)
+    bits = 1 if dtype == "bool" else 8 * x.itemsize
+    changed = set()
+    for place in (0, 1, 7, 8, 47):
+        for bit in range(bits):
+            flipped = x.copy()
+            byte = x.itemsize * place + bit // 8
+            flipped.view(np.uint8).reshape(-1)[byte] ^= 1 << bit % 8
+            changed.add(checksum(flipped))
+    assert len(changed) == 5 * bits and checksum(x) not in changed
+
+
+@pytest.mark.usefixtures("enable_x64")
+def test_the_upper_bits_of_long_numbers_count():
+    for x in (np.arange(3.0), np.arange(3)):
+        assert checksum(x) != checksum(-x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:4])
+def test_the_order_of_entries_counts(dtype):
+    """Also of numbers that differ in their sign alone, and of rows that are far apart."""
+    x = array(dtype, (4, 32_768))
+    x[0, :2] = 3, -3 if dtype != "uint8" else 4
+    before = checksum(x)
+    for a, b in (((0, 0), (0, 1)), ((0, 0), (2, 0)), ((1, 5), (3, 6))):
+        swapped = x.copy()
+        swapped[a], swapped[b] = x[b], x[a]
+        assert x[a] != x[b] and checksum(swapped) != before
+    assert checksum(x[::-1]) != before
+    assert checksum(np.zeros_like(x)) != before
+
+
+def test_checksums_have_the_paths_of_their_arrays_and_know_no_sharding():
+    x = array("float32", (8, 16))
+    mesh = jax.make_mesh((4, 2), ("a", "b"))
+    for spec in (jax.P(), jax.P("a"), jax.P("b", "a"), jax.P(None, ("a", "b"))):
+        assert checksum(jax.device_put(x, jax.NamedSharding(mesh, spec))) == checksum(x)
+    tree = {"params": {"kernel": jnp.ones((2, 3))}, "count": (jnp.int32(3), None)}
+    found = checkpoint.checksums(tree)
+    assert found.keys() == {"params.kernel", "count.0"}
+    assert all(isinstance(value, int) for value in found.values())
+    assert found == checkpoint.checksums(jax.tree.map(np.asarray, tree))

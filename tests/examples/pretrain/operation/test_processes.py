@@ -1,21 +1,35 @@
-"""Several processes: one command, the same result, and an end for all."""
+"""Clusters, signals and files that fail: one message, the same result, an end for all."""
 
+import errno
+import io
 import json
 import os
+import pathlib
 import shutil
+import signal
 import sys
 import threading
+import warnings
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
-from examples.pretrain.operation import processes
+from examples.pretrain.errors import AGAIN, RunError
+from examples.pretrain.operation import processes, run
 from examples.pretrain.operation.processes import (
+    Stopped,
+    StopSignal,
     join_cluster,
     leaving_in_time,
     others_are_gone,
+    why_not_written,
+    without_cache,
+    writing,
 )
+from examples.pretrain.operation.records import TensorBoard
+from orscale_jax.diagnostics.history import StepFile
 from tests import commands
 from tests.examples.pretrain import tiny
 
@@ -30,19 +44,21 @@ def test_two_processes_come_to_what_one_device_comes_to(tmp_path):
     mesh = ("--mesh.data", "2", "--mesh.expert", "4")
     two = commands.Run(tmp_path / "two", (*arguments, *mesh), processes=2, devices=4)
     results = []
-    for run in (one, two):
-        run.finish()
-        losses = [
-            float(row["train_loss"]) for row in tiny.rows(run.folder / "metrics.csv")
-        ]
-        results.append((losses, tiny.last_state(run.folder)))
+    for either in (one, two):
+        either.finish()
+        rows = tiny.rows(either.folder / "metrics.csv")
+        losses = [float(row["train_loss"]) for row in rows]
+        results.append((losses, tiny.last_state(either.folder)))
     (losses, state), (expected_losses, expected_state) = results
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert state.keys() == expected_state.keys()
-    for name, expected in expected_state.items():
-        largest = np.abs(expected).max()
-        atol = 1e-5 * largest
-        np.testing.assert_allclose(state[name], expected, atol=atol, err_msg=name)
+
+    def assert_same(found):
+        for name, expected in expected_state.items():
+            atol = 1e-5 * np.abs(expected).max()
+            np.testing.assert_allclose(found[name], expected, atol=atol, err_msg=name)
+
+    assert_same(state)
     result = json.loads((two.folder / "result.json").read_text())
     assert result["devices"] == "8 × cpu"
     assert two.messages(1).count("tokens/s") == 0  # The first one speaks for all.
@@ -51,9 +67,7 @@ def test_two_processes_come_to_what_one_device_comes_to(tmp_path):
     (alone.folder / "result.json").unlink()
     shutil.rmtree(alone.folder / "checkpoints" / "10")
     alone.finish()
-    for name, value in tiny.last_state(alone.folder).items():
-        atol = 1e-5 * np.abs(expected_state[name]).max()
-        np.testing.assert_allclose(value, expected_state[name], atol=atol, err_msg=name)
+    assert_same(tiny.last_state(alone.folder))
 
 
 @pytest.fixture
@@ -116,3 +130,175 @@ def test_whose_fault_an_error_is(monkeypatch):
     assert not others_are_gone(of_jax) and not others_are_gone(of_python)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     assert others_are_gone(of_jax) and not others_are_gone(of_python)
+
+
+# Signals
+
+
+def send(signum):
+    os.kill(os.getpid(), signum)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_is_answered_at_once_and_a_second_one_acts_as_ever(
+    signum, capfd
+):
+    before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+    with StopSignal() as stop:
+        stop.check("Not yet")
+        send(signum)
+        said = capfd.readouterr().err
+        assert f"{signum.name} received: the run stops with a checkpoint" in said
+        assert stop.noted and stop.requested(step=1)
+        with pytest.raises(Stopped, match="After 1") as stopped:
+            stop.check("After 1")
+        assert stopped.value.signum == signum
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+        assert not capfd.readouterr().err
+    assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+@pytest.mark.extended
+def test_a_signal_during_a_measurement(tmp_path, monkeypatch, capfd):
+    """The measurement is completed, and the run stops after the step that follows."""
+    batches_to_measure = run._to_measure
+
+    def interrupted(step, trainer, config):
+        batches = batches_to_measure(step, trainer, config)
+        if batches:
+            send(signal.SIGTERM)
+        return batches
+
+    monkeypatch.setattr(run, "_to_measure", interrupted)
+    options = {"optimizer": ("muon_moonlight",), "measure_every": 3, "steps": 9}
+    data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
+    code = tiny.main(tiny.arguments(data, out, **options))
+    assert code == 128 + signal.SIGTERM
+    received, stopped = capfd.readouterr().err.strip().splitlines()
+    assert received.startswith("SIGTERM received")
+    assert stopped.startswith("Muon+Moonlight stopped at step 4.")
+    folder = out / "muon_moonlight"
+    assert {row["step"] for row in tiny.rows(folder / "history.csv")} == {"3"}
+    assert (folder / "checkpoints" / "4").is_dir()
+
+
+# Files that cannot be written
+
+CODES = ["ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EIO", "EFBIG"]
+FULL = pathlib.Path("/dev/full")  # Linux's file that never takes a byte.
+needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+
+
+def plain(error):
+    raise error
+
+
+def caused(error):
+    raise RuntimeError("saving failed") from error
+
+
+def in_context(error):
+    try:
+        raise error
+    finally:
+        raise ValueError("while cleaning up")
+
+
+def in_a_group(error):
+    raise ExceptionGroup("threads", [KeyError("x"), ExceptionGroup("one", [error])])
+
+
+def quoted(error):
+    """A cause quoted as by TensorStore, in the middle of a long text."""
+    raise ValueError(f"UNKNOWN: Failed [os_error_code='{error.errno}'] [spec='{{}}']")
+
+
+@pytest.mark.parametrize("how", [plain, caused, in_context, in_a_group, quoted])
+def test_the_cause_is_found(how):
+    for code in (getattr(errno, name) for name in CODES):
+        with pytest.raises(RunError) as caught, writing("runs/a"):
+            how(OSError(code, os.strerror(code)))
+        first = f"runs/a cannot be written to: {os.strerror(code)}."
+        assert str(caught.value).splitlines() == [first, AGAIN]
+
+
+def test_the_file_is_named():
+    error = PermissionError(errno.EACCES, "denied", "runs/a/metrics.csv")
+    assert why_not_written(error) == "Permission denied: runs/a/metrics.csv"
+
+
+@pytest.mark.parametrize(
+    "error", [KeyError("a bug"), FileNotFoundError(errno.ENOENT, "gone"), RunError("so")]
+)
+def test_other_errors_stay_what_they_are(error):
+    with pytest.raises(type(error)) as caught, writing("runs/a"):
+        raise error
+    assert caught.value is error
+
+
+def test_the_command_ends_with_one_message(tmp_path, monkeypatch, capsys):
+    def make_trainer(*_, **__):
+        raise OSError(errno.ENOSPC, "")
+
+    monkeypatch.setattr(run, "make_trainer", make_trainer)
+    data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
+    assert tiny.main(tiny.arguments(data, out)) == 1
+    assert capsys.readouterr().err == (
+        f"error: {out} cannot be written to: No space left on device.\n"
+        "Rerun the same command to resume from the last checkpoint.\n"
+    )
+
+
+@needs_full
+def test_a_row_or_a_scalar_that_has_no_room_is_an_error(tmp_path, monkeypatch):
+    """And nothing waits for the thread that could not write it."""
+    (tmp_path / "metrics.csv").symlink_to(FULL)
+    with pytest.raises(OSError, match="No space left"):
+        StepFile(tmp_path / "metrics.csv", ["step"])
+    with TensorBoard(tmp_path) as board:
+        pass
+    with FULL.open("wb", buffering=0) as full:
+        monkeypatch.setattr(board._writer._py_recordio_writer, "_writer", full)
+        with pytest.raises(OSError, match="No space left"):
+            board.write(1, {"loss": 2.5})
+
+
+@pytest.mark.extended
+@needs_full
+def test_each_file_of_a_run_in_turn_has_no_room(tmp_path, capsys):
+    """The command says so, and carries on once there is room."""
+    data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
+    options = tiny.arguments(data, out, optimizer=("orscale",))
+    names = "config.json.tmp orscale/history.csv orscale/audit.csv orscale/metrics.csv "
+    names += "orscale/result.json.tmp summary.csv.tmp losses.png "
+    names += "orscale/report/report.html"
+    for file in (out / name for name in names.split()):
+        file.parent.mkdir(exist_ok=True, parents=True)
+        file.unlink(missing_ok=True)
+        file.symlink_to(FULL)
+        assert tiny.main(options) == 1, file
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {out} cannot be written to: No space"), error
+        file.unlink()
+    assert tiny.main(options) == 0
+    assert len(tiny.rows(out / "orscale" / "metrics.csv")) == tiny.TINY["steps"]
+
+
+def test_a_cache_that_cannot_be_written_is_named_once():
+    said = io.StringIO()
+    cause = "OSError: [Errno 28] No space left on device"
+    with warnings.catch_warnings(), without_cache(Console(file=said, width=999)):
+        warnings.simplefilter("always")
+        for name in ("jit_step", "jit_init"):
+            entry = f"persistent compilation cache entry for '{name}'"
+            warnings.warn(f"Error writing {entry}: {cause}", stacklevel=1)
+    assert said.getvalue().count(cause) == 1
+    assert said.getvalue().startswith("The compilation cache in /")
+
+
+def test_other_warnings_are_shown():
+    quiet = Console(file=io.StringIO())
+    with pytest.warns(UserWarning, match="another"), without_cache(quiet):
+        warnings.warn("another", stacklevel=1)

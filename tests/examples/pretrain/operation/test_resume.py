@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from examples.pretrain import train
-from examples.pretrain.errors import UsageError
+from examples.pretrain.errors import RunError, UsageError
+from examples.pretrain.operation import run as operation_run
 from examples.pretrain.operation.rundir import FREE_OPTIONS, claim
 from examples.pretrain.tasks import read_data
 from tests.examples.pretrain import tiny
@@ -100,7 +101,7 @@ def test_killed_and_then_asked_to_stop(data, reference, tmp_path):
     options = tiny.arguments(data, tmp_path, **OPTIONS)
     kill_after(options, tmp_path, random.randrange(60), random.uniform(0, 0.05))
     ask_to_stop(options, tmp_path, 80, signal.SIGINT)
-    run(options)
+    assert "OrScale resumes from its checkpoint of step " in run(options)
     assert_same_run(tmp_path, reference)
 
 
@@ -146,8 +147,35 @@ def test_a_finished_run_is_only_shown(data, reference):
 
     before = times()
     output = run(tiny.arguments(data, reference, **OPTIONS))
-    assert "OrScale" in output and "nats/byte" in output
+    assert "OrScale is finished in" in output and "nats/byte" in output
+    assert "learning rate 0.003 for" not in output
     assert times() == before
+
+
+def test_a_run_says_what_it_does_and_when_it_resumes(data, tmp_path, capsys, monkeypatch):
+    """Also a run of before rates could be advised, when all optimizers shared one."""
+    options = {"optimizer": ("muon_moonlight",), "checkpoint_every": 2, "log_every": 1}
+    arguments = tiny.arguments(data, tmp_path, **options)
+
+    def interrupted(done, _):
+        if done.step == 5:
+            raise RunError("interrupted")
+
+    with monkeypatch.context() as context:
+        context.setattr(operation_run, "check_finite", interrupted)
+        assert tiny.main(arguments) == 1
+    said = capsys.readouterr().out
+    line = "Muon+Moonlight: learning rate 0.003 for matrices, 0.003 for the rest; weight "
+    assert line + "decay 0.1 for all\n" in said and "resumes" not in said
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config.pop("rates") == "shared"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert tiny.main([*arguments, "--rates", "advised"]) == 2
+    assert "rates: shared there, advised now" in capsys.readouterr().err
+    assert tiny.main(arguments) == 0
+    said = capsys.readouterr().out
+    assert "Muon+Moonlight resumes from its checkpoint of step 4 of 6.\n" in said
+    assert [row["step"] for row in tiny.rows(tmp_path / "metrics.csv")] == list("123456")
 
 
 @pytest.fixture
@@ -234,17 +262,14 @@ def test_a_table_that_cannot_be_continued_is_named(
 
 
 def test_another_corpus_is_refused(data, reference, tmp_path, refused):
+    before = sorted((reference / "orscale" / "checkpoints").rglob("*"))
     other = tiny.write_texts(tmp_path / "other", words=201)
     message = refused(tiny.arguments(other, reference, **OPTIONS))
     facts = json.loads((reference / "config.json").read_text())
     assert f"corpus_sha256: {facts['corpus_sha256']} there" in message
     assert str(other) in message
-
-
-def test_a_file_that_is_gone_is_missed(data, reference, refused):
-    before = sorted((reference / "orscale" / "checkpoints").rglob("*"))
     file = next(data.iterdir())
-    aside = file.rename(data.parent / file.name)
+    aside = file.rename(data.parent / file.name)  # One that is gone is missed.
     try:
         message = refused(tiny.arguments(data, reference, **OPTIONS))
     finally:
@@ -269,14 +294,11 @@ def test_what_leaves_the_result_alone_may_change(data, reference, tmp_path):
         moved.rename(data)
 
 
-def test_a_folder_in_use_is_refused(data, tmp_path, refused):
+def test_a_folder_in_use_or_a_file_in_its_place_is_refused(data, tmp_path, refused):
     with open(tmp_path / ".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         message = refused(tiny.arguments(data, tmp_path, **OPTIONS))
     assert "another process is running" in message
-
-
-def test_a_file_in_place_of_the_folder_is_refused(data, tmp_path, refused):
     (tmp_path / "file").touch()
     message = refused(tiny.arguments(data, tmp_path / "file", **OPTIONS))
     assert "cannot be a folder" in message

@@ -93,7 +93,6 @@ def test_measurements_are_taken_now_and_then(finished):
     assert all(float(row["weight_norm"]) > 0 for row in of_muon)
 
 
-@pytest.mark.extended
 def test_what_is_wrong_is_said_once(tmp_path, capsys):
     data = tiny.write_texts(tmp_path / "texts")
     options = {"optimizer": ("orscale",), "learning_rate": 0.5, "log_every": 1}
@@ -133,10 +132,6 @@ def test_the_gain_of_a_step_is_measured_at_the_optimizers_scale(monkeypatch, tmp
     assert scale == {"consistent_rms": None, "scale_mode": "spectral"}
 
 
-def test_a_report_is_written(finished):
-    assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
-
-
 def test_summary(finished):
     metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))
     summary = tiny.rows(finished / "summary.csv")
@@ -154,9 +149,14 @@ def assert_drawn(path, width=1500):
     assert len(np.unique(image @ [1, 256, 65_536])) > 50  # Something is drawn.
 
 
-@pytest.mark.parametrize("name", ["losses.png", "orscale/trust_ratios.png"])
-def test_figures(finished, name):
-    assert_drawn(finished / name)
+def test_figures_and_a_report(finished):
+    assert_drawn(finished / "losses.png")
+    assert_drawn(finished / "orscale" / "trust_ratios.png")
+    assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
+    for name in ("adamw", "muon_moonlight"):  # Nothing of what there is not.
+        assert not (finished / name / "trust_ratios.png").exists()
+        assert not (finished / name / "report").exists()
+    assert not list(finished.glob("*/expert_loads.*"))
 
 
 def test_the_figure_of_the_loads_of_experts(tmp_path):
@@ -168,13 +168,6 @@ def test_the_figure_of_the_loads_of_experts(tmp_path):
     ]
     plots.draw_loads(tmp_path / "loads.png", rows, "Model; rate; seed")
     assert_drawn(tmp_path / "loads.png")
-
-
-def test_nothing_is_reported_of_what_there_is_not(finished):
-    for name in ("adamw", "muon_moonlight"):
-        assert not (finished / name / "trust_ratios.png").exists()
-        assert not (finished / name / "report").exists()
-    assert not list(finished.glob("*/expert_loads.*"))
 
 
 @pytest.mark.slow
@@ -199,7 +192,6 @@ IMAGES = """
 """
 
 
-@pytest.mark.extended
 def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tasks, "SHAPES_TO_TRAIN", 100)
     monkeypatch.setattr(tasks, "SHAPES_TO_VALIDATE", 40)
@@ -256,16 +248,6 @@ def test_compare(finished, tmp_path, capsys, monkeypatch):
     assert f"{gap - 4:+.4f} [{gap - 8:+.4f},{gap:+.4f}]" in table
     assert f"{1 + (gap < 0)} of 2" in table
     assert np.asarray(Image.open(figure)).shape[1] == 1500
-
-
-def test_compare_takes_folders_of_earlier_versions(finished, tmp_path):
-    """They hold the options of all models' recipes."""
-    other = copy_as_seed(finished, tmp_path / "other", seed=1, shift=0.0)
-    facts = json.loads((other / "config.json").read_text())
-    others = {"router": "matrix", "balance_rate": 1e-3, "cutout": 0, "epochs": None}
-    (other / "config.json").write_text(json.dumps(others | facts))
-    for runs in ([finished, other], [other, finished]):
-        assert compare.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 0
 
 
 def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
