@@ -60,11 +60,6 @@ def test_the_split_does_not_depend_on_the_place_or_on_other_files(tmp_path):
     assert set(here) == {d for d in there if int(re.findall(r"\d+", d)[0]) < 40}
 
 
-def test_two_files_are_enough_for_a_split(tmp_path):
-    corpus = read(documents(tmp_path, count=2))
-    assert corpus.train.tokens and corpus.val.tokens
-
-
 def test_names_with_val_are_for_validation(tmp_path):
     for name in ("train.txt", "val.txt", "eval.txt", "interval.txt", "my_Val-2.txt"):
         (tmp_path / name).write_text(name)
@@ -82,16 +77,19 @@ def test_val_data_is_kept_out_of_training(tmp_path):
     assert len(text(corpus.train).split("\0")) == 4
 
 
-def test_globs_and_folders_and_files_name_the_same_texts_once(tmp_path):
+def test_globs_folders_and_files_name_the_same_texts_once(tmp_path):
     documents(tmp_path)
     by_folder = read(tmp_path)
     by_all = read(tmp_path, tmp_path / "*.txt", tmp_path / "3.txt")
     assert by_folder.fingerprint() == by_all.fingerprint()
+    (tmp_path / ".git").mkdir()  # What is hidden or empty in a folder is left out.
+    (tmp_path / ".git" / "config").write_text("hidden")
+    (tmp_path / "__init__.py").touch()
+    assert read(tmp_path).fingerprint() == by_folder.fingerprint()
 
 
 def test_links_are_followed_and_name_nothing_twice(tmp_path):
-    documents(tmp_path)
-    expected = read(tmp_path).fingerprint()
+    whole = read(documents(tmp_path))
     (tmp_path / "a_link.txt").symlink_to(tmp_path / "3.txt")
     linked = tmp_path.with_name(f"{tmp_path.name}_linked")
     linked.mkdir()
@@ -101,23 +99,13 @@ def test_links_are_followed_and_name_nothing_twice(tmp_path):
     by_links = read(linked, tmp_path / ".." / tmp_path.name / "5.txt")
     (tmp_path / "back").unlink()
     (tmp_path / "a_link.txt").unlink()
-    assert read(tmp_path).fingerprint() == expected
-    whole = read(tmp_path)
+    assert read(tmp_path).fingerprint() == whole.fingerprint()
     for corpus in (by_links, read(linked)):
-        assert sum(len(s.pieces[0]) for s in (corpus.train, corpus.val)) == sum(
-            len(s.pieces[0]) for s in (whole.train, whole.val)
-        )
+        sums = (c.train.tokens + c.val.tokens for c in (corpus, whole))
+        assert len(set(sums)) == 1
     (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(UsageError, match=r"gone\.txt is no file that can be read"):
         read(tmp_path / "*.txt")
-
-
-def test_hidden_and_empty_files_of_a_folder_are_left_out(tmp_path):
-    expected = read(documents(tmp_path)).fingerprint()
-    (tmp_path / ".git").mkdir()
-    (tmp_path / ".git" / "config").write_text("hidden")
-    (tmp_path / "__init__.py").touch()
-    assert read(tmp_path).fingerprint() == expected
 
 
 def test_the_fingerprint_knows_contents_and_split(tmp_path):
@@ -179,11 +167,12 @@ def test_a_single_file_that_is_too_short_is_refused(tmp_path):
         read(tmp_path)
 
 
-def test_a_single_file_with_val_data_is_not_split(tmp_path):
+def test_two_files_are_not_split_by_position(tmp_path):
     documents(tmp_path, count=2)
     corpus = read(tmp_path / "0.txt", val=[tmp_path / "1.txt"])
     assert (text(corpus.train), text(corpus.val)) == ("document 0.", "document 1.")
     assert corpus.note == read(tmp_path).note == ""
+    assert read(tmp_path).train.tokens and read(tmp_path).val.tokens
 
 
 def test_the_side_that_is_shorter_than_a_batch_is_named(tmp_path):
@@ -213,29 +202,14 @@ def test_shards(tmp_path, write):
     assert corpus.unit == "token"
 
 
-def test_shards_of_nanogpt(tmp_path):
-    write_raw_shard(tmp_path / "train.bin")
-    write_raw_shard(tmp_path / "val.bin", TOKENS[:50])
-    corpus = read(tmp_path)
-    assert (corpus.train.tokens, corpus.val.tokens) == (400, 50)
-
-
 def test_both_kinds_of_shards_in_one_run(tmp_path):
-    train = write_header_shard(tmp_path / "a.bin")
-    val = write_raw_shard(tmp_path / "b.bin", TOKENS[:50])
-    corpus = read(train, val=[val], vocab_size=400)
+    write_header_shard(tmp_path / "train.bin")
+    write_raw_shard(tmp_path / "val.bin", TOKENS[:50])
+    corpus = read(tmp_path, vocab_size=400)
     assert (corpus.train.tokens, corpus.val.tokens) == (400, 50)
 
 
 # What is refused. Every message names the file and says what to do.
-
-
-def odd_length(path):
-    path.write_bytes(TOKENS.tobytes() + b"x")
-
-
-def wrong_version(path):
-    write_header_shard(path, version=2)
 
 
 def of_uint32(path):
@@ -244,43 +218,41 @@ def of_uint32(path):
     path.write_bytes(header.tobytes() + np.arange(200, dtype="<u4").tobytes())
 
 
-def cut_off(path):
-    write_header_shard(path, count=401)
-
-
-def too_long(path):
-    write_header_shard(path, count=399)
-
-
 def cut_off_header(path):
-    write_header_shard(path)
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def header_alone(path):
-    write_header_shard(path, TOKENS[:0])
+    path.write_bytes(write_header_shard(path).read_bytes()[:100])
 
 
 def large_token(path):
     write_raw_shard(path, np.array([3, 50_304, 5], "<u2"))
 
 
-def empty(path):
-    path.touch()
-
-
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (odd_length, "odd length.*write it again"),
-        (wrong_version, "version 2.*version 1.*convert"),
+        (
+            lambda path: path.write_bytes(TOKENS.tobytes() + b"x"),
+            "odd length.*write it again",
+        ),
+        (
+            lambda path: write_header_shard(path, version=2),
+            "version 2.*version 1.*convert",
+        ),
         (of_uint32, "uint32 tokens.*convert it"),
-        (cut_off, "401 tokens.*holds 400.*write it again"),
-        (too_long, "399 tokens.*holds 400.*write it again"),
+        (
+            lambda path: write_header_shard(path, count=401),
+            "401 tokens.*holds 400.*write it again",
+        ),
+        (
+            lambda path: write_header_shard(path, count=399),
+            "399 tokens.*holds 400.*write it again",
+        ),
         (cut_off_header, "within its header.*write it again"),
-        (header_alone, "no tokens.*write it again"),
+        (
+            lambda path: write_header_shard(path, TOKENS[:0]),
+            "no tokens.*write it again",
+        ),
         (large_token, "token 50304.*ends at 50303.*--model.vocab-size 50305"),
-        (empty, "empty.*write it again"),
+        (lambda path: path.touch(), "empty.*write it again"),
     ],
 )
 @pytest.mark.parametrize("in_folder", [False, True])
@@ -311,38 +283,30 @@ def test_missing_paths_are_refused(tmp_path):
         read(tmp_path / "hollow")
 
 
-def test_an_empty_text_is_refused_by_name(tmp_path):
+def test_what_makes_no_text_is_refused_by_name(tmp_path):
     documents(tmp_path)
-    (tmp_path / "void.txt").touch()
+    void = tmp_path / "void.txt"
+    void.touch()
     with pytest.raises(UsageError, match=r"void\.txt is empty.*leave it out"):
         read(tmp_path / "*.txt")
-
-
-def test_a_mixture_of_texts_and_shards_is_refused(tmp_path):
-    documents(tmp_path)
-    write_raw_shard(tmp_path / "tokens.bin")
-    with pytest.raises(UsageError, match=r"\.txt is text and .*tokens\.bin.*narrow"):
+    void.write_text("é")
+    with pytest.raises(UsageError, match=r"void\.txt holds token 195.*127"):
+        read(tmp_path, vocab_size=128)
+    assert read(tmp_path, vocab_size=196).unit == "byte"
+    void.write_bytes(b"\x89PNG\0")
+    with pytest.raises(UsageError, match=r"void\.txt holds a zero byte.*leave it out"):
         read(tmp_path)
-    with pytest.raises(UsageError, match=r"\.txt is text and .*tokens\.bin.*narrow"):
-        read(tmp_path / "*.txt", val=[tmp_path / "tokens.bin"])
+    void.unlink()
+    write_raw_shard(tmp_path / "tokens.bin")
+    for data, val in (
+        ([tmp_path], []),
+        ([tmp_path / "*.txt"], [tmp_path / "tokens.bin"]),
+    ):
+        with pytest.raises(UsageError, match=r"\.txt is text and .*tokens\.bin.*narrow"):
+            read(*data, val=val)
 
 
 def test_nothing_to_train_on_is_refused(tmp_path):
     write_raw_shard(tmp_path / "val.bin")
     with pytest.raises(UsageError, match=r"val\.bin leaves nothing to train on.*add"):
         read(tmp_path / "val.bin")
-
-
-def test_what_is_no_text_is_refused(tmp_path):
-    documents(tmp_path)
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0")
-    with pytest.raises(UsageError, match=r"image\.png holds a zero byte.*leave it out"):
-        read(tmp_path)
-
-
-def test_text_beyond_a_small_vocabulary_is_refused(tmp_path):
-    documents(tmp_path)
-    (tmp_path / "french.txt").write_text("é")
-    with pytest.raises(UsageError, match=r"french\.txt holds token 195.*127"):
-        read(tmp_path, vocab_size=128)
-    assert read(tmp_path, vocab_size=196).unit == "byte"

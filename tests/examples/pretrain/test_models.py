@@ -53,30 +53,38 @@ def by_path(tree):
     }
 
 
-# Dense
-
-
 @pytest.mark.quick_first_case
 @in_both_precisions
 @scanned_or_not
-@pytest.mark.parametrize("name", ["dense", "dense_swiglu_untied"])
-def test_dense_is_the_recorded_model(name, scan, dtype):
-    recording = recorded(name)
-    model, place = recorded_dense(name, scan, dtype, remat=scan)
+@pytest.mark.parametrize(
+    "name", ["dense", "dense_swiglu_untied", "moe", "moe_six_experts"]
+)
+def test_a_model_is_the_recorded_one(name, scan, dtype):
+    recording, mixture = recorded(name), name.startswith("moe")
+    build = recorded_moonlight if mixture else recorded_dense
+    model, place = build(name, scan, dtype, remat=scan)
     inputs, targets = split_tokens(recording)
 
     @nnx.jit
     def value_and_grad(model):
         def loss(model):
-            logits = model(inputs)
-            return log_likelihood_loss(logits, targets), logits
+            out = model(inputs)
+            logits, routing = out if mixture else (out, None)
+            lm_loss = log_likelihood_loss(logits, targets)
+            aux = routing.aux_loss if mixture else 0
+            return lm_loss + aux, (lm_loss, logits, routing)
 
         return nnx.value_and_grad(loss, has_aux=True)(model)
 
-    (loss, logits), gradients = value_and_grad(model)
+    (_, (loss, logits, routing)), gradients = value_and_grad(model)
     assert logits.dtype == dtype
     assert_close(logits, recording["logits"], dtype)
     assert_close(loss, recording["lm_loss"], dtype)
+    if mixture:
+        assert_close(routing.aux_loss, recording["aux_loss"], dtype)
+        layers = expert_layers(recording)
+        fractions = [recording[f"fraction/{layer}"] for layer in layers]
+        assert_close(routing.fraction, np.stack(fractions), dtype)
     recording.assert_same_gradients(nnx.to_pure_dict(gradients), place, dtype)
 
 
@@ -119,49 +127,6 @@ def test_parameters_of_the_dense_models(preset, total, without_embeddings):
     assert total - config.vocab_size * config.width == without_embeddings
 
 
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"mlp": "gelu"}, "mlp='gelu': choose one of relu2, swiglu"),
-        ({"heads": 3}, "width=64 with heads=3: the width has to be an even multiple"),
-    ],
-)
-def test_sizes_that_make_no_dense_model(changes, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(tiny.DENSE, **changes)
-
-
-# Moonlight
-
-
-@pytest.mark.extended
-@in_both_precisions
-@scanned_or_not
-@pytest.mark.parametrize("name", ["moe", "moe_six_experts"])
-def test_moonlight_is_the_recorded_model(name, scan, dtype):
-    recording = recorded(name)
-    model, place = recorded_moonlight(name, scan, dtype, remat=scan)
-    inputs, targets = split_tokens(recording)
-
-    @nnx.jit
-    def value_and_grad(model):
-        def loss(model):
-            logits, routing = model(inputs)
-            lm_loss = log_likelihood_loss(logits, targets)
-            return lm_loss + routing.aux_loss, (lm_loss, logits, routing)
-
-        return nnx.value_and_grad(loss, has_aux=True)(model)
-
-    (_, (loss, logits, routing)), gradients = value_and_grad(model)
-    assert logits.dtype == dtype
-    assert_close(logits, recording["logits"], dtype)
-    assert_close(loss, recording["lm_loss"], dtype)
-    assert_close(routing.aux_loss, recording["aux_loss"], dtype)
-    fractions = [recording[f"fraction/{layer}"] for layer in expert_layers(recording)]
-    assert_close(routing.fraction, np.stack(fractions), dtype)
-    recording.assert_same_gradients(nnx.to_pure_dict(gradients), place, dtype)
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("scan", [True, False])
 def test_parameters_of_moonlight_16b_a3b(scan):
@@ -177,16 +142,18 @@ def test_parameters_of_moonlight_16b_a3b(scan):
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "config, changes, message",
     [
-        ({"dense_layers": 3}, "dense_layers=3 of layers=3: at least one layer"),
-        ({"experts_per_token": 9}, "experts_per_token=9: choose between 1 and experts=8"),
-        ({"rope_dim": 15}, "rope_dim=15: rotary positions turn pairs"),
+        (tiny.DENSE, {"mlp": "gelu"}, "mlp='gelu': choose one of relu2, swiglu"),
+        (tiny.DENSE, {"heads": 3}, "width=64 with heads=3: the width has to be an even"),
+        (tiny.MOONLIGHT, {"dense_layers": 3}, "dense_layers=3 of layers=3: at least one"),
+        (tiny.MOONLIGHT, {"experts_per_token": 9}, "=9: choose between 1 and experts=8"),
+        (tiny.MOONLIGHT, {"rope_dim": 15}, "rope_dim=15: rotary positions turn pairs"),
     ],
 )
-def test_sizes_that_make_no_moonlight(changes, message):
+def test_sizes_that_make_no_model(config, changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(tiny.MOONLIGHT, **changes)
+        dataclasses.replace(config, **changes)
 
 
 # All of them
@@ -288,25 +255,16 @@ def test_a_rotation_is_seen_only_as_distance():
 
 
 CLASSES = {
-    "attention.qkv.kernel": "attention qkv",
-    "attention.query.kernel": "attention query",
-    "attention.key.kernel": "attention key",
-    "attention.value.kernel": "attention value",
-    "attention.out.kernel": "attention output",
-    "attention.kv_down.kernel": "attention latent down",
-    "attention.kv_up.kernel": "attention latent up",
-    "mlp.up.kernel": "mlp up",
-    "mlp.gate.kernel": "mlp gate",
-    "mlp.down.kernel": "mlp down",
-    "mixture.router.kernel": "router",
-    "mixture.experts.up": "routed expert up",
-    "mixture.experts.gate": "routed expert gate",
-    "mixture.experts.down": "routed expert down",
-    "mixture.shared.up.kernel": "shared expert up",
-    "mixture.shared.gate.kernel": "shared expert gate",
-    "mixture.shared.down.kernel": "shared expert down",
-    "embed.embedding": "embedding",
-    "head.kernel": "head",
+    r"attention\.kv_(down|up)\.kernel": r"attention latent \1",
+    r"attention\.out\.kernel": "attention output",
+    r"attention\.(qkv|query|key|value)\.kernel": r"attention \1",
+    r"mlp\.(up|gate|down)\.kernel": r"mlp \1",
+    r"mixture\.router\.kernel": "router",
+    r"mixture\.experts\.(up|gate|down)": r"routed expert \1",
+    r"mixture\.shared\.(up|gate|down)\.kernel": r"shared expert \1",
+    r"embed\.embedding": "embedding",
+    r"head\.kernel": "head",
+    r".*\.scale": "norm",
 }
 
 
@@ -316,7 +274,8 @@ def test_every_parameter_has_the_class_of_its_layer(name, scan):
     classes = by_path(diagnostics.layer_classes(parameters(abstract(name, scan=scan))))
     for path, found in classes.items():
         suffix = re.sub(r"^(dense_)?blocks\.(\d+\.)?", "", path)
-        assert found == ("norm" if path.endswith(".scale") else CLASSES[suffix]), path
+        [match] = [(m, c) for p, c in CLASSES.items() if (m := re.fullmatch(p, suffix))]
+        assert found == match[0].expand(match[1]), path
 
 
 def matrices(model, numbers):

@@ -54,20 +54,10 @@ MIXTURE = {
 # Models of their own.
 DENSE = DenseConfig(vocab_size=256, width=64, layers=2, heads=2)
 MOONLIGHT = MoonlightConfig(
-    vocab_size=256,
-    width=64,
-    layers=3,
-    dense_hidden=256,
-    heads=4,
-    kv_rank=32,
-    nope_dim=16,
-    rope_dim=16,
-    value_dim=16,
-    experts=8,
-    experts_per_token=2,
-    shared_experts=1,
-    expert_hidden=64,
-)
+    vocab_size=256, width=64, layers=3, dense_hidden=256, heads=4, kv_rank=32,
+    nope_dim=16, rope_dim=16, value_dim=16, experts=8, experts_per_token=2,
+    shared_experts=1, expert_hidden=64,
+)  # fmt: skip
 
 STEPS = 120
 # Readings, validations and checkpoints at steps that do not coincide.
@@ -109,7 +99,8 @@ def arguments(
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
-            options.append("--" + (flag if value else _negated(flag)))
+            group, dot, last = flag.rpartition(".")
+            options.append(f"--{group}{dot}{'' if value else 'no-'}{last}")
         else:
             values = value if isinstance(value, tuple) else (value,)
             options += [f"--{flag}", *map(str, values)]
@@ -176,8 +167,3 @@ def last_state(folder: pathlib.Path) -> dict[str, np.ndarray]:
         state = reader.restore(path, args=ocp.args.PyTreeRestore(restore_args=plain))
     leaves = jax.tree.leaves_with_path(state)
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
-
-
-def _negated(flag: str) -> str:
-    group, dot, name = flag.rpartition(".")
-    return f"{group}{dot}no-{name}"

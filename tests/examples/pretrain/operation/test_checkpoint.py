@@ -64,14 +64,9 @@ def data_files(folder):
 
 
 @pytest.mark.extended
-def test_there_is_nothing_at_first(open_checkpoints):
-    with open_checkpoints() as checkpoints:
-        assert checkpoints.restore(SETUP) is None
-        assert checkpoints.latest_step is None
-
-
-@pytest.mark.extended
 def test_the_newest_ones_are_kept(open_checkpoints, tmp_path):
+    with open_checkpoints() as checkpoints:
+        assert checkpoints.restore(SETUP) is checkpoints.latest_step is None
     save(open_checkpoints, 3, 5, 9)
     assert restored_step(open_checkpoints) == 9
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"5", "9"}

@@ -64,10 +64,9 @@ def test_optimizers_share_weights_and_batches(finished):
 def test_readouts_are_recorded_by_matrix(finished):
     assert not (finished / "adamw" / "history.csv").exists()
     rows = tiny.rows(finished / "orscale" / "history.csv")
-    matrices = [f"attention.{name}" for name in ("key", "out", "query", "value")]
-    matrices = [f"blocks.0.{name}" for name in [*matrices, "mlp.down", "mlp.up"]]
+    names = "attention.key attention.out attention.query attention.value mlp.down mlp.up"
     read = {*range(4, STEPS + 1, 4), *range(50, STEPS + 1, 50)}
-    expected = [f"{name}.kernel" for name in matrices] * len(read)
+    expected = [f"blocks.0.{name}.kernel" for name in names.split()] * len(read)
     assert [row["matrix"] for row in rows] == expected
     assert {int(row["step"]) for row in rows} == read
     metrics = by_optimizer(tiny.rows(finished / "metrics.csv"))["orscale"]
