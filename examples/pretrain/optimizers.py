@@ -15,7 +15,6 @@ from examples.pretrain.config import Recipe
 from examples.pretrain.errors import UsageError
 from examples.study import controls as of_study
 from orscale_jax import family, keep_master_weights, muon, orscale
-from orscale_jax.diagnostics import layer_classes
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 Constructor: TypeAlias = Callable[..., Transformation]
@@ -66,18 +65,6 @@ def _ours(
     return Optimizer(label, constructor, given, fixed, advised, True, readable=True)
 
 
-def _wrapped(
-    wrapper: Callable[[Transformation], Transformation], constructor: Constructor
-) -> Constructor:
-    """A constructor whose result is in a wrapper."""
-
-    @functools.wraps(constructor)
-    def wrapped(*args: Any, **kwargs: Any) -> Transformation:
-        return wrapper(constructor(*args, **kwargs))
-
-    return wrapped
-
-
 def _optax_muon(
     learning_rate: optax.Schedule,
     *,
@@ -89,6 +76,11 @@ def _optax_muon(
     return optax.contrib.muon(
         learning_rate, muon_weight_dimension_numbers=weight_dimension_numbers, **arguments
     )
+
+
+@functools.wraps(orscale)
+def _with_master_weights(*args: Any, **kwargs: Any) -> Transformation:
+    return keep_master_weights(orscale(*args, **kwargs))
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -130,29 +122,15 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon_plus": _ours("Muon+", family.muon_plus),
     "cautious": _ours("OrScale, cautious decay", family.cautious),
     "pooled": _ours("OrScale, one ratio for all", of_study.pooled),
-    "pooled_by_class": _ours(
-        "OrScale, one ratio for a class", of_study.pooled, classes=layer_classes
-    ),
     # Other anchors.
     "full_rank_anchor": _ours("OrScale, full-rank anchor", orscale, anchor="full_rank"),
     "largest_anchor": _ours("OrScale, largest anchor", orscale, anchor="largest"),
-    "pooled_full_rank_anchor": _ours(
-        "One ratio for all, full-rank anchor", of_study.pooled, anchor="full_rank"
-    ),
-    # Less memory: for the momentum, or for weights in bfloat16.
+    # Less memory: for the momentum, or by weights in bfloat16.
     "bfloat16_momentum": _ours(
         "OrScale, bfloat16 momentum", orscale, mu_dtype="bfloat16"
     ),
     "int8_momentum": _ours("OrScale, 8-bit momentum", orscale, mu_dtype="int8"),
-    "rounding_to_nearest": _ours(
-        "OrScale, rounding to nearest", _wrapped(controls.round_to_nearest, orscale)
-    ),
-    "master_weights": _ours(
-        "OrScale, master weights", _wrapped(keep_master_weights, orscale)
-    ),
-    "stochastic_rounding": _ours(
-        "OrScale, stochastic rounding", _wrapped(controls.round_stochastically, orscale)
-    ),
+    "master_weights": _ours("OrScale, master weights", _with_master_weights),
     # Controls.
     "adamw_apart": Optimizer(
         "AdamW, two rates", controls.adamw_apart, _ADAM, has_matrices=True
@@ -171,15 +149,8 @@ OPTIMIZERS: dict[str, Optimizer] = {
     ),
     # Of the family, and controls, too; last, since colours in figures go by the order.
     "aurora": _ours("Aurora", family.aurora),
-    "scale_between": _ours("Muon, a scale between", controls.scale_between, _LIKE_MUON),
-    "ratio_within_class": _ours(
-        "OrScale, ratio within the class", of_study.ratio_within_class
-    ),
     "twice_the_decay": _ours(
         "Muon+Moonlight, twice the decay", controls.twice_the_decay, _LIKE_MUON
-    ),
-    "model_optimum": _ours(
-        "Muon+Moonlight, r* of the class", controls.model_optimum, _LIKE_MUON
     ),
     "orscale_twice_the_decay": _ours(
         "OrScale, twice the decay",

@@ -1,7 +1,5 @@
 """Controls are what they say: step by step, or as a limit of another optimizer."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +7,7 @@ import optax
 import pytest
 
 from examples.pretrain import controls
-from examples.study import controls as of_study
 from orscale_jax import muon, orscale, polar_factor
-from orscale_jax.diagnostics import layer_classes
 
 PARAMS = {
     "up": jax.random.normal(jax.random.key(0), (8, 16)),
@@ -68,72 +64,6 @@ def test_one_scale_has_one_scale_and_the_decay_of_muon_moonlight():
     np.testing.assert_allclose(found["bias"], reference["bias"], rtol=1e-6)
 
 
-def test_a_scale_between():
-    """Two steps with the momentum of Muon+Moonlight, whose s is 0.8 for these shapes."""
-    one, moonlight = (
-        updates_of(muon(0.1, consistent_rms=rms, weight_decay=0.0)) for rms in (None, 0.2)
-    )
-    found = updates_of(controls.scale_between(0.1, weight_decay=0.0))
-    scale = np.sqrt(2.0 * 0.2 * np.sqrt(16))
-    expected = {n: scale * one[n] if p.ndim == 2 else one[n] for n, p in PARAMS.items()}
-    assert_same(found, expected)
-    np.testing.assert_allclose(moonlight["up"] / one["up"], 0.8, rtol=1e-5)
-    decayed = updates_of(controls.scale_between(0.1, weight_decay=0.1))
-    np.testing.assert_allclose(
-        decayed["up"], found["up"] - 0.01 * PARAMS["up"], rtol=1e-4, atol=1e-6
-    )
-
-
-LAYERS = {
-    f"layers_{i}": {"mlp": {"up": {"kernel": w}, "down": {"kernel": w.T}}}
-    for i, w in enumerate(jax.random.normal(jax.random.key(4), (3, 8, 16)))
-}
-
-
-@pytest.mark.parametrize("r_max", [2.0, 1.1])
-def test_ratio_within_class(r_max):
-    """Each ratio over the geometric mean of its class; OrScale's own first step is 1."""
-    optimizer = of_study.ratio_within_class(0.1, r_max=r_max)
-    reference = orscale(0.1)
-    grads = jax.tree.map(jnp.cos, LAYERS)
-    state, expected = optimizer.init(LAYERS), reference.init(LAYERS)
-    first, state = optimizer.update(grads, state, LAYERS)
-    moonlight, expected = reference.update(grads, expected, LAYERS)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-    jax.tree.map(close, first, moonlight)
-    grown = {
-        name: jax.tree.map(lambda w, i=i: (1 + i) * w, layer)
-        for i, (name, layer) in enumerate(LAYERS.items())
-    }
-    _, state = optimizer.update(grads, state, grown)
-    _, expected = reference.update(grads, expected, grown)
-    ratios, raw = (
-        optax.tree.get(given, name)
-        for given, name in ((state, "trust_ratio"), (expected, "raw_trust_ratio"))
-    )
-    for kind in ("up", "down"):
-        of_class = np.array([raw[n]["mlp"][kind]["kernel"] for n in LAYERS])
-        relative = of_class / np.prod(of_class) ** (1 / 3)
-        found = [ratios[n]["mlp"][kind]["kernel"] for n in LAYERS]
-        np.testing.assert_allclose(found, np.clip(relative, 0.5, r_max), rtol=1e-5)
-
-
-def test_the_optimum_of_the_model_is_a_factor_of_each_class():
-    updates, plain = (
-        build(0.1).update(LAYERS, build(0.1).init(LAYERS), LAYERS)[0]
-        for build in (controls.model_optimum, muon)
-    )
-    factors = controls.MODEL_OPTIMA["dense"]
-    for kind in ("up", "down"):
-        np.testing.assert_allclose(
-            updates["layers_1"]["mlp"][kind]["kernel"],
-            factors[f"mlp {kind}"] * plain["layers_1"]["mlp"][kind]["kernel"],
-            rtol=1e-5,
-        )
-    assert set(jax.tree.leaves(layer_classes(LAYERS))) <= factors.keys()
-    assert all(0 < f < 2.5 for t in controls.MODEL_OPTIMA.values() for f in t.values())
-
-
 @pytest.mark.parametrize("optimizer", [muon, orscale])
 def test_twice_the_decay_of_the_matrices_alone(optimizer):
     arguments = {"weight_decay": 0.1, "adam_learning_rate": None}
@@ -141,28 +71,3 @@ def test_twice_the_decay_of_the_matrices_alone(optimizer):
     one, two = (updates_of(optimizer(0.1, weight_decay=decay)) for decay in (0.1, 0.2))
     assert_same(found, two | {"bias": one["bias"]})
     assert np.any(one["bias"] != two["bias"])
-
-
-def test_rounding_to_nearest_loses_small_updates():
-    optimizer = controls.round_to_nearest(optax.sgd(1e-4))
-    params = {"w": jnp.ones(4, jnp.bfloat16)}
-    updates, _ = optimizer.update(params, optimizer.init(params), params)
-    np.testing.assert_allclose(updates["w"], -1e-4)
-    np.testing.assert_array_equal(optax.apply_updates(params, updates)["w"], 1)
-
-
-def test_stochastic_rounding_is_right_on_average():
-    """Each weight is at one of its two neighbours; their mean is the float32 weight."""
-    optimizer = controls.round_stochastically(optax.sgd(1.0))
-    params = {"w": jnp.full(10_000, -1.5, jnp.bfloat16)}
-    step = 2.0**-9  # A quarter of the distance of the neighbours.
-    grads = {"w": jnp.full(10_000, -step, jnp.float32)}
-    state = optimizer.init(params)
-    updates, after = optimizer.update(grads, state, params)
-    new = optax.apply_updates(params, updates)["w"].astype(jnp.float32)
-    assert set(np.unique(new).tolist()) == {-1.5, -1.5 + 2.0**-7}
-    np.testing.assert_allclose(new.mean(), -1.5 + step, atol=2e-4)
-    again, _ = optimizer.update(grads, state, params)
-    np.testing.assert_array_equal(again["w"], updates["w"])
-    later, _ = optimizer.update(grads, after, params)
-    assert np.any(later["w"] != updates["w"])
