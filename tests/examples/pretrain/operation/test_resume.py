@@ -97,10 +97,16 @@ def ask_to_stop(options, out, count, signum):
 
 
 @pytest.mark.slow
-def test_killed_and_then_asked_to_stop(data, reference, tmp_path):
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_killed_with_torn_files_and_then_asked_to_stop(data, reference, tmp_path, signum):
     options = tiny.arguments(data, tmp_path, **OPTIONS)
-    kill_after(options, tmp_path, random.randrange(60), random.uniform(0, 0.05))
-    ask_to_stop(options, tmp_path, 80, signal.SIGINT)
+    kill_after(options, tmp_path, random.randrange(1, 60), random.uniform(0, 0.05))
+    # What a kill in the middle of a write would leave.
+    with open(tmp_path / "orscale" / "metrics.csv", "a") as file:
+        file.write("orscale,9")
+    (tmp_path / "orscale" / "metrics.csv.tmp").write_text("half a fi")
+    (tmp_path / "orscale" / "result.json.tmp").write_text("{")
+    ask_to_stop(options, tmp_path, 80, signum)
     assert "OrScale resumes from its checkpoint of step " in run(options)
     assert_same_run(tmp_path, reference)
 
@@ -114,27 +120,6 @@ def test_killed_again_and_again(data, reference, tmp_path, seed):
         already = min(len(metrics(tmp_path)), 100)
         count = draw.randrange(already, 104)
         kill_after(options, tmp_path, count, draw.uniform(0, 0.05))
-    run(options)
-    assert_same_run(tmp_path, reference)
-
-
-@pytest.mark.slow
-def test_terminated(data, reference, tmp_path):
-    options = tiny.arguments(data, tmp_path, **OPTIONS)
-    ask_to_stop(options, tmp_path, 30, signal.SIGTERM)
-    run(options)
-    assert_same_run(tmp_path, reference)
-
-
-@pytest.mark.slow
-def test_torn_files_do_no_harm(data, reference, tmp_path):
-    """What a kill in the middle of a write would leave."""
-    options = tiny.arguments(data, tmp_path, **OPTIONS)
-    kill_after(options, tmp_path, 60, delay=0)
-    with open(tmp_path / "orscale" / "metrics.csv", "a") as file:
-        file.write("orscale,9")
-    (tmp_path / "orscale" / "metrics.csv.tmp").write_text("half a fi")
-    (tmp_path / "orscale" / "result.json.tmp").write_text("{")
     run(options)
     assert_same_run(tmp_path, reference)
 
