@@ -59,7 +59,7 @@ class Command:
     # The text to continue. Nothing: a new document.
     prompt: tyro.conf.Positional[str] = ""
     # Folder of a run: of one optimizer, or of several, whose models then take turns.
-    run: pathlib.Path = pathlib.Path("runs/demo")
+    run: pathlib.Path = pathlib.Path("runs/text")
     # How it goes on.
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
 

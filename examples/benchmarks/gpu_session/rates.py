@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from examples.benchmarks.gpu_session.card import this_card
 from examples.benchmarks.gpu_session.stage import Measured
 from examples.benchmarks.timing import Quartiles, seconds_of
-from examples.pretrain.operation.logs import peak_flops
+from examples.pretrain.operation.peaks import peak_flops
 
 
 @functools.cache

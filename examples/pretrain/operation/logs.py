@@ -21,6 +21,7 @@ from rich.progress import (
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import RunError
+from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.operation.processes import is_first
 from examples.pretrain.operation.records import Readouts, Recorder, TensorBoard
 from examples.pretrain.optimizers import OPTIMIZERS
@@ -30,19 +31,6 @@ from examples.pretrain.train import Interval
 from orscale_jax import diagnostics
 
 SECONDS_BETWEEN_LINES = 15.0
-# Of dense products in bfloat16, FLOP/s of a device, as the makers state them. The first
-# part of the name that fits counts.
-PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "TPU v6 lite": 918e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v4": 275e12,
-}
 
 
 class Logs(contextlib.ExitStack):
@@ -175,8 +163,3 @@ def throughput(task: Task, examples: int, seconds: float) -> Throughput:
         utilization = achieved / (peak * jax.device_count())
     items = examples * task.items_per_example / seconds
     return Throughput(items, task.item, utilization)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """The peak of a device by its name, if it is in the table."""
-    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)

@@ -10,9 +10,9 @@ from examples.pretrain.errors import RunError
 from examples.pretrain.operation.logs import (
     Throughput,
     check_finite,
-    peak_flops,
     throughput,
 )
+from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.operation.records import Recorder, read_csv
 from examples.pretrain.recipes import DEMOS
 from examples.pretrain.tasks import make_task
