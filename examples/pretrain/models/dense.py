@@ -60,8 +60,7 @@ class DenseConfig(LayerConfig):
     @property
     def hidden(self) -> int:
         """The width of the MLP: 4·width, or 8/3·width in whole multiples of 256."""
-        by_mlp = {"relu2": 4 * self.width, "swiglu": -(-8 * self.width // 768) * 256}
-        return by_mlp[self.mlp]
+        return 4 * self.width if self.mlp == "relu2" else -(-8 * self.width // 768) * 256
 
 
 # The paper gives the names of its models. The sizes are those of its public code, from
@@ -138,11 +137,15 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         B, T, D = x_BxTxD.shape
+        if self.config.fused_qkv:
+            qkv = jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
+        else:
+            qkv = [project(x_BxTxD) for project in (self.query, self.key, self.value)]
         q_BxTxNxH, k_BxTxNxH, v_BxTxNxH = (
             constrain(
                 x.reshape(B, T, self.config.heads, -1), "batch", "length", "heads", None
             )
-            for x in self._projections(x_BxTxD)
+            for x in qkv
         )
         scores_BxNxTxS = jnp.einsum(
             "btnh,bsnh->bnts",
@@ -154,19 +157,11 @@ class Attention(nnx.Module):
         mixed_BxTxNxH = causal_mixture(scores_BxNxTxS * scale, v_BxTxNxH)
         return self.out(mixed_BxTxNxH.reshape(B, T, D))
 
-    def _projections(self, x_BxTxD: jax.Array) -> list[jax.Array]:
-        if self.config.fused_qkv:
-            return jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
-        return [project(x_BxTxD) for project in (self.query, self.key, self.value)]
-
 
 def weight_dimension_numbers(
     model: Dense, qkv: Literal["matrix", "blocks"] = "matrix", per_head: bool = False
 ) -> Callable[[Any], Any]:
-    """For `orscale` and its relatives: a fused qkv is one matrix, or three in blocks.
-
-    With `per_head`, each head of attention is a matrix.
-    """
+    """For `orscale`: a fused qkv is a matrix or three blocks; or each head is one."""
     if qkv not in ("matrix", "blocks"):
         raise ValueError(f"qkv={qkv!r}: choose 'matrix' or 'blocks'")
     blocks = BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)

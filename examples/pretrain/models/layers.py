@@ -77,10 +77,9 @@ def embedding(
 
 
 def look_up(embed: nnx.Embed, tokens_BxT: jax.Array) -> jax.Array:
-    """The rows of an embedding table.
+    """The rows of an embedding table, whole on every device.
 
-    Whole rows on every device: looked up in a table whose width is sharded over axes of
-    the batch, they would be computed everywhere.
+    In a table whose width is sharded over axes of the batch, all would look up all.
     """
     table_VxD = constrain(embed.embedding[...].astype(embed.dtype), "vocab", None)
     return constrain(jnp.take(table_VxD, tokens_BxT, axis=0), "batch", "length", None)
@@ -100,9 +99,8 @@ def rms_norm(width: int, config: LayerConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
 def rotate(x_BxTxNxH: jax.Array, base: float) -> jax.Array:
     """Rotary positions: turn each pair of features by an angle that grows with position.
 
-    The product of a rotated query and a rotated key then depends on where they stand
-    only through their distance. A pair is a feature of the first half and one of the
-    second.
+    The product of a query and a key then depends on their distance alone. A pair is a
+    feature of the first half and one of the second.
     """
     T, H = x_BxTxNxH.shape[1], x_BxTxNxH.shape[3]
     dtype = x_BxTxNxH.dtype

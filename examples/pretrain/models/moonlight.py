@@ -329,8 +329,8 @@ def balanced(
 ) -> jax.Array:
     """The routing biases after a step in which the experts had these shares of tokens.
 
-    An expert with more than its share loses `rate`, one with less gains it (DeepSeek-V3,
-    arXiv:2412.19437, section 2.1.2). The paper's public code has the opposite sign.
+    One with more than its share loses `rate`, one with less gains it. The paper's public
+    code has the opposite sign.
     """
     even = fraction_LxE.mean(axis=-1, keepdims=True)
     return bias_LxE + rate * jnp.sign(even - fraction_LxE)

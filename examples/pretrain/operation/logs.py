@@ -99,7 +99,18 @@ class Logs(contextlib.ExitStack):
         self._recorder.record(interval, validation)
         if due:
             self._recorder.record_loads(interval)
-        self._show(interval, rate)
+        steps, now = self._setup.recipe.num_steps, time.monotonic()
+        shown = f"loss {interval.loss:.3f}  {rate}"
+        self._bar.update(self._shown, completed=step, reading=shown)
+        late = now - self._said > SECONDS_BETWEEN_LINES or step == steps
+        if late and not self._console.is_terminal:
+            self._said = now
+            left = (now - self._began) / (step - self._start) * (steps - step)
+            self._console.print(
+                f"{self._label:<14} step {step}/{steps}  {shown}  "
+                f"{datetime.timedelta(seconds=round(left))} left",
+                highlight=False,
+            )
         if self._tensorboard is not None:
             self._tensorboard.write(
                 step,
@@ -107,21 +118,6 @@ class Logs(contextlib.ExitStack):
                 | {"grad_norm": interval.metrics[-1]["grad_norm"]}
                 | {f"val/{name}": value for name, value in validation.items()}
                 | (diagnostics.summarize(reading) if reading is not None else {}),
-            )
-
-    def _show(self, interval: Interval, rate: "Throughput") -> None:
-        step, steps = interval.step, self._setup.recipe.num_steps
-        reading = f"loss {interval.loss:.3f}  {rate}"
-        self._bar.update(self._shown, completed=step, reading=reading)
-        now = time.monotonic()
-        late = now - self._said > SECONDS_BETWEEN_LINES or step == steps
-        if late and not self._console.is_terminal:
-            self._said = now
-            left = (now - self._began) / (step - self._start) * (steps - step)
-            self._console.print(
-                f"{self._label:<14} step {step}/{steps}  {reading}  "
-                f"{datetime.timedelta(seconds=round(left))} left",
-                highlight=False,
             )
 
 

@@ -51,18 +51,31 @@ def split_tokens(recording):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-DENSE_NAMES = {
-    "tok_emb.weight": ("embed", "embedding"),
-    "final_norm.weight": ("final_norm", "scale"),
-    "lm_head.weight": ("head", "kernel"),
-    ("norm1.weight", "blocks"): ("attention_norm", "scale"),
-    ("norm2.weight", "blocks"): ("mlp_norm", "scale"),
-    ("attn.qkv.weight", "blocks"): ("attention", "qkv", "kernel"),
-    ("attn.out_proj.weight", "blocks"): ("attention", "out", "kernel"),
-    ("mlp.gate.weight", "blocks"): ("mlp", "gate", "kernel"),
-    ("mlp.up.weight", "blocks"): ("mlp", "up", "kernel"),
-    ("mlp.down.weight", "blocks"): ("mlp", "down", "kernel"),
-}
+def places(**names):
+    """Our path of each name of PyTorch, which stands beside it in one string of pairs.
+
+    Those of "both" are in either stack of blocks.
+    """
+    pairs = {}
+    for stack, text in names.items():
+        words = iter(text.split())
+        for name, path in zip(words, words, strict=True):
+            path = tuple(path.split("."))
+            if stack == "outside":
+                pairs[f"{name}.weight"] = path
+            else:
+                stacks = ("blocks", "dense_blocks") if stack == "both" else (stack,)
+                pairs |= {(f"{name}.weight", stack): path for stack in stacks}
+    return pairs
+
+
+DENSE_NAMES = places(
+    outside="""tok_emb embed.embedding  final_norm final_norm.scale
+        lm_head head.kernel""",
+    blocks="""norm1 attention_norm.scale  norm2 mlp_norm.scale
+        attn.qkv attention.qkv.kernel  attn.out_proj attention.out.kernel
+        mlp.gate mlp.gate.kernel  mlp.up mlp.up.kernel  mlp.down mlp.down.kernel""",
+)
 
 
 def recorded_dense(name, scan, dtype, **changes):
@@ -85,40 +98,21 @@ def recorded_dense(name, scan, dtype, **changes):
     return with_weights(abstract, recording, place, dtype), place
 
 
-ATTENTION_NAMES = {
-    "input_layernorm.weight": ("attention_norm", "scale"),
-    "self_attn.q_proj.weight": ("attention", "query", "kernel"),
-    "self_attn.kv_a_proj_with_mqa.weight": ("attention", "kv_down", "kernel"),
-    "self_attn.kv_a_layernorm.weight": ("attention", "kv_norm", "scale"),
-    "self_attn.kv_b_proj.weight": ("attention", "kv_up", "kernel"),
-    "self_attn.o_proj.weight": ("attention", "out", "kernel"),
-}
-MOONLIGHT_NAMES = {
-    "embed_tokens.weight": ("embed", "embedding"),
-    "norm.weight": ("final_norm", "scale"),
-    "lm_head.weight": ("head", "kernel"),
-    **{
-        (name, stack): path
-        for name, path in ATTENTION_NAMES.items()
-        for stack in ("dense_blocks", "blocks")
-    },
-    ("post_attention_layernorm.weight", "dense_blocks"): ("mlp_norm", "scale"),
-    ("post_attention_layernorm.weight", "blocks"): ("mixture_norm", "scale"),
-    **{
-        (f"mlp.{part}_proj.weight", "dense_blocks"): ("mlp", part, "kernel")
-        for part in ("gate", "up", "down")
-    },
-    ("mlp.gate.weight", "blocks"): ("mixture", "router", "kernel"),
-    **{
-        (f"mlp.shared_experts.{part}_proj.weight", "blocks"): (
-            "mixture",
-            "shared",
-            part,
-            "kernel",
-        )
-        for part in ("gate", "up", "down")
-    },
-}
+MOONLIGHT_NAMES = places(
+    outside="embed_tokens embed.embedding  norm final_norm.scale  lm_head head.kernel",
+    both="""input_layernorm attention_norm.scale  self_attn.q_proj attention.query.kernel
+        self_attn.kv_a_proj_with_mqa attention.kv_down.kernel
+        self_attn.kv_a_layernorm attention.kv_norm.scale
+        self_attn.kv_b_proj attention.kv_up.kernel
+        self_attn.o_proj attention.out.kernel""",
+    dense_blocks="""post_attention_layernorm mlp_norm.scale
+        mlp.gate_proj mlp.gate.kernel  mlp.up_proj mlp.up.kernel
+        mlp.down_proj mlp.down.kernel""",
+    blocks="""post_attention_layernorm mixture_norm.scale  mlp.gate mixture.router.kernel
+        mlp.shared_experts.gate_proj mixture.shared.gate.kernel
+        mlp.shared_experts.up_proj mixture.shared.up.kernel
+        mlp.shared_experts.down_proj mixture.shared.down.kernel""",
+)
 
 
 def expert_layers(recording):
@@ -128,33 +122,17 @@ def expert_layers(recording):
 def recorded_moonlight(name, scan, dtype, **changes):
     """Our model with the recorded weights and biases, and the places of the weights."""
     recording = recorded(name)
-    sizes = recording.config
+    s = recording.config
     config = MoonlightConfig(
-        vocab_size=sizes["V"],
-        width=sizes["d"],
-        layers=sizes["L"],
-        dense_layers=sizes["dense"],
-        dense_hidden=sizes["fd"],
-        heads=sizes["H"],
-        kv_rank=sizes["kvr"],
-        nope_dim=sizes["nope"],
-        rope_dim=sizes["rope"],
-        value_dim=sizes["v"],
-        experts=sizes["E"],
-        experts_per_token=sizes["k"],
-        shared_experts=sizes["S"],
-        expert_hidden=sizes["fe"],
-        routed_scale=sizes["factor"],
-        aux=sizes["aux"],
-        rope_base=sizes["theta"],
-        norm_eps=sizes["eps"],
-        scan=scan,
-        dtype=dtype,
-        param_dtype=dtype,
-        **changes,
-    )
+        vocab_size=s["V"], width=s["d"], layers=s["L"], dense_layers=s["dense"],
+        dense_hidden=s["fd"], heads=s["H"], kv_rank=s["kvr"], nope_dim=s["nope"],
+        rope_dim=s["rope"], value_dim=s["v"], experts=s["E"], experts_per_token=s["k"],
+        shared_experts=s["S"], expert_hidden=s["fe"], routed_scale=s["factor"],
+        aux=s["aux"], rope_base=s["theta"], norm_eps=s["eps"], scan=scan, dtype=dtype,
+        param_dtype=dtype, **changes,
+    )  # fmt: skip
     place = functools.partial(
-        place_of, names=MOONLIGHT_NAMES, first=sizes["dense"], scan=scan
+        place_of, names=MOONLIGHT_NAMES, first=s["dense"], scan=scan
     )
     abstract = nnx.eval_shape(lambda: moonlight.Moonlight(config, nnx.Rngs(0)))
     model = with_weights(abstract, recording, place, dtype)
