@@ -155,8 +155,8 @@ _IMAGES = Row(
 def _run(
     base: Row,
     optimizer: str,
-    rate: float | None = None,
     *results: tuple[str, float] | tuple[str, float, float],
+    rate: float | None = None,
     rate_from: str = "paper",
     **changes: Any,
 ) -> Row:
@@ -180,76 +180,80 @@ _LOGS: dict[str, Any] = {"rate_from": "public logs", "r_min": 0.5, "r_max": 1.5}
 # By name, as `--recipe` takes it. Of an optimizer's runs on a model, that of the main
 # table has the plain name.
 ROWS: dict[str, Row] = {
-    "125m-adamw": _run(_125M, "adamw", None, (DENSE, 3.3721)),
+    "125m-adamw": _run(_125M, "adamw", (DENSE, 3.3721)),
     "125m-muon-moonlight": _run(
-        _125M, "muon_moonlight", None, (DENSE, 3.2319), (SWEEP, 3.2319)),
+        _125M, "muon_moonlight", (DENSE, 3.2319), (SWEEP, 3.2319)),
     "125m-orscale": _run(
-        _125M, "orscale", None, (DENSE, 3.2120, 0.0017), (RATIO, 3.2120),
-        (SWEEP, 3.2120)),
-    "399m-adamw": _run(_399M, "adamw", None, (DENSE, 2.9966)),
+        _125M, "orscale", (DENSE, 3.2120, 0.0017), (RATIO, 3.2120), (SWEEP, 3.2120)),
+    "399m-adamw": _run(_399M, "adamw", (DENSE, 2.9966)),
     "399m-muon-moonlight": _run(
-        _399M, "muon_moonlight", None, (DENSE, 2.9198, 0.0016), (RATIO, 2.9183)),
-    "399m-orscale": _run(
-        _399M, "orscale", None, (DENSE, 2.9223, 0.0022), (RATIO, 2.9247)),
-    "545m-adamw": _run(_545M, "adamw", None, (DENSE, 2.9235)),
-    "545m-muon-moonlight": _run(_545M, "muon_moonlight", None, (DENSE, 2.8141, 0.0013)),
-    "545m-orscale": _run(_545M, "orscale", None, (DENSE, 2.8052, 0.0013)),
-    "1.1b-adamw": _run(_1_1B, "adamw", None, (DENSE, 2.7304)),
-    "1.1b-muon-moonlight": _run(_1_1B, "muon_moonlight", None, (DENSE, 2.6360)),
-    "1.1b-orscale": _run(_1_1B, "orscale", None, (DENSE, 2.6251)),
-    "16b-a3b-adamw": _run(_16B, "adamw", None, (MOE, 5.2002)),
-    "16b-a3b-muon-moonlight": _run(_16B, "muon_moonlight", None, (MOE, 3.4715)),
-    "16b-a3b-orscale": _run(_16B, "orscale", None, (MOE, 3.3410)),
-    "16b-a3b-orscale-r-max-10": _run(_16B, "orscale", None, (MOE, 3.3556), r_max=10.0),
+        _399M, "muon_moonlight", (DENSE, 2.9198, 0.0016), (RATIO, 2.9183)),
+    "399m-orscale": _run(_399M, "orscale", (DENSE, 2.9223, 0.0022), (RATIO, 2.9247)),
+    "545m-adamw": _run(_545M, "adamw", (DENSE, 2.9235)),
+    "545m-muon-moonlight": _run(_545M, "muon_moonlight", (DENSE, 2.8141, 0.0013)),
+    "545m-orscale": _run(_545M, "orscale", (DENSE, 2.8052, 0.0013)),
+    "1.1b-adamw": _run(_1_1B, "adamw", (DENSE, 2.7304)),
+    "1.1b-muon-moonlight": _run(_1_1B, "muon_moonlight", (DENSE, 2.6360)),
+    "1.1b-orscale": _run(_1_1B, "orscale", (DENSE, 2.6251)),
+    "16b-a3b-adamw": _run(_16B, "adamw", (MOE, 5.2002)),
+    "16b-a3b-muon-moonlight": _run(_16B, "muon_moonlight", (MOE, 3.4715)),
+    "16b-a3b-orscale": _run(_16B, "orscale", (MOE, 3.3410)),
+    "16b-a3b-orscale-r-max-10": _run(_16B, "orscale", (MOE, 3.3556), r_max=10.0),
     # AdamW's parameters stay at the shared rate.
     "399m-uncalibrated": _run(
-        _399M, "uncalibrated", 2.376e-3, (RATIO, 2.9939), adam_learning_rate=9.503e-4),
+        _399M, "uncalibrated", (RATIO, 2.9939), rate=2.376e-3,
+        adam_learning_rate=9.503e-4),
     "125m-uncalibrated": _run(
-        _125M, "uncalibrated", 3e-3, (RATIO, 3.2232), (ABLATION, 3.2232),
+        _125M, "uncalibrated", (RATIO, 3.2232), (ABLATION, 3.2232), rate=3e-3,
         adam_learning_rate=1e-3),
-    "125m-bfloat16-calibration": _run(
-        _125M, "bfloat16_calibration", None, (RATIO, 3.2158)),
-    "125m-unclipped": _run(_125M, "unclipped", None, (UNCLIPPED, 3.2187)),
-    "125m-muon-moonlight-lr-0.0003": _run(_125M, "muon_moonlight", 3e-4, (SWEEP, 3.2841)),
-    "125m-muon-moonlight-lr-0.003": _run(_125M, "muon_moonlight", 3e-3, (SWEEP, 3.2372)),
-    "125m-muon-moonlight-lr-0.01": _run(_125M, "muon_moonlight", 1e-2, (SWEEP, 4.6262)),
-    "125m-orscale-lr-0.0003": _run(_125M, "orscale", 3e-4, (SWEEP, 3.2588)),
-    "125m-orscale-lr-0.003": _run(_125M, "orscale", 3e-3, (SWEEP, 3.2196)),
-    "125m-orscale-lr-0.01": _run(_125M, "orscale", 1e-2, (SWEEP, 3.3287)),
+    "125m-bfloat16-calibration": _run(_125M, "bfloat16_calibration", (RATIO, 3.2158)),
+    "125m-unclipped": _run(_125M, "unclipped", (UNCLIPPED, 3.2187)),
+    "125m-muon-moonlight-lr-0.0003": _run(
+        _125M, "muon_moonlight", (SWEEP, 3.2841), rate=3e-4),
+    "125m-muon-moonlight-lr-0.003": _run(
+        _125M, "muon_moonlight", (SWEEP, 3.2372), rate=3e-3),
+    "125m-muon-moonlight-lr-0.01": _run(
+        _125M, "muon_moonlight", (SWEEP, 4.6262), rate=1e-2),
+    "125m-orscale-lr-0.0003": _run(_125M, "orscale", (SWEEP, 3.2588), rate=3e-4),
+    "125m-orscale-lr-0.003": _run(_125M, "orscale", (SWEEP, 3.2196), rate=3e-3),
+    "125m-orscale-lr-0.01": _run(_125M, "orscale", (SWEEP, 3.3287), rate=1e-2),
     "125m-ablation-polar-factor-denominator": _run(
-        _125M, "polar_factor_denominator", 0.02, (ABLATION, 3.231), **_OURS),
+        _125M, "polar_factor_denominator", (ABLATION, 3.231), rate=0.02, **_OURS),
     "125m-ablation-momentum-denominator": _run(
-        _125M, "momentum_denominator", 0.02, (ABLATION, 3.252), **_OURS),
+        _125M, "momentum_denominator", (ABLATION, 3.252), rate=0.02, **_OURS),
     "125m-ablation-momentum-rms-denominator": _run(
-        _125M, "momentum_rms_denominator", 1e-3, (ABLATION, 3.230), **_OURS),
+        _125M, "momentum_rms_denominator", (ABLATION, 3.230), rate=1e-3, **_OURS),
     "125m-ablation-decoupled-weight-decay": _run(
-        _125M, "decoupled_weight_decay", 1e-3, (ABLATION, 3.305), **_OURS),
+        _125M, "decoupled_weight_decay", (ABLATION, 3.305), rate=1e-3, **_OURS),
     "125m-ablation-orscale-vision": _run(
-        _125M, "orscale_vision", 0.02, (ABLATION, 3.228), **_OURS),
-    "125m-ablation-orscale": _run(_125M, "orscale", 1e-3, (ABLATION, 3.226), **_OURS),
-    "cifar10-muon-moonlight": _run(_IMAGES, "muon_moonlight", 0.01, (CIFAR, 93.75, 0.17)),
+        _125M, "orscale_vision", (ABLATION, 3.228), rate=0.02, **_OURS),
+    "125m-ablation-orscale": _run(
+        _125M, "orscale", (ABLATION, 3.226), rate=1e-3, **_OURS),
+    "cifar10-muon-moonlight": _run(
+        _IMAGES, "muon_moonlight", (CIFAR, 93.75, 0.17), rate=0.01),
     "cifar10-muon-moonlight-lr-0.005": _run(
-        _IMAGES, "muon_moonlight", 5e-3, (CIFAR_TEXT, 93.61)),
+        _IMAGES, "muon_moonlight", (CIFAR_TEXT, 93.61), rate=5e-3),
     "cifar10-muon-moonlight-lr-0.001": _run(
-        _IMAGES, "muon_moonlight", 1e-3, (CIFAR_TEXT, 93.18, 0.09)),
+        _IMAGES, "muon_moonlight", (CIFAR_TEXT, 93.18, 0.09), rate=1e-3),
     "cifar10-muon-moonlight-lr-0.0005": _run(
-        _IMAGES, "muon_moonlight", 5e-4, (CIFAR_TEXT, 92.41, 0.12)),
-    "cifar10-muon": _run(_IMAGES, "muon", 0.04, (CIFAR, 93.70, 0.14)),
-    "cifar10-muon-lr-0.02": _run(_IMAGES, "muon", 0.02, (CIFAR_TEXT, 93.67)),
-    "cifar10-adamw": _run(_IMAGES, "adamw", 0.01, (CIFAR, 93.12, 0.04)),
-    "cifar10-lamb": _run(_IMAGES, "lamb", 0.01, (CIFAR, 92.40, 0.20)),
+        _IMAGES, "muon_moonlight", (CIFAR_TEXT, 92.41, 0.12), rate=5e-4),
+    "cifar10-muon": _run(_IMAGES, "muon", (CIFAR, 93.70, 0.14), rate=0.04),
+    "cifar10-muon-lr-0.02": _run(_IMAGES, "muon", (CIFAR_TEXT, 93.67), rate=0.02),
+    "cifar10-adamw": _run(_IMAGES, "adamw", (CIFAR, 93.12, 0.04), rate=0.01),
+    "cifar10-lamb": _run(_IMAGES, "lamb", (CIFAR, 92.40, 0.20), rate=0.01),
     "cifar10-orscale-vision": _run(
-        _IMAGES, "orscale_vision", None, (CIFAR, 94.05, 0.08), (ABLATION, 94.05, 0.08)),
+        _IMAGES, "orscale_vision", (CIFAR, 94.05, 0.08), (ABLATION, 94.05, 0.08)),
     "cifar10-polar-factor-denominator": _run(
-        _IMAGES, "polar_factor_denominator", 0.02, (ABLATION, 94.06, 0.09), **_LOGS),
+        _IMAGES, "polar_factor_denominator", (ABLATION, 94.06, 0.09), rate=0.02, **_LOGS),
     "cifar10-momentum-denominator": _run(
-        _IMAGES, "momentum_denominator", 5e-3, (ABLATION, 93.84, 0.15), **_LOGS),
+        _IMAGES, "momentum_denominator", (ABLATION, 93.84, 0.15), rate=5e-3, **_LOGS),
     "cifar10-momentum-rms-denominator": _run(
-        _IMAGES, "momentum_rms_denominator", 0.06, (ABLATION, 93.83, 0.17), **_LOGS),
+        _IMAGES, "momentum_rms_denominator", (ABLATION, 93.83, 0.17), rate=0.06, **_LOGS),
     "cifar10-decoupled-weight-decay": _run(
-        _IMAGES, "decoupled_weight_decay", 0.02, (ABLATION, 93.55, 0.12),
+        _IMAGES, "decoupled_weight_decay", (ABLATION, 93.55, 0.12), rate=0.02,
         **(_LOGS | {"rate_from": "assumed"})),
-    "cifar10-orscale": _run(_IMAGES, "orscale", 0.02, (ABLATION, 94.05, 0.12), **_LOGS),
+    "cifar10-orscale": _run(
+        _IMAGES, "orscale", (ABLATION, 94.05, 0.12), rate=0.02, **_LOGS),
 }  # fmt: skip
 
 
