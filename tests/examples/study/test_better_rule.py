@@ -18,7 +18,7 @@ from examples.study.runs import Run
 from examples.study.statistics import compare
 
 DENSE, MIXTURE = "dense-small", "mixture-small"
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "better_rule_protocol.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "study" / "better_rule_protocol.md"
 
 
 @pytest.mark.parametrize("kind, workload", [("dense", DENSE), ("mixture", MIXTURE)])

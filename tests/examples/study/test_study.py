@@ -23,7 +23,7 @@ from examples.study.tables import TABLES, markdown
 from examples.study.workloads import SENSITIVITY, WORKLOADS
 
 ROOT = pathlib.Path(__file__).parents[3]
-PAGE = ROOT / "docs" / "does_it_work.md"
+PAGE = ROOT / "docs" / "study" / "does_it_work.md"
 BEST = {"adamw": 8e-3, "muon": 32e-3, "hyperball": 32e-3}
 CLASSES = {"routed expert up": 5.0, "router": 2.0, "attention query": 3.0}
 ABLATED = ("uncalibrated", "momentum_denominator", "momentum_rms_denominator")
@@ -400,7 +400,7 @@ def _losses(rows, arm, column):
 def test_the_paper_page_counts_the_verdicts(study):
     found = [claim.verdict for claim in claims.claims(study)]
     assert (found.count(HOLDS), found.count(FAILS), found.count(OPEN)) == (0, 3, 9)
-    page = (ROOT / "docs" / "paper.md").read_text()
+    page = (ROOT / "docs" / "study" / "paper.md").read_text()
     assert "[None holds, 3 fail, 9 are inconclusive.]" in page
 
 

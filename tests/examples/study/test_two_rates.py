@@ -26,7 +26,7 @@ from examples.study.workloads import KNOWN_WORKLOADS, LADDER
 from tests.examples.pretrain.tiny import ROOT
 
 FOLDER = ROOT / "docs" / "data" / "two_rates"
-PAGE = (ROOT / "docs" / "two_rates.md").read_text()
+PAGE = (ROOT / "docs" / "study" / "two_rates.md").read_text()
 TEXT = re.sub(r"\s+", " ", PAGE)
 README = re.sub(r"\s+", " ", (ROOT / "README.md").read_text())
 POOLED = "pooled"
