@@ -395,17 +395,6 @@ def test_rates_are_those_that_the_page_advises(name):
         np.testing.assert_allclose(updates["bias"], wanted["bias"], rtol=1e-5)
 
 
-def test_the_page_advises_these_rates():
-    page = (pathlib.Path(__file__).parents[3] / "docs" / "hyperparameters.md").read_text()
-    for advice in (
-        "$a$ for `orscale`; $2a$ for `muon`. Embeddings, norms and biases take the same",
-        "around $\\eta = 2a$ for the matrices and $3\\eta$ for AdamW's parameters",
-        "`muon(2 * eta, consistent_rms=None, adam_learning_rate=3 * eta)`",
-        "`family.normuon(eta, adam_learning_rate=3 * eta)`",
-    ):
-        assert advice in page, advice
-
-
 @pytest.mark.parametrize(
     ("name", "rates", "line"),
     [
