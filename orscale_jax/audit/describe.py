@@ -18,6 +18,7 @@ from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
 from orscale_jax.audit.state import (
     AbstractState,
+    Kept,
     leaves_by_path,
     nbytes,
     nbytes_per_device,
@@ -130,23 +131,22 @@ def describe(
     checks = Checks(leaf_of, axes_of, class_of)
     rows = []
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
-        kept = None if state is None else state.kept[path]
+        kept = Kept(ADAMW) if state is None else state.kept[path]
         row = ParameterRow(
             path=name,
             shape=np.shape(leaf),
             dtype=jnp.result_type(leaf),
-            rule=ADAMW if kept is None else kept.rule,
+            rule=kept.rule,
             parameters=math.prod(np.shape(leaf)),
-            state_bytes=None if kept is None else nbytes(kept.arrays),
+            state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
             layer_class=class_of[path],
-            label="" if kept is None else kept.label,
-            multipliers=(1.0, 1.0) if kept is None else kept.multipliers,
+            label=kept.label,
+            multipliers=kept.multipliers,
         )
         if path not in axes_of:
             rows.append(row)
             continue
-        arrays = None if kept is None else kept.arrays
-        for part in _parts(row, leaf, axes_of[path], arrays, scale):
+        for part in _parts(row, leaf, axes_of[path], kept.arrays, scale):
             check = tuple(checks.reasons(path, part))
             rows.append(dataclasses.replace(part, check=check))
     mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
@@ -233,7 +233,7 @@ def _parts(
 ) -> Iterator[ParameterRow]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
-    specs = None if mesh is None else typed_sharding.inferred(axes.matrices, leaf, mesh)
+    specs = () if mesh is None else typed_sharding.inferred(axes.matrices, leaf, mesh)
 
     def divided(array: Any) -> bool:
         """Whether a part has its share of an array; the first part has the others."""
@@ -263,9 +263,9 @@ def _parts(
             n=n,
             scale=scale.value(m, n),
             norms=_norms(axes, leaf, index),
-            mesh_axes=()
-            if specs is None
-            else typed_sharding.axes_of(specs[index], len(batch_shape) + 2),
+            mesh_axes=typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
+            if specs
+            else (),
             parameters=math.prod(shaped.shape),
             state_bytes=None if arrays is None else nbytes(own),
         )

@@ -20,7 +20,7 @@ from orscale_jax.transforms.relatives import InitialNormState
 from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.checks import Entry, entries
+from orscale_jax.trees.checks import entries
 from orscale_jax.trees.names import Path, name_and_shape, names_on
 from orscale_jax.trees.nodes import is_masked, nodes_of
 
@@ -39,10 +39,10 @@ class Kept(NamedTuple):
     """What an optimizer keeps for one parameter."""
 
     rule: str  # See ParameterRow, as for the label and the multipliers.
-    label: str
-    multipliers: tuple[float, float]
-    arrays: list[Any]
-    batch_shape: tuple[int, ...] | None  # Of its matrices, if it has any.
+    label: str = ""
+    multipliers: tuple[float, float] = (1.0, 1.0)
+    arrays: list[Any] | None = None  # None without an optimizer.
+    batch_shape: tuple[int, ...] | None = None  # Of its matrices, if it has any.
 
 
 class _Part(NamedTuple):
@@ -53,11 +53,8 @@ class _Part(NamedTuple):
     is_innermost: bool  # Whether the user has no partition inside it.
     is_masked: bool  # Whether the user has a mask around it.
     has_trees: bool  # Whether it has trees like the parameters, if all is masked in them.
-    arrays: Mapping[Path | None, Sequence[Entry]]  # By parameter, or under None.
-
-    def has(self, path: Path) -> bool:
-        """Whether an optimizer keeps anything of a parameter here."""
-        return any(entry.field != _SUMMED for entry in self.arrays.get(path, ()))
+    arrays: Mapping[Path | None, Sequence[Any]]  # By parameter, or under None.
+    owners: frozenset[Path | None]  # The parameters of which an optimizer keeps any.
 
 
 class AbstractState(NamedTuple):
@@ -102,19 +99,20 @@ class AbstractState(NamedTuple):
                     multipliers[path] = float(x.min()), float(x.max())
         kept, leaf_of = {}, leaves_by_path(bare)
         for path in leaf_of:
-            own = [part for part in parts if names_on(path) in part.arrays]
+            name = names_on(path)
+            own = [part for part in parts if name in part.arrays]
             labels = {part.label: None for part in own if part.label in innermost}
-            rules = {part.rule for part in own if part.has(names_on(path))}
-            rules |= {MATRIX} if names_on(path) in batch_shapes else set()
+            rules = {part.rule for part in own if name in part.owners}
+            rules |= {MATRIX} if name in batch_shapes else set()
             kept[path] = Kept(
                 next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
                 " and ".join(labels) or without_state,
                 multipliers.get(path, (1.0, 1.0)),
-                [entry.array for p in own for entry in p.arrays[names_on(path)]],
-                batch_shapes.get(names_on(path)),
+                [array for part in own for array in part.arrays[name]],
+                batch_shapes.get(name),
             )
         _refuse_vectors(parts, leaf_of, kept)
-        shared = (entry.array for p in parts for entry in p.arrays.get(None, ()))
+        shared = (array for part in parts for array in part.arrays.get(None, ()))
         return cls(kept, nbytes(shared), specs)
 
 
@@ -153,15 +151,18 @@ def _parts(
     def part(
         node: Any, label: str, rule: str, is_innermost: bool, is_masked: bool
     ) -> _Part:
-        arrays: dict[Path | None, list[Entry]] = {}
+        arrays: dict[Path | None, list[Any]] = {}
+        owners: set[Path | None] = set()
         for entry in entries(node, params):
             owner, shape = entry.owner, entry.array.shape
             # Of a single array without a name, only the shape tells its state.
             if owner == () and shape not in (np.shape(params), batch_shapes.get(())):
                 owner = None
-            arrays.setdefault(owner, []).append(entry)
-        has_trees = bool({*arrays} - {None} or nodes_of(node, optax.MaskedNode))
-        return _Part(label, rule, is_innermost, is_masked, has_trees, arrays)
+            arrays.setdefault(owner, []).append(entry.array)
+            owners |= {owner} if entry.field != _SUMMED else set()
+        trees = bool({*arrays} - {None} or nodes_of(node, optax.MaskedNode))
+        kept = frozenset(owners - {None})
+        return _Part(label, rule, is_innermost, is_masked, trees, arrays, kept)
 
     def is_ours(partition: PartitionState) -> bool:
         """Whether an optimizer of this library made a partition."""
@@ -205,12 +206,9 @@ def _refuse_vectors(
     )
     for part in parts:
         known = part.rule == MATRIX or (part.rule == OTHER and not without)
-        if known or any(part.has(names_on(path)) for path in leaf_of):
-            continue
-        for entry in part.arrays.get(None, ()):
-            floating = jnp.issubdtype(entry.array.dtype, jnp.floating)
-            shape = entry.array.shape
-            if shape and floating and math.prod(shape) >= smallest:
+        for array in () if known or part.owners else part.arrays.get(None, ()):
+            floating = jnp.issubdtype(array.dtype, jnp.floating)
+            if (shape := array.shape) and floating and math.prod(shape) >= smallest:
                 path = next(iter(without or leaf_of))
                 raise ValueError(
                     f"the optimizer keeps an array of shape {shape} for no single "
