@@ -332,6 +332,6 @@ def _plan(
     groups = []
     for members in plan_stacks(keys, limits.stack_bytes, limits.stack_length):
         *batch, m, n = keys[members[0]].shape
-        count = len(members) * math.prod(batch)
-        groups.append(Group(tuple(names[i] for i in members), (m, n), count))
+        matrices = (len(members) * math.prod(batch), m, n, 1)
+        groups.append(Group(tuple(names[i] for i in members), (matrices,)))
     return Plan(tuple(groups))

@@ -314,22 +314,14 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
 
 def _of_group(group: Group, on_mesh: bool) -> str:
     """The matrices, devices, bytes and first names of a group, in one line."""
-    m, n = group.shape
-    whole = group.matrices - group.shared
-    kinds = [
-        (whole, n, f"{group.matrices_per_device} each"),
-        (
-            group.shared,
-            n * group.devices_per_matrix if whole else n,
-            f"{group.devices_per_matrix} to one",
-        ),
-    ]
-    kinds = [kind for kind in kinds if kind[0]]
-    line = " and ".join(f"{count:,} of {m} × {columns}" for count, columns, _ in kinds)
+    line = " and ".join(f"{count:,} of {m} × {n}" for count, m, n, _ in group.matrices)
     if on_mesh:
         several = group.devices > 1
         line += f" over {group.devices} devices, " if several else " on each device, "
-        line += " or ".join(each for *_, each in kinds)
+        line += " or ".join(
+            f"{shared} to one" if shared > 1 else f"{group.matrices_per_device} each"
+            for *_, shared in group.matrices
+        )
         line += f", {group.bytes_sent:,} bytes sent per device"
         slow = group.slow_bytes_sent
         line += f", {slow:,} of them to other slices" if slow else ""

@@ -410,27 +410,20 @@ class Group(NamedTuple):
 
     Attributes:
       names: The names of the leaves, or of their blocks.
-      shape: ``(m, n)`` of each matrix that is whole on a device, or of every matrix if
-        none is; ``m <= n`` where matrices are stacked or sent. Smaller ones are padded.
-      matrices: The number of matrices of a group of devices.
+      matrices: ``(count, m, n, devices)`` for each kind of matrix in a group of devices:
+        how many they are, their shape, and how many devices share the columns of each.
+        Smaller ones are padded to this shape; ``m <= n`` if they are stacked or sent.
       devices: The number of devices in a group.
       matrices_per_device: The number of matrices on a device, with padding by zeros.
-      devices_per_matrix: The number of devices that share the columns of each shared
-        matrix; 1 if none is shared.
-      shared: The number of matrices that are shared. If others are not, ``shape`` has the
-        columns that a device holds of a shared one.
       bytes_sent: The bytes that each device sends: both ways, and during the iteration if
         matrices are shared.
       slow_bytes_sent: Those of the bytes that go to another slice.
     """
 
     names: tuple[str, ...]
-    shape: tuple[int, int]
-    matrices: int
+    matrices: tuple[tuple[int, int, int, int], ...]
     devices: int = 1
     matrices_per_device: int = 0
-    devices_per_matrix: int = 1
-    shared: int = 0
     bytes_sent: int = 0
     slow_bytes_sent: int = 0
 
@@ -438,15 +431,15 @@ class Group(NamedTuple):
     def of(cls, bucket: Bucket, names: Sequence[str]) -> "Group":
         """A bucket, given the names of the arrays."""
         m, n = bucket.shape
-        shared = sum(x.matrices for x in bucket.layouts if x.column_shards > 1)
+        counts: dict[int, int] = {}
+        for layout in sorted(bucket.layouts, key=lambda layout: layout.column_shards):
+            shards = layout.column_shards
+            counts[shards] = counts.get(shards, 0) + layout.matrices
         return cls(
             tuple(dict.fromkeys(names[part.array] for part in bucket.slices)),
-            (m, n * bucket.column_shards if shared == bucket.matrices else n),
-            bucket.matrices,
+            tuple((count, m, n * shards, shards) for shards, count in counts.items()),
             bucket.group_size,
             bucket.matrices_per_device,
-            bucket.column_shards,
-            shared,
             bucket.traffic.nbytes,
             bucket.traffic.slow_bytes,
         )

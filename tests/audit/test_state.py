@@ -25,11 +25,12 @@ PARAMS = {
     "head": {"w": jnp.ones((4, 4)), "scale": jnp.ones(4)},
 }
 LABELS = {"w": "m", "conv": "a", "head": {"w": "z", "scale": "a"}}
+GROUPS = {"m": orscale(0.1), "a": optax.adamw(0.1), "z": optax.set_to_zero()}
+ZERO = jnp.zeros(())
 
 
 def part(labels=LABELS, **others):
-    groups = {"m": orscale(0.1), "a": optax.adamw(0.1), "z": optax.set_to_zero()}
-    return optax.partition(groups | others, labels)
+    return optax.partition(GROUPS | others, labels)
 
 
 def size(tree):
@@ -63,14 +64,16 @@ def by_hand(make):
 PARTED = ("matrix m", "other a", "stateless z", "other a")
 OTHERS = ("other",) * 4
 OURS = {"w": True, "conv": False, "head": False}
+THEIRS = {"w": False, "conv": True, "head": True}
+INJECTED = {
+    "m": optax.inject_hyperparams(orscale)(0.1),
+    "a": optax.inject_hyperparams(optax.adamw)(0.1),
+}
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 9)
+SCHEDULED = orscale(SCHEDULE, weight_decay=SCHEDULE, mu_dtype=jnp.bfloat16)
 CASES = {
     "partition": (part(), PARTED),
-    "multi_transform": (
-        optax.multi_transform(
-            {"m": orscale(0.1), "a": optax.adamw(0.1), "z": optax.set_to_zero()}, LABELS
-        ),
-        PARTED,
-    ),
+    "multi_transform": (optax.multi_transform(GROUPS, LABELS), PARTED),
     "labels are a function": (part(lambda params: LABELS), PARTED),
     "labels are a prefix": (
         part({"w": "m", "conv": "a", "head": "a"}),
@@ -80,53 +83,16 @@ CASES = {
     "named_chain": (optax.named_chain(("mu", optax.clip(1.0)), ("nu", part())), PARTED),
     "apply_if_finite": (optax.apply_if_finite(part(), 3), PARTED),
     "MultiSteps": (optax.MultiSteps(part(), 2), PARTED),
-    "injected inside": (
-        part(
-            m=optax.inject_hyperparams(orscale)(0.1),
-            a=optax.inject_hyperparams(optax.adamw)(0.1),
-        ),
-        PARTED,
-    ),
+    "conditionally_mask": (optax.conditionally_mask(part(), lambda n: n < 9), PARTED),
+    "injected inside": (part(**INJECTED), PARTED),
+    "schedules and bfloat16": (part(m=SCHEDULED), PARTED),
+    "a group without parameters": (part(empty=muon(0.1)), PARTED),
     "int labels": (
         optax.partition(
             {0: orscale(0.1), 1: optax.adamw(0.1)},
             {"w": 0, "conv": 1, "head": {"w": 1, "scale": 0}},
         ),
         ("matrix 0", "other 1", "other 1", "adamw 0"),
-    ),
-    "a group without parameters": (part(empty=muon(0.1)), PARTED),
-    "the innermost group": (
-        part(
-            m=optax.partition({"x": muon(0.1), "y": optax.sgd(0.1)}, lambda _: "x"),
-            z=optax.chain(optax.clip(1.0), part(lambda _: "z")),
-        ),
-        # What keeps no state is told by elimination, as far as that goes.
-        ("matrix m/x", "other a", "stateless m/y or z/z", "other a"),
-    ),
-    "two groups without state": (
-        part(sgd=optax.sgd(0.1)),
-        ("matrix m", "other a", "stateless sgd or z", "other a"),
-    ),
-    "selective_transform": (
-        optax.transforms.selective_transform(
-            orscale(0.1), freeze_mask={"w": False, "conv": True, "head": False}
-        ),
-        # head.w is an output head.
-        ("matrix train", "stateless freeze", "adamw train", "adamw train"),
-    ),
-    "conditionally_mask": (
-        optax.conditionally_mask(part(), lambda step: step < 9),
-        PARTED,
-    ),
-    "schedules and bfloat16": (
-        part(
-            m=orscale(
-                optax.linear_schedule(0.1, 0.0, 9),
-                weight_decay=optax.linear_schedule(0.1, 0.0, 9),
-                mu_dtype=jnp.bfloat16,
-            )
-        ),
-        PARTED,
     ),
     "groups that are called like ours": (
         optax.partition(
@@ -135,14 +101,31 @@ CASES = {
         ),
         ("matrix matrix", "other adamw", "adamw matrix", "adamw matrix"),
     ),
+    # What keeps no state is told by elimination, as far as that goes.
+    "the innermost group": (
+        part(
+            m=optax.partition({"x": muon(0.1), "y": optax.sgd(0.1)}, lambda _: "x"),
+            z=optax.chain(optax.clip(1.0), part(lambda _: "z")),
+        ),
+        ("matrix m/x", "other a", "stateless m/y or z/z", "other a"),
+    ),
+    "two groups without state": (
+        part(sgd=optax.sgd(0.1)),
+        ("matrix m", "other a", "stateless sgd or z", "other a"),
+    ),
+    "selective_transform": (
+        optax.transforms.selective_transform(
+            orscale(0.1), freeze_mask=THEIRS | {"head": False}
+        ),
+        ("matrix train", "stateless freeze", "adamw train", "adamw train"),
+    ),
     "masked": (
         optax.masked(orscale(0.1), OURS),
         ("matrix", "stateless", "stateless", "stateless"),
     ),
     "two masks": (
         optax.chain(
-            optax.masked(orscale(0.1), OURS),
-            optax.masked(optax.adamw(0.1), jax.tree.map(lambda on: not on, OURS)),
+            optax.masked(orscale(0.1), OURS), optax.masked(optax.adamw(0.1), THEIRS)
         ),
         ("matrix", "other", "other", "other"),
     ),
@@ -156,15 +139,9 @@ CASES = {
         ("other muon", "other adam", "other muon", "other adam"),
     ),
     "a tree as a state": (by_hand(lambda mu: mu), OTHERS),
-    "a dictionary as a state": (
-        by_hand(lambda mu: {"n": jnp.zeros(()), "m": mu}),
-        OTHERS,
-    ),
-    "a tuple as a state": (by_hand(lambda mu: (jnp.zeros(()), mu)), OTHERS),
-    "a dictionary as a group's state": (
-        part(a=by_hand(lambda mu: {"n": jnp.zeros(()), "m": mu})),
-        PARTED,
-    ),
+    "a dictionary as a state": (by_hand(lambda mu: {"n": ZERO, "m": mu}), OTHERS),
+    "a tuple as a state": (by_hand(lambda mu: (ZERO, mu)), OTHERS),
+    "a dictionary as a group's": (part(a=by_hand(lambda m: {"n": ZERO, "m": m})), PARTED),
 }
 
 
@@ -205,13 +182,16 @@ def test_numbers_of_the_whole_model():
         rows(part(), numbers=numbers | {"w": None})
 
 
+FLAT = optax.flatten(orscale(0.1))
+
+
 @pytest.mark.parametrize(
     "optimizer, params",
     [
-        (optax.flatten(orscale(0.1)), PARAMS),
-        (optax.flatten(orscale(0.1)), {"w": jnp.ones((4, 6))}),
-        (optax.flatten(orscale(0.1)), jnp.ones((4, 6))),
-        (optax.MultiSteps(optax.flatten(orscale(0.1)), 2), PARAMS),
+        (FLAT, PARAMS),
+        (FLAT, {"w": jnp.ones((4, 6))}),
+        (FLAT, jnp.ones((4, 6))),
+        (optax.MultiSteps(FLAT, 2), PARAMS),
         (optax.flatten(optax.adamw(0.1)), PARAMS),
         (optax.flatten(optax.inject_hyperparams(muon)(0.1)), PARAMS),
         (part(a=optax.flatten(optax.adamw(0.1))), PARAMS),
