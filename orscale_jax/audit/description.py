@@ -207,7 +207,7 @@ class Description:
         return "\n".join([*lines, "", *notes]).rstrip()
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return f"<pre style='white-space: pre'>{html.escape(str(self))}</pre>"
 
 
 class _Column(NamedTuple):
@@ -225,15 +225,14 @@ def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow
     return lambda row: value(row) if row.rule == "matrix" else None
 
 
-def _leaves(name: str, total: Total) -> str:
-    if name == "shared":
-        return ""
-    return f"{total.leaves:,} {'leaf' if total.leaves == 1 else 'leaves'}"
-
-
 _COLUMNS = (
     _Column("parameter", "parameter", lambda row: row.name, lambda name, _: name, "<"),
-    _Column("shape", "shape", lambda row: str(row.shape), _leaves, "<"),
+    _Column(
+        "shape", "shape", lambda row: str(row.shape),
+        lambda name, total: ""
+        if name == "shared"
+        else f"{total.leaves:,} {'leaf' if total.leaves == 1 else 'leaves'}", "<",
+    ),
     _Column("dtype", "dtype", lambda row: str(row.dtype), side="<"),
     _Column("rule", "rule", lambda row: row.rule, side="<"),
     _Column("check", "check", lambda row: ", ".join(row.check), side="<"),
@@ -294,10 +293,7 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
     found = []
     for name, indexes in merged([row.name for row in rows], keys):
         members = [rows[index] for index in indexes]
-        norms, total = (
-            [norm for row in members for norm in row.norms or ()],
-            _total(members),
-        )
+        total, norms = _total(members), [x for row in members for x in row.norms or ()]
         row = dataclasses.replace(
             members[0],
             path=name,
