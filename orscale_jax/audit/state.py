@@ -32,6 +32,7 @@ _PER_MATRIX: dict[type, str] = {
     InitialNormState: "initial_norm",
     CalibratedTrustRatioState: "trust_ratio",
 }
+_OURS = frozenset(field for state in _PER_MATRIX for field in state.__annotations__)
 _SUMMED = "acc_grads"  # Of optax.MultiSteps: kept for every parameter, by no optimizer.
 
 
@@ -80,7 +81,7 @@ class AbstractState(NamedTuple):
             for entry in entries(node, bare):
                 if entry.owner is not None and entry.place == (_PER_MATRIX[type(node)],):
                     batch_shapes[entry.owner] = entry.array.shape
-        parts = list(_parts(state, bare, batch_shapes))
+        parts = list(_parts(state, bare))
         # What keeps no state is told by elimination, as far as that goes.
         keeping = {part.label for part in parts if part.has_trees}
         unsure = [
@@ -142,9 +143,7 @@ def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
         return None
 
 
-def _parts(
-    state: Any, params: PyTree, batch_shapes: Mapping[Path, tuple[int, ...]]
-) -> Iterator[_Part]:
+def _parts(state: Any, params: PyTree) -> Iterator[_Part]:
     """The parts of a state, those around others first."""
     wrappers = PartitionState, MaskedState
 
@@ -153,11 +152,11 @@ def _parts(
     ) -> _Part:
         arrays: dict[Path | None, list[Any]] = {}
         owners: set[Path | None] = set()
-        for entry in entries(node, params):
-            owner, shape = entry.owner, entry.array.shape
-            # Of a single array without a name, only the shape tells its state.
-            if owner == () and shape not in (np.shape(params), batch_shapes.get(())):
-                owner = None
+        for entry in entries(node, params, by_structure=True):
+            owner = entry.owner
+            # Of a single array without a name, shapes and fields tell its state.
+            if owner == () and entry.array.shape != np.shape(params):
+                owner = owner if entry.field in _OURS else None
             arrays.setdefault(owner, []).append(entry.array)
             owners |= {owner} if entry.field != _SUMMED else set()
         trees = bool({*arrays} - {None} or nodes_of(node, optax.MaskedNode))

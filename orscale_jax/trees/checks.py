@@ -193,13 +193,19 @@ def array_type(leaf: Any) -> tuple[Any, ...]:
     return np.shape(leaf), *(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
-def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list[Entry]:
+def entries(
+    state: PyTree,
+    params: PyTree,
+    fields: Collection[str] = (),
+    by_structure: bool = False,
+) -> list[Entry]:
     """The arrays of a state, in the order of its leaves; all trees without boxes.
 
     Parameters may be called ``mu`` or ``count``, too. So what holds a tree of parameters
     is told by the types in the state: a field of a named tuple that is not itself a
-    state, or any node like the parameters, with one array for each or with several. In a
-    restored tree of dictionaries and lists it is told by these ``fields``.
+    state. In a restored tree of dictionaries and lists it is told by these ``fields``;
+    ``by_structure``, it may be any node that has an array, or several, where the
+    parameters have one.
     """
     names = {names_on(path) for path, _ in jax.tree.leaves_with_path(params)}
     types = _types_in(params)
@@ -210,7 +216,7 @@ def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list
         if place and place[-1] in _NO_PARAMS:
             yield from (Entry(place + path, None, array) for path, array in arrays)
             return
-        like = None if names == {()} else _like(params, node)
+        like = _like(params, node) if by_structure and names != {()} else None
         named = _holds_params(node, parent, place, types, fields)
         if (like and all(map(_is_leaf, like.values()))) or (
             named and names.intersection(dict(arrays))
