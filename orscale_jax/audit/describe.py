@@ -25,9 +25,8 @@ from orscale_jax.audit.state import (
 )
 from orscale_jax.distributed.exchange import plan_exchange
 from orscale_jax.distributed.plan import Group, MeshShape, Plan, ShardedArray
-from orscale_jax.distributed.platforms import Platform
+from orscale_jax.distributed.platforms import Platform, StackKey, plan_stacks
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
-from orscale_jax.distributed.stacks import StackKey, plan_stacks
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
