@@ -140,7 +140,7 @@ def find_target(topology: str) -> Target:
             )
     except (RuntimeError, ValueError) as error:
         raise UsageError(
-            f"--topology {topology}: {error} (docs/pods.md says what to install.)"
+            f"--topology {topology}: {error} (docs/sharding.md says what to install.)"
         ) from error
     raise UsageError(
         f"--topology {topology} is unknown. Choose h100 and a number, as h100:8, or TPUs "

@@ -3,7 +3,7 @@
     python -m examples.study.low_memory
 
 does the runs that are missing in ``docs/data/low_memory``, and prints the tables of
-docs/bfloat16_weights.md from it.
+docs/memory.md from it.
 """
 
 import dataclasses

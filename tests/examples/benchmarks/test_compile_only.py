@@ -103,4 +103,4 @@ def test_what_is_not_installed_is_named(topology, needed, capsys):
         pytest.skip(f"{needed} is installed")
     assert main(["--topology", topology]) == 2
     error = capsys.readouterr().err
-    assert f"error: --topology {topology}: " in error and "docs/pods.md" in error
+    assert f"error: --topology {topology}: " in error and "docs/sharding.md" in error

@@ -1,4 +1,4 @@
-"""The page of bfloat16 weights says what the tables say."""
+"""The page on memory says what the tables say."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from examples.study import low_memory
 from examples.study.plan import Runs
 
-PAGE = Path(__file__).parents[3] / "docs" / "bfloat16_weights.md"
+PAGE = Path(__file__).parents[3] / "docs" / "memory.md"
 TABLES = {
     "quality": low_memory.quality_table,
     "low rates": low_memory.low_rates_table,
