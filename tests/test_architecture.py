@@ -61,6 +61,13 @@ def test_every_folder_has_a_place():
         assert f"`{folder}/`" in page, folder
 
 
+def test_the_page_names_files_that_are_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.split("\n## Architecture\n")[1].split("\n## ")[0]
+    there = {path.name for path in PACKAGE.rglob("*.py")} | {"test_architecture.py"}
+    assert set(re.findall(r"\w+\.py", section)) <= there
+
+
 @pytest.mark.parametrize(
     "name",
     [
