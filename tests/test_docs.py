@@ -1,10 +1,14 @@
 """The Python blocks of README.md and the site run, and what they point at is there."""
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
+import optax
 import pytest
+
+from orscale_jax import muon
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -69,6 +73,18 @@ def test_the_readme_is_short():
     assert len(words(re.sub(r"\(docs/\S+\)", "", finding))) <= 120
     table = text.split(finding)[1].strip().split("\n\n")[0].splitlines()
     assert len(table[2:]) == 6
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/from_adamw.md"])
+def test_defaults_that_change(page):
+    """Of the line that a reader replaces."""
+    text = (ROOT / page).read_text()
+    adamw, ours = (inspect.signature(make).parameters for make in (optax.adamw, muon))
+    assert (adamw["weight_decay"].default, ours["weight_decay"].default) == (1e-4, 0.1)
+    assert re.search(r"`weight_decay`.*\| 1e-4 \|.*\*\*0\.1\*\*", text)
+    assert (adamw["b2"].default, ours["adam_b2"].default) == (0.999, 0.95)
+    assert re.search(r"0\.999.*\|.*`adam_b2\b.*0\.95", text)
+    assert (ours["momentum"].default, ours["consistent_rms"].default) == (0.95, 0.2)
 
 
 MODULES = ("", ".diagnostics", ".equinox", ".family", ".flax", ".haliax")
