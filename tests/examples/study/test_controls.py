@@ -345,9 +345,7 @@ class TestPooled:
         )
 
         def pooled(matrices):
-            return controls.shared_ratio_stage(
-                ratio, matrices, classes, lambda own, mean: mean
-            )
+            return controls.pooled_ratio_stage(ratio, matrices, classes)
 
         return on_matrices(numbers, pooled)
 
