@@ -25,7 +25,6 @@ from orscale_jax import diagnostics
 
 PyTree = Any
 UNIFORM_EVERY = 5
-_RATIO = "/trust_ratio/uniform"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,21 +77,16 @@ class Trainer:
         losses, norms, readings = [], [], []
         for step, state, reading in self.states(settings, seed):
             if step in (0, recipe.num_steps):
-                norms.append(
-                    [jnp.linalg.norm(x) for x in self._matrices(state["params"])]
-                )
+                norms.append(list(map(np.linalg.norm, self._matrices(state["params"]))))
             if step:
                 readings.append(reading)
                 if step % recipe.validation_every == 0 or step == recipe.num_steps:
                     losses.append(self._evaluate(state)["loss"])
-        seen = [r for r in jax.device_get(readings) if r]
-        means = {k: np.mean([r[k] for r in seen]) if seen else np.nan for k in _SHARES}
-        by_class = {
-            name.removesuffix(_RATIO).replace("_", " "): _digits(ratio)
-            for name, ratio in (seen[-1] if seen else {}).items()
-            if name.endswith(_RATIO)
-        }
-        guess = np.log(_classes(self.workload))
+        seen = jax.device_get(readings)
+        ratios = [reading["uniform"] for reading in seen if reading]
+        by_class = seen[-1].get("class_ratio", {})
+        sizes: Any = self.workload.config.model
+        guess = np.log(sizes.classes if hasattr(sizes, "classes") else sizes.vocab_size)
         diverged = not losses[-1] <= guess
         return Result(
             self.arm,
@@ -101,11 +95,11 @@ class Trainer:
             loss=round(float(guess if diverged else losses[-1]), 5),
             diverged=diverged,
             growth=_digits(np.exp(np.mean(np.log(np.divide(norms[1], norms[0]))))),
-            spread=_digits(means["spread"]),
-            at_bound=_digits(means["at_bound"]),
+            spread=_digits(np.mean([x.get("spread", np.nan) for x in seen])),
+            at_bound=_digits(np.mean([x.get("at_bound", np.nan) for x in seen])),
             losses=tuple(map(_digits, losses)),
-            uniform=tuple(_digits(r["uniform"]) for r in seen[::UNIFORM_EVERY]),
-            class_ratio=by_class,
+            uniform=tuple(map(_digits, ratios[::UNIFORM_EVERY])),
+            class_ratio={name: _digits(ratio) for name, ratio in by_class.items()},
         )
 
     def states(
@@ -203,9 +197,6 @@ class Trainer:
         return jax.jit(step, donate_argnums=0)
 
 
-_SHARES = ("spread", "at_bound")
-
-
 def _reading(state: State, setup: Setup) -> dict[str, Any]:
     """What the optimizer did, where it has ratios."""
     opt_state, params = state["opt_state"], state["params"]
@@ -215,23 +206,23 @@ def _reading(state: State, setup: Setup) -> dict[str, Any]:
     reading = diagnostics.read(opt_state, params, weight_dimension_numbers=numbers)
     classes = diagnostics.layer_classes(params)
     found = diagnostics.summarize(reading, classes, prefix="")
+    end = "/trust_ratio/uniform"
     return {
-        "uniform": found.pop("trust_ratio/uniform"),
+        "uniform": found["trust_ratio/uniform"],
         "spread": found["trust_ratio/spread"],
         "at_bound": found["share_at_r_min"] + found["share_at_r_max"],
-    } | {name: ratio for name, ratio in found.items() if name.endswith(_RATIO)}
+        "class_ratio": {
+            name.removesuffix(end).replace("_", " "): ratio
+            for name, ratio in found.items()
+            if name.endswith(end)
+        },
+    }
 
 
 @functools.lru_cache(maxsize=8)
 def _data(config: Any, seed: int) -> Data:
     recipe = dataclasses.replace(config.recipe, seed=seed)
     return read_data(dataclasses.replace(config, recipe=recipe))
-
-
-def _classes(workload: Workload) -> int:
-    """What a model chooses from."""
-    sizes: Any = workload.config.model
-    return sizes.classes if hasattr(sizes, "classes") else sizes.vocab_size
 
 
 def _digits(value: Any) -> float:

@@ -190,7 +190,7 @@ def curvature(
 
 def _in_units(v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The vector over its largest entry, and that entry; 1 for zero vectors."""
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(v), initial=0))
+    largest = jnp.max(jnp.abs(v), initial=0)
     unit = jnp.where(largest > 0, largest, 1)
     return v / unit, unit
 
