@@ -58,7 +58,7 @@ class Partitioned(NamedTuple):
     entry_bytes: int
 
 
-# As 64 matrices of 2048×8192 on 64 devices do, in docs/measurements.md.
+# As 64 matrices of 2048×8192 on 64 devices do, in docs/study/measurements.md.
 PARTITIONED = {"tpu": Partitioned(1, 2), "gpu": Partitioned(2, 4)}
 
 

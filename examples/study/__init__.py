@@ -1,5 +1,5 @@
-"""The study: do OrScale's claims hold at desk scale? docs/study_protocol_2.md and
-docs/study_protocol_3.md say how.
+"""The study: do OrScale's claims hold at desk scale? docs/study/study_protocol_2.md and
+docs/study/study_protocol_3.md say how.
 
 ==================  ==================================================================
 workloads, prose    models, their data and how long; English text to train on

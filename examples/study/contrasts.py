@@ -2,9 +2,9 @@
 
     python -m examples.study.contrasts
 
-prints the numbers of README's table and of docs/two_rates.md's first one, and the table
-of the first batch. All but question 1 of the second protocol and Muon with s = 1 were
-asked once the results were known: exploratory.
+prints the numbers of README's table and of the first one of docs/study/two_rates.md, and
+the table of the first batch. All but question 1 of the second protocol and Muon with
+s = 1 were asked once the results were known: exploratory.
 """
 
 import csv
