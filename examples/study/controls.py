@@ -6,16 +6,6 @@ or with another ratio. Where the ratio stands decides what it is measured on: af
 decay on :math:`\lambda W + sQ`, as in OrScale; before it on sQ alone, and the decay is
 then decoupled; around the direction on the raw momentum.
 
-========================  ============================================================
-polar_factor_denominator  r = ‖W‖/(‖Q‖ + ε), decoupled decay
-momentum_denominator      r = ‖W‖/(‖M̃‖ + ε), decoupled decay
-momentum_rms_denominator  r = RMS(W)/(RMS(M̃) + ε), decoupled decay
-decoupled_weight_decay    r = ‖W‖/(c‖sQ‖ + ε), decoupled decay
-bfloat16_calibration      c in bfloat16
-pooled                    one ratio for all matrices, or one for each class
-replayed                  Muon whose learning rate is multiplied by recorded ratios
-========================  ============================================================
-
 The paper's other baselines, LAMB and LARS, are :func:`optax.lamb` and :func:`optax.lars`.
 
 References:
