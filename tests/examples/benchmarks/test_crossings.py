@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from examples.benchmarks import crossings
+from examples.benchmarks import hlo_cost
 
 HALVES = {device: device // 4 for device in range(8)}
 # As two slices of four number their devices.
@@ -23,7 +23,7 @@ def program(*lines):
 
 def figures(text, regions=HALVES):
     """Bytes and messages of each device, if all have the same; buffers; collectives."""
-    found = crossings.of(text, regions)
+    found = hlo_cost.crossings(text, regions)
     assert found.received.keys() == found.messages.keys() == regions.keys()
     [received] = set(found.received.values())
     [messages] = set(found.messages.values())
@@ -94,15 +94,15 @@ def test_forms_of_groups(groups, crosses):
 def test_a_form_that_is_unknown_is_refused():
     text = program(f"%a = {X} all-to-all(%x), replica_groups=mesh['a'=8] {{'a'/2}}")
     with pytest.raises(ValueError, match="which devices"):
-        crossings.of(text, HALVES)
+        hlo_cost.crossings(text, HALVES)
 
 
 def test_numbers_in_a_shape_are_transposed():
     text = program(f"%a = {X} all-to-all(%x), replica_groups=[4,2]<=[2,2,2]T(1,2,0)")
-    [found] = crossings.collectives(text, range(8))
+    [found] = hlo_cost.of(text).collectives
     assert found.groups == ((0, 4), (1, 5), (2, 6), (3, 7))
     text = text.replace("[4,2]<=[2,2,2]T(1,2,0)", "mesh['a'=2,'b'=2,'c'=2] {'c','a'}")
-    [found] = crossings.collectives(text, range(8))
+    [found] = hlo_cost.of(text).collectives
     assert found.groups == ((0, 4, 1, 5), (2, 6, 3, 7))
 
 
@@ -185,6 +185,5 @@ def test_a_loop_sends_as_often_as_it_runs():
 
     where = NamedSharding(mesh, spec)
     x = jax.ShapeDtypeStruct((5, 64, 32), jnp.float32, sharding=where)
-    regions = crossings.regions_of(jax.devices()[:8], lambda device: device.id // 4)
     text = run.lower(x).compile().as_text()
-    assert figures(text, regions) == (5 * 4 * 8 * 32, 5, 5 * 4 * 8 * 32, 5)
+    assert figures(text) == (5 * 4 * 8 * 32, 5, 5 * 4 * 8 * 32, 5)
