@@ -66,13 +66,7 @@ from orscale_jax import state_shardings
 MIB, GIB = 2**20, 2**30
 ON_AUTO_AXES = "orscale on Auto axes"
 WITHOUT_SHARDINGS = "orscale on Auto axes, without param_shardings"
-CONTENDERS = (
-    "orscale",
-    ON_AUTO_AXES,
-    WITHOUT_SHARDINGS,
-    "muon",
-    "optax.contrib.muon",
-)
+CONTENDERS = ("orscale", ON_AUTO_AXES, WITHOUT_SHARDINGS, "muon", "optax.contrib.muon")
 # Parts of a training step, as `examples.pretrain.step` names what it traces.
 OPTIMIZER = "optimizer"
 SCOPES = ("gradient", OPTIMIZER)
@@ -92,75 +86,40 @@ def _many(spec: P, count: int = 16) -> Leaves:
     return layers(count, {"w": matrix(2048, 8192, spec)})
 
 
-SLICES = {"dcn": 2, "fsdp": 8}
+FSDP, TWO = P("fsdp", None), {"fsdp2": 8, "fsdp": 64}
+SHAPES = {"wide": (2048, 8192), "square": (4096, 4096), "narrow": (2048, 2816)}
 CASES = {
-    "a": Case(
-        {"fsdp": 64},
-        _many(P("fsdp", None), 64),
-        "64 matrices of 2048×8192, FSDP",
-        "v5p:4x4x4",
-    ),
-    "b": Case(
-        {"fsdp": 64},
-        moonlight({"fsdp": 64}),
-        "Moonlight 16B, FSDP and experts, 64 devices",
-        "v5p:4x4x4",
-    ),
+    "a": Case({"fsdp": 64}, _many(FSDP, 64), "64 matrices of 2048×8192, FSDP",
+              "v5p:4x4x4"),
+    "b": Case({"fsdp": 64}, moonlight({"fsdp": 64}),
+              "Moonlight 16B, FSDP and experts, 64 devices", "v5p:4x4x4"),
     "c": Case({"data": 8}, gpt2(), "GPT-2 124M, replicated", "v5e:2x4"),
-    "d": Case(
-        {"fsdp": 8, "tensor": 8},
-        tinyllama(),
-        "TinyLlama 1.1B, FSDP × tensor",
-        "v5p:4x4x4",
-    ),
-    "e": Case(
-        {"fsdp2": 8, "fsdp": 64},
-        moonlight({"fsdp2": 8, "fsdp": 64}),
-        "Moonlight 16B, FSDP × experts, 512 devices",
-        "v5p:8x8x8",
-    ),
+    "d": Case({"fsdp": 8, "tensor": 8}, tinyllama(), "TinyLlama 1.1B, FSDP × tensor",
+              "v5p:4x4x4"),
+    "e": Case(TWO, moonlight(TWO), "Moonlight 16B, FSDP × experts, 512 devices",
+              "v5p:8x8x8"),
     "f": Case({}, gpt2(), "GPT-2 124M, one device"),
-    "g": Case(
-        {}, layers(500, {"w": matrix(32, 64, P())}), "500 matrices of 32×64, one device"
-    ),
-    "h": Case(
-        {"fsdp": 64},
-        {"w": experts(64, 2048, 8192, P(None, "fsdp", None))},
-        "64 matrices of 2048×8192 in one array, FSDP",
-        "v5p:4x4x4",
-    ),
-    "i": Case(
-        {"fsdp": 8},
-        layers(
-            8,
-            {
-                "wide": matrix(2048, 8192, P("fsdp", None)),
-                "square": matrix(4096, 4096, P("fsdp", None)),
-                "narrow": matrix(2048, 2816, P("fsdp", None)),
-            },
-        ),
-        "8 each of 2048×8192, 4096×4096 and 2048×2816, FSDP",
-        "v5p:2x2x2",
-    ),
+    "g": Case({}, layers(500, {"w": matrix(32, 64, P())}),
+              "500 matrices of 32×64, one device"),
+    "h": Case({"fsdp": 64}, {"w": experts(64, 2048, 8192, P(None, "fsdp", None))},
+              "64 matrices of 2048×8192 in one array, FSDP", "v5p:4x4x4"),
+    "i": Case({"fsdp": 8},
+              layers(8, {name: matrix(*shape, FSDP) for name, shape in SHAPES.items()}),
+              "8 each of 2048×8192, 4096×4096 and 2048×2816, FSDP", "v5p:2x2x2"),
     **{
-        letter: Case(SLICES, leaves, f"16 matrices of 2048×8192, {name}", "v5p:2x2x2")
+        letter: Case({"dcn": 2, "fsdp": 8}, leaves,
+                     f"16 matrices of 2048×8192, {name}", "v5p:2x2x2")
         for letter, name, leaves in (
-            ("k", "sharded within, replicated across", _many(P("fsdp", None))),
+            ("k", "sharded within, replicated across", _many(FSDP)),
             ("l", "sharded within and across", _many(P(("dcn", "fsdp"), None))),
             ("m", "replicated", _many(P())),
-            (
-                "n",
-                "layers across, sharded within",
-                {"w": experts(16, 2048, 8192, P("dcn", "fsdp", None))},
-            ),
-            (
-                "o",
-                "as 32 experts over all devices",
-                {"w": experts(32, 2048, 8192, P(("dcn", "fsdp"), None, None))},
-            ),
+            ("n", "layers across, sharded within",
+             {"w": experts(16, 2048, 8192, P("dcn", "fsdp", None))}),
+            ("o", "as 32 experts over all devices",
+             {"w": experts(32, 2048, 8192, P(("dcn", "fsdp"), None, None))}),
         )
     },
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,11 +9,7 @@ from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.study import controls
-from orscale_jax import (
-    family,
-    muon,
-    orscale,
-)
+from orscale_jax import family, muon, orscale
 
 NS_STEPS = 5
 MARIN = "marin.grug_muon"
@@ -65,12 +61,21 @@ def contenders(
 
 
 def installed_peers() -> dict[str, optax.GradientTransformation]:
-    """marin's Muon, if its package is installed."""
+    """marin's Muon for plain arrays, which multiplies in bfloat16, if it is installed.
+
+    It is what marin's configuration builds, with Jordan's coefficients and the scale and
+    decay of the others, without the last stage, which needs a mesh.
+    """
     try:
-        from examples.benchmarks.marin import marin_muon
+        from levanter.optim.grugmuon import _grug_scale_with_muon as scale_by_grug_muon
     except ImportError:
         return {}
-    return {MARIN: marin_muon(NS_STEPS)}
+    direction = scale_by_grug_muon(
+        steps=NS_STEPS, use_kimi_scaling=True, coefficient_type="simple"
+    )
+    return {
+        MARIN: optax.chain(direction, optax.add_decayed_weights(0.1), optax.scale(-1e-3))
+    }
 
 
 def relatives(
@@ -92,8 +97,5 @@ def relatives(
 
 
 def _ours(numbers: Any, ns_dtype: DTypeLike | None) -> dict[str, Any]:
-    return {
-        "weight_dimension_numbers": numbers,
-        "ns_steps": NS_STEPS,
-        "ns_dtype": ns_dtype,
-    }
+    own = {"ns_steps": NS_STEPS, "ns_dtype": ns_dtype}
+    return {"weight_dimension_numbers": numbers, **own}

@@ -36,7 +36,7 @@ from examples.benchmarks.models import (
 from orscale_jax import describe, keep_master_weights, muon, orscale, state_shardings
 
 Numbers = Mapping[str, Dims | None]
-BFLOAT16, INT8, COUNTS = "bfloat16", "int8", (8, 64, 512)
+BFLOAT16, COUNTS = "bfloat16", (8, 64, 512)
 MODELS: Mapping[str, Callable[[Mesh], Leaves]] = {
     "1.1B": lambda mesh: dense(over_all(mesh), TINYLLAMA),
     "7B": lambda mesh: dense(over_all(mesh), LLAMA2_7B),
@@ -60,34 +60,27 @@ def ours(optimizer: Callable[..., Any], mu_dtype: str | None = None) -> Any:
     )
 
 
+def mastered(mu_dtype: str | None = None) -> Any:
+    return lambda numbers: keep_master_weights(ours(orscale, mu_dtype)(numbers))
+
+
 CHOICES = (
     Choice("`optax.adamw`", lambda _: optax.adamw(1e-3)),
-    Choice(
-        '`optax.adamw`, `mu_dtype="bfloat16"`',
-        lambda _: optax.adamw(1e-3, mu_dtype=BFLOAT16),
-    ),
-    Choice(
-        "`optax.contrib.muon`",
-        lambda numbers: optax.contrib.muon(1e-3, muon_weight_dimension_numbers=numbers),
-    ),
+    Choice('`optax.adamw`, `mu_dtype="bfloat16"`',
+           lambda _: optax.adamw(1e-3, mu_dtype=BFLOAT16)),
+    Choice("`optax.contrib.muon`", lambda numbers: optax.contrib.muon(
+        1e-3, muon_weight_dimension_numbers=numbers)),
     Choice("`muon`", ours(muon)),
     Choice('`muon`, `mu_dtype="bfloat16"`', ours(muon, BFLOAT16)),
-    Choice('`muon`, `mu_dtype="int8"`', ours(muon, INT8)),
+    Choice('`muon`, `mu_dtype="int8"`', ours(muon, "int8")),
     Choice("`orscale`", ours(orscale)),
     Choice('`orscale`, `mu_dtype="bfloat16"`', ours(orscale, BFLOAT16)),
-    Choice('`orscale`, `mu_dtype="int8"`', ours(orscale, INT8)),
-    Choice(
-        "`keep_master_weights(orscale)`",
-        lambda numbers: keep_master_weights(ours(orscale)(numbers)),
-        weights=BFLOAT16,
-    ),
-    Choice(
-        '`keep_master_weights(orscale)`, `mu_dtype="bfloat16"`',
-        lambda numbers: keep_master_weights(ours(orscale, BFLOAT16)(numbers)),
-        weights=BFLOAT16,
-    ),
+    Choice('`orscale`, `mu_dtype="int8"`', ours(orscale, "int8")),
+    Choice("`keep_master_weights(orscale)`", mastered(), weights=BFLOAT16),
+    Choice('`keep_master_weights(orscale)`, `mu_dtype="bfloat16"`', mastered(BFLOAT16),
+           weights=BFLOAT16),
     Choice("`orscale`, momentum and moments offloaded", ours(orscale), on_host=LARGE),
-)
+)  # fmt: skip
 
 
 class Held(NamedTuple):
@@ -133,16 +126,11 @@ def placed(model: str, chips: int, dtype: str) -> tuple[dict[str, Any], Numbers]
     return params, {name: leaf.numbers and Dims(-2, -1) for name, leaf in alike}
 
 
-def shard_bytes(array: Any, sharding: NamedSharding) -> int:
-    """The bytes of an array on each chip."""
-    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
-
-
 def of_weights(params: Mapping[str, jax.ShapeDtypeStruct]) -> Held:
     """The weights themselves."""
     arrays = params.values()
-    itemsizes = {array.dtype.itemsize for array in arrays}
-    return Held(max(itemsizes), sum(shard_bytes(x, x.sharding) for x in arrays))
+    [each] = {array.dtype.itemsize for array in arrays}
+    return Held(each, sum(_shard_bytes(x, x.sharding) for x in arrays))
 
 
 def of_state(
@@ -163,7 +151,7 @@ def of_state(
     nbytes = sum(array.size * array.dtype.itemsize for array, _ in moved)
     host = Held(
         nbytes / described.totals["all"].parameters,
-        sum(shard_bytes(array, sharding) for array, sharding in moved),
+        sum(_shard_bytes(array, sharding) for array, sharding in moved),
     )
     return Held(each - host.per_parameter, chip - host.per_chip), host
 
@@ -195,6 +183,10 @@ def table(model: str, counts: Sequence[int] = COUNTS) -> str:
     headings = [f"{model} parameters", "bytes per parameter", "with weights", *per_chip]
     lines = [headings, ["---", *["--:"] * (2 + len(counts))], *rows(model, counts)]
     return "\n".join(map(line, lines))
+
+
+def _shard_bytes(array: Any, sharding: NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def main(options: Options) -> None:

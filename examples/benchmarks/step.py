@@ -19,6 +19,7 @@ import functools
 import os
 import pathlib
 import platform
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ from examples.benchmarks.contenders import (
     step_of,
 )
 from examples.benchmarks.shapes import CASES, NAMES, nominal_flops
-from examples.benchmarks.timing import Quartiles, in_turns, repeated, turns_for
+from examples.benchmarks.timing import Quartiles, repeated, seconds_each
 from examples.pretrain.errors import UsageError
 
 Times = Mapping[str, Quartiles]  # By contender.
@@ -109,7 +110,12 @@ def measure(
         flops[str(shape)] = 2.0 * x.size * shape[-1]
     for run in runs.values():  # Compiles.
         jax.block_until_ready(run())
-    seconds = in_turns(runs, turns_for(options.seconds * len(runs)))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order, end = list(runs), time.perf_counter() + options.seconds * len(runs)
+    while not seconds[order[0]] or time.perf_counter() < end:
+        for name in order:
+            seconds[name].append(seconds_each(runs[name]))
+        order.reverse()
     found = {name: Quartiles.of(times) for name, times in seconds.items()}
     ceiling = max(count / found[name].median for name, count in flops.items())
     return {name: found[name] for name in optimizers}, ceiling

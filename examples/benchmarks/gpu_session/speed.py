@@ -81,8 +81,8 @@ MODELS: Models = {
     "GPT-2 124M": gpt2,
     "64 experts of 2048×1408": lambda: of_shapes(CASES["experts"]),
     "4 blocks of a 1.1B model": lambda: of_shapes(copies(4, CASES["1.1B"])),
-    SMALL: lambda: of_shapes(CASES["tiny"]),
     "DavidNet": lambda: of_shapes(CASES["davidnet"]),
+    SMALL: lambda: of_shapes(CASES["tiny"]),
 }
 TINY: Models = {"experts": lambda: {**mixture(1, 16, 2, 8), "bias": Leaf((8,))}}
 RECIPE_OF: Models = {
