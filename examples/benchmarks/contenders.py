@@ -36,16 +36,20 @@ def contenders(
     param_shardings: Any = None,
     slow_axes: tuple[str, ...] | None = None,
 ) -> dict[str, optax.GradientTransformation]:
-    """AdamW, Optax's Muon, and the two optimizers of this library, by name.
+    """AdamW, Optax's Muon, the two optimizers of this library and relatives, by name.
 
     Args:
       numbers: Dimension numbers, as all of them take them.
       ns_dtype: The dtype of our products; Optax multiplies in the gradients'.
-      param_shardings: As of orscale, on Auto axes.
-      slow_axes: As of orscale.
+      param_shardings: As of orscale, on Auto axes; not of the relatives.
+      slow_axes: Likewise.
     """
-    ours = _ours(numbers, ns_dtype)
-    ours |= {"param_shardings": param_shardings, "slow_axes": slow_axes}
+    ours: dict[str, Any] = {
+        "weight_dimension_numbers": numbers,
+        "ns_steps": NS_STEPS,
+        "ns_dtype": ns_dtype,
+    }
+    where = {"param_shardings": param_shardings, "slow_axes": slow_axes}
     return {
         "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
         "optax.contrib.muon": optax.contrib.muon(
@@ -55,8 +59,17 @@ def contenders(
             consistent_rms=0.2,
             muon_weight_dimension_numbers=numbers,
         ),
-        "muon": muon(1e-3, **ours),
-        "orscale": orscale(1e-3, **ours),
+        "muon": muon(1e-3, **ours, **where),
+        "orscale": orscale(1e-3, **ours, **where),
+        "hyperball": family.hyperball(1e-3, **ours),
+        "normuon": family.normuon(1e-3, **ours),
+        "orscale_on_normuon": family.orscale_on_normuon(1e-3, **ours),
+        "muon_plus": family.muon_plus(1e-3, **ours),
+        "cautious": family.cautious(1e-3, **ours),
+        "pooled": controls.pooled(1e-3, **ours),
+        "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
+        "replayed": controls.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
+        "aurora": family.aurora(1e-3, **ours),
     }
 
 
@@ -76,26 +89,3 @@ def installed_peers() -> dict[str, optax.GradientTransformation]:
     return {
         MARIN: optax.chain(direction, optax.add_decayed_weights(0.1), optax.scale(-1e-3))
     }
-
-
-def relatives(
-    numbers: Any, ns_dtype: DTypeLike | None
-) -> dict[str, optax.GradientTransformation]:
-    """The relatives of OrScale, by name; the arguments are those of the contenders."""
-    ours = _ours(numbers, ns_dtype)
-    return {
-        "hyperball": family.hyperball(1e-3, **ours),
-        "normuon": family.normuon(1e-3, **ours),
-        "orscale_on_normuon": family.orscale_on_normuon(1e-3, **ours),
-        "muon_plus": family.muon_plus(1e-3, **ours),
-        "cautious": family.cautious(1e-3, **ours),
-        "pooled": controls.pooled(1e-3, **ours),
-        "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
-        "replayed": controls.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
-        "aurora": family.aurora(1e-3, **ours),
-    }
-
-
-def _ours(numbers: Any, ns_dtype: DTypeLike | None) -> dict[str, Any]:
-    own = {"ns_steps": NS_STEPS, "ns_dtype": ns_dtype}
-    return {"weight_dimension_numbers": numbers, **own}

@@ -35,7 +35,6 @@ from examples.benchmarks.contenders import (
     contenders,
     installed_peers,
     last_two_axes,
-    relatives,
     step_of,
 )
 from examples.benchmarks.shapes import CASES, NAMES, nominal_flops
@@ -76,8 +75,7 @@ def optimizers_of(options: Options) -> dict[str, optax.GradientTransformation]:
     for case in options.cases:
         if case not in CASES:
             raise UsageError(f"no case {case!r}: there are {', '.join(CASES)}")
-    given = (last_two_axes, options.ns_dtype)
-    known = contenders(*given) | relatives(*given) | installed_peers()
+    known = contenders(last_two_axes, options.ns_dtype) | installed_peers()
     for name in options.contenders:
         if name not in known:
             hint = f"; {MARIN} needs the extra clients-marin" if name == MARIN else ""

@@ -35,7 +35,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.benchmarks.contenders import NS_STEPS, contenders, relatives, step_of
+from examples.benchmarks.contenders import NS_STEPS, contenders, step_of
 from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
 from examples.benchmarks.models import Leaf, Leaves, gpt2
 from examples.benchmarks.shapes import CASES, Shapes, copies, nominal_flops
@@ -129,7 +129,7 @@ def _of_step(
     """
     leaves = model()
     numbers = {key: leaf.numbers for key, leaf in leaves.items()}
-    optimizer = (contenders(numbers, None) | relatives(numbers, None))[name]
+    optimizer = contenders(numbers, None)[name]
     params, grads = (
         {
             key: 0.02 * jax.random.normal(jax.random.fold_in(seed, i), leaf.shape)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from examples.benchmarks.contenders import contenders, relatives, step_of
+from examples.benchmarks.contenders import contenders, step_of
 from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
 from examples.benchmarks.gpu_session.speed import shares
 from examples.benchmarks.timing import Quartiles, repeated, seconds_of
@@ -113,7 +113,7 @@ def _seconds(name: str, sizes: Sizes) -> tuple[Quartiles, float]:
     if name == ALONE:
         run: Callable[[], Any] = functools.partial(jax.jit(gradient), params, tokens)
     else:
-        optimizer = (contenders(numbers, None) | relatives(numbers, None))[name]
+        optimizer = contenders(numbers, None)[name]
         update = step_of(optimizer)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
