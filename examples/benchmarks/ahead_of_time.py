@@ -33,11 +33,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.experimental import mesh_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, Mesh, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost, topologies
 from examples.benchmarks.contenders import contenders, step_of
@@ -49,6 +48,7 @@ from examples.benchmarks.models import (
     layers,
     matrix,
     moonlight,
+    placed,
     tinyllama,
 )
 from examples.pretrain.config import Config
@@ -252,12 +252,7 @@ def lowered(
     # Described GPUs do not say in which node they are.
     slow = ("dcn",) if "dcn" in mesh.axis_names else None
     optimizer = contenders(numbers, None, told, slow)[contender.split(" on ")[0]]
-    params = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, jnp.float32, sharding=NamedSharding(mesh, leaf.spec)
-        )
-        for name, leaf in leaves.items()
-    }
+    params = placed(leaves, mesh, "float32")
     shardings = state_shardings(optimizer, params)
     state = jax.tree.map(
         lambda x, to: x.update(sharding=to),

@@ -21,25 +21,17 @@ import tyro
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.benchmarks import models
 from examples.benchmarks.ahead_of_time import line
 from examples.benchmarks.host_offload import LARGE, on_host
-from examples.benchmarks.models import (
-    LLAMA2_7B,
-    TINYLLAMA,
-    Leaf,
-    Leaves,
-    Mesh,
-    dense,
-    moonlight,
-    over_all,
-)
+from examples.benchmarks.models import Leaf, Leaves, Mesh, dense, moonlight, over_all
 from orscale_jax import describe, keep_master_weights, muon, orscale, state_shardings
 
 Numbers = Mapping[str, Dims | None]
 BFLOAT16, COUNTS = "bfloat16", (8, 64, 512)
 MODELS: Mapping[str, Callable[[Mesh], Leaves]] = {
-    "1.1B": lambda mesh: dense(over_all(mesh), TINYLLAMA),
-    "7B": lambda mesh: dense(over_all(mesh), LLAMA2_7B),
+    "1.1B": lambda mesh: dense(over_all(mesh), models.TINYLLAMA),
+    "7B": lambda mesh: dense(over_all(mesh), models.LLAMA2_7B),
     "16B": moonlight,
 }
 
@@ -115,15 +107,12 @@ def placed(model: str, chips: int, dtype: str) -> tuple[dict[str, Any], Numbers]
         (name.partition(".")[2] if name[0].isdigit() else name, leaf)
         for name, leaf in MODELS[model](sizes).items()
     )
-    params = {
-        name: jax.ShapeDtypeStruct(
-            (count, *leaf.shape),
-            jnp.dtype(dtype),
-            sharding=NamedSharding(mesh, P(None, *leaf.spec)),
-        )
+    stacked = {
+        name: Leaf((count, *leaf.shape), P(None, *leaf.spec))
         for (name, leaf), count in alike.items()
     }
-    return params, {name: leaf.numbers and Dims(-2, -1) for name, leaf in alike}
+    numbers = {name: leaf.numbers and Dims(-2, -1) for name, leaf in alike}
+    return models.placed(stacked, mesh, dtype), numbers
 
 
 def of_weights(params: Mapping[str, jax.ShapeDtypeStruct]) -> Held:
@@ -170,8 +159,8 @@ def rows(model: str, counts: Sequence[int]) -> Iterator[list[str]]:
         held = [of_weights(placed(model, chips, dtype)[0]) for chips in counts]
         yield row(f"weights in {dtype}", held)
     for choice in CHOICES:
-        models = [placed(model, chips, choice.weights) for chips in counts]
-        on_chip, hosted = zip(*(of_state(*each, choice) for each in models), strict=True)
+        each = (placed(model, chips, choice.weights) for chips in counts)
+        on_chip, hosted = zip(*(of_state(*x, choice) for x in each), strict=True)
         yield row(choice.name, on_chip, choice.weights)
         if choice.on_host:
             yield row(f"{choice.name}: on the host", hosted)

@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jax.sharding import PartitionSpec as P
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 
@@ -170,6 +172,16 @@ def gpt2() -> Leaves:
         "norm.scale": Leaf((768,)),
         "norm.bias": Leaf((768,)),
         **layers(12, block),
+    }
+
+
+def placed(leaves: Leaves, mesh: Any, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """The parameters on a mesh, without data."""
+    return {
+        name: jax.ShapeDtypeStruct(
+            leaf.shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, leaf.spec)
+        )
+        for name, leaf in leaves.items()
     }
 
 

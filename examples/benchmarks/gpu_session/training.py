@@ -41,6 +41,9 @@ ARMS: Mapping[str, Callable[..., optax.GradientTransformation]] = {
 }
 
 
+Function = Callable[[Any, jax.Array], Any]  # Of parameters and tokens.
+
+
 class Sizes(NamedTuple):
     """Of a decoder and its batch, and how long it is trained."""
 
@@ -63,20 +66,13 @@ MODELS = {
 }
 
 
-class Decoder(NamedTuple):
-    """Float32 parameters, their dimension numbers, and the loss in nats per token.
+def decoder(sizes: Sizes, seed: int = 0) -> tuple[Any, Any, Function, Function]:
+    """Float32 parameters, their dimension numbers, the loss, and its gradient.
 
-    The gradient is that of micro-batches, (batches, sequences, positions), one by one.
+    Activations are in bfloat16, layers are scanned, the head is tied. The loss is that of
+    tokens (sequences, positions), in nats each. The gradient is that of micro-batches,
+    (batches, sequences, positions), one by one; a batch that is whole is rematerialized.
     """
-
-    params: Any
-    numbers: Any
-    loss: Callable[[Any, jax.Array], jax.Array]
-    gradient: Callable[[Any, jax.Array], Any]
-
-
-def decoder(sizes: Sizes, seed: int = 0) -> Decoder:
-    """Its activations are in bfloat16, its layers are scanned, its head is tied."""
     config = DenseConfig(
         vocab_size=sizes.vocab, width=sizes.width, layers=sizes.layers, heads=sizes.heads,
         fused_qkv=False, dtype="bfloat16", remat=sizes.batches == 1,
@@ -95,7 +91,7 @@ def decoder(sizes: Sizes, seed: int = 0) -> Decoder:
 
         return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), tokens)[0]
 
-    return Decoder(params, weight_dimension_numbers(model)(params), loss, gradient)
+    return params, weight_dimension_numbers(model)(params), loss, gradient
 
 
 @functools.cache
