@@ -76,10 +76,12 @@ def number(
     infinite: bool = False,
     schedule: bool = False,
     optional: bool = False,
+    instead: str = "",
 ) -> None:
     """Refuse ``value`` unless it is a real scalar in ``[at_least, below)``.
 
     ``infinite``, ``schedule`` and ``optional`` let infinity, callables and None pass.
+    ``instead`` says what to do for the sake of a number outside the interval.
     """
     not_rounded(name, value)
     if isinstance(value, jax.core.Tracer):
@@ -92,7 +94,7 @@ def number(
     number = float(jax.device_get(value))
     if not (at_least <= number < below or (infinite and number == np.inf)):
         interval = f"in [{at_least:g}, {below:g})".replace("[-inf", "(-inf")
-        refuse(name, value, f"pass {wanted} {interval}")
+        refuse(name, value, f"pass {wanted} {interval}{instead}")
 
 
 def not_rounded(name: str, value: Any) -> None:

@@ -88,9 +88,14 @@ class _Conversion:
     """From what the old state holds to the arrays of the new one."""
 
     def __init__(
-        self, old: _Held, new: _Held, momentum: ArrayLike | None, nesterov: bool
+        self,
+        old: _Held,
+        new: _Held,
+        shapes: dict[Path, tuple[int, ...]],
+        momentum: ArrayLike | None,
+        nesterov: bool,
     ) -> None:
-        self.old, self.new = old, new
+        self.old, self.new, self.shapes = old, new, shapes
         self.momentum, self.nesterov = momentum, nesterov
 
     def array(self, entry: Entry) -> jax.Array:
@@ -99,10 +104,13 @@ class _Conversion:
         if found is None:
             return entry.array
         if np.shape(found) != np.shape(entry.array):
+            of_param = self.shapes.get(entry.owner or ())
+            if of_param not in (None, np.shape(entry.array)):
+                return entry.array  # What was kept of other matrices begins anew.
             raise ValueError(
                 f"{entry.field} of {entry.name} has shape {np.shape(found)} in the old "
                 f"state and {np.shape(entry.array)} in the new one: pass the parameters "
-                "and dimension numbers of the old run."
+                "of the old run."
             )
         # A copy, so that a donated step does not delete the arrays of the old state.
         return jnp.array(found, jnp.result_type(entry.array), copy=True)
@@ -219,7 +227,9 @@ def convert_state(
     and bias corrections at the age of their moments. Momentum is rounded to the new
     ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters are those of
     ``optimizer``, and everything else starts as in ``optimizer.init``; a c that is new is
-    anchored at the next direction.
+    anchored at the next direction. A leaf may hold other matrices than before (heads or
+    experts apart, a fused projection divided): its momentum is kept, and what is known
+    of each matrix, such as c, begins anew.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -274,7 +284,9 @@ def convert_state(
         fields |= {entry.field for entry in wanted if entry.owner is not None}
         old = _Held(_decoded(entries(unbox(state), bare_params, fields)))
         decoded = _decoded(wanted)
-        conversion = _Conversion(old, _Held(decoded), momentum, nesterov)
+        leaves = jax.tree.leaves_with_path(bare_params)
+        shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
+        conversion = _Conversion(old, _Held(decoded), shapes, momentum, nesterov)
         _refuse_unfit(conversion, bare_params, allow_new)
         arrays = {entry[:2]: conversion.array(entry) for entry in decoded}
         for place, owner, scales in wanted:
@@ -357,7 +369,6 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
     if without:
         raise ValueError(
             f"{subject(without)} given to AdamW, but the old state holds no second "
-            "moment for AdamW: pass weight_dimension_numbers to the new optimizer that "
-            "make matrices of the same parameters as in the old run, or begin anew with "
-            "optimizer.init(params)."
+            "moment for AdamW: begin anew with optimizer.init(params), or convert to an "
+            "optimizer of matrices that takes these parameters as matrices, too."
         )

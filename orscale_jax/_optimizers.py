@@ -187,7 +187,8 @@ def orscale(
         with the parameters' own keys is a tree. The decay follows:
         :math:`W \leftarrow W - \eta \rho \hat r D`. In place of a number, an array gives
         each layer of a stack its own: it has the lengths of the leaf's first axes, which
-        are batch axes of matrices.
+        are batch axes of matrices, or as many axes as the leaf, with 1 along all but
+        batch axes, such as ``(1, 24, 1)`` for 24 layers along axis 1.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
         Arrays on a mesh name it in their types, so None is enough as a rule.
@@ -284,6 +285,7 @@ class Hyperparameters:
         stages check the arguments that are missing here.
         """
         values = {k: as_python_scalar(k, v) for k, v in vars(self).items()}
+        own_decay = values["adam_weight_decay"] is not None
         for name in ("learning_rate", "weight_decay"):
             for argument in (name, f"adam_{name}"):
                 values[argument] = _checks.scheduled(argument, values[argument])
@@ -292,19 +294,28 @@ class Hyperparameters:
         for name, value in values.items():
             object.__setattr__(self, name, value)
         number = functools.partial(_checks.number, at_least=0)
-        number("learning_rate", self.learning_rate, schedule=True)
+        ascent = "; to ascend, put optax.scale(-1) before it in an optax.chain"
+        for name in ("learning_rate", "adam_learning_rate"):
+            number(name, getattr(self, name), schedule=True, instead=ascent)
         number("momentum", self.momentum, below=1)
         _checks.flag("nesterov", self.nesterov)
         check_mu_dtype(self.mu_dtype)
         number("weight_decay", self.weight_decay, schedule=True)
         check_mask(self.weight_decay_mask)
-        number("adam_learning_rate", self.adam_learning_rate, schedule=True)
         number("adam_b1", self.adam_b1, below=1)
         number("adam_b2", self.adam_b2, below=1)
         number("adam_eps", self.adam_eps)
         number("adam_eps_root", self.adam_eps_root)
         _checks.flag("adam_nesterov", self.adam_nesterov)
         number("adam_weight_decay", self.adam_weight_decay, schedule=True)
+        decay = self.adam_weight_decay
+        if own_decay and isinstance(self.weight_decay_mask, str):
+            known = not isinstance(decay, jax.core.Tracer)
+            if known and (callable(decay) or jax.device_get(decay) != 0):
+                remedy = (
+                    "it has no effect with weight_decay_mask='matrices'; leave one out"
+                )
+                _checks.refuse("adam_weight_decay", decay, remedy)
         rate_multipliers.check(self.learning_rate_multipliers)
 
 

@@ -167,7 +167,7 @@ def orscale_on_normuon(
 
     References:
       Li et al. 2025, arXiv:2510.05491, for :math:`\hat Q`; Lou & You, *OrScale*, for r.
-      Their composition is this library's (``docs/better_rule_protocol.md``).
+      Their composition is this library's (``docs/study/better_rule_protocol.md``).
     """
     _checks.number("neuron_eps", neuron_eps, at_least=0)
     neurons = neuron_rms_stage(b2, neuron_eps, norm, s.matrices)

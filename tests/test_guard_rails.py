@@ -107,3 +107,17 @@ def test_the_step_of_an_entry_of_adamw_is_bounded(b2, bound):
 
     _, updates = jax.lax.scan(step, adam.init(jnp.float32(0)), grads)
     assert 0.8 * limit < updates[steps:].max() <= limit * (1 + 1e-3)
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "adam_learning_rate"])
+def test_a_negative_rate_is_told_how_to_ascend(name):
+    rates = {"learning_rate": 0.1, name: -0.1}
+    with pytest.raises(ValueError, match=rf"{name}=-0\.1 .* optax\.scale\(-1\)"):
+        orscale(**rates)
+
+
+@pytest.mark.parametrize("decay", [0.1, jnp.float32(0.1), lambda count: 0.0])
+def test_a_decay_of_adamw_that_the_mask_excludes_is_refused(decay):
+    with pytest.raises(ValueError, match=r"adam_weight_decay=.* has no effect"):
+        muon(0.1, weight_decay_mask="matrices", adam_weight_decay=decay)
+    muon(0.1, weight_decay_mask="matrices", adam_weight_decay=0.0)

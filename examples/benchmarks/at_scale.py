@@ -49,7 +49,7 @@ from orscale_jax.sharding.typed_sharding import axes_of
 COUNTS = (64, 256, 1024, 4096, 16384)
 # What the partitioner sends in each Newton–Schulz step beside a Gram matrix: how many
 # whole matrices, and the bytes of an entry. As 64 matrices of 2048×8192 on 64 devices do,
-# in docs/measurements.md.
+# in docs/study/measurements.md.
 PARTITIONED = {"tpu": (1, 2), "gpu": (2, 4)}
 STEP = "a step, ms"
 ALL = "every device computes all, ms"

@@ -1,5 +1,5 @@
-"""The study: do OrScale's claims hold at desk scale? docs/study_protocol.md says how, and
-docs/study_protocol_2.md and docs/study_protocol_3.md how it goes on.
+"""The study: do OrScale's claims hold at desk scale? docs/study/study_protocol.md says
+how, and docs/study/study_protocol_2.md and docs/study/study_protocol_3.md how it goes on.
 
 ==================  ==================================================================
 workloads, prose    models, lengths and data; English text to train on

@@ -1,4 +1,4 @@
-"""Do the runs of the second protocol: docs/study_protocol_2.md.
+"""Do the runs of the second protocol: docs/study/study_protocol_2.md.
 
     python -m examples.study
 

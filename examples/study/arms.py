@@ -70,7 +70,7 @@ CONTROLS: dict[str, Arm] = {
     "orscale_on_normuon": Arm("orscale_on_normuon", "OrScale's ratio on NorMuon"),
     "one_scale": Arm("one_scale", "Muon+Moonlight, one scale for all shapes"),
 }
-# Candidates for a better rule: docs/better_rule_protocol.md.
+# Candidates for a better rule: docs/study/better_rule_protocol.md.
 CANDIDATES: dict[str, Arm] = {
     name: Arm(name, label)
     for name, label in (
@@ -81,7 +81,7 @@ CANDIDATES: dict[str, Arm] = {
         ("orscale_twice_the_decay", "OrScale, twice the decay"),
     )
 }
-# Momenta and weights in fewer bits: docs/low_memory_protocol.md.
+# Momenta and weights in fewer bits: docs/study/low_memory_protocol.md.
 LOW_MEMORY: dict[str, Arm] = {
     name: Arm(name, label)
     for name, label in (

@@ -1,4 +1,4 @@
-"""Candidates for a better rule than OrScale's: the runs of docs/better_rule_protocol.md.
+"""Candidates for a better rule than OrScale's: docs/study/better_rule_protocol.md.
 
     python -m examples.study.better_rule
 

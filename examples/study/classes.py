@@ -3,7 +3,7 @@
     python -m examples.study.classes
 
 writes ``docs/data/two_rates/classes.csv``, once the searches for the best rates are done;
-measurements that it holds are not done again. docs/study_protocol_2.md says what for.
+measurements that it holds are not done again. What for: docs/study/study_protocol_2.md.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
     python -m examples.study.contrasts
 
 does the runs with a larger first batch that are missing, and prints two tables of
-docs/two_rates.md. All of it was asked once the results were known: exploratory.
+docs/study/two_rates.md. All of it was asked once the results were known: exploratory.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Momenta and weights in fewer bits: the runs of docs/low_memory_protocol.md.
+"""Momenta and weights in fewer bits: the runs of docs/study/low_memory_protocol.md.
 
     python -m examples.study.low_memory
 

@@ -1,4 +1,4 @@
-"""Each head of attention as a matrix, or not: the runs of docs/per_head_protocol.md.
+"""Each head of attention as a matrix, or not: docs/study/per_head_protocol.md.
 
     python -m examples.study.per_head
 

@@ -1,4 +1,4 @@
-"""Repeat runs of the first study, with a process for every core: docs/study_protocol.md.
+"""Repeat runs of the first study, a process for every core: docs/study/study_protocol.md.
 
     python -m examples.study.repeat --workloads dense-small --arms orscale
 

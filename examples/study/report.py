@@ -23,9 +23,9 @@ class Options:
 
     tables: pathlib.Path = pathlib.Path("docs/data")
     """Folder of the results."""
-    page: pathlib.Path | None = pathlib.Path("docs/does_it_work.md")
+    page: pathlib.Path | None = pathlib.Path("docs/study/does_it_work.md")
     """Where tables are written. None: nowhere."""
-    figures: pathlib.Path = pathlib.Path("docs")
+    figures: pathlib.Path = pathlib.Path("docs/study")
     """Folder of the figures."""
     arms: tuple[str, ...] = tuple(ARMS)
     """Workloads are shown once all of these were run."""

@@ -1,6 +1,6 @@
 """The second protocol: which searches and which runs, in this order.
 
-docs/study_protocol_2.md says why.
+docs/study/study_protocol_2.md says why.
 """
 
 import dataclasses

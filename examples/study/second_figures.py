@@ -1,4 +1,4 @@
-"""The figures of docs/two_rates.md, from the runs that are complete."""
+"""The figures of docs/study/two_rates.md, from the runs that are complete."""
 
 import pathlib
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The tables of docs/two_rates.md, as Markdown, from the runs that are complete."""
+"""The tables of docs/study/two_rates.md, as Markdown, from the runs that are complete."""
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence

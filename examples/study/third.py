@@ -1,4 +1,4 @@
-"""The third protocol's runs: docs/study_protocol_3.md says why.
+"""The third protocol's runs: docs/study/study_protocol_3.md says why.
 
     python -m examples.study.third
 

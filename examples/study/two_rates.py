@@ -1,4 +1,4 @@
-"""Write the tables of docs/two_rates.md into it, print them, and draw its figures.
+"""Write the tables of docs/study/two_rates.md into it, print them, and draw its figures.
 
     python -m examples.study.two_rates
 
@@ -25,9 +25,9 @@ class Options:
 
     tables: pathlib.Path = FOLDER
     """Folder of the results."""
-    page: pathlib.Path | None = pathlib.Path("docs/two_rates.md")
+    page: pathlib.Path | None = pathlib.Path("docs/study/two_rates.md")
     """Where tables are written. None: nowhere."""
-    figures: pathlib.Path = pathlib.Path("docs")
+    figures: pathlib.Path = pathlib.Path("docs/study")
     """Folder of the figures."""
 
 

@@ -19,8 +19,7 @@ from orscale_jax.distributed.plan import (
     Traffic,
     median_flops,
 )
-from orscale_jax.distributed.platforms import Platform
-from orscale_jax.distributed.stacks import StackKey, plan_stacks
+from orscale_jax.distributed.platforms import Platform, StackKey, plan_stacks
 from orscale_jax.transforms.matrices import compute_dtype
 
 _NAMES_WIDTH = 72  # Of the names shown for a stack, which are one at least.

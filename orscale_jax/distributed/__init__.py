@@ -5,8 +5,7 @@ The entry is ``engine``: it plans, and executes the plan. Arrays of matrices
 
 ==========  ==========================================================================
 engine      the entry, with a branch for each platform
-platforms   what each platform does with matrices, a row for each; chunks
-stacks      which arrays of one device share a stack
+platforms   what each platform does with matrices, a row for each; stacks and chunks
 plan        the plan of a mesh, and what it costs; imports no JAX
 exchange    its execution inside ``jax.shard_map``, and the collectives
 auto        the same where only XLA's partitioner knows the shardings

@@ -34,9 +34,14 @@ from orscale_jax.distributed.plan import (
     slices_of_axes,
     slices_of_devices,
 )
-from orscale_jax.distributed.platforms import Platform
+from orscale_jax.distributed.platforms import (
+    Platform,
+    StackKey,
+    plan_stacks,
+    stack,
+    unstack,
+)
 from orscale_jax.distributed.slow_links import slice_of_each
-from orscale_jax.distributed.stacks import StackKey, plan_stacks, stack, unstack
 from orscale_jax.newton_schulz.polar import newton_schulz
 from orscale_jax.sharding import typed_sharding
 

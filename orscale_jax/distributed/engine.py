@@ -15,13 +15,20 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from orscale_jax.distributed.auto import on_unknown_shards
 from orscale_jax.distributed.exchange import on_shards
-from orscale_jax.distributed.platforms import PLATFORMS, Platform, polar_in_chunks
+from orscale_jax.distributed.platforms import (
+    PLATFORMS,
+    Platform,
+    StackKey,
+    plan_stacks,
+    polar_in_chunks,
+    stack,
+    unstack,
+)
 from orscale_jax.distributed.slow_links import (
     SlowAxes,
     slices_of_mesh,
     warn_of_unknown_slices,
 )
-from orscale_jax.distributed.stacks import StackKey, plan_stacks, stack, unstack
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding import typed_sharding
 

@@ -3,6 +3,12 @@
 Matrices are packed; then they are stacked (on one device) or sent (on a mesh); then they
 go through Newton–Schulz, a few chunks at a time. A new accelerator is one more row, and a
 branch in ``engine``.
+
+An accelerator runs few large kernels faster than many small ones, and they compile once
+for all layers. The price of a stack of matrices of one shape is a copy into it, a copy
+out of it, and its memory, which is limited. A CPU takes the matrices of a stack one after
+another, and saves only compile time. There the number of leaves in a stack is limited,
+too, since XLA compiles one kernel for each position in it.
 """
 
 import dataclasses
@@ -25,6 +31,24 @@ from orscale_jax.sharding import typed_sharding
 _FLOAT32, _BFLOAT16, _FLOAT16 = map(np.dtype, (np.float32, jnp.bfloat16, np.float16))
 DEFAULTS = NewtonSchulz.of(5, "polar_express", None, "frobenius")
 _TILE = (8, 128)  # A TPU's memory pads the last two axes to multiples of these.
+
+
+class StackKey(NamedTuple):
+    """What arrays of matrices in one stack have in common.
+
+    The shape is ``(*batch, m, n)`` with ``m <= n``: tall matrices are transposed. The
+    sharding is that of the batch axes, where types have it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    sharding: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, x: jax.Array) -> "StackKey":
+        """The key of an array of shape ``(*batch, m, n)``."""
+        batch = tuple(typed_sharding.spec(x)[:-2])
+        return cls((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype, batch)
 
 
 class Limits(NamedTuple):
@@ -170,8 +194,7 @@ class Platform:
         return [x.astype(self.packed_dtype(x.dtype)) for x in xs]
 
 
-# One large product already keeps a CPU's caches and cores busy. XLA compiles one kernel
-# for each position in a stack there.
+# One large product already keeps a CPU's caches and cores busy.
 CPU = Platform(
     _FLOAT32,
     Limits(stack_bytes=2**28, chunk_bytes=2**20, stack_length=32),
@@ -205,6 +228,57 @@ PLATFORMS: dict[str, Platform] = {
     "tpu": TPU,
     "tpu_auto": AUTO_TPU,
 }
+
+
+def plan_stacks(
+    keys: Sequence[StackKey], stack_bytes: int, stack_length: int | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """Plan which arrays share a stack.
+
+    They are stacked along a new axis. Axes are never merged, since arrays may be sharded
+    over them: layers of experts share a stack with layers of experts alone. An array that
+    exceeds ``stack_bytes`` is alone, and a stack has at most ``stack_length`` arrays.
+
+    Returns the arrays' indices, one tuple per stack and each index once, in order. Stacks
+    of one key differ in length by at most one.
+    """
+    alike: dict[StackKey, list[int]] = {}
+    for index, key in enumerate(keys):
+        alike.setdefault(key, []).append(index)
+    stacks = []
+    for key, members in alike.items():
+        nbytes = math.prod(key.shape) * key.dtype.itemsize
+        fitting = max(1, stack_bytes // max(1, nbytes))
+        fitting = min(fitting, stack_length or fitting)
+        parts = np.array_split(members, math.ceil(len(members) / fitting))
+        stacks += [tuple(part.tolist()) for part in parts]
+    return tuple(sorted(stacks))
+
+
+def stack(
+    matrices: Sequence[jax.Array], plan: Sequence[Sequence[int]]
+) -> list[jax.Array]:
+    """Stacks of arrays ``(*batch, m, n)``; an array that is alone is not stacked."""
+    stacks = []
+    for members in plan:
+        xs = [matrices[i] for i in members]
+        wide = (x if x.shape[-2] <= x.shape[-1] else x.mT for x in xs)
+        stacks.append(xs[0] if len(xs) == 1 else jnp.stack([*wide]))
+    return stacks
+
+
+def unstack(
+    stacks: Sequence[jax.Array],
+    plan: Sequence[Sequence[int]],
+    like: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """Invert :func:`stack`, to arrays of the shapes of ``like``."""
+    xs: dict[int, jax.Array] = {}
+    for members, stacked in zip(plan, stacks, strict=True):
+        parts = [stacked] if len(members) == 1 else stacked
+        for i, x in zip(members, parts, strict=True):
+            xs[i] = x if x.shape == like[i].shape else x.mT
+    return [xs[i] for i in range(len(like))]
 
 
 def polar_in_chunks(

@@ -97,8 +97,21 @@ class Arithmetic:
             return xs
         return jax.lax.optimization_barrier([x.astype(self.dtype) for x in xs])
 
-    def product(self, x: jax.Array, y: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-        """The product of two operands, in the accumulator's dtype."""
+    def product(
+        self,
+        x: jax.Array,
+        y: jax.Array,
+        axes: Axes = (-2, -1),
+        *,
+        symmetric: bool = False,
+    ) -> jax.Array:
+        """The product of two operands, in the accumulator's dtype.
+
+        Its rows and columns are the operands' ``axes``. A ``symmetric`` one, as that of
+        symmetric matrices that commute, may be computed in strips.
+        """
+        if symmetric and self.by_strips and x.shape[axes[0]] >= _SMALLEST_IN_STRIPS:
+            return self._in_strips(x, y, axes)
         # By default float32 products run in bfloat16 (TPU) or TF32 (GPU). None would be
         # jax_default_matmul_precision, which may narrow operands and sums.
         precision = jax.lax.Precision
@@ -126,18 +139,13 @@ class Arithmetic:
     def gram(self, x: jax.Array) -> jax.Array:
         """The Gram matrix of the shorter side; of the rows where x is square."""
         axis = -2 if self.is_wide(x) else -1
-        product = self.symmetric(x, x, (axis, axis))
+        product = self.product(x, x, (axis, axis), symmetric=True)
         return self.columns.sum_matrices(product, self.round) if self.columns else product
 
-    def symmetric(self, x: jax.Array, y: jax.Array, axes: Axes = (-2, -1)) -> jax.Array:
-        """A symmetric product, whose rows and columns are the operands' ``axes``.
-
-        By default the operands are symmetric matrices that commute.
-        """
+    def _in_strips(self, x: jax.Array, y: jax.Array, axes: Axes) -> jax.Array:
+        """A symmetric product: the blocks on and above the diagonal, mirrored."""
         of_x, of_y = axes
         size = x.shape[of_x]
-        if not self.by_strips or size < _SMALLEST_IN_STRIPS:
-            return self.product(x, y, axes)
         at = [size * i // _STRIPS for i in range(_STRIPS + 1)]
         part = jax.lax.slice_in_dim
         strips = [

@@ -391,7 +391,8 @@ def _gram_chain(
         return arithmetic.product(*((left, right) if wide else (right, left)))
 
     def mirrored(left: jax.Array, right: jax.Array) -> jax.Array:
-        return arithmetic.symmetric(*((left, right) if wide else (right, left)))
+        first, second = (left, right) if wide else (right, left)
+        return arithmetic.product(first, second, symmetric=True)
 
     for i, j in itertools.pairwise([0, *restarts, len(rows)]):
         gram = arithmetic.gram(x) if gram is None else gram
@@ -418,7 +419,7 @@ def _polynomial(factor: jax.Array, b: Any, c: Any, arithmetic: Arithmetic) -> ja
     """The part bA + cA² of a step for the Gram matrix A; no A² where c is None."""
     if c is None:
         return b * factor.astype(arithmetic.accumulator)
-    square = arithmetic.symmetric(factor, factor)
+    square = arithmetic.product(factor, factor, symmetric=True)
     return b * factor.astype(square.dtype) + c * square
 
 

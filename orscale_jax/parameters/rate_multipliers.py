@@ -47,6 +47,9 @@ def check(given: RateMultipliers) -> None:
             if value is not None:  # In a tree, where the parameters have None, too.
                 _multiplier(f"{NAME}[{key!r}]", value)
         return
+    once = isinstance(given, Iterable) and jax.tree_util.all_leaves([given])
+    if once and not isinstance(given, str | Mapping | np.ndarray | jax.Array):
+        _checks.refuse(NAME, given, "it may be read only once: pass dict() of it")
     for path, value in jax.tree.leaves_with_path(unbox(given)):
         if not path and isinstance(value, str):
             _checks.refuse(NAME, value, _FORMS)

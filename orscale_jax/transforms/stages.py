@@ -391,6 +391,9 @@ def rate_stage(
         shape = axes.batch_shape(leaf)
         # A copy: a step to which the state is donated must not delete the user's array.
         array = jnp.array(value, compute_dtype(leaf))
+        if array.ndim == leaf.ndim:  # With 1 along the axes of the matrices.
+            batch = axes.of_batch(array.shape)
+            array = array.reshape([1 if size is None else size for size in batch])
         return jnp.broadcast_to(_along_first(array, len(shape)), shape)
 
     def init(params: PyTree) -> RateMultiplierState:
@@ -420,8 +423,12 @@ def adamw_rate_stage(
     def times(step: jax.Array, value: ArrayLike) -> jax.Array:
         factor = jnp.asarray(value, step.dtype)
         if factor.ndim:
-            factor, given = _along_first(factor, step.ndim), factor.ndim
-            spec = [*typed_sharding.spec(step)[:given], *[None] * (step.ndim - given)]
+            factor = _along_first(factor, step.ndim)
+            spec = typed_sharding.spec(step)
+            spec = [
+                axes if n > 1 else None
+                for n, axes in zip(factor.shape, spec, strict=True)
+            ]
             factor = typed_sharding.shard_as(factor, step, spec)
         return step * factor
 
@@ -455,12 +462,18 @@ def multipliers_of(
         if not is_masked(axes):
             batch = axes.batch
             free = next((i for i, axis in enumerate(batch) if axis != i), len(batch))
-        shape, lengths = np.shape(value), np.shape(leaf)[:free]
-        if shape != lengths[: len(shape)]:
+        shape, lengths = np.shape(value), np.shape(leaf)
+        along = range(len(lengths)) if is_masked(axes) else axes.batch
+        whole = [n if i in along else 1 for i, n in enumerate(lengths)]
+        broadcasts = len(shape) == len(lengths) and all(
+            n in (1, length) for n, length in zip(shape, whole, strict=True)
+        )
+        if shape != lengths[:free][: len(shape)] and not broadcasts:
             raise ValueError(
                 f"{NAME} of parameter {name_and_shape(path, leaf)} has shape {shape}: "
-                "pass a number, or an array with the lengths of its first axes, which "
-                f"must be batch axes of matrices: {lengths}, or the first of these."
+                "pass a number, an array with the lengths of its first axes, which must "
+                f"be batch axes of matrices: {lengths[:free]}, or the first of these, or "
+                f"an array of {len(lengths)} axes that broadcasts to {tuple(whole)}."
             )
 
     trees = (matrices.axes_tree, params, multipliers)

@@ -11,8 +11,14 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
 from orscale_jax.distributed import platforms
-from orscale_jax.distributed.platforms import TPU, Limits, join_in_place, polar_in_chunks
-from orscale_jax.distributed.stacks import StackKey, plan_stacks
+from orscale_jax.distributed.platforms import (
+    TPU,
+    Limits,
+    StackKey,
+    join_in_place,
+    plan_stacks,
+    polar_in_chunks,
+)
 from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
 

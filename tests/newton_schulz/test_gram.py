@@ -271,10 +271,10 @@ def test_gram_matrices_by_strips(shape):
     scale = np.abs(exact).max()
     np.testing.assert_allclose(gram / scale, exact / scale, atol=1e-6)
     factor = gram / scale
-    square = arithmetic.symmetric(factor, factor)
+    square = arithmetic.product(factor, factor, symmetric=True)
     exact /= scale
     np.testing.assert_allclose(square, exact @ exact, atol=1e-5)
-    cube = arithmetic.symmetric(factor, square)
+    cube = arithmetic.product(factor, square, symmetric=True)
     np.testing.assert_allclose(cube, exact @ exact @ exact, atol=2e-5)
     third = gram.shape[-1] // 3
     for x in (gram, square, cube):
@@ -287,7 +287,7 @@ def test_strips_are_of_the_product_itself():
     rng = np.random.default_rng(0)
     x, y = (rng.normal(size=(450, 450)).astype(np.float32) for _ in range(2))
     arithmetic = Arithmetic(jnp.dtype("float32"), by_strips=True)
-    found = arithmetic.symmetric(jnp.asarray(x), jnp.asarray(y))
+    found = arithmetic.product(jnp.asarray(x), jnp.asarray(y), symmetric=True)
     np.testing.assert_allclose(np.triu(found), np.triu(x @ y), atol=1e-3)
 
 

@@ -136,7 +136,7 @@ MODELS = {
         "layers.0.self_attention.linear_proj.weight": "attention output",
         "layers.0.mlp.linear_fc1.weight": "mlp up",
         "layers.0.mlp.linear_fc2.weight": "mlp down",
-        "output_layer.weight": "other",
+        "output_layer.weight": "head",
     },
     "qwen2_moe": {
         "model.layers.0.mlp.gate.weight": "router",

@@ -18,6 +18,7 @@ from hypothesis import Phase, given, settings, strategies as st
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, describe
+from orscale_jax.diagnostics import layer_classes
 from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.trees.names import keys_on
 
@@ -311,3 +312,48 @@ def test_overrides_come_before_names():
     assert numbers["output"]["kernel"] == plain
     assert numbers["norm_mlp"]["kernel"] is None
     assert numbers["embed"]["embedding"] is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("head_w",),
+        ("lm_head_kernel",),
+        ("classifier_weight",),
+        ("stage3", "lm_head_w"),
+        ("head_dist", "weight"),
+        ("heads", "0", "weight"),
+        ("heads", "head", "weight"),
+        ("score", "weight"),
+        ("decoder", "output_layer", "weight"),
+        ("params", "output_layer", "kernel"),
+    ],
+    ids="/".join,
+)
+def test_heads_without_an_embedding_beside_them(path):
+    assert class_of(path) == "head"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("blocks", "0", "sa", "heads", "0", "key", "weight"),
+        ("attention", "head_dim_proj", "kernel"),
+        ("layers", "3", "attention", "score", "weight"),
+        ("layers", "3", "mlp", "output_layer", "weight"),
+        ("multi_head_attention", "kernel"),
+        ("header_w",),
+    ],
+    ids="/".join,
+)
+def test_hidden_layers_with_such_words(path):
+    assert class_of(path) not in ("head", "embedding")
+
+
+def class_of(path):
+    tree = leaf = {}
+    for key in path[:-1]:
+        leaf[key] = leaf = {}
+    leaf[path[-1]] = jnp.ones((4, 6))
+    [found] = jax.tree.leaves(layer_classes(tree))
+    return found

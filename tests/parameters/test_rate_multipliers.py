@@ -9,8 +9,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import orscale
+from orscale_jax import BlockDimensionNumbers, orscale
 from orscale_jax.diagnostics import layer_classes
 from orscale_jax.parameters.rate_multipliers import rate_multipliers
 from orscale_jax.trees.boxes import unbox
@@ -178,3 +179,63 @@ def test_arrays_on_axes_of_matrices_are_refused(name, length):
     )
     with pytest.raises(ValueError, match="must be batch axes of matrices"):
         optimizer.init(params)
+
+
+PAIRS = {"w": 0.5}
+
+
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        PAIRS.items(),
+        zip(PAIRS, PAIRS.values(), strict=True),
+        (pair for pair in PAIRS.items()),
+        map(tuple, PAIRS.items()),
+        filter(None, PAIRS.items()),
+        iter([("w", 0.5)]),
+    ],
+    ids=["items", "zip", "generator", "map", "filter", "iterator"],
+)
+def test_pairs_that_can_be_read_once_are_refused(pairs):
+    with pytest.raises(ValueError, match=r"learning_rate_multipliers=.* pass dict\(\)"):
+        orscale(0.01, learning_rate_multipliers=pairs)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "shape"),
+    [
+        (Dims(0, 2), (4, 3, 6)),
+        (Dims(0, 2), (6, 3, 4)),
+        (BlockDimensionNumbers(0, 2, block_axis=0, blocks=2), (4, 3, 6)),
+        (BlockDimensionNumbers(0, 2, block_axis=2, blocks=(2, 4)), (4, 3, 6)),
+        (None, (4, 3, 6)),
+    ],
+    ids=["wide", "tall", "blocks of rows", "unequal blocks", "AdamW"],
+)
+def test_layers_along_any_axis_have_their_own_rates(numbers, shape):
+    random = np.random.default_rng(0)
+    params, grads = (jnp.asarray(random.normal(size=shape)) for _ in range(2))
+    factors = np.array([0.25, 1.0, 2.0], np.float32).reshape(1, 3, 1)
+
+    def update(multipliers):
+        optimizer = orscale(
+            0.1,
+            weight_dimension_numbers={"w": numbers},
+            learning_rate_multipliers=multipliers,
+        )
+        state = optimizer.init({"w": params})
+        return optimizer.update({"w": grads}, state, {"w": params})[0]["w"]
+
+    found = update({"w": factors})
+    np.testing.assert_allclose(found, update(None) * factors, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 1), (1, 2, 1), (1, 3), (4, 3, 6)])
+def test_multipliers_inside_of_a_matrix_are_refused(shape):
+    optimizer = orscale(
+        0.1,
+        weight_dimension_numbers={"w": Dims(0, 2)},
+        learning_rate_multipliers={"w": np.ones(shape)},
+    )
+    with pytest.raises(ValueError, match=r"broadcasts to \(1, 3, 1\)"):
+        optimizer.init({"w": jnp.ones((4, 3, 6))})

@@ -66,7 +66,7 @@ def gain(trust_ratio: PyTree, signal: PyTree, curvature: PyTree) -> Gain:
     ``kappa_eff`` decides whether ratios help (the last equation, Lemma *geometric form*).
     Theorem *gain* does not: its conditions (S1) and (S2) are not
     sufficient, and ``kappa_eff`` can be below ``lower_bound``, even below 1, where both
-    hold (``docs/theory.md``). The bound is reported because the paper states it. It
+    hold (``docs/study/theory.md``). The bound is reported because the paper states it. It
     claims nothing for :math:`\rho \le 0`, and the term :math:`\delta(\lambda)`, which the
     paper leaves open, is not subtracted.
 

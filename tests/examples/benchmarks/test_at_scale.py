@@ -68,7 +68,7 @@ def test_the_table_on_the_page():
 
 @pytest.mark.parametrize(("platform", "megabytes"), [("tpu", 13420), ("gpu", 48320)])
 def test_collectives_in_each_step_are_those_of_compiled_programs(platform, megabytes):
-    """The bytes are those of 64 matrices of 2048×8192, in docs/measurements.md."""
+    """The bytes are those of 64 matrices of 2048×8192, in docs/study/measurements.md."""
     found = 64 * at_scale.received_in_steps(2048, 8192, platform) / 1e6
     assert found == pytest.approx(megabytes, rel=1e-3)
 

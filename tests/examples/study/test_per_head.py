@@ -101,6 +101,8 @@ def test_the_page_has_the_table(monkeypatch):
         raise AssertionError("A run is missing in docs/data/per_head.")
 
     monkeypatch.setattr(Runs, "_trainer", property(refuse))
-    page = (pathlib.Path(__file__).parents[3] / "docs/per_head_protocol.md").read_text()
+    page = (
+        pathlib.Path(__file__).parents[3] / "docs/study/per_head_protocol.md"
+    ).read_text()
     [table] = re.findall(r"<!-- table: per head -->\n((?:\|.*\n)+)", page)
     assert table.splitlines() == list(per_head.lines())

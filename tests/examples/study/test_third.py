@@ -15,7 +15,7 @@ from examples.study.workloads import EXPERTS, THIRD
 from tests.examples.pretrain.tiny import ROOT
 
 BEST = Settings(0.0113, 0.064, 0.2)
-PAGE = (ROOT / "docs" / "study_protocol_3.md").read_text()
+PAGE = (ROOT / "docs" / "study" / "study_protocol_3.md").read_text()
 CELL, SMALL = "ladder-4", "ladder-4-small-init"
 
 

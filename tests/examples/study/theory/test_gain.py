@@ -124,7 +124,7 @@ def test_uniform_ratios_have_collapsed():
 
 
 def test_conditions_of_the_theorem_do_not_suffice():
-    """docs/theory.md: heterogeneous, aligned, and worse than Muon."""
+    """docs/study/theory.md: heterogeneous, aligned, and worse than Muon."""
     found = gain([1.0, 3.0], [1.0, 1.1], [1.0, 1.0])
     assert found.nu_r > 0 and found.rho > 0.999 and found.lower_bound > 1.2
     np.testing.assert_allclose(found.kappa_eff, 0.8385, atol=1e-3)

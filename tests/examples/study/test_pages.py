@@ -1,0 +1,396 @@
+"""Numbers of the study's pages, and of the README, recomputed from the runs in docs/data.
+
+From the files alone: the programs that made the tables are those of an older commit.
+"""
+
+import csv
+import functools
+import itertools
+import pathlib
+import re
+
+import numpy as np
+import pytest
+from scipy import stats
+
+ROOT = pathlib.Path(__file__).parents[3]
+STUDY, DATA = ROOT / "docs" / "study", ROOT / "docs" / "data"
+DENSE = ("dense-small", "dense-small-small-init", "prose", "prose-small-init")
+PAIRED = ("mixture-small", "mixture-small-small-init")
+TEXT, THREE = (*DENSE, *PAIRED), ("dense-small", *PAIRED)
+LADDER = {
+    1: "experts-1",
+    4: "experts-4",
+    8: PAIRED[1],
+    16: "experts-16",
+    32: "experts-32",
+}
+FIVE = (*PAIRED, "experts-4", "experts-16", "experts-32")
+LARGE = tuple(f"{kind}-large{init}" for kind in ("dense", "mixture")
+              for init in ("", "-small-init"))  # fmt: skip
+IMAGES = tuple(f"vision-{size}{init}" for size in ("small", "large")
+               for init in ("", "-small-init"))  # fmt: skip
+ALL = (*TEXT, *LARGE, *IMAGES)
+LONGER = ("dense-small-{}-steps", "mixture-small-small-init-{}-steps")
+MUON, RATIO = "muon_moonlight", "OrScale − Muon+Moonlight"
+ARMS = {
+    "OrScale": "orscale", "Muon+Moonlight": MUON, "Muon (s = 1)": "muon",
+    "NorMuon": "normuon", "Hyperball": "hyperball", "one ratio for all": "pooled",
+    "decoupled weight decay": "decoupled_weight_decay", "AdamW, two rates": "adamw_apart",
+    "One scale for all shapes": "one_scale", "OrScale's mean replayed": "replayed",
+    "OrScale, full-rank anchor": "full_rank_anchor", "A scale between": "scale_between",
+    "OrScale's ratio on NorMuon": "orscale_on_normuon",
+    "Twice the decay": "twice_the_decay", "r* of the class": "model_optimum",
+    "Ratio within the class": "ratio_within_class",
+    "OrScale, twice the decay": "orscale_twice_the_decay",
+}  # fmt: skip
+INTERVAL = r"[+-]\d\.\d{{{0}}} \[[+-]\d\.\d{{{0}}}, [+-]\d\.\d{{{0}}}\]"
+OVER = {
+    "text": TEXT, "images": (IMAGES[1], IMAGES[3]), "three workloads": THREE,
+    "the large workloads": LARGE, "`like-16b`": ("like-16b",),
+    **{f"{n:,} steps": [x.format(n) for x in LONGER] for n in (1200, 4800)},
+}  # fmt: skip
+
+
+@functools.cache
+def words(page):
+    return re.sub(r"\s+", " ", page.read_text())
+
+
+def tables(page):
+    """The tables of a page: columns by heading."""
+    for block in re.findall(r"(?:^\|.*\|\n)+", page.read_text(), re.MULTILINE):
+        rows = [
+            [cell.strip(" *`") for cell in line[1:-1].split(" | ")]
+            for line in block.splitlines()
+        ]
+        yield rows[0], rows[2:]
+
+
+@functools.cache
+def rows_of(path):
+    with (DATA / f"{path}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+@functools.cache
+def found(path, arm, seeds=range(100, 112)):
+    """Losses by seed and rates, at the best rates, on the seeds that no search saw."""
+    by_rates = {}
+    for row in rows_of(path):
+        if row["arm"] == arm and int(row["seed"]) in seeds:
+            rates = ", ".join(f"{float(row[x]):.3g}" for x in ("rate", "adam_rate"))
+            by_rates.setdefault(rates, {})[int(row["seed"])] = float(row["loss"])
+    if len(by_rates) > 1:  # A replay asks for runs of OrScale at the replay's rates.
+        del by_rates[found(path, "replayed")[0]]
+    [(rates, losses)] = by_rates.items()
+    return rates, np.array([losses[seed] for seed in sorted(losses)])
+
+
+def second(name, ours="orscale", theirs=MUON):
+    return np.subtract(*(found(f"two_rates/{name}", arm)[1] for arm in (ours, theirs)))
+
+
+def candidate(name, ours, theirs=MUON, seeds=range(200, 212)):
+    both = (found(f"better_rule/{name}", arm, seeds)[1] for arm in (ours, theirs))
+    return np.subtract(*both)
+
+
+def mean(names, *arms, of=second):
+    return np.mean([of(name, *arms) for name in names], axis=0)
+
+
+quantile = functools.cache(functools.partial(stats.t.ppf, 0.975))
+
+
+def ends(by_seed):
+    mean, count = np.mean(by_seed), len(by_seed)
+    half = quantile(count - 1) * np.std(by_seed, ddof=1) / count**0.5
+    return mean, mean - half, mean + half
+
+
+def told(by_seed, digits=4):
+    mean, low, high = (f"{x:+.{digits}f}" for x in ends(by_seed))
+    return f"{mean} [{low}, {high}]"
+
+
+def counted(differences):
+    """In how many workloads a difference is significantly lower and higher."""
+    intervals = [ends(by_seed) for by_seed in differences]
+    lower = sum(high < 0 for _, _, high in intervals)
+    return f"{lower} : {sum(low > 0 for _, low, _ in intervals)}"
+
+
+def slope(names):
+    octaves = np.log2(list(LADDER))
+    weights = (octaves - octaves.mean()) / np.sum((octaves - octaves.mean()) ** 2)
+    return weights @ np.array([second(name) for name in names])
+
+
+def decayed(name):
+    return candidate(name, "orscale_twice_the_decay", "twice_the_decay", range(300, 312))
+
+
+def ratio_on_normuon(name):
+    return candidate(name, "orscale_on_normuon", "normuon")
+
+
+def contrast(of=second, mixtures=PAIRED, dense=DENSE):
+    return mean(mixtures, of=of) - mean(dense, of=of)
+
+
+def contrasts():
+    gains = [mean(TEXT, "muon"), mean(TEXT, "twice_the_decay", of=candidate)]
+    yield from (mean(DENSE), mean(FIVE), contrast(), contrast(decayed))
+    yield from (contrast(ratio_on_normuon), second(LADDER[8]) - second(LADDER[1]))
+    yield from (contrast(second, LARGE[2:], LARGE[:2]), mean(THREE, "muon", "one_scale"))
+    welch = stats.ttest_ind(*gains, equal_var=False).confidence_interval()
+    yield np.mean(gains[0]) - np.mean(gains[1]), *welch
+
+
+def test_what_replicates():
+    _, rows = next(tables(STUDY / "two_rates.md"))
+    expected = list(contrasts())
+    assert len(rows) == len(expected) + 1  # The last needs the surfaces of the searches.
+    for (*_, interval), by_seed in zip(rows, expected, strict=False):
+        if len(by_seed) == 12:
+            assert interval == told(by_seed)
+        else:
+            assert interval == "{:+.4f} [{:+.4f}, {:+.4f}]".format(*by_seed)
+
+
+def test_differences_and_rates_of_workloads():
+    """In each table of the second study that has a row for each workload."""
+    seen = 0
+    for heading, rows in tables(STUDY / "two_rates.md"):
+        if heading[0] == "workload":
+            for name, *cells in rows:
+                for title, cell in zip(heading[1:], cells, strict=True):
+                    arms = [ARMS[label] for label in title.split(" − ")]
+                    rates, _ = found(f"two_rates/{name}", arms[0])
+                    assert cell == (told(second(name, *arms)) if arms[1:] else rates)
+                    seen += 1
+    assert seen == 6 * 3 + 6 * 4 + 11 * 3
+
+
+def test_the_list_with_holms_correction():
+    [rows] = [
+        rows for head, rows in tables(STUDY / "two_rates.md") if "significant" in head
+    ]
+    p = []
+    for title, over, interval, counts, *_ in rows:
+        arms = [ARMS[label] for label in re.sub(r"^\d+\. ", "", title).split(" − ")]
+        if over.startswith("slope"):
+            names, by_seed = list(LADDER.values()), slope(LADDER.values())
+        elif over == "mixtures minus dense":
+            names = [
+                f"{x}-small{y}" for x in ("mixture", "dense") for y in ("", "-small-init")
+            ]
+            by_seed = contrast(second, names[:2], names[2:])
+        else:
+            names = OVER.get(over) or OVER[f"`{over}`"]
+            by_seed = mean(names, *arms)
+        assert interval == told(by_seed)
+        assert counts == counted([second(name, *arms) for name in names]), title
+        p.append(stats.ttest_1samp(by_seed, 0).pvalue)
+    corrected, largest = {}, 0.0
+    for rank, i in enumerate(np.argsort(p[:12])):
+        corrected[i] = largest = max(largest, min(1, p[i] * (12 - rank)))
+    for i, (*_, interval, _, p_corrected, verdict) in enumerate(rows[:12]):
+        side = "higher" if interval[0] == "+" else "lower"
+        assert verdict == (side if corrected[i] < 0.05 else "no")
+        assert p_corrected == f"{corrected[i]:.2g}"
+
+
+def test_the_ladder():
+    [rows] = [rows for heading, rows in tables(STUDY / "two_rates.md")
+              if heading[0] == "experts"]  # fmt: skip
+    names = [*LADDER.values(), "experts-32-first-batch-64"]
+    for name, (experts, tokens, ratio, ours, pooled) in zip(names, rows, strict=True):
+        count = int(experts.split(",")[0])
+        sequences = 64 if "first batch" in experts else 8
+        assert int(tokens) == 64 * sequences * min(count, 2) // count
+        logs = [
+            np.log(float(pair.partition("=")[2]))
+            for row in rows_of(f"two_rates/{name}")
+            if row["arm"] == "orscale" and int(row["seed"]) >= 100
+            for pair in row["class_ratio"].split(";")
+            if pair.startswith("routed")
+        ]
+        assert ratio == f"{np.exp(np.mean(logs)):.1f}"
+        assert ours == told(second(name))
+        assert pooled in ("", told(second(name, "orscale", "pooled")) if pooled else "")
+
+
+def known():
+    """Intervals that the second study's sentences may have, to four digits."""
+    arms = ["orscale", MUON, "muon", "normuon", "hyperball", "replayed", "pooled",
+            "full_rank_anchor", "orscale_on_normuon"]  # fmt: skip
+    for ours, theirs in itertools.permutations(arms, 2):
+        whole = {"orscale", MUON, "muon", "normuon"}
+        groups = [[name] for name in THREE] + [THREE]
+        if {ours, theirs} <= whole:
+            groups += [TEXT, DENSE, PAIRED]
+        if {ours, theirs} == {"orscale", "pooled"}:
+            groups += [FIVE]
+        yield from (told(mean(names, ours, theirs)) for names in groups)
+    later = "experts-32-first-batch-64"
+    yield told(second("like-16b-first-batch-64"))
+    yield told(slope([*list(LADDER.values())[:-1], later]))
+    yield from (told(mean(x, of=decayed)) for x in (TEXT, DENSE, PAIRED))
+    yield from (told(mean(x, of=ratio_on_normuon)) for x in (DENSE, PAIRED))
+    yield from (told(contrast(decayed)), told(contrast()))
+    for seeds in (range(200, 212), range(300, 312)):
+        of = functools.partial(candidate, ours="twice_the_decay", seeds=seeds)
+        yield told(mean(TEXT, of=of))
+    for control, sign in (("replayed", 1), ("full_rank_anchor", -1)):  # At equal rates.
+        of_all = []
+        for name in THREE:
+            rates, losses = found(f"two_rates/{name}", control)
+            rows = [
+                (int(row["seed"]), float(row["loss"]))
+                for row in rows_of(f"two_rates/{name}")
+                if row["arm"] == "orscale" and int(row["seed"]) >= 100
+                and rates == f"{float(row['rate']):.3g}, {float(row['adam_rate']):.3g}"
+            ]  # fmt: skip
+            of_all.append(sign * (np.array([loss for _, loss in sorted(rows)]) - losses))
+        yield told(np.mean(of_all, axis=0))
+
+
+@pytest.mark.parametrize("page", ["two_rates", "better_rule_protocol"])
+def test_intervals_in_sentences(page):
+    table = {interval for *_, interval in next(tables(STUDY / "two_rates.md"))[1]}
+    text = re.sub(r"(?m)^\|.*$", "", (STUDY / f"{page}.md").read_text())
+    intervals = re.findall(INTERVAL.format(4), re.sub(r"\s+", " ", text))
+    assert len(intervals) > 7 and set(intervals) <= {*table, *known()}
+
+
+def test_calls_to_start_from():
+    for arm, call in (("muon", "muon(0.032, consistent_rms=None, "),
+                      ("normuon", "family.normuon(0.016, ")):  # fmt: skip
+        rates = [found(f"two_rates/{name}", arm)[0] for name in TEXT]
+        assert f"`{call}adam_learning_rate=0.045)`" in words(STUDY / "two_rates.md")
+        assert max(rates, key=rates.count) == re.findall(r"0\.\d+", call)[0] + ", 0.0453"
+
+
+def test_the_candidates_for_a_better_rule():
+    candidates, ratio = list(tables(STUDY / "better_rule_protocol.md"))[-2:]
+    for label, name, rates, interval in candidates[1]:
+        arm = ARMS[label]
+        seeds = range(300, 312) if arm == "orscale_twice_the_decay" else range(200, 212)
+        names = TEXT if name.startswith("all") else [name]
+        of = functools.partial(candidate, ours=arm, seeds=seeds)
+        assert interval == told(mean(names, of=of))
+        if len(names) == 1:
+            assert rates == found(f"better_rule/{name}", arm, seeds)[0]
+        else:
+            lower, _, higher = counted(map(of, TEXT)).partition(" : ")
+            assert name == f"all: lower in {lower}, higher in {higher}"
+            assert (rates == "a better rule") == (int(lower) >= 3 and higher == "0")
+    for label, name, interval in ratio[1]:
+        of = decayed if "twice" in label else ratio_on_normuon
+        assert interval == told(mean(TEXT if name.startswith("all") else [name], of=of))
+
+
+def test_one_matrix_per_head():
+    rows = list(tables(STUDY / "per_head_protocol.md"))[-1][1]
+    assert len(rows) == 6
+    for name, label, *cells in rows:
+        both = [
+            found(f"per_head/{name}{kind}", ARMS[label], range(300, 305))
+            for kind in ("", "-per-head")
+        ]
+        rates, losses = zip(*both, strict=True)
+        means = [f"{np.mean(x):.4f}" for x in losses]
+        assert cells == [*rates, *means, told(losses[1] - losses[0])]
+
+
+FIRST = {
+    "AdamW": "adamw", "OrScale": "orscale", "One ratio for all": "pooled",
+    "One ratio per class": "pooled_by_class", "OrScale's mean replayed": "replayed",
+    "OrScale, full-rank anchor": "full_rank_anchor", "NorMuon": "normuon",
+    "OrScale, largest anchor": "largest_anchor", "Muon (s = 1)": "muon",
+    "One ratio for all, full-rank anchor": "pooled_full_rank_anchor",
+    "Hyperball": "hyperball",
+}  # fmt: skip
+SEARCHED_TWICE = {"adamw", MUON, "orscale", "pooled", "replayed", "full_rank_anchor"}
+
+
+@functools.cache
+def first_losses(name, arm, column):
+    """Of five seeds, at AdamW's best rate, at twice it, or at the optimizer's own."""
+    by_arm = {}
+    for row in rows_of(name):
+        rates = by_arm.setdefault(row["arm"], {})
+        rates.setdefault(float(row["rate"]), {})[int(row["seed"])] = float(row["loss"])
+
+    def best(arm):
+        seeds = range(5) if arm in SEARCHED_TWICE else range(1)
+        whole = {r: x for r, x in by_arm[arm].items() if set(seeds) <= set(x)}
+        return min(whole, key=lambda rate: sum(whole[rate][seed] for seed in seeds))
+
+    times = 4 if arm in ("muon", "hyperball") else {"twice": 2}.get(column, 1)
+    rate = best(arm) if column == "own" else times * best("adamw")
+    return np.array([by_arm[arm][rate][seed] for seed in range(5)])
+
+
+def first(one, other, names=ALL):
+    """Differences of two optimizers, each with a column, by workload and seed."""
+    return [first_losses(n, *one) - first_losses(n, *other) for n in names]
+
+
+def test_every_optimizer_of_the_first_study():
+    [rows] = [rows for heading, rows in tables(STUDY / "does_it_work.md")
+              if heading[1:2] == ["at AdamW's rate"]]  # fmt: skip
+    text = (STUDY / "does_it_work.md").read_text()
+    for label, *cells in rows:
+        starred = f"| {label}* |" in text and (label, *cells) != tuple(rows[1])
+        than = f"{MUON}_apart" if starred else MUON
+        arm = "orscale_apart" if starred and label == "OrScale" else FIRST[label]
+        expected = []
+        for column in ("inherited", "own"):
+            differences = first((arm, column), (than, column))
+            expected += [f"{np.mean(differences):+.3f}", counted(differences)]
+        assert cells == expected, label
+
+
+def kinds():
+    small = [n for n in (*TEXT, *LARGE) if n.endswith("-small-init")]
+    usual = [n for n in (*TEXT, *LARGE) if n not in small]
+    return [[*TEXT, *LARGE], IMAGES, small, usual]
+
+
+def test_the_main_differences_of_the_first_study():
+    [rows] = [rows for heading, rows in tables(STUDY / "does_it_work.md")
+              if "text" in heading]  # fmt: skip
+    ours, theirs = ("orscale", "inherited"), (MUON, "inherited")
+    text, images, small, usual = kinds()
+    apart = [(f"{arm}_apart", "own") for arm in ("orscale", MUON)]
+    pairs = [(ours, theirs), (("orscale", "own"), (MUON, "own")), apart,
+             ((MUON, "twice"), ours)]  # fmt: skip
+    for (_, *cells), pair in zip([rows[0], *rows[3:]], pairs, strict=True):
+        expected = []
+        for names in (ALL, text, images):
+            differences = first(*pair, names)
+            expected += [told(np.mean(differences, axis=0), 3), counted(differences)]
+        assert cells == expected
+    for (_, _, _, interval, counts, *_), names in zip(
+        rows[1:3], (small, usual), strict=True
+    ):
+        differences = first(ours, theirs, names)
+        assert interval == told(np.mean(differences, axis=0), 3)
+        assert counts == counted(differences)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/study/index.md"])
+def test_intervals_of_summaries(page):
+    """To three digits, in whatever words."""
+    ours, theirs = ("orscale", "inherited"), (MUON, "inherited")
+    _, *parts = kinds()
+    of = [x for x in contrasts() if len(x) == 12] + [
+        mean(TEXT, "muon"),
+        mean(TEXT, "normuon"),
+    ]
+    of += [np.mean(first(ours, theirs, names), axis=0) for names in parts]
+    intervals = set(re.findall(INTERVAL.format(3), words(ROOT / page)))
+    assert intervals <= {told(by_seed, 3) for by_seed in of}
