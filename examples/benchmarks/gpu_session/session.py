@@ -84,9 +84,9 @@ def run(
         try:
             measured = case.measure()
             while time.perf_counter() - began < seconds:
-                if found := list(itertools.islice(measured, 1 if case.last else None)):
-                    add(path, case, found)
-                if not case.last or not found:
+                found = list(itertools.islice(measured, 1 if case.last else None))
+                add(path, case, found)
+                if found[-1].step == case.last:
                     print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
                     break
             else:

@@ -154,8 +154,8 @@ def test_a_training_run_leaves_what_it_has_when_the_time_is_over(tmp_path, monke
     left, _ = run(stages, tmp_path, 25)
     assert left == ["made: a, v, time", "made: b, v, time"]
     assert [row.step for row in session.read(tmp_path / "made.csv")] == [1, 2, 3]
-    now[0] = 100.0
-    run({"made": made_stage(ten_seconds_each, last=4)}, tmp_path)
+    now[0] = 100.0  # The time is over when all of it is there.
+    assert run({"made": made_stage(ten_seconds_each, last=4)}, tmp_path, 35) == ([], [])
     rows = session.read(tmp_path / "made.csv")
     assert [(row.step, row.median) for row in rows] == [
         (1, 110), (2, 120), (3, 130), (4, 140),
