@@ -140,8 +140,12 @@ def _of_step(
     step = step_of(optimizer)
 
     def several(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
-        held = (params, state)
-        return jax.lax.fori_loop(0, times, lambda _, held: step(*held, grads), held)
+        def one(_: Any, held: Any) -> Any:
+            # Nothing that depends on the gradients alone is to be moved out of the loop.
+            held, g = jax.lax.optimization_barrier((held, grads))
+            return step(*held, g)
+
+        return jax.lax.fori_loop(0, times, one, (params, state))
 
     held = [params, jax.jit(optimizer.init)(params)]
     del params
