@@ -14,7 +14,7 @@ version = release = installed_version("orscale-jax")
 extensions = [
     "mathml",
     "narrow",
-    "myst_nb",
+    "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
@@ -35,10 +35,6 @@ copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["amsmath", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-
-nb_execution_mode = "force"  # Of docs/notebooks, which hold no output.
-nb_execution_raise_on_error = True
-nb_execution_timeout = 300
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # The docstrings say it; spelled out, aliases fill lines.

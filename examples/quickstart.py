@@ -1,11 +1,11 @@
-"""An MLP in Flax NNX learns two interleaved spirals with OrScale, in seconds."""
+"""An MLP in Flax NNX learns two interleaved spirals with Muon, in seconds."""
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from orscale_jax import orscale
+from orscale_jax import muon
 
 
 def spirals(n: int) -> tuple[jax.Array, jax.Array]:
@@ -30,8 +30,8 @@ def train_step(
 rngs = nnx.Rngs(0)
 layers = [nnx.Linear(m, n, rngs=rngs) for m, n in [(2, 64), (64, 64), (64, 1)]]
 model = nnx.Sequential(layers[0], nnx.relu, layers[1], nnx.relu, layers[2])
-schedule = optax.cosine_decay_schedule(0.02, decay_steps=300)  # A language model: 1e-3
-transform = optax.chain(optax.clip_by_global_norm(1.0), orscale(schedule))
+schedule = optax.cosine_decay_schedule(0.03, decay_steps=300)  # A language model: 2e-3
+transform = optax.chain(optax.clip_by_global_norm(1.0), muon(schedule))
 optimizer = nnx.Optimizer(model, transform, wrt=nnx.Param)
 x, y = spirals(512)
 for step in range(1, 301):

@@ -108,15 +108,17 @@ def orscale(
 
     .. math::
 
-      M &\leftarrow \mu M + G, \qquad \tilde M = \mu M + G, \\
+      M &\leftarrow \mu M + G, \\
+      \tilde M &= \mu M + G, \\
       Q &= \mathrm{NS}_k(\tilde M), \\
-      D &= \lambda W + s Q, \qquad s = 0.2 \sqrt{\max(m, n)}, \\
-      r &= \|W\|_F / (c \|D\|_F + \varepsilon), \qquad
-      \hat r = \mathrm{clip}(r, r_{\min}, r_{\max}), \\
+      s &= 0.2 \sqrt{\max(m, n)}, \\
+      D &= \lambda W + s Q, \\
+      r &= \|W\|_F / (c \|D\|_F + \varepsilon), \\
+      \hat r &= \mathrm{clip}(r, r_{\min}, r_{\max}), \\
       W &\leftarrow W - \eta \, \hat r \, D,
 
-    with c anchored at the matrix's first direction so that the first r is 1: the first
-    step is that of :func:`muon` (Muon+Moonlight). Every other parameter takes AdamW.
+    with c set at the matrix's first step so that the first r is 1: that step is
+    :func:`muon`'s (Muon+Moonlight). AdamW trains every other parameter.
 
     The defaults are the paper's language-model configuration. Its vision configuration is
     ``orscale(lr, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)``.
@@ -133,7 +135,7 @@ def orscale(
         under None. Derivatives do not pass through the codes.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
-      weight_decay_mask: ``"matrices"``: nothing that takes AdamW decays. Or a tree of
+      weight_decay_mask: ``"matrices"``: nothing that AdamW trains decays. Or a tree of
         booleans (or a prefix of one, or a callable from the parameters to one): False for
         parameters that do not decay.
       consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
@@ -165,8 +167,8 @@ def orscale(
         word ``emb``, ``wte``, ``wpe``, ``vocab``, ``tok``, ``pos`` or ``logits``, or ends
         in the word ``head`` or ``classifier``, or its class is "embedding", "head",
         "norm", "scale" or "bias" (:func:`~orscale_jax.diagnostics.layer_classes`). Such
-        leaves and leaves of fewer axes take AdamW; leaves of more axes are refused. A 2-D
-        router or fused projection is then one matrix; the column "check" of
+        leaves and leaves of fewer axes are AdamW's; leaves of more axes raise an error.
+        A 2-D router or fused projection is then one matrix; the column "check" of
         :func:`describe` flags such names.
         :func:`by_path` makes dimension numbers from rules on paths.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.

@@ -1,4 +1,4 @@
-"""The direction of imports that docs/architecture.md draws; tables of contents."""
+"""The direction of imports that CONTRIBUTING.md draws; tables of contents."""
 
 import ast
 import re
@@ -56,9 +56,16 @@ def test_imports_go_one_way(folder):
 def test_every_folder_has_a_place():
     folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     assert folders == set(FOLDERS)
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
     for folder in folders:
         assert f"`{folder}/`" in page, folder
+
+
+def test_the_page_names_files_that_are_there():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    section = page.split("\n## Architecture\n")[1].split("\n## ")[0]
+    there = {path.name for path in PACKAGE.rglob("*.py")} | {"test_architecture.py"}
+    assert set(re.findall(r"\w+\.py", section)) <= there
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,7 @@ def test_under_other_wrappers(tmp_path):
     assert_equal_to_the_bit(carried_on[-1], seen[-1])
 
 
-# What docs/versions.md promises of 0.1.
+# What CHANGELOG.md promises of 0.1.
 LAYOUT = """
 inner_states.adamw.inner_state.0.count int32 ()
 inner_states.adamw.inner_state.0.mu.bias float32 (8,)

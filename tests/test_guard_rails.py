@@ -1,4 +1,4 @@
-"""What docs/guard_rails.md promises of Optax's wrappers around our optimizers."""
+"""What docs/troubleshooting.md promises of Optax's wrappers around our optimizers."""
 
 import functools
 

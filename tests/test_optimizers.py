@@ -256,14 +256,14 @@ def test_one_boolean_is_no_mask_of_several_parameters(injected):
 
 
 @pytest.mark.extended
-def test_the_decay_mask_of_the_matrices_on_the_model_of_the_readme():
+def test_the_decay_mask_of_the_matrices_on_the_model_of_the_quickstart():
     """Unlike ndim > 1, it leaves out biases of (heads, head_dim), and the embedding."""
-    readme = pathlib.Path(__file__).parents[1] / "README.md"
+    page = pathlib.Path(__file__).parents[1] / "docs" / "quickstart.md"
     model_of = re.compile(
         r"^```python\n((?:(?!```).)*?^class GPT.*?)^model =", re.DOTALL | re.M
     )
-    [source] = model_of.findall(readme.read_text())
-    names = {"__name__": "readme"}
+    [source] = model_of.findall(page.read_text())
+    names = {"__name__": "page"}
     exec(source, names)
     model = names["GPT"](16, 8, 1, nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(model, nnx.Param))

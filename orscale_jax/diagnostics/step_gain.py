@@ -125,7 +125,7 @@ def step_gain(
     It is the paper's :math:`\kappa_{\mathrm{eff}}` with the whole Hessian instead of one
     number per matrix. The paper's model leaves out the terms between matrices; in deep
     networks, these are most of the curvature of a step. Where the two gains differ, a
-    line search along the steps confirms this one (``docs/reading_your_run.md``).
+    line search along the steps confirms this one (``docs/monitoring.md``).
 
     Q is the polar factor of the mean gradient of one half of the micro-batches (every
     second one), and slopes and curvatures are measured on the other half; then the halves

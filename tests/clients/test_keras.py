@@ -1,4 +1,4 @@
-"""The programs of docs/keras.md: in fit, and by the stateless calls."""
+"""The programs of docs/other_libraries.md: in fit, and by the stateless calls."""
 
 import importlib.util
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.client
 if not importlib.util.find_spec("keras"):
     pytest.skip("make clients installs it", allow_module_level=True)
 
-from orscale_jax import orscale
+from orscale_jax import muon
 from tests.clients.pages import run_page
 
 
@@ -22,7 +22,7 @@ def page():
         import keras
 
         keras.utils.set_random_seed(0)
-        return run_page("keras.md", __name__="page")
+        return run_page("other_libraries.md", __name__="page")
 
 
 def test_both_ways_train(page):
@@ -44,10 +44,10 @@ def trained(page, steps=2):
     model = page["build"]()
     values = [variable.value for variable in model.trainable_variables]
     grads = [jax.random.normal(jax.random.key(0), value.shape) for value in values]
-    optimizer = page["OrScale"](0.01, weight_dimension_numbers=page["numbers"])
+    optimizer = page["Muon"](0.01, weight_dimension_numbers=page["numbers"])
     model.compile(optimizer, page["loss"])
     optimizer.build(model.trainable_variables)
-    tx = orscale(0.01, weight_dimension_numbers=page["numbers"])
+    tx = muon(0.01, weight_dimension_numbers=page["numbers"])
     params, gradients = (
         dict(zip(page["names"], leaves, strict=True)) for leaves in (values, grads)
     )

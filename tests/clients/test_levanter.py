@@ -48,7 +48,7 @@ LLAMA = LlamaConfig(
 
 def config_of_the_page():
     names = {"__name__": __name__, "MODEL_CONFIG": LLAMA, "VOCAB": VOCAB}
-    return run_page("levanter.md", **names)["OrScaleConfig"]
+    return run_page("trainers.md", **names)["MuonConfig"]
 
 
 def examples():
@@ -140,7 +140,7 @@ def allow_weights_as_mask(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "config", [lambda: AdamConfig, config_of_the_page], ids=["adam", "orscale"]
+    "config", [lambda: AdamConfig, config_of_the_page], ids=["adam", "muon"]
 )
 def test_levanter_trains_and_resumes(config, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # It writes logs here.

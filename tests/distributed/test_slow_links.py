@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.benchmarks import crossings
+from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
 from orscale_jax.distributed.plan import (
     TPU_V5P,
@@ -292,7 +292,7 @@ def test_slow_links_change_no_number_and_carry_what_the_plan_says(layout, kind):
     assert_polar_factors(program(x))
     counts = slow if isinstance(slow, dict) else dict.fromkeys(slow, 2)
     slice_of = slices_of_devices(sizes, counts).ravel()
-    received = crossings.of(program.as_text(), dict(enumerate(slice_of))).received
+    received = hlo_cost.crossings(program.as_text(), dict(enumerate(slice_of))).received
     plan = describe(x, NUMBERS, platform="cpu", slow_axes=slow).plan
     # A sum of Gram matrices around a ring is planned as if all of it crossed.
     assert max(received.values()) <= plan.slow_bytes

@@ -18,7 +18,7 @@ ADAMW = {
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("model", memory.MODELS)
+@pytest.mark.parametrize("model", ["7B", "16B"])
 def test_the_tables_on_the_page(model):
     assert f"\n{memory.table(model)}\n\n" in PAGE.read_text()
 
