@@ -79,7 +79,6 @@ def test_a_tree_has_none_where_the_parameters_have_none():
 
 
 def test_masked_parts():
-    """Values and expressions for masked parameters are ignored."""
     masked = PARAMS | {"blocks": optax.MaskedNode()}
     expected = {"embed": 2.0, "blocks": optax.MaskedNode(), "head": 1.0}
     for given in RULES, BY_BLOCK, {"embed": 2.0, "blocks": 0.5, "head": 1.0}:
