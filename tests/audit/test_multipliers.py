@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from orscale_jax import describe, family, muon, orscale
-from tests.small import NUMBERS, tree
+from tests.runs import NUMBERS, tree
 
 PER_LAYER = np.array([1.0, 2.0, 4.0])
 RULES = {"^b": 0.5, "stack": PER_LAYER}
