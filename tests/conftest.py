@@ -1,5 +1,6 @@
 """What every test of the package runs under."""
 
+import contextlib
 import datetime
 import gc
 import importlib.metadata
@@ -53,9 +54,9 @@ def pytest_configure(config: pytest.Config) -> None:
     given = os.environ.get("JAX_COMPILATION_CACHE_DIR")  # Of mutants: their original's.
     folder = Path(given or config.rootpath / ".pytest_cache" / "compiled")
     if not hasattr(config, "workerinput"):  # Not in a worker of pytest-xdist.
-        sizes = (path.stat().st_size for path in folder.glob("*"))
-        if sum(sizes) > MAX_CACHE_BYTES:
-            shutil.rmtree(folder)
+        with contextlib.suppress(FileNotFoundError):  # Another run may clear it, too.
+            if sum(path.stat().st_size for path in folder.glob("*")) > MAX_CACHE_BYTES:
+                shutil.rmtree(folder, ignore_errors=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 
 

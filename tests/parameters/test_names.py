@@ -17,6 +17,7 @@ from flax.traverse_util import flatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, describe
+from orscale_jax.diagnostics import layer_classes
 from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.trees.names import keys_on
 
@@ -266,3 +267,24 @@ def test_names_of_heads_come_before_types():
         matrices = {path for path, rule in found.items() if rule == "matrix"}
         heads = {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")}
         assert matrices == heads | {"norm_mlp.kernel"}
+
+
+HEADS = """
+    head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
+    heads.0.weight heads.head.weight score.weight decoder.output_layer.weight params.output_layer.kernel
+""".split()
+HIDDEN = """
+    blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
+    layers.3.attention.score.weight layers.3.mlp.output_layer.weight
+    multi_head_attention.kernel
+""".split()
+
+
+@pytest.mark.parametrize("name", HEADS + HIDDEN)
+def test_heads_without_an_embedding_beside_them(name):
+    def around(tree, key):
+        return {key: tree}
+
+    tree = functools.reduce(around, name.split(".")[::-1], leaf(4, 6))
+    [found] = jax.tree.leaves(layer_classes(tree))
+    assert found == "head" if name in HEADS else found not in ("head", "embedding")
