@@ -271,7 +271,8 @@ def test_names_of_heads_come_before_types():
 
 HEADS = """
     head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
-    heads.0.weight heads.head.weight score.weight decoder.output_layer.weight params.output_layer.kernel
+    heads.0.weight heads.head.weight score.weight
+    decoder.output_layer.weight params.output_layer.kernel
 """.split()
 HIDDEN = """
     blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
