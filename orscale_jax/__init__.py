@@ -4,13 +4,12 @@ from orscale_jax import family as family
 from orscale_jax._convert import convert_state as convert_state
 from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax.audit.describe import describe as describe
-from orscale_jax.audit.description import Description as Description
-from orscale_jax.audit.plans import (
-    Placed as Placed,
-    Stack as Stack,
-    StepCost as StepCost,
+from orscale_jax.audit.description import (
+    Description as Description,
+    ParameterRow as ParameterRow,
+    Total as Total,
 )
-from orscale_jax.audit.rows import ParameterRow as ParameterRow, Total as Total
+from orscale_jax.distributed.plan import Group as Group, Plan as Plan
 from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )

@@ -9,11 +9,7 @@ from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.study import controls
-from orscale_jax import (
-    family,
-    muon,
-    orscale,
-)
+from orscale_jax import family, muon, orscale
 
 NS_STEPS = 5
 MARIN = "marin.grug_muon"
@@ -40,16 +36,20 @@ def contenders(
     param_shardings: Any = None,
     slow_axes: tuple[str, ...] | None = None,
 ) -> dict[str, optax.GradientTransformation]:
-    """AdamW, Optax's Muon, and the two optimizers of this library, by name.
+    """AdamW, Optax's Muon, the two optimizers of this library and relatives, by name.
 
     Args:
       numbers: Dimension numbers, as all of them take them.
       ns_dtype: The dtype of our products; Optax multiplies in the gradients'.
-      param_shardings: As of orscale, on Auto axes.
-      slow_axes: As of orscale.
+      param_shardings: As of orscale, on Auto axes; not of the relatives.
+      slow_axes: Likewise.
     """
-    ours = _ours(numbers, ns_dtype)
-    ours |= {"param_shardings": param_shardings, "slow_axes": slow_axes}
+    ours: dict[str, Any] = {
+        "weight_dimension_numbers": numbers,
+        "ns_steps": NS_STEPS,
+        "ns_dtype": ns_dtype,
+    }
+    where = {"param_shardings": param_shardings, "slow_axes": slow_axes}
     return {
         "optax.adamw": optax.adamw(1e-3, weight_decay=0.1),
         "optax.contrib.muon": optax.contrib.muon(
@@ -59,26 +59,8 @@ def contenders(
             consistent_rms=0.2,
             muon_weight_dimension_numbers=numbers,
         ),
-        "muon": muon(1e-3, **ours),
-        "orscale": orscale(1e-3, **ours),
-    }
-
-
-def installed_peers() -> dict[str, optax.GradientTransformation]:
-    """marin's Muon, if its package is installed."""
-    try:
-        from examples.benchmarks.marin import marin_muon
-    except ImportError:
-        return {}
-    return {MARIN: marin_muon(NS_STEPS)}
-
-
-def relatives(
-    numbers: Any, ns_dtype: DTypeLike | None
-) -> dict[str, optax.GradientTransformation]:
-    """The relatives of OrScale, by name; the arguments are those of the contenders."""
-    ours = _ours(numbers, ns_dtype)
-    return {
+        "muon": muon(1e-3, **ours, **where),
+        "orscale": orscale(1e-3, **ours, **where),
         "hyperball": family.hyperball(1e-3, **ours),
         "normuon": family.normuon(1e-3, **ours),
         "orscale_on_normuon": family.orscale_on_normuon(1e-3, **ours),
@@ -91,9 +73,19 @@ def relatives(
     }
 
 
-def _ours(numbers: Any, ns_dtype: DTypeLike | None) -> dict[str, Any]:
+def installed_peers() -> dict[str, optax.GradientTransformation]:
+    """marin's Muon for plain arrays, which multiplies in bfloat16, if it is installed.
+
+    It is what marin's configuration builds, with Jordan's coefficients and the scale and
+    decay of the others, without the last stage, which needs a mesh.
+    """
+    try:
+        from levanter.optim.grugmuon import _grug_scale_with_muon as scale_by_grug_muon
+    except ImportError:
+        return {}
+    direction = scale_by_grug_muon(
+        steps=NS_STEPS, use_kimi_scaling=True, coefficient_type="simple"
+    )
     return {
-        "weight_dimension_numbers": numbers,
-        "ns_steps": NS_STEPS,
-        "ns_dtype": ns_dtype,
+        MARIN: optax.chain(direction, optax.add_decayed_weights(0.1), optax.scale(-1e-3))
     }

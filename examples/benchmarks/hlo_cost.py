@@ -10,28 +10,37 @@ Here a body counts as often as it runs; every branch of a conditional counts.
   estimate and count as none.
 - *Bytes* of a collective are those of its results on one device, and of its operands for
   reduce-scatter: in either case of the whole that is gathered or reduced.
-- *Traffic* is what kernels read and write: :mod:`examples.benchmarks.hlo_traffic`.
+- A collective is *exposed* if no product stands between its start and its end: then the
+  device waits. A scheduled program prints instructions in the order in which they are
+  issued. One that a kernel runs beside products of its own is not exposed.
+- *Traffic* is what kernels read and write. An array counts whole where a kernel reads it,
+  and as large as its slices where the kernel reads those alone. An array that is updated
+  in place counts as large as what is new. Collectives and kernels of Pallas count as any
+  other: their operands and their results.
 - *FLOPs* are those of matrix products and convolutions, without kernels by Pallas.
 
 The gradient of a grouped product is one product for each group, with a mask of the rows
 of the others, which the kernel skips. The compiler's estimate knows nothing of the mask:
 it is divided by the number of groups, as if every block of rows were one group's.
+
+:func:`crossings` counts what a program sends between slices, nodes or processes.
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from examples.benchmarks import hlo_traffic
-from examples.benchmarks.hlo_groups import groups
 from examples.benchmarks.hlo_program import (
+    CALLED,
     CALLS,
     Computation,
+    Groups,
     Instruction,
     Program,
     Run,
@@ -39,27 +48,21 @@ from examples.benchmarks.hlo_program import (
     runs,
 )
 
-COLLECTIVES = {
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
+# By the names that programs of several TPU slices have for them.
+TRANSFERS = {
+    "ALL_GATHER": "all-gather",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+    "REDUCE_SCATTER": "reduce-scatter",
 }
+COLLECTIVES = {*TRANSFERS.values(), "ragged-all-to-all"}
 # What only names an array, or calls something else.
 NO_KERNELS = CALLS - {"fusion"} | {
-    "after-all",
-    "bitcast",
-    "constant",
-    "get-tuple-element",
-    "opt-barrier",
-    "parameter",
-    "partition-id",
-    "replica-id",
-    "tuple",
-    "while",
-}
+    "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter",
+    "partition-id", "replica-id", "tuple", "while",
+}  # fmt: skip
+SLICES, UPDATE = {"slice", "dynamic-slice"}, "dynamic-update-slice"
 
 
 class Collective(NamedTuple):
@@ -67,9 +70,14 @@ class Collective(NamedTuple):
 
     kind: str
     nbytes: int
+    operand: int  # The bytes that each device hands to it.
     times: int
     looped: bool
-    devices: int = 0  # In a group; 0 if the text does not list the groups.
+    flops: int  # Of products beside it, all times that it runs.
+    scope: str
+    groups: (
+        Groups  # Devices that take part together; of a permutation, the two of a pair.
+    )
 
     @property
     def total(self) -> int:
@@ -80,25 +88,25 @@ class Collective(NamedTuple):
         """The bytes that each device sends; what it keeps for itself is not counted."""
         if self.kind == "collective-permute":
             return self.total
-        return self.total * (self.devices - 1) // self.devices
+        devices = len(self.groups[0])
+        return self.total * (devices - 1) // devices
+
+
+class Traffic(NamedTuple):
+    """Bytes that kernels read and write."""
+
+    read: int
+    written: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The cost of one device for one run of the program.
+    """The cost of one device for one run of the program."""
 
-    Attributes:
-      cycles: As the compiler estimates them.
-      flops: Of products.
-      kernels: How often one is launched, copies among them.
-      traffic: The bytes that kernels read and write.
-      collectives: Those of the text.
-    """
-
-    cycles: int
+    cycles: int  # As the compiler estimates them.
     flops: int
-    kernels: int
-    traffic: hlo_traffic.Traffic
+    kernels: int  # Launches, those of copies among them.
+    traffic: Traffic
     collectives: tuple[Collective, ...]
 
     @property
@@ -109,6 +117,11 @@ class Cost:
     def looped_bytes(self) -> int:
         """The bytes of collectives inside loops, which cannot be merged with others."""
         return sum(c.total for c in self.collectives if c.looped)
+
+    @property
+    def exposed_bytes(self) -> int:
+        """The bytes of exposed collectives."""
+        return sum(c.total for c in self.collectives if not c.flops)
 
 
 def of(text: str) -> Cost:
@@ -123,74 +136,87 @@ def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
     none of the scopes is "".
     """
     program, entry = parse(text)
-    parts: dict[str, list[Run]] = {scope: [] for scope in (*scopes, "")}
-    for run in runs(program, entry, scopes):
-        parts[run.place.scope].append(run)
-    return {scope: _cost(part, program) for scope, part in parts.items()}
+    issued = list(runs(program, entry, scopes))
+    collectives = list(_collectives(issued))
+    costs = {}
+    for scope in (*scopes, ""):
+        cycles = flops = kernels = read = written = 0
+        for run in issued:
+            instruction, computation, place = run
+            if place.scope != scope:
+                continue
+            flops += _flops(run)
+            opcode = instruction.opcode
+            # What a call runs is counted instead of it.
+            if not place.fused and opcode not in NO_KERNELS:
+                cycles_of = instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0
+                cycles += place.times * int(cycles_of) // place.matrices
+                if not opcode.endswith("-done"):
+                    kernels += place.times
+                    traffic = _traffic(instruction, computation, program)
+                    read += place.times * traffic.read
+                    written += place.times * traffic.written
+        part = tuple(c for c in collectives if c.scope == scope)
+        costs[scope] = Cost(cycles, flops, kernels, Traffic(read, written), part)
+    return costs
 
 
-def _cost(part: Iterable[Run], program: Program) -> Cost:
-    cycles = flops = kernels = read = written = 0
-    collectives = []
-    chains: set[tuple[str, str | None]] = set()
-    for instruction, computation, place in part:
-        if not place.fused:
-            cycles += place.times * _cycles(instruction) // place.groups
-        if not place.fused and _is_kernel(instruction):
-            kernels += place.times
-            traffic = hlo_traffic.of(instruction, computation, program)
-            read += place.times * traffic.read
-            written += place.times * traffic.written
-        flops += place.times * flops_of(instruction, computation) // place.groups
-        kind = instruction.opcode.removesuffix("-done")
+def _collectives(issued: Sequence[Run], by_hosts: bool = False) -> Iterator[Collective]:
+    """In the order in which they end; those that hosts send, too, if told so."""
+    flops = [0, *itertools.accumulate(map(_flops, issued))]
+    started: dict[tuple[int, str], int] = {}
+    chains = set()
+    for index, (instruction, computation, place) in enumerate(issued):
+        opcode = instruction.opcode
+        kind = opcode.removesuffix("-start").removesuffix("-done")
+        if by_hosts and opcode == "send":
+            transfer = instruction.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+            kind = TRANSFERS.get(transfer or "", "")
+        if kind not in COLLECTIVES:
+            continue
+        if opcode.endswith("-start"):
+            started[id(computation), instruction.name] = index
+            continue
         # One that runs beside a chain of kernels is printed in each of them.
-        chain = instruction.attribute(r'chain_id="(\d+)"')
-        if kind in COLLECTIVES and (chain is None or (kind, chain) not in chains):
+        if chain := instruction.attribute(r'chain_id="(\d+)"'):
+            if (kind, chain) in chains:
+                continue
             chains.add((kind, chain))
-            nbytes = bytes_moved(instruction, computation)
-            devices = len(next(iter(groups(instruction)), ()))
-            collectives.append(
-                Collective(kind, nbytes, place.times, place.looped, devices)
-            )
-    traffic = hlo_traffic.Traffic(read, written)
-    return Cost(cycles, flops, kernels, traffic, tuple(collectives))
+        start, first, last = instruction, index, index
+        if opcode.endswith("-done"):
+            first = started[id(computation), instruction.operands[0]]
+            start = issued[first].instruction
+        elif place.fused:  # Beside all of its kernel.
+            while issued[first].place.fused:
+                first -= 1
+            while last < len(issued) and issued[last].place.fused:
+                last += 1
+        operand = sum(computation[name].nbytes for name in start.operands)
+        nbytes = operand if kind == "reduce-scatter" else instruction.nbytes
+        beside = flops[last] - flops[first]
+        yield Collective(
+            kind, nbytes, operand, place.times, place.looped, beside, place.scope,
+            start.groups,
+        )  # fmt: skip
 
 
-def _is_kernel(instruction: Instruction) -> bool:
-    """Whether something is launched; the second half of an asynchronous pair is not."""
-    opcode = instruction.opcode
-    return opcode not in NO_KERNELS and not opcode.endswith("-done")
-
-
-def _cycles(instruction: Instruction) -> int:
-    if instruction.opcode in CALLS - {"fusion"} | {"while"}:
-        return 0  # What they run is counted.
-    return int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
-
-
-def bytes_moved(collective: Instruction, computation: Computation) -> int:
-    """Bytes; an asynchronous pair is counted where it is done, and its start is not."""
-    if not collective.opcode.startswith("reduce-scatter"):
-        return collective.nbytes
-    start = collective
-    if collective.opcode.endswith("-done"):
-        start = computation[collective.operands[0]]
-    return sum(computation[name].nbytes for name in start.operands)
-
-
-def flops_of(instruction: Instruction, computation: Computation) -> int:
+def _flops(run: Run) -> int:
     """The FLOPs of a product; of a fusion, those of what it runs are counted apart."""
+    instruction, computation, place = run
     if instruction.attribute("(ragged_dot_tiling)="):  # A kernel: rows by groups.
         *_, rows, _ = instruction.operands
-        return 2 * math.prod(instruction.shape) * computation[rows].shape[-1]
-    if instruction.opcode not in {"dot", "convolution"}:
+        each = 2 * math.prod(instruction.shape) * computation[rows].shape[-1]
+    elif instruction.opcode in {"dot", "convolution"}:
+        left, right = (computation[name].shape for name in instruction.operands)
+        if instruction.opcode == "convolution":
+            each = _convolution_flops(instruction, left, right)
+        else:
+            axes = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
+            contracted = math.prod(left[int(axis)] for axis in axes.split(",") if axis)
+            each = 2 * math.prod(instruction.shape) * contracted
+    else:
         return 0
-    left, right = (computation[name].shape for name in instruction.operands)
-    if instruction.opcode == "convolution":
-        return _convolution_flops(instruction, left, right)
-    axes = instruction.attribute(r"lhs_contracting_dims=\{([\d,]*)\}") or ""
-    contracted = math.prod(left[int(axis)] for axis in axes.split(",") if axis)
-    return 2 * math.prod(instruction.shape) * contracted
+    return place.times * each // place.matrices
 
 
 def _convolution_flops(
@@ -203,42 +229,143 @@ def _convolution_flops(
         part.split("=")
         for part in (instruction.attribute(r"window=\{([^}]*)\}") or "").split()
     )
-
-    def along(key: str, axis: int, default: str) -> str:
-        return window[key].split("x")[axis] if key in window else default
-
-    def products(axis: int) -> int:
-        """Pairs of a place of the output and one of the window that meet an input."""
-        label = str(axis)
-        stride, dilation, base = (
-            int(along(key, axis, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate")
-        )
-        padding = int(along("pad", axis, "0_0").split("_")[0])
-        end = (left[of_left.index(label)] - 1) * base + 1
+    shape = instruction.shape
+    outputs = shape[of_out.index("b")] * shape[of_out.index("f")]
+    flops = 2 * outputs * right[of_right.index("i")]
+    for axis in range(len(of_left) - 2):
+        stride, dilation, base, padding = (
+            int(window[key].split("x")[axis].split("_")[0]) if key in window else default
+            for key, default in (
+                ("stride", 1), ("rhs_dilate", 1), ("lhs_dilate", 1), ("pad", 0)
+            )
+        )  # fmt: skip
+        end = (left[of_left.index(str(axis))] - 1) * base + 1
         places = (
             out * stride + inside * dilation - padding
-            for out in range(instruction.shape[of_out.index(label)])
-            for inside in range(right[of_right.index(label)])
+            for out in range(shape[of_out.index(str(axis))])
+            for inside in range(right[of_right.index(str(axis))])
         )
-        return sum(0 <= place < end and place % base == 0 for place in places)
+        # Pairs of a place of the output and one of the window that meet an input.
+        flops *= sum(0 <= place < end and place % base == 0 for place in places)
+    return flops
 
-    spatial = math.prod(products(axis) for axis in range(len(of_left) - 2))
-    outputs = instruction.shape[of_out.index("b")] * instruction.shape[of_out.index("f")]
-    return 2 * outputs * right[of_right.index("i")] * spatial
+
+def _traffic(
+    instruction: Instruction, computation: Computation, program: Program
+) -> Traffic:
+    """The traffic of one launch of a kernel."""
+    operands = [computation[name].nbytes for name in instruction.operands]
+    if instruction.opcode in SLICES:
+        return Traffic(instruction.nbytes, instruction.nbytes)
+    if instruction.opcode == UPDATE:
+        return Traffic(operands[1], operands[1])
+    if instruction.opcode.endswith("-start"):  # Its results name its operands, too.
+        return Traffic(sum(operands), sum(operands))
+    if instruction.opcode != "fusion":
+        return Traffic(sum(operands), instruction.nbytes)
+    [called] = CALLED.findall(instruction.attributes)
+    inner = program[called.lstrip("%")]
+
+    def read(name: str, nbytes: int) -> int:
+        """What it reads of an operand of this size, named so inside of it."""
+        total = 0
+        for user in inner.values():
+            if name not in user.operands:
+                continue
+            if user.opcode in SLICES:
+                total += user.nbytes
+            elif user.opcode == "bitcast":
+                total += read(user.name, nbytes)
+            elif user.opcode != UPDATE or user.operands[0] != name:
+                return nbytes
+        return min(total, nbytes)
+
+    def written(name: str) -> int:
+        result = inner[name]
+        while result.opcode == "bitcast":
+            result = inner[result.operands[0]]
+        return (
+            inner[result.operands[1]].nbytes if result.opcode == UPDATE else result.nbytes
+        )
+
+    parameters = [x for x in inner.values() if x.opcode == "parameter"]
+    *_, root = inner.values()
+    results = root.operands if root.opcode == "tuple" else [root.name]
+    return Traffic(
+        sum(read(x.name, operands[int(x.arguments)]) for x in parameters),
+        sum(map(written, results)),
+    )
+
+
+class Crossings(NamedTuple):
+    """What crosses between regions of devices, in one run of a program.
+
+    Bytes are those that a device receives from other regions:
+
+    - *all-to-all, collective-permute*: what devices of other regions send to it.
+    - *all-gather, reduce-scatter*: the devices of a region share the load. Each receives
+      an equal part of what the others hold, or have summed, and passes it on inside.
+    - *all-reduce*: a reduce-scatter and an all-gather.
+    """
+
+    received: Mapping[int, int]  # By each device.
+    messages: Mapping[int, int]  # Parts in which they arrive.
+    buffers: int  # Bytes of one device's whole results of these collectives.
+    collectives: int  # How many cross.
+
+
+def crossings(text: str, regions: Mapping[int, int]) -> Crossings:
+    """What crosses in the text of a compiled program.
+
+    A program for several TPU slices hands the buffers to the hosts, which send them. It
+    shows the exchange as a ``send`` and a ``recv``, and numbers devices as the runtime
+    does. A collective that stays in a slice numbers those of the slice from 0; it never
+    crosses.
+
+    Args:
+      text: ``compiled.as_text()``.
+      regions: The slice, node or process of each device, by its number in the text.
+    """
+    received, messages = (Counter(dict.fromkeys(regions, 0)) for _ in range(2))
+    buffers = count = 0
+    for collective in _collectives(list(runs(*parse(text))), by_hosts=True):
+        kind, part, times = collective.kind, collective.operand, collective.times
+        groups = collective.groups or (tuple(sorted(regions)),)
+        crossing = [x for x in groups if len({regions.get(device) for device in x}) > 1]
+        if not crossing or kind not in TRANSFERS.values():
+            continue
+        size = len(crossing[0])
+        whole = {"all-gather": part * size, "reduce-scatter": part // size}
+        buffers += times * whole.get(kind, part)
+        count += times
+        for group in crossing:
+            if kind == "collective-permute":
+                received[group[1]] += times * part
+                messages[group[1]] += times
+                continue
+            shared = part if kind == "all-gather" else -(-part // size)
+            ways = 2 if kind == "all-reduce" else 1
+            for device in group:
+                within = sum(regions[other] == regions[device] for other in group)
+                others = size - within
+                if kind == "all-to-all":
+                    received[device] += times * (others * part // size)
+                    messages[device] += times * others
+                else:
+                    elsewhere = len({regions[other] for other in group}) - 1
+                    received[device] += times * (ways * shared * others // within)
+                    messages[device] += times * ways * elsewhere
+    return Crossings(received, messages, buffers, count)
 
 
 def main(paths: list[str]) -> None:
     for path in paths:
         cost = of(pathlib.Path(path).read_text())
         print(f"{path}: {cost.cycles / 1e6:.4g} Mcycles, {cost.flops / 1e9:.4g} GFLOP")
-        counts: Counter[str] = Counter()
-        nbytes: Counter[str] = Counter()
-        for collective in cost.collectives:
-            kind = f"{collective.kind}{' in a loop' if collective.looped else ''}"
-            counts[kind] += collective.times
-            nbytes[kind] += collective.total
-        for kind, count in counts.items():
-            print(f"  {kind}: {count}, {nbytes[kind] / 1e6:.4g} MB")
+        for c in cost.collectives:
+            where = " in a loop" if c.looped else ""
+            size = f"{c.total / 1e6:.4g} MB beside {c.flops / 1e9:.4g} GFLOP"
+            print(f"  {c.kind}{where}: {c.times}, {size}")
 
 
 if __name__ == "__main__":

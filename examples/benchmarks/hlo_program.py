@@ -1,16 +1,15 @@
 """The text of a compiled program, ``compiled.as_text()``, as instructions that run."""
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-BITS = {"pred": 8, "bf16": 16} | {
-    f"{kind}{bits}": bits
-    for kind, sizes in {"s": (4, 8, 16, 32, 64), "f": (16, 32, 64)}.items()
-    for bits in sizes
-}
-BITS |= {f"u{bits}": bits for bits in (4, 8, 16, 32, 64)}
+import numpy as np
+
+BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)}
 CALLS = {"async-start", "call", "conditional", "fusion"}
 CALLED = re.compile(
     r"(?:calls|to_apply|branch_computations|true_computation|false_computation)="
@@ -18,8 +17,25 @@ CALLED = re.compile(
 )
 COMPUTATION = re.compile(r"(ENTRY )?%?([\w.-]+) \(.*\{\s*$")
 INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.-]+) = (.*?) ([a-z][a-z\d-]*)\(([^)]*)\)")
-NAME = re.compile(r"%([\w.-]+)")
 ARRAY = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+
+# The devices that take part in a collective together. Devices 0 to 3 of slices 1 and 2,
+# each with its counterpart: {1,2}x{0:3}.
+BY_SLICES = r'_xla_megascale_target="\{([\d,]+)\}x\{(\d+)(?::(\d+))?\}"'
+# {0,1},{2,3}, or pairs of source and target such as {0->2},{2->0}.
+LISTED = r"(?:_xla_megascale_target|source_target_pairs|replica_groups)=\{(\{.*?\})\}"
+# Numbers in a shape, transposed, in rows: [4,2]<=[2,4]T(1,0).
+COUNTED = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+# Along axes of a mesh: mesh['dcn'=2,'fsdp'=4] {'dcn'}. 'fsdp':(2)2 is a part of an axis,
+# of length 2, after a part of length 2.
+NAMED = (
+    r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    r" \{((?:'\w+'(?::\(\d+\)\d+)?,?)+)\}"
+)
+# The runtime of several TPU slices numbers the devices of each from a multiple of this.
+PER_SLICE = 100_000
+
+Groups = tuple[tuple[int, ...], ...]
 
 
 class Instruction(NamedTuple):
@@ -33,30 +49,33 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        return NAME.findall(self.arguments)
+        return re.findall(r"%([\w.-]+)", self.arguments)
+
+    @property
+    def arrays(self) -> list[tuple[str, tuple[int, ...]]]:
+        """The dtype and the shape of each of its arrays."""
+        return [
+            (dtype, tuple(int(size) for size in sizes.split(",") if size))
+            for dtype, sizes in ARRAY.findall(self.type)
+        ]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of an instruction's one array."""
-        return _arrays(self.type)[0][1]
+        return self.arrays[0][1]
 
     @property
     def nbytes(self) -> int:
         """The bytes of all its arrays; contexts of asynchronous pairs are none."""
         return sum(
-            BITS.get(dtype, 0) * math.prod(shape) // 8
-            for dtype, shape in _arrays(self.type)
+            BITS.get(kind, 0) * math.prod(shape) // 8 for kind, shape in self.arrays
         )
 
     @property
-    def groups(self) -> int:
-        """Matrices of a grouped product that skips, for each, the rows of the others."""
+    def matrices(self) -> int:
+        """Of a grouped product that skips, for each of them, the rows of the others."""
         masked = self.attribute(r'"mask_dim_to_iteration_index":(\["\d)')
         return self.shape[0] if masked else 1
-
-    def attribute(self, pattern: str) -> str | None:
-        found = re.search(pattern, self.attributes)
-        return found[1] if found else None
 
     @property
     def traced(self) -> list[str]:
@@ -64,27 +83,48 @@ class Instruction(NamedTuple):
         _, *scopes = (self.attribute(r'op_name="([^"]*)"') or "").split("/")
         return scopes
 
+    @property
+    def groups(self) -> Groups:
+        """The devices of a collective that take part together; () if they are all.
+
+        Raises:
+          ValueError: If they are listed in a form that is unknown.
+        """
+        text = self.attributes
+        if found := re.search(BY_SLICES, text):
+            devices = range(int(found[2]), int(found[3] or found[2]) + 1)
+            slices = [PER_SLICE * number for number in _integers(found[1])]
+            return tuple(tuple(first + device for first in slices) for device in devices)
+        if found := re.search(LISTED, text):
+            listed = re.findall(r"\{([^{}]+)\}", found[1])
+            return tuple(tuple(map(int, re.findall(r"\d+", group))) for group in listed)
+        if found := re.search(COUNTED, text):
+            numbers = _numbers(found[2], found[3]).reshape(_integers(found[1]))
+        elif found := re.search(NAMED, text):
+            numbers = _along_axes(*found.groups())
+        elif re.search(r"replica_groups=(?!\{\})", text):
+            raise ValueError(f"which devices take part in {self}?")
+        else:
+            return ()
+        return tuple(map(tuple, numbers.tolist()))
+
+    def attribute(self, pattern: str) -> str | None:
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else None
+
 
 Computation = dict[str, Instruction]  # In the order of the text: the last is the root.
 Program = dict[str, Computation]
 
 
 class Place(NamedTuple):
-    """Where in a program something runs.
-
-    Attributes:
-      times: How often.
-      looped: Whether in a loop.
-      fused: Whether inside of another kernel.
-      scope: What it, or what runs it, was traced in: a name of `jax.named_scope`.
-      groups: Of the product that it is a part of, as of :class:`Instruction`.
-    """
+    """Where in a program something runs."""
 
     times: int = 1
     looped: bool = False
-    fused: bool = False
-    scope: str = ""
-    groups: int = 1
+    fused: bool = False  # Inside of another kernel.
+    scope: str = ""  # What it, or what runs it, was traced in.
+    matrices: int = 1  # Of the product that it is a part of.
 
 
 ONCE = Place()
@@ -109,9 +149,9 @@ def parse(text: str) -> tuple[Program, str]:
         elif line.startswith("}"):
             current = None
         elif current is not None and (found := INSTRUCTION.match(line)):
-            name, type_, opcode, arguments = found.groups()
-            attributes = line[found.end() :]
-            current[name] = Instruction(name, type_, opcode, arguments, attributes)
+            name, kind, opcode, arguments = found.groups()
+            rest = line[found.end() :]
+            current[name] = Instruction(name, kind, opcode, arguments, rest)
     return program, entry
 
 
@@ -131,7 +171,7 @@ def runs(
     for instruction in computation.values():
         here = place._replace(
             scope=place.scope or found[instruction.name],
-            groups=place.groups * instruction.groups,
+            matrices=place.matrices * instruction.matrices,
         )
         yield Run(instruction, computation, here)
         if instruction.opcode == "while":
@@ -140,8 +180,7 @@ def runs(
             inside = here._replace(times=here.times * trips, looped=True)
             yield from runs(program, body, scopes, inside)
         elif instruction.opcode in CALLS:
-            fused = here.fused or instruction.opcode == "fusion"
-            inside = here._replace(fused=fused)
+            inside = here._replace(fused=here.fused or instruction.opcode == "fusion")
             for called in CALLED.findall(instruction.attributes):
                 for inner in re.findall(r"[\w.-]+", called):
                     yield from runs(program, inner, scopes, inside)
@@ -172,41 +211,66 @@ def _trips(loop: Instruction, computation: Computation, program: Program) -> int
     """How often a loop's body runs: as the compiler noted, or from its counter."""
     if noted := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
         return int(noted)
+
+    def constant(name: str, computation: Computation) -> int:
+        instruction = computation[name]
+        if instruction.opcode == "copy":
+            return constant(instruction.operands[0], computation)
+        if instruction.opcode != "constant":
+            raise ValueError(f"{name} is no constant")
+        return int(instruction.arguments)
+
     try:
         condition = program[loop.attribute(r"condition=%?([\w.-]+)") or ""]
         body = program[loop.attribute(r"body=%?([\w.-]+)") or ""]
-        test = _root(condition)
+        *_, test = condition.values()
         counter, limit = test.operands
         if test.attribute(r"direction=(\w+)") != "LT":
             raise ValueError("not to a limit from below")
         index = int(condition[counter].attribute(r"index=(\d+)") or "")
         first = computation[loop.operands[0]].operands[index]
-        increment = body[_root(body).operands[index]]
+        *_, root = body.values()
+        increment = body[root.operands[index]]
         if increment.opcode != "add":
             raise ValueError("not by addition")
         [step] = [name for name in increment.operands if body[name].opcode == "constant"]
-        start = _constant(first, computation)
-        distance = _constant(limit, condition) - start
-        return -(-distance // _constant(step, body))
+        distance = constant(limit, condition) - constant(first, computation)
+        return -(-distance // constant(step, body))
     except (KeyError, IndexError, ValueError) as error:
         raise ValueError(f"how often does {loop.name} run? {loop}") from error
 
 
-def _root(computation: Computation) -> Instruction:
-    return list(computation.values())[-1]
-
-
-def _constant(name: str, computation: Computation) -> int:
-    instruction = computation[name]
-    if instruction.opcode == "copy":
-        return _constant(instruction.operands[0], computation)
-    if instruction.opcode != "constant":
-        raise ValueError(f"{name} is no constant")
-    return int(instruction.arguments)
-
-
-def _arrays(type_: str) -> list[tuple[str, tuple[int, ...]]]:
-    return [
-        (dtype, tuple(int(size) for size in sizes.split(",") if size))
-        for dtype, sizes in ARRAY.findall(type_)
+def _along_axes(mesh: str, shape: str | None, order: str | None, axes: str) -> np.ndarray:
+    """The numbers of devices along axes of a mesh, in rows: see ``NAMED``."""
+    lengths = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    along = [
+        (name, int(before or 1), int(before or 1) * int(size or lengths[name]))
+        for name, before, size in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
     ]
+    # The axes, cut where the parts begin and end.
+    parts = []
+    for name, length in lengths.items():
+        ends = {end for other, *ends in along if other == name for end in ends}
+        cuts = sorted({1, length} | ends)
+        parts += [(name, *cut) for cut in itertools.pairwise(cuts)] or [(name, 1, 1)]
+    sizes = [end // start for _, start, end in parts]
+    # Without device_ids the devices are in the order of their numbers.
+    numbers = _numbers(shape or str(math.prod(sizes)), order).reshape(sizes)
+    chosen = [
+        index
+        for name, start, end in along
+        for index, (other, first, last) in enumerate(parts)
+        if other == name and start <= first and last <= end
+    ]
+    moved = np.moveaxis(numbers, chosen, range(-len(chosen), 0))
+    return moved.reshape(-1, math.prod(sizes[axis] for axis in chosen))
+
+
+def _numbers(shape: str, order: str | None) -> np.ndarray:
+    """The numbers of all devices, in a shape that is transposed."""
+    numbers = np.arange(math.prod(_integers(shape))).reshape(_integers(shape))
+    return numbers.transpose(_integers(order)) if order else numbers
+
+
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]

@@ -7,6 +7,7 @@ Two lines of the user's own code do it: where the state is when the step ends, a
 whose state stays on the devices.
 """
 
+import collections
 import functools
 from typing import Any
 
@@ -36,21 +37,6 @@ def on_host(shardings: Any, fields: tuple[str, ...] | None = None) -> Any:
     return jax.tree.map_with_path(moved, shardings)
 
 
-def initial(mesh: jax.sharding.Mesh, width: int) -> Params:
-    keys = jax.random.split(jax.random.key(0))
-    return {
-        "up": jax.device_put(
-            jax.random.normal(keys[0], (width, 4 * width)) / width**0.5,
-            NamedSharding(mesh, P("fsdp", None)),
-        ),
-        "down": jax.device_put(
-            jax.random.normal(keys[1], (4 * width, width)) / (4 * width) ** 0.5,
-            NamedSharding(mesh, P(None, "fsdp")),
-        ),
-        "scale": jax.device_put(jnp.ones(width), NamedSharding(mesh, P())),
-    }
-
-
 def loss_of(params: Params, x: jax.Array) -> jax.Array:
     y = jax.nn.gelu(x @ params["up"]) @ params["down"] * params["scale"]
     return jnp.mean((y - jnp.sin(3 * x)) ** 2)
@@ -59,16 +45,15 @@ def loss_of(params: Params, x: jax.Array) -> jax.Array:
 def train(
     fields: tuple[str, ...] | None, steps: int = 20, width: int = 64
 ) -> tuple[list[float], Any]:
-    """The losses, and the state after the last step.
-
-    Args:
-      fields: Which fields of the state lie in the host's memory; None: all.
-      steps: How many.
-      width: Of the model.
-    """
+    """The losses, and the last state; the fields of the state are on the host."""
     mesh = jax.make_mesh((len(jax.devices()),), ("fsdp",), axis_types=(AxisType.Auto,))
-    params = initial(mesh, width)
-    where = jax.tree.map(lambda p: p.sharding, params)
+    specs = {"up": P("fsdp", None), "down": P(None, "fsdp"), "scale": P()}
+    where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+    keys = jax.random.split(jax.random.key(0))
+    up = jax.random.normal(keys[0], (width, 4 * width)) / width**0.5
+    down = jax.random.normal(keys[1], (4 * width, width)) / (4 * width) ** 0.5
+    params: Params = {"up": up, "down": down, "scale": jnp.ones(width)}
+    params = jax.device_put(params, where)
     optimizer = orscale(1e-2, param_shardings=params)
 
     on_devices = state_shardings(optimizer, params)
@@ -93,21 +78,15 @@ def train(
 
 def bytes_by_memory(state: Any) -> dict[str, int]:
     """How many bytes of the state lie in each kind of memory, over all devices."""
-    found: dict[str, int] = {}
+    found: dict[str, int] = collections.Counter()
     for leaf in jax.tree.leaves(state):
-        kind = leaf.sharding.memory_kind
-        size = sum(shard.data.nbytes for shard in leaf.addressable_shards)
-        found[kind] = found.get(kind, 0) + size
+        shards = leaf.addressable_shards
+        found[leaf.sharding.memory_kind] += sum(shard.data.nbytes for shard in shards)
     return found
 
 
-def main(steps: int = 20, width: int = 64) -> dict[str, tuple[list[float], Any]]:
-    """The losses and the last state, by what lies on the host."""
-    choices = {"nothing": (), "momentum": LARGE, "everything": None}
-    return {name: train(fields, steps, width) for name, fields in choices.items()}
-
-
 if __name__ == "__main__":
-    for name, (losses, state) in main().items():
+    for name, fields in {"nothing": (), "momentum": LARGE, "everything": None}.items():
+        losses, state = train(fields)
         kinds = ", ".join(f"{k} {n:,}" for k, n in sorted(bytes_by_memory(state).items()))
         print(f"{name} on the host: loss {losses[-1]:.4f}; bytes of state: {kinds}")

@@ -10,7 +10,6 @@ chips. For another optimizer or option, add an entry to `CHOICES`.
 
 import collections
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -22,40 +21,28 @@ import tyro
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.benchmarks import models
 from examples.benchmarks.ahead_of_time import line
 from examples.benchmarks.host_offload import LARGE, on_host
-from examples.benchmarks.models import (
-    Leaf,
-    Leaves,
-    layers,
-    moonlight,
-    named,
-    over_all,
-    swiglu,
-)
+from examples.benchmarks.models import Leaf, Leaves, Mesh, dense, moonlight, over_all
 from orscale_jax import describe, keep_master_weights, muon, orscale, state_shardings
 
 Numbers = Mapping[str, Dims | None]
-Mesh = Mapping[str, int]
-BFLOAT16, INT8 = "bfloat16", "int8"
-COUNTS = (8, 64, 512)
+BFLOAT16, COUNTS = "bfloat16", (8, 64, 512)
+MODELS: Mapping[str, Callable[[Mesh], Leaves]] = {
+    "1.1B": lambda mesh: dense(over_all(mesh), models.TINYLLAMA),
+    "7B": lambda mesh: dense(over_all(mesh), models.LLAMA2_7B),
+    "16B": moonlight,
+}
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """An optimizer with some of its options.
+class Choice(NamedTuple):
+    """An optimizer with some of its options."""
 
-    Attributes:
-      name: How the page calls it.
-      optimizer: Makes it for matrices with these dimension numbers.
-      weights: The dtype of the weights.
-      on_host: The fields of the state that are in the host's memory between the steps.
-    """
-
-    name: str
+    name: str  # How the page calls it.
     optimizer: Callable[[Numbers], optax.GradientTransformation]
-    weights: str = "float32"
-    on_host: tuple[str, ...] = ()
+    weights: str = "float32"  # Their dtype.
+    on_host: tuple[str, ...] = ()  # Fields of the state that are there between the steps.
 
 
 def ours(optimizer: Callable[..., Any], mu_dtype: str | None = None) -> Any:
@@ -65,34 +52,27 @@ def ours(optimizer: Callable[..., Any], mu_dtype: str | None = None) -> Any:
     )
 
 
+def mastered(mu_dtype: str | None = None) -> Any:
+    return lambda numbers: keep_master_weights(ours(orscale, mu_dtype)(numbers))
+
+
 CHOICES = (
     Choice("`optax.adamw`", lambda _: optax.adamw(1e-3)),
-    Choice(
-        '`optax.adamw`, `mu_dtype="bfloat16"`',
-        lambda _: optax.adamw(1e-3, mu_dtype=BFLOAT16),
-    ),
-    Choice(
-        "`optax.contrib.muon`",
-        lambda numbers: optax.contrib.muon(1e-3, muon_weight_dimension_numbers=numbers),
-    ),
+    Choice('`optax.adamw`, `mu_dtype="bfloat16"`',
+           lambda _: optax.adamw(1e-3, mu_dtype=BFLOAT16)),
+    Choice("`optax.contrib.muon`", lambda numbers: optax.contrib.muon(
+        1e-3, muon_weight_dimension_numbers=numbers)),
     Choice("`muon`", ours(muon)),
     Choice('`muon`, `mu_dtype="bfloat16"`', ours(muon, BFLOAT16)),
-    Choice('`muon`, `mu_dtype="int8"`', ours(muon, INT8)),
+    Choice('`muon`, `mu_dtype="int8"`', ours(muon, "int8")),
     Choice("`orscale`", ours(orscale)),
     Choice('`orscale`, `mu_dtype="bfloat16"`', ours(orscale, BFLOAT16)),
-    Choice('`orscale`, `mu_dtype="int8"`', ours(orscale, INT8)),
-    Choice(
-        "`keep_master_weights(orscale)`",
-        lambda numbers: keep_master_weights(ours(orscale)(numbers)),
-        weights=BFLOAT16,
-    ),
-    Choice(
-        '`keep_master_weights(orscale)`, `mu_dtype="bfloat16"`',
-        lambda numbers: keep_master_weights(ours(orscale, BFLOAT16)(numbers)),
-        weights=BFLOAT16,
-    ),
+    Choice('`orscale`, `mu_dtype="int8"`', ours(orscale, "int8")),
+    Choice("`keep_master_weights(orscale)`", mastered(), weights=BFLOAT16),
+    Choice('`keep_master_weights(orscale)`, `mu_dtype="bfloat16"`', mastered(BFLOAT16),
+           weights=BFLOAT16),
     Choice("`orscale`, momentum and moments offloaded", ours(orscale), on_host=LARGE),
-)
+)  # fmt: skip
 
 
 class Held(NamedTuple):
@@ -100,58 +80,6 @@ class Held(NamedTuple):
 
     per_parameter: float
     per_chip: int
-
-
-class Row(NamedTuple):
-    """A line of a table.
-
-    Attributes:
-      name: Of what.
-      held: Its bytes, for each number of chips.
-      weights: For a state on the chips, the bytes of the weights, for each parameter.
-    """
-
-    name: str
-    held: Sequence[Held]
-    weights: int | None = None
-
-    def __str__(self) -> str:
-        """The line, in bytes and MB."""
-        own = self.held[0].per_parameter
-        both = "" if self.weights is None else f"{own + self.weights:.3f}"
-        per_chip = [figure(held.per_chip / 1e6) for held in self.held]
-        return line([self.name, f"{own:.3f}", both, *per_chip])
-
-
-def llama(
-    mesh: Mesh, count: int, hidden: int, width: int, keys: int, vocabulary: int
-) -> Leaves:
-    """A dense decoder whose keys and values have so many columns."""
-    attention = {
-        "query": over_all(mesh, hidden, hidden),
-        "key": over_all(mesh, hidden, keys),
-        "value": over_all(mesh, hidden, keys),
-        "out": over_all(mesh, hidden, hidden),
-    }
-    norms = {"input_norm": Leaf((hidden,)), "post_norm": Leaf((hidden,))}
-    block = {**attention, **named("mlp", swiglu(mesh, hidden, width)), **norms}
-    return {
-        "embedding": over_all(mesh, vocabulary, hidden)._replace(numbers=None),
-        "head": over_all(mesh, hidden, vocabulary)._replace(numbers=None),
-        "norm": Leaf((hidden,)),
-        **layers(count, block),
-    }
-
-
-MODELS: Mapping[str, Callable[[Mesh], Leaves]] = {
-    "1.1B": functools.partial(  # TinyLlama.
-        llama, count=22, hidden=2048, width=5632, keys=256, vocabulary=32000
-    ),
-    "7B": functools.partial(  # Llama 2.
-        llama, count=32, hidden=4096, width=11008, keys=4096, vocabulary=32000
-    ),
-    "16B": moonlight,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,53 +92,34 @@ class Options:
     """Numbers of chips."""
 
 
-def stacked(leaves: Leaves) -> Leaves:
-    """Equal leaves of several layers as one array, with an axis in front for layers."""
-    alike: dict[tuple[str, Leaf], int] = collections.Counter(
-        (name.partition(".")[2] if name[0].isdigit() else name, leaf)
-        for name, leaf in leaves.items()
-    )
-    return {
-        name: Leaf(
-            (count, *leaf.shape), P(None, *leaf.spec), leaf.numbers and Dims(-2, -1)
-        )
-        for (name, leaf), count in alike.items()
-    }
-
-
-def sizes_of(model: str, chips: int) -> Mesh:
-    """The axes of the mesh: experts over up to 64 chips, and the rest by rows."""
-    if model != "16B":
-        return {"fsdp": chips}
-    experts = min(64, chips)
-    return {"fsdp": chips // experts, "expert": experts}
-
-
 def placed(model: str, chips: int, dtype: str) -> tuple[dict[str, Any], Numbers]:
-    """The parameters of a model on so many chips, and their dimension numbers."""
-    sizes = sizes_of(model, chips)
+    """The parameters of a model on so many chips, and their dimension numbers.
+
+    Experts are over up to 64 chips. Equal leaves of several layers are one array, with an
+    axis in front for layers.
+    """
+    sizes = {"fsdp": chips}
+    if model == "16B":
+        sizes = {"fsdp": chips // min(64, chips), "expert": min(64, chips)}
     types = (AxisType.Auto,) * len(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
-    leaves = stacked(MODELS[model](sizes))
-    params = {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, leaf.spec)
-        )
-        for name, leaf in leaves.items()
+    alike: dict[tuple[str, Leaf], int] = collections.Counter(
+        (name.partition(".")[2] if name[0].isdigit() else name, leaf)
+        for name, leaf in MODELS[model](sizes).items()
+    )
+    stacked = {
+        name: Leaf((count, *leaf.shape), P(None, *leaf.spec))
+        for (name, leaf), count in alike.items()
     }
-    return params, {name: leaf.numbers for name, leaf in leaves.items()}
-
-
-def shard_bytes(array: Any, sharding: NamedSharding) -> int:
-    """The bytes of an array on each chip."""
-    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
+    numbers = {name: leaf.numbers and Dims(-2, -1) for name, leaf in alike}
+    return models.placed(stacked, mesh, dtype), numbers
 
 
 def of_weights(params: Mapping[str, jax.ShapeDtypeStruct]) -> Held:
     """The weights themselves."""
     arrays = params.values()
-    itemsizes = {array.dtype.itemsize for array in arrays}
-    return Held(max(itemsizes), sum(shard_bytes(x, x.sharding) for x in arrays))
+    [each] = {array.dtype.itemsize for array in arrays}
+    return Held(each, sum(_shard_bytes(x, x.sharding) for x in arrays))
 
 
 def of_state(
@@ -231,35 +140,42 @@ def of_state(
     nbytes = sum(array.size * array.dtype.itemsize for array, _ in moved)
     host = Held(
         nbytes / described.totals["all"].parameters,
-        sum(shard_bytes(array, sharding) for array, sharding in moved),
+        sum(_shard_bytes(array, sharding) for array, sharding in moved),
     )
     return Held(each - host.per_parameter, chip - host.per_chip), host
 
 
-def rows(model: str, counts: Sequence[int]) -> Iterator[Row]:
-    """The rows of the table of a model."""
+def rows(model: str, counts: Sequence[int]) -> Iterator[list[str]]:
+    """The rows of the table of a model, in bytes and MB."""
+
+    def row(name: str, held: Sequence[Held], weights: str = "") -> list[str]:
+        own = held[0].per_parameter
+        both = f"{own + jnp.dtype(weights).itemsize:.3f}" if weights else ""
+        megabytes = [each.per_chip / 1e6 for each in held]  # Three digits, or more.
+        cells = [f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in megabytes]
+        return [name, f"{own:.3f}", both, *cells]
+
     for dtype in ("float32", BFLOAT16):
         held = [of_weights(placed(model, chips, dtype)[0]) for chips in counts]
-        yield Row(f"weights in {dtype}", held)
+        yield row(f"weights in {dtype}", held)
     for choice in CHOICES:
-        models = [placed(model, chips, choice.weights) for chips in counts]
-        on_chip, hosted = zip(*(of_state(*each, choice) for each in models), strict=True)
-        yield Row(choice.name, on_chip, jnp.dtype(choice.weights).itemsize)
+        each = (placed(model, chips, choice.weights) for chips in counts)
+        on_chip, hosted = zip(*(of_state(*x, choice) for x in each), strict=True)
+        yield row(choice.name, on_chip, choice.weights)
         if choice.on_host:
-            yield Row(f"{choice.name}: on the host", hosted)
+            yield row(f"{choice.name}: on the host", hosted)
 
 
 def table(model: str, counts: Sequence[int] = COUNTS) -> str:
     """The table of a model."""
     per_chip = [f"{count} chips, MB each" for count in counts]
     headings = [f"{model} parameters", "bytes per parameter", "with weights", *per_chip]
-    head = [line(headings), line(["---", *["--:"] * (2 + len(counts))])]
-    return "\n".join([*head, *map(str, rows(model, counts))])
+    lines = [headings, ["---", *["--:"] * (2 + len(counts))], *rows(model, counts)]
+    return "\n".join(map(line, lines))
 
 
-def figure(number: float) -> str:
-    """Three digits, and all of them before the point."""
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+def _shard_bytes(array: Any, sharding: NamedSharding) -> int:
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def main(options: Options) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 
 from examples.benchmarks.contenders import NS_STEPS
+from orscale_jax.newton_schulz import restarts
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -31,12 +32,10 @@ SPLIT_BLOCK: Shapes = {
 DAVIDNET: Shapes = {
     "prep": (27, 64),
     "layer1": (576, 128),
-    "res1a": (1152, 128),
-    "res1b": (1152, 128),
+    **dict.fromkeys(("res1a", "res1b"), (1152, 128)),
     "layer2": (1152, 256),
     "layer3": (2304, 512),
-    "res3a": (4608, 512),
-    "res3b": (4608, 512),
+    **dict.fromkeys(("res3a", "res3b"), (4608, 512)),
 }
 CASES: dict[str, Shapes] = {
     "gpt2": copies(4, GPT2_BLOCK),
@@ -68,9 +67,8 @@ NAMES = {
 
 
 def nominal_flops(shapes: Shapes) -> float:
+    """Of the plain iteration, steps · (4m²n + 2m³) a matrix."""
     total = 0.0
-    for shape in shapes.values():
-        *batch, rows, columns = shape
-        m, n = sorted((rows, columns))
-        total += math.prod(batch) * NS_STEPS * (4.0 * m * m * n + 2.0 * m**3)
+    for *batch, m, n in shapes.values():
+        total += math.prod(batch) * restarts.flops(m, n, NS_STEPS, NS_STEPS - 1)
     return total

@@ -13,10 +13,14 @@ Newton–Schulz, steps · (4m²n + 2m³) a matrix, over the time and over the be
 matrix product that was measured in the same turns.
 """
 
+import csv
 import dataclasses
 import functools
+import os
 import pathlib
-from collections.abc import Callable
+import platform
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,18 +29,19 @@ import optax
 import tyro
 
 from examples import figure_style as style
-from examples.benchmarks import step_figure
+from examples.benchmarks import figure
 from examples.benchmarks.contenders import (
     MARIN,
     contenders,
     installed_peers,
     last_two_axes,
-    relatives,
     step_of,
 )
-from examples.benchmarks.shapes import CASES, NAMES, Shapes, nominal_flops
-from examples.benchmarks.timing import Quartiles, in_turns, repeated, turns_for
+from examples.benchmarks.shapes import CASES, NAMES, nominal_flops
+from examples.benchmarks.timing import Quartiles, repeated, seconds_each
 from examples.pretrain.errors import UsageError
+
+Times = Mapping[str, Quartiles]  # By contender.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,65 +63,6 @@ class Options:
     """Draw benchmark.png of the benchmark.csv that is there."""
 
 
-def stepping(
-    optimizer: optax.GradientTransformation, shapes: Shapes
-) -> Callable[[], Any]:
-    """A step that updates its own parameters and state in place."""
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    params, grads = (
-        {
-            name: jax.random.normal(jax.random.fold_in(key, salt), shape) * 0.02
-            for key, (name, shape) in zip(keys, shapes.items(), strict=True)
-        }
-        for salt in (0, 1)
-    )
-    step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
-    return repeated(step, (params, jax.jit(optimizer.init)(params)), grads)
-
-
-def products(dtype: str) -> dict[str, tuple[Callable[[], Any], float]]:
-    """Matrix products that look for the machine's best rate, and their operations."""
-
-    def product(shape: tuple[int, ...]) -> tuple[Callable[[], Any], float]:
-        x = jnp.ones(shape, dtype)
-        multiply = jax.jit(
-            functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
-        )
-        return lambda: multiply(x, x), 2.0 * x.size * shape[-1]
-
-    shapes = [(1024, 1024), (2048, 2048), (4, 1024, 1024)]
-    return {str(shape): product(shape) for shape in shapes}
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Times of each contender, and operations per second of the ceiling."""
-
-    case: str
-    times: dict[str, Quartiles]
-    ceiling: float
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Median of each contender."""
-        return {name: found.median for name, found in self.times.items()}
-
-    @property
-    def of_the_ceiling(self) -> float:
-        rate = nominal_flops(CASES[self.case]) / self.seconds["orscale"]
-        return rate / self.ceiling
-
-    @property
-    def peer(self) -> str:
-        """The first Muon, if there is one."""
-        muons = (name for name in self.seconds if name.endswith("muon"))
-        return next(muons, "orscale")
-
-    @property
-    def speedup(self) -> float:
-        return self.seconds[self.peer] / self.seconds["orscale"]
-
-
 def optimizers_of(options: Options) -> dict[str, optax.GradientTransformation]:
     """The contenders by name.
 
@@ -129,8 +75,7 @@ def optimizers_of(options: Options) -> dict[str, optax.GradientTransformation]:
     for case in options.cases:
         if case not in CASES:
             raise UsageError(f"no case {case!r}: there are {', '.join(CASES)}")
-    given = (last_two_axes, options.ns_dtype)
-    known = contenders(*given) | relatives(*given) | installed_peers()
+    known = contenders(last_two_axes, options.ns_dtype) | installed_peers()
     for name in options.contenders:
         if name not in known:
             hint = f"; {MARIN} needs the extra clients-marin" if name == MARIN else ""
@@ -140,54 +85,113 @@ def optimizers_of(options: Options) -> dict[str, optax.GradientTransformation]:
 
 def measure(
     case: str, optimizers: dict[str, optax.GradientTransformation], options: Options
-) -> Result:
-    steps = {name: stepping(found, CASES[case]) for name, found in optimizers.items()}
-    multiplications = products(options.ns_dtype)
-    runs = steps | {name: run for name, (run, _) in multiplications.items()}
+) -> tuple[Times, float]:
+    """The times of each contender, and the operations per second of the ceiling."""
+    runs: dict[str, Callable[[], Any]] = {}
+    keys = jax.random.split(jax.random.key(0), len(CASES[case]))
+    for name, optimizer in optimizers.items():
+        params, grads = (
+            {
+                leaf: jax.random.normal(jax.random.fold_in(key, salt), shape) * 0.02
+                for key, (leaf, shape) in zip(keys, CASES[case].items(), strict=True)
+            }
+            for salt in (0, 1)
+        )
+        step = jax.jit(step_of(optimizer), donate_argnums=(0, 1))
+        runs[name] = repeated(step, (params, jax.jit(optimizer.init)(params)), grads)
+    # Products that look for the machine's best rate.
+    multiply = jax.jit(functools.partial(jnp.matmul, preferred_element_type=jnp.float32))
+    flops = {}
+    for shape in ((1024, 1024), (2048, 2048), (4, 1024, 1024)):
+        x = jnp.ones(shape, options.ns_dtype)
+        runs[str(shape)] = functools.partial(multiply, x, x)
+        flops[str(shape)] = 2.0 * x.size * shape[-1]
     for run in runs.values():  # Compiles.
         jax.block_until_ready(run())
-    seconds = in_turns(runs, turns_for(options.seconds * len(runs)))
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    order, end = list(runs), time.perf_counter() + options.seconds * len(runs)
+    while not seconds[order[0]] or time.perf_counter() < end:
+        for name in order:
+            seconds[name].append(seconds_each(runs[name]))
+        order.reverse()
     found = {name: Quartiles.of(times) for name, times in seconds.items()}
-    rates = [flops / found[name].median for name, (_, flops) in multiplications.items()]
-    return Result(case, {name: found[name] for name in steps}, max(rates))
+    ceiling = max(count / found[name].median for name, count in flops.items())
+    return {name: found[name] for name in optimizers}, ceiling
 
 
-def table(results: list[Result]) -> list[str]:
-    """The lines of a table in Markdown; what a phone shows of it comes first."""
-    names = list(reversed(results[0].seconds))
-    faster = f"faster than {results[0].peer}"
-    head = ["", faster, *(f"{name}, ms" for name in names), "of the ceiling"]
-    rows = [
-        [
-            NAMES[result.case],
-            f"{result.speedup:.2f} ×",
-            *(step_figure.milliseconds(result.seconds[name]) for name in names),
-            f"{100 * result.of_the_ceiling:.0f} % of {result.ceiling / 1e9:.0f} GFLOP/s",
-        ]
-        for result in results
-    ]
-    return [
-        f"| {' | '.join(cells)} |"
-        for cells in (head, ["---", *["--:"] * (len(head) - 1)], *rows)
-    ]
+def table(results: Mapping[str, tuple[Times, float]]) -> list[str]:
+    """The lines of a table in Markdown; what a phone shows of it comes first.
+
+    Args:
+      results: As of :func:`measure`, by case.
+    """
+    known = list(next(iter(results.values()))[0])
+    muons = (name for name in known if name.endswith("muon"))
+    peer = next(muons, "orscale")  # The first Muon, if there is one.
+    names = known[::-1]
+    head = ["", f"faster than {peer}", *(f"{name}, ms" for name in names)]
+    rows = [[*head, "of the ceiling"], ["---", *["--:"] * len(head)]]
+    for case, (times, ceiling) in results.items():
+        own = times["orscale"].median
+        share = nominal_flops(CASES[case]) / own / ceiling
+        rows.append([
+            NAMES[case],
+            f"{times[peer].median / own:.2f} ×",
+            *(figure.four_digits(1000 * times[name].median) for name in names),
+            f"{100 * share:.0f} % of {ceiling / 1e9:.0f} GFLOP/s",
+        ])  # fmt: skip
+    return [f"| {' | '.join(cells)} |" for cells in rows]
 
 
-def write(results: list[Result], ns_dtype: str, folder: pathlib.Path) -> None:
+def where(ns_dtype: str) -> str:
+    """What the times were measured with."""
+    device = jax.devices()[0]
+    kind = device.device_kind
+    if device.platform == "cpu":
+        has_mask = hasattr(os, "sched_getaffinity")
+        cores = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count()
+        info = pathlib.Path("/proc/cpuinfo")  # Of Linux.
+        lines = info.read_text().splitlines() if info.exists() else []
+        named = (
+            line.partition(":")[2] for line in lines if line.startswith("model name")
+        )
+        kind = f"{cores} cores of {next(named, platform.machine()).strip()}"
+    return f"{kind}; {ns_dtype} products; JAX {jax.__version__}"
+
+
+def write(
+    results: Mapping[str, tuple[Times, float]], ns_dtype: str, folder: pathlib.Path
+) -> None:
     """The table, the times and the plot."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "benchmark.md").write_text("\n".join(table(results)) + "\n")
-    times = {result.case: result.times for result in results}
-    step_figure.write_times(times, ns_dtype, folder / "benchmark.csv")
+    with (folder / "benchmark.csv").open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow("case contender low median high turns where".split())
+        for case, (times, _) in results.items():
+            for name, (*seconds, turns) in times.items():
+                cells = [f"{x:.4g}" for x in seconds]
+                writer.writerow([case, name, *cells, turns, where(ns_dtype)])
     draw(folder)
 
 
 def draw(folder: pathlib.Path) -> None:
     """The plot and its narrow version, of the times that are in the folder."""
-    times, measured = step_figure.read_times(folder / "benchmark.csv")
-    named = {NAMES[case]: found for case, found in times.items()}
+    with (folder / "benchmark.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    cases: dict[str, dict[str, Quartiles]] = {}
+    for row in rows:
+        low, median, high = (float(row[name]) for name in ("low", "median", "high"))
+        found = Quartiles(low, median, high, int(row["turns"])).times(1000)
+        cases.setdefault(NAMES[row["case"]], {})[row["contender"]] = found
+    turns = {int(row["turns"]) for row in rows}
+    told = "to".join(f" {n} " for n in sorted({min(turns), max(turns)}))
+    title = f"A step of the optimizer alone: median and quartiles of{told}turns"
+    label = "time of a step (ms, log scale; left is better)"
     path = folder / "benchmark.png"
-    step_figure.draw(named, measured, path)
-    step_figure.draw(named, measured, style.narrow_path(path), narrow=True)
+    figure.draw(cases, path, label, title, rows[0]["where"])
+    narrow = style.narrow_path(path)
+    figure.draw(cases, narrow, label, title, rows[0]["where"], narrow=True)
 
 
 def main(options: Options) -> None:
@@ -195,10 +199,10 @@ def main(options: Options) -> None:
         draw(options.out or pathlib.Path("docs"))
         return
     optimizers = optimizers_of(options)
-    results = []
+    results = {}
     for case in options.cases:
-        results.append(measure(case, optimizers, options))
-        print(f"{case}: {results[-1].speedup:.2f} times {results[-1].peer}", flush=True)
+        results[case] = measure(case, optimizers, options)
+        print(table({case: results[case]})[-1], flush=True)
     print("\n".join(table(results)))
     if options.out is not None:
         write(results, options.ns_dtype, options.out)

@@ -1,8 +1,8 @@
-"""Quartiles, and the times that calls take, alone and in turns."""
+"""Quartiles, and the times that calls take."""
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,32 +48,8 @@ def seconds_of(run: Callable[[], Any], turns: int = TURNS) -> Quartiles:
     A turn makes several short calls and waits for the last: the next is launched while
     one runs, as in a training loop.
     """
-    calls = min(_MOST_CALLS, math.ceil(_TURN_SECONDS / _seconds(run, 1)))
-    return Quartiles.of(_seconds(run, calls) for _ in range(turns))
-
-
-def in_turns(
-    runs: Mapping[str, Callable[[], Any]], turns: Iterable[object]
-) -> dict[str, list[float]]:
-    """The seconds of calls that have been compiled; every other turn is reversed.
-
-    What else the machine does then falls on all of them alike.
-    """
-    times: dict[str, list[float]] = {name: [] for name in runs}
-    order = list(runs)
-    for _ in turns:
-        for name in order:
-            times[name].append(_seconds(runs[name], 1))
-        order.reverse()
-    return times
-
-
-def turns_for(seconds: float) -> Iterator[None]:
-    """Turns, one at least; none begins after so many seconds."""
-    end = time.perf_counter() + seconds
-    yield
-    while time.perf_counter() < end:
-        yield
+    calls = min(_MOST_CALLS, math.ceil(_TURN_SECONDS / seconds_each(run)))
+    return Quartiles.of(seconds_each(run, calls) for _ in range(turns))
 
 
 def repeated(
@@ -95,7 +71,8 @@ def repeated(
     return run
 
 
-def _seconds(run: Callable[[], Any], calls: int) -> float:
+def seconds_each(run: Callable[[], Any], calls: int = 1) -> float:
+    """The seconds of each of several calls, of which the last is waited for."""
     began = time.perf_counter()
     for _ in range(calls):
         result = run()

@@ -14,6 +14,9 @@ TPU_ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
+# Bytes of a chip.
+TPU_MEMORY = {"v4": 32 << 30, "v5e": 16 << 30, "v5p": 95 << 30, "v6e": 32 << 30}
+
 # What XLA asks of a device, as CUDA reports it of an H100 SXM.
 H100_MEMORY = 84_929_347_584
 H100 = f"""

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,7 @@ from jax.typing import DTypeLike
 
 from orscale_jax import _checks
 from orscale_jax.audit.checks import Checks
-from orscale_jax.audit.description import Description
-from orscale_jax.audit.rows import ParameterRow
+from orscale_jax.audit.description import Description, ParameterRow
 from orscale_jax.audit.state import (
     AbstractState,
     Kept,
@@ -24,6 +23,9 @@ from orscale_jax.audit.state import (
     nbytes,
     nbytes_per_device,
 )
+from orscale_jax.distributed.exchange import plan_exchange
+from orscale_jax.distributed.plan import Group, MeshShape, Plan, ShardedArray
+from orscale_jax.distributed.platforms import Platform, StackKey, plan_stacks
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.axes import MatrixAxes
@@ -33,12 +35,11 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.sharding.param_shardings import ParamSpecs
-from orscale_jax.transforms.matrices import compute_dtype
+from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.stages import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import distinct_names
+from orscale_jax.trees.names import distinct_names, quoted
 
 
 def describe(
@@ -86,13 +87,12 @@ def describe(
         (:class:`jax.sharding.AbstractMesh`): nothing but this then tells of slow links.
 
     Returns:
-      A :class:`Description` with ``rows``, ``totals``, ``select(regex)``, and tables for
-      ``print``, rich and notebooks. In these, leaves that differ only by numbers in their
-      names, such as those of layers, have one line; with ``unmerged()``, one each. s is
-      the scale of the step, :math:`0.2 \sqrt{\max(m, n)}` by default, and ‖W‖ the
-      smallest and the largest Frobenius norm among the matrices of a line. It is missing
-      for arrays that are sharded over several processes, so that a single one of them
-      can print the table.
+      A :class:`Description` with ``rows``, ``totals``, ``plan`` and ``select(regex)``,
+      which ``print`` shows as a table. In it, leaves that differ only by numbers in their
+      names, such as those of layers, have one line. s is the scale of the step,
+      :math:`0.2 \sqrt{\max(m, n)}` by default, and ‖W‖ the smallest and the largest
+      Frobenius norm among the matrices of a line. It is missing for arrays that are
+      sharded over several processes, so that a single one of them can print the table.
 
     Raises:
       ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
@@ -126,30 +126,44 @@ def describe(
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
     state = None if optimizer is None else AbstractState.of(optimizer, params)
     axes_of = _matrices(weight_dimension_numbers, params, state)
-    names, class_of = distinct_names(leaf_of), leaves_by_path(layer_classes(params))
-    checks = Checks.of(leaf_of, axes_of, class_of)
-    kept_of = {} if state is None else state.kept
-    multipliers_of = {} if state is None else state.multipliers
-    rows = tuple(
-        dataclasses.replace(
-            row,
+    class_of = leaves_by_path(layer_classes(params))
+    checks = Checks(leaf_of, axes_of, class_of)
+    rows = []
+    for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
+        kept = Kept(ADAMW) if state is None else state.kept[path]
+        row = ParameterRow(
+            path=name,
+            shape=np.shape(leaf),
+            dtype=jnp.result_type(leaf),
+            rule=kept.rule,
+            parameters=math.prod(np.shape(leaf)),
+            state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
             layer_class=class_of[path],
-            check=checks.reasons(path, row, axes_of.get(path), class_of[path]),
-            multipliers=multipliers_of.get(path, row.multipliers),
+            label=kept.label,
+            multipliers=kept.multipliers,
         )
-        for name, (path, leaf) in zip(names, leaf_of.items(), strict=True)
-        for row in _rows(name, leaf, axes_of.get(path), kept_of.get(path), scale)
-    )
-    mesh = _first_mesh(leaf_of.values())
+        if path not in axes_of:
+            rows.append(row)
+            continue
+        for part in _parts(row, leaf, axes_of[path], kept.arrays, scale):
+            check = tuple(checks.reasons(path, part))
+            rows.append(dataclasses.replace(part, check=check))
+    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
+    words, shape, on_device = "", None, None
+    if mesh is not None:
+        slices = slices_of_mesh(mesh, slow_axes) or {}
+        shape = MeshShape(dict(mesh.shape), slices)
+        words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
+        along = " and ".join(f"{n} along {name}" for name, n in slices.items())
+        source = _sharding_source(state, mesh, params, axes_of)
+        words += (along and f", slices: {along}") + (source and f", shardings {source}")
+        on_device = None if state is None else nbytes_per_device(optimizer, params)
     return Description(
-        rows,
-        None if state is None else nbytes(state.shared),
-        {} if mesh is None else dict(mesh.shape),
-        ({} if mesh is None else slices_of_mesh(mesh, slow_axes)) or {},
-        None if mesh is None or state is None else nbytes_per_device(optimizer, params),
-        planned_for,
-        rows,
-        _sharding_source([] if state is None else state.specs, mesh, params, axes_of),
+        tuple(rows),
+        _plan(planned_for, [row for row in rows if row.rule == MATRIX], shape),
+        None if state is None else state.shared_bytes,
+        words,
+        on_device,
     )
 
 
@@ -174,79 +188,102 @@ def _matrices(
     params: PyTree,
     state: AbstractState | None,
 ) -> dict[Any, MatrixAxes]:
-    """The axes of the optimizer's matrices, by path."""
+    """The axes of the optimizer's matrices, by path.
+
+    Raises:
+      ValueError: If an optimizer of this library has other matrices.
+    """
     if state is None:
         return leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+    bare = unbox(params)
     if weight_dimension_numbers is None:  # Another optimizer's may be ambiguous.
-        params = state.only_ours(params)
+        params = jax.tree.map_with_path(
+            lambda path, leaf: (
+                leaf if state.kept[path].rule in (MATRIX, ADAMW) else optax.MaskedNode()
+            ),
+            bare,
+        )
     axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
-    return state.only_matrices(axes_of, leaves_by_path(unbox(params)))
+
+    def name(batch_shape: Any, other: Any) -> str:
+        """Batch shapes only where both are matrices."""
+        if batch_shape is None:
+            return ADAMW
+        return MATRIX if other is None else f"matrices of batch shape {batch_shape}"
+
+    for path, leaf in leaves_by_path(bare).items():
+        theirs = state.kept[path].batch_shape
+        ours = axes_of[path].batch_shape(leaf) if path in axes_of else None
+        if state.kept[path].rule in (MATRIX, ADAMW) and theirs != ours:
+            raise ValueError(
+                f"parameter {quoted(path)} is {name(ours, theirs)} here and "
+                f"{name(theirs, ours)} in the optimizer: pass describe() the "
+                "weight_dimension_numbers that the optimizer was built with."
+            )
+    return {path: x for path, x in axes_of.items() if state.kept[path].rule == MATRIX}
 
 
-def _rows(
-    name: str,
-    leaf: Any,
-    axes: MatrixAxes | None,
-    kept: Kept | None,
-    scale: Scale,
-) -> list[ParameterRow]:
-    """The row of a leaf, or one for each of its parts."""
-    row = ParameterRow(
-        path=name,
-        shape=np.shape(leaf),
-        dtype=jnp.result_type(leaf),
-        rule="adamw" if kept is None else kept.rule,
-        label="" if kept is None else kept.label,
-        matrices=0,
-        m=0,
-        n=0,
-        scale=None,
-        norms=None,
-        parameters=math.prod(np.shape(leaf)),
-        state_bytes=None if kept is None else nbytes(kept.arrays),
-    )
-    if axes is None:
-        return [row]
-    part = functools.partial(_matrix_row, row, leaf, axes, kept, scale)
-    return [part(index) for index in range(len(axes.labels))]
-
-
-def _matrix_row(
+def _parts(
     row: ParameterRow,
     leaf: Any,
     axes: MatrixAxes,
-    kept: Kept | None,
+    arrays: Sequence[Any] | None,
     scale: Scale,
-    index: int,
-) -> ParameterRow:
-    """The row of a part of a leaf of matrices, from that of the leaf."""
-    part = functools.partial(axes.part, index=index)
-    shaped = jax.eval_shape(part, leaf)
-    batch_shape = axes.within.batch_shape(shaped)
-    m, n = axes.within.matrix_shape(shaped)
-    return dataclasses.replace(
-        row,
-        block=axes.labels[index],
-        shape=shaped.shape if axes.labels[index] else leaf.shape,
-        rule="matrix",
-        matrices=math.prod(batch_shape),
-        batch_shape=batch_shape,
-        m=m,
-        n=n,
-        scale=scale.value(m, n),
-        norms=_norms(axes.within, part, leaf),
-        mesh_axes=_mesh_axes(axes, index, leaf),
-        parameters=math.prod(shaped.shape),
-        state_bytes=kept and _bytes_of_part(axes, leaf, kept.arrays, index),
-    )
-
-
-def _mesh_axes(axes: MatrixAxes, index: int, leaf: Any) -> tuple[tuple[str, ...], ...]:
+) -> Iterator[ParameterRow]:
+    """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
-    if mesh is None:
-        return ()
-    spec = typed_sharding.inferred(axes.matrices, leaf, mesh)[index]
-    return typed_sharding.axes_of(spec, len(axes.within.batch) + 2)
+    specs = () if mesh is None else typed_sharding.inferred(axes.matrices, leaf, mesh)
+
+    def divided(array: Any) -> bool:
+        """Whether a part has its share of an array; the first part has the others."""
+        if not axes.sizes or array.shape == axes.batch_shape(leaf):
+            return bool(axes.sizes)
+        axis = axes.block_axis  # Of the leaf, or of the scales of 8-bit momentum.
+        return bool(array.ndim == leaf.ndim and array.shape[axis] == leaf.shape[axis])
+
+    for index, label in enumerate(axes.labels):
+        part = functools.partial(axes.part, index=index)
+        shaped = jax.eval_shape(part, leaf)
+        batch_shape = axes.within.batch_shape(shaped)
+        m, n = axes.within.matrix_shape(shaped)
+        own = (
+            jax.eval_shape(part, array) if divided(array) else array
+            for array in arrays or ()
+            if divided(array) or index == 0
+        )
+        yield dataclasses.replace(
+            row,
+            block=label,
+            shape=shaped.shape if label else leaf.shape,
+            rule=MATRIX,
+            matrices=math.prod(batch_shape),
+            batch_shape=batch_shape,
+            m=m,
+            n=n,
+            scale=scale.value(m, n),
+            norms=_norms(axes, leaf, index),
+            mesh_axes=typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
+            if specs
+            else (),
+            parameters=math.prod(shaped.shape),
+            state_bytes=None if arrays is None else nbytes(own),
+        )
+
+
+def _norms(axes: MatrixAxes, leaf: Any, index: int) -> tuple[float, float] | None:
+    """The smallest and the largest norm in a part, where this process knows them."""
+    concrete = isinstance(leaf, jax.Array | np.ndarray)
+    if not concrete or isinstance(leaf, jax.core.Tracer) or not math.prod(leaf.shape):
+        return None
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        # No collective, so that one process may print a table.
+        if not leaf.is_fully_replicated:
+            return None
+        leaf = leaf.addressable_data(0)
+    part = axes.part(jnp.asarray(leaf, compute_dtype(leaf)), index)
+    norms = axes.within.norms(part)
+    least, most = jax.device_get((norms.min(), norms.max()))
+    return float(least), float(most)
 
 
 def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
@@ -258,62 +295,42 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
     return mesh if mesh.size > 1 else None
 
 
-def _first_mesh(leaves: Iterable[Any]) -> Mesh | AbstractMesh | None:
-    meshes = map(_mesh, leaves)
-    return next((mesh for mesh in meshes if mesh is not None), None)
-
-
 def _sharding_source(
-    specs: Sequence[ParamSpecs],
-    mesh: Mesh | AbstractMesh | None,
+    state: AbstractState | None,
+    mesh: Mesh | AbstractMesh,
     params: PyTree,
     axes_of: Mapping[Any, MatrixAxes],
 ) -> str:
     """Where an optimizer finds the shardings of its matrices on a mesh, in words."""
-    if mesh is None:
-        return ""
     if not mesh.are_all_axes_auto:
         return "from the types of the arrays"
     matrices = jax.tree.map_with_path(
         lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(), unbox(params)
     )
+    specs = [] if state is None else state.specs
     found = {known.source(mesh.abstract_mesh, matrices) for known in specs}
     return " and ".join(sorted(found))
 
 
-def _norms(
-    axes: MatrixAxes, part: Callable[[jax.Array], jax.Array], leaf: Any
-) -> tuple[float, float] | None:
-    concrete = isinstance(leaf, jax.Array | np.ndarray)
-    if not concrete or isinstance(leaf, jax.core.Tracer) or not math.prod(leaf.shape):
-        return None
-    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        # No collective, so that one process may print a table.
-        if not leaf.is_fully_replicated:
-            return None
-        leaf = leaf.addressable_data(0)
-    norms = axes.norms(part(jnp.asarray(leaf, compute_dtype(leaf))))
-    least, most = jax.device_get((norms.min(), norms.max()))
-    return float(least), float(most)
-
-
-def _bytes_of_part(axes: MatrixAxes, leaf: Any, state: list[Any], index: int) -> int:
-    """The bytes of a part's share of the arrays that are divided like the leaf.
-
-    Those with one entry per matrix are divided as well; others count for the first part.
-    """
-    if not axes.sizes:
-        return nbytes(state)
-
-    def divided(array: Any) -> bool:
-        if array.shape == axes.batch_shape(leaf):
-            return True
-        alike = array.ndim == leaf.ndim  # The leaf, or the scales of 8-bit momentum.
-        return alike and array.shape[axes.block_axis] == leaf.shape[axes.block_axis]
-
-    part = functools.partial(axes.part, index=index)
-    return nbytes(
-        jax.eval_shape(part, array) if divided(array) else array
-        for array in state
-        if divided(array) or index == 0
-    )
+def _plan(
+    platform: Platform, rows: Sequence[ParameterRow], mesh: MeshShape | None
+) -> Plan:
+    """The plan of Newton–Schulz for rows of matrices, as the optimizer makes it."""
+    names = [row.name for row in rows]
+    arrays = []
+    for row in rows:
+        shape = (*row.batch_shape, row.m, row.n)
+        dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
+        axes = row.mesh_axes or ((),) * len(shape)
+        arrays.append(ShardedArray(shape, platform.packed_dtype(dtype), axes))
+    if mesh is not None:
+        buckets = plan_exchange(platform, arrays, mesh)
+        return Plan.of(buckets, names, mesh, platform.cost_model)
+    keys = [StackKey((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype) for x in arrays]
+    limits = platform.limits
+    groups = []
+    for members in plan_stacks(keys, limits.stack_bytes, limits.stack_length):
+        *batch, m, n = keys[members[0]].shape
+        matrices = (len(members) * math.prod(batch), m, n, 1)
+        groups.append(Group(tuple(names[i] for i in members), (matrices,)))
+    return Plan(tuple(groups))

@@ -2,37 +2,94 @@
 
 import csv
 import dataclasses
+import html
 import io
 import itertools
 import re
-from collections.abc import Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from jax.typing import DTypeLike
 
-from orscale_jax.audit import plans
-from orscale_jax.audit.plans import Placed, Stack, StepCost
-from orscale_jax.audit.rows import (
-    CSV_HEADINGS,
-    HEADINGS,
-    WORD_COLUMNS,
-    ParameterRow,
-    Total,
-    csv_cells,
-    merged_rows,
-    row_cells,
-    total_cells,
-    total_of,
-)
-from orscale_jax.audit.tables import Cells, Table
-from orscale_jax.distributed.plan import MeshShape
-from orscale_jax.distributed.platforms import Platform
+from orscale_jax.audit.merging import merged
+from orscale_jax.distributed.plan import Group, Plan
 
-if TYPE_CHECKING:
-    import rich.table
+_NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
 
-_Entry = TypeVar("_Entry", Stack, Placed)
+
+@dataclasses.dataclass(frozen=True)
+class ParameterRow:
+    """One leaf of the parameters, or one of its blocks where these have several sizes.
+
+    Attributes:
+      path: The leaf's path, with dots.
+      shape: Its shape, or that of the block.
+      dtype: Its dtype.
+      rule: ``"matrix"`` or ``"adamw"``, for the branches of this library's optimizers;
+        with ``optimizer=`` also ``"other"``, another optimizer, and ``"stateless"``, none
+        that keeps a state for it: :func:`optax.set_to_zero`, which freezes it, plain
+        :func:`optax.sgd`, or none at all outside of :func:`optax.masked`, which passes
+        the gradient on as the update.
+      parameters: The number of its entries.
+      state_bytes: Bytes of optimizer state that belong to it; None without an optimizer.
+      layer_class: The class of its layer, such as "attention key", by its name:
+        :func:`orscale_jax.diagnostics.layer_classes`.
+      label: Its label in :func:`optax.partition`, such as ``"frozen"``; those of nested
+        partitions are joined by ``/``. If several groups keep no state, the state does
+        not tell which of them has a parameter: ``"frozen or sgd"``. Empty without a
+        partition, and without an optimizer.
+      multipliers: The smallest and the largest multiplier of its learning rate
+        (``learning_rate_multipliers`` of :func:`orscale`); they differ if layers of a
+        stack have their own. 1 without an optimizer.
+      matrices: How many matrices it holds; 0 for other rules, as for ``m`` and ``n``.
+      m: Rows of each matrix.
+      n: Columns of each matrix.
+      scale: The factor s of Q; None for other rules.
+      norms: Smallest and largest Frobenius norm of its matrices; None if it has no
+        matrices, or no values (abstract, empty, or sharded over several processes).
+      block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
+        whole leaf.
+      batch_shape: The batch shape of its matrices, such as layers × experts.
+      mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
+        that it is sharded over; empty without a mesh and for other rules.
+      check: Reasons to look at this leaf: it is named like a fused projection, a router,
+        a table or a head; one side is at least 16 times as long as the other; or a batch
+        axis has length 1. Empty if there are none.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    rule: str
+    parameters: int
+    state_bytes: int | None = None
+    layer_class: str = "other"
+    label: str = ""
+    multipliers: tuple[float, float] = (1.0, 1.0)
+    matrices: int = 0
+    m: int = 0
+    n: int = 0
+    scale: float | None = None
+    norms: tuple[float, float] | None = None
+    block: str = ""
+    batch_shape: tuple[int, ...] = ()
+    mesh_axes: tuple[tuple[str, ...], ...] = ()
+    check: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Path and block, as the table shows them."""
+        return (self.path or "(the only leaf)") + self.block
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """Sums over rows; ``state_bytes`` is None without an optimizer."""
+
+    leaves: int
+    matrices: int
+    parameters: int
+    state_bytes: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +99,21 @@ class Description:
     Attributes:
       rows: One :class:`ParameterRow` per leaf, in the order of the tree (one per block of
         a leaf whose blocks have several sizes).
+      plan: What goes through Newton–Schulz together, on one device or on the mesh.
       shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
         without an optimizer.
-      mesh: The lengths of the axes of the parameters' mesh; empty without a mesh.
-      slices: The number of slices along each axis that crosses slow links.
+      mesh: The lengths of the axes of the parameters' mesh, its slices, and where the
+        optimizer finds the shardings, in words; empty without a mesh.
       state_bytes_per_device: Bytes of optimizer state on each device of the mesh, by
         :func:`state_shardings`; None without a mesh or an optimizer, in a selection, and
         for an optimizer whose ``init`` does not run on Explicit axes.
     """
 
     rows: tuple[ParameterRow, ...]
-    shared_bytes: int | None
-    mesh: Mapping[str, int]
-    slices: Mapping[str, int]
-    state_bytes_per_device: int | None
-    # With the iteration, dtype and limits of the user.
-    _platform: Platform = dataclasses.field(repr=False)
-    # All rows, even in a selection, since the plan is that of all rows.
-    _planned: tuple[ParameterRow, ...] = dataclasses.field(repr=False)
-    _sharding_source: str = dataclasses.field(default="", repr=False)
-    _merged: bool = dataclasses.field(default=True, repr=False)
+    plan: Plan
+    shared_bytes: int | None = None
+    mesh: str = ""
+    state_bytes_per_device: int | None = None
 
     @property
     def totals(self) -> dict[str, Total]:
@@ -74,9 +126,9 @@ class Description:
         for row in self.rows:
             rows_of.setdefault(row.rule, []).append(row)
         return {
-            **{rule: total_of(rows) for rule, rows in rows_of.items()},
+            **{rule: _total(rows) for rule, rows in rows_of.items()},
             "shared": Total(0, 0, 0, self.shared_bytes),
-            "all": total_of(self.rows, self.shared_bytes or 0),
+            "all": _total(self.rows, self.shared_bytes or 0),
         }
 
     @property
@@ -87,181 +139,208 @@ class Description:
             return None
         return (total.state_bytes or 0) / total.parameters
 
-    def unmerged(self) -> "Description":
-        """The same description, printed with a line for each leaf.
-
-        Without it, leaves that differ only by numbers in their names have one line, such
-        as ``blocks.*.up × 12``, with the sums of their matrices, parameters and bytes.
-        ``rows`` and :meth:`to_csv` always have all of them.
-        """
-        return dataclasses.replace(self, _merged=False)
-
     def select(self, expression: str) -> "Description":
         """Select the rows in whose paths :func:`re.search` finds the expression.
 
-        The plan is still that of all rows; :meth:`stacks` and :meth:`placement` then show
-        those stacks that hold a selected row.
+        The plan is still that of all rows, of which it keeps the groups that hold a
+        selected one.
         """
         rows = tuple(row for row in self.rows if re.search(expression, row.path))
-        shared_bytes = None if self.shared_bytes is None else 0
-        return dataclasses.replace(
-            self, rows=rows, shared_bytes=shared_bytes, state_bytes_per_device=None
+        names = {row.name for row in rows}
+        groups = (group for group in self.plan.groups if names.intersection(group.names))
+        return Description(
+            rows,
+            self.plan._replace(groups=tuple(groups)),
+            None if self.shared_bytes is None else 0,
+            self.mesh,
         )
-
-    def stacks(self, max_bytes: int | None = None) -> list[Stack]:
-        """Which matrices go through Newton–Schulz together on one device.
-
-        Args:
-          max_bytes: Replaces the ``max_stack_bytes`` that :func:`describe` was given.
-
-        Returns:
-          The stacks, in the order of their first leaves.
-        """
-        platform = self._platform.with_overrides(None, max_bytes)
-        return self._selected(plans.stacks(platform, self._matrices))
-
-    def placement(
-        self, max_bytes: int | None = None, dtype: DTypeLike | None = None
-    ) -> list[Placed]:
-        """Which devices of the mesh orthogonalize which matrices.
-
-        Args:
-          max_bytes: Replaces the ``max_stack_bytes`` that :func:`describe` was given.
-          dtype: Replaces the ``ns_dtype``.
-
-        Returns:
-          The plan, in the order of the leaves; empty without a mesh.
-        """
-        if not self.mesh:
-            return []
-        platform = self._platform.with_overrides(dtype, max_bytes)
-        return self._selected(plans.placement(platform, self._matrices, self._shape))
-
-    def step_cost(
-        self, max_bytes: int | None = None, dtype: DTypeLike | None = None
-    ) -> StepCost | None:
-        """What Newton–Schulz costs each device in one step, by the plan of the mesh.
-
-        Args:
-          max_bytes: Replaces the ``max_stack_bytes`` that :func:`describe` was given.
-          dtype: Replaces the ``ns_dtype``.
-
-        Returns:
-          FLOPs, bytes over fast and slow links, and estimated times; None without a mesh.
-        """
-        if not self.mesh:
-            return None
-        platform = self._platform.with_overrides(dtype, max_bytes)
-        return plans.step_cost(platform, self._matrices, self._shape)
-
-    @property
-    def _shape(self) -> MeshShape:
-        return MeshShape(self.mesh, self.slices)
-
-    @property
-    def _labelled(self) -> bool:
-        """Whether the column "label" is shown, also in a selection."""
-        return any(row.label for row in self._planned)
-
-    @property
-    def _multiplied(self) -> bool:
-        """Whether multipliers of the learning rate are shown, also in a selection."""
-        return any(row.multipliers != (1, 1) for row in self._planned)
-
-    @property
-    def _matrices(self) -> list[ParameterRow]:
-        return [row for row in self._planned if row.rule == "matrix"]
-
-    def _selected(self, plan: Sequence[_Entry]) -> list[_Entry]:
-        names = {row.name for row in self.rows}
-        return [entry for entry in plan if not names.isdisjoint(entry.names)]
-
-    def table(self) -> "rich.table.Table":
-        """The table as a ``rich.table.Table``.
-
-        Raises:
-          ImportError: If rich is not installed.
-        """
-        return self._table().rich()
 
     def to_csv(self) -> str:
         """The rows as CSV, with the columns of the table except the norms.
 
         Write it to ``audit.csv`` in the folder of a run:
-        ``python -m orscale_jax.diagnostics`` reads the shapes of the matrices there.
+        ``python -m orscale_jax.diagnostics`` shows it in its report.
         """
+        columns = []
+        for column in _COLUMNS:
+            values = [column.of_row(row) for row in self.rows]
+            optional = column.csv in ("label", "learning_rate_multiplier")
+            if column.csv and not (optional and {*values} <= {column.nothing}):
+                cells = (f"{x:.7g}" if isinstance(x, float) else x for x in values)
+                columns.append([column.csv, *cells])
         text = io.StringIO(newline="")
         writer = csv.writer(text, lineterminator="\n")
-        lines = [CSV_HEADINGS, *map(csv_cells, self.rows)]
-        hidden = {
-            "label": not self._labelled,
-            "learning_rate_multiplier": not self._multiplied,
-        }
-        shown = [not hidden.get(heading, False) for heading in CSV_HEADINGS]
-        writer.writerows(itertools.compress(line, shown) for line in lines)
+        writer.writerows(zip(*columns, strict=True))
         return text.getvalue()
 
     def __str__(self) -> str:
-        """The table as fixed-width text."""
-        return self._table().text()
-
-    def __rich__(self) -> "rich.table.Table":
-        """The table for rich."""
-        return self.table()
-
-    def _repr_html_(self) -> str:
-        return self._table().html()
-
-    def _table(self) -> Table:
-        """The table, without columns that say nothing."""
-        totals = self.totals
+        """The table as fixed-width text, without columns that say nothing."""
+        rows, totals, hidden = _merged_rows(self.rows), self.totals, {""}
         if self.shared_bytes is None:
             del totals["shared"]
-        dtypes = {row.dtype for row in self.rows}
-        matrices = [row for row in self.rows if row.rule == "matrix"]
-        hidden = {
-            "dtype": len(dtypes) == 1,
-            "label": not self._labelled,
-            "class": all(row.layer_class == "other" for row in self.rows),
-            "m × n": all(row.shape == (row.m, row.n) for row in matrices),
-            "η ×": not self._multiplied,
-            "‖W‖": all(row.norms is None for row in self.rows),
-            "state bytes": self.shared_bytes is None,
-            "check": not any(row.check for row in self.rows),
-        }
-        shown = [not hidden.get(heading, False) for heading in HEADINGS]
-        named_rows = (
-            merged_rows(self.rows)
-            if self._merged
-            else [(row.name, row) for row in self.rows]
-        )
-
-        def visible(cells: Cells) -> Cells:
-            return tuple(itertools.compress(cells, shown))
-
-        return Table(
-            headings=visible(HEADINGS),
-            rows=[visible(row_cells(*named)) for named in named_rows],
-            totals=[visible(total_cells(*named)) for named in totals.items()],
-            notes=[*self._lines_on_all(dtypes), *self._plan_lines()],
-            words=sum(shown[:WORD_COLUMNS]),
-        )
-
-    def _lines_on_all(self, dtypes: Set[np.dtype[Any]]) -> list[str]:
-        lines = [f"all parameters are {dtype}" for dtype in dtypes if len(dtypes) == 1]
-        each, on_device = self.state_bytes_per_parameter, self.state_bytes_per_device
-        if each is not None:
+            hidden.add("state bytes")
+        if len(dtypes := {row.dtype for row in self.rows}) == 1:
+            hidden.add("dtype")
+        if all(row.shape == (row.m, row.n) for row in self.rows if row.rule == "matrix"):
+            hidden.add("m × n")
+        table = []
+        for column in _COLUMNS:
+            own = [_text(column.of_row(row)) for row in rows]
+            sums = [_text(column.of_total(*total)) for total in totals.items()]
+            if column.heading not in hidden and {*own, *sums} - {"", column.nothing}:
+                width = max(map(len, (column.heading, *own, *sums)))
+                cells = (column.heading, "─" * width, *own, "─" * width, *sums)
+                table.append([f"{cell:{column.side}{width}}" for cell in cells])
+        lines = ["  ".join(cells).rstrip() for cells in zip(*table, strict=True)]
+        notes = [f"all parameters are {dtype}" for dtype in dtypes if len(dtypes) == 1]
+        if (each := self.state_bytes_per_parameter) is not None:
+            on_device = self.state_bytes_per_device
             told = "" if on_device is None else f", {on_device:,} bytes per device"
-            lines.append(f"state: {each:.4g} bytes per parameter{told}")
-        return [*lines, ""] if lines else []
-
-    def _plan_lines(self) -> list[str]:
+            notes.append(f"state: {each:.4g} bytes per parameter{told}")
+        notes += [""] if notes else []
         if self.mesh:
-            axes = " × ".join(f"{size} {name}" for name, size in self.mesh.items())
-            along = " and ".join(f"{n} along {name}" for name, n in self.slices.items())
-            slices = along and f", slices: {along}"
-            source = self._sharding_source and f", shardings {self._sharding_source}"
-            heading = f"Newton–Schulz on {axes}{slices}{source}"
-            return [heading, *map(str, self.placement()), str(self.step_cost())]
-        stacks = list(map(str, self.stacks()))
-        return ["stacks for Newton–Schulz", *stacks] if stacks else []
+            notes.append(f"Newton–Schulz on {self.mesh}")
+        elif self.plan.groups:
+            notes.append("stacks for Newton–Schulz")
+        notes += [_of_group(group, bool(self.mesh)) for group in self.plan.groups]
+        notes += [_of_cost(self.plan)] if self.mesh else []
+        return "\n".join([*lines, "", *notes]).rstrip()
+
+    def _repr_html_(self) -> str:
+        return f"<pre style='white-space: pre'>{html.escape(str(self))}</pre>"
+
+
+class _Column(NamedTuple):
+    """A column of the table: all that is to be said of it."""
+
+    heading: str  # In print; empty for a column of the CSV file alone.
+    csv: str  # Its heading there; empty for a column of the printed table alone.
+    of_row: Callable[[ParameterRow], Any]
+    of_total: Callable[[str, Total], Any] = lambda name, total: None
+    side: str = ">"  # Where its cells are aligned.
+    nothing: str = ""  # What says nothing: a column of nothing else is not shown.
+
+
+def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow], Any]:
+    return lambda row: value(row) if row.rule == "matrix" else None
+
+
+_COLUMNS = (
+    _Column("parameter", "parameter", lambda row: row.name, lambda name, _: name, "<"),
+    _Column(
+        "shape", "shape", lambda row: str(row.shape),
+        lambda name, total: ""
+        if name == "shared"
+        else f"{total.leaves:,} {'leaf' if total.leaves == 1 else 'leaves'}", "<",
+    ),
+    _Column("dtype", "dtype", lambda row: str(row.dtype), side="<"),
+    _Column("rule", "rule", lambda row: row.rule, side="<"),
+    _Column("check", "check", lambda row: ", ".join(row.check), side="<"),
+    _Column("label", "label", lambda row: row.label, side="<"),
+    _Column("class", "class", lambda row: row.layer_class, side="<", nothing="other"),
+    _Column(
+        "matrices", "", _of_matrices(lambda row: row.matrices),
+        lambda name, total: total.matrices if name in ("matrix", "all") else None,
+    ),
+    _Column("", "matrices", lambda row: row.matrices),
+    _Column("m × n", "", _of_matrices(lambda row: f"{row.m} × {row.n}")),
+    _Column("", "m", _of_matrices(lambda row: row.m)),
+    _Column("", "n", _of_matrices(lambda row: row.n)),
+    _Column("s", "s", lambda row: row.scale),
+    _Column(
+        "η ×", "learning_rate_multiplier", lambda row: _range(row.multipliers),
+        nothing="1",
+    ),
+    _Column("‖W‖", "", lambda row: _range(row.norms or ())),
+    _Column(
+        "parameters", "parameters", lambda row: row.parameters,
+        lambda name, total: None if name == "shared" else total.parameters,
+    ),
+    _Column(
+        "state bytes", "state_bytes", lambda row: row.state_bytes,
+        lambda name, total: total.state_bytes,
+    ),
+)  # fmt: skip
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _range(values: Iterable[float]) -> str:
+    return " … ".join(dict.fromkeys(f"{value:.4g}" for value in values))
+
+
+def _total(rows: Sequence[ParameterRow], shared_bytes: int = 0) -> Total:
+    """The sums over some rows, and bytes that belong to none."""
+    state_bytes = [row.state_bytes for row in rows if row.state_bytes is not None]
+    known = len(state_bytes) == len(rows)
+    return Total(
+        leaves=len({row.path for row in rows}),
+        matrices=sum(row.matrices for row in rows),
+        parameters=sum(row.parameters for row in rows),
+        state_bytes=sum(state_bytes) + shared_bytes if known else None,
+    )
+
+
+def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
+    """One row, of sums and extremes, for those that differ by numbers in their names."""
+    keys = [dataclasses.replace(row, path="", norms=None) for row in rows]
+    found = []
+    for name, indexes in merged([row.name for row in rows], keys):
+        members = [rows[index] for index in indexes]
+        total, norms = _total(members), [x for row in members for x in row.norms or ()]
+        row = dataclasses.replace(
+            members[0],
+            path=name,
+            block="",
+            matrices=total.matrices,
+            # NumPy's, so that no NaN is lost.
+            norms=(float(np.min(norms)), float(np.max(norms))) if norms else None,
+            parameters=total.parameters,
+            state_bytes=total.state_bytes,
+        )
+        found.append(row)
+    return found
+
+
+def _of_group(group: Group, on_mesh: bool) -> str:
+    """The matrices, devices, bytes and first names of a group, in one line."""
+    line = " and ".join(f"{count:,} of {m} × {n}" for count, m, n, _ in group.matrices)
+    if on_mesh:
+        several = group.devices > 1
+        line += f" over {group.devices} devices, " if several else " on each device, "
+        line += " or ".join(
+            f"{shared} to one" if shared > 1 else f"{group.matrices_per_device} each"
+            for *_, shared in group.matrices
+        )
+        line += f", {group.bytes_sent:,} bytes sent per device"
+        slow = group.slow_bytes_sent
+        line += f", {slow:,} of them to other slices" if slow else ""
+    entries = merged(group.names)
+    widths = itertools.accumulate(len(name) + 2 for name, _ in entries)
+    fitting = max(1, sum(width <= _NAMES_WIDTH for width in widths))
+    more = sum(len(members) for _, members in entries[fitting:])
+    names = ", ".join(name for name, _ in entries[:fitting])
+    return f"{line}: {names}" + (f" and {more:,} more" if more else "")
+
+
+def _of_cost(plan: Plan) -> str:
+    """What a step costs each device, in one line: three digits, all before the point."""
+    work, median, fast, slow, total, transfers, of_median = (
+        f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
+        for number in (
+            plan.flops / 1e9, plan.median_flops / 1e9,
+            plan.fast_bytes / 1e6, plan.slow_bytes / 1e6,
+            plan.seconds * 1e3, plan.transfer_seconds * 1e3, plan.median_seconds * 1e3,
+        )
+    )  # fmt: skip
+    return (
+        f"each device: {work} GFLOP (the median one {median}), {fast} MB over fast "
+        f"links, {slow} MB over slow ones; about {total} ms, {transfers} of them for "
+        f"transfers (the median one {of_median} ms)"
+    )

@@ -2,9 +2,8 @@
 
 import itertools
 import re
-from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 _NUMBER = re.compile(r"([0-9]+)")
 _BLOCK = re.compile(r"(\[[^\[]*\])$")  # The place of a block in its leaf.
@@ -13,83 +12,50 @@ _BLOCK = re.compile(r"(\[[^\[]*\])$")  # The place of a block in its leaf.
 _Numbers: TypeAlias = tuple[frozenset[str], ...]
 
 
-class Merged(NamedTuple):
-    """Entries that differ only by numbers in their names.
+def merged(
+    names: Sequence[str], keys: Sequence[Hashable] | None = None
+) -> list[tuple[str, list[int]]]:
+    """The names and indexes of entries with equal keys and, but for numbers, names.
 
-    Attributes:
-      name: Their name, with ``*`` for all numbers that any entry has in that place, and
-        ``{1-3,7}`` for some of them.
-      members: The indexes of the entries.
+    A merged name stands for every combination of its numbers, and for nothing else. It
+    has ``*`` for all numbers that any entry has in a place, ``{1-3,7}`` for some of them,
+    and says how many entries it stands for: ``blocks.*.up × 12``.
     """
-
-    name: str
-    members: list[int]
-
-
-class _Group(NamedTuple):
-    """Entries of one text and key, with every combination of some numbers."""
-
-    text: tuple[str, ...]
-    key: Hashable
-    numbers: _Numbers
-    members: list[int]
-
-
-def merged(names: Sequence[str], keys: Sequence[Hashable]) -> list[Merged]:
-    """Merge the entries that have equal keys and, but for numbers, equal names.
-
-    The merged name stands for every combination of its numbers, and for nothing else.
-
-    Args:
-      names: The names of the entries, such as ``blocks.0.up``.
-      keys: What else must be equal.
-
-    Returns:
-      The merged entries, in the order of their first members.
-    """
-    groups = [
-        _alone(*entry, index) for index, entry in enumerate(zip(names, keys, strict=True))
-    ]
-    every = defaultdict(list)
-    for group in groups:
-        every[group.text].append(group.numbers)
-    numbers_of = {text: _union(numbers) for text, numbers in every.items()}
+    groups: list[tuple[Any, Any, _Numbers, list[int]]] = []
+    for index, name in enumerate(names):
+        path, *block = _BLOCK.split(name)
+        texts = _NUMBER.split(path)
+        numbers = tuple(frozenset({number}) for number in texts[1::2])
+        key = None if keys is None else keys[index]
+        groups.append(((*texts[::2], *block), key, numbers, [index]))
+    known: dict[tuple[str, ...], _Numbers] = {}
+    for text, _, numbers, _ in groups:
+        known[text] = _union([known.get(text, numbers), numbers])
     # The last places first: where layers have other experts, the layers stay apart.
-    for place in reversed(range(max((len(g.numbers) for g in groups), default=0))):
-        groups = _merged_at(place, groups)
-    groups.sort(key=lambda group: group.members[0])
-    return [
-        Merged(_name(group, numbers_of[group.text]), group.members) for group in groups
-    ]
-
-
-def counted(name: str, count: int) -> str:
-    """A name, and how many entries it stands for unless that is one."""
-    return name if count == 1 else f"{name} × {count:,}"
-
-
-def _alone(name: str, key: Hashable, index: int) -> _Group:
-    path, *block = _BLOCK.split(name)
-    texts = _NUMBER.split(path)
-    numbers = tuple(frozenset({number}) for number in texts[1::2])
-    return _Group((*texts[::2], *block), key, numbers, [index])
-
-
-def _merged_at(place: int, groups: Iterable[_Group]) -> list[_Group]:
-    """Merge the groups that differ only by the numbers in one place."""
-    alike = defaultdict(list)
-    for group in groups:
-        others = group.numbers[:place] + group.numbers[place + 1 :]
-        alike[group.text, group.key, others].append(group)
-    return [
-        _Group(
-            text,
-            key,
-            _union([part.numbers for part in parts]),
-            sorted(itertools.chain(*(part.members for part in parts))),
+    for place in reversed(range(max(map(len, known.values()), default=0))):
+        alike: dict[Any, list[tuple[_Numbers, list[int]]]] = {}
+        for text, key, numbers, members in groups:
+            others = numbers[:place] + numbers[place + 1 :]
+            alike.setdefault((text, key, others), []).append((numbers, members))
+        groups = [
+            (
+                text,
+                key,
+                _union([numbers for numbers, _ in parts]),
+                sorted(itertools.chain(*(members for _, members in parts))),
+            )
+            for (text, key, _), parts in alike.items()
+        ]
+    found = []
+    for text, _, numbers, members in sorted(groups, key=lambda group: group[3]):
+        places = (
+            "*" if 1 < len(own) == len(every) else _ranges(own)
+            for own, every in zip(numbers, known[text], strict=True)
         )
-        for (text, key, _), parts in alike.items()
-    ]
+        pairs = itertools.zip_longest(text, places, fillvalue="")
+        count = f" × {len(members):,}" if len(members) > 1 else ""
+        found.append(("".join(itertools.chain(*pairs)) + count, members))
+    return found
 
 
 def _union(numbers: Iterable[_Numbers]) -> _Numbers:
@@ -97,30 +63,17 @@ def _union(numbers: Iterable[_Numbers]) -> _Numbers:
     return tuple(frozenset[str]().union(*sets) for sets in zip(*numbers, strict=True))
 
 
-def _name(group: _Group, every: _Numbers) -> str:
-    places = (
-        "*" if 1 < len(own) == len(known) else _ranges(own)
-        for own, known in zip(group.numbers, every, strict=True)
-    )
-    pairs = itertools.zip_longest(group.text, places, fillvalue="")
-    return "".join(itertools.chain(*pairs))
-
-
 def _ranges(numbers: frozenset[str]) -> str:
     """Such as ``3``, ``{0-3}`` or ``{0,2,4-6}``."""
     if len(numbers) == 1:
         return min(numbers)
     ordered = sorted(numbers, key=lambda number: (int(number), number))
-    # In a run of successive numbers, the number less its index is constant.
+    # In a run of successive numbers, the number less its index is constant, and the width
+    # of those that begin with zeros.
     runs = itertools.groupby(
         enumerate(ordered),
-        key=lambda indexed: (int(indexed[1]) - indexed[0], _zeros(indexed[1])),
+        key=lambda at: (int(at[1]) - at[0], at[1] != str(int(at[1])) and len(at[1])),
     )
     ends = ([number for _, number in run] for _, run in runs)
     listed = ",".join("-".join(dict.fromkeys((run[0], run[-1]))) for run in ends)
     return f"{{{listed}}}"
-
-
-def _zeros(number: str) -> int:
-    """The width of a number that begins with zeros, 0 for others."""
-    return len(number) if number != str(int(number)) else 0

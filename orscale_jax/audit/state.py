@@ -1,170 +1,120 @@
 """The abstract state of an optimizer: what it keeps for each parameter, and who does."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from optax.transforms import MaskedState, PartitionState
 
 from orscale_jax import _checks
-from orscale_jax.audit.state_trees import (
-    OTHER,
-    RULES,
-    STATELESS,
-    Rule,
-    StateTree,
-    batch_shapes,
-    groups_of,
-    state_trees,
-)
-from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
 from orscale_jax.parameters.rate_multipliers import resolved
 from orscale_jax.sharding.param_shardings import ParamSpecs, initialized
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
+from orscale_jax.transforms.relatives import InitialNormState
+from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState
+from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import name_and_shape, quoted
-from orscale_jax.trees.nodes import is_masked
+from orscale_jax.trees.checks import entries
+from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.nodes import is_masked, nodes_of
+
+# Rules of other optimizers: with a state for the parameter, and without.
+OTHER, STATELESS = "other", "stateless"
+# The states that only matrices of this library have; the field has one entry per matrix.
+_PER_MATRIX: dict[type, str] = {
+    FromFirstNonzeroUpdateState: "started",
+    InitialNormState: "initial_norm",
+    CalibratedTrustRatioState: "trust_ratio",
+}
+_OURS = frozenset(field for state in _PER_MATRIX for field in state.__annotations__)
+_SUMMED = "acc_grads"  # Of optax.MultiSteps: kept for every parameter, by no optimizer.
 
 
 class Kept(NamedTuple):
-    """What an optimizer keeps for one parameter.
+    """What an optimizer keeps for one parameter."""
 
-    Attributes:
-      rule: Which optimizer has the parameter; see :class:`ParameterRow`.
-      label: Its label in :func:`optax.partition`; empty without one.
-      arrays: The abstract arrays of the state that belong to it.
-      batch_shape: The batch shape of its matrices; None if it has none.
-    """
+    rule: str  # See ParameterRow, as for the label and the multipliers.
+    label: str = ""
+    multipliers: tuple[float, float] = (1.0, 1.0)
+    arrays: list[Any] | None = None  # None without an optimizer.
+    batch_shape: tuple[int, ...] | None = None  # Of its matrices, if it has any.
 
-    rule: Rule
-    label: str
-    arrays: list[Any]
-    batch_shape: tuple[int, ...] | None
+
+class _Part(NamedTuple):
+    """A part of a state, without the partitions and masks inside it."""
+
+    label: str  # Of the user's partitions around it, such as "decoder/frozen".
+    rule: str  # Of the parameters of which it keeps anything.
+    is_innermost: bool  # Whether the user has no partition inside it.
+    is_masked: bool  # Whether the user has a mask around it.
+    has_trees: bool  # Whether it has trees like the parameters, if all is masked in them.
+    arrays: Mapping[Path | None, Sequence[Any]]  # By parameter, or under None.
+    owners: frozenset[Path | None]  # The parameters of which an optimizer keeps any.
 
 
 class AbstractState(NamedTuple):
-    """The state that an optimizer would have.
+    """The state that an optimizer would have."""
 
-    Attributes:
-      kept: What it keeps for each parameter, by path.
-      shared: The arrays that belong to no parameter.
-      multipliers: The smallest and the largest multiplier of the learning rate, of each
-        parameter for which they are known.
-      specs: What it knows of the shardings of the parameters, for each of its parts.
-    """
-
-    kept: Mapping[Any, Kept]
-    shared: list[Any]
-    multipliers: Mapping[Any, tuple[float, float]]
-    specs: list[ParamSpecs]
+    kept: Mapping[Any, Kept]  # By the path of the parameter.
+    shared_bytes: int  # Of what belongs to no parameter.
+    specs: list[ParamSpecs]  # What its parts know of the shardings of parameters.
 
     @classmethod
     def of(cls, optimizer: Any, params: PyTree) -> "AbstractState":
-        """Trace an optimizer's ``init``, and find the trees like the parameters in it.
-
-        optax.tree.map_params would find them, too, but calls ``init`` with a placeholder
-        that most label functions of :func:`optax.partition` cannot read.
-        """
+        """Trace an optimizer's ``init``, and find what it keeps for each parameter."""
+        # optax.tree.map_params would find it, too, but calls init with a placeholder that
+        # most label functions of optax.partition cannot read.
         if not callable(getattr(optimizer, "init", None)):
             _checks.refuse("optimizer", optimizer, "pass an Optax optimizer, or None")
         with resolved.open() as noted, initialized.open() as specs:
             # A new function, so that it is traced.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
         state, bare = unbox(state), unbox(params)
-        trees = list(state_trees(state, bare))
-        of_matrices = batch_shapes(state, bare)
-        groups, without_state = groups_of(state, trees)
-        kept = {}
-        for path in leaves_by_path(bare):
-            own = [tree for tree in trees if path in tree.arrays]
-            labels = {tree.label: None for tree in own if tree.label in groups}
+        batch_shapes: dict[Path, tuple[int, ...]] = {}
+        for node in nodes_of(state, *_PER_MATRIX):
+            for entry in entries(node, bare):
+                if entry.owner is not None and entry.place == (_PER_MATRIX[type(node)],):
+                    batch_shapes[entry.owner] = entry.array.shape
+        parts = list(_parts(state, bare))
+        # What keeps no state is told by elimination, as far as that goes.
+        keeping = {part.label for part in parts if part.has_trees}
+        unsure = [
+            part.label
+            for part in parts
+            if part.is_masked or (part.is_innermost and part.label not in keeping)
+        ]
+        names = dict.fromkeys(label or "no label" for label in unsure)
+        without_state = " or ".join(names) if any(unsure) else ""
+        innermost = {p.label for p in parts if p.is_innermost or p.is_masked} - {""}
+        multipliers = {}
+        for tree in noted:
+            for path, value in leaves_by_path(tree).items():
+                if not isinstance(value, jax.core.Tracer):
+                    x = np.asarray(jax.device_get(value))
+                    multipliers[path] = float(x.min()), float(x.max())
+        kept, leaf_of = {}, leaves_by_path(bare)
+        for path in leaf_of:
+            name = names_on(path)
+            own = [part for part in parts if name in part.arrays]
+            labels = {part.label: None for part in own if part.label in innermost}
+            rules = {part.rule for part in own if name in part.owners}
+            rules |= {MATRIX} if name in batch_shapes else set()
             kept[path] = Kept(
-                max((tree.rule for tree in own), key=RULES.index, default=STATELESS),
+                next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
                 " and ".join(labels) or without_state,
-                [array for tree in own for array in tree.arrays[path]],
-                of_matrices.get(path),
+                multipliers.get(path, (1.0, 1.0)),
+                [array for part in own for array in part.arrays[name]],
+                batch_shapes.get(name),
             )
-        _refuse_vectors(trees, leaves_by_path(bare), kept)
-        shared = [array for tree in trees for array in tree.arrays.get(None, [])]
-        return cls(kept, shared, _multipliers(noted), specs)
-
-    def only_ours(self, params: PyTree) -> PyTree:
-        """The parameters without boxes, masked where another optimizer has them."""
-        return jax.tree.map_with_path(
-            lambda path, leaf: (
-                leaf if self.kept[path].rule in (MATRIX, ADAMW) else optax.MaskedNode()
-            ),
-            unbox(params),
-        )
-
-    def only_matrices(
-        self, axes_of: Mapping[Any, MatrixAxes], leaf_of: Mapping[Any, Any]
-    ) -> dict[Any, MatrixAxes]:
-        """The axes of the optimizer's matrices, out of those that dimension numbers name.
-
-        Raises:
-          ValueError: If an optimizer of this library has other matrices.
-        """
-        for path, kept in self.kept.items():
-            axes, theirs = axes_of.get(path), kept.batch_shape
-            ours = None if axes is None else axes.batch_shape(leaf_of[path])
-            if kept.rule in (MATRIX, ADAMW) and theirs != ours:
-                raise ValueError(
-                    f"parameter {quoted(path)} is {_rule(ours, theirs)} here and "
-                    f"{_rule(theirs, ours)} in the optimizer: pass describe() the "
-                    "weight_dimension_numbers that the optimizer was built with."
-                )
-        return {
-            path: axes for path, axes in axes_of.items() if self.kept[path].rule == MATRIX
-        }
-
-
-def _multipliers(noted: Iterable[PyTree]) -> dict[Any, tuple[float, float]]:
-    pairs = (pair for tree in noted for pair in leaves_by_path(tree).items())
-    known = {
-        path: np.asarray(jax.device_get(value))
-        for path, value in pairs
-        if not isinstance(value, jax.core.Tracer)
-    }
-    return {path: (float(x.min()), float(x.max())) for path, x in known.items()}
-
-
-def _rule(batch_shape: Any, other: Any) -> str:
-    """A rule as the message calls it; batch shapes only where both are matrices."""
-    if batch_shape is None:
-        return ADAMW
-    return MATRIX if other is None else f"matrices of batch shape {batch_shape}"
-
-
-def _refuse_vectors(
-    trees: Sequence[StateTree], leaf_of: Mapping[Any, Any], kept: Mapping[Any, Kept]
-) -> None:
-    """Refuse a state of vectors that hold several parameters, as optax.flatten makes."""
-    without = [path for path, found in kept.items() if found.rule == STATELESS]
-    smallest = min(
-        (math.prod(leaf_of[path].shape) for path in without if path), default=0
-    )
-    stateful = {x.scope for x in trees if None not in x.arrays and x.rule != STATELESS}
-    for tree in trees:
-        known = tree.rule == OTHER and (not without or tree.scope in stateful)
-        arrays = [] if known or tree.rule == MATRIX else tree.arrays.get(None, [])
-        for array in arrays:
-            floating = array.ndim and jnp.issubdtype(array.dtype, jnp.floating)
-            if floating and math.prod(array.shape) >= smallest:
-                path = next(iter(without or leaf_of))
-                raise ValueError(
-                    f"the optimizer keeps an array of shape {array.shape} for no single "
-                    "parameter, and nothing for parameter "
-                    f"{name_and_shape(path, leaf_of[path])}. optax.flatten does that: it "
-                    "makes one vector of all parameters, which has no matrices, so that "
-                    "orscale trains all of them by AdamW. Take it away, or call "
-                    "describe() without optimizer=."
-                )
+        _refuse_vectors(parts, leaf_of, kept)
+        shared = (array for part in parts for array in part.arrays.get(None, ()))
+        return cls(kept, nbytes(shared), specs)
 
 
 def leaves_by_path(tree: PyTree) -> dict[Any, Any]:
@@ -179,11 +129,9 @@ def nbytes(arrays: Iterable[Any]) -> int:
 
 
 def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
-    """The bytes of an optimizer's state on each device, by :func:`state_shardings`.
-
-    None where that does not tell: parameters are on several meshes, axes do not divide
-    what they shard, or JAX cannot propagate shardings through the optimizer's ``init``.
-    """
+    """The bytes of a state on each device, where :func:`state_shardings` tells."""
+    # It does not for parameters on several meshes, axes that do not divide what they
+    # shard, and an init through which JAX cannot propagate shardings.
     try:
         shardings = jax.tree.leaves(state_shardings(optimizer, params))
         state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))
@@ -193,3 +141,79 @@ def nbytes_per_device(optimizer: Any, params: PyTree) -> int | None:
         )
     except Exception:  # An audit shows what it can, whatever a foreign init raises.
         return None
+
+
+def _parts(state: Any, params: PyTree) -> Iterator[_Part]:
+    """The parts of a state, those around others first."""
+    wrappers = PartitionState, MaskedState
+
+    def part(
+        node: Any, label: str, rule: str, is_innermost: bool, is_masked: bool
+    ) -> _Part:
+        arrays: dict[Path | None, list[Any]] = {}
+        owners: set[Path | None] = set()
+        for entry in entries(node, params, by_structure=True):
+            owner = entry.owner
+            # Of a single array without a name, shapes and fields tell its state.
+            if owner == () and entry.array.shape != np.shape(params):
+                owner = owner if entry.field in _OURS else None
+            arrays.setdefault(owner, []).append(entry.array)
+            owners |= {owner} if entry.field != _SUMMED else set()
+        trees = bool({*arrays} - {None} or nodes_of(node, optax.MaskedNode))
+        kept = frozenset(owners - {None})
+        return _Part(label, rule, is_innermost, is_masked, trees, arrays, kept)
+
+    def is_ours(partition: PartitionState) -> bool:
+        """Whether an optimizer of this library made a partition."""
+        groups = partition.inner_states
+        if {*groups} != {MATRIX, ADAMW}:
+            return False
+        inside = nodes_of(groups[MATRIX], PartitionState, *_PER_MATRIX)
+        return bool(inside) and not isinstance(inside[0], PartitionState)
+
+    def below(node: Any, label: str = "", is_masked: bool = False) -> Iterator[_Part]:
+        inside = nodes_of(node, *wrappers)
+        partitions = [x for x in inside if isinstance(x, PartitionState)]
+        rest = jax.tree.map(
+            lambda x: None if isinstance(x, wrappers) else x,
+            node,
+            is_leaf=lambda x: isinstance(x, wrappers),
+        )
+        yield part(rest, label, OTHER, all(map(is_ours, partitions)), is_masked)
+        for wrapper in inside:
+            if isinstance(wrapper, MaskedState):
+                yield from below(wrapper.inner_state, label, is_masked=True)
+            elif is_ours(wrapper):
+                for rule in (MATRIX, ADAMW):
+                    group = wrapper.inner_states[rule]
+                    yield part(group, label, rule, True, False)
+            else:
+                for key, group in wrapper.inner_states.items():
+                    inner = f"{label}/{key}" if label else str(key)
+                    yield from below(group.inner_state, inner)
+
+    return below(state)
+
+
+def _refuse_vectors(
+    parts: Sequence[_Part], leaf_of: Mapping[Any, Any], kept: Mapping[Any, Kept]
+) -> None:
+    """Refuse a state of vectors that hold several parameters, as optax.flatten makes."""
+    without = [path for path, found in kept.items() if found.rule == STATELESS]
+    smallest = min(
+        (math.prod(leaf_of[path].shape) for path in without if path), default=0
+    )
+    for part in parts:
+        known = part.rule == MATRIX or (part.rule == OTHER and not without)
+        for array in () if known or part.owners else part.arrays.get(None, ()):
+            floating = jnp.issubdtype(array.dtype, jnp.floating)
+            if (shape := array.shape) and floating and math.prod(shape) >= smallest:
+                path = next(iter(without or leaf_of))
+                raise ValueError(
+                    f"the optimizer keeps an array of shape {shape} for no single "
+                    "parameter, and nothing for parameter "
+                    f"{name_and_shape(path, leaf_of[path])}. optax.flatten does that: it "
+                    "makes one vector of all parameters, which has no matrices, so that "
+                    "orscale trains all of them by AdamW. Take it away, or call "
+                    "describe() without optimizer=."
+                )

@@ -68,18 +68,11 @@ class RunError(ValueError):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """The history of a run and, where there is one, its audit.
+    """The history of a run and, where there is one, its audit."""
 
-    Attributes:
-      name: The name of the run folder.
-      rows: One row for each matrix and recorded step, ordered by step; NaN where the
-        history is empty.
-      audit: The rows of ``orscale_jax.describe``, as strings; None without audit.csv.
-    """
-
-    name: str
-    rows: pd.DataFrame
-    audit: pd.DataFrame | None
+    name: str  # Of the run folder.
+    rows: pd.DataFrame  # One for each matrix and recorded step; NaN where it is empty.
+    audit: pd.DataFrame | None  # The rows of orscale_jax.describe, as strings.
 
     @functools.cached_property
     def steps(self) -> list[int]:
@@ -102,19 +95,17 @@ class Run:
         """The line of each class, in the order in which a block uses them."""
 
         def place(name: str) -> tuple[Any, ...]:
-            at = (
-                next((i for i, word in enumerate(words) if word in name), len(words))
-                for words in PLACES
-            )
-            return (name == OTHERS, *at, name)
+            words_in = ([word in name for word in words] + [True] for words in PLACES)
+            return (name == OTHERS, *(found.index(True) for found in words_in), name)
 
+        names = sorted(self.last["class"].unique(), key=place)
         return {
             name: {
                 "color": COLORS[i % len(COLORS)],
                 "ls": ("-", (0, (4, 2)))[i // len(COLORS) % 2],
                 "label": name if len(name) <= 30 else name[:29] + "…",
             }
-            for i, name in enumerate(sorted(self.last["class"].unique(), key=place))
+            for i, name in enumerate(names)
         }
 
     def has(self, *columns: str) -> bool:
@@ -132,13 +123,7 @@ class Run:
 
 
 def read_run(folder: pathlib.Path) -> Run:
-    """Read a folder with ``history.csv`` and, perhaps, ``audit.csv``.
-
-    A last step that was not written to its end is left out.
-
-    Raises:
-      RunError: The folder or its history is missing, empty or no history.
-    """
+    """The run of a folder, without a last step that was not written to its end."""
     if not folder.is_dir():
         raise RunError(f"{folder} is not a folder: pass the folder of a run.")
     path, words = folder / FILE_NAME, {"matrix": str, "class": str}
@@ -199,11 +184,9 @@ def _thinned(steps: list[Any]) -> list[Any]:
 
 
 def uniform_part(run: Run) -> pd.DataFrame:
-    """What all ratios share at each step, the rest of each class, and the spread.
-
-    The uniform part is the geometric mean of r̂, weighted by the relative steps where
-    there are any, over the matrices that :func:`summarize` counts as measured.
-    """
+    """What all ratios share at each step, the rest of each class, and the spread."""
+    # The geometric mean of r̂, weighted by the relative steps where there are any, over
+    # the matrices that summarize counts as measured.
     rows = run.shown[run.shown["trust_ratio"] > 0]
     for column in ("calibration", "direction_norm"):
         if column in rows:
@@ -271,24 +254,15 @@ def verdict(run: Run) -> tuple[int, list[str]]:
     return step, [f"{told} {found}", along, shared]
 
 
-class Occurrence(NamedTuple):
-    """A problem as it was last seen, and the first and last step that have it."""
-
-    problem: Problem
-    first: int
-    last: int
-
-
-def occurrences(run: Run) -> list[Occurrence]:
-    """The problems of the steps shown: those of the last step first."""
-    seen: dict[str, Occurrence] = {}
-    for step, rows in run.rows[run.rows["step"].isin(_thinned(run.steps))].groupby(
-        "step"
-    ):
+def occurrences(run: Run) -> list[tuple[Problem, int, int]]:
+    """The problems, as last seen, and the first and last step shown that have them."""
+    seen: dict[str, tuple[Problem, int, int]] = {}
+    shown = run.rows[run.rows["step"].isin(_thinned(run.steps))]
+    for step, rows in shown.groupby("step"):
         for problem in find_problems(rows):
-            first = seen[problem.title].first if problem.title in seen else int(step)
-            seen[problem.title] = Occurrence(problem, first, int(step))
-    return sorted(seen.values(), key=lambda occurrence: -occurrence.last)
+            _, first, _ = seen.get(problem.title, (problem, int(step), 0))
+            seen[problem.title] = problem, first, int(step)
+    return sorted(seen.values(), key=lambda found: -found[-1])
 
 
 def key_numbers(run: Run) -> Iterator[tuple[str, str]]:
@@ -465,27 +439,25 @@ FIGURES = (
 def _log(axes: Axes, which: Literal["x", "y"], values: Any) -> None:
     """Make an axis logarithmic, with ticks at plain numbers around all values."""
     axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis = getattr(axes, f"{which}axis")
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_locator(NullLocator())
     values = np.asarray(values, dtype=float)
     values = values[np.isfinite(values) & (values > 0)]
     if not values.size:
-        axis.set_major_locator(NullLocator())
         return
     margin = max((values.max() / values.min()) ** 0.06, 1.02)
     low, high = float(values.min() / margin), float(values.max() * margin)
     axes.set(**{f"{which}lim": (low, high)})
-    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    # Where powers of ten are few, closer numbers, too.
-    inside = []
-    for factors in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 5, 7)):
-        ticks = [factor * 10.0**power for power in powers for factor in factors]
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) >= 3:
-            axis.set_major_locator(FixedLocator(inside[:: -(-len(inside) // 6)]))
-            return
     axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
+    powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
+    # Powers of ten; where these are few, closer numbers, too.
+    for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
+        ticks = np.outer(powers, factors).ravel()
+        inside = ticks[(low <= ticks) & (ticks <= high)]
+        if len(inside) >= 3:
+            axis.set_major_locator(FixedLocator(inside[:: -(-len(inside) // 6)].tolist()))
 
 
 # The page.
@@ -515,9 +487,8 @@ def write_report(
         f"<div><dt>{_prose(label)}</dt><dd>{html.escape(value)}</dd></div>"
         for label, value in key_numbers(run)
     )
-    shown, thinned = len(_thinned(run.steps)), ""
-    if shown < len(run.steps):
-        thinned = f" The figures show {shown:,} of the recorded steps."
+    shown = len(_thinned(run.steps))
+    thinned = f" The figures show {shown:,} of the recorded steps."
     audit = "There is no audit.csv, the rows of orscale_jax.describe, in the run folder."
     template = pathlib.Path(__file__).with_suffix(".html").read_text("utf-8")
     text = string.Template(template).substitute(
@@ -528,14 +499,14 @@ def write_report(
         headline=_prose(headline),
         sentences="".join(f"<p>{_prose(sentence)}</p>" for sentence in sentences),
         tiles="".join(tiles),
-        problems="".join(map(_problem, occurrences(run)))
+        problems="".join(_problem(*found) for found in occurrences(run))
         or "<p>None: no recorded step shows one of the problems that are looked for.</p>",
         figures="\n".join(_section(entry, run, out) for entry in FIGURES),
         matrices=_matrices(run),
         audit=f"<p class=muted>{audit}</p>"
         if run.audit is None or run.audit.empty
         else _table(f"{len(run.audit):,} parameters", run.audit, MAX_AUDIT_ROWS),
-        thinned=thinned,
+        thinned=thinned if shown < len(run.steps) else "",
     )
     page = out / "report.html"
     page.write_text(text, encoding="utf-8")
@@ -547,9 +518,8 @@ def _prose(text: str) -> str:
     return re.sub(r"\br_(\w+)", r"r<sub>\1</sub>", html.escape(text))
 
 
-def _problem(found: Occurrence) -> str:
-    problem, over = found.problem, found.first != found.last
-    steps = f"steps {found.first:,} to {found.last:,}" if over else f"step {found.last:,}"
+def _problem(problem: Problem, first: int, last: int) -> str:
+    steps = f"steps {first:,} to {last:,}" if first != last else f"step {last:,}"
     names = ", ".join(problem.matrices[:6]) + " …" * (len(problem.matrices) > 6)
     return (
         f"<div class=problem><h3>{html.escape(problem.title)}</h3>"

@@ -402,6 +402,101 @@ class Bucket(NamedTuple):
         return self.cost_model.cost(self.flops, self.traffic)
 
 
+class Group(NamedTuple):
+    """Matrices that go through Newton–Schulz together, as :func:`describe` shows them.
+
+    On a mesh the devices form groups. Each group holds the shards of different matrices
+    (experts that are sharded by expert), or there is one group, which holds all of them.
+
+    Attributes:
+      names: The names of the leaves, or of their blocks.
+      matrices: ``(count, m, n, devices)`` for each kind of matrix in a group of devices:
+        how many they are, their shape, and how many devices share the columns of each.
+        Smaller ones are padded to this shape; ``m <= n`` if they are stacked or sent.
+      devices: The number of devices in a group.
+      matrices_per_device: The number of matrices on a device, with padding by zeros.
+      bytes_sent: The bytes that each device sends: both ways, and during the iteration if
+        matrices are shared.
+      slow_bytes_sent: Those of the bytes that go to another slice.
+    """
+
+    names: tuple[str, ...]
+    matrices: tuple[tuple[int, int, int, int], ...]
+    devices: int = 1
+    matrices_per_device: int = 0
+    bytes_sent: int = 0
+    slow_bytes_sent: int = 0
+
+    @classmethod
+    def of(cls, bucket: Bucket, names: Sequence[str]) -> "Group":
+        """A bucket, given the names of the arrays."""
+        m, n = bucket.shape
+        counts: dict[int, int] = {}
+        for layout in sorted(bucket.layouts, key=lambda layout: layout.column_shards):
+            shards = layout.column_shards
+            counts[shards] = counts.get(shards, 0) + layout.matrices
+        return cls(
+            tuple(dict.fromkeys(names[part.array] for part in bucket.slices)),
+            tuple((count, m, n * shards, shards) for shards, count in counts.items()),
+            bucket.group_size,
+            bucket.matrices_per_device,
+            bucket.traffic.nbytes,
+            bucket.traffic.slow_bytes,
+        )
+
+
+class Plan(NamedTuple):
+    """What goes through Newton–Schulz together, and what a step of it costs on a mesh.
+
+    Without a mesh there are only groups, the stacks of one device. Times are estimates
+    from the rates in ``orscale_jax/distributed/plan.py``, as if products and transfers
+    did not overlap. They leave out everything but products of matrices and transfers.
+
+    Attributes:
+      groups: The matrices that are computed together, in the order of their first leaves.
+      flops: The FLOPs of the busiest device.
+      median_flops: The FLOPs of the median device that are not spent on padding.
+      fast_bytes: The bytes that each device sends over fast links, inside its slice.
+      slow_bytes: The bytes that each device sends to other slices.
+      seconds: The time of the busiest device, transfers included.
+      median_seconds: That of the median device.
+      transfer_seconds: The time of the transfers alone, which is that of every device.
+    """
+
+    groups: tuple[Group, ...]
+    flops: int = 0
+    median_flops: int = 0
+    fast_bytes: int = 0
+    slow_bytes: int = 0
+    seconds: float = 0.0
+    median_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        buckets: Sequence[Bucket],
+        names: Sequence[str],
+        mesh: MeshShape,
+        cost_model: CostModel,
+    ) -> "Plan":
+        """The buckets of a mesh, given the names of the arrays."""
+        traffic = functools.reduce(Traffic.plus, (j.traffic for j in buckets), Traffic())
+        flops = sum(bucket.flops for bucket in buckets)
+        median = median_flops(buckets, mesh)
+        return cls(
+            tuple(Group.of(bucket, names) for bucket in buckets),
+            flops,
+            median,
+            traffic.fast_bytes,
+            traffic.slow_bytes,
+            *(
+                cost_model.seconds(cost_model.cost(each, traffic))
+                for each in (flops, median, 0)
+            ),
+        )
+
+
 class _Division(NamedTuple):
     """A bucket in two parts: as many matrices as give all devices equally many, the rest.
 

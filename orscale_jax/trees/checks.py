@@ -1,5 +1,6 @@
 """Checks of the arguments of ``update``; the arrays of a state, and their parameters."""
 
+import itertools
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, names_on, quoted
-from orscale_jax.trees.nodes import children
+from orscale_jax.trees.nodes import children, is_masked
 
 # Fields of Optax's wrappers that hold states, and fields that hold no parameters.
 _STATES = frozenset({"inner_state", "inner_states", "inner_opt_state"})
@@ -192,12 +193,19 @@ def array_type(leaf: Any) -> tuple[Any, ...]:
     return np.shape(leaf), *(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
-def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list[Entry]:
+def entries(
+    state: PyTree,
+    params: PyTree,
+    fields: Collection[str] = (),
+    by_structure: bool = False,
+) -> list[Entry]:
     """The arrays of a state, in the order of its leaves; all trees without boxes.
 
     Parameters may be called ``mu`` or ``count``, too. So what holds a tree of parameters
     is told by the types in the state: a field of a named tuple that is not itself a
-    state. In a restored tree of dictionaries and lists it is told by these ``fields``.
+    state. In a restored tree of dictionaries and lists it is told by these ``fields``;
+    ``by_structure``, it may be any node that has an array, or several, where the
+    parameters have one.
     """
     names = {names_on(path) for path, _ in jax.tree.leaves_with_path(params)}
     types = _types_in(params)
@@ -207,19 +215,58 @@ def entries(state: PyTree, params: PyTree, fields: Collection[str] = ()) -> list
         arrays = [(names_on(path), array) for path, array in leaves]
         if place and place[-1] in _NO_PARAMS:
             yield from (Entry(place + path, None, array) for path, array in arrays)
-        elif _holds_params(node, parent, place, types, fields) and names.intersection(
-            dict(arrays)
+            return
+        like = _like(params, node) if by_structure and names != {()} else None
+        named = _holds_params(node, parent, place, types, fields)
+        if (like and all(map(_is_leaf, like.values()))) or (
+            named and names.intersection(dict(arrays))
         ):
             for path, array in arrays:
                 at, owner = (place, path) if path in names else (place + path, None)
                 yield Entry(at, owner, array)
-        elif jax.tree_util.all_leaves([node]):
+        elif _is_leaf(node):
             yield Entry(place, None, node)
         else:
-            for key, child in children(node).items():
-                yield from below(child, node, (*place, key))
+            inside = (
+                below(child, node, (*place, key)) for key, child in children(node).items()
+            )
+            found = [*itertools.chain(*inside)]
+            if like and all(entry.owner is None for entry in found):
+                # Several arrays for each, as optax.sm3 has, in nodes of one type.
+                kinds = {type(part) for part in like.values()}
+                if len(kinds) == 1 and not any(
+                    hasattr(kind, "_fields") for kind in kinds
+                ):
+                    found = [
+                        Entry(place + names_on(path), owner, array)
+                        for owner, part in like.items()
+                        for path, array in jax.tree.leaves_with_path(part)
+                    ]
+            yield from found
 
     return list(below(state, None, ()))
+
+
+def _like(params: PyTree, node: Any, path: Path = ()) -> dict[Path, Any] | None:
+    """What a tree like the parameters has for each that is not masked; None if unlike."""
+    inside, theirs = children(params), children(node)
+    if node is None or is_masked(node):
+        return {}
+    if not inside:
+        return {path: node} if jax.tree.leaves(params) else {}
+    if type(node) is not type(params) or theirs.keys() != inside.keys():
+        return None
+    found: dict[Path, Any] = {}
+    for key, param in inside.items():
+        part = _like(param, theirs[key], (*path, key))
+        if part is None:
+            return None
+        found |= part
+    return found
+
+
+def _is_leaf(node: Any) -> bool:
+    return bool(jax.tree_util.all_leaves([node]))
 
 
 def _holds_params(
@@ -247,7 +294,7 @@ def _types_in(tree: PyTree) -> set[type]:
 def _first_difference(wanted: Any, found: Any, path: Path = ()) -> _Difference | None:
     """The first node that differs in its type or in the names of its children."""
     mine, other = children(wanted), children(found)
-    if all(jax.tree_util.all_leaves([node]) for node in (wanted, found)):
+    if all(map(_is_leaf, (wanted, found))):
         return None
     if type(wanted) is not type(found) or mine.keys() != other.keys():
         return _Difference(path, wanted, found)

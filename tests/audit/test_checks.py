@@ -20,8 +20,136 @@ def leaf(*shape):
 def marks(shapes, rules=None):
     """The check of each parameter that has one, by dotted path."""
     tree = unflatten_dict({k: leaf(*v) for k, v in shapes.items()}, sep=".")
-    rows = describe(tree, by_path(rules or {})).rows
-    return {row.name: ", ".join(row.check) for row in rows if row.check}
+    description = describe(tree, by_path(rules or {}))
+    found = {row.name: ", ".join(row.check) for row in description.rows if row.check}
+    assert ("check" in str(description).splitlines()[0]) == bool(found)
+    return found
+
+
+ALL, STACK, LAYERS = {"": "matrix"}, {"": Dims(1, 2)}, {"kernel": Dims(1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rules", "expected"),
+    [
+        ("attention.qkv", (8, 24), None, "fused?"),
+        ("attention.kv", (8, 16), None, "fused?"),
+        ("in_proj", (8, 24), None, "fused?"),
+        ("router", (8, 4), None, "router?"),
+        ("router.kernel", (512, 8), None, "router?"),
+        ("mlp.gate.kernel", (8, 4), None, "router?"),
+        ("mlp.gate", (8, 4), None, "router?"),  # Without the rest of a gated MLP.
+        ("cell.gate", (8, 8), None, "router?"),
+        ("output", (8, 32), None, "table or head?"),
+        ("decoder.out", (8, 8), None, "table or head?"),
+        ("adapter", (64, 4), None, "16 times as long"),
+        ("thin", (64, 2), None, "32 times as long"),
+        ("experts", (1, 8, 8), STACK, "batch of one"),
+        # A class that contradicts the rule.
+        ("norm.scale", (12, 8), {"": Dims(0, 1)}, "norm?"),
+        ("mlp.bias", (12, 8), ALL, "bias?"),
+        ("layer_scale.gamma", (12, 8), ALL, "scale?"),
+        ("attention.query.bias", (4, 16), ALL, "bias?"),
+        ("lm_head.kernel", (8, 99), ALL, "head?"),
+        ("embed.embedding", (99, 8), ALL, "embedding?"),
+        ("tok_embeddings.weight", (999, 8), ALL, "embedding?"),
+        # A class that refutes a mark.
+        ("mlp.gate_proj.kernel", (8, 16), None, ""),
+        ("wi_0", (8, 32), None, ""),
+        ("attention.output.dense", (8, 8), None, ""),
+        ("attention.out.kernel", (8, 8), None, ""),
+        # Fused projections that blocks or an axis of the batch divide.
+        ("attn.kv_einsum.w", (2, 1, 64, 16), {"": Dims(2, (1, 3))}, ""),
+        ("layers.attn.kv_einsum.w", (5, 2, 1, 64, 16), {"": Dims(3, (2, 4))}, ""),
+        ("mlp.gating_einsum", (2, 64, 128), STACK, ""),
+        ("attention.qkv.kernel", (8, 3, 2, 4), {"": Dims(0, (2, 3))}, ""),
+        ("attention.qkv", (8, 24), {"": Blocks(0, 1, block_axis=1, blocks=3)}, ""),
+    ],
+)
+def test_marks_of_a_leaf_alone(name, shape, rules, expected):
+    assert marks({name: shape}, rules) == ({name: expected} if expected else {})
+
+
+MIXER = {"layers.mixer.D": (5, 8), "layers.mixer.in.kernel": (5, 8, 16)}
+STACKED = {"layers.qkv.kernel": (3, 8, 24), "layers.norm.scale": (3, 8)}
+SHORT = {"a": (8, 99), "b": (1, 8), "c": (8, 12)}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "rules", "expected"),
+    [
+        ({"layers.gate": (8, 16), "layers.up": (8, 16)}, None, {}),
+        ({"gate": (8, 16), "up": (8, 16), "down": (16, 8)}, None, {}),
+        ({"layers.out": (8, 8), "layers.q": (8, 8), "layers.k": (8, 8)}, None, {}),
+        ({"blocks.query.lora_a": (64, 2), "blocks.query.lora_b": (2, 64)}, None, {}),
+        ({"mlp.in_proj.kernel": (8, 16), "mlp.out_proj.kernel": (16, 8)}, None, {}),
+        # An axis that all neighbours have is one of layers or experts, and splits none.
+        (STACKED, LAYERS, {"layers.qkv.kernel": "fused?"}),
+        (STACKED | {"layers.norm.scale": (8,)}, LAYERS, {}),
+        (
+            {"experts.gate_up": (2, 8, 16), "experts.down": (2, 8, 8)},
+            STACK,
+            {"experts.gate_up": "fused?"},
+        ),
+        # As long as the vocabulary.
+        (
+            {"embed.embedding": (99, 8), "readout.kernel": (8, 99), "mix.kernel": (8, 8)},
+            None,
+            {"readout.kernel": "as long as embed.embedding"},
+        ),
+        # Positions, single tokens, and a vocabulary as long as the width show nothing,
+        # nor does a length where the class is known.
+        (SHORT | {"pos_embedding": (99, 8)}, None, {}),
+        (SHORT | {"cls_token": (1, 8)}, None, {}),
+        (SHORT | {"embed": (8, 8)}, None, {}),
+        (SHORT | {"patch_embed.proj.weight": (8, 12)}, None, {}),
+        ({"embed": (99, 8), "mlp.up": (8, 99), "mlp.down": (99, 8)}, None, {}),
+        # Vectors in a stack: all that stands beside them is stacked as well.
+        (MIXER, LAYERS, {"layers.mixer.D": "stack of vectors?"}),
+        (MIXER | {"layers.mixer.skip": (8,)}, LAYERS, {}),
+        # Heads of a square projection are no stack, nor are the experts of a router.
+        (
+            {"attention.query.kernel": (8, 2, 4), "attention.mix": (8, 8)},
+            {"query": Dims(0, (1, 2))},
+            {},
+        ),
+        (
+            {"moe.experts.up.kernel": (5, 8, 16), "moe.router": (5, 8)},
+            LAYERS,
+            {"moe.router": "router?"},
+        ),
+        # Heads are long; without heads, a projection is not.
+        ({"attn.q_proj": (512, 16)}, None, {"attn.q_proj": "32 times as long"}),
+    ],
+)
+def test_marks_among_neighbours(shapes, rules, expected):
+    assert marks(shapes, rules) == expected
+
+
+def test_heads_of_attention_are_long_and_no_stacks():
+    tree = {"attn": {"q_proj": leaf(512, 64), "o_proj": leaf(64, 512)}}
+    rows = describe(tree, by_path({}, head_size=16)).rows
+    found = [(row.m, row.n, row.check) for row in rows]
+    assert found == [(16, 512, ()), (512, 16, ())]
+
+
+def test_other_trees():
+    """Haiku's names, and paths without names."""
+    haiku = {
+        "language_model/embed": {"embeddings": leaf(99, 8)},
+        "language_model/linear": {"w": leaf(8, 99), "b": leaf(99)},
+        "language_model/transformer/linear": {"w": leaf(8, 32)},
+    }
+    found = {row.path: row.check for row in describe(haiku).rows if row.check}
+    mark = "as long as language_model/embed.embeddings"
+    assert found == {"language_model/linear.w": (mark,)}
+    for tree, expected in [
+        ([leaf(8, 8), leaf(8)], [("no name",), ()]),
+        (({"value": {"data_array": leaf(8, 8)}},), [("no name",)]),
+        (leaf(8, 8), [()]),
+        ({"w": leaf(8, 8)}, [()]),
+    ]:
+        assert [row.check for row in describe(tree).rows] == expected
 
 
 class Layer(nn.Module):
@@ -31,18 +159,14 @@ class Layer(nn.Module):
         return nn.Dense(8, name="down")(nn.relu(nn.Dense(16, name="up")(x))), None
 
 
-def scanned():
+def test_a_scanned_model_by_the_list_in_the_error():
+    """Rules for exactly the leaves that the error lists: no norm and bias is a matrix."""
     model = nn.scan(
         Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=12
     )()
     with jax.numpy_rank_promotion("allow"):
         init = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((2, 3, 8)), None)
-    return init["params"]
-
-
-def test_a_scanned_model_by_the_list_in_the_error():
-    """Rules for exactly the leaves that the error lists: no norm and bias is a matrix."""
-    params = scanned()
+    params = init["params"]
     with pytest.raises(ValueError, match="ambiguous") as caught:
         matrix_axes(None, params)
     listed = re.findall(
@@ -67,114 +191,3 @@ def test_a_scanned_model_by_the_list_in_the_error():
         assert row.rule == "matrix"
         expected = {"bias": ["bias?"], "norm": ["norm?"]}.get(row.layer_class, [])
         assert [mark for mark in row.check if "?" in mark] == expected
-
-
-@pytest.mark.parametrize(
-    "name, shape, rules, expected",
-    [
-        ("norm.scale", (12, 8), {"": Dims(0, 1)}, "norm?"),
-        ("mlp.bias", (12, 8), {"": "matrix"}, "bias?"),
-        ("layer_scale.gamma", (12, 8), {"": "matrix"}, "scale?"),
-        ("attention.query.bias", (4, 16), {"": "matrix"}, "bias?"),
-        ("lm_head.kernel", (8, 99), {"": "matrix"}, "head?"),
-        ("embed.embedding", (99, 8), {"": "matrix"}, "embedding?"),
-        ("tok_embeddings.weight", (999, 8), {"": "matrix"}, "embedding?"),
-        ("router.kernel", (512, 8), None, "router?"),
-    ],
-)
-def test_a_class_that_contradicts_the_rule(name, shape, rules, expected):
-    assert marks({name: shape}, rules) == {name: expected}
-
-
-def test_marks_that_the_class_refutes():
-    assert marks({"layers.gate": (8, 16), "layers.up": (8, 16)}) == {}
-    assert marks({"gate": (8, 16), "up": (8, 16), "down": (16, 8)}) == {}
-    assert marks({"layers.out": (8, 8), "layers.q": (8, 8), "layers.k": (8, 8)}) == {}
-    assert marks({"attention.out.kernel": (8, 8)}) == {}
-    assert marks({"blocks.query.lora_a": (64, 2), "blocks.query.lora_b": (2, 64)}) == {}
-    assert marks({"mlp.in_proj.kernel": (8, 16), "mlp.out_proj.kernel": (16, 8)}) == {}
-    # Without a class that fits, or without the other half of a gated MLP, they stay.
-    assert marks({"cell.gate": (8, 8)}) == {"cell.gate": "router?"}
-    assert marks({"mlp.gate": (8, 4)}) == {"mlp.gate": "router?"}
-    assert marks({"decoder.out": (8, 8)}) == {"decoder.out": "table or head?"}
-    assert marks({"thin": (64, 2)}) == {"thin": "32 times as long"}
-
-
-SPLIT = {
-    "gemma": ("attn.kv_einsum.w", (2, 1, 64, 16), Dims(2, (1, 3))),
-    "gemma, scanned": ("layers.attn.kv_einsum.w", (5, 2, 1, 64, 16), Dims(3, (2, 4))),
-    "gemma's mlp": ("mlp.gating_einsum", (2, 64, 128), Dims(1, 2)),
-    "qkv": ("attention.qkv.kernel", (8, 3, 2, 4), Dims(0, (2, 3))),
-    "blocks": ("attention.qkv", (8, 24), Blocks(0, 1, block_axis=1, blocks=3)),
-}
-
-
-@pytest.mark.parametrize("case", SPLIT)
-def test_fused_projections_that_are_split(case):
-    name, shape, numbers = SPLIT[case]
-    assert marks({name: shape}, {"": numbers}) == {}
-
-
-def test_layers_and_experts_split_no_fused_projection():
-    stacked = {"layers.qkv.kernel": (3, 8, 24), "layers.norm.scale": (3, 8)}
-    rules = {"kernel": Dims(1, 2)}
-    assert marks(stacked, rules) == {"layers.qkv.kernel": "fused?"}
-    parts = {"layers.qkv.kernel": (3, 8, 24), "layers.norm.scale": (8,)}
-    assert marks(parts, rules) == {}
-    experts = {"experts.gate_up": (2, 8, 16), "experts.down": (2, 8, 8)}
-    assert marks(experts, {"": Dims(1, 2)}) == {"experts.gate_up": "fused?"}
-
-
-def test_matrices_as_long_as_the_vocabulary():
-    flax = {"embed.embedding": (99, 8), "readout.kernel": (8, 99), "mix.kernel": (8, 8)}
-    assert marks(flax) == {"readout.kernel": "as long as embed.embedding"}
-    haiku = {
-        "language_model/embed": {"embeddings": leaf(99, 8)},
-        "language_model/linear": {"w": leaf(8, 99), "b": leaf(99)},
-        "language_model/transformer/linear": {"w": leaf(8, 32)},
-    }
-    found = {row.path: row.check for row in describe(haiku).rows if row.check}
-    mark = "as long as language_model/embed.embeddings"
-    assert found == {"language_model/linear.w": (mark,)}
-    # Positions, single tokens, and a vocabulary as long as the width show nothing.
-    for table, shape in [
-        ("pos_embedding", (99, 8)),
-        ("cls_token", (1, 8)),
-        ("embed", (8, 8)),
-        ("patch_embed.proj.weight", (8, 12)),
-    ]:
-        assert marks({table: shape, "a": (8, 99), "b": (1, 8), "c": (8, 12)}) == {}
-    # Nor does a length where the class is known.
-    assert marks({"embed": (99, 8), "mlp.up": (8, 99), "mlp.down": (99, 8)}) == {}
-
-
-def test_stacks_of_vectors_without_a_class():
-    mixer = {"layers.mixer.D": (5, 8), "layers.mixer.in.kernel": (5, 8, 16)}
-    rules = {"kernel": Dims(1, 2)}
-    assert marks(mixer, rules) == {"layers.mixer.D": "stack of vectors?"}
-    assert marks(mixer | {"layers.mixer.skip": (8,)}, rules) == {}
-    # Heads of a square projection are no stack, nor are the experts of a router.
-    heads = {"attention.query.kernel": (8, 2, 4), "attention.mix": (8, 8)}
-    assert marks(heads, {"query": Dims(0, (1, 2))}) == {}
-    experts = {"moe.experts.up.kernel": (5, 8, 16), "moe.router": (5, 8)}
-    assert marks(experts, rules) == {"moe.router": "router?"}
-
-
-def test_paths_without_names():
-    def found(tree):
-        return [row.check for row in describe(tree).rows]
-
-    assert found([leaf(8, 8), leaf(8)]) == [("no name",), ()]
-    assert found(({"value": {"data_array": leaf(8, 8)}},)) == [("no name",)]
-    assert found(leaf(8, 8)) == found({"w": leaf(8, 8)}) == [()]
-
-
-def test_heads_of_attention_are_long_and_no_stacks():
-    shapes = {"attn.q_proj": (512, 64), "attn.o_proj": (64, 512)}
-    tree = unflatten_dict({k: leaf(*v) for k, v in shapes.items()}, sep=".")
-    description = describe(tree, by_path({}, head_size=16))
-    assert [(row.m, row.n, row.check) for row in description.rows] == [
-        (16, 512, ()),
-        (512, 16, ()),
-    ]
-    assert marks({"attn.q_proj": (512, 16)}) == {"attn.q_proj": "32 times as long"}

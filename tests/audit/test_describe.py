@@ -2,10 +2,8 @@
 
 import contextlib
 import functools
-import html
 import io
 import re
-import sys
 from pathlib import Path
 
 import flax.linen as nn
@@ -53,27 +51,23 @@ TABLE = [
 MATRIX_BYTES, ADAM_BYTES, SHARED_BYTES = 2352 + 7 * 25, 1200, 4 + 8
 
 
-def transformer(dtype=jnp.float32):
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    return {
-        "stem": {"kernel": normal(3, 3, 2, 6)},
-        "wte": normal(10, 6),
+def transformer():
+    shapes = {
+        "stem": {"kernel": (3, 3, 2, 6)},
+        "wte": (10, 6),
         "blocks": [
             {
-                "query": normal(6, 2, 5),
-                "out": normal(6, 6),
-                "router": normal(6, 4),
-                "experts": {"up": normal(4, 6, 16)},
-                "norm": {"scale": normal(6)},
+                "query": (6, 2, 5),
+                "out": (6, 6),
+                "router": (6, 4),
+                "experts": {"up": (4, 6, 16)},
+                "norm": {"scale": (6,)},
             }
         ],
-        "lm_head": {"kernel": normal(6, 10)},
+        "lm_head": {"kernel": (6, 10)},
         "absent": None,
     }
+    return jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def size(state):
@@ -164,8 +158,6 @@ def test_scales():
     tall = {"w": jnp.ones((25, 4))}
     for mode, scale in [("shape_scaling", 1.0), ("unit_rms_norm", 0.4)]:
         assert describe(tall, scale_mode=mode).rows[0].scale == scale
-    with pytest.raises(ValueError, match="consistent_rms=-1 is not valid"):
-        describe(params, consistent_rms=-1)
 
 
 @pytest.mark.parametrize(
@@ -177,9 +169,12 @@ def test_scales():
         ("ns_preconditioning", "none"),
         ("max_stack_bytes", 0),
         ("slow_axes", "dcn"),
+        ("consistent_rms", -1),
+        ("platform", "rocm"),
+        ("optimizer", 3),
     ],
 )
-def test_settings_of_newton_schulz_that_no_optimizer_takes(argument, value):
+def test_arguments_that_are_refused(argument, value):
     with pytest.raises(ValueError, match=f"{argument}='?{value}'? is not valid"):
         describe({"w": jnp.ones((2, 3))}, **{argument: value})
 
@@ -207,16 +202,9 @@ def test_bytes_of_other_dtypes_and_of_a_frozen_part():
 
 def test_owners_of_the_state():
     description = describe(jnp.ones((2, 3)), optimizer=orscale(0.1))
-    [row] = description.rows  # It owns the arrays of its shape.
-    assert (row.path, row.state_bytes, description.shared_bytes) == ("", 24, 25 + 12)
+    [row] = description.rows  # It owns what its matrix keeps.
+    assert (row.path, row.state_bytes, description.shared_bytes) == ("", 24 + 25, 12)
     assert "(the only leaf)" in str(description)
-    nested = {"w": jnp.ones(3), "a": {"w": jnp.ones(5), "b": [jnp.ones(7)]}}
-    rows = describe(nested, optimizer=optax.adam(0.1)).rows
-    assert [(r.path, r.state_bytes) for r in rows] == [
-        ("a.b.0", 56),
-        ("a.w", 40),
-        ("w", 24),
-    ]
     listed = [jnp.ones(3), (jnp.ones(5), jnp.ones(7))]
     chain = optax.chain(optax.trace(0.9), optax.scale_by_adam())
     description = describe(listed, optimizer=chain)
@@ -242,19 +230,16 @@ def test_nothing_to_describe():
             {"w": Dims(0, 1), "x": Dims((0, 1), 2)},
             r"'x' is matrices of batch shape \(\) here and .* \(2,\) in the optimizer",
         ),
+        ({"w": Dims(0, 1), "x": Dims(1, 2), "b": Dims(0, 1)}, "'b' is matrix here and a"),
     ],
 )
 def test_an_optimizer_with_other_matrices(numbers, words):
-    params = {"w": jnp.ones((2, 3)), "x": jnp.ones((2, 3, 4))}
-    optimizer = muon(0.1, weight_dimension_numbers={"w": Dims(0, 1), "x": Dims(1, 2)})
+    params = {"w": jnp.ones((2, 3)), "x": jnp.ones((2, 3, 4)), "b": jnp.ones((3, 3))}
+    own = {"w": Dims(0, 1), "x": Dims(1, 2), "b": None}
+    optimizer = muon(0.1, weight_dimension_numbers=own)
     chain = optax.chain(optax.clip(1.0), optimizer)
     with pytest.raises(ValueError, match=words):
-        describe(params, numbers, optimizer=chain)
-    with pytest.raises(ValueError, match="'w' is matrix here and adamw in"):
-        describe(
-            {"w": params["w"]},
-            optimizer=orscale(0.1, weight_dimension_numbers={"w": None}),
-        )
+        describe(params, own | numbers, optimizer=chain)
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -273,11 +258,6 @@ def test_the_family(name):
     assert description.shared_bytes <= 12  # Steps and bounds.
     with pytest.raises(ValueError, match="'x' is adamw here and matrix in the optimizer"):
         describe(params, numbers | {"x": None}, optimizer=optimizer)
-
-
-def test_an_object_that_is_no_optimizer():
-    with pytest.raises(ValueError, match="optimizer=3 is not valid: pass an Optax"):
-        describe({"w": jnp.ones((2, 3))}, optimizer=3)
 
 
 TEXT = """\
@@ -312,12 +292,8 @@ def small():
     return describe(params, numbers, optimizer=optimizer)
 
 
-def test_the_printed_table(monkeypatch):
-    monkeypatch.setitem(sys.modules, "rich", None)
-    monkeypatch.setitem(sys.modules, "rich.table", None)
+def test_the_printed_table():
     assert str(small()) + "\n" == TEXT
-    with pytest.raises(ImportError, match=r"pip install orscale-jax\[describe\]"):
-        small().table()
 
 
 @pytest.mark.extended
@@ -332,67 +308,53 @@ def test_stacks():
             "qkv": Blocks(0, 1, block_axis=1, blocks=(8, 8, 4)),
         }
     )
-    description = describe(params, numbers, platform="cpu")
+    found = functools.partial(describe, params, numbers, platform="cpu")
     alike = ("down", *(f"layer{i}" for i in range(7)), "qkv[:, 0:8]", "qkv[:, 8:16]")
-    assert description.stacks() == [
-        ((10, 6, 8), alike),
-        ((1, 3, 6, 8), ("experts",)),
-        ((1, 4, 6), ("qkv[:, 16:20]",)),
+    assert [group[:2] for group in found().plan.groups] == [
+        (alike, ((10, 6, 8, 1),)),
+        (("experts",), ((3, 6, 8, 1),)),
+        (("qkv[:, 16:20]",), ((1, 4, 6, 1),)),
     ]
     # Stacked in float32, whatever the parameters' dtype: 192 bytes each.
-    assert [len(stack.names) for stack in description.stacks(192 * 4)] == [4, 1, 3, 3, 1]
+    groups = found(max_stack_bytes=192 * 4).plan.groups
+    assert [len(group.names) for group in groups] == [4, 1, 3, 3, 1]
     names = "down, layer* × 7, qkv[:, 0:8], qkv[:, 8:16]"
-    assert f"10 of 6 × 8: {names}" in str(description).splitlines()
+    assert f"10 of 6 × 8: {names}" in str(found()).splitlines()
 
 
-def test_columns_without_values_are_left_out():
-    text = str(describe({"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}))
-    assert "‖W‖" not in text and "state bytes" not in text and "shared" not in text
-    assert "class" not in text  # It would be "other" everywhere.
-    text = str(describe({"w": jnp.ones((2, 3))}))
-    assert "‖W‖" in text and "state bytes" not in text
+@pytest.mark.parametrize(
+    ("params", "numbers", "shown", "hidden"),
+    [
+        ({"w": (2, 3)}, None, "", ["‖W‖", "state bytes", "shared", "class", "m × n"]),
+        ({"w": jnp.ones((2, 3))}, None, "‖W‖", ["state bytes"]),
+        ({"w": (2, 3), "b": (4,)}, None, "all parameters are float32", ["dtype"]),
+        ({"w": (2, 3), "b": jnp.ones(4, jnp.bfloat16)}, None, "dtype", ["all param"]),
+        ({"w": (2, 3)}, Dims(1, 0), "3 × 2", ["check"]),
+        ({"b": (4,)}, None, "adamw", ["  s  ", "stacks"]),
+        ({"qkv": (4, 12), "b": (3,)}, None, "rule    check   class", []),
+    ],
+)
+def test_columns_that_say_nothing_are_left_out(params, numbers, shown, hidden):
+    shapes = {
+        name: jax.ShapeDtypeStruct(x, jnp.float32) if isinstance(x, tuple) else x
+        for name, x in params.items()
+    }
+    text = str(describe(shapes, numbers))
+    assert shown in text
+    assert [word for word in hidden if word in text] == []
 
 
-def test_columns_that_say_the_same_everywhere_are_left_out():
-    text = str(describe({"w": jnp.ones((2, 3)), "b": jnp.ones(4)}))
-    assert "dtype" not in text and "all parameters are float32" in text
-    assert "m × n" not in text  # The shapes say it.
-    text = str(describe({"w": jnp.ones((2, 3)), "b": jnp.ones(4, jnp.bfloat16)}))
-    assert "dtype" in text and "bfloat16" in text and "all parameters" not in text
-    text = str(describe({"w": jnp.ones((2, 3))}, Dims(1, 0)))
-    assert "m × n" in text and "3 × 2" in text
+CSV = """\
+parameter,shape,dtype,rule,check,class,matrices,m,n,s,parameters,state_bytes
+bias,"(1000,)",float32,adamw,,bias,0,,,,1000,8000
+layers.stack,"(2, 1, 4)",float32,matrix,,other,2,1,4,0.4,8,82
+wte,"(2, 2)",float32,adamw,,embedding,0,,,,4,32
+"""
 
 
-def test_check_stands_beside_rule():
-    params = {"attention": {"qkv": jnp.ones((4, 12))}, "b": jnp.ones(3)}
-    headings, _, row, *_ = str(describe(params)).splitlines()
-    assert words(headings)[2:4] == ["rule", "check"]
-    assert row.index("fused?") == headings.index("check")
-
-
-def words(line):
-    return re.findall(r"[^\s│┃]+", line)
-
-
-def test_the_tables_of_rich_and_of_notebooks():
-    import rich.console
-
-    console = rich.console.Console(width=200, file=io.StringIO(), color_system=None)
-    console.print(small())
-    text, notes = TEXT.split("\n\n", 1)
-    expected = [words(line) for line in text.splitlines() if "──" not in line]
-    below = [words(line) for line in notes.splitlines()]
-    found = [words(line) for line in console.file.getvalue().splitlines()]
-    assert found[-len(below) :] == below
-    del found[-len(below) :]
-    assert [
-        line for line in found if line and not re.match("[┏┡├└]", line[0])
-    ] == expected
-    page = small()._repr_html_()
-    assert page.endswith(f"<p>{'<br>'.join(notes.splitlines())}</p>")
-    rows = re.findall(r"<tr>(.*?)</tr>", page)
-    cells = [" ".join(re.findall(r">([^<]*)</t[hd]>", row)) for row in rows]
-    assert [words(html.unescape(line)) for line in cells] == expected
+def test_csv_and_notebooks():
+    assert small().to_csv() == CSV
+    assert small()._repr_html_() == f"<pre style='white-space: pre'>{TEXT.rstrip()}</pre>"
     escaped = describe({"<b>": jnp.ones(2)})._repr_html_()
     assert "&lt;b&gt;" in escaped and "<b>" not in escaped
 
@@ -467,20 +429,20 @@ def test_placement():
         "bias": None,
     }
     description = describe(params, numbers, platform="cpu", ns_dtype=jnp.bfloat16)
-    assert [placed[:-1] for placed in description.placement()] == [
+    assert [group[:-1] for group in description.plan.groups] == [
         # Half of their bytes in bfloat16 stay; the other seven of eight do not.
-        ((16, 64), 2, 8, 1, 1, 0, 2 * 2048 * 7 // 8, ("down", "up")),
-        ((16, 32), 2, 2, 1, 1, 0, 2 * 1024 // 2, ("experts",)),
+        (("down", "up"), ((2, 16, 64, 1),), 8, 1, 2 * 2048 * 7 // 8),
+        (("experts",), ((2, 16, 32, 1),), 2, 1, 2 * 1024 // 2),
         # Merged with heads in front, which are sharded; copies along the other axis.
-        ((16, 32), 1, 8, 1, 1, 0, 2 * 1024 * 3 // 4 + 1024, ("heads",)),
+        (("heads",), ((1, 16, 32, 1),), 8, 1, 2 * 1024 * 3 // 4 + 1024),
         # A block on each of two devices, and copies along the other axis.
-        ((16, 24), 1, 4, 1, 1, 0, 3 * 768, ("qkv",)),
+        (("qkv",), ((1, 16, 24, 1),), 4, 1, 3 * 768),
         # All devices share it, and add up its Gram matrix five times.
-        ((8, 512), 1, 8, 1, 8, 1, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8, ("thin",)),
+        (("thin",), ((1, 8, 512, 8),), 8, 1, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8),
     ]
     assert str(description).splitlines()[-7:] == PLACEMENT
-    assert description.select("experts").placement() == description.placement()[1:2]
-    assert describe({"w": jnp.ones((2, 3))}).placement() == []
+    chosen = description.select("experts").plan.groups
+    assert chosen == description.plan.groups[1:2]
 
 
 @pytest.mark.quick_first_case
@@ -513,27 +475,29 @@ def test_state_bytes_of_a_device_and_of_a_parameter(kind):
     assert selected.state_bytes_per_parameter == 8
 
 
-def test_nothing_but_empty_leaves_on_a_mesh():
-    mesh = jax.make_mesh((8,), ("fsdp",))
-    params = {"a": jnp.ones((0, 4)), "b": jnp.ones((0, 4), jnp.bfloat16)}
-    params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-    assert "state:" not in str(describe(params, optimizer=orscale(1e-3)))
-
-
-def test_state_bytes_that_are_not_known():
-    assert describe({"w": jnp.ones((2, 3))}).state_bytes_per_parameter is None
-    description = describe({"a": None}, optimizer=orscale(0.1))
-    assert description.state_bytes_per_parameter is None  # There is no parameter.
-    description = describe({"w": jnp.ones((2, 3))}, optimizer=optax.sgd(0.1))
-    assert description.state_bytes_per_parameter == 0
-    assert description.state_bytes_per_device is None  # There is no mesh.
+@pytest.mark.parametrize(
+    ("shapes", "spec", "optimizer", "each"),
+    [
+        ({"w": (2, 3)}, None, None, None),
+        ({}, None, orscale(0.1), None),  # There is no parameter.
+        ({"w": (2, 3)}, None, optax.sgd(0.1), 0),  # There is no mesh.
+        ({"w": (9, 4)}, "fsdp", optax.sgd(0.1, 0.9), 4),  # It does not divide 9.
+        ({"a": (0, 4), "b": (0, 5)}, (), orscale(0.1), None),
+    ],
+)
+def test_state_bytes_that_are_not_known(shapes, spec, optimizer, each):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    uneven = NamedSharding(mesh, PartitionSpec("fsdp"))
-    params = {"w": jax.ShapeDtypeStruct((9, 4), jnp.float32, sharding=uneven)}
-    numbers = {"w": None}
-    optimizer = orscale(0.1, weight_dimension_numbers=numbers)
-    description = describe(params, numbers, optimizer=optimizer)
-    assert description.state_bytes_per_device is None
+    placed = None if spec is None else NamedSharding(mesh, PartitionSpec(spec or None))
+    params = {
+        name: jax.ShapeDtypeStruct(shape, dtype, sharding=placed)
+        for (name, shape), dtype in zip(
+            shapes.items(), (jnp.float32, jnp.bfloat16), strict=False
+        )
+    }
+    description = describe(params, optimizer=optimizer)
+    assert description.state_bytes_per_parameter == each
+    assert spec == () or description.state_bytes_per_device is None
+    assert ("state:" in str(description)) == (each is not None)
 
 
 def test_placement_where_only_some_matrices_are_shared():
@@ -545,44 +509,13 @@ def test_placement_where_only_some_matrices_are_shared():
         for name, shape in shapes.items()
     }
     description = describe(params)
-    [placed] = description.placement()
-    assert (placed.shape, placed.matrices) == ((16, 128), 4)
-    assert (placed.devices_per_matrix, placed.shared) == (4, 1)
-    assert str(placed).startswith(
+    [placed] = description.plan.groups
+    assert placed.matrices == ((3, 16, 128, 1), (1, 16, 512, 4))
+    line = str(description).splitlines()[-2]
+    assert line.startswith(
         "3 of 16 × 128 and 1 of 16 × 512 over 8 devices, 1 each or 4 to one, "
     )
-    assert str(placed).endswith(" bytes sent per device: wide, k, q, v")
-
-
-@pytest.mark.parametrize(
-    "name, shape, check",
-    [
-        ("attention.qkv", (8, 24), "fused?"),
-        ("attention.kv", (8, 16), "fused?"),
-        ("in_proj", (8, 24), "fused?"),
-        ("router", (8, 4), "router?"),
-        ("mlp.gate.kernel", (8, 4), "router?"),
-        ("mlp.gate_proj.kernel", (8, 16), ""),
-        ("output", (8, 32), "table or head?"),
-        ("adapter", (64, 4), "16 times as long"),
-        ("wi_0", (8, 32), ""),
-        ("attention.output.dense", (8, 8), ""),
-    ],
-)
-def test_reasons_to_look_at_a_leaf(name, shape, check):
-    tree = jnp.ones(shape)
-    for key in reversed(name.split(".")):
-        tree = {key: tree}
-    [row] = describe(tree).rows
-    assert (", ".join(row.check), row.rule) == (check, "matrix")
-    assert ("check" in str(describe(tree)).splitlines()[0]) == bool(check)
-
-
-def test_checks_know_blocks_and_batches():
-    blocks = Blocks(0, 1, block_axis=1, blocks=3)
-    assert describe({"qkv": jnp.ones((8, 24))}, blocks).rows[0].check == ()
-    [row] = describe({"experts": jnp.ones((1, 8, 8))}, Dims(1, 2)).rows
-    assert row.check == ("batch of one",)
+    assert line.endswith(" bytes sent per device: wide, k, q, v")
 
 
 @pytest.mark.extended

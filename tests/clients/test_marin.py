@@ -8,7 +8,7 @@ import pytest
 pytestmark = pytest.mark.client
 pytest.importorskip("levanter.optim.grugmuon", reason="make clients installs it")
 
-from examples.benchmarks.marin import marin_muon
+from examples.benchmarks.contenders import MARIN, installed_peers
 
 
 def jordan(gradient):
@@ -25,7 +25,7 @@ def jordan(gradient):
 def test_first_step(shape):
     """The scale and the decay are those of the other contenders."""
     weights, gradient = jax.random.normal(jax.random.key(0), (2, *shape))
-    optimizer = marin_muon(ns_steps=5)
+    optimizer = installed_peers()[MARIN]
     step, _ = optimizer.update(
         {"w": gradient}, optimizer.init({"w": weights}), {"w": weights}
     )

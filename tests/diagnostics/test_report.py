@@ -368,7 +368,7 @@ class TestNumbers:
         rows.loc[rows["step"] == 20, "weight_norm"] = np.nan
         rows.loc[rows["step"] >= 40, "relative_step"] = 0.5
         found = module.occurrences(run_of(rows, tmp_path))
-        told = [(each.problem.title, each.first, each.last) for each in found]
+        told = [(problem.title, first, last) for problem, first, last in found]
         assert told == [("Large steps", 40, 50), ("Not finite", 20, 20)]
 
 

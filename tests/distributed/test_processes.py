@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from examples.benchmarks import crossings
+from examples.benchmarks import hlo_cost
 from tests import processes
 from tests.processes import COMPARED, END, SAVED
 
@@ -77,7 +77,7 @@ def received_by_a_device(folder, layout):
     text, other = [(folder / f"{layout}.{index}").read_text() for index in range(2)]
     assert text == other
     process_of = {device: device // processes.DEVICES for device in range(8)}
-    return max(crossings.of(text, process_of).received.values())
+    return max(hlo_cost.crossings(text, process_of).received.values())
 
 
 def of_matrices():

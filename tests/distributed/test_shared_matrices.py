@@ -158,12 +158,12 @@ def test_the_program_does_what_the_plan_says(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_printed_bytes_are_those_of_the_program(layout):
     mesh, sharded = placed(layout, EXPLICIT)
-    placement = describe(sharded, platform="cpu").placement()
-    printed = sum(placed.bytes_sent for placed in placement)
+    groups = describe(sharded, platform="cpu").plan.groups
+    printed = sum(group.bytes_sent for group in groups)
     cost = hlo_cost.of(compiled(mesh, sharded).as_text())
     # The norms of shared matrices are all-reduces, of one number for each.
     scalars = [c.nbytes for c in cost.collectives if c.kind == "all-reduce"]
-    assert max(scalars) <= FLOAT.itemsize * len(placement)
+    assert max(scalars) <= FLOAT.itemsize * len(groups)
     assert printed == sum(c.sent for c in cost.collectives if c.kind != "all-reduce") > 0
 
 

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.benchmarks import crossings
+from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
 from orscale_jax.distributed.plan import (
     TPU_V5P,
@@ -276,13 +276,13 @@ def test_slow_links_change_no_number_and_carry_what_the_plan_says(layout, kind):
     assert_polar_factors(program(x))
     counts = slow if isinstance(slow, dict) else dict.fromkeys(slow, 2)
     slice_of = slices_of_devices(sizes, counts).ravel()
-    received = crossings.of(program.as_text(), dict(enumerate(slice_of))).received
-    step_cost = describe(x, NUMBERS, platform="cpu", slow_axes=slow).step_cost()
+    received = hlo_cost.crossings(program.as_text(), dict(enumerate(slice_of))).received
+    plan = describe(x, NUMBERS, platform="cpu", slow_axes=slow).plan
     # A sum of Gram matrices around a ring is planned as if all of it crossed.
-    assert max(received.values()) <= step_cost.slow_bytes
-    assert layout == "sharded across" or max(received.values()) == step_cost.slow_bytes
+    assert max(received.values()) <= plan.slow_bytes
+    assert layout == "sharded across" or max(received.values()) == plan.slow_bytes
     across = "dcn" in str(spec) or layout in ("one axis", "part of one of two")
-    assert bool(step_cost.slow_bytes) == across
+    assert bool(plan.slow_bytes) == across
 
 
 @pytest.mark.quick_first_case
@@ -297,7 +297,7 @@ def test_matrices_shared_across_slices_by_planted_rates(layout, monkeypatch):
     sizes, spec = LAYOUTS[layout]
     mesh, slow = mesh_of(sizes), slow_axes_of(sizes)
     x = placed(weights(), mesh, spec)
-    assert describe(x, NUMBERS, platform="cpu", slow_axes=slow).step_cost().slow_bytes
+    assert describe(x, NUMBERS, platform="cpu", slow_axes=slow).plan.slow_bytes
     assert_polar_factors(compiled(x, mesh, slow)(x))
 
 

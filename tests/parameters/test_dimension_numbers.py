@@ -38,6 +38,9 @@ def test_conversion_to_matrices_and_back(name):
     np.testing.assert_array_equal(axes.join(parts), leaf)
     norms = axes.norms(leaf)
     assert norms.shape == axes.batch_shape(leaf) == batch
+    # Caches compare axes: equal ones have one form, without blocks that of plain ones.
+    for own in (axes, axes.within, axes.neurons, axes.inputs, axes.of_neurons):
+        assert own.sizes or own == MatrixAxes(own.batch, own.rows, own.columns)
     by_size = [np.linalg.norm(matrix) for matrix in expected]
     np.testing.assert_allclose(norms.ravel(), by_size, rtol=1e-6)
     scalars = jnp.arange(len(expected), dtype=leaf.dtype).reshape(batch)

@@ -445,6 +445,18 @@ def test_expressions_choose_projections():
     assert {*numbers["attn"].values(), *numbers["mlp"].values()} == {Dims(0, 1)}
 
 
+def test_latent_attention_has_heads_of_three_sizes():
+    """A mapping has them; one number fits one of the projections, and is refused."""
+    tree = {"mla": shapes(q_up=(D, 6 * H), kv_up=(D, 7 * H), out=(3 * H, D))}
+    sizes = {"q_up": 6, "kv_up": (4, 3), "out": 3}
+    found = by_path({}, head_size=sizes)(tree)["mla"]
+    assert found["q_up"] == Blocks(0, 1, block_axis=1, blocks=H)
+    assert found["kv_up"] == Blocks(0, 1, block_axis=1, blocks=(4, 3) * H)
+    assert found["out"] == Blocks(0, 1, block_axis=0, blocks=H)
+    with pytest.raises(ValueError, match=r"kv_up.*heads of 6 do not divide its \d+"):
+        by_path({}, head_size=6)(tree)
+
+
 def test_without_it_nothing_changes():
     tree = {"attn": shapes(c_attn=(D, 3 * D), query=(D, D))}
     assert by_path({}, head_size=False)(tree) == by_path({})(tree)

@@ -4,12 +4,13 @@ import csv
 import math
 import pathlib
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from examples.benchmarks import at_scale
-from examples.benchmarks.at_scale import CLUSTERS, PARTS, STEP
-from examples.benchmarks.large_models import MODELS
-from orscale_jax.distributed.plan import MeshShape, count_devices
+from examples.benchmarks.at_scale import MODELS, PARTS, STEP, TITLES, arrays_of
+from orscale_jax.distributed.plan import MeshShape, ShardedArray, count_devices
 from orscale_jax.newton_schulz import restarts
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
@@ -26,29 +27,28 @@ PARAMETERS = {
 
 @pytest.mark.parametrize("model", MODELS)
 def test_models_have_the_sizes_of_their_names(model):
-    leaves = MODELS[model](at_scale.v5p(64).mesh.sizes)
-    entries = sum(math.prod(leaf.shape) for leaf in leaves.values())
+    arrays = arrays_of(model, at_scale.mesh_of("tpu", 64))
+    entries = sum(math.prod(array.shape) for array in arrays)
     assert entries == pytest.approx(PARAMETERS[model], rel=0.01)
 
 
-@pytest.mark.parametrize("platform", CLUSTERS)
+@pytest.mark.parametrize("platform", TITLES)
 @pytest.mark.parametrize("count", at_scale.COUNTS)
 def test_every_model_divides_among_the_devices(platform, count):
-    cluster = CLUSTERS[platform](count)
-    assert cluster.devices == count
+    mesh = at_scale.mesh_of(platform, count)
+    assert math.prod(mesh.sizes.values()) == count
     for model in MODELS:
-        for array in at_scale.arrays_of(MODELS[model](cluster.mesh.sizes)):
+        for array in arrays_of(model, mesh):
             for size, axes in zip(array.shape, array.axes, strict=True):
-                assert size % count_devices(axes, cluster.mesh.sizes) == 0
+                assert size % count_devices(axes, mesh.sizes) == 0
 
 
 def test_matrices_between_nodes():
     """64 matrices over two nodes: each device has four, of which half came from afar."""
     mesh = MeshShape({"node": 2, "fsdp": 8}, {"node": 2})
-    array = at_scale.ShardedArray(
-        (64, 256, 512), at_scale.BFLOAT16, ((), ("node", "fsdp"), ())
-    )
-    (bucket,), _ = at_scale.planned([array], at_scale.Cluster("gpu", mesh))
+    axes = ((), ("node", "fsdp"), ())
+    array = ShardedArray((64, 256, 512), np.dtype(jnp.bfloat16), axes)
+    (bucket,) = at_scale.planned([array], "gpu", mesh)
     nbytes = 4 * 256 * 512 * 2
     assert bucket.traffic == (2 * nbytes * 7 // 8, 2 * nbytes // 2, 2 * 7, 2 * 1)
     assert bucket.flops == 4 * restarts.flops(256, 512, at_scale.NS_STEPS, restarts=2)

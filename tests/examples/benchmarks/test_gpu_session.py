@@ -9,55 +9,57 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from examples.benchmarks.gpu_session import card, figure, oracle, stage, table
+from examples.benchmarks.gpu_session import correctness, session
 from examples.benchmarks.gpu_session.__main__ import STAGES, main
-from examples.benchmarks.gpu_session.stage import Case, Measured, Stage
+from examples.benchmarks.gpu_session.session import Case, Measured, Row, Stage
 from examples.benchmarks.timing import Quartiles
-from tests import oracle as independent
+from tests import oracle
 
 ROOT = Path(__file__).parents[3]
 OTHERS = STAGES.keys() - {"correctness", "symmetric"}
 
 
-def extended(name):
-    return pytest.param(name, marks=pytest.mark.extended)
-
-
 @pytest.fixture(autouse=True)
-def no_programs_of_a_card(monkeypatch):
-    monkeypatch.setattr(card, "_nvidia_smi", lambda query: "")
+def no_card(request, monkeypatch):
+    if request.node.name != "test_what_nvidia_smi_tells":
+        monkeypatch.setattr(session, "nvidia_smi", lambda query: "")
 
 
-def rows_of(name, folder, monkeypatch):
+def rows_of(name, folder):
     """What a stage leaves, which a second run does not measure again."""
     arguments = ["--tiny", "--stage", name, "--out", str(folder)]
     assert main(arguments) == 0
-    rows = table.read(folder / f"{name}.csv")
-    done = {(row.case, row.variant) for row in rows}
-    assert done == {(case.name, case.variant) for case in STAGES[name].cases(True)}
+    table = folder / f"{name}.csv"
+    rows = session.read(table)
+    found = {(row.case, row.variant, row.quantity, row.step) for row in rows}
+    cases = [case for group in STAGES[name].groups(True) for case in group]
+    assert {(c.name, c.variant, c.quantity, c.last) for c in cases} <= found
     for row in rows:
         assert row.low <= row.median <= row.high
         assert row.number >= 1
         assert (row.card, row.jax) == (jax.devices()[0].device_kind, jax.__version__)
-    with Image.open(folder / f"{name}.png") as drawn:
+    with Image.open(table.with_suffix(".png")) as drawn:
         assert drawn.width == 1500
-    monkeypatch.setattr(Case, "rows", None)
+    before = table.stat()
     assert main(arguments) == 0
-    assert table.read(folder / f"{name}.csv") == rows
+    assert table.stat().st_mtime_ns == before.st_mtime_ns
     return rows
 
 
-@pytest.mark.parametrize("name", ["symmetric", *map(extended, sorted(OTHERS))])
-def test_a_stage_leaves_a_table_and_a_figure_and_is_not_repeated(
-    name, tmp_path, monkeypatch
-):
-    assert rows_of(name, tmp_path, monkeypatch)
+@pytest.mark.parametrize(
+    "name",
+    ["symmetric", *(pytest.param(x, marks=pytest.mark.extended) for x in sorted(OTHERS))],
+)
+def test_a_stage_leaves_a_table_and_a_figure_and_is_not_repeated(name, tmp_path):
+    rows = rows_of(name, tmp_path)
+    if name == "losses":
+        assert {row.step for row in rows} == {2, 4}
 
 
 @pytest.mark.extended
-def test_correctness_tells_right_from_wrong(tmp_path, monkeypatch):
+def test_correctness_tells_right_from_wrong(tmp_path):
     """On a CPU all is right: errors are a few times those of rounding, or zero."""
-    rows = rows_of("correctness", tmp_path, monkeypatch)
+    rows = rows_of("correctness", tmp_path)
     found = {(row.case, row.variant, row.quantity): row.median for row in rows}
     for case in ("zero", "one NaN", "one infinity", "three steps without gradients"):
         assert found[f"{case}, 8×24", "bfloat16", "error"] == 0
@@ -74,20 +76,21 @@ def test_the_oracle_is_that_of_the_tests():
     weight, *gradients = rng.normal(size=(4, 6, 10))
     gradients[0][:] = 0  # The first direction comes later.
     for x in (weight, weight.T):
-        wanted = independent.newton_schulz(x)
-        np.testing.assert_allclose(oracle.newton_schulz(x), wanted, rtol=1e-6)
-    np.testing.assert_allclose(oracle.exact_polar(weight), independent.svd_polar(weight))
-    matrix = independent.Matrix(weight)
+        wanted = oracle.newton_schulz(x)
+        np.testing.assert_allclose(correctness.newton_schulz(x), wanted, rtol=1e-6)
+    matrix = oracle.Matrix(weight)
     for gradient in gradients:
         matrix.step(gradient, 0.3)
-    found = oracle.orscale(weight, gradients, 0.3)
+    found = correctness.stepped(weight, gradients, 0.3)
     np.testing.assert_allclose(found, matrix.weight, rtol=1e-6)
 
 
-def made_stage(*measures):
-    names = "abcdef"
-    cases = [Case(name, "v", f) for name, f in zip(names, measures, strict=False)]
-    return Stage(lambda tiny: cases, lambda rows, path: path.touch())
+def made_stage(*measures, last=0):
+    cases = [
+        Case(name, "v", "time", measure, last)
+        for name, measure in zip("abcdef", measures, strict=False)
+    ]
+    return Stage(lambda tiny: [[case] for case in cases], lambda rows, path: path.touch())
 
 
 def one_second():
@@ -99,33 +102,72 @@ def too_large():
     raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nmore")
 
 
+def run(stages, folder, seconds=60):
+    return session.run(stages, folder, seconds, True)
+
+
+def cases_in(table):
+    return [row.case for row in session.read(table)]
+
+
 def test_a_case_that_fails_is_told_and_tried_again(tmp_path, capsys):
-    outcome = stage.run("made", made_stage(too_large, one_second), tmp_path, 60, True)
-    assert outcome == stage.Outcome(left=(), failed=("made: a, v",))
-    assert (
-        "made: a, v failed: RESOURCE_EXHAUSTED: Out of memory\n"
-        in capsys.readouterr().err
-    )
-    assert [row.case for row in table.read(tmp_path / "made.csv")] == ["b"]
-    again = stage.run("made", made_stage(one_second, too_large), tmp_path, 60, True)
-    assert again == stage.Outcome((), ())
-    assert [row.case for row in table.read(tmp_path / "made.csv")] == ["b", "a"]
+    failed = run({"made": made_stage(too_large, one_second)}, tmp_path)
+    assert failed == ([], ["made: a, v, time"])
+    told = capsys.readouterr().err
+    assert "made: a, v, time failed: RESOURCE_EXHAUSTED: Out of memory\n" in told
+    assert cases_in(tmp_path / "made.csv") == ["b"]
+    assert run({"made": made_stage(one_second, too_large)}, tmp_path) == ([], [])
+    assert cases_in(tmp_path / "made.csv") == ["b", "a"]
 
 
-def test_another_card_is_measured_too(tmp_path, monkeypatch):
-    made = made_stage(one_second)
-    stage.run("made", made, tmp_path, 60, True)
-    monkeypatch.setattr(stage, "this_card", lambda: card.Card("H100", "580", "0.11"))
-    stage.run("made", made, tmp_path, 60, True)
-    rows = table.read(tmp_path / "made.csv")
-    assert [row.card for row in rows] == [jax.devices()[0].device_kind, "H100"]
+def test_another_card_and_another_quantity_are_measured_too(tmp_path):
+    path = tmp_path / "made.csv"
+    run({"made": made_stage(one_second)}, tmp_path)
+    [row] = session.read(path)
+    text = path.read_text().replace(f",{row.card},", ",H100,")
+    path.write_text(text)
+    run({"made": made_stage(one_second)}, tmp_path)
+    assert [x.card for x in session.read(path)] == ["H100", row.card]
+    path.write_text(path.read_text().replace(",time,", ",another time,"))
+    run({"made": made_stage(one_second)}, tmp_path)
+    quantities = [x.quantity for x in session.read(path)]
+    assert quantities == ["another time", "another time", "time"]
+
+
+def test_stages_take_turns(tmp_path, capsys):
+    stages = {"one": made_stage(*[one_second] * 3), "two": made_stage(one_second)}
+    run(stages, tmp_path)
+    told = [line.split(", v")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["one: a", "two: a", "one: b", "one: c"]
+
+
+def test_a_training_run_leaves_what_it_has_when_the_time_is_over(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(session.time, "perf_counter", lambda: now[0])
+
+    def ten_seconds_each():
+        for step in range(1, 5):
+            now[0] += 10
+            yield Measured("time", "s", Quartiles.of([now[0]]), step)
+
+    stages = {"made": made_stage(ten_seconds_each, one_second, last=4)}
+    left, _ = run(stages, tmp_path, 25)
+    assert left == ["made: a, v, time", "made: b, v, time"]
+    assert [row.step for row in session.read(tmp_path / "made.csv")] == [1, 2, 3]
+    now[0] = 100.0  # The time is over when all of it is there.
+    assert run({"made": made_stage(ten_seconds_each, last=4)}, tmp_path, 35) == ([], [])
+    rows = session.read(tmp_path / "made.csv")
+    assert [(row.step, row.median) for row in rows] == [
+        (1, 110), (2, 120), (3, 130), (4, 140),
+    ]  # fmt: skip
 
 
 def test_no_case_is_started_when_the_time_is_over(tmp_path, capsys):
     arguments = ["--tiny", "--seconds", "0", "--stage", "recipe", "--out", str(tmp_path)]
     assert main(arguments) == 0
-    assert "recipe: no time was left" in (told := capsys.readouterr().out)
-    assert all(case.variant in told for case in STAGES["recipe"].cases(True))
+    assert "No time was left for 6 cases" in (told := capsys.readouterr().out)
+    [cases] = STAGES["recipe"].groups(True)
+    assert all(f"{case.variant}, {case.quantity}" in told for case in cases)
     assert not (tmp_path / "recipe.csv").exists()
 
 
@@ -136,34 +178,23 @@ def test_it_asks_for_a_gpu(tmp_path, capsys):
 
 
 def test_what_nvidia_smi_tells(tmp_path, monkeypatch):
-    monkeypatch.undo()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert card.clock() == ""
+    assert session.nvidia_smi("clocks.sm") == ""
     program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 1755\necho 345\n")
-    program.chmod(0o755)
-    assert card.clock() == "1755"
-    program.write_text("#!/bin/sh\necho '[N/A]'\n")
-    assert card.clock() == ""
+    for text, wanted in ((r"1755\n345", "1755"), ("[N/A]", "")):
+        program.write_text(f"#!/bin/sh\nprintf '{text}\\n'\n")
+        program.chmod(0o755)
+        assert session.nvidia_smi("clocks.sm") == wanted
 
 
 def test_figures_name_what_they_were_measured_with():
-    def row(clock):
-        return table.Row(
-            "a", "b", 0, "time", "s", 1, 1, 1, 1, "H100", "580", "0.11", clock
-        )
+    def with_clocks(*clocks):
+        before, after = ("a", "b", 0, "time", "s", 1, 1, 1, 1), ("H100", "580", "0.11")
+        return session.measured_with([Row(*before, *after, clock) for clock in clocks])
 
-    one = figure.measured_with([row("1980")])
-    assert one == "H100; driver 580; JAX 0.11; 1980 MHz"
-    several = figure.measured_with([row("1980"), row("1755"), row("")])
+    assert with_clocks("1980") == "H100; driver 580; JAX 0.11; 1980 MHz"
+    several = with_clocks("1980", "1755", "")
     assert several == "H100; driver 580; JAX 0.11; 1755 to 1980 MHz"
-
-
-def test_quartiles():
-    found = Quartiles.of([1.0, 2.0, 3.0, 4.0, 5.0])
-    assert found == (2, 3, 4, 5)
-    assert found.times(10) == (20, 30, 40, 5)
-    assert found.dividing(12) == (3, 4, 6, 5)
 
 
 BLOCKED = """

@@ -1,6 +1,7 @@
 """The reader of compiled programs, on programs whose cost is counted by hand."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,150 +10,140 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
 
+
+def text(name, parameters, *lines):
+    """A computation whose last line is the root, as XLA prints it."""
+    named = [part.split(": ") for part in parameters.split("; ")]
+    result = re.match(r"%[\w.-]+ = (.*?) [a-z][a-z-]*\(", lines[-1])[1]
+    typed = ", ".join(f"{x}: {kind}" for x, kind in named)
+    arguments = [f"%{x} = {kind} parameter({i})" for i, (x, kind) in enumerate(named)]
+    body = [*arguments, *lines[:-1], f"ROOT {lines[-1]}"]
+    return "\n".join(
+        [f"{name} ({typed}) -> {result} {{", *(f"  {x}" for x in body), "}\n"]
+    )
+
+
+main = functools.partial(text, "ENTRY %main")
+
+
+def cycles(count):
+    return f'backend_config={{"estimated_cycles":"{count}"}}'
+
+
+def trips(count):
+    return f'backend_config={{"known_trip_count":{{"n":"{count}"}}}}'
+
+
+def traced(scope):
+    return f'metadata={{op_name="jit(step)/{scope}"}}'
+
+
 # As XLA prints for a TPU: layouts with tiles, no noted trip count, a counter's start that
 # is copied.
-LOOP = """
-%%condition (p: (s32[], f32[8,128])) -> pred[] {
-  %%limit = s32[]{:T(128)} constant(11)
-  %%p = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
-  %%i = s32[]{:T(128)} get-tuple-element(%%p), index=0
-  ROOT %%lt = pred[]{:T(512)} compare(%%i, %%limit), direction=%(direction)s
-}
+S, X = "s32[]{:T(128)}", "f32[8,128]{1,0:T(8,128)}"
 
-%%body (p: (s32[], f32[8,128])) -> (s32[], f32[8,128]) {
-  %%two = s32[]{:T(128)} constant(2)
-  %%p = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) parameter(0)
-  %%i = s32[]{:T(128)} get-tuple-element(%%p), index=0
-  %%x = f32[8,128]{1,0:T(8,128)} get-tuple-element(%%p), index=1
-  %%next = s32[]{:T(128)} add(%%i, %%two), backend_config={"estimated_cycles":"1"}
-  %%sum = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} all-reduce(%%x), to_apply=%%add
-  %%y = f32[8,128]{1,0:T(8,128)} convert(%%sum), backend_config={"estimated_cycles":"9"}
-  ROOT %%out = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%%next, %%y)
-}
 
-ENTRY %%main (x: f32[8,128]) -> (s32[], f32[8,128]) {
-  %%one = s32[]{:T(128)} constant(1)
-  %%start = s32[]{:T(128)} copy(%%one)
-  %%x = f32[8,128]{1,0:T(8,128)} parameter(0)
-  %%init = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) tuple(%%start, %%x)
-  ROOT %%while = (s32[]{:T(128)}, f32[8,128]{1,0:T(8,128)}) while(%%init), condition=%%condition, body=%%body%(noted)s
-}
-"""  # noqa: E501
-NOTED = ', backend_config={"known_trip_count":{"n":"7"}}'
-FUSION = """
-%inner (a: bf16[4,32], b: bf16[16,32]) -> f32[4,16] {
-  %a = bf16[4,32]{1,0} parameter(0)
-  %b = bf16[16,32]{1,0} parameter(1)
-  ROOT %c = f32[4,16]{1,0} convolution(%a, %b), dim_labels=bf_oi->bf, backend_config={"estimated_cycles":"70"}
-}
+def loop(direction="LT", noted=""):
+    return (
+        text(
+            "%condition", f"p: ({S}, {X})",
+            f"%limit = {S} constant(11)",
+            f"%i = {S} get-tuple-element(%p), index=0",
+            f"%lt = pred[]{{:T(512)}} compare(%i, %limit), direction={direction}",
+        )
+        + text(
+            "%body", f"p: ({S}, {X})",
+            f"%two = {S} constant(2)",
+            f"%i = {S} get-tuple-element(%p), index=0",
+            f"%x = {X} get-tuple-element(%p), index=1",
+            f"%next = {S} add(%i, %two), {cycles(1)}",
+            "%sum = bf16[8,128]{1,0:T(8,128)(2,1)S(1)} all-reduce(%x), to_apply=%add",
+            f"%y = {X} convert(%sum), {cycles(9)}",
+            f"%out = ({S}, {X}) tuple(%next, %y)",
+        )
+        + main(
+            f"x: {X}",
+            f"%one = {S} constant(1)",
+            f"%start = {S} copy(%one)",
+            f"%init = ({S}, {X}) tuple(%start, %x)",
+            f"%while = ({S}, {X}) while(%init), condition=%condition, body=%body{noted}",
+        )
+    )  # fmt: skip
 
-%outer (a: bf16[4,32], b: bf16[16,32]) -> f32[4,16] {
-  %a = bf16[4,32]{1,0} parameter(0)
-  %b = bf16[16,32]{1,0} parameter(1)
-  ROOT %f = f32[4,16]{1,0} fusion(%a, %b), kind=kOutput, calls=%inner, backend_config={"estimated_cycles":"80"}
-}
 
-ENTRY %main (a: bf16[4,32], b: bf16[16,32]) -> f32[4,16] {
-  %a = bf16[4,32]{1,0} parameter(0)
-  %b = bf16[16,32]{1,0} parameter(1)
-  ROOT %f = f32[4,16]{1,0} fusion(%a, %b), kind=kCustom, calls=%outer, backend_config={"estimated_cycles":"100"}
-}
-"""  # noqa: E501
-CALLS = """
-%exchange (p: f32[64]) -> f32[64] {
-  %p = f32[64]{0} parameter(0)
-  ROOT %all = f32[64]{0} all-to-all(%p), dimensions={0}
-}
-
-%doubled (p: f32[64]) -> f32[64] {
-  %p = f32[64]{0} parameter(0)
-  ROOT %d = f32[64]{0} add(%p, %p), backend_config={"estimated_cycles":"10"}
-}
-
-%as_it_is (p: f32[64]) -> f32[64] {
-  %p = f32[64]{0} parameter(0)
-  ROOT %c = f32[64]{0} copy(%p), backend_config={"estimated_cycles":"5"}
-}
-
-ENTRY %main (x: f32[64], which: pred[]) -> f32[64] {
-  %x = f32[64]{0} parameter(0)
-  %which = pred[] parameter(1)
-  %started = ((f32[64]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%exchange
-  %called = f32[64]{0} call(%x), to_apply=%doubled, backend_config={"estimated_cycles":"10"}
-  %exchanged = f32[64]{0} async-done(%started), calls=%exchange
-  ROOT %either = f32[64]{0} conditional(%which, %exchanged, %called), branch_computations={%doubled, %as_it_is}
-}
-"""  # noqa: E501
+NOTED = f", {trips(7)}"
+OPERANDS = "a: bf16[4,32]{1,0}; b: bf16[16,32]{1,0}"
+PRODUCT = "%c = f32[4,16]{1,0} convolution(%a, %b), dim_labels=bf_oi->bf"
+FUSED = "f32[4,16]{1,0} fusion(%a, %b)"
+FUSION = (
+    text("%inner", OPERANDS, f"{PRODUCT}, {cycles(70)}")
+    + text("%outer", OPERANDS, f"%f = {FUSED}, kind=kOutput, calls=%inner, {cycles(80)}")
+    + main(OPERANDS, f"%f = {FUSED}, kind=kCustom, calls=%outer, {cycles(100)}")
+)
+CALLS = (
+    text("%exchange", "p: f32[64]", "%all = f32[64] all-to-all(%p), dimensions={0}")
+    + text("%doubled", "p: f32[64]", f"%d = f32[64] add(%p, %p), {cycles(10)}")
+    + text("%as_it_is", "p: f32[64]", f"%c = f32[64] copy(%p), {cycles(5)}")
+    + main(
+        "x: f32[64]; which: pred[]",
+        "%started = ((f32[64]{0}), f32[64]{0}, u32[]) async-start(%x), calls=%exchange",
+        f"%called = f32[64]{{0}} call(%x), to_apply=%doubled, {cycles(10)}",
+        "%exchanged = f32[64]{0} async-done(%started), calls=%exchange",
+        "%either = f32[64]{0} conditional(%which, %exchanged, %called), "
+        "branch_computations={%doubled, %as_it_is}",
+    )
+)
 # A turn of a loop: it reads one of eight slices, and writes over it.
-IN_PLACE = """
-%turn (stack: f32[8,64], i: s32[], scale: f32[64]) -> (f32[8,64], f32[1,64]) {
-  %stack = f32[8,64]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %scale = f32[64]{0} parameter(2)
-  %row = f32[1,64]{1,0} dynamic-slice(%stack, %i), dynamic_slice_sizes={1,64}
-  %wide = f32[1,64]{1,0} bitcast(%scale)
-  %scaled = f32[1,64]{1,0} multiply(%row, %wide)
-  %new = f32[8,64]{1,0} dynamic-update-slice(%stack, %scaled, %i)
-  ROOT %both = (f32[8,64]{1,0}, f32[1,64]{1,0}) tuple(%new, %scaled)
-}
-
-ENTRY %main (stack: f32[8,64], i: s32[], scale: f32[64]) -> (f32[8,64], f32[1,64]) {
-  %stack = f32[8,64]{1,0} parameter(0)
-  %i = s32[] parameter(1)
-  %scale = f32[64]{0} parameter(2)
-  ROOT %f = (f32[8,64]{1,0}, f32[1,64]{1,0}) fusion(%stack, %i, %scale), kind=kLoop, calls=%turn
-}
-"""  # noqa: E501
-ASYNCHRONOUS = """
-ENTRY %main (x: f32[16]) -> f32[16] {
-  %x = f32[16]{0} parameter(0)
-  %g0 = (f32[16]{0}, f32[128]{0}) all-gather-start(%x), dimensions={0}
-  %g1 = f32[128]{0} all-gather-done(%g0)
-  %r0 = ((f32[128]{0}), f32[16]{0}) reduce-scatter-start(%g1), to_apply=%add
-  %r1 = f32[16]{0} reduce-scatter-done(%r0)
-  %p0 = (f32[16]{0}, f32[16]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%r1)
-  ROOT %p1 = f32[16]{0} collective-permute-done(%p0)
-}
-"""
+STACK = "stack: f32[8,64]{1,0}; i: s32[]; scale: f32[64]{0}"
+BOTH = "(f32[8,64]{1,0}, f32[1,64]{1,0})"
+IN_PLACE = text(
+    "%turn", STACK,
+    "%row = f32[1,64]{1,0} dynamic-slice(%stack, %i), dynamic_slice_sizes={1,64}",
+    "%wide = f32[1,64]{1,0} bitcast(%scale)",
+    "%scaled = f32[1,64]{1,0} multiply(%row, %wide)",
+    "%new = f32[8,64]{1,0} dynamic-update-slice(%stack, %scaled, %i)",
+    f"%both = {BOTH} tuple(%new, %scaled)",
+)  # fmt: skip
+IN_PLACE += main(
+    STACK, f"%f = {BOTH} fusion(%stack, %i, %scale), kind=kLoop, calls=%turn"
+)
 
 
 def collectives(cost):
     return [(c.kind, c.nbytes, c.times, c.looped) for c in cost.collectives]
 
 
-@pytest.mark.parametrize("noted, trips", [("", 5), (NOTED, 7)])
-def test_a_body_counts_as_often_as_it_runs(noted, trips):
-    cost = hlo_cost.of(LOOP % {"direction": "LT", "noted": noted})
-    assert cost.cycles == trips * 10
-    assert cost.kernels == 1 + trips * 3
-    assert collectives(cost) == [("all-reduce", 2 * 8 * 128, trips, True)]
-    assert cost.looped_bytes == cost.collective_bytes == trips * 2048
+@pytest.mark.parametrize("noted, times", [("", 5), (NOTED, 7)])
+def test_a_body_counts_as_often_as_it_runs(noted, times):
+    cost = hlo_cost.of(loop(noted=noted))
+    assert cost.cycles == times * 10
+    assert cost.kernels == 1 + times * 3
+    assert collectives(cost) == [("all-reduce", 2 * 8 * 128, times, True)]
+    assert cost.looped_bytes == cost.collective_bytes == times * 2048
 
 
 def test_a_loop_that_is_not_understood_is_refused():
     with pytest.raises(ValueError, match="how often does while run"):
-        hlo_cost.of(LOOP % {"direction": "NE", "noted": ""})
+        hlo_cost.of(loop("NE"))
 
 
 def test_a_fusion_is_one_kernel_with_the_products_inside():
     cost = hlo_cost.of(FUSION)
-    assert cost.cycles == 100
-    assert cost.kernels == 1
-    assert cost.flops == 2 * 4 * 16 * 32
+    assert (cost.cycles, cost.kernels, cost.flops) == (100, 1, 2 * 4 * 16 * 32)
 
 
 @pytest.mark.parametrize(
-    ("text", "read", "written"),
+    ("program", "read", "written"),
     [
         (FUSION, 2 * (4 * 32 + 16 * 32), 4 * 4 * 16),
         (IN_PLACE, 4 * (64 + 64) + 4, 4 * (64 + 64)),
         # An exchange, a doubling and the two branches, which do the doubling again.
         (CALLS, 4 * 64 * (1 + 2 + 2 + 1), 4 * 64 * 4),
-        (LOOP % {"direction": "LT", "noted": NOTED}, 4 + 7 * 6152, 4 + 7 * 6148),
+        (loop(noted=NOTED), 4 + 7 * 6152, 4 + 7 * 6148),
     ],
 )
-def test_traffic_of_kernels(text, read, written):
-    assert hlo_cost.of(text).traffic == (read, written)
+def test_traffic_of_kernels(program, read, written):
+    assert hlo_cost.of(program).traffic == (read, written)
 
 
 def test_traffic_of_a_step_in_place():
@@ -165,14 +156,22 @@ def test_traffic_of_a_step_in_place():
 
 def test_what_is_called_counts_once_and_both_branches_do():
     cost = hlo_cost.of(CALLS)
-    assert cost.cycles == 10 + 10 + 5
-    assert cost.kernels == 1 + 1 + 2
+    assert (cost.cycles, cost.kernels) == (10 + 10 + 5, 1 + 1 + 2)
     assert collectives(cost) == [("all-to-all", 4 * 64, 1, False)]
     assert cost.looped_bytes == 0
 
 
 def test_an_asynchronous_pair_counts_once_and_as_what_is_whole():
-    assert collectives(hlo_cost.of(ASYNCHRONOUS)) == [
+    program = main(
+        "x: f32[16]{0}",
+        "%g0 = (f32[16]{0}, f32[128]{0}) all-gather-start(%x), dimensions={0}",
+        "%g1 = f32[128]{0} all-gather-done(%g0)",
+        "%r0 = ((f32[128]{0}), f32[16]{0}) reduce-scatter-start(%g1), to_apply=%add",
+        "%r1 = f32[16]{0} reduce-scatter-done(%r0)",
+        "%p0 = (f32[16]{0}, f32[16]{0}, u32[]{:S(2)}) collective-permute-start(%r1)",
+        "%p1 = f32[16]{0} collective-permute-done(%p0)",
+    )
+    assert collectives(hlo_cost.of(program)) == [
         ("all-gather", 512, 1, False),
         ("reduce-scatter", 512, 1, False),
         ("collective-permute", 64, 1, False),
@@ -184,33 +183,26 @@ def test_an_asynchronous_pair_counts_once_and_as_what_is_whole():
     [
         # Four products of 8×32 by 32×16 as a TPU has them, over a dilated axis.
         (
-            "f32[4,8,16] convolution(%a, %b), "
-            "window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0oi->0bf",
+            "convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, "
+            "dim_labels=0bf_0oi->0bf",
             2 * 4 * 8 * 32 * 16,
         ),
         # And as a CPU has them.
         (
-            "f32[4,8,16] dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
+            "dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, "
             "rhs_batch_dims={0}, rhs_contracting_dims={2}",
             2 * 4 * 8 * 32 * 16,
         ),
         # Places of the window before the first input are padding.
         (
-            "f32[4,8,16] convolution(%a, %b), "
-            "window={size=4 pad=3_0}, dim_labels=0bf_0oi->0bf",
+            "convolution(%a, %b), window={size=4 pad=3_0}, dim_labels=0bf_0oi->0bf",
             2 * (1 + 2 + 3 + 4) * 8 * 32 * 16,
         ),
     ],
 )
 def test_flops_of_products(product, flops):
-    text = f"""
-ENTRY %main (a: f32[4,8,32], b: f32[4,16,32]) -> f32[4,8,16] {{
-  %a = f32[4,8,32]{{2,1,0}} parameter(0)
-  %b = f32[4,16,32]{{2,1,0}} parameter(1)
-  ROOT %c = {product}
-}}
-"""
-    assert hlo_cost.of(text).flops == flops
+    operands = "a: f32[4,8,32]{2,1,0}; b: f32[4,16,32]{2,1,0}"
+    assert hlo_cost.of(main(operands, f"%c = f32[4,8,16] {product}")).flops == flops
 
 
 def test_a_compiled_program():
@@ -222,17 +214,14 @@ def test_a_compiled_program():
     def program(x):
         def one(x):
             whole = jax.lax.all_gather(x, "data", axis=0, tiled=True)
-            gram = whole @ whole.T
-            return jax.lax.psum_scatter(
-                gram @ whole, "data", scatter_dimension=0, tiled=True
-            )
+            product = whole @ whole.T @ whole
+            return jax.lax.psum_scatter(product, "data", scatter_dimension=0, tiled=True)
 
         x = jax.lax.map(one, x)
         return jax.lax.all_to_all(x, "data", 0, 1, tiled=True).reshape(x.shape)
 
     x = jax.ShapeDtypeStruct((16, 64, 32), "float32", sharding=NamedSharding(mesh, spec))
-    compiled = program.lower(x).compile()
-    cost = hlo_cost.of(compiled.as_text())
+    cost = hlo_cost.of(program.lower(x).compile().as_text())
     whole = 4 * 64 * 32
     assert cost.flops == 16 * 2 * (2 * 64 * 64 * 32)
     assert sorted(collectives(cost)) == [
@@ -253,95 +242,299 @@ def test_flops_without_loops_are_xlas_own():
     assert found == pytest.approx(compiled.cost_analysis()["flops"], rel=0.01)
 
 
-CHAIN = """
-%first (p: bf16[2,8]) -> bf16[16,8] {
-  %p = bf16[2,8]{1,0} parameter(0)
-  ROOT %g = bf16[16,8]{1,0} all-gather(%p), frontend_attributes={chain_id="0"}
-}
-
-%second (p: bf16[2,8]) -> bf16[16,8] {
-  %p = bf16[2,8]{1,0} parameter(0)
-  ROOT %g = bf16[16,8]{1,0} all-gather(%p), frontend_attributes={chain_id="0"}
-}
-
-ENTRY %main (x: bf16[2,8]) -> (bf16[16,8], bf16[16,8]) {
-  %x = bf16[2,8]{1,0} parameter(0)
-  %a = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%first
-  %b = bf16[16,8]{1,0} fusion(%x), kind=kCustom, calls=%second
-  ROOT %out = (bf16[16,8]{1,0}, bf16[16,8]{1,0}) tuple(%a, %b)
-}
-"""
-
-
 def test_a_collective_beside_a_chain_of_kernels_is_one():
-    assert hlo_cost.of(CHAIN).collective_bytes == 16 * 8 * 2
-
-
-# What the compiler makes itself, such as `%zero`, says nothing of where it comes from.
-SCOPES = """
-%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
-  %p = (s32[], f32[8]) parameter(0)
-  %i = s32[] get-tuple-element(%p), index=0
-  %x = f32[8] get-tuple-element(%p), index=1
-  %zero = f32[8] broadcast(%i), backend_config={"estimated_cycles":"2"}
-  %y = f32[8] add(%x, %zero), metadata={op_name="jit(step)/optimizer/add"}, backend_config={"estimated_cycles":"3"}
-  ROOT %out = (s32[], f32[8]) tuple(%i, %y)
-}
-
-%shared (p: f32[64]) -> f32[64] {
-  %p = f32[64] parameter(0)
-  ROOT %d = f32[64] add(%p, %p), metadata={op_name="jit(step)/gradient/while/add"}, backend_config={"estimated_cycles":"20"}
-}
-
-ENTRY %main (x: f32[8]) -> (f32[8], f32[64]) {
-  %x = f32[8] parameter(0), metadata={op_name="x"}
-  %start = s32[] constant(0)
-  %init = (s32[], f32[8]) tuple(%start, %x)
-  %while = (s32[], f32[8]) while(%init), condition=%c, body=%body, metadata={op_name="jit(step)/gradient/while"}, backend_config={"known_trip_count":{"n":"10"}}
-  %z = f32[8] get-tuple-element(%while), index=1
-  %outside = f32[8] copy(%z), metadata={op_name="jit(step)/optimizers/add"}, backend_config={"estimated_cycles":"7"}
-  %gathered = f32[64] all-gather(%outside), dimensions={0}
-  %again = f32[64] copy(%gathered), backend_config={"estimated_cycles":"5"}
-  %called = f32[64] call(%again), to_apply=%shared, metadata={op_name="jit(step)/optimizer/add"}
-  %result = f32[64] copy(%called), backend_config={"estimated_cycles":"1"}
-  ROOT %out = (f32[8], f32[64]) tuple(%outside, %result)
-}
-"""  # noqa: E501
+    gathered = '%g = bf16[16,8] all-gather(%p), frontend_attributes={chain_id="0"}'
+    fusion = "bf16[16,8] fusion(%x), kind=kCustom, calls"
+    program = (
+        text("%first", "p: bf16[2,8]", gathered)
+        + text("%second", "p: bf16[2,8]", gathered)
+        + main(
+            "x: bf16[2,8]", f"%a = {fusion}=%first", f"%b = {fusion}=%second",
+            "%out = (bf16[16,8], bf16[16,8]) tuple(%a, %b)",
+        )
+    )  # fmt: skip
+    assert hlo_cost.of(program).collective_bytes == 16 * 8 * 2
 
 
 def test_parts_by_what_they_were_traced_in():
     """A loop or a call decides for all that it runs, a use for what has no name."""
-    parts = hlo_cost.by_scope(SCOPES, ("optimizer", "gradient"))
+    pair = "(s32[], f32[8])"
+    program = (
+        text(
+            "%body", f"p: {pair}",
+            "%i = s32[] get-tuple-element(%p), index=0",
+            "%x = f32[8] get-tuple-element(%p), index=1",
+            # What the compiler makes itself says nothing of where it comes from.
+            f"%zero = f32[8] broadcast(%i), {cycles(2)}",
+            f"%y = f32[8] add(%x, %zero), {traced('optimizer/add')}, {cycles(3)}",
+            f"%out = {pair} tuple(%i, %y)",
+        )
+        + text(
+            "%shared", "p: f32[64]",
+            f"%d = f32[64] add(%p, %p), {traced('gradient/while/add')}, {cycles(20)}",
+        )
+        + main(
+            "x: f32[8]",
+            "%start = s32[] constant(0)",
+            f"%init = {pair} tuple(%start, %x)",
+            f"%while = {pair} while(%init), condition=%c, body=%body, "
+            f"{traced('gradient/while')}, {trips(10)}",
+            "%z = f32[8] get-tuple-element(%while), index=1",
+            f"%outside = f32[8] copy(%z), {traced('optimizers/add')}, {cycles(7)}",
+            "%gathered = f32[64] all-gather(%outside), dimensions={0}",
+            f"%again = f32[64] copy(%gathered), {cycles(5)}",
+            "%called = f32[64] call(%again), to_apply=%shared, "
+            f"{traced('optimizer/add')}",
+            f"%result = f32[64] copy(%called), {cycles(1)}",
+            "%out = (f32[8], f32[64]) tuple(%outside, %result)",
+        )
+    )  # fmt: skip
+    parts = hlo_cost.by_scope(program, ("optimizer", "gradient"))
     assert {scope: cost.cycles for scope, cost in parts.items()} == {
         "gradient": 10 * (2 + 3),
         "optimizer": 20 + 5 + 1,
         "": 7,
     }
     assert parts["optimizer"].collective_bytes == 4 * 64
-    assert hlo_cost.of(SCOPES).cycles == 50 + 26 + 7
-
-
-# As XLA has the product of rows with the matrix of their group on a TPU, and the gradient
-# of the four matrices.
-GROUPED = """
-%masked (dy: bf16[64,16], x: bf16[64,32], mask: pred[4,64]) -> bf16[4,16,32] {
-  %a = bf16[4,64,16]{2,1,0} parameter(0)
-  %b = bf16[4,64,32]{2,1,0} parameter(1)
-  ROOT %c = bf16[4,16,32]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0fb_0io->0bf
-}
-
-ENTRY %main (x: bf16[64,32], w: bf16[4,32,16], n: s32[1]) -> (bf16[64,16], bf16[4,16,32]) {
-  %x = bf16[64,32]{1,0} parameter(0)
-  %w = bf16[4,32,16]{2,1,0} parameter(1)
-  %n = s32[1]{0} parameter(2)
-  %y = bf16[64,16]{1,0} custom-call(%n, %n, /*index=2*/%x, %w), custom_call_target="tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,32,16"}
-  %dw = bf16[4,16,32]{2,1,0} fusion(%y, %x, %n), kind=kOutput, calls=%masked, backend_config={"estimated_cycles":"400","mask_aggregator_config":{"mask_dim_to_iteration_index":["1","4"]}}
-  ROOT %out = (bf16[64,16], bf16[4,16,32]) tuple(%y, %dw)
-}
-"""  # noqa: E501
+    assert hlo_cost.of(program).cycles == 50 + 26 + 7
 
 
 def test_a_grouped_product_multiplies_every_row_once():
-    cost = hlo_cost.of(GROUPED)
+    """Rows with the matrix of their group, and the gradient of four matrices."""
+    masked = text(
+        "%masked", "a: bf16[4,64,16]; b: bf16[4,64,32]; mask: pred[4,64]",
+        "%c = bf16[4,16,32] convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, "
+        "dim_labels=0fb_0io->0bf",
+    )  # fmt: skip
+    program = masked + main(
+        "x: bf16[64,32]; w: bf16[4,32,16]; n: s32[1]",
+        "%y = bf16[64,16] custom-call(%n, %n, /*index=2*/%x, %w), custom_call_target="
+        '"tpu_custom_call", frontend_attributes={ragged_dot_tiling="128,32,16"}',
+        "%dw = bf16[4,16,32] fusion(%y, %x, %n), kind=kOutput, calls=%masked, "
+        'backend_config={"estimated_cycles":"400","mask_aggregator_config":'
+        '{"mask_dim_to_iteration_index":["1","4"]}}',
+        "%out = (bf16[64,16], bf16[4,16,32]) tuple(%y, %dw)",
+    )
+    cost = hlo_cost.of(program)
     assert cost.flops == 2 * (2 * 64 * 32 * 16)
     assert cost.cycles == 400 // 4
+
+
+def test_products_between_the_start_and_the_end_of_a_collective():
+    """Each kind of collective that is exposed, or is not, stands once."""
+    a = "f32[8,8]{1,0}"
+    product = "dot({0}, {0}), lhs_contracting_dims={{1}}".format
+    pairs = "source_target_pairs={{0,1},{1,0}}"
+    program = (
+        text(
+            "%permuted", f"p: {a}", f"%own = {a} {product('%p')}",
+            f"%r = {a} collective-permute(%p), {pairs}",
+        )
+        + text(
+            "%copied", f"q: {a}", f"%all = {a} all-reduce(%q), to_apply=%sum",
+            f"%c = {a} copy(%all)",
+        )
+        + main(
+            f"x: {a}",
+            f"%first = (({a}), {a}) all-to-all-start(%x), dimensions={{0}}",
+            f"%second = (({a}), f32[16,8]) all-gather-start(%x), dimensions={{0}}",
+            f"%product = {a} {product('%x')}",
+            f"%one = {a} all-to-all-done(%first)",
+            "%two = f32[16,8] all-gather-done(%second)",
+            f"%third = {a} all-reduce-start(%product), to_apply=%sum",
+            f"%other = {a} add(%one, %one)",
+            f"%three = {a} all-reduce-done(%third)",
+            f"%four = {a} all-to-all(%three), dimensions={{0}}",
+            f"%again = {a} {product('%four')}",
+            f"%five = {a} fusion(%again), kind=kCustom, calls=%permuted",
+            f"%six = {a} fusion(%five), kind=kLoop, calls=%copied",
+        )
+    )  # fmt: skip
+    nbytes, flops = 4 * 64, 2 * 8**3
+    cost = hlo_cost.of(program)
+    assert [(c.kind, c.total, c.flops) for c in cost.collectives] == [
+        ("all-to-all", nbytes, flops),
+        ("all-gather", 2 * nbytes, flops),
+        ("all-reduce", nbytes, 0),
+        ("all-to-all", nbytes, 0),
+        ("collective-permute", nbytes, flops),
+        ("all-reduce", nbytes, 0),
+    ]
+    assert cost.exposed_bytes == 3 * nbytes
+
+
+@pytest.mark.parametrize("times", [1, 5])
+def test_a_loop_exposes_what_it_runs_as_often_as_it_runs(times):
+    a = "f32[8,8]{1,0}"
+    program = text("%body", f"p: {a}", f"%r = {a} all-to-all(%p), dimensions={{0}}")
+    program += main(
+        f"x: {a}", f"%w = {a} while(%x), condition=%c, body=%body, {trips(times)}"
+    )
+    assert hlo_cost.of(program).exposed_bytes == times * 4 * 64
+
+
+# What crosses between regions of devices.
+HALVES = {device: device // 4 for device in range(8)}
+# As two slices of four number their devices.
+SLICES = {100_000 * (n + 1) + device: n for n in range(2) for device in range(4)}
+X16, LISTED = "f32[16]{0}", "replica_groups={{0,1,2,3,4,5,6,7}}"
+PAIRED = "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
+GIVEN = f"x: {X16}; y: f32[64]{{0}}"
+
+
+def figures(program, regions=HALVES):
+    """Bytes and messages of each device, if all have the same; buffers; collectives."""
+    found = hlo_cost.crossings(program, regions)
+    assert found.received.keys() == found.messages.keys() == regions.keys()
+    [received] = set(found.received.values())
+    [messages] = set(found.messages.values())
+    return received, messages, found.buffers, found.collectives
+
+
+@pytest.mark.parametrize(
+    "line, expected",
+    [
+        # Four of eight parts of 64 bytes / 8.
+        (f"{X16} all-to-all(%x), {LISTED}", (32, 4, 64, 1)),
+        (f"{X16} all-to-all(%x), {PAIRED}", (32, 1, 64, 1)),
+        # What four devices hold, shared by four.
+        (f"f32[128]{{0}} all-gather(%x), {LISTED}", (64, 1, 512, 1)),
+        (f"f32[32]{{0}} all-gather(%x), {PAIRED}", (64, 1, 128, 1)),
+        (f"f32[2]{{0}} reduce-scatter(%x), {LISTED}, to_apply=%sum", (8, 1, 8, 1)),
+        (f"{X16} all-reduce(%x), {LISTED}, to_apply=%sum", (16, 2, 64, 1)),
+        (f"{X16} all-reduce(%x), replica_groups={{}}, to_apply=%sum", (16, 2, 64, 1)),
+        (
+            f"{X16} collective-permute(%x), source_target_pairs="
+            "{{0,4},{4,0},{1,5},{5,1},{2,6},{6,2},{3,7},{7,3}}",
+            (64, 1, 64, 1),
+        ),
+        (
+            f"{X16} collective-permute(%x), source_target_pairs={{{{0,1}},{{1,0}}}}",
+            (0,) * 4,
+        ),
+        (f"{X16} all-to-all(%x), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}", (0,) * 4),
+        (f"{X16} multiply(%x, %x)", (0,) * 4),
+    ],
+)
+def test_what_each_device_receives(line, expected):
+    assert figures(main(GIVEN, f"%a = {line}")) == expected
+
+
+@pytest.mark.parametrize(
+    "groups, crosses",
+    [
+        ("[2,4]<=[8]", False),
+        ("[1,8]<=[8]", True),
+        ("[4,2]<=[2,4]T(1,0)", True),
+        ("[4,2]<=[4,2]", False),
+        ("mesh['dcn'=2,'fsdp'=4] {'dcn'}", True),
+        ("mesh['dcn'=2,'fsdp'=4] {'fsdp'}", False),
+        ("mesh['dcn'=2,'fsdp'=4] {'fsdp','dcn'}", True),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'a'}", False),
+        ("mesh['a'=4,'b'=1,'c'=2], device_ids=([2,4]T(1,0)) {'c'}", True),
+        ("mesh['a'=4,'b'=2], device_ids=([8]) {'b'}", False),
+        ("mesh['a'=8] {'a':(1)2}", True),
+        ("mesh['a'=8] {'a':(2)4}", False),
+        ("mesh['a'=4,'b'=2] {'a':(2)2,'b'}", False),
+        ("mesh['a'=4,'b'=2] {'a':(1)2,'b'}", True),
+    ],
+)
+def test_forms_of_groups(groups, crosses):
+    program = main(GIVEN, f"%a = {X16} all-to-all(%x), replica_groups={groups}")
+    assert figures(program)[0] == (32 if crosses else 0)
+
+
+def test_a_form_that_is_unknown_is_refused():
+    line = f"%a = {X16} all-to-all(%x), replica_groups=mesh['a'=8] {{'a'/2}}"
+    with pytest.raises(ValueError, match="which devices"):
+        hlo_cost.crossings(main(GIVEN, line), HALVES)
+
+
+@pytest.mark.parametrize(
+    "groups, wanted",
+    [
+        ("[4,2]<=[2,2,2]T(1,2,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", ((0, 4, 1, 5), (2, 6, 3, 7))),
+    ],
+)
+def test_numbers_in_a_shape_are_transposed(groups, wanted):
+    program = main(GIVEN, f"%a = {X16} all-to-all(%x), replica_groups={groups}")
+    [found] = hlo_cost.of(program).collectives
+    assert found.groups == wanted
+
+
+def test_an_asynchronous_pair_crosses_once():
+    program = main(
+        GIVEN,
+        f"%s = ({X16}, f32[128]{{0}}) all-gather-start(%x), {LISTED}, dimensions={{0}}",
+        "%d = f32[128]{0} all-gather-done(%s)",
+        f"%p = ({X16}, {X16}, u32[], u32[]) collective-permute-start(%x), "
+        "source_target_pairs={{0,4},{1,5},{2,6},{3,7},{4,0},{5,1},{6,2},{7,3}}",
+        f"%q = {X16} collective-permute-done(%p)",
+    )
+    assert figures(program) == (64 + 64, 2, 512 + 64, 2)
+
+
+def test_a_collective_in_an_asynchronous_call():
+    exchange = f"%all = {X16} all-to-all(%p), replica_groups=[1,8]<=[8], dimensions={{0}}"
+    started = f"%started = (({X16}), {X16}, u32[]) async-start(%x), calls=%exchange"
+    done = f"%all = {X16} async-done(%started), calls=%exchange"
+    program = text("%exchange", f"p: {X16}", exchange) + main(GIVEN, started, done)
+    assert figures(program) == (32, 4, 64, 1)
+
+
+def test_what_crosses_beside_a_chain_of_kernels_is_one():
+    rest = f'{X16} all-to-all(%x), {LISTED}, frontend_attributes={{chain_id="0"}}'
+    assert figures(main(GIVEN, f"%a = {rest}", f"%b = {rest}")) == (32, 4, 64, 1)
+
+
+PAIRS_OF_SLICES = "{{100000,200000},{100001,200001},{100002,200002},{100003,200003}}"
+ALL_OF_SLICES = "{{100000,100001,100002,100003,200000,200001,200002,200003}}"
+BETWEEN = ",".join(f"{{10000{i}->20000{i}}},{{20000{i}->10000{i}}}" for i in range(4))
+
+
+@pytest.mark.parametrize(
+    "target, kind, expected",
+    [
+        (PAIRS_OF_SLICES, "ALL_GATHER", (256, 1, 512, 1)),
+        ('"{1,2}x{0:3}"', "ALL_GATHER", (256, 1, 512, 1)),
+        (ALL_OF_SLICES, "ALL_TO_ALL", (128, 4, 256, 1)),
+        ('"{1,2}x{0:3}"', "ALL_REDUCE", (256, 2, 256, 1)),
+        (PAIRS_OF_SLICES, "REDUCE_SCATTER", (128, 1, 128, 1)),
+        (f"{{{BETWEEN}}}", "ONE_TO_ONE", (256, 1, 256, 1)),
+    ],
+)
+def test_several_slices_send_by_their_hosts(target, kind, expected):
+    sent = (
+        "send(%y, %t), is_host_transfer=true, frontend_attributes="
+        f'{{_xla_megascale_target={target},_xla_megascale_transfer_type="{kind}"}}'
+    )
+    program = main(
+        GIVEN,
+        "%t = token[] after-all()",
+        f"%s = (f32[64]{{0}}, u32[], token[]) {sent}",
+        f"%r = (f32[64]{{0}}, u32[], token[]) {sent.replace('send', 'recv')}",
+        "%done = token[] send-done(%s), is_host_transfer=true",
+        # Of one slice.
+        f"%a = {X16} all-to-all(%x), replica_groups={{{{0,1,2,3}}}}",
+    )
+    assert figures(program, SLICES) == expected
+
+
+def test_a_loop_sends_as_often_as_it_runs():
+    mesh = jax.make_mesh((2, 4), ("dcn", "fsdp"))
+    spec = P(None, ("dcn", "fsdp"))
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def run(x):
+        def one(x):
+            inside = jax.lax.psum(x, "fsdp")
+            return x + inside + jax.lax.ppermute(x, "dcn", [(0, 1), (1, 0)])
+
+        return jax.lax.map(one, x)
+
+    where = NamedSharding(mesh, spec)
+    x = jax.ShapeDtypeStruct((5, 64, 32), jnp.float32, sharding=where)
+    nbytes = 5 * 4 * 8 * 32
+    assert figures(run.lower(x).compile().as_text()) == (nbytes, 5, nbytes, 5)

@@ -8,6 +8,7 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -16,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.study import controls
 from orscale_jax import by_path, describe, family, muon, orscale
 from orscale_jax.trees.nodes import nodes_of
+from tests.runs import NUMBERS, tree
 
 PARAMS = {
     "w": jnp.ones((4, 6)),
@@ -23,14 +25,12 @@ PARAMS = {
     "head": {"w": jnp.ones((4, 4)), "scale": jnp.ones(4)},
 }
 LABELS = {"w": "m", "conv": "a", "head": {"w": "z", "scale": "a"}}
-
-
-def groups(**others):
-    return {"m": orscale(0.1), "a": optax.adamw(0.1), "z": optax.set_to_zero(), **others}
+GROUPS = {"m": orscale(0.1), "a": optax.adamw(0.1), "z": optax.set_to_zero()}
+ZERO = jnp.zeros(())
 
 
 def part(labels=LABELS, **others):
-    return optax.partition(groups(**others), labels)
+    return optax.partition(GROUPS | others, labels)
 
 
 def size(tree):
@@ -38,7 +38,7 @@ def size(tree):
 
 
 def rows(optimizer, params=PARAMS, numbers=None):
-    """Rule and label by path; every byte is counted once."""
+    """Rule and label of w, conv, head.w and head.scale; every byte is counted once."""
     description = describe(params, numbers, optimizer=optimizer)
     state = jax.eval_shape(optimizer.init, params)
     total = description.totals["all"].state_bytes
@@ -49,132 +49,99 @@ def rows(optimizer, params=PARAMS, numbers=None):
     injected = nodes_of(state, optax.InjectStatefulHyperparamsState)
     of_optax = sum(size(node.hyperparams) for node in injected)
     assert description.shared_bytes - of_optax < 100
-    return {row.path: (row.rule, row.label) for row in description.rows}
+    found = {row.path: f"{row.rule} {row.label}".strip() for row in description.rows}
+    return tuple(found[name] for name in ("w", "conv", "head.w", "head.scale"))
 
 
-PARTED = {
-    "w": ("matrix", "m"),
-    "conv": ("other", "a"),
-    "head.w": ("stateless", "z"),
-    "head.scale": ("other", "a"),
-}
+def by_hand(make):
+    """Momentum in a state that has no types of its own."""
+    return optax.GradientTransformation(
+        lambda params: make(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, state),
+    )
+
+
+PARTED = ("matrix m", "other a", "stateless z", "other a")
+OTHERS = ("other",) * 4
 OURS = {"w": True, "conv": False, "head": False}
+THEIRS = {"w": False, "conv": True, "head": True}
+INJECTED = {
+    "m": optax.inject_hyperparams(orscale)(0.1),
+    "a": optax.inject_hyperparams(optax.adamw)(0.1),
+}
+SCHEDULE = optax.linear_schedule(0.1, 0.0, 9)
+SCHEDULED = orscale(SCHEDULE, weight_decay=SCHEDULE, mu_dtype=jnp.bfloat16)
 CASES = {
     "partition": (part(), PARTED),
-    "multi_transform": (optax.multi_transform(groups(), LABELS), PARTED),
+    "multi_transform": (optax.multi_transform(GROUPS, LABELS), PARTED),
     "labels are a function": (part(lambda params: LABELS), PARTED),
     "labels are a prefix": (
         part({"w": "m", "conv": "a", "head": "a"}),
-        PARTED | {"head.w": ("other", "a")},
+        ("matrix m", "other a", "other a", "other a"),
     ),
     "chain": (optax.chain(optax.clip_by_global_norm(1.0), part()), PARTED),
     "named_chain": (optax.named_chain(("mu", optax.clip(1.0)), ("nu", part())), PARTED),
     "apply_if_finite": (optax.apply_if_finite(part(), 3), PARTED),
     "MultiSteps": (optax.MultiSteps(part(), 2), PARTED),
-    "injected inside": (
-        part(
-            m=optax.inject_hyperparams(orscale)(0.1),
-            a=optax.inject_hyperparams(optax.adamw)(0.1),
-        ),
-        PARTED,
-    ),
+    "conditionally_mask": (optax.conditionally_mask(part(), lambda n: n < 9), PARTED),
+    "injected inside": (part(**INJECTED), PARTED),
+    "schedules and bfloat16": (part(m=SCHEDULED), PARTED),
+    "a group without parameters": (part(empty=muon(0.1)), PARTED),
     "int labels": (
         optax.partition(
             {0: orscale(0.1), 1: optax.adamw(0.1)},
             {"w": 0, "conv": 1, "head": {"w": 1, "scale": 0}},
         ),
-        {
-            "w": ("matrix", "0"),
-            "conv": ("other", "1"),
-            "head.w": ("other", "1"),
-            "head.scale": ("adamw", "0"),
-        },
-    ),
-    "a group without parameters": (part(empty=muon(0.1)), PARTED),
-    "the innermost group": (
-        part(
-            m=optax.partition({"x": muon(0.1), "y": optax.sgd(0.1)}, lambda _: "x"),
-            z=optax.chain(optax.clip(1.0), optax.partition(groups(), lambda _: "z")),
-        ),
-        # What keeps no state is told by elimination, as far as that goes.
-        PARTED | {"w": ("matrix", "m/x"), "head.w": ("stateless", "m/y or z/z")},
-    ),
-    "two groups without state": (
-        part(sgd=optax.sgd(0.1)),
-        PARTED | {"head.w": ("stateless", "sgd or z")},
-    ),
-    "selective_transform": (
-        optax.transforms.selective_transform(
-            orscale(0.1), freeze_mask={"w": False, "conv": True, "head": False}
-        ),
-        {
-            "w": ("matrix", "train"),
-            "conv": ("stateless", "freeze"),
-            "head.w": ("adamw", "train"),  # An output head.
-            "head.scale": ("adamw", "train"),
-        },
-    ),
-    "conditionally_mask": (
-        optax.conditionally_mask(part(), lambda step: step < 9),
-        PARTED,
-    ),
-    "schedules and bfloat16": (
-        part(
-            m=orscale(
-                optax.linear_schedule(0.1, 0.0, 9),
-                weight_decay=optax.linear_schedule(0.1, 0.0, 9),
-                mu_dtype=jnp.bfloat16,
-            )
-        ),
-        PARTED,
+        ("matrix 0", "other 1", "other 1", "adamw 0"),
     ),
     "groups that are called like ours": (
         optax.partition(
             {"matrix": orscale(0.1), "adamw": optax.adamw(0.1)},
             {"w": "matrix", "conv": "adamw", "head": "matrix"},
         ),
-        {
-            "w": ("matrix", "matrix"),
-            "conv": ("other", "adamw"),
-            "head.w": ("adamw", "matrix"),
-            "head.scale": ("adamw", "matrix"),
-        },
+        ("matrix matrix", "other adamw", "adamw matrix", "adamw matrix"),
+    ),
+    # What keeps no state is told by elimination, as far as that goes.
+    "the innermost group": (
+        part(
+            m=optax.partition({"x": muon(0.1), "y": optax.sgd(0.1)}, lambda _: "x"),
+            z=optax.chain(optax.clip(1.0), part(lambda _: "z")),
+        ),
+        ("matrix m/x", "other a", "stateless m/y or z/z", "other a"),
+    ),
+    "two groups without state": (
+        part(sgd=optax.sgd(0.1)),
+        ("matrix m", "other a", "stateless sgd or z", "other a"),
+    ),
+    "selective_transform": (
+        optax.transforms.selective_transform(
+            orscale(0.1), freeze_mask=THEIRS | {"head": False}
+        ),
+        ("matrix train", "stateless freeze", "adamw train", "adamw train"),
     ),
     "masked": (
         optax.masked(orscale(0.1), OURS),
-        {
-            "w": ("matrix", ""),
-            "conv": ("stateless", ""),
-            "head.w": ("stateless", ""),
-            "head.scale": ("stateless", ""),
-        },
+        ("matrix", "stateless", "stateless", "stateless"),
     ),
     "two masks": (
         optax.chain(
-            optax.masked(orscale(0.1), OURS),
-            optax.masked(optax.adamw(0.1), jax.tree.map(lambda on: not on, OURS)),
+            optax.masked(orscale(0.1), OURS), optax.masked(optax.adamw(0.1), THEIRS)
         ),
-        {
-            "w": ("matrix", ""),
-            "conv": ("other", ""),
-            "head.w": ("other", ""),
-            "head.scale": ("other", ""),
-        },
+        ("matrix", "other", "other", "other"),
     ),
-    "adafactor": (optax.adafactor(0.1, 2), dict.fromkeys(PARTED, ("other", ""))),
-    "optax's adamw": (optax.adamw(0.1), dict.fromkeys(PARTED, ("other", ""))),
-    "sgd": (optax.sgd(0.1), dict.fromkeys(PARTED, ("stateless", ""))),
-    "sgd with momentum": (optax.sgd(0.1, 0.9), dict.fromkeys(PARTED, ("other", ""))),
-    "several arrays a parameter": (optax.sm3(0.1), dict.fromkeys(PARTED, ("other", ""))),
+    "adafactor": (optax.adafactor(0.1, 2), OTHERS),
+    "optax's adamw": (optax.adamw(0.1), OTHERS),
+    "sgd": (optax.sgd(0.1), ("stateless",) * 4),
+    "sgd with momentum": (optax.sgd(0.1, 0.9), OTHERS),
+    "several arrays a parameter": (optax.sm3(0.1), OTHERS),
     "optax's muon": (
         optax.contrib.muon(0.1),
-        {
-            "w": ("other", "muon"),
-            "conv": ("other", "adam"),
-            "head.w": ("other", "muon"),
-            "head.scale": ("other", "adam"),
-        },
+        ("other muon", "other adam", "other muon", "other adam"),
     ),
+    "a tree as a state": (by_hand(lambda mu: mu), OTHERS),
+    "a dictionary as a state": (by_hand(lambda mu: {"n": ZERO, "m": mu}), OTHERS),
+    "a tuple as a state": (by_hand(lambda mu: (ZERO, mu)), OTHERS),
+    "a dictionary as a group's": (part(a=by_hand(lambda m: {"n": ZERO, "m": m})), PARTED),
 }
 
 
@@ -188,59 +155,43 @@ def test_who_has_what(name):
 def test_ours_are_told_by_their_states(build):
     numbers = {"w": Dims(0, 1), "conv": Dims(1, 2), "head": None}
     found = rows(build(0.1, weight_dimension_numbers=numbers), numbers=numbers)
-    assert found == {
-        "w": ("matrix", ""),
-        "conv": ("matrix", ""),
-        "head.w": ("adamw", ""),
-        "head.scale": ("adamw", ""),
-    }
+    assert found == ("matrix", "matrix", "adamw", "adamw")
 
 
-def test_the_wrapper_of_nnx():
-    model = nnx.Linear(3, 4, rngs=nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, orscale(0.1), wrt=nnx.Param)
-    description = describe(nnx.state(model, nnx.Param), optimizer=optimizer)
-    assert [row.rule for row in description.rows] == ["adamw", "matrix"]
+def test_totals_plan_and_label_follow_the_optimizer():
+    description = describe(PARAMS, optimizer=part())
+    leaves = {name: total.leaves for name, total in description.totals.items()}
+    assert leaves == {
+        "matrix": 1, "adamw": 0, "other": 2, "stateless": 1, "shared": 0, "all": 4,
+    }  # fmt: skip
+    assert [group.names for group in description.plan.groups] == [("w",)]
+    for text in (str(description), description.to_csv(), str(description.select("^w$"))):
+        assert "label" in text
+    theirs = describe(PARAMS, optimizer=optax.adamw(0.1))
+    assert theirs.plan.groups == () and "Newton–Schulz" not in str(theirs)
+    for optimizer in (None, orscale(0.1)):
+        plain = describe({"w": PARAMS["w"]}, optimizer=optimizer)
+        assert "label" not in str(plain) + plain.to_csv()
 
 
-class TestTheTable:
-    """Totals, plans and columns follow the optimizer."""
+def test_numbers_of_the_whole_model():
+    """Those of another optimizer's parameters do not matter."""
+    numbers = {"w": Dims(0, 1), "conv": Dims(1, 2), "head": None}
+    assert rows(part(), numbers=numbers) == PARTED
+    with pytest.raises(ValueError, match="'w' is adamw here and matrix in the opt"):
+        rows(part(), numbers=numbers | {"w": None})
 
-    def test_totals_and_plan(self):
-        description = describe(PARAMS, optimizer=part())
-        leaves = {name: total.leaves for name, total in description.totals.items()}
-        assert leaves == {
-            "matrix": 1, "adamw": 0, "other": 2, "stateless": 1, "shared": 0, "all": 4,
-        }  # fmt: skip
-        assert [stack.names for stack in description.stacks()] == [("w",)]
-        assert describe(PARAMS, optimizer=optax.adamw(0.1)).stacks() == []
-        assert "Newton–Schulz" not in str(describe(PARAMS, optimizer=optax.adamw(0.1)))
 
-    def test_the_label_has_a_column_where_there_is_one(self):
-        description = describe(PARAMS, optimizer=part())
-        for text in (str(description), description.to_csv(), description._repr_html_()):
-            assert "label" in text
-        # Also in a selection whose rows have none.
-        assert "label" in str(description.select("^w$"))
-        for optimizer in (None, orscale(0.1)):
-            plain = describe({"w": PARAMS["w"]}, optimizer=optimizer)
-            assert "label" not in str(plain) + plain.to_csv()
-
-    def test_numbers_of_the_whole_model(self):
-        """Those of another optimizer's parameters do not matter."""
-        numbers = {"w": Dims(0, 1), "conv": Dims(1, 2), "head": None}
-        assert rows(part(), numbers=numbers) == PARTED
-        with pytest.raises(ValueError, match="'w' is adamw here and matrix in the opt"):
-            rows(part(), numbers=numbers | {"w": None})
+FLAT = optax.flatten(orscale(0.1))
 
 
 @pytest.mark.parametrize(
     "optimizer, params",
     [
-        (optax.flatten(orscale(0.1)), PARAMS),
-        (optax.flatten(orscale(0.1)), {"w": jnp.ones((4, 6))}),
-        (optax.flatten(orscale(0.1)), jnp.ones((4, 6))),
-        (optax.MultiSteps(optax.flatten(orscale(0.1)), 2), PARAMS),
+        (FLAT, PARAMS),
+        (FLAT, {"w": jnp.ones((4, 6))}),
+        (FLAT, jnp.ones((4, 6))),
+        (optax.MultiSteps(FLAT, 2), PARAMS),
         (optax.flatten(optax.adamw(0.1)), PARAMS),
         (optax.flatten(optax.inject_hyperparams(muon)(0.1)), PARAMS),
         (part(a=optax.flatten(optax.adamw(0.1))), PARAMS),
@@ -279,6 +230,7 @@ W, B = jnp.ones((3, 5)), jnp.ones(5)
         [W, B, W, B],
         (W, B, B),  # As long as AdamW's chain.
         {"learning_rate": B, "hyperparams": {"count": W}, "inner_state": W},
+        W,  # A lone array.
     ],
 )
 def test_names_and_containers_like_those_of_a_state(params):
@@ -352,9 +304,94 @@ def test_names_that_print_alike_are_two_rows():
     description = describe(params, optimizer=orscale(0.1))
     assert [row.path for row in description.rows] == ["a.b", "'a.b'", "c"]
     assert [row.m for row in description.select("'").rows] == [2]
-    assert {stack.names for stack in description.stacks()} == {("a.b",), ("'a.b'",)}
+    names = {group.names for group in description.plan.groups}
+    assert names == {("a.b",), ("'a.b'",)}
     assert description.select("b").totals["all"].leaves == 2
     assert description.to_csv().count("\n") == 4
     # As one key without a counterpart, it keeps its name, and by_path finds it.
     numbers = by_path({r"^a\.b$": "adamw"})
     assert [row.rule for row in describe({"a.b": W}, numbers).rows] == ["adamw"]
+
+
+# The multipliers of the learning rate, which the optimizers note while they are traced.
+MULTIPLIERS = {"^b": 0.5, "stack": np.array([1.0, 2.0, 4.0])}
+
+
+def multiplied(make=orscale, given=MULTIPLIERS):
+    return make(0.1, weight_dimension_numbers=NUMBERS, learning_rate_multipliers=given)
+
+
+def multipliers(optimizer, params=None):
+    params = tree(0) if params is None else params
+    rows = describe(params, NUMBERS, optimizer=optimizer).rows
+    return {row.path: row.multipliers for row in rows}
+
+
+@pytest.mark.parametrize(
+    "optimizer, w, b",
+    [
+        (multiplied(), 1, 0.5),
+        (multiplied(family.hyperball), 1, 0.5),
+        (optax.MultiSteps(multiplied(), 2), 1, 0.5),
+        (multiplied(optax.inject_hyperparams(orscale)), 1, 0.5),
+        (
+            optax.partition(
+                {"x": multiplied(), "y": multiplied(muon, 3.0), "z": optax.sgd(0.1)},
+                {"w": "y", "stack": "x", "b": "z"},
+            ),
+            3,
+            1,
+        ),
+    ],
+    ids=["orscale", "hyperball", "MultiSteps", "injected", "partition"],
+)
+def test_multipliers(optimizer, w, b):
+    abstract = jax.eval_shape(lambda: tree(0))
+    for _ in range(2):  # What JAX has traced before does not hide them.
+        found = multipliers(optimizer, abstract)
+        assert found == {"w": (w, w), "b": (b, b), "stack": (1, 4)}
+
+
+def test_an_audit_inside_of_another_one():
+    """Each collects what its own optimizer notes, also where both note equal things."""
+    inner = []
+
+    def rules(params):
+        inner.append(multipliers(multiplied(given={"^b": 0.5})))
+        return {"w": 2.0, "stack": 1.0, "b": 0.5}
+
+    outer = multipliers(multiplied(given=rules))
+    for found, w in ((outer, (2, 2)), (inner[0], (1, 1))):
+        assert found == {"w": w, "b": (0.5, 0.5), "stack": (1, 1)}
+
+
+def test_the_column_of_multipliers_is_there_if_it_says_something():
+    description = describe(tree(0), NUMBERS, optimizer=multiplied())
+    heading, *lines = str(description).splitlines()
+    column = heading.index("η ×")
+    assert [line[: column + 3].split()[-1] for line in lines[1:4]] == ["0.5", "4", "1"]
+    assert "learning_rate_multiplier" in description.to_csv()
+    plain = (
+        describe(tree(0), NUMBERS, optimizer=multiplied(given=x)) for x in (None, {})
+    )
+    for without in (*plain, describe(tree(0), NUMBERS), description.select("^w")):
+        assert "η ×" not in str(without) and "multiplier" not in without.to_csv()
+
+
+def test_an_optimizer_of_flax_and_multipliers_that_are_traced():
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    tx = orscale(0.1, learning_rate_multipliers={"bias": 3.0})
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    found = describe(nnx.state(model, nnx.Param), optimizer=optimizer).rows
+    assert [(row.rule, row.multipliers) for row in found] == [
+        ("adamw", (3, 3)),
+        ("matrix", (1, 1)),
+    ]
+
+    @jax.jit
+    def step(factor):
+        traced = multiplied(given={"^b": factor, "stack": 2.0})
+        assert multipliers(traced) == {"w": (1, 1), "b": (1, 1), "stack": (2, 2)}
+        return factor
+
+    step(0.5)

@@ -1,0 +1,260 @@
+"""Times of steps and of products, and what share of the card's rate they reach.
+
+*steps*: five optimizers, five models. The step of `optax.contrib.muon` on 500 small
+matrices is left out: its program has thousands of kernels, and compiling it takes longer
+than a session may.
+
+*recipe*: the matrices of a mixture of experts, as many layers as fit one card. A public
+recipe for JAX trains 26 layers, 2560 wide, with 64 experts of 512 in each. Here are 8 of
+them: 2.2 billion parameters, whose weights, gradients and momentum in float32 take 27 GB.
+
+Of both there are two times. *A step* is a call, whose buffers the host hands over one by
+one: with hundreds of small leaves that takes longer than the arithmetic. A step *on the
+device* is one of several inside a call.
+
+*forms*: bfloat16 and float16, the Gram form and the plain iteration, by shape. The
+restarts of the Gram form are those that the library takes in float16. In bfloat16 it
+takes the plain iteration, since restarts before every step are needed there: the row of
+the Gram form shows what that costs and saves. The difference is that from the plain
+iteration in float32, relative to its norm.
+
+*symmetric*: products in strips and whole. In strips, a third of the FLOPs is saved and
+the part below the diagonal is copied from the part above it, as on CPUs. GPUs multiply
+whole matrices. The share is that of the FLOPs of the whole product: it may exceed 100 %
+in strips.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
+
+from examples.benchmarks.contenders import NS_STEPS, contenders, step_of
+from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
+from examples.benchmarks.models import Leaf, Leaves, gpt2
+from examples.benchmarks.shapes import CASES, Shapes, copies, nominal_flops
+from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
+from examples.pretrain.operation.peaks import peak_flops
+from orscale_jax.newton_schulz import restarts
+from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
+from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of
+from orscale_jax.newton_schulz.polar import gram_newton_schulz
+
+STEP, ON_DEVICE, MIB = "time of a step", "time of a step on the device", 2**20
+FIVE_STEPS, PRODUCT = "time of five steps", "time of a product"
+OPTIMIZERS = ("orscale", "muon", "optax.contrib.muon", "optax.adamw", "normuon")
+DTYPES = ("bfloat16", "float16")
+FORM_SHAPES = (
+    (2048, 8192), (768, 768), (4096, 4096), (2048, 11008), (7168, 2048), (768, 3072),
+    (2048, 2048),
+)  # fmt: skip
+# Of X in XXᵀ. That of a square X costs as much as the square of a Gram matrix.
+SYMMETRIC_SHAPES = (
+    (2048, 8192), (768, 768), (4096, 4096), (768, 3072), (2048, 2048), (8192, 8192),
+)  # fmt: skip
+SMALL = "500 matrices of 32×64"
+
+
+def of_shapes(shapes: Shapes) -> Leaves:
+    """Matrices, or batches of them."""
+    return {
+        name: Leaf(shape, P(), Dims(len(shape) - 2, len(shape) - 1))
+        for name, shape in shapes.items()
+    }
+
+
+def mixture(layers: int, width: int, experts: int, hidden: int) -> Leaves:
+    """Layers of attention and of experts."""
+    up, down = (experts, width, hidden), (experts, hidden, width)
+    block = dict.fromkeys(("query", "key", "value", "out"), (width, width))
+    return of_shapes(copies(layers, {**block, "gate": up, "up": up, "down": down}))
+
+
+Models = Mapping[str, Callable[[], Leaves]]
+MODELS: Models = {
+    "GPT-2 124M": gpt2,
+    "64 experts of 2048×1408": lambda: of_shapes(CASES["experts"]),
+    "4 blocks of a 1.1B model": lambda: of_shapes(copies(4, CASES["1.1B"])),
+    "DavidNet": lambda: of_shapes(CASES["davidnet"]),
+    SMALL: lambda: of_shapes(CASES["tiny"]),
+}
+TINY: Models = {"experts": lambda: {**mixture(1, 16, 2, 8), "bias": Leaf((8,))}}
+RECIPE_OF: Models = {
+    "8 layers of 64 experts of 2560×512": lambda: mixture(8, 2560, 64, 512)
+}
+
+
+@functools.cache  # It compiles for seconds.
+def product_rate(tiny: bool) -> float:
+    """The best median of FLOPs per second of square products in bfloat16."""
+
+    def rate(size: int) -> float:
+        # Random: a card multiplies constants faster, since they cost less power.
+        x = jax.random.normal(jax.random.key(0), (size, size), jnp.bfloat16)
+        multiply = jax.jit(
+            functools.partial(jnp.matmul, preferred_element_type="float32")
+        )
+        jax.block_until_ready(multiply(x, x))
+        return 2 * size**3 / seconds_of(lambda: multiply(x, x)).median
+
+    return max(map(rate, (32, 16) if tiny else (8192, 4096)))
+
+
+def shares(
+    flops: float, seconds: Quartiles, tiny: bool, where: str = ""
+) -> Iterator[Measured]:
+    """FLOPs over a time, in percent of the product rate and, where known, of the peak."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    for name, rate in (("product rate", product_rate(tiny)), ("peak", peak)):
+        if rate is not None:
+            share = seconds.dividing(100 * flops / rate)
+            yield Measured(f"share of the {name}{where}", "%", share)
+
+
+def _of_step(
+    name: str, model: Callable[[], Leaves], times: int, turns: int, tiny: bool
+) -> Iterator[Measured]:
+    """A step of random float32 parameters, or so many in one call.
+
+    Products of ours are in the platform's default dtype, those of `optax.contrib.muon` in
+    that of the gradients, which for float32 means TF32 on GPUs. The shares are of the
+    nominal FLOPs of Newton–Schulz. The peak of the memory is that of the process up to
+    here, and thus of a case before this one if that had more.
+    """
+    leaves = model()
+    numbers = {key: leaf.numbers for key, leaf in leaves.items()}
+    optimizer = contenders(numbers, None)[name]
+    params, grads = (
+        {
+            key: 0.02 * jax.random.normal(jax.random.fold_in(seed, i), leaf.shape)
+            for i, (key, leaf) in enumerate(leaves.items())
+        }
+        for seed in jax.random.split(jax.random.key(0))
+    )
+    step = step_of(optimizer)
+
+    def several(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        def one(_: Any, held: Any) -> Any:
+            # Nothing that depends on the gradients alone is to be moved out of the loop.
+            held, g = jax.lax.optimization_barrier((held, grads))
+            return step(*held, g)
+
+        return jax.lax.fori_loop(0, times, one, (params, state))
+
+    held = [params, jax.jit(optimizer.init)(params)]
+    del params
+    jitted = jax.jit(step if times == 1 else several, donate_argnums=(0, 1))
+    compiled = jitted.lower(*held, grads).compile()
+    seconds = seconds_of(repeated(compiled, held, grads), turns).times(1 / times)
+    yield Measured(STEP if times == 1 else ON_DEVICE, "ms", seconds.times(1e3))
+    if name != "optax.adamw":
+        shapes = {key: leaf.shape for key, leaf in leaves.items() if leaf.numbers}
+        where = "" if times == 1 else " on the device"
+        yield from shares(nominal_flops(shapes), seconds, tiny, where)
+    if times > 1:
+        return
+    if (memory := compiled.memory_analysis()) is not None:
+        temporaries = memory.temp_size_in_bytes / MIB
+        yield Measured("temporaries", "MiB", Quartiles.of([temporaries]))
+    stats = jax.devices()[0].memory_stats() or {}
+    if (peak := stats.get("peak_bytes_in_use")) is not None:
+        yield Measured("peak of the process", "MiB", Quartiles.of([peak / MIB]))
+
+
+def five_steps(x: jax.Array, dtype: str, form: str) -> jax.Array:
+    """Newton–Schulz on matrices of norm 1, in a form of the caller's choice."""
+    rows = rows_of(np.asarray(coefficient_table("polar_express", NS_STEPS)), NS_STEPS)
+    before = tuple(range(1, NS_STEPS))
+    if form == "Gram":
+        before = restarts.restart_steps(rows, float(jnp.finfo(jnp.float16).eps) / 2)
+    start = Start(x.astype(dtype))
+    [q] = gram_newton_schulz([start], rows, (before,), (Arithmetic(jnp.dtype(dtype)),))
+    return q
+
+
+def _of_form(
+    shape: tuple[int, int], dtype: str, form: str, tiny: bool
+) -> Iterator[Measured]:
+    x = jax.random.normal(jax.random.key(0), shape)
+    x /= jnp.linalg.norm(x)
+    run = jax.jit(functools.partial(five_steps, dtype=dtype, form=form))
+    found = np.asarray(run(x), np.float64)  # Compiles, too.
+    seconds = seconds_of(lambda: run(x))
+    yield Measured(FIVE_STEPS, "µs", seconds.times(1e6))
+    yield from shares(nominal_flops({"x": shape}), seconds, tiny)
+    exact = np.asarray(_in_float32(x), np.float64)
+    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+    yield Measured("difference", "", Quartiles.of([float(error)]))
+
+
+_in_float32 = jax.jit(functools.partial(five_steps, dtype="float32", form="plain"))
+
+
+def _of_product(
+    shape: tuple[int, int], dtype: str, way: str, tiny: bool
+) -> Iterator[Measured]:
+    arithmetic = Arithmetic(jnp.dtype(dtype), by_strips=way == "in strips")
+    x = jax.random.normal(jax.random.key(0), shape, dtype)
+    # Rounded, as every product of the iteration is.
+    gram = jax.jit(lambda x: arithmetic.gram(x).astype(dtype))
+    jax.block_until_ready(gram(x))
+    seconds = seconds_of(lambda: gram(x))
+    yield Measured(PRODUCT, "µs", seconds.times(1e6))
+    yield from shares(2.0 * shape[0] ** 2 * shape[1], seconds, tiny)
+
+
+def _steps(
+    models: Models, optimizers: Sequence[str], times: int, turns: int, tiny: bool
+) -> Sequence[Sequence[Case]]:
+    """So many in a call, and one."""
+    return [
+        [
+            Case(name, optimizer, quantity,
+                 functools.partial(_of_step, optimizer, model, count, turns, tiny))
+            for optimizer in optimizers
+            if (name, optimizer) != (SMALL, "optax.contrib.muon")
+            for quantity, count in ((ON_DEVICE, times), (STEP, 1))
+        ]
+        for name, model in (TINY if tiny else models).items()
+    ]  # fmt: skip
+
+
+def _forms(tiny: bool) -> Sequence[Sequence[Case]]:
+    return [
+        [
+            Case("×".join(map(str, shape)), f"{dtype}, {form}", FIVE_STEPS,
+                 functools.partial(_of_form, shape, dtype, form, tiny))
+            for dtype, form in itertools.product(DTYPES, ("plain", "Gram"))
+            if form == "plain" or restarts.is_cheaper(*shape)
+        ]
+        for shape in (((8, 24), (8, 8)) if tiny else FORM_SHAPES)
+    ]  # fmt: skip
+
+
+def _symmetric(tiny: bool) -> Sequence[Sequence[Case]]:
+    return [
+        [
+            Case(f"XXᵀ of {shape[0]}×{shape[1]}", f"{dtype}, {way}", PRODUCT,
+                 functools.partial(_of_product, shape, dtype, way, tiny))
+            for dtype, way in itertools.product(DTYPES, ("whole", "in strips"))
+        ]
+        for shape in (((384, 384),) if tiny else SYMMETRIC_SHAPES)
+    ]  # fmt: skip
+
+
+STEPS = Stage(
+    functools.partial(_steps, MODELS, OPTIMIZERS, 16, TURNS),
+    figure_of(ON_DEVICE, "A step of the optimizer alone"),
+)
+RECIPE = Stage(
+    functools.partial(_steps, RECIPE_OF, OPTIMIZERS[:3], 3, 3),
+    figure_of(ON_DEVICE, "A step on many experts"),
+)
+FORMS = Stage(_forms, figure_of(FIVE_STEPS, "Five steps of Newton–Schulz"))
+SYMMETRIC = Stage(_symmetric, figure_of(PRODUCT, "Symmetric products"))
