@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: help test test-examples test-extended test-all test-optimized test-oldest clients test-gpu coverage mutants lint format docs linkcheck bench bench-gpu bench-tpu demo \
-	demo-moe demo-vision demo-seeds study study-full dist release clean
+	demo-moe demo-vision demo-seeds study dist release clean
 
 help: ## Show this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -141,17 +141,8 @@ demo-seeds: $(VENV)/.has-examples ## Run the demo for seeds 0, 1, 2 and compare.
 		echo "Seed $$seed"; $(RUN) examples.pretrain --seed $$seed --out runs/seed$$seed $(ARGS); done
 	$(RUN) examples.pretrain.compare $(SEEDS:%=runs/seed%)
 
-STUDY := runs/study
-STUDY_ARMS := adamw muon_moonlight orscale replayed pooled full_rank_anchor
-
-study: $(VENV)/.has-examples ## Repeat a part of the study on the small decoder, and draw its figures.
-	$(RUN) examples.study.repeat --workloads dense-small --arms $(STUDY_ARMS) --out $(STUDY) $(ARGS)
-	$(RUN) examples.study.report --tables $(STUDY) --figures $(STUDY) --page None --arms $(STUDY_ARMS)
-
-study-full: $(VENV)/.has-examples,prose ## Run what is missing of the second protocol, and make both pages anew.
-	$(RUN) examples.study $(ARGS)
-	$(RUN) examples.study.report
-	$(RUN) examples.study.two_rates
+study: $(VENV)/.has-examples ## Repeat a part of the study on a dense model and a mixture, and compare.
+	$(RUN) examples.study.repeat $(ARGS)
 
 dist: $(VENV)/.has-dist ## Build the source distribution, and from it the wheel, into dist/.
 	rm -rf dist

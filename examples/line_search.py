@@ -24,7 +24,7 @@ from examples.pretrain.configs import DEMOS
 from examples.pretrain.kinds import make_task, read_data
 from examples.pretrain.optimizers import make_optimizer
 from examples.pretrain.setup import learning_rates, split
-from examples.study.theory import estimate, verdict
+from examples.study.theory import curvature, estimate, gain
 from orscale_jax import diagnostics, orthogonalize, scale_by_shape
 
 PyTree = Any
@@ -135,8 +135,7 @@ def look(
     measured = [batches[i] for i in range(options.micro_batches)]
     unseen = [batches[options.micro_batches + i] for i in range(options.held_out)]
     gained = diagnostics.step_gain(loss_fn, params, measured, reading)
-    statistics = estimate(loss_fn, params, measured)
-    model = verdict(reading, statistics, params).numbers
+    model = _kappa_of_model(estimate(loss_fn, params, measured), params, reading)
     muon = muon_step(_mean_gradient(loss_fn, params, measured), reading.trust_ratio)
     ours = _scaled(muon, reading.trust_ratio)
     losses_at = _losses_along(loss_fn, unseen)
@@ -146,9 +145,25 @@ def look(
     return (
         f"κ by line search {decreases[0] / decreases[1]:.3f}; "
         f"step_gain {gained.kappa.value:.3f} ± {gained.kappa.stderr:.3f}; "
-        f"κ_eff of the model {model['kappa_eff']:.3f} ± {model['kappa_eff_stderr']:.3f}; "
+        f"κ_eff of the model {model:.3f}; "
         f"curvature of Muon's step {pairs:.1f} × that of its matrices alone"
     )
+
+
+def _kappa_of_model(found: Any, params: PyTree, reading: diagnostics.Reading) -> float:
+    """Φ(r̂s)/Φ(s): steps have Moonlight's scale s."""
+    masked = jax.tree.map(
+        lambda ratio, p: ratio if _is_masked(ratio) else 0.2 * max(p.shape) ** 0.5,
+        *(reading.trust_ratio, params),
+        is_leaf=_is_masked,
+    )
+    scaled = jax.tree.map(jnp.multiply, masked, reading.trust_ratio)
+    a, b = found.signal.value, curvature(found.smoothness.value, params)
+    return float(gain(scaled, a, b).phi / gain(masked, a, b).phi)
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _mean_gradient(loss_fn: Any, params: PyTree, batches: Sequence[Any]) -> PyTree:

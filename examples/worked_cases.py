@@ -2,8 +2,8 @@
 
     python -m examples.worked_cases
 
-trains the demo's decoder, smaller, three times, writes the reports, prints verdicts and
-warnings, and draws docs/worked_cases.png.
+trains the demo's decoder, smaller, three times, writes the reports, prints warnings, and
+draws docs/worked_cases.png.
 """
 
 import dataclasses
@@ -25,7 +25,6 @@ from examples.pretrain.operation.readouts import Readouts
 from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.task import Data
-from examples.study.theory import verdict
 from orscale_jax import diagnostics
 from orscale_jax.diagnostics.history import FILE_NAME
 from orscale_jax.diagnostics.report import write_report
@@ -156,7 +155,7 @@ def main(options: Options) -> None:
         (folder / FILE_NAME).unlink(missing_ok=True)
         reading, tables[name] = run(case, folder, TRAINING, data)
         page = write_report(folder)
-        print(f"\n{case.title}\n{verdict(reading)}")
+        print(f"\n{case.title}")
         for problem in diagnostics.find_problems(reading):
             print(f"- {problem}")
         print(page)

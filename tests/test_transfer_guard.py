@@ -204,11 +204,7 @@ IN_JIT = {
     "read": lambda now: diagnostics.read(now.state, now.params, learning_rate=1e-3),
     "summarize": lambda now: diagnostics.summarize(now.reading),
     "measure": lambda now: diagnostics.measure(now.state, now.params),
-    "decompose": lambda now: theory.decompose(now.reading),
     "gain": lambda now: theory.gain(*[now.reading.weight_norm] * 3),
-    "secant_smoothness": lambda now: theory.secant_smoothness(
-        [now.grads] * 2, [now.updates] * 2, now.updates
-    ),
 }
 ON_THE_HOST = {
     "describe": lambda now: str(orscale_jax.describe(now.params, optimizer=OPTIMIZER)),
@@ -221,12 +217,6 @@ ON_THE_HOST = {
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
     "estimate": lambda now: theory.estimate(loss_fn, now.params, now.batches),
     "step_gain": gained,
-    "verdict": lambda now: theory.verdict(
-        now.reading,
-        theory.estimate(loss_fn, now.params, now.batches),
-        now.params,
-        gained=gained(now),
-    ),
     "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.
         now.state, family.normuon(1e-3), now.params
     ),

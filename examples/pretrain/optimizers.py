@@ -185,9 +185,6 @@ OPTIMIZERS: dict[str, Optimizer] = {
     # Of the family, and controls, too; last, since colours in figures go by the order.
     "aurora": _ours("Aurora", family.aurora),
     "scale_between": _ours("Muon, a scale between", controls.scale_between),
-    "ratio_within_class": _ours(
-        "OrScale, ratio within the class", of_study.ratio_within_class
-    ),
     "twice_the_decay": _muon_like(
         "Muon+Moonlight, twice the decay", controls.twice_the_decay
     ),

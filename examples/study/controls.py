@@ -6,17 +6,6 @@ or with another ratio. Where the ratio stands decides what it is measured on: af
 decay on :math:`\lambda W + sQ`, as in OrScale; before it on sQ alone, and the decay is
 then decoupled; around the direction on the raw momentum.
 
-========================  ============================================================
-polar_factor_denominator  r = ‖W‖/(‖Q‖ + ε), decoupled decay
-momentum_denominator      r = ‖W‖/(‖M̃‖ + ε), decoupled decay
-momentum_rms_denominator  r = RMS(W)/(RMS(M̃) + ε), decoupled decay
-decoupled_weight_decay    r = ‖W‖/(c‖sQ‖ + ε), decoupled decay
-bfloat16_calibration      c in bfloat16
-pooled                    one ratio for all matrices, or one for each class
-ratio_within_class        each ratio over the mean of its class
-replayed                  Muon whose learning rate is multiplied by recorded ratios
-========================  ============================================================
-
 The paper's other baselines, LAMB and LARS, are :func:`optax.lamb` and :func:`optax.lars`.
 
 References:
@@ -46,7 +35,6 @@ from orscale_jax._optimizers import (
     orscale_chain,
     with_arguments_of,
 )
-from orscale_jax.diagnostics import layer_classes
 from orscale_jax.diagnostics.summaries import Classes, class_labels, is_label
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
@@ -159,13 +147,11 @@ def pooled(s: Stages, *, classes: Classes = None) -> Transformation:
       >>> print(ratios["up"] == ratios["down"])
       True
     """
-    return _with_shared_ratio(s, classes, lambda own, mean: mean)
-
-
-@with_arguments_of(orscale, r_min=0.5, r_max=2.0)
-def ratio_within_class(s: Stages) -> Transformation:
-    """OrScale with each ratio over the geometric mean of its class of layers."""
-    return _with_shared_ratio(s, layer_classes, operator.truediv)
+    # Functions see all parameters, not the matrices alone.
+    labels = class_labels(classes, s.params, s.params)
+    of_state = optax.with_extra_args_support(s.scale_by_trust_ratio)
+    ratio = pooled_ratio_stage(of_state, s.matrices, labels)
+    return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=ratio))
 
 
 @with_arguments_of(orscale, RATIO)
@@ -215,16 +201,6 @@ def _decoupled(s: Stages, *stages: Transformation) -> Transformation:
     """A chain whose decay follows the ratio, from a matrix's first direction on."""
     decay = first_update_stage(s.add_decayed_weights, s.matrices)
     return optax.chain(s.momentum, s.told(*stages, decay), s.scale_by_learning_rate)
-
-
-def _with_shared_ratio(
-    s: Stages, classes: Classes, combine: Callable[[jax.Array, jax.Array], jax.Array]
-) -> Transformation:
-    # Functions see all parameters, not the matrices alone.
-    labels = class_labels(classes, s.params, s.params)
-    of_state = optax.with_extra_args_support(s.scale_by_trust_ratio)
-    ratio = shared_ratio_stage(of_state, s.matrices, labels, combine)
-    return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=ratio))
 
 
 class _AroundState(NamedTuple):
@@ -279,13 +255,10 @@ def _with_own_norms(
     )
 
 
-def shared_ratio_stage(
-    ratio: optax.GradientTransformationExtraArgs,
-    matrices: Matrices,
-    classes: Classes,
-    combine: Callable[[jax.Array, jax.Array], jax.Array],
+def pooled_ratio_stage(
+    ratio: optax.GradientTransformationExtraArgs, matrices: Matrices, classes: Classes
 ) -> optax.GradientTransformationExtraArgs:
-    """The ratio's stage, with a combination of each r and the mean r of its class."""
+    """The ratio's stage, with the mean r of its class for each matrix."""
 
     def check(path: Any, label: str | None, part: PyTree) -> None:
         if label is None and jax.tree.leaves(part):
@@ -313,7 +286,7 @@ def shared_ratio_stage(
         means = _means(labels, raw, matrices.map(counts, *of_state, moving))
 
         def clipped(_: Any, own: jax.Array, mean: jax.Array) -> jax.Array:
-            shared = jnp.clip(combine(own, mean), r_min, r_max).astype(own.dtype)
+            shared = jnp.clip(mean, r_min, r_max).astype(own.dtype)
             return jnp.where(jnp.isfinite(own), shared, own)
 
         ratios = matrices.map(clipped, raw, means)

@@ -12,8 +12,6 @@ import pathlib
 from examples.pretrain.errors import UsageError
 
 FOLDER = pathlib.Path("runs/prose")
-# Every tenth block of paragraphs is for validation, so that it is of all books.
-_BLOCK, _EVERY = 100, 10
 
 
 def write_prose(folder: pathlib.Path = FOLDER) -> None:
@@ -31,15 +29,11 @@ def write_prose(folder: pathlib.Path = FOLDER) -> None:
     paragraphs = _read().strip().split("\n")
     folder.mkdir(parents=True, exist_ok=True)
     for name, wanted in texts.items():
-        kept = [p for i, p in enumerate(paragraphs) if is_held_out(i) == wanted]
+        # Every tenth block of a hundred is for validation, so that it is of all books.
+        kept = [p for i, p in enumerate(paragraphs) if (i // 100 % 10 == 9) == wanted]
         partial = folder / f"{name}.partial"
         partial.write_text("\n".join(kept), encoding="utf-8")
         partial.replace(folder / name)
-
-
-def is_held_out(paragraph: int) -> bool:
-    """Whether a paragraph, by its number, is for validation."""
-    return paragraph // _BLOCK % _EVERY == _EVERY - 1
 
 
 def _read() -> str:

@@ -1,80 +1,53 @@
-"""Repeat runs of the first study, a process for every core: docs/study/study_protocol.md.
+"""Repeat a part of the study, with a process for every core, and compare.
 
-    python -m examples.study.repeat --workloads dense-small --arms orscale
+    python -m examples.study.repeat
 
-repeats the runs that ``docs/data`` holds and ``runs/study`` does not.
+repeats the second protocol's runs of OrScale and Muon+Moonlight on a dense model and on a
+mixture, at the rates that its searches found, and writes them to ``runs/study``. Runs
+that are there are not done again. Losses are equal to the last digit only on a like
+processor; compare the intervals.
 """
 
 import dataclasses
 import multiprocessing
 import os
 import pathlib
-import time
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import jax
 import tyro
-from rich.console import Console
 
 from examples.pretrain.errors import UsageError
-from examples.study.arms import ABLATIONS, ARMS, KNOWN
-from examples.study.plan import Runs, find_workload, prepare, table_of
-from examples.study.results import inherited_rate, read_results
-from examples.study.search import Rates, Settings
-from examples.study.workloads import SENSITIVITY, WORKLOADS
+from examples.pretrain.optimizers import OPTIMIZERS
+from examples.study.contrasts import DATA, REFERENCE, SEEDS, confirmed
+from examples.study.results import Runs, prepare, read_results
+from examples.study.statistics import interval, markdown, paired
 
-Job = tuple[str, tuple[str, ...]]  # A workload and arms, in their order.
-Asked = tuple[Rates | Settings, int]  # Learning rates and a seed.
+TABLES = DATA / "two_rates"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Repeat runs of the first study."""
+    """Repeat runs of the second protocol."""
 
-    workloads: tuple[str, ...] = (*WORKLOADS, *SENSITIVITY)
-    arms: tuple[str, ...] = (*ARMS, *ABLATIONS)
-    tables: pathlib.Path = pathlib.Path("docs/data")
-    """Folder of the study's tables."""
+    workloads: tuple[str, ...] = ("dense-small", "mixture-small-small-init")
+    arms: tuple[str, ...] = ("orscale",)
+    """Each is compared with Muon+Moonlight."""
     out: pathlib.Path = pathlib.Path("runs/study")
-    """Folder of the new ones."""
+    """Folder of the new tables."""
     processes: int = os.cpu_count() or 1
 
 
-def jobs_of(options: Options) -> list[Job]:
-    """What is repeated together: an arm, and right after it those that replay it."""
-    return [
-        (workload, (arm, *(a for a in options.arms if KNOWN[a].replays == arm)))
-        for workload in options.workloads
-        for arm in options.arms
-        if KNOWN[arm].replays not in options.arms
-    ]
-
-
-def cells_of(tables: pathlib.Path, workload: str, arm: str) -> list[Asked]:
-    """The learning rates and seeds of an arm's runs in the tables."""
-    rows = [r for r in read_results(table_of(tables, workload)) if r.arm == arm]
-    if KNOWN[arm].shared:
-        return [(r.rates, r.seed) for r in rows]
-    source = find_workload(workload).rates_of or workload
-    adam_rate = inherited_rate(table_of(tables, source))
-    return [(Rates(r.rate, adam_rate), r.seed) for r in rows]
-
-
-def run(options: Options, console: Console) -> None:
-    """Repeats the runs that the new tables do not hold."""
-    prepare(options.workloads, options.out)
-    context = multiprocessing.get_context("spawn")
-    cores = context.Queue()
-    for number in range(options.processes):
-        cores.put(number)
-    with ProcessPoolExecutor(options.processes, context, _begin, (cores,)) as pool:
-        work = {pool.submit(_do, job, options): job for job in jobs_of(options)}
-        for done in as_completed(work):
-            workload, arms = work[done]
-            name = " ".join([workload, *arms])
-            console.print(f"{time.strftime('%X')} {name}: {done.result()} new runs")
-    prepare(options.workloads, options.out)
+def repeat(workload: str, arm: str, out: pathlib.Path) -> dict[int, float]:
+    """The losses of an arm's runs in the study's table, done again."""
+    losses = confirmed(f"two_rates/{workload}", arm)
+    [settings] = {
+        row.settings
+        for row in read_results(TABLES / f"{workload}.csv")
+        if row.arm == arm and losses.get(row.seed) == row.loss
+    }
+    return Runs(workload, arm, out).losses(settings, SEEDS)
 
 
 def _begin(cores: Any) -> None:
@@ -86,21 +59,39 @@ def _begin(cores: Any) -> None:
     jax.config.update("jax_compilation_cache_dir", "runs/study/compiled")
 
 
-def _do(job: Job, options: Options) -> int:
-    """Repeats the runs of some arms, and counts those that were not written down."""
-    workload, arms = job
-    new = 0
-    for arm in arms:
-        runs = Runs(find_workload(workload), arm, options.out)
-        for rates, seed in cells_of(options.tables, workload, arm):
-            runs.result(rates, seed)
-        new += runs.new
-    jax.clear_caches()
-    return new
+def run(options: Options) -> str:
+    """Repeats the runs; a table of old and new differences from Muon+Moonlight."""
+    prepare(options.workloads, options.out)
+    context = multiprocessing.get_context("spawn")
+    cores = context.Queue()
+    for number in range(options.processes):
+        cores.put(number)
+    cells = [
+        (workload, arm)
+        for workload in reversed(options.workloads)
+        for arm in (REFERENCE, *options.arms)
+    ]
+    with ProcessPoolExecutor(options.processes, context, _begin, (cores,)) as pool:
+        found = {cell: pool.submit(repeat, *cell, options.out) for cell in cells}
+        again = {cell: done.result() for cell, done in found.items()}
+    prepare(options.workloads, options.out)
+    rows = []
+    for workload in options.workloads:
+        for arm in options.arms:
+            pairs = [(workload, arm), (workload, REFERENCE)]
+            table = [confirmed(f"two_rates/{name}", x) for name, x in pairs]
+            new = [again[pair] for pair in pairs]
+            equal = sum(a == b for x, y in zip(table, new, strict=True)
+                        for a, b in zip(x.values(), y.values(), strict=True))  # fmt: skip
+            label = f"{OPTIMIZERS[arm].label} − {OPTIMIZERS[REFERENCE].label}"
+            told = [str(interval(paired(*losses))) for losses in (table, new)]
+            rows.append([f"`{workload}`", label, *told, f"{equal} of {2 * len(SEEDS)}"])
+    heading = ["workload", "difference", "in docs/data", "again", "equal losses"]
+    return markdown(heading, rows, left=2)
 
 
 if __name__ == "__main__":
     try:
-        run(tyro.cli(Options, description=__doc__), Console())
+        print(run(tyro.cli(Options, description=__doc__)))
     except UsageError as error:
         raise SystemExit(f"error: {error}") from None

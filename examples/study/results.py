@@ -1,201 +1,130 @@
-"""The results of runs, in one small table for each workload."""
+"""What runs came to: a row for each in one small table for each workload."""
 
 import csv
-import dataclasses
+import functools
 import io
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from examples.pretrain.errors import UsageError
-from examples.pretrain.operation.records import read_csv
+import numpy as np
+
 from examples.pretrain.operation.rundir import write_atomically
-from examples.study.runs import Run
-from examples.study.search import Rates, Settings
+from examples.study.prose import FOLDER, write_prose
+from examples.study.runs import Result, Trainer
+from examples.study.search import Settings
+from examples.study.workloads import find_workload
 
-# The mean ratio is written down after the first step and every fifth one since.
-UNIFORM_EVERY = 5
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """A row.
-
-    Attributes:
-      arm: One of `examples.study.arms`.
-      rate: The peak learning rate.
-      seed: Of the initial weights and the order of the data.
-      loss: The last validation loss, in nats, at most that of a uniform guess.
-      diverged: Whether it was above that, or not finite.
-      growth: As in `Run`.
-      spread: As in `Run`; NaN without ratios.
-      at_bound: As in `Run`; NaN without ratios.
-      losses: All validation losses.
-      uniform: The mean ratio, every fifth step.
-      class_ratio: As in `Run`.
-      adam_rate: The peak learning rate of AdamW's parameters. Nothing in the tables of
-        the first study: `Arm.shared` tells it.
-      decay: The weight decay. Nothing: that of the workload.
-    """
-
-    arm: str
-    rate: float
-    seed: int
-    loss: float
-    diverged: bool
-    growth: float
-    spread: float
-    at_bound: float
-    losses: tuple[float, ...]
-    uniform: tuple[float, ...]
-    class_ratio: dict[str, float]
-    adam_rate: float | None = None
-    decay: float | None = None
-
-    @property
-    def rates(self) -> Rates | Settings:
-        """Both peak learning rates, and the decay where it is not the workload's."""
-        adam = self.rate if self.adam_rate is None else self.adam_rate
-        if self.decay is not None:
-            return Settings(self.rate, adam, self.decay)
-        return Rates(self.rate, adam)
+_FIELDS = (
+    "arm", "rate", "seed", "loss", "diverged", "growth", "spread", "at_bound", "losses",
+    "uniform", "class_ratio", "adam_rate", "decay",
+)  # fmt: skip
 
 
-def make_result(
-    arm: str, rates: Rates | Settings, seed: int, run: Run, guess: float
-) -> Result:
-    """The row of a run.
+class NotRun(LookupError):
+    """A run that no table has is asked for, where none may be done."""
+
+
+class Runs:
+    """The runs of an arm on a workload, each done once and written down.
 
     Args:
-      arm: Its name.
-      rates: Its learning rates.
-      seed: Its seed.
-      run: What came of it.
-      guess: The loss of a uniform guess, in nats.
+      workload: The name of what is trained.
+      arm: With which optimizer: one of `examples.pretrain.optimizers.OPTIMIZERS`.
+      folder: Of the tables, where results are read and written.
+      train: Whether what no table has is done; otherwise it raises `NotRun`.
     """
-    last = run.losses[-1]
-    diverged = not last <= guess
-    return Result(
-        arm,
-        rates.matrix,
-        seed,
-        round(guess if diverged else last, 5),
-        diverged,
-        _digits(run.growth),
-        _digits(run.spread),
-        _digits(run.at_bound),
-        tuple(_digits(loss) for loss in run.losses),
-        tuple(_digits(ratio) for ratio in run.uniform[::UNIFORM_EVERY]),
-        {name: _digits(ratio) for name, ratio in run.class_ratio.items()},
-        rates.adam,
-        rates.decay if isinstance(rates, Settings) else None,
-    )
+
+    def __init__(self, workload: str, arm: str, folder: pathlib.Path, train: bool = True):
+        self._workload, self._arm, self._train = find_workload(workload), arm, train
+        self._path = folder / f"{workload}.csv"
+        rows = (row for row in read_results(self._path) if row.arm == arm)
+        self._done = {(row.settings, row.seed): row for row in rows}
+
+    def losses(self, settings: Settings, seeds: Iterable[int]) -> dict[int, float]:
+        """The final validation loss of each seed, in nats; what lacks is done first."""
+        for seed in seeds:
+            if (settings, seed) in self._done:
+                continue
+            if not self._train:
+                raise NotRun(f"{self._path.stem} {self._arm} {settings}, seed {seed}")
+            result = self._trainer.train(settings, seed)
+            file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            try:  # In one piece: other processes write to the same table.
+                os.write(file, _lines([_row(result)]).encode())
+            finally:
+                os.close(file)
+            self._done[settings, seed] = result
+        return {seed: self._done[settings, seed].loss for seed in seeds}
+
+    def mean_loss(self, settings: Settings, seeds: Iterable[int]) -> float:
+        """The mean of the final losses of some seeds."""
+        return float(np.mean(list(self.losses(settings, seeds).values())))
+
+    @functools.cached_property
+    def _trainer(self) -> Trainer:
+        return Trainer(self._workload, self._arm)
+
+
+def prepare(workloads: Iterable[str], folder: pathlib.Path) -> None:
+    """Sorts the tables of workloads or begins them, and writes the prose if it is needed.
+
+    Args:
+      workloads: Their names.
+      folder: Of the tables.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in workloads:
+        if str(FOLDER) in find_workload(name).config.data:
+            write_prose()
+        path = folder / f"{name}.csv"
+        results = sorted(
+            read_results(path),
+            key=lambda r: (r.arm, *(x or 0 for x in r.settings), r.seed),
+        )
+        write_atomically(path, _lines([_FIELDS, *map(_row, results)]))
 
 
 def read_results(path: pathlib.Path) -> list[Result]:
     """The rows of a table; none if there is no such file."""
-    return list(map(_parse, read_rows(path)))
-
-
-def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """The rows of a CSV file by column; none if there is no such file."""
-    return read_csv(path) if path.exists() else []
-
-
-def append_result(path: pathlib.Path, result: Result) -> None:
-    """Writes a row down in one piece: other processes write to the same table.
-
-    Raises:
-      FileNotFoundError: If there is no table; `sort_results` makes one.
-    """
-    file = os.open(path, os.O_WRONLY | os.O_APPEND)
-    try:
-        os.write(file, _lines([_row(result)]).encode())
-    finally:
-        os.close(file)
-
-
-def sort_results(path: pathlib.Path) -> None:
-    """Orders the rows of a table by arm, rates and seed; begins one if there is none."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    results = read_results(path)
-    rows = [_row(r) for r in sorted(results, key=lambda r: (r.arm, r.rates, r.seed))]
-    write_atomically(path, _lines([_FIELDS, *rows]))
-
-
-def best_rate_of(results: Sequence[Result], for_all_seeds: bool) -> float:
-    """The rate that a search has found, from the rows of one arm.
-
-    Args:
-      results: The rows.
-      for_all_seeds: Whether the best is that for the mean over seeds, among the rates at
-        which all seeds were run, or else that for seed 0.
-    """
-    losses: dict[float, list[float]] = {}
-    for result in results:
-        if for_all_seeds or result.seed == 0:
-            losses.setdefault(result.rate, []).append(result.loss)
-    most = max(map(len, losses.values()))
-    means = {rate: sum(x) / most for rate, x in losses.items() if len(x) == most}
-    return min(means, key=means.__getitem__)
-
-
-def inherited_rate(path: pathlib.Path) -> float:
-    """AdamW's best rate in a table of the first study.
-
-    Raises:
-      UsageError: If AdamW was not run.
-    """
-    found = [r for r in read_results(path) if r.arm == "adamw"]
-    if not found:
-        raise UsageError(f"{path} has no run of adamw, from which rates are inherited.")
-    return best_rate_of(found, for_all_seeds=True)
-
-
-_FIELDS = [field.name for field in dataclasses.fields(Result)]
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.5g}")
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [_parse(row) for row in csv.DictReader(file)]
 
 
 def _row(result: Result) -> list[Any]:
-    row = {name: getattr(result, name) for name in _FIELDS}
-    row["rate"] = f"{result.rate:.6g}"
-    for name in ("adam_rate", "decay"):
-        row[name] = "" if row[name] is None else f"{row[name]:.6g}"
-    row["diverged"] = int(result.diverged)
-    for name in ("spread", "at_bound"):
-        row[name] = "" if math.isnan(row[name]) else row[name]
-    for name in ("losses", "uniform"):
-        row[name] = " ".join(map(str, row[name]))
-    row["class_ratio"] = ";".join(f"{k}={v}" for k, v in result.class_ratio.items())
-    return list(row.values())
+    rates = ["" if x is None else f"{x:.6g}" for x in result.settings]
+    ratios = ("" if math.isnan(x) else x for x in (result.spread, result.at_bound))
+    by_class = ";".join(f"{name}={ratio}" for name, ratio in result.class_ratio.items())
+    return [
+        result.arm, rates[0], result.seed, result.loss, int(result.diverged),
+        result.growth, *ratios, " ".join(map(str, result.losses)),
+        " ".join(map(str, result.uniform)), by_class, *rates[1:],
+    ]  # fmt: skip
 
 
-def _lines(rows: list[list[Any]]) -> str:
+def _lines(rows: Iterable[Iterable[Any]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 def _parse(row: dict[str, str]) -> Result:
-    pairs = [pair.split("=") for pair in row["class_ratio"].split(";") if pair]
-    adam_rate, decay = row.get("adam_rate"), row.get("decay")
+    pairs = (pair.split("=") for pair in row["class_ratio"].split(";") if pair)
+    settings = (row["rate"], row["adam_rate"], row.get("decay"))
     return Result(
         arm=row["arm"],
-        rate=float(row["rate"]),
+        settings=Settings(*(float(x) for x in settings if x)),
         seed=int(row["seed"]),
-        diverged=bool(int(row["diverged"])),
-        losses=tuple(map(float, row["losses"].split())),
-        uniform=tuple(map(float, row["uniform"].split())),
-        class_ratio={name: float(ratio) for name, ratio in pairs},
         loss=float(row["loss"]),
+        diverged=bool(int(row["diverged"])),
         growth=float(row["growth"]),
         spread=float(row["spread"] or "nan"),
         at_bound=float(row["at_bound"] or "nan"),
-        adam_rate=float(adam_rate) if adam_rate else None,
-        decay=float(decay) if decay else None,
+        losses=tuple(map(float, row["losses"].split())),
+        uniform=tuple(map(float, row["uniform"].split())),
+        class_ratio={name: float(ratio) for name, ratio in pairs},
     )

@@ -1,149 +1,127 @@
-"""Where to look for the best pair of learning rates, from what has been found so far.
+"""Where both learning rates and the weight decay are best.
 
-A point (i, j) stands for the rates a·√2^i and b·√2^j, of matrices and of AdamW's
-parameters, around those at which a search begins.
+A point is an offset from where the search begins, in quarters of an octave.
 """
 
-import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
-Point = tuple[int, int]
-Losses = Mapping[Point, float]
-_FARTHEST = 14  # Half octaves.
-# What the quadratic is fitted to: how many points, and how near in half octaves and nats.
-_ENOUGH, _NEAR, _CLOSE = 8, 2, 0.1
-
-
-class Rates(NamedTuple):
-    """Peak learning rates: of the matrices, and of the parameters that AdamW trains."""
-
-    matrix: float
-    adam: float
-
-    def at(self, point: Point) -> "Rates":
-        """Those of a point around these, with six digits, as tables have them."""
-        pairs = zip(self, point, strict=True)
-        return Rates(*(float(f"{rate * 2 ** (i / 2):.6g}") for rate, i in pairs))
+Point = tuple[int, ...]
+REACH = 4  # Quarters from the middle: of a design's corners, and of what is chosen.
+_FAR, _FINE, _INSIDE = 6, 3, 3  # Of its other points; of the last ones; of no edge.
+_CLOSE, _ENOUGH = 0.1, 12  # Nats above the lowest that are fitted; points at least.
+_DESIGNS = 4
+# The second-order terms are held near those of a bowl, in nats by octaves squared, with
+# the weight of three points: noise that made a saddle would send the choice to a corner.
+_BOWL = np.array([0.0, 0.0, 0.0, 0.0, 0.03, 0.03, 0.015, 0.0, 0.0, 0.0])
+_HELD = np.diag([1e-9] * 4 + [3.0] * 6)
 
 
 class Settings(NamedTuple):
-    """What a search of three looks for: both peak rates, and the weight decay of all."""
+    """Peak learning rates of the matrices and of AdamW's parameters; the weight decay.
+
+    A decay of None is the workload's.
+    """
 
     matrix: float
     adam: float
-    decay: float
+    decay: float | None = None
 
     def at(self, quarters: Iterable[int]) -> "Settings":
         """Those some quarters of an octave away, with six digits, as tables have them."""
-        pairs = zip(self, quarters, strict=True)
-        return Settings(*(float(f"{value * 2 ** (i / 4):.6g}") for value, i in pairs))
-
-
-def square(length: int) -> frozenset[Point]:
-    """The eight neighbours of the origin at a distance, diagonal ones too."""
-    steps = (-length, 0, length)
-    return frozenset(itertools.product(steps, steps)) - {(0, 0)}
-
-
-def cross(length: int) -> frozenset[Point]:
-    """The four neighbours of the origin at a distance."""
-    return frozenset(point for point in square(length) if 0 in point)
-
-
-@dataclasses.dataclass(frozen=True)
-class Search:
-    """A grid of factor 2, moved until its best point is inside; then finer steps.
-
-    Attributes:
-      coarse: Neighbours that the best point of the coarse grid must have.
-      fine: Neighbours of that point that are tried in the end.
-    """
-
-    coarse: frozenset[Point] = square(2)
-    fine: frozenset[Point] = cross(1)
-
-    def missing(self, losses: Losses) -> list[Point]:
-        """The points to try next; none once the search has ended.
-
-        Args:
-          losses: What was found at the points tried so far.
-
-        Raises:
-          RuntimeError: If the best point is seven octaves from the first.
-        """
-        coarse = {p: loss for p, loss in losses.items() if p not in self._fine(losses)}
-        best = _lowest(coarse) if coarse else (0, 0)
-        if max(map(abs, best)) >= _FARTHEST:
-            raise RuntimeError(
-                f"The best rates are {best} half octaves away from where the search "
-                "begins: begin elsewhere."
+        given = (value for value in self if value is not None)
+        return Settings(
+            *(
+                float(f"{x * 2 ** (i / 4):.6g}")
+                for x, i in zip(given, quarters, strict=True)
             )
-        wanted = {(0, 0), *_around(best, self.coarse)}
-        if wanted <= losses.keys():
-            wanted = set(_around(best, self.fine))
-        return sorted(wanted - losses.keys())
-
-    def _fine(self, losses: Losses) -> set[Point]:
-        return {point for point in losses if any(i % 2 for i in point)}
+        )
 
 
-def best_point(search: Search, loss_of: Callable[[Point], float]) -> Point:
-    """The best point that a search finds.
+def _axes(length: int) -> list[Point]:
+    """The six points at a distance along one axis."""
+    unit = np.eye(3, dtype=int) * length
+    return [tuple(map(int, sign * row)) for row in unit for sign in (-1, 1)]
+
+
+# A central composite design.
+_DESIGN: tuple[Point, ...] = (
+    (0, 0, 0),
+    *itertools.product((-REACH, REACH), repeat=3),
+    *_axes(_FAR),
+)
+
+
+def best_shared(loss_of: Callable[[int], float]) -> int:
+    """The lowest of a grid of factor 2, moved until both neighbours are worse.
 
     Args:
-      search: Which points it tries.
-      loss_of: The loss at a point.
+      loss_of: The loss some octaves from where the search begins.
+
+    Raises:
+      RuntimeError: If the best is seven octaves from there.
+    """
+    best, losses = 0, {0: loss_of(0)}
+    while abs(best) < 7:
+        losses |= {i: loss_of(i) for i in (best - 1, best + 1) if i not in losses}
+        if losses[best] == min(losses.values()):
+            return best
+        best = min(losses, key=losses.__getitem__)
+    raise RuntimeError(f"The best rate is {best} octaves from where the search begins.")
+
+
+def optimum(loss_of: Callable[[Point], float]) -> Point:
+    """The best point: designs around better and better points, then finer steps.
+
+    Raises:
+      RuntimeError: If the best point is at the edge of each of four designs.
     """
     losses: dict[Point, float] = {}
-    while missing := search.missing(losses):
-        losses |= {point: loss_of(point) for point in missing}
-    return smoothed_best(losses)
+
+    def tried(middle: Point, offsets: Iterable[Point]) -> Point:
+        for offset in offsets:
+            point = tuple(i + j for i, j in zip(middle, offset, strict=True))
+            if point not in losses:
+                losses[point] = loss_of(point)
+        return _lowest(losses, middle)
+
+    middle: Point = (0, 0, 0)
+    for _ in range(_DESIGNS):
+        best = tried(middle, _DESIGN)
+        if max(abs(i - j) for i, j in zip(best, middle, strict=True)) <= _INSIDE:
+            return tried(best, [(0, 0, 0), *_axes(_FINE)])
+        middle = best
+    raise RuntimeError(f"The best point moved to {middle} and is still at an edge.")
 
 
-def smoothed_best(losses: Losses) -> Point:
-    """The point at which a quadratic is lowest; the lowest point where there are few.
+def _lowest(losses: Mapping[Point, float], middle: Point) -> Point:
+    """Where a quadratic of the losses near a point is lowest, within an octave of it.
 
-    Of a mean over few seeds it is a better guide than the lowest point itself.
+    Fitted are the points at most six quarters from it, without those more than 0.1 nats
+    above the lowest one unless fewer than twelve remain.
     """
-    fitted = smoothed(losses)
-    inside = {point: fitted[point] for point in fitted if is_inside(point, losses)}
-    return _lowest(inside if fitted else losses)
 
+    def terms(offsets: np.ndarray) -> np.ndarray:
+        x, y, z = np.transpose(offsets).astype(float) / 4
+        return np.transpose(
+            [np.ones_like(x), x, y, z, x * x, y * y, z * z, x * y, x * z, y * z]
+        )
 
-def smoothed(losses: Losses) -> dict[Point, float]:
-    """A quadratic at the points near the lowest one; none where there are few.
-
-    It is fitted to the losses at these points.
-    """
-    lowest = _lowest(losses)
-    near = [
-        point
+    near = {
+        point: loss
         for point, loss in losses.items()
-        if max(abs(i - j) for i, j in zip(point, lowest, strict=True)) <= _NEAR
-        and loss <= losses[lowest] + _CLOSE
-    ]
-    if len(near) < _ENOUGH:
-        return {}
-    i, j = np.transpose(near).astype(float)
-    terms = np.transpose([np.ones_like(i), i, j, i * i, i * j, j * j])
-    coefficients = np.linalg.lstsq(terms, np.array([losses[p] for p in near]))[0]
-    return dict(zip(near, (terms @ coefficients).tolist(), strict=True))
-
-
-def is_inside(point: Point, tried: Iterable[Point]) -> bool:
-    """Whether smaller and larger rates of both kinds than a point's were tried."""
-    ends = [[min(axis), max(axis)] for axis in zip(*tried, strict=True)]
-    return all(low < i < high for i, (low, high) in zip(point, ends, strict=True))
-
-
-def _around(point: Point, steps: Iterable[Point]) -> list[Point]:
-    return [(point[0] + i, point[1] + j) for i, j in steps]
-
-
-def _lowest(losses: Losses) -> Point:
-    return min(losses, key=lambda point: (losses[point], math.hypot(*point), point))
+        if max(abs(i - j) for i, j in zip(point, middle, strict=True)) <= _FAR
+    }
+    order = sorted(near, key=near.__getitem__)
+    close = sum(loss <= near[order[0]] + _CLOSE for loss in near.values())
+    fitted = order[: max(close, _ENOUGH)]
+    of_fitted = terms(np.subtract(fitted, middle))
+    left = np.array([near[point] for point in fitted]) - of_fitted @ _BOWL
+    moved = np.linalg.solve(of_fitted.T @ of_fitted + _HELD, of_fitted.T @ left)
+    steps = range(-REACH, REACH + 1)
+    offsets = np.array([*itertools.product(steps, repeat=3)])
+    best = offsets[np.argmin(terms(offsets) @ (_BOWL + moved))]
+    return tuple(int(i + j) for i, j in zip(middle, best, strict=True))

@@ -1,23 +1,15 @@
-"""What the tables say: paired differences, steps saved, widths of valleys."""
+"""What losses say: paired differences with intervals, Holm's correction, tables."""
 
-import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import stats
 
-CONFIDENCE = 0.95
-VALLEY = 1.02  # Of the best loss.
-
-HOLDS, FAILS, OPEN = "holds", "fails", "inconclusive"
-BETTER, AS_GOOD, WORSE, NOT_TOLD = "better", "as good as", "worse", "inconclusive"
-WORSE_WITHIN = "worse by less than the margin"
-
 
 class Interval(NamedTuple):
-    """A mean and its 95 % interval, by Student's t."""
+    """A mean and its 95 % interval, in nats; ``print`` shows four digits."""
 
     mean: float
     low: float
@@ -28,102 +20,25 @@ class Interval(NamedTuple):
         """-1 or 1 if the interval excludes zero, else 0."""
         return int(self.low > 0) - int(self.high < 0)
 
-    def minus(self, margin: float) -> "Interval":
-        """The same interval, moved down by a margin."""
-        return Interval(*(end - margin for end in self))
+    def __str__(self) -> str:
+        return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*self)
 
 
-def interval(values: Sequence[float]) -> Interval:
-    """The mean of a sample; a single value has an endless interval, none is NaN."""
-    mean = float(np.mean(values)) if len(values) else math.nan
-    if len(values) < 2:
-        return Interval(mean, -math.inf, math.inf)
-    factor = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)
-    error = float(factor * np.std(values, ddof=1) / math.sqrt(len(values)))
-    return Interval(mean, mean - error, mean + error)
+def interval_of(mean: float, variance: float, degrees: int) -> Interval:
+    """By Student's t, of an estimate with a variance and its degrees of freedom."""
+    half = float(stats.t.ppf(0.975, degrees)) * math.sqrt(variance)
+    return Interval(mean, mean - half, mean + half)
 
 
-def in_words(found: Interval) -> str:
-    """A mean and its interval, in nats."""
-    return "{:+.4f} [{:+.4f}, {:+.4f}]".format(*found)
+def interval(values: Sequence[float] | np.ndarray) -> Interval:
+    """The mean of a sample of two values or more."""
+    variance = np.var(values, ddof=1) / len(values)
+    return interval_of(float(np.mean(values)), float(variance), len(values) - 1)
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> dict[int, float]:
-    """The differences of the seeds that both have."""
-    seeds = sorted(ours.keys() & theirs.keys())
-    return {seed: ours[seed] - theirs[seed] for seed in seeds}
-
-
-class Comparison(NamedTuple):
-    """Two arms in several workloads.
-
-    Attributes:
-      intervals: The difference in each workload.
-      average: The mean over the workloads, whose sample are the seeds.
-    """
-
-    intervals: tuple[Interval, ...]
-    average: Interval
-
-    @property
-    def lower(self) -> int:
-        """The number of workloads in which the difference is significantly negative."""
-        return sum(found.sign < 0 for found in self.intervals)
-
-    @property
-    def higher(self) -> int:
-        """The number of workloads in which the difference is significantly positive."""
-        return sum(found.sign > 0 for found in self.intervals)
-
-
-def compare(differences: Sequence[Mapping[int, float]]) -> Comparison:
-    """The differences of each workload, by seed."""
-    intervals = tuple(interval(list(by_seed.values())) for by_seed in differences)
-    every = [set(by_seed) for by_seed in differences] or [set()]
-    seeds = sorted(set.intersection(*every))
-    means = [float(np.mean([by_seed[s] for by_seed in differences])) for s in seeds]
-    return Comparison(intervals, interval(means))
-
-
-def verdict(differences: Sequence[Interval], margin: float = 0.0) -> str:
-    """Whether a claim that differences are negative holds, by the protocol's rule.
-
-    Args:
-      differences: One for each workload.
-      margin: How much above zero still counts as negative: "at least as good" instead of
-        "better".
-    """
-    signs = [found.minus(margin).sign for found in differences]
-    lower, higher, half = signs.count(-1), signs.count(1), len(signs) / 2
-    if lower > half and not higher:
-        return HOLDS
-    if higher > half and not lower:
-        return FAILS
-    return OPEN
-
-
-def endpoint(found: Interval, margin: float) -> str:
-    """What the interval of a difference says of an endpoint of the second protocol.
-
-    Args:
-      found: The interval; below zero is better.
-      margin: What "as good as" may be worse by, in the units of the interval.
-    """
-    within = found.high < margin
-    if found.high < 0:
-        return BETTER
-    if found.low > 0:
-        return WORSE_WITHIN if within else WORSE
-    return AS_GOOD if within else NOT_TOLD
-
-
-def p_value(values: Sequence[float]) -> float:
-    """The p-value of a two-sided t test that the mean of a sample is zero."""
-    found = interval(values)
-    if found.low == found.high:  # All values are the same.
-        return float(found.mean == 0)
-    t = np.mean(values) / (np.std(values, ddof=1) / math.sqrt(len(values)))
-    return float(2 * stats.t.sf(abs(t), len(values) - 1))
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> np.ndarray:
+    """The differences of the seeds that both have, in the order of the seeds."""
+    return np.array([ours[seed] - theirs[seed] for seed in sorted({*ours} & {*theirs})])
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -140,59 +55,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return [float(value) for value in adjusted]
 
 
-def all_of(verdicts: Sequence[str]) -> str:
-    """The verdict on a claim of several parts."""
-    if FAILS in verdicts:
-        return FAILS
-    return OPEN if OPEN in verdicts else HOLDS
-
-
-def correlation(x: Sequence[float], y: Sequence[float]) -> tuple[float, str]:
-    """Spearman's ρ, and whether the claim that it is positive holds.
-
-    NaN of fewer than three, and where all of one kind are the same.
-    """
-    if len(x) < 3 or not np.ptp(x) or not np.ptp(y):
-        return math.nan, OPEN
-    found = stats.spearmanr(x, y)
-    rho, p = float(found.statistic), float(found.pvalue)
-    if p > 1 - CONFIDENCE:
-        return rho, OPEN
-    return rho, HOLDS if rho > 0 else FAILS
-
-
-def steps_to(target: float, losses: Sequence[float], steps: Sequence[int]) -> float:
-    """The step at which a loss is reached, by linear interpolation; NaN if never."""
-    for i, loss in enumerate(losses):
-        if loss <= target:
-            if i == 0:
-                return float(steps[0])
-            share = (losses[i - 1] - target) / (losses[i - 1] - loss)
-            return float(steps[i - 1] + share * (steps[i] - steps[i - 1]))
-    return math.nan
-
-
-def valley_width(losses: Mapping[float, float]) -> float:
-    """Octaves of learning rates around the best within 2 % of its loss.
-
-    Between rates the loss is linear in their logarithm; beyond the last one nothing is
-    known, and the valley ends there.
-    """
-    rates = sorted(losses)
-    best = min(rates, key=losses.__getitem__)
-    bound = VALLEY * losses[best]
-    middle = rates.index(best)
-    return _reach(rates[middle:], losses, bound) + _reach(
-        rates[middle::-1], losses, bound
-    )
-
-
-def _reach(rates: Sequence[float], losses: Mapping[float, float], bound: float) -> float:
-    """Octaves from the first of the rates to where the loss crosses the bound."""
-    octaves = 0.0
-    for near, far in itertools.pairwise(rates):
-        step = abs(math.log2(far / near))
-        if losses[far] > bound:
-            return octaves + step * (bound - losses[near]) / (losses[far] - losses[near])
-        octaves += step
-    return octaves
+def markdown(heading: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table whose first columns are text, and the others numbers."""
+    rule = ["---"] * left + ["--:"] * (len(heading) - left)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (heading, rule, *rows))

@@ -6,37 +6,30 @@ does what is missing in ``docs/data/ladder``. Runs that the tables hold are not 
 again: the same command resumes. One process on one core.
 """
 
+import csv
 import dataclasses
-import functools
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import jax
 import numpy as np
 import tyro
 
 from examples.pretrain.errors import UsageError
-from examples.pretrain.operation.records import write_csv
-from examples.study.arms import KNOWN
-from examples.study.plan import Runs, find_workload, prepare
-from examples.study.results import read_rows
+from examples.study.results import Runs, prepare
 from examples.study.runs import Trainer
-from examples.study.search import Rates, Search, Settings
-from examples.study.second import FOLDER as SECOND_FOLDER, best_rates, job_of
-from examples.study.surface import optimum
-from examples.study.workloads import EXPERTS, INITS, SMALL_INIT, THIRD
+from examples.study.search import Point, Settings, best_shared, optimum
+from examples.study.workloads import EXPERTS, FEW, INITS, SMALL_INIT, THIRD, find_workload
 from orscale_jax import diagnostics
 
 FOLDER = pathlib.Path("docs/data/ladder")
 PAIR = ("orscale", "muon_moonlight")
 CELLS = tuple(f"ladder-{n}{init}" for init in reversed(INITS) for n in EXPERTS)
-DECAY = 0.1  # Where it is not searched.
 
 # The paper's regime: one rate for all parameters, AdamW's best.
-SHARED = Search(coarse=frozenset({(-2, -2), (2, 2)}), fine=frozenset())
-SHARED_FIRST = Rates(0.008, 0.008)
+SHARED_FIRST = Settings(0.008, 0.008)
 SEARCH_SEEDS, SHARED_SEEDS = (20, 21, 22), tuple(range(400, 416))
 # Both rates and the decay, searched twice: seeds of each search and of its confirmation.
 ROUNDS = (
@@ -67,189 +60,157 @@ RECORD_SEEDS = tuple(range(600, 608))
 ANCHORS = ("orscale", "full_rank_anchor", "largest_anchor")
 WAITED = "waited"  # OrScale after a first batch of 128 sequences.
 PILOT_SEEDS, ANCHOR_SEEDS = (20, 21, 22), tuple(range(700, 712))
-FEW = "-first-batch-8"
-FEW_CELLS = tuple(
-    f"ladder-{n}{init}" for init in reversed(INITS) for n in EXPERTS if n > 1
-)
+FEW_CELLS = tuple(cell for cell in CELLS if f"{cell}{FEW}" in THIRD)
+# OrScale's best in the second protocol, by the scale of the initial weights.
+ANCHOR_RATES = {"": Settings(0.016, 0.0905097), SMALL_INIT: Settings(0.008, 0.032)}
 
 
-def shared_rates(workload: str, folder: pathlib.Path, train: bool = True) -> Rates:
-    """AdamW's best rate, of all parameters."""
-    runs = Runs(find_workload(workload), "adamw", folder, train)
-    return runs.best(SHARED, SHARED_FIRST, SEARCH_SEEDS)
+def init_of(cell: str) -> str:
+    """How the name of a cell ends."""
+    return SMALL_INIT if cell.endswith(SMALL_INIT) else ""
 
 
-def shared_losses(
-    workload: str, arm: str, folder: pathlib.Path, train: bool = True
-) -> dict[int, float]:
-    """Of the fresh seeds at AdamW's best rate."""
-    runs = Runs(find_workload(workload), arm, folder, train)
-    return runs.losses(shared_rates(workload, folder, train), SHARED_SEEDS)
+@dataclasses.dataclass(frozen=True)
+class Ladder:
+    """The protocol's runs: losses by seed, and the parts in which they are done.
+
+    Attributes:
+      folder: Of the tables.
+      train: Whether what they lack is done; otherwise it raises `NotRun`.
+    """
+
+    folder: pathlib.Path = FOLDER
+    train: bool = True
+
+    def runs(self, workload: str, arm: str) -> Runs:
+        """The runs of an arm on a workload."""
+        return Runs(workload, arm, self.folder, self.train)
+
+    def shared(self, cell: str, arm: str) -> dict[int, float]:
+        """At one rate for all parameters, AdamW's best."""
+        adamw = self.runs(cell, "adamw")
+
+        def loss_of(octaves: int) -> float:
+            return adamw.mean_loss(SHARED_FIRST.at([4 * octaves] * 2), SEARCH_SEEDS)
+
+        best = SHARED_FIRST.at([4 * best_shared(loss_of)] * 2)
+        return self.runs(cell, arm).losses(best, SHARED_SEEDS)
+
+    def tuned(self, cell: str, arm: str, which: int) -> dict[int, float]:
+        """At the rates and the decay that one of the searches finds."""
+        runs, first = self.runs(cell, arm), FIRST[arm, init_of(cell)]
+        searched, fresh = ROUNDS[which]
+
+        def loss_of(point: Point) -> float:
+            return runs.mean_loss(first.at(point), searched)
+
+        return runs.losses(first.at(optimum(loss_of)), fresh)
+
+    def recorded(self, cell: str, which: int) -> list[dict[int, float]]:
+        """Of a line of `RECORD` at each of its four settings.
+
+        The rates are shared, but for those of `muon`, whose s is 1.
+        """
+        arm, beta, decay = RECORD[which]
+        muon = arm == "muon"
+        runs = self.runs(f"{cell}-800-windows{beta}", arm)
+        settings = [
+            Settings(f * RECORD_RATE, (1 if muon else f) * RECORD_RATE, decay)
+            for f in (MUON_FACTORS if muon else RECORD_FACTORS)
+        ]
+        return [runs.losses(x.at((0, 0, 0)), RECORD_SEEDS) for x in settings]
+
+    def anchored(
+        self, cell: str, arm: str, seeds: tuple[int, ...] = ANCHOR_SEEDS
+    ) -> dict[int, float]:
+        """After a first batch of 8 sequences, unless it is to be `WAITED` for."""
+        name, arm = (cell, "orscale") if arm == WAITED else (f"{cell}{FEW}", arm)
+        return self.runs(name, arm).losses(ANCHOR_RATES[init_of(cell)], seeds)
+
+    def candidate(self) -> str:
+        """The anchor with the lowest mean loss in the pilots; the paper's is none."""
+
+        def mean_loss(arm: str) -> float:
+            found = (self.anchored(cell, arm, PILOT_SEEDS) for cell in FEW_CELLS)
+            return float(np.mean([list(losses.values()) for losses in found]))
+
+        return min(ANCHORS[1:], key=mean_loss)
+
+    def part_a(self) -> Iterator[str]:
+        """The paper's regime."""
+        for cell in CELLS:
+            for arm in PAIR:
+                self.shared(cell, arm)
+                yield f"A {cell} {arm}"
+
+    def part_b(self) -> Iterator[str]:
+        """Rates and decay, searched twice."""
+        for which in range(len(ROUNDS)):
+            for cell in CELLS:
+                for arm in PAIR:
+                    self.tuned(cell, arm, which)
+                    yield f"B{which + 1} {cell} {arm}"
+
+    def part_c(self) -> Iterator[str]:
+        """What the paper's repository records."""
+        for cell in RECORD_CELLS:
+            for which, (arm, beta, decay) in enumerate(RECORD):
+                self.recorded(cell, which)
+                yield f"C {cell}{beta} {arm} {decay}"
+
+    def pilots(self) -> Iterator[str]:
+        """Part D, on search seeds: anchors after a small first batch, and its ranks."""
+        for cell in FEW_CELLS:
+            for arm in (*ANCHORS, WAITED):
+                self.anchored(cell, arm, PILOT_SEEDS)
+                yield f"D pilot {cell} {arm}"
+        path, rows = self.folder / "first_ranks.csv", [["cell", "seed", "rank"]]
+        if path.exists():
+            rows = list(csv.reader(path.read_text().splitlines()))
+        for cell in FEW_CELLS:
+            for seed in map(str, PILOT_SEEDS):
+                if [cell, seed] not in [row[:2] for row in rows]:
+                    rows.append(
+                        [cell, seed, f"{np.median(first_ranks(cell, int(seed))):.5g}"]
+                    )
+                    path.write_text("".join(f"{','.join(row)}\n" for row in rows))
+        yield "D pilot ranks"
+
+    def part_d(self) -> Iterator[str]:
+        """Part D, on fresh seeds: the anchor that the pilots found."""
+        found = self.candidate()
+        for cell in FEW_CELLS:
+            for arm in ("orscale", found, WAITED):
+                self.anchored(cell, arm)
+                yield f"D {cell} {arm}"
 
 
-def tuned(
-    workload: str, arm: str, seeds: tuple[int, ...], folder: pathlib.Path,
-    train: bool = True,
-) -> Settings:  # fmt: skip
-    """The best rates and decay that a search on some seeds finds."""
-    runs = Runs(find_workload(workload), arm, folder, train)
-    first = FIRST[arm, SMALL_INIT if workload.endswith(SMALL_INIT) else ""]
-    return first.at(optimum(lambda point: runs.mean_loss(first.at(point), seeds)))
-
-
-def tuned_losses(
-    workload: str, arm: str, which: int, folder: pathlib.Path, train: bool = True
-) -> dict[int, float]:
-    """Of a search's own fresh seeds at its best settings."""
-    searched, fresh = ROUNDS[which]
-    settings = tuned(workload, arm, searched, folder, train)
-    return Runs(find_workload(workload), arm, folder, train).losses(settings, fresh)
-
-
-def record_settings(arm: str, decay: float) -> list[Settings]:
-    """The four settings of an arm: for `muon`, whose s is 1, other rates of matrices."""
-    rate, muon = RECORD_RATE, arm == "muon"
-    return [
-        Settings(factor * rate, rate if muon else factor * rate, decay).at((0, 0, 0))
-        for factor in (MUON_FACTORS if muon else RECORD_FACTORS)
-    ]
-
-
-def record_losses(
-    workload: str, which: int, folder: pathlib.Path, train: bool = True
-) -> dict[Settings, dict[int, float]]:
-    """Of one line of `RECORD` by settings and seed."""
-    arm, beta, decay = RECORD[which]
-    runs = Runs(find_workload(f"{workload}-800-windows{beta}"), arm, folder, train)
-    return {s: runs.losses(s, RECORD_SEEDS) for s in record_settings(arm, decay)}
-
-
-def anchor_losses(
-    cell: str, arm: str, seeds: tuple[int, ...], folder: pathlib.Path, train: bool = True
-) -> dict[int, float]:
-    """After a first batch of 8 sequences, unless it is to be `WAITED` for."""
-    name, arm = (cell, "orscale") if arm == WAITED else (f"{cell}{FEW}", arm)
-    runs = Runs(find_workload(name), arm, folder, train)
-    return runs.losses(anchor_rates(cell), seeds)
-
-
-@functools.cache
-def anchor_rates(cell: str) -> Rates:
-    """OrScale's best rates in the second protocol, of the mixture that is most alike."""
-    experts = cell.removesuffix(SMALL_INIT).removeprefix("ladder-")
-    like = f"experts-{experts}" if cell.endswith(SMALL_INIT) else "mixture-small"
-    return best_rates(job_of(like, "orscale"), SECOND_FOLDER, train=False)
-
-
-def candidate(folder: pathlib.Path, train: bool = True) -> str:
-    """The anchor with the lowest mean loss in the pilots; the paper's is none."""
-    means = {
-        arm: np.mean(
-            [
-                list(anchor_losses(cell, arm, PILOT_SEEDS, folder, train).values())
-                for cell in FEW_CELLS
-            ]
-        )
-        for arm in ANCHORS[1:]
-    }
-    return min(means, key=means.__getitem__)
-
-
-def first_ranks(cell: str, seed: int) -> list[float]:
+def first_ranks(cell: str, seed: int) -> np.ndarray:
     """The stable rank of the first momentum over the shorter side, of routed experts.
 
     After a first batch of 8 sequences.
     """
-    trainer = Trainer(find_workload(f"{cell}{FEW}"), KNOWN["orscale"])
-    states = trainer.states(anchor_rates(cell), seed)
+    trainer = Trainer(find_workload(f"{cell}{FEW}"), "orscale")
+    states = trainer.states(ANCHOR_RATES[init_of(cell)], seed)
     _, (_, state, _) = next(states), next(states)
-    measured = diagnostics.measure(
-        state["opt_state"],
-        state["params"],
-        names=("momentum_stable_rank",),
-        weight_dimension_numbers=trainer.setup.weight_dimension_numbers(state["params"]),
-    )["momentum_stable_rank"]
-    of = {
-        jax.tree_util.keystr(path): (name, param)
-        for (path, name), param in zip(
-            jax.tree_util.tree_leaves_with_path(
-                diagnostics.layer_classes(state["params"])
-            ),
-            jax.tree.leaves(state["params"]),
-            strict=True,
-        )
-    }
-    shares: list[float] = []
-    for path, rank in jax.tree_util.tree_leaves_with_path(measured):
-        name, param = of[jax.tree_util.keystr(path)]
-        if name.startswith("routed"):
-            shares += (np.ravel(rank) / min(param.shape[-2:])).tolist()
-    return shares
+    where = state["opt_state"], state["params"]
+    numbers = {"weight_dimension_numbers": trainer.setup.weight_dimension_numbers}
+    table = diagnostics.tabulate(
+        diagnostics.read(*where, **numbers),
+        diagnostics.layer_classes(state["params"]),
+        diagnostics.measure(*where, names=("momentum_stable_rank",), **numbers),
+    )
+    routed = np.char.startswith(table["class"].astype(str), "routed")
+    sizes = trainer.workload.config.model
+    return table["momentum_stable_rank"][routed] / min(sizes.width, sizes.expert_hidden)
 
 
-def measure_ranks(folder: pathlib.Path) -> None:
-    """Writes the median of each cell and pilot seed into ``first_ranks.csv``."""
-    path = folder / "first_ranks.csv"
-    rows: list[Mapping[str, object]] = [*read_rows(path)]
-    done = {(row["cell"], row["seed"]) for row in rows}
-    for cell in FEW_CELLS:
-        for seed in PILOT_SEEDS:
-            if (cell, str(seed)) not in done:
-                median = np.median(first_ranks(cell, seed))
-                rows.append({"cell": cell, "seed": seed, "rank": f"{median:.5g}"})
-                write_csv(path, ("cell", "seed", "rank"), rows)
-
-
-def regime(folder: pathlib.Path) -> Iterator[str]:
-    """Part A: the paper's regime."""
-    for cell in CELLS:
-        for arm in PAIR:
-            shared_losses(cell, arm, folder)
-            yield f"A {cell} {arm}"
-
-
-def pilots(folder: pathlib.Path) -> Iterator[str]:
-    """Part D, on search seeds: anchors after a small first batch."""
-    for cell in FEW_CELLS:
-        for arm in (*ANCHORS, WAITED):
-            anchor_losses(cell, arm, PILOT_SEEDS, folder)
-            yield f"D pilot {cell} {arm}"
-    measure_ranks(folder)
-    yield "D pilot ranks"
-
-
-def anchors(folder: pathlib.Path) -> Iterator[str]:
-    """Part D, on fresh seeds: the anchor that the pilots found."""
-    found = candidate(folder)
-    for cell in FEW_CELLS:
-        for arm in ("orscale", found, WAITED):
-            anchor_losses(cell, arm, ANCHOR_SEEDS, folder)
-            yield f"D {cell} {arm}"
-
-
-def searches(folder: pathlib.Path) -> Iterator[str]:
-    """Part B: rates and decay, searched twice."""
-    for which in range(len(ROUNDS)):
-        for cell in CELLS:
-            for arm in PAIR:
-                tuned_losses(cell, arm, which, folder)
-                yield f"B{which + 1} {cell} {arm}"
-
-
-def record(folder: pathlib.Path) -> Iterator[str]:
-    """Part C: what the paper's repository records."""
-    for workload in RECORD_CELLS:
-        for which, (arm, beta, decay) in enumerate(RECORD):
-            record_losses(workload, which, folder)
-            yield f"C {workload}{beta} {arm} {decay}"
-
-
-PARTS: dict[str, Callable[[pathlib.Path], Iterator[str]]] = {
-    "regime": regime,
-    "pilots": pilots,
-    "anchors": anchors,
-    "searches": searches,
-    "record": record,
+PARTS: dict[str, Callable[[Ladder], Iterator[str]]] = {
+    "regime": Ladder.part_a,
+    "pilots": Ladder.pilots,
+    "anchors": Ladder.part_d,
+    "searches": Ladder.part_b,
+    "record": Ladder.part_c,
 }
 
 
@@ -275,7 +236,7 @@ def main(options: Options) -> None:
     jax.config.update("jax_compilation_cache_dir", "runs/study/compiled")
     prepare(THIRD, options.out)
     for name in options.parts:
-        for done in PARTS[name](options.out):
+        for done in PARTS[name](Ladder(options.out)):
             hours = time.process_time() / 3600
             print(f"{time.strftime('%F %X')} {done}: {hours:.2f} core hours", flush=True)
             jax.clear_caches()  # A process may only map so many pieces of code.

@@ -11,7 +11,6 @@ from PIL import Image
 from examples import figure_style as style
 from examples.pretrain.operation import plots, titles
 from examples.pretrain.optimizers import OPTIMIZERS
-from examples.study.figures import color_of as color_of_arm
 
 DARK = ("axes.facecolor", "figure.facecolor", "savefig.facecolor")
 
@@ -27,7 +26,6 @@ def test_optimizers_have_colours_of_their_own():
     assert len(set(style.COLORS.values())) == len(style.COLORS)
     for name in style.COLORS:
         assert style.color_of(name, OPTIMIZERS) == plots.color_of(name)
-        assert plots.color_of(name) == color_of_arm(name)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon_moonlight", "orscale"])

@@ -1,19 +1,38 @@
 """Signal, noise and smoothness of every matrix, from gradients of micro-batches."""
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from examples.study.theory import jackknife
-from examples.study.theory.per_matrix import matrices_like
-from examples.study.theory.samples import Sample, Sampling
 from orscale_jax import _checks
-from orscale_jax.diagnostics.step_gain import Estimate, LossFn, micro_batches
+from orscale_jax.diagnostics.measure import whole_parts
+from orscale_jax.diagnostics.step_gain import (
+    NS_STEPS,
+    Estimate,
+    LossFn,
+    Work,
+    estimate_of,
+    micro_batches,
+    spread,
+)
+from orscale_jax.newton_schulz.polar import polar_factor
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import name_and_shape
+
+# The bias that may remain in a nuclear norm, as a part of the distance between the sums
+# of raised and lowered singular values. Measured under noise of 0.1 to 3 per entry (8 and
+# 16 samples; 8 × 6 and 48 × 32): 0.00 to 0.07 of it for low rank and for pure noise, 0.02
+# to 0.2 for a power law, 0.06 to 0.27 for equal singular values, most at the noise's
+# level; that of the plain nuclear norm is 0.4 to 0.97. Two standard errors then hold the
+# truth in 72 % of the draws at worst, and in 85 to 100 % of most.
+REMAINING_BIAS = 0.1
 
 
 class Statistics(NamedTuple):
@@ -132,12 +151,12 @@ def estimate(
     _checks.flag("cross_terms", cross_terms)
     found = micro_batches(loss_fn, params, batches, at_least=2)
     matrices = Matrices.of(weight_dimension_numbers, params)
-    work = Sampling(loss_fn, matrices, exact, cross_terms)
+    work = _Sampling(loss_fn, matrices, exact, cross_terms)
     total = work.total_gradient(params, found)
     steps = (
         work.polar_factors(total)
         if directions is None
-        else matrices_like("directions", directions, matrices, params)
+        else _like("directions", directions, matrices, params)
     )
     count = len(found)
     samples = [
@@ -154,16 +173,153 @@ def estimate(
     return jax.tree.map(tree, *parts)
 
 
+class _Sample(NamedTuple):
+    """The sample of one micro-batch for the matrices in one part of a leaf."""
+
+    spectrum: jax.Array  # Singular values of the mean of the other gradients.
+    projection: jax.Array  # This gradient on their singular vectors.
+    square: jax.Array  # ‖G − mean‖².
+    smoothness: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sampling(Work):
+    """The work on one micro-batch, compiled once."""
+
+    exact: bool = True
+    cross_terms: bool = True
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def measure(
+        self,
+        params: PyTree,
+        batch: Any,
+        shared: tuple[PyTree, PyTree],
+        place: tuple[jax.Array, jax.Array],
+    ) -> list[_Sample]:
+        """The samples of a micro-batch for all parts.
+
+        ``shared`` holds the sum of all gradients, and the directions; ``place`` holds the
+        index of the micro-batch and the number of micro-batches.
+        """
+        (total, directions), (index, count) = shared, place
+
+        def flipped(axes: MatrixAxes, direction: jax.Array, key: jax.Array) -> jax.Array:
+            signs = jax.random.rademacher(key, axes.batch_shape(direction))
+            return direction * axes.per_matrix(signs).astype(direction.dtype)
+
+        if not self.cross_terms:  # A random sign for each matrix.
+            keys = jax.random.split(jax.random.key(index), len(self.matrices.of_leaves))
+            of_leaves = self.matrices.tree_of([*keys])
+            directions = self.matrices.map(flipped, directions, of_leaves)
+        weights = self.weights(params)
+        tangents = jax.tree.map(lambda d, w: d.astype(w.dtype), directions, weights)
+        gradient, curved = jax.jvp(self.gradient(params, batch), (weights,), (tangents,))
+        trees = gradient, total, tangents, curved
+        parts = [whole_parts(self.matrices, tree) for tree in trees]
+        return [self.sample(count, *of_part) for of_part in zip(*parts, strict=True)]
+
+    def sample(
+        self,
+        count: Any,
+        g: jax.Array,
+        total: jax.Array,
+        step: jax.Array,
+        curved: jax.Array,
+    ) -> _Sample:
+        """Of matrices (..., m, n): this gradient, the sum of all ``count``, Δ and HΔ."""
+
+        def inner(x: jax.Array, y: jax.Array) -> jax.Array:
+            return jnp.sum(x * y, axis=(-2, -1))
+
+        others, error = (total - g) / (count - 1), g - total / count
+        if self.exact:
+            u, spectrum, vt = jnp.linalg.svd(others, full_matrices=False)
+            projection = jnp.einsum(
+                "...mk,...mn,...kn->...k", u, g, vt, precision=jax.lax.Precision.HIGHEST
+            )
+        else:
+            q = polar_factor(others, steps=NS_STEPS, dtype=others.dtype)
+            spectrum, projection = jnp.zeros((), g.dtype), inner(g, q)
+        smoothness = inner(step, curved) / inner(step, step)
+        return _Sample(spectrum, projection, inner(error, error), smoothness)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def _statistics(exact: bool, samples: list[Sample]) -> list[Statistics]:
+def _statistics(exact: bool, samples: list[_Sample]) -> list[Statistics]:
     """The statistics of each part, from samples stacked along the first axis."""
-    return [
-        Statistics(
-            signal=jackknife.nuclear_norm(of_part.spectrum, of_part.projection)
-            if exact
-            else jackknife.mean(of_part.projection),
-            noise=jackknife.noise(of_part.square),
-            smoothness=jackknife.mean(of_part.smoothness),
-        )
-        for of_part in samples
-    ]
+
+    def mean(x: jax.Array) -> Estimate:
+        error = jnp.std(x, axis=0, ddof=1) / jnp.sqrt(len(x))
+        return estimate_of(jnp.mean(x, axis=0), error)
+
+    def signal(of_part: _Sample) -> Estimate:
+        if exact:
+            return nuclear_norm(of_part.spectrum, of_part.projection)
+        return mean(of_part.projection)
+
+    return [Statistics(signal(x), noise(x.square), mean(x.smoothness)) for x in samples]
+
+
+def noise(squares: jax.Array) -> Estimate:
+    """Standard deviation from squared distances of samples to their mean.
+
+    Args:
+      squares: Shape (samples, ...).
+    """
+    count = len(squares)
+    total = jnp.sum(squares, axis=0, keepdims=True)
+    value = jnp.sqrt(total[0] / (count - 1))
+    if count < 3:
+        return Estimate(value, jnp.full_like(value, jnp.nan))
+    # A sample that is left out moves the mean of the others, too.
+    others = (total - squares * (count / (count - 1))) / (count - 2)
+    return estimate_of(value, spread(jnp.sqrt(jnp.maximum(others, 0))))
+
+
+def nuclear_norm(spectra: jax.Array, projections: jax.Array) -> Estimate:
+    r"""Nuclear norm of the mean of noisy matrices, without most of the noise's bias.
+
+    Noise raises the singular values :math:`\sigma_k` of a mean. It also rotates the
+    singular vectors: the projections :math:`\pi_k = u_k^\top G v_k` of a matrix that is
+    not part of the mean are smaller than the true singular values. To second order in the
+    noise, both errors have the same size. The estimate is
+    :math:`\sum_k \mathrm{sign}(\pi_k) \sqrt{\sigma_k |\pi_k|}` of their means; a
+    direction that is noise alone has :math:`\pi_k = 0` in the mean.
+
+    Args:
+      spectra: Singular values of the means of all samples but one, of shape
+        (samples, ..., k).
+      projections: The left-out sample on the singular vectors, of the same shape.
+    """
+
+    def geometric(raised: jax.Array, lowered: jax.Array) -> jax.Array:
+        roots = jnp.sign(lowered) * jnp.sqrt(raised * jnp.abs(lowered))
+        return jnp.sum(roots, axis=-1)
+
+    count = len(spectra)
+    raised, lowered = (jnp.mean(x, axis=0, keepdims=True) for x in (spectra, projections))
+    others = (count * lowered - projections) / (count - 1)
+    remaining = REMAINING_BIAS * jnp.sum(raised - lowered, axis=-1)[0]
+    stderr = jnp.hypot(spread(geometric(spectra, others)), remaining)
+    return estimate_of(geometric(raised, lowered)[0], stderr)
+
+
+def _like(argument: str, tree: PyTree, matrices: Matrices, params: PyTree) -> PyTree:
+    """The leaves of a tree where the parameters are matrices, masked elsewhere."""
+    try:
+        arrays = matrices.leaves(unbox(tree))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{argument} must be a tree of the parameters' structure: {error}"
+        ) from error
+    pairs = zip(matrices.paths, matrices.leaves(unbox(params)), strict=True)
+    for array, (path, param) in zip(arrays, pairs, strict=True):
+        known = isinstance(array, jax.Array | np.ndarray | np.generic | float | int)
+        if not known or np.shape(array) != np.shape(param):
+            found = f"shape {np.shape(array)}" if known else repr(array)
+            raise ValueError(
+                f"{argument} has {found} for parameter {name_and_shape(path, param)}: "
+                "pass a tree of arrays like the parameters."
+            )
+    return matrices.tree_of(list(map(jnp.asarray, arrays)))

@@ -1,13 +1,18 @@
-"""The gain over Muon, from trust ratios, signal and curvature; with standard errors."""
+"""The gain over Muon, from trust ratios, signal and curvature."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from examples.study.theory.per_matrix import vectors
-from orscale_jax.diagnostics.step_gain import Estimate
-from orscale_jax.trees.boxes import PyTree
+from orscale_jax import _checks
+from orscale_jax.diagnostics.summaries import vector
+from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.transforms.matrices import Matrices, compute_dtype
+from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.names import quoted
 
 
 class Gain(NamedTuple):
@@ -39,17 +44,6 @@ class Gain(NamedTuple):
     #: 1 + ρ²ν_r̂ (1 + ν_√b) / (1 + ν_√b/ρ²), Theorem gain's bound without its δ(λ).
     lower_bound: jax.Array
     #: The number of matrices that count.
-    matrices: jax.Array
-
-
-class Kappas(NamedTuple):
-    """The result of :func:`kappas`: scalars."""
-
-    #: κ_eff and its standard error.
-    kappa_eff: Estimate
-    #: κ_layer, without what errors add to it, at least 1; and its standard error.
-    kappa_layer: Estimate
-    #: The number of matrices that count in :func:`gain`.
     matrices: jax.Array
 
 
@@ -97,132 +91,137 @@ def gain(trust_ratio: PyTree, signal: PyTree, curvature: PyTree) -> Gain:
     References:
       Lou & You, *OrScale*, section 4 and appendix A.
     """
-    r, a, b = vectors(trust_ratio=trust_ratio, signal=signal, curvature=curvature)
+    r, a, b = _vectors(trust_ratio=trust_ratio, signal=signal, curvature=curvature)
     counts = jnp.isfinite(r) & jnp.isfinite(a) & jnp.isfinite(b) & (b > 0)
     # Everything below is in units of the largest entries: squares stay in range.
     r, _ = _in_units(jnp.where(counts, r, 0))
     a, a_unit = _in_units(jnp.where(counts, a, 0))
     root_b, root_b_unit = _in_units(jnp.sqrt(jnp.where(counts, b, 1)) * counts)
     x, x_unit = _in_units(jnp.where(counts, a / jnp.where(counts, root_b, 1), 0))
-    y = r * root_b
-    muon = jnp.square(jnp.sum(a)) / _square(root_b)
-    phi = jnp.square(jnp.sum(r * a)) / _square(y)
-    scores = _Scores(counts, jnp.sum(counts))
-    nu_r, nu_b = scores.variation(y), scores.variation(root_b)
-    rho = scores.correlation(x, y)
+    y, number = r * root_b, jnp.sum(counts)
+
+    def square(v: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(v))
+
+    def centred(v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """v less its mean; Var[v] / E[v]²; whether v is more than a constant, rounded."""
+        mean = jnp.sum(v) / number
+        rest = jnp.where(counts, v - mean, 0)
+        least = 16 * jnp.finfo(v.dtype).eps * jnp.max(jnp.abs(v), initial=0)
+        varies = jnp.max(jnp.abs(rest), initial=0) > least
+        return rest, square(rest) / number / jnp.square(mean), varies
+
+    (dx, _, x_varies), (dy, nu_r, y_varies) = centred(x), centred(y)
+    _, nu_b, _ = centred(root_b)
+    product = jnp.sqrt(square(dx)) * jnp.sqrt(square(dy))
+    both = x_varies & y_varies
+    rho = jnp.where(both, jnp.sum(dx * dy) / jnp.where(both, product, 1), 0)
+    rho = jnp.clip(rho, -1, 1)
+    # The bound, multiplied out by ρ², which may be 0.
+    divisor = jnp.square(rho) + nu_b
+    term = rho**4 * nu_r * (1 + nu_b) / jnp.where(divisor > 0, divisor, 1)
+    muon = jnp.square(jnp.sum(a)) / square(root_b)
+    phi = jnp.square(jnp.sum(r * a)) / square(y)
+    unit_y, unit_b = y / jnp.sqrt(square(y)), root_b / jnp.sqrt(square(root_b))
     return Gain(
         phi=jnp.square(a_unit / root_b_unit) * phi,
         kappa_eff=phi / muon,
-        kappa_layer=jnp.square(x_unit) * _square(x) / muon,
-        alignment=jnp.square(jnp.sum(x * y)) / (_square(x) * _square(y)),
-        distance_to_collapse=_squared_sine(y, root_b),
+        kappa_layer=jnp.square(x_unit) * square(x) / muon,
+        alignment=jnp.square(jnp.sum(x * y)) / (square(x) * square(y)),
+        # The squared sine, without cancellation.
+        distance_to_collapse=square(unit_y - jnp.sum(unit_y * unit_b) * unit_b),
         nu_r=nu_r,
         nu_b=nu_b,
         rho=rho,
-        lower_bound=_lower_bound(jnp.square(rho), nu_r, nu_b),
-        matrices=scores.number,
+        lower_bound=1 + term,
+        matrices=number,
     )
 
 
-@jax.jit
-def kappas(trust_ratio: PyTree, signal: Estimate, curvature: Estimate) -> Kappas:
-    r"""Gain of estimates, with the standard errors of its two main numbers.
+def curvature(
+    smoothness: PyTree,
+    params: PyTree,
+    weight_dimension_numbers: WeightDimensionNumbers = None,
+) -> PyTree:
+    r"""Compute the curvature :math:`b_\ell = L_\ell p_\ell` of every matrix.
 
-    Errors are propagated to first order, as if they were independent. Errors of a and b
-    raise :math:`\kappa_{\mathrm{layer}}`, which squares them: layers look more different
-    than they are. The leading terms of that,
-    :math:`\sum_\ell (\delta a_\ell^2 + (a_\ell \delta b_\ell / b_\ell)^2) / b_\ell \cdot
-    \sum_\ell b_\ell / (\sum_\ell a_\ell)^2`, are subtracted.
+    :math:`p_\ell = \min(m_\ell, n_\ell)` bounds :math:`\|Q_\ell\|_F^2`: the squared norm
+    of a polar factor is its rank. The function is linear: it also turns
+    standard errors of L into b's.
+
+    Args:
+      smoothness: L, such as ``estimate(...).smoothness.value``.
+      params: The parameters.
+      weight_dimension_numbers: The dimension numbers of the optimizer.
+
+    Returns:
+      A tree like ``smoothness``.
+
+    Raises:
+      ValueError: If ``smoothness`` is not of these matrices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from examples.study.theory import curvature
+      >>> print(curvature({"kernel": jnp.array(2.0)}, {"kernel": jnp.ones((3, 5))}))
+      {'kernel': Array(6., dtype=float32)}
+
+    References:
+      Lou & You, *OrScale*, section 4.
     """
-    r, a, b, a_error, b_error = vectors(
-        trust_ratio=trust_ratio,
-        signal=signal.value,
-        curvature=curvature.value,
-        signal_stderr=signal.stderr,
-        curvature_stderr=curvature.stderr,
-    )
-    counts = jnp.isfinite(r) & jnp.isfinite(a) & jnp.isfinite(b) & (b > 0)
 
-    def both(a: jax.Array, b: jax.Array) -> jax.Array:
-        found = gain(r, a, b)
-        return jnp.stack([found.kappa_eff, found.kappa_layer])
+    def times_rank(axes: MatrixAxes, scalars: Any, leaf: Any) -> jax.Array:
+        scalars, shape = jnp.asarray(scalars), axes.batch_shape(leaf)
+        if scalars.shape != shape:
+            raise ValueError(f"found shape {scalars.shape} for matrices of shape {shape}")
+        rank = np.broadcast_to(axes.batch_by_shape(min, leaf), shape)
+        return scalars * jnp.asarray(rank, compute_dtype(scalars))
 
-    def variance(slopes: jax.Array, error: jax.Array) -> jax.Array:
-        masked = jnp.where(counts[None], slopes * error[None], 0)
-        return jnp.sum(jnp.square(masked), axis=-1)
-
-    slopes = jax.jacrev(both, (0, 1))(a, b)
-    stderr = jnp.sqrt(variance(slopes[0], a_error) + variance(slopes[1], b_error))
-    found = gain(r, a, b)
-    added = _added(counts, (a, b), (a_error, b_error))
-    headroom = jnp.maximum(found.kappa_layer - added, 1)
-    return Kappas(
-        kappa_eff=Estimate(found.kappa_eff, stderr[0]),
-        kappa_layer=Estimate(headroom, stderr[1]),
-        matrices=found.matrices,
-    )
-
-
-class _Scores(NamedTuple):
-    """Means, variations and correlations over the matrices that count."""
-
-    counts: jax.Array
-    number: jax.Array
-
-    def mean(self, v: jax.Array) -> jax.Array:
-        return jnp.sum(v) / self.number
-
-    def centred(self, v: jax.Array) -> jax.Array:
-        return jnp.where(self.counts, v - self.mean(v), 0)
-
-    def variation(self, v: jax.Array) -> jax.Array:
-        """Var[v] / E[v]²."""
-        return self.mean(jnp.square(self.centred(v))) / jnp.square(self.mean(v))
-
-    def correlation(self, v: jax.Array, w: jax.Array) -> jax.Array:
-        dv, dw = self.centred(v), self.centred(w)
-        varied = self._varies(v, dv) & self._varies(w, dw)
-        product = jnp.sqrt(_square(dv)) * jnp.sqrt(_square(dw))
-        rho = jnp.sum(dv * dw) / jnp.where(varied, product, 1)
-        return jnp.where(varied, jnp.clip(rho, -1, 1), 0)
-
-    def _varies(self, v: jax.Array, centred: jax.Array) -> jax.Array:
-        """Whether v is more than a constant and rounding."""
-        rounding = 16 * jnp.finfo(v.dtype).eps
-        return jnp.max(jnp.abs(centred), initial=0) > rounding * jnp.max(
-            jnp.abs(v), initial=0
-        )
+    matrices = Matrices.of(weight_dimension_numbers, params)
+    try:
+        of_matrices = matrices.tree_of(matrices.leaves(unbox(smoothness)))
+        return matrices.map(times_rank, of_matrices, unbox(params))
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "smoothness must be a tree like the parameters, with an entry for each "
+            f"matrix: {error}"
+        ) from error
 
 
 def _in_units(v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The vector over its largest entry, and that entry; 1 for zero vectors."""
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(v), initial=0))
+    largest = jnp.max(jnp.abs(v), initial=0)
     unit = jnp.where(largest > 0, largest, 1)
     return v / unit, unit
 
 
-def _square(v: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(v))
-
-
-def _squared_sine(v: jax.Array, w: jax.Array) -> jax.Array:
-    """The squared sine of the angle between two vectors, without cancellation."""
-    v, w = (u / jnp.sqrt(_square(u)) for u in (v, w))
-    return _square(v - jnp.sum(v * w) * w)
-
-
-def _lower_bound(rho2: jax.Array, nu_r: jax.Array, nu_b: jax.Array) -> jax.Array:
-    # Multiplied out by ρ², which may be 0.
-    divisor = rho2 + nu_b
-    term = jnp.square(rho2) * nu_r * (1 + nu_b) / jnp.where(divisor > 0, divisor, 1)
-    return 1 + term
-
-
-def _added(
-    counts: jax.Array, values: tuple[jax.Array, ...], errors: tuple[jax.Array, ...]
-) -> jax.Array:
-    """The mean that errors of a and b add to Σ a²/b · Σ b / (Σ a)², leading terms."""
-    a, b, a_err, b_err = (jnp.where(counts, v, 0) for v in (*values, *errors))
-    safe = jnp.where(counts, b, 1)
-    added = jnp.square(a_err) + jnp.square(a * b_err / safe)
-    return jnp.sum(added / safe) * jnp.sum(b) / jnp.square(jnp.sum(a))
+def _vectors(**trees: PyTree) -> list[jax.Array]:
+    """All entries of trees over the same matrices, in one order and one dtype."""
+    leaves = {
+        name: dict(jax.tree.leaves_with_path(unbox(tree))) for name, tree in trees.items()
+    }
+    first, expected = next(iter(leaves.items()))
+    for name, found in leaves.items():
+        for path, leaf in found.items():
+            if not _checks.is_real(dtype := jnp.result_type(leaf)):
+                raise ValueError(
+                    f"{name}: {quoted(path)} has dtype {dtype}: pass real numbers, one "
+                    "for each matrix."
+                )
+        if unmatched := [*(expected.keys() ^ found.keys())]:
+            holder = first if unmatched[0] in expected else name
+            raise ValueError(
+                f"{first} and {name} must have the same matrices: {len(unmatched)} "
+                f"leaves, such as {quoted(unmatched[0])} in {holder}, are in one of them "
+                "only."
+            )
+        for path, leaf in expected.items():
+            if np.shape(found[path]) != np.shape(leaf):
+                raise ValueError(
+                    f"{first} and {name} must have the same shapes, one entry for each "
+                    f"matrix: {quoted(path)} is of shape {np.shape(leaf)} in {first} and "
+                    f"{np.shape(found[path])} in {name}."
+                )
+    arrays = [list(map(jnp.asarray, of_tree.values())) for of_tree in leaves.values()]
+    dtype = compute_dtype(arrays)
+    return [vector(x).astype(dtype) if x else jnp.zeros(0, dtype) for x in arrays]

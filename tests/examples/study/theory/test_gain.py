@@ -195,16 +195,6 @@ def test_correlation_with_a_constant_is_zero():
     assert found.rho == 0 and found.lower_bound == 1
 
 
-@pytest.mark.extended
-def test_derivatives_are_those_of_the_definition(enable_x64):
-    r, a, b = random_triple(4)
-    found = jax.grad(lambda b: gain(r, a, b).kappa_eff)(jnp.append(b, 0.0)[:4])
-    for i in range(4):
-        step = 1e-6 * np.eye(4)[i]
-        ends = [expected(r, a, b + sign * step).kappa_eff for sign in (1, -1)]
-        np.testing.assert_allclose(found[i], (ends[0] - ends[1]) / 2e-6, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     "given, message",
     [

@@ -1,0 +1,81 @@
+"""What the study's programs print is what README and the pages say.
+
+test_pages.py recomputes the numbers of README and of the pages from the files alone.
+"""
+
+import re
+
+import pytest
+
+from examples.study import contrasts, repeat
+from examples.study.results import Runs
+from examples.study.statistics import markdown
+from tests.examples.pretrain.tiny import ROOT
+from tests.examples.study.test_pages import STUDY, tables, told
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+def test_the_pages_table():
+    """But for its last row, which needs the surfaces of the searches."""
+    found = [(*row[:2], str(row[2])) for row in contrasts.contrasts()]
+    _, rows = next(tables(STUDY / "two_rates.md"))
+    assert {tuple(row) for row in rows[:-1]} <= {*found} and len(rows) == 10
+
+
+def test_the_readmes_table():
+    text = (ROOT / "README.md").read_text()
+    _, table = text.split("| models | mean, 95 % interval | asked |\n")
+    cells = [line.split("|")[3].strip() for line in table.split("\n\n")[0].splitlines()]
+    rows = {over: found for label, over, found in contrasts.contrasts()}
+    shown = {k: "{:+.3f} [{:+.3f}, {:+.3f}]".format(*x) for k, x in rows.items()}
+    minus_dense = "mixtures minus dense"
+    assert cells[1:] == [
+        "; ".join(shown[over] for over in of_row)
+        for of_row in (
+            ["four dense models"],
+            ["five mixtures"],
+            [f"{minus_dense}: the six of text"],
+            [f"{minus_dense}, seeds {seeds}" for seeds in ("300 to 311", "200 to 211")],
+            [over for over in shown if over.endswith("AdamW's rate")],
+            ["six of text"],
+        )
+    ]
+    words = re.sub(r"\s+", " ", text)
+    muon, twice = rows["six of text"], rows["14 workloads"]
+    assert f"s = 1 gains {-muon.mean:.3f} nats on text" in words
+    below = f"{-twice.mean:.3f} nats below that of `orscale` at AdamW's rate"
+    assert f"{below} (95 % interval [{-twice.high:.3f}, {-twice.low:.3f}])" in words
+
+
+def test_the_ladder():
+    """Also its slope, by the page's first sentence on it and by least squares."""
+    found = [row[1:] for row in contrasts.first_batch()]
+    [rows] = [rows for heading, rows in tables(STUDY / "two_rates.md")
+              if heading[0] == "experts"]  # fmt: skip
+    of_ladder = [*found[:5], found[6]]
+    assert [row[1:4] for row in rows] == of_ladder
+    page = re.sub(r"\s+", " ", (STUDY / "two_rates.md").read_text())
+    assert f"slope for a doubling of the experts is {found[-1][2]}" in page
+    assert f"on `like-16b`, by {found[7][2]}" in page
+
+
+def test_intervals_are_those_of_scipy():
+    for plus, minus in ((contrasts.DENSE, ()), (contrasts.PAIRED, contrasts.DENSE)):
+        by_seed = contrasts.contrast(plus, minus)
+        assert str(contrasts.interval(by_seed)) == told(by_seed)
+
+
+def test_a_repeat_has_the_settings_of_the_table(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(Runs, "losses", lambda _, *arguments: asked.append(arguments))
+    repeat.repeat("dense-small", "orscale", tmp_path)
+    assert asked == [((0.016, 0.064, None), range(100, 112))]
+
+
+def test_a_table_is_markdown():
+    found = markdown(("", "a"), [("x", "1"), ("y", "2")])
+    assert found == "|  | a |\n| --- | --: |\n| x | 1 |\n| y | 2 |"
