@@ -1,6 +1,5 @@
 """Parameters of every kind, and plain NumPy views of the matrices in them."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers as Dims
@@ -95,5 +94,11 @@ def relative_error(found, expected):
     return np.linalg.norm(found - expected) / np.linalg.norm(expected)
 
 
-def stack(values):
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *values)
+def some(*names):
+    """A tree of a few leaves by its seed, and their dimension numbers."""
+
+    def tree(seed, scale=1.0):
+        everything = random_tree(seed, scale)
+        return {name: everything[name] for name in names}
+
+    return tree, {name: DIMENSIONS[name] for name in names}

@@ -13,25 +13,19 @@ import optax
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import describe, orscale, state_shardings
-from tests.runs import readout
+from tests.runs import mesh_of, numbers_of, readout
 
 PROCESSES, DEVICES = 2, 4  # Devices of each process.
 TIMEOUT = 240  # Seconds, on a busy machine.
 SAVED, COMPARED, END = 2, 3, 4  # Steps after which something happens.
 
 SHAPES = {
-    "query": (16, 24),
-    "key": (16, 24),
-    "late": (16, 24),
-    "up": (32, 16),
-    "down": (16, 32),
-    "experts": (8, 8, 12),
-    "bias": (24,),
-}
-NUMBERS = {name: Dims(0, 1) for name in SHAPES} | {"experts": Dims(1, 2), "bias": None}
+    "query": (16, 24), "key": (16, 24), "late": (16, 24), "up": (32, 16),
+    "down": (16, 32), "experts": (8, 8, 12), "bias": (24,),
+}  # fmt: skip
+NUMBERS = numbers_of(SHAPES)
 OPTIMIZER = orscale(1e-2, weight_dimension_numbers=NUMBERS)
 # Two processes of one machine do not say that the links between them are slow.
 HYBRID_OPTIMIZER = orscale(1e-2, weight_dimension_numbers=NUMBERS, slow_axes=("dcn",))
@@ -66,11 +60,7 @@ def random(seed, name):
 def placed(layout, kind=AxisType.Auto):
     """The shardings of the parameters, on the first devices that there are."""
     axes, specs = LAYOUTS[layout]
-    lengths = tuple(axes.values())
-    devices = jax.devices()[: np.prod(lengths)]
-    mesh = jax.make_mesh(
-        lengths, tuple(axes), axis_types=(kind,) * len(axes), devices=devices
-    )
+    mesh = mesh_of(axes, kind)
     return {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
 

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,9 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from flax.training.train_state import TrainState
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from orscale_jax import (
-    MasterWeightsState,
     convert_state,
     diagnostics,
     family,
@@ -25,13 +23,23 @@ from orscale_jax import (
     orscale,
     state_shardings,
 )
-from tests.runs import readout, run
-from tests.small import NUMBERS, tree
+from tests.runs import (
+    AUTO,
+    EXPLICIT,
+    NUMBERS,
+    assert_close,
+    assert_same_bits,
+    mesh_of,
+    placed,
+    readout,
+    run,
+    step_of,
+    tree,
+)
 
 RATE = 1e-3
 SMALLEST = np.float32(2.0**-118)
 gradients = functools.partial(tree, dtype=jnp.bfloat16)
-bfloat16_tree = gradients
 OPTIMIZERS = {
     "orscale": orscale(RATE, weight_dimension_numbers=NUMBERS),
     "adamw": optax.adamw(RATE),
@@ -54,12 +62,6 @@ def bits(x):
 
 def upper_halves(x):
     return (bits(x) >> 16).astype(np.uint16).view(ml_dtypes.bfloat16)
-
-
-def assert_same_bits(found, expected):
-    chex.assert_trees_all_equal_dtypes(found, expected)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_array_equal(bits(x), bits(y))
 
 
 def moved(old, step):
@@ -154,7 +156,7 @@ def test_special_numbers(old, step, new):
 def test_training_is_float32_training_to_the_bit(name):
     inner = OPTIMIZERS[name]
     optimizer = keep_master_weights(inner)
-    params = bfloat16_tree(0)
+    params = gradients(0)
     weights = as_float32(params)
     state, wanted = optimizer.init(params), inner.init(weights)
     # Outside of one program XLA fuses nothing across the edge of the wrapper.
@@ -184,10 +186,9 @@ def test_small_updates_are_lost_without_it_and_not_with_it():
 
 @pytest.mark.extended
 def test_orscale_measures_the_master_weights():
-    """‖W‖ and decay are those of float32 weights, not of their upper halves."""
     inner = OPTIMIZERS["orscale"]
     optimizer = keep_master_weights(inner)
-    params = bfloat16_tree(0)
+    params = gradients(0)
     state = optimizer.init(params)
     _, state = optimizer.update(gradients(1), state, params)
     low = jax.tree.map(lambda x: jnp.full_like(x, 0xFFFF), state.low_bits)
@@ -231,18 +232,17 @@ def test_other_short_dtypes_are_refused(dtype):
 
 def test_a_state_of_abstract_parameters_and_of_keys():
     """Optax's init takes both, too."""
-    params = tree(0) | {"w": tree(0)["w"].astype(jnp.bfloat16)}
+    params = tree(0) | {"w": tree(0, jnp.bfloat16)["w"]}
     optimizer = keep_master_weights(orscale(RATE, weight_dimension_numbers=NUMBERS))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    wanted, found = optimizer.init(params), optimizer.init(abstract)
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
-    keys = {"key": jax.random.key(0)}
+    abstract = jax.eval_shape(lambda: params)
+    assert_same_bits(optimizer.init(abstract), optimizer.init(params))
+    keys, zero = {"key": jax.random.key(0)}, {"key": jnp.zeros(())}
     plain = orscale(RATE)
     keep_master_weights(optax.sgd(RATE)).init(keys)
     with pytest.raises(ValueError, match=r"'key' has shape \(\) and dtype key<"):
-        plain.update(keys, plain.init({"key": jnp.zeros(())}), keys)
+        plain.update(keys, plain.init(zero), keys)
     with pytest.raises(ValueError, match=r"'key' has shape \(\) and dtype float32"):
-        plain.update({"key": jnp.zeros(())}, plain.init(keys), keys)
+        plain.update(zero, plain.init(keys), keys)
     with pytest.raises(ValueError, match=r"'w' .*jax\.eval_shape\(optimizer\.init"):
         family.hyperball(RATE).init({"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)})
 
@@ -264,42 +264,48 @@ def test_wrong_arguments_are_refused():
         master_weights((state, state), params)
 
 
-def test_missing_gradients_and_masks():
+def test_missing_gradients():
     params = {"w": jnp.ones(4, jnp.bfloat16), "frozen": jnp.ones(4, jnp.bfloat16)}
-    optimizer = keep_master_weights(optax.sgd(RATE))
-    state = optimizer.init(params)
-    updates, after = optimizer.update({"w": params["w"], "frozen": None}, state, params)
+    optimizer, grads = keep_master_weights(optax.sgd(RATE)), params | {"frozen": None}
+    updates, after = optimizer.update(grads, optimizer.init(params), params)
     assert updates["frozen"] is None
     np.testing.assert_array_equal(after.low_bits["frozen"], 0)
     assert np.all(after.low_bits["w"] != 0)
     # A state without the parameter, as of Equinox's filtered modules.
-    state = optimizer.init({"w": params["w"], "frozen": None})
-    _, after = optimizer.update({"w": params["w"], "frozen": None}, state, params)
+    _, after = optimizer.update(grads, optimizer.init(grads), grads)
     assert after.low_bits["frozen"] is None
+
+
+def test_masks_and_partitions():
+    x = jnp.ones(4, jnp.bfloat16)
+    params = {"w": x, "frozen": x}
+    optimizer = keep_master_weights(optax.sgd(RATE))
     masked = optax.masked(optimizer, {"w": True, "frozen": False})
     updates, state = masked.update(params, masked.init(params), params)
     assert isinstance(state.inner_state.low_bits["frozen"], optax.MaskedNode)
     np.testing.assert_array_equal(updates["frozen"], params["frozen"])
-    nested = {"encoder": {"w": params["w"]}, "decoder": {"w": params["w"]}}
-    groups = {"trained": optimizer, "frozen": optax.set_to_zero()}
+
+    def partition(of_w, labels):
+        return optax.partition({"trained": of_w, "frozen": optax.set_to_zero()}, labels)
+
+    nested = {"encoder": {"w": x}, "decoder": {"w": x}}
     for whole in (
         optax.masked(optimizer, {"encoder": False, "decoder": True}),
-        optax.partition(groups, {"encoder": "frozen", "decoder": "trained"}),
+        partition(optimizer, {"encoder": "frozen", "decoder": "trained"}),
     ):
         masters = master_weights(whole.init(nested), nested)
         assert masters["decoder"]["w"].dtype == jnp.float32
         assert masters["encoder"]["w"] is nested["encoder"]["w"]
-    labels = {"w": "trained", "frozen": "frozen"}
-    groups = {"trained": optax.sgd(RATE), "frozen": optax.set_to_zero()}
-    partition = keep_master_weights(optax.partition(groups, labels))
-    updates, _ = partition.update(params, partition.init(params), params)
+    inner = partition(optax.sgd(RATE), {"w": "trained", "frozen": "frozen"})
+    around = keep_master_weights(inner)
+    updates, _ = around.update(params, around.init(params), params)
     np.testing.assert_array_equal(updates["frozen"], 0)
 
 
 @pytest.mark.extended
 def test_wrappers_of_optax():
     """What applies an update whole or not at all; a schedule; hyperparameters."""
-    params = bfloat16_tree(0)
+    params = gradients(0)
     build = functools.partial(orscale, weight_dimension_numbers=NUMBERS)
     plain = run(keep_master_weights(build(RATE)), params, 3, gradients)
     expected = master_weights(plain[-1][1], plain[-1][0])
@@ -307,7 +313,7 @@ def test_wrappers_of_optax():
     def assert_same_as_plain(optimizer, steps=3, gradients=gradients):
         params_after, state = run(optimizer, params, steps, gradients)[-1]
         masters = master_weights(state, params_after)
-        chex.assert_trees_all_close(masters, expected, rtol=1e-5, atol=1e-7)
+        assert_close(masters, expected, atol=1e-7)
         assert_same_bits(params_after, jax.tree.map(upper_halves, masters))
 
     def twice(step):  # The mean of two gradients that are the same is the gradient.
@@ -335,96 +341,77 @@ def test_wrappers_of_optax():
 @pytest.mark.extended
 def test_donation_scan_and_one_compilation():
     optimizer = keep_master_weights(OPTIMIZERS["orscale"])
-
-    def step(carry, grads):
-        params, state = carry
-        updates, state = optimizer.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state), None
-
+    step, jitted = step_of(optimizer), step_of(optimizer, donate_argnums=(0, 1))
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(gradients, range(1, 4)))
-    begin = bfloat16_tree(0), jax.jit(optimizer.init)(bfloat16_tree(0))
-    scanned, _ = jax.jit(functools.partial(jax.lax.scan, step))(begin, stacked)
-    jitted = jax.jit(step, donate_argnums=0)
+    begin = gradients(0), jax.jit(optimizer.init)(gradients(0))
+    scanned, _ = jax.lax.scan(lambda c, g: (step(*c, g), None), begin, stacked)
     carry = begin
     for seed in range(1, 4):
         old = jax.tree.leaves(carry)
-        carry, _ = jitted(carry, gradients(seed))
+        carry = jitted(*carry, gradients(seed))
         assert all(leaf.is_deleted() for leaf in old if leaf.ndim > 1)
     assert jitted._cache_size() == 1
     masters = [master_weights(state, params) for params, state in (carry, scanned)]
-    chex.assert_trees_all_close(*masters, rtol=1e-5, atol=1e-7)
+    assert_close(*masters, atol=1e-7)
 
 
 @pytest.mark.extended
 def test_resuming_a_checkpoint_changes_no_bit(tmp_path):
-    optimizer = keep_master_weights(OPTIMIZERS["orscale"])
-    update = jax.jit(optimizer.update)
+    step = step_of(optimizer := keep_master_weights(OPTIMIZERS["orscale"]))
 
     def advance(carry, steps):
-        for seed in steps:
-            params, state = carry
-            updates, state = update(gradients(seed), state, params)
-            carry = optax.apply_updates(params, updates), state
-        return carry
+        return functools.reduce(lambda c, seed: step(*c, gradients(seed)), steps, carry)
 
-    begin = bfloat16_tree(0), optimizer.init(bfloat16_tree(0))
+    begin = gradients(0), optimizer.init(gradients(0))
     half = advance(begin, range(1, 4))
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "checkpoint", half)
         checkpointer.wait_until_finished()
-        restored = checkpointer.restore(
-            tmp_path / "checkpoint", jax.eval_shape(lambda: begin)
-        )
+        abstract = jax.eval_shape(lambda: begin)
+        restored = checkpointer.restore(tmp_path / "checkpoint", abstract)
     assert_same_bits(restored, half)
     assert any(np.any(x) for x in jax.tree.leaves(restored[1].low_bits))
     assert_same_bits(advance(restored, range(4, 7)), advance(half, range(4, 7)))
 
 
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [AUTO, EXPLICIT])
 @pytest.mark.extended
 def test_a_mesh_changes_no_bit(axes):
     """An optimizer with exact products: however XLA fuses them, its sums are the same."""
     specs = {"w": P(None, "b"), "stack": P(None, "a", None), "b": P("b")}
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(axes,) * 2)
+    mesh = mesh_of({"a": 2, "b": 4}, axes)
     shapes = {"w": (6, 8), "stack": (3, 4, 5), "b": (4,)}
     optimizer = keep_master_weights(optax.sgd(2.0**-10, momentum=0.5))
-    where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
 
     def trained(place):
-        params = place(tree(0, jnp.bfloat16, shapes))
-        state, update = jax.jit(optimizer.init)(params), jax.jit(optimizer.update)
-        for seed in range(1, 4):
-            grads = place(tree(seed, jnp.bfloat16, shapes))
-            updates, state = update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
+        drawn = [place(tree(seed, jnp.bfloat16, shapes)) for seed in range(4)]
+        return run(optimizer, drawn[0], 3, lambda step: drawn[step])[-1]
 
     with jax.set_mesh(mesh):
-        found = trained(lambda tree: jax.device_put(tree, where))
+        found = trained(lambda tree: placed(tree, mesh, specs))
     assert_same_bits(found, trained(lambda tree: tree))
     shardings = state_shardings(optimizer, found[0])
-    for name, spec in specs.items():
-        assert shardings.low_bits[name].spec == spec
-        low = found[1].low_bits[name]
-        assert low.sharding.is_equivalent_to(where[name], low.ndim)
+    for name, low in found[1].low_bits.items():
+        assert shardings.low_bits[name].spec == specs[name]
+        where = NamedSharding(mesh, specs[name])
+        assert low.sharding.is_equivalent_to(where, low.ndim)
 
 
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [AUTO, EXPLICIT])
 @pytest.mark.extended
 def test_low_bits_may_be_sharded_where_parameters_are_not(axes):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axes,))
+    mesh = mesh_of({"data": 8}, axes)
     params = {"w": jnp.ones((8, 4), jnp.bfloat16)}
     optimizer = keep_master_weights(optax.sgd(RATE))
     wanted = optimizer.update(params, optimizer.init(params), params)
-    everywhere = NamedSharding(mesh, P())
     with jax.set_mesh(mesh):
         state = jax.device_put(optimizer.init(params), NamedSharding(mesh, P("data")))
-        params = jax.device_put(params, everywhere)
+        params = placed(params, mesh, P())
         found = jax.jit(optimizer.update)(params, state, params)
     assert_same_bits(found, wanted)
     assert found[1].low_bits["w"].sharding.spec[0] == "data"
-    if axes == AxisType.Explicit:
-        assert found[0]["w"].sharding.is_equivalent_to(everywhere, 2)
+    if axes == EXPLICIT:
+        assert found[0]["w"].sharding.is_fully_replicated
 
 
 class Boxed(nn.Module):
@@ -477,7 +464,7 @@ def test_the_optimizer_of_nnx():
 def test_readouts_and_conversions_see_through_it():
     inner = OPTIMIZERS["orscale"]
     optimizer = keep_master_weights(inner)
-    params, state = run(optimizer, bfloat16_tree(0), 2, gradients)[-1]
+    params, state = run(optimizer, gradients(0), 2, gradients)[-1]
     reading = diagnostics.read(state, params, weight_dimension_numbers=NUMBERS)
     np.testing.assert_array_equal(
         reading.trust_ratio["w"], readout(state.inner_state, "trust_ratio")["w"]
@@ -516,10 +503,10 @@ def test_readouts_are_of_the_master_weights():
 
 @pytest.mark.extended
 def test_derivatives_are_those_of_float32():
-    """Derivatives of the trained weights by the learning rate, in both directions."""
 
-    def trained(rate, optimizer_of, dtype):
-        optimizer, params = optimizer_of(rate), {"w": jnp.arange(1.0, 5.0).astype(dtype)}
+    def trained(rate, wrap, dtype):
+        optimizer = wrap(optax.sgd(rate, momentum=0.9))
+        params = {"w": jnp.arange(1.0, 5.0).astype(dtype)}
         state = optimizer.init(params)
         for _ in range(3):
             grads = optax.tree.cast(params, jnp.float32)
@@ -527,13 +514,9 @@ def test_derivatives_are_those_of_float32():
             params = optax.apply_updates(params, updates)
         return params["w"].astype(jnp.float32).sum()
 
-    def kept(rate):
-        return keep_master_weights(optax.sgd(rate, momentum=0.9))
-
-    sgd = functools.partial(optax.sgd, momentum=0.9)
-    expected = jax.grad(trained)(0.01, sgd, jnp.float32)
+    expected = jax.grad(trained)(0.01, lambda inner: inner, jnp.float32)
     for derivative in (jax.grad, jax.jacfwd):
-        found = derivative(trained)(0.01, kept, jnp.bfloat16)
+        found = derivative(trained)(0.01, keep_master_weights, jnp.bfloat16)
         np.testing.assert_allclose(found, expected, rtol=0.02)
 
 
@@ -543,24 +526,11 @@ def test_bytes_of_the_step():
     """Weights and low bits are 4 bytes a parameter, and are updated where they are."""
     params = {"w": jnp.zeros((64, 32), jnp.bfloat16)}
     optimizer = keep_master_weights(orscale(RATE))
-
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    jitted = jax.jit(step, donate_argnums=(0, 1))
-    program = jitted.lower(params, optimizer.init(params), params).compile()
+    step = step_of(optimizer, donate_argnums=(0, 1))
+    program = step.lower(params, optimizer.init(params), params).compile()
     memory = program.memory_analysis()
-    per_parameter = memory.argument_size_in_bytes / (64 * 32)
     momentum, gradient = 4, 2
+    per_parameter = memory.argument_size_in_bytes / (64 * 32)
     assert per_parameter == pytest.approx(2 + 2 + momentum + gradient, rel=0.01)
     updated = memory.alias_size_in_bytes / (64 * 32)
     assert updated == pytest.approx(2 + 2 + momentum, rel=0.01)
-
-
-@pytest.mark.extended
-def test_bytes_of_the_state():
-    params = {"w": jnp.zeros((64, 64), jnp.bfloat16)}
-    state = keep_master_weights(optax.sgd(RATE)).init(params)
-    assert isinstance(state, MasterWeightsState)
-    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == 2 * 64 * 64

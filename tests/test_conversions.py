@@ -5,17 +5,17 @@ table names (no code of theirs); of Optax's Muon it is the implementation itself
 Keller Jordan's five steps of Newton–Schulz.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from orscale_jax import muon, orscale
-from tests import oracle
+from orscale_jax import muon
+from tests import oracle, runs
 from tests.leaves import relative_error
 from tests.runs import run
 
@@ -24,10 +24,7 @@ SHAPES = {"up": (6, 24), "square": (10, 10), "down": (24, 6)}  # Inputs, outputs
 RATE, DECAY, MOMENTUM, STEPS = 0.02, 0.3, 0.9, 4
 
 
-def tree(seed):
-    rng = np.random.default_rng(seed)
-    draws = {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
-    return jax.tree.map(jnp.float32, draws)
+tree = functools.partial(runs.tree, shapes=SHAPES)
 
 
 def sum_of_gradients(momentum, gradient):
@@ -76,8 +73,8 @@ def theirs(name, convention):
     return weight.T
 
 
-def ours(name, rate, make=muon, **arguments):
-    optimizer = make(
+def ours(name, rate, **arguments):
+    optimizer = muon(
         rate, momentum=MOMENTUM, ns_coeffs="jordan", ns_dtype=jnp.float32, **arguments
     )
     params = {name: tree(0)[name]}
@@ -95,23 +92,20 @@ class Convention(NamedTuple):
     independent: bool = False  # W ← (1 − w)W instead of (1 − aw)W.
 
 
+OF_EMERGING = {"momentum_of": average_without_nesterov, "nesterov": False}
 CASES = {
     "torch.optim.Muon, original": Convention(average_of_gradients, jordan),
     "torch.optim.Muon, match_rms_adamw": Convention(average_of_gradients, moonlight),
     "KellerJordan/Muon": Convention(average_of_gradients, jordan, rms=None),
     "Moonlight": Convention(sum_of_gradients, moonlight),
-    "Emerging-Optimizers, spectral": Convention(
-        average_without_nesterov, spectral, rms=1.0, nesterov=False
-    ),
-    "Emerging-Optimizers, shape_scaling": Convention(
-        average_without_nesterov, jordan, rms=None, nesterov=False
-    ),
-    "Emerging-Optimizers, unit_rms_norm": Convention(
-        average_without_nesterov, unit_rms_norm, nesterov=False
-    ),
-    "Emerging-Optimizers, unit_rms_norm, independent": Convention(
-        average_without_nesterov, unit_rms_norm, nesterov=False, independent=True
-    ),
+} | {
+    f"Emerging-Optimizers, {name}": Convention(**OF_EMERGING, **arguments)
+    for name, arguments in {
+        "spectral": {"scale": spectral, "rms": 1.0},
+        "shape_scaling": {"scale": jordan, "rms": None},
+        "unit_rms_norm": {"scale": unit_rms_norm},
+        "unit_rms_norm, independent": {"scale": unit_rms_norm, "independent": True},
+    }.items()
 }
 
 
@@ -171,28 +165,6 @@ def test_optax(rms):
     assert relative_error(found, expected["up"]) < 1e-5
 
 
-@pytest.mark.extended
-def test_a_rate_for_each_shape():
-    """Scales by the shape as multipliers: one rate for all, where nothing decays."""
-    params = tree(0)
-    scales = {name: jordan(*shape) for name, shape in SHAPES.items()}
-    optimizer = muon(
-        RATE,
-        consistent_rms=None,
-        weight_decay=0.0,
-        ns_coeffs="jordan",
-        learning_rate_multipliers=scales,
-    )
-    theirs = optax.contrib.muon(RATE)
-    found, expected = (
-        jax.jit(opt.update)(tree(1), opt.init(params), params)[0]
-        for opt in (optimizer, theirs)
-    )
-    # Two float32 programs: 1.04e-5 on a processor without AVX-512.
-    for name in params:
-        assert relative_error(found[name], expected[name]) < 3e-5
-
-
 def test_independent_decay_under_a_schedule():
     """W ← (1 − w)W − ηsQ is a decay of w/η."""
     schedule = optax.linear_schedule(0.0, 0.02, STEPS)
@@ -209,12 +181,3 @@ def test_independent_decay_under_a_schedule():
         kept = 1 - DECAY if rate else 1.0
         weight = kept * weight - rate * moonlight(*SHAPES["up"]) * q
     assert relative_error(found, weight) < 1e-5
-
-
-def test_orscales_first_step_is_muons():
-    optimizers = [make(RATE, weight_decay=DECAY) for make in (muon, orscale)]
-    first, second = (
-        jax.jit(opt.update)(tree(1), opt.init(tree(0)), tree(0))[0] for opt in optimizers
-    )
-    for name in SHAPES:
-        assert relative_error(first[name], second[name]) < 1e-4

@@ -4,28 +4,26 @@ No axis is written by hand: types decide. The audit table is asserted leaf by le
 and agrees with what the optimizer does, and two steps are taken.
 """
 
+import collections
 import functools
 import types
 
 import equimo.models
 import equinox as eqx
-import flax.linen as nn
 import flaxmodels
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 from flaxmodels.gpt2.gpt2 import GPT2Block
-from flaxmodels.resnet.resnet import Bottleneck
 from haliax.nn import LayerNorm, Linear, Stacked
 from optax.contrib import MuonDimensionNumbers as Dims
 
 import orscale_jax.equinox
 import orscale_jax.haliax
 from orscale_jax import by_path, describe, orscale
-from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
-from tests.training import squares, train
+from orscale_jax.flax import linen_dimension_numbers
+from tests.runs import squares, train
 
 KEY = jax.random.key(0)
 ADAMW = ("adamw", 0, 0, 0)
@@ -69,55 +67,17 @@ def audit_and_train(params, loss, numbers, expected):
     train(params, loss, numbers)
 
 
+def layers_of(table, of=("kernel", "bias")):
+    """Matrices with biases: the name, and the matrix's two sides, or more."""
+    rows = [layer_of(name, matrix(*sides), of) for name, sides in table.items()]
+    return dict(collections.ChainMap(*rows))
+
+
 def noise(*shape):
     return jax.random.normal(jax.random.key(1), shape)
 
 
-# Flax NNX
-
-
-def attend(rngs):
-    # A bias of the keys has no gradient.
-    return nnx.MultiHeadAttention(
-        2, 8, 6, use_bias=False, decode=False, keep_rngs=False, rngs=rngs
-    )
-
-
-def train_nnx(model, run, numbers, expected):
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params):
-        return squares(run(nnx.merge(graph, params, rest, copy=True)))
-
-    audit_and_train(params, loss, numbers, expected)
-
-
-@pytest.mark.extended
-def test_nnx_attention_stacked():
-    model = nnx.vmap(attend)(nnx.Rngs(0).split(3))
-    expected = {f"{name}.kernel": matrix(8, 6, 3) for name in ("query", "key", "value")}
-    expected["out.kernel"] = matrix(6, 8, 3)
-
-    def run(model):
-        scan = nnx.scan(
-            lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-        )
-        return scan(noise(2, 5, 8), model)
-
-    train_nnx(model, run, nnx_dimension_numbers(model), expected)
-
-
-@pytest.mark.extended
-def test_nnx_lstm():
-    model = nnx.RNN(nnx.LSTMCell(3, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
-    expected = {f"cell.{name}.kernel": matrix(3, 4) for name in ("ii", "if_", "ig", "io")}
-    for gate in "ifgo":
-        expected |= layer_of(f"cell.h{gate}", matrix(4, 4))
-    numbers = nnx_dimension_numbers(model)
-    train_nnx(model, lambda model: model(noise(2, 5, 3)), numbers, expected)
-
-
-# Flax Linen
+# flaxmodels
 
 
 def train_linen(module, args, expected):
@@ -131,9 +91,6 @@ def train_linen(module, args, expected):
     audit_and_train(variables["params"], loss, numbers, expected)
 
 
-# flaxmodels
-
-
 @pytest.mark.slow
 def test_the_gpt2_block_of_flaxmodels():
     """Its whole GPT2Model needs an older JAX."""
@@ -141,30 +98,15 @@ def test_the_gpt2_block_of_flaxmodels():
         n_positions=8, n_embd=8, n_head=2, n_inner=None, activation_function="gelu",
         layer_norm_epsilon=1e-5, attn_pdrop=0.0, resid_pdrop=0.0, scale_attn_weights=True,
     )  # fmt: skip
-    expected = (
-        layer_of("GPT2SelfAttention_0.Dense_0", matrix(8, 24))
-        | layer_of("GPT2SelfAttention_0.Dense_1", matrix(8, 8))
-        | layer_of("GPT2MLP_0.Dense_0", matrix(8, 32))
-        | layer_of("GPT2MLP_0.Dense_1", matrix(32, 8))
-        | norm_of("LayerNorm_0", "LayerNorm_1")
-    )
+    expected = layers_of(
+        {
+            "GPT2SelfAttention_0.Dense_0": (8, 24),
+            "GPT2SelfAttention_0.Dense_1": (8, 8),
+            "GPT2MLP_0.Dense_0": (8, 32),
+            "GPT2MLP_0.Dense_1": (32, 8),
+        }
+    ) | norm_of("LayerNorm_0", "LayerNorm_1")
     train_linen(GPT2Block(config=config), (noise(2, 5, 8),), expected)
-
-
-@pytest.mark.slow
-def test_the_resnet_block_of_flaxmodels():
-    convolutions = [(8, 4), (36, 4), (4, 16), (8, 16)]
-    expected = {
-        f"Conv_{i}.kernel": matrix(*shape) for i, shape in enumerate(convolutions)
-    } | norm_of(*(f"BatchNorm_{i}" for i in range(4)))
-    module = Bottleneck(
-        features=4,
-        kernel_size=(3, 3),
-        downsample=True,
-        kernel_init=nn.initializers.lecun_normal(),
-        bias_init=nn.initializers.zeros,
-    )
-    train_linen(module, (noise(2, 6, 6, 8), {}), expected)
 
 
 @pytest.mark.extended
@@ -258,8 +200,7 @@ def test_equinox_layers_under_filter_vmap():
 
         return jax.lax.scan(layer, noise(5, 8), stacked)[0]
 
-    expected = layer_of("layers.0", matrix(8, 16, 3), of=WEIGHTS)
-    expected |= layer_of("layers.1", matrix(16, 8, 3), of=WEIGHTS)
+    expected = layers_of({"layers.0": (8, 16, 3), "layers.1": (16, 8, 3)}, WEIGHTS)
     numbers = orscale_jax.equinox.dimension_numbers(model)
     train_equinox(model, run, numbers, expected)
     # Without the types: the weights are refused, and then given by path.
@@ -274,17 +215,12 @@ def test_a_vision_transformer_of_equimo():
         img_size=8, in_channels=3, dim=8, patch_size=4, num_heads=2, depths=[2],
         num_classes=5, reg_tokens=2, key=KEY,
     )  # fmt: skip
-    block = (
-        layer_of("attn.qkv", matrix(8, 24), of=WEIGHTS)
-        | layer_of("attn.proj", matrix(8, 8), of=WEIGHTS)
-        | layer_of("mlp.fc1", matrix(8, 32), of=WEIGHTS)
-        | layer_of("mlp.fc2", matrix(32, 8), of=WEIGHTS)
-        | norm_of("prenorm", "norm", of=WEIGHTS)
-    )
+    sides = {"attn.qkv": (8, 24), "attn.proj": (8, 8)}
+    sides |= {"mlp.fc1": (8, 32), "mlp.fc2": (32, 8)}
+    block = layers_of(sides, WEIGHTS) | norm_of("prenorm", "norm", of=WEIGHTS)
     expected = (
         layer_of("patch_embed.proj", ADAMW, of=WEIGHTS)  # By its name
-        | {"global_pos_embed.weight": ADAMW}
-        | adamw("cls_token", "reg_tokens")
+        | adamw("global_pos_embed.weight", "cls_token", "reg_tokens")
         | under("blocks.0.blocks.0", block)
         | under("blocks.0.blocks.1", block)
         | norm_of("norm", of=WEIGHTS)
@@ -340,11 +276,10 @@ class HaliaxModel(eqx.Module):
 
 
 def haliax_model():
-    leaves = ("weight", "bias")
-    block = norm_of("norm", of=leaves)
-    block |= layer_of("mlp.layers.0", matrix(8, 16, 3), of=leaves)
-    block |= layer_of("mlp.layers.1", matrix(16, 8, 3), of=leaves)
-    expected = {"embeddings.weight": ADAMW} | layer_of("lm_head", ADAMW, of=leaves)
+    block = norm_of("norm", of=WEIGHTS) | layers_of(
+        {"mlp.layers.0": (8, 16, 3), "mlp.layers.1": (16, 8, 3)}, WEIGHTS
+    )
+    expected = {"embeddings.weight": ADAMW} | layer_of("lm_head", ADAMW, of=WEIGHTS)
     return HaliaxModel.init(KEY), expected | under("blocks.stacked", block)
 
 

@@ -1,5 +1,6 @@
 """`orscale` and `muon` against the float64 oracle and each other."""
 
+import functools
 import inspect
 import pathlib
 import re
@@ -17,9 +18,7 @@ from orscale_jax import muon, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.transforms.matrices import Matrices
 from tests import leaves, oracle
-from tests.runs import VISION, Oracles, readout, run
-
-LANGUAGE_MODEL = {}
+from tests.runs import VISION, Oracles, readout, run, tree
 
 
 def test_muon_has_the_arguments_of_orscale_without_the_ratio():
@@ -39,23 +38,18 @@ def test_every_argument_is_described():
 @pytest.mark.extended
 @pytest.mark.parametrize("scale", [0.02, 1.0])
 def test_first_step_is_muon_moonlights_with_coupled_decay(scale):
-
-    def of_some(tree):
-        names = ("tall", "experts", "query", "grouped_query", "bias", "embedding")
-        return {name: tree[name] for name in names}
-
-    def gradients(seed):
-        return of_some(leaves.random_tree(seed))
-
-    params = of_some(leaves.random_tree(0, scale))
-    arguments = {"weight_dimension_numbers": of_some(leaves.DIMENSIONS)}
-    [(found, _)] = run(orscale(1e-2, **arguments), params, 1, gradients)
-    [(expected, _)] = run(muon(1e-2, **arguments), params, 1, gradients)
-    by_hand = Oracles(params, adaptive=False)
-    by_hand.step(gradients(1), 1e-2)
+    tree, numbers = leaves.some(
+        "tall", "experts", "query", "grouped_query", "bias", "embedding"
+    )
+    found, expected = (
+        run(make(1e-2, weight_dimension_numbers=numbers), tree(0, scale), 1, tree)[0][0]
+        for make in (orscale, muon)
+    )
+    by_hand = Oracles(tree(0, scale), adaptive=False)
+    by_hand.step(tree(1), 1e-2)
     # float32 rounds otherwise where there is no AVX-512: 1.2e-6 on such a machine.
     by_hand.assert_close(found, 2e-6)
-    for name in params:
+    for name in numbers:
         assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
 
 
@@ -70,9 +64,7 @@ def test_the_scale_of_optax(nesterov, injected):
     Ours is a sum, Optax's an average without bias: with Nesterov's term, only the first
     directions are the same.
     """
-    names = ("tall", "wide", "transposed", "convolution", "query")
-    numbers = {name: leaves.DIMENSIONS[name] for name in names}
-    params = {name: leaves.random_tree(0)[name] for name in names}
+    tree, numbers = leaves.some("tall", "wide", "transposed", "convolution", "query")
     rate = optax.linear_schedule(0.02, 0.01, 4)
     theirs = optax.contrib.muon(
         rate, nesterov=nesterov, muon_weight_dimension_numbers=numbers
@@ -86,15 +78,14 @@ def test_the_scale_of_optax(nesterov, injected):
         weight_decay=0.0,
         weight_dimension_numbers=numbers,
     )
-    states = [optimizer.init(params) for optimizer in (theirs, ours)]
+    states = [optimizer.init(tree(0)) for optimizer in (theirs, ours)]
     for seed in range(1, 2 if nesterov else 4):
-        grads = {name: leaves.random_tree(seed)[name] for name in names}
         (expected, first), (found, second) = (
-            jax.jit(optimizer.update)(grads, state, params)
+            jax.jit(optimizer.update)(tree(seed), state, tree(0))
             for optimizer, state in zip((theirs, ours), states, strict=True)
         )
         states = [first, second]
-        for name in names:
+        for name in numbers:
             assert leaves.relative_error(found[name], expected[name]) < 2e-4, name
 
 
@@ -114,22 +105,14 @@ def test_the_anchor_of_full_rank_knows_the_scale(mode):
 )
 @pytest.mark.extended
 def test_the_limit_is_muon(consistent_rms):
-    def of_some(tree):
-        return {name: tree[name] for name in ("tall", "experts", "fused", "bias")}
-
-    def gradients(seed):
-        return of_some(leaves.random_tree(seed))
-
-    params = of_some(leaves.random_tree(0, 0.1))
-    arguments = {
-        "consistent_rms": consistent_rms,
-        "weight_dimension_numbers": of_some(leaves.DIMENSIONS),
-    }
-    limited = orscale(1e-2, r_min=1.0, r_max=1.0, **arguments)
-    limit = run(limited, params, 20, gradients)
-    plain = run(muon(1e-2, **arguments), params, 20, gradients)
+    tree, numbers = leaves.some("tall", "experts", "fused", "bias")
+    given = {"consistent_rms": consistent_rms, "weight_dimension_numbers": numbers}
+    limit, plain = (
+        run(make(1e-2, **given), tree(0, 0.1), 20, tree)
+        for make in (functools.partial(orscale, r_min=1.0, r_max=1.0), muon)
+    )
     for (found, _), (expected, _) in zip(limit, plain, strict=True):
-        for name in params:
+        for name in numbers:
             assert leaves.relative_error(found[name], expected[name]) < 1e-6, name
 
 
@@ -137,7 +120,7 @@ def test_the_limit_is_muon(consistent_rms):
 @pytest.mark.parametrize(
     "arguments, by_hand",
     [
-        (LANGUAGE_MODEL, {}),
+        ({}, {}),
         (VISION, {"rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}),
         ({"nesterov": False, "momentum": 0.8}, {"nesterov": False, "momentum": 0.8}),
         ({"r_min": -np.inf, "r_max": np.inf}, {"r_min": -np.inf, "r_max": np.inf}),
@@ -243,16 +226,14 @@ def test_a_mask_that_does_not_fit_is_refused(mask):
 @pytest.mark.parametrize("injected", [False, True])
 def test_one_boolean_is_no_mask_of_several_parameters(injected):
     """inject_hyperparams makes one of a function, calling it with the step count."""
-    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
-    if injected:
-        optimizer = optax.inject_hyperparams(orscale)(
-            1e-2,
-            weight_decay_mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree),
-        )
-    else:
-        optimizer = orscale(1e-2, weight_decay_mask=False)
+    make = optax.inject_hyperparams(orscale) if injected else orscale
+
+    def mask(tree):
+        return jax.tree.map(lambda p: p.ndim > 1, tree)
+
+    optimizer = make(1e-2, weight_decay_mask=mask if injected else False)
     with pytest.raises(ValueError, match=r"weight_decay_mask.*False.*static_args"):
-        optimizer.init(params)
+        optimizer.init({"w": jnp.ones((2, 3)), "b": jnp.ones(3)})
 
 
 @pytest.mark.extended
@@ -279,10 +260,9 @@ def test_the_decay_mask_of_the_matrices_on_the_model_of_the_quickstart():
 
 @pytest.mark.extended
 def test_decay_mask_and_the_fallbacks_own_hyperparameters():
-    names = ("tall", "wide", "square", "embedding", "bias")
-    params, grads = ({n: leaves.random_tree(seed)[n] for n in names} for seed in (0, 1))
-    mask = {name: name in ("tall", "embedding") for name in params}
-    zero = jax.tree.map(jnp.zeros_like, params)
+    tree, numbers = leaves.some("tall", "wide", "square", "embedding", "bias")
+    mask = {name: name in ("tall", "embedding") for name in numbers}
+    params, grads, zero = tree(0), tree(1), tree(0, 0.0)
     for given in (mask, lambda tree: mask):
         optimizer = orscale(
             0.1,
@@ -290,24 +270,19 @@ def test_decay_mask_and_the_fallbacks_own_hyperparameters():
             adam_learning_rate=0.2,
             adam_weight_decay=0.25,
             weight_decay_mask=given,
-            weight_dimension_numbers={n: leaves.DIMENSIONS[n] for n in names},
+            weight_dimension_numbers=numbers,
         )
-        state = optimizer.init(params)
         update = jax.jit(optimizer.update)
-        updates, state = update(zero, state, params)
-        np.testing.assert_allclose(
-            updates["embedding"], -0.2 * 0.25 * params["embedding"], rtol=1e-6
-        )
+        updates, state = update(zero, optimizer.init(params), params)
+        decayed = -0.2 * 0.25 * params["embedding"]
+        np.testing.assert_allclose(updates["embedding"], decayed, rtol=1e-6)
         assert not updates["bias"].any() and not updates["square"].any()
-        decayed, _ = update(grads, state, params)
-        by_hand = oracle.Matrix(params["tall"], decay=0.5)
-        by_hand.step(grads["tall"], 0.1)
-        assert (
-            leaves.relative_error(params["tall"] + decayed["tall"], by_hand.weight) < 1e-6
-        )
-        bare = oracle.Matrix(params["wide"], decay=0.0)
-        bare.step(grads["wide"], 0.1)
-        assert leaves.relative_error(params["wide"] + decayed["wide"], bare.weight) < 1e-6
+        updates, _ = update(grads, state, params)
+        for name, decay in (("tall", 0.5), ("wide", 0.0)):
+            by_hand = oracle.Matrix(params[name], decay=decay)
+            by_hand.step(grads[name], 0.1)
+            moved = params[name] + updates[name]
+            assert leaves.relative_error(moved, by_hand.weight) < 1e-6
 
 
 def test_callables_see_the_whole_tree():
@@ -315,17 +290,10 @@ def test_callables_see_the_whole_tree():
     params = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(4)}
     seen = []
 
-    def look(tree):
-        seen.append(jax.tree.map(jnp.shape, tree))
+    def giving(value):
+        return lambda tree: seen.append(jax.tree.map(jnp.shape, tree)) or value
 
-    def numbers(tree):
-        look(tree)
-        return {"w": Dims(1, 2), "b": None}
-
-    def mask(tree):
-        look(tree)
-        return {"w": True, "b": False}
-
+    numbers, mask = giving({"w": Dims(1, 2), "b": None}), giving({"w": True, "b": False})
     optimizer = orscale(1e-2, weight_dimension_numbers=numbers, weight_decay_mask=mask)
     jax.eval_shape(optimizer.update, params, optimizer.init(params), params)
     # In init, in update, and in the init that update compares the state with.
@@ -337,13 +305,9 @@ def test_callables_see_the_whole_tree():
 @pytest.mark.parametrize("platform, rounded", [("cuda", 1), ("cpu", 0), ("tpu", 0)])
 def test_gpus_keep_matrices_in_rounded_form_alone(platform, rounded):
     """A barrier between the momentum and the norms hides the wider ones from XLA."""
-    params = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32)
-        for name, shape in {"v": (8, 12), "w": (5, 7), "x": (6, 9)}.items()
-    }
+    params = tree(0, shapes={"v": (8, 12), "w": (5, 7), "x": (6, 9)})
     optimizer = orscale(1e-3)
-    state = jax.eval_shape(optimizer.init, params)
-    traced = jax.jit(optimizer.update).trace(params, state, params)
+    traced = jax.jit(optimizer.update).trace(params, optimizer.init(params), params)
     text = traced.lower(lowering_platforms=(platform,)).as_text()
     of_all = r"optimization_barrier.*tensor<8x12xbf16>.*<5x7xbf16>.*<6x9xbf16>"
     assert len(re.findall(of_all, text)) == rounded

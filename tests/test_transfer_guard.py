@@ -55,10 +55,10 @@ def after_a_step():
         grads = jax.grad(loss_fn)(params, batches[0])
         updates, state = OPTIMIZER.update(grads, state, params)
         reading = diagnostics.read(state, params, learning_rate=1e-3)
-        return params, grads, updates, state, reading, list(batches)
+        found = {"params": params, "grads": grads, "updates": updates, "state": state}
+        return found | {"reading": reading, "batches": list(batches)}
 
-    names = ("params", "grads", "updates", "state", "reading", "batches")
-    return types.SimpleNamespace(**dict(zip(names, step(jax.random.key(0)), strict=True)))
+    return types.SimpleNamespace(**step(jax.random.key(0)))
 
 
 def public_functions(module):
@@ -90,11 +90,7 @@ class Linen(nn.Module):
         return nn.Dense(4)(x)
 
 
-def haliax_linear():
-    sides = hax.Axis("in", 4), hax.Axis("out", 8)
-    return hax.nn.Linear.init(*sides, key=jax.random.key(0))
-
-
+In, Out = hax.Axis("in", 4), hax.Axis("out", 8)
 NUMBERS_OF = {  # The function, and a model of arrays.
     "linen": (orscale_jax.flax.linen_dimension_numbers, Linen),
     "nnx": (
@@ -105,7 +101,10 @@ NUMBERS_OF = {  # The function, and a model of arrays.
         orscale_jax.equinox.dimension_numbers,
         lambda: eqx.nn.Linear(4, 8, key=jax.random.key(0)),
     ),
-    "haliax": (orscale_jax.haliax.dimension_numbers, haliax_linear),
+    "haliax": (
+        orscale_jax.haliax.dimension_numbers,
+        lambda: hax.nn.Linear.init(In, Out, key=jax.random.key(0)),
+    ),
 }
 
 
@@ -129,30 +128,31 @@ STEPS = {
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", STEPS)
 def test_a_step(name, after_a_step, guard):
-    """Built, traced and compiled under the guard."""
     now, optimizer = after_a_step, STEPS[name]()
     state = jax.jit(optimizer.init)(now.params)
     updates, _ = jax.jit(optimizer.update)(now.grads, state, now.params)
     assert jax.tree.map(jnp.shape, updates) == PARAMS
 
 
-ARGUMENTS = {  # Of stages that take matrices alone.
+def of_matrices(stage):
+    return optax.masked(stage, {"a": True, "b": True, "bias": False})
+
+
+NUMBER, COUNT = jnp.float32(0.5), jnp.int32(2)
+STAGES = {  # These take matrices alone.
     "from_first_nonzero_update": [optax.identity()],
     "orthogonalize": [],
     "scale_by_calibrated_trust_ratio": [],
     "scale_by_shape": [],
 }
-
-
-def of_matrices(name):
-    stage = getattr(orscale_jax, name)(*ARGUMENTS[name])
-    return optax.masked(stage, {"a": True, "b": True, "bias": False})
-
-
-NUMBER, COUNT = jnp.float32(0.5), jnp.int32(2)
 BUILT = {  # Built and traced; the steps above are made of many of them.
     **{name: functools.partial(optimizer, 1e-3) for name, optimizer in ABLATIONS.items()},
-    **{name: functools.partial(of_matrices, name) for name in ARGUMENTS},
+    **{
+        name: lambda name=name, given=given: of_matrices(
+            getattr(orscale_jax, name)(*given)
+        )
+        for name, given in STAGES.items()
+    },
     "numbers on the device": lambda: orscale(
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),
@@ -182,27 +182,11 @@ PLACED = {k: x.update(sharding=EVERYWHERE) for k, x in SHAPES.items()}
 QUERY_KEY = orscale_jax.QueryKey("a", "b")
 
 
-def heads(params):
-    return {k: jnp.reshape(params[k], (4, 2, 16)) for k in ("a", "b")}
-
-
 def clip(params):
     optimizer = orscale_jax.qk_clip(QUERY_KEY)
-    params, logits = heads(params), jnp.array([200.0, 50.0])
-    state = optimizer.init(params)
-    return optimizer.update(params, state, params, max_logits=logits)
-
-
-def record(now, folder):
-    """What a training loop writes, from arrays on the device."""
-    loss = now.reading.weight_norm["a"]
-    history = diagnostics.History(
-        folder / "history.csv", measurements=["norm"], scalars=["loss"]
-    )
-    measured = {"norm": now.reading.weight_norm}
-    history.append(1, now.reading, measured, gained=gained(now), loss=loss)
-    with TensorBoard(folder) as writer:
-        writer.write(1, {"loss": loss})
+    params = {k: jnp.reshape(params[k], (4, 2, 16)) for k in ("a", "b")}
+    logits = jnp.array([200.0, 50.0])
+    return optimizer.update(params, optimizer.init(params), params, max_logits=logits)
 
 
 def gained(now):
@@ -251,7 +235,13 @@ def test_on_the_host(name, after_a_step, guard):
 
 
 def test_what_a_loop_writes(after_a_step, tmp_path, guard):
-    record(after_a_step, tmp_path)
+    now, loss = after_a_step, after_a_step.reading.weight_norm["a"]
+    path = tmp_path / "history.csv"
+    history = diagnostics.History(path, measurements=["norm"], scalars=["loss"])
+    measured = {"norm": now.reading.weight_norm}
+    history.append(1, now.reading, measured, gained=gained(now), loss=loss)
+    with TensorBoard(tmp_path) as writer:
+        writer.write(1, {"loss": loss})
 
 
 @pytest.mark.parametrize("module", ["", ".diagnostics", ".family"])

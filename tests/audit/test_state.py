@@ -17,7 +17,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.study import controls
 from orscale_jax import by_path, describe, family, muon, orscale
 from orscale_jax.trees.nodes import nodes_of
-from tests.small import NUMBERS, tree
+from tests.runs import NUMBERS, tree
 
 PARAMS = {
     "w": jnp.ones((4, 6)),

@@ -11,31 +11,17 @@ import pytest
 from orscale_jax import orscale
 from orscale_jax.distributed import fusion
 from orscale_jax.distributed.fusion import slices_of_stacks
-
-
-def arrays():
-    random = np.random.default_rng(0)
-    kinds = [
-        ((), jnp.float32),
-        ((3,), jnp.float32),
-        ((), jnp.int8),
-        ((3, 4), jnp.bfloat16),
-    ]
-    return [
-        jnp.asarray(random.integers(-9, 9, shape), dtype)
-        for _ in range(5)
-        for shape, dtype in kinds
-    ]
+from tests.runs import EXPLICIT, assert_same_bits, mesh_of, tree
 
 
 @pytest.mark.extended
 def test_the_same_arrays_in_order(monkeypatch):
     monkeypatch.setattr(fusion, "GPUS", ("cpu",))
     monkeypatch.setattr(fusion, "_ARRAYS", 2)
-    found = slices_of_stacks(arrays())
-    for x, same in zip(arrays(), found, strict=True):
-        assert same.dtype == x.dtype
-        np.testing.assert_array_equal(same, x)
+    random = np.random.default_rng(0)
+    kinds = ((), "float32"), ((3,), "float32"), ((), "int8"), ((3, 4), "bfloat16")
+    arrays = [jnp.asarray(random.integers(-9, 9, s), t) for s, t in kinds * 5]
+    assert_same_bits(slices_of_stacks(arrays), arrays)
     assert slices_of_stacks([]) == []
 
 
@@ -57,7 +43,12 @@ def test_a_stack_holds_no_more_than_a_kernel_concatenates():
         ([jnp.ones((2, 2))] * 3, "cpu"),
         ([jnp.ones((2, 2))] * 3, "tpu"),
     ],
-    ids=["large", "of different shapes", "on a CPU", "on a TPU"],
+    ids=[
+        "large",
+        "of different shapes",
+        "on a CPU",
+        "on a TPU",
+    ],
 )
 def test_what_is_left_alone(arrays, platform):
     text = program(slices_of_stacks, arrays, platform=platform)
@@ -66,19 +57,15 @@ def test_what_is_left_alone(arrays, platform):
 
 
 def test_what_is_on_a_mesh_is_left_alone():
-    with jax.set_mesh(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Explicit,))):
+    with jax.set_mesh(mesh_of({"data": 1}, EXPLICIT)):
         text = program(slices_of_stacks, [jnp.ones((2, 2))] * 3)
     assert "concatenate" not in text
 
 
 def trees():
-    random = np.random.default_rng(1)
     shapes = {f"w{i}": (4, 6) for i in range(3)} | {f"b{i}": (5,) for i in range(3)}
     shapes["large"] = (130, 140)
-    return [
-        {k: jnp.asarray(random.normal(size=s), jnp.float32) for k, s in shapes.items()}
-        for _ in range(2)
-    ]
+    return [tree(seed, shapes=shapes) for seed in (0, 1)]
 
 
 def test_a_large_matrix_has_no_stack_and_small_ones_do():
@@ -96,7 +83,6 @@ def test_a_large_matrix_has_no_stack_and_small_ones_do():
 @pytest.mark.extended
 @pytest.mark.parametrize("calibrate", [True, False])
 def test_updates_can_be_mapped_and_differentiated(calibrate, monkeypatch):
-    """vmap and grad of a step see through the stacks."""
     monkeypatch.setattr(fusion, "GPUS", ("cpu",))
     params, grads = trees()
 

@@ -9,14 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from orscale_jax import muon, orscale, state_shardings
 from orscale_jax.transforms import momentum as int8_blocks
-from tests.runs import readout
-
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
+from tests import runs
+from tests.runs import (
+    AUTO,
+    EXPLICIT,
+    assert_close,
+    assert_same_bits,
+    mesh_of,
+    numbers_of,
+    placed,
+    readout,
+)
 
 # Shape, sizes of the mesh, sharding, axis of the blocks, sharding of the scales, and the
 # entries in a piece of a block, of which the largest is sent; 0: nothing is.
@@ -45,10 +52,6 @@ def decode(codes, scales):
     return int8_blocks.decode(codes, scales, jnp.float32)
 
 
-def mesh_of(sizes, kind):
-    return jax.make_mesh(sizes, ("a", "b")[: len(sizes)], axis_types=(kind,) * len(sizes))
-
-
 def sent(fn, *args):
     """Entries in the largest result of a collective in the compiled program."""
     text = fn.lower(*args).compile().as_text()
@@ -70,34 +73,27 @@ def test_codes_and_scales_are_those_of_one_device(case):
     wanted = encode(jnp.asarray(x), axis)
     back = decode(*wanted)
     for kind in (EXPLICIT, AUTO):
-        mesh = mesh_of(sizes, kind)
+        mesh = mesh_of(dict(zip("ab", sizes, strict=False)), kind)
         with jax.set_mesh(mesh):
-            placed = jax.device_put(x, NamedSharding(mesh, spec))
-            codes, scales = encode(placed, axis)
+            on_it = jax.device_put(x, NamedSharding(mesh, spec))
+            codes, scales = encode(on_it, axis)
             found = decode(codes, scales)
-        np.testing.assert_array_equal(codes, wanted[0])
-        np.testing.assert_array_equal(np.asarray(scales), np.asarray(wanted[1]))
-        np.testing.assert_array_equal(found, back)
+        assert_same_bits((codes, scales, found), (*wanted, back))
         if kind == EXPLICIT:
             for array, place in ((found, spec), (codes, spec), (scales, of_scales)):
                 wanted_place = NamedSharding(mesh, place)
                 assert array.sharding.is_equivalent_to(wanted_place, x.ndim)
             with jax.set_mesh(mesh):
-                largest = max(sent(encode, placed, axis), sent(decode, codes, scales))
+                largest = max(sent(encode, on_it, axis), sent(decode, codes, scales))
             assert largest * piece <= x.size and (largest == 0) == (piece == 0)
 
 
 SHAPES = {"cut": (64, 24), "down": (24, 64), "stack": (2, 64, 16), "bias": (8,)}
 SPECS = {"cut": P("a"), "down": P(None, "a"), "stack": P(None, "a"), "bias": P()}
-NUMBERS = {
-    name: Dims(len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None
-    for name, shape in SHAPES.items()
-}
+NUMBERS = numbers_of(SHAPES)
 
 
-def tree(seed):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+tree = functools.partial(runs.tree, shapes=SHAPES)
 
 
 @pytest.mark.quick_first_case
@@ -106,9 +102,7 @@ def tree(seed):
 def test_steps_are_those_of_one_device(build, kind):
     """Also with the state sharded and the parameters whole (ZeRO-1)."""
     optimizer = build(0.02, mu_dtype="int8", weight_dimension_numbers=NUMBERS)
-    mesh = mesh_of((8,), kind)
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    whole = NamedSharding(mesh, P())
+    mesh = mesh_of({"a": 8}, kind)
 
     def stepped(params, grads, state, out=None):
         update = jax.jit(optimizer.update, out_shardings=out)
@@ -117,30 +111,22 @@ def test_steps_are_those_of_one_device(build, kind):
         return updates, state
 
     alone = stepped(tree(0), (tree(1), tree(2)), optimizer.init(tree(0)))
-    sharded = jax.device_put(tree(0), shardings)
+    sharded = placed(tree(0), mesh, SPECS)
     of_state = state_shardings(optimizer, sharded)
-    scales = optax.tree.get_all_with_path(of_state, "trace_scale")[0][1]
-    assert tuple(scales["cut"].spec) == (None, "a")
-    places = [(shardings, "sharded")] + [(whole, "ZeRO-1")] * (kind == AUTO)
-    for where, name in places:
-        params, *grads = (jax.device_put(tree(seed), where) for seed in range(3))
+    assert tuple(readout(of_state, "trace_scale")["cut"].spec) == (None, "a")
+    for specs in [SPECS] + [dict.fromkeys(SPECS, P())] * (kind == AUTO):
+        params, *grads = (placed(tree(seed), mesh, specs) for seed in range(3))
+        where = jax.tree.map(lambda x: x.sharding, params)
         with jax.set_mesh(mesh):
             state = jax.jit(optimizer.init, out_shardings=of_state)(sharded)
             out = None if kind == EXPLICIT else (where, of_state)
             updates, after = stepped(params, grads, state, out)
-        for x, y in zip(jax.tree.leaves(updates), jax.tree.leaves(alone[0]), strict=True):
-            np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5, err_msg=name)
-        for field, leaf in after_and(after, alone[1], "trace"):
-            assert np.abs(np.asarray(field, int) - np.asarray(leaf, int)).max() <= 1
-        for field, leaf in after_and(after, alone[1], "trace_scale"):
-            np.testing.assert_allclose(
-                np.asarray(field, "f4"), np.asarray(leaf, "f4"), rtol=2.0**-7
-            )
-        assert readout(after, "trace")["cut"].sharding.is_equivalent_to(
-            shardings["cut"], 2
+        assert_close(updates, alone[0])
+        codes, scales = (
+            [readout(s, field) for s in (after, alone[1])]
+            for field in ("trace", "trace_scale")
         )
-
-
-def after_and(state, alone, field):
-    pair = (readout(tree, field) for tree in (state, alone))
-    return zip(*map(jax.tree.leaves, pair), strict=True)
+        assert_close(*(optax.tree.cast(x, jnp.int32) for x in codes), rtol=0, atol=1)
+        assert_close(*(optax.tree.cast(x, jnp.float32) for x in scales), 2.0**-7, 0)
+        kept, wanted = (tree["cut"].sharding for tree in (codes[0], sharded))
+        assert kept.is_equivalent_to(wanted, 2)

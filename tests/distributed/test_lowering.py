@@ -9,37 +9,22 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import InconclusiveDimensionOperation
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from examples.study import controls
-from orscale_jax import (
-    muon,
-    orscale,
-    orthogonalize,
-    polar_factor,
-)
-from tests.runs import RELATIVES
+from orscale_jax import muon, orscale, orthogonalize, polar_factor
+from tests.runs import AUTO, EXPLICIT, RELATIVES, assert_close, mesh_of, placed, tree
 
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 SHAPES = {"up": (8, 16), "down": (16, 8), "layers": (2, 8, 16), "bias": (8,)}
 NUMBERS = {"up": Dims(0, 1), "down": Dims(0, 1), "layers": Dims(1, 2), "bias": None}
+MESH = {"fsdp": 4, "tensor": 2}
 SPECS = {"up": P("fsdp"), "down": P(None, "fsdp"), "layers": P(), "bias": P()}
 
 
-def random_tree(seed):
-    rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=s).astype(np.float32) for k, s in SHAPES.items()}
-
-
-def mesh_of(kind):
-    return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
-
-
-def placed(mesh, seed):
-    where = {k: NamedSharding(mesh, spec) for k, spec in SPECS.items()}
-    return jax.device_put(random_tree(seed), where)
+random_tree = functools.partial(tree, shapes=SHAPES)
 
 
 def step_on_leaves(optimizer, structure):
@@ -55,17 +40,11 @@ def step_on_leaves(optimizer, structure):
 
 
 def step_and_leaves(optimizer, mesh=None):
-    params, grads = (
-        random_tree(seed) if mesh is None else placed(mesh, seed) for seed in (0, 1)
-    )
+    params, grads = (random_tree(seed) for seed in (0, 1))
+    if mesh is not None:
+        params, grads = (placed(values, mesh, SPECS) for values in (params, grads))
     leaves, structure = jax.tree.flatten((params, optimizer.init(params), grads))
     return step_on_leaves(optimizer, structure), leaves
-
-
-def through_a_file(exported, folder):
-    path = folder / "step"
-    path.write_bytes(exported.serialize())
-    return jax.export.deserialize(bytearray(path.read_bytes()))
 
 
 @functools.cache
@@ -74,38 +53,26 @@ def expected():
     return step(*leaves)
 
 
-def assert_close(found, wanted):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted
-    )
+extended = pytest.mark.extended
+EVERYWHERE = ["one device"] + [
+    pytest.param(where, marks=extended)
+    for where in ("Auto", "param_shardings", "Explicit")
+]
+ONE_EACH = [pytest.param((name,), marks=extended) for name in PLATFORMS]
 
 
-@pytest.mark.parametrize(
-    "platforms",
-    [
-        PLATFORMS,
-        *(pytest.param((name,), marks=pytest.mark.extended) for name in PLATFORMS),
-    ],
-    ids="+".join,
-)
-@pytest.mark.parametrize(
-    "where",
-    [
-        "one device",
-        *(
-            pytest.param(where, marks=pytest.mark.extended)
-            for where in ("Auto", "param_shardings", "Explicit")
-        ),
-    ],
-)
+@pytest.mark.parametrize("platforms", [PLATFORMS, *ONE_EACH], ids="+".join)
+@pytest.mark.parametrize("where", EVERYWHERE)
 def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
-    kind = AxisType.Explicit if where == "Explicit" else AxisType.Auto
-    mesh = None if where == "one device" else mesh_of(kind)
+    kind = EXPLICIT if where == "Explicit" else AUTO
+    mesh = None if where == "one device" else mesh_of(MESH, kind)
     shardings = SPECS if where == "param_shardings" else None
     optimizer = orscale(0.02, weight_dimension_numbers=NUMBERS, param_shardings=shardings)
     step, leaves = step_and_leaves(optimizer, mesh)
     exported = jax.export.export(step, platforms=platforms)(*leaves)
-    loaded = through_a_file(exported, tmp_path)
+    path = tmp_path / "step"
+    path.write_bytes(exported.serialize())
+    loaded = jax.export.deserialize(bytearray(path.read_bytes()))
     assert loaded.platforms == platforms
     if "cpu" in platforms:
         assert_close(jax.jit(loaded.call)(*leaves), expected())
@@ -123,16 +90,9 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_optimizers_are_exported(name):
     optimizer = OTHERS[name](0.02, weight_dimension_numbers=NUMBERS)
-    step, leaves = step_and_leaves(optimizer, mesh_of(AxisType.Auto))
+    step, leaves = step_and_leaves(optimizer, mesh_of(MESH))
     exported = jax.export.export(step, platforms=PLATFORMS)(*leaves)
     assert exported.platforms == PLATFORMS
-
-
-@pytest.mark.extended
-def test_polar_factor_is_exported():
-    x = random_tree(0)["layers"]
-    exported = jax.export.export(jax.jit(polar_factor), platforms=PLATFORMS)(x)
-    np.testing.assert_allclose(exported.call(x), polar_factor(x), atol=1e-6)
 
 
 def test_exported_programs_of_gpus_lack_the_constraints_of_layouts_alone():
@@ -149,7 +109,7 @@ def test_exported_programs_of_gpus_lack_the_constraints_of_layouts_alone():
 @pytest.mark.compiled
 def test_an_exported_step_on_auto_axes_iterates_without_communication():
     """The partitioner spreads the matrices, as it does on TPUs."""
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of(MESH)
     sharding = NamedSharding(mesh, P("fsdp", "tensor"))
     grads = {f"w{i}": random_tree(i)["up"] for i in range(8)}
     update = jax.jit(lambda grads: orthogonalize().update(grads, ())[0])
@@ -185,7 +145,7 @@ def test_symbolic_shapes():
 
 def test_a_mesh_without_devices():
     """AbstractMesh: programs for more devices than there are, exported or lowered."""
-    mesh = AbstractMesh((64,), ("fsdp",), (AxisType.Auto,))
+    mesh = AbstractMesh((64,), ("fsdp",), (AUTO,))
     sharding = NamedSharding(mesh, P("fsdp"))
     x = jax.ShapeDtypeStruct((64, 128), jnp.float32, sharding=sharding)
     update = jax.jit(lambda x: orthogonalize().update(x, ())[0])

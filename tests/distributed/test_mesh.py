@@ -8,13 +8,24 @@ import numpy as np
 import optax
 import pytest
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
 from orscale_jax.distributed.platforms import AUTO_TPU
+from tests import runs
 from tests.platforms import orthogonalize_as
+from tests.runs import (
+    AUTO,
+    EXPLICIT,
+    assert_close,
+    first_update,
+    mesh_of,
+    numbers_of,
+    placed,
+    tree,
+)
 
 # Eight of a shape and its transpose, fewer than devices, experts, and what takes AdamW.
 SHAPES = {
@@ -24,21 +35,15 @@ SHAPES = {
     "experts": (8, 32, 16),
     "bias": (16,),
 }
-NUMBERS = {
-    name: Dims(len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None
-    for name, shape in SHAPES.items()
-}
+NUMBERS = numbers_of(SHAPES)
+rng_tree = functools.partial(tree, shapes=SHAPES)
+step_of = functools.partial(runs.step_of, donate_argnums=(0, 1))
 
 
-def is_shape(node):
-    return isinstance(node, tuple)
-
-
-def rng_tree(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(size=shape).astype(np.float32) for name, shape in SHAPES.items()
-    }
+def on(mesh, spec):
+    """The shardings of the tree: of vectors, everywhere."""
+    specs = {name: spec(len(s)) if len(s) > 1 else P() for name, s in SHAPES.items()}
+    return {name: NamedSharding(mesh, of) for name, of in specs.items()}
 
 
 def on_the_rows(*axes):
@@ -67,27 +72,6 @@ LAYOUTS = {  # The mesh, and the spec of a leaf of matrices by its rank.
 }
 
 
-def make_mesh(sizes, *kinds):
-    kinds = kinds if len(kinds) == len(sizes) else kinds * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
-
-
-def shardings(mesh, spec):
-    return {
-        name: NamedSharding(mesh, spec(len(shape)) if len(shape) > 1 else P())
-        for name, shape in SHAPES.items()
-    }
-
-
-def step_of(optimizer, **jit):
-    @functools.partial(jax.jit, donate_argnums=(0, 1), **jit)
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 OPTIMIZER = orscale(0.02, weight_dimension_numbers=NUMBERS)
 
 
@@ -98,12 +82,6 @@ def expected(steps=2):
     for seed in range(1, steps + 1):
         params, state = step(params, state, rng_tree(seed))
     return jax.tree.map(np.asarray, (params, state))
-
-
-def assert_close(found, wanted):
-    jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), found, wanted
-    )
 
 
 @functools.cache
@@ -120,7 +98,7 @@ SLOW = {"columns", "rows", "rows, copies", "rows over both", "experts × rows"}
 
 @pytest.mark.quick_first_case
 @pytest.mark.compiled
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -130,8 +108,8 @@ SLOW = {"columns", "rows", "rows, copies", "rows over both", "experts × rows"}
 )
 def test_a_step_is_that_of_one_device(layout, kind):
     sizes, spec = LAYOUTS[layout]
-    mesh = make_mesh(sizes, kind)
-    where = shardings(mesh, spec)
+    mesh = mesh_of(sizes, kind)
+    where = on(mesh, spec)
     params = jax.device_put(rng_tree(0), where)
     of_state = state_shardings(OPTIMIZER, params)
     with jax.set_mesh(mesh):
@@ -159,68 +137,24 @@ def test_a_step_is_that_of_one_device(layout, kind):
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_float64_that_a_context_enables(enable_x64, kind):
     """On Auto axes XLA calls back on a thread outside of the context."""
-    mesh = make_mesh({"data": 8}, kind)
-    params, grads = (
-        {name: rng_tree(seed)[name].astype(np.float64) for name in ("up0", "experts")}
-        for seed in (0, 1)
-    )
-    numbers = {name: NUMBERS[name] for name in params}
+    mesh = mesh_of({"data": 8}, kind)
+    shapes = {name: SHAPES[name] for name in ("up0", "experts")}
+    params, grads = (tree(seed, np.float64, shapes) for seed in (0, 1))
+    numbers = numbers_of(shapes)
     optimizer = orscale(0.02, ns_dtype=jnp.float64, weight_dimension_numbers=numbers)
     alone, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-    where = {name: NamedSharding(mesh, P("data")) for name in params}
-    params, grads = jax.device_put((params, grads), (where, where))
+    params, grads = (placed(values, mesh, P("data")) for values in (params, grads))
     with jax.set_mesh(mesh):
-        state = jax.jit(optimizer.init)(params)
-        found, _ = jax.jit(optimizer.update)(grads, state, params)
-    for name, update in found.items():
-        assert update.dtype == np.float64
-        np.testing.assert_allclose(update, alone[name], rtol=1e-10, atol=1e-14)
+        found, _, _ = first_update(optimizer, params, grads)
+    assert {update.dtype for update in found.values()} == {np.dtype(np.float64)}
+    assert_close(found, alone, rtol=1e-10, atol=1e-14)
 
 
 def odd_flops():
     return 5 * 3 * 2 * 24**3
-
-
-def exchanged(layout, kind):
-    """The cost of the stage alone, with its collectives."""
-    sizes, spec = LAYOUTS[layout]
-    mesh = make_mesh(sizes, kind)
-    grads, where, numbers = (
-        {name: x for name, x in tree.items() if name != "bias"}
-        for tree in (rng_tree(0), shardings(mesh, spec), NUMBERS)
-    )
-    grads = jax.device_put(grads, where)
-    stage = orthogonalize(weight_dimension_numbers=numbers)
-    with jax.set_mesh(mesh):
-        lowered = jax.jit(lambda g: stage.update(g, ())[0]).lower(grads)
-    return hlo_cost.of(lowered.compile().as_text())
-
-
-@pytest.mark.extended
-@pytest.mark.compiled
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize(
-    "layout, matrices",
-    [
-        # Out and back: a shape and its transpose apart, the odd ones, the experts.
-        ("rows", 2 * (2 * 16 * 32 + 24 * 24 + 16 * 32)),
-        pytest.param(
-            "columns", 2 * (2 * 16 * 32 + 24 * 24 + 16 * 32), marks=pytest.mark.slow
-        ),
-        # Only back: eight of a shape together.
-        ("replicated", 8 * (2 * 16 * 32 + 24 * 24 + 16 * 32)),
-        # The experts stay where they are.
-        ("experts", 2 * (2 * 16 * 32 + 24 * 24)),
-    ],
-)
-def test_bytes_exchanged(layout, matrices, kind):
-    """Each device receives and returns the matrices that it owns, once each."""
-    cost = exchanged(layout, kind)
-    assert cost.collective_bytes == matrices * 4
-    assert cost.looped_bytes == 0
 
 
 @pytest.mark.compiled
@@ -228,11 +162,10 @@ def test_bytes_exchanged(layout, matrices, kind):
     "ns_dtype, platform, sent", [(jnp.bfloat16, "cpu", "xbf16>"), (None, "cuda", "xf16>")]
 )
 def test_two_bytes_travel(ns_dtype, platform, sent):
-    mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
+    mesh = mesh_of({"fsdp": 8}, EXPLICIT)
+    where = NamedSharding(mesh, P("fsdp"))
     grads = {
-        f"w{i}": jax.ShapeDtypeStruct(
-            (16, 32), jnp.float32, sharding=NamedSharding(mesh, P("fsdp"))
-        )
+        f"w{i}": jax.ShapeDtypeStruct((16, 32), jnp.float32, sharding=where)
         for i in range(8)
     }
     stage = orthogonalize(ns_dtype=ns_dtype)
@@ -244,24 +177,9 @@ def test_two_bytes_travel(ns_dtype, platform, sent):
 
 
 @pytest.mark.extended
-def test_mixed_axes():
-    """One axis Auto, one Explicit: what types say of the latter is kept."""
-    mesh = make_mesh({"fsdp": 4, "tensor": 2}, AxisType.Auto, AxisType.Explicit)
-    where = shardings(mesh, LAYOUTS["rows × columns"][1])
-    params, grads = (jax.device_put(rng_tree(seed), where) for seed in (0, 1))
-    with jax.set_mesh(mesh):
-        state = jax.jit(OPTIMIZER.init)(params)
-        after, _ = jax.jit(OPTIMIZER.update)(grads, state, params)
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, grads)
-    alone, _ = OPTIMIZER.update(rng_tree(1), OPTIMIZER.init(rng_tree(0)), rng_tree(0))
-    assert_close(after, alone)
-
-
-@pytest.mark.extended
 @pytest.mark.compiled
 @pytest.mark.parametrize("layout", ["rows × columns", "rows", "replicated"])
 def test_as_on_tpus_on_auto_axes(layout):
-    """The partitioner spreads stacks over the mesh where shardings are unknown."""
     single = [name for name, shape in SHAPES.items() if len(shape) == 2]
     grads = {name: rng_tree(1)[name] for name in single}
     wanted, _ = orthogonalize().update(grads, ())
@@ -270,8 +188,7 @@ def test_as_on_tpus_on_auto_axes(layout):
 
     stage = orthogonalize_as(AUTO_TPU)
     sizes, spec = LAYOUTS[layout]
-    mesh = make_mesh(sizes, AxisType.Auto)
-    where = {name: s for name, s in shardings(mesh, spec).items() if name in single}
+    where = {name: on(mesh_of(sizes), spec)[name] for name in single}
     sharded = jax.device_put(grads, where)
     update = jax.jit(lambda g: stage.update(g, ())[0], out_shardings=where)
     program = update.lower(sharded).compile()
@@ -285,21 +202,14 @@ def test_as_on_tpus_on_auto_axes(layout):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)])
 def test_state_sharded_and_parameters_copied(kind):
     """ZeRO-1: parameters and gradients on every device, the state over all of them."""
-    mesh = make_mesh({"data": 8}, kind)
-    copied = jax.tree.map(lambda _: NamedSharding(mesh, P()), SHAPES, is_leaf=is_shape)
-    zero = shardings(mesh, lambda rank: P(*[None] * (rank - 2), "data"))
+    mesh = mesh_of({"data": 8}, kind)
+    copied = on(mesh, lambda rank: P())
+    zero = on(mesh, lambda rank: P(*[None] * (rank - 2), "data"))
     params = jax.device_put(rng_tree(0), copied)
-    owned = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        params,
-        zero,
-    )
-    of_state = state_shardings(OPTIMIZER, owned)
+    of_state = state_shardings(OPTIMIZER, jax.device_put(rng_tree(0), zero))
     step = step_of(OPTIMIZER, out_shardings=(copied, of_state))
     with jax.set_mesh(mesh):
         state = jax.jit(OPTIMIZER.init, out_shardings=of_state)(params)
@@ -323,7 +233,7 @@ def test_layers_sharded_where_the_state_is_not_and_the_reverse(
     of_params, of_grads, of_state
 ):
     """The small arrays of the state are not where the matrices are."""
-    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    mesh = mesh_of({"data": 8}, EXPLICIT)
     optimizer = orscale(0.02, weight_dimension_numbers=Dims(1, 2))
     weight, grad = (rng_tree(seed)["experts"] for seed in (0, 1))
     expected = optimizer.update(grad, optimizer.init(weight), weight)
@@ -342,15 +252,14 @@ def test_layers_sharded_where_the_state_is_not_and_the_reverse(
 @pytest.mark.extended
 def test_blocks_of_a_single_column():
     """The flags of blocks that have started have the leaf's shape, but no sharding."""
-    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    mesh = mesh_of({"data": 8}, EXPLICIT)
     numbers = BlockDimensionNumbers(0, 1, block_axis=0, blocks=(3, 5))
     optimizer = orscale(0.02, weight_dimension_numbers=numbers)
     weight, grad = (rng_tree(seed)["up0"][:8, :1] for seed in (0, 1))
     expected, _ = optimizer.update(grad, optimizer.init(weight), weight)
-    params, grads = jax.device_put((weight, grad), NamedSharding(mesh, P("data")))
+    where = NamedSharding(mesh, P("data"))
     with jax.set_mesh(mesh):
-        state = jax.jit(optimizer.init)(params)
-        found, _ = jax.jit(optimizer.update)(grads, state, params)
+        found, _, _ = first_update(optimizer, *jax.device_put((weight, grad), where))
     assert_close(found, expected)
 
 
@@ -367,29 +276,24 @@ def equations(jaxpr, name):
 @pytest.mark.parametrize("grads_are", ["copied", "sharded"])
 def test_only_narrow_arrays_are_gathered_for_copied_parameters(grads_are):
     """ZeRO-1 and 2: Q in ns_dtype is gathered, and no update, though W is replicated."""
-    mesh = make_mesh({"data": 8}, AxisType.Explicit)
+    mesh = mesh_of({"data": 8}, EXPLICIT)
     shapes = {"a": (16, 24), "b": (16, 24), "layers": (8, 4, 6), "bias": (24,)}
 
-    def tree(axis):
-        specs = {name: P(*[None] * (len(s) - 1), axis) for name, s in shapes.items()}
-        specs["layers"] = P(axis)
-        return {
-            name: jax.ShapeDtypeStruct(
-                shape, jnp.float32, sharding=NamedSharding(mesh, specs[name])
-            )
-            for name, shape in shapes.items()
-        }
+    def typed(x, where):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
 
-    numbers = {name: Dims(-2, -1) if len(s) > 1 else None for name, s in shapes.items()}
+    def abstract(axis):
+        specs = {name: P(*[None] * (len(s) - 1), axis) for name, s in shapes.items()}
+        specs = specs | {"layers": P(axis)}
+        where = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
+        return {k: typed(x, where[k]) for k, x in tree(0, shapes=shapes).items()}
+
+    numbers = numbers_of(shapes)
     optimizer = orscale(1e-3, ns_dtype=jnp.bfloat16, weight_dimension_numbers=numbers)
-    params = tree(None)
-    grads = params if grads_are == "copied" else tree("data")
-    of_state = state_shardings(optimizer, tree("data"))
-    state = jax.tree.map(
-        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        jax.eval_shape(optimizer.init, params),
-        of_state,
-    )
+    params = abstract(None)
+    grads = params if grads_are == "copied" else abstract("data")
+    of_state = state_shardings(optimizer, abstract("data"))
+    state = jax.tree.map(typed, jax.eval_shape(optimizer.init, params), of_state)
     with jax.set_mesh(mesh):
         traced = jax.jit(optimizer.update).trace(grads, state, params)
     moved = [equation.invars[0].aval for equation in equations(traced.jaxpr, "reshard")]
@@ -406,8 +310,8 @@ def test_only_narrow_arrays_are_gathered_for_copied_parameters(grads_are):
 @pytest.mark.compiled
 def test_auto_axes_made_explicit_for_the_optimizer():
     """The recipe of docs/sharding.md for TPUs."""
-    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
-    where = shardings(mesh, on_the_rows("fsdp"))
+    mesh = mesh_of({"fsdp": 8}, AUTO)
+    where = on(mesh, on_the_rows("fsdp"))
     params, grads = (jax.device_put(rng_tree(seed), where) for seed in (0, 1))
     of_state = state_shardings(OPTIMIZER, params)
     specs = jax.tree.map(lambda sharding: sharding.spec, (where, of_state, where))
@@ -421,59 +325,48 @@ def test_auto_axes_made_explicit_for_the_optimizer():
     assert_close(found, alone)
 
 
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.extended
-def test_traced_steps_and_coefficients(kind):
-    """Steps and coefficients as inject_hyperparams passes them."""
-    mesh = make_mesh({"fsdp": 8}, kind)
-    grads = {"w": jax.device_put(rng_tree(1)["up0"], NamedSharding(mesh, P("fsdp")))}
+# Sizes of the mesh, the sharding, the arrays, and the arguments of the stage.
+STAGES = {
+    "aol_scales_the_rows_of_squares": (
+        *({"fsdp": 8}, P(None, "fsdp"), {"w": SHAPES["odd0"]}),
+        {"ns_preconditioning": "aol"},
+    ),
+    # Four devices share each matrix, whose columns this axis divides in name only.
+    "an_axis_of_one_device": (
+        *({"data": 8, "tensor": 1}, P(None, "tensor")),
+        *({"up": (8, 16), "small": (4, 4)}, {}),
+    ),
+    "arrays_without_entries": (
+        *({"fsdp": 8}, P(None, "fsdp")),
+        {"none": (0, 16, 8), "narrow": (1, 16, 0), "w": (1, 16, 8)},
+        {"weight_dimension_numbers": Dims(1, 2)},
+    ),
+    "without_jit": ({"fsdp": 8}, P("fsdp"), {"w": SHAPES["up0"]}, {}),
+}
 
-    def update(grads, steps, coeffs):
-        stage = orthogonalize(ns_steps=steps, ns_coeffs=coeffs)
-        return stage.update(grads, ())[0]["w"]
 
-    coeffs = jnp.array([3.4445, -4.7750, 2.0315])
-    with jax.set_mesh(mesh):
-        found = jax.jit(update)(grads, 3, coeffs)
-    wanted, _ = orthogonalize(ns_steps=3, ns_coeffs="jordan").update(
-        {"w": rng_tree(1)["up0"]}, ()
+@pytest.mark.parametrize(
+    "kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.extended)]
+)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(n, marks=[pytest.mark.extended] if "out" in n else []) for n in STAGES],
+)
+def test_the_stage_alone(case, kind):
+    sizes, spec, shapes, arguments = STAGES[case]
+    mesh, stage = mesh_of(sizes, kind), orthogonalize(**arguments)
+    wrap = (lambda f: f) if case == "without_jit" else jax.jit
+    found = wrap(lambda g: stage.update(g, ())[0])(
+        placed(tree(1, shapes=shapes), mesh, spec)
     )
-    np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
-
-
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_aol_scales_the_rows_of_squares_that_are_sharded_by_columns(kind):
-    mesh = make_mesh({"fsdp": 8}, kind)
-    square = rng_tree(1)["odd0"]
-    stage = orthogonalize(ns_preconditioning="aol")
-    wanted, _ = stage.update(square, ())
-    sharded = jax.device_put(square, NamedSharding(mesh, P(None, "fsdp")))
-    found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)
-    assert_close(found, wanted)
-
-
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.extended
-def test_arrays_without_entries(kind):
-    mesh = make_mesh({"fsdp": 8}, kind)
-    shapes = {"none": (0, 16, 8), "narrow": (1, 16, 0), "w": (1, 16, 8)}
-    on = NamedSharding(mesh, P(None, "fsdp"))
-    grads = {k: jax.device_put(jnp.ones(s), on) for k, s in shapes.items()}
-    stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda g: stage.update(g, ())[0])(grads)
-    assert {k: x.shape for k, x in found.items()} == shapes
-    np.testing.assert_allclose(np.linalg.norm(found["w"][0], 2), 0.904, atol=1e-3)
+    assert_close(found, stage.update(tree(1, shapes=shapes), ())[0])
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_mapped_over_a_population(kind):
     """Also where only some arrays, or only the number of steps, are mapped."""
-    mesh = make_mesh({"fsdp": 8}, kind)
+    mesh = mesh_of({"fsdp": 8}, kind)
     on = NamedSharding(mesh, P(None, "fsdp"))
     grads = np.stack([rng_tree(seed)["up0"] for seed in range(3)])
     sharded = jax.device_put(grads, on)
@@ -494,22 +387,10 @@ def test_mapped_over_a_population(kind):
     np.testing.assert_allclose(steps["w"], wanted, atol=1e-5)
 
 
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_an_axis_of_one_device(kind):
-    """Four devices share each matrix, whose columns this axis divides in name only."""
-    mesh = make_mesh({"data": 8, "tensor": 1}, kind)
-    grads = {"up": rng_tree(1)["up0"][:8, :16], "small": rng_tree(1)["up1"][:4, :4]}
-    wanted, _ = orthogonalize().update(grads, ())
-    sharded = jax.device_put(grads, NamedSharding(mesh, P(None, "tensor")))
-    found = jax.jit(lambda g: orthogonalize().update(g, ())[0])(sharded)
-    assert_close(found, wanted)
-
-
 @pytest.mark.extended
 def test_gradients_sharded_like_their_activations():
     """A mesh axis of four devices: two shards of the heads, two of their columns."""
-    mesh = make_mesh({"fsdp": 2, "tensor": 4}, AxisType.Auto)
+    mesh = mesh_of({"fsdp": 2, "tensor": 4}, AUTO)
     rng = np.random.default_rng(0)
     kernel, x = (rng.normal(size=s).astype(np.float32) for s in ((16, 2, 32), (32, 16)))
     optimizer = orscale(0.02, weight_dimension_numbers=Dims(0, 2))
@@ -527,9 +408,9 @@ def test_gradients_sharded_like_their_activations():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_differentiated(kind):
-    mesh = make_mesh({"fsdp": 8}, kind)
+    mesh = mesh_of({"fsdp": 8}, kind)
     x, direction = rng_tree(1)["up0"], rng_tree(2)["up0"]
 
     def loss(x):
@@ -546,7 +427,7 @@ def test_differentiated(kind):
 @pytest.mark.compiled
 def test_programs_for_other_coefficients_are_told_apart():
     """A persistent cache has only the text as key, not the partitioner's callback."""
-    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    mesh = mesh_of({"fsdp": 8}, AUTO)
     grads = {"w": jax.device_put(rng_tree(1)["up0"], NamedSharding(mesh, P("fsdp")))}
 
     def constants(**arguments):
@@ -562,7 +443,7 @@ def test_programs_for_other_coefficients_are_told_apart():
 @pytest.mark.extended
 @pytest.mark.compiled
 def test_the_mesh_argument():
-    mesh = make_mesh({"fsdp": 8}, AxisType.Auto)
+    mesh = mesh_of({"fsdp": 8}, AUTO)
     where = NamedSharding(mesh, P("fsdp"))
     grads = {f"w{i}": rng_tree(1)["up0"] for i in range(8)}
     stage = orthogonalize(mesh=mesh)
@@ -588,9 +469,11 @@ def test_the_mesh_argument():
 @pytest.mark.extended
 def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
     """Their types name no mesh; those of the state or of the parameters do."""
-    mesh = make_mesh({"fsdp": 8}, AxisType.Explicit)
+    mesh = mesh_of({"fsdp": 8}, EXPLICIT)
     where = NamedSharding(mesh, P("fsdp"))
-    params, grads = ({k: rng_tree(i)[k] for k in ("up0", "bias")} for i in (0, 1))
+    params, grads = (
+        {k: np.asarray(rng_tree(i)[k]) for k in ("up0", "bias")} for i in (0, 1)
+    )
     optimizer = orscale(0.02)
     state = optimizer.init(params)
     of_state = state_shardings(optimizer, jax.device_put(params, where))
@@ -610,8 +493,10 @@ def test_numpy_arrays_that_in_shardings_place_on_explicit_axes():
 @pytest.mark.extended
 def test_arrays_that_are_not_placed_yet(axes):
     """JAX passes the partitioner's callback no mesh for them, though one is set."""
-    mesh = make_mesh(dict(zip(axes, (2, 4), strict=True)), AxisType.Auto)
-    params, grads = ({k: rng_tree(i)[k] for k in ("up0", "bias")} for i in (0, 1))
+    mesh = mesh_of(dict(zip(axes, (2, 4), strict=True)), AUTO)
+    params, grads = (
+        {k: np.asarray(rng_tree(i)[k]) for k in ("up0", "bias")} for i in (0, 1)
+    )
     optimizer = orscale(0.02)
 
     def first_step(grads, params):
@@ -623,38 +508,17 @@ def test_arrays_that_are_not_placed_yet(axes):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_without_jit(kind):
-    mesh = make_mesh({"fsdp": 8}, kind)
-    where = NamedSharding(mesh, P("fsdp"))
-    grads = {"w": jax.device_put(rng_tree(1)["up0"], where)}
-    with jax.set_mesh(mesh):
-        found, _ = orthogonalize().update(grads, ())
-    wanted, _ = orthogonalize().update({"w": rng_tree(1)["up0"]}, ())
-    assert_close(found, wanted)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "kinds", [(AxisType.Explicit,) * 2, (AxisType.Explicit, AxisType.Auto)]
-)
+@pytest.mark.parametrize("kinds", [(EXPLICIT,), (EXPLICIT, AUTO)])
 def test_without_the_mesh_in_the_context(kinds):
     """Also for leaves of layers and of blocks; from init on."""
-    mesh = make_mesh({"x": 2, "y": 4}, *kinds)
+    mesh = mesh_of({"x": 2, "y": 4}, *kinds)
     numbers = {"w": Dims(0, 1), "layers": Dims(1, 2)}
     numbers["fused"] = BlockDimensionNumbers(0, 1, block_axis=1, blocks=4)
     shapes = {"w": (16, 24), "layers": (4, 8, 12), "fused": (8, 32)}
-    rng = np.random.default_rng(0)
-    trees = [
-        {
-            name: rng.normal(size=shape).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        for _ in range(2)
-    ]
+    params, grads = (tree(seed, shapes=shapes) for seed in (0, 1))
     optimizer = orscale(0.02, weight_dimension_numbers=numbers)
-    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
-    params, grads = jax.device_put(trees, NamedSharding(mesh, P("x", "y")))
+    expected, _ = optimizer.update(grads, optimizer.init(params), params)
+    params, grads = (placed(values, mesh, P("x", "y")) for values in (params, grads))
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     assert_close(updates, expected)
     assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
@@ -662,24 +526,7 @@ def test_without_the_mesh_in_the_context(kinds):
 
 @pytest.mark.extended
 def test_no_mesh_no_extra_operation():
-    """The program of one device has neither collectives nor calls to a partitioner."""
     grads = jax.tree.map(jnp.asarray, {"w": rng_tree(1)["up0"], "v": rng_tree(1)["odd0"]})
     stage = orthogonalize()
     jaxpr = str(jax.make_jaxpr(lambda g: stage.update(g, ())[0])(grads))
     assert "custom_partitioning" not in jaxpr and "shard_map" not in jaxpr
-
-
-@pytest.mark.extended
-def test_inside_shard_map_every_device_computes_on_its_own():
-    mesh = make_mesh({"data": 8}, AxisType.Explicit)
-    grads = np.stack([rng_tree(seed)["up0"] for seed in range(8)])
-    stage = orthogonalize()
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    def update(grads):
-        return stage.update({"w": grads[0]}, ())[0]["w"][None]
-
-    with jax.set_mesh(mesh):
-        found = jax.jit(update)(jax.device_put(grads, NamedSharding(mesh, P("data"))))
-    wanted, _ = orthogonalize(weight_dimension_numbers=Dims(1, 2)).update(grads, ())
-    np.testing.assert_allclose(found, wanted, atol=1e-5)

@@ -3,16 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from orscale_jax.distributed import auto
 from orscale_jax.sharding import typed_sharding
-
-
-def make_mesh(**sizes):
-    kinds = (AxisType.Auto,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
-
+from tests.runs import mesh_of
 
 SPECS = [P(), P("x"), P("y", "x"), P(("x", "y")), P(("y", "x"), "z"), P(None, "z", "x")]
 
@@ -20,27 +15,22 @@ SPECS = [P(), P("x"), P("y", "x"), P(("x", "y")), P(("y", "x"), "z"), P(None, "z
 @pytest.mark.parametrize("spec", SPECS)
 def test_shardings_have_the_names_of_their_axes(spec):
     """Read from the indices of the shards, as the partitioner gives them."""
-    mesh = make_mesh(x=2, one=1, y=2, z=2)
+    mesh = mesh_of({"x": 2, "one": 1, "y": 2, "z": 2})
     found = auto.axes_on(mesh, NamedSharding(mesh, spec), 3)
     assert found == typed_sharding.axes_of(spec, 3)
 
 
 def test_parts_of_axes_have_names_on_a_finer_mesh():
-    coarse = make_mesh(a=2, b=4)
+    coarse = mesh_of({"a": 2, "b": 4})
     fine = auto.in_prime_axes(coarse)
     assert dict(fine.shape) == {"a.0": 2, "b.0": 2, "b.1": 2}
     assert [*fine.devices.flat] == [*coarse.devices.flat]
     spec = P("b.1", "a.0", "b.0")
-    assert auto.axes_on(coarse, NamedSharding(fine, spec), 3) == (
-        None,
-        ("a",),
-        None,
+    by_coarse, by_fine = (
+        auto.axes_on(m, NamedSharding(fine, spec), 3) for m in (coarse, fine)
     )
-    assert auto.axes_on(fine, NamedSharding(fine, spec), 3) == (
-        ("b.1",),
-        ("a.0",),
-        ("b.0",),
-    )
+    assert by_coarse == (None, ("a",), None)
+    assert by_fine == (("b.1",), ("a.0",), ("b.0",))
     assert [*map(auto.primes, (1, 2, 7, 12))] == [[1], [2], [7], [2, 2, 3]]
 
     def placed(sharding, *shape):

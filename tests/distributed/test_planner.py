@@ -1,7 +1,6 @@
 """The plan of a mesh, from shapes and shardings alone."""
 
 import itertools
-import math
 
 import hypothesis
 import hypothesis.strategies as st
@@ -43,78 +42,49 @@ def members(bucket):
     return tuple(part.array for part in bucket.slices)
 
 
+OVER = (("data", "fsdp"), (), ())
+
+
 @pytest.mark.parametrize(
     "given, expected",
     [
         # Replicas along both axes: all eight devices take a share.
         (
-            [array(4, 8)],
-            [
-                {
-                    "replica_axes": ("data", "fsdp"),
-                    "group_size": 8,
-                    "shards": 1,
-                    "matrices_per_device": 1,
-                }
-            ],
+            array(4, 8),
+            {"replica_axes": ("data", "fsdp"), "group_size": 8, "shards": 1}
+            | {"matrices_per_device": 1},
         ),
         # Shards along one axis, replicas along the other.
         (
-            [rows(4, 8)],
-            [
-                {
-                    "rows": ("fsdp",),
-                    "replica_axes": ("data",),
-                    "group_size": 8,
-                    "shards": 4,
-                }
-            ],
+            rows(4, 8),
+            {"rows": ("fsdp",), "replica_axes": ("data",), "group_size": 8, "shards": 4},
         ),
-        ([array(8, 4, axes=("fsdp", ()))], [{"columns": ("fsdp",), "shape": (4, 8)}]),
+        (array(8, 4, axes=("fsdp", ())), {"columns": ("fsdp",), "shape": (4, 8)}),
         (
-            [array(4, 8, axes=("data", "fsdp"))],
-            [{"rows": ("data",), "columns": ("fsdp",), "replica_axes": (), "shards": 8}],
+            array(4, 8, axes=("data", "fsdp")),
+            {"rows": ("data",), "columns": ("fsdp",), "replica_axes": (), "shards": 8},
         ),
         # Whole on their devices: nothing travels, and nothing is transposed.
         (
-            [array(8, 6, 4, axes=(("data", "fsdp"), (), ()))],
-            [
-                {
-                    "group_size": 1,
-                    "shards": 1,
-                    "matrices": 1,
-                    "matrices_per_device": 1,
-                    "shape": (6, 4),
-                }
-            ],
+            array(8, 6, 4, axes=OVER),
+            {"group_size": 1, "shards": 1, "matrices": 1, "matrices_per_device": 1}
+            | {"shape": (6, 4)},
         ),
         # Experts over one axis, their rows over the other: groups of two.
         (
-            [array(8, 6, 4, axes=("fsdp", "data", ()))],
-            [
-                {
-                    "group_size": 2,
-                    "shards": 2,
-                    "matrices": 2,
-                    "matrices_per_device": 1,
-                    "shape": (4, 6),
-                }
-            ],
+            array(8, 6, 4, axes=("fsdp", "data", ())),
+            {"group_size": 2, "shards": 2, "matrices": 2, "matrices_per_device": 1}
+            | {"shape": (4, 6)},
         ),
     ],
 )
 def test_the_group_of_each_matrix(given, expected):
-    found = plan_buckets(given, MESH, LARGE)
-    assert len(found) == len(expected)
-    for bucket, facts in zip(found, expected, strict=True):
-        [layout] = bucket.layouts
-        known = {
-            "rows": layout.row_axes,
-            "columns": layout.column_axes,
-            "column_shards": 1,
-        }
-        for name, value in ({"column_shards": 1} | facts).items():
-            assert (known[name] if name in known else getattr(bucket, name)) == value
+    [bucket] = plan_buckets([given], MESH, LARGE)
+    [layout] = bucket.layouts
+    names = {"rows": "row_axes", "columns": "column_axes"}
+    for name, value in expected.items():
+        owner = layout if name in names else bucket
+        assert getattr(owner, names.get(name, name)) == value
 
 
 def test_arrays_that_are_sharded_alike_share_a_bucket():
@@ -141,16 +111,8 @@ def test_stacks_are_limited_and_all_but_the_last_full():
         assert all(j.nbytes <= max(most, nbytes) for j in buckets)
         assert sum(j.matrices_per_device for j in buckets) == 40 // 8
     # What is larger than a stack is alone.
-    assert [members(j) for j in plan_buckets([rows(16, 4, 8)] * 2, MESH, 1)] == [
-        (0,),
-        (1,),
-    ]
-
-
-@pytest.mark.parametrize("count", [1, 7, 8, 9, 27, 64])
-def test_no_device_does_more_than_its_share_rounded_up(count):
-    [bucket] = plan_buckets([rows(4, 8)] * count, MESH, LARGE)
-    assert bucket.matrices_per_device == math.ceil(count / 8)
+    alone = plan_buckets([rows(16, 4, 8)] * 2, MESH, 1)
+    assert [members(j) for j in alone] == [(0,), (1,)]
 
 
 def test_bytes():
@@ -165,20 +127,9 @@ def test_bytes():
 
 
 def test_without_a_mesh_one_device_has_all():
-    layout = LayoutGroup(
-        (MatrixSlice(0, 0, 3, transposed=False),), row_axes=(), column_axes=()
-    )
-    assert plan_buckets([array(3, 4, 8)], MeshShape({}), LARGE) == (
-        Bucket(
-            (layout,),
-            (4, 8),
-            FLOAT,
-            shard_axes=(),
-            replica_axes=(),
-            group_size=1,
-            shards=1,
-        ),
-    )
+    layout = LayoutGroup((MatrixSlice(0, 0, 3, transposed=False),), (), ())
+    bucket = Bucket((layout,), (4, 8), FLOAT, (), (), group_size=1, shards=1)
+    assert plan_buckets([array(3, 4, 8)], MeshShape({}), LARGE) == (bucket,)
     assert local_matrices(array(3, 5, 4, 8), MeshShape({})) == 15
 
 
@@ -204,33 +155,24 @@ def test_squares_that_are_sharded_like_transposes_share_a_bucket():
     assert [part.transposed for bucket in apart for part in bucket.slices] == [False] * 2
 
 
+def counts(bucket):
+    return bucket.matrices, bucket.matrices_per_device, bucket.column_shards
+
+
 def test_remainders_have_column_shards():
     """Ten matrices on eight devices: one each, then four devices for each of the two."""
     for given in [rows(16, 256)] * 10, [rows(10, 16, 256)]:
-        whole, shared = sorted(
-            plan_buckets(given, MESH, LARGE), key=lambda j: j.column_shards
-        )
-        assert (whole.matrices, whole.matrices_per_device, whole.column_shards) == (
-            8,
-            1,
-            1,
-        )
-        assert (shared.matrices, shared.matrices_per_device, shared.column_shards) == (
-            2,
-            1,
-            4,
-        )
+        buckets = plan_buckets(given, MESH, LARGE)
+        whole, shared = sorted(buckets, key=lambda j: j.column_shards)
+        assert (counts(whole), counts(shared)) == ((8, 1, 1), (2, 1, 4))
         assert shared.nbytes == whole.nbytes / 4
         # Its Gram matrices are added in pieces and gathered whole, five times.
-        assert shared.traffic.nbytes == (
-            2 * shared.nbytes * 3 // 4 + shared.nbytes + 5 * 2 * 16 * 16 * 4 * 3 // 4
-        )
+        gram = 5 * 2 * 16 * 16 * 4 * 3 // 4
+        assert shared.traffic.nbytes == 2 * shared.nbytes * 3 // 4 + shared.nbytes + gram
         assert shared.flops == 5 * (4 * 16**2 * 64 + 2 * 16**3)
     # The one array is in two slices.
-    assert sorted(part[:3] for j in (whole, shared) for part in j.slices) == [
-        (0, 0, 8),
-        (0, 8, 10),
-    ]
+    parts = sorted(part[:3] for j in (whole, shared) for part in j.slices)
+    assert parts == [(0, 0, 8), (0, 8, 10)]
 
 
 def test_column_shards_divide_every_shard_evenly():
@@ -243,47 +185,47 @@ def test_column_shards_divide_every_shard_evenly():
     assert counts == [1, 2, 2]
 
 
-def test_small_matrices_have_no_column_shards():
-    """Their Gram matrices, which would be sent, are as large as themselves."""
-    [bucket] = plan_buckets([rows(64, 64)] * 2, MESH, LARGE)
-    assert bucket.column_shards == 1
+def of_half(m, n):
+    return array(m, n, axes=("fsdp", ()), dtype=np.dtype("float16"))
 
 
-def test_remainders_of_several_shapes_share_a_bucket():
-    """A wide MLP: sharded by rows and by columns, 16 devices to a matrix."""
-    mesh = MeshShape({"fsdp": 64})
-    bfloat16 = np.dtype("float16")
-    gate, up = (array(2048, 11264, axes=("fsdp", ()), dtype=bfloat16),) * 2
-    down = array(11264, 2048, axes=("fsdp", ()), dtype=bfloat16)
-    [bucket] = plan_buckets([gate, up, down], mesh, LARGE)
-    assert (bucket.matrices, bucket.column_shards, len(bucket.layouts)) == (3, 16, 2)
+FSDP = MeshShape({"fsdp": 64})
+ONE_BUCKET = {  # Arrays, mesh, matrices, of them a device, column shards, layouts.
+    # Eight devices: none does more than its share, rounded up.
+    **{
+        f"{n}_alike": ([rows(4, 8)] * n, MESH, n, -(-n // 8), 1, 1)
+        for n in (1, 9, 27, 64)
+    },
+    # Their Gram matrices, which would be sent, are as large as themselves.
+    "small": ([rows(64, 64)] * 2, MESH, 2, 1, 1, 1),
+    "a_remainder_that_nothing_improves": ([rows(64, 64)] * 9, MESH, 9, 2, 1, 1),
+    # A wide MLP: sharded by rows and by columns, 16 devices to a matrix.
+    "mlp": ([of_half(2048, 11264)] * 2 + [of_half(11264, 2048)], FSDP, 3, 1, 16, 2),
+    "attention": (
+        *([of_half(2048, 3072)] * 27 + [of_half(2048, 2048)] * 27, FSDP),
+        *(54, 1, 1, 1),
+    ),
+}
 
-    query = [array(2048, 3072, axes=("fsdp", ()), dtype=bfloat16)] * 27
-    out = [array(2048, 2048, axes=("fsdp", ()), dtype=bfloat16)] * 27
-    [bucket] = plan_buckets(query + out, mesh, LARGE)
-    assert (bucket.matrices, bucket.matrices_per_device, bucket.column_shards) == (
-        54,
-        1,
-        1,
-    )
-    assert bucket.shape == (2048, 3072) and len(bucket.layouts) == 1
+
+@pytest.mark.parametrize("case", ONE_BUCKET)
+def test_what_one_bucket_holds(case):
+    given, mesh, *expected = ONE_BUCKET[case]
+    [bucket] = plan_buckets(given, mesh, LARGE)
+    assert [*counts(bucket), len(bucket.layouts)] == expected
+    assert case != "attention" or bucket.shape == (2048, 3072)
 
 
 def test_idle_devices_take_column_shards_of_wider_matrices():
     """Moonlight's 52 shared experts leave twelve of 64 devices for its layer 0."""
-    half = np.dtype("float16")
-    rows = ("fsdp", ())
-    wide = [array(2048, 10944, axes=rows, dtype=half)] * 3
-    narrow = [array(2048, 2816, axes=rows, dtype=half)] * 52
-    [bucket] = plan_buckets(wide + narrow, MeshShape({"fsdp": 64}), LARGE)
-    assert [(layout.matrices, layout.column_shards) for layout in bucket.layouts] == [
-        (3, 4),
-        (52, 1),
-    ]
+    wide, narrow = [of_half(2048, 10944)] * 3, [of_half(2048, 2816)] * 52
+    [bucket] = plan_buckets(wide + narrow, FSDP, LARGE)
+    found = [(layout.matrices, layout.column_shards) for layout in bucket.layouts]
+    assert found == [(3, 4), (52, 1)]
     assert (bucket.shape, bucket.matrices_per_device) == ((2048, 2816), 1)
     assert (bucket.column_shards, bucket.active_devices) == (4, 12)
     # As for the narrow ones alone, plus the sums of Gram matrices.
-    [alone] = plan_buckets(narrow, MeshShape({"fsdp": 64}), LARGE)
+    [alone] = plan_buckets(narrow, FSDP, LARGE)
     assert bucket.flops == alone.flops
     assert bucket.traffic.nbytes == alone.traffic.nbytes + 5 * 2048**2 * 6 * 3 // 4
 
@@ -301,11 +243,6 @@ def test_work_is_even_despite_remainders():
         5 * (4 * m**2 * n + 2 * m**3) / 64 for array in arrays for m, n in [array.shape]
     )
     assert sum(bucket.flops for bucket in buckets) < 1.15 * even
-
-
-def test_a_remainder_that_nothing_improves_stays():
-    [bucket] = plan_buckets([rows(64, 64)] * 9, MESH, LARGE)
-    assert (bucket.matrices, bucket.matrices_per_device) == (9, 2)
 
 
 @st.composite
@@ -327,7 +264,6 @@ def sharded_arrays(draw):
 
 @hypothesis.given(st.lists(sharded_arrays(), min_size=1, max_size=6))
 def test_plans(arrays):
-    """Every matrix travels once, nothing is cut unevenly, and nothing costs more."""
     buckets = plan_buckets(arrays, MESH, LARGE)
     parts = sorted(part for bucket in buckets for part in bucket.slices)
     for index, found in itertools.groupby(parts, key=lambda part: part.array):

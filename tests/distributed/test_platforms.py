@@ -1,24 +1,24 @@
 """Every platform's way on CPU, and the layouts that TPUs store arrays in."""
 
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
 from orscale_jax.distributed.platforms import AUTO_TPU, CPU, GPU, TPU, parameter_layout
 from tests.platforms import orthogonalize_as
+from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree
 
 SHAPES = {"wide": (8, 16), "tall": (16, 8), "also": (8, 16), "experts": (4, 8, 8)}
 
 
-def matrices():
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+matrices = functools.partial(tree, 0, shapes=SHAPES)
 
 
 def assert_polar(found, atol):
@@ -36,10 +36,9 @@ def test_one_device(platform):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_gpus_on_a_mesh(kind):
-    mesh = jax.make_mesh((4,), ("a",), axis_types=(kind,))
-    sharded = jax.device_put(matrices(), NamedSharding(mesh, P("a")))
+    sharded = placed(matrices(), mesh := mesh_of({"a": 4}, kind), P("a"))
     stage = orthogonalize_as(GPU, Dims(-2, -1))
     with jax.set_mesh(mesh):
         found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)

@@ -5,12 +5,12 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from orscale_jax import orscale
 from orscale_jax.distributed import fusion
 from tests.leaves import KINDS
+from tests.runs import assert_close, run, tree
 
 SHAPES = {(8, 12): (0, 1), (4, 12): (0, 1), (3, 4, 12): (1, 2), (5,): (0,)}
 
@@ -55,40 +55,26 @@ def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count):
 
 
 def params_and_grads():
-    random = np.random.default_rng(1)
     names = [name for name in KINDS for _ in range(2)]
-    trees = [
-        {
-            f"{name}{i}": jnp.asarray(random.normal(size=KINDS[name][0]), jnp.float32)
-            for i, name in enumerate(names)
-        }
-        for _ in range(2)
-    ]
-    numbers = {f"{name}{i}": KINDS[name][1] for i, name in enumerate(names)}
-    return (*trees, numbers)
-
-
-def run(params, grads, numbers):
-    optimizer = orscale(0.01, weight_dimension_numbers=numbers)
-    state, update = optimizer.init(params), jax.jit(optimizer.update)
-    for i in range(3):
-        scaled = jax.tree.map(lambda g, i=i: g * 0.5**i, grads)
-        scaled["tall0"] = 0 * scaled["tall0"] if i == 0 else scaled["tall0"]
-        updates, state = update(scaled, state, params)
-        params = optax.apply_updates(params, updates)
-    return params, state
+    kinds = {f"{name}{i}": KINDS[name] for i, name in enumerate(names)}
+    shapes = {name: shape for name, (shape, _, _) in kinds.items()}
+    numbers = {name: dims for name, (_, dims, _) in kinds.items()}
+    return tree(0, shapes=shapes), tree(1, shapes=shapes), numbers
 
 
 @pytest.mark.extended
 def test_a_step_is_the_same(monkeypatch):
     """On every kind of leaf, one of which has no first update."""
-    arguments = params_and_grads()
-    expected = run(*arguments)
+    params, grads, numbers = params_and_grads()
+    optimizer = orscale(0.01, weight_dimension_numbers=numbers)
+
+    def gradients(step):
+        scaled = jax.tree.map(lambda g: g * 0.5**step, grads)
+        return scaled | {"tall0": (step > 1) * scaled["tall0"]}
+
+    expected = run(optimizer, params, 3, gradients)[-1]
     monkeypatch.setattr(fusion, "GPUS", ("cpu",))
-    found = run(*arguments)
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-6, atol=1e-6)
+    assert_close(run(optimizer, params, 3, gradients)[-1], expected, rtol=1e-6, atol=1e-6)
 
 
 def test_a_gpu_reduces_few_times_for_many_leaves():

@@ -10,12 +10,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
+from jax.sharding import PartitionSpec as P
 
 from orscale_jax import muon, orscale, state_shardings
+from tests import runs
+from tests.runs import AUTO, EXPLICIT, assert_close, mesh_of, numbers_of, placed
 
-AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 # Single matrices, more and fewer than devices; layers; experts of layers; AdamW.
 SHAPES = {
     **{f"up{i}": (8, 16) for i in range(5)},
@@ -25,10 +25,7 @@ SHAPES = {
     "experts": (2, 4, 8, 16),
     "bias": (16,),
 }
-NUMBERS = {
-    name: Dims(len(shape) - 2, len(shape) - 1) if len(shape) > 1 else None
-    for name, shape in SHAPES.items()
-}
+NUMBERS = numbers_of(SHAPES)
 OPTIMIZERS = {
     "orscale": orscale(0.02, weight_dimension_numbers=NUMBERS),
     "muon": muon(0.02, weight_dimension_numbers=NUMBERS),
@@ -69,9 +66,7 @@ LAYOUTS = {
 }
 
 
-def tree(seed):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+tree = functools.partial(runs.tree, shapes=SHAPES)
 
 
 @functools.cache
@@ -87,35 +82,20 @@ def stepped(optimizer, params, grads, state=None):
     return update(grads, state, params)
 
 
-def kinds_of(axes):
-    """All Auto, all Explicit, and Explicit and Auto in turns."""
-    mixed = tuple((EXPLICIT, AUTO)[i % 2] for i in range(axes))
-    return {"auto": (AUTO,) * axes, "explicit": (EXPLICIT,) * axes, "mixed": mixed}
-
-
 @pytest.mark.extended
 @pytest.mark.parametrize(
-    "kind", ["auto", "mixed", pytest.param("explicit", marks=pytest.mark.slow)]
+    "kinds",
+    [(AUTO,), (EXPLICIT, AUTO), pytest.param((EXPLICIT,), marks=pytest.mark.slow)],
+    ids=["auto", "mixed", "explicit"],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_step_is_that_of_one_device(layout, kind):
-    sizes, where = LAYOUTS[layout]
-    devices = jax.devices()[: np.prod([*sizes.values()])]
-    mesh = jax.make_mesh(
-        tuple(sizes.values()),
-        tuple(sizes),
-        axis_types=kinds_of(len(sizes))[kind],
-        devices=devices,
-    )
-    shardings = {name: NamedSharding(mesh, spec) for name, spec in where.items()}
-    params, grads = (jax.device_put(tree(seed), shardings) for seed in (0, 1))
+def test_a_step_is_that_of_one_device(layout, kinds):
+    sizes, specs = LAYOUTS[layout]
+    mesh = mesh_of(sizes, *(kinds[i % len(kinds)] for i in range(len(sizes))))
+    params, grads = (placed(tree(seed), mesh, specs) for seed in (0, 1))
     for name, optimizer in OPTIMIZERS.items():
         of_state = state_shardings(optimizer, params)
         with jax.set_mesh(mesh):
             state = jax.jit(optimizer.init, out_shardings=of_state)(params)
             found = stepped(optimizer, params, grads, state)
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5),
-            found,
-            on_one_device(name),
-        )
+        assert_close(found, on_one_device(name))

@@ -1,12 +1,13 @@
 """Matrices that several devices share, and shapes that travel together, on 8 devices."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
@@ -16,41 +17,35 @@ from orscale_jax.distributed.plan import MeshShape, ShardedArray
 from orscale_jax.distributed.platforms import CPU, TPU
 from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding.typed_sharding import axes_of
+from tests import runs
 from tests.oracle import svd_polar
 from tests.platforms import orthogonalize_as
+from tests.runs import AUTO, EXPLICIT, assert_close, mesh_of, tree
 
 FLOAT = np.dtype("float32")
 SHAPES = {"a": (16, 256), "b": (16, 256), "c": (512, 16), "d": (8, 128), "e": (128, 16)}
 STEPS = 5
 
+BOTH = {"fsdp": 4, "tensor": 2}
+WIDE, TALL = P("fsdp", "tensor"), P("tensor", "fsdp")
 LAYOUTS = {
-    "rows × columns": (
-        {"fsdp": 4, "tensor": 2},
-        {
-            **dict.fromkeys("abd", P("fsdp", "tensor")),
-            **dict.fromkeys("ce", P("tensor", "fsdp")),
-        },
-    ),
+    "rows × columns": (BOTH, dict.fromkeys("abd", WIDE) | dict.fromkeys("ce", TALL)),
     "replicated": ({"data": 8}, {}),
     "rows": ({"fsdp": 8}, dict.fromkeys(SHAPES, P("fsdp"))),
     "rows, columns or copies": (
-        {"fsdp": 4, "tensor": 2},
+        BOTH,
         {"a": P("fsdp"), "b": P("tensor"), "c": P("fsdp"), "d": P(None, "fsdp")},
     ),
 }
 
 
-def grads():
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(size=s).astype(np.float32) for name, s in SHAPES.items()}
+grads = functools.partial(tree, 0, shapes=SHAPES)
 
 
 def placed(layout, kind):
     sizes, specs = LAYOUTS[layout]
-    kinds = (kind,) * len(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
-    where = {name: NamedSharding(mesh, specs.get(name, P())) for name in SHAPES}
-    return mesh, jax.device_put(grads(), where)
+    mesh = mesh_of(sizes, kind)
+    return mesh, runs.placed(grads(), mesh, dict.fromkeys(SHAPES, P()) | specs)
 
 
 def plan_of(layout):
@@ -73,78 +68,73 @@ def unshared(bucket):
     return whole.flops
 
 
-def compiled(mesh, placed, **arguments):
-    return compiled_stage(mesh, placed, orthogonalize(**arguments))
-
-
-def compiled_stage(mesh, placed, stage):
+def compiled(mesh, placed, stage=None, **arguments):
+    stage = stage or orthogonalize(**arguments)
     with jax.set_mesh(mesh):
         return jax.jit(lambda g: stage.update(g, ())[0]).lower(placed).compile()
+
+
+def assert_alone(found, names=SHAPES, **arguments):
+    wanted, _ = orthogonalize(**arguments).update(grads(), ())
+    for name in names:
+        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+
+
+slow = pytest.mark.slow
 
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "layout, kind",
-    [
-        *((layout, AxisType.Explicit) for layout in LAYOUTS),
-        *(
-            pytest.param(layout, AxisType.Auto, marks=pytest.mark.slow)
-            for layout in ("replicated", "rows", "rows × columns")
-        ),
-        ("rows, columns or copies", AxisType.Auto),
-    ],
+    [(layout, EXPLICIT) for layout in LAYOUTS]
+    + [
+        pytest.param(layout, AUTO, marks=slow)
+        for layout in ("replicated", "rows", "rows × columns")
+    ]
+    + [("rows, columns or copies", AUTO)],
 )
 @pytest.mark.parametrize(
     "arguments",
     [
         {},
-        pytest.param({"ns_coeffs": "jordan", "ns_steps": 3}, marks=pytest.mark.slow),
-        pytest.param(
-            {"ns_preconditioning": "aol", "ns_steps": 4}, marks=pytest.mark.slow
-        ),
+        pytest.param({"ns_coeffs": "jordan", "ns_steps": 3}, marks=slow),
+        pytest.param({"ns_preconditioning": "aol", "ns_steps": 4}, marks=slow),
     ],
     ids=["defaults", "jordan", "aol"],
 )
 def test_values_are_those_of_one_device(layout, kind, arguments):
     mesh, sharded = placed(layout, kind)
     found = compiled(mesh, sharded, **arguments)(sharded)
-    wanted, _ = orthogonalize(**arguments).update(grads(), ())
+    assert_alone(found, **arguments)
     for name in SHAPES:
-        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
         assert found[name].sharding.is_equivalent_to(sharded[name].sharding, 2)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_as_on_tpus(kind):
     """Matrices are normalized before they are sent, and whole ones interleaved."""
     mesh, sharded = placed("rows × columns", kind)
-    found = compiled_stage(mesh, sharded, orthogonalize_as(TPU))(sharded)
-    wanted, _ = orthogonalize().update(grads(), ())
-    for name in SHAPES:
-        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+    assert_alone(compiled(mesh, sharded, orthogonalize_as(TPU))(sharded))
 
 
 @pytest.mark.extended
 def test_the_polar_factor_itself():
     """After eight steps, with restarts of the Gram form on shared matrices."""
-    mesh, sharded = placed("rows", AxisType.Explicit)
+    mesh, sharded = placed("rows", EXPLICIT)
     found = compiled(mesh, sharded, ns_steps=8)(sharded)
     for name, x in grads().items():
         np.testing.assert_allclose(found[name], svd_polar(x), atol=1e-4)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_traced_steps(kind):
     """With them the iteration is a loop that contains the sums over devices."""
     mesh, sharded = placed("rows", kind)
     with jax.set_mesh(mesh):
         update = jax.jit(lambda g, k: orthogonalize(ns_steps=k).update(g, ())[0])
-        found = update(sharded, 3)
-    wanted, _ = orthogonalize(ns_steps=3).update(grads(), ())
-    for name in SHAPES:
-        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+        assert_alone(update(sharded, 3), ns_steps=3)
 
 
 @pytest.mark.quick_first_case
@@ -153,7 +143,7 @@ def test_traced_steps(kind):
 def test_the_program_does_what_the_plan_says(layout):
     buckets = plan_of(layout)
     assert any(bucket.column_shards > 1 for bucket in buckets)
-    cost = hlo_cost.of(compiled(*placed(layout, AxisType.Explicit)).as_text())
+    cost = hlo_cost.of(compiled(*placed(layout, EXPLICIT)).as_text())
     assert cost.looped_bytes == 0
     kinds = [collective.kind for collective in cost.collectives]
     sent = [bucket for bucket in buckets if bucket.shards > 1]
@@ -167,7 +157,7 @@ def test_the_program_does_what_the_plan_says(layout):
 @pytest.mark.compiled
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_printed_bytes_are_those_of_the_program(layout):
-    mesh, sharded = placed(layout, AxisType.Explicit)
+    mesh, sharded = placed(layout, EXPLICIT)
     groups = describe(sharded, platform="cpu").plan.groups
     printed = sum(group.bytes_sent for group in groups)
     cost = hlo_cost.of(compiled(mesh, sharded).as_text())
@@ -180,20 +170,17 @@ def test_the_printed_bytes_are_those_of_the_program(layout):
 @pytest.mark.extended
 def test_an_array_of_which_some_matrices_are_shared():
     """Ten layers on eight devices: eight whole, then four devices for each of the two."""
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
-    x = np.random.default_rng(0).normal(size=(10, 16, 256)).astype(np.float32)
-    sharded = jax.device_put({"w": x}, NamedSharding(mesh, P(None, "fsdp")))
-    with jax.set_mesh(mesh):
-        stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
-        found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)["w"]
-    wanted, _ = orthogonalize(weight_dimension_numbers=Dims(1, 2)).update({"w": x}, ())
-    np.testing.assert_allclose(found, wanted["w"], atol=1e-5)
+    mesh, x = mesh_of({"fsdp": 8}, EXPLICIT), tree(0, shapes={"w": (10, 16, 256)})
+    sharded = runs.placed(x, mesh, P(None, "fsdp"))
+    stage = orthogonalize(weight_dimension_numbers=Dims(1, 2))
+    found = compiled(mesh, sharded, stage)(sharded)
+    assert_close(found, stage.update(x, ())[0], rtol=1e-7)
 
 
 @pytest.mark.extended
 @pytest.mark.compiled
 def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
-    mesh, sharded = placed("rows", AxisType.Explicit)
+    mesh, sharded = placed("rows", EXPLICIT)
     with jax.set_mesh(mesh):
         stage = orthogonalize(ns_dtype=jnp.bfloat16)
         text = jax.jit(lambda g: stage.update(g, ())[0]).lower(sharded).as_text()
@@ -213,21 +200,14 @@ def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
 @pytest.mark.parametrize("scale", [1e-20, 1e19])
 def test_scales(scale):
     """The largest entry and the norm are those of all columns."""
-    mesh, sharded = placed("rows", AxisType.Explicit)
-    found = compiled(mesh, sharded)(jax.tree.map(lambda x: scale * x, sharded))
-    wanted, _ = orthogonalize().update(grads(), ())
-    for name in SHAPES:
-        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+    mesh, sharded = placed("rows", EXPLICIT)
+    assert_alone(compiled(mesh, sharded)(jax.tree.map(lambda x: scale * x, sharded)))
 
 
 @pytest.mark.extended
 def test_nan_stays_in_its_matrix():
-    mesh, sharded = placed("rows", AxisType.Explicit)
-    bad = {**grads(), "a": np.full((16, 256), np.nan, np.float32), "c": 0 * grads()["c"]}
-    where = {name: x.sharding for name, x in sharded.items()}
-    bad = jax.device_put(bad, where)
+    mesh, sharded = placed("rows", EXPLICIT)
+    bad = sharded | {"a": np.nan * sharded["a"], "c": 0 * sharded["c"]}
     found = compiled(mesh, bad)(bad)
-    wanted, _ = orthogonalize().update(grads(), ())
     assert np.isnan(found["a"]).all() and not np.any(found["c"])
-    for name in "bde":
-        np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
+    assert_alone(found, "bde")

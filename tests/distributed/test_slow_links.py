@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
@@ -32,6 +32,8 @@ from orscale_jax.distributed.plan import (
 )
 from orscale_jax.distributed.platforms import CPU, PLATFORMS
 from orscale_jax.distributed.slow_links import slice_of_each
+from tests import runs
+from tests.runs import AUTO, EXPLICIT, mesh_of, tree
 
 LARGE = 2**40
 BFLOAT16 = np.dtype(jnp.bfloat16)
@@ -165,33 +167,23 @@ def test_a_lone_small_matrix_is_not_gathered_from_every_device():
 
 def every_bucket(count, shape, rows, mesh):
     """All ways to compute ``count`` matrices, alike, by one bucket."""
+
+    def size(names):
+        return math.prod(mesh.factors[name] for name in names)
+
     free = [name for name in mesh.factors if name not in rows]
     for kept in itertools.product((True, False), repeat=len(free)):
         replicas = tuple(itertools.compress(free, kept))
-        devices, replica_slices, shard_slices = (
-            math.prod(mesh.factors[name] for name in names)
-            for names in (
-                rows + replicas,
-                [name for name in replicas if name in mesh.slow],
-                [name for name in rows if name in mesh.slow],
-            )
-        )
+        devices = size(rows + replicas)
+        slices = (size(set(rows) & {*mesh.slow}), size(set(replicas) & {*mesh.slow}))
         for shards in range(1, devices + 1):
             m, n = shape
             if devices % shards or m % shards or n % shards:
                 continue
             part = MatrixSlice(0, 0, count, transposed=False)
-            bucket = Bucket(
-                (LayoutGroup((part,), rows, (), shards),),
-                (m, n // shards),
-                BFLOAT16,
-                rows,
-                replicas,
-                devices,
-                math.prod(mesh.factors[name] for name in rows),
-                (shard_slices, replica_slices),
-                V5P,
-            )
+            layout = LayoutGroup((part,), rows, (), shards)
+            sizes = ((m, n // shards), BFLOAT16, rows, replicas, devices, size(rows))
+            bucket = Bucket((layout,), *sizes, slices, V5P)
             if shards == 1 or bucket.matrices_per_device == 1:
                 yield bucket
 
@@ -243,25 +235,17 @@ SHAPES = {"a": (16, 64), "b": (64, 16), "c": (16, 256), "d": (3, 16, 64), "e": (
 NUMBERS = {name: Dims(-2, -1) for name in SHAPES}
 
 
+weights = functools.partial(tree, 0, shapes=SHAPES)
+
+
 def slow_axes_of(sizes):
     return SLOW["dcn" if "dcn" in sizes else "fsdp"]
 
 
-def weights(seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=shape) for name, shape in SHAPES.items()}
-
-
 def placed(tree, mesh, spec):
-    def sharding(x):
-        return NamedSharding(mesh, P(*[None] * (x.ndim - 2), *spec))
-
-    return {k: jax.device_put(jnp.asarray(x), sharding(x)) for k, x in tree.items()}
-
-
-def mesh_of(sizes, kind=AxisType.Auto):
-    types = (kind,) * len(sizes)
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
+    return runs.placed(
+        tree, mesh, {k: P(*[None] * (x.ndim - 2), *spec) for k, x in tree.items()}
+    )
 
 
 def compiled(x, mesh, slow_axes):
@@ -281,7 +265,7 @@ def assert_polar_factors(found):
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_slow_links_change_no_number_and_carry_what_the_plan_says(layout, kind):
     """Virtual devices have a TPU's rates: small matrices are not shared across slices."""
@@ -330,17 +314,17 @@ def test_slow_axes_that_are_no_axes(make):
     [(("pod",), "the mesh has the axes"), ({"fsdp": 3}, "3 slices along 'fsdp'")],
 )
 def test_slow_axes_of_another_mesh(slow_axes, message):
-    mesh = jax.make_mesh((2, 4), ("dcn", "fsdp"), axis_types=(AxisType.Explicit,) * 2)
+    x = placed(weights(), mesh_of({"dcn": 2, "fsdp": 4}, EXPLICIT), P("fsdp"))
     stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow_axes)
     with pytest.raises(ValueError, match=f"slow_axes has .*{message}"):
-        stage.update(placed(weights(), mesh, P("fsdp")), optax.EmptyState())
+        stage.update(x, optax.EmptyState())
     with pytest.raises(ValueError, match=f"slow_axes has .*{message}"):
-        describe(placed(weights(), mesh, P("fsdp")), NUMBERS, slow_axes=slow_axes)
+        describe(x, NUMBERS, slow_axes=slow_axes)
 
 
 @pytest.mark.extended
 def test_under_inject_hyperparams():
-    mesh = jax.make_mesh((2, 4), ("dcn", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of({"dcn": 2, "fsdp": 4})
     params = placed(weights(), mesh, P("fsdp"))
     updates = []
     for slow in (("dcn",), {"dcn": 2}):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
@@ -21,6 +21,7 @@ from orscale_jax.distributed.platforms import (
 )
 from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
+from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree
 
 FLOAT, HALF = np.dtype("float32"), np.dtype(jnp.bfloat16)
 
@@ -65,51 +66,28 @@ def stage(numbers, **arguments):
     return orthogonalize(weight_dimension_numbers=numbers, **arguments)
 
 
-def products(tree, numbers, **arguments):
+def assert_polar(found, tree):
+    """Each matrix, against float64."""
+    for name, leaf in tree.items():
+        matrices = (np.reshape(x, (-1, *leaf.shape[-2:])) for x in (found[name], leaf))
+        for q, matrix in zip(*matrices, strict=True):
+            assert leaves.relative_error(q, oracle.newton_schulz(matrix)) < 2e-5
+
+
+def products(values, numbers, **arguments):
     """Matrix products in the program: three for each Newton–Schulz iteration."""
     optimizer = stage(numbers, **arguments)
-    lowered = jax.jit(lambda g: optimizer.update(g, ())[0]).lower(tree)
+    lowered = jax.jit(lambda g: optimizer.update(g, ())[0]).lower(values)
     return lowered.compile().as_text().count(" dot(")
 
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("max_bytes", [2000, 1, 2**28])
 def test_stacks_change_nothing(max_bytes):
-    rng = np.random.default_rng(0)
-    tree = {
-        "wide": jnp.asarray(rng.normal(size=(3, 8, 20)), jnp.float32),
-        "tall": jnp.asarray(rng.normal(size=(3, 20, 8)), jnp.float32),
-        **{
-            f"layer{i}": jnp.asarray(rng.normal(size=(12, 12)), jnp.float32)
-            for i in range(5)
-        },
-    }
-    found, _ = stage(Dims(-2, -1), max_stack_bytes=max_bytes).update(tree, ())
-    for name, leaf in tree.items():
-        for q, matrix in zip(
-            found[name].reshape(-1, *leaf.shape[-2:]),
-            leaf.reshape(-1, *leaf.shape[-2:]),
-            strict=True,
-        ):
-            assert leaves.relative_error(q, oracle.newton_schulz(matrix)) < 2e-5
-
-
-@pytest.mark.extended
-@pytest.mark.compiled
-def test_the_program_grows_with_shapes_and_not_with_layers():
-    def layers(count):
-        return {
-            f"{i}.{name}": jnp.ones(shape)
-            for i in range(count)
-            for name, shape in {"up": (8, 12), "down": (12, 8), "out": (8, 8)}.items()
-        }
-
-    few, many = (
-        products(layers(count), Dims(0, 1), max_stack_bytes=2**28) for count in (2, 8)
-    )
-    assert few == many
-    apart = products(layers(8), Dims(0, 1), max_stack_bytes=1)
-    assert apart == 12 * few
+    shapes = {"wide": (3, 8, 20), "tall": (3, 20, 8)}
+    values = tree(0, shapes=shapes | {f"layer{i}": (12, 12) for i in range(5)})
+    found, _ = stage(Dims(-2, -1), max_stack_bytes=max_bytes).update(values, ())
+    assert_polar(found, values)
 
 
 @pytest.mark.extended
@@ -128,19 +106,13 @@ def test_32_layers_have_the_program_of_one(shape):
 
 @pytest.mark.extended
 def test_other_sharding_types_stay_apart():
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
-    x = np.random.default_rng(0).normal(size=(2, 8, 16)).astype(np.float32)
-    tree = {
-        name: jax.device_put(x, NamedSharding(mesh, spec))
-        for name, spec in {"a": P("a"), "none": P(), "also": P("a", "b")}.items()
-    }
-    optimizer = stage(Dims(1, 2))
+    mesh = mesh_of({"a": 2, "b": 4}, EXPLICIT)
+    specs = {"a": P("a"), "none": P(), "also": P("a", "b")}
+    values = placed(tree(0, shapes=dict.fromkeys(specs, (2, 8, 16))), mesh, specs)
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda g: optimizer.update(g, ())[0])(tree)
-    for name, q in found.items():
-        assert jax.typeof(q) == jax.typeof(tree[name])
-        for one, matrix in zip(q, x, strict=True):
-            assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
+        found = jax.jit(lambda g: stage(Dims(1, 2)).update(g, ())[0])(values)
+    assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, values)
+    assert_polar(found, values)
 
 
 @pytest.mark.extended
@@ -166,32 +138,22 @@ def test_chunks(max_bytes, interleave, monkeypatch):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(
     "spec",
-    [
-        *(pytest.param(spec, marks=pytest.mark.slow) for spec in (P(), P(None, "a"))),
-        *(P("a"), P("b", "a")),
-    ],
+    [P("a"), P("b", "a")]
+    + [pytest.param(spec, marks=pytest.mark.slow) for spec in (P(), P(None, "a"))],
 )
 def test_as_on_tpus(kind, spec):
     """Normalized before stacking, interleaved in chunks: here on CPU, in float32."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
-    rng = np.random.default_rng(0)
+    mesh = mesh_of({"a": 2, "b": 4}, kind)
     shapes = {"wide": (20, 8, 16), "tall": (4, 16, 8), "square": (4, 8, 8)}
-    tree = {
-        name: jax.device_put(
-            1e15 * rng.normal(size=shape).astype(np.float32), NamedSharding(mesh, spec)
-        )
-        for name, shape in shapes.items()
-    }
+    values = jax.tree.map(lambda x: 1e15 * x, tree(0, shapes=shapes))
     limits = Limits(stack_bytes=2**12, chunk_bytes=2**10, interleave=2)
     optimizer = orthogonalize_as(TPU, Dims(1, 2), limits)
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda g: optimizer.update(g, ())[0])(tree)
-    for name, q in found.items():
-        for one, matrix in zip(q, tree[name], strict=True):
-            assert leaves.relative_error(one, oracle.newton_schulz(matrix)) < 2e-5
+        on_it = placed(values, mesh, spec)
+        assert_polar(jax.jit(lambda g: optimizer.update(g, ())[0])(on_it), values)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1), (2, 1, 3)])

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 
+import chex
 import equinox as eqx
 import flax.linen as nn
 import haliax as hax
@@ -22,8 +23,8 @@ import orscale_jax.equinox
 import orscale_jax.haliax
 from orscale_jax import muon, orscale, state_shardings
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+from tests import runs
 
-slow = pytest.mark.slow
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 RULES = (("rows", "fsdp"), ("columns", "tensor"), ("layers", None), ("experts", "fsdp"))
 RATE = 1e-3
@@ -33,18 +34,14 @@ OPTIMIZERS = {
     "chain": lambda rate: optax.chain(optax.clip_by_global_norm(1.0), orscale(rate)),
     "muon": muon,
 }
+mesh_of = functools.partial(runs.mesh_of, {"fsdp": 4, "tensor": 2})
 STEPS = 2
-
-
-def mesh_of(kind=AxisType.Auto, sizes=(4, 2)):
-    return jax.make_mesh(sizes, ("fsdp", "tensor"), axis_types=(kind,) * 2)
 
 
 def assert_close(found, wanted):
     """Compare parameters after some steps, in boxes or not."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
-    for x, y in pairs:
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+    pairs = (jax.tree.map(np.asarray, jax.tree.leaves(tree)) for tree in (found, wanted))
+    runs.assert_close(*pairs, rtol=2e-5, atol=2e-5)
 
 
 def per_matrix_arrays(state):
@@ -58,17 +55,13 @@ def per_matrix_arrays(state):
 
 
 class Pair(nnx.Module):
-    """Two layers whose kernels are annotated, or not."""
+    """Two layers, whose kernels are annotated if there are names."""
 
-    def __init__(self, rngs, *names, annotated=True):
-        init = nnx.initializers.lecun_normal()
-        up, down = (names, names[::-1])
-        if annotated:
-            up, down = (nnx.with_partitioning(init, axes) for axes in (up, down))
-        else:
-            up = down = init
-        self.up = nnx.Linear(16, 32, kernel_init=up, rngs=rngs)
-        self.down = nnx.Linear(32, 16, kernel_init=down, rngs=rngs)
+    def __init__(self, rngs, *names, width=32):
+        init, annotate = nnx.initializers.lecun_normal(), nnx.with_partitioning
+        up, down = (annotate(init, of) if of else init for of in (names, names[::-1]))
+        self.up = nnx.Linear(16, width, kernel_init=up, rngs=rngs)
+        self.down = nnx.Linear(width, 16, kernel_init=down, rngs=rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))
@@ -103,14 +96,13 @@ def nnx_trained(model, optimizer, steps=STEPS):
 @functools.cache
 def nnx_alone(name):
     """The same model on one device, without annotations."""
-    model = Pair(nnx.Rngs(0), annotated=False)
+    model = on_mesh_alone()
     optimizer = nnx.Optimizer(model, OPTIMIZERS[name](RATE), wrt=nnx.Param)
     return nnx_trained(model, optimizer)
 
 
-NAMES = [
-    "orscale",
-    *(pytest.param(name, marks=slow) for name in ("adamw", "chain", "muon")),
+NAMES = ["orscale"] + [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "chain", "muon")
 ]
 
 
@@ -138,14 +130,9 @@ def test_nnx_created_in_jit(name):
     with jax.set_mesh(mesh_of()):
         model, optimizer = create()
         assert_close(nnx_trained(model, optimizer), nnx_alone(name))
-    for variable in jax.tree.leaves(
-        nnx.state(optimizer), is_leaf=lambda node: isinstance(node, nnx.Variable)
-    ):
-        if variable.get_value().ndim == 2:
-            assert variable.get_value().sharding.spec in (
-                P("fsdp", "tensor"),
-                P("tensor", "fsdp"),
-            )
+    for leaf in jax.tree.leaves(nnx.state(optimizer)):
+        if leaf.ndim == 2:
+            assert leaf.sharding.spec in [P(*names) for names in LAYOUTS]
 
 
 @pytest.mark.extended
@@ -170,7 +157,7 @@ def test_nnx_on_explicit_axes(name):
 
 
 def on_mesh_alone():
-    return Pair(nnx.Rngs(0), annotated=False)
+    return Pair(nnx.Rngs(0))
 
 
 @pytest.mark.extended
@@ -190,23 +177,6 @@ def test_nnx_with_logical_names_and_wrappers():
         assert model.down.kernel.get_value().sharding.spec == P("tensor", "fsdp")
 
 
-class Turn(nnx.Module):
-    """Layers whose names and shapes no other test of this process annotates."""
-
-    def __init__(self, seed, *names):
-        init = nnx.initializers.lecun_normal()
-        there, back = init, init
-        if names:
-            there = nnx.with_partitioning(init, names)
-            back = nnx.with_partitioning(init, names[::-1])
-        rngs = nnx.Rngs(seed)
-        self.there = nnx.Linear(16, 24, kernel_init=there, rngs=rngs)
-        self.back = nnx.Linear(24, 16, kernel_init=back, rngs=rngs)
-
-    def __call__(self, x):
-        return self.back(nnx.relu(self.there(x)))
-
-
 def in_turn(tx_of, *models):
     """The parameters of models that are trained a step at a time, one after the other."""
     pairs = [(model, nnx.Optimizer(model, tx_of(), wrt=nnx.Param)) for model in models]
@@ -223,43 +193,36 @@ LAYOUTS = [("fsdp", "tensor"), ("tensor", "fsdp")]
 @pytest.mark.parametrize("injected", [False, True])
 def test_two_models_of_equal_names_and_different_layouts(injected):
     """Each optimizer keeps its own annotations; an injected one warns, and is right."""
+    # No other test of this process annotates layers of these names and shapes.
+    pair = functools.partial(Pair, width=24)
 
     def tx_of():
         return optax.inject_hyperparams(orscale)(RATE) if injected else orscale(RATE)
 
-    wanted = in_turn(tx_of, *(Turn(seed) for seed in (0, 1)))
+    wanted = in_turn(tx_of, *(pair(nnx.Rngs(seed)) for seed in (0, 1)))
     cannot_tell = pytest.warns(UserWarning, match="annotated in two ways")
     with jax.set_mesh(mesh_of()), cannot_tell if injected else contextlib.nullcontext():
-        models = [Turn(seed, *names) for seed, names in enumerate(LAYOUTS)]
+        models = [pair(nnx.Rngs(seed), *names) for seed, names in enumerate(LAYOUTS)]
         assert_close(in_turn(tx_of, *models), wanted)
-    placed = [model.there.kernel.get_value().sharding.spec for model in models]
+    placed = [model.up.kernel.get_value().sharding.spec for model in models]
     assert placed == [P(*names) for names in LAYOUTS]
 
 
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("fsdp", None))
+        self.linear = nnx.Linear(16, 16, kernel_init=init, rngs=rngs)
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("axis", [0, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("axis", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_nnx_layers(axis):
-    """Kernels (3, 16, 16), or (16, 3, 16): arrays per matrix are sharded as layers."""
-
-    class Layer(nnx.Module):
-        def __init__(self, rngs, annotated=True):
-            init = nnx.initializers.lecun_normal()
-            kernel = nnx.with_partitioning(init, ("fsdp", None)) if annotated else init
-            self.linear = nnx.Linear(16, 16, kernel_init=kernel, rngs=rngs)
-
-    def stacked(annotated):
-        names = {nnx.PARTITION_NAME: "tensor"} if annotated else {}
-        create = nnx.vmap(
-            functools.partial(Layer, annotated=annotated),
-            out_axes=nnx.StateAxes({nnx.Param: axis}),
-            transform_metadata=names or {nnx.PARTITION_NAME: None},
-        )
-        return create(nnx.Rngs(0).split(4))
-
-    def optimizer_of(model, **kwargs):
-        numbers = nnx_dimension_numbers(model, **kwargs)
-        tx = orscale(RATE, weight_dimension_numbers=numbers)
-        return nnx.Optimizer(model, tx, wrt=nnx.Param), tx
+    """Kernels (4, 16, 16), or (16, 4, 16): arrays per matrix are sharded as layers."""
+    create = nnx.vmap(
+        Layer,
+        out_axes=nnx.StateAxes({nnx.Param: axis}),
+        transform_metadata={nnx.PARTITION_NAME: "tensor"},
+    )
 
     @nnx.jit
     def step(model, optimizer):
@@ -267,11 +230,13 @@ def test_nnx_layers(axis):
         optimizer.update(model, gradients)
 
     with jax.set_mesh(mesh_of()):
-        model = stacked(True)
-        optimizer, tx = optimizer_of(model, partition_names=["tensor"])
+        model = create(nnx.Rngs(0).split(4))
+        numbers = nnx_dimension_numbers(model, partition_names=["tensor"])
+        tx = orscale(RATE, weight_dimension_numbers=numbers)
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
         step(model, optimizer)
-    kernel = model.linear.kernel
-    assert kernel.get_value().shape == ((4, 16, 16) if axis == 0 else (16, 4, 16))
+    shape = model.linear.kernel.get_value().shape
+    assert shape == ((4, 16, 16) if axis == 0 else (16, 4, 16))
     for tree in per_matrix_arrays(optimizer.opt_state):
         [array] = jax.tree.leaves(tree)
         assert array.shape == (4,) and array.sharding.spec == P("tensor")
@@ -296,15 +261,12 @@ def test_layers_on_an_axis_that_only_annotations_identify():
     assert nnx_dimension_numbers(model)(params)["kernel"] == Dims(0, 2)
 
 
-@pytest.mark.parametrize("in_format", [False, True])
-def test_layers_in_an_annotation_with_its_mesh(in_format):
-    mesh = jax.make_mesh((1,), ("layers",), axis_types=(jax.sharding.AxisType.Auto,))
-    annotation = NamedSharding(mesh, P(None, "layers"))
-    if in_format:
-        annotation = Format(sharding=annotation)
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: Format(sharding=x)])
+def test_layers_in_an_annotation_with_its_mesh(wrap):
+    annotation = NamedSharding(runs.mesh_of({"layers": 1}), P(None, "layers"))
     model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
     model.kernel = nnx.Param(
-        jnp.ones((16, 16, 16)), out_sharding=annotation, eager_sharding=False
+        jnp.ones((16, 16, 16)), out_sharding=wrap(annotation), eager_sharding=False
     )
     numbers = nnx_dimension_numbers(model, partition_names=["layers"])
     assert numbers(nnx.state(model, nnx.Param))["kernel"] == Dims(0, 2)
@@ -397,7 +359,9 @@ def test_linen(name):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("boxes", ["kept", pytest.param("removed", marks=slow)])
+@pytest.mark.parametrize(
+    "boxes", ["kept", pytest.param("removed", marks=pytest.mark.slow)]
+)
 def test_linen_with_logical_names(boxes):
     tx, mesh = orscale(RATE), mesh_of()
     to_mesh = functools.partial(nn.logical_to_mesh, rules=RULES)
@@ -414,7 +378,6 @@ def test_linen_with_logical_names(boxes):
 
 @pytest.mark.extended
 def test_linen_layers_and_checkpoints_on_another_mesh(tmp_path):
-    """The state's annotations agree with state_shardings."""
     numbers = linen_dimension_numbers(LinenLayers(("fsdp", None)), X)
     tx, mesh = orscale(RATE, weight_dimension_numbers=numbers), mesh_of()
     with jax.set_mesh(mesh):
@@ -432,7 +395,7 @@ def test_linen_layers_and_checkpoints_on_another_mesh(tmp_path):
         [array] = jax.tree.leaves(tree)
         assert array.shape == (4,) and array.sharding.spec == P("tensor")
 
-    other = mesh_of(sizes=(2, 4))
+    other = runs.mesh_of({"fsdp": 2, "tensor": 4})
     init = functools.partial(linen_state, LinenLayers(("fsdp", None)), tx)
     abstract = jax.eval_shape(init, jax.random.key(0))
     specs = jax.tree.leaves(nn.get_partition_spec(abstract))
@@ -447,10 +410,7 @@ def test_linen_layers_and_checkpoints_on_another_mesh(tmp_path):
         restored = checkpointer.restore(
             tmp_path / "state", (target.params, target.opt_state)
         )
-    for x, y in zip(
-        jax.tree.leaves(restored[1]), jax.tree.leaves(state.opt_state), strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(*map(jax.tree.leaves, (restored[1], state.opt_state)))
     with jax.set_mesh(other):
         state = state.replace(params=restored[0], opt_state=restored[1])
         state = jax.jit(linen_step)(state)

@@ -4,10 +4,6 @@ The models follow the examples of google/flax (lm1b and lm1b_nnx's transformer, 
 ResNet, mnist's CNN), written with Flax's public modules alone and no table of axes.
 """
 
-import functools
-import subprocess
-import sys
-
 import flax
 import flax.linen as nn
 import jax
@@ -22,7 +18,7 @@ from orscale_jax import BlockDimensionNumbers as Blocks, by_path, orscale
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
-from tests.training import assert_all_change, squares, train
+from tests.runs import assert_all_change, assert_close, squares, train
 
 MATRIX = Dims(0, 1)
 CONVOLUTION = Dims((0, 1, 2), 3)
@@ -36,11 +32,11 @@ def broadcasting_as_flax_does():
         yield
 
 
-def shifted(numbers, by=1):
-    """The numbers of a leaf with one more axis in front."""
-    if numbers is None:
-        return None
-    return Dims(*jax.tree.map(lambda axis: axis + by, tuple(numbers)))
+def inserted(numbers, axis=0):
+    """The numbers of a leaf with one more axis there, at 0, 1 or the end (-1)."""
+    if numbers is None or axis == -1:
+        return numbers
+    return Dims(*jax.tree.map(lambda a: a + (a >= axis), tuple(numbers)))
 
 
 def is_numbers(node):
@@ -69,12 +65,18 @@ def attention(prefix):
 
 
 def linear(*prefixes, bias=True, kernel=MATRIX):
-    found = {f"{prefix}.kernel": kernel for prefix in prefixes}
-    return found | ({f"{prefix}.bias": None for prefix in prefixes} if bias else {})
+    biases = adamw(*(f"{prefix}.bias" for prefix in prefixes if bias))
+    return {f"{prefix}.kernel": kernel for prefix in prefixes} | biases
+
+
+def adamw(*paths):
+    return dict.fromkeys(paths)
 
 
 def norms(*prefixes):
-    return {f"{prefix}.{name}": None for prefix in prefixes for name in ("scale", "bias")}
+    return adamw(
+        *(f"{prefix}.{name}" for prefix in prefixes for name in ("scale", "bias"))
+    )
 
 
 def train_nnx(model, loss, numbers, steps=2, wrt=nnx.Param, rate=0.02):
@@ -117,10 +119,7 @@ NNX_LAYERS = {
     ),
     "conv": (lambda r: nnx.Conv(2, 3, (2, 2), rngs=r), (1, 3, 3, 2)),
     "conv_1d": (lambda r: nnx.Conv(2, 3, 3, rngs=r), (1, 4, 2)),
-    "conv_transpose": (
-        lambda r: nnx.ConvTranspose(2, 3, (2, 2), rngs=r),
-        (1, 3, 3, 2),
-    ),
+    "conv_transpose": (lambda r: nnx.ConvTranspose(2, 3, (2, 2), rngs=r), (1, 3, 3, 2)),
     "conv_transpose_kernel": (
         lambda r: nnx.ConvTranspose(2, 3, (2, 2), transpose_kernel=True, rngs=r),
         (1, 3, 3, 2),
@@ -144,43 +143,40 @@ LINEN_LAYERS = {
 }
 
 
-def assert_axes(numbers, kernel, expected):
-    axes = matrix_axes({"kernel": numbers}, {"kernel": kernel})["kernel"]
-    assert (axes.rows, axes.columns, axes.batch) == expected
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("name", NNX_LAYERS)
-def test_an_nnx_layer_by_its_derivatives(name):
-    build, shape = NNX_LAYERS[name]
+def of_nnx(build):
     layer = build(nnx.Rngs(0))
     graph, params, rest = nnx.split(layer, nnx.Param, ...)
-    x = jax.random.normal(jax.random.key(1), shape)
 
     def apply(kernel, x):
         layer = nnx.merge(graph, params, rest)
         layer.kernel = nnx.Param(kernel)
         return layer(x)
 
-    kernel = layer.kernel[...]
-    found = nnx_table(layer)
-    assert_axes(found.pop("kernel"), kernel, axes_by_derivatives(apply, kernel, x))
-    assert set(found.values()) <= {None}
+    return apply, layer.kernel[...], nnx_table(layer)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("name", LINEN_LAYERS)
-def test_a_linen_layer_by_its_derivatives(name):
-    layer, shape = LINEN_LAYERS[name]
-    x = jax.random.normal(jax.random.key(1), shape)
+def of_linen(layer, x):
     params = layer.init(jax.random.key(0), x)["params"]
 
     def apply(kernel, x):
         return layer.apply({"params": params | {"kernel": kernel}}, x)
 
-    kernel = params["kernel"]
-    found = linen_table(layer, x)
-    assert_axes(found.pop("kernel"), kernel, axes_by_derivatives(apply, kernel, x))
+    return apply, params["kernel"], linen_table(layer, x)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    "layer, shape",
+    [*NNX_LAYERS.values(), *LINEN_LAYERS.values()],
+    ids=[*(f"nnx {name}" for name in NNX_LAYERS), *LINEN_LAYERS],
+)
+def test_a_layer_by_its_derivatives(layer, shape):
+    x = jax.random.normal(jax.random.key(1), shape)
+    linen = isinstance(layer, nn.Module)
+    apply, kernel, found = of_linen(layer, x) if linen else of_nnx(layer)
+    axes = matrix_axes({"w": found.pop("kernel")}, {"w": kernel})["w"]
+    expected = axes_by_derivatives(apply, kernel, x)
+    assert (axes.rows, axes.columns, axes.batch) == expected
     assert set(found.values()) <= {None}
 
 
@@ -315,17 +311,10 @@ def blocks_table(prefix):
     )
 
 
-AROUND = {
-    "embed.embedding": None,
-    "pos_embedding": None,
-    "logitdense.kernel": None,
-    "logitdense.bias": None,
-} | norms("ln")
+AROUND = adamw(
+    "embed.embedding", "pos_embedding", "logitdense.kernel", "logitdense.bias"
+) | norms("ln")
 TOKENS = jnp.arange(10).reshape(2, 5)
-
-
-def stack(layers, rngs):
-    return nnx.vmap(Block)(rngs.split(layers))
 
 
 @pytest.mark.extended
@@ -341,91 +330,18 @@ def test_an_nnx_transformer():
 
 
 @pytest.mark.extended
+def test_an_nnx_transformer_whose_layers_are_scanned():
+    model = Transformer(nnx.Rngs(0), nnx.vmap(Block)(nnx.Rngs(1).split(2)))
+    numbers = nnx_dimension_numbers(model, overrides={"logitdense": "adamw"})
+    stacked = {path: inserted(of) for path, of in blocks_table("blocks").items()}
+    assert table(numbers(nnx.state(model, nnx.Param))) == AROUND | stacked
+    train_nnx(model, lambda model: squares(model(TOKENS)), numbers)
+
+
+@pytest.mark.extended
 def test_an_nnx_model_that_is_only_shapes():
     abstract = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
     assert nnx_table(abstract) == nnx_table(Block(nnx.Rngs(0)))
-
-
-@pytest.mark.slow
-def test_a_stack_of_nnx_layers_takes_the_steps_of_the_single_layers():
-    layers, loss = 2, lambda model: squares(model(TOKENS))
-    scanned = Transformer(nnx.Rngs(0), stack(layers, nnx.Rngs(1)))
-    unrolled = Transformer(
-        nnx.Rngs(0), nnx.List([Block(nnx.Rngs(2)) for _ in range(layers)])
-    )
-    for layer, block in enumerate(unrolled.blocks):
-        one = jax.tree.map(lambda leaf: leaf[layer], nnx.state(scanned.blocks, nnx.Param))
-        nnx.update(block, one)
-    found = nnx_table(scanned, overrides={"logitdense": "adamw"})
-    assert found == AROUND | {
-        path: shifted(numbers) for path, numbers in blocks_table("blocks").items()
-    }
-    many, single = (
-        train_nnx(
-            model,
-            loss,
-            nnx_dimension_numbers(model, overrides={"logitdense": "adamw"}),
-            3,
-        )
-        for model in (scanned, unrolled)
-    )
-    singles = single.pop("blocks")
-    assert_equal(
-        many.pop("blocks"),
-        jax.tree.map(lambda *leaf: jnp.stack(leaf), *(singles[i] for i in range(layers))),
-    )
-    assert_equal(many, single)
-
-
-def assert_equal(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected
-    )
-
-
-class ResNetBlock(nnx.Module):
-    """ResNetBlock of flax/examples/imagenet, with a depthwise convolution added."""
-
-    def __init__(self, inputs, outputs, rngs):
-        conv = functools.partial(nnx.Conv, use_bias=False, rngs=rngs)
-        self.conv1 = conv(inputs, outputs, (3, 3), strides=2)
-        self.norm1 = nnx.BatchNorm(outputs, rngs=rngs)
-        self.depthwise = conv(outputs, outputs, (3, 3), feature_group_count=outputs)
-        self.conv2 = conv(outputs, outputs, (1, 1))
-        self.norm2 = nnx.GroupNorm(outputs, num_groups=2, rngs=rngs)
-        self.conv_proj = conv(inputs, outputs, (1, 1), strides=2)
-
-    def __call__(self, x):
-        y = jax.nn.relu(self.norm1(self.conv1(x)))
-        y = self.norm2(self.conv2(self.depthwise(y)))
-        return jax.nn.relu(self.conv_proj(x) + y)
-
-
-class ResNet(nnx.Module):
-    def __init__(self, rngs):
-        self.conv_init = nnx.Conv(3, 4, (3, 3), rngs=rngs)
-        self.stages = nnx.Sequential(ResNetBlock(4, 8, rngs), nnx.PReLU())
-        self.classifier = nnx.Linear(8, 5, rngs=rngs)
-
-    def __call__(self, x):
-        return self.classifier(jnp.mean(self.stages(self.conv_init(x)), axis=(1, 2)))
-
-
-@pytest.mark.slow
-def test_an_nnx_resnet():
-    model = ResNet(nnx.Rngs(0))
-    expected = linear("conv_init", kernel=CONVOLUTION)
-    expected |= {"classifier.kernel": None, "classifier.bias": None}
-    expected["stages.layers.1.negative_slope"] = None
-    block = "stages.layers.0"
-    expected |= norms(f"{block}.norm1", f"{block}.norm2")
-    expected[f"{block}.depthwise.kernel"] = None
-    for name in ("conv1", "conv2", "conv_proj"):
-        expected[f"{block}.{name}.kernel"] = CONVOLUTION
-    assert nnx_table(model) == expected
-    x = jax.random.normal(jax.random.key(1), (2, 8, 8, 3))
-    train_nnx(model, lambda model: squares(model(x)), nnx_dimension_numbers(model))
 
 
 @pytest.mark.extended
@@ -514,13 +430,6 @@ def test_a_linen_transformer(tied):
     train(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
 
 
-def inserted(numbers, axis):
-    """The numbers of a leaf with one more axis there, at 0, 1 or the end (-1)."""
-    if numbers is None or axis == -1:
-        return numbers
-    return Dims(*jax.tree.map(lambda a: a + (a >= axis), tuple(numbers)))
-
-
 # As many layers as features: the shapes alone would not tell the axes apart.
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("axis", [0, 1, -1])
@@ -530,36 +439,6 @@ def test_linen_stacks_along_any_axis(axis, layers):
     assert linen_table(scanned, TOKENS) == LINEN_AROUND | {
         f"blocks.{path}": inserted(numbers, axis) for path, numbers in LINEN_BLOCK.items()
     }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("axis", [0, 1])
-def test_a_stack_of_linen_layers_takes_the_steps_of_the_single_layers(axis):
-    layers = 2
-    scanned = LinenTransformer(layers, axis=axis, tied=True)
-    unrolled = LinenTransformer(layers, tied=True)
-    params = scanned.init(jax.random.key(0), TOKENS)["params"]
-    singles = {
-        f"block{layer}": jax.tree.map(
-            lambda leaf, layer=layer: jnp.take(leaf, layer, axis), params["blocks"]
-        )
-        for layer in range(layers)
-    }
-    around = {name: leaf for name, leaf in params.items() if name != "blocks"}
-    many, single = (
-        train(
-            start,
-            lambda p, module=module: squares(module.apply({"params": p}, TOKENS)),
-            linen_dimension_numbers(module, TOKENS),
-            3,
-        )
-        for module, start in ((scanned, params), (unrolled, around | singles))
-    )
-    stacked = jax.tree.map(
-        lambda *leaf: jnp.stack(leaf, axis),
-        *(single.pop(f"block{layer}") for layer in range(layers)),
-    )
-    assert_equal(many, single | {"blocks": stacked})
 
 
 class Partitioned(nn.Module):
@@ -606,51 +485,8 @@ def test_boxed_linen_parameters(module, prefix, kernel):
         return squares(module.apply({"params": params}, x)[0])
 
     trained = train(boxed, loss, numbers)
-    assert_equal(nn.unbox(trained), train(nn.unbox(boxed), loss, numbers))
-
-
-class Convolutions(nn.Module):
-    """ResNetBlock of flax/examples/imagenet, with what else Linen has."""
-
-    @nn.compact
-    def __call__(self, x, train):
-        y = nn.Conv(8, (3, 3), use_bias=False)(x)
-        y = nn.relu(nn.BatchNorm(use_running_average=not train)(y))
-        y = nn.Conv(8, (3, 3), feature_group_count=8, name="depthwise")(y)
-        y = nn.ConvTranspose(4, (2, 2), transpose_kernel=True)(nn.PReLU()(y))
-        y = nn.vmap(
-            nn.DenseGeneral, variable_axes={"params": 0}, split_rngs={"params": True}
-        )((2, 3))(y)
-        return nn.Dense(5, name="head")(y.mean((1, 2)).reshape(len(x), -1))
-
-
-@pytest.mark.slow
-def test_a_linen_convolutional_network():
-    module = Convolutions()
-    x = jax.random.normal(jax.random.key(1), (2, 6, 6, 3))
-    variables = module.init(jax.random.key(0), x, train=True)
-    numbers = linen_dimension_numbers(
-        module,
-        jax.ShapeDtypeStruct(x.shape, x.dtype),
-        rngs={"params": jax.random.key(0)},
-        train=True,
-    )
-    assert table(numbers) == {
-        "Conv_0.kernel": CONVOLUTION,
-        "ConvTranspose_0.kernel": Dims((0, 1, 3), 2),
-        "ConvTranspose_0.bias": None,
-        "PReLU_0.negative_slope": None,
-    } | linear("depthwise", "head", kernel=None) | norms("BatchNorm_0") | linear(
-        "VmapDenseGeneral_0", kernel=Dims(1, (2, 3))
-    )
-
-    def loss(params):
-        y, _ = module.apply(
-            variables | {"params": params}, x, train=True, mutable="batch_stats"
-        )
-        return squares(y)
-
-    train(variables["params"], loss, numbers)
+    unboxed = train(nn.unbox(boxed), loss, numbers)
+    assert_close(nn.unbox(trained), unboxed, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.extended
@@ -685,14 +521,10 @@ def test_modules_that_share_a_scope_keep_their_own_parameters():
         linen_dimension_numbers(SharedScope(), x)
     nested = nn.Sequential([nn.Dense(3), SharedScope()])
     with pytest.raises(ValueError, match=r"'layers_1\.a' of .* SharedScope"):
-        linen_dimension_numbers(nested, x)
+        linen_dimension_numbers(nested, x, rngs={"params": jax.random.key(0)})
     rules = {SharedScope: lambda m: {"a": Weight((None, 2), 0, 1), "b": None}}
-    assert linen_table(SharedScope(), x, rules=rules) == {
-        "kernel": MATRIX,
-        "bias": None,
-        "a": MATRIX,
-        "b": None,
-    }
+    expected = {"kernel": MATRIX, "bias": None, "a": MATRIX, "b": None}
+    assert linen_table(SharedScope(), x, rules=rules) == expected
 
 
 # Parameters that types do not settle.
@@ -915,15 +747,3 @@ def test_modules_behind_a_bridge_are_unresolved():
         linen_dimension_numbers(model, x)
     found = linen_table(model, x, overrides={r"layers_1\.kernel": "matrix"})
     assert found == linear("layers_0", "layers_1")
-
-
-@pytest.mark.extended
-def test_nothing_else_of_the_package_needs_flax():
-    code = (
-        "import sys; sys.modules['flax'] = None\n"
-        "import pkgutil, importlib, orscale_jax\n"
-        "names = {m.name for m in pkgutil.iter_modules(orscale_jax.__path__)}\n"
-        "names -= {'flax', 'haliax'}  # Haliax imports Flax.\n"
-        "[importlib.import_module('orscale_jax.' + name) for name in names]"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
@@ -21,7 +21,17 @@ from orscale_jax import (
 )
 from tests import leaves
 from tests.compiled import WITH_FUSION_EMITTERS
-from tests.runs import readout, run
+from tests.runs import (
+    AUTO,
+    EXPLICIT,
+    assert_close,
+    first_update,
+    mesh_of,
+    placed,
+    readout,
+    run,
+    tree,
+)
 
 # A fused shape, its numbers, and the parameters of which it is made, with theirs.
 FUSED = {
@@ -34,17 +44,14 @@ FUSED = {
 
 
 def fused(step, scale=1.0, dtype=jnp.float32):
-    rng = np.random.default_rng(step)
-    return {
-        name: jnp.asarray(scale * rng.normal(size=shape), dtype)
-        for name, (shape, *_) in FUSED.items()
-    }
+    drawn = tree(step, dtype, {name: shape for name, (shape, *_) in FUSED.items()})
+    return {name: dtype(scale) * leaf for name, leaf in drawn.items()}
 
 
-def apart(tree):
+def apart(values):
     return {
         name: jnp.split(leaf, np.cumsum(FUSED[name][3])[:-1], axis=FUSED[name][2])
-        for name, leaf in tree.items()
+        for name, leaf in values.items()
     }
 
 
@@ -128,66 +135,49 @@ def test_splitting_costs_no_copy_that_can_be_avoided(blocks, expected):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(
     "spec",
-    [
-        P("a", "b"),
-        *(
-            pytest.param(spec, marks=pytest.mark.slow)
-            for spec in (P(None, "b"), P("b", "a"), P())
-        ),
+    [P("a", "b")]
+    + [
+        pytest.param(spec, marks=pytest.mark.slow)
+        for spec in (P(None, "b"), P("b", "a"), P())
     ],
 )
 def test_on_a_mesh(kind, spec):
-    """With blocks across shards, or within them; types and values stay the same."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(kind,) * 2)
     shapes = {"even": (8, 32), "odd": (8, 24), "unequal": (8, 32)}
-    numbers = {
-        "even": Blocks(0, 1, block_axis=1, blocks=4),
-        "odd": Blocks(0, 1, block_axis=1, blocks=3),
-        "unequal": Blocks(0, 1, block_axis=1, blocks=(16, 12, 4)),
-    }
-    rng = np.random.default_rng(0)
-    trees = [
-        {k: rng.normal(size=s).astype(np.float32) for k, s in shapes.items()}
-        for _ in range(2)
-    ]
+    blocks = {"even": 4, "odd": 3, "unequal": (16, 12, 4)}
+    numbers = {k: Blocks(0, 1, block_axis=1, blocks=b) for k, b in blocks.items()}
+    alone = [tree(seed, shapes=shapes) for seed in (0, 1)]
     optimizer = orscale(0.02, weight_dimension_numbers=numbers)
-    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
-    params, grads = jax.device_put(trees, NamedSharding(mesh, spec))
-    with jax.set_mesh(mesh):
-        state = jax.jit(optimizer.init)(params)
-        updates, after = jax.jit(optimizer.update)(grads, state, params)
-    for name, update in updates.items():
-        np.testing.assert_allclose(update, expected[name], rtol=1e-4, atol=1e-6)
-    if kind == AxisType.Explicit:
+    expected, _ = optimizer.update(alone[1], optimizer.init(alone[0]), alone[0])
+    with jax.set_mesh(mesh := mesh_of({"a": 2, "b": 4}, kind)):
+        params, grads = (placed(values, mesh, spec) for values in alone)
+        updates, state, after = first_update(optimizer, params, grads)
+    assert_close(updates, expected, rtol=1e-4, atol=1e-6)
+    if kind == EXPLICIT:
         assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
         assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
 @pytest.mark.extended
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    "kinds", [(AxisType.Auto,) * 2, (AxisType.Explicit, AxisType.Auto)]
-)
+@pytest.mark.parametrize("kinds", [(AUTO,), (EXPLICIT, AUTO)])
 @pytest.mark.parametrize("blocks", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_fewer_blocks_than_devices(kinds, blocks):
     """The partitioner shards the blocks over some devices, their columns over others."""
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=kinds)
+    mesh = mesh_of({"a": 2, "b": 4}, *kinds)
     numbers = {"gate_up": Blocks(0, 1, block_axis=1, blocks=blocks)}
-    rng = np.random.default_rng(0)
-    trees = [{"gate_up": rng.normal(size=(8, 48)).astype(np.float32)} for _ in range(2)]
+    alone = [tree(seed, shapes={"gate_up": (8, 48)}) for seed in (0, 1)]
     optimizer = orscale(0.02, weight_dimension_numbers=numbers)
-    expected, _ = optimizer.update(trees[1], optimizer.init(trees[0]), trees[0])
-    sharding = NamedSharding(mesh, P("a", "b"))
-    params, grads = jax.device_put(trees, sharding)
+    expected, _ = optimizer.update(alone[1], optimizer.init(alone[0]), alone[0])
+    params, grads = (placed(values, mesh, P("a", "b")) for values in alone)
     with jax.set_mesh(mesh):
         state = jax.jit(optimizer.init)(params)
         compiled = jax.jit(optimizer.update).lower(grads, state, params).compile()
         updates, _ = compiled(grads, state, params)
-    np.testing.assert_allclose(updates["gate_up"], expected["gate_up"], atol=1e-5)
-    assert updates["gate_up"].sharding == sharding
+    assert_close(updates, expected, rtol=0)
+    assert updates["gate_up"].sharding == params["gate_up"].sharding
     assert hlo_cost.of(compiled.as_text()).looped_bytes == 0
 
 

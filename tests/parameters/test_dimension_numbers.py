@@ -116,23 +116,24 @@ def test_a_misfit_is_reported_where_the_trees_differ():
     assert "['a']" not in str(error.value)
 
 
-def test_axes_are_any_integers():
-    [axes] = dimension_numbers.matrix_axes(
-        [Dims(np.int64(-1), (np.int32(0),))], [jnp.ones((2, 3))]
+@pytest.mark.parametrize(
+    "numbers, plain",
+    [
+        (Dims(np.int64(-1), (np.int32(0),)), Dims(1, 0)),
+        *(
+            (
+                Blocks(0, 1, block_axis=np.int64(1), blocks=blocks),
+                Blocks(0, 1, block_axis=1, blocks=2),
+            )
+            for blocks in (np.int64(2), (np.int32(2), np.int64(2)))
+        ),
+    ],
+)
+def test_axes_and_blocks_are_any_integers(numbers, plain):
+    axes, expected = (
+        dimension_numbers.matrix_axes(n, jnp.ones((3, 4))) for n in (numbers, plain)
     )
-    assert axes == dimension_numbers.matrix_axes([Dims(1, 0)], [jnp.ones((2, 3))])[0]
-
-
-@pytest.mark.parametrize("blocks", [np.int64(2), (np.int32(2), np.int64(2))])
-def test_blocks_are_any_integers(blocks):
-    leaf = [jnp.ones((3, 4))]
-    [axes] = dimension_numbers.matrix_axes(
-        [Blocks(0, 1, block_axis=np.int64(1), blocks=blocks)], leaf
-    )
-    assert (
-        axes
-        == dimension_numbers.matrix_axes([Blocks(0, 1, block_axis=1, blocks=2)], leaf)[0]
-    )
+    assert axes == expected
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 2.0, True, (), (2, 0), [2, 2], None])

@@ -2,22 +2,17 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import BlockDimensionNumbers as Blocks, muon, orscale
 from tests.leaves import relative_error
-from tests.runs import ABLATIONS, FAMILY
+from tests.runs import ABLATIONS, FAMILY, first_update, tree
 
 OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY, **ABLATIONS}
-ON_SIDES = {
-    "normuon",
-    "orscale_on_normuon",
-    "muon_plus",
-}  # They normalize neurons or inputs.
+# They normalize neurons or inputs.
+ON_SIDES = {"normuon", "orscale_on_normuon", "muon_plus"}
 # PyTorch's shape and numbers, the axes in the order of JAX's, and numbers there.
 KINDS = {
     "linear": ((8, 14), Dims(1, 0), (1, 0), Dims(0, 1)),
@@ -36,21 +31,16 @@ THEIRS = {name: kind[1] for name, kind in KINDS.items()}
 OURS = {name: kind[3] for name, kind in KINDS.items()}
 
 
-def weights(seed):
-    rng = np.random.default_rng(seed)
-    return {
-        name: rng.normal(size=shape).astype(np.float32)
-        for name, (shape, *_) in KINDS.items()
-    }
+weights = functools.partial(tree, shapes={name: kind[0] for name, kind in KINDS.items()})
 
 
-def to_jax(tree):
-    return {name: leaf.transpose(KINDS[name][2]) for name, leaf in tree.items()}
+def to_jax(values):
+    return {name: leaf.transpose(KINDS[name][2]) for name, leaf in values.items()}
 
 
 def step(make, numbers, params, grads):
     optimizer = make(0.1, weight_dimension_numbers=numbers, ns_dtype=jnp.float32)
-    return jax.jit(optimizer.update)(grads, optimizer.init(params), params)[0]
+    return first_update(optimizer, params, grads)[0]
 
 
 @pytest.mark.extended
@@ -63,7 +53,7 @@ def test_the_same_step_in_both_layouts(name):
     expected = take(OURS, to_jax(params), to_jax(grads))
     for kind, update in to_jax(found).items():
         assert relative_error(update, expected[kind]) < 2e-5, kind
-    linear, grad = ({"linear": tree["linear"]} for tree in (params, grads))
+    linear, grad = ({"linear": values["linear"]} for values in (params, grads))
     turned = take({"linear": Dims(0, 1)}, linear, grad)
     error = relative_error(turned["linear"], found["linear"])
     assert (error > 1e-2) == (name in ON_SIDES)

@@ -3,24 +3,22 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from orscale_jax import keep_master_weights, orscale, state_shardings
+from tests import runs
+from tests.runs import AUTO, EXPLICIT, assert_same_bits, mesh_of, numbers_of
 
 SHAPES = {"w": (16, 8), "stack": (8, 4, 6), "b": (8,)}
-NUMBERS = {"w": Dims(0, 1), "stack": Dims(1, 2), "b": None}
+NUMBERS = numbers_of(SHAPES)
 SPACE = jax.memory.Space
 
 
 def tree(seed, where, dtype):
-    rng = np.random.default_rng(seed)
-    arrays = {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in SHAPES.items()}
-    return jax.device_put(arrays, where)
+    return jax.device_put(runs.tree(seed, dtype, SHAPES), where)
 
 
 def kinds(tree):
@@ -28,12 +26,12 @@ def kinds(tree):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axes", [AUTO, EXPLICIT])
 @pytest.mark.parametrize(
     ("wrapper", "dtype"), [(lambda x: x, "float32"), (keep_master_weights, "bfloat16")]
 )
 def test_the_state_may_lie_on_the_host(axes, wrapper, dtype):
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(axes,))
+    mesh = mesh_of({"data": 8}, axes)
     where = NamedSharding(mesh, P("data"))
     optimizer = wrapper(orscale(1e-2, weight_dimension_numbers=NUMBERS))
     new = functools.partial(tree, where=where, dtype=dtype)
@@ -60,5 +58,4 @@ def test_the_state_may_lie_on_the_host(axes, wrapper, dtype):
         with pytest.raises(ValueError, match="memory_space"):
             jax.jit(optimizer.update)(new(1), found[1], found[0])
     assert [kinds(part) for part in found] == [{"device"}, {"pinned_host"}]
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_array_equal(x, y)
+    assert_same_bits(*(jax.tree.map(np.asarray, part) for part in (found, wanted)))

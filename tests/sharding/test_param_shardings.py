@@ -9,55 +9,40 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
 from orscale_jax.sharding.param_shardings import ParamSpecs
-from tests import small
+from tests import runs
+from tests.runs import AUTO, EXPLICIT, mesh_of, numbers_of
 
 SPECS = {
-    "up": P("fsdp", "tensor"),
-    "down": P("tensor", "fsdp"),
-    "experts": P("fsdp", None, "tensor"),
-    "fused": P(None, "tensor"),
-    "grouped": P("fsdp"),
-    "bias": P(),
-}
+    "up": P("fsdp", "tensor"), "down": P("tensor", "fsdp"),
+    "experts": P("fsdp", None, "tensor"), "fused": P(None, "tensor"),
+    "grouped": P("fsdp"), "bias": P(),
+}  # fmt: skip
 SHAPES = {
-    "up": (16, 32),
-    "down": (32, 16),
-    "experts": (4, 8, 16),
-    "fused": (16, 48),
-    "grouped": (16, 40),
-    "bias": (8,),
-}
-NUMBERS = {
-    "up": Dims(0, 1),
-    "down": Dims(0, 1),
-    "experts": Dims(1, 2),
+    "up": (16, 32), "down": (32, 16), "experts": (4, 8, 16), "fused": (16, 48),
+    "grouped": (16, 40), "bias": (8,),
+}  # fmt: skip
+NUMBERS = numbers_of(SHAPES) | {
     "fused": BlockDimensionNumbers(0, 1, block_axis=1, blocks=4),
     "grouped": BlockDimensionNumbers(0, 1, block_axis=1, blocks=(24, 8, 8)),
-    "bias": None,
 }
+MESH = {"fsdp": 4, "tensor": 2}
 slow = pytest.mark.slow
 build = functools.partial(orscale, 1e-2, weight_dimension_numbers=NUMBERS)
-tree = functools.partial(small.tree, shapes=SHAPES)
-
-
-def mesh_of(kind):
-    return jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(kind,) * 2)
+tree = functools.partial(runs.tree, shapes=SHAPES)
 
 
 def placed(mesh):
-    where = {name: NamedSharding(mesh, spec) for name, spec in SPECS.items()}
-    return jax.device_put((tree(0), tree(1)), (where, where))
+    return tuple(runs.placed(tree(seed), mesh, SPECS) for seed in (0, 1))
 
 
 def first_update(optimizer, kind):
     """The update, the lowered program's text, and the compiled program's cost."""
-    params, grads = placed(mesh_of(kind))
+    params, grads = placed(mesh_of(MESH, kind))
     where = state_shardings(optimizer, params)
     state = jax.jit(optimizer.init, out_shardings=where)(params)
     kept = jax.tree.map(lambda x: x.sharding, params)
@@ -71,31 +56,21 @@ def first_update(optimizer, kind):
 
 @functools.cache
 def wanted():
-    updates, _ = build().update(tree(1), build().init(tree(0)), tree(0))
-    return jax.tree.map(np.asarray, updates)
+    return build().update(tree(1), build().init(tree(0)), tree(0))[0]
 
 
 def assert_close(found):
-    for name, update in wanted().items():
-        np.testing.assert_allclose(found[name], update, rtol=2e-5, atol=1e-6)
+    runs.assert_close(found, wanted(), rtol=2e-5, atol=1e-6)
 
 
 GIVEN = {
-    "specs": lambda mesh: SPECS,
     "shardings": lambda mesh: jax.tree.map(lambda x: x.sharding, placed(mesh)[0]),
     "arrays": lambda mesh: placed(mesh)[0],
-    "abstract": lambda mesh: (
-        jax.eval_shape(lambda x: x, placed(mesh)[0])
-        | {
-            name: jax.ShapeDtypeStruct(
-                SHAPES[name], jnp.float32, sharding=NamedSharding(mesh, SPECS[name])
-            )
-            for name in SHAPES
-        }
-    ),
-    "boxes": lambda mesh: {
-        k: nn.Partitioned(1, tuple(spec)) for k, spec in SPECS.items()
+    "abstract": lambda mesh: {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        for name, x in placed(mesh)[0].items()
     },
+    "boxes": lambda mesh: {k: nn.Partitioned(1, tuple(s)) for k, s in SPECS.items()},
     "function": lambda mesh: lambda params: {name: SPECS[name] for name in params},
 }
 
@@ -103,31 +78,30 @@ GIVEN = {
 @pytest.mark.extended
 @pytest.mark.compiled
 def test_the_program_of_explicit_axes():
-    """Operations, and the bytes and kinds of collectives; no call to a partitioner."""
-    found, text, cost = first_update(build(param_shardings=SPECS), AxisType.Auto)
+    found, text, cost = first_update(build(param_shardings=SPECS), AUTO)
     assert_close(found)
     assert "CustomSPMDPartitioning" not in text
-    _, _, typed = first_update(build(), AxisType.Explicit)
+    _, _, typed = first_update(build(), EXPLICIT)
     assert cost.flops == typed.flops
     assert cost.collective_bytes == pytest.approx(typed.collective_bytes, rel=0.02)
     assert cost.looped_bytes == typed.looped_bytes == 0
     # Unknown shardings are left to the partitioner.
-    _, text, _ = first_update(build(), AxisType.Auto)
+    _, text, _ = first_update(build(), AUTO)
     assert "CustomSPMDPartitioning" in text
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", [n for n in GIVEN if n != "specs"])
+@pytest.mark.parametrize("name", GIVEN)
 def test_accepted_kinds_of_param_shardings(name):
-    mesh = mesh_of(AxisType.Auto)
-    optimizer = build(param_shardings=GIVEN[name](mesh))
+    mesh = mesh_of(MESH)
     params, grads = placed(mesh)
 
-    def trace(optimizer):
+    def trace(given):
+        optimizer = build(param_shardings=given)
         state = optimizer.init(params)
         return str(jax.make_jaxpr(optimizer.update)(grads, state, params))
 
-    found, expected = map(trace, (optimizer, build(param_shardings=SPECS)))
+    found, expected = trace(GIVEN[name](mesh)), trace(SPECS)
     assert found.count("shard_map") == expected.count("shard_map") > 0
     assert "custom_partitioning" not in found
     assert found == expected
@@ -139,7 +113,7 @@ def test_accepted_kinds_of_param_shardings(name):
     "given", [P(), pytest.param(SPECS | {"up": P("tensor", "fsdp")}, marks=slow)]
 )
 def test_other_shardings_cost_a_transfer_and_change_no_number(given):
-    found, _, _ = first_update(build(param_shardings=given), AxisType.Auto)
+    found, _, _ = first_update(build(param_shardings=given), AUTO)
     assert_close(found)
 
 
@@ -156,7 +130,7 @@ def test_other_shardings_cost_a_transfer_and_change_no_number(given):
     ],
 )
 def test_bad_param_shardings(given, words):
-    params, grads = placed(mesh_of(AxisType.Auto))
+    params, grads = placed(mesh_of(MESH))
     optimizer = build(param_shardings=given)
     state = optimizer.init(params)
     with pytest.raises(ValueError, match=words):
@@ -164,7 +138,7 @@ def test_bad_param_shardings(given, words):
 
 
 def test_explicit_axes_ignore_param_shardings():
-    params, grads = placed(mesh_of(AxisType.Explicit))
+    params, grads = placed(mesh_of(MESH, EXPLICIT))
     optimizer = build(param_shardings={"nonsense": P("nowhere")})
     jax.eval_shape(optimizer.update, grads, optimizer.init(params), params)
 
@@ -181,7 +155,7 @@ def shard_map_alone(optimizer, grads, state, params):
 def test_annotations_are_found_without_an_argument(wrap):
     """A factory that knows no parameters; an update that sees bare arrays."""
     optimizer = wrap(orscale)(learning_rate=1e-2)
-    params, grads = placed(mesh_of(AxisType.Auto))
+    params, grads = placed(mesh_of(MESH))
     boxed = {
         f"dense_{k}": nn.Partitioned(params[k], tuple(SPECS[k])) for k in ("up", "down")
     }
@@ -197,13 +171,13 @@ def test_annotations_are_found_without_an_argument(wrap):
 
 def test_a_mesh_is_no_tree_of_shardings():
     with pytest.raises(ValueError, match=r"param_shardings=.* pass a mesh as mesh="):
-        build(param_shardings=mesh_of(AxisType.Auto))
+        build(param_shardings=mesh_of(MESH))
 
 
 def test_annotations_beside_leaves_that_are_no_parameters():
     """None among the leaves, a NamedSharding for an annotation."""
     optimizer = orscale(1e-2)
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of(MESH)
     params, grads = placed(mesh)
     where = NamedSharding(mesh, SPECS["up"])
     boxed = {"a_up": nnx.Param(params["up"], out_sharding=where), "none": None}
@@ -218,7 +192,7 @@ def test_annotations_beside_leaves_that_are_no_parameters():
 @pytest.mark.extended
 def test_annotations_do_not_stand_in_the_way_of_vmap():
     """Annotations of another model name the axis over which this one is mapped."""
-    mesh = mesh_of(AxisType.Auto)
+    mesh = mesh_of(MESH)
     stage = orthogonalize()
     stage.init({"b_up": nn.Partitioned(jnp.ones((8, 16)), ("fsdp", "tensor"))})
     population = jax.device_put(jnp.ones((4, 8, 16)), NamedSharding(mesh, P("fsdp")))
@@ -235,47 +209,44 @@ def test_annotations_do_not_stand_in_the_way_of_vmap():
             jax.eval_shape(mapped, population)
 
 
-def test_annotations_of_another_mesh_are_ignored():
+def after_boxes(of_up, name):
+    """Whether a step of bare arrays is sharded as their boxes were, seen by init."""
     optimizer = orscale(1e-2)
-    params, grads = placed(mesh_of(AxisType.Auto))
-    boxed = {"other_up": nn.Partitioned(params["up"], ("data", "model"))}
+    params, grads = placed(mesh_of(MESH))
+    boxed = {name: of_up(params["up"])}
     state = nn.meta.unbox(jax.eval_shape(optimizer.init, boxed))
-    args = ({"other_up": x["up"]} for x in (grads, params))
-    grads, params = args
-    assert not shard_map_alone(optimizer, grads, state, params)
+    grads, params = ({name: x["up"]} for x in (grads, params))
+    return shard_map_alone(optimizer, grads, state, params)
+
+
+def test_annotations_of_another_mesh_are_ignored():
+    assert not after_boxes(lambda x: nn.Partitioned(x, ("data", "model")), "other_up")
 
 
 def test_logical_names_are_those_of_the_rules_in_effect():
-    optimizer = orscale(1e-2)
-    params, grads = placed(mesh_of(AxisType.Auto))
+    names = ("rows", "columns")
     with nn.logical_axis_rules((("rows", "fsdp"), ("columns", "tensor"))):
-        names = ("rows", "columns")
-        boxed = {"logical_up": nn.LogicallyPartitioned(params["up"], names)}
-        state = nn.meta.unbox(jax.eval_shape(optimizer.init, boxed))
-    grads, params = ({"logical_up": x["up"]} for x in (grads, params))
-    assert shard_map_alone(optimizer, grads, state, params)
+        assert after_boxes(lambda x: nn.LogicallyPartitioned(x, names), "logical_up")
 
 
 @pytest.mark.extended
 def test_norms_of_sharded_matrices_are_those_of_whole_ones():
     """On a mesh of GPUs a public trainer counted them 2.5 to 7 times."""
     optimizer = build(param_shardings=SPECS)
-    params, grads = placed(mesh_of(AxisType.Auto))
+    params, grads = placed(mesh_of(MESH))
     _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     _, alone = optimizer.update(tree(1), optimizer.init(tree(0)), tree(0))
     for name in ("calibration", "raw_trust_ratio"):
         found, expected = (optax.tree.get(s, name) for s in (state, alone))
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5), found, expected
-        )
+        runs.assert_close(found, expected, rtol=2e-5, atol=0)
 
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("given", [None, P("tensor")])
-@pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit)])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_a_population_mapped_over_an_axis_of_the_mesh(kind, given):
     """Devices along it have different matrices, and not replicas to share the work."""
-    mesh = mesh_of(kind)
+    mesh = mesh_of(MESH, kind)
     population = np.random.default_rng(2).normal(size=(4, 8, 16)).astype(np.float32)
     spec = P("fsdp", "tensor")
     sharded = jax.device_put(population, NamedSharding(mesh, spec))
@@ -292,7 +263,7 @@ def test_a_population_mapped_over_an_axis_of_the_mesh(kind, given):
 
 
 def test_manual_axes_beside_sharded_explicit_ones():
-    mesh = mesh_of(AxisType.Explicit)
+    mesh = mesh_of(MESH, EXPLICIT)
     optimizer = orscale(1e-2)
 
     @functools.partial(
@@ -307,23 +278,8 @@ def test_manual_axes_beside_sharded_explicit_ones():
             jax.jit(update)(x)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_models_of_equal_names_keep_their_own_annotations(order):
-    mesh, tree = mesh_of(AxisType.Auto).abstract_mesh, {"twin": jnp.ones((8, 16))}
-    names = ("fsdp", "tensor"), ("tensor", "fsdp")
-    specs = ParamSpecs(None), ParamSpecs(None)
-    for i in order:
-        specs[i].note_annotations({"twin": nn.Partitioned(tree["twin"], names[i])})
-        specs[i].note_annotations(tree)  # Bare arrays say nothing.
-    for own, axes in zip(specs, names, strict=True):
-        assert own.on(mesh, tree) == {"twin": P(*axes)}
-    # One that was never initialized, as in optax.inject_hyperparams, cannot know.
-    with pytest.warns(UserWarning, match="'twin' .* annotated in two ways"):
-        assert ParamSpecs(None).on(mesh, tree) is None
-
-
 def test_parameters_without_annotations_are_not_those_of_another_model():
-    mesh, tree = mesh_of(AxisType.Auto).abstract_mesh, {"only": jnp.ones((8, 16))}
+    mesh, tree = mesh_of(MESH).abstract_mesh, {"only": jnp.ones((8, 16))}
     annotated, plain = ParamSpecs(None), ParamSpecs(None)
     annotated.note_annotations({"only": nn.Partitioned(tree["only"], ("fsdp", None))})
     plain.note_annotations({"only": nnx.Param(tree["only"])})

@@ -103,7 +103,6 @@ def test_arrays_per_matrix_are_in_boxes_of_their_own_axes(name):
 @pytest.mark.parametrize("build", [orscale, pytest.param(muon, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", BOXES)
 def test_updates_with_and_without_boxes(build, name):
-    """Gradients, state and parameters, each in boxes or bare: the same result."""
     optimizer = build(1e-3, weight_dimension_numbers=NUMBERS)
     boxed = {"w": BOXES[name]}
     bare = {"w": jnp.asarray(LAYERS)}
