@@ -30,7 +30,7 @@ _ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
 
 # Words that name an embedding or a head anywhere in a key, and those that end its name.
 _TABLE = re.compile(r"embed|\b(wte|wpe|emb|vocab|tok|pos|logits)\d*\b")
-_HEAD = re.compile(r"\b(head|classifier)\d*( \d+)*( (w|kernel|weights?))?$")
+_HEAD = re.compile(r"\b(?<!multi )(head|classifier)\d*( \d+)*( (w|kernel|weights?))?$")
 
 # Classes by the whole path: the first that matches applies.
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
@@ -52,7 +52,11 @@ _BY_PATH = (
     ("other", r"\b(lora|adapters?|indexer)\b"),
     ("attention gate", r"\battention\.gating w$"),
     ("router", r"\b(router|gating)\b(?! (einsum|linear))"),
-    ("head", r"\b(head|classifier)\d*( \d+)?( (w|kernel|weights?))?(\.|$)|\blogits"),
+    (
+        "head",
+        r"\blogits|"
+        r"\b(?<!multi )(head|classifier)\d*( \d+)?( (w|kernel|weights?))?(\.|$)",
+    ),
     ("head", r"\b(unembed|embed out|logitdense|head dist\b)"),
     ("head", r"(^|\.)heads(\.\d+)?\.(w|kernel|weights?)$"),
     ("head", r"^(params\.)?(score|(\w+\.)?output layer)\.(kernel|weight)$"),

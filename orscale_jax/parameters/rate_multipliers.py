@@ -49,7 +49,7 @@ def check(given: RateMultipliers) -> None:
         return
     once = isinstance(given, Iterable) and jax.tree_util.all_leaves([given])
     if once and not isinstance(given, str | Mapping | np.ndarray | jax.Array):
-        _checks.refuse(NAME, given, "it may be read only once: pass dict() of it")
+        _checks.refuse(NAME, given, "pass a dict or a list of pairs instead")
     for path, value in jax.tree.leaves_with_path(unbox(given)):
         if not path and isinstance(value, str):
             _checks.refuse(NAME, value, _FORMS)

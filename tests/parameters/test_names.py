@@ -277,7 +277,7 @@ HEADS = """
 HIDDEN = """
     blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
     layers.3.attention.score.weight layers.3.mlp.output_layer.weight
-    multi_head_attention.kernel
+    multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
 """.split()
 
 

@@ -107,6 +107,7 @@ READ_ONCE = (
     map(tuple, [("w", 0.5)]),
     filter(None, [("w", 0.5)]),
     iter([("w", 0.5)]),
+    {"w": 0.5}.keys(),
 )
 
 
@@ -134,7 +135,7 @@ def name_of(value):
         (BY_BLOCK | {"head": -1.0}, "learning_rate_multipliers of 'head'=-1.0"),
         (-1.0, "learning_rate_multipliers=-1.0 is not valid"),
         ("embed", "pass a mapping from regular expressions"),
-        *((pairs, r"multipliers=.* pass dict\(\)") for pairs in READ_ONCE),
+        *((pairs, r"multipliers=.* pass a dict or a list") for pairs in READ_ONCE),
     ],
     ids=name_of,
 )
