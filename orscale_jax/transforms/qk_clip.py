@@ -266,10 +266,10 @@ def qk_clip(
         check_attentions(attentions)
 
     def init(params: PyTree) -> QKClipState:
-        if not jax.tree.leaves(params):  # optax.tree.map_params passes a placeholder.
-            if callable(attentions):
-                return QKClipState(params)
-            return QKClipState(jax.tree.map(lambda _: jnp.ones(()), attentions))
+        # optax.tree.map_params passes a placeholder. One array instead of a tree tells it
+        # that these arrays do not have the parameters' shapes.
+        if not jax.tree.leaves(params):
+            return QKClipState(jnp.ones(()))
         modules, structure = find_attentions(attentions, params)
         factors = [jnp.ones(attention.shape, jnp.float32) for attention in modules]
         return QKClipState(structure.unflatten(factors))
