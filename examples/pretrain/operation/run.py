@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from examples.pretrain.config import Config, Recipe, accumulation
-from examples.pretrain.evaluation import evaluation_batch_size
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.operation import report
@@ -30,7 +29,7 @@ from examples.pretrain.optimizers import find_optimizer, rates_and_decay
 from examples.pretrain.sample import check_prompt, show_samples
 from examples.pretrain.setup import State, set_up
 from examples.pretrain.task import Data, Task
-from examples.pretrain.train import Trainer, make_trainer, train
+from examples.pretrain.train import Trainer, evaluation_batch_size, make_trainer, train
 
 # Of the timing, both at least.
 REPEATS, SECONDS = 9, 0.5

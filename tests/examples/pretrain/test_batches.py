@@ -9,8 +9,13 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain.batches import Windows, train_windows, validation_windows
-from examples.pretrain.data import Corpus, Split
+from examples.pretrain.data import (
+    Corpus,
+    Split,
+    Windows,
+    train_windows,
+    validation_windows,
+)
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loading import Batches, part_of_process, process_batches
 from examples.pretrain.meshes import MeshConfig, batch_sharding, make_mesh

@@ -8,12 +8,13 @@ import pytest
 
 from examples.pretrain.errors import RunError
 from examples.pretrain.operation.logs import (
+    Recorder,
     Throughput,
     check_finite,
+    peak_flops,
     throughput,
 )
-from examples.pretrain.operation.peaks import peak_flops
-from examples.pretrain.operation.records import Recorder, read_csv
+from examples.pretrain.operation.rundir import read_csv
 from examples.pretrain.recipes import DEMOS
 from examples.pretrain.tasks import make_task
 from examples.pretrain.train import Interval
@@ -34,8 +35,8 @@ def interval(step, *losses, seconds=0.6, **more):
 
 def test_metrics_have_a_row_for_every_step(tmp_path):
     recorder = Recorder(tmp_path, setup_of("images", has_experts=False), start=0)
-    recorder.record(interval(3, 5.0, 4.0, 3.0), {"loss": 3.5, "accuracy": 0.25})
-    recorder.record(interval(4, 2.0, seconds=1.0), {})
+    recorder.record(interval(3, 5.0, 4.0, 3.0), {"loss": 3.5, "accuracy": 0.25}, True)
+    recorder.record(interval(4, 2.0, seconds=1.0), {}, False)
     assert (tmp_path / "metrics.csv").read_text().splitlines() == [
         "optimizer,step,images,train_loss,val_loss,val_accuracy,learning_rate,grad_norm,seconds",
         "orscale,1,64,5.000000,,,0,10,0.200",
@@ -52,10 +53,9 @@ def test_a_run_that_carries_on_continues_its_records(tmp_path):
     loads = np.array([[0.25, 0.75], [0.5, 0.5]])
     for step in (2, 4):
         done = interval(step, 5.0, 4.0, expert_load=loads)
-        recorder.record(done, {})
-        recorder.record_loads(done)
+        recorder.record(done, {}, with_loads=True)
     recorder = Recorder(tmp_path, setup, start=2)
-    recorder.record(interval(3, 9.0), {"loss": 1.0})
+    recorder.record(interval(3, 9.0), {"loss": 1.0}, False)
     rows = read_csv(tmp_path / "metrics.csv")
     seconds = {row["step"]: row["seconds"] for row in rows}
     assert seconds == {"1": "0.300", "2": "0.600", "3": "1.200"}
