@@ -23,7 +23,8 @@ errors      what ends a command with a message
 tasks       models, their losses and their data
 models/     the dense decoder and a mixture of experts
 loss        the cross-entropy of a language model
-data        which files of text or tokens, and which windows a step sees
+data        which files of text or tokens
+batches     which windows of them a step sees
 recipes     runs by name: own text, the demos, the paper's
 operation/  folders, checkpoints, signals, logs and the report
 compare     several runs side by side

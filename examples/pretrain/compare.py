@@ -43,7 +43,22 @@ def compare(comparison: Comparison, console: Console) -> None:
     folders, out = comparison.runs, comparison.out
     if out.suffix != ".png":
         raise UsageError(f"--out {out} is no file name that ends in .png.")
-    unit = _check(folders)
+    if not folders:
+        raise UsageError("name the folders of finished runs.")
+    for folder in folders:
+        if not (folder / "summary.csv").exists():
+            raise UsageError(f"{folder} holds no finished run: finish it first.")
+    facts = [read_facts(folder) for folder in folders]
+    for folder, other in zip(folders, facts, strict=True):
+        different = differences(facts[0], other)
+        if different.keys() - FREE_OPTIONS - {"seed"}:
+            raise UsageError(
+                f"{folders[0]} and {folder} differ in more than their seed:\n"
+                + "\n".join(f"  {n}: {a} and {b}" for n, (a, b) in different.items())
+            )
+    if len({other["seed"] for other in facts}) < len(facts):
+        raise UsageError("two of these runs have the same seed: leave one out.")
+    unit = facts[0]["unit"]
     curves: dict[str, list[report.Curve]] = {}
     for folder in folders:
         by_name: dict[str, list[dict[str, str]]] = {}
@@ -108,26 +123,6 @@ def draw_seeds(
     title = "Validation loss; below, the mean difference at the end"
     style.set_title(figure, title, run)
     style.save(figure, path)
-
-
-def _check(folders: Sequence[pathlib.Path]) -> str:
-    """Refuses runs that do not go together; gives their unit."""
-    if not folders:
-        raise UsageError("name the folders of finished runs.")
-    for folder in folders:
-        if not (folder / "summary.csv").exists():
-            raise UsageError(f"{folder} holds no finished run: finish it first.")
-    facts = [read_facts(folder) for folder in folders]
-    for folder, other in zip(folders, facts, strict=True):
-        different = differences(facts[0], other)
-        if different.keys() - FREE_OPTIONS - {"seed"}:
-            raise UsageError(
-                f"{folders[0]} and {folder} differ in more than their seed:\n"
-                + "\n".join(f"  {n}: {a} and {b}" for n, (a, b) in different.items())
-            )
-    if len({other["seed"] for other in facts}) < len(facts):
-        raise UsageError("two of these runs have the same seed: leave one out.")
-    return facts[0]["unit"]
 
 
 def _spread(values: np.ndarray, form: str) -> str:

@@ -1,4 +1,4 @@
-"""Which files a run reads, what it keeps for validation, and what of them a step sees.
+"""Which files a run reads, and which of them, or which part, it keeps for validation.
 
 Files are text, read as bytes, or shards of uint16 tokens. nanoGPT writes the tokens alone
 (train.bin, val.bin). modded-nanogpt puts 256 int32 before them: a magic number, the
@@ -14,17 +14,12 @@ import re
 import sysconfig
 from collections.abc import Sequence
 
-import grain
 import numpy as np
 
-from examples.pretrain.config import Config, TextRecipe
 from examples.pretrain.errors import UsageError
-from examples.pretrain.task import Data
 
 Files = dict[str, pathlib.Path]  # By name: the path below their common folder.
 
-# Not the run's seed: runs of different seeds are validated on the same windows.
-VALIDATION_SEED = 0
 SEPARATOR = b"\0"  # Between documents. No text holds it.
 VALIDATION_SHARE = 0.1
 _VALIDATION_NAME = re.compile(r"(?<![a-z])val(id|idation)?(?![a-z])", re.IGNORECASE)
@@ -70,47 +65,6 @@ class Corpus:
                 digest.update(f"{len(piece)} {piece.dtype.str};".encode())
                 digest.update(piece.data)
         return digest.hexdigest()
-
-
-class Windows:
-    """Every piece of a split, cut into windows of seq_len + 1 tokens.
-
-    Neighbours share one token, which is the last target of one and the first input of the
-    next: each token is predicted once.
-    """
-
-    def __init__(self, split: Split, seq_len: int):
-        self._pieces = split.pieces
-        self._seq_len = seq_len
-        per_piece = [(len(piece) - 1) // seq_len for piece in split.pieces]
-        self._ends = np.cumsum(per_piece)
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        piece = int(np.searchsorted(self._ends, index, side="right"))
-        first = int(self._ends[piece - 1]) if piece else 0
-        start = (index - first) * self._seq_len
-        window = self._pieces[piece][start : start + self._seq_len + 1]
-        return window.astype(np.int32)
-
-
-def read_text(config: Config) -> Data:
-    """The corpus that the configuration names."""
-    corpus = read_corpus(config.data, config.val_data, config.model.vocab_size)
-    train, val = corpus.train, corpus.val
-    return Data(
-        train=train_windows(config.recipe, corpus),
-        validation=validation_windows(config.recipe, corpus),
-        unit=corpus.unit,
-        description=f"{train.tokens:,} {corpus.unit}s to train on, {val.tokens:,} to "
-        f"validate on, from {train.name}" + (f"\n{corpus.note}" if corpus.note else ""),
-        facts={
-            "corpus_tokens": {"train": train.tokens, "val": val.tokens},
-            "corpus_sha256": corpus.fingerprint(),
-        },
-    )
 
 
 def read_corpus(
@@ -166,22 +120,6 @@ def read_corpus(
     )
 
 
-def train_windows(recipe: TextRecipe, corpus: Corpus) -> grain.MapDataset:
-    """Windows without end; an epoch sees every one once, in a new order."""
-    windows = _windows(corpus.train, recipe)
-    return grain.MapDataset.source(windows).seed(recipe.seed).shuffle().repeat()
-
-
-def validation_windows(recipe: TextRecipe, corpus: Corpus) -> grain.MapDataset:
-    """The windows of every validation, in whole batches."""
-    windows = _windows(corpus.val, recipe)
-    batches = len(windows) // recipe.batch_size
-    if recipe.val_batches is not None:
-        batches = min(recipe.val_batches, batches)
-    shuffled = grain.MapDataset.source(windows).seed(VALIDATION_SEED).shuffle()
-    return shuffled[: batches * recipe.batch_size]
-
-
 def read_shard(path: pathlib.Path) -> np.ndarray:
     """The tokens of a shard, mapped rather than read into memory."""
     size = path.stat().st_size
@@ -217,17 +155,6 @@ def read_shard(path: pathlib.Path) -> np.ndarray:
     if size == offset:
         raise UsageError(f"{path} holds no tokens: write it again, or leave it out.")
     return np.memmap(path, dtype="<u2", mode="r", offset=offset)
-
-
-def _windows(split: Split, recipe: TextRecipe) -> Windows:
-    windows = Windows(split, recipe.seq_len)
-    if len(windows) < recipe.batch_size:
-        raise UsageError(
-            f"{split.name}: {split.tokens} tokens make {len(windows)} windows of "
-            f"{recipe.seq_len + 1}, and one batch takes {recipe.batch_size}: "
-            "add data, or lower --batch-size or --seq-len."
-        )
-    return windows
 
 
 def _is_shard(path: pathlib.Path) -> bool:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from examples.pretrain.batches import read_text
 from examples.pretrain.config import Config, DecoderRecipe, ImageRecipe, MixtureRecipe
-from examples.pretrain.data import read_text
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loss import cross_entropy
 from examples.pretrain.models import dense, moonlight

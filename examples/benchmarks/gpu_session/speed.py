@@ -40,7 +40,7 @@ from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figur
 from examples.benchmarks.models import Leaf, Leaves, gpt2
 from examples.benchmarks.shapes import CASES, Shapes, copies, nominal_flops
 from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
-from examples.pretrain.operation.logs import peak_flops
+from examples.pretrain.operation.peaks import peak_flops
 from orscale_jax.newton_schulz import restarts
 from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
 from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of

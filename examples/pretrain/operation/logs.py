@@ -1,7 +1,6 @@
 """What a run with one optimizer tells as it goes: files, progress, warnings."""
 
 import contextlib
-import dataclasses
 import datetime
 import functools
 import inspect
@@ -27,6 +26,7 @@ from rich.progress import (
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import RunError
+from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.operation.processes import is_first
 from examples.pretrain.operation.rundir import read_csv
 from examples.pretrain.optimizers import OPTIMIZERS
@@ -41,19 +41,6 @@ PyTree = Any
 SECONDS_BETWEEN_LINES = 15.0
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
 MICRO_BATCHES = 8  # The standard errors are over these.
-# Of dense products in bfloat16, FLOP/s of a device, as the makers state them. The first
-# part of the name that fits counts.
-PEAKS = {
-    "H200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "TPU v6 lite": 918e12,
-    "TPU v5 lite": 197e12,
-    "TPU v5p": 459e12,
-    "TPU v5": 459e12,
-    "TPU v4": 275e12,
-}
 
 
 class Logs(contextlib.ExitStack):
@@ -118,10 +105,10 @@ class Logs(contextlib.ExitStack):
                     self._warned.add(problem.title)
                     self._console.print(f"Step {step}: {problem}", highlight=False)
         examples = self._setup.recipe.batch_size * len(interval.metrics)
-        rate = throughput(self._setup.task, examples, interval.seconds)
+        rate, speed = throughput(self._setup.task, examples, interval.seconds)
         self._recorder.record(interval, validation, with_loads=due)
         steps, now = self._setup.recipe.num_steps, time.monotonic()
-        shown = f"loss {interval.loss:.3f}  {rate}"
+        shown = f"loss {interval.loss:.3f}  {speed}"
         self._bar.update(self._shown, completed=step, reading=shown)
         late = now - self._said > SECONDS_BETWEEN_LINES or step == steps
         if late and not self._console.is_terminal:
@@ -135,7 +122,7 @@ class Logs(contextlib.ExitStack):
         if self._tensorboard is not None:
             self._tensorboard.write(
                 step,
-                {"train/loss": interval.loss, f"{rate.item}/s": rate.items_per_second}
+                {"train/loss": interval.loss, f"{self._setup.task.item}/s": rate}
                 | {"grad_norm": interval.metrics[-1]["grad_norm"]}
                 | {f"val/{name}": value for name, value in validation.items()}
                 | (diagnostics.summarize(reading) if reading is not None else {}),
@@ -298,34 +285,18 @@ class TensorBoard:
         self._writer.flush()
 
 
-@dataclasses.dataclass(frozen=True)
-class Throughput:
-    """What some steps have come to, over all devices."""
+def throughput(task: Task, examples: int, seconds: float) -> tuple[float, str]:
+    """Items per second of examples that took so long, over all devices; and in words.
 
-    items_per_second: float
-    item: str  # "tokens" or "images".
-    # Model FLOPs per second as a share of the peak (MFU), where both are known.
-    utilization: float | None
-
-    def __str__(self) -> str:
-        mfu = "" if self.utilization is None else f"  {self.utilization:.1%} MFU"
-        return f"{self.items_per_second:,.0f} {self.item}/s{mfu}"
-
-
-def throughput(task: Task, examples: int, seconds: float) -> Throughput:
-    """The throughput of examples that took so long."""
-    utilization = None
+    Where the peak and the model's FLOPs are known, the words tell the share of the peak.
+    """
+    rate = examples * task.items_per_example / seconds
+    shown = f"{rate:,.0f} {task.item}/s"
     peak = peak_flops(jax.devices()[0].device_kind)
     if peak is not None and task.flops_per_example is not None:
         achieved = task.flops_per_example * examples / seconds
-        utilization = achieved / (peak * jax.device_count())
-    items = examples * task.items_per_example / seconds
-    return Throughput(items, task.item, utilization)
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """The peak of a device by its name, if it is in the table."""
-    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
+        shown += f"  {achieved / (peak * jax.device_count()):.1%} MFU"
+    return rate, shown
 
 
 def check_finite(interval: Interval, last_checkpoint: int | None) -> None:

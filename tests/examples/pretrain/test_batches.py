@@ -9,13 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from examples.pretrain.data import (
-    Corpus,
-    Split,
-    Windows,
-    train_windows,
-    validation_windows,
-)
+from examples.pretrain.batches import Windows, train_windows, validation_windows
+from examples.pretrain.data import Corpus, Split
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loading import Batches, part_of_process, process_batches
 from examples.pretrain.meshes import MeshConfig, batch_sharding, make_mesh
@@ -123,12 +118,6 @@ def test_a_part_reads_its_own_examples_alone():
             batches[step]
         first = range(4 * part, 4 * part + 4)
         assert source.read == [*first, *(12 + index for index in first)]
-
-
-@pytest.mark.parametrize(("part", "parts"), [(-1, 3), (3, 3), (0, 5)])
-def test_parts_that_there_are_not_are_refused(part, parts):
-    with pytest.raises(ValueError, match=f"part {part} of {parts} of a batch of 12"):
-        process_batches(train_windows(RECIPE, CORPUS), 12, part, parts)
 
 
 def mesh(devices=4, **axes):

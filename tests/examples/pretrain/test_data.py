@@ -4,7 +4,8 @@ import re
 import numpy as np
 import pytest
 
-from examples.pretrain.data import HEADER_INTS, MAGIC, read_corpus, read_text
+from examples.pretrain.batches import read_text
+from examples.pretrain.data import HEADER_INTS, MAGIC, read_corpus
 from examples.pretrain.errors import UsageError
 from tests.examples.pretrain import tiny
 

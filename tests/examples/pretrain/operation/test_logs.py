@@ -9,11 +9,10 @@ import pytest
 from examples.pretrain.errors import RunError
 from examples.pretrain.operation.logs import (
     Recorder,
-    Throughput,
     check_finite,
-    peak_flops,
     throughput,
 )
+from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.operation.rundir import read_csv
 from examples.pretrain.recipes import DEMOS
 from examples.pretrain.tasks import make_task
@@ -114,18 +113,18 @@ def test_operations_of_a_mixture_are_those_of_a_tokens_experts():
 
 def test_utilization_is_a_share_of_the_peak_of_all_devices(monkeypatch):
     task = make_task(tiny.config())
-    found = throughput(task, examples=10, seconds=2.0)  # On what has no known peak.
-    assert found == Throughput(10 * T / 2, "tokens", None)
-    assert str(found) == "80 tokens/s"
+    # On what has no known peak, and where operations are not counted.
+    assert throughput(task, 10, 2.0) == (10 * T / 2, "80 tokens/s")
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "devices", lambda: [device] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    found = throughput(task, examples=1000, seconds=0.5)
-    assert found.items_per_second == 1000 * T / 0.5
-    assert found.utilization == pytest.approx(1000 * FLOPS / 0.5 / (4 * 989e12))
-    assert str(Throughput(12_345.6, "tokens", 0.4567)) == "12,346 tokens/s  45.7% MFU"
-    images = throughput(make_task(DEMOS["demo-vision"]), examples=10, seconds=2.0)
-    assert images == Throughput(5.0, "images", None)  # Operations are not counted.
+    share = 10**9 * FLOPS / 0.5 / (4 * 989e12)
+    assert share > 0.001
+    rate, shown = throughput(task, 10**9, 0.5)
+    assert rate == 10**9 * T / 0.5
+    assert shown == f"{rate:,.0f} tokens/s  {100 * share:.1f}% MFU"
+    images = throughput(make_task(DEMOS["demo-vision"]), 10, 2.0)
+    assert images == (5.0, "5 images/s")
 
 
 def test_peaks_of_devices():
