@@ -89,10 +89,7 @@ def compare(comparison: Comparison, console: Console) -> None:
 
 @style.styled
 def draw_seeds(
-    path: pathlib.Path,
-    val: Mapping[str, Sequence[report.Curve]],
-    unit: str,
-    run: str,
+    path: pathlib.Path, val: Mapping[str, Sequence[report.Curve]], unit: str, run: str
 ) -> None:
     """Validation loss of several runs of each optimizer, and its difference from one's.
 

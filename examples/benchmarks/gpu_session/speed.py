@@ -113,7 +113,7 @@ def shares(
     peak = peak_flops(jax.devices()[0].device_kind)
     for name, rate in (("product rate", product_rate(tiny)), ("peak", peak)):
         if rate is not None:
-            share = seconds.dividing(100 * flops / rate)
+            share = seconds.map(lambda x, rate=rate: 100 * flops / rate / x)
             yield Measured(f"share of the {name}{where}", "%", share)
 
 

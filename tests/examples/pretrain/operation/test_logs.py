@@ -7,11 +7,7 @@ import numpy as np
 import pytest
 
 from examples.pretrain.errors import RunError
-from examples.pretrain.operation.logs import (
-    Recorder,
-    check_finite,
-    throughput,
-)
+from examples.pretrain.operation.logs import Recorder, check_finite, throughput
 from examples.pretrain.operation.peaks import peak_flops
 from examples.pretrain.operation.rundir import read_csv
 from examples.pretrain.recipes import DEMOS
