@@ -14,7 +14,7 @@ from orscale_jax.distributed.plan import MeshShape, ShardedArray, count_devices
 from orscale_jax.newton_schulz import restarts
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"
-PAGE, DATA = DOCS / "sharding.md", DOCS / "data" / "at_scale.csv"
+PAGE, DATA = DOCS / "study" / "measurements.md", DOCS / "data" / "at_scale.csv"
 
 # Without embeddings, norms, routers, and the layers that predict further tokens.
 PARAMETERS = {
