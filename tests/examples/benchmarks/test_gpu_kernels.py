@@ -31,3 +31,10 @@ def test_kernels_and_mib_of_a_step(case, contender, layers, kernels, temporaries
     found = measured(case, contender, layers)
     assert found.cost.kernels <= kernels
     assert found.memory.temp_size_in_bytes <= temporaries * 2**20
+
+
+@pytest.mark.parametrize("contender", ["muon", "orscale"])
+def test_exchanges_run_beside_products(contender):
+    """All but the first one out and the last one back, of three each way."""
+    cost = measured("i", contender, None).cost
+    assert cost.exposed_bytes <= 0.3 * cost.collective_bytes
