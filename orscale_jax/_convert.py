@@ -148,8 +148,9 @@ class _Conversion:
     def _mu(self, entry: Entry) -> Any:
         if self.momentum is None:
             raise ValueError(
-                f"the momentum of {entry.name} is an average in one of "
-                "the states and a sum in the other: pass momentum= with its decay rate."
+                f"the momentum of {entry.name} is an average in one of the states and a "
+                "sum in the other: pass momentum=, the decay rate of Muon's momentum "
+                "(0.95 by default; not AdamW's b1)."
             )
         return self.momentum
 
@@ -271,6 +272,7 @@ def convert_state(
       >>> print(optax.tree.get(state, "calibration")["kernel"])
       0.0
     """
+    _checks.transformation("optimizer", optimizer)
     _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
     _checks.flag("nesterov", nesterov)
     # A new state begins with numbers from the host, as that of optimizer.init does.
@@ -329,8 +331,8 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
     if names and not old.owners:
         raise ValueError(
             "the old state holds nothing of these parameters: pass the parameters under "
-            "the names of its run, and restore lists into the structure of its "
-            "optimizer's init, since they have lost the names of fields. The names "
+            "the names of its run, and restore the state into the structure of its own "
+            "optimizer's init, without which the names of its fields are lost. The names "
             f"passed are {', '.join(repr('.'.join(keys)) for keys in names[:5])}."
         )
     if missing and not allow_new:
@@ -369,6 +371,7 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
     if without:
         raise ValueError(
             f"{subject(without)} given to AdamW, but the old state holds no second "
-            "moment for AdamW: begin anew with optimizer.init(params), or convert to an "
-            "optimizer of matrices that takes these parameters as matrices, too."
+            "moment for AdamW, since Muon trained them. Leave them matrices, as with "
+            "weight_dimension_numbers=by_path({'embed|head': 'matrix'}), or begin anew "
+            "with optimizer.init(params)."
         )
