@@ -29,17 +29,9 @@ GAINED = ("kappa_step", "kappa_step_stderr")
 class StepFile:
     """A CSV file that grows by steps, and can go back to one of them.
 
-    One column is called ``step``. Rows are on the disk when :meth:`append` returns. If a
-    process is killed while it writes, the next one drops what is incomplete: half a line,
-    or a last step with fewer rows than the first one. Only one process may write a file.
-
-    Attributes:
-      path: The file.
-      columns: The names of its columns.
-      steps: The steps in the file, each with the place where it begins and its rows.
-
-    Raises:
-      ValueError: If the file has other columns.
+    One column is called ``step``. If a process is killed while it writes, the next one
+    drops what is incomplete: half a line, or a last step with fewer rows than the first.
+    ``steps`` are those in the file, each with the place where it begins and its rows.
     """
 
     def __init__(self, path: str | os.PathLike[str], columns: Sequence[str]):
@@ -117,9 +109,9 @@ class History:
     :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
     ``python -m orscale_jax.diagnostics`` makes a report of its folder.
 
-    A step is on the disk when :meth:`append` returns. If a process is killed while it
-    writes, the next one drops the incomplete step. A run that continues from a checkpoint
-    calls :meth:`rewind` with the checkpoint's step. Only one process may write a file.
+    A step is on the disk when :meth:`append` returns, and the next process drops one that
+    is incomplete. A run that continues from a checkpoint calls :meth:`rewind` with the
+    checkpoint's step. Only one process may write a file.
 
     Attributes:
       path: The file.
