@@ -105,11 +105,9 @@ def read_run(folder: pathlib.Path) -> Run:
             "orscale_jax.diagnostics.History there."
         )
     try:
-        numbers = [name for name in pd.read_csv(path, nrows=0) if name not in words]
         # A matrix may be called nan.
-        empty = {name: ["", "nan"] for name in numbers}
-        given: Any = {"dtype": words, "na_values": empty, "keep_default_na": False}
-        rows = pd.read_csv(path, **given, low_memory=False)
+        given: Any = {"dtype": words, "keep_default_na": False, "low_memory": False}
+        rows = pd.read_csv(path, **given)
     except ValueError as error:  # As those of pandas are, and those of encodings.
         raise RunError(f"{path} is not the history of a run: {error}") from error
     if missing := [name for name in ("step", *words) if name not in rows]:
@@ -119,7 +117,8 @@ def read_run(folder: pathlib.Path) -> Run:
         )
     if not path.read_bytes().endswith(b"\n"):
         rows = rows.iloc[:-1]  # Killed in the middle of a row.
-    rows = rows.assign(**{n: pd.to_numeric(rows[n], errors="coerce") for n in numbers})
+    numbers = rows.drop(columns=words)  # With texts where some fields are empty.
+    rows = rows.assign(**numbers.apply(pd.to_numeric, errors="coerce"))
     if rows["step"].isna().any():
         raise RunError(f"{path} has rows without a step: the file is damaged.")
     sizes = rows.groupby("step", sort=False).size()

@@ -11,7 +11,7 @@ from examples.study import contrasts, repeat
 from examples.study.results import Runs
 from examples.study.statistics import markdown
 from tests.examples.pretrain.tiny import ROOT
-from tests.examples.study.test_pages import STUDY, tables, told
+from tests.examples.study.test_pages import STUDY, tables
 
 
 @pytest.fixture(autouse=True)
@@ -61,12 +61,6 @@ def test_the_ladder():
     page = re.sub(r"\s+", " ", (STUDY / "two_rates.md").read_text())
     assert f"slope for a doubling of the experts is {found[-1][2]}" in page
     assert f"on `like-16b`, by {found[7][2]}" in page
-
-
-def test_intervals_are_those_of_scipy():
-    for plus, minus in ((contrasts.DENSE, ()), (contrasts.PAIRED, contrasts.DENSE)):
-        by_seed = contrasts.contrast(plus, minus)
-        assert str(contrasts.interval(by_seed)) == told(by_seed)
 
 
 def test_a_repeat_has_the_settings_of_the_table(monkeypatch, tmp_path):
