@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from orscale_jax.diagnostics.history import FILE_NAME, GAINED
-from orscale_jax.diagnostics.problems import SATURATED_SHARE, Problem, find_problems
+from orscale_jax.diagnostics.problems import Problem, find_problems
 
 # What can be told apart in a figure, and read in a table.
 MAX_STEPS, MAX_CLASSES, EXTREMES, MAX_AUDIT_ROWS = 240, 14, 40, 300
@@ -215,15 +215,11 @@ def verdict(run: Run) -> tuple[int, list[str]]:
         "provide as well; from matrix to matrix, ratios differ by a factor of "
         f"{np.exp(spread):.2f}."
     )
-    low, high = run.last["at_r_min"] == 1, run.last["at_r_max"] == 1
-    shares = {"r_max": (high & ~low).mean(), "r_min": (low & ~high).mean()}
-    bound = max(shares, key=shares.__getitem__)
-    if shares[bound] >= SATURATED_SHARE:
-        saturated = (
-            f"Saturated: {shares[bound]:.0%} of the matrices are at {bound}, and take "
-            "their step from the bound, not from their ratio."
-        )
-        return step, [saturated, shared]
+    for problem in find_problems(run.last):
+        if problem.title.startswith("Saturated"):
+            told = f"{problem.title}: {len(problem.matrices) / len(run.last):.0%}"
+            told += " of the matrices take their step from it, not from their ratio."
+            return step, [told, shared]
     if spread <= UNIFORM_SPREAD:
         return step, [f"Uniform: this is Muon at {uniform:.2g} × the learning rate."]
     if not run.has(*GAINED):

@@ -319,7 +319,7 @@ class TestNumbers:
             ({"kappa_step": 1.01, "kappa_step_stderr": 0.01}, "neither help nor hurt"),
             ({"kappa_step_stderr": 0.2}, "not enough data to tell: κ 1.200 ± 0.200"),
             ({"kappa_step": np.nan}, "takes orscale_jax.diagnostics.step_gain"),
-            ({"at_r_max": 1}, "Saturated: 100% of the matrices are at r_max"),
+            ({"at_r_max": 1}, "Saturated at the upper bound: 100% of the matri"),
             ({"at_r_max": 1, "at_r_min": 1, "trust_ratio": 1.0}, "Uniform: this is Muon"),
             ({"trust_ratio": 2.0}, "Uniform: this is Muon at 2 × the learning rate"),
             ({"calibration": 0.0}, "no matrix has a ratio yet"),
