@@ -78,13 +78,6 @@ class StepFile:
         for each in later:
             del self.steps[each]
 
-    def rows_of_first_step(self) -> list[list[str]]:
-        """The rows of the first step; none if there is no step."""
-        start, count = next(iter(self.steps.values()), (0, 0))
-        with open(self.path, newline="", encoding="utf-8") as file:
-            file.seek(start)
-            return list(itertools.islice(csv.reader(file), count))
-
     def _count(self, line: bytes, start: int) -> int:
         """Note a row that begins at this place; where it ends."""
         step = int(line.split(b",")[self.columns.index("step")])
@@ -186,9 +179,7 @@ class History:
             file.
         """
         step, measurements = _checks.whole("step", step), measurements or {}
-        unknown = ({*measurements} - {*self.measurements}) | (
-            {*scalars} - {*self.scalars}
-        )
+        unknown = {*measurements} - {*self.measurements} | {*scalars} - {*self.scalars}
         if unknown:
             raise ValueError(
                 f"{sorted(unknown)} are no columns of {self.path}: name them in "
@@ -230,13 +221,17 @@ class History:
         return frame.assign(**texts)
 
     def _require_next(self, step: int, matrices: list[str]) -> None:
+        """Refuse a step that is not after the last one, and other matrices."""
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(
                 f"step={step} is not after {self.last_step}, the last one in {self.path}:"
                 " call rewind() if the run continues from a checkpoint."
             )
         steps = self._file.steps
-        known = [row[1] for row in self._file.rows_of_first_step()]
+        start, count = next(iter(steps.values()), (0, 0))
+        with open(self.path, newline="", encoding="utf-8") as file:
+            file.seek(start)
+            known = [row[1] for row in itertools.islice(csv.reader(file), count)]
         if len(steps) == 1 and known == matrices[: len(known)] != matrices:
             self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
         elif known and known != matrices:

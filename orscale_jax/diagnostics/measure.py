@@ -93,13 +93,9 @@ def measure(
     now = before = _momenta(state, matrices, params)
     if previous is not None:
         before = _momenta(previous, matrices, params)
-    measured = [
-        _measured(tuple(names), polar, *pair) for pair in zip(now, before, strict=True)
-    ]
-    return {
-        name: matrices.entries_of_parts([part[name] for part in measured])
-        for name in names
-    }
+    pairs = zip(now, before, strict=True)
+    found = [_measured(tuple(names), polar, *pair) for pair in pairs]
+    return {n: matrices.entries_of_parts([part[n] for part in found]) for n in names}
 
 
 # Compiled once for equal shapes, and without the measurements that are not requested.

@@ -388,8 +388,7 @@ def write_report(
     """Write the report of a run.
 
     Args:
-      folder: The run folder, with the ``history.csv`` of
-        ``orscale_jax.diagnostics.History``.
+      folder: The run folder, with the ``history.csv`` of ``diagnostics.History``.
       out: Where ``report.html`` and the figures go. Default: ``report`` in ``folder``.
 
     Returns:

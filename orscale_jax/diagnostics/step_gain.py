@@ -249,22 +249,20 @@ def _multipliers(
         known = known_leaves(trust_ratio.trust_ratio, trust_ratio)
         norms = jax.tree.leaves(trust_ratio.weight_norm)
         # 1 where the optimizer of a leaf has no ratios.
-        ratios = [
-            jnp.ones_like(norm) if ratio is None else ratio
-            for ratio, norm in zip(known, norms, strict=True)
-        ]
+        pairs = zip(known, norms, strict=True)
+        ratios = [jnp.ones_like(norm) if r is None else r for r, norm in pairs]
     else:
         ratios = jax.tree.leaves(trust_ratio)
     leaves = matrices.leaves(unbox(params))
-    pairs = list(zip(matrices.of_leaves, leaves, strict=True))
-    shapes = [axes.batch_shape(leaf) for axes, leaf in pairs]
+    of_leaves = list(zip(matrices.of_leaves, leaves, strict=True))
+    shapes = [axes.batch_shape(leaf) for axes, leaf in of_leaves]
     if [np.shape(ratio) for ratio in ratios] != shapes:
         raise ValueError(
             f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
             f"matrices have batch shapes {shapes}: pass that of read(), with the same "
             "weight_dimension_numbers."
         )
-    values = [axes.by_shape(scale.value, leaf) for axes, leaf in pairs]
+    values = [axes.by_shape(scale.value, leaf) for axes, leaf in of_leaves]
     scales = jax.device_put([np.asarray(value, np.float32) for value in values])
     scaled = [
         axes.per_matrix(jnp.asarray(ratio)) * s
