@@ -11,7 +11,7 @@ from examples.study import contrasts, repeat
 from examples.study.results import Runs
 from examples.study.statistics import markdown
 from tests.examples.pretrain.tiny import ROOT
-from tests.examples.study.test_pages import STUDY, tables
+from tests.examples.study.test_pages import STUDY, tables, the_table
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,7 @@ def test_the_readmes_table():
 def test_the_ladder():
     """Also its slope, by the page's first sentence on it and by least squares."""
     found = [row[1:] for row in contrasts.first_batch()]
-    [rows] = [rows for heading, rows in tables(STUDY / "two_rates.md")
-              if heading[0] == "experts"]  # fmt: skip
+    rows = the_table("two_rates", "experts")
     of_ladder = [*found[:5], found[6]]
     assert [row[1:4] for row in rows] == of_ladder
     page = re.sub(r"\s+", " ", (STUDY / "two_rates.md").read_text())
