@@ -24,7 +24,7 @@ from orscale_jax import (
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
 )
-from tests import oracle
+from tests import oracle, runs
 from tests.runs import readout
 
 pytestmark = pytest.mark.usefixtures("enable_x64")
@@ -620,17 +620,17 @@ class TestOtherTrustRatios:
         )
 
     def assert_same(self, ours, theirs):
-        start = {"a": gaussian(0, 6, 4), "b": 5 * gaussian(1, 3, 8)}
-        params = [jax.tree.map(jnp.asarray, start)] * 2
-        states = [optimizer.init(start) for optimizer in (ours, theirs)]
-        steps = [jax.jit(optimizer.update) for optimizer in (ours, theirs)]
-        for seed in range(6):
-            grads = {name: gaussian(seed, *w.shape) for name, w in start.items()}
-            for i, step in enumerate(steps):
-                updates, states[i] = step(grads, states[i], params[i])
-                params[i] = optax.apply_updates(params[i], updates)
-            for name in start:
-                np.testing.assert_allclose(params[0][name], params[1][name], rtol=1e-12)
+        start = {
+            "a": jnp.asarray(gaussian(0, 6, 4)),
+            "b": jnp.asarray(5 * gaussian(1, 3, 8)),
+        }
+
+        def gradients(seed):
+            return {name: gaussian(seed, *w.shape) for name, w in start.items()}
+
+        both = (runs.run(optimizer, start, 6, gradients) for optimizer in (ours, theirs))
+        for (found, _), (expected, _) in zip(*both, strict=True):
+            runs.assert_close(found, expected, rtol=1e-12, atol=0)
 
     @pytest.mark.parametrize("momentum", [0.0, 0.9])
     def test_lars(self, momentum):
