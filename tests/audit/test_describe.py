@@ -212,6 +212,59 @@ def test_owners_of_the_state():
     assert description.shared_bytes == 4
 
 
+OPTIMIZERS = {
+    "none": None,
+    "orscale": orscale(0.1),
+    "wrapped": optax.MultiSteps(optax.inject_hyperparams(muon)(0.1), 2),
+    "a rule": muon(0.1, weight_dimension_numbers=by_path({"w": "matrix"})),
+    "parted": optax.partition(
+        {"a": orscale(0.1), "b": optax.adamw(0.1)},
+        {"conv": "a", "c": "a", "w": "a", "layers": "a"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_the_optimizer_refuses_is_marked(name):
+    """The table says so with the optimizer's own words, which it keeps for update."""
+    params = {
+        "c": jnp.ones((4, 4), jnp.complex64),
+        "conv": jnp.ones((3, 3, 4)),
+        "layers": [{"up": nn.Partitioned(jnp.ones((2, 4, 8)), ("l", None, None))}] * 2,
+        "w": jnp.ones((4, 8)),
+    }
+    optimizer, numbers = OPTIMIZERS[name], None
+    if name == "a rule":
+        numbers = by_path({"w": "matrix"})
+    description = describe(params, numbers, optimizer=optimizer)
+    found = [(row.path, row.rule, ", ".join(row.check)) for row in description.rows]
+    assert found == [
+        ("c", "refused", "complex64"),
+        ("conv", "refused", "ambiguous"),
+        ("layers.0.up", "refused", "ambiguous"),
+        ("layers.1.up", "refused", "ambiguous"),
+        ("w", "matrix", ""),
+    ]
+    assert description.rows[1].shape == (3, 3, 4)
+    assert [row.label for row in description.rows] == ["a" * (name == "parted")] * 5
+    assert description.totals["refused"].leaves == 4
+    assert description.state_bytes_per_parameter is None
+    # One error lists all that are ambiguous.
+    of_shape, of_dtype = description.refusals
+    assert "'conv' of shape (3, 3, 4)" in of_shape and "'layers.1.up'" in of_shape
+    assert "Pass weight_dimension_numbers" in of_shape and "'c'" in of_dtype
+    assert str(description).count("\nrefused: ") == 2
+    if optimizer is not None:
+        with pytest.raises(ValueError, match="are ambiguous"):
+            jax.eval_shape(optimizer.init, params)
+
+
+def test_wrong_numbers_are_still_an_error():
+    for numbers in (Dims(0, 1), by_path({"x": Dims(0, 3)}), by_path({"y": "adamw"})):
+        with pytest.raises(ValueError, match=r"does not fit|matches no parameter"):
+            describe({"x": jnp.ones((2, 3, 4)), "b": jnp.ones(3)}, numbers)
+
+
 def test_nothing_to_describe():
     params = {"a": None, "b": optax.MaskedNode()}
     description = describe(params, optimizer=orscale(0.1))
@@ -367,7 +420,7 @@ def test_select():
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 7)])
+@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 8)])
 def test_the_output_on_the_page(name, outputs):
     """A text block is what the Python block above it prints."""
     page = DOCS / name
