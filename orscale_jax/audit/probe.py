@@ -48,6 +48,8 @@ def first_updates(
     tiny ones, where neither decay nor the rounding of bfloat16 hides it.
     """
     leaves, structure = jax.tree.flatten(params)
+    if not leaves:
+        return {}
     # One number, or one row, is even by itself: a sign and a polar factor are those that
     # do not grow with its gradient.
     single = [max(np.shape(leaf), default=1) == np.size(leaf) for leaf in leaves]
@@ -134,7 +136,8 @@ def _update_of(optimizer: Any, grads: PyTree, params: PyTree) -> _Update:
     def measured(update: Any, grads: PyTree, state: Any, params: PyTree) -> Any:
         updates, state = update(grads, state, params)
         wide = jax.tree.map(lambda u: abs(u).astype(jnp.float32), unbox(updates))
-        return updates, state, jax.tree.map(lambda u: jnp.sqrt((u * u).mean()), wide)
+        squares = jax.tree.map(lambda u: jnp.sum(u * u) / max(1, u.size), wide)
+        return updates, state, jax.tree.map(jnp.sqrt, squares)
 
     state, errors = jax.eval_shape(optimizer.init, params), []
     for update in (optimizer.update, with_loss, lambda g, s, _: optimizer.update(g, s)):

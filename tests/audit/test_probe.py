@@ -153,8 +153,14 @@ def test_boxes_modules_other_dtypes_and_masks():
     assert kinds(muon(1e-2), boxed) == "w:orthogonal"
     module = eqx.filter(eqx.nn.Linear(9, 5, key=jax.random.key(0)), eqx.is_inexact_array)
     assert kinds(muon(1e-2), module) == "weight:orthogonal bias:element-wise"
-    others = {"c": jnp.ones((4, 4), jnp.complex64), "n": jnp.ones(3, int), "m": None}
-    assert kinds(optax.sgd(1.0), others) == "c:other n:none"
+    assert kinds(optax.sgd(1.0), {}) == ""
+    others = {
+        "e": jnp.ones((0, 3)),
+        "c": jnp.ones((4, 4), jnp.complex64),
+        "n": jnp.ones(3, int),
+        "m": None,
+    }
+    assert kinds(optax.sgd(1.0), others) == "c:other e:none n:none"
 
 
 def test_the_sizes():
