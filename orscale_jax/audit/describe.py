@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -131,8 +131,14 @@ def describe(
         max_stack_bytes=max_stack_bytes,
         slow_axes=slow_axes,
     )
-    planned_for = options.platform(_platform(platform, params))
     leaf_of = leaves_by_path(unbox(params))
+    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
+    if platform is None:
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+        backend = jax.default_backend() if device is None else device.platform
+        platform = backend if backend in ("cpu", "tpu") else "gpu"
+    _checks.choice("platform", platform, ("cpu", "gpu", "tpu"))
+    planned_for = options.platform(platform)
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
     if probe and optimizer is None:
         _checks.refuse("probe", probe, "pass the optimizer to run, in optimizer=")
@@ -190,14 +196,21 @@ def describe(
                     part, first_update=kind, first_update_rms=found.rms
                 )
             rows.append(dataclasses.replace(part, check=tuple(check)))
-    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
     words, shape, on_device = "", None, None
     if mesh is not None:
         slices = slices_of_mesh(mesh, slow_axes) or {}
         shape = MeshShape(dict(mesh.shape), slices)
         words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
         along = " and ".join(f"{n} along {name}" for name, n in slices.items())
-        source = _sharding_source(state, mesh, params, axes_of)
+        source = "from the types of the arrays"
+        if mesh.are_all_axes_auto:
+            matrices = jax.tree.map_with_path(
+                lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(),
+                unbox(params),
+            )
+            specs = [] if state is None else state.specs
+            known = {own.source(mesh.abstract_mesh, matrices) for own in specs}
+            source = " and ".join(sorted(known))
         words += (along and f", slices: {along}") + (source and f", shardings {source}")
         if state is not None and not refused:
             on_device = nbytes_per_device(optimizer, params)
@@ -209,22 +222,6 @@ def describe(
         on_device,
         tuple(dict.fromkeys(map(str, refused.values()))),
     )
-
-
-def _platform(given: str | None, params: PyTree) -> str:
-    """The given platform, or that of the parameters' devices."""
-    if given is not None:
-        _checks.choice("platform", given, ("cpu", "gpu", "tpu"))
-        return given
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
-    devices = (
-        sharding.mesh.devices.flat[0]
-        for sharding in shardings
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    )
-    device = next(devices, None)
-    backend = jax.default_backend() if device is None else device.platform
-    return backend if backend in ("cpu", "tpu") else "gpu"
 
 
 def _matrices(
@@ -337,23 +334,6 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
         return None
     mesh: Mesh | AbstractMesh = sharding.mesh
     return mesh if mesh.size > 1 else None
-
-
-def _sharding_source(
-    state: AbstractState | None,
-    mesh: Mesh | AbstractMesh,
-    params: PyTree,
-    axes_of: Mapping[Any, MatrixAxes],
-) -> str:
-    """Where an optimizer finds the shardings of its matrices on a mesh, in words."""
-    if not mesh.are_all_axes_auto:
-        return "from the types of the arrays"
-    matrices = jax.tree.map_with_path(
-        lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(), unbox(params)
-    )
-    specs = [] if state is None else state.specs
-    found = {known.source(mesh.abstract_mesh, matrices) for known in specs}
-    return " and ".join(sorted(found))
 
 
 def _plan(

@@ -48,25 +48,29 @@ def first_updates(
     tiny ones, where neither decay nor the rounding of bfloat16 hides it.
     """
     leaves, structure = jax.tree.flatten(params)
+    drawn: list[tuple[jax.Array, ...]] = []
+    thin = set()
+    for seed, (path, leaf) in enumerate(leaves_by_path(unbox(params)).items()):
+        draw = functools.partial(_drawn, leaf)
+        abstract = isinstance(leaf, jax.ShapeDtypeStruct)
+        weight = draw(3 * seed, 0.02) if abstract else jnp.asarray(leaf)
+        gradient, tiny = draw(3 * seed + 1, 1.0), draw(3 * seed + 2, 2.0**-20)
+        # One number, or one row, is even by itself: a sign and a polar factor are those
+        # that do not shrink with its gradient.
+        if _is_thin(leaf, axes_of.get(path)):
+            thin.add(path)
+        smaller = draw(3 * seed + 1, 1 / 16) if path in thin else gradient
+        drawn.append((weight, tiny, gradient, smaller))
     if not leaves:
         return {}
-    # One number, or one row, is even by itself: a sign and a polar factor are those that
-    # do not grow with its gradient.
-    single = [max(np.shape(leaf), default=1) == np.size(leaf) for leaf in leaves]
-    drawn = []
-    for seed, leaf in enumerate(leaves):
-        sizes = ((0, 0.02), (1, 2.0**-20), (2, 1.0), (2, 16.0 if single[seed] else 1.0))
-        columns = [_drawn(leaf, 3 * seed + i, size) for i, size in sizes]
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            columns[0] = jnp.asarray(leaf)
-        drawn.append(columns)
-    weights, tiny, grads, larger = (
+    weights, light, grads, smaller_grads = (
         jax.tree.unflatten(structure, column) for column in zip(*drawn, strict=True)
     )
     update = _update_of(optimizer, grads, weights)
-    usual, low_bits = _first_moves(optimizer, update, grads, weights)
-    alone, _ = _first_moves(optimizer, update, grads, tiny)
-    again = _first_moves(optimizer, update, larger, tiny)[0] if any(single) else alone
+    moved, low_bits = _first_moves(optimizer, update, grads, weights)
+    usual = {path: rms for path, (_, rms) in moved.items()}
+    alone, moved = _first_moves(optimizer, update, grads, light)[0], {}
+    again = _first_moves(optimizer, update, smaller_grads, light)[0] if thin else {}
     found = {}
     for path in leaves_by_path(unbox(params)):
         step, rms = alone.get(path, (None, 0.0))
@@ -76,22 +80,32 @@ def first_updates(
         if step is None:
             drifts = path in low_bits and path not in usual
             kinds = kinds if path in usual else ["none"] * parts
-        else:
-            scale_free = again[path][1] < 4 * rms
-            if (scale_free or step.size > 1) and _even_entries(step) > _EVEN_ENTRIES:
+        elif path not in thin or again.get(path, (None, 0))[1] > rms / 4:
+            if _even_entries(step) > _EVEN_ENTRIES:
                 kinds = ["element-wise"] * parts
             else:
-                for own in _readings(step.ndim) if axes is None else (axes,):
-                    even = [
-                        (scale_free or min(own.matrix_shape(step)) > 1)
-                        and bool(_even_spectrum(step, own, index) > _EVEN_SPECTRUM)
+                for own in _readings(step) if axes is None else (axes,):
+                    kinds = [
+                        "orthogonal"
+                        if _even_spectrum(step, own, index) > _EVEN_SPECTRUM
+                        else "other"
                         for index in range(len(own.labels))
                     ]
-                    kinds = ["orthogonal" if each else "other" for each in even]
-                    if all(even):
+                    if "other" not in kinds:
                         break
-        found[path] = FirstUpdate(kinds, usual.get(path, (None, rms))[1], drifts)
+        found[path] = FirstUpdate(kinds, usual.get(path, rms), drifts)
     return found
+
+
+def _is_thin(leaf: Any, axes: MatrixAxes | None) -> bool:
+    """Whether a leaf is one number, or has matrices of one row or one column."""
+    if axes is None:
+        return np.size(leaf) == (max(leaf.shape) if np.ndim(leaf) > 1 else 1)
+    parts = (
+        jax.eval_shape(functools.partial(axes.part, index=index), leaf)
+        for index in range(len(axes.labels))
+    )
+    return any(min(axes.within.matrix_shape(part)) == 1 for part in parts)
 
 
 def _drawn(leaf: Any, seed: int, size: float) -> jax.Array:
@@ -178,15 +192,17 @@ def _first_moves(
     return moved, low_bits
 
 
-def _readings(rank: int) -> list[MatrixAxes]:
-    """All ways to take the axes of an array for batch, rows and columns of matrices."""
+def _readings(leaf: jax.Array) -> list[MatrixAxes]:
+    """All ways to take axes for batch, rows and columns of matrices that are not thin."""
     found = []
-    for roles in itertools.product("bmn", repeat=rank):
+    for roles in itertools.product("bmn", repeat=leaf.ndim):
         batch, rows, columns = (
-            tuple(axis for axis in range(rank) if roles[axis] == role) for role in "bmn"
+            tuple(axis for axis in range(leaf.ndim) if roles[axis] == role)
+            for role in "bmn"
         )
-        if () < rows < columns:
-            found.append(MatrixAxes(batch, rows, columns))
+        axes = MatrixAxes(batch, rows, columns)
+        if () < rows < columns and (not _is_thin(leaf, axes) or _is_thin(leaf, None)):
+            found.append(axes)
     return found
 
 

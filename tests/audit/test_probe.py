@@ -93,13 +93,20 @@ def test_a_chain_is_told_by_what_it_does(name):
 
 def test_single_numbers_and_rows():
     """Any is even: a sign and a polar factor are told by ignoring the gradient's size."""
-    params = {"s": jnp.ones(()), "row": jnp.ones((1, 5)), "column": jnp.ones((3, 1))}
-    found = {name: kinds(CASES[name][0], params) for name in ("adamw", "sgd", "orscale")}
-    assert found == {
-        "adamw": "column:element-wise row:element-wise s:element-wise",
-        "sgd": "column:other row:other s:other",
-        "orscale": "column:orthogonal row:orthogonal s:element-wise",
-    }
+    params = {"s": jnp.ones(()), "row": jnp.ones((1, 5)), "rows": jnp.ones((2, 3, 1))}
+    params |= {"w": jnp.ones((24, 16))}  # Else a clip makes each a polar factor.
+    numbers = {"s": None, "row": Dims(0, 1), "rows": Dims(1, 2), "w": None}
+    ours = orscale(WARMUP, weight_decay=10.0, weight_dimension_numbers=numbers)
+    for optimizer, expected in [
+        (
+            CASES["adamw"][0],
+            "row:element-wise rows:element-wise s:element-wise w:element-wise",
+        ),
+        (CASES["clipped"][0], "row:other rows:other s:other w:other"),
+        (ours, "row:orthogonal rows:orthogonal s:element-wise w:element-wise"),
+    ]:
+        assert kinds(optimizer, params, numbers) == expected
+    assert kinds(optax.sgd(1.0), params) == "row:other rows:other s:other w:other"
 
 
 STACKED = {"layers": (3, 8, 12), "qkv": (8, 24), "cut": (8, 20), "heads": (8, 2, 4)}
