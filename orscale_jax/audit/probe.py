@@ -24,7 +24,7 @@ _UPDATES, _MORE_UPDATES = 128, 16
 # Of singular values, or of entries: the squared mean of their squares over the mean of
 # their fourth powers is 1 if they are equal. It is 0.78 for any that Jordan's
 # Newton–Schulz leaves between 0.68 and 1.13; the gradients here have 0.57 at most.
-_EVEN_SPECTRUM, _EVEN_ENTRIES = 0.65, 0.98
+_EVEN_SPECTRUM, _EVEN_ENTRIES = 0.6, 0.98
 _VECTORS = 16  # They estimate a spectrum, and have all of it of so many rows.
 
 # From gradients, state and parameters: updates, state, and root mean squares of updates.
