@@ -49,6 +49,10 @@ ALL = "b:{0} w:{0} x:{0}".format
 OURS = "b:element-wise w:orthogonal x:orthogonal"
 PARTS = {"a": muon(1e-2), "b": optax.sgd(1e-2), "c": optax.set_to_zero()}
 CASES = {
+    "partition": (
+        optax.partition(PARTS, {"w": "a", "x": "b", "b": "c"}),
+        "b:none w:orthogonal x:other",
+    ),
     "adamw": (optax.adamw(1e-3, weight_decay=10.0), ALL("element-wise")),
     "lion": (optax.lion(WARMUP), ALL("element-wise")),
     "sgd": (optax.sgd(1e-2, 0.9), ALL("other")),
@@ -73,10 +77,6 @@ CASES = {
     "on a sphere": (family.hyperball(1e-2, adam_learning_rate=1e-2), OURS),
     "by hand": (normalized(5), "b:other w:orthogonal x:orthogonal"),
     "no Newton–Schulz": (normalized(1), ALL("other")),
-    "partition": (
-        optax.partition(PARTS, {"w": "a", "x": "b", "b": "c"}),
-        "b:none w:orthogonal x:other",
-    ),
     "frozen": (
         optax.chain(muon(1e-2), optax.transforms.freeze(FROZEN)),
         "b:none w:none x:orthogonal",
@@ -85,12 +85,14 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", CASES)
 def test_a_chain_is_told_by_what_it_does(name):
     optimizer, expected = CASES[name]
     assert kinds(optimizer) == expected
 
 
+@pytest.mark.extended
 def test_single_numbers_and_rows():
     """Any is even: a sign and a polar factor are told by ignoring the gradient's size."""
     params = {"s": jnp.ones(()), "row": jnp.ones((1, 5)), "rows": jnp.ones((2, 3, 1))}
@@ -118,6 +120,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.extended
 def test_along_the_axes_of_layers_heads_and_blocks():
     params = tree(0, shapes=STACKED)
     ours = orscale(1e-2, weight_dimension_numbers=NUMBERS)
@@ -136,6 +139,7 @@ def test_along_the_axes_of_layers_heads_and_blocks():
     assert kinds(only, {"layers": params["layers"]}) == "layers:orthogonal"
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_sharded_parameters(kind):
     """Their spectrum is read without gathering them."""
@@ -155,6 +159,7 @@ def test_sharded_parameters(kind):
     assert "all-reduce" in program and "all-gather" not in program
 
 
+@pytest.mark.extended
 def test_boxes_modules_other_dtypes_and_masks():
     boxed = {"w": nn.Partitioned(jnp.ones((24, 16), jnp.bfloat16), (None, None))}
     assert kinds(muon(1e-2), boxed) == "w:orthogonal"
@@ -185,6 +190,7 @@ def test_the_sizes():
     assert "first" not in str(without) + without.to_csv()
 
 
+@pytest.mark.extended
 def test_weights_that_are_frozen_behind_keep_master_weights_drift():
     params = {"w": jnp.ones((24, 16), jnp.bfloat16), "x": jnp.ones((8, 32), jnp.bfloat16)}
     frozen = optax.transforms.freeze({"w": True, "x": False})
