@@ -13,6 +13,7 @@ import numpy as np
 
 from orscale_jax.audit.merging import merged
 from orscale_jax.distributed.plan import Group, Plan
+from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
 
@@ -212,6 +213,17 @@ class Description:
             notes.append(f"state: {each:.4g} bytes per parameter{told}")
         notes += [""] if notes else []
         notes += [f"refused: {error}\n" for error in self.refusals]
+        rules = {}
+        for row in self.rows:
+            if row.rule == "refused":
+                by_name = row.layer_class in EMBEDDING_OR_HEAD | VECTORS
+                real = row.check == ("ambiguous",) and not by_name
+                axes = "MuonDimensionNumbers(reduction_axis=..., output_axis=...)"
+                path = re.sub(r"\d+", r"\\d+", re.escape(row.path))
+                rules[path] = f"{axes},  # {row.shape}" if real else '"adamw",'
+        if rules:
+            written = (f'    r"^{path}$": {rule}' for path, rule in rules.items())
+            notes += ["what to write:\nby_path({", *written, "})\n"]
         if self.mesh:
             notes.append(f"Newton–Schulz on {self.mesh}")
         elif self.plan.groups:

@@ -224,6 +224,15 @@ def test_what_the_optimizer_refuses_is_marked(name):
     assert "'conv' of shape (3, 3, 4)" in of_shape and "'layers.1.up'" in of_shape
     assert "Pass weight_dimension_numbers" in of_shape and "'c'" in of_dtype
     assert str(description).count("\nrefused: ") == 2
+    assert str(description).startswith("parameter ")
+    # What to write: rules, with the axes left to fill in.
+    written = re.search(r"^by_path\(.*?^}\)$", str(description), re.DOTALL | re.MULTILINE)
+    rules = written[0].replace("reduction_axis=..., output_axis=...", "-2, -1")
+    after = describe(
+        params, eval(rules, {"by_path": by_path, "MuonDimensionNumbers": Dims})
+    )
+    found = [row.rule for row in after.rows]
+    assert found == ["adamw", "matrix", "matrix", "matrix", "matrix"]
     if optimizer is not None:
         with pytest.raises(ValueError, match="are ambiguous"):
             jax.eval_shape(optimizer.init, params)
