@@ -15,7 +15,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
-from orscale_jax.parameters import module_types
+from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.parameters.path_rules import Rules
@@ -90,8 +90,9 @@ def linen_dimension_numbers(
     The modules of a model are known only while it runs, so ``module.init`` is traced,
     without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so attention),
     ``Einsum``, ``Conv``, ``ConvTranspose``, ``ConvLocal`` and of the cells made of them
-    are matrices; the rest is as in :func:`nnx_dimension_numbers`. Axes that ``nn.vmap``
-    or ``nn.scan`` add are batch axes, wherever ``variable_axes`` puts them.
+    are matrices, except the output layer's; the rest is as in
+    :func:`nnx_dimension_numbers`. Axes that ``nn.vmap`` or ``nn.scan`` add are batch
+    axes, wherever ``variable_axes`` puts them.
 
     Args:
       module: The model, not bound.
@@ -150,7 +151,13 @@ def linen_dimension_numbers(
         else:
             owner, _ = module_types.owner_of(path, owners)
             by_type[path] = module_types.undeclared(owner, shape)
-    numbers = module_types.resolved(leaves, by_type, overrides, head_size)
+
+    def outputs(params: PyTree, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        given = {"rngs": rngs, "method": method, "mutable": True}
+        return module.apply({"params": params}, *args, **given, **kwargs)[0]
+
+    output = output_layers.output_layers(outputs, params, rngs, *args, **kwargs)
+    numbers = module_types.resolved(leaves, by_type, overrides, head_size, output)
     return jax.tree.map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,
@@ -170,13 +177,20 @@ def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., A
         owners[tuple(module.path)] = type(module).__name__
         declared = module_types.declarations(module, rules)
         for name, value in module.variables.get("params", {}).items():
-            if isinstance(value, Mapping | _Traced):
+            if isinstance(value, Mapping):
                 continue
-            rank = np.ndim(meta.unbox(value))
-            # Any other parameter may belong to an outer module that shares this scope.
-            if name in declared or rank < 2:
-                box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
-                module.put_variable("params", name, box)
+            several = len(jax.tree.leaves(value)) > 1  # A tuple of arrays.
+
+            def boxed(leaf: Any, name: str = name, several: bool = several) -> Any:
+                rank = np.ndim(meta.unbox(leaf))
+                # Another parameter may belong to an outer module that shares this scope.
+                if isinstance(leaf, _Traced) or (name not in declared and rank > 1):
+                    return leaf
+                own = None if several and rank < 2 else declared.get(name)
+                return _Traced(leaf, own, tuple(range(rank)), rank)
+
+            boxes = jax.tree.map(boxed, value, is_leaf=meta.is_axis_metadata)
+            module.put_variable("params", name, boxes)
         return result
 
     return intercept

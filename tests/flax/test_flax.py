@@ -239,7 +239,7 @@ class Wrapped(nn.Module):
         x = nn.RNN(nn.LSTMCell(4))(x)
         x = nn.Bidirectional(nn.RNN(nn.OptimizedLSTMCell(4)), nn.RNN(nn.GRUCell(4)))(x)
         x = nn.WeightNorm(nn.Dense(3))(x)
-        return nn.SpectralNorm(nn.Dense(3))(x, update_stats=True)
+        return nn.relu(nn.SpectralNorm(nn.Dense(3))(x, update_stats=True))
 
 
 @pytest.mark.extended
@@ -344,6 +344,29 @@ def test_an_nnx_model_that_is_only_shapes():
     assert nnx_table(abstract) == nnx_table(Block(nnx.Rngs(0)))
 
 
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "kinds", [{"hijax": True}, {"ref": True}, {"hijax": True, "ref": True}]
+)
+def test_variables_that_are_leaves_or_hold_references(kinds):
+    """They train as plain variables do, by whoever computes the gradients."""
+
+    def trained(**kinds):
+        with nnx.var_defaults(**kinds):
+            first = nnx.Linear(4, 6, rngs=nnx.Rngs(0))
+            model = nnx.Sequential(first, nnx.Linear(6, 3, rngs=nnx.Rngs(1)))
+            numbers = nnx_dimension_numbers(model)
+            tx = orscale(0.1, weight_dimension_numbers=numbers)
+            optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+            for _ in range(2):
+                arrays = nnx.as_pure(nnx.state(model, nnx.Param))
+                grads = jax.tree.map(lambda x: jnp.cos(17 * x), arrays)
+                optimizer.update(model, nnx.State(jax.tree.map(nnx.Param, grads)))
+            return jax.tree.leaves(nnx.as_pure(nnx.state(model, nnx.Param)))
+
+    assert_close(trained(**kinds), trained(hijax=False), rtol=1e-6)
+
+
 @pytest.mark.extended
 def test_lora_adapters_are_trained_alone():
     rngs = nnx.Rngs(0)
@@ -364,6 +387,80 @@ def test_lora_adapters_are_trained_alone():
     frozen = jnp.copy(linear.kernel[...])
     train_nnx(model, lambda model: squares(model(x)), numbers, wrt=nnx.LoRAParam)
     np.testing.assert_array_equal(frozen, linear.kernel[...])
+
+
+def with_adapters(layer, **shapes):
+    """As Qwix adds adapters to a module: parameters beside the kernel."""
+    for name, shape in shapes.items():
+        value = jax.random.normal(jax.random.key(len(name)), shape)
+        setattr(layer, f"kernel_lora_{name}", nnx.LoRAParam(value))
+    return layer
+
+
+ADAPTERS = {
+    "linear": (
+        lambda r: with_adapters(nnx.Linear(8, 6, rngs=r), a=(8, 2), b=(2, 6)),
+        (MATRIX, MATRIX),
+    ),
+    "general": (
+        lambda r: with_adapters(
+            nnx.LinearGeneral((2, 4), (3, 5), axis=(-2, -1), rngs=r), a=(8, 2), b=(2, 15)
+        ),
+        (MATRIX, MATRIX),
+    ),
+    "batch": (
+        lambda r: with_adapters(
+            nnx.LinearGeneral(8, (2, 3), batch_axis={0: 5}, rngs=r),
+            a=(5, 8, 2), b=(5, 2, 6),
+        ),
+        (Dims(1, 2), Dims(1, 2)),
+    ),
+    "heads": (
+        lambda r: with_adapters(
+            nnx.Einsum("BTD,NDH->BTNH", (2, 8, 3), rngs=r), a=(8, 2), b=(2, 2, 3)
+        ),
+        (MATRIX, Dims(0, (1, 2))),
+    ),
+    "merged heads": (
+        lambda r: with_adapters(
+            nnx.Einsum("BTNH,NHD->BTD", (2, 3, 8), rngs=r), a=(2, 3, 2), b=(2, 8)
+        ),
+        (Dims((0, 1), 2), MATRIX),
+    ),
+    "experts": (
+        lambda r: with_adapters(
+            nnx.Einsum("ebd,edf->ebf", (4, 8, 6), rngs=r), a=(4, 8, 2), b=(2, 6)
+        ),
+        (Dims(1, 2), MATRIX),
+    ),
+    "convolution": (
+        lambda r: with_adapters(
+            nnx.Conv(3, 6, (2, 2), rngs=r), a=(2, 2, 3, 2), b=(2, 6)
+        ),
+        (CONVOLUTION, MATRIX),
+    ),
+    "stacked": (
+        lambda r: nnx.vmap(
+            lambda r: with_adapters(nnx.Linear(8, 6, rngs=r), a=(8, 2), b=(2, 6))
+        )(r.split(3)),
+        (Dims(1, 2), Dims(1, 2)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_beside_a_kernel(name):
+    """Only they are asked for, so that a frozen base needs no rules."""
+    build, expected = ADAPTERS[name]
+    model = build(nnx.Rngs(0))
+    model.frozen = nnx.Param(jnp.ones((4, 4)))  # Such as the scale of a quantized kernel.
+    state = nnx.state(model, nnx.LoRAParam)
+    found = nnx_dimension_numbers(model, wrt=nnx.LoRAParam)(nnx.to_pure_dict(state))
+    assert tuple(found[f"kernel_lora_{end}"] for end in "ab") == expected
+    optimizer = orscale(1e-3, weight_dimension_numbers=found)
+    optimizer.init(nnx.to_pure_dict(state))
+    with pytest.raises(ValueError, match="'frozen' of shape"):
+        nnx_dimension_numbers(model)
 
 
 class LinenBlock(nn.Module):
@@ -448,8 +545,8 @@ class Partitioned(nn.Module):
         logical = nn.with_logical_partitioning(
             nn.initializers.lecun_normal(), ("embed", "mlp")
         )
-        x = nn.Dense(8, kernel_init=init, name="first")(x)
-        return nn.Dense(6, kernel_init=logical, name="second")(x), None
+        x = nn.Dense(6, kernel_init=init, name="first")(x)
+        return nn.tanh(x) + nn.Dense(6, kernel_init=logical, name="second")(x), None
 
 
 class ManyPartitioned(nn.Module):
@@ -579,7 +676,7 @@ class OpenLinen(nn.Module):
     def __call__(self, x):
         w = self.param("w", nn.initializers.normal(), (3, 3))
         x = nn.Conv(4, (2,), feature_group_count=2)(nn.Dense(4)(x @ w))
-        return nn.Einsum((4, 5))(x, "btd,de->bte")
+        return nn.relu(nn.Einsum((4, 5))(x, "btd,de->bte"))
 
 
 def test_open_linen_parameters_are_one_error():
@@ -685,6 +782,55 @@ def test_overrides_come_before_names_and_types():
     assert nnx_table(embed, overrides={"embedding": "matrix"}) == {"embedding": MATRIX}
 
 
+class Factored(nn.Module):
+    """Jaxpi's dense layer, whose kernel is a tuple of a scale and a matrix."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x):
+        def init(key):
+            v = nn.initializers.lecun_normal()(key, (x.shape[-1], self.features))
+            return jnp.linalg.norm(v, axis=0), v
+
+        g, v = self.param("kernel", init)
+        return x @ (g * v) + self.param("bias", nn.initializers.zeros, self.features)
+
+
+class FactoredNet(nn.Module):
+    stacked: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        make = Factored
+        if self.stacked:
+            axes = {"variable_axes": {"params": 1}, "split_rngs": {"params": True}}
+            make = nn.vmap(Factored, **axes, in_axes=None, axis_size=2)
+            x = make(8)(x).sum(0)
+        return nn.remat(Factored)(1)(nn.tanh(Factored(8)(nn.tanh(x))))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_a_parameter_that_is_a_tuple(stacked):
+    """A rule holds for its arrays of two axes; an override names each."""
+    model, x = FactoredNet(stacked), jnp.ones((2, 3))
+    rules = {Factored: lambda m: {"kernel": Weight((None, m.features), 0, 1)}}
+    with pytest.raises(
+        ValueError, match=r"'\w*Factored_0\.kernel\.1' of .* rule for it in"
+    ):
+        linen_dimension_numbers(model, x)
+    first = {r"^VmapF.*kernel\.1": Dims(0, 2)} if stacked else {}
+    overrides = first | {r"^Factored_0\.kernel\.1": "matrix"}
+    params = model.init(jax.random.key(0), x)["params"]
+    for given in ({"rules": rules}, {"overrides": overrides}):
+        numbers = linen_dimension_numbers(model, x, **given)
+        assert numbers["Factored_0"] == {"bias": None, "kernel": (None, MATRIX)}
+        assert numbers["CheckpointFactored_0"]["kernel"] == (None, None)  # The output
+        if stacked:
+            assert numbers["VmapFactored_0"]["kernel"] == (None, Dims(0, 2))
+        train(params, lambda p: squares(model.apply({"params": p}, x)), numbers)
+
+
 def test_modules_that_are_used_twice():
     shared = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     model = nnx.Dict(a=shared, b=shared, c=nnx.Linear(3, 3, rngs=nnx.Rngs(1)))
@@ -742,7 +888,7 @@ def test_modules_behind_a_bridge_are_unresolved():
     found = nnx_table(model, overrides={r"linen\.kernel": "matrix"})
     assert found == linear("linen", "nnx")
     within = nnx.bridge.ToLinen(nnx.Linear, args=(3, 4))
-    model = nn.Sequential([nn.Dense(3), within])
+    model = nn.Sequential([nn.Dense(3), within, nn.relu])
     with pytest.raises(ValueError, match=r"'layers_1\.kernel' .* for it in ToLinen\n"):
         linen_dimension_numbers(model, x)
     found = linen_table(model, x, overrides={r"layers_1\.kernel": "matrix"})

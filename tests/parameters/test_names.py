@@ -177,6 +177,7 @@ MATRICES = """
     kernel attention_heads query ahead out multi_head_q ember o_proj
 """.split()
 ADAMW = """
+    cvf.scale envelope.pi envelope.0.sigma actor.log_std actor_logstd log_sigma
     norm.scale norm norm_1.weight ln_f.kernel attention_norm.kernel final_norm.w
     mlp.bias attention.query.bias qkv_bias in_proj_bias linear.b scale layers.scale
     ls1.gamma layer_scale.lambda1 logit_scale batch_normalization.moving_gamma
@@ -289,3 +290,31 @@ def test_heads_without_an_embedding_beside_them(name):
     tree = functools.reduce(around, name.split(".")[::-1], leaf(4, 6))
     [found] = jax.tree.leaves(layer_classes(tree))
     assert found == "head" if name in HEADS else found not in ("head", "embedding")
+
+
+# For each module: the shapes of its layers, and which of them are hidden.
+INSIDE = {
+    "classifier": ({"0": (16, 64), "3": (8, 16), "6": (5, 8)}, {"0", "3"}),  # PyTorch's
+    "classifier.mlp": ({"Dense_0": (8, 16), "Dense_1": (16, 5)}, {"Dense_0"}),
+    "lm_head": ({"dense": (8, 8), "decoder": (99, 8)}, {"dense"}),
+    "cls_head": ({"fc1": (8, 6), "fc2": (6, 3)}, {"fc1"}),
+    "classifier_": ({"dense": (8, 8), "out_proj": (3, 8)}, {"dense"}),
+    "head": ({"0": (8, 10), "1": (8, 10)}, set()),  # Side by side
+    "lm_head_": ({"linear": (8, 99)}, set()),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_hidden_layers_inside_of_a_head(name):
+    shapes, hidden = INSIDE[name]
+    layers = {
+        key: {"weight": leaf(*shape), "bias": leaf(shape[0])}
+        for key, shape in shapes.items()
+    }
+    tree = {f"{name}.{key}": layer for key, layer in layers.items()}
+    tree = {"encoder": {"0": {"weight": leaf(8, 8)}}} | tree
+    rows = describe(tree).select("^(?!encoder).*weight").rows
+    assert {r.path for r in rows if r.rule == "matrix"} == {
+        f"{name}.{key}.weight" for key in hidden
+    }
+    assert {r.layer_class for r in rows} == {"head", "other"} if hidden else {"head"}
