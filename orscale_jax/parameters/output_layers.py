@@ -170,8 +170,5 @@ def _of_scan(params: Any, made: list[_Made]) -> list[_Made]:
         found = _walk(body, [*made[:first], *carry, *made[end:]])
         after = [_hidden(pair) for pair in zip(carry, found, strict=False)]
         if after == carry:
-            break
+            return carry + found[len(carry) :]
         carry = after
-    carried = [x for x in body.outvars[: len(carry)] if not isinstance(x, Literal)]
-    collected = zip(body.outvars[len(carry) :], found[len(carry) :], strict=True)
-    return carry + [_hidden([m]) if x in carried else m for x, m in collected]
