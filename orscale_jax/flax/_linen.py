@@ -134,10 +134,16 @@ def linen_dimension_numbers(
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
     own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
+
+    def init(rngs: Any, args: Any, kwargs: Any) -> PyTree:
+        return module.init(rngs, *args, method=method, **kwargs).get("params", {})
+
+    call, arrays = output_layers.of_arrays(init, rngs, args, kwargs)
     with linen.intercept_methods(interceptor), own_cache:
-        traced = _abstract_params(module, rngs, args, method, kwargs)
+        traced = jax.eval_shape(call, arrays)
     # Without our boxes: they are pytree nodes, and a module may name parameters by path.
-    params = _abstract_params(module, rngs, args, method, kwargs)
+    # JAX remembers a function's trace: this is another function.
+    params = jax.eval_shape(lambda arrays: call(arrays), arrays)
     boxes = _paths.by_path(traced)
     leaves = {
         path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
@@ -153,8 +159,15 @@ def linen_dimension_numbers(
             by_type[path] = module_types.undeclared(owner, shape)
 
     def outputs(params: PyTree, rngs: Any, *args: Any, **kwargs: Any) -> Any:
-        given = {"rngs": rngs, "method": method, "mutable": True}
-        return module.apply({"params": params}, *args, **given, **kwargs)[0]
+        # As in init, without the names of axes over which BatchNorm would average.
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, value in params.items():
+                module.scope.put_variable("params", name, value)
+            own: Any = method or "__call__"
+            own = getattr(type(module), own) if isinstance(own, str) else own
+            return getattr(own, "__func__", own)(module, *args, **kwargs)
+
+        return linen.init_with_output(call, module)(rngs, *args, **kwargs)[0]
 
     output = output_layers.output_layers(outputs, params, rngs, *args, **kwargs)
     numbers = module_types.resolved(leaves, by_type, overrides, head_size, output)
@@ -194,19 +207,3 @@ def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., A
         return result
 
     return intercept
-
-
-def _abstract_params(
-    module: linen.Module, rngs: Any, args: Any, method: Any, kwargs: Any
-) -> PyTree:
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
-
-    def init(rngs: Any, arrays: Mapping[int, jax.Array]) -> Any:
-        # The rest (flags, strings) is not traced: a model may branch on it.
-        filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        return module.init(rngs, *args, method=method, **kwargs)
-
-    variables = jax.eval_shape(init, rngs, arrays)
-    return variables.get("params", {})

@@ -68,23 +68,36 @@ def output_layers(
       *args: Its inputs. What is no array is not traced.
       **kwargs: Its inputs by keyword.
     """
-    structure: Any
-    leaves, structure = jax.tree.flatten((params, constants, args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
 
-    def outputs(arrays: dict[int, jax.Array]) -> list[jax.Array]:
-        filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        params, constants, args, kwargs = structure.unflatten(filled)
+    def outputs(params: PyTree, constants: PyTree, args: Any, kwargs: Any) -> list[Any]:
         found = jax.tree.leaves(function(params, constants, *args, **kwargs))
         return [leaf for leaf in found if isinstance(leaf, jax.Array)]
 
+    call, arrays = of_arrays(outputs, params, constants, args, kwargs)
     paths = [names_on(path) for path, _ in jax.tree.leaves_with_path(params)]
     inputs = len(paths) + len(jax.tree.leaves(constants))
     made = [_Made(i >= inputs, frozenset({i} if i < len(paths) else ())) for i in arrays]
-    ends = _walk(jax.make_jaxpr(outputs)(arrays).jaxpr, made)
+    ends = _walk(jax.make_jaxpr(call)(arrays).jaxpr, made)
     # A product from which another output is computed is a hidden layer's.
     outer = _union(end.outer for end in ends) - _union(end.weights for end in ends)
     return [paths[i] for i in sorted(outer)]
+
+
+def of_arrays(
+    function: Callable[..., Any], *args: Any
+) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any]]:
+    """A function of the arrays among some arguments, and these arrays.
+
+    The rest (flags, strings) is not traced: a model may branch on it.
+    """
+    structure: Any
+    leaves, structure = jax.tree.flatten(args)
+
+    def call(arrays: dict[int, Any]) -> Any:
+        filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return function(*structure.unflatten(filled))
+
+    return call, {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
 
 
 def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:

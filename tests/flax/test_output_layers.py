@@ -144,6 +144,16 @@ HEADS = {
         (IMAGES,), "Dense_0",
     ),
     "ResNet": (lambda x: nn.Dense(9)(resnet(x).mean((1, 2))), (IMAGES,), "Dense_0"),
+    "statistics of all devices": (
+        lambda x: nn.Dense(3)(nn.BatchNorm(False, axis_name="data")(hidden(x))),
+        (X,), "Dense_0",
+    ),
+    "with a cache": (
+        lambda tokens: nn.Dense(11)(
+            nn.MultiHeadDotProductAttention(2, decode=True)(nn.Embed(11, 8)(tokens))
+        ),
+        (TOKENS,), "Dense_0",
+    ),
     "all of convolutions": (
         lambda x: nn.Conv(3, (1, 1))(resnet(x)).mean((1, 2)), (IMAGES,), "Conv_0",
     ),
