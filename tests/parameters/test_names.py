@@ -17,7 +17,6 @@ from flax.traverse_util import flatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, describe
-from orscale_jax.diagnostics import layer_classes
 from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.trees.names import keys_on
 
@@ -175,6 +174,9 @@ MATRICES = """
     WeightNorm_0.Dense_0.kernel norm.mlp.up embassy.kernel mlp_tokens.fc1.weight
     gate_bias_mlp.kernel blocks.output.kernel lora.b layers.wkv_b
     kernel attention_heads query ahead out multi_head_q ember o_proj
+    blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
+    layers.3.attention.score.weight layers.3.mlp.output_layer.weight
+    multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
 """.split()
 ADAMW = """
     cvf.scale envelope.pi envelope.0.sigma actor.log_std actor_logstd log_sigma
@@ -190,9 +192,16 @@ ADAMW = """
 """.split()
 
 
+HEADS = """
+    head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
+    heads.0.weight heads.head.weight score.weight
+    decoder.output_layer.weight params.output_layer.kernel
+""".split()
+
+
 @pytest.mark.parametrize("sep", [None, ".", "/"])
 def test_names_of_matrices_and_of_vectors(sep):
-    for name in MATRICES + ADAMW:
+    for name in MATRICES + ADAMW + HEADS:
         keys = name.split(".")
         tree = {keys[-1]: leaf(6, 4)}
         if keys[-1] == "b":
@@ -201,8 +210,10 @@ def test_names_of_matrices_and_of_vectors(sep):
             tree = {key: tree}
         if sep:
             tree = flatten_dict(tree, sep=sep)
-        found = rules_of(tree)[name.replace(".", sep or ".")]
-        assert found == ("matrix" if name in MATRICES else "adamw"), name
+        path = name.replace(".", sep or ".")
+        [row] = (row for row in describe(tree).rows if row.path == path)
+        assert row.rule == ("matrix" if name in MATRICES else "adamw"), name
+        assert row.layer_class == "head" or name not in HEADS
 
 
 def test_names_beside_decide_about_an_output_and_a_b():
@@ -268,28 +279,6 @@ def test_names_of_heads_come_before_types():
         matrices = {path for path, rule in found.items() if rule == "matrix"}
         heads = {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")}
         assert matrices == heads | {"norm_mlp.kernel"}
-
-
-HEADS = """
-    head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
-    heads.0.weight heads.head.weight score.weight
-    decoder.output_layer.weight params.output_layer.kernel
-""".split()
-HIDDEN = """
-    blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
-    layers.3.attention.score.weight layers.3.mlp.output_layer.weight
-    multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
-""".split()
-
-
-@pytest.mark.parametrize("name", HEADS + HIDDEN)
-def test_heads_without_an_embedding_beside_them(name):
-    def around(tree, key):
-        return {key: tree}
-
-    tree = functools.reduce(around, name.split(".")[::-1], leaf(4, 6))
-    [found] = jax.tree.leaves(layer_classes(tree))
-    assert found == "head" if name in HEADS else found not in ("head", "embedding")
 
 
 # For each module: the shapes of its layers, and which of them are hidden.
