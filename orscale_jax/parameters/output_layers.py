@@ -120,7 +120,7 @@ def _walk(jaxpr: Jaxpr, made: list[_Made]) -> list[_Made]:
 def _of_operation(eqn: Any, made: list[_Made]) -> list[_Made]:
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
-        return _of_scan(params, made)
+        return _of_scan(eqn, made)
     if name == "cond":
         branches = [_walk(branch.jaxpr, made[1:]) for branch in params["branches"]]
         return [_kept("select_n", list(same)) for same in zip(*branches, strict=True)]
@@ -174,10 +174,16 @@ def _kept(name: str, made: list[_Made]) -> _Made:
     return _hidden(made)
 
 
-def _of_scan(params: Any, made: list[_Made]) -> list[_Made]:
+def _of_scan(eqn: Any, made: list[_Made]) -> list[_Made]:
     """The carry is hidden; what is collected may be a product at each step."""
-    body, first = params["jaxpr"].jaxpr, params["num_consts"]
-    end = first + params["num_carry"]
+    body = eqn.params["jaxpr"].jaxpr
+
+    def count_alike(outside: list[Any], inside: list[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)  # Slices have an axis less inside.
+        return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
+
+    end = count_alike(eqn.invars, body.invars)
+    first = end - count_alike(eqn.outvars, body.outvars)
     carry = [_hidden([m]) for m in made[first:end]]
     while True:
         found = _walk(body, [*made[:first], *carry, *made[end:]])
