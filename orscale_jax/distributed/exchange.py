@@ -27,7 +27,7 @@ from orscale_jax.distributed.plan import (
     plan_buckets,
 )
 from orscale_jax.distributed.platforms import Platform, polar_in_chunks
-from orscale_jax.newton_schulz.arithmetic import may_transpose_squares
+
 from orscale_jax.sharding import typed_sharding
 
 # Makes a stack of matrices that stay on their device.
@@ -220,7 +220,8 @@ def plan_exchange(
     platform: Platform, arrays: Sequence[ShardedArray], mesh: MeshShape
 ) -> tuple[Bucket, ...]:
     """The plan of a mesh for arrays of packed matrices."""
-    may_transpose = may_transpose_squares(platform.settings.preconditioning)
+    # AOL scales the rows of squares.
+    may_transpose = platform.settings.preconditioning != "aol"
     arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
     stack_bytes = platform.limits.stack_bytes
     return plan_buckets(arrays, mesh, stack_bytes, platform.cost_model)

@@ -76,9 +76,8 @@ class NewtonSchulz:
         table = coefficient_table(coeffs, steps, prefix=prefix)
         if not isinstance(steps, jax.core.Tracer):
             steps = int(jax.device_get(steps))
-        return cls(
-            steps, table, preconditioning, None if dtype is None else jnp.dtype(dtype)
-        )
+        known = None if dtype is None else jnp.dtype(dtype)
+        return cls(steps, table, preconditioning, known)
 
     @property
     def traced(self) -> dict[str, jax.Array]:
@@ -135,18 +134,16 @@ def polar_factor(
     value exploding (defined in ``docs/newton_schulz.md``):
 
     - ``"polar_express"``: [0.846, 1.142], margin 0.81 %; the greedy optimal sequence of
-      Amsel et al. (arXiv:2505.16932), with lower bound 1e-3 and safety factor 1.02. Fewer
-      steps take its prefix; more steps continue the construction and only bring singular
-      values nearer to 1.
+      Amsel et al. with lower bound 1e-3 and safety factor 1.02. More steps continue the
+      construction and only bring singular values nearer to 1.
     - ``"jordan"``: [0.47, 1.21], margin 1.62 %; (3.4445, −4.7750, 2.0315) at every step
-      (Jordan et al. 2024). More steps stay in a band around 1 and do not converge.
+      (Jordan et al.). More steps stay in a band around 1 and do not converge.
     - ``"dion"``: [0.47, 1.15], margin 1.42 %, 0.80 % where many steps follow; the
-      five-row table of the modded-nanogpt speedrun and of Dion (arXiv:2504.05295).
-      Beyond row 5 its last row repeats: a band around 1, without convergence.
+      five-row table of the modded-nanogpt speedrun and of Dion (Ahn et al.). More steps
+      stay in a band around 1.
     - ``"deepseek_v4"``, after its ten steps: [1.000, 1.001], margin 1.57 %; eight steps
-      of ``"jordan"``, then two of (2, −1.5, 0.5) (DeepSeek-AI 2026). Fewer than ten steps
-      are refused, unless their number is traced; in more, the last row repeats, and
-      singular values converge to 1.
+      of ``"jordan"``, then two of (2, −1.5, 0.5) (DeepSeek-AI). Fewer than ten steps are
+      refused, unless their number is traced; more bring singular values nearer to 1.
 
     A step rounds three times, by at most 0.39 % in bfloat16, by 0.05 % in float16, and
     every preset tolerates at least 0.74 % at any number of steps. Products that
@@ -167,9 +164,9 @@ def polar_factor(
       preconditioning: ``"frobenius"``, or ``"aol"`` for another direction in fewer
         steps: each of the min(m, n) vectors on the shorter side (the rows of square
         matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, where A is their
-        Gram matrix. The result is that of the scaled matrix, not of x (Boissin et al.
-        2025, arXiv:2512.04632). Pass a table for four steps with it;
-        ``docs/newton_schulz.md`` has one, and says what it costs in quality.
+        Gram matrix. The result is that of the scaled matrix, not of x (Boissin et al.).
+        Pass a table for four steps with it; ``docs/newton_schulz.md`` has one, and says
+        what it costs in quality.
 
     Returns:
       Shape (..., m, n), of the dtype of ``x``.
@@ -228,14 +225,9 @@ def newton_schulz(
     array, the devices that hold the other columns of its matrices; None for whole ones.
     """
     arithmetics = [settings.arithmetic(of_x) for of_x in columns or [None] * len(xs)]
-    starts = [
-        precondition(x, settings.preconditioning, arithmetic)
-        for x, arithmetic in zip(xs, arithmetics, strict=True)
-    ]
-    by_gram = [
-        is_cheaper(*arithmetic.whole_shape(x))
-        for x, arithmetic in zip(xs, arithmetics, strict=True)
-    ]
+    pairs = [*zip(xs, arithmetics, strict=True)]
+    starts = [precondition(x, settings.preconditioning, of_x) for x, of_x in pairs]
+    by_gram = [is_cheaper(*of_x.whole_shape(x)) for x, of_x in pairs]
     qs, unrolled = [start.x for start in starts], []
     for i, arithmetic in enumerate(arithmetics):
         # A loop would copy the operands that it carries.
@@ -345,7 +337,7 @@ def gram_newton_schulz(
                 sums[i] = chains[i].send(operand)
             except StopIteration as end:
                 results[i] = end.value
-        rounded = arithmetics[0].round_all([*sums.values()]) if sums else []
+        rounded = arithmetics[0].round_all([*sums.values()])
         operands = dict(zip(sums, rounded, strict=True))
     return results
 
@@ -387,12 +379,9 @@ def _gram_chain(
     wide = arithmetic.is_wide(x)
 
     # Tall matrices are iterated like their transposes, but not transposed.
-    def times(left: jax.Array, right: jax.Array) -> jax.Array:
-        return arithmetic.product(*((left, right) if wide else (right, left)))
-
-    def mirrored(left: jax.Array, right: jax.Array) -> jax.Array:
+    def times(left: jax.Array, right: jax.Array, symmetric: bool = False) -> jax.Array:
         first, second = (left, right) if wide else (right, left)
-        return arithmetic.product(first, second, symmetric=True)
+        return arithmetic.product(first, second, symmetric=symmetric)
 
     for i, j in itertools.pairwise([0, *restarts, len(rows)]):
         gram = arithmetic.gram(x) if gram is None else gram
@@ -408,8 +397,8 @@ def _gram_chain(
                 polynomial = scale * z + a * polynomial + times((yield z), v)
             scale *= a
             if k < j:
-                half = a * gram + mirrored(factor, (yield z))
-                gram = a * half + mirrored((yield half), (yield z))
+                half = a * gram + times(factor, (yield z), symmetric=True)
+                gram = a * half + times((yield half), (yield z), symmetric=True)
         product = times((yield polynomial), x)
         x, gram = (yield scale * x.astype(product.dtype) + product), None
     return x
