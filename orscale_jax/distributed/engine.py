@@ -17,6 +17,7 @@ from orscale_jax.distributed.auto import on_unknown_shards
 from orscale_jax.distributed.exchange import on_shards
 from orscale_jax.distributed.platforms import (
     PLATFORMS,
+    Limits,
     Platform,
     StackKey,
     plan_stacks,
@@ -57,8 +58,15 @@ class PolarOptions:
 
     def platform(self, name: str) -> Platform:
         """A platform with these options."""
-        platform = dataclasses.replace(self.platforms[name], settings=self.settings)
-        return platform.with_overrides(self.settings.dtype, self.stack_bytes)
+        row, stack_bytes = self.platforms[name], self.stack_bytes
+        limits = row.limits
+        if stack_bytes is not None:
+            chunk_bytes = min(stack_bytes, limits.chunk_bytes)
+            limits = Limits(stack_bytes, chunk_bytes, interleave=limits.interleave)
+        dtype = self.settings.dtype or row.dtype
+        return dataclasses.replace(
+            row, dtype=dtype, limits=limits, settings=self.settings
+        )
 
 
 class _Shardings(NamedTuple):

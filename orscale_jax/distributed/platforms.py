@@ -20,7 +20,6 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from orscale_jax.distributed.fusion import reduce_all, slices_of_stacks, with_layout
 from orscale_jax.distributed.plan import H100, TPU_V5P, VIRTUAL, CostModel, Hardware
@@ -30,7 +29,6 @@ from orscale_jax.sharding import typed_sharding
 
 _FLOAT32, _BFLOAT16, _FLOAT16 = map(np.dtype, (np.float32, jnp.bfloat16, np.float16))
 DEFAULTS = NewtonSchulz.of(5, "polar_express", None, "frobenius")
-_TILE = (8, 128)  # A TPU's memory pads the last two axes to multiples of these.
 
 
 class StackKey(NamedTuple):
@@ -96,18 +94,6 @@ class Platform:
     partitioner_calls_back: bool = True
     settings: NewtonSchulz = DEFAULTS
 
-    def with_overrides(self, dtype: DTypeLike | None, stack_bytes: int | None) -> Self:
-        """The platform with the user's dtype and stack limit; None keeps its own."""
-        limits = self.limits
-        if stack_bytes is not None:
-            limits = limits._replace(
-                stack_bytes=stack_bytes,
-                stack_length=None,
-                chunk_bytes=min(stack_bytes, limits.chunk_bytes),
-            )
-        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        return dataclasses.replace(self, dtype=dtype, limits=limits)
-
     def with_traced(self, traced: Mapping[str, Any]) -> Self:
         """The platform with other values of the settings that are traced."""
         settings = dataclasses.replace(self.settings, **traced)
@@ -143,22 +129,19 @@ class Platform:
 
     def pack(self, xs: Sequence[jax.Array], to_send: bool = False) -> list[jax.Array]:
         """Matrices as one device stacks them, or as they are sent over a mesh."""
-        if self.normalizes == "matrix":
-            return self._rounded(xs)
         if self.normalizes == "leaf":
             return self.normalized(xs)
+        dtypes = [self.packed_dtype(x.dtype) for x in xs]
+        if self.normalizes == "matrix":
+            return [x.astype(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
         # A GPU computes norms in kernels of their own. The matrices, which wait for the
         # norms, are rounded before: to two bytes with the range of float32, of which XLA
         # keeps no wider copy.
-        dtypes = [self.packed_dtype(x.dtype) for x in xs]
-        rounded = jax.lax.optimization_barrier(
-            [
-                x.astype(
-                    packed if packed.itemsize != 2 or packed == x.dtype else _BFLOAT16
-                )
-                for x, packed in zip(xs, dtypes, strict=True)
-            ]
-        )
+        rounded = [
+            x.astype(dtype if dtype.itemsize != 2 or dtype == x.dtype else _BFLOAT16)
+            for x, dtype in zip(xs, dtypes, strict=True)
+        ]
+        rounded = jax.lax.optimization_barrier(rounded)
         if to_send:
             return self.normalized(rounded)
         # Tall matrices are transposed as they are stacked. Without row-major order, XLA
@@ -172,7 +155,8 @@ class Platform:
             totals = reduce_all(jnp.sum, xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
             return [jnp.expand_dims(each, (-2, -1)) for each in slices_of_stacks(totals)]
 
-        return self._rounded(normalize_all(xs, self.iteration.arithmetic(), sums))
+        unit = normalize_all(xs, self.iteration.arithmetic(), sums)
+        return [x.astype(self.packed_dtype(x.dtype)) for x in unit]
 
     def unpack(self, qs: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Factors as one device keeps them: of GPUs the tall ones in row-major order."""
@@ -184,14 +168,21 @@ class Platform:
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """A stack of matrices that do not leave their device."""
-        return join_in_place(parts) if self.keeps_layouts else jnp.concatenate(parts)
+        if not self.keeps_layouts:
+            return jnp.concatenate(parts)
+        # XLA for TPUs computes the parts of a short concatenation first, and then copies
+        # them: here each is computed in its place.
+        if len(parts) == 1:
+            return parts[0]
+        lengths = [len(part) for part in parts]
+        joined = jax.lax.empty((sum(lengths), *parts[0].shape[1:]), parts[0].dtype)
+        for start, part in zip(itertools.accumulate([0, *lengths]), parts, strict=False):
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, axis=0)
+        return joined
 
     def layout(self, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Shards before they are sent, and their factors as soon as they return."""
         return [*map(parameter_layout, shards)] if self.keeps_layouts else shards
-
-    def _rounded(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return [x.astype(self.packed_dtype(x.dtype)) for x in xs]
 
 
 # One large product already keeps a CPU's caches and cores busy.
@@ -216,18 +207,8 @@ TPU = Platform(
 )
 # Arrays on Auto axes with shardings that only XLA knows; libtpu's partitioner does not
 # call back.
-AUTO_TPU = Platform(
-    _BFLOAT16,
-    Limits(stack_bytes=2**28, chunk_bytes=5 * 2**23),
-    TPU_V5P,
-    partitioner_calls_back=False,
-)
-PLATFORMS: dict[str, Platform] = {
-    "cpu": CPU,
-    "gpu": GPU,
-    "tpu": TPU,
-    "tpu_auto": AUTO_TPU,
-}
+AUTO_TPU = Platform(_BFLOAT16, GPU.limits, TPU_V5P, partitioner_calls_back=False)
+PLATFORMS = {"cpu": CPU, "gpu": GPU, "tpu": TPU, "tpu_auto": AUTO_TPU}
 
 
 def plan_stacks(
@@ -314,20 +295,6 @@ def polar_in_chunks(
     return [some[0] if len(some) == 1 else jnp.concatenate(some) for some in qs]
 
 
-def join_in_place(parts: Sequence[jax.Array]) -> jax.Array:
-    """``jnp.concatenate``, with each part computed in its place in the result.
-
-    XLA for TPUs computes the parts of a short concatenation first, and then copies them.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    lengths = [len(part) for part in parts]
-    joined = jax.lax.empty((sum(lengths), *parts[0].shape[1:]), parts[0].dtype)
-    for start, part in zip(itertools.accumulate([0, *lengths]), parts, strict=False):
-        joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, axis=0)
-    return joined
-
-
 def parameter_layout(x: jax.Array) -> jax.Array:
     """Keep an array in the layout that a parameter of its shape has on TPUs.
 
@@ -338,9 +305,8 @@ def parameter_layout(x: jax.Array) -> jax.Array:
     if x.ndim < 2:
         return x
 
-    def padded(*shape: int) -> int:
-        pairs = zip(shape, _TILE, strict=True)
-        return math.prod(math.ceil(size / tile) * tile for size, tile in pairs)
+    def padded(rows: int, columns: int) -> int:  # To whole tiles of 8 by 128.
+        return math.ceil(rows / 8) * math.ceil(columns / 128)
 
     *batch, m, n = range(x.ndim)
     rows, columns = x.shape[-2:]

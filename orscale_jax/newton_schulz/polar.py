@@ -2,8 +2,8 @@ r"""The polar factor of a matrix by Newton–Schulz iteration.
 
 One step maps :math:`X \mapsto aX + (bA + cA^2)X` with :math:`A = XX^\top`, so that every
 singular value is mapped by the odd quintic :math:`p(x) = ax + bx^3 + cx^5` and the
-singular vectors do not change. :mod:`orscale_jax.newton_schulz.coefficients` has the
-polynomials. Matrices far from square are iterated by their Gram matrices.
+singular vectors do not change. Matrices far from square are iterated by their Gram
+matrices.
 """
 
 import dataclasses
@@ -119,15 +119,14 @@ def polar_factor(
 
     Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is computed in float32
     (float64 where ``x`` or ``dtype`` is float64) from scaled entries, so that the result
-    does not depend on the scale of ``x`` and nothing overflows or underflows.
-    Products accumulate in float32 and are rounded to ``dtype`` once each, whatever
-    ``jax_default_matmul_precision`` says. A zero matrix gives zero; a matrix with a NaN
-    or an infinity gives NaN.
+    does not depend on the scale of ``x``. Products accumulate in float32 and are rounded
+    to ``dtype`` once each, whatever ``jax_default_matmul_precision`` says. A zero matrix
+    gives zero; a matrix with a NaN or an infinity gives NaN.
 
     Where one side is more than 1.5 times the other, and steps and coefficients are known
-    while tracing, the iteration runs on the Gram matrix (Zhang et al. 2026), as far as
-    the dtype's rounding allows; ``docs/speed.md`` has more. Call it inside ``jax.jit``:
-    outside, every call is compiled anew.
+    while tracing, the iteration runs on the Gram matrix (Zhang et al.), as far as the
+    dtype's rounding allows. Call it inside ``jax.jit``: outside, every call is compiled
+    anew.
 
     Presets, with the range to which five steps bring normalized singular values in
     [1e-3, 1], and the relative error that each product may have without any singular
@@ -159,8 +158,7 @@ def polar_factor(
         the last row repeats.
       dtype: The dtype of the products' operands. ``None``: float16 on GPU, bfloat16 on
         TPU, float32 on CPU, decided by the platform that the program is compiled for.
-        float16 has three more bits than bfloat16, and matrices are scaled so that its
-        range is enough.
+        float16 has three more bits than bfloat16; matrices are scaled to fit its range.
       preconditioning: ``"frobenius"``, or ``"aol"`` for another direction in fewer
         steps: each of the min(m, n) vectors on the shorter side (the rows of square
         matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, where A is their
@@ -194,13 +192,13 @@ def polar_factor(
             f"x has shape {x.shape} and dtype {x.dtype}: pass real floating-point "
             "matrices of shape (..., m, n) to polar_factor."
         )
-    settings = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
+    given = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
 
-    def on(default: DTypeLike, by_strips: bool = False) -> NewtonSchulz:
-        dtype = settings.dtype or jnp.dtype(default)
-        return dataclasses.replace(settings, dtype=dtype, by_strips=by_strips)
-
-    def in_one_pass(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
+    def polar(x: jax.Array, default: DTypeLike, alone: bool = False) -> jax.Array:
+        dtype = given.dtype or jnp.dtype(default)
+        settings = dataclasses.replace(given, dtype=dtype, by_strips=alone)
+        if alone:
+            return one_by_one(x, settings)
         arithmetic = settings.arithmetic()
         [normalized] = normalize_all([x], arithmetic, lambda xs: map(arithmetic.sum, xs))
         [q] = newton_schulz([normalized], settings)
@@ -208,9 +206,9 @@ def polar_factor(
 
     return jax.lax.platform_dependent(
         x,
-        cpu=functools.partial(one_by_one, settings=on(jnp.float32, by_strips=True)),
-        tpu=functools.partial(in_one_pass, settings=on(jnp.bfloat16)),
-        default=functools.partial(in_one_pass, settings=on(jnp.float16)),
+        cpu=functools.partial(polar, default=jnp.float32, alone=True),
+        tpu=functools.partial(polar, default=jnp.bfloat16),
+        default=functools.partial(polar, default=jnp.float16),
     )
 
 
@@ -368,12 +366,8 @@ def _gram_chain(
     mirrored entry of ZP is an entry of PZ, which has the larger error. (3) The identity
     is not added: with :math:`P = \alpha I + V`, only V and :math:`bR + cR^2` are rounded.
 
-    References:
-      Zhang, Amsel, Chen, Dao, *Gram Newton-Schulz*, 2026,
-      https://dao-lab.ai/blog/2026/gram-newton-schulz; Amsel et al., *Dion3*, 2026,
-      section 4 and appendix B (restarts, negative eigenvalues, drift, the identity kept
-      apart); Amsel et al., arXiv:2505.16932, "Fast polynomial iteration for rectangular
-      matrices".
+    The references are those of ``restarts``, and Amsel et al., arXiv:2505.16932, "Fast
+    polynomial iteration for rectangular matrices".
     """
     x, gram = start
     wide = arithmetic.is_wide(x)
