@@ -7,7 +7,7 @@ the platform is known when the program is compiled and not when it is traced.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -70,20 +70,13 @@ class PolarOptions:
 
 
 class _Shardings(NamedTuple):
-    """Where arrays of matrices are, and where their factors go.
+    """Where arrays of matrices are, and where their factors go."""
 
-    Attributes:
-      mesh: The mesh; None for one device.
-      slices: The number of slices along each axis that crosses slow links; None if that
-        is unknown.
-      matrices: The shardings of the matrices; None if only the partitioner knows them.
-      factors: The shardings of the factors, where types have any.
-    """
-
-    mesh: AbstractMesh | None
+    mesh: AbstractMesh | None  # None for one device.
+    # The number of slices along each axis that crosses slow links; None if unknown.
     slices: Mapping[str, int] | None
-    matrices: Sequence[PartitionSpec] | None
-    factors: Sequence[PartitionSpec]
+    matrices: Sequence[PartitionSpec] | None  # None if only the partitioner knows them.
+    factors: Sequence[PartitionSpec]  # Where types have any.
 
 
 def polar_factors(
@@ -92,16 +85,10 @@ def polar_factors(
     auto_specs: Sequence[PartitionSpec] | None,
     options: PolarOptions,
 ) -> list[jax.Array]:
-    """Polar factors of arrays of matrices.
+    """Polar factors of arrays ``(*batch, m, n)``, in their dtypes.
 
-    Args:
-      matrices: Arrays of shape ``(*batch, m, n)``.
-      specs: The shardings of the factors, where types have any.
-      auto_specs: The shardings of the matrices on Auto axes; None if they are unknown.
-      options: How to compute them.
-
-    Returns:
-      The factors, in the dtypes of ``matrices``.
+    ``specs`` are the shardings of the factors, where types have any; ``auto_specs`` those
+    of the matrices on Auto axes, None if they are unknown.
     """
     # An array without entries is its own factor.
     factors = {
@@ -135,14 +122,17 @@ def _on_any_platform(
     xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
 ) -> list[jax.Array]:
     """A branch for each platform, of which the compiler keeps one."""
-    on = functools.partial(_on_platform, shardings=shardings)
+
+    def branch(name: str) -> Callable[..., list[jax.Array]]:
+        return functools.partial(_on_platform, options.platform(name), shardings)
+
     known = shardings.mesh is None or shardings.matrices is not None
     return jax.lax.platform_dependent(
         xs,
         options.settings.traced,
-        cpu=functools.partial(on, options.platform("cpu")),
-        tpu=functools.partial(on, options.platform("tpu" if known else "tpu_auto")),
-        default=functools.partial(on, options.platform("gpu")),
+        cpu=branch("cpu"),
+        tpu=branch("tpu" if known else "tpu_auto"),
+        default=branch("gpu"),
     )
 
 
@@ -151,21 +141,20 @@ _compiled = jax.jit(_on_any_platform, static_argnames=("shardings", "options"))
 
 def _on_platform(
     platform: Platform,
+    shardings: _Shardings,
     xs: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
-    *,
-    shardings: _Shardings,
 ) -> list[jax.Array]:
     """One platform's branch; ``traced`` are the settings that are traced."""
     mesh, slices, of_matrices, of_factors = shardings
     if mesh is None:
         qs = on_one_device(platform.with_traced(traced), xs)
-    elif of_matrices is None:
-        packed = platform.pack(xs, to_send=True)
-        qs = on_unknown_shards(platform, packed, traced, mesh, slices)
     else:
         packed = platform.pack(xs, to_send=True)
-        qs = on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
+        if of_matrices is None:
+            qs = on_unknown_shards(platform, packed, traced, mesh, slices)
+        else:
+            qs = on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
     # Resharded before the cast, to send the narrower dtype.
     placed = map(typed_sharding.shard_as, qs, xs, of_factors)
     return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]

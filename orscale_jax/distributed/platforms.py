@@ -1,14 +1,13 @@
 """What each platform does with matrices: the rows of one table.
 
 Matrices are packed; then they are stacked (on one device) or sent (on a mesh); then they
-go through Newton–Schulz, a few chunks at a time. A new accelerator is one more row, and a
-branch in ``engine``.
+go through Newton–Schulz, a few chunks at a time.
 
 An accelerator runs few large kernels faster than many small ones, and they compile once
 for all layers. The price of a stack of matrices of one shape is a copy into it, a copy
 out of it, and its memory, which is limited. A CPU takes the matrices of a stack one after
-another, and saves only compile time. There the number of leaves in a stack is limited,
-too, since XLA compiles one kernel for each position in it.
+another, and saves only compile time; the leaves in a stack are limited, since XLA
+compiles one kernel for each position in it.
 """
 
 import dataclasses
@@ -32,15 +31,11 @@ DEFAULTS = NewtonSchulz.of(5, "polar_express", None, "frobenius")
 
 
 class StackKey(NamedTuple):
-    """What arrays of matrices in one stack have in common.
+    """What arrays of matrices in one stack have in common."""
 
-    The shape is ``(*batch, m, n)`` with ``m <= n``: tall matrices are transposed. The
-    sharding is that of the batch axes, where types have it.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (*batch, m, n) with m <= n: tall matrices are transposed.
     dtype: np.dtype[Any]
-    sharding: tuple[Any, ...] = ()
+    sharding: tuple[Any, ...] = ()  # Of the batch axes, where types have it.
 
     @classmethod
     def of(cls, x: jax.Array) -> "StackKey":
@@ -50,19 +45,13 @@ class StackKey(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How much goes through Newton–Schulz at once.
+    """How much goes through Newton–Schulz at once."""
 
-    Attributes:
-      stack_bytes: The largest stack.
-      chunk_bytes: The largest part of a stack that goes through at once.
-      stack_length: The most arrays in a stack; None for any number.
-      interleave: The number of chunks whose products are interleaved: while one product
-        runs, the operands of the next are fetched.
-    """
-
-    stack_bytes: int
-    chunk_bytes: int
-    stack_length: int | None = None
+    stack_bytes: int  # The largest stack.
+    chunk_bytes: int  # The largest part of a stack that goes through at once.
+    stack_length: int | None = None  # The most arrays in a stack; None for any number.
+    # The number of chunks whose products are interleaved: while one product runs, the
+    # operands of the next are fetched.
     interleave: int = 1
 
 
@@ -214,14 +203,11 @@ PLATFORMS = {"cpu": CPU, "gpu": GPU, "tpu": TPU, "tpu_auto": AUTO_TPU}
 def plan_stacks(
     keys: Sequence[StackKey], stack_bytes: int, stack_length: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Plan which arrays share a stack.
+    """Plan which arrays share a stack: their indices, one tuple for each stack.
 
-    They are stacked along a new axis. Axes are never merged, since arrays may be sharded
-    over them: layers of experts share a stack with layers of experts alone. An array that
-    exceeds ``stack_bytes`` is alone, and a stack has at most ``stack_length`` arrays.
-
-    Returns the arrays' indices, one tuple per stack and each index once, in order. Stacks
-    of one key differ in length by at most one.
+    Arrays of one key are stacked along a new axis, in stacks of about one length. Axes
+    are never merged, since arrays may be sharded over them: layers of experts share a
+    stack with layers of experts alone. An array that exceeds ``stack_bytes`` is alone.
     """
     alike: dict[StackKey, list[int]] = {}
     for index, key in enumerate(keys):
@@ -243,8 +229,9 @@ def stack(
     stacks = []
     for members in plan:
         xs = [matrices[i] for i in members]
-        wide = (x if x.shape[-2] <= x.shape[-1] else x.mT for x in xs)
-        stacks.append(xs[0] if len(xs) == 1 else jnp.stack([*wide]))
+        if len(xs) > 1:
+            xs = [jnp.stack([x if x.shape[-2] <= x.shape[-1] else x.mT for x in xs])]
+        stacks += xs
     return stacks
 
 
@@ -325,7 +312,8 @@ def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
     interleave = platform.limits.interleave
     turns = math.ceil(len(x) / (length * interleave))
     length = math.ceil(len(x) / (turns * interleave))
-    whole = len(x) // (length * interleave) * (length * interleave)
+    turns = len(x) // (length * interleave)
+    whole = turns * interleave * length
 
     def turn(i: jax.Array, x: jax.Array) -> jax.Array:
         starts: list[Any] = [(i * interleave + k) * length for k in range(interleave)]
@@ -335,7 +323,7 @@ def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
             x = jax.lax.dynamic_update_slice_in_dim(x, q, start, axis=0)
         return x
 
-    results = jax.lax.fori_loop(0, whole // (length * interleave), turn, x[:whole])
+    results = jax.lax.fori_loop(0, turns, turn, x[:whole])
     if whole == len(x):
         return results
     return jnp.concatenate([results, in_chunks(x[whole:])])

@@ -2,7 +2,7 @@ r"""The arithmetic of Newton–Schulz: rounded operands, wide sums, normalized m
 
 The iteration needs singular values of at most 1. Dividing by the Frobenius norm ensures
 that; those of an m×n matrix (m ≤ n) are then :math:`1/\sqrt m` or less on average. AOL
-(*almost orthogonal layer*) gives each of the m vectors on the shorter side its own factor,
+(*almost orthogonal layer*) gives each of the m vectors on the shorter side a factor,
 
 .. math:: s_i = \Bigl(\sum_j |A_{ij}|\Bigr)^{-1/2}, \qquad A = XX^\top, \qquad
    X \gets \operatorname{diag}(s) X.

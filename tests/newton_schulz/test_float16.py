@@ -1,5 +1,6 @@
 """float16, the operands of GPUs: its range, and its errors beside bfloat16's."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -153,10 +154,10 @@ def test_traced_steps_equal_static_ones():
 def test_dtypes_in_which_matrices_are_stacked_and_sent():
     """Two bytes where they are normalized before; CPUs normalize them one by one."""
     found = {
-        name: platform.with_overrides(FLOAT16, None).packed_dtype(FLOAT32)
+        name: dataclasses.replace(platform, dtype=FLOAT16).packed_dtype(FLOAT32)
         for name, platform in PLATFORMS.items()
     }
     half = dict.fromkeys(PLATFORMS, FLOAT16)
     assert found == half | {"cpu": FLOAT32}
-    cpu = PLATFORMS["cpu"].with_overrides(BFLOAT16, None)
+    cpu = dataclasses.replace(PLATFORMS["cpu"], dtype=BFLOAT16)
     assert cpu.packed_dtype(FLOAT32) == BFLOAT16
