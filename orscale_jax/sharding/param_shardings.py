@@ -138,17 +138,14 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
 
     def of_subtree(path: Any, node: Any, subtree: PyTree) -> PyTree:
         spec = spec_of(node)
-
-        def of_leaf(rest: Any, leaf: Any) -> PartitionSpec:
+        for rest, leaf in jax.tree.leaves_with_path(subtree):
             if misfit := _misfit(spec, np.shape(leaf), mesh):
                 raise ValueError(
                     f"param_shardings has {spec} for parameter "
                     f"{name_and_shape(path + rest, leaf)}: {misfit}. Pass the shardings "
                     "that the parameters have."
                 )
-            return spec
-
-        return jax.tree.map_with_path(of_leaf, subtree)
+        return jax.tree.map(lambda _: spec, subtree)
 
     given = mask_like(given, tree, _says_sharding)
     try:
