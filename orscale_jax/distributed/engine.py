@@ -148,7 +148,15 @@ def _on_platform(
     """One platform's branch; ``traced`` are the settings that are traced."""
     mesh, slices, of_matrices, of_factors = shardings
     if mesh is None:
-        qs = on_one_device(platform.with_traced(traced), xs)
+        platform = platform.with_traced(traced)
+        packed = platform.pack(xs)
+        stack_bytes, _, stack_length, _ = platform.limits
+        plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
+        stacks = stack(packed, plan)
+        if platform.normalizes == "stack":
+            stacks = platform.normalized(stacks)
+        of_stacks = polar_in_chunks(platform, stacks, [None] * len(stacks))
+        qs = platform.unpack(unstack(of_stacks, plan, like=xs))
     else:
         packed = platform.pack(xs, to_send=True)
         if of_matrices is None:
@@ -158,15 +166,3 @@ def _on_platform(
     # Resharded before the cast, to send the narrower dtype.
     placed = map(typed_sharding.shard_as, qs, xs, of_factors)
     return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]
-
-
-def on_one_device(platform: Platform, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Polar factors of arrays on one device, by way of stacks."""
-    packed = platform.pack(xs)
-    stack_bytes, _, stack_length, _ = platform.limits
-    plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
-    stacks = stack(packed, plan)
-    if platform.normalizes == "stack":
-        stacks = platform.normalized(stacks)
-    qs = polar_in_chunks(platform, stacks, [None] * len(stacks))
-    return platform.unpack(unstack(qs, plan, like=xs))

@@ -187,7 +187,10 @@ def on_each_device(
         bucket = packings[i][0].bucket
         if bucket.column_shards > 1:
             group = mesh.group(bucket.replica_axes + bucket.shard_axes)
-            columns[i] = ColumnGroup(group, bucket.column_shards, bucket.active_devices)
+            active = sum(
+                layout.slots for layout in bucket.layouts if layout.column_shards > 1
+            )
+            columns[i] = ColumnGroup(group, bucket.column_shards, active)
             stacks[i] = stacks[i][0]  # A column shard has no batch axis.
     qs = polar_in_chunks(platform, [stacks[i] for i in order], [*columns.values()])
     of_bucket = dict(zip(order, qs, strict=True))

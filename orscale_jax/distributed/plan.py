@@ -304,11 +304,6 @@ class Bucket(NamedTuple):
         return max(layout.column_shards for layout in self.layouts)
 
     @property
-    def active_devices(self) -> int:
-        """The number of devices of a group that hold a column shard."""
-        return sum(layout.slots for layout in self.layouts if layout.column_shards > 1)
-
-    @property
     def matrices_per_device(self) -> int:
         """The number of matrices that each device orthogonalizes, padding included."""
         slots = sum(layout.slots for layout in self.layouts)
@@ -480,7 +475,7 @@ class _Merged(NamedTuple):
     cost: int
 
 
-def count_devices(axes: MeshAxes, mesh_shape: Mapping[str, int]) -> int:
+def count_devices(axes: Iterable[str], mesh_shape: Mapping[str, int]) -> int:
     """The number of devices along axes of the mesh."""
     return math.prod(mesh_shape[name] for name in axes)
 
@@ -509,14 +504,6 @@ def plan_buckets(
         each.whole if (each.remainder,) in staying else each.even for each in divisions
     ]
     return tuple(sorted(part for j in buckets for part in _split(j, stack_bytes)))
-
-
-def local_matrices(array: ShardedArray, mesh: MeshShape) -> int:
-    """The number of the array's matrices of which a device holds a shard."""
-    batch = len(array.shape) - 2
-    whole = math.prod(array.shape[:batch])
-    sharded = (count_devices(axes, mesh.factors) for axes in array.axes[:batch])
-    return whole // math.prod(sharded)
 
 
 def median_flops(buckets: Iterable[Bucket], mesh: MeshShape) -> int:
@@ -571,17 +558,17 @@ def _group_alike(
     alike: dict[Any, list[MatrixSlice]] = {}
     for index, array in enumerate(arrays):
         batch_axes = frozenset(name for axes in array.axes[:-2] for name in axes)
+        held = math.prod(array.shape[:-2]) // count_devices(batch_axes, mesh.factors)
         # Transposing matrices that stay where they are would cost a copy for nothing.
         transposed = not (batch_axes.issuperset(mesh.factors) or array.is_wide)
         shape, sides = array.shape[-2:], array.axes[-2:]
         if transposed:
             shape, sides = shape[::-1], sides[::-1]
-        part = MatrixSlice(index, 0, local_matrices(array, mesh), transposed)
+        part = MatrixSlice(index, 0, held, transposed)
         alike.setdefault((shape, array.dtype, batch_axes, sides), []).append(part)
     buckets = []
     for (shape, dtype, batch_axes, (rows, columns)), slices in alike.items():
         shard_axes = tuple(name for name in mesh.factors if name in {*rows, *columns})
-        held = {*batch_axes, *shard_axes}
         shards = count_devices(shard_axes, mesh.factors)
         bucket = Bucket(
             layouts=(LayoutGroup(tuple(slices), rows, columns),),
@@ -594,7 +581,8 @@ def _group_alike(
             slice_counts=(_slices(shard_axes, mesh), 1),
             cost_model=cost_model,
         )
-        replica_axes = tuple(name for name in mesh.factors if name not in held)
+        sharded = {*batch_axes, *shard_axes}
+        replica_axes = tuple(name for name in mesh.factors if name not in sharded)
         buckets.append(_shared_along(bucket, replica_axes, mesh))
     return buckets
 

@@ -100,13 +100,6 @@ def coefficient_table(
     return tuple(map(tuple, table.tolist()))
 
 
-def rows_of(coeffs: Coefficients, steps: int) -> Table:
-    """The coefficients of each step: beyond a table, those of its last row."""
-    table = coefficient_table(coeffs)
-    assert isinstance(table, tuple)
-    return tuple(table[min(step, len(table) - 1)] for step in range(steps))
-
-
 def polar_express_coefficients(
     lower_bound: float = 1e-3,
     steps: int = 5,

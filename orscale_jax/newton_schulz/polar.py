@@ -27,11 +27,7 @@ from orscale_jax.newton_schulz.arithmetic import (
     normalize_all,
     precondition,
 )
-from orscale_jax.newton_schulz.coefficients import (
-    Coefficients,
-    coefficient_table,
-    rows_of,
-)
+from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
 
 # The steps of one array: yields sums, and receives them as rounded operands.
@@ -92,8 +88,10 @@ class NewtonSchulz:
 
     @property
     def rows(self) -> Table:
-        """The coefficients of each step, known while tracing."""
-        return rows_of(self.table, int(self.steps))
+        """The coefficients of each step: beyond the table, those of its last row."""
+        table = self.table
+        assert isinstance(table, tuple)
+        return tuple(table[min(i, len(table) - 1)] for i in range(int(self.steps)))
 
     @property
     def restarts(self) -> tuple[int, ...] | None:
@@ -257,22 +255,19 @@ def one_by_one(x: jax.Array, settings: NewtonSchulz, columns: Any = None) -> jax
 
     XLA's batched products are slower than single ones there.
     """
-
-    def polar(x: jax.Array) -> jax.Array:
+    # A loop over an axis that the array's type says is sharded would gather it.
+    if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
         # Norms do not depend on the form of products: one trace serves all.
         plain = dataclasses.replace(settings, by_strips=False).arithmetic(columns)
         [q] = newton_schulz([normalize(x, plain)], settings, [columns])
         return q.astype(x.dtype)
 
-    # A loop over an axis that the array's type says is sharded would gather it.
-    if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
-        return polar(x)
     # In place: the result of `jax.lax.map` would be one more copy of the matrices.
-    matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-
     def replace(i: jax.Array, xs: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(xs, polar(xs[i]), i, axis=0)
+        q = one_by_one(xs[i], settings, columns)
+        return jax.lax.dynamic_update_index_in_dim(xs, q, i, axis=0)
 
+    matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     return jax.lax.fori_loop(0, len(matrices), replace, matrices).reshape(x.shape)
 
 

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from orscale_jax import polar_factor
-from orscale_jax.distributed.engine import PolarOptions, on_one_device
+from orscale_jax.distributed.engine import PolarOptions, polar_factors
 from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -23,8 +24,8 @@ LARGEST = float(jnp.finfo(jnp.float16).max)
 def on_a_gpu(x, dtype, preset="polar_express", steps=5, preconditioning="frobenius"):
     """What a program for GPUs computes, on CPU."""
     settings = NewtonSchulz.of(steps, preset, dtype, preconditioning)
-    platform = PolarOptions(settings).platform("gpu")
-    [q] = jax.jit(lambda x: on_one_device(platform, [x]))(jnp.asarray(x, jnp.float32))
+    options = PolarOptions(settings, platforms={**PLATFORMS, "cpu": PLATFORMS["gpu"]})
+    [q] = polar_factors([jnp.asarray(x, jnp.float32)], [P(None, None)], None, options)
     return np.asarray(q, np.float64)
 
 
