@@ -674,7 +674,7 @@ def _cheapest(remainders: tuple[Bucket, ...], mesh: MeshShape) -> Bucket | None:
     m = max(remainder.shape[0] for remainder in remainders)
     group_size = remainders[0].group_size
     shared = (
-        _in_shape(remainders, (m, remainder.shape[1] // share), column_shards)
+        _in_shape(remainders, (m, remainder.shape[1] // share), column_shards, mesh)
         for column_shards in range(1, math.gcd(group_size, m) + 1)
         if math.gcd(group_size, m) % column_shards == 0
         for remainder in remainders
@@ -685,13 +685,21 @@ def _cheapest(remainders: tuple[Bucket, ...], mesh: MeshShape) -> Bucket | None:
         candidate
         for bucket in filter(None, shared)
         for candidate in _repeated(bucket, mesh)
-        if _fits(candidate, mesh)
+        # Devices have one matrix where any is shared.
+        if candidate.group_size % candidate.column_shards == 0
+        and (
+            candidate.matrices_per_device == 1
+            or len(candidate.layouts) == 1 == candidate.column_shards
+        )
     ]
     return min(fitting, key=lambda bucket: bucket.cost, default=None)
 
 
 def _in_shape(
-    remainders: Sequence[Bucket], shape: tuple[int, int], column_shards: int
+    remainders: Sequence[Bucket],
+    shape: tuple[int, int],
+    column_shards: int,
+    mesh: MeshShape,
 ) -> Bucket | None:
     """A bucket of this shape, with column shards of wider matrices, if that fits."""
     _, n = shape
@@ -704,23 +712,11 @@ def _in_shape(
         key = (layout.row_axes, layout.column_axes, needed)
         slices.setdefault(key, []).extend(layout.slices)
     layouts = [LayoutGroup(tuple(sorted(some)), *key) for key, some in slices.items()]
+    sides = (side for layout in layouts for side in zip(shape, layout.axes, strict=True))
+    if any(size % count_devices(axes, mesh.factors) for size, axes in sides):
+        return None  # Shards would be of unequal sizes.
     ordered = sorted(layouts, key=lambda layout: (-layout.column_shards, layout))
     return remainders[0]._replace(layouts=tuple(ordered), shape=shape)
-
-
-def _fits(bucket: Bucket, mesh: MeshShape) -> bool:
-    """Whether shards have equal parts, and devices one matrix where any is shared."""
-    alone = len(bucket.layouts) == 1 == bucket.column_shards
-    shareable = bucket.group_size % bucket.column_shards == 0
-    return (
-        shareable
-        and (bucket.matrices_per_device == 1 or alone)
-        and all(
-            size % count_devices(axes, mesh.factors) == 0
-            for layout in bucket.layouts
-            for size, axes in zip(bucket.shape, layout.axes, strict=True)
-        )
-    )
 
 
 def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
