@@ -253,8 +253,8 @@ def spread_out(
 ) -> list[jax.Array]:
     """Polar factors of packed matrices: stacks are spread, batches stay as they are.
 
-    A batch may be sharded rightly: experts by expert. Stacks are not spread along axes
-    that only lead to other slices.
+    The sharding of a batch may be the right one: experts by expert. Stacks are not spread
+    along axes that only lead to other slices.
     """
     if platform.normalizes == "matrix":  # A loop over matrices would gather each of them.
         packed = platform.normalized(packed)
@@ -299,8 +299,8 @@ def spread_out(
 
 # The choice between an operation that calls back for the program of one device, and the
 # same function for programs that are exported, or lowered for more devices than there
-# are. JAX, if it knew of the operation, would refuse programs with several meshes over
-# the same devices.
+# are. It is lowered for devices, but their number alone enters its program. JAX, if it
+# knew of the operation, would refuse programs with several meshes over the same devices.
 _choice_p = Primitive("partitioned_unless_exported")
 _choice_p.multiple_results = True
 
