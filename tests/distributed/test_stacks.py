@@ -15,7 +15,6 @@ from orscale_jax.distributed.platforms import (
     TPU,
     Limits,
     StackKey,
-    join_in_place,
     plan_stacks,
     polar_in_chunks,
 )
@@ -160,4 +159,4 @@ def test_as_on_tpus(kind, spec):
 def test_join_in_place_concatenates(lengths):
     rng = np.random.default_rng(0)
     parts = [jnp.asarray(rng.normal(size=(length, 3, 5)), HALF) for length in lengths]
-    np.testing.assert_array_equal(join_in_place(parts), jnp.concatenate(parts))
+    np.testing.assert_array_equal(TPU.join(parts), jnp.concatenate(parts))

@@ -1,14 +1,16 @@
 """float16, the operands of GPUs: its range, and its errors beside bfloat16's."""
 
+import dataclasses
 import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from orscale_jax import polar_factor
-from orscale_jax.distributed.engine import PolarOptions, on_one_device
+from orscale_jax.distributed.engine import PolarOptions, polar_factors
 from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -22,8 +24,8 @@ LARGEST = float(jnp.finfo(jnp.float16).max)
 def on_a_gpu(x, dtype, preset="polar_express", steps=5, preconditioning="frobenius"):
     """What a program for GPUs computes, on CPU."""
     settings = NewtonSchulz.of(steps, preset, dtype, preconditioning)
-    platform = PolarOptions(settings).platform("gpu")
-    [q] = jax.jit(lambda x: on_one_device(platform, [x]))(jnp.asarray(x, jnp.float32))
+    options = PolarOptions(settings, platforms={**PLATFORMS, "cpu": PLATFORMS["gpu"]})
+    [q] = polar_factors([jnp.asarray(x, jnp.float32)], [P(None, None)], None, options)
     return np.asarray(q, np.float64)
 
 
@@ -153,10 +155,10 @@ def test_traced_steps_equal_static_ones():
 def test_dtypes_in_which_matrices_are_stacked_and_sent():
     """Two bytes where they are normalized before; CPUs normalize them one by one."""
     found = {
-        name: platform.with_overrides(FLOAT16, None).packed_dtype(FLOAT32)
+        name: dataclasses.replace(platform, dtype=FLOAT16).packed_dtype(FLOAT32)
         for name, platform in PLATFORMS.items()
     }
     half = dict.fromkeys(PLATFORMS, FLOAT16)
     assert found == half | {"cpu": FLOAT32}
-    cpu = PLATFORMS["cpu"].with_overrides(BFLOAT16, None)
+    cpu = dataclasses.replace(PLATFORMS["cpu"], dtype=BFLOAT16)
     assert cpu.packed_dtype(FLOAT32) == BFLOAT16

@@ -18,7 +18,6 @@ from orscale_jax import (
 )
 from orscale_jax.newton_schulz import arithmetic as preconditioning, restarts as restarts_
 from orscale_jax.newton_schulz.arithmetic import Arithmetic
-from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of
 from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz, in_a_loop
 from tests import oracle
 from tests.runs import first_update, tree
@@ -28,6 +27,10 @@ FLOAT32 = Arithmetic(jnp.dtype(jnp.float32))
 TABLE = polar_express_coefficients(5e-3, 4)
 
 eager_aol = functools.partial(polar_factor, preconditioning="aol", dtype=jnp.float32)
+
+
+def rows_of(coeffs, steps):
+    return NewtonSchulz.of(steps, coeffs, None, "frobenius").rows
 
 
 def restart_steps(table, steps, unit):
@@ -96,7 +99,7 @@ def adversaries():
 )
 def test_equals_the_float64_iteration(shape, coeffs, tolerance):
     x = gaussian(shape, seed=1)
-    rows = rows_of(coefficient_table(coeffs), 4)
+    rows = rows_of(coeffs, 4)
     matrices = x.reshape(-1, *shape[-2:])
     expected = np.reshape([iterated(numpy_aol(m), rows) for m in matrices], shape)
     q = aol(jnp.asarray(x, jnp.float32), steps=4, coeffs=coeffs)
@@ -191,7 +194,7 @@ def test_the_gram_matrix_handed_on_is_that_of_the_matrices(dtype):
 @pytest.mark.parametrize("coeffs", ["polar_express", "jordan", TABLE])
 def test_low_precision_stays_bounded(dtype, coeffs):
     x = jnp.asarray(np.stack(list(adversaries().values())), jnp.float32)
-    y = oracle.compose(rows_of(coefficient_table(coeffs), 4), np.linspace(0, 1, 10_001))
+    y = oracle.compose(rows_of(coeffs, 4), np.linspace(0, 1, 10_001))
     q = aol(x, steps=4, coeffs=coeffs, dtype=dtype)
     norms = np.linalg.norm(np.asarray(q, np.float64), ord=2, axis=(1, 2))
     assert norms.max() < 1.02 * np.abs(y).max()
@@ -275,8 +278,9 @@ def test_aol_needs_no_more_products_than_plain_steps(shape, dtype):
         return hlo_cost.of(jax.jit(fn).lower(x).compile().as_text()).flops
 
     for steps in (1, 4):
-        table = coefficient_table("polar_express")
-        restarts = restart_steps(table, steps, Arithmetic(jnp.dtype(dtype)).unit)
+        restarts = restart_steps(
+            "polar_express", steps, Arithmetic(jnp.dtype(dtype)).unit
+        )
         segments = len(restarts) if restarts_.is_cheaper(*shape) else steps - 1
         expected = restarts_.flops(*shape, steps, segments)
         assert products("frobenius", steps) == products("aol", steps) == expected
