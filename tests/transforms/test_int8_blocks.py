@@ -75,22 +75,6 @@ def test_every_entry_is_within_half_a_step(case):
     assert (again[0] == codes).all() and (again[1] == scales).all()
 
 
-@pytest.mark.parametrize(
-    "magnitude, shape",
-    [(size, (33, 2)) for size in [0.0, 1e-45, 1e-40, 1e-30, 1.0, 1e30, 3e38]]
-    + [(1.0, shape) for shape in [(1, 1), (3, 5), (1, 40), (40, 1), (0, 4)]],
-)
-def test_a_constant(magnitude, shape):
-    for axis in (0, 1):
-        with np.errstate(under="ignore"):
-            x = np.full(shape, magnitude, np.float32)
-        found = rounded(x, axis)
-        assert found.shape == shape
-        wanted = x if magnitude >= SMALLEST else 0 * x
-        np.testing.assert_allclose(found, wanted, rtol=2.0**-9)
-        np.testing.assert_array_equal(rounded(-x, axis), -found)
-
-
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, np.float32(3.4e38)])
 def test_what_is_not_finite_makes_its_block_nan_and_no_other(bad):
     x = np.ones((70, 3), np.float32)
