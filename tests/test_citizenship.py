@@ -66,10 +66,7 @@ def assert_trees_close(found, expected, rtol=1e-5, atol=1e-7):
 
 
 def rounding(build):
-    """The absolute error of updates.
-
-    Hyperball's round as its weights do, Aurora's in two passes through Newton–Schulz.
-    """
+    """The error of updates: Hyperball's round as weights do, Aurora has two passes."""
     rounded = {family.hyperball, family.aurora}
     return {"atol": 1e-6} if getattr(build, "func", build) in rounded else {}
 

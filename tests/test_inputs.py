@@ -740,11 +740,7 @@ def test_a_clip_spreads_a_nan_and_apply_if_finite_skips_it(name):
 
 @pytest.mark.extended
 def test_a_tree_that_grows():
-    """Without jit, so that old and new run the same instructions.
-
-    The new matrix is of another shape: in one stack with old ones it would change the
-    order of their sums.
-    """
+    """Without jit and by a new shape, so that old ones have the same instructions."""
 
     def new(seed):
         return {"new": tree(seed)["w"][:, :3], "new_bias": tree(seed)["b"]}

@@ -1,8 +1,4 @@
-"""Models from other packages, as these define them.
-
-No axis is written by hand: types decide. The audit table is asserted leaf by leaf
-and agrees with what the optimizer does, and two steps are taken.
-"""
+"""Models from other packages, as these define them: types decide about the axes."""
 
 import collections
 import functools

@@ -36,11 +36,7 @@ def test_every_argument_is_described():
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.quick_first_case
 def test_the_scale_of_optax(nesterov, injected):
-    """At the same rates: Q does not depend on the scale of the momentum.
-
-    Ours is a sum, Optax's an average without bias: with Nesterov's term, only the first
-    directions are the same.
-    """
+    """With Nesterov's term and Optax's unbiased average, only first directions agree."""
     tree, numbers = leaves.some("tall", "wide", "transposed", "convolution", "query")
     rate = optax.linear_schedule(0.02, 0.01, 4)
     theirs = optax.contrib.muon(

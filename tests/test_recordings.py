@@ -84,11 +84,7 @@ def test_float32(variant):
 
 
 def test_bfloat16():
-    """The unit is what bfloat16 does to the paper's own code, which rounds every sum.
-
-    Ours, which rounds less, stays within 0.75 of it from the float32 recording, and by
-    the triangle inequality within 1.75 of it from the bfloat16 one.
-    """
+    """In units of what bfloat16 does to the paper's own code, which rounds every sum."""
     exact, rounded = (
         np.load(DATA / f"{name}.npz") for name in ("orscale_lm", "orscale_lm_bf16")
     )
