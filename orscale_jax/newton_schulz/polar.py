@@ -277,8 +277,13 @@ def one_by_one(x: jax.Array, settings: NewtonSchulz, columns: Any = None) -> jax
     # A loop over an axis that the array's type says is sharded would gather it.
     if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
         return polar(x)
+    # In place: the result of `jax.lax.map` would be one more copy of the matrices.
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    return jax.lax.map(polar, matrices).reshape(x.shape)
+
+    def replace(i: jax.Array, xs: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(xs, polar(xs[i]), i, axis=0)
+
+    return jax.lax.fori_loop(0, len(matrices), replace, matrices).reshape(x.shape)
 
 
 def in_a_loop(start: Start, settings: NewtonSchulz, arithmetic: Arithmetic) -> jax.Array:

@@ -85,6 +85,14 @@ def temporaries(optimizer, counts, flags=""):
     return [*map(int, found.stdout.split())]
 
 
+@pytest.mark.extended
+@pytest.mark.compiled
+def test_a_loop_over_a_stack_is_in_place():
+    """Temporaries of 8 matrices in 2 stacks: 1.5 copies, and 2.5 if the loop copies."""
+    [found] = temporaries("capped(5 * 2**20)", (8,))
+    assert found <= 1.6 * 8 * MATRIX
+
+
 @pytest.mark.slow
 def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
     """If XLA does not start as many matrices at once as it can; else by two copies."""
