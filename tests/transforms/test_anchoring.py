@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -252,6 +253,24 @@ def reset(run, fields, experts):
         elif {"anchor_weight_norm", "anchor_count"} & {*fields} and expert.directions:
             # c stays as it is.
             expert.anchor_steps = min(expert.anchor_steps, len(expert.directions))
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("arguments", ANCHORS, ids=lambda a: a["anchor"])
+@pytest.mark.parametrize("experts", [[0, 1, 2], [1]], ids=["all", "one"])
+def test_every_combination_of_resets(arguments, experts):
+    for size in range(len(RESETS) + 1):
+        for fields in itertools.combinations(RESETS, size):
+            run = Run(build(**arguments), **arguments)
+            run.go(BUSY, IDLE, IDLE)
+            reset(run, fields, experts)
+            run.go(IDLE, BUSY, IDLE, BUSY)
+            norms = readout(run.state, "anchor_weight_norm")["w"]
+            for i, expert in enumerate(run.experts):
+                known = expert.first_weight_norm
+                if i in experts and "calibration" not in fields:
+                    known = 0 if "anchor_weight_norm" in fields else known
+                np.testing.assert_allclose(norms[i], known, rtol=1e-4)
 
 
 def test_reset_readouts_do_not_change_the_run():
