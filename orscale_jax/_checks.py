@@ -41,9 +41,10 @@ def suggests_arguments(
     @functools.wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         for name in (name for name in kwargs if name not in known):
-            likely = [_OTHER_NAMES.get(name, name)]
+            parts = (_OTHER_NAMES.get(part, part) for part in name.split("_"))
+            likely = [ours := "_".join(parts)]
             likely += [other for other in known if other.endswith(f"_{name}")]
-            likely += difflib.get_close_matches(name, known, n=1)
+            likely += difflib.get_close_matches(ours, known, n=1)
             found = dict.fromkeys(other for other in likely if other in known)
             hint = f"its arguments are {', '.join(known)}."
             if found:
@@ -196,7 +197,10 @@ def dtype(name: str, value: Any, *, also: str = "") -> None:
 def transformation(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is a transformation of Optax's kind."""
     if not all(callable(getattr(value, each, None)) for each in ("init", "update")):
-        refuse(name, value, "pass a gradient transformation, such as those of Optax")
+        raise ValueError(
+            f"{name} is of type {type(value).__name__}: pass a gradient transformation, "
+            "such as those of Optax."
+        )
 
 
 def mesh(name: str, value: Any) -> None:

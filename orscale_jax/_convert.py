@@ -106,7 +106,7 @@ class _Conversion:
         if np.shape(found) != np.shape(entry.array):
             of_param = self.shapes.get(entry.owner or ())
             if of_param not in (None, np.shape(entry.array)):
-                return entry.array  # What was kept of other matrices begins anew.
+                return entry.array  # What was kept of other matrices starts over.
             raise ValueError(
                 f"{entry.field} of {entry.name} has shape {np.shape(found)} in the old "
                 f"state and {np.shape(entry.array)} in the new one: pass the parameters "
@@ -148,8 +148,9 @@ class _Conversion:
     def _mu(self, entry: Entry) -> Any:
         if self.momentum is None:
             raise ValueError(
-                f"the momentum of {entry.name} is an average in one of "
-                "the states and a sum in the other: pass momentum= with its decay rate."
+                f"the momentum of {entry.name} is an average in one of the states and a "
+                "sum in the other: pass momentum=, the decay rate of Muon's momentum "
+                "(0.95 by default; not AdamW's b1)."
             )
         return self.momentum
 
@@ -229,7 +230,7 @@ def convert_state(
     ``optimizer``, and everything else starts as in ``optimizer.init``; a c that is new is
     anchored at the next direction. A leaf may hold other matrices than before (heads or
     experts apart, a fused projection divided): its momentum is kept, and what is known
-    of each matrix, such as c, begins anew.
+    of each matrix, such as c, starts over.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -271,6 +272,7 @@ def convert_state(
       >>> print(optax.tree.get(state, "calibration")["kernel"])
       0.0
     """
+    _checks.transformation("optimizer", optimizer)
     _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
     _checks.flag("nesterov", nesterov)
     # A new state begins with numbers from the host, as that of optimizer.init does.
@@ -329,14 +331,14 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
     if names and not old.owners:
         raise ValueError(
             "the old state holds nothing of these parameters: pass the parameters under "
-            "the names of its run, and restore lists into the structure of its "
-            "optimizer's init, since they have lost the names of fields. The names "
+            "the names of its run, and restore the state into the structure of its own "
+            "optimizer's init, without which the names of its fields are lost. The names "
             f"passed are {', '.join(repr('.'.join(keys)) for keys in names[:5])}."
         )
     if missing and not allow_new:
         raise ValueError(
             f"{subject(missing)} not in the old state. Pass allow_new=True to start "
-            "anew there, or pass the parameters under the names of the old run."
+            "over there, or pass the parameters under the names of the old run."
         )
     unknown = [
         owner
@@ -350,7 +352,7 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
         raise ValueError(
             f"{subject(unknown)} in the old state without a first moment that could "
             "become the momentum: it is not the state of SGD with momentum, Muon or "
-            "AdamW. Begin anew with optimizer.init(params)."
+            "AdamW. Start over with optimizer.init(params)."
         )
     for place, array in new.others.items():
         entry = Entry(place, None, array)
@@ -358,7 +360,7 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
             raise ValueError(
                 f"the new optimizer keeps {'.'.join(place)!r} of shape {np.shape(array)} "
                 "for no single parameter, as optax.flatten does: convert to the "
-                "optimizer inside, or begin anew with optimizer.init(params)."
+                "optimizer inside, or start over with optimizer.init(params)."
             )
     without = [
         owner
@@ -369,6 +371,7 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
     if without:
         raise ValueError(
             f"{subject(without)} given to AdamW, but the old state holds no second "
-            "moment for AdamW: begin anew with optimizer.init(params), or convert to an "
-            "optimizer of matrices that takes these parameters as matrices, too."
+            "moment for AdamW, since Muon trained them. Leave them matrices, as with "
+            "weight_dimension_numbers=by_path({'embed|head': 'matrix'}), or start over "
+            "with optimizer.init(params)."
         )

@@ -1,5 +1,7 @@
 """OrScale and its limit, Muon: Algorithm 1, and AdamW for all other parameters."""
 
+from __future__ import annotations  # help() shows the names of types.
+
 import dataclasses
 import functools
 import inspect

@@ -56,8 +56,7 @@ def hyperball(s: Stages) -> optax.GradientTransformation:
 
     :math:`\eta` is the relative size of a step; public runs use 0.01 to 0.03, and set
     ``adam_learning_rate`` separately. Matrices do not decay: ``weight_decay`` applies to
-    the parameters that take AdamW alone. A matrix of one entry cannot move: give it to
-    AdamW, too.
+    AdamW's parameters only. A matrix of one entry cannot move: give it to AdamW, too.
 
     Returns:
       An optimizer with the arguments of :func:`orscale_jax.muon` except

@@ -280,7 +280,7 @@ def test_states_of_other_optimizers_are_refused(old):
         ({"nesterov": "yes"}, "nesterov='yes' is not valid"),
         (
             {"params": {"other": jnp.ones((8, 16))}},
-            "nothing of these parameters.*lists.*'other'",
+            "nothing of these parameters.*lost.*'other'",
         ),
         ({"params": tree(0) | {"up": jnp.ones((8, 8))}}, "of 'up' has shape .8, 16"),
         ({"optimizer": optax.adamw(RATE)}, r"'down'\n  'up'\nare given to AdamW"),

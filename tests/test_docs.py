@@ -68,7 +68,7 @@ def words(text):
 def test_the_readme_is_short():
     """At most 700 words, of which the finding has 120 and six rows."""
     text = (ROOT / "README.md").read_text()
-    assert len(words(text)) <= 700
+    assert len(text.split()) <= 700
     [finding] = re.findall(r"^(\*\*OrScale costs(?s:.*?))\n\n\|", text, re.MULTILINE)
     assert len(words(re.sub(r"\(docs/\S+\)", "", finding))) <= 120
     table = text.split(finding)[1].strip().split("\n\n")[0].splitlines()

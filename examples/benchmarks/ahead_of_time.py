@@ -61,6 +61,7 @@ from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.tasks import make_task
 from orscale_jax import state_shardings
+from orscale_jax.distributed.plan import H100, TPU_V5P
 
 MIB, GIB = 2**20, 2**30
 ON_AUTO_AXES = "orscale on Auto axes"
@@ -158,6 +159,7 @@ class Found(NamedTuple):
     cost: hlo_cost.Cost
     optimizer: hlo_cost.Cost  # Of a training step.
     crossing: hlo_cost.Crossings
+    exposed: float  # Seconds, by the rates of links.
     memory: Any  # As of `compiled.memory_analysis()`.
     available: int  # Bytes that the device has, where they are compared.
     tracing: float  # Seconds; for a training step those of compiling are among them.
@@ -177,6 +179,7 @@ OF_A_STEP: Columns = {
     "Mcycles": lambda found: found.cost.cycles / 1e6 or math.nan,
     "collectives, MB": lambda found: found.cost.collective_bytes / 1e6,
     "of these exposed, MB": lambda found: found.cost.exposed_bytes / 1e6,
+    "exposed, ms": lambda found: 1e3 * found.exposed,
     "of these in loops, MB": lambda found: found.cost.looped_bytes / 1e6,
     "from other slices, MB": lambda found: max(found.crossing.received.values()) / 1e6,
     "messages": lambda found: max(found.crossing.messages.values()),
@@ -321,10 +324,13 @@ def found_of(
     program: jax.stages.Compiled, target: Target, tracing: float, compilation: float
 ) -> Found:
     text = program.as_text() or ""
+    cost = hlo_cost.of(text)
+    hardware = TPU_V5P if target.devices.flat[0].platform == "tpu" else H100
     return Found(
-        cost=hlo_cost.of(text),
+        cost=cost,
         optimizer=hlo_cost.by_scope(text, SCOPES)[OPTIMIZER],
         crossing=hlo_cost.crossings(text, target.regions),
+        exposed=hlo_cost.exposed_seconds(cost, target.regions, hardware),
         memory=program.memory_analysis(),
         available=target.memory,
         tracing=tracing,

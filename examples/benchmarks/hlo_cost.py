@@ -47,6 +47,7 @@ from examples.benchmarks.hlo_program import (
     parse,
     runs,
 )
+from orscale_jax.distributed.plan import Hardware
 
 # By the names that programs of several TPU slices have for them.
 TRANSFERS = {
@@ -295,6 +296,24 @@ def _traffic(
         sum(read(x.name, operands[int(x.arguments)]) for x in parameters),
         sum(map(written, results)),
     )
+
+
+def exposed_seconds(cost: Cost, regions: Mapping[int, int], hardware: Hardware) -> float:
+    """How long a device waits for exposed collectives, by the rates of its links.
+
+    A collective between regions goes over slow links. Messages themselves take no time,
+    links are never congested, and what hosts send for TPUs of several slices is left out.
+    """
+    seconds = 0.0
+    for collective in cost.collectives:
+        groups = collective.groups or (tuple(regions),)
+        crosses = any(len({regions.get(device) for device in x}) > 1 for x in groups)
+        link = hardware.slow if crosses else hardware.fast
+        share = 1 - 1 / len(groups[0])  # What a device keeps is not sent.
+        ways = {"collective-permute": 1 / share, "all-reduce": 2}.get(collective.kind, 1)
+        if not collective.flops:
+            seconds += ways * share * collective.total / link.bytes_per_second
+    return seconds
 
 
 class Crossings(NamedTuple):

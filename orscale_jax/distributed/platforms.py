@@ -160,16 +160,25 @@ class Platform:
             ]
         )
         if to_send:
-            return self.normalized(rounded)
+            return self.normalized(rounded, at_once=True)
         # Tall matrices are transposed as they are stacked. Without row-major order, XLA
         # propagates the transposed layout to gradient, momentum and weight.
         return [with_layout(x, range(x.ndim)) for x in rounded]
 
-    def normalized(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        """Normalized matrices, in the dtype in which they are stacked and sent."""
+    def normalized(
+        self, xs: Sequence[jax.Array], at_once: bool = False
+    ) -> list[jax.Array]:
+        """Normalized matrices, in the dtype in which they are stacked and sent.
+
+        ``at_once``: none before the norms of all are known. Otherwise XLA adds the norms
+        of one exchange to the all-reduce after another, and no exchange runs beside
+        products.
+        """
 
         def sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
             totals = reduce_all(jnp.sum, xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
+            if at_once:
+                totals = jax.lax.optimization_barrier(totals)
             return [jnp.expand_dims(each, (-2, -1)) for each in slices_of_stacks(totals)]
 
         return self._rounded(normalize_all(xs, self.iteration.arithmetic(), sums))

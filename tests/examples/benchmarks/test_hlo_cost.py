@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
+from orscale_jax.distributed.plan import H100, Link
 
 
 def text(name, parameters, *lines):
@@ -361,6 +362,11 @@ def test_products_between_the_start_and_the_end_of_a_collective():
         ("all-reduce", nbytes, 0),
     ]
     assert cost.exposed_bytes == 3 * nbytes
+    # Two all-reduces and an exchange, between two nodes of one device or within one.
+    links = H100._replace(fast=Link(16.0, 0.0), slow=Link(4.0, 0.0))
+    for nodes, rate in (({0: 0, 1: 0}, 16), ({0: 0, 1: 1}, 4)):
+        waited = hlo_cost.exposed_seconds(cost, nodes, links)
+        assert waited == (2 * 2 + 1) * nbytes / 2 / rate
 
 
 @pytest.mark.parametrize("times", [1, 5])

@@ -1,4 +1,4 @@
-"""The tables of the page on memory, against the command and against counts by hand."""
+"""The table of the page on memory, against the command and against counts by hand."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ ADAMW = {
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("model", ["7B", "16B"])
+@pytest.mark.parametrize("model", ["7B"])
 def test_the_tables_on_the_page(model):
     assert f"\n{memory.table(model)}\n\n" in PAGE.read_text()
 
