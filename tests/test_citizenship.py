@@ -464,8 +464,8 @@ def test_a_negative_rate_is_told_how_to_ascend(name):
         orscale(**rates)
 
 
-@pytest.mark.parametrize("decay", [0.1, jnp.float32(0.1), lambda count: 0.0])
-def test_a_decay_of_adamw_that_the_mask_excludes_is_refused(decay):
-    with pytest.raises(ValueError, match=r"adam_weight_decay=.* has no effect"):
-        muon(0.1, weight_decay_mask="matrices", adam_weight_decay=decay)
+def test_a_decay_of_adamw_that_the_mask_excludes_is_refused():
+    for decay in (0.1, jnp.float32(0.1), lambda count: 0.0):
+        with pytest.raises(ValueError, match=r"adam_weight_decay=.* has no effect"):
+            muon(0.1, weight_decay_mask="matrices", adam_weight_decay=decay)
     muon(0.1, weight_decay_mask="matrices", adam_weight_decay=0.0)
