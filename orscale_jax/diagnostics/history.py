@@ -29,17 +29,9 @@ GAINED = ("kappa_step", "kappa_step_stderr")
 class StepFile:
     """A CSV file that grows by steps, and can go back to one of them.
 
-    One column is called ``step``. Rows are on the disk when :meth:`append` returns. If a
-    process is killed while it writes, the next one drops what is incomplete: half a line,
-    or a last step with fewer rows than the first one. Only one process may write a file.
-
-    Attributes:
-      path: The file.
-      columns: The names of its columns.
-      steps: The steps in the file, each with the place where it begins and its rows.
-
-    Raises:
-      ValueError: If the file has other columns.
+    One column is called ``step``. If a process is killed while it writes, the next one
+    drops what is incomplete: half a line, or a last step with fewer rows than the first.
+    ``steps`` are those in the file, each with the place where it begins and its rows.
     """
 
     def __init__(self, path: str | os.PathLike[str], columns: Sequence[str]):
@@ -86,13 +78,6 @@ class StepFile:
         for each in later:
             del self.steps[each]
 
-    def rows_of_first_step(self) -> list[list[str]]:
-        """The rows of the first step; none if there is no step."""
-        start, count = next(iter(self.steps.values()), (0, 0))
-        with open(self.path, newline="", encoding="utf-8") as file:
-            file.seek(start)
-            return list(itertools.islice(csv.reader(file), count))
-
     def _count(self, line: bytes, start: int) -> int:
         """Note a row that begins at this place; where it ends."""
         step = int(line.split(b",")[self.columns.index("step")])
@@ -117,9 +102,9 @@ class History:
     :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
     ``python -m orscale_jax.diagnostics`` makes a report of its folder.
 
-    A step is on the disk when :meth:`append` returns. If a process is killed while it
-    writes, the next one drops the incomplete step. A run that continues from a checkpoint
-    calls :meth:`rewind` with the checkpoint's step. Only one process may write a file.
+    A step is on the disk when :meth:`append` returns, and the next process drops one that
+    is incomplete. A run that continues from a checkpoint calls :meth:`rewind` with the
+    checkpoint's step. Only one process may write a file.
 
     Attributes:
       path: The file.
@@ -194,9 +179,7 @@ class History:
             file.
         """
         step, measurements = _checks.whole("step", step), measurements or {}
-        unknown = ({*measurements} - {*self.measurements}) | (
-            {*scalars} - {*self.scalars}
-        )
+        unknown = {*measurements} - {*self.measurements} | {*scalars} - {*self.scalars}
         if unknown:
             raise ValueError(
                 f"{sorted(unknown)} are no columns of {self.path}: name them in "
@@ -238,13 +221,17 @@ class History:
         return frame.assign(**texts)
 
     def _require_next(self, step: int, matrices: list[str]) -> None:
+        """Refuse a step that is not after the last one, and other matrices."""
         if self.last_step is not None and step <= self.last_step:
             raise ValueError(
                 f"step={step} is not after {self.last_step}, the last one in {self.path}:"
                 " call rewind() if the run continues from a checkpoint."
             )
         steps = self._file.steps
-        known = [row[1] for row in self._file.rows_of_first_step()]
+        start, count = next(iter(steps.values()), (0, 0))
+        with open(self.path, newline="", encoding="utf-8") as file:
+            file.seek(start)
+            known = [row[1] for row in itertools.islice(csv.reader(file), count)]
         if len(steps) == 1 and known == matrices[: len(known)] != matrices:
             self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
         elif known and known != matrices:

@@ -16,45 +16,13 @@ from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import name_and_shape, names_on, quoted
+from orscale_jax.trees.names import Path, name_and_shape, names_on, quoted
 from orscale_jax.trees.nodes import nodes_of
 
 PolarFactor = Callable[[jax.Array], jax.Array]
 
 
-def _norm(x: jax.Array) -> jax.Array:
-    return jnp.sqrt(jnp.sum(jnp.square(x), axis=(-2, -1)))
-
-
-def _stable_rank(x: jax.Array) -> jax.Array:
-    values = jnp.linalg.svd(x, compute_uv=False)
-    largest = jnp.max(values, axis=-1, initial=0, keepdims=True)
-    # In this order, since squares may overflow or underflow.
-    return jnp.sum(jnp.square(values / jnp.where(largest == 0, 1, largest)), axis=-1)
-
-
-def _polar_error(q: jax.Array) -> jax.Array:
-    m, n = q.shape[-2:]
-    # By default accelerators would round the operands to fewer bits than the error has.
-    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-    gram = product(q.mT, q) if m >= n else product(q, q.mT)
-    error = gram - jnp.broadcast_to(jnp.eye(min(m, n), dtype=q.dtype), gram.shape)
-    return _norm(error) / max(min(m, n), 1) ** 0.5
-
-
-def _angle(a: jax.Array, b: jax.Array) -> jax.Array:
-    norms = _norm(a) * _norm(b)
-    cosine = jnp.sum(a * b, axis=(-2, -1)) / jnp.where(norms == 0, 1, norms)
-    return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1)))
-
-
-# Measurements of the momentum, of shape (*batch, m, n), and of that of an earlier step.
-_MEASUREMENTS: dict[str, Callable[[jax.Array, jax.Array, PolarFactor], jax.Array]] = {
-    "momentum_stable_rank": lambda m, *_: _stable_rank(m),
-    "polar_error": lambda m, _, polar: _polar_error(polar(m)),
-    "direction_angle": lambda m, before, polar: _angle(polar(m), polar(before)),
-}
-NEEDS_PREVIOUS = frozenset({"direction_angle"})
+MEASUREMENTS = ("momentum_stable_rank", "polar_error", "direction_angle")
 
 
 def measure(
@@ -115,76 +83,79 @@ def measure(
       3.0
     """
     for name in names:
-        _checks.choice("names", name, tuple(_MEASUREMENTS))
-    if previous is None and NEEDS_PREVIOUS & {*names}:
+        _checks.choice("names", name, MEASUREMENTS)
+    if previous is None and "direction_angle" in names:
         raise ValueError(
-            f"{sorted(NEEDS_PREVIOUS & {*names})} compares two states: pass previous=, "
-            "the optimizer's state of an earlier step."
+            "'direction_angle' compares two states: pass previous=, the optimizer's "
+            "state of an earlier step."
         )
     matrices = Matrices.of(weight_dimension_numbers, params)
-    now = whole_parts(matrices, _momenta(state, matrices, params))
-    before = now
+    now = before = _momenta(state, matrices, params)
     if previous is not None:
-        before = whole_parts(matrices, _momenta(previous, matrices, params))
-    measured = [
-        _measured(tuple(names), polar, *pair) for pair in zip(now, before, strict=True)
-    ]
-    return {
-        name: matrices.entries_of_parts([part[name] for part in measured])
-        for name in names
-    }
+        before = _momenta(previous, matrices, params)
+    pairs = zip(now, before, strict=True)
+    found = [_measured(tuple(names), polar, *pair) for pair in pairs]
+    return {n: matrices.entries_of_parts([part[n] for part in found]) for n in names}
 
 
-# Jitted, so that equal shapes are compiled once, and only what is requested.
+# Compiled once for equal shapes, and without the measurements that are not requested.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measured(
     names: tuple[str, ...], polar: PolarFactor, now: jax.Array, before: jax.Array
 ) -> dict[str, jax.Array]:
-    return {name: _MEASUREMENTS[name](now, before, polar) for name in names}
+    """The measurements of matrices of shape (*batch, m, n)."""
+
+    def total(x: jax.Array) -> jax.Array:
+        return jnp.sum(x, axis=(-2, -1))
+
+    values = jnp.linalg.svd(now, compute_uv=False)
+    largest = jnp.max(values, axis=-1, initial=0, keepdims=True)
+    # In this order, since squares may overflow or underflow.
+    shares = jnp.square(values / jnp.where(largest == 0, 1, largest))
+    q, earlier = polar(now), polar(before)
+    # By default accelerators would round the operands to fewer bits than the error has.
+    product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+    m, n = q.shape[-2:]
+    gram = product(q.mT, q) if m >= n else product(q, q.mT)
+    error = gram - jnp.broadcast_to(jnp.eye(min(m, n), dtype=q.dtype), gram.shape)
+    norms = jnp.sqrt(total(jnp.square(q))) * jnp.sqrt(total(jnp.square(earlier)))
+    cosine = total(q * earlier) / jnp.where(norms == 0, 1, norms)
+    found = (
+        jnp.sum(shares, axis=-1),
+        jnp.sqrt(total(jnp.square(error))) / max(min(m, n), 1) ** 0.5,
+        jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1))),
+    )
+    by_name = dict(zip(MEASUREMENTS, found, strict=True))
+    return {name: by_name[name] for name in names}
 
 
-def _momenta(state: Any, matrices: Matrices, params: PyTree) -> PyTree:
-    """M of the leaves of matrices, whole on every device."""
+def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
+    """M of all matrices, by the parts of :meth:`Matrices.parts`."""
+    traces: dict[Path, jax.Array] = {}
     state = unbox(getattr(state, "opt_state", state))
-    traces: dict[Any, Any] = {}
     for node in nodes_of(state, optax.TraceState, Int8TraceState):
-        for path, array in jax.tree.leaves_with_path(_trace(node)):
+        tree = jax.tree.map(lambda x: typed_sharding.gather(jnp.asarray(x)), node)
+        trace = tree.trace
+        if isinstance(node, Int8TraceState):
+            decode = functools.partial(int8_blocks.decode, dtype=jnp.float32)
+            trace = jax.tree.map(decode, trace, tree.trace_scale)
+        for path, array in jax.tree.leaves_with_path(trace):
             if names_on(path) in traces:
                 raise ValueError(
                     f"the state has two momenta for parameter {quoted(path)}, as if that"
                     " of another optimizer were beside it: pass the state of one of them."
                 )
             traces[names_on(path)] = array
-    pairs = zip(matrices.paths, matrices.leaves(unbox(params)), strict=True)
-    return matrices.tree_of(
-        [_momentum(traces.get(names_on(path)), path, leaf) for path, leaf in pairs]
-    )
-
-
-def _trace(node: optax.TraceState | Int8TraceState) -> PyTree:
-    """M, in float32 if its state has 8 bits."""
-    if isinstance(node, optax.TraceState):
-        return node.trace
-
-    def decoded(codes: Any, scales: Any) -> jax.Array:
-        return int8_blocks.decode(_whole(codes), _whole(scales), jnp.float32)
-
-    return jax.tree.map(decoded, node.trace, node.trace_scale)
-
-
-def _whole(array: Any) -> jax.Array:
-    """The array, whole on every device."""
-    return typed_sharding.gather(jnp.asarray(array))
-
-
-def _momentum(array: Any, path: Any, leaf: Any) -> jax.Array:
-    if array is None:
-        raise ValueError(
-            f"the state has no momentum for parameter {name_and_shape(path, leaf)}: pass "
-            "the state of the optimizer that updates it, and its dimension numbers."
-        )
-    whole = _whole(array)
-    return whole.astype(compute_dtype(whole))
+    leaves = matrices.leaves(unbox(params))
+    for path, leaf in zip(matrices.paths, leaves, strict=True):
+        if names_on(path) not in traces:
+            raise ValueError(
+                f"the state has no momentum for parameter {name_and_shape(path, leaf)}: "
+                "pass the state of the optimizer that updates it, and its dimension "
+                "numbers."
+            )
+    found = [traces[names_on(path)] for path in matrices.paths]
+    return whole_parts(matrices, matrices.tree_of(found))
 
 
 def whole_parts(matrices: Matrices, tree: PyTree) -> list[jax.Array]:

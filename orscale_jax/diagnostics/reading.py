@@ -260,7 +260,18 @@ def _learning_rates(
         node.learning_rate_multiplier for node in nodes_of(state, RateMultiplierState)
     )
     if given is not None and not isinstance(given, Mapping):
-        _require_one_rate(groups.values(), [at for at, *_ in injected], counts)
+        places = [(labels, labels) for labels, *_ in injected]
+        if len({_innermost(places, labels) for labels in groups.values()}) > 1:
+            raise ValueError(
+                "learning_rate is one for all matrices, but their groups have their own "
+                "in the state (optax.inject_hyperparams): leave learning_rate out."
+            )
+        if len({_innermost(counts, labels) is None for labels in groups.values()}) > 1:
+            raise ValueError(
+                "learning_rate is one for all matrices, but some groups have a schedule "
+                "and others do not: pass a mapping from the labels of optax.partition to "
+                "numbers and schedules."
+            )
     rates: ByPath = {}
     for path, labels in groups.items():
         rate: Any = given
@@ -295,26 +306,6 @@ def _learning_rates(
             f"{'.'.join(unknown[0])!r}: {_FORMS}."
         )
     return rates
-
-
-def _require_one_rate(
-    groups: Iterable[Labels],
-    injected: list[Labels],
-    counts: list[tuple[Labels, Any]],
-) -> None:
-    """Refuse one rate for all groups if the state shows that their rates differ."""
-    around = [(labels, labels) for labels in injected]
-    if len({_innermost(around, labels) for labels in groups}) > 1:
-        raise ValueError(
-            "learning_rate is one for all matrices, but their groups have their own in "
-            "the state (optax.inject_hyperparams): leave learning_rate out."
-        )
-    if len({_innermost(counts, labels) is None for labels in groups}) > 1:
-        raise ValueError(
-            "learning_rate is one for all matrices, but some groups have a schedule and "
-            "others do not: pass a mapping from the labels of optax.partition to numbers "
-            "and schedules."
-        )
 
 
 def _injected(

@@ -3,25 +3,23 @@
 Needs matplotlib and pandas, the extra ``orscale-jax[report]``.
 """
 
-import dataclasses
-import functools
 import html
 import io
 import pathlib
 import re
 import string
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from orscale_jax.diagnostics.history import FILE_NAME, GAINED
-from orscale_jax.diagnostics.problems import SATURATED_SHARE, Problem, find_problems
+from orscale_jax.diagnostics.problems import Problem, find_problems
 
 # What can be told apart in a figure, and read in a table.
 MAX_STEPS, MAX_CLASSES, EXTREMES, MAX_AUDIT_ROWS = 240, 14, 40, 300
@@ -43,6 +41,10 @@ NUMBERS = {
     "relative_step": "η r̂ ‖D‖/‖W‖",
 }  # fmt: skip
 
+# Columns and what they are called in figures.
+LOSSES = {"loss": "training", "val_loss": "validation"}
+AT_BOUNDS = {"at_r_min": "at r_min", "at_r_max": "at r_max"}
+
 INK, MUTED, GRID = "#1F2328", "#666E77", "#E1E4E8"
 # Okabe and Ito's colors, which are told apart without full color vision; then dashed.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#C9B400")
@@ -60,53 +62,24 @@ RC: dict[Any, Any] = {
     "xtick.color": MUTED, "xtick.labelcolor": INK, "ytick.color": MUTED,
     "ytick.labelcolor": INK,
 }  # fmt: skip
+# The line of Muon, whose ratios are 1.
+AT_ONE: Any = {"color": MUTED, "lw": 0.8, "ls": (0, (4, 3))}
 
 
 class RunError(ValueError):
     """A run folder from which no report can be made."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Run:
+class Run(NamedTuple):
     """The history of a run and, where there is one, its audit."""
 
     name: str  # Of the run folder.
     rows: pd.DataFrame  # One for each matrix and recorded step; NaN where it is empty.
+    steps: list[int]  # The recorded ones.
+    last: pd.DataFrame  # The rows of the last step.
+    shown: pd.DataFrame  # The rows of some of many steps, without infinite numbers.
+    looks: dict[str, dict[str, Any]]  # The line of each class.
     audit: pd.DataFrame | None  # The rows of orscale_jax.describe, as strings.
-
-    @functools.cached_property
-    def steps(self) -> list[int]:
-        """The recorded steps."""
-        return [int(step) for step in self.rows["step"].unique()]
-
-    @functools.cached_property
-    def last(self) -> pd.DataFrame:
-        """The rows of the last step."""
-        return self.rows[self.rows["step"] == self.steps[-1]]
-
-    @functools.cached_property
-    def shown(self) -> pd.DataFrame:
-        """The rows of the steps that figures show; infinite numbers are NaN."""
-        rows = self.rows[self.rows["step"].isin(_thinned(self.steps))]
-        return rows.replace([np.inf, -np.inf], np.nan)
-
-    @functools.cached_property
-    def looks(self) -> dict[str, dict[str, Any]]:
-        """The line of each class, in the order in which a block uses them."""
-
-        def place(name: str) -> tuple[Any, ...]:
-            words_in = ([word in name for word in words] + [True] for words in PLACES)
-            return (name == OTHERS, *(found.index(True) for found in words_in), name)
-
-        names = sorted(self.last["class"].unique(), key=place)
-        return {
-            name: {
-                "color": COLORS[i % len(COLORS)],
-                "ls": ("-", (0, (4, 2)))[i // len(COLORS) % 2],
-                "label": name if len(name) <= 30 else name[:29] + "…",
-            }
-            for i, name in enumerate(names)
-        }
 
     def has(self, *columns: str) -> bool:
         """Whether each of these columns holds a finite number."""
@@ -124,26 +97,18 @@ class Run:
 
 def read_run(folder: pathlib.Path) -> Run:
     """The run of a folder, without a last step that was not written to its end."""
-    if not folder.is_dir():
-        raise RunError(f"{folder} is not a folder: pass the folder of a run.")
     path, words = folder / FILE_NAME, {"matrix": str, "class": str}
     if not path.is_file():
+        lacks = f"has no {FILE_NAME}" if folder.is_dir() else "is not a folder"
         raise RunError(
-            f"{folder} has no {FILE_NAME}: write one with "
-            "orscale_jax.diagnostics.History while the run trains."
+            f"{folder} {lacks}: pass the folder of a run that writes its "
+            "orscale_jax.diagnostics.History there."
         )
     try:
-        numbers = [name for name in pd.read_csv(path, nrows=0) if name not in words]
-        rows = pd.read_csv(
-            path,
-            dtype=words,
-            keep_default_na=False,  # A matrix may be called nan.
-            na_values={name: ["", "nan"] for name in numbers},
-            low_memory=False,
-        )
-    except pd.errors.EmptyDataError as error:
-        raise RunError(f"{path} is empty: let the run record a step.") from error
-    except (pd.errors.ParserError, UnicodeDecodeError) as error:
+        # A matrix may be called nan.
+        given: Any = {"dtype": words, "keep_default_na": False, "low_memory": False}
+        rows = pd.read_csv(path, **given)
+    except ValueError as error:  # As those of pandas are, and those of encodings.
         raise RunError(f"{path} is not the history of a run: {error}") from error
     if missing := [name for name in ("step", *words) if name not in rows]:
         raise RunError(
@@ -152,7 +117,8 @@ def read_run(folder: pathlib.Path) -> Run:
         )
     if not path.read_bytes().endswith(b"\n"):
         rows = rows.iloc[:-1]  # Killed in the middle of a row.
-    rows = rows.assign(**{n: pd.to_numeric(rows[n], errors="coerce") for n in numbers})
+    numbers = rows.drop(columns=words)  # With texts where some fields are empty.
+    rows = rows.assign(**numbers.apply(pd.to_numeric, errors="coerce"))
     if rows["step"].isna().any():
         raise RunError(f"{path} has rows without a step: the file is damaged.")
     sizes = rows.groupby("step", sort=False).size()
@@ -168,10 +134,35 @@ def read_run(folder: pathlib.Path) -> Run:
     if rows["class"].nunique() > MAX_CLASSES:
         kept = rows["class"].value_counts().index[: MAX_CLASSES - 1]
         rows["class"] = rows["class"].where(rows["class"].isin(kept), OTHERS)
-    audit = None
+    steps, audit = [int(step) for step in sizes.index], None
     if (folder / "audit.csv").is_file() and (folder / "audit.csv").stat().st_size:
         audit = pd.read_csv(folder / "audit.csv", dtype=str, keep_default_na=False)
-    return Run(folder.resolve().name, rows.reset_index(drop=True), audit)
+    return Run(
+        name=folder.resolve().name,
+        rows=rows.reset_index(drop=True),
+        steps=steps,
+        last=rows[rows["step"] == steps[-1]],
+        shown=rows[rows["step"].isin(_thinned(steps))].replace([np.inf, -np.inf], np.nan),
+        looks=_looks(rows["class"].unique()),
+        audit=audit,
+    )
+
+
+def _looks(classes: Any) -> dict[str, dict[str, Any]]:
+    """The line of each class, in the order in which a block uses them."""
+
+    def place(name: str) -> tuple[Any, ...]:
+        words_in = ([word in name for word in words] + [True] for words in PLACES)
+        return (name == OTHERS, *(found.index(True) for found in words_in), name)
+
+    return {
+        name: {
+            "color": COLORS[i % len(COLORS)],
+            "ls": ("-", (0, (4, 2)))[i // len(COLORS) % 2],
+            "label": name if len(name) <= 30 else name[:29] + "…",
+        }
+        for i, name in enumerate(sorted(classes, key=place))
+    }
 
 
 def _thinned(steps: list[Any]) -> list[Any]:
@@ -184,9 +175,10 @@ def _thinned(steps: list[Any]) -> list[Any]:
 
 
 def uniform_part(run: Run) -> pd.DataFrame:
-    """What all ratios share at each step, the rest of each class, and the spread."""
-    # The geometric mean of r̂, weighted by the relative steps where there are any, over
-    # the matrices that summarize counts as measured.
+    """What all ratios share at each step, the rest of each class, and the spread.
+
+    As in ``summarize``: means of log r̂ over what is measured, by the relative steps.
+    """
     rows = run.shown[run.shown["trust_ratio"] > 0]
     for column in ("calibration", "direction_norm"):
         if column in rows:
@@ -223,15 +215,11 @@ def verdict(run: Run) -> tuple[int, list[str]]:
         "provide as well; from matrix to matrix, ratios differ by a factor of "
         f"{np.exp(spread):.2f}."
     )
-    low, high = run.last["at_r_min"] == 1, run.last["at_r_max"] == 1
-    shares = {"r_max": (high & ~low).mean(), "r_min": (low & ~high).mean()}
-    bound = max(shares, key=shares.__getitem__)
-    if shares[bound] >= SATURATED_SHARE:
-        saturated = (
-            f"Saturated: {shares[bound]:.0%} of the matrices are at {bound}, and take "
-            "their step from the bound, not from their ratio."
-        )
-        return step, [saturated, shared]
+    for problem in find_problems(run.last):
+        if problem.title.startswith("Saturated"):
+            told = f"{problem.title}: {len(problem.matrices) / len(run.last):.0%}"
+            told += " of the matrices take their step from it, not from their ratio."
+            return step, [told, shared]
     if spread <= UNIFORM_SPREAD:
         return step, [f"Uniform: this is Muon at {uniform:.2g} × the learning rate."]
     if not run.has(*GAINED):
@@ -239,7 +227,6 @@ def verdict(run: Run) -> tuple[int, list[str]]:
         return step, [f"There is not enough data to tell. {shared} {measure}"]
     measured = run.per_step(*GAINED)
     step, (kappa, error) = int(measured.index[-1]), measured.iloc[-1]
-    found = f"κ {kappa:.3f} ± {error:.3f} along the step."
     if abs(kappa - 1) > max(SMALLEST_EFFECT, 2 * error):
         told = "The ratios help:" if kappa > 1 else "The ratios point the wrong way:"
     elif abs(kappa - 1) + 2 * error <= SMALLEST_EFFECT:
@@ -251,7 +238,7 @@ def verdict(run: Run) -> tuple[int, list[str]]:
         f"at its best learning rate; less than {SMALLEST_EFFECT:.0%} from 1 counts as "
         "none."
     )
-    return step, [f"{told} {found}", along, shared]
+    return step, [f"{told} κ {kappa:.3f} ± {error:.3f} along the step.", along, shared]
 
 
 def occurrences(run: Run) -> list[tuple[Problem, int, int]]:
@@ -267,18 +254,16 @@ def occurrences(run: Run) -> list[tuple[Problem, int, int]]:
 
 def key_numbers(run: Run) -> Iterator[tuple[str, str]]:
     """The key numbers of the last step: labels and values."""
-    for column, label in (("val_loss", "validation loss"), ("loss", "training loss")):
-        if run.has(column):
-            yield label, f"{run.per_step(column).iloc[-1, 0]:.4g}"
-            break
+    for column in [x for x in LOSSES if run.has(x)][-1:]:
+        yield f"{LOSSES[column]} loss", f"{run.per_step(column).iloc[-1, 0]:.4g}"
     if run.has("kappa_step"):
         yield "κ, gain over Muon", f"{run.per_step('kappa_step').iloc[-1, 0]:.2f}"
-    ratio = run.last["trust_ratio"] if run.has("trust_ratio") else pd.Series(dtype=float)
-    if len(ratio := ratio.replace([np.inf, -np.inf], np.nan).dropna()):
-        p05, p95 = ratio.quantile([0.05, 0.95])
+    at_end = run.shown[run.shown["step"] == run.steps[-1]]
+    if run.has("trust_ratio") and at_end["trust_ratio"].notna().any():
+        p05, p95 = at_end["trust_ratio"].quantile([0.05, 0.95])
         yield "r̂, 5th to 95th percentile", f"{p05:.2f} – {p95:.2f}"
-    if run.has("at_r_min", "at_r_max"):
-        share = (run.last[["at_r_min", "at_r_max"]].sum(axis="columns") == 1).mean()
+    if run.has(*AT_BOUNDS):
+        share = (run.last[[*AT_BOUNDS]].sum(axis="columns") == 1).mean()
         yield "of the matrices at a bound", f"{share:.0%}"
     if run.has("relative_step"):
         medians = 100 * run.shown.groupby("step")["relative_step"].median().dropna()
@@ -286,178 +271,112 @@ def key_numbers(run: Run) -> Iterator[tuple[str, str]]:
         yield f"median relative step ({largest})", f"{medians.iloc[-1]:.2g}%"
 
 
-# Figures: each is drawn into axes.
+# Figures.
 
 
-def _by_class(axes: Axes, run: Run, values: pd.DataFrame) -> None:
-    """A line for each class; what is not positive has no place on a logarithmic axis."""
-    values = values.where(values > 0)
-    for name, look in run.looks.items():
-        if name in values:
-            few = values[name].notna().sum() < 20
-            axes.plot(values.index, values[name], marker="." if few else "", **look)
-    _log(axes, "y", values)
+def draw_lines(axes: Axes, run: Run, values: pd.DataFrame) -> None:
+    """A line for each column, through the steps that have it."""
+    for color, (name, line) in zip(COLORS * 2, values.items(), strict=False):
+        look = run.looks.get(str(name), {"color": color, "label": name})
+        marker = "." if line.count() < 20 else ""
+        axes.plot(line.dropna(), marker=marker, **look)
 
 
-def _ratios(axes: Axes, run: Run) -> None:
-    positive = run.shown.assign(r=run.shown["trust_ratio"].where(lambda r: r > 0))
-    low, high = (positive.groupby("step")["r"].quantile(q) for q in (0.05, 0.95))
+def means_by_class(run: Run, column: str) -> pd.DataFrame:
+    """The means of a quantity where it is positive, with a column for each class."""
+    rows = run.shown[run.shown[column] > 0]
+    means = rows.groupby(["step", "class"])[column].mean().unstack("class")
+    return means[[name for name in run.looks if name in means]]
+
+
+def draw_ratios(axes: Axes, run: Run) -> None:
+    """The means of the classes, over a band of all matrices."""
+    ratios = run.shown[run.shown["trust_ratio"] > 0].groupby("step")["trust_ratio"]
+    low, high = ratios.quantile(0.05), ratios.quantile(0.95)
     axes.fill_between(low.index, low, high, color=MUTED, alpha=0.18, lw=0)
-    axes.axhline(1, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-    means = positive.groupby(["step", "class"])["r"].mean().unstack("class")
-    _by_class(axes, run, means.assign(low=low, high=high, one=1.0))
-    axes.set_ylabel("trust ratio r̂")
+    axes.axhline(1, **AT_ONE)
+    draw_lines(axes, run, means_by_class(run, "trust_ratio"))
 
 
-def _uniform(axes: Axes, run: Run) -> None:
-    values = uniform_part(run).drop(columns="spread")
-    axes.plot(values.index, values["uniform"], color=INK, lw=2.4, label="uniform part")
-    axes.axhline(1, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-    _by_class(axes, run, values.assign(one=1.0))
-    axes.set_ylabel("uniform part; class / uniform part")
+def draw_uniform_part(axes: Axes, run: Run) -> None:
+    """What all ratios share, and what is left of each class."""
+    parts = uniform_part(run)
+    axes.plot(parts.index, parts["uniform"], color=INK, lw=2.4, label="uniform part")
+    axes.axhline(1, **AT_ONE)
+    draw_lines(axes, run, parts[[name for name in run.looks if name in parts]])
 
 
-def _growth(axes: Axes, run: Run) -> None:
+def draw_growth(axes: Axes, run: Run) -> None:
+    """A point for each matrix, empty where it is held at a bound."""
     rows = run.last.replace(np.inf, np.nan)
     rows = rows[(rows["growth"] > 0) & (rows["raw_trust_ratio"] > 0)]
     held = (rows["at_r_min"] == 1) | (rows["at_r_max"] == 1)
     for name, look in run.looks.items():
-        marker = "o" if look["ls"] == "-" else "s"
+        style: Any = {
+            "s": 22, "marker": "o" if look["ls"] == "-" else "s",
+            "edgecolors": look["color"], "rasterized": len(rows) > 500,
+        }  # fmt: skip
         for chosen, face in ((~held, look["color"]), (held, "none")):
             points = rows[chosen & (rows["class"] == name)]
-            axes.scatter(
-                points["growth"], points["raw_trust_ratio"], s=22, marker=marker,
-                facecolors=face, edgecolors=look["color"], alpha=0.75,
-                rasterized=len(rows) > 500,
-            )  # fmt: skip
-        axes.scatter(
-            [], [], s=22, marker=marker, color=look["color"], label=look["label"]
-        )
+            places = points["growth"], points["raw_trust_ratio"]
+            axes.scatter(*places, facecolors=face, alpha=0.75, **style)
+        axes.scatter([], [], facecolors=look["color"], label=look["label"], **style)
     values = pd.concat([rows["growth"], rows["raw_trust_ratio"]])
-    ends = [values.min() / 2, values.max() * 2]
+    ends = [values.min(), values.max()]
     axes.plot(ends, ends, color=MUTED, lw=0.9, label="r = growth")
-    _log(axes, "x", values)
-    _log(axes, "y", values)
-    axes.set(xlabel="growth ‖W‖/‖W₀‖", ylabel="r before the clip")
+    axes.set_xlabel("growth ‖W‖/‖W₀‖")
 
 
-def _bounds(axes: Axes, run: Run) -> None:
-    for column, color in (("at_r_max", COLORS[1]), ("at_r_min", COLORS[0])):
-        share = 100 * run.shown.groupby("step")[column].mean()
-        axes.plot(share.index, share, color=color, label=column.replace("_", " ", 1))
-        axes.fill_between(share.index, share, color=color, alpha=0.15, lw=0)
-    axes.set(ylim=(0, 100), ylabel="matrices at a bound (%)")
+def draw_bounds(axes: Axes, run: Run) -> None:
+    """The shares of the matrices at both bounds."""
+    shares = 100 * run.shown.groupby("step")[[*AT_BOUNDS]].mean()
+    draw_lines(axes, run, shares.rename(columns=AT_BOUNDS))
+    axes.set_ylim(0, 100)
 
 
-def _relative_step(axes: Axes, run: Run) -> None:
-    groups = run.shown.groupby(["step", "class"])["relative_step"]
-    _by_class(axes, run, 100 * groups.mean().unstack("class"))
-    axes.set_ylabel("relative step (% of ‖W‖)")
+def draw_relative_step(axes: Axes, run: Run) -> None:
+    """The means of the classes."""
+    draw_lines(axes, run, 100 * means_by_class(run, "relative_step"))
 
 
-def _gain(axes: Axes, run: Run) -> None:
-    measured = run.per_step(*GAINED)
-    axes.axhline(1, color=MUTED, lw=0.8, ls=(0, (4, 3)))
-    kappa, error = (measured[name] for name in GAINED)
-    axes.errorbar(measured.index, kappa, error, color=COLORS[0], marker=".", capsize=2)
-    axes.set_ylabel("κ, gain over Muon")
+def draw_gain(axes: Axes, run: Run) -> None:
+    """κ with its standard errors."""
+    kappa = run.per_step(*GAINED)
+    axes.axhline(1, **AT_ONE)
+    axes.errorbar(kappa.index, *kappa.values.T, color=COLORS[0], marker=".", capsize=2)
 
 
-def _loss(axes: Axes, run: Run) -> None:
-    for column, name, color in (
-        ("loss", "training", COLORS[0]), ("val_loss", "validation", COLORS[1])
-    ):  # fmt: skip
-        if run.has(column):
-            curve = run.per_step(column)[column]
-            marker = "." if len(curve) < 20 else ""
-            axes.plot(curve.index, curve, color=color, marker=marker, label=name)
-    axes.set_ylabel("loss")
+def draw_losses(axes: Axes, run: Run) -> None:
+    """The losses that the run recorded."""
+    curves = [run.per_step(column) for column in LOSSES if run.has(column)]
+    draw_lines(axes, run, pd.concat(curves, axis="columns").rename(columns=LOSSES))
 
 
 class Entry(NamedTuple):
-    """A figure: its name and title, how to read it, what it needs, its function."""
+    """A figure, which has a place and its caption in report.html."""
 
-    name: str
-    title: str
-    caption: str
-    needs: tuple[str, ...]
     draw: Callable[[Axes, Run], None]
+    needs: tuple[str, ...]  # Columns of the history.
+    label: str  # Of the vertical axis.
+    log: str  # Which axes are logarithmic: "", "y" or "xy".
 
 
-FIGURES = (
-    Entry(
-        "trust_ratio_by_class", "Trust ratio by class",
-        "The mean of r̂, which scaled each step, over the band from the 5th to the 95th "
-        "percentile of all matrices; at the dashed line 1 the step is Muon's. Classes "
-        "that part and stay apart are what a gain over Muon can come from; if all move "
-        "together, only the learning rate has changed.",
-        ("trust_ratio",), _ratios,
+# By the name of its file.
+FIGURES = {
+    "trust_ratio_by_class": Entry(draw_ratios, ("trust_ratio",), "trust ratio r̂", "y"),
+    "uniform_part": Entry(
+        draw_uniform_part, ("trust_ratio",), "uniform part; class / uniform part", "y"
     ),
-    Entry(
-        "uniform_part", "How much of the ratio is uniform",
-        "The thick line is the geometric mean of r̂ over all matrices, weighted by their "
-        "relative steps, which acts like a factor of the learning rate; the others are "
-        "what is left of each class after division by it. Only that is layer-wise: lines "
-        "that stay at 1 mean that Muon with another learning rate does the same.",
-        ("trust_ratio",), _uniform,
+    "growth_against_ratio": Entry(
+        draw_growth, ("raw_trust_ratio", "growth"), "r before the clip", "xy"
     ),
-    Entry(
-        "growth_against_ratio", "Growth against ratio",
-        "Each point is a matrix at the last step; empty ones are held at a bound. The "
-        "distance from the line is the factor ‖D₀‖/‖D‖: points far below it had a small "
-        "first direction, on which c is anchored.",
-        ("raw_trust_ratio", "growth"), _growth,
+    "bounds": Entry(draw_bounds, tuple(AT_BOUNDS), "matrices at a bound (%)", ""),
+    "relative_step": Entry(
+        draw_relative_step, ("relative_step",), "relative step (% of ‖W‖)", "y"
     ),
-    Entry(
-        "bounds", "Matrices at a bound",
-        "Where the clip decides, the ratio no longer tells layers apart.",
-        ("at_r_min", "at_r_max"), _bounds,
-    ),
-    Entry(
-        "relative_step", "Relative step",
-        "How far a step moves the weights of a class, relative to their norm: the mean "
-        "of η r̂ ‖D‖/‖W‖, in percent. It follows the learning rate's schedule; a class "
-        "far above the others is the first suspect when a run turns unstable.",
-        ("relative_step",), _relative_step,
-    ),
-    Entry(
-        "gain", "Gain over Muon",
-        "How much more a step with these ratios can lower the loss than Muon's, each at "
-        "its best learning rate; bars are one standard error. Above 1 the ratios pay; "
-        "below 1 they point the wrong way.",
-        GAINED, _gain,
-    ),
-    Entry(
-        "loss", "Loss",
-        "The loss that the run recorded. Compare its bends with the figures above: a "
-        "jump that follows a jump of a relative step names its likely cause.",
-        ("loss",), _loss,
-    ),
-)  # fmt: skip
-
-
-def _log(axes: Axes, which: Literal["x", "y"], values: Any) -> None:
-    """Make an axis logarithmic, with ticks at plain numbers around all values."""
-    axes.set(**{f"{which}scale": "log"})
-    axis = getattr(axes, f"{which}axis")
-    axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_major_locator(NullLocator())
-    values = np.asarray(values, dtype=float)
-    values = values[np.isfinite(values) & (values > 0)]
-    if not values.size:
-        return
-    margin = max((values.max() / values.min()) ** 0.06, 1.02)
-    low, high = float(values.min() / margin), float(values.max() * margin)
-    axes.set(**{f"{which}lim": (low, high)})
-    axis.set_major_locator(MaxNLocator(5, steps=[1, 2, 5, 10]))
-    powers = 10.0 ** np.arange(np.floor(np.log10(low)), np.ceil(np.log10(high)) + 1)
-    # Powers of ten; where these are few, closer numbers, too.
-    for factors in ((1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,)):
-        ticks = np.outer(powers, factors).ravel()
-        inside = ticks[(low <= ticks) & (ticks <= high)]
-        if len(inside) >= 3:
-            axis.set_major_locator(FixedLocator(inside[:: -(-len(inside) // 6)].tolist()))
+    "gain": Entry(draw_gain, GAINED, "κ, gain over Muon", ""),
+    "loss": Entry(draw_losses, ("loss",), "loss", ""),
+}
 
 
 # The page.
@@ -469,8 +388,7 @@ def write_report(
     """Write the report of a run.
 
     Args:
-      folder: The run folder, with the ``history.csv`` of
-        ``orscale_jax.diagnostics.History``.
+      folder: The run folder, with the ``history.csv`` of ``diagnostics.History``.
       out: Where ``report.html`` and the figures go. Default: ``report`` in ``folder``.
 
     Returns:
@@ -483,11 +401,18 @@ def write_report(
     out = pathlib.Path(folder) / "report" if out is None else pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
     step, (headline, *sentences) = verdict(run)
-    tiles = (
-        f"<div><dt>{_prose(label)}</dt><dd>{html.escape(value)}</dd></div>"
-        for label, value in key_numbers(run)
-    )
-    shown = len(_thinned(run.steps))
+    problems = []
+    for problem, first, last in occurrences(run):
+        names = ", ".join(problem.matrices[:6]) + " …" * (len(problem.matrices) > 6)
+        when = f"steps {first:,} to {last:,}" if first != last else f"step {last:,}"
+        problems.append(
+            f"<div class=problem><h3>{html.escape(problem.title)}</h3>"
+            f"<p class=muted>{when}; matrices: {len(problem.matrices):,}</p>"
+            f"<p>{_prose(problem.meaning)} {_prose(problem.remedy)}</p>"
+            f"<p class=muted>{html.escape(names)}</p></div>"
+        )
+    none = "<p>None: no recorded step shows one of the problems that are looked for.</p>"
+    shown = run.shown["step"].nunique()
     thinned = f" The figures show {shown:,} of the recorded steps."
     audit = "There is no audit.csv, the rows of orscale_jax.describe, in the run folder."
     template = pathlib.Path(__file__).with_suffix(".html").read_text("utf-8")
@@ -498,10 +423,12 @@ def write_report(
         step=f"{step:,}",
         headline=_prose(headline),
         sentences="".join(f"<p>{_prose(sentence)}</p>" for sentence in sentences),
-        tiles="".join(tiles),
-        problems="".join(_problem(*found) for found in occurrences(run))
-        or "<p>None: no recorded step shows one of the problems that are looked for.</p>",
-        figures="\n".join(_section(entry, run, out) for entry in FIGURES),
+        tiles="".join(
+            f"<div><dt>{_prose(label)}</dt><dd>{html.escape(value)}</dd></div>"
+            for label, value in key_numbers(run)
+        ),
+        problems="".join(problems) or none,
+        **{f"figure_{name}": _figure(name, run, out) for name in FIGURES},
         matrices=_matrices(run),
         audit=f"<p class=muted>{audit}</p>"
         if run.audit is None or run.audit.empty
@@ -518,34 +445,24 @@ def _prose(text: str) -> str:
     return re.sub(r"\br_(\w+)", r"r<sub>\1</sub>", html.escape(text))
 
 
-def _problem(problem: Problem, first: int, last: int) -> str:
-    steps = f"steps {first:,} to {last:,}" if first != last else f"step {last:,}"
-    names = ", ".join(problem.matrices[:6]) + " …" * (len(problem.matrices) > 6)
-    return (
-        f"<div class=problem><h3>{html.escape(problem.title)}</h3>"
-        f"<p class=muted>{steps}; matrices: {len(problem.matrices):,}</p>"
-        f"<p>{_prose(problem.meaning)} {_prose(problem.remedy)}</p>"
-        f"<p class=muted>{html.escape(names)}</p></div>"
-    )
-
-
-def _section(entry: Entry, run: Run, out: pathlib.Path) -> str:
+def _figure(name: str, run: Run, out: pathlib.Path) -> str:
     """A figure in the page; its PNG is written beside it."""
-    image, title = out / f"{entry.name}.png", f"<h3>{html.escape(entry.title)}</h3>"
+    entry, image = FIGURES[name], out / f"{name}.png"
     if lacking := [name for name in entry.needs if not run.has(name)]:
         image.unlink(missing_ok=True)  # It may be left from an earlier report.
         reason = f"Left out. The history has no {' and no '.join(lacking)}."
-        return f"<div>{title}<p class=muted>{reason}</p></div>"
+        return f'<p class="muted lacking">{reason}</p>'
     with matplotlib.rc_context(RC):
-        # At the width of a phone, 9.5 points are about 9 pixels.
+        # At the width of a phone, 9.5 points are about 11 pixels.
         height = 3.2 + 0.09 * len(run.looks)
-        figure = Figure(figsize=(5, height), layout="constrained", facecolor="none")
+        figure = Figure(figsize=(4.4, height), layout="constrained", facecolor="none")
         axes = figure.subplots()
-        axes.set_facecolor("none")
-        axes.set_xlabel("step")
+        axes.set(facecolor="none", xlabel="step", ylabel=entry.label)
         if len(run.steps) < 6:
             axes.set_xticks(run.steps)
         entry.draw(axes, run)
+        for which in entry.log:
+            _log(axes, which)
         if labels := axes.get_legend_handles_labels()[1]:
             columns = 3 if max(map(len, labels)) <= 16 else 2
             figure.legend(loc="outside lower center", ncols=columns)
@@ -557,7 +474,7 @@ def _section(entry: Entry, run: Run, out: pathlib.Path) -> str:
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.S)
     svg = re.sub(r' xmlns(:xlink)?="[^"]*"', "", svg).replace("xlink:href", "href")
     svg = re.sub(r'<g id="[^"]*"', "<g", svg)
-    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{entry.name}-", svg)
+    svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     svg = re.sub(r"(font: [^;\"']*?px) [^;\"]*", r"\1 var(--font)", svg)
     for color, variable in VARIABLES.items():
         svg = re.sub(f": {color}", f": var(--{variable})", svg, flags=re.IGNORECASE)
@@ -565,11 +482,23 @@ def _section(entry: Entry, run: Run, out: pathlib.Path) -> str:
     known = run.rows[np.isfinite(run.rows[entry.needs[0]])]
     last = known[known["step"] == known["step"].iloc[-1]]
     means = last.groupby("class", sort=False)[entry.needs[0]].mean()
-    told = ", ".join(f"{name} {mean:.3g}" for name, mean in means.items())
-    label = html.escape(f"{entry.title}. Means of {entry.needs[0]}: {told}.")
-    svg = svg.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-    caption = f"<figcaption class=muted>{_prose(entry.caption)}</figcaption>"
-    return f"<div>{title}<figure>{svg}{caption}</figure></div>"
+    told = ", ".join(f"{label} {mean:.3g}" for label, mean in means.items())
+    words = html.escape(f"{entry.label}. Means of {entry.needs[0]}: {told}.")
+    return svg.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+
+
+def _log(axes: Axes, which: str) -> None:
+    """Make an axis logarithmic, with plain numbers at its ticks."""
+    axis, data = getattr(axes, f"{which}axis"), axes.dataLim
+    least, most = getattr(data, f"minpos{which}"), getattr(data, f"{which}1")
+    if least <= most < np.inf:  # Otherwise there is nothing to show.
+        margin = max((most / least) ** 0.06, 1.02)
+        ends = least / margin, most * margin
+        axes.set(**{f"{which}scale": "log", f"{which}lim": ends})
+        near = (1, 1.5, 2, 3, 5, 7) if most < 6 * least else (1, 2, 5)
+        subs = near if most < 100 * least else (1,)
+        axis.set(minor_locator=NullLocator(), major_locator=LogLocator(subs=subs))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _matrices(run: Run) -> str:

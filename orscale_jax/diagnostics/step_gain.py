@@ -249,22 +249,20 @@ def _multipliers(
         known = known_leaves(trust_ratio.trust_ratio, trust_ratio)
         norms = jax.tree.leaves(trust_ratio.weight_norm)
         # 1 where the optimizer of a leaf has no ratios.
-        ratios = [
-            jnp.ones_like(norm) if ratio is None else ratio
-            for ratio, norm in zip(known, norms, strict=True)
-        ]
+        pairs = zip(known, norms, strict=True)
+        ratios = [jnp.ones_like(norm) if r is None else r for r, norm in pairs]
     else:
         ratios = jax.tree.leaves(trust_ratio)
     leaves = matrices.leaves(unbox(params))
-    pairs = list(zip(matrices.of_leaves, leaves, strict=True))
-    shapes = [axes.batch_shape(leaf) for axes, leaf in pairs]
+    of_leaves = list(zip(matrices.of_leaves, leaves, strict=True))
+    shapes = [axes.batch_shape(leaf) for axes, leaf in of_leaves]
     if [np.shape(ratio) for ratio in ratios] != shapes:
         raise ValueError(
             f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
             f"matrices have batch shapes {shapes}: pass that of read(), with the same "
             "weight_dimension_numbers."
         )
-    values = [axes.by_shape(scale.value, leaf) for axes, leaf in pairs]
+    values = [axes.by_shape(scale.value, leaf) for axes, leaf in of_leaves]
     scales = jax.device_put([np.asarray(value, np.float32) for value in values])
     scaled = [
         axes.per_matrix(jnp.asarray(ratio)) * s
@@ -284,18 +282,18 @@ def _slopes(
     """Slope and curvature of the loss along both steps."""
     weights = work.weights(params)
     gradient, hessian = jax.linearize(work.gradient(params, batch), weights)
+
+    def inner(a: PyTree, b: PyTree) -> jax.Array:
+        pairs, dtype = zip(*map(jax.tree.leaves, (a, b)), strict=True), compute_dtype(a)
+        return sum((jnp.sum(x * y, dtype=dtype) for x, y in pairs), jnp.zeros((), dtype))
+
     found = []
     for of_step in multipliers:
         step = jax.tree.map(
             lambda q, by, w: (q * by).astype(w.dtype), factors, of_step, weights
         )
-        found.append(_Slopes(_inner(gradient, step), _inner(step, hessian(step))))
+        found.append(_Slopes(inner(gradient, step), inner(step, hessian(step))))
     return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
-
-
-def _inner(a: PyTree, b: PyTree) -> jax.Array:
-    pairs, dtype = zip(*map(jax.tree.leaves, (a, b)), strict=True), compute_dtype(a)
-    return sum((jnp.sum(x * y, dtype=dtype) for x, y in pairs), jnp.zeros((), dtype))
 
 
 @jax.jit
@@ -304,14 +302,13 @@ def _gain(slopes: _Slopes) -> StepGain:
     count = len(slopes.descent)
     mean = jax.tree.map(lambda x: jnp.mean(x, axis=0, keepdims=True), slopes)
     others = jax.tree.map(lambda m, x: (count * m - x) / (count - 1), mean, slopes)
-    pairs = zip(_of_means(mean), _of_means(others), strict=True)
+
+    def of_means(means: _Slopes) -> tuple[jax.Array, ...]:
+        """κ and the two learning rates, of slopes of shape (..., 2)."""
+        curvature = jnp.where(means.curvature > 0, means.curvature, jnp.nan)
+        rates = means.descent / curvature
+        decreases = means.descent * rates
+        return decreases[:, 1] / decreases[:, 0], rates[:, 1], rates[:, 0]
+
+    pairs = zip(of_means(mean), of_means(others), strict=True)
     return StepGain(*(estimate_of(value[0], spread(reps)) for value, reps in pairs))
-
-
-def _of_means(means: _Slopes) -> tuple[jax.Array, ...]:
-    """κ and the two learning rates, of slopes of shape (..., 2)."""
-    descent, curvature = means
-    curvature = jnp.where(curvature > 0, curvature, jnp.nan)
-    rates = descent / curvature
-    decreases = descent * rates
-    return decreases[:, 1] / decreases[:, 0], rates[:, 1], rates[:, 0]

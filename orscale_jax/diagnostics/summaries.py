@@ -17,7 +17,6 @@ from orscale_jax.trees.names import distinct_names
 from orscale_jax.trees.nodes import is_function, is_masked, mask_like
 
 Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
-Vectors: TypeAlias = Mapping[str, jax.Array]
 
 OTHER = "other"
 # The quantities that are summarized, in this order; a reading of muon lacks some.
@@ -104,8 +103,22 @@ def summarize(
             continue  # Stacks without matrices have no mean.
         of_group = _statistics(vectors)
         scalars |= {f"{prefix}{name}{key}": value for key, value in of_group.items()}
-    if matrices is not None:
-        scalars |= _single(trees, matrices, prefix)
+    if matrices is None:
+        return scalars
+    names = _names_of(reading.weight_norm)
+    try:
+        chosen = {name for name in names if re.search(matrices, name)}
+    except re.error as error:
+        raise ValueError(
+            f"matrices={matrices!r} is not a regular expression: {error}."
+        ) from error
+    if not chosen:
+        remedy = f"no name has it; the first are {names[:3]}"
+        _checks.refuse("matrices", matrices, remedy)
+    for field in [field for field in QUANTITIES if field in trees]:
+        values = vector(jax.tree.leaves(trees[field]))
+        pairs = zip(_names_of(trees[field]), values, strict=True)
+        scalars |= {f"{prefix}{k}/{field}": x for k, x in pairs if k in chosen}
     return scalars
 
 
@@ -144,8 +157,25 @@ def tabulate(
     trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
     trees |= measurements or {}
     like = reading.weight_norm
+    wanted = {path: np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(like)}
     for name, tree in trees.items():
-        _require_fitting(name, tree, like, whole=name in (measurements or {}))
+        found = jax.tree.leaves_with_path(tree)
+        shapes = {path: np.shape(leaf) for path, leaf in found}
+        # The optimizers of some leaves may not hold a field of the reading.
+        lacking = shapes != wanted and name in (measurements or {})
+        if lacking or not shapes.items() <= wanted.items():
+            raise ValueError(
+                f"{name} does not have one entry for each matrix: pass a tree like those "
+                "of the reading, with arrays of their shapes."
+            )
+        for path, leaf in found:
+            here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+            if not here and not leaf.is_fully_replicated:
+                raise ValueError(
+                    f"{name} at {jax.tree_util.keystr(path)} is also on devices of other "
+                    "processes: compile read() with replicated out_shardings, or gather "
+                    "it with jax.experimental.multihost_utils.process_allgather."
+                )
     labels = classes_of(classes, like) or [OTHER]
     sizes = [np.size(leaf) for leaf in jax.tree.leaves(like)]
     columns = {"matrix": np.array(_names_of(like)), "class": np.repeat(labels, sizes)}
@@ -153,7 +183,6 @@ def tabulate(
         leaves = jax.device_get(known_leaves(tree, reading))
         known = [x.dtype for x in leaves if x is not None]
         dtype = known[0] if known else np.dtype(np.float32)
-        # An optimizer of some leaves may not hold the quantity.
         missing = False if dtype.kind == "b" else np.nan
         columns[name] = np.concatenate(
             [
@@ -164,20 +193,8 @@ def tabulate(
     return columns
 
 
-def leaf_of(name: str) -> str:
-    """The name of a parameter, without the index of a matrix or the place of a block."""
-    return re.sub(r"\[[\d, :]*\]$", "", name)
-
-
 def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
-    """One label for each leaf of a tree: of the parameters, or of a part of them.
-
-    Args:
-      classes: A tree of strings like the tree (or None), a prefix of one, or a function
-        from the parameters to one. None: one label for all.
-      params: The parameters.
-      tree: The tree.
-    """
+    """One label for each leaf of a tree: of the parameters, or of a part of them."""
     if classes is None or not jax.tree.leaves(tree):
         # optax.tree.map_params passes a placeholder without leaves.
         return jax.tree.map(lambda _: "", tree)
@@ -203,7 +220,7 @@ def is_label(node: Any) -> bool:
 
 
 @jax.jit
-def _statistics(vectors: Vectors) -> dict[str, jax.Array]:
+def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Statistics of all quantities, from one sort, and the shares."""
     found: dict[str, jax.Array] = {}
     if names := [name for name in QUANTITIES if name in vectors]:
@@ -246,32 +263,6 @@ def _statistics(vectors: Vectors) -> dict[str, jax.Array]:
     return found
 
 
-def _single(
-    trees: Mapping[str, PyTree], expression: str, prefix: str
-) -> dict[str, jax.Array]:
-    """The quantities of the matrices whose names match."""
-    names = _names_of(trees["weight_norm"])
-    try:
-        chosen = {name for name in names if re.search(expression, name)}
-    except re.error as error:
-        raise ValueError(
-            f"matrices={expression!r} is not a regular expression: {error}."
-        ) from error
-    if not chosen:
-        _checks.refuse(
-            "matrices", expression, f"no name has it; the first are {names[:3]}"
-        )
-    return {
-        f"{prefix}{name}/{field}": value
-        for field in QUANTITIES
-        if field in trees
-        for name, value in zip(
-            _names_of(trees[field]), vector(jax.tree.leaves(trees[field])), strict=True
-        )
-        if name in chosen
-    }
-
-
 def _names_of(tree: PyTree) -> list[str]:
     """The names of the matrices: ``blocks.0.up``, or ``layers.up[2, 17]`` in a stack."""
     # With masked leaves, which have names in the table of describe, too.
@@ -302,24 +293,3 @@ def vector(leaves: list[Any]) -> jax.Array:
     """The entries of all leaves one after the other, whole on every device."""
     whole = (typed_sharding.gather(jnp.asarray(leaf)) for leaf in leaves)
     return jnp.concatenate([x.reshape(math.prod(x.shape)) for x in whole])
-
-
-def _require_fitting(name: str, tree: PyTree, like: PyTree, *, whole: bool) -> None:
-    """Refuse other shapes and other matrices, or, if ``whole``, fewer matrices."""
-    shapes, wanted = (
-        {path: np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(t)}
-        for t in (tree, like)
-    )
-    if not shapes.items() <= wanted.items() or (whole and shapes != wanted):
-        raise ValueError(
-            f"{name} does not have one entry for each matrix: pass a tree like those of "
-            "the reading, with arrays of their shapes."
-        )
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
-        if not here and not leaf.is_fully_replicated:
-            raise ValueError(
-                f"{name} at {jax.tree_util.keystr(path)} is also on devices of other "
-                "processes: compile read() with replicated out_shardings, or gather "
-                "it with jax.experimental.multihost_utils.process_allgather."
-            )

@@ -59,14 +59,8 @@ def test_names_in_a_frame_are_texts(params, tmp_path):
 def test_pandas_reads_what_was_written(tmp_path):
     history = written(tmp_path / "run" / "history.csv")
     frame = history.frame()
-    assert [*frame.columns] == [
-        "step",
-        "matrix",
-        "class",
-        *Reading._fields,
-        "loss",
-        *COLUMNS,
-    ]
+    first = ["step", "matrix", "class"]
+    assert [*frame.columns] == [*first, *Reading._fields, "loss", *COLUMNS]
     assert frame.step.tolist() == [1] * 3 + [2] * 3 + [3] * 3
     for step, rows in frame.groupby("step"):
         table = tabulate(reading(step), CLASSES)
@@ -78,20 +72,14 @@ def test_pandas_reads_what_was_written(tmp_path):
     pandas.testing.assert_frame_equal(pandas.read_csv(history.path), frame)
 
 
-@pytest.mark.extended
-def test_what_does_not_exist_is_empty(tmp_path):
+def test_measurements_at_their_steps_and_what_does_not_exist_is_empty(tmp_path):
     history = History(tmp_path / "history.csv", measurements=["signal"], scalars=["loss"])
-    history.append(1, reading(build=muon))
-    frame = history.frame()
-    assert frame[["trust_ratio", "signal", "loss"]].isna().all(axis=None)
-    assert frame.weight_norm.notna().all()
-
-
-def test_measurements_at_their_steps(tmp_path):
-    history = History(tmp_path / "history.csv", measurements=["signal"])
     history.append(1, reading(), {"signal": reading().growth})
-    history.append(2, reading(2))
-    assert history.frame().signal.notna().tolist() == [True] * 3 + [False] * 3
+    history.append(2, reading(build=muon))
+    frame = history.frame()
+    assert frame.signal.notna().tolist() == [True] * 3 + [False] * 3
+    assert frame.loss.isna().all() and frame.trust_ratio[3:].isna().all()
+    assert frame.weight_norm.notna().all()
 
 
 @pytest.mark.parametrize("bytes_lost", [1, 30, 150, 300])
@@ -132,32 +120,16 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
 GAINED = StepGain(*(Estimate(jnp.float32(v), jnp.float32(0.25)) for v in (1.5, 2, 3)))
 
 
-class TestGained:
-    """What step_gain measured, in columns of its own."""
-
-    def test_it_is_in_the_rows_of_its_step(self, tmp_path):
-        history = written(tmp_path / "history.csv", (1, 2))
-        history.append(3, reading(3), gained=GAINED, loss=1.0)
-        history.append(4, reading(4), loss=1.0)
-        frame = history.frame()
-        measured = frame[frame.kappa_step.notna()]
-        assert measured.step.tolist() == [3] * 3
-        assert measured.kappa_step.tolist() == [1.5] * 3
-        assert measured.kappa_step_stderr.tolist() == [0.25] * 3
-
-    def test_the_report_takes_it(self, tmp_path):
-        history = written(tmp_path / "history.csv", (1, 2))
-        history.append(3, reading(3), gained=GAINED, loss=1.0)
-        run = read_run(tmp_path)
-        assert run.per_step(*COLUMNS).loc[3].tolist() == [1.5, 0.25]
-        assert verdict(run)[0] == 3
-
-    def test_what_is_refused(self, tmp_path):
-        history = written(tmp_path / "history.csv", (1,))
-        with pytest.raises(ValueError, match=r"pass what step_gain\(\) returned"):
-            history.append(2, reading(2), gained=1.5)
-        with pytest.raises(ValueError, match="give each column a different name"):
-            History(tmp_path / "other.csv", scalars=["kappa_step"])
+def test_what_step_gain_found_is_in_the_rows_of_its_step(tmp_path):
+    history = written(tmp_path / "history.csv", (1, 2))
+    history.append(3, reading(3), gained=GAINED, loss=1.0)
+    assert verdict(read_run(tmp_path))[0] == 3  # The report takes it.
+    history.append(4, reading(4), loss=1.0)
+    frame = history.frame()
+    measured = frame[frame.kappa_step.notna()]
+    assert measured[["step", *COLUMNS]].values.tolist() == [[3, 1.5, 0.25]] * 3
+    with pytest.raises(ValueError, match=r"pass what step_gain\(\) returned"):
+        history.append(5, reading(4), gained=1.5)
 
 
 class TestErrors:
@@ -184,12 +156,20 @@ class TestErrors:
             history.append(4, reading(), loss=value)
         assert history.path.read_bytes() == before
 
+    @pytest.mark.parametrize(
+        "columns, message",
+        [
+            ({"scalars": "loss"}, "pass a sequence of names"),
+            ({"measurements": "signal"}, "pass a sequence of names"),
+            ({"scalars": ["growth"]}, "give each column a different name"),
+            ({"scalars": ["kappa_step"]}, "give each column a different name"),
+        ],
+    )
+    def test_columns(self, tmp_path, columns, message):
+        with pytest.raises(ValueError, match=message):
+            History(tmp_path / "history.csv", **columns)
+
     def test_names(self, tmp_path):
-        for columns in ({"scalars": "loss"}, {"measurements": "signal"}):
-            with pytest.raises(ValueError, match="pass a sequence of names"):
-                History(tmp_path / "history.csv", **columns)
-        with pytest.raises(ValueError, match="give each column a different name"):
-            History(tmp_path / "history.csv", scalars=["growth"])
         history = written(tmp_path / "history.csv")
         with pytest.raises(ValueError, match=r"\['accuracy'\] are no columns"):
             history.append(4, reading(), accuracy=1.0)
@@ -216,52 +196,25 @@ def test_numbers_are_written_with_their_digits(tmp_path):
         assert line.endswith(",16777216123,123456.789,2.1,,")
 
 
-@pytest.fixture
-def log(tmp_path):
+def test_a_file_with_other_columns_goes_back_to_a_step(tmp_path):
+    """A file of several rows at once, whose second column is the step."""
     log = StepFile(tmp_path / "log.csv", ["optimizer", "step", "loss"])
     log.append(("orscale", str(step), f"{step / 8}") for step in range(1, 6))
-    return log
-
-
-def test_a_file_goes_back_to_a_step(log):
     log.rewind(3)
     assert [*log.steps] == [1, 2, 3]
     log.append([("muon", "4", "0.5")])
-    assert [*log.steps] == [1, 2, 3, 4]
-    assert log.path.read_text().splitlines() == [
-        "optimizer,step,loss",
-        "orscale,1,0.125",
-        "orscale,2,0.25",
-        "orscale,3,0.375",
-        "muon,4,0.5",
-    ]
+    whole = log.path.read_text()
+    assert whole.splitlines()[-2:] == ["orscale,3,0.375", "muon,4,0.5"]
+    log.path.write_text(whole + "orscale,6,0.75")
+    again = StepFile(log.path, log.columns)
+    assert [*again.steps] == [1, 2, 3, 4] and log.path.read_text() == whole
     log.rewind(0)
     assert log.path.read_text() == "optimizer,step,loss\n"
-
-
-@pytest.mark.parametrize("torn", ["o", "orscale,6", "orscale,6,0.7", "orscale,6,0.75"])
-def test_a_torn_line_goes(log, torn):
-    whole = log.path.read_text()
-    log.path.write_text(whole + torn)
-    again = StepFile(log.path, log.columns)
-    assert [*again.steps] == [1, 2, 3, 4, 5] and log.path.read_text() == whole
-
-
-def test_a_torn_step_goes(tmp_path):
-    path = tmp_path / "loads.csv"
-    rows = [(str(step), str(expert)) for step in (5, 10) for expert in range(3)]
-    StepFile(path, ["step", "expert"]).append(rows[:-1])
-    assert [*StepFile(path, ["step", "expert"]).steps] == [5]
 
 
 @pytest.mark.parametrize("torn", ["", "s", "step"])
 def test_a_torn_header_is_written_again(tmp_path, torn):
     path = tmp_path / "new.csv"
     path.write_text(torn)
-    assert not StepFile(path, ["step"]).steps
-    assert path.read_text() == "step\n"
-
-
-def test_other_columns_of_a_file_are_refused(log):
-    with pytest.raises(ValueError, match="has the columns optimizer, step, loss, and th"):
-        StepFile(log.path, ["step", "loss"])
+    assert History(path).last_step is None
+    assert path.read_text().startswith("step,matrix,class,trust_ratio")

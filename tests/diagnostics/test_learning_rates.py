@@ -31,45 +31,49 @@ def after_two_steps(build, slow, fast):
     return state, params, moved
 
 
-def require(build, slow, fast, **given):
-    state, params, moved = after_two_steps(build, slow, fast)
-    found = jax.jit(functools.partial(read, **given))(state, params).relative_step
-    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, moved)
-
-
-def test_numbers_by_label():
-    require(orscale, 0.01, 0.1, learning_rate={"slow": 0.01, "fast": 0.1})
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "slow, fast, given",
-    [
-        (0.01, SCHEDULE, {"slow": 0.01, "fast": SCHEDULE}),
-        (SCHEDULE, SCHEDULE, {"slow": SCHEDULE, "fast": SCHEDULE}),
-        (SCHEDULE, SCHEDULE, SCHEDULE),
-        (0.1, 0.1, 0.1),
-    ],
-)
-def test_schedules_have_the_counts_of_their_groups(slow, fast, given):
-    require(orscale, slow, fast, learning_rate=given)
-
-
-@pytest.mark.extended
-def test_schedules_that_are_trees_themselves():
-    """jax.tree_util.Partial is such a tree: its leaves are its arguments."""
-    schedule = jax.tree_util.Partial(lambda start, step: start * (1 + step), 0.01)
-    for rate in (schedule, {"slow": schedule, "fast": schedule}):
-        require(orscale, schedule, schedule, learning_rate=rate)
-
-
 injected = optax.inject_hyperparams(orscale)
+# Such a schedule is a tree, whose leaves are its arguments.
+PARTIAL = jax.tree_util.Partial(lambda start, step: start * (1 + step), 0.01)
 
 
-@pytest.mark.extended
-def test_injected_rates_are_those_of_their_groups():
-    require(injected, 0.01, 0.1)
-    require(injected, 0.01, 0.1, learning_rate={"slow": 0.01, "fast": 0.1})
+def nested(rate):
+    return optax.inject_hyperparams(lambda learning_rate: injected(0.1 * learning_rate))(
+        learning_rate=rate
+    )
+
+
+scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
+
+
+def behind_another(rate):
+    return optax.chain(scale(learning_rate=1.0), injected(rate))
+
+
+def before_another(rate):
+    return optax.chain(injected(rate), scale(learning_rate=1.0))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "build, slow, fast, given",
+    [
+        (orscale, 0.01, 0.1, {"slow": 0.01, "fast": 0.1}),
+        (orscale, 0.01, SCHEDULE, {"slow": 0.01, "fast": SCHEDULE}),
+        (orscale, SCHEDULE, SCHEDULE, {"slow": SCHEDULE, "fast": SCHEDULE}),
+        (orscale, SCHEDULE, SCHEDULE, SCHEDULE),
+        (orscale, 0.1, 0.1, 0.1),
+        (orscale, PARTIAL, PARTIAL, PARTIAL),
+        (orscale, PARTIAL, PARTIAL, {"slow": PARTIAL, "fast": PARTIAL}),
+        (injected, 0.01, 0.1, {"slow": 0.01, "fast": 0.1}),
+        *((build, 0.01, 0.1, None)
+          for build in (injected, nested, behind_another, before_another)),
+    ],
+)  # fmt: skip
+def test_relative_steps_are_what_the_weights_have_done(build, slow, fast, given):
+    state, params, moved = after_two_steps(build, slow, fast)
+    arguments = {} if given is None else {"learning_rate": given}
+    found = jax.jit(functools.partial(read, **arguments))(state, params).relative_step
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, moved)
 
 
 def of_label(label):
@@ -99,31 +103,7 @@ def test_what_must_be_wrong_is_refused(build, slow, fast, given, message):
         read(state, params, learning_rate=given)
 
 
-def nested(rate):
-    inner = injected
-    return optax.inject_hyperparams(lambda learning_rate: inner(0.1 * learning_rate))(
-        learning_rate=rate
-    )
-
-
-def behind_another(rate):
-    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
-    return optax.chain(scale(learning_rate=1.0), injected(rate))
-
-
-def before_another(rate):
-    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
-    return optax.chain(injected(rate), scale(learning_rate=1.0))
-
-
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("build", [nested, behind_another, before_another])
-def test_injected_next_to_the_ratios(build):
-    require(build, 0.01, 0.1)
-
-
 def test_several_injected_beside_the_ratios():
-    scale = optax.inject_hyperparams(lambda learning_rate: optax.scale(learning_rate))
     optimizer = optax.chain(orscale(1.0), scale(0.1), scale(0.5))
     state = optimizer.init(PARAMS)
     with pytest.raises(ValueError, match=r"several learning rates, none .*: pass a num"):

@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import orscale, polar_factor
 from orscale_jax.diagnostics import measure
 from tests import leaves
+from tests.runs import AUTO, EXPLICIT, mesh_of, placed
 
 MEASUREMENTS = ("momentum_stable_rank", "polar_error", "direction_angle")
 NAMES = ("tall", "experts", "grouped_query")
@@ -123,18 +124,18 @@ def test_stacks_without_broadcasting_and_matrices_without_entries():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_of_sharded_matrices(kind):
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    mesh = mesh_of({"a": 4, "b": 2}, kind)
     params = {"w": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
     optimizer = orscale(0.1)
     expected = measure(
         optimizer.update(params, optimizer.init(params), params)[1], params
     )
     with jax.set_mesh(mesh):
-        placed = jax.device_put(params, NamedSharding(mesh, P("a", "b")))
-        _, state = jax.jit(optimizer.update)(placed, optimizer.init(placed), placed)
-        found = measure(state, placed)
+        here = placed(params, mesh, P("a", "b"))
+        _, state = jax.jit(optimizer.update)(here, optimizer.init(here), here)
+        found = measure(state, here)
     for name, tree in expected.items():
         np.testing.assert_allclose(found[name]["w"], tree["w"], rtol=1e-4)
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import family, muon, orscale
@@ -18,6 +18,7 @@ from orscale_jax.diagnostics import (
     summarize,
     tabulate,
 )
+from tests.runs import AUTO, EXPLICIT, mesh_of, placed
 
 MASKED = optax.MaskedNode()
 CLASSES = {"up": "mlp up", "experts": "routed expert up", "odd": None, "bias": "bias"}
@@ -98,20 +99,16 @@ def test_statistics_are_numpys(key, names):
 
 
 @pytest.mark.extended
-def test_without_classes_and_with_another_prefix():
-    scalars = summarize(trees(), prefix="opt.")
+def test_without_classes_with_another_prefix_and_single_matrices():
+    reading = trees()
+    scalars = summarize(reading, prefix="opt.")
     assert len(scalars) == 4 * 6 + 2 + 6
     assert all(name.startswith("opt.") and "mlp" not in name for name in scalars)
-
-
-@pytest.mark.extended
-def test_single_matrices_by_pattern():
-    scalars = summarize(trees(), matrices=r"^up$|\[1, 2\]")
-    reading = trees()
-    assert scalars["optimizer/up/growth"] == reading.growth["up"]
-    found = scalars["optimizer/experts[1, 2]/trust_ratio"]
-    assert found == reading.trust_ratio["experts"][1, 2]
-    assert len(scalars) == 4 * 6 + 2 + 6 + 2 * 4
+    more = summarize(reading, prefix="opt.", matrices=r"^up$|\[1, 2\]")
+    assert more["opt.up/growth"] == reading.growth["up"]
+    ratio = reading.trust_ratio["experts"][1, 2]
+    assert more["opt.experts[1, 2]/trust_ratio"] == ratio
+    assert len(more) == len(scalars) + 2 * 4
 
 
 def test_muon_has_shares_of_what_it_has():
@@ -130,19 +127,15 @@ def test_a_ratio_that_is_not_finite_is_seen():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_on_8_devices(kind):
-    mesh = jax.make_mesh((2, 4), ("expert", "data"), axis_types=(kind,) * 2)
-    reading = trees()
-    experts = NamedSharding(mesh, P("expert"))
-    placed = jax.tree.map(
-        lambda x: jax.device_put(x, experts if x.ndim else NamedSharding(mesh, P())),
-        reading,
-    )
+    mesh, reading = mesh_of({"expert": 2, "data": 4}, kind), trees()
+    specs = {"up": P(), "experts": P("expert"), "odd": P(), "bias": P()}
+    placed_reading = Reading(*(placed(tree, mesh, specs) for tree in reading))
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda reading: summarize(reading, CLASSES))(placed)
+        found = jax.jit(lambda reading: summarize(reading, CLASSES))(placed_reading)
     chex.assert_trees_all_close(found, summarize(reading, CLASSES), rtol=1e-6)
-    table, expected = (tabulate(x, CLASSES) for x in (placed, reading))
+    table, expected = (tabulate(x, CLASSES) for x in (placed_reading, reading))
     np.testing.assert_array_equal(table["growth"], expected["growth"])
 
 

@@ -11,7 +11,7 @@ from examples.study import contrasts, repeat
 from examples.study.results import Runs
 from examples.study.statistics import markdown
 from tests.examples.pretrain.tiny import ROOT
-from tests.examples.study.test_pages import STUDY, tables, told
+from tests.examples.study.test_pages import STUDY, tables, the_table
 
 
 @pytest.fixture(autouse=True)
@@ -53,19 +53,12 @@ def test_the_readmes_table():
 def test_the_ladder():
     """Also its slope, by the page's first sentence on it and by least squares."""
     found = [row[1:] for row in contrasts.first_batch()]
-    [rows] = [rows for heading, rows in tables(STUDY / "two_rates.md")
-              if heading[0] == "experts"]  # fmt: skip
+    rows = the_table("two_rates", "experts")
     of_ladder = [*found[:5], found[6]]
     assert [row[1:4] for row in rows] == of_ladder
     page = re.sub(r"\s+", " ", (STUDY / "two_rates.md").read_text())
     assert f"slope for a doubling of the experts is {found[-1][2]}" in page
     assert f"on `like-16b`, by {found[7][2]}" in page
-
-
-def test_intervals_are_those_of_scipy():
-    for plus, minus in ((contrasts.DENSE, ()), (contrasts.PAIRED, contrasts.DENSE)):
-        by_seed = contrasts.contrast(plus, minus)
-        assert str(contrasts.interval(by_seed)) == told(by_seed)
 
 
 def test_a_repeat_has_the_settings_of_the_table(monkeypatch, tmp_path):

@@ -273,58 +273,60 @@ def test_25_replayed_steps_against_float64_numpy(recorded):
     expected.assert_close(seen[-1][0], 1e-5)
 
 
+def full(value, *shape):
+    return jnp.full(shape or (2, 2), value)
+
+
 class TestPooled:
-    def stage(self, **arguments):
-        classes, numbers = (arguments.pop(key, None) for key in ("classes", "numbers"))
+    def ratios(self, params, updates, classes=None, numbers=None, **arguments):
+        """What is applied, r, and the scaled updates."""
         ratio = scale_by_calibrated_trust_ratio(
             calibrate=False, weight_dimension_numbers=numbers, **arguments
         )
-
-        def pooled(matrices):
-            return controls.pooled_ratio_stage(ratio, matrices, classes)
-
-        return on_matrices(numbers, pooled)
-
-    def ratios(self, stage, params, updates):
+        stage = on_matrices(
+            numbers, lambda own: controls.pooled_ratio_stage(ratio, own, classes)
+        )
         scaled, state = stage.update(updates, stage.init(params), params)
-        return scaled, state.trust_ratio, state.raw_trust_ratio
+        return state.trust_ratio, state.raw_trust_ratio, scaled
 
-    def test_the_mean_is_over_matrices(self):
-        """A stack of three with ratio 4 and one matrix of ratio 0.25, by log: 4^(1/2)."""
-        params = {"stack": jnp.full((3, 2, 2), 4.0), "w": jnp.full((1, 2, 2), 0.25)}
+    @pytest.mark.parametrize(
+        "params, zero, arguments, applied, raw",
+        [
+            # By log, a stack of three with ratio 4 and one of ratio 0.25: 4^(1/2).
+            pytest.param(
+                {"stack": full(4.0, 3, 2, 2), "w": full(0.25, 1, 2, 2)}, (),
+                {"numbers": Dims(1, 2)}, {"stack": [2, 2, 2], "w": [2]},
+                {"stack": [4, 4, 4]}, id="mean_is_over_matrices",
+            ),
+            pytest.param(
+                {"w": full(4.0), "zero": full(1.0)}, ("zero",), {}, {"w": 4},
+                {"zero": 1}, id="only_measured_ratios_count",
+            ),
+            pytest.param(
+                {"large": full(100.0), "small": full(0.01)}, (),
+                {"r_min": 0.5, "r_max": 2.0}, {"large": 1}, {}, id="clip_after_the_mean",
+            ),
+            pytest.param(
+                {"a": [full(4.0), full(1.0)], "b": full(3.0)}, (),
+                {"classes": {"a": "attention", "b": "mlp"}}, {"a": [2, 2], "b": 3}, {},
+                id="a_prefix_of_classes",
+            ),
+        ],
+    )  # fmt: skip
+    def test_means(self, params, zero, arguments, applied, raw):
         updates = jax.tree.map(jnp.ones_like, params)
-        stage = self.stage(numbers=Dims(1, 2))
-        _, applied, raw = self.ratios(stage, params, updates)
-        np.testing.assert_allclose(applied["stack"], 2 * np.ones(3), rtol=1e-5)
-        np.testing.assert_allclose(applied["w"], [2], rtol=1e-5)
-        np.testing.assert_allclose(raw["stack"], 4 * np.ones(3), rtol=1e-5)
-
-    def test_only_measured_ratios_count(self):
-        params = {"w": jnp.full((2, 2), 4.0), "zero": jnp.ones((2, 2))}
-        updates = {"w": jnp.ones((2, 2)), "zero": jnp.zeros((2, 2))}
-        _, applied, raw = self.ratios(self.stage(), params, updates)
-        assert float(applied["w"]) == pytest.approx(4) and raw["zero"] == 1
+        updates |= {name: jnp.zeros((2, 2)) for name in zero}
+        found = self.ratios(params, updates, **arguments)
+        for tree, expected in zip(found, (applied, raw), strict=False):
+            for name, value in expected.items():
+                np.testing.assert_allclose(tree[name], value, rtol=1e-4)
 
     def test_a_nan_stays_where_it_is(self):
-        params = {"w": jnp.full((2, 2), 4.0), "bad": jnp.ones((2, 2))}
-        updates = {"w": jnp.ones((2, 2)), "bad": jnp.full((2, 2), jnp.nan)}
-        scaled, applied, _ = self.ratios(self.stage(), params, updates)
+        params = {"w": full(4.0), "bad": full(1.0)}
+        updates = {"w": full(1.0), "bad": full(jnp.nan)}
+        applied, _, scaled = self.ratios(params, updates)
         assert float(applied["w"]) == pytest.approx(4) and jnp.isnan(applied["bad"])
         assert jnp.isfinite(scaled["w"]).all() and jnp.isnan(scaled["bad"]).all()
-
-    def test_the_clip_comes_after_the_mean(self):
-        params = {"large": jnp.full((2, 2), 100.0), "small": jnp.full((2, 2), 0.01)}
-        updates = jax.tree.map(jnp.ones_like, params)
-        _, applied, _ = self.ratios(self.stage(r_min=0.5, r_max=2.0), params, updates)
-        assert float(applied["large"]) == pytest.approx(1, rel=1e-4)
-
-    def test_a_prefix_of_classes(self):
-        params = {"a": [jnp.full((2, 2), 4.0), jnp.eye(2) / 2], "b": jnp.eye(2)}
-        updates = {"a": [jnp.ones((2, 2)), jnp.eye(2)], "b": jnp.eye(2)}
-        stage = self.stage(classes={"a": "attention", "b": "mlp"})
-        _, applied, _ = self.ratios(stage, params, updates)
-        np.testing.assert_allclose(applied["a"], 2 * [np.sqrt(2)], rtol=1e-5)
-        assert float(applied["b"]) == pytest.approx(1, rel=1e-5)
 
     @pytest.mark.parametrize(
         "classes, message",
@@ -333,7 +335,7 @@ class TestPooled:
     def test_bad_classes(self, classes, message):
         params = {"a": jnp.eye(2)}
         with pytest.raises(ValueError, match=message):
-            self.ratios(self.stage(classes=classes), params, params)
+            self.ratios(params, params, classes)
 
     @pytest.mark.extended
     def test_classes_of_boxed_parameters_and_of_all_of_them(self):
@@ -372,17 +374,6 @@ class TestPooled:
 
 
 class TestReplay:
-    @pytest.mark.extended
-    @pytest.mark.parametrize("ones", [np.ones(3), 1.0, lambda step: 1.0])
-    def test_replay_of_ones_is_muon(self, ones):
-        tree, given = some("tall", "experts", "fused", "bias")
-        replayed = run(
-            controls.replayed(0.1, trust_ratio=ones, **given), tree(0), 5, tree
-        )
-        plain = run(muon(0.1, **given), tree(0), 5, tree)
-        for found, expected in zip(replayed, plain, strict=True):
-            jax.tree.map(np.testing.assert_array_equal, found[0], expected[0])
-
     def test_after_its_end_the_last_goes_on(self):
         params = {"w": jnp.eye(3)}
         optimizer = controls.replayed(1.0, trust_ratio=[2.0, 3.0], weight_decay=0.0)

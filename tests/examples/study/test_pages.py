@@ -18,13 +18,8 @@ STUDY, DATA = ROOT / "docs" / "study", ROOT / "docs" / "data"
 DENSE = ("dense-small", "dense-small-small-init", "prose", "prose-small-init")
 PAIRED = ("mixture-small", "mixture-small-small-init")
 TEXT, THREE = (*DENSE, *PAIRED), ("dense-small", *PAIRED)
-LADDER = {
-    1: "experts-1",
-    4: "experts-4",
-    8: PAIRED[1],
-    16: "experts-16",
-    32: "experts-32",
-}
+LADDER = {1: "experts-1", 4: "experts-4", 8: PAIRED[1], 16: "experts-16",
+          32: "experts-32"}  # fmt: skip
 FIVE = (*PAIRED, "experts-4", "experts-16", "experts-32")
 LARGE = tuple(f"{kind}-large{init}" for kind in ("dense", "mixture")
               for init in ("", "-small-init"))  # fmt: skip
@@ -65,6 +60,12 @@ def tables(page):
             for line in block.splitlines()
         ]
         yield rows[0], rows[2:]
+
+
+def the_table(page, heading):
+    """The rows of the one table that has this heading."""
+    [rows] = [rows for head, rows in tables(STUDY / f"{page}.md") if heading in head]
+    return rows
 
 
 @functools.cache
@@ -174,10 +175,7 @@ def test_differences_and_rates_of_workloads():
 
 
 def test_the_list_with_holms_correction():
-    [rows] = [
-        rows for head, rows in tables(STUDY / "two_rates.md") if "significant" in head
-    ]
-    p = []
+    p, rows = [], the_table("two_rates", "significant")
     for title, over, interval, counts, *_ in rows:
         arms = [ARMS[label] for label in re.sub(r"^\d+\. ", "", title).split(" − ")]
         if over.startswith("slope"):
@@ -203,8 +201,7 @@ def test_the_list_with_holms_correction():
 
 
 def test_the_ladder():
-    [rows] = [rows for heading, rows in tables(STUDY / "two_rates.md")
-              if heading[0] == "experts"]  # fmt: skip
+    rows = the_table("two_rates", "experts")
     names = [*LADDER.values(), "experts-32-first-batch-64"]
     for name, (experts, tokens, ratio, ours, pooled) in zip(names, rows, strict=True):
         count = int(experts.split(",")[0])
@@ -361,8 +358,7 @@ def kinds():
 
 
 def test_the_main_differences_of_the_first_study():
-    [rows] = [rows for heading, rows in tables(STUDY / "does_it_work.md")
-              if "text" in heading]  # fmt: skip
+    rows = the_table("does_it_work", "text")
     ours, theirs = ("orscale", "inherited"), (MUON, "inherited")
     text, images, small, usual = kinds()
     apart = [(f"{arm}_apart", "own") for arm in ("orscale", MUON)]
@@ -387,10 +383,8 @@ def test_intervals_of_summaries(page):
     """To three digits, in whatever words."""
     ours, theirs = ("orscale", "inherited"), (MUON, "inherited")
     _, *parts = kinds()
-    of = [x for x in contrasts() if len(x) == 12] + [
-        mean(TEXT, "muon"),
-        mean(TEXT, "normuon"),
-    ]
+    of = [x for x in contrasts() if len(x) == 12]
+    of += [mean(TEXT, "muon"), mean(TEXT, "normuon")]
     of += [np.mean(first(ours, theirs, names), axis=0) for names in parts]
     intervals = set(re.findall(INTERVAL.format(3), words(ROOT / page)))
     assert intervals <= {told(by_seed, 3) for by_seed in of}

@@ -8,13 +8,14 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.study.theory import curvature, estimate
 from examples.study.theory.estimate import nuclear_norm
 from orscale_jax import BlockDimensionNumbers as Blocks
 from tests import oracle
+from tests.runs import AUTO, EXPLICIT, assert_close, mesh_of, placed
 
 # Name: shape, dimension numbers, batch shape, and the matrices written out by hand.
 LEAVES = {
@@ -259,6 +260,9 @@ def test_the_joint_smoothness_has_the_cross_terms():
     cross = COUPLING * np.sum(step["a"] * step["b"])
     joint = estimate(coupled, params, SAME, directions=step).smoothness
     assert abs(cross / squares["a"]) > 0.05
+    without = step | {"a": jnp.zeros((5, 5))}
+    found = estimate(coupled, params, SAME, directions=without).smoothness.value
+    assert np.isnan(found["a"]) and np.isfinite(found["b"])
     for name, own in (("a", 2), ("b", 4)):
         expected = own + cross / squares[name]
         np.testing.assert_allclose(joint.value[name], expected, rtol=1e-5)
@@ -271,14 +275,6 @@ def test_the_joint_smoothness_has_the_cross_terms():
         np.testing.assert_allclose(
             block.stderr[name], abs(cross) / squares[name] / np.sqrt(31), rtol=0.1
         )
-
-
-@pytest.mark.extended
-def test_a_matrix_without_a_step_has_no_smoothness():
-    params = {name: jnp.ones((5, 5)) for name in "ab"}
-    step = {"a": jnp.zeros((5, 5)), "b": jnp.ones((5, 5))}
-    found = estimate(coupled, params, SAME, directions=step).smoothness.value
-    assert np.isnan(found["a"]) and np.isfinite(found["b"])
 
 
 def test_curvature_is_smoothness_times_rank():
@@ -332,25 +328,19 @@ def shared(params, batch):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis_type", [AUTO, EXPLICIT])
 def test_matrices_may_be_shared_by_devices(axis_type, exact):
-    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(axis_type,) * 2)
-    specs = {"experts": PartitionSpec("x", None, "y"), "up": PartitionSpec("x", "y")}
+    mesh = mesh_of({"x": 4, "y": 2}, axis_type)
+    specs = {"experts": P("x", None, "y"), "up": P("x", "y")}
     numbers = {"experts": Dims(1, 2), "up": Dims(0, 1)}
     params = {"experts": RNG.normal(size=(4, 6, 8)), "up": RNG.normal(size=(8, 6))}
     params = jax.tree.map(jnp.float32, params)
     options = {"weight_dimension_numbers": numbers, "exact": exact}
     expected = estimate(shared, params, SAME, **options)
     with jax.set_mesh(mesh):
-        placed = jax.tree.map(
-            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs
-        )
-        found = estimate(shared, placed, SAME, **options)
+        found = estimate(shared, placed(params, mesh, specs), SAME, **options)
     for ours, theirs in zip(found, expected, strict=True):
-        for name in specs:
-            np.testing.assert_allclose(
-                ours.value[name], theirs.value[name], rtol=1e-4, atol=1e-4
-            )
+        assert_close(ours.value, theirs.value, rtol=1e-4, atol=1e-4)
 
 
 def square(params, batch):
