@@ -277,8 +277,11 @@ class TestCalibratedTrustRatio:
         (lambda: scale_by_calibrated_trust_ratio(eps=-1), "eps=-1"),
         (lambda: scale_by_calibrated_trust_ratio(calibrate=None), "calibrate=None"),
         (lambda: scale_by_calibrated_trust_ratio(anchor_steps=1.5), "anchor_steps=1.5"),
-        (lambda: from_first_nonzero_update(optax.sgd), "inner=.*a gradient transform"),
-        (lambda: keep_master_weights(3), "inner=3.*a gradient transformation"),
+        (
+            lambda: from_first_nonzero_update(optax.sgd),
+            "inner is of type function: pass a gradient transformation",
+        ),
+        (lambda: keep_master_weights(3), "inner is of type int: pass a gradient tran"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(build, words):
