@@ -172,6 +172,15 @@ def read(
     return Reading(*map(tree, Reading._fields))
 
 
+def require_reading(reading: Any) -> None:
+    """Refuse what is no :class:`Reading`, such as the parameters or a state."""
+    if not isinstance(reading, Reading):
+        raise ValueError(
+            f"reading is of type {type(reading).__name__}: pass what diagnostics.read "
+            "returns."
+        )
+
+
 def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
     """A field of the reading, or a tree like it, at each leaf of matrices.
 

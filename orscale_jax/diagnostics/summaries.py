@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.reading import Reading, known_leaves
+from orscale_jax.diagnostics.reading import Reading, known_leaves, require_reading
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
@@ -73,7 +73,8 @@ def summarize(
       ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
 
     Raises:
-      ValueError: If ``classes`` does not fit, or ``matrices`` matches none.
+      ValueError: If it is no reading, ``classes`` does not fit, or ``matrices`` matches
+        none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -84,6 +85,7 @@ def summarize(
       >>> print(scalars["optimizer/trust_ratio/p50"], scalars["optimizer/mlp/growth/max"])
       1.0 1.0
     """
+    require_reading(reading)
     trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
     leaves = {name: known_leaves(tree, reading) for name, tree in trees.items()}
     labels = classes_of(classes, reading.weight_norm)
@@ -141,8 +143,8 @@ def tabulate(
       the reading that are not None, and the measurements.
 
     Raises:
-      ValueError: If ``classes`` or a measurement does not fit, or an array is also on
-        devices of other processes.
+      ValueError: If it is no reading, ``classes`` or a measurement does not fit, or an
+        array is also on devices of other processes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -154,6 +156,7 @@ def tabulate(
       >>> print(table["matrix"][0], table["weight_norm"])
       up [4.]
     """
+    require_reading(reading)
     trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
     trees |= measurements or {}
     like = reading.weight_norm

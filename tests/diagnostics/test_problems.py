@@ -8,7 +8,14 @@ import pytest
 
 from examples.study import controls
 from orscale_jax import muon, orscale
-from orscale_jax.diagnostics import History, Reading, find_problems, read, tabulate
+from orscale_jax.diagnostics import (
+    History,
+    Reading,
+    find_problems,
+    read,
+    summarize,
+    tabulate,
+)
 
 NAMES = [f"layers.{i}.kernel" for i in range(4)] + [f"experts.up[{i}]" for i in range(4)]
 
@@ -161,3 +168,13 @@ def test_rows_of_a_file(tmp_path):
     problems = find_problems(frame[frame.step == 1])
     assert problems == find_problems(reading) == find_problems(tabulate(reading))
     assert [problem.title for problem in problems] == ["Large steps"]
+
+
+def test_what_is_no_reading(tmp_path):
+    params = {"up": jnp.eye(3)}
+    with pytest.raises(ValueError, match=r"no column 'matrix': pass .*read"):
+        find_problems(params)
+    history = History(tmp_path / "history.csv")
+    for use in (tabulate, summarize, lambda other: history.append(1, other)):
+        with pytest.raises(ValueError, match=r"is of type dict: pass .*read"):
+            use(params)
