@@ -104,8 +104,8 @@ def describe(
       sharded over several processes, so that a single one of them can print the table.
 
     Raises:
-      ValueError: If leaves do not fit their dimension numbers, or the optimizer has other
-        matrices, or it keeps vectors that hold several parameters
+      ValueError: If an argument is not valid, leaves do not fit their dimension numbers,
+        the optimizer has other matrices, or it keeps vectors that hold several parameters
         (:func:`optax.flatten`). With ``probe``, also if a leaf is refused, the mesh is
         abstract, or ``update`` needs arguments beside parameters and loss.
 
@@ -122,6 +122,15 @@ def describe(
       >>> description.totals["all"]
       Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
     """
+    for name, value in (
+        ("params", params),
+        ("weight_dimension_numbers", weight_dimension_numbers),
+    ):
+        if isinstance(value, optax.GradientTransformation):
+            raise ValueError(
+                f"{name} is an optimizer: pass it by name, as in "
+                "describe(params, optimizer=optimizer)."
+            )
     scale = Scale.of(consistent_rms, scale_mode)
     options = polar_options(
         ns_steps=ns_steps,

@@ -324,6 +324,14 @@ def small():
     return describe(params, numbers, optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    "arguments", [(orscale(0.1),), ({"x": jnp.eye(2)}, orscale(0.1))]
+)
+def test_an_optimizer_in_another_place(arguments):
+    with pytest.raises(ValueError, match=r"is an optimizer: pass it by name, as in "):
+        describe(*arguments)
+
+
 def test_the_printed_table():
     assert str(small()) + "\n" == TEXT
 
