@@ -33,10 +33,11 @@ from orscale_jax.trees.names import Path
 
 def dimension_numbers(
     model: PyTree,
-    *,
+    *args: Any,
     overrides: Rules | None = None,
     rules: ModuleRules | None = None,
     head_size: HeadSizes = False,
+    **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an Equinox model, from its modules' types.
 
@@ -51,6 +52,8 @@ def dimension_numbers(
 
     Args:
       model: The model, or a tree of modules; may be abstract.
+      *args: The arguments of a call of the model, which is traced to find its output
+        layer; without them, only names tell it.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
         axes. They take precedence over everything else.
       rules: A mapping from types of modules to functions. A function takes a module and
@@ -60,6 +63,7 @@ def dimension_numbers(
         for the same type.
       head_size: See :func:`orscale_jax.by_path`. No axis counts the heads of a
         ``MultiheadAttention``: pass its ``qk_size``, a number.
+      **kwargs: Keyword arguments of the call.
 
     Returns:
       A callable from the parameters, such as ``eqx.filter(model, eqx.is_inexact_array)``,
@@ -91,7 +95,9 @@ def dimension_numbers(
     def numbers_of(path: Path, leaf: Any, owners: Mapping[Path, Any]) -> Numbers:
         return numbers_by_owner(path, np.shape(leaf), owners, every_rule)
 
-    return of_module_tree(model, eqx.Module, numbers_of, overrides, head_size)
+    return of_module_tree(
+        model, eqx.Module, numbers_of, overrides, head_size, (args, kwargs)
+    )
 
 
 def _linear(module: eqx.nn.Linear) -> Mapping[str, Declared]:

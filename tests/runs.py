@@ -57,6 +57,11 @@ def first_update(optimizer, params, grads):
     return updates, state, after
 
 
+def types_of(tree):
+    """Shapes, dtypes and sharding types."""
+    return jax.tree.map(jax.typeof, tree)
+
+
 def step_of(optimizer, **jit):
     """From parameters, state and gradients to the next parameters and state."""
 

@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from flax.training.train_state import TrainState
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from orscale_jax import (
@@ -173,39 +171,6 @@ def test_training_is_float32_training_to_the_bit(name):
 
 
 @pytest.mark.extended
-def test_small_updates_are_lost_without_it_and_not_with_it():
-    inner = optax.sgd(1e-4)
-    ones = {"w": jnp.ones(3, jnp.bfloat16)}
-
-    def after(optimizer):
-        return run(optimizer, ones, 300, lambda _: ones)[-1][0]["w"].astype(jnp.float32)
-
-    np.testing.assert_array_equal(after(inner), 1)
-    np.testing.assert_allclose(after(keep_master_weights(inner)), 0.97, rtol=2**-7)
-
-
-@pytest.mark.extended
-def test_orscale_measures_the_master_weights():
-    inner = OPTIMIZERS["orscale"]
-    optimizer = keep_master_weights(inner)
-    params = gradients(0)
-    state = optimizer.init(params)
-    _, state = optimizer.update(gradients(1), state, params)
-    low = jax.tree.map(lambda x: jnp.full_like(x, 0xFFFF), state.low_bits)
-    state = state._replace(low_bits=low)
-    masters = master_weights(state, params)
-    assert float(masters["w"][0, 0]) != float(params["w"][0, 0])
-
-    def ratio(weights, optimizer, state):
-        _, state = jax.jit(optimizer.update)(as_float32(gradients(2)), state, weights)
-        return readout(state, "raw_trust_ratio")["w"]
-
-    found = ratio(params, optimizer, state)
-    assert found == ratio(masters, inner, state.inner_state)
-    assert found != ratio(as_float32(params), inner, state.inner_state)
-
-
-@pytest.mark.extended
 def test_other_dtypes_are_left_to_the_inner_optimizer(enable_x64):
     kinds = {"a": jnp.float32, "b": jnp.bfloat16, "c": jnp.float64, "d": jnp.complex64}
     params = {name: jnp.ones(4, dtype) for name, dtype in kinds.items()}
@@ -221,13 +186,6 @@ def test_other_dtypes_are_left_to_the_inner_optimizer(enable_x64):
     wanted = kinds | {"b": jnp.float32}
     assert {name: update.dtype for name, update in updates.items()} == wanted
     np.testing.assert_array_equal(updates["c"], -RATE)
-
-
-@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3fn"])
-def test_other_short_dtypes_are_refused(dtype):
-    params = {"mlp": {"up": jnp.zeros(4, dtype)}}
-    with pytest.raises(TypeError, match=f"'mlp.up' is {dtype}"):
-        keep_master_weights(optax.sgd(RATE)).init(params)
 
 
 def test_a_state_of_abstract_parameters_and_of_keys():
@@ -249,19 +207,25 @@ def test_a_state_of_abstract_parameters_and_of_keys():
 
 def test_wrong_arguments_are_refused():
     optimizer = keep_master_weights(optax.sgd(RATE))
+    for dtype in ("float16", "float8_e4m3fn"):
+        with pytest.raises(TypeError, match=f"'mlp.up' is {dtype}"):
+            optimizer.init({"mlp": {"up": jnp.zeros(4, dtype)}})
     params = {"w": jnp.ones((3, 1), jnp.bfloat16)}
-    state = optimizer.init(params)
-    with pytest.raises(ValueError, match="not passing `params`"):
-        optimizer.update(params, state)
     wide = {"w": jnp.ones((3, 3), jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"'w' has shape \(3, 3\), but its low bits"):
-        optimizer.update(wide, state, wide)
-    with pytest.raises(ValueError, match=r"'w' was bfloat16 and is float32: .*optax"):
-        optimizer.update(params, state, as_float32(params))
-    with pytest.raises(ValueError, match="0 MasterWeightsState"):
-        master_weights(state.inner_state, params)
-    with pytest.raises(ValueError, match="2 MasterWeightsState"):
-        master_weights((state, state), params)
+    state = optimizer.init(params)
+    for given, words in [
+        ((params, state), "not passing `params`"),
+        ((wide, state, wide), r"'w' has shape \(3, 3\), but its low bits"),
+        (
+            (params, state, as_float32(params)),
+            r"'w' was bfloat16 and is float32: .*optax",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            optimizer.update(*given)
+    for states, count in [(state.inner_state, 0), ((state, state), 2)]:
+        with pytest.raises(ValueError, match=f"{count} MasterWeightsState"):
+            master_weights(states, params)
 
 
 def test_missing_gradients():
@@ -338,42 +302,6 @@ def test_wrappers_of_optax():
     assert_same_bits(after.low_bits, state.low_bits)
 
 
-@pytest.mark.extended
-def test_donation_scan_and_one_compilation():
-    optimizer = keep_master_weights(OPTIMIZERS["orscale"])
-    step, jitted = step_of(optimizer), step_of(optimizer, donate_argnums=(0, 1))
-    stacked = jax.tree.map(lambda *x: jnp.stack(x), *map(gradients, range(1, 4)))
-    begin = gradients(0), jax.jit(optimizer.init)(gradients(0))
-    scanned, _ = jax.lax.scan(lambda c, g: (step(*c, g), None), begin, stacked)
-    carry = begin
-    for seed in range(1, 4):
-        old = jax.tree.leaves(carry)
-        carry = jitted(*carry, gradients(seed))
-        assert all(leaf.is_deleted() for leaf in old if leaf.ndim > 1)
-    assert jitted._cache_size() == 1
-    masters = [master_weights(state, params) for params, state in (carry, scanned)]
-    assert_close(*masters, atol=1e-7)
-
-
-@pytest.mark.extended
-def test_resuming_a_checkpoint_changes_no_bit(tmp_path):
-    step = step_of(optimizer := keep_master_weights(OPTIMIZERS["orscale"]))
-
-    def advance(carry, steps):
-        return functools.reduce(lambda c, seed: step(*c, gradients(seed)), steps, carry)
-
-    begin = gradients(0), optimizer.init(gradients(0))
-    half = advance(begin, range(1, 4))
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "checkpoint", half)
-        checkpointer.wait_until_finished()
-        abstract = jax.eval_shape(lambda: begin)
-        restored = checkpointer.restore(tmp_path / "checkpoint", abstract)
-    assert_same_bits(restored, half)
-    assert any(np.any(x) for x in jax.tree.leaves(restored[1].low_bits))
-    assert_same_bits(advance(restored, range(4, 7)), advance(half, range(4, 7)))
-
-
 @pytest.mark.parametrize("axes", [AUTO, EXPLICIT])
 @pytest.mark.extended
 def test_a_mesh_changes_no_bit(axes):
@@ -414,50 +342,28 @@ def test_low_bits_may_be_sharded_where_parameters_are_not(axes):
         assert found[0]["w"].sharding.is_fully_replicated
 
 
-class Boxed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("a", None))
-        return nn.Dense(3, kernel_init=init, param_dtype=jnp.bfloat16)(x)
+BOXES = {
+    "linen": lambda x: nn.Partitioned(x, ("a", None)),
+    "nnx": lambda x: nnx.Param(x, out_sharding=("a", None), eager_sharding=False),
+}
 
 
 @pytest.mark.extended
-def test_boxes_of_linen_in_its_train_state():
-    boxed = Boxed().init(jax.random.key(0), jnp.ones((1, 4)))["params"]
+@pytest.mark.parametrize("kind", BOXES)
+def test_boxes(kind):
+    """The low bits and the master weights are in boxes like those of the parameters."""
+    bare = {"w": tree(0, jnp.bfloat16)["w"], "b": jnp.ones(4)}  # float32 beside it.
+    boxed = bare | {"w": BOXES[kind](bare["w"])}
     optimizer = keep_master_weights(orscale(RATE))
-    state = TrainState.create(apply_fn=None, params=boxed, tx=optimizer)
-    bare = nn.unbox(boxed)
-    wanted = optax.apply_updates(
-        bare, optimizer.update(bare, optimizer.init(bare), bare)[0]
-    )
-    state = state.apply_gradients(grads=boxed)
-    assert_same_bits(nn.unbox(state.params), wanted)
-    low = state.opt_state.low_bits["Dense_0"]["kernel"]
-    assert low.names == ("a", None)
-    masters = master_weights(state.opt_state, state.params)["Dense_0"]["kernel"]
-    assert masters.names == ("a", None) and masters.value.dtype == jnp.float32
-
-
-@pytest.mark.extended
-def test_the_optimizer_of_nnx():
-    model = nnx.Linear(4, 3, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
-    norm = nnx.LayerNorm(3, rngs=nnx.Rngs(0))  # float32 beside it.
-    model = nnx.Sequential(model, norm)
-    begin = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    optimizer = nnx.Optimizer(model, keep_master_weights(orscale(RATE)), wrt=nnx.Param)
-
-    def loss(model):
-        return (model(jnp.ones((2, 4))) ** 3).sum()
-
-    for _ in range(3):
-        optimizer.update(model, nnx.grad(loss)(model))
-    params = nnx.state(model, nnx.Param)
-    kernel = nnx.to_pure_dict(params)["layers"][0]["kernel"]
-    assert kernel.dtype == jnp.bfloat16
-    assert not np.array_equal(kernel, begin["layers"][0]["kernel"])
-    pure = nnx.to_pure_dict(nnx.state(optimizer))
-    low = pure["opt_state"]["low_bits"]["layers"][0]["kernel"]
-    assert low.dtype == jnp.uint16 and np.any(low)
+    [*_, (wanted, state)] = run(optimizer, bare, 2, lambda _: bare)
+    [*_, (params, found)] = run(optimizer, boxed, 2, lambda _: boxed)
+    assert jax.tree.structure(params) == jax.tree.structure(boxed)
+    masters = master_weights(found, params)
+    for box in (found.low_bits["w"], masters["w"]):
+        assert jax.tree.structure(box) == jax.tree.structure(boxed["w"])
+    leaves = [jax.tree.leaves(tree) for tree in ((params, found), (wanted, state))]
+    assert_same_bits(*leaves)
+    assert jax.tree.leaves(masters)[-1].dtype == jnp.float32
 
 
 @pytest.mark.extended

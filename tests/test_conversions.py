@@ -127,42 +127,26 @@ def test_the_converted_rate_and_decay_take_the_same_steps(case, shape):
     assert relative_error(found, theirs(shape, convention)) < 1e-5
 
 
+SHAPE_SCALING = {"scale_mode": "shape_scaling"}
+SAME = {  # What needs no conversion.
+    "Moonlight": {},
+    "torch.optim.Muon, match_rms_adamw": {},
+    "torch.optim.Muon, original": SHAPE_SCALING,
+    "KellerJordan/Muon": SHAPE_SCALING,
+    "Emerging-Optimizers, shape_scaling": SHAPE_SCALING | {"nesterov": False},
+    "Emerging-Optimizers, unit_rms_norm": {
+        "scale_mode": "unit_rms_norm",
+        "nesterov": False,
+    },
+}
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "case, arguments",
-    [
-        ("Moonlight", {}),
-        ("torch.optim.Muon, match_rms_adamw", {}),
-        ("torch.optim.Muon, original", {"scale_mode": "shape_scaling"}),
-        ("KellerJordan/Muon", {"scale_mode": "shape_scaling"}),
-        (
-            "Emerging-Optimizers, shape_scaling",
-            {"scale_mode": "shape_scaling", "nesterov": False},
-        ),
-        (
-            "Emerging-Optimizers, unit_rms_norm",
-            {"scale_mode": "unit_rms_norm", "nesterov": False},
-        ),
-    ],
-)
-def test_what_needs_no_conversion(case, arguments):
+@pytest.mark.parametrize("case", SAME)
+def test_what_needs_no_conversion(case):
     for shape in SHAPES:
-        found = ours(shape, RATE, weight_decay=DECAY, **arguments)
+        found = ours(shape, RATE, weight_decay=DECAY, **SAME[case])
         assert relative_error(found, theirs(shape, CASES[case])) < 1e-5
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("rms", [None, 0.2])
-def test_optax(rms):
-    """Its average has bias corrections: without Nesterov they cancel in Q."""
-    params, sides = {"up": tree(0)["up"]}, SHAPES["up"]
-    given = {"weight_decay": DECAY, "consistent_rms": rms, "nesterov": False}
-    optimizer = optax.contrib.muon(RATE, beta=MOMENTUM, **given)
-    [*_, (expected, _)] = run(optimizer, params, STEPS, lambda i: {"up": tree(i)["up"]})
-    scale = jordan(*sides) if rms is None else moonlight(*sides)
-    rate = RATE * scale / moonlight(*sides)
-    found = ours("up", rate, weight_decay=RATE * DECAY / rate, nesterov=False)
-    assert relative_error(found, expected["up"]) < 1e-5
 
 
 def test_independent_decay_under_a_schedule():

@@ -12,8 +12,17 @@ import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import convert_state, muon, orscale
+from orscale_jax import (
+    BlockDimensionNumbers,
+    convert_state,
+    family,
+    keep_master_weights,
+    muon,
+    orscale,
+    polar_factor,
+)
 from tests import runs
 from tests.runs import mesh_of
 
@@ -36,13 +45,6 @@ def after(optimizer, steps, state=None, start=0):
 def assert_close(found, wanted, rtol=1e-5):
     for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(x, y, rtol=rtol, atol=rtol * np.abs(y).max())
-
-
-def saved_and_restored(folder, state, *target):
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder / "state", state)
-        checkpointer.wait_until_finished()
-        return checkpointer.restore(folder / "state", *target)
 
 
 def optax_muon(consistent_rms=0.2, **kwargs):
@@ -135,36 +137,12 @@ def test_from_adamw():
 
 
 @pytest.mark.extended
-def test_between_our_optimizers_and_to_schedules():
-    state, _ = after(orscale(RATE), 3)
-    scheduled = orscale(optax.constant_schedule(RATE))
-    converted = convert_state(state, scheduled, tree(0))
-    counts = [c for _, c in optax.tree.get_all_with_path(converted, "count")]
-    assert [int(count) for count in counts] == [3] * len(counts) and len(counts) == 3
-    _, found = after(scheduled, 1, converted, 3)
-    _, wanted = after(orscale(RATE), 1, state, 3)
-    assert_close(found, wanted, rtol=1e-7)
-    as_muon = convert_state(state, muon(RATE), tree(0))
-    assert_close(
-        *(optax.tree.get_all_with_path(s, "trace")[0][1] for s in (as_muon, state)), 0
-    )
-
-
-@pytest.mark.extended
-def test_more_parameters():
-    params = tree(0) | {"new": jnp.ones((4, 4))}
-    state, _ = after(orscale(RATE), 2)
-    with pytest.raises(ValueError, match=r"'new' is not in the old state.*allow_new"):
-        convert_state(state, orscale(RATE), params)
-    grown = convert_state(state, orscale(RATE), params, allow_new=True)
-    c, before = (optax.tree.get(s, "calibration") for s in (grown, state))
-    assert c["new"] == 0 and c["up"] == before["up"] > 0
-
-
-@pytest.mark.extended
 def test_a_restored_tree_of_dictionaries(tmp_path):
     state, _ = after(optax_muon(), 2)
-    restored = saved_and_restored(tmp_path, state)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", state)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "state")
     converted, expected = (
         convert_state(s, orscale(RATE), tree(0), momentum=0.95) for s in (restored, state)
     )
@@ -239,7 +217,7 @@ def test_two_arrays_of_one_name():
     convert_state(state[1], muon(RATE), tree(0))
 
 
-def test_fewer_parameters():
+def test_more_or_fewer_parameters():
     state, _ = after(orscale(RATE), 1)
     few = {name: tree(0)[name] for name in ("up", "bias")}
     found = convert_state(state, orscale(RATE), few)
@@ -248,20 +226,12 @@ def test_fewer_parameters():
         [(_, kept)] = optax.tree.get_all_with_path(found, field)
         for name in jax.tree.leaves(kept) and few:
             assert_close(kept[name], wanted[name], rtol=0)
-
-
-@pytest.mark.extended
-def test_old_checkpoints_whose_flags_are_booleans(tmp_path):
-    """Booleans of old checkpoints: Orbax casts them, and update takes them, too."""
-    state, _ = after(orscale(RATE), 2)
-    flags = jax.tree.map(lambda x: x != 0, optax.tree.get(state, "started"))
-    old = optax.tree.set(state, started=flags)
-    restored = saved_and_restored(tmp_path, old, state)
-    types = [[x.dtype for x in jax.tree.leaves(s)] for s in (restored, state)]
-    assert types[0] == types[1]
-    _, wanted = after(orscale(RATE), 1, state, 2)
-    for found in (restored, old):
-        assert_close(after(orscale(RATE), 1, found, 2)[1], wanted, rtol=0)
+    more = tree(0) | {"new": jnp.ones((4, 4))}
+    with pytest.raises(ValueError, match=r"'new' is not in the old state.*allow_new"):
+        convert_state(state, orscale(RATE), more)
+    grown = convert_state(state, orscale(RATE), more, allow_new=True)
+    c, before = (optax.tree.get(s, "calibration") for s in (grown, state))
+    assert c["new"] == 0 and c["up"] == before["up"] > 0
 
 
 def test_in_jit_on_a_mesh_and_in_boxes():
@@ -372,43 +342,22 @@ def test_moments_have_a_count_of_their_own():
     assert count == 7
 
 
-NEW_STAGES = {
-    "ema": optax.ema(0.9),
-    "reduce_on_plateau": optax.contrib.reduce_on_plateau(
-        patience=1, accumulation_size=2, cooldown=0
-    ),
-    "apply_every": optax.apply_every(2),
-    # It has second moments of matrices, whose momentum is kept, too.
-    "adam": optax.scale_by_adam(),
-}
-
-
-@pytest.mark.parametrize("name", NEW_STAGES)
-@pytest.mark.quick_first_case
-def test_a_new_stage_with_sums_of_its_own_begins_with_them(name):
+def test_what_is_new_begins_with_a_state_of_its_own():
     state, params = after(orscale(RATE), 3)
-    new = optax.chain(orscale(RATE), NEW_STAGES[name])
-    found = convert_state(state, new, params)
-    if name != "adam":
-        jax.tree.map(np.testing.assert_array_equal, found[1], new.init(params)[1])
-    assert_close(found[0], state, rtol=0)
-
-
-@pytest.mark.parametrize("stage", [None, optax.lookahead], ids=["chain", "lookahead"])
-@pytest.mark.quick_first_case
-def test_into_lookahead_and_back(stage):
-    state, params = after(orscale(RATE), 3)
+    plateau = optax.contrib.reduce_on_plateau(patience=1, accumulation_size=2, cooldown=0)
+    for stage in (optax.ema(0.9), plateau, optax.apply_every(2), optax.scale_by_adam()):
+        new = optax.chain(orscale(RATE), stage)
+        found = convert_state(state, new, params)
+        if new.init(params)[1]._fields != ("count", "mu", "nu"):  # Adam's moments.
+            jax.tree.map(np.testing.assert_array_equal, found[1], new.init(params)[1])
+        assert_close(found[0], state, rtol=0)
     new = optax.lookahead(orscale(RATE), 5, 0.5)
     both = optax.LookaheadParams.init_synced(params)
     found = convert_state(state, new, both)
     assert_close(found.fast_state, state, rtol=0)
-    if stage is not None:
-        assert_close(convert_state(found, new, both), found, rtol=0)
+    assert_close(convert_state(found, new, both), found, rtol=0)
     assert_close(convert_state(found, orscale(RATE), params), state, rtol=0)
-
-
-def test_the_schedule_of_new_accumulation_starts_at_the_runs_step():
-    state, params = after(orscale(RATE), 3)
+    # The schedule of accumulation starts at the run's step.
     new = optax.MultiSteps(orscale(RATE), lambda step: jnp.where(step < 10, 1, 4))
     found = convert_state(state, new, params)
     assert (int(found.gradient_step), int(found.mini_step)) == (3, 0)
@@ -420,41 +369,36 @@ def named_chain(name):
     return lambda rate: optax.named_chain((name, schedule), ("last", orscale(rate)))
 
 
-WITH_WRAPPERS = {
-    "schedule_free": (
-        lambda rate, **kw: optax.contrib.schedule_free(orscale(rate), rate, **kw),
-        {"b1": 0.5},
-    ),
-    "reduce_on_plateau": (
-        lambda rate, **kw: optax.chain(
-            orscale(rate), optax.contrib.reduce_on_plateau(**kw)
-        ),
-        {"patience": 3},
-    ),
-    "apply_if_finite": (lambda rate: optax.apply_if_finite(orscale(rate), 5), {}),
-    "inject_hyperparams": (optax.inject_hyperparams(orscale), {"r_max": 2.0}),
-    **{n: (named_chain(n), {}) for n in ("b1", "bounds", "hyperparams", "ns_coeffs")},
-}
-
-
-@pytest.mark.parametrize("name", WITH_WRAPPERS)
 @pytest.mark.extended
-def test_what_wrappers_know_goes_on_and_their_arguments_do_not(name):
-    build, argument = WITH_WRAPPERS[name]
-    params, old, new = tree(0), build(RATE), build(RATE, **argument)
-    state, extra = old.init(params), {"value": 1.0} if "plateau" in name else {}
-    bad = jax.tree.map(lambda x: x * (np.nan if "finite" in name else 1), tree(1))
-    for grads in (tree(1), tree(1), bad):
-        _, state = old.update(grads, state, params, **extra)
-    assert_close(convert_state(state, old, params), state, rtol=0)
-    found, fresh = convert_state(state, new, params), new.init(params)
-    if name == "schedule_free":
-        assert found.b1 == 0.5 and found.weight_sum == state.weight_sum > 0
-    if name == "reduce_on_plateau":
-        assert found[1].plateau_count == state[1].plateau_count > 0
-    if name == "inject_hyperparams":
-        assert found.hyperparams == fresh.hyperparams != state.hyperparams
-        assert float(optax.tree.get(found, "bounds")[1]) == 2
+def test_what_wrappers_know_goes_on_and_their_arguments_do_not():
+    params = tree(0)
+
+    def converted(build, factor=1.0, arguments=None, **extra):
+        """A state after some steps, and that of the same wrapper with other arguments."""
+        optimizer, new = build(), build(**(arguments or {}))
+        state = optimizer.init(params)
+        for grads in (tree(1), tree(1), jax.tree.map(lambda x: x * factor, tree(1))):
+            _, state = optimizer.update(grads, state, params, **extra)
+        assert_close(convert_state(state, optimizer, params), state, rtol=0)
+        return state, convert_state(state, new, params), new.init(params)
+
+    free = functools.partial(optax.contrib.schedule_free, orscale(RATE), RATE)
+    state, found, _ = converted(free, arguments={"b1": 0.5})
+    assert found.b1 == 0.5 and found.weight_sum == state.weight_sum > 0
+
+    def plateau(**arguments):
+        return optax.chain(orscale(RATE), optax.contrib.reduce_on_plateau(**arguments))
+
+    state, found, _ = converted(plateau, arguments={"patience": 3}, value=1.0)
+    assert found[1].plateau_count == state[1].plateau_count > 0
+    injected = functools.partial(optax.inject_hyperparams(orscale), RATE)
+    state, found, fresh = converted(injected, arguments={"r_max": 2.0})
+    assert found.hyperparams == fresh.hyperparams != state.hyperparams
+    assert float(optax.tree.get(found, "bounds")[1]) == 2
+    converted(lambda: optax.apply_if_finite(orscale(RATE), 5), np.nan)
+    # A stage that is called as an argument of a wrapper is: its count goes on.
+    for name in ("b1", "bounds", "hyperparams", "ns_coeffs"):
+        converted(functools.partial(named_chain(name), RATE))
 
 
 def test_frozen_parameters_of_which_nothing_is_kept():
@@ -467,3 +411,104 @@ def test_frozen_parameters_of_which_nothing_is_kept():
         convert_state(state, orscale(RATE), params)
     nothing = orscale(RATE).init({})
     assert_close(convert_state(nothing, orscale(RATE), {}), nothing)
+
+
+# Other matrices in the same parameters.
+
+# Of a leaf (4, 6): one matrix, three heads of two columns, a fused projection to 4 and 2.
+WHOLE, HEADS = Dims(0, 1), BlockDimensionNumbers(block_axis=1, blocks=3)
+CUT = BlockDimensionNumbers(block_axis=1, blocks=(4, 2))
+EXPERTS, FLAT = Dims(1, 2), Dims((0, 1), 2)  # Of a leaf (3, 4, 6).
+KINDS = [
+    ((WHOLE, FLAT), (HEADS, EXPERTS)),
+    ((HEADS, EXPERTS), (WHOLE, FLAT)),
+    ((WHOLE, EXPERTS), (CUT, FLAT)),
+    ((CUT, FLAT), (HEADS, EXPERTS)),
+]
+
+
+leaves = functools.partial(
+    runs.tree, shapes={"w": (4, 6), "stack": (3, 4, 6), "bias": (5,)}
+)
+
+
+def build(make, w, stack, **options):
+    numbers = {"w": w, "stack": stack, "bias": None}
+    return make(0.01, weight_dimension_numbers=numbers, **options)
+
+
+def trained(optimizer):
+    return runs.run(optimizer, leaves(0), 2, leaves)[-1]
+
+
+def matrices(numbers, w):
+    """The matrices of a leaf, each as NumPy's slice of it and its shape (m, n)."""
+    columns = {HEADS: (2, 2, 2), CUT: (4, 2), WHOLE: (6,)}
+    if numbers in columns:
+        ends = np.cumsum(columns[numbers])
+        return [np.s_[:, b - a : b] for a, b in zip(columns[numbers], ends, strict=True)]
+    return [np.s_[:]] if numbers == FLAT else [np.s_[i] for i in range(3)]
+
+
+@pytest.mark.parametrize(("before", "after"), KINDS)
+def test_the_momentum_goes_on_in_the_new_matrices(before, after):
+    params, state = trained(build(muon, *before))
+    optimizer = build(muon, *after)
+    converted = convert_state(state, optimizer, params)
+    grads = leaves(9)
+    updates, _ = optimizer.update(grads, converted, params)
+    trace = optax.tree.get(state, "trace")
+    for name, numbers in zip(("w", "stack"), after, strict=True):
+        lookahead = 0.95 * (0.95 * trace[name] + grads[name]) + grads[name]
+        for part in matrices(numbers, params[name]):
+            m = lookahead[part].reshape(-1, lookahead[part].shape[-1])
+            direction = 0.2 * max(m.shape) ** 0.5 * polar_factor(m)
+            expected = 0.1 * params[name][part] + direction.reshape(lookahead[part].shape)
+            np.testing.assert_allclose(
+                updates[name][part], -0.01 * expected, rtol=1e-4, atol=1e-7
+            )
+
+
+@pytest.mark.parametrize(("before", "after"), KINDS)
+@pytest.mark.parametrize("make", [orscale, family.normuon])
+@pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["", "int8"])
+@pytest.mark.extended
+def test_what_is_known_of_each_matrix_begins_anew(make, options, before, after):
+    params, state = trained(build(make, *before, **options))
+    optimizer = build(make, *after, **options)
+    converted = convert_state(state, optimizer, params)
+    heads = {WHOLE: (), HEADS: (3,), CUT: (2,)}[after[0]]
+    assert optax.tree.get(converted, "started")["w"].shape == heads
+    for of_adamw in ("mu", "nu"):
+        found, kept = (
+            optax.tree.get_all_with_path(x, of_adamw)[-1][1]["bias"]
+            for x in (converted, state)
+        )
+        np.testing.assert_array_equal(found, kept)
+    updates, state = optimizer.update(leaves(9), converted, params)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
+    if make is orscale:
+        for ratio in jax.tree.leaves(optax.tree.get(state, "trust_ratio")):
+            np.testing.assert_allclose(ratio, 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("wrap", [keep_master_weights, lambda x: optax.MultiSteps(x, 2)])
+@pytest.mark.extended
+def test_inside_of_wrappers(wrap):
+    old, new = (wrap(build(orscale, *numbers)) for numbers in KINDS[0])
+    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), leaves(0))
+    state = old.init(params)
+    _, state = old.update(leaves(1), state, params)
+    converted = convert_state(state, new, params)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        *(optax.tree.get_all_with_path(x, "trace")[0][1] for x in (converted, state)),
+    )
+    new.update(leaves(2), converted, params)
+
+
+def test_other_shapes_of_parameters_are_still_refused():
+    params, state = trained(build(orscale, WHOLE, EXPERTS))
+    narrow = params | {"w": params["w"][:, :3]}
+    with pytest.raises(ValueError, match=r"of 'w' has shape \(4, 6\) in the old state"):
+        convert_state(state, build(orscale, HEADS, EXPERTS), narrow)

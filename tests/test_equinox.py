@@ -159,6 +159,22 @@ REST = {
 }  # fmt: skip
 
 
+class Flow(eqx.Module):
+    cvf: dict
+    norm: eqx.nn.LayerNorm
+
+
+def test_names_of_vectors_decide_where_types_say_nothing():
+    """A gain of (layers, features) is no matrix; other names stay open."""
+    names = ("scale", "log_std", "bias")
+    model = Flow({name: jnp.ones((16, 3)) for name in names}, eqx.nn.LayerNorm((4, 4)))
+    assert set(table(model).values()) == {None}
+    stacked = jax.tree.map(lambda x: jnp.stack([x, x]), model)
+    assert set(table(stacked).values()) == {None}
+    with pytest.raises(ValueError, match=r"'cvf\.mix' of shape \(16, 3\): there is no"):
+        dimension_numbers(Flow({"mix": jnp.ones((16, 3))}, model.norm))
+
+
 @pytest.mark.extended
 def test_open_parameters_are_one_error():
     with pytest.raises(ValueError, match="do not say which") as error:

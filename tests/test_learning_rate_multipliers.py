@@ -9,17 +9,14 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import convert_state, family, muon, orscale, state_shardings
 from orscale_jax.diagnostics import read
-from tests import leaves
 from tests.runs import (
     ABLATIONS,
     AUTO,
     EXPLICIT,
     FAMILY,
     NUMBERS,
-    Oracles,
     assert_close,
     mesh_of,
     placed,
@@ -71,29 +68,6 @@ def test_each_parameter_is_as_at_its_own_rate(name, rate):
     make = OPTIMIZERS[name]
     found, expected = train(build(make, rate)), apart(make, rate)
     assert_close(found, expected, atol=1e-6)
-
-
-@pytest.mark.extended
-def test_pooled_by_its_first_update():
-    steps = [build(controls.pooled, 1e-2, given) for given in (RULES, None)]
-    found, plain = (opt.update(tree(1), opt.init(tree(0)), tree(0))[0] for opt in steps)
-    np.testing.assert_array_equal(found["w"], 0.5 * plain["w"])
-    np.testing.assert_array_equal(
-        found["stack"], PER_LAYER[:, None, None] * plain["stack"]
-    )
-
-
-@pytest.mark.extended
-def test_against_float64_numpy():
-    """Five steps with decay; one multiplier per kind of leaf, against the oracle."""
-    rate, params = 0.01, leaves.random_tree(0)
-    factors = {name: 0.5 + i / 8 for i, name in enumerate(leaves.SHAPES)}
-    rates = {name: rate * factor for name, factor in factors.items()}
-    optimizer = build(orscale, rate, factors, leaves.DIMENSIONS, ns_dtype=jnp.float32)
-    oracles = Oracles(params)
-    for step, (found, _) in enumerate(run(optimizer, params, 5)):
-        oracles.step(leaves.random_tree(step + 1), rates)
-        oracles.assert_close(found, 2e-4)
 
 
 @pytest.mark.extended

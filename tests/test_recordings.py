@@ -84,15 +84,7 @@ def test_float32(variant):
 
 
 def test_bfloat16():
-    """Newton–Schulz in bfloat16 is as far from bfloat16 as rounding makes it.
-
-    Both runs round differently (the recorded one every sum as well), and rounding to 8
-    bits turns the small singular vectors, which Newton–Schulz brings up to 1, by several
-    percent. So the unit is the effect of bfloat16 on the paper's own code: the distance e
-    between its two recordings, 0.0004 to 0.013 of the weights. Ours, which rounds less,
-    has to stay within 0.75 e of the float32 one and, by the triangle inequality, within
-    1.75 e of the bfloat16 one. In c and r it is the norm of Q that differs: 5 %.
-    """
+    """In units of what bfloat16 does to the paper's own code, which rounds every sum."""
     exact, rounded = (
         np.load(DATA / f"{name}.npz") for name in ("orscale_lm", "orscale_lm_bf16")
     )

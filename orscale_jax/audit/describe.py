@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,9 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
+from orscale_jax.audit.probe import first_updates
 from orscale_jax.audit.state import (
+    REFUSED,
     AbstractState,
     Kept,
     leaves_by_path,
@@ -30,6 +32,7 @@ from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
+    UndecidedError,
     WeightDimensionNumbers,
     matrix_axes,
 )
@@ -49,6 +52,7 @@ def describe(
     consistent_rms: float | None = 0.2,
     scale_mode: str = SPECTRAL,
     optimizer: optax.GradientTransformation | None = None,
+    probe: bool = False,
     platform: str | None = None,
     ns_steps: int = 5,
     ns_coeffs: Coefficients = "polar_express",
@@ -76,6 +80,9 @@ def describe(
         ``learning_rate_multipliers`` a column "η ×". None:
         the table is that of :func:`orscale` with these dimension numbers. An optimizer
         of this library must have the same matrices as the table.
+      probe: Whether to run the optimizer, too, whatever it is made of, on random
+        gradients: the columns "first update" and "its RMS" say what it does to each
+        parameter. Parameters that are abstract are drawn, and all is allocated.
       platform: The platform whose plan of Newton–Schulz is shown: ``"cpu"``, ``"gpu"`` or
         ``"tpu"``. None: that of the parameters' mesh, or of JAX's default backend.
       ns_steps: See :func:`orscale`.
@@ -89,15 +96,18 @@ def describe(
     Returns:
       A :class:`Description` with ``rows``, ``totals``, ``plan`` and ``select(regex)``,
       which ``print`` shows as a table. In it, leaves that differ only by numbers in their
-      names, such as those of layers, have one line. s is the scale of the step,
+      names, such as those of layers, have one line. A leaf that the optimizer would
+      refuse, because its shape is ambiguous or it is complex, has the rule "refused", and
+      the error is below the table. s is the scale of the step,
       :math:`0.2 \sqrt{\max(m, n)}` by default, and ‖W‖ the smallest and the largest
       Frobenius norm among the matrices of a line. It is missing for arrays that are
       sharded over several processes, so that a single one of them can print the table.
 
     Raises:
-      ValueError: If leaves are ambiguous (all of them are listed) or do not fit their
-        dimension numbers, or the optimizer has other matrices, or it keeps vectors that
-        hold several parameters (:func:`optax.flatten`).
+      ValueError: If an argument is not valid, leaves do not fit their dimension numbers,
+        the optimizer has other matrices, or it keeps vectors that hold several parameters
+        (:func:`optax.flatten`). With ``probe``, also if a leaf is refused, the mesh is
+        abstract, or ``update`` needs arguments beside parameters and loss.
 
     Example:
       >>> import jax.numpy as jnp
@@ -112,6 +122,15 @@ def describe(
       >>> description.totals["all"]
       Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
     """
+    for name, value in (
+        ("params", params),
+        ("weight_dimension_numbers", weight_dimension_numbers),
+    ):
+        if isinstance(value, optax.GradientTransformation):
+            raise ValueError(
+                f"{name} is an optimizer: pass it by name, as in "
+                "describe(params, optimizer=optimizer)."
+            )
     scale = Scale.of(consistent_rms, scale_mode)
     options = polar_options(
         ns_steps=ns_steps,
@@ -121,16 +140,45 @@ def describe(
         max_stack_bytes=max_stack_bytes,
         slow_axes=slow_axes,
     )
-    planned_for = options.platform(_platform(platform, params))
     leaf_of = leaves_by_path(unbox(params))
+    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
+    if platform is None:
+        device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+        backend = jax.default_backend() if device is None else device.platform
+        platform = backend if backend in ("cpu", "tpu") else "gpu"
+    _checks.choice("platform", platform, ("cpu", "gpu", "tpu"))
+    planned_for = options.platform(platform)
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
-    state = None if optimizer is None else AbstractState.of(optimizer, params)
-    axes_of = _matrices(weight_dimension_numbers, params, state)
+    if probe and optimizer is None:
+        _checks.refuse("probe", probe, "pass the optimizer to run, in optimizer=")
+    refused: dict[Any, UndecidedError] = {}
+    while True:
+        try:
+            state = None if optimizer is None else AbstractState.of(optimizer, params)
+            axes_of = _matrices(weight_dimension_numbers, params, state)
+            break
+        except UndecidedError as error:
+            if probe or not leaf_of.keys() - refused >= {*error.paths}:
+                raise
+            refused |= dict.fromkeys(error.paths, error)
+            # In place of each, a vector, which any optimizer gives to AdamW.
+            leaves = (
+                jax.ShapeDtypeStruct((np.size(leaf),), jnp.float32)
+                if path in refused
+                else leaf
+                for path, leaf in leaf_of.items()
+            )
+            params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
+    probed = first_updates(optimizer, params, axes_of) if probe else {}
+    if state is not None:
+        axes_of = {p: own for p, own in axes_of.items() if state.kept[p].rule == MATRIX}
     class_of = leaves_by_path(layer_classes(params))
     checks = Checks(leaf_of, axes_of, class_of)
     rows = []
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept = Kept(ADAMW) if state is None else state.kept[path]
+        if path in refused:
+            kept = kept._replace(rule=REFUSED, arrays=None)
         row = ParameterRow(
             path=name,
             shape=np.shape(leaf),
@@ -142,45 +190,47 @@ def describe(
             label=kept.label,
             multipliers=kept.multipliers,
         )
-        if path not in axes_of:
-            rows.append(row)
-            continue
-        for part in _parts(row, leaf, axes_of[path], kept.arrays, scale):
-            check = tuple(checks.reasons(path, part))
-            rows.append(dataclasses.replace(part, check=check))
-    mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
+        parts, found = [row], probed.get(path)
+        if path in axes_of:
+            parts = list(_parts(row, leaf, axes_of[path], kept.arrays, scale))
+        for index, part in enumerate(parts):
+            check = list(checks.reasons(path, part)) if path in axes_of else []
+            if path in refused:
+                real = jnp.issubdtype(row.dtype, jnp.floating)
+                check.append("ambiguous" if real else str(row.dtype))
+            if found is not None:
+                kind = found.kinds[index if len(found.kinds) == len(parts) else 0]
+                check += ["master weights drift"] * found.drifts
+                part = dataclasses.replace(
+                    part, first_update=kind, first_update_rms=found.rms
+                )
+            rows.append(dataclasses.replace(part, check=tuple(check)))
     words, shape, on_device = "", None, None
     if mesh is not None:
         slices = slices_of_mesh(mesh, slow_axes) or {}
         shape = MeshShape(dict(mesh.shape), slices)
         words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
         along = " and ".join(f"{n} along {name}" for name, n in slices.items())
-        source = _sharding_source(state, mesh, params, axes_of)
+        source = "from the types of the arrays"
+        if mesh.are_all_axes_auto:
+            matrices = jax.tree.map_with_path(
+                lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(),
+                unbox(params),
+            )
+            specs = [] if state is None else state.specs
+            known = {own.source(mesh.abstract_mesh, matrices) for own in specs}
+            source = " and ".join(sorted(known))
         words += (along and f", slices: {along}") + (source and f", shardings {source}")
-        on_device = None if state is None else nbytes_per_device(optimizer, params)
+        if state is not None and not refused:
+            on_device = nbytes_per_device(optimizer, params)
     return Description(
         tuple(rows),
         _plan(planned_for, [row for row in rows if row.rule == MATRIX], shape),
         None if state is None else state.shared_bytes,
         words,
         on_device,
+        tuple(dict.fromkeys(map(str, refused.values()))),
     )
-
-
-def _platform(given: str | None, params: PyTree) -> str:
-    """The given platform, or that of the parameters' devices."""
-    if given is not None:
-        _checks.choice("platform", given, ("cpu", "gpu", "tpu"))
-        return given
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(params))
-    devices = (
-        sharding.mesh.devices.flat[0]
-        for sharding in shardings
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    )
-    device = next(devices, None)
-    backend = jax.default_backend() if device is None else device.platform
-    return backend if backend in ("cpu", "tpu") else "gpu"
 
 
 def _matrices(
@@ -188,7 +238,7 @@ def _matrices(
     params: PyTree,
     state: AbstractState | None,
 ) -> dict[Any, MatrixAxes]:
-    """The axes of the optimizer's matrices, by path.
+    """The axes of all matrices whose axes are known, by path.
 
     Raises:
       ValueError: If an optimizer of this library has other matrices.
@@ -220,7 +270,7 @@ def _matrices(
                 f"{name(theirs, ours)} in the optimizer: pass describe() the "
                 "weight_dimension_numbers that the optimizer was built with."
             )
-    return {path: x for path, x in axes_of.items() if state.kept[path].rule == MATRIX}
+    return axes_of
 
 
 def _parts(
@@ -293,23 +343,6 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
         return None
     mesh: Mesh | AbstractMesh = sharding.mesh
     return mesh if mesh.size > 1 else None
-
-
-def _sharding_source(
-    state: AbstractState | None,
-    mesh: Mesh | AbstractMesh,
-    params: PyTree,
-    axes_of: Mapping[Any, MatrixAxes],
-) -> str:
-    """Where an optimizer finds the shardings of its matrices on a mesh, in words."""
-    if not mesh.are_all_axes_auto:
-        return "from the types of the arrays"
-    matrices = jax.tree.map_with_path(
-        lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(), unbox(params)
-    )
-    specs = [] if state is None else state.specs
-    found = {known.source(mesh.abstract_mesh, matrices) for known in specs}
-    return " and ".join(sorted(found))
 
 
 def _plan(

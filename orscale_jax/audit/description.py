@@ -13,6 +13,7 @@ import numpy as np
 
 from orscale_jax.audit.merging import merged
 from orscale_jax.distributed.plan import Group, Plan
+from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
 
@@ -29,7 +30,8 @@ class ParameterRow:
         with ``optimizer=`` also ``"other"``, another optimizer, and ``"stateless"``, none
         that keeps a state for it: :func:`optax.set_to_zero`, which freezes it, plain
         :func:`optax.sgd`, or none at all outside of :func:`optax.masked`, which passes
-        the gradient on as the update.
+        the gradient on as the update. ``"refused"``: an error, until the optimizer gets
+        dimension numbers for it.
       parameters: The number of its entries.
       state_bytes: Bytes of optimizer state that belong to it; None without an optimizer.
       layer_class: The class of its layer, such as "attention key", by its name:
@@ -53,8 +55,15 @@ class ParameterRow:
       mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
         that it is sharded over; empty without a mesh and for other rules.
       check: Reasons to look at this leaf: it is named like a fused projection, a router,
-        a table or a head; one side is at least 16 times as long as the other; or a batch
-        axis has length 1. Empty if there are none.
+        a table or a head; one side is at least 16 times as long as the other; a batch
+        axis has length 1; why it is refused; or its master weights drift, because it is
+        frozen outside of :func:`keep_master_weights`. Empty if there are none.
+      first_update: With ``probe=True``, what the first update that is not zero does to
+        it: ``"orthogonal"``, if the singular values of each matrix are equal, as far as
+        Newton–Schulz makes them so; ``"element-wise"``, if its entries are, as those of
+        AdamW and of signs; ``"other"``; or ``"none"``, if it has not moved after 128
+        updates by one gradient (16, if others have). Decay does not count.
+      first_update_rms: The root mean square of that update, of the whole leaf.
     """
 
     path: str
@@ -75,6 +84,8 @@ class ParameterRow:
     batch_shape: tuple[int, ...] = ()
     mesh_axes: tuple[tuple[str, ...], ...] = ()
     check: tuple[str, ...] = ()
+    first_update: str = ""
+    first_update_rms: float | None = None
 
     @property
     def name(self) -> str:
@@ -107,6 +118,7 @@ class Description:
       state_bytes_per_device: Bytes of optimizer state on each device of the mesh, by
         :func:`state_shardings`; None without a mesh or an optimizer, in a selection, and
         for an optimizer whose ``init`` does not run on Explicit axes.
+      refusals: What the optimizer's errors will say of the leaves that it refuses.
     """
 
     rows: tuple[ParameterRow, ...]
@@ -114,13 +126,14 @@ class Description:
     shared_bytes: int | None = None
     mesh: str = ""
     state_bytes_per_device: int | None = None
+    refusals: tuple[str, ...] = ()
 
     @property
     def totals(self) -> dict[str, Total]:
         """``leaves``, ``matrices``, ``parameters`` and ``state_bytes`` of each rule.
 
-        ``"other"`` and ``"stateless"`` are there only if rows have them. ``"shared"`` is
-        the state that belongs to no leaf, ``"all"`` the sum of all.
+        ``"other"``, ``"stateless"`` and ``"refused"`` are there only if rows have them.
+        ``"shared"`` is the state that belongs to no leaf, ``"all"`` the sum of all.
         """
         rows_of: dict[str, list[ParameterRow]] = {"matrix": [], "adamw": []}
         for row in self.rows:
@@ -135,9 +148,9 @@ class Description:
     def state_bytes_per_parameter(self) -> float | None:
         """Bytes of optimizer state per entry; None without an optimizer or parameters."""
         total = self.totals["all"]
-        if self.shared_bytes is None or not total.parameters:
+        if total.state_bytes is None or not total.parameters:
             return None
-        return (total.state_bytes or 0) / total.parameters
+        return total.state_bytes / total.parameters
 
     def select(self, expression: str) -> "Description":
         """Select the rows in whose paths :func:`re.search` finds the expression.
@@ -153,6 +166,7 @@ class Description:
             self.plan._replace(groups=tuple(groups)),
             None if self.shared_bytes is None else 0,
             self.mesh,
+            refusals=self.refusals,
         )
 
     def to_csv(self) -> str:
@@ -164,8 +178,8 @@ class Description:
         columns = []
         for column in _COLUMNS:
             values = [column.of_row(row) for row in self.rows]
-            optional = column.csv in ("label", "learning_rate_multiplier")
-            if column.csv and not (optional and {*values} <= {column.nothing}):
+            empty = {*values} <= {column.nothing, None}
+            if column.csv and not (column.optional and empty):
                 cells = (f"{x:.7g}" if isinstance(x, float) else x for x in values)
                 columns.append([column.csv, *cells])
         text = io.StringIO(newline="")
@@ -198,6 +212,18 @@ class Description:
             told = "" if on_device is None else f", {on_device:,} bytes per device"
             notes.append(f"state: {each:.4g} bytes per parameter{told}")
         notes += [""] if notes else []
+        notes += [f"refused: {error}\n" for error in self.refusals]
+        rules = {}
+        for row in self.rows:
+            if row.rule == "refused":
+                by_name = row.layer_class in EMBEDDING_OR_HEAD | VECTORS
+                real = row.check == ("ambiguous",) and not by_name
+                axes = "MuonDimensionNumbers(reduction_axis=..., output_axis=...)"
+                path = re.sub(r"\d+", r"\\d+", re.escape(row.path))
+                rules[path] = f"{axes},  # {row.shape}" if real else '"adamw",'
+        if rules:
+            written = (f'    r"^{path}$": {rule}' for path, rule in rules.items())
+            notes += ["what to write:\nby_path({", *written, "})\n"]
         if self.mesh:
             notes.append(f"Newton–Schulz on {self.mesh}")
         elif self.plan.groups:
@@ -219,6 +245,7 @@ class _Column(NamedTuple):
     of_total: Callable[[str, Total], Any] = lambda name, total: None
     side: str = ">"  # Where its cells are aligned.
     nothing: str = ""  # What says nothing: a column of nothing else is not shown.
+    optional: bool = False  # Whether it is not in the file either.
 
 
 def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow], Any]:
@@ -236,7 +263,14 @@ _COLUMNS = (
     _Column("dtype", "dtype", lambda row: str(row.dtype), side="<"),
     _Column("rule", "rule", lambda row: row.rule, side="<"),
     _Column("check", "check", lambda row: ", ".join(row.check), side="<"),
-    _Column("label", "label", lambda row: row.label, side="<"),
+    _Column("label", "label", lambda row: row.label, side="<", optional=True),
+    _Column(
+        "first update", "first_update", lambda row: row.first_update, side="<",
+        optional=True,
+    ),
+    _Column(
+        "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
+    ),
     _Column("class", "class", lambda row: row.layer_class, side="<", nothing="other"),
     _Column(
         "matrices", "", _of_matrices(lambda row: row.matrices),
@@ -249,7 +283,7 @@ _COLUMNS = (
     _Column("s", "s", lambda row: row.scale),
     _Column(
         "η ×", "learning_rate_multiplier", lambda row: _range(row.multipliers),
-        nothing="1",
+        nothing="1", optional=True,
     ),
     _Column("‖W‖", "", lambda row: _range(row.norms or ())),
     _Column(
@@ -289,11 +323,16 @@ def _total(rows: Sequence[ParameterRow], shared_bytes: int = 0) -> Total:
 
 def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
     """One row, of sums and extremes, for those that differ by numbers in their names."""
-    keys = [dataclasses.replace(row, path="", norms=None) for row in rows]
+    keys = [
+        dataclasses.replace(row, path="", norms=None, first_update_rms=None)
+        for row in rows
+    ]
     found = []
     for name, indexes in merged([row.name for row in rows], keys):
         members = [rows[index] for index in indexes]
         total, norms = _total(members), [x for row in members for x in row.norms or ()]
+        sizes = [row.first_update_rms for row in members]
+        squares = [row.parameters * (row.first_update_rms or 0) ** 2 for row in members]
         row = dataclasses.replace(
             members[0],
             path=name,
@@ -301,6 +340,9 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
             matrices=total.matrices,
             # NumPy's, so that no NaN is lost.
             norms=(float(np.min(norms)), float(np.max(norms))) if norms else None,
+            first_update_rms=None
+            if None in sizes
+            else (sum(squares) / max(1, total.parameters)) ** 0.5,
             parameters=total.parameters,
             state_bytes=total.state_bytes,
         )

@@ -26,6 +26,7 @@ from orscale_jax.trees.nodes import is_masked, nodes_of
 
 # Rules of other optimizers: with a state for the parameter, and without.
 OTHER, STATELESS = "other", "stateless"
+REFUSED = "refused"  # By an optimizer of this library, until it has dimension numbers.
 # The states that only matrices of this library have; the field has one entry per matrix.
 _PER_MATRIX: dict[type, str] = {
     FromFirstNonzeroUpdateState: "started",

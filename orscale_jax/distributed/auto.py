@@ -58,22 +58,16 @@ def on_unknown_shards(
 ) -> list[jax.Array]:
     """Polar factors of packed matrices, by the shards that the partitioner chooses.
 
-    The partitioner calls back for the program of one device. Exported programs cannot
-    call back, and some compilers do not: there, the partitioner spreads whole arrays. So
-    it does for arrays of 64 bits: the thread that calls back knows nothing of
-    ``with jax.enable_x64(True)``.
-
-    ``traced`` are settings of the iteration, the same on every device; ``slices`` the
-    number of slices along each axis that crosses slow links, or None to ask the devices
-    of the partitioner's mesh. The results have the types of ``packed``.
+    ``slices`` are None to ask the devices of the partitioner's mesh. The results have the
+    types of ``packed``.
     """
+    # The thread that calls back knows nothing of ``with jax.enable_x64(True)``.
     of_64_bits = any(x.dtype.itemsize == 8 for x in (*packed, *traced.values()))
     if of_64_bits or not platform.partitioner_calls_back:
         return spread_out(platform.with_traced(traced), packed, mesh, slices or {})
     count, names = len(packed), tuple(traced)
-    auto = AbstractMesh(
-        mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names)
-    )
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, types)
 
     def exported(*operands: jax.Array) -> Sequence[jax.Array]:
         traced = dict(zip(names, operands[count:], strict=False))
@@ -151,9 +145,15 @@ def _transformable(
 
     @jax.custom_batching.custom_vmap
     def mapped(*operands: jax.Array) -> tuple[jax.Array, ...]:
-        operands = (*operands, _fingerprint(whole, operands, slice_of))
+        # One more operand tells apart programs whose operations differ: the key of JAX's
+        # persistent compilation cache has only an operation's operands, and a pointer
+        # that jax_remove_custom_partitioning_ptr_from_cache_key removes.
+        jaxpr = jax.make_jaxpr(whole)(*map(jax.typeof, operands))
+        declared = "" if slice_of is None else str(slice_of.tolist())
+        digest = hashlib.sha256(f"{jaxpr}{declared}".encode()).digest()
+        fingerprint = jnp.asarray(np.frombuffer(digest, np.uint32))
         chosen: Any = {"mesh": mesh, "operation": operation, "exported": exported}
-        return tuple(_choice_p.bind(*operands, **chosen, results=count))
+        return tuple(_choice_p.bind(*operands, fingerprint, **chosen, results=count))
 
     @mapped.def_vmap
     def _(axis_size: int, batched: Any, *operands: jax.Array) -> Any:
@@ -175,21 +175,6 @@ def _transformable(
     return differentiable
 
 
-def _fingerprint(
-    fn: Callable[..., Any], operands: Sequence[jax.Array], slice_of: np.ndarray | None
-) -> jax.Array:
-    """An operand that differs between programs whose partitioned operations differ.
-
-    The key of JAX's persistent compilation cache has only the operands of such an
-    operation, and a pointer that ``jax_remove_custom_partitioning_ptr_from_cache_key``
-    removes.
-    """
-    jaxpr = jax.make_jaxpr(fn)(*map(jax.typeof, operands))
-    declared = "" if slice_of is None else str(slice_of.tolist())
-    digest = hashlib.sha256(f"{jaxpr}{declared}".encode()).digest()
-    return jnp.asarray(np.frombuffer(digest, np.uint32))
-
-
 def _same_shardings(_: Any, operands: Sequence[Any], results: Sequence[Any]) -> str:
     """Shard every result as its operand, in the notation of Shardy's rules."""
     factors = [
@@ -205,14 +190,10 @@ def named(arrays: Sequence[Any], mesh: Mesh) -> tuple[Mesh, tuple[NamedSharding,
     Where 64 columns over 4 devices become (2, 32), the partitioner shards each of the two
     axes over 2 of the 4 devices, which no axis of the mesh describes.
     """
-
-    def axes_of_all(mesh: Mesh) -> list[tuple[MeshAxes | None, ...]]:
-        return [axes_on(mesh, array.sharding, len(array.shape)) for array in arrays]
-
-    axes_of_arrays = axes_of_all(mesh)
+    axes_of_arrays = [axes_on(mesh, x.sharding, len(x.shape)) for x in arrays]
     if any(None in axes for axes in axes_of_arrays):
         mesh = in_prime_axes(mesh)
-        axes_of_arrays = axes_of_all(mesh)
+        axes_of_arrays = [axes_on(mesh, x.sharding, len(x.shape)) for x in arrays]
     shardings = []
     for array, axes in zip(arrays, axes_of_arrays, strict=True):
         # Without axes that would need padding, or that have no name.
@@ -272,8 +253,8 @@ def spread_out(
 ) -> list[jax.Array]:
     """Polar factors of packed matrices: stacks are spread, batches stay as they are.
 
-    The sharding of a batch is unknown, and may be the right one: experts by expert.
-    Stacks are not spread along axes that only lead to other slices.
+    The sharding of a batch may be the right one: experts by expert. Stacks are not spread
+    along axes that only lead to other slices.
     """
     if platform.normalizes == "matrix":  # A loop over matrices would gather each of them.
         packed = platform.normalized(packed)
@@ -300,20 +281,19 @@ def spread_out(
         rows = constrained(constrained(q, by_matrices), by_rows)
         return rows[:count].reshape(x.shape)
 
-    def alone(x: jax.Array) -> jax.Array:
-        return newton_schulz([x], platform.iteration)[0]
-
     stack_bytes, chunk_bytes, *_ = platform.limits
+    of_all = min(stack_bytes, chunk_bytes) * devices
     qs: dict[int, jax.Array] = {}
-    for polar, is_batch, nbytes in (
-        (spread, False, min(stack_bytes, chunk_bytes) * devices),
-        (alone, True, stack_bytes),
-    ):
+    for is_batch, nbytes in ((False, of_all), (True, stack_bytes)):
         members = [i for i, x in enumerate(whole) if (x.ndim > 2) == is_batch]
         xs = [whole[i] for i in members]
         plan = plan_stacks([StackKey.of(x) for x in xs], nbytes)
-        factors = unstack([*map(polar, stack(xs, plan))], plan, xs)
-        qs |= dict(zip(members, factors, strict=True))
+        stacks = stack(xs, plan)
+        if is_batch:
+            of_stacks = [newton_schulz([x], platform.iteration)[0] for x in stacks]
+        else:
+            of_stacks = [*map(spread, stacks)]
+        qs |= dict(zip(members, unstack(of_stacks, plan, xs), strict=True))
     return [typed_sharding.shard_like(qs[i], x) for i, x in enumerate(packed)]
 
 

@@ -7,7 +7,7 @@ the platform is known when the program is compiled and not when it is traced.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ from orscale_jax.distributed.auto import on_unknown_shards
 from orscale_jax.distributed.exchange import on_shards
 from orscale_jax.distributed.platforms import (
     PLATFORMS,
+    Limits,
     Platform,
     StackKey,
     plan_stacks,
@@ -57,25 +58,25 @@ class PolarOptions:
 
     def platform(self, name: str) -> Platform:
         """A platform with these options."""
-        platform = dataclasses.replace(self.platforms[name], settings=self.settings)
-        return platform.with_overrides(self.settings.dtype, self.stack_bytes)
+        row, stack_bytes = self.platforms[name], self.stack_bytes
+        limits = row.limits
+        if stack_bytes is not None:
+            chunk_bytes = min(stack_bytes, limits.chunk_bytes)
+            limits = Limits(stack_bytes, chunk_bytes, interleave=limits.interleave)
+        dtype = self.settings.dtype or row.dtype
+        return dataclasses.replace(
+            row, dtype=dtype, limits=limits, settings=self.settings
+        )
 
 
 class _Shardings(NamedTuple):
-    """Where arrays of matrices are, and where their factors go.
+    """Where arrays of matrices are, and where their factors go."""
 
-    Attributes:
-      mesh: The mesh; None for one device.
-      slices: The number of slices along each axis that crosses slow links; None if that
-        is unknown.
-      matrices: The shardings of the matrices; None if only the partitioner knows them.
-      factors: The shardings of the factors, where types have any.
-    """
-
-    mesh: AbstractMesh | None
+    mesh: AbstractMesh | None  # None for one device.
+    # The number of slices along each axis that crosses slow links; None if unknown.
     slices: Mapping[str, int] | None
-    matrices: Sequence[PartitionSpec] | None
-    factors: Sequence[PartitionSpec]
+    matrices: Sequence[PartitionSpec] | None  # None if only the partitioner knows them.
+    factors: Sequence[PartitionSpec]  # Where types have any.
 
 
 def polar_factors(
@@ -84,16 +85,10 @@ def polar_factors(
     auto_specs: Sequence[PartitionSpec] | None,
     options: PolarOptions,
 ) -> list[jax.Array]:
-    """Polar factors of arrays of matrices.
+    """Polar factors of arrays ``(*batch, m, n)``, in their dtypes.
 
-    Args:
-      matrices: Arrays of shape ``(*batch, m, n)``.
-      specs: The shardings of the factors, where types have any.
-      auto_specs: The shardings of the matrices on Auto axes; None if they are unknown.
-      options: How to compute them.
-
-    Returns:
-      The factors, in the dtypes of ``matrices``.
+    ``specs`` are the shardings of the factors, where types have any; ``auto_specs`` those
+    of the matrices on Auto axes, None if they are unknown.
     """
     # An array without entries is its own factor.
     factors = {
@@ -127,14 +122,17 @@ def _on_any_platform(
     xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
 ) -> list[jax.Array]:
     """A branch for each platform, of which the compiler keeps one."""
-    on = functools.partial(_on_platform, shardings=shardings)
+
+    def branch(name: str) -> Callable[..., list[jax.Array]]:
+        return functools.partial(_on_platform, options.platform(name), shardings)
+
     known = shardings.mesh is None or shardings.matrices is not None
     return jax.lax.platform_dependent(
         xs,
         options.settings.traced,
-        cpu=functools.partial(on, options.platform("cpu")),
-        tpu=functools.partial(on, options.platform("tpu" if known else "tpu_auto")),
-        default=functools.partial(on, options.platform("gpu")),
+        cpu=branch("cpu"),
+        tpu=branch("tpu" if known else "tpu_auto"),
+        default=branch("gpu"),
     )
 
 
@@ -143,33 +141,28 @@ _compiled = jax.jit(_on_any_platform, static_argnames=("shardings", "options"))
 
 def _on_platform(
     platform: Platform,
+    shardings: _Shardings,
     xs: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
-    *,
-    shardings: _Shardings,
 ) -> list[jax.Array]:
     """One platform's branch; ``traced`` are the settings that are traced."""
     mesh, slices, of_matrices, of_factors = shardings
     if mesh is None:
-        qs = on_one_device(platform.with_traced(traced), xs)
-    elif of_matrices is None:
-        packed = platform.pack(xs, to_send=True)
-        qs = on_unknown_shards(platform, packed, traced, mesh, slices)
+        platform = platform.with_traced(traced)
+        packed = platform.pack(xs)
+        stack_bytes, _, stack_length, _ = platform.limits
+        plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
+        stacks = stack(packed, plan)
+        if platform.normalizes == "stack":
+            stacks = platform.normalized(stacks)
+        of_stacks = polar_in_chunks(platform, stacks, [None] * len(stacks))
+        qs = platform.unpack(unstack(of_stacks, plan, like=xs))
     else:
         packed = platform.pack(xs, to_send=True)
-        qs = on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
+        if of_matrices is None:
+            qs = on_unknown_shards(platform, packed, traced, mesh, slices)
+        else:
+            qs = on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
     # Resharded before the cast, to send the narrower dtype.
     placed = map(typed_sharding.shard_as, qs, xs, of_factors)
     return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]
-
-
-def on_one_device(platform: Platform, xs: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Polar factors of arrays on one device, by way of stacks."""
-    packed = platform.pack(xs)
-    stack_bytes, _, stack_length, _ = platform.limits
-    plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
-    stacks = stack(packed, plan)
-    if platform.normalizes == "stack":
-        stacks = platform.normalized(stacks)
-    qs = polar_in_chunks(platform, stacks, [None] * len(stacks))
-    return platform.unpack(unstack(qs, plan, like=xs))

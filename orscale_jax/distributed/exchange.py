@@ -1,8 +1,7 @@
 """The exchange that carries out a plan: shards to whole matrices, and back.
 
 All of it runs inside ``jax.shard_map``, which :func:`on_shards` enters: shapes are those
-of one device. Collectives run over slow links before fast ones; some are sums over the
-devices that share a matrix, each with some of its columns.
+of one device. Collectives run over slow links before fast ones.
 """
 
 import dataclasses
@@ -10,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,27 +26,17 @@ from orscale_jax.distributed.plan import (
     plan_buckets,
 )
 from orscale_jax.distributed.platforms import Platform, polar_in_chunks
-from orscale_jax.newton_schulz.arithmetic import may_transpose_squares
 from orscale_jax.sharding import typed_sharding
-
-# Makes a stack of matrices that stay on their device.
-Join: TypeAlias = Callable[[Sequence[jax.Array]], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class ColumnGroup:
-    """Devices of a mesh over which the columns of wide matrices are sharded.
-
-    Attributes:
-      group: The devices among which those that share a matrix are neighbours.
-      shards: The number of neighbouring devices that share a matrix.
-      active: The number of devices that hold a column shard, the first of the group. The
-        others hold whole matrices; they take part in the collectives, whose results they
-        discard.
-    """
+    """Devices of a mesh over which the columns of wide matrices are sharded."""
 
     group: DeviceGroup
-    shards: int
+    shards: int  # The number of neighbours that share a matrix.
+    # The first devices hold a column shard. The others hold whole matrices, and take part
+    # in the collectives, whose results they discard.
     active: int
 
     def reduce(self, collective: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
@@ -92,7 +81,7 @@ class _Packing:
         k = len(bucket.shard_axes)
         self.order = [k, *map(at, rows), k + 1, *map(at, columns), k + 2]
 
-    def pack(self, shards: Sequence[jax.Array], join: Join) -> jax.Array:
+    def pack(self, shards: Sequence[jax.Array], platform: Platform) -> jax.Array:
         """This device's shards of the matrices, ready to be sent."""
         m, n = self.shape
         padded = []
@@ -104,7 +93,8 @@ class _Packing:
             # Zero rows and columns change nothing in the others' results.
             wide = n * self.layout.column_shards - x.shape[-1]
             padded.append(jnp.pad(x, [(0, 0), (0, m - x.shape[-2]), (0, wide)]))
-        x = join(padded) if self.bucket.group_size == 1 else jnp.concatenate(padded)
+        stays = self.bucket.group_size == 1
+        x = platform.join(padded) if stays else jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
         x = x.reshape(-1, m, n)
         return x.mT if self.is_transposed else x
@@ -156,11 +146,7 @@ def on_shards(
     slices: Mapping[str, int],
     specs: Sequence[PartitionSpec],
 ) -> list[jax.Array]:
-    """Polar factors of packed matrices whose shardings, ``specs``, are known.
-
-    ``traced`` are settings of the iteration, the same on every device; ``slices`` the
-    number of slices along each axis that crosses slow links.
-    """
+    """Polar factors of packed matrices whose shardings, ``specs``, are known."""
     specs = tuple(specs)
     whole = list(map(sharded_array, packed, specs))
     # Along an axis that jax.vmap maps over, devices hold different matrices, not copies.
@@ -193,7 +179,7 @@ def on_each_device(
         for bucket in plan_exchange(platform, arrays, mesh)
     ]
     shards = platform.layout(shards)
-    stacks = [_send(shards, group, platform.join) for group in packings]
+    stacks = [_send(shards, group, platform) for group in packings]
     # The largest first: neighbours then have like sizes.
     order = sorted(range(len(stacks)), key=lambda i: -stacks[i].size)
     columns: dict[int, ColumnGroup | None] = dict.fromkeys(order)
@@ -201,7 +187,10 @@ def on_each_device(
         bucket = packings[i][0].bucket
         if bucket.column_shards > 1:
             group = mesh.group(bucket.replica_axes + bucket.shard_axes)
-            columns[i] = ColumnGroup(group, bucket.column_shards, bucket.active_devices)
+            active = sum(
+                layout.slots for layout in bucket.layouts if layout.column_shards > 1
+            )
+            columns[i] = ColumnGroup(group, bucket.column_shards, active)
             stacks[i] = stacks[i][0]  # A column shard has no batch axis.
     qs = polar_in_chunks(platform, [stacks[i] for i in order], [*columns.values()])
     of_bucket = dict(zip(order, qs, strict=True))
@@ -220,7 +209,8 @@ def plan_exchange(
     platform: Platform, arrays: Sequence[ShardedArray], mesh: MeshShape
 ) -> tuple[Bucket, ...]:
     """The plan of a mesh for arrays of packed matrices."""
-    may_transpose = may_transpose_squares(platform.settings.preconditioning)
+    # AOL scales the rows of squares.
+    may_transpose = platform.settings.preconditioning != "aol"
     arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
     stack_bytes = platform.limits.stack_bytes
     return plan_buckets(arrays, mesh, stack_bytes, platform.cost_model)
@@ -237,11 +227,10 @@ def axis_index(group: DeviceGroup) -> jax.Array:
     index = jax.lax.axis_index(group.axes)
     if group.is_whole:
         return index
-    places = []
+    places: list[Any] = []
     for length in reversed(group.lengths):
-        places.append(index % length)
+        places.insert(0, index % length)
         index = index // length
-    places.reverse()
     index = places[group.order[0]]
     for i in group.order[1:]:
         index = index * group.lengths[i] + places[i]
@@ -285,7 +274,7 @@ def _by_link(factors: Sequence[str], mesh: MeshShape) -> list[DeviceGroup]:
 
 
 def _send(
-    shards: Sequence[jax.Array], packings: Sequence[_Packing], join: Join
+    shards: Sequence[jax.Array], packings: Sequence[_Packing], platform: Platform
 ) -> jax.Array:
     """Exchange shards of all matrices for whole matrices, or column shards, of some.
 
@@ -294,7 +283,7 @@ def _send(
     bucket, mesh = packings[0].bucket, packings[0].mesh
     shape = packings[0].sent_shape
     packed = jnp.concatenate(
-        [packing.pack(shards, join).reshape(-1, *shape) for packing in packings]
+        [packing.pack(shards, platform).reshape(-1, *shape) for packing in packings]
     )
     slots = bucket.matrices_per_device * bucket.group_size
     packed = jnp.pad(packed, [(0, slots - len(packed)), (0, 0), (0, 0)])

@@ -9,13 +9,10 @@ way back, and matrices that are whole on their devices are not sent.
 After all devices have received equally many matrices, a remainder is left that would keep
 a few devices busy and the others idle. Its matrices may have their columns sharded over
 several devices, which add up their Gram matrices in every iteration. Remainders of
-several shapes may also share a bucket, padded with zeros, which Newton–Schulz keeps, to
-one shape. In such a bucket only the widest matrices may be sharded, over devices that
-would be idle. The plan is the one that costs least, counting operations, bytes and
-messages.
-
-Devices that hold replicas need not share the work: along axes of the mesh where that
-costs less, they all do it, and send nothing.
+several shapes may also share a bucket, padded to one shape with zeros, which
+Newton–Schulz keeps; only the widest may then be sharded. Devices that hold replicas need
+not share the work: where that costs less, they all do it, and send nothing. The plan is
+the one that costs least, counting operations, bytes and messages.
 
 Links inside a slice of a TPU pod, or inside a node of GPUs, are ten times or more as fast
 as those between slices or nodes. An axis that crosses slow links part of the way has two
@@ -59,26 +56,20 @@ class Hardware(NamedTuple):
 # (NVIDIA's data sheet of the H100 SXM), 400 Gbit/s of InfiniBand for each GPU of a DGX
 # H100 (its user guide). The rates are about two thirds of these, but half of
 # InfiniBand's, which gradients need as well, and all of the 6.25 GB/s. Latencies of GPUs
-# are of the order of those in NCCL's tuning table; those of TPUs are chosen, not
-# measured: messages in a slice travel at once, so that only groups of thousands of chips
-# feel them. Virtual devices have none, so that small matrices are planned there as large
-# ones are on accelerators.
+# are of the order of those in NCCL's tuning table; those of TPUs are chosen: messages in
+# a slice travel at once, so that only groups of thousands of chips feel them. Virtual
+# devices have none: small matrices are planned there as large ones on accelerators.
 TPU_V5P = Hardware(3e14, fast=Link(1.5e11, 2e-9), slow=Link(6.25e9, 2e-5))
 H100 = Hardware(6e14, fast=Link(3e11, 2e-6), slow=Link(2.5e10, 5e-6))
 VIRTUAL = Hardware(3e14, fast=Link(1.5e11, 0.0), slow=Link(6.25e9, 0.0))
 
 
 class DeviceGroup(NamedTuple):
-    """The devices along some factors of a mesh, and how collectives name them.
+    """The devices along some factors of a mesh, and how collectives name them."""
 
-    ``axes`` are the axes of the mesh to which the factors belong, ``lengths`` those of
-    all factors of these axes, and ``order`` the positions of the group's factors among
-    them, the most major first.
-    """
-
-    axes: tuple[str, ...]
-    lengths: tuple[int, ...]
-    order: tuple[int, ...]
+    axes: tuple[str, ...]  # Of the mesh, to which the factors belong.
+    lengths: tuple[int, ...]  # Of all factors of these axes.
+    order: tuple[int, ...]  # The group's factors among them, the most major first.
 
     @property
     def size(self) -> int:
@@ -105,12 +96,9 @@ class DeviceGroup(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MeshShape:
-    """The lengths of a mesh's axes, and the slices that they cross.
+    """The lengths of a mesh's axes, and the number of slices along those that cross any.
 
-    Attributes:
-      sizes: The lengths of the axes.
-      slices: The number of slices along each axis that crosses slow links, which are
-        consecutive parts of it, of one length.
+    The slices along an axis are consecutive parts of it, of one length.
     """
 
     sizes: Mapping[str, int]
@@ -132,23 +120,18 @@ class MeshShape:
 
     def factors_of(self, axes: Iterable[str]) -> MeshAxes:
         """The factors of axes of the mesh, the most major first."""
-        kept = self.factors
+        lengths = (self._lengths(name) for name in axes if name in self.sizes)
         return tuple(
-            factor
-            for name in axes
-            if name in self.sizes
-            for factor in self._lengths(name)
-            if factor in kept
+            factor for each in lengths for factor in each if factor in self.factors
         )
 
     def group(self, factors: Sequence[str]) -> DeviceGroup:
         """The devices along factors, of which the first is the most major."""
         axis_of = {factor: name for name in self.sizes for factor in self._lengths(name)}
         axes = tuple(dict.fromkeys(axis_of[factor] for factor in factors))
-        kept = self.factors
         every = self.factors_of(axes)
         order = tuple(every.index(factor) for factor in factors)
-        return DeviceGroup(axes, tuple(kept[factor] for factor in every), order)
+        return DeviceGroup(axes, tuple(self.factors[factor] for factor in every), order)
 
     def _lengths(self, name: str) -> dict[str, int]:
         size, slices = self.sizes[name], self.slices.get(name, 1)
@@ -218,16 +201,12 @@ DEFAULT_COSTS = CostModel()
 
 
 class ShardedArray(NamedTuple):
-    """An array of matrices ``(*batch, m, n)`` on a mesh, in the dtype that is sent.
-
-    ``axes`` are, for each of its axes, the axes of the mesh over which it is sharded, and
-    ``may_transpose`` says whether square matrices may be sent transposed.
-    """
+    """An array of matrices ``(*batch, m, n)`` on a mesh, in the dtype that is sent."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    axes: tuple[MeshAxes, ...]
-    may_transpose: bool = True
+    axes: tuple[MeshAxes, ...]  # For each of its axes, those over which it is sharded.
+    may_transpose: bool = True  # Whether square matrices may be sent transposed.
 
     @property
     def is_wide(self) -> bool:
@@ -259,16 +238,12 @@ class MatrixSlice(NamedTuple):
 
 
 class LayoutGroup(NamedTuple):
-    """Matrices of a bucket that are sharded alike, over axes of the mesh.
-
-    ``column_shards`` is the number of devices that share the columns of one matrix during
-    Newton–Schulz; 1 for matrices that are whole on one device.
-    """
+    """Matrices of a bucket that are sharded alike, over axes of the mesh."""
 
     slices: tuple[MatrixSlice, ...]
     row_axes: MeshAxes
     column_axes: MeshAxes
-    column_shards: int = 1
+    column_shards: int = 1  # The devices that share the columns of one matrix.
 
     @property
     def matrices(self) -> int:
@@ -296,8 +271,7 @@ class Bucket(NamedTuple):
         Matrices that are sent are wide.
       dtype: The dtype of the entries.
       shard_axes: The axes of the mesh over which the matrices are sharded.
-      replica_axes: The axes along which a group of devices holds replicas. Along other
-        axes, devices repeat the work of one another, which is then cheaper.
+      replica_axes: The axes along which devices that hold replicas share the work.
       group_size: The number of devices in a group.
       shards: The number of shards of a matrix in a group, without replicas.
       slice_counts: The numbers of slices among which its shards and its replicas are.
@@ -328,11 +302,6 @@ class Bucket(NamedTuple):
     def column_shards(self) -> int:
         """The number of devices that share each shared matrix; 1 if none is shared."""
         return max(layout.column_shards for layout in self.layouts)
-
-    @property
-    def active_devices(self) -> int:
-        """The number of devices of a group that hold a column shard."""
-        return sum(layout.slots for layout in self.layouts if layout.column_shards > 1)
 
     @property
     def matrices_per_device(self) -> int:
@@ -427,23 +396,6 @@ class Group(NamedTuple):
     bytes_sent: int = 0
     slow_bytes_sent: int = 0
 
-    @classmethod
-    def of(cls, bucket: Bucket, names: Sequence[str]) -> "Group":
-        """A bucket, given the names of the arrays."""
-        m, n = bucket.shape
-        counts: dict[int, int] = {}
-        for layout in sorted(bucket.layouts, key=lambda layout: layout.column_shards):
-            shards = layout.column_shards
-            counts[shards] = counts.get(shards, 0) + layout.matrices
-        return cls(
-            tuple(dict.fromkeys(names[part.array] for part in bucket.slices)),
-            tuple((count, m, n * shards, shards) for shards, count in counts.items()),
-            bucket.group_size,
-            bucket.matrices_per_device,
-            bucket.traffic.nbytes,
-            bucket.traffic.slow_bytes,
-        )
-
 
 class Plan(NamedTuple):
     """What goes through Newton–Schulz together, and what a step of it costs on a mesh.
@@ -481,45 +433,49 @@ class Plan(NamedTuple):
         cost_model: CostModel,
     ) -> "Plan":
         """The buckets of a mesh, given the names of the arrays."""
-        traffic = functools.reduce(Traffic.plus, (j.traffic for j in buckets), Traffic())
-        flops = sum(bucket.flops for bucket in buckets)
+        groups, flops, traffic = [], 0, Traffic()
+        for bucket in buckets:
+            counts: dict[int, int] = {}
+            for layout in sorted(bucket.layouts, key=lambda layout: layout.column_shards):
+                shards = layout.column_shards
+                counts[shards] = counts.get(shards, 0) + layout.matrices
+            m, n = bucket.shape
+            group = Group(
+                tuple(dict.fromkeys(names[part.array] for part in bucket.slices)),
+                tuple((count, m, n * shards, shards) for shards, count in counts.items()),
+                bucket.group_size,
+                bucket.matrices_per_device,
+                bucket.traffic.nbytes,
+                bucket.traffic.slow_bytes,
+            )
+            groups.append(group)
+            flops += bucket.flops
+            traffic = traffic.plus(bucket.traffic)
         median = median_flops(buckets, mesh)
+        costs = [cost_model.cost(each, traffic) for each in (flops, median, 0)]
+        of_links = traffic.fast_bytes, traffic.slow_bytes
         return cls(
-            tuple(Group.of(bucket, names) for bucket in buckets),
-            flops,
-            median,
-            traffic.fast_bytes,
-            traffic.slow_bytes,
-            *(
-                cost_model.seconds(cost_model.cost(each, traffic))
-                for each in (flops, median, 0)
-            ),
+            tuple(groups), flops, median, *of_links, *map(cost_model.seconds, costs)
         )
 
 
 class _Division(NamedTuple):
-    """A bucket in two parts: as many matrices as give all devices equally many, the rest.
-
-    The replicas of the remainder have not been left out.
-    """
+    """A bucket in two parts: as many matrices as all devices get equally, the rest."""
 
     whole: Bucket
     even: Bucket
-    remainder: Bucket
+    remainder: Bucket  # Its replicas have not been left out.
 
 
 class _Merged(NamedTuple):
-    """Remainders, the cheapest bucket that holds them all, and what it costs.
-
-    A remainder that nothing improves has no bucket, and stays with the rest of its own.
-    """
+    """Remainders, the cheapest bucket that holds them all, and what it costs."""
 
     remainders: tuple[Bucket, ...]
-    bucket: Bucket | None
+    bucket: Bucket | None  # None where nothing improves one: it stays with its own.
     cost: int
 
 
-def count_devices(axes: MeshAxes, mesh_shape: Mapping[str, int]) -> int:
+def count_devices(axes: Iterable[str], mesh_shape: Mapping[str, int]) -> int:
     """The number of devices along axes of the mesh."""
     return math.prod(mesh_shape[name] for name in axes)
 
@@ -548,14 +504,6 @@ def plan_buckets(
         each.whole if (each.remainder,) in staying else each.even for each in divisions
     ]
     return tuple(sorted(part for j in buckets for part in _split(j, stack_bytes)))
-
-
-def local_matrices(array: ShardedArray, mesh: MeshShape) -> int:
-    """The number of the array's matrices of which a device holds a shard."""
-    batch = len(array.shape) - 2
-    whole = math.prod(array.shape[:batch])
-    sharded = (count_devices(axes, mesh.factors) for axes in array.axes[:batch])
-    return whole // math.prod(sharded)
 
 
 def median_flops(buckets: Iterable[Bucket], mesh: MeshShape) -> int:
@@ -610,32 +558,42 @@ def _group_alike(
     alike: dict[Any, list[MatrixSlice]] = {}
     for index, array in enumerate(arrays):
         batch_axes = frozenset(name for axes in array.axes[:-2] for name in axes)
+        held = math.prod(array.shape[:-2]) // count_devices(batch_axes, mesh.factors)
         # Transposing matrices that stay where they are would cost a copy for nothing.
         transposed = not (batch_axes.issuperset(mesh.factors) or array.is_wide)
         shape, sides = array.shape[-2:], array.axes[-2:]
         if transposed:
             shape, sides = shape[::-1], sides[::-1]
-        part = MatrixSlice(index, 0, local_matrices(array, mesh), transposed)
+        part = MatrixSlice(index, 0, held, transposed)
         alike.setdefault((shape, array.dtype, batch_axes, sides), []).append(part)
     buckets = []
     for (shape, dtype, batch_axes, (rows, columns)), slices in alike.items():
         shard_axes = tuple(name for name in mesh.factors if name in {*rows, *columns})
-        held = {*batch_axes, *shard_axes}
-        replica_axes = tuple(name for name in mesh.factors if name not in held)
         shards = count_devices(shard_axes, mesh.factors)
         bucket = Bucket(
             layouts=(LayoutGroup(tuple(slices), rows, columns),),
             shape=shape,
             dtype=dtype,
             shard_axes=shard_axes,
-            replica_axes=replica_axes,
-            group_size=shards * count_devices(replica_axes, mesh.factors),
+            replica_axes=(),
+            group_size=shards,
             shards=shards,
-            slice_counts=(_slices(shard_axes, mesh), _slices(replica_axes, mesh)),
+            slice_counts=(_slices(shard_axes, mesh), 1),
             cost_model=cost_model,
         )
-        buckets.append(bucket)
+        sharded = {*batch_axes, *shard_axes}
+        replica_axes = tuple(name for name in mesh.factors if name not in sharded)
+        buckets.append(_shared_along(bucket, replica_axes, mesh))
     return buckets
+
+
+def _shared_along(bucket: Bucket, replica_axes: MeshAxes, mesh: MeshShape) -> Bucket:
+    """The bucket whose work is shared by the replicas along these axes."""
+    return bucket._replace(
+        replica_axes=replica_axes,
+        group_size=bucket.shards * count_devices(replica_axes, mesh.factors),
+        slice_counts=(bucket.slice_counts[0], _slices(replica_axes, mesh)),
+    )
 
 
 def _slices(factors: Sequence[str], mesh: MeshShape) -> int:
@@ -651,14 +609,8 @@ def _repeated(bucket: Bucket, mesh: MeshShape) -> Iterator[Bucket]:
     optional = [name for name in bucket.replica_axes if name in mesh.slow or not free]
     for count in range(len(optional) + 1):
         for repeated in itertools.combinations(optional, count):
-            replica_axes = tuple(
-                name for name in bucket.replica_axes if name not in repeated
-            )
-            yield bucket._replace(
-                replica_axes=replica_axes,
-                group_size=bucket.shards * count_devices(replica_axes, mesh.factors),
-                slice_counts=(bucket.slice_counts[0], _slices(replica_axes, mesh)),
-            )
+            sharing = tuple(name for name in bucket.replica_axes if name not in repeated)
+            yield _shared_along(bucket, sharing, mesh)
 
 
 def _cheapest_division(bucket: Bucket, mesh: MeshShape) -> _Division:
@@ -722,7 +674,7 @@ def _cheapest(remainders: tuple[Bucket, ...], mesh: MeshShape) -> Bucket | None:
     m = max(remainder.shape[0] for remainder in remainders)
     group_size = remainders[0].group_size
     shared = (
-        _in_shape(remainders, (m, remainder.shape[1] // share), column_shards)
+        _in_shape(remainders, (m, remainder.shape[1] // share), column_shards, mesh)
         for column_shards in range(1, math.gcd(group_size, m) + 1)
         if math.gcd(group_size, m) % column_shards == 0
         for remainder in remainders
@@ -733,13 +685,21 @@ def _cheapest(remainders: tuple[Bucket, ...], mesh: MeshShape) -> Bucket | None:
         candidate
         for bucket in filter(None, shared)
         for candidate in _repeated(bucket, mesh)
-        if _fits(candidate, mesh)
+        # Devices have one matrix where any is shared.
+        if candidate.group_size % candidate.column_shards == 0
+        and (
+            candidate.matrices_per_device == 1
+            or len(candidate.layouts) == 1 == candidate.column_shards
+        )
     ]
     return min(fitting, key=lambda bucket: bucket.cost, default=None)
 
 
 def _in_shape(
-    remainders: Sequence[Bucket], shape: tuple[int, int], column_shards: int
+    remainders: Sequence[Bucket],
+    shape: tuple[int, int],
+    column_shards: int,
+    mesh: MeshShape,
 ) -> Bucket | None:
     """A bucket of this shape, with column shards of wider matrices, if that fits."""
     _, n = shape
@@ -752,23 +712,11 @@ def _in_shape(
         key = (layout.row_axes, layout.column_axes, needed)
         slices.setdefault(key, []).extend(layout.slices)
     layouts = [LayoutGroup(tuple(sorted(some)), *key) for key, some in slices.items()]
+    sides = (side for layout in layouts for side in zip(shape, layout.axes, strict=True))
+    if any(size % count_devices(axes, mesh.factors) for size, axes in sides):
+        return None  # Shards would be of unequal sizes.
     ordered = sorted(layouts, key=lambda layout: (-layout.column_shards, layout))
     return remainders[0]._replace(layouts=tuple(ordered), shape=shape)
-
-
-def _fits(bucket: Bucket, mesh: MeshShape) -> bool:
-    """Whether shards have equal parts, and devices one matrix where any is shared."""
-    alone = len(bucket.layouts) == 1 == bucket.column_shards
-    shareable = bucket.group_size % bucket.column_shards == 0
-    return (
-        shareable
-        and (bucket.matrices_per_device == 1 or alone)
-        and all(
-            size % count_devices(axes, mesh.factors) == 0
-            for layout in bucket.layouts
-            for size, axes in zip(bucket.shape, layout.axes, strict=True)
-        )
-    )
 
 
 def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:

@@ -1,14 +1,13 @@
 """What each platform does with matrices: the rows of one table.
 
 Matrices are packed; then they are stacked (on one device) or sent (on a mesh); then they
-go through Newton–Schulz, a few chunks at a time. A new accelerator is one more row, and a
-branch in ``engine``.
+go through Newton–Schulz, a few chunks at a time.
 
 An accelerator runs few large kernels faster than many small ones, and they compile once
 for all layers. The price of a stack of matrices of one shape is a copy into it, a copy
 out of it, and its memory, which is limited. A CPU takes the matrices of a stack one after
-another, and saves only compile time. There the number of leaves in a stack is limited,
-too, since XLA compiles one kernel for each position in it.
+another, and saves only compile time; the leaves in a stack are limited, since XLA
+compiles one kernel for each position in it.
 """
 
 import dataclasses
@@ -20,7 +19,6 @@ from typing import Any, Literal, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from orscale_jax.distributed.fusion import reduce_all, slices_of_stacks, with_layout
 from orscale_jax.distributed.plan import H100, TPU_V5P, VIRTUAL, CostModel, Hardware
@@ -30,19 +28,14 @@ from orscale_jax.sharding import typed_sharding
 
 _FLOAT32, _BFLOAT16, _FLOAT16 = map(np.dtype, (np.float32, jnp.bfloat16, np.float16))
 DEFAULTS = NewtonSchulz.of(5, "polar_express", None, "frobenius")
-_TILE = (8, 128)  # A TPU's memory pads the last two axes to multiples of these.
 
 
 class StackKey(NamedTuple):
-    """What arrays of matrices in one stack have in common.
+    """What arrays of matrices in one stack have in common."""
 
-    The shape is ``(*batch, m, n)`` with ``m <= n``: tall matrices are transposed. The
-    sharding is that of the batch axes, where types have it.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # (*batch, m, n) with m <= n: tall matrices are transposed.
     dtype: np.dtype[Any]
-    sharding: tuple[Any, ...] = ()
+    sharding: tuple[Any, ...] = ()  # Of the batch axes, where types have it.
 
     @classmethod
     def of(cls, x: jax.Array) -> "StackKey":
@@ -52,19 +45,13 @@ class StackKey(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How much goes through Newton–Schulz at once.
+    """How much goes through Newton–Schulz at once."""
 
-    Attributes:
-      stack_bytes: The largest stack.
-      chunk_bytes: The largest part of a stack that goes through at once.
-      stack_length: The most arrays in a stack; None for any number.
-      interleave: The number of chunks whose products are interleaved: while one product
-        runs, the operands of the next are fetched.
-    """
-
-    stack_bytes: int
-    chunk_bytes: int
-    stack_length: int | None = None
+    stack_bytes: int  # The largest stack.
+    chunk_bytes: int  # The largest part of a stack that goes through at once.
+    stack_length: int | None = None  # The most arrays in a stack; None for any number.
+    # The number of chunks whose products are interleaved: while one product runs, the
+    # operands of the next are fetched.
     interleave: int = 1
 
 
@@ -95,18 +82,6 @@ class Platform:
     keeps_layouts: bool = False
     partitioner_calls_back: bool = True
     settings: NewtonSchulz = DEFAULTS
-
-    def with_overrides(self, dtype: DTypeLike | None, stack_bytes: int | None) -> Self:
-        """The platform with the user's dtype and stack limit; None keeps its own."""
-        limits = self.limits
-        if stack_bytes is not None:
-            limits = limits._replace(
-                stack_bytes=stack_bytes,
-                stack_length=None,
-                chunk_bytes=min(stack_bytes, limits.chunk_bytes),
-            )
-        dtype = self.dtype if dtype is None else jnp.dtype(dtype)
-        return dataclasses.replace(self, dtype=dtype, limits=limits)
 
     def with_traced(self, traced: Mapping[str, Any]) -> Self:
         """The platform with other values of the settings that are traced."""
@@ -143,22 +118,19 @@ class Platform:
 
     def pack(self, xs: Sequence[jax.Array], to_send: bool = False) -> list[jax.Array]:
         """Matrices as one device stacks them, or as they are sent over a mesh."""
-        if self.normalizes == "matrix":
-            return self._rounded(xs)
         if self.normalizes == "leaf":
             return self.normalized(xs)
+        dtypes = [self.packed_dtype(x.dtype) for x in xs]
+        if self.normalizes == "matrix":
+            return [x.astype(dtype) for x, dtype in zip(xs, dtypes, strict=True)]
         # A GPU computes norms in kernels of their own. The matrices, which wait for the
         # norms, are rounded before: to two bytes with the range of float32, of which XLA
         # keeps no wider copy.
-        dtypes = [self.packed_dtype(x.dtype) for x in xs]
-        rounded = jax.lax.optimization_barrier(
-            [
-                x.astype(
-                    packed if packed.itemsize != 2 or packed == x.dtype else _BFLOAT16
-                )
-                for x, packed in zip(xs, dtypes, strict=True)
-            ]
-        )
+        rounded = [
+            x.astype(dtype if dtype.itemsize != 2 or dtype == x.dtype else _BFLOAT16)
+            for x, dtype in zip(xs, dtypes, strict=True)
+        ]
+        rounded = jax.lax.optimization_barrier(rounded)
         if to_send:
             return self.normalized(rounded, at_once=True)
         # Tall matrices are transposed as they are stacked. Without row-major order, XLA
@@ -181,7 +153,8 @@ class Platform:
                 totals = jax.lax.optimization_barrier(totals)
             return [jnp.expand_dims(each, (-2, -1)) for each in slices_of_stacks(totals)]
 
-        return self._rounded(normalize_all(xs, self.iteration.arithmetic(), sums))
+        unit = normalize_all(xs, self.iteration.arithmetic(), sums)
+        return [x.astype(self.packed_dtype(x.dtype)) for x in unit]
 
     def unpack(self, qs: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Factors as one device keeps them: of GPUs the tall ones in row-major order."""
@@ -193,14 +166,21 @@ class Platform:
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """A stack of matrices that do not leave their device."""
-        return join_in_place(parts) if self.keeps_layouts else jnp.concatenate(parts)
+        if not self.keeps_layouts:
+            return jnp.concatenate(parts)
+        # XLA for TPUs computes the parts of a short concatenation first, and then copies
+        # them: here each is computed in its place.
+        if len(parts) == 1:
+            return parts[0]
+        lengths = [len(part) for part in parts]
+        joined = jax.lax.empty((sum(lengths), *parts[0].shape[1:]), parts[0].dtype)
+        for start, part in zip(itertools.accumulate([0, *lengths]), parts, strict=False):
+            joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, axis=0)
+        return joined
 
     def layout(self, shards: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Shards before they are sent, and their factors as soon as they return."""
         return [*map(parameter_layout, shards)] if self.keeps_layouts else shards
-
-    def _rounded(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
-        return [x.astype(self.packed_dtype(x.dtype)) for x in xs]
 
 
 # One large product already keeps a CPU's caches and cores busy.
@@ -225,31 +205,18 @@ TPU = Platform(
 )
 # Arrays on Auto axes with shardings that only XLA knows; libtpu's partitioner does not
 # call back.
-AUTO_TPU = Platform(
-    _BFLOAT16,
-    Limits(stack_bytes=2**28, chunk_bytes=5 * 2**23),
-    TPU_V5P,
-    partitioner_calls_back=False,
-)
-PLATFORMS: dict[str, Platform] = {
-    "cpu": CPU,
-    "gpu": GPU,
-    "tpu": TPU,
-    "tpu_auto": AUTO_TPU,
-}
+AUTO_TPU = Platform(_BFLOAT16, GPU.limits, TPU_V5P, partitioner_calls_back=False)
+PLATFORMS = {"cpu": CPU, "gpu": GPU, "tpu": TPU, "tpu_auto": AUTO_TPU}
 
 
 def plan_stacks(
     keys: Sequence[StackKey], stack_bytes: int, stack_length: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
-    """Plan which arrays share a stack.
+    """Plan which arrays share a stack: their indices, one tuple for each stack.
 
-    They are stacked along a new axis. Axes are never merged, since arrays may be sharded
-    over them: layers of experts share a stack with layers of experts alone. An array that
-    exceeds ``stack_bytes`` is alone, and a stack has at most ``stack_length`` arrays.
-
-    Returns the arrays' indices, one tuple per stack and each index once, in order. Stacks
-    of one key differ in length by at most one.
+    Arrays of one key are stacked along a new axis, in stacks of about one length. Axes
+    are never merged, since arrays may be sharded over them: layers of experts share a
+    stack with layers of experts alone. An array that exceeds ``stack_bytes`` is alone.
     """
     alike: dict[StackKey, list[int]] = {}
     for index, key in enumerate(keys):
@@ -271,8 +238,9 @@ def stack(
     stacks = []
     for members in plan:
         xs = [matrices[i] for i in members]
-        wide = (x if x.shape[-2] <= x.shape[-1] else x.mT for x in xs)
-        stacks.append(xs[0] if len(xs) == 1 else jnp.stack([*wide]))
+        if len(xs) > 1:
+            xs = [jnp.stack([x if x.shape[-2] <= x.shape[-1] else x.mT for x in xs])]
+        stacks += xs
     return stacks
 
 
@@ -323,20 +291,6 @@ def polar_in_chunks(
     return [some[0] if len(some) == 1 else jnp.concatenate(some) for some in qs]
 
 
-def join_in_place(parts: Sequence[jax.Array]) -> jax.Array:
-    """``jnp.concatenate``, with each part computed in its place in the result.
-
-    XLA for TPUs computes the parts of a short concatenation first, and then copies them.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    lengths = [len(part) for part in parts]
-    joined = jax.lax.empty((sum(lengths), *parts[0].shape[1:]), parts[0].dtype)
-    for start, part in zip(itertools.accumulate([0, *lengths]), parts, strict=False):
-        joined = jax.lax.dynamic_update_slice_in_dim(joined, part, start, axis=0)
-    return joined
-
-
 def parameter_layout(x: jax.Array) -> jax.Array:
     """Keep an array in the layout that a parameter of its shape has on TPUs.
 
@@ -347,9 +301,8 @@ def parameter_layout(x: jax.Array) -> jax.Array:
     if x.ndim < 2:
         return x
 
-    def padded(*shape: int) -> int:
-        pairs = zip(shape, _TILE, strict=True)
-        return math.prod(math.ceil(size / tile) * tile for size, tile in pairs)
+    def padded(rows: int, columns: int) -> int:  # To whole tiles of 8 by 128.
+        return math.ceil(rows / 8) * math.ceil(columns / 128)
 
     *batch, m, n = range(x.ndim)
     rows, columns = x.shape[-2:]
@@ -368,7 +321,8 @@ def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
     interleave = platform.limits.interleave
     turns = math.ceil(len(x) / (length * interleave))
     length = math.ceil(len(x) / (turns * interleave))
-    whole = len(x) // (length * interleave) * (length * interleave)
+    turns = len(x) // (length * interleave)
+    whole = turns * interleave * length
 
     def turn(i: jax.Array, x: jax.Array) -> jax.Array:
         starts: list[Any] = [(i * interleave + k) * length for k in range(interleave)]
@@ -378,7 +332,7 @@ def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
             x = jax.lax.dynamic_update_slice_in_dim(x, q, start, axis=0)
         return x
 
-    results = jax.lax.fori_loop(0, whole // (length * interleave), turn, x[:whole])
+    results = jax.lax.fori_loop(0, turns, turn, x[:whole])
     if whole == len(x):
         return results
     return jnp.concatenate([results, in_chunks(x[whole:])])

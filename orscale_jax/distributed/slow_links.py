@@ -23,11 +23,7 @@ def slices_of_mesh(
     """The number of slices along each axis of a mesh that crosses slow links.
 
     It is None if neither the user, by ``slow_axes``, nor any device says where slices
-    are: those of ``mesh``, of the mesh that the user has given, or of the context's
-    (``jax.set_mesh``).
-
-    Raises:
-      ValueError: If ``slow_axes`` do not fit the mesh.
+    are: those of ``mesh``, of the mesh that the user has given, or of the context's.
     """
     if slow_axes is None:
         for each in (mesh, given, get_concrete_mesh()):

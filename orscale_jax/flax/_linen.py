@@ -15,7 +15,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import LINEN_RULES
-from orscale_jax.parameters import module_types
+from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.parameters.path_rules import Rules
@@ -90,8 +90,9 @@ def linen_dimension_numbers(
     The modules of a model are known only while it runs, so ``module.init`` is traced,
     without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so attention),
     ``Einsum``, ``Conv``, ``ConvTranspose``, ``ConvLocal`` and of the cells made of them
-    are matrices; the rest is as in :func:`nnx_dimension_numbers`. Axes that ``nn.vmap``
-    or ``nn.scan`` add are batch axes, wherever ``variable_axes`` puts them.
+    are matrices, except the output layer's; the rest is as in
+    :func:`nnx_dimension_numbers`. Axes that ``nn.vmap`` or ``nn.scan`` add are batch
+    axes, wherever ``variable_axes`` puts them.
 
     Args:
       module: The model, not bound.
@@ -133,10 +134,16 @@ def linen_dimension_numbers(
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
     own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
+
+    def init(rngs: Any, args: Any, kwargs: Any) -> PyTree:
+        return module.init(rngs, *args, method=method, **kwargs).get("params", {})
+
+    call, arrays = output_layers.of_arrays(init, rngs, args, kwargs)
     with linen.intercept_methods(interceptor), own_cache:
-        traced = _abstract_params(module, rngs, args, method, kwargs)
+        traced = jax.eval_shape(call, arrays)
     # Without our boxes: they are pytree nodes, and a module may name parameters by path.
-    params = _abstract_params(module, rngs, args, method, kwargs)
+    # JAX remembers a function's trace: this is another function.
+    params = jax.eval_shape(lambda arrays: call(arrays), arrays)
     boxes = _paths.by_path(traced)
     leaves = {
         path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
@@ -150,7 +157,20 @@ def linen_dimension_numbers(
         else:
             owner, _ = module_types.owner_of(path, owners)
             by_type[path] = module_types.undeclared(owner, shape)
-    numbers = module_types.resolved(leaves, by_type, overrides, head_size)
+
+    def outputs(params: PyTree, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+        # As in init, without the names of axes over which BatchNorm would average.
+        def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+            for name, value in params.items():
+                module.scope.put_variable("params", name, value)
+            own: Any = method or "__call__"
+            own = getattr(type(module), own) if isinstance(own, str) else own
+            return getattr(own, "__func__", own)(module, *args, **kwargs)
+
+        return linen.init_with_output(call, module)(rngs, *args, **kwargs)[0]
+
+    output = output_layers.output_layers(outputs, params, rngs, *args, **kwargs)
+    numbers = module_types.resolved(leaves, by_type, overrides, head_size, output)
     return jax.tree.map_with_path(
         lambda entries, _: numbers[names_on(entries)],
         params,
@@ -170,29 +190,20 @@ def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., A
         owners[tuple(module.path)] = type(module).__name__
         declared = module_types.declarations(module, rules)
         for name, value in module.variables.get("params", {}).items():
-            if isinstance(value, Mapping | _Traced):
+            if isinstance(value, Mapping):
                 continue
-            rank = np.ndim(meta.unbox(value))
-            # Any other parameter may belong to an outer module that shares this scope.
-            if name in declared or rank < 2:
-                box = _Traced(value, declared.get(name), tuple(range(rank)), rank)
-                module.put_variable("params", name, box)
+            several = len(jax.tree.leaves(value)) > 1  # A tuple of arrays.
+
+            def boxed(leaf: Any, name: str = name, several: bool = several) -> Any:
+                rank = np.ndim(meta.unbox(leaf))
+                # Another parameter may belong to an outer module that shares this scope.
+                if isinstance(leaf, _Traced) or (name not in declared and rank > 1):
+                    return leaf
+                own = None if several and rank < 2 else declared.get(name)
+                return _Traced(leaf, own, tuple(range(rank)), rank)
+
+            boxes = jax.tree.map(boxed, value, is_leaf=meta.is_axis_metadata)
+            module.put_variable("params", name, boxes)
         return result
 
     return intercept
-
-
-def _abstract_params(
-    module: linen.Module, rngs: Any, args: Any, method: Any, kwargs: Any
-) -> PyTree:
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
-
-    def init(rngs: Any, arrays: Mapping[int, jax.Array]) -> Any:
-        # The rest (flags, strings) is not traced: a model may branch on it.
-        filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-        args, kwargs = jax.tree.unflatten(structure, filled)
-        return module.init(rngs, *args, method=method, **kwargs)
-
-    variables = jax.eval_shape(init, rngs, arrays)
-    return variables.get("params", {})

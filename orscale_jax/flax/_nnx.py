@@ -1,6 +1,7 @@
 """Dimension numbers from the types of an NNX model's modules."""
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ from flax import nnx
 from orscale_jax import _checks
 from orscale_jax.flax import _paths
 from orscale_jax.flax._types import NNX_RULES
-from orscale_jax.parameters import module_types
+from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import ModuleRules
 from orscale_jax.parameters.path_rules import Rules
@@ -22,11 +23,13 @@ _CONTAINERS = (nnx.List, nnx.Dict)
 
 def nnx_dimension_numbers(
     model: nnx.Module,
-    *,
+    *args: Any,
+    wrt: Any = nnx.Param,
     overrides: Rules | None = None,
     rules: ModuleRules | None = None,
     partition_names: Collection[str] = (),
     head_size: HeadSizes = False,
+    **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
     """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
 
@@ -34,12 +37,17 @@ def nnx_dimension_numbers(
     ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices.
     Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
     axes take AdamW, and so does every parameter whose path has a name that
-    :func:`orscale_jax.orscale` takes for an embedding or an output head. Axes that
-    ``nnx.vmap`` or ``nnx.scan`` put in front of those that a module declares are batch
-    axes.
+    :func:`orscale_jax.orscale` takes for an embedding or an output head. Given the
+    model's inputs, so does the kernel whose product becomes its output, whatever its
+    name. Axes that ``nnx.vmap`` or ``nnx.scan`` put in front of those that a module
+    declares are batch axes.
 
     Args:
-      model: The module whose ``nnx.Param`` variables are optimized.
+      model: The module whose variables are optimized.
+      *args: The arguments of a call of the model, which is traced to find its output
+        layer: arrays or ``jax.ShapeDtypeStruct``. None: only names tell it.
+      wrt: Which variables are optimized, as for ``nnx.Optimizer``: ``nnx.LoRAParam`` if
+        all others are frozen.
       overrides: Rules as in :func:`orscale_jax.by_path`, for leaves with their stacked
         axes, such as ``{"readout": "adamw"}`` for a head of that name. They take
         precedence over everything else, and match the paths that errors of this function
@@ -53,6 +61,7 @@ def nnx_dimension_numbers(
         annotations are batch axes, at any position. Names that variables keep in their
         metadata under ``nnx.PARTITION_NAME`` itself, as MaxText's do, need not be given.
       head_size: See :func:`orscale_jax.by_path`.
+      **kwargs: Keyword arguments of the call.
 
     Returns:
       A callable from the parameters to their tree of
@@ -85,7 +94,7 @@ def nnx_dimension_numbers(
     """
     _checks.model("model", model, nnx.Module)
     rules = {**NNX_RULES, **(rules or {})}
-    params = _paths.by_path(nnx.state(model, nnx.Param))
+    params = _paths.by_path(nnx.state(model, wrt))
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
     # The axes that count modules, by their names in the variables' annotations.
     stacked: dict[Path, dict[str, int]] = {}
@@ -114,7 +123,17 @@ def nnx_dimension_numbers(
         )
         for path, leaf in leaves.items()
     }
-    numbers = module_types.resolved(leaves, by_type, overrides, head_size)
+    output: list[Path] = []
+    if args or kwargs:
+        graph, *states = nnx.split(model, nnx.Any(nnx.Param, wrt), ...)
+
+        def outputs(every: PyTree, rest: PyTree, *args: Any, **kwargs: Any) -> Any:
+            called: Any = nnx.merge(graph, every, rest)
+            return called(*args, **kwargs)
+
+        output = output_layers.output_layers(outputs, *states, *args, **kwargs)
+    numbers = module_types.resolved(leaves, by_type, overrides, head_size, output)
+    kind = f"nnx.{wrt.__name__}" if isinstance(wrt, type) else f"variable {wrt}"
     return module_types.look_up(
-        numbers, _paths.is_holder, "nnx.Param of the model that nnx_dimension_numbers"
+        numbers, _paths.is_holder, f"{kind} of the model that nnx_dimension_numbers"
     )

@@ -19,15 +19,33 @@ _Sizes: TypeAlias = tuple[int | None, ...]
 _Parameters: TypeAlias = Mapping[str, Declared]
 
 
-def _kernel(weight: Declared) -> _Parameters:
-    return {"kernel": weight, "bias": None}
+def _kernel(weight: Declared, *, merged: bool = False) -> _Parameters:
+    """A kernel, its bias, and the adapters of low rank that Qwix puts beside it.
+
+    They keep the kernel's axes, or ``merged`` ones: (batch..., in, rank) and (batch...,
+    rank, out).
+    """
+    a = b = weight
+    if isinstance(weight, Weight):
+        rows, columns = as_tuple(weight.reduction_axis), as_tuple(weight.output_axis)
+        inputs = [axis for axis in range(len(weight.shape)) if axis not in columns]
+        batch = tuple(weight.shape[axis] for axis in inputs if axis not in rows)
+        outputs = tuple(weight.shape[axis] for axis in columns)
+        if merged:
+            a = b = Weight((*batch, None, None), len(batch), len(batch) + 1)
+        else:
+            shape = (*(weight.shape[axis] for axis in inputs), None)
+            own = tuple(i for i, axis in enumerate(inputs) if axis in rows)
+            a = Weight(shape, own, len(inputs))
+            b = Weight((None, *outputs), 0, tuple(range(1, len(outputs) + 1)))
+    return {"kernel": weight, "bias": None, "kernel_lora_a": a, "kernel_lora_b": b}
 
 
 def _dense(inputs: _Sizes, outputs: _Sizes, batch: _Sizes = ()) -> _Parameters:
     first, second = len(batch), len(batch) + len(inputs)
     shape = batch + inputs + outputs
     rows, columns = tuple(range(first, second)), tuple(range(second, len(shape)))
-    return _kernel(Weight(shape, rows, columns))
+    return _kernel(Weight(shape, rows, columns), merged=True)
 
 
 def _unknown(axes: Any) -> _Sizes:

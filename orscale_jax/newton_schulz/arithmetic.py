@@ -1,9 +1,8 @@
 r"""The arithmetic of Newton–Schulz: rounded operands, wide sums, normalized matrices.
 
 The iteration needs singular values of at most 1. Dividing by the Frobenius norm ensures
-that; the singular values of an m×n matrix (m ≤ n) are then :math:`1/\sqrt m` or less on
-average. AOL (*almost orthogonal layer*) gives each of the m vectors on the shorter side
-its own factor instead,
+that; those of an m×n matrix (m ≤ n) are then :math:`1/\sqrt m` or less on average. AOL
+(*almost orthogonal layer*) gives each of the m vectors on the shorter side a factor,
 
 .. math:: s_i = \Bigl(\sum_j |A_{ij}|\Bigr)^{-1/2}, \qquad A = XX^\top, \qquad
    X \gets \operatorname{diag}(s) X.
@@ -35,7 +34,6 @@ import jax.numpy as jnp
 # that has its columns. Each operand's other axis is summed over.
 Axes: TypeAlias = tuple[int, int]
 
-
 PRECONDITIONINGS = ("frobenius", "aol")
 # More strips take fewer FLOPs, but are slower.
 _STRIPS = 3
@@ -62,7 +60,7 @@ class Arithmetic:
     @property
     def accumulator(self) -> jnp.dtype:
         """The dtype of sums, and of everything that is not an operand of a product."""
-        return accumulator(self.dtype)
+        return jnp.dtype(jnp.float64 if self.dtype == jnp.float64 else jnp.float32)
 
     @property
     def unit(self) -> float:
@@ -175,24 +173,17 @@ def largest_magnitude(
     x: jax.Array, axis: int | tuple[int, ...], keepdims: bool = False
 ) -> jax.Array:
     """The largest absolute value along axes, NaN if there is one; 0 without entries."""
-    initial = None if x.size else 0
 
     def largest(x: jax.Array) -> jax.Array:
-        return jnp.max(jnp.abs(x), axis=axis, keepdims=keepdims, initial=initial)
+        return jnp.max(x, axis=axis, keepdims=keepdims, initial=None if x.size else 0)
 
     def among_bits(x: jax.Array) -> jax.Array:
-        bits = jax.lax.bitcast_convert_type(jnp.abs(x), f"int{8 * x.dtype.itemsize}")
-        found = jnp.max(bits, axis=axis, keepdims=keepdims, initial=initial)
-        return jax.lax.bitcast_convert_type(found, x.dtype)
+        bits = jax.lax.bitcast_convert_type(x, f"int{8 * x.dtype.itemsize}")
+        return jax.lax.bitcast_convert_type(largest(bits), x.dtype)
 
     # On CPUs, XLA's maximum of floats ignores NaN in most arrays; of integers it is
     # slower on TPUs.
-    return jax.lax.platform_dependent(x, cpu=among_bits, default=largest)
-
-
-def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype of sums: float64 for float64, float32 for anything narrower."""
-    return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+    return jax.lax.platform_dependent(jnp.abs(x), cpu=among_bits, default=largest)
 
 
 class Start(NamedTuple):
@@ -239,11 +230,6 @@ def normalize_all(
     ]
 
 
-def may_transpose_squares(preconditioning: str) -> bool:
-    """Whether a square matrix and its transpose are preconditioned alike."""
-    return preconditioning != "aol"  # AOL scales the rows of squares.
-
-
 def precondition(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> Start:
     """Normalized matrices with singular values of at most ``arithmetic.scale``.
 
@@ -268,8 +254,7 @@ def precondition(x: jax.Array, preconditioning: str, arithmetic: Arithmetic) -> 
 
 def _widen(x: jax.Array, arithmetic: Arithmetic) -> jax.Array:
     # A float64 input may lie beyond float32's range.
-    widths = (arithmetic.accumulator, accumulator(x.dtype))
-    return x.astype(max(widths, key=lambda kind: kind.itemsize))
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else arithmetic.accumulator)
 
 
 def _root(square: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ runs once, when a table is built.
 """
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +49,6 @@ _DION = (
 # band around 1, where they stay, and the last two to 1.
 _DEEPSEEK_V4 = _JORDAN * 8 + ((2.0, -1.5, 0.5),) * 2
 
-
 # The limit of the optimal quintics as the interval closes on 1: it keeps 1 fixed, with
 # two vanishing derivatives.
 PADE = np.array([15 / 8, -10 / 8, 3 / 8])
@@ -73,24 +72,22 @@ def coefficient_table(
         are fewer than those of a preset that has no prefix.
     """
     argument = f"{prefix}coeffs"
-    remedy = (
-        f"pass a preset ({', '.join(sorted(PRESETS))}), one (a, b, c), or a sequence of "
-        "them, one per step, all finite"
-    )
     _checks.not_rounded(argument, coeffs)
-    table: np.ndarray | jax.Array
+    table: Any
     if isinstance(coeffs, jax.core.Tracer):
-        table = jnp.atleast_2d(coeffs)
+        table, fits = jnp.atleast_2d(coeffs), True
     else:
-        rows = PRESETS.get(coeffs) if isinstance(coeffs, str) else coeffs
         try:
-            given = np.asarray(rows)
-            table = np.atleast_2d(given.astype(np.float64))
-        except (TypeError, ValueError):
-            _checks.refuse(argument, coeffs, remedy)
-        if not _checks.is_real(given.dtype) or not np.isfinite(table).all():
-            _checks.refuse(argument, coeffs, remedy)
-    if table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
+            rows = np.asarray(PRESETS[coeffs] if isinstance(coeffs, str) else coeffs)
+            table = np.atleast_2d(rows.astype(np.float64))
+            fits = _checks.is_real(rows.dtype) and bool(np.isfinite(table).all())
+        except (KeyError, TypeError, ValueError):
+            fits = False
+    if not fits or table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
+        remedy = (
+            f"pass a preset ({', '.join(sorted(PRESETS))}), one (a, b, c), or a sequence "
+            "of them, one per step, all finite"
+        )
         _checks.refuse(argument, coeffs, remedy)
     if isinstance(table, jax.Array):
         return table
@@ -101,13 +98,6 @@ def coefficient_table(
             remedy += f": pass {prefix}steps={len(table)} or more"
             _checks.refuse(f"{prefix}steps", steps, remedy)
     return tuple(map(tuple, table.tolist()))
-
-
-def rows_of(coeffs: Coefficients, steps: int) -> Table:
-    """The coefficients of each step: beyond a table, those of its last row."""
-    table = coefficient_table(coeffs)
-    assert isinstance(table, tuple)
-    return tuple(table[min(step, len(table) - 1)] for step in range(steps))
 
 
 def polar_express_coefficients(

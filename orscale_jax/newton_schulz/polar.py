@@ -2,8 +2,8 @@ r"""The polar factor of a matrix by Newton–Schulz iteration.
 
 One step maps :math:`X \mapsto aX + (bA + cA^2)X` with :math:`A = XX^\top`, so that every
 singular value is mapped by the odd quintic :math:`p(x) = ax + bx^3 + cx^5` and the
-singular vectors do not change. :mod:`orscale_jax.newton_schulz.coefficients` has the
-polynomials. Matrices far from square are iterated by their Gram matrices.
+singular vectors do not change. Matrices far from square are iterated by their Gram
+matrices.
 """
 
 import dataclasses
@@ -27,11 +27,7 @@ from orscale_jax.newton_schulz.arithmetic import (
     normalize_all,
     precondition,
 )
-from orscale_jax.newton_schulz.coefficients import (
-    Coefficients,
-    coefficient_table,
-    rows_of,
-)
+from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
 
 # The steps of one array: yields sums, and receives them as rounded operands.
@@ -76,9 +72,8 @@ class NewtonSchulz:
         table = coefficient_table(coeffs, steps, prefix=prefix)
         if not isinstance(steps, jax.core.Tracer):
             steps = int(jax.device_get(steps))
-        return cls(
-            steps, table, preconditioning, None if dtype is None else jnp.dtype(dtype)
-        )
+        known = None if dtype is None else jnp.dtype(dtype)
+        return cls(steps, table, preconditioning, known)
 
     @property
     def traced(self) -> dict[str, jax.Array]:
@@ -93,8 +88,10 @@ class NewtonSchulz:
 
     @property
     def rows(self) -> Table:
-        """The coefficients of each step, known while tracing."""
-        return rows_of(self.table, int(self.steps))
+        """The coefficients of each step: beyond the table, those of its last row."""
+        table = self.table
+        assert isinstance(table, tuple)
+        return tuple(table[min(i, len(table) - 1)] for i in range(int(self.steps)))
 
     @property
     def restarts(self) -> tuple[int, ...] | None:
@@ -120,33 +117,30 @@ def polar_factor(
 
     Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is computed in float32
     (float64 where ``x`` or ``dtype`` is float64) from scaled entries, so that the result
-    does not depend on the scale of ``x`` and nothing overflows or underflows.
-    Products accumulate in float32 and are rounded to ``dtype`` once each, whatever
-    ``jax_default_matmul_precision`` says. A zero matrix gives zero; a matrix with a NaN
-    or an infinity gives NaN.
+    does not depend on the scale of ``x``. Products accumulate in float32 and are rounded
+    to ``dtype`` once each, whatever ``jax_default_matmul_precision`` says. A zero matrix
+    gives zero; a matrix with a NaN or an infinity gives NaN.
 
     Where one side is more than 1.5 times the other, and steps and coefficients are known
-    while tracing, the iteration runs on the Gram matrix (Zhang et al. 2026), as far as
-    the dtype's rounding allows; ``docs/speed.md`` has more. Call it inside ``jax.jit``:
-    outside, every call is compiled anew.
+    while tracing, the iteration runs on the Gram matrix (Zhang et al.), as far as the
+    dtype's rounding allows. Call it inside ``jax.jit``: outside, every call is compiled
+    anew.
 
     Presets, with the range to which five steps bring normalized singular values in
     [1e-3, 1], and the relative error that each product may have without any singular
     value exploding (defined in ``docs/newton_schulz.md``):
 
     - ``"polar_express"``: [0.846, 1.142], margin 0.81 %; the greedy optimal sequence of
-      Amsel et al. (arXiv:2505.16932), with lower bound 1e-3 and safety factor 1.02. Fewer
-      steps take its prefix; more steps continue the construction and only bring singular
-      values nearer to 1.
+      Amsel et al. with lower bound 1e-3 and safety factor 1.02. More steps continue the
+      construction and only bring singular values nearer to 1.
     - ``"jordan"``: [0.47, 1.21], margin 1.62 %; (3.4445, −4.7750, 2.0315) at every step
-      (Jordan et al. 2024). More steps stay in a band around 1 and do not converge.
+      (Jordan et al.). More steps stay in a band around 1 and do not converge.
     - ``"dion"``: [0.47, 1.15], margin 1.42 %, 0.80 % where many steps follow; the
-      five-row table of the modded-nanogpt speedrun and of Dion (arXiv:2504.05295).
-      Beyond row 5 its last row repeats: a band around 1, without convergence.
+      five-row table of the modded-nanogpt speedrun and of Dion (Ahn et al.). More steps
+      stay in a band around 1.
     - ``"deepseek_v4"``, after its ten steps: [1.000, 1.001], margin 1.57 %; eight steps
-      of ``"jordan"``, then two of (2, −1.5, 0.5) (DeepSeek-AI 2026). Fewer than ten steps
-      are refused, unless their number is traced; in more, the last row repeats, and
-      singular values converge to 1.
+      of ``"jordan"``, then two of (2, −1.5, 0.5) (DeepSeek-AI). Fewer than ten steps are
+      refused, unless their number is traced; more bring singular values nearer to 1.
 
     A step rounds three times, by at most 0.39 % in bfloat16, by 0.05 % in float16, and
     every preset tolerates at least 0.74 % at any number of steps. Products that
@@ -162,14 +156,13 @@ def polar_factor(
         the last row repeats.
       dtype: The dtype of the products' operands. ``None``: float16 on GPU, bfloat16 on
         TPU, float32 on CPU, decided by the platform that the program is compiled for.
-        float16 has three more bits than bfloat16, and matrices are scaled so that its
-        range is enough.
+        float16 has three more bits than bfloat16; matrices are scaled to fit its range.
       preconditioning: ``"frobenius"``, or ``"aol"`` for another direction in fewer
         steps: each of the min(m, n) vectors on the shorter side (the rows of square
         matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, where A is their
-        Gram matrix. The result is that of the scaled matrix, not of x (Boissin et al.
-        2025, arXiv:2512.04632). Pass a table for four steps with it;
-        ``docs/newton_schulz.md`` has one, and says what it costs in quality.
+        Gram matrix. The result is that of the scaled matrix, not of x (Boissin et al.).
+        Pass a table for four steps with it; ``docs/newton_schulz.md`` has one, and says
+        what it costs in quality.
 
     Returns:
       Shape (..., m, n), of the dtype of ``x``.
@@ -197,13 +190,13 @@ def polar_factor(
             f"x has shape {x.shape} and dtype {x.dtype}: pass real floating-point "
             "matrices of shape (..., m, n) to polar_factor."
         )
-    settings = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
+    given = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
 
-    def on(default: DTypeLike, by_strips: bool = False) -> NewtonSchulz:
-        dtype = settings.dtype or jnp.dtype(default)
-        return dataclasses.replace(settings, dtype=dtype, by_strips=by_strips)
-
-    def in_one_pass(x: jax.Array, settings: NewtonSchulz) -> jax.Array:
+    def polar(x: jax.Array, default: DTypeLike, alone: bool = False) -> jax.Array:
+        dtype = given.dtype or jnp.dtype(default)
+        settings = dataclasses.replace(given, dtype=dtype, by_strips=alone)
+        if alone:
+            return one_by_one(x, settings)
         arithmetic = settings.arithmetic()
         [normalized] = normalize_all([x], arithmetic, lambda xs: map(arithmetic.sum, xs))
         [q] = newton_schulz([normalized], settings)
@@ -211,9 +204,9 @@ def polar_factor(
 
     return jax.lax.platform_dependent(
         x,
-        cpu=functools.partial(one_by_one, settings=on(jnp.float32, by_strips=True)),
-        tpu=functools.partial(in_one_pass, settings=on(jnp.bfloat16)),
-        default=functools.partial(in_one_pass, settings=on(jnp.float16)),
+        cpu=functools.partial(polar, default=jnp.float32, alone=True),
+        tpu=functools.partial(polar, default=jnp.bfloat16),
+        default=functools.partial(polar, default=jnp.float16),
     )
 
 
@@ -228,14 +221,9 @@ def newton_schulz(
     array, the devices that hold the other columns of its matrices; None for whole ones.
     """
     arithmetics = [settings.arithmetic(of_x) for of_x in columns or [None] * len(xs)]
-    starts = [
-        precondition(x, settings.preconditioning, arithmetic)
-        for x, arithmetic in zip(xs, arithmetics, strict=True)
-    ]
-    by_gram = [
-        is_cheaper(*arithmetic.whole_shape(x))
-        for x, arithmetic in zip(xs, arithmetics, strict=True)
-    ]
+    pairs = [*zip(xs, arithmetics, strict=True)]
+    starts = [precondition(x, settings.preconditioning, of_x) for x, of_x in pairs]
+    by_gram = [is_cheaper(*of_x.whole_shape(x)) for x, of_x in pairs]
     qs, unrolled = [start.x for start in starts], []
     for i, arithmetic in enumerate(arithmetics):
         # A loop would copy the operands that it carries.
@@ -267,22 +255,19 @@ def one_by_one(x: jax.Array, settings: NewtonSchulz, columns: Any = None) -> jax
 
     XLA's batched products are slower than single ones there.
     """
-
-    def polar(x: jax.Array) -> jax.Array:
+    # A loop over an axis that the array's type says is sharded would gather it.
+    if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
         # Norms do not depend on the form of products: one trace serves all.
         plain = dataclasses.replace(settings, by_strips=False).arithmetic(columns)
         [q] = newton_schulz([normalize(x, plain)], settings, [columns])
         return q.astype(x.dtype)
 
-    # A loop over an axis that the array's type says is sharded would gather it.
-    if x.ndim == 2 or any(entry is not None for entry in jax.typeof(x).sharding.spec):
-        return polar(x)
     # In place: the result of `jax.lax.map` would be one more copy of the matrices.
-    matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-
     def replace(i: jax.Array, xs: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(xs, polar(xs[i]), i, axis=0)
+        q = one_by_one(xs[i], settings, columns)
+        return jax.lax.dynamic_update_index_in_dim(xs, q, i, axis=0)
 
+    matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     return jax.lax.fori_loop(0, len(matrices), replace, matrices).reshape(x.shape)
 
 
@@ -350,7 +335,7 @@ def gram_newton_schulz(
                 sums[i] = chains[i].send(operand)
             except StopIteration as end:
                 results[i] = end.value
-        rounded = arithmetics[0].round_all([*sums.values()]) if sums else []
+        rounded = arithmetics[0].round_all([*sums.values()])
         operands = dict(zip(sums, rounded, strict=True))
     return results
 
@@ -381,23 +366,16 @@ def _gram_chain(
     mirrored entry of ZP is an entry of PZ, which has the larger error. (3) The identity
     is not added: with :math:`P = \alpha I + V`, only V and :math:`bR + cR^2` are rounded.
 
-    References:
-      Zhang, Amsel, Chen, Dao, *Gram Newton-Schulz*, 2026,
-      https://dao-lab.ai/blog/2026/gram-newton-schulz; Amsel et al., *Dion3*, 2026,
-      section 4 and appendix B (restarts, negative eigenvalues, drift, the identity kept
-      apart); Amsel et al., arXiv:2505.16932, "Fast polynomial iteration for rectangular
-      matrices".
+    The references are those of ``restarts``, and Amsel et al., arXiv:2505.16932, "Fast
+    polynomial iteration for rectangular matrices".
     """
     x, gram = start
     wide = arithmetic.is_wide(x)
 
     # Tall matrices are iterated like their transposes, but not transposed.
-    def times(left: jax.Array, right: jax.Array) -> jax.Array:
-        return arithmetic.product(*((left, right) if wide else (right, left)))
-
-    def mirrored(left: jax.Array, right: jax.Array) -> jax.Array:
+    def times(left: jax.Array, right: jax.Array, symmetric: bool = False) -> jax.Array:
         first, second = (left, right) if wide else (right, left)
-        return arithmetic.product(first, second, symmetric=True)
+        return arithmetic.product(first, second, symmetric=symmetric)
 
     for i, j in itertools.pairwise([0, *restarts, len(rows)]):
         gram = arithmetic.gram(x) if gram is None else gram
@@ -413,8 +391,8 @@ def _gram_chain(
                 polynomial = scale * z + a * polynomial + times((yield z), v)
             scale *= a
             if k < j:
-                half = a * gram + mirrored(factor, (yield z))
-                gram = a * half + mirrored((yield half), (yield z))
+                half = a * gram + times(factor, (yield z), symmetric=True)
+                gram = a * half + times((yield half), (yield z), symmetric=True)
         product = times((yield polynomial), x)
         x, gram = (yield scale * x.astype(product.dtype) + product), None
     return x

@@ -66,8 +66,8 @@ def restart_steps(table: Table, unit: float) -> tuple[int, ...]:
       them by the gain times their size. The next steps tolerate at most a percent of
       that; in bfloat16 this leaves every preset with the plain iteration.
 
-    ``tests/newton_schulz/test_gram.py`` compares the drift with errors on adversarial
-    spectra.
+    ``tests/newton_schulz/test_gram.py`` compares errors with those of the plain form on
+    adversarial spectra.
 
     ``unit`` is the unit roundoff of the products' operands.
     """

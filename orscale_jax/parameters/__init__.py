@@ -9,6 +9,7 @@ heads              each head of attention as a matrix
 rate_multipliers   multipliers of the learning rate, by path or as a tree
 layer_classes      the class of a layer, by names on its path and beside it
 module_types       dimension numbers from the types of modules
+output_layers      the kernels whose product a model returns, from its trace
 =================  ===================================================================
 
 Imports ``sharding``, ``trees`` and ``_checks``.

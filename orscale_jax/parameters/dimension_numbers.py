@@ -6,6 +6,7 @@ Only this module resolves dimension numbers. Everything else handles
 
 import dataclasses
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
@@ -20,7 +21,13 @@ from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on, quoted
-from orscale_jax.trees.nodes import is_function, is_masked, leaves_and_masks, mask_like
+from orscale_jax.trees.nodes import (
+    is_function,
+    is_masked,
+    leaves_and_masks,
+    mask_like,
+    nodes_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +83,15 @@ class Unresolved:
     """In place of dimension numbers: why they are not known. Only a rule replaces it."""
 
     reason: str
+
+
+class UndecidedError(ValueError):
+    """Says that leaves, whose paths it has, need dimension numbers or AdamW."""
+
+    def __init__(self, message: str, paths: Iterable[Any]) -> None:
+        """Keep the paths."""
+        super().__init__(message)
+        self.paths = list(paths)
 
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | BlockDimensionNumbers
@@ -192,10 +208,11 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
             "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
         )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        raise ValueError(
+        raise UndecidedError(
             f"parameter {name_and_shape(path, leaf)} has dtype {leaf.dtype}, and only "
             "real floating-point matrices can be orthogonalized. Put None for it in "
-            "weight_dimension_numbers, or keep it out with optax.masked."
+            "weight_dimension_numbers, or keep it out with optax.masked.",
+            [path],
         )
     rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
@@ -260,14 +277,16 @@ def default_numbers(
             " Those marked with a class are no matrices, by their names: None for them, "
             "even if a rule for the others fits their shape."
         )
-        raise ValueError(
+        paths = [path for path, _ in ambiguous]
+        raise UndecidedError(
             f"{listed(lines)} ambiguous: more than two axes may be a stack of matrices, "
             "a convolution or a projection with heads. Pass weight_dimension_numbers "
             "with optax.contrib.MuonDimensionNumbers(reduction_axis=..., "
             "output_axis=...) there, or None for AdamW, as for embeddings, heads, norms "
             "and biases; orscale_jax.by_path makes them from rules on paths."
             + marked * any(marks)
-            + _flax_function([path for path, _ in ambiguous])
+            + _function_of_modules(tree, paths),
+            paths,
         )
 
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
@@ -277,8 +296,14 @@ def default_numbers(
     return jax.tree.map_with_path(numbers, tree)
 
 
-def _flax_function(paths: list[Any]) -> str:
-    """The function that reads the axes off the modules, if the names are Flax's."""
+def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:
+    """The function that reads the axes off the modules of Equinox or Flax, if any."""
+    equinox = sys.modules.get("equinox")
+    if equinox is not None and nodes_of(tree, equinox.Module):
+        return (
+            " orscale_jax.equinox.dimension_numbers(model) takes all of this from the "
+            "types of Equinox's modules, also of an ensemble that eqx.filter_vmap made."
+        )
     if all(keys_on(path)[-1:] != ("kernel",) for path in paths):
         return ""
     names = {name for path in paths for name in names_on(path)}

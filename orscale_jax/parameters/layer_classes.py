@@ -49,6 +49,7 @@ _BY_PATH = (
     ("norm", r"norm\.(scale|shift)\.weights$"),
     ("bias", rf"\bbias(es)?\b{_NET}[^.]*(\.b)?$"),
     ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
+    ("scale", r"\b(log ?)?(std|sigma)$|\benvelopes?(\.\d+)?\.(pi|zeta)$"),
     ("other", r"\b(lora|adapters?|indexer)\b"),
     ("attention gate", r"\battention\.gating w$"),
     ("router", r"\b(router|gating)\b(?! (einsum|linear))"),
@@ -188,13 +189,14 @@ class Names(NamedTuple):
 
     def say_embedding_or_head(self, path: Any) -> bool:
         """Whether a name on the path, or the class, says embedding or output head."""
-        named = any(map(is_embedding_or_head, in_words(path)))
+        keys = in_words(path)
+        named = any(map(is_embedding_or_head, keys)) and not self._is_inside_head(keys)
         return named or self.layer_class(path) in EMBEDDING_OR_HEAD
 
     def layer_class(self, path: Any) -> str:
         """The class of the parameter at a path of the tree."""
         keys = in_words(path)
-        layer = _by_path(keys)
+        layer = "other" if self._is_inside_head(keys) else _by_path(keys)
         if layer != "norm" and self._is_bias(keys):
             return "bias"
         if layer:
@@ -218,6 +220,27 @@ class Names(NamedTuple):
         numbered = module[-1:] and module[-1].isdigit()
         name = " ".join(module[-2 if numbered else -1 :])
         return _by_rules(within, name, beside).format(mlp=mlp)
+
+    def _is_inside_head(self, keys: Path) -> bool:
+        """Whether a later layer below the same head takes this layer's outputs."""
+        shape = self.shapes.get(keys, ())
+        depth = next((i for i, key in enumerate(keys) if _HEAD.search(key)), len(keys))
+        if len(shape) < 2 or depth > len(keys) - 3:
+            return False
+
+        def place(path: Path) -> tuple[bool, list[int]]:
+            name = ".".join(path[depth + 1 :])
+            last = re.search(r"\b(out|output|decoder|last)\b", name)
+            return bool(last), [int(number) for number in re.findall(r"\d+", name)]
+
+        for path, other in self.shapes.items():
+            beside = path[: depth + 1] == keys[: depth + 1] and path[-1] == keys[-1]
+            chained = len(other) == len(shape) and (
+                shape[-1] == other[-2] or shape[0] == other[1]
+            )
+            if beside and chained and place(path) > place(keys):
+                return True
+        return False
 
     def _is_bias(self, keys: Path) -> bool:
         """Whether a key ends in "b" and one beside it in "w", as in Haiku's modules."""

@@ -23,6 +23,7 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.expressions import refuse_step_count
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.layer_classes import Names
+from orscale_jax.parameters.output_layers import output_layers
 from orscale_jax.parameters.path_rules import Rules, resolver
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, dotted, names_on, quoted
@@ -160,13 +161,25 @@ def resolved(
     by_type: Mapping[Path, Numbers],
     overrides: Rules | None,
     head_size: HeadSizes,
+    output: Collection[Path] = (),
 ) -> Mapping[Path, DimensionNumbers | None]:
-    """The dimension numbers of all parameters: by overrides, then names, then types."""
+    """The dimension numbers of all parameters: by overrides, then names, then types.
+
+    ``output`` are the arrays that a trace takes for kernels of output layers. They take
+    AdamW, except that attention, traced alone, ends in a hidden layer.
+    """
     names = Names.of(leaves.items())
-    numbers = {
-        path: None if names.say_embedding_or_head(path) else declared
-        for path, declared in by_type.items()
-    }
+
+    def of(path: Path, declared: Numbers) -> Numbers:
+        traced = any(leaf[: len(path)] == path for leaf in output)
+        head = traced and "attention" not in names.layer_class(path)
+        if head or names.say_embedding_or_head(path):
+            return None
+        # The names of vectors decide where the types say nothing.
+        open_vector = isinstance(declared, Unresolved) and names.take_adamw(path)
+        return None if open_vector else declared
+
+    numbers = {path: of(path, declared) for path, declared in by_type.items()}
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
     found: dict[Path, Numbers] = make(dict(leaves))
@@ -220,12 +233,14 @@ def of_module_tree(
     numbers_of: Callable[[Path, Any, Mapping[Path, Any]], Numbers],
     overrides: Rules | None,
     head_size: HeadSizes,
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
     array_type: type | tuple[type, ...] = (),
 ) -> Callable[[PyTree], PyTree]:
     """The dimension numbers of a model that is a tree of modules, as Equinox's.
 
     ``numbers_of`` gives the numbers of a parameter by type, from its path, its value and
-    the modules by path; a node of ``array_type`` is one parameter.
+    the modules by path; a node of ``array_type`` is one parameter. ``inputs`` are the
+    arguments of a call that shows the output layer, if there are any.
     """
 
     def is_parameter(node: Any) -> bool:
@@ -251,7 +266,15 @@ def of_module_tree(
     }
     by_type = {path: numbers_of(path, node, owners) for path, node in nodes.items()}
     leaves = {path: jax.tree.leaves(node)[0] for path, node in nodes.items()}
-    numbers = resolved(leaves, by_type, overrides, head_size)
+    output: list[Path] = []
+    if any(inputs):
+        args, kwargs = inputs
+
+        def outputs(model: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        output = output_layers(outputs, model, (), *args, **kwargs)
+    numbers = resolved(leaves, by_type, overrides, head_size, output)
     return look_up(
         numbers, is_parameter, "floating-point array of the model that dimension_numbers"
     )

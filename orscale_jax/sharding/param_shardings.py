@@ -79,12 +79,27 @@ class ParamSpecs:
             if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
                 given = given(tree)
             return _given_specs(given, tree, mesh)
-
-        leaves = jax.tree.leaves_with_path(tree)
-        specs = [self._annotation(path, leaf) for path, leaf in leaves]
-        for spec, (_, leaf) in zip(specs, leaves, strict=True):
-            if spec is None or _misfit(spec, np.shape(leaf), mesh):
-                return None
+        specs = []
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            key = names_on(path), np.shape(leaf)
+            seen = _common.get(key, [None])
+            if self._annotated is not None:
+                seen = [self._annotated.get(key)]
+            if sum(spec is not None for spec in seen) > 1:
+                warnings.warn(
+                    f"parameter {name_and_shape(path, leaf)} has been annotated in two "
+                    "ways in this process, and this optimizer (of "
+                    "optax.inject_hyperparams, or without init) cannot tell which is its "
+                    "own: the compiler's partitioner decides where Newton–Schulz runs. "
+                    "Pass param_shardings.",
+                    stacklevel=2,
+                )
+                seen = [None]
+            spec = seen[-1]
+            fits = spec is not None and not _misfit(spec, np.shape(leaf), mesh)
+            specs.append(spec if fits else None)
+        if None in specs:
+            return None
         return jax.tree.unflatten(jax.tree.structure(tree), specs)
 
     def source(self, mesh: AbstractMesh, tree: PyTree) -> str:
@@ -92,22 +107,6 @@ class ParamSpecs:
         if self._given is not None:
             return "from param_shardings"
         return "unknown" if self.on(mesh, tree) is None else "from annotations"
-
-    def _annotation(self, path: Any, leaf: Any) -> PartitionSpec | None:
-        key = names_on(path), np.shape(leaf)
-        if self._annotated is not None:
-            return self._annotated.get(key)
-        seen = _common.get(key, [None])
-        if sum(spec is not None for spec in seen) > 1:
-            warnings.warn(
-                f"parameter {name_and_shape(path, leaf)} has been annotated in two ways "
-                "in this process, and this optimizer (of optax.inject_hyperparams, or "
-                "without init) cannot tell which is its own: the compiler's partitioner "
-                "decides where Newton–Schulz runs. Pass param_shardings.",
-                stacklevel=2,
-            )
-            return None
-        return seen[-1]
 
 
 def _says_sharding(node: Any) -> bool:
@@ -117,38 +116,32 @@ def _says_sharding(node: Any) -> bool:
 def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
     """A spec for each leaf of a tree, from a prefix of it."""
 
-    def spec_of(node: Any) -> PartitionSpec:
-        if isinstance(node, PartitionSpec):
-            return node
-        annotated = annotated_spec(node) if is_box(node) else None
-        if annotated is not None:
-            return annotated
-        bare = unbox(node)
-        sharding = getattr(bare, "sharding", bare)
-        if isinstance(sharding, NamedSharding):
-            return sharding.spec
-        if sharding is not None and not isinstance(sharding, jax.sharding.Sharding):
-            _checks.refuse(
-                "param_shardings",
-                node,
-                "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of "
-                "arrays (or jax.ShapeDtypeStruct) that have shardings",
-            )
-        return PartitionSpec()
-
     def of_subtree(path: Any, node: Any, subtree: PyTree) -> PyTree:
-        spec = spec_of(node)
-
-        def of_leaf(rest: Any, leaf: Any) -> PartitionSpec:
+        spec = annotated_spec(node) if is_box(node) else None
+        if spec is None:
+            bare = unbox(node)
+            sharding = getattr(bare, "sharding", bare)
+            if isinstance(sharding, PartitionSpec):
+                spec = sharding
+            elif isinstance(sharding, NamedSharding):
+                spec = sharding.spec
+            elif sharding is None or isinstance(sharding, jax.sharding.Sharding):
+                spec = PartitionSpec()
+            else:
+                _checks.refuse(
+                    "param_shardings",
+                    node,
+                    "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of "
+                    "arrays (or jax.ShapeDtypeStruct) that have shardings",
+                )
+        for rest, leaf in jax.tree.leaves_with_path(subtree):
             if misfit := _misfit(spec, np.shape(leaf), mesh):
                 raise ValueError(
                     f"param_shardings has {spec} for parameter "
                     f"{name_and_shape(path + rest, leaf)}: {misfit}. Pass the shardings "
                     "that the parameters have."
                 )
-            return spec
-
-        return jax.tree.map_with_path(of_leaf, subtree)
+        return jax.tree.map(lambda _: spec, subtree)
 
     given = mask_like(given, tree, _says_sharding)
     try:

@@ -59,9 +59,10 @@ def keep_master_weights(
 
     Put other transformations and wrappers inside, such as :func:`optax.chain`,
     :func:`optax.inject_hyperparams` and :func:`optax.apply_if_finite`: what changes
-    updates on their way to the parameters makes them wrong. :class:`optax.MultiSteps`
-    may be inside or around it. What changes parameters by other means changes their
-    upper halves only.
+    updates on their way to the parameters makes them wrong. Behind a mask that freezes a
+    parameter, its low bits drift, which ``describe(..., probe=True)`` shows.
+    :class:`optax.MultiSteps` may be inside or around it. What changes parameters by other
+    means changes their upper halves only.
 
     Args:
       inner: The whole optimizer, such as ``orscale(1e-3)`` or a chain that ends in one.

@@ -32,6 +32,8 @@ def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
     if not isinstance(node, boxes):
         return False
     contents = _contents(node)
+    if contents and contents[0] is node:  # A variable that JAX keeps as a leaf.
+        return False
     return len(contents) == 1 and (
         is_box(contents[0], is_leaf)
         or bool(is_leaf and is_leaf(contents[0]))
@@ -43,13 +45,16 @@ def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
 def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
     """The tree with leaves instead of their boxes."""
 
-    def is_either(node: Any) -> bool:
-        return is_box(node, is_leaf) or bool(is_leaf and is_leaf(node))
-
     def content(node: Any) -> Any:
-        return content(_contents(node)[0]) if is_box(node, is_leaf) else node
+        if is_box(node, is_leaf):
+            return content(_contents(node)[0])
+        return node[...] if isinstance(node, jax.Ref) else node
 
-    return jax.tree.map(content, tree, is_leaf=is_either)
+    return jax.tree.map(
+        content,
+        tree,
+        is_leaf=lambda node: is_box(node, is_leaf) or bool(is_leaf and is_leaf(node)),
+    )
 
 
 def rebox(tree: PyTree, like: PyTree) -> PyTree:

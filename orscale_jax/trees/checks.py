@@ -1,7 +1,6 @@
 """Checks of the arguments of ``update``; the arrays of a state, and their parameters."""
 
-import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -20,16 +19,10 @@ _NO_PARAMS = frozenset(
 
 
 class Entry(NamedTuple):
-    """An array of a state.
+    """An array of a state."""
 
-    Attributes:
-      place: The names down to its field, such as ``("0", "mu")``.
-      owner: The path of the parameter that it belongs to; None for counts and the like.
-      array: The array.
-    """
-
-    place: Path
-    owner: Path | None
+    place: Path  # The names down to its field, such as ("0", "mu").
+    owner: Path | None  # The parameter that it belongs to; None for counts and the like.
     array: Any
 
     @property
@@ -57,12 +50,11 @@ class _Difference(NamedTuple):
             return repr(".".join(path)) if path else "the root"
 
         def kind(node: Any) -> str:
-            if node is None:
-                return "None"
             if hasattr(node, "shape"):
                 return f"an array of shape {np.shape(node)}"
             name = type(node).__name__
-            return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
+            article = "an" if name[0] in "AEIOUaeiou" else "a"
+            return "None" if node is None else f"{article} {name}"
 
         if type(self.wanted) is not type(self.found):
             return (
@@ -73,10 +65,8 @@ class _Difference(NamedTuple):
         for key in wanted:
             if key not in found:
                 return f"{place(*self.path, key)} is missing from {found_tree}"
-        surplus = next(key for key in found if key not in wanted)
-        return (
-            f"{place(*self.path, surplus)} is in {found_tree}, but not in {wanted_tree}"
-        )
+        surplus = place(*self.path, next(key for key in found if key not in wanted))
+        return f"{surplus} is in {found_tree}, but not in {wanted_tree}"
 
 
 def require_params(params: PyTree | None) -> None:
@@ -165,16 +155,16 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
     if structures[0] != structures[1]:
         raise ValueError(f"the state does not fit: {_misfit(state, wanted, params)}.")
     arrays = jax.tree.leaves(state)
-    pairs = zip(arrays, jax.tree.leaves(wanted), strict=True)
-    if all(array_type(found) == array_type(leaf) for found, leaf in pairs):
+    types = [[*map(array_type, leaves)] for leaves in (arrays, jax.tree.leaves(wanted))]
+    if types[0] == types[1]:
         return
-    leaves = jax.tree.leaves_with_path(params)
-    shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
     for found, entry in zip(arrays, entries(wanted, params), strict=True):
         if array_type(found) == array_type(entry.array):
             continue
         of = where = ""
         if entry.owner is not None:
+            leaves = jax.tree.leaves_with_path(params)
+            shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
             of = f" of parameter {entry.name}"
             where = f" for a shape of {shapes[entry.owner]}"
         raise ValueError(
@@ -210,41 +200,39 @@ def entries(
     names = {names_on(path) for path, _ in jax.tree.leaves_with_path(params)}
     types = _types_in(params)
 
-    def below(node: Any, parent: Any, place: Path) -> Iterator[Entry]:
+    def below(node: Any, parent: Any, place: Path) -> list[Entry]:
         leaves = jax.tree.leaves_with_path(node)
         arrays = [(names_on(path), array) for path, array in leaves]
         if place and place[-1] in _NO_PARAMS:
-            yield from (Entry(place + path, None, array) for path, array in arrays)
-            return
+            return [Entry(place + path, None, array) for path, array in arrays]
         like = _like(params, node) if by_structure and names != {()} else None
         named = _holds_params(node, parent, place, types, fields)
         if (like and all(map(_is_leaf, like.values()))) or (
             named and names.intersection(dict(arrays))
         ):
-            for path, array in arrays:
-                at, owner = (place, path) if path in names else (place + path, None)
-                yield Entry(at, owner, array)
-        elif _is_leaf(node):
-            yield Entry(place, None, node)
-        else:
-            inside = (
-                below(child, node, (*place, key)) for key, child in children(node).items()
-            )
-            found = [*itertools.chain(*inside)]
-            if like and all(entry.owner is None for entry in found):
-                # Several arrays for each, as optax.sm3 has, in nodes of one type.
-                kinds = {type(part) for part in like.values()}
-                if len(kinds) == 1 and not any(
-                    hasattr(kind, "_fields") for kind in kinds
-                ):
-                    found = [
-                        Entry(place + names_on(path), owner, array)
-                        for owner, part in like.items()
-                        for path, array in jax.tree.leaves_with_path(part)
-                    ]
-            yield from found
+            return [
+                Entry(place, path, array)
+                if path in names
+                else Entry(place + path, None, array)
+                for path, array in arrays
+            ]
+        if _is_leaf(node):
+            return [Entry(place, None, node)]
+        found: list[Entry] = []
+        for key, child in children(node).items():
+            found += below(child, node, (*place, key))
+        if like and all(entry.owner is None for entry in found):
+            # Several arrays for each, as optax.sm3 has, in nodes of one type.
+            kinds = {type(part) for part in like.values()}
+            if len(kinds) == 1 and not any(hasattr(kind, "_fields") for kind in kinds):
+                return [
+                    Entry(place + names_on(path), owner, array)
+                    for owner, part in like.items()
+                    for path, array in jax.tree.leaves_with_path(part)
+                ]
+        return found
 
-    return list(below(state, None, ()))
+    return below(state, None, ())
 
 
 def _like(params: PyTree, node: Any, path: Path = ()) -> dict[Path, Any] | None:
@@ -287,8 +275,7 @@ def _holds_params(
 
 
 def _types_in(tree: PyTree) -> set[type]:
-    below = [_types_in(child) for child in children(tree).values()]
-    return {type(tree)}.union(*below)
+    return {type(tree)}.union(*map(_types_in, children(tree).values()))
 
 
 def _first_difference(wanted: Any, found: Any, path: Path = ()) -> _Difference | None:

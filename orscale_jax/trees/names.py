@@ -33,7 +33,7 @@ def names_on(path: Any) -> Path:
 
 def dotted(path: Any) -> str:
     """A path with dots, such as ``blocks.0.mlp.up.kernel``."""
-    return ".".join(name for entry in path for name in _names_in(entry))
+    return ".".join(_names_in(path))
 
 
 def keys_on(path: Any) -> Path:
@@ -42,8 +42,7 @@ def keys_on(path: Any) -> Path:
     Keys that hold several names are split, and what names nothing is left out: the root
     ``params`` and, below an array's name, the attributes of boxes.
     """
-    names = [name for entry in path for name in _names_in(entry)]
-    keys = [key for name in names for key in _BETWEEN.split(name) if key]
+    keys = [key for name in _names_in(path) for key in _BETWEEN.split(name) if key]
     if len(keys) > 1 and keys[0] == "params":
         del keys[0]
     while len(keys) > 1 and keys[-1] in _BOXES and keys[-2] in _BOXES | _ARRAYS:
@@ -87,8 +86,7 @@ def distinct_names(paths: Iterable[Any]) -> list[str]:
     the tree, keys that are empty, are tuples or hold a dot or a quotation mark.
     """
     paths = list(paths)
-    split = [[name for entry in path for name in _names_in(entry)] for path in paths]
-    whole = [names_on(path) for path in paths]
+    split, whole = map(_names_in, paths), map(names_on, paths)
     for of_leaves, quote in ((split, r"\]$"), (whole, r"^$|\]$|[.'\"]")):
         names = [
             ".".join(repr(key) if re.search(quote, key) else key for key in keys)
@@ -99,7 +97,10 @@ def distinct_names(paths: Iterable[Any]) -> list[str]:
     return names
 
 
-def _names_in(entry: Any) -> Path:
-    """The names in one path entry: several if the key of a dictionary is a tuple."""
-    key = getattr(entry, "key", None)
-    return tuple(map(str, key)) if isinstance(key, tuple) else (key_name(entry),)
+def _names_in(path: Any) -> list[str]:
+    """The names on a path: several for one key of a dictionary that is a tuple."""
+    names: list[str] = []
+    for entry in path:
+        key = getattr(entry, "key", None)
+        names += map(str, key) if isinstance(key, tuple) else [key_name(entry)]
+    return names

@@ -1,6 +1,7 @@
 """The table of the parameters, against counts by hand."""
 
 import contextlib
+import dataclasses
 import functools
 import io
 import re
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.traverse_util import unflatten_dict
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from optax.contrib import MuonDimensionNumbers as Dims
 
@@ -51,32 +53,14 @@ TABLE = [
 MATRIX_BYTES, ADAM_BYTES, SHARED_BYTES = 2352 + 7 * 25, 1200, 4 + 8
 
 
-def transformer():
-    shapes = {
-        "stem": {"kernel": (3, 3, 2, 6)},
-        "wte": (10, 6),
-        "blocks": [
-            {
-                "query": (6, 2, 5),
-                "out": (6, 6),
-                "router": (6, 4),
-                "experts": {"up": (4, 6, 16)},
-                "norm": {"scale": (6,)},
-            }
-        ],
-        "lm_head": {"kernel": (6, 10)},
-        "absent": None,
-    }
-    return jax.tree.map(jnp.ones, shapes, is_leaf=lambda x: isinstance(x, tuple))
-
-
 def size(state):
     return sum(leaf.nbytes for leaf in jax.tree.leaves(state))
 
 
 @pytest.mark.extended
 def test_against_the_table():
-    params = transformer()
+    leaves = {path: jnp.ones(shape) for path, shape, *_ in TABLE}
+    params = unflatten_dict(leaves, sep=".") | {"absent": None}
     optimizer = orscale(1e-3, weight_dimension_numbers=NUMBERS)
     for tree in (params, jax.eval_shape(lambda: params)):
         description = describe(tree, NUMBERS, optimizer=optimizer)
@@ -86,40 +70,33 @@ def test_against_the_table():
         ]
         assert found == TABLE
         for row in description.rows:
-            assert row.parameters == np.prod(row.shape)
-            assert row.dtype == np.dtype("float32")
+            assert row.parameters == np.prod(row.shape) and row.dtype == np.float32
             if row.rule == "adamw":
                 assert row.scale is row.norms is None
             else:
                 np.testing.assert_allclose(row.scale, 0.2 * np.sqrt(max(row.m, row.n)))
                 assert (row.norms is None) == (tree is not params)
-        totals = {
-            name: (total.leaves, total.matrices, total.parameters, total.state_bytes)
-            for name, total in description.totals.items()
-        }
-        assert totals == {
-            "matrix": (4, 7, 588, MATRIX_BYTES),
-            "adamw": (4, 0, 150, ADAM_BYTES),
-            "shared": (0, 0, 0, SHARED_BYTES),
-            "all": (8, 7, 738, MATRIX_BYTES + ADAM_BYTES + SHARED_BYTES),
-        }
-    assert totals["all"][-1] == size(optimizer.init(params))
+        totals = description.totals
+        total = MATRIX_BYTES + ADAM_BYTES + SHARED_BYTES
+        assert dataclasses.astuple(totals["matrix"]) == (4, 7, 588, MATRIX_BYTES)
+        assert dataclasses.astuple(totals["adamw"]) == (4, 0, 150, ADAM_BYTES)
+        assert dataclasses.astuple(totals["shared"]) == (0, 0, 0, SHARED_BYTES)
+        assert dataclasses.astuple(totals["all"]) == (8, 7, 738, total)
+    assert total == size(optimizer.init(params))
 
 
 @pytest.mark.extended
 def test_the_classes_of_layers():
     """Those of layer_classes, also for the blocks of a leaf and in a selection."""
     params = {"attention": {"qkv": jnp.ones((4, 9)), "out": jnp.ones((4, 4))}}
-    params["moe"] = {"gate": jnp.ones((4, 2)), "experts": {"up": jnp.ones((2, 4, 6))}}
-    numbers = by_path(
-        {"qkv": Blocks(0, 1, block_axis=1, blocks=(4, 5)), "experts": Dims(1, 2)}
+    params["moe"] = {"gate": jnp.ones((4, 2))}
+    description = describe(
+        params, by_path({"qkv": Blocks(0, 1, block_axis=1, blocks=(4, 5))})
     )
-    description = describe(params, numbers)
     assert [(row.name, row.layer_class) for row in description.rows] == [
         ("attention.out", "attention output"),
         ("attention.qkv[:, 0:4]", "attention qkv"),
         ("attention.qkv[:, 4:9]", "attention qkv"),
-        ("moe.experts.up", "routed expert up"),
         ("moe.gate", "router"),
     ]
     # That of one selected row still tells from what stands beside it.
@@ -149,15 +126,14 @@ def test_norms_against_numpy():
 
 
 def test_scales():
-    params = {"w": jnp.ones((4, 25)), "b": jnp.ones(3)}
-    for rms, scale in [(None, 1.0), (0.2, 1.0), (1, 5.0), (jnp.float32(2), 10.0)]:
-        bias, kernel = describe(params, consistent_rms=rms).rows
-        assert (bias.scale, kernel.scale) == (None, scale)
-    for mode, scale in [("shape_scaling", 2.5), ("unit_rms_norm", 2.5)]:
-        assert describe(params, scale_mode=mode).rows[1].scale == scale
-    tall = {"w": jnp.ones((25, 4))}
-    for mode, scale in [("shape_scaling", 1.0), ("unit_rms_norm", 0.4)]:
-        assert describe(tall, scale_mode=mode).rows[0].scale == scale
+    def scale(shape, **arguments):
+        return describe({"w": jnp.ones(shape)}, **arguments).rows[0].scale
+
+    for rms, expected in [(None, 1.0), (0.2, 1.0), (1, 5.0), (jnp.float32(2), 10.0)]:
+        assert scale((4, 25), consistent_rms=rms) == expected
+    for mode, wide, tall in [("shape_scaling", 2.5, 1.0), ("unit_rms_norm", 2.5, 0.4)]:
+        assert scale((4, 25), scale_mode=mode) == wide
+        assert scale((25, 4), scale_mode=mode) == tall
 
 
 @pytest.mark.parametrize(
@@ -185,19 +161,8 @@ def test_bytes_of_state_that_is_not_divided_into_blocks(blocks):
     params = {"qkv": jnp.ones((5, 6))}
     numbers = Blocks(0, 1, block_axis=1, blocks=blocks)
     for optimizer in (optax.adafactor(0.1, 2), optax.lbfgs(memory_size=3)):
-        description = describe(params, numbers, optimizer=optimizer)
-        total = description.totals["all"].state_bytes
-        assert total == size(optimizer.init(params))
-
-
-def test_bytes_of_other_dtypes_and_of_a_frozen_part():
-    params = {"w": jnp.ones((3, 4), jnp.bfloat16), "v": jnp.ones((3, 4), jnp.bfloat16)}
-    optimizer = optax.partition(
-        {"on": muon(0.1, mu_dtype=jnp.float32), "off": optax.set_to_zero()},
-        {"w": "on", "v": "off"},
-    )
-    frozen, trained = describe(params, optimizer=optimizer).rows
-    assert (frozen.state_bytes, trained.state_bytes) == (0, 4 * 12 + 1)
+        total = describe(params, numbers, optimizer=optimizer).totals["all"]
+        assert total.state_bytes == size(optimizer.init(params))
 
 
 def test_owners_of_the_state():
@@ -210,6 +175,73 @@ def test_owners_of_the_state():
     description = describe(listed, optimizer=chain)
     assert [row.state_bytes for row in description.rows] == [36, 60, 84]
     assert description.shared_bytes == 4
+    # Other dtypes, and a frozen part.
+    params = {"w": jnp.ones((3, 4), jnp.bfloat16), "v": jnp.ones((3, 4), jnp.bfloat16)}
+    groups = {"on": muon(0.1, mu_dtype=jnp.float32), "off": optax.set_to_zero()}
+    optimizer = optax.partition(groups, {"w": "on", "v": "off"})
+    frozen, trained = describe(params, optimizer=optimizer).rows
+    assert (frozen.state_bytes, trained.state_bytes) == (0, 4 * 12 + 1)
+
+
+OPTIMIZERS = {
+    "none": None,
+    "orscale": orscale(0.1),
+    "wrapped": optax.MultiSteps(optax.inject_hyperparams(muon)(0.1), 2),
+    "a rule": muon(0.1, weight_dimension_numbers=by_path({"w": "matrix"})),
+    "parted": optax.partition(
+        {"a": orscale(0.1), "b": optax.adamw(0.1)},
+        {"conv": "a", "c": "a", "w": "a", "layers": "a"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_the_optimizer_refuses_is_marked(name):
+    """The table says so with the optimizer's own words, which it keeps for update."""
+    params = {
+        "c": jnp.ones((4, 4), jnp.complex64),
+        "conv": jnp.ones((3, 3, 4)),
+        "layers": [{"up": nn.Partitioned(jnp.ones((2, 4, 8)), ("l", None, None))}] * 2,
+        "w": jnp.ones((4, 8)),
+    }
+    optimizer = OPTIMIZERS[name]
+    numbers = by_path({"w": "matrix"}) if name == "a rule" else None
+    description = describe(params, numbers, optimizer=optimizer)
+    found = [(row.path, row.rule, ", ".join(row.check)) for row in description.rows]
+    assert found == [
+        ("c", "refused", "complex64"),
+        ("conv", "refused", "ambiguous"),
+        ("layers.0.up", "refused", "ambiguous"),
+        ("layers.1.up", "refused", "ambiguous"),
+        ("w", "matrix", ""),
+    ]
+    assert description.rows[1].shape == (3, 3, 4)
+    assert [row.label for row in description.rows] == ["a" * (name == "parted")] * 5
+    assert description.totals["refused"].leaves == 4
+    assert description.state_bytes_per_parameter is None
+    # One error lists all that are ambiguous.
+    of_shape, of_dtype = description.refusals
+    assert "'conv' of shape (3, 3, 4)" in of_shape and "'layers.1.up'" in of_shape
+    assert "Pass weight_dimension_numbers" in of_shape and "'c'" in of_dtype
+    assert str(description).count("\nrefused: ") == 2
+    assert str(description).startswith("parameter ")
+    # What to write: rules, with the axes left to fill in.
+    written = re.search(r"^by_path\(.*?^}\)$", str(description), re.DOTALL | re.MULTILINE)
+    rules = written[0].replace("reduction_axis=..., output_axis=...", "-2, -1")
+    after = describe(
+        params, eval(rules, {"by_path": by_path, "MuonDimensionNumbers": Dims})
+    )
+    found = [row.rule for row in after.rows]
+    assert found == ["adamw", "matrix", "matrix", "matrix", "matrix"]
+    if optimizer is not None:
+        with pytest.raises(ValueError, match="are ambiguous"):
+            jax.eval_shape(optimizer.init, params)
+
+
+def test_wrong_numbers_are_still_an_error():
+    for numbers in (Dims(0, 1), by_path({"x": Dims(0, 3)}), by_path({"y": "adamw"})):
+        with pytest.raises(ValueError, match=r"does not fit|matches no parameter"):
+            describe({"x": jnp.ones((2, 3, 4)), "b": jnp.ones(3)}, numbers)
 
 
 def test_nothing_to_describe():
@@ -292,6 +324,14 @@ def small():
     return describe(params, numbers, optimizer=optimizer)
 
 
+@pytest.mark.parametrize(
+    "arguments", [(orscale(0.1),), ({"x": jnp.eye(2)}, orscale(0.1))]
+)
+def test_an_optimizer_in_another_place(arguments):
+    with pytest.raises(ValueError, match=r"is an optimizer: pass it by name, as in "):
+        describe(*arguments)
+
+
 def test_the_printed_table():
     assert str(small()) + "\n" == TEXT
 
@@ -367,7 +407,7 @@ def test_select():
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 7)])
+@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 8)])
 def test_the_output_on_the_page(name, outputs):
     """A text block is what the Python block above it prints."""
     page = DOCS / name
@@ -390,11 +430,19 @@ def test_the_output_on_the_page(name, outputs):
 
 PLACEMENT = [
     "Newton–Schulz on 4 expert × 2 fsdp",
-    "2 of 16 × 64 over 8 devices, 1 each, 3,584 bytes sent per device: down, up",
-    "2 of 16 × 32 over 2 devices, 1 each, 1,024 bytes sent per device: experts",
-    "1 of 16 × 32 over 8 devices, 1 each, 2,560 bytes sent per device: heads",
-    "1 of 16 × 24 over 4 devices, 1 each, 2,304 bytes sent per device: qkv",
-    "1 of 8 × 512 over 8 devices, 8 to one, 3,472 bytes sent per device: thin",
+    # Half of their bytes in bfloat16 stay; the other seven of eight do not.
+    "2 of 16 × 64 over 8 devices, 1 each, "
+    f"{2 * 2048 * 7 // 8:,} bytes sent per device: down, up",
+    f"2 of 16 × 32 over 2 devices, 1 each, {2 * 1024 // 2:,} bytes sent per device: "
+    "experts",
+    # Merged with heads in front, which are sharded; copies along the other axis.
+    "1 of 16 × 32 over 8 devices, 1 each, "
+    f"{2 * 1024 * 3 // 4 + 1024:,} bytes sent per device: heads",
+    # A block on each of two devices, and copies along the other axis.
+    f"1 of 16 × 24 over 4 devices, 1 each, {3 * 768:,} bytes sent per device: qkv",
+    # All devices share it, and add up its Gram matrix five times.
+    "1 of 8 × 512 over 8 devices, 8 to one, "
+    f"{2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8:,} bytes sent per device: thin",
     "each device: 0.00103 GFLOP (the median one 0.000292), 0.0129 MB over fast links, "
     "0 MB over slow ones; about 8.97e-05 ms, 8.63e-05 of them for transfers (the median "
     "one 8.73e-05 ms)",
@@ -429,17 +477,6 @@ def test_placement():
         "bias": None,
     }
     description = describe(params, numbers, platform="cpu", ns_dtype=jnp.bfloat16)
-    assert [group[:-1] for group in description.plan.groups] == [
-        # Half of their bytes in bfloat16 stay; the other seven of eight do not.
-        (("down", "up"), ((2, 16, 64, 1),), 8, 1, 2 * 2048 * 7 // 8),
-        (("experts",), ((2, 16, 32, 1),), 2, 1, 2 * 1024 // 2),
-        # Merged with heads in front, which are sharded; copies along the other axis.
-        (("heads",), ((1, 16, 32, 1),), 8, 1, 2 * 1024 * 3 // 4 + 1024),
-        # A block on each of two devices, and copies along the other axis.
-        (("qkv",), ((1, 16, 24, 1),), 4, 1, 3 * 768),
-        # All devices share it, and add up its Gram matrix five times.
-        (("thin",), ((1, 8, 512, 8),), 8, 1, 2 * 1024 * 7 // 8 + 5 * 64 * 6 * 7 // 8),
-    ]
     assert str(description).splitlines()[-7:] == PLACEMENT
     chosen = description.select("experts").plan.groups
     assert chosen == description.plan.groups[1:2]

@@ -1,5 +1,6 @@
-"""Stacks of small arrays on GPUs: values, and the operations of the program."""
+"""What GPUs do together for many arrays: values, and the operations of the program."""
 
+import functools
 import re
 
 import jax
@@ -11,12 +12,21 @@ import pytest
 from orscale_jax import orscale
 from orscale_jax.distributed import fusion
 from orscale_jax.distributed.fusion import slices_of_stacks
-from tests.runs import EXPLICIT, assert_same_bits, mesh_of, tree
+from tests import leaves
+from tests.runs import EXPLICIT, assert_close, assert_same_bits, mesh_of, run, tree
+
+
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
+    monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
+
+
+# Stacks of small arrays.
 
 
 @pytest.mark.extended
-def test_the_same_arrays_in_order(monkeypatch):
-    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
+def test_the_same_arrays_in_order(as_on_gpus, monkeypatch):
     monkeypatch.setattr(fusion, "_ARRAYS", 2)
     random = np.random.default_rng(0)
     kinds = ((), "float32"), ((3,), "float32"), ((), "int8"), ((3, 4), "bfloat16")
@@ -43,17 +53,11 @@ def test_a_stack_holds_no_more_than_a_kernel_concatenates():
         ([jnp.ones((2, 2))] * 3, "cpu"),
         ([jnp.ones((2, 2))] * 3, "tpu"),
     ],
-    ids=[
-        "large",
-        "of different shapes",
-        "on a CPU",
-        "on a TPU",
-    ],
+    ids=["large", "of different shapes", "on a CPU", "on a TPU"],
 )
 def test_what_is_left_alone(arrays, platform):
     text = program(slices_of_stacks, arrays, platform=platform)
-    assert "concatenate" not in text
-    assert "optimization_barrier" not in text
+    assert "concatenate" not in text and "optimization_barrier" not in text
 
 
 def test_what_is_on_a_mesh_is_left_alone():
@@ -82,8 +86,7 @@ def test_a_large_matrix_has_no_stack_and_small_ones_do():
 
 @pytest.mark.extended
 @pytest.mark.parametrize("calibrate", [True, False])
-def test_updates_can_be_mapped_and_differentiated(calibrate, monkeypatch):
-    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
+def test_updates_can_be_mapped_and_differentiated(calibrate, as_on_gpus):
     params, grads = trees()
 
     def step(rate):
@@ -95,3 +98,74 @@ def test_updates_can_be_mapped_and_differentiated(calibrate, monkeypatch):
     mapped = jax.vmap(step)(rates)
     np.testing.assert_allclose(mapped, [step(rate) for rate in rates], rtol=1e-6)
     np.testing.assert_allclose(jax.grad(step)(0.01), mapped[0] / 0.01, rtol=1e-5)
+
+
+# Reductions that are finished together.
+
+
+SHAPES = {(8, 12): (0, 1), (4, 12): (0, 1), (3, 4, 12): (1, 2), (5,): (0,)}
+
+
+def arrays_of(dtype):
+    random = np.random.default_rng(0)
+    # Integers: their sums are exact in any order.
+    shapes = [shape for shape in SHAPES for _ in range(3)]
+    return [jnp.asarray(random.integers(-9, 9, shape), dtype) for shape in shapes]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("fn", [jnp.sum, jnp.max], ids=["sum", "max"])
+def test_arrays_of_several_shapes_and_dtypes(fn, as_on_gpus):
+    arrays = [*arrays_of(jnp.float32), *arrays_of(jnp.int32)]
+    axes = [SHAPES[x.shape] for x in arrays]
+    found = fusion.reduce_all(fn, arrays, axes)
+    for x, along, value in zip(arrays, axes, found, strict=True):
+        expected = getattr(np, fn.__name__)(np.asarray(x), axis=along)
+        np.testing.assert_array_equal(value, expected)
+        assert value.dtype == x.dtype
+
+
+@pytest.mark.parametrize(("platform", "count"), [("cuda", 9 + 4), ("cpu", 12)])
+def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count, monkeypatch):
+    monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
+    arrays = arrays_of(jnp.float32)
+    axes = [SHAPES[x.shape] for x in arrays]
+    together = functools.partial(fusion.reduce_all, jnp.sum, axes=axes)
+    text = program(together, arrays, platform=platform)
+    assert len(re.findall(r"stablehlo\.reduce\(", text)) == count
+
+
+@pytest.mark.extended
+def test_a_step_is_the_same(monkeypatch):
+    """On two of every kind of leaf, one of which has no first update."""
+    names = {f"{name}{i}": name for name in leaves.KINDS for i in range(2)}
+    shapes, numbers = (
+        {key: of[name] for key, name in names.items()}
+        for of in (leaves.SHAPES, leaves.DIMENSIONS)
+    )
+    grads = tree(1, shapes=shapes)
+    optimizer = orscale(0.01, weight_dimension_numbers=numbers)
+
+    def gradients(step):
+        scaled = jax.tree.map(lambda g: g * 0.5**step, grads)
+        return scaled | {"tall0": (step > 1) * scaled["tall0"]}
+
+    def end():
+        return run(optimizer, tree(0, shapes=shapes), 3, gradients)[-1]
+
+    expected = end()
+    monkeypatch.setattr(fusion, "GPUS", ("cpu",))
+    monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
+    assert_close(end(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gpu_reduces_few_times_for_many_leaves(monkeypatch):
+    """Three a leaf, the maximum of M̃ and the norms of D and of W; three sums a stack."""
+    monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
+    params = {f"w{i}": jnp.ones((8, 12)) for i in range(20)}
+    optimizer = orscale(0.01)
+    text = program(optimizer.update, params, optimizer.init(params), params)
+    assert not re.search(r"stablehlo\.reduce\(.*-> tensor<f32>", text)
+    vectors = re.findall(r"stablehlo\.reduce\(.*-> tensor<(\d+)xf32>", text)
+    assert vectors.count("8") == 20 * 3
+    assert len(vectors) == 20 * 3 + 3

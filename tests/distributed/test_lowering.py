@@ -15,7 +15,16 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.benchmarks import hlo_cost
 from examples.study import controls
 from orscale_jax import muon, orscale, orthogonalize, polar_factor
-from tests.runs import AUTO, EXPLICIT, RELATIVES, assert_close, mesh_of, placed, tree
+from tests.runs import (
+    AUTO,
+    EXPLICIT,
+    RELATIVES,
+    assert_close,
+    mesh_of,
+    placed,
+    step_of,
+    tree,
+)
 
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 SHAPES = {"up": (8, 16), "down": (16, 8), "layers": (2, 8, 16), "bias": (8,)}
@@ -27,24 +36,18 @@ SPECS = {"up": P("fsdp"), "down": P(None, "fsdp"), "layers": P(), "bias": P()}
 random_tree = functools.partial(tree, shapes=SHAPES)
 
 
-def step_on_leaves(optimizer, structure):
-    """A training step of leaves: most types of states cannot be serialized."""
-
-    @jax.jit
-    def step(*leaves):
-        params, state, grads = jax.tree.unflatten(structure, leaves)
-        updates, state = optimizer.update(grads, state, params)
-        return jax.tree.leaves((optax.apply_updates(params, updates), state))
-
-    return step
-
-
 def step_and_leaves(optimizer, mesh=None):
+    """A training step of leaves: most types of states cannot be serialized."""
     params, grads = (random_tree(seed) for seed in (0, 1))
     if mesh is not None:
         params, grads = (placed(values, mesh, SPECS) for values in (params, grads))
     leaves, structure = jax.tree.flatten((params, optimizer.init(params), grads))
-    return step_on_leaves(optimizer, structure), leaves
+
+    @jax.jit
+    def step(*leaves):
+        return jax.tree.leaves(step_of(optimizer)(*jax.tree.unflatten(structure, leaves)))
+
+    return step, leaves
 
 
 @functools.cache
@@ -167,8 +170,7 @@ STEP_OF = {"orscale": orscale, "muon": muon}
 
 def train_step(optimizer, params, state, x):
     grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["up"]) @ p["down"]))(params)
-    updates, state = optimizer.update(grads, state, params)
-    return optax.apply_updates(params, updates), state
+    return step_of(optimizer)(params, state, grads)
 
 
 @pytest.mark.extended

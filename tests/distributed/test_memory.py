@@ -1,6 +1,5 @@
 """How often a step reads and writes a matrix, from the compiled program."""
 
-import functools
 import os
 import re
 import subprocess
@@ -8,10 +7,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import optax
 import pytest
 
 from orscale_jax import muon, orscale
+from tests.runs import step_of
 
 INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (.*?) ([\w-]+)\((.*)")
 # Gram matrices of this size are not computed in strips, which read parts of a matrix.
@@ -21,14 +20,9 @@ FREE = {"parameter", "get-tuple-element", "tuple", "bitcast"}
 
 def passes(optimizer):
     """Reads and writes of one 256×1024 matrix by the kernels of a donated step."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     params = {"w": jax.ShapeDtypeStruct((256, 1024), jnp.float32)}
     state = jax.eval_shape(optimizer.init, params)
+    step = step_of(optimizer, donate_argnums=(0, 1))
     text = step.lower(params, state, params).compile().as_text()
     types, reads, writes = {}, 0, 0
     for line in text[text.index("\nENTRY") :].splitlines():
@@ -55,17 +49,13 @@ def test_passes_over_a_matrix(build, reads, writes):
 
 MATRIX = 4 * 512 * 640
 TEMPORARIES = """
-import functools
 import jax, jax.numpy as jnp, optax
 from orscale_jax import orscale, orthogonalize
+from tests.runs import step_of
 
 
 def temporaries(optimizer, count):
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state, grads):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
+    step = step_of(optimizer, donate_argnums=(0, 1))
     params = {
         f"w{i:03d}": jax.ShapeDtypeStruct((512, 640), jnp.float32) for i in range(count)
     }
@@ -105,17 +95,12 @@ def test_a_loop_over_a_stack_is_in_place():
 
 @pytest.mark.slow
 def test_temporaries_are_bounded_by_stacks_and_not_by_the_model():
-    """If XLA does not start as many matrices at once as it can."""
+    """If XLA does not start as many matrices at once as it can; else by two copies."""
     flags = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     few, many = temporaries("capped(2**20)", (2, 8), flags)
     assert many <= 1.05 * few
     of_four = temporaries("capped(5 * 2**20)", (8, 64), flags)
     assert max(of_four) <= 4 * 4 * MATRIX
-
-
-@pytest.mark.slow
-def test_temporaries_are_two_copies_of_the_matrices():
-    """At most, if XLA starts as many matrices at once as it can."""
     counts = (8, 64, 128)
     for optimizer in ("capped(5 * 2**20)", "orscale(1e-3)"):
         found = temporaries(optimizer, counts)

@@ -1,6 +1,6 @@
-"""Every platform's way on CPU, and the layouts that TPUs store arrays in."""
+"""Every platform's way on CPU: stacks, chunks, and the layouts that TPUs store."""
 
-import functools
+import dataclasses
 import re
 
 import jax
@@ -11,38 +11,166 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
-from orscale_jax.distributed.platforms import AUTO_TPU, CPU, GPU, TPU, parameter_layout
+from orscale_jax.distributed import platforms
+from orscale_jax.distributed.platforms import (
+    AUTO_TPU,
+    CPU,
+    GPU,
+    TPU,
+    Limits,
+    StackKey,
+    parameter_layout,
+    plan_stacks,
+    polar_in_chunks,
+)
+from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
-from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree
+from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree, types_of
 
-SHAPES = {"wide": (8, 16), "tall": (16, 8), "also": (8, 16), "experts": (4, 8, 8)}
-
-
-matrices = functools.partial(tree, 0, shapes=SHAPES)
+FLOAT, HALF = np.dtype("float32"), np.dtype(jnp.bfloat16)
 
 
-def assert_polar(found, atol):
-    stage = orthogonalize(weight_dimension_numbers=Dims(-2, -1))
-    wanted, _ = stage.update(matrices(), ())
-    for name, q in found.items():
-        np.testing.assert_allclose(q, wanted[name], atol=atol)
+def key(*shape, dtype=FLOAT, sharding=()):
+    return StackKey(shape, dtype, sharding)
+
+
+@pytest.mark.parametrize(
+    "keys, limits, stacks",
+    [
+        ([], [100], ()),
+        ([key(2, 4), key(3, 4), key(2, 4)], [1000], ((0, 2), (1,))),
+        # Arrays of other dtypes, shardings or batch axes stay apart, though sizes agree.
+        ([key(2, 4), key(2, 4, dtype=HALF)], [1000], ((0,), (1,))),
+        ([key(3, 2, 4), key(3, 2, 4, sharding=("a",))], [1000], ((0,), (1,))),
+        ([key(3, 2, 4), key(2, 4), key(1, 2, 4)], [1000], ((0,), (1,), (2,))),
+        # 32 bytes each: at most three in a stack, divided as evenly as possible.
+        ([key(2, 4)] * 4, [96], ((0, 1), (2, 3))),
+        ([key(2, 4)] * 4, [95], ((0, 1), (2, 3))),
+        ([key(2, 4)] * 7, [100], ((0, 1, 2), (3, 4), (5, 6))),
+        ([key(2, 4)] * 2, [31], ((0,), (1,))),
+        ([key(0, 4)] * 2, [2], ((0, 1),)),
+        # And a limit on the length.
+        ([key(2, 4)] * 7, [1000, 3], ((0, 1, 2), (3, 4), (5, 6))),
+        ([key(2, 4)] * 7, [64, 3], ((0, 1), (2, 3), (4, 5), (6,))),
+    ],
+)
+def test_the_plan_of_stacks(keys, limits, stacks):
+    assert plan_stacks(keys, *limits) == stacks
+    assert StackKey.of(jnp.ones((3, 5, 2))) == key(3, 2, 5, sharding=(None,))
+    assert StackKey.of(jnp.ones((2, 5), jnp.bfloat16)) == key(2, 5, dtype=HALF)
+
+
+def stage(numbers, **arguments):
+    return orthogonalize(weight_dimension_numbers=numbers, **arguments)
+
+
+def assert_polar(found, tree):
+    """Each matrix, against float64."""
+    for name, leaf in tree.items():
+        matrices = (np.reshape(x, (-1, *leaf.shape[-2:])) for x in (found[name], leaf))
+        for q, matrix in zip(*matrices, strict=True):
+            assert leaves.relative_error(q, oracle.newton_schulz(matrix)) < 2e-5
+
+
+def products(values, numbers, **arguments):
+    """Matrix products in the program: three for each Newton–Schulz iteration."""
+    optimizer = stage(numbers, **arguments)
+    lowered = jax.jit(lambda g: optimizer.update(g, ())[0]).lower(values)
+    return lowered.compile().as_text().count(" dot(")
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("max_bytes", [2000, 1, 2**28])
+def test_stacks_change_nothing(max_bytes):
+    shapes = {"wide": (3, 8, 20), "tall": (3, 20, 8)}
+    values = tree(0, shapes=shapes | {f"layer{i}": (12, 12) for i in range(5)})
+    found, _ = stage(Dims(-2, -1), max_stack_bytes=max_bytes).update(values, ())
+    assert_polar(found, values)
+
+
+@pytest.mark.extended
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    "shape", [(8, 12), pytest.param((512, 640), marks=pytest.mark.slow)]
+)
+def test_32_layers_have_the_program_of_one(shape):
+    """On CPU; a stack of the larger ones takes several chunks."""
+
+    def count(layers):
+        return products({str(i): jnp.ones(shape) for i in range(layers)}, Dims(0, 1))
+
+    assert [count(32), count(64), count(65)] == [count(1) * n for n in (1, 2, 3)]
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("interleave", [1, 2, 3])
+@pytest.mark.parametrize("max_bytes", [100, 1, 64, 10_000])
+def test_chunks(max_bytes, interleave, monkeypatch):
+    """Each matrix of 32 bytes once, within the limits on chunks and turns."""
+
+    def add_one(chunks, _, columns=None):
+        assert len(chunks) <= interleave
+        for x in chunks:
+            assert x.ndim == 2 or x.size == 8 or x.size * 4 <= max_bytes
+        return [x + 1 for x in chunks]
+
+    shapes = (2, 4), (1, 2, 4), (2, 2, 4), (7, 2, 4), (12, 4, 2), (3, 5, 2, 4)
+    xs = [jnp.arange(np.prod(shape), dtype=FLOAT).reshape(shape) for shape in shapes]
+    monkeypatch.setattr(platforms, "newton_schulz", add_one)
+    limits = Limits(stack_bytes=0, chunk_bytes=max_bytes, interleave=interleave)
+    platform = dataclasses.replace(TPU, limits=limits)
+    results = polar_in_chunks(platform, xs, [None] * len(xs))
+    for x, result in zip(xs, results, strict=True):
+        np.testing.assert_array_equal(result, x + 1)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1), (2, 1, 3)])
+def test_join_in_place_concatenates(lengths):
+    rng = np.random.default_rng(0)
+    parts = [jnp.asarray(rng.normal(size=(length, 3, 5)), HALF) for length in lengths]
+    np.testing.assert_array_equal(TPU.join(parts), jnp.concatenate(parts))
+
+
+# Of another scale than 1: TPUs normalize before they stack.
+SHAPES = {
+    "wide": (20, 8, 16),
+    "tall": (4, 16, 8),
+    "also": (8, 8, 16),
+    "square": (4, 8, 8),
+}
+SMALL = {TPU: Limits(stack_bytes=2**12, chunk_bytes=2**10, interleave=2)}
+
+
+def matrices():
+    return jax.tree.map(lambda x: 1e15 * x, tree(0, shapes=SHAPES))
 
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("platform", [CPU, GPU, TPU, AUTO_TPU])
 def test_one_device(platform):
-    found, _ = orthogonalize_as(platform, Dims(-2, -1)).update(matrices(), ())
-    assert_polar(found, 1e-5)
+    optimizer = orthogonalize_as(platform, Dims(-2, -1), SMALL.get(platform))
+    assert_polar(optimizer.update(matrices(), ())[0], matrices())
+
+
+slow = pytest.mark.slow
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_gpus_on_a_mesh(kind):
-    sharded = placed(matrices(), mesh := mesh_of({"a": 4}, kind), P("a"))
-    stage = orthogonalize_as(GPU, Dims(-2, -1))
-    with jax.set_mesh(mesh):
-        found = jax.jit(lambda g: stage.update(g, ())[0])(sharded)
-    assert_polar(found, 3e-5)  # Two float32 programs, in which sums have other orders.
+@pytest.mark.parametrize(
+    "platform, spec",
+    [(GPU, P("b")), (TPU, P("a")), (TPU, P("b", "a"))]
+    + [pytest.param(TPU, spec, marks=slow) for spec in (P(), P(None, "a"))],
+)
+def test_a_mesh(kind, platform, spec):
+    """Leaves whose sharding types differ stay apart."""
+    optimizer = orthogonalize_as(platform, Dims(1, 2), SMALL.get(platform))
+    specs = dict.fromkeys(SHAPES, spec) | {"also": P("a", "b")}
+    with jax.set_mesh(mesh := mesh_of({"a": 2, "b": 4}, kind)):
+        sharded = placed(matrices(), mesh, specs)
+        found = jax.jit(lambda g: optimizer.update(g, ())[0])(sharded)
+    assert_polar(found, matrices())
+    assert kind == AUTO or types_of(found) == types_of(sharded)
 
 
 @pytest.mark.compiled
@@ -65,7 +193,7 @@ def test_the_order_that_takes_less_padding(shape, minor_to_major):
 
 
 @pytest.mark.extended
-def test_values_and_derivatives_are_kept():
+def test_values_and_derivatives_of_a_layout():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 24)), jnp.float32)
     np.testing.assert_array_equal(jax.jit(parameter_layout)(x), x)
     np.testing.assert_array_equal(jax.vmap(parameter_layout)(x), x)

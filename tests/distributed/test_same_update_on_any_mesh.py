@@ -1,9 +1,4 @@
-"""The update does not depend on the mesh: a step of every layout, against one device.
-
-`test_mesh.py` has the layouts of one and two axes, their exchanges and their types. Here
-are those that it has not: more axes, axes of one device, axes of several kinds, layers
-over an axis, and shardings of slices.
-"""
+"""The update does not depend on the mesh: layouts that `test_mesh.py` does not have."""
 
 import functools
 

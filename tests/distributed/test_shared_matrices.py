@@ -111,14 +111,6 @@ def test_values_are_those_of_one_device(layout, kind, arguments):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_as_on_tpus(kind):
-    """Matrices are normalized before they are sent, and whole ones interleaved."""
-    mesh, sharded = placed("rows × columns", kind)
-    assert_alone(compiled(mesh, sharded, orthogonalize_as(TPU))(sharded))
-
-
-@pytest.mark.extended
 def test_the_polar_factor_itself():
     """After eight steps, with restarts of the Gram form on shared matrices."""
     mesh, sharded = placed("rows", EXPLICIT)
@@ -128,13 +120,28 @@ def test_the_polar_factor_itself():
 
 
 @pytest.mark.extended
+def test_scales_and_nan():
+    """The largest entry and the norm are those of all columns, and of no other matrix."""
+    mesh, sharded = placed("rows", EXPLICIT)
+    program = compiled(mesh, sharded)
+    for scale in (1e-20, 1e19):
+        assert_alone(program(jax.tree.map(lambda x: scale * x, sharded)))
+    bad = sharded | {"a": np.nan * sharded["a"], "c": 0 * sharded["c"]}
+    found = program(bad)
+    assert np.isnan(found["a"]).all() and not np.any(found["c"])
+    assert_alone(found, "bde")
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-def test_traced_steps(kind):
-    """With them the iteration is a loop that contains the sums over devices."""
+def test_traced_steps_and_as_on_tpus(kind):
+    """Sums in a loop; matrices that are normalized before they are sent."""
     mesh, sharded = placed("rows", kind)
     with jax.set_mesh(mesh):
         update = jax.jit(lambda g, k: orthogonalize(ns_steps=k).update(g, ())[0])
         assert_alone(update(sharded, 3), ns_steps=3)
+    mesh, sharded = placed("rows × columns", kind)
+    assert_alone(compiled(mesh, sharded, orthogonalize_as(TPU))(sharded))
 
 
 @pytest.mark.quick_first_case
@@ -194,20 +201,3 @@ def test_bfloat16_is_added_in_float32_and_gathered_in_bfloat16():
     }
     assert "xf32>" in types["stablehlo.reduce_scatter"]
     assert "xbf16>" in types["stablehlo.all_gather"]
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("scale", [1e-20, 1e19])
-def test_scales(scale):
-    """The largest entry and the norm are those of all columns."""
-    mesh, sharded = placed("rows", EXPLICIT)
-    assert_alone(compiled(mesh, sharded)(jax.tree.map(lambda x: scale * x, sharded)))
-
-
-@pytest.mark.extended
-def test_nan_stays_in_its_matrix():
-    mesh, sharded = placed("rows", EXPLICIT)
-    bad = sharded | {"a": np.nan * sharded["a"], "c": 0 * sharded["c"]}
-    found = compiled(mesh, bad)(bad)
-    assert np.isnan(found["a"]).all() and not np.any(found["c"])
-    assert_alone(found, "bde")

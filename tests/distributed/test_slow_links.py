@@ -101,17 +101,6 @@ def test_matrices_stay_in_their_slice_unless_sharing_pays():
     assert slow_bytes([bucket]) == 7168 * 28672 * 2
 
 
-def test_shards_cross_once_there_and_once_back():
-    both = ("dcn", "fsdp")
-    [bucket] = plan_buckets([array(2048, 8192, both, ())] * 16, TWO_SLICES, LARGE, V5P)
-    assert bucket.traffic.slow_bytes == 2 * 2048 * 8192 * 2 // 2
-    assert bucket.traffic.slow_messages == 2
-    # The same where one axis crosses slices part of the way.
-    one_axis = MeshShape({"fsdp": 16}, {"fsdp": 2})
-    [other] = plan_buckets([array(2048, 8192, ("fsdp",), ())] * 16, one_axis, LARGE, V5P)
-    assert other.traffic == bucket.traffic
-
-
 def test_replicas_and_experts_and_layers_stay():
     """Nothing crosses for experts or layers over slices, or for what all hold."""
     mesh = MeshShape({"dcn": 2, "expert": 8}, {"dcn": 2})

@@ -107,29 +107,21 @@ NAMES = ["orscale"] + [
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", ["orscale", "adamw", "chain", "muon"])
-def test_nnx_created_eagerly(name):
-    with jax.set_mesh(mesh_of()):
-        model = on_mesh(nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, OPTIMIZERS[name](RATE), wrt=nnx.Param)
-        assert_close(nnx_trained(model, optimizer), nnx_alone(name))
-    assert model.up.kernel.get_value().sharding.spec == P("fsdp", "tensor")
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
-def test_nnx_created_in_jit(name):
-    @nnx.jit
+@pytest.mark.parametrize("created", ["eagerly", "in jit"])
+def test_nnx(created, name):
     def create():
         model = on_mesh(nnx.Rngs(0))
         optimizer = nnx.Optimizer(model, OPTIMIZERS[name](RATE), wrt=nnx.Param)
-        sharded(model)
-        sharded(optimizer)
+        if created == "in jit":
+            sharded(model)
+            sharded(optimizer)
         return model, optimizer
 
     with jax.set_mesh(mesh_of()):
-        model, optimizer = create()
+        model, optimizer = (nnx.jit(create) if created == "in jit" else create)()
         assert_close(nnx_trained(model, optimizer), nnx_alone(name))
+    assert model.up.kernel.get_value().sharding.spec == P("fsdp", "tensor")
     for leaf in jax.tree.leaves(nnx.state(optimizer)):
         if leaf.ndim == 2:
             assert leaf.sharding.spec in [P(*names) for names in LAYOUTS]
@@ -245,12 +237,15 @@ def test_nnx_layers(axis):
         assert where.spec == P("tensor")
 
 
-def test_layers_on_an_axis_that_only_annotations_identify():
+@pytest.mark.parametrize("annotation", ["names", "sharding", "format"])
+def test_layers_on_an_axis_that_only_annotations_identify(annotation):
     """Layers on axis 1, as in MaxText, with their name kept, and as many as features."""
+    where = NamedSharding(runs.mesh_of({"layers": 1}), P(None, "layers"))
+    of = {"names": ("rows", "layers", "columns"), "sharding": where}.get(annotation)
     model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
     model.kernel = nnx.Param(
         jnp.ones((16, 16, 16)),
-        out_sharding=("rows", "layers", "columns"),
+        out_sharding=of or Format(sharding=where),
         eager_sharding=False,
     )
     params = nnx.state(model, nnx.Param)
@@ -259,17 +254,6 @@ def test_layers_on_an_axis_that_only_annotations_identify():
     assert numbers(params)["kernel"] == Dims(0, 2)
     model.kernel.set_metadata(nnx.PARTITION_NAME, "layers")
     assert nnx_dimension_numbers(model)(params)["kernel"] == Dims(0, 2)
-
-
-@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: Format(sharding=x)])
-def test_layers_in_an_annotation_with_its_mesh(wrap):
-    annotation = NamedSharding(runs.mesh_of({"layers": 1}), P(None, "layers"))
-    model = nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0))
-    model.kernel = nnx.Param(
-        jnp.ones((16, 16, 16)), out_sharding=wrap(annotation), eager_sharding=False
-    )
-    numbers = nnx_dimension_numbers(model, partition_names=["layers"])
-    assert numbers(nnx.state(model, nnx.Param))["kernel"] == Dims(0, 2)
 
 
 @pytest.mark.extended
@@ -333,10 +317,11 @@ def linen_alone(model, tx):
     return state
 
 
-def linen_placed(model, tx, mesh, specs_of=nn.get_partition_spec):
+def linen_placed(model, tx, mesh, logical=False):
     """A state made where it is annotated to be, and its shardings."""
     init = functools.partial(linen_state, model, tx)
-    specs = specs_of(jax.eval_shape(init, jax.random.key(0)))
+    specs = nn.get_partition_spec(jax.eval_shape(init, jax.random.key(0)))
+    specs = nn.logical_to_mesh(specs, RULES) if logical else specs
     where = jax.tree.map(functools.partial(NamedSharding, mesh), specs)
     return jax.jit(init, out_shardings=where)(jax.random.key(0)), where
 
@@ -350,30 +335,16 @@ def linen_trained(state, where):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("name", NAMES)
-def test_linen(name):
-    tx, mesh = OPTIMIZERS[name](RATE), mesh_of()
-    with jax.set_mesh(mesh):
-        state, where = linen_placed(LinenPair(("fsdp", "tensor")), tx, mesh)
+@pytest.mark.parametrize("names", ["mesh", "logical", "logical, boxes removed"])
+def test_linen(names, name):
+    tx, mesh, logical = OPTIMIZERS[name](RATE), mesh_of(), names != "mesh"
+    of = ("rows", "columns") if logical else ("fsdp", "tensor")
+    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
+        state, where = linen_placed(LinenPair(of, logical), tx, mesh, logical)
+        if names == "logical, boxes removed":
+            state = nn.meta.unbox(state)
         state = linen_trained(state, where)
     assert_close(state.params, linen_alone(LinenPair(), tx).params)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "boxes", ["kept", pytest.param("removed", marks=pytest.mark.slow)]
-)
-def test_linen_with_logical_names(boxes):
-    tx, mesh = orscale(RATE), mesh_of()
-    to_mesh = functools.partial(nn.logical_to_mesh, rules=RULES)
-    with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
-        model = LinenPair(("rows", "columns"), logical=True)
-        state, where = linen_placed(
-            model, tx, mesh, lambda tree: to_mesh(nn.get_partition_spec(tree))
-        )
-        if boxes == "removed":
-            state = nn.meta.unbox(state)
-        found = linen_trained(state, where)
-    assert_close(found.params, linen_alone(LinenPair(), tx).params)
 
 
 @pytest.mark.extended

@@ -13,6 +13,7 @@ from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, polar_factor
 from orscale_jax.newton_schulz import coefficients, restarts
 from tests import oracle
+from tests.platforms import on_a_gpu
 from tests.spectra import random_bases, with_spectrum
 
 SHAPES = [(1, 1), (1, 7), (7, 1), (16, 16), (12, 40), (40, 12), (3, 5, 8), (2, 3, 8, 5)]
@@ -98,41 +99,79 @@ def test_a_traced_number_of_steps_takes_the_rows_of_deepseek_v4():
     np.testing.assert_allclose(traced(10), expected, atol=1e-6)
 
 
-def test_a_users_own_table():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(6, 9)))
+def test_tables_and_matrices_of_a_user():
+    x = np.random.default_rng(0).normal(size=(6, 9))
     pade = (1.875, -1.25, 0.375)
-    once = polar_factor(x, steps=20, coeffs=pade, dtype=jnp.float32)
-    rows = polar_factor(x, steps=20, coeffs=[pade, pade], dtype=jnp.float32)
-    array = polar_factor(x, steps=20, coeffs=np.array([pade]), dtype=jnp.float32)
+    once = polar_factor(jnp.asarray(x), steps=20, coeffs=pade, dtype=jnp.float32)
     np.testing.assert_allclose(once, oracle.svd_polar(x), atol=1e-5)
-    np.testing.assert_array_equal(once, rows)
-    np.testing.assert_array_equal(once, array)
+    for given, coeffs in ((x, [pade, pade]), (x.tolist(), np.array([pade]))):
+        found = polar_factor(given, steps=20, coeffs=coeffs, dtype=jnp.float32)
+        np.testing.assert_array_equal(found, once)
 
 
-def test_array_likes_are_accepted():
-    x = [[1.0, 2.0, 3.0], [3.0, 4.0, -1.0]]
-    np.testing.assert_array_equal(polar_factor(x), polar_factor(jnp.asarray(x)))
-    np.testing.assert_array_equal(polar_factor(np.array(x)), polar_factor(jnp.asarray(x)))
-
-
-def test_traced_steps_and_coefficients_equal_static_ones():
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize(
+    "arguments, preset, atol",
+    [
+        ({}, "dion", 1e-6),
+        ({"preconditioning": "aol"}, "dion", 1e-5),
+        ({"dtype": jnp.float16}, "dion", 2e-3),
+        ({"dtype": jnp.float16}, "polar_express", 2e-3),
+    ],
+)
+def test_traced_steps_and_coefficients_equal_static_ones(arguments, preset, atol):
     x = jax.random.normal(jax.random.key(0), (6, 9))
-    traced = jax.jit(lambda x, k, t: polar_factor(x, steps=k, coeffs=t))
+    fn = functools.partial(polar_factor, **arguments)
+    traced = jax.jit(lambda k, t: fn(x, steps=k, coeffs=t))
     for steps in (1, 5, 8):
-        rows = jnp.asarray(coefficients.PRESETS["dion"])
-        np.testing.assert_allclose(
-            traced(x, steps, rows),
-            polar_factor(x, steps=steps, coeffs="dion"),
-            atol=1e-6,
-        )
+        found = traced(steps, jnp.asarray(coefficients.PRESETS[preset]))
+        expected = fn(x, steps=steps, coeffs=preset)
+        np.testing.assert_allclose(found, expected, atol=atol)
 
 
+FORMS = {
+    "frobenius": polar_factor,
+    "aol": functools.partial(polar_factor, preconditioning="aol", steps=4),
+    "aol in float16": functools.partial(
+        polar_factor, preconditioning="aol", steps=4, dtype=jnp.float16
+    ),
+    "on a GPU": functools.partial(on_a_gpu, dtype=np.dtype(jnp.float16)),
+}
+WITH_EACH_FORM = pytest.mark.parametrize("form", FORMS)
+
+
+@WITH_EACH_FORM
 @pytest.mark.parametrize("shape", [(5, 9), (64, 48)])
-def test_does_not_depend_on_scale(shape):
+def test_does_not_depend_on_scale(shape, form):
+    """From 1e-30 to 1e30. To powers of two, float16 does not round otherwise."""
     x = np.random.default_rng(2).normal(size=shape)
-    scaled = x * 10.0 ** np.arange(-30, 31, 10)[:, None, None]
-    q, found = (polar_factor(jnp.asarray(y, jnp.float32)) for y in (x, scaled))
-    np.testing.assert_allclose(found, np.broadcast_to(q, found.shape), atol=1e-5)
+    exponents = np.array([-100, -67, -33, 0, 33, 67, 100])[:, None, None]
+    powers, atol = 10.0 ** (0.3 * exponents), 1e-5
+    if form not in ("frobenius", "aol"):
+        powers, atol = 2.0**exponents, 1e-6
+    q, found = (FORMS[form](jnp.asarray(y, jnp.float32)) for y in (x, powers * x))
+    np.testing.assert_allclose(found, np.broadcast_to(q, found.shape), atol=atol)
+
+
+@pytest.mark.extended
+@WITH_EACH_FORM
+@pytest.mark.parametrize("shape", [(4, 6), (6, 4), (5, 5)])
+def test_zeros_stay_zero_without_a_division_by_zero(shape, form):
+    """And the rest of the batch is untouched; a batch may be mapped, or empty."""
+    x = jax.random.normal(jax.random.key(0), (4, *shape))
+    x = x.at[0].set(0).at[1, 1].set(0).at[2, :, 1].set(0)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        q = np.asarray(FORMS[form](x))
+    assert not q[x == 0].any()
+    assert (np.linalg.norm(q[1:], axis=(1, 2)) > 0.5).all()
+    if form == "on a GPU":
+        return
+    if form == "frobenius":
+        np.testing.assert_array_equal(q[3], polar_factor(x[3]))
+    mapped = jax.vmap(FORMS[form])(x)
+    np.testing.assert_allclose(mapped, q, atol=1e-3 if "16" in form else 1e-5)
+    for empty in ((0, 4), (2, 3, 0)):
+        assert FORMS[form](jnp.zeros(empty)).shape == empty
 
 
 @pytest.mark.quick_first_case
@@ -146,22 +185,14 @@ def test_large_values_in_low_precision_inputs(dtype):
     )
 
 
-@pytest.mark.extended
-def test_zero_is_zero_and_the_rest_of_the_batch_is_untouched():
-    x = jax.random.normal(jax.random.key(0), (3, 4, 6)).at[1].set(0)
-    q = polar_factor(x)
-    assert not q[1].any()
-    np.testing.assert_array_equal(q[0], polar_factor(x[0]))
-    assert polar_factor(jnp.zeros((0, 4))).shape == (0, 4)
-    assert polar_factor(jnp.zeros((2, 3, 0))).shape == (2, 3, 0)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@WITH_EACH_FORM
+@pytest.mark.parametrize("shape", [(4, 6), (8, 3)])
 @pytest.mark.parametrize("steps", [1, 5])
-def test_non_finite_matrices_give_nan_and_no_others(bad, steps):
-    x = jax.random.normal(jax.random.key(0), (3, 4, 6)).at[1, 2, 3].set(bad)
-    q = polar_factor(x, steps=steps)
-    assert jnp.isnan(q[1]).all() and jnp.isfinite(q[::2]).all()
+def test_non_finite_matrices_give_nan_and_no_others(steps, shape, form):
+    bad = jnp.asarray([np.nan, np.inf, -np.inf])
+    x = jax.random.normal(jax.random.key(0), (6, *shape)).at[1::2, 2, 1].set(bad)
+    q = np.asarray(FORMS[form](x, steps=steps))
+    assert np.isnan(q[1::2]).all() and np.isfinite(q[::2]).all()
 
 
 @pytest.mark.extended

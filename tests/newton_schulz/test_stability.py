@@ -53,37 +53,6 @@ def spectra(size, worst):
 # The margins.
 
 
-def search(rows, delta, errors):
-    """Largest value from a grid of starts under greedy errors, smaller ones included."""
-    x = np.linspace(0, 1, 4001)
-    inner = np.linspace(-delta, delta, 3)
-    for a, b, c in rows:
-        largest = np.zeros_like(x)
-        for d1, d2, d3 in itertools.product(inner, [-delta, delta], [-delta, delta]):
-            gram = x**2
-            if errors == "products":
-                gram = gram * (1 + d1)
-                y = a * x + (b * gram + c * gram**2 * (1 + d2)) * x * (1 + d3)
-            elif errors == "roundings":
-                gram = gram * (1 + d1)
-                y = (a * x + (b * gram + c * gram**2) * (1 + d2) * x) * (1 + d3)
-            else:
-                y = (a * x + (b * gram + c * gram**2) * x) * (1 + d3)
-            largest = np.maximum(largest, np.abs(y))
-        x = np.minimum(largest, 1e3)  # Far beyond the bound: keep from overflow.
-    return x.max()
-
-
-@pytest.mark.parametrize("errors", polar_margins.ERRORS)
-@pytest.mark.parametrize("steps", [5, 8])
-@pytest.mark.parametrize("name", TABLES)
-def test_the_margin_is_what_a_search_finds(name, steps, errors):
-    margin = polar_margins.margin(TABLES[name], steps, errors)
-    rows = rows_of(name, steps)
-    assert search(rows, 0.99 * margin, errors) <= polar_margins.BOUND
-    assert search(rows, 1.02 * margin, errors) > polar_margins.BOUND
-
-
 @pytest.mark.parametrize(
     "name, steps, at_first, many",
     [
@@ -134,8 +103,9 @@ def erring_step(x, row, u, delta, signs, errors):
     """One step whose errors have the signs (3, m), one for each left singular vector."""
     a, b, c = row
     first, second, third = (np.eye(len(u)) + (u * delta * s) @ u.T for s in signs)
-    gram = x @ x.T
-    gram = first @ gram
+    if errors == "result":
+        first = second = np.eye(len(u))
+    gram = first @ x @ x.T
     if errors == "products":
         square = second @ (gram @ gram)
         return a * x + third @ ((b * gram + c * square) @ x)
@@ -157,7 +127,7 @@ def adversary(rows, sigma, bases, delta, errors):
     return np.linalg.norm(x, ord=2)
 
 
-@pytest.mark.parametrize("errors", ["products", "roundings"])
+@pytest.mark.parametrize("errors", polar_margins.ERRORS)
 @pytest.mark.parametrize("name", TABLES)
 def test_matrices_stay_bounded_within_the_margin_and_explode_beyond(name, errors):
     margin = polar_margins.margin(TABLES[name], 5, errors)
@@ -174,28 +144,24 @@ def test_matrices_stay_bounded_within_the_margin_and_explode_beyond(name, errors
 
 
 def to_bfloat16(x):
-    """Round to nearest, ties to even; the result is stored as float32."""
-    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
-    bits = bits + 0x7FFF + ((bits >> 16) & 1)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
-
-
-def accumulate_in_bfloat16(x, y):
-    """x @ y with every product and every partial sum in bfloat16."""
-    total = np.zeros((x.shape[0], y.shape[1]), np.float32)
-    for k in range(x.shape[1]):
-        total = to_bfloat16(total + to_bfloat16(np.outer(x[:, k], y[k])))
-    return total
+    return np.asarray(x).astype(jnp.bfloat16).astype(np.float32)
 
 
 def newton_schulz_in_bfloat16(x, rows):
+    """Every product and every partial sum is rounded."""
+
+    def product(x, y):
+        total = np.zeros((x.shape[0], y.shape[1]), np.float32)
+        for k in range(x.shape[1]):
+            total = to_bfloat16(total + to_bfloat16(np.outer(x[:, k], y[k])))
+        return total
+
     x = to_bfloat16(x)
     for a, b, c in np.asarray(rows, np.float32):
-        gram = accumulate_in_bfloat16(x, x.T)
-        square = accumulate_in_bfloat16(gram, gram)
-        polynomial = to_bfloat16(to_bfloat16(b * gram) + to_bfloat16(c * square))
-        product = accumulate_in_bfloat16(polynomial, x)
-        x = to_bfloat16(to_bfloat16(a * x) + product)
+        gram = product(x, x.T)
+        square = to_bfloat16(c * product(gram, gram))
+        polynomial = to_bfloat16(to_bfloat16(b * gram) + square)
+        x = to_bfloat16(to_bfloat16(a * x) + product(polynomial, x))
         if np.linalg.norm(x) > 1e6:
             break
     return np.linalg.norm(x)
@@ -207,11 +173,8 @@ def newton_schulz_in_bfloat16(x, rows):
         ("polar_express", "worst", (32, 512), hadamard_bases, True),
         ("jordan", "worst alone", (32, 512), hadamard_bases, True),
         ("safer", "worst", (32, 512), hadamard_bases, False),
-        ("safer", "worst alone", (32, 512), hadamard_bases, False),
         ("safer", "worst", (64, 1024), hadamard_bases, True),
         ("polar_express", "worst", (32, 512), random_bases, False),
-        ("jordan", "worst", (32, 512), random_bases, False),
-        ("safer", "worst", (32, 512), random_bases, False),
     ],
 )
 def test_accumulation_in_bfloat16(name, spectrum, shape, bases, explodes):
@@ -222,14 +185,6 @@ def test_accumulation_in_bfloat16(name, spectrum, shape, bases, explodes):
     norm = newton_schulz_in_bfloat16(x, rows_of(name, 5))
     # 32 singular values of at most 1.25 have a Frobenius norm of at most 7.1.
     assert norm > 100 if explodes else norm < 7.1
-
-
-def test_the_error_of_accumulation_in_bfloat16():
-    u, v = hadamard_bases(32, 512)
-    x = to_bfloat16(np.einsum("ik,k,jk->ij", u, spectra(32, 0.38)["worst"], v))
-    gram = x.astype(np.float64) @ x.T
-    error = np.linalg.norm(accumulate_in_bfloat16(x, x.T) - gram) / np.linalg.norm(gram)
-    assert 1 / 6 < error < 1 / 4
 
 
 @pytest.mark.quick_first_case

@@ -25,7 +25,6 @@ from tests.runs import (
     AUTO,
     EXPLICIT,
     assert_close,
-    first_update,
     mesh_of,
     placed,
     readout,
@@ -132,32 +131,6 @@ def test_splitting_costs_no_copy_that_can_be_avoided(blocks, expected):
     params = {"qkv": jnp.ones((256, 768))}
     numbers = Blocks(0, 1, block_axis=1, blocks=blocks)
     assert moves(orscale(0.02, weight_dimension_numbers=numbers), params) == expected
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
-@pytest.mark.parametrize(
-    "spec",
-    [P("a", "b")]
-    + [
-        pytest.param(spec, marks=pytest.mark.slow)
-        for spec in (P(None, "b"), P("b", "a"), P())
-    ],
-)
-def test_on_a_mesh(kind, spec):
-    shapes = {"even": (8, 32), "odd": (8, 24), "unequal": (8, 32)}
-    blocks = {"even": 4, "odd": 3, "unequal": (16, 12, 4)}
-    numbers = {k: Blocks(0, 1, block_axis=1, blocks=b) for k, b in blocks.items()}
-    alone = [tree(seed, shapes=shapes) for seed in (0, 1)]
-    optimizer = orscale(0.02, weight_dimension_numbers=numbers)
-    expected, _ = optimizer.update(alone[1], optimizer.init(alone[0]), alone[0])
-    with jax.set_mesh(mesh := mesh_of({"a": 2, "b": 4}, kind)):
-        params, grads = (placed(values, mesh, spec) for values in alone)
-        updates, state, after = first_update(optimizer, params, grads)
-    assert_close(updates, expected, rtol=1e-4, atol=1e-6)
-    if kind == EXPLICIT:
-        assert jax.tree.map(jax.typeof, updates) == jax.tree.map(jax.typeof, params)
-        assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
 
 
 @pytest.mark.extended

@@ -17,7 +17,6 @@ from flax.traverse_util import flatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, describe
-from orscale_jax.diagnostics import layer_classes
 from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.trees.names import keys_on
 
@@ -175,8 +174,12 @@ MATRICES = """
     WeightNorm_0.Dense_0.kernel norm.mlp.up embassy.kernel mlp_tokens.fc1.weight
     gate_bias_mlp.kernel blocks.output.kernel lora.b layers.wkv_b
     kernel attention_heads query ahead out multi_head_q ember o_proj
+    blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
+    layers.3.attention.score.weight layers.3.mlp.output_layer.weight
+    multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
 """.split()
 ADAMW = """
+    cvf.scale envelope.pi envelope.0.sigma actor.log_std actor_logstd log_sigma
     norm.scale norm norm_1.weight ln_f.kernel attention_norm.kernel final_norm.w
     mlp.bias attention.query.bias qkv_bias in_proj_bias linear.b scale layers.scale
     ls1.gamma layer_scale.lambda1 logit_scale batch_normalization.moving_gamma
@@ -189,9 +192,16 @@ ADAMW = """
 """.split()
 
 
+HEADS = """
+    head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
+    heads.0.weight heads.head.weight score.weight
+    decoder.output_layer.weight params.output_layer.kernel
+""".split()
+
+
 @pytest.mark.parametrize("sep", [None, ".", "/"])
 def test_names_of_matrices_and_of_vectors(sep):
-    for name in MATRICES + ADAMW:
+    for name in MATRICES + ADAMW + HEADS:
         keys = name.split(".")
         tree = {keys[-1]: leaf(6, 4)}
         if keys[-1] == "b":
@@ -200,8 +210,10 @@ def test_names_of_matrices_and_of_vectors(sep):
             tree = {key: tree}
         if sep:
             tree = flatten_dict(tree, sep=sep)
-        found = rules_of(tree)[name.replace(".", sep or ".")]
-        assert found == ("matrix" if name in MATRICES else "adamw"), name
+        path = name.replace(".", sep or ".")
+        [row] = (row for row in describe(tree).rows if row.path == path)
+        assert row.rule == ("matrix" if name in MATRICES else "adamw"), name
+        assert row.layer_class == "head" or name not in HEADS
 
 
 def test_names_beside_decide_about_an_output_and_a_b():
@@ -269,23 +281,29 @@ def test_names_of_heads_come_before_types():
         assert matrices == heads | {"norm_mlp.kernel"}
 
 
-HEADS = """
-    head_w lm_head_kernel classifier_weight stage3.lm_head_w head_dist.weight
-    heads.0.weight heads.head.weight score.weight
-    decoder.output_layer.weight params.output_layer.kernel
-""".split()
-HIDDEN = """
-    blocks.0.sa.heads.0.key.weight attention.head_dim_proj.kernel header_w
-    layers.3.attention.score.weight layers.3.mlp.output_layer.weight
-    multi_head_attention.kernel layers.0.multi_head.kernel multi_head_w
-""".split()
+# For each module: the shapes of its layers, and which of them are hidden.
+INSIDE = {
+    "classifier": ({"0": (16, 64), "3": (8, 16), "6": (5, 8)}, {"0", "3"}),  # PyTorch's
+    "classifier.mlp": ({"Dense_0": (8, 16), "Dense_1": (16, 5)}, {"Dense_0"}),
+    "lm_head": ({"dense": (8, 8), "decoder": (99, 8)}, {"dense"}),
+    "cls_head": ({"fc1": (8, 6), "fc2": (6, 3)}, {"fc1"}),
+    "classifier_": ({"dense": (8, 8), "out_proj": (3, 8)}, {"dense"}),
+    "head": ({"0": (8, 10), "1": (8, 10)}, set()),  # Side by side
+    "lm_head_": ({"linear": (8, 99)}, set()),
+}
 
 
-@pytest.mark.parametrize("name", HEADS + HIDDEN)
-def test_heads_without_an_embedding_beside_them(name):
-    def around(tree, key):
-        return {key: tree}
-
-    tree = functools.reduce(around, name.split(".")[::-1], leaf(4, 6))
-    [found] = jax.tree.leaves(layer_classes(tree))
-    assert found == "head" if name in HEADS else found not in ("head", "embedding")
+@pytest.mark.parametrize("name", INSIDE)
+def test_hidden_layers_inside_of_a_head(name):
+    shapes, hidden = INSIDE[name]
+    layers = {
+        key: {"weight": leaf(*shape), "bias": leaf(shape[0])}
+        for key, shape in shapes.items()
+    }
+    tree = {f"{name}.{key}": layer for key, layer in layers.items()}
+    tree = {"encoder": {"0": {"weight": leaf(8, 8)}}} | tree
+    rows = describe(tree).select("^(?!encoder).*weight").rows
+    assert {r.path for r in rows if r.rule == "matrix"} == {
+        f"{name}.{key}.weight" for key in hidden
+    }
+    assert {r.layer_class for r in rows} == {"head", "other"} if hidden else {"head"}

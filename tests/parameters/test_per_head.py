@@ -80,6 +80,7 @@ LAYOUTS = {
     "qkv, grouped": (
         QKV, (D, (H + 2 * K) * F), None, F, lambda w: cut(w, H + 2 * K),
     ),
+    "qkv, of one head": (QKV, (D, 24), None, 8, lambda w: cut(w, 3)),
     "qkv, grouped, 3-D": (
         QKV, (D, H + 2 * K, F), Dims(0, (1, 2)), F, lambda w: along(w, 1),
     ),
@@ -187,6 +188,7 @@ SHARDED = {
     "query": (P("a", "b"), P(("a", "b"))),
     "output, 2-D": (P("b", "a"), P(None, ("a", "b"))),
     "qkv, grouped": (P("a", "b"), P(("a", "b"))),
+    "qkv, of one head": (P("a", "b"), P(("a", "b"))),  # Fewer than devices
     "qkv, parts first": (P("a", None, "b"), P(("a", "b"))),
     "latent, up to key, and to value": (P("a", "b"), P(("a", "b"))),
     "layers": (P(None, "a", "b"), P(None, ("a", "b"))),

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import BlockDimensionNumbers, orscale, orthogonalize, state_shardings
-from orscale_jax.sharding.param_shardings import ParamSpecs
 from tests import runs
 from tests.runs import AUTO, EXPLICIT, mesh_of, numbers_of
 
@@ -229,18 +228,6 @@ def test_logical_names_are_those_of_the_rules_in_effect():
         assert after_boxes(lambda x: nn.LogicallyPartitioned(x, names), "logical_up")
 
 
-@pytest.mark.extended
-def test_norms_of_sharded_matrices_are_those_of_whole_ones():
-    """On a mesh of GPUs a public trainer counted them 2.5 to 7 times."""
-    optimizer = build(param_shardings=SPECS)
-    params, grads = placed(mesh_of(MESH))
-    _, state = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
-    _, alone = optimizer.update(tree(1), optimizer.init(tree(0)), tree(0))
-    for name in ("calibration", "raw_trust_ratio"):
-        found, expected = (optax.tree.get(s, name) for s in (state, alone))
-        runs.assert_close(found, expected, rtol=2e-5, atol=0)
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("given", [None, P("tensor")])
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
@@ -276,12 +263,3 @@ def test_manual_axes_beside_sharded_explicit_ones():
         x = jax.device_put(tree(0)["up"], NamedSharding(mesh, P(None, "tensor")))
         with pytest.raises(ValueError, match=r"shard_map over \['fsdp'\].*\['tensor'\]"):
             jax.jit(update)(x)
-
-
-def test_parameters_without_annotations_are_not_those_of_another_model():
-    mesh, tree = mesh_of(MESH).abstract_mesh, {"only": jnp.ones((8, 16))}
-    annotated, plain = ParamSpecs(None), ParamSpecs(None)
-    annotated.note_annotations({"only": nn.Partitioned(tree["only"], ("fsdp", None))})
-    plain.note_annotations({"only": nnx.Param(tree["only"])})
-    assert plain.on(mesh, tree) is None
-    assert annotated.on(mesh, tree) == {"only": P("fsdp", None)}

@@ -37,26 +37,21 @@ def test_orthogonalize_treats_each_matrix_separately():
             np.testing.assert_allclose(found, oracle.newton_schulz(gradient), atol=2e-5)
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-def test_stages_keep_dtypes(dtype):
-    tree = {"w": jnp.ones((3, 4), dtype)}
-    for stage in (orthogonalize(), scale_by_shape(), scale_by_calibrated_trust_ratio()):
-        updates, state = stage.update(tree, stage.init(tree), tree)
-        assert updates["w"].dtype == dtype
-        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
-
-
 @pytest.mark.parametrize(
     "stage", [orthogonalize(), scale_by_shape(), scale_by_calibrated_trust_ratio()]
 )
-def test_arrays_of_numpy(stage):
+def test_arrays_of_numpy_and_dtypes(stage):
     tree = {"w": np.random.default_rng(0).normal(size=(3, 4))}
     as_jax = jax.tree.map(jnp.asarray, tree)
     found, _ = stage.update(tree, stage.init(tree), tree)
     expected, _ = stage.update(as_jax, stage.init(as_jax), as_jax)
     assert found["w"].dtype == jnp.float32
     np.testing.assert_array_equal(found["w"], expected["w"])
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        narrow = {"w": jnp.ones((3, 4), dtype)}
+        updates, state = stage.update(narrow, stage.init(narrow), narrow)
+        assert updates["w"].dtype == dtype
+        assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(state))
 
 
 @pytest.mark.extended
@@ -92,16 +87,20 @@ def test_a_stage_does_not_take_the_name_of_a_mask():
         scale_by_calibrated_trust_ratio(weight_decay_mask="matrices")
 
 
-@pytest.mark.parametrize(
-    "mask", [0.5, {"w": "no", "v": True}, lambda _: {"w": 1, "v": 0}]
-)
-def test_masks_are_booleans(mask):
+def test_masks_are_booleans(subtests):
     params = {"w": jnp.eye(2), "v": jnp.eye(2)}
-    stage = scale_by_calibrated_trust_ratio(anchor="full_rank", weight_decay_mask=mask)
-    with pytest.raises(ValueError, match=r"mask=.*pass a tree of booleans"):
-        stage.update(params, stage.init(params), params)
-    with pytest.raises(ValueError, match=r"mask=.*pass a tree of booleans"):
-        orscale(1e-3, weight_decay_mask=mask).init(params)
+    values = [{"w": "no", "v": True}, {"w": 1, "v": 1}, lambda _: {"w": 1, "v": 0}, 0.5]
+    others = ["yes", {"v": True}, lambda _: {"w": None, "v": None}]
+    for mask in [*values, *others]:
+        with subtests.test(mask=mask):
+            with pytest.raises(ValueError, match=r"weight_decay_mask.*tree of booleans"):
+                orscale(1e-3, weight_decay_mask=mask).init(params)
+            if mask in values:
+                stage = scale_by_calibrated_trust_ratio(
+                    anchor="full_rank", weight_decay_mask=mask
+                )
+                with pytest.raises(ValueError, match=r"mask=.*pass a tree of booleans"):
+                    stage.update(params, stage.init(params), params)
 
 
 @pytest.mark.parametrize("stage", [orthogonalize, scale_by_shape])
@@ -151,52 +150,20 @@ def test_scale_by_shape(mode):
             np.testing.assert_allclose(found, factor * gradient, rtol=1e-6)
     alone = scale_by_shape(None)
     assert alone.update(grads, alone.init(grads))[0] is grads
-
-
-@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
-@pytest.mark.parametrize("mode", SCALES)
-def test_scales_of_nothing(mode, shape):
     stage = scale_by_shape(scale_mode=mode)
-    updates, _ = stage.update({"w": jnp.ones(shape)}, optax.EmptyState())
-    assert updates["w"].shape == shape
+    for shape in ((0, 3), (3, 0)):
+        updates, _ = stage.update({"w": jnp.ones(shape)}, optax.EmptyState())
+        assert updates["w"].shape == shape
 
 
-def test_rms_of_a_scaled_direction_is_consistent():
-    chain = optax.chain(orthogonalize(ns_steps=8), scale_by_shape(0.2))
-    for shape in [(16, 16), (16, 256), (300, 20)]:
-        grads = {"w": jax.random.normal(jax.random.key(0), shape)}
-        q, _ = chain.update(grads, chain.init(grads))
-        np.testing.assert_allclose(jnp.sqrt(jnp.mean(q["w"] ** 2)), 0.2, rtol=1e-3)
-
-
-class TestFromFirstNonzeroUpdate:
-    @pytest.mark.extended
-    def test_decay_waits_for_each_matrix(self):
-        stage = from_first_nonzero_update(
-            optax.add_decayed_weights(0.5),
-            weight_dimension_numbers=Dims(1, 2),
-        )
-        params = jnp.ones((3, 2, 4))
-        zero = jnp.zeros_like(params)
-        state = stage.init(params)
-        assert state.started.shape == (3,) and not state.started.any()
-        updates, state = stage.update(zero.at[1, 0, 0].set(2.0), state, params)
-        np.testing.assert_array_equal(updates[1], zero[1].at[0, 0].set(2.0) + 0.5)
-        assert not updates[::2].any()
-        # Once started, decay goes on through zero updates: Algorithm 1.
-        updates, state = stage.update(zero, state, params)
-        assert state.started.tolist() == [False, True, False]
-        np.testing.assert_array_equal(updates[1], zero[1] + 0.5)
-        assert not updates[::2].any()
-
-    def test_the_inner_transformation_counts_every_step(self):
-        stage = from_first_nonzero_update(optax.scale_by_schedule(lambda count: count))
-        params, zero = {"w": jnp.ones((2, 2))}, {"w": jnp.zeros((2, 2))}
-        state = stage.init(params)
-        for _ in range(3):
-            _, state = stage.update(zero, state, params)
-        updates, _ = stage.update({"w": jnp.eye(2)}, state, params)
-        np.testing.assert_array_equal(updates["w"], 3.0 * jnp.eye(2))
+def test_what_waits_for_the_first_update_counts_every_step():
+    stage = from_first_nonzero_update(optax.scale_by_schedule(lambda count: count))
+    params, zero = {"w": jnp.ones((2, 2))}, {"w": jnp.zeros((2, 2))}
+    state = stage.init(params)
+    for _ in range(3):
+        _, state = stage.update(zero, state, params)
+    updates, _ = stage.update({"w": jnp.eye(2)}, state, params)
+    np.testing.assert_array_equal(updates["w"], 3.0 * jnp.eye(2))
 
 
 class TestCalibratedTrustRatio:
@@ -238,39 +205,15 @@ class TestCalibratedTrustRatio:
 
     @pytest.mark.parametrize("calibrate", [True, False])
     def test_no_direction_no_ratio(self, calibrate):
-        zero = jnp.zeros_like(D)
         for eps in (0.0, 1e-6):
-            [(updates, state)] = self.run([zero], [W], calibrate=calibrate, eps=eps)
+            [(updates, state)] = self.run([0 * D], [W], calibrate=calibrate, eps=eps)
             assert not updates.any()
             assert state.raw_trust_ratio == state.trust_ratio == 1
             assert state.calibration == (not calibrate)
-
-    def test_zero_directions_do_not_calibrate(self):
-        zero = jnp.zeros_like(D)
-        seen = self.run([zero, zero, D, D], [W, 2 * W, 3 * W, 6 * W])
+        seen = self.run([0 * D, 0 * D, D, D], [W, 2 * W, 3 * W, 6 * W])
         assert [bool(state.calibration) for _, state in seen] == [False] * 2 + [True] * 2
         ratios = [float(state.trust_ratio) for _, state in seen]
         np.testing.assert_allclose(ratios, [1, 1, 1, 2], rtol=1e-5)
-
-    def test_a_matrix_of_norm_zero_keeps_a_ratio_of_one(self):
-        seen = self.run([D] * 3, [0 * W, W, 100 * W])
-        for updates, state in seen:
-            assert state.calibration == jnp.inf
-            assert state.raw_trust_ratio == state.trust_ratio == 1
-            np.testing.assert_array_equal(updates, D)
-
-    def test_differentiated_where_a_norm_is_zero(self):
-        """The ratio is constant there: the update does not depend on W."""
-        stage = scale_by_calibrated_trust_ratio()
-
-        def scaled(direction, weight):
-            return stage.update(direction, stage.init(weight), weight)[0]
-
-        for direction, weight in ((D, 0 * W), (0 * D, W)):
-            of_d, of_w = jax.jacobian(scaled, (0, 1))(direction, weight)
-            identity = np.eye(D.size).reshape(*D.shape, *D.shape)
-            np.testing.assert_array_equal(of_d, identity)
-            assert not of_w.any()
 
     @pytest.mark.parametrize("calibrate", [True, False])
     @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -286,21 +229,6 @@ class TestCalibratedTrustRatio:
         assert first == (not calibrate) and len(set(others)) == 1 and others[0] > 0
         one, _, two = (state.raw_trust_ratio for _, state in seen[1:])
         np.testing.assert_allclose(two, 2 * one, rtol=1e-5)
-
-    @pytest.mark.extended
-    def test_one_entry_per_matrix(self):
-        params = jnp.ones((2, 3, 4, 5)).at[0, 1].set(0)
-        direction = jnp.ones_like(params).at[1, 2].set(0).at[0, 0, 1, 1].set(np.nan)
-        stage = scale_by_calibrated_trust_ratio(weight_dimension_numbers=Dims(2, 3))
-        updates, state = stage.update(direction, stage.init(params), params)
-        assert state.trust_ratio.shape == (2, 3)
-        np.testing.assert_allclose(
-            state.trust_ratio, [[np.nan, 1, 1], [1, 1, 1]], rtol=1e-5
-        )
-        np.testing.assert_allclose(
-            state.calibration, [[0, np.inf, 1], [1, 1, 0]], rtol=1e-5
-        )
-        assert jnp.isnan(updates[0, 0]).all() and jnp.isfinite(updates[1]).all()
 
     def test_float64_is_float64(self, enable_x64):
         w, d = np.asarray(W, np.float64), np.asarray(D, np.float64)
@@ -349,26 +277,13 @@ class TestCalibratedTrustRatio:
         (lambda: scale_by_calibrated_trust_ratio(eps=-1), "eps=-1"),
         (lambda: scale_by_calibrated_trust_ratio(calibrate=None), "calibrate=None"),
         (lambda: scale_by_calibrated_trust_ratio(anchor_steps=1.5), "anchor_steps=1.5"),
-        (lambda: from_first_nonzero_update(optax.sgd), "inner=.*a gradient transform"),
-        (lambda: keep_master_weights(3), "inner=3.*a gradient transformation"),
+        (
+            lambda: from_first_nonzero_update(optax.sgd),
+            "inner is of type function: pass a gradient transformation",
+        ),
+        (lambda: keep_master_weights(3), "inner is of type int: pass a gradient tran"),
     ],
 )
 def test_bad_arguments_are_refused_at_once(build, words):
     with pytest.raises(ValueError, match=words):
         build()
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "stage",
-    [
-        scale_by_calibrated_trust_ratio(anchor="largest"),
-        scale_by_calibrated_trust_ratio(anchor="full_rank"),
-    ],
-)
-def test_strict_dtype_promotion_in_other_ratios(stage):
-    params = {"w": jnp.eye(4)}
-    _, expected = stage.update(params, stage.init(params), params)
-    with jax.numpy_dtype_promotion("strict"):
-        _, found = stage.update(params, stage.init(params), params)
-    assert found.calibration["w"] == expected.calibration["w"] > 0

@@ -44,8 +44,7 @@ from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
 from examples.pretrain.operation.peaks import peak_flops
 from orscale_jax.newton_schulz import restarts
 from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
-from orscale_jax.newton_schulz.coefficients import coefficient_table, rows_of
-from orscale_jax.newton_schulz.polar import gram_newton_schulz
+from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz
 
 STEP, ON_DEVICE, MIB = "time of a step", "time of a step on the device", 2**20
 FIVE_STEPS, PRODUCT = "time of five steps", "time of a product"
@@ -170,7 +169,7 @@ def _of_step(
 
 def five_steps(x: jax.Array, dtype: str, form: str) -> jax.Array:
     """Newton–Schulz on matrices of norm 1, in a form of the caller's choice."""
-    rows = rows_of(np.asarray(coefficient_table("polar_express", NS_STEPS)), NS_STEPS)
+    rows = NewtonSchulz.of(NS_STEPS, "polar_express", None, "frobenius").rows
     before = tuple(range(1, NS_STEPS))
     if form == "Gram":
         before = restarts.restart_steps(rows, float(jnp.finfo(jnp.float16).eps) / 2)

@@ -1,0 +1,193 @@
+"""Output layers: the parameters with which a model computes the product that it returns.
+
+A model is traced, and a walk over its operations keeps for each array what it is made of.
+A product stays one under what an output layer is followed by: a bias, a scale, softmax, a
+squashing function, a choice, sums and means. At everything else it ends: a ReLU, a gate,
+a norm, a sum with what the product was computed from (a residual stream), a loop's carry.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+
+from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.names import Path, names_on
+
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+_SCALINGS = _PRODUCTS | {"mul", "div"}
+_KEEPING = _SCALINGS | frozenset(
+    "abs add add_any argmax argmin broadcast_in_dim clamp complex concatenate conj "
+    "convert_element_type copy cumlogsumexp cumsum dynamic_slice dynamic_update_slice "
+    "exp exp2 expm1 gather imag log log1p logistic max min neg optimization_barrier pad "
+    "real reduce_max reduce_min reduce_precision reduce_sum reduce_window_sum reshape "
+    "rev scatter scatter-add select_n sharding_constraint slice sort split squeeze "
+    "stop_gradient sub tanh top_k transpose".split()
+)
+_HIDDEN_ACTIVATIONS = frozenset(
+    "relu relu6 elu celu selu leaky_relu gelu silu mish hard_tanh squareplus".split()
+)
+
+
+class _Made(NamedTuple):
+    """What an array is made of.
+
+    Attributes:
+      varies: Whether it depends on the inputs of the model.
+      weights: The parameters that it depends on, without ``kernels``.
+      kernels: If it is a product, or a sum of them: the parameters that made it.
+      outer: Those of them that have layers below.
+    """
+
+    varies: bool = False
+    weights: frozenset[int] = frozenset()
+    kernels: frozenset[int] = frozenset()
+    outer: frozenset[int] = frozenset()
+
+
+_CONSTANT, _STATISTIC = _Made(), frozenset({-1})
+
+
+def output_layers(
+    function: Callable[..., Any],
+    params: PyTree,
+    constants: PyTree,
+    *args: Any,
+    **kwargs: Any,
+) -> list[Path]:
+    """The paths of the leaves of ``params`` that are kernels of output layers.
+
+    A layer alone is no output layer. Nothing is computed.
+
+    Args:
+      function: The model, called as ``function(params, constants, *args, **kwargs)``.
+      params: Its parameters, which may be abstract, as all that follows.
+      constants: Further arrays that are no inputs, such as statistics and keys.
+      *args: Its inputs. What is no array is not traced.
+      **kwargs: Its inputs by keyword.
+    """
+
+    def outputs(params: PyTree, constants: PyTree, args: Any, kwargs: Any) -> list[Any]:
+        found = jax.tree.leaves(function(params, constants, *args, **kwargs))
+        return [leaf for leaf in found if isinstance(leaf, jax.Array)]
+
+    call, arrays = of_arrays(outputs, params, constants, args, kwargs)
+    paths = [names_on(path) for path, _ in jax.tree.leaves_with_path(params)]
+    inputs = len(paths) + len(jax.tree.leaves(constants))
+    made = [_Made(i >= inputs, frozenset({i} if i < len(paths) else ())) for i in arrays]
+    ends = _walk(jax.make_jaxpr(call)(arrays).jaxpr, made)
+    # A product from which another output is computed is a hidden layer's.
+    outer = _union(end.outer for end in ends) - _union(end.weights for end in ends)
+    return [paths[i] for i in sorted(outer)]
+
+
+def of_arrays(
+    function: Callable[..., Any], *args: Any
+) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any]]:
+    """A function of the arrays among some arguments, and these arrays.
+
+    The rest (flags, strings) is not traced: a model may branch on it.
+    """
+    structure: Any
+    leaves, structure = jax.tree.flatten(args)
+
+    def call(arrays: dict[int, Any]) -> Any:
+        filled = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+        return function(*structure.unflatten(filled))
+
+    return call, {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape")}
+
+
+def _union(sets: Iterable[frozenset[int]]) -> frozenset[int]:
+    return frozenset().union(*sets)
+
+
+def _walk(jaxpr: Jaxpr, made: list[_Made]) -> list[_Made]:
+    """What the outputs of a program are made of, given its inputs."""
+    known = dict(zip(jaxpr.invars, made, strict=True))
+
+    def of(x: Any) -> _Made:
+        return _CONSTANT if isinstance(x, Literal) else known.get(x, _CONSTANT)
+
+    for eqn in jaxpr.eqns:
+        found = _of_operation(eqn, [of(x) for x in eqn.invars])
+        known.update(zip(eqn.outvars, found, strict=True))
+    return [of(x) for x in jaxpr.outvars]
+
+
+def _of_operation(eqn: Any, made: list[_Made]) -> list[_Made]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return _of_scan(eqn, made)
+    if name == "cond":
+        branches = [_walk(branch.jaxpr, made[1:]) for branch in params["branches"]]
+        return [_kept("select_n", list(same)) for same in zip(*branches, strict=True)]
+    zero = any(isinstance(x, Literal) and x.val == 0 for x in eqn.invars)
+    hidden = params.get("name") in _HIDDEN_ACTIVATIONS or (name == "max" and zero)
+    inner = (p for p in params.values() if isinstance(p, Jaxpr | ClosedJaxpr))
+    body: Any = next(inner, None)
+    body = getattr(body, "jaxpr", body)
+    if body and not hidden and len(body.invars) == len(made) and name != "while":
+        return _walk(body, made)
+
+    def is_float(x: Any) -> bool:
+        return jnp.issubdtype(getattr(x.aval, "dtype", bool), jnp.inexact)
+
+    # Indices, masks and choices have no gradient: they only say what is taken.
+    flowing = [m for m, x in zip(made, eqn.invars, strict=True) if is_float(x)]
+    end = _hidden(made)
+    if name in ("sqrt", "rsqrt") and eqn.outvars[0].aval.shape:
+        # Of a norm, except in a kernel that is normalized itself.
+        if end.varies or not end.weights:
+            end = _Made(True, end.weights | _STATISTIC)
+    elif not hidden and any(m.varies for m in flowing):
+        end = _kept(name, flowing)
+    return [end if is_float(x) else _Made(end.varies) for x in eqn.outvars]
+
+
+def _hidden(made: Iterable[_Made]) -> _Made:
+    """What depends on all of these, and is no product any more."""
+    made = list(made)
+    weights = _union(m.weights | m.kernels for m in made)
+    return _Made(any(m.varies for m in made), weights)
+
+
+def _kept(name: str, made: list[_Made]) -> _Made:
+    """What an operation makes of floating-point numbers, some of which vary."""
+    streams = [m for m in made if m.varies]
+    if name in _PRODUCTS and len(streams) == 1:
+        below = streams[0].weights | streams[0].kernels
+        kernels = _union(m.weights for m in made if not m.varies)
+        if kernels and not kernels & below:
+            outer = kernels if below - _STATISTIC else frozenset()
+            return _Made(True, below, kernels, outer)
+    if name in _SCALINGS:  # Masks, adjacencies and other inputs only scale.
+        streams = [m for m in streams if m.weights or m.kernels]
+    weights = _union(m.weights for m in streams)
+    kernels = _union(m.kernels for m in streams)
+    gate = name in _SCALINGS - {"div"} and len(streams) > 1
+    products = streams and all(m.kernels for m in streams)
+    if name in _KEEPING and products and not gate and not kernels & weights:
+        return _Made(True, weights, kernels, _union(m.outer for m in streams))
+    return _hidden(made)
+
+
+def _of_scan(eqn: Any, made: list[_Made]) -> list[_Made]:
+    """The carry is hidden; what is collected may be a product at each step."""
+    body = eqn.params["jaxpr"].jaxpr
+
+    def count_alike(outside: list[Any], inside: list[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)  # Slices have an axis less inside.
+        return sum(len(x.aval.shape) == len(y.aval.shape) for x, y in pairs)
+
+    end = count_alike(eqn.invars, body.invars)
+    first = end - count_alike(eqn.outvars, body.outvars)
+    carry = [_hidden([m]) for m in made[first:end]]
+    while True:
+        found = _walk(body, [*made[:first], *carry, *made[end:]])
+        after = [_hidden(pair) for pair in zip(carry, found, strict=False)]
+        if after == carry:
+            return carry + found[len(carry) :]
+        carry = after
