@@ -23,7 +23,7 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
-from examples.pretrain.operation.records import TensorBoard
+from examples.pretrain.operation.logs import TensorBoard
 from examples.study import theory
 from orscale_jax import diagnostics, family, muon, orscale
 from tests.runs import ABLATIONS, FAMILY, RELATIVES

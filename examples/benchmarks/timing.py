@@ -27,19 +27,15 @@ class Quartiles(NamedTuple):
         low, median, high = (float(x) for x in np.quantile(found, [0.25, 0.5, 0.75]))
         return cls(low, median, high, len(found))
 
-    def map(self, increasing: Callable[[float], float]) -> "Quartiles":
-        """Those of an increasing function of the values."""
-        low, median, high = map(increasing, (self.low, self.median, self.high))
+    def map(self, monotone: Callable[[float], float]) -> "Quartiles":
+        """Those of a rising or falling function of the values."""
+        low, median, high = map(monotone, (self.low, self.median, self.high))
+        low, high = (high, low) if high < low else (low, high)
         return Quartiles(low, median, high, self.number)
 
     def times(self, factor: float) -> "Quartiles":
         """Those of the values times a positive factor."""
         return self.map(lambda x: factor * x)
-
-    def dividing(self, numerator: float) -> "Quartiles":
-        """Those of a positive numerator over the values."""
-        high, median, low = (numerator / x for x in (self.low, self.median, self.high))
-        return Quartiles(low, median, high, self.number)
 
 
 def seconds_of(run: Callable[[], Any], turns: int = TURNS) -> Quartiles:

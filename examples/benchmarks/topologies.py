@@ -80,8 +80,6 @@ def h100s(count: int) -> list[jax.Device]:
             f"multiple of {PER_NODE}"
         )
     described = topologies.get_topology_desc(
-        platform="cuda",
-        target_config=H100,
-        topology=f"1x{count // per_node}x{per_node}",
+        platform="cuda", target_config=H100, topology=f"1x{count // per_node}x{per_node}"
     )
     return described.devices

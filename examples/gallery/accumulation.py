@@ -83,9 +83,7 @@ if __name__ == "__main__":
         train(Path(sys.argv[1]), kill_after=25)
     code, resumed, whole = main()
     same = jax.tree.map(lambda a, b: bool((a == b).all()), resumed, whole)
-    loss = [
-        f"{loss_fn(s['params'], jax.random.key(STEPS)):.3f}"
-        for s in (initial_state(), whole)
-    ]
-    print(f"exit code of the killed run: {code}; loss {loss[0]} → {loss[1]}")
+    key = jax.random.key(STEPS)
+    before, after = (loss_fn(s["params"], key) for s in (initial_state(), whole))
+    print(f"exit code of the killed run: {code}; loss {before:.3f} → {after:.3f}")
     print(f"the resumed run ends the same: {all(jax.tree.leaves(same))}")

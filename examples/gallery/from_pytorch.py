@@ -18,6 +18,7 @@ from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import BlockDimensionNumbers, by_path, describe, muon
 
+Arrays = dict[str, Any]
 # in_proj_weight is (3 · width, width): query, key and value, one below the other.
 NUMBERS = by_path(
     {
@@ -29,7 +30,7 @@ NUMBERS = by_path(
 )
 
 
-def state_dict(width: int) -> dict[str, Any]:
+def state_dict(width: int) -> Arrays:
     """What a small vision transformer in PyTorch would hold."""
     shapes = {
         "conv.weight": (width, 3, 2, 2),
@@ -46,7 +47,7 @@ def state_dict(width: int) -> dict[str, Any]:
     }
 
 
-def loss_fn(params: dict[str, Any], key: jax.Array) -> jax.Array:
+def loss_fn(params: Arrays, key: jax.Array) -> jax.Array:
     """Half of the images (batch, channel, height, width) have one bright pixel."""
     labels = jnp.arange(64) % 2
     row, column = jax.random.randint(key, (2, 64), 0, 8)
@@ -61,9 +62,7 @@ def loss_fn(params: dict[str, Any], key: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
-def main(
-    steps: int = 200, width: int = 16
-) -> tuple[jax.Array, dict[str, Any], dict[str, Any]]:
+def main(steps: int = 200, width: int = 16) -> tuple[jax.Array, Arrays, Arrays]:
     """The losses, and the arrays before and after, both under PyTorch's names."""
     rate = optax.cosine_decay_schedule(0.01, steps)
     optimizer = muon(rate, weight_dimension_numbers=NUMBERS)

@@ -10,25 +10,24 @@
 Read `train` and `step` first: the loop, and what a step does with the optimizer. They
 import what the first rows name and no model, file format or checkpoint.
 
-====================  ================================================================
-train                 the loop over the steps
-step                  a step: gradient, optimizer, the model's other variables
-setup                 the training state, sharded, before there is any array
-evaluation            validation
-task                  what the loop asks of a model and of its data
-config                the options of a run, and the values that are refused
-optimizers, controls  every optimizer that a recipe may name; those of the study
-meshes                the mesh, and the table from logical names to its axes
-loading               the examples of each batch, and which of them a process reads
-errors                what ends a command with a message
-tasks                 models, their losses and their data
-models/               the dense decoder and a mixture of experts
-loss                  the cross-entropy of a language model
-data                  which files of text or tokens
-batches               which windows of them a step sees
-recipes               runs by name: own text, the demos, the paper's
-operation/            folders, checkpoints, signals, logs and the report
-compare               several runs side by side
-sample                text that the models of a run write
-====================  ================================================================
+==========  ================================================================
+train       the loop over the steps, and validation
+step        a step: gradient, optimizer, the model's other variables
+setup       the training state, sharded, before there is any array
+task        what the loop asks of a model and of its data
+config      the options of a run, and the values that are refused
+optimizers  every optimizer that a recipe may name
+meshes      the mesh, and the table from logical names to its axes
+loading     the examples of each batch, and which of them a process reads
+errors      what ends a command with a message
+tasks       models, their losses and their data
+models/     the dense decoder and a mixture of experts
+loss        the cross-entropy of a language model
+data        which files of text or tokens
+batches     which windows of them a step sees
+recipes     runs by name: own text, the demos, the paper's
+operation/  folders, checkpoints, signals, logs and the report
+compare     several runs side by side
+sample      text that the models of a run write
+==========  ================================================================
 """

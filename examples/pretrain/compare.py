@@ -6,18 +6,22 @@ python -m examples.pretrain.compare runs/seed0 runs/seed1 runs/seed2
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
+from examples import figure_style as style
 from examples.pretrain.errors import UsageError, exit_code_of
-from examples.pretrain.operation import plots
-from examples.pretrain.operation.records import read_csv
-from examples.pretrain.operation.report import curve, run_line
-from examples.pretrain.operation.rundir import FREE_OPTIONS, differences, read_facts
+from examples.pretrain.operation import report
+from examples.pretrain.operation.rundir import (
+    FREE_OPTIONS,
+    differences,
+    read_csv,
+    read_facts,
+)
 from examples.pretrain.optimizers import OPTIMIZERS
 
 BASELINE = "muon_moonlight"
@@ -39,19 +43,34 @@ def compare(comparison: Comparison, console: Console) -> None:
     folders, out = comparison.runs, comparison.out
     if out.suffix != ".png":
         raise UsageError(f"--out {out} is no file name that ends in .png.")
-    unit = _check(folders)
-    curves: dict[str, list[plots.Curve]] = {}
+    if not folders:
+        raise UsageError("name the folders of finished runs.")
+    for folder in folders:
+        if not (folder / "summary.csv").exists():
+            raise UsageError(f"{folder} holds no finished run: finish it first.")
+    facts = [read_facts(folder) for folder in folders]
+    for folder, other in zip(folders, facts, strict=True):
+        different = differences(facts[0], other)
+        if different.keys() - FREE_OPTIONS - {"seed"}:
+            raise UsageError(
+                f"{folders[0]} and {folder} differ in more than their seed:\n"
+                + "\n".join(f"  {n}: {a} and {b}" for n, (a, b) in different.items())
+            )
+    if len({other["seed"] for other in facts}) < len(facts):
+        raise UsageError("two of these runs have the same seed: leave one out.")
+    unit = facts[0]["unit"]
+    curves: dict[str, list[report.Curve]] = {}
     for folder in folders:
         by_name: dict[str, list[dict[str, str]]] = {}
         for row in read_csv(folder / "metrics.csv"):
             by_name.setdefault(row["optimizer"], []).append(row)
         for name, rows in by_name.items():
-            curves.setdefault(name, []).append(curve(rows, "val_loss"))
+            curves.setdefault(name, []).append(report.curve(rows, "val_loss"))
     curves = {n: curves[n] for n in OPTIMIZERS if len(curves.get(n, ())) == len(folders)}
     if not curves:
         raise UsageError("no optimizer is finished in all of these runs.")
     out.parent.mkdir(parents=True, exist_ok=True)
-    plots.draw_seeds(out, curves, unit, BASELINE, run_line(folders))
+    draw_seeds(out, curves, unit, report.run_line(folders))
     count = len(folders)
     table = Table(title=f"Validation loss (nats/{unit}) of {count} runs: mean \\[range]")
     table.add_column("optimizer")
@@ -68,24 +87,39 @@ def compare(comparison: Comparison, console: Console) -> None:
     console.print(f"The curves are in {out}", highlight=False)
 
 
-def _check(folders: Sequence[pathlib.Path]) -> str:
-    """Refuses runs that do not go together; gives their unit."""
-    if not folders:
-        raise UsageError("name the folders of finished runs.")
-    for folder in folders:
-        if not (folder / "summary.csv").exists():
-            raise UsageError(f"{folder} holds no finished run: finish it first.")
-    facts = [read_facts(folder) for folder in folders]
-    for folder, other in zip(folders, facts, strict=True):
-        different = differences(facts[0], other)
-        if different.keys() - FREE_OPTIONS - {"seed"}:
-            raise UsageError(
-                f"{folders[0]} and {folder} differ in more than their seed:\n"
-                + "\n".join(f"  {n}: {a} and {b}" for n, (a, b) in different.items())
-            )
-    if len({other["seed"] for other in facts}) < len(facts):
-        raise UsageError("two of these runs have the same seed: leave one out.")
-    return facts[0]["unit"]
+@style.styled
+def draw_seeds(
+    path: pathlib.Path, val: Mapping[str, Sequence[report.Curve]], unit: str, run: str
+) -> None:
+    """Validation loss of several runs of each optimizer, and its difference from one's.
+
+    The difference is taken seed by seed: thin lines; the thick one is their mean. The
+    runs are in the same order for each, and their curves have the same steps.
+    """
+    subtracted = BASELINE if BASELINE in val else next(iter(val))
+    figure, (losses, apart) = report.two_panels(f"validation loss (nats per {unit})")
+    texts = {subtracted: ""}
+    for name, curves in val.items():
+        values = np.array([y for _, y in curves])
+        difference = values - np.array([y for _, y in val[subtracted]])
+        panels = [(losses, values)]
+        if name != subtracted:
+            panels.append((apart, difference))
+            texts[name] = f"{difference[:, -1].mean():+.4f}".replace("-", "−")
+        for axes, lines in panels:
+            shown = report.look(name)
+            for line in lines:
+                axes.plot(curves[0][0], line, color=shown["color"], lw=0.8, alpha=0.6)
+            axes.plot(curves[0][0], lines.mean(0), **shown)
+    label = OPTIMIZERS[subtracted].label
+    apart.axhline(0, color=report.look(subtracted)["color"], lw=1.8)
+    losses.set_title("Mean of the seeds (thick) and each seed")
+    apart.set_title(f"Minus {label}'s, seed by seed")
+    apart.set_ylabel(f"difference (nats per {unit})")
+    report.add_names(figure, {name: texts[name] for name in val})
+    title = "Validation loss; below, the mean difference at the end"
+    style.set_title(figure, title, run)
+    style.save(figure, path)
 
 
 def _spread(values: np.ndarray, form: str) -> str:

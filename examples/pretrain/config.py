@@ -69,10 +69,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if value is None:
-                continue
             if name in ("learning_rate", "adam_learning_rate", "clip"):
-                fine, wanted = 0 < value < math.inf, "a number above 0"
+                fine, wanted = value is None or 0 < value < math.inf, "a number above 0"
             elif name in ("weight_decay", "balance_rate"):
                 fine, wanted = 0 <= value < math.inf, "a number of at least 0"
             elif name in ("momentum", "adam_b1", "adam_b2"):
@@ -81,9 +79,10 @@ class Recipe:
                 fine, wanted = 0 <= value < 2**32, "at least 0 and below 2**32"
             elif name in ("warmup_steps", "cutout"):
                 fine, wanted = value >= 0, "at least 0"
+            elif field.type in (int, int | None):
+                fine, wanted = value is None or value >= 1, "at least 1"
             else:
-                counts = field.type in (int, int | None)
-                fine, wanted = not counts or value >= 1, "at least 1"
+                continue
             if not fine:
                 raise UsageError(f"--{name.replace('_', '-')} {value} must be {wanted}.")
         if self.num_steps <= self.warmup_steps:

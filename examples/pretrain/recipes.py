@@ -102,9 +102,8 @@ class Result(NamedTuple):
     """What the paper reports of a run."""
 
     table: str  # The LaTeX label of a table, or of a section.
-    value: (
-        float  # The validation loss in nats, or the share of right answers in per cent.
-    )
+    # The validation loss in nats, or the share of right answers in per cent.
+    value: float
     spread: float | None = None  # One standard deviation over three seeds.
 
 
@@ -118,54 +117,60 @@ class Row(NamedTuple):
     learning_rate_from: str = "paper"
 
 
-def _decoder(
-    model: str, learning_rate: float, tokens: int, seq_len: int, batch_size: int
-) -> Row:
-    """A dense decoder's runs, appendix "Full hyperparameters"."""
-    recipe = DecoderRecipe(
-        optimizer="adamw", learning_rate=learning_rate, rates="shared", tokens=tokens,
-        seq_len=seq_len, batch_size=batch_size,
-    )  # fmt: skip
-    return Row(model, recipe)
-
-
+# What the runs of a model share, by the first part of their names: of dense decoders
+# learning rate, tokens, sequence length and batch size, appendix "Full hyperparameters".
 # The paper gives tokens in billions to two decimals; these make its numbers of steps.
-_125M = _decoder("125m", 1e-3, 5_242_880_000, 1024, 256)
-_399M = _decoder("399m", 9.503e-4, 8_919_711_744, 8192, 96)
-_545M = _decoder("545m", 9.143e-4, 14_040_432_640, 4096, 256)
-_1_1B = _decoder("1.1b", 8.561e-4, 28_541_190_144, 4096, 384)
-_16B = Row(
-    "moonlight_16b_a3b",
-    MixtureRecipe(
-        optimizer="adamw", learning_rate=4.2e-4, rates="shared", tokens=9_999_220_736,
-        seq_len=8192, batch_size=2048, warmup_steps=60, val_every=50, val_batches=10,
-        param_dtype="bfloat16",
+_PAPERS: dict[str, Any] = {"optimizer": "adamw", "rates": "shared"}
+_BASES = {
+    name: Row(
+        name,
+        DecoderRecipe(
+            learning_rate=rate, tokens=tokens, seq_len=length, batch_size=batch, **_PAPERS
+        ),
+    )
+    for name, rate, tokens, length, batch in (
+        ("125m", 1e-3, 5_242_880_000, 1024, 256),
+        ("399m", 9.503e-4, 8_919_711_744, 8192, 96),
+        ("545m", 9.143e-4, 14_040_432_640, 4096, 256),
+        ("1.1b", 8.561e-4, 28_541_190_144, 4096, 384),
+    )
+} | {
+    "16b-a3b": Row(
+        "moonlight_16b_a3b",
+        MixtureRecipe(
+            learning_rate=4.2e-4, tokens=9_999_220_736, seq_len=8192, batch_size=2048,
+            warmup_steps=60, val_every=50, val_batches=10, param_dtype="bfloat16",
+            **_PAPERS,
+        ),
     ),
-)  # fmt: skip
-_IMAGES = Row(
-    "davidnet",
-    ImageRecipe(
-        optimizer="orscale_vision", learning_rate=0.02, rates="shared",
-        adam_learning_rate=1e-3, adam_b2=0.999, weight_decay=5e-4, clip=None,
-        warmup_steps=500, epochs=24, batch_size=512, val_every=None, val_batches=None,
+    "cifar10": Row(
+        "davidnet",
+        ImageRecipe(
+            learning_rate=0.02, adam_learning_rate=1e-3, adam_b2=0.999, weight_decay=5e-4,
+            clip=None, warmup_steps=500, epochs=24, batch_size=512, val_every=None,
+            val_batches=None, **_PAPERS,
+        ),
     ),
-)  # fmt: skip
+}  # fmt: skip
 
 
 def _run(
-    base: Row,
-    optimizer: str,
+    name: str,
     *results: tuple[str, float] | tuple[str, float, float],
     rate: float | None = None,
     rate_from: str = "paper",
     **changes: Any,
-) -> Row:
-    """A run of a base: its optimizer, its rate if not the base's, and other changes."""
-    rate = base.recipe.learning_rate if rate is None else rate
+) -> tuple[str, Row]:
+    """A run, whose name holds its base, its optimizer and maybe its rate."""
+    base = next(base for base in _BASES if name.startswith(base))
+    model, recipe, *_ = _BASES[base]
+    run, _, named = name.removeprefix(f"{base}-").partition("-lr-")
+    optimizer = run.removeprefix("ablation-").removesuffix("-r-max-10").replace("-", "_")
+    rate = float(named) if named else rate or recipe.learning_rate
     recipe = dataclasses.replace(
-        base.recipe, optimizer=optimizer, learning_rate=rate, **changes
+        recipe, optimizer=optimizer, learning_rate=rate, **changes
     )
-    return Row(base.model, recipe, tuple(Result(*r) for r in results), rate_from)
+    return name, Row(model, recipe, tuple(Result(*r) for r in results), rate_from)
 
 
 DENSE, MOE, RATIO, SWEEP = "tab:dense", "tab:moe", "tab:calibration", "tab:lr-sweep"
@@ -179,82 +184,58 @@ _LOGS: dict[str, Any] = {"rate_from": "public logs", "r_min": 0.5, "r_max": 1.5}
 
 # By name, as `--recipe` takes it. Of an optimizer's runs on a model, that of the main
 # table has the plain name.
-ROWS: dict[str, Row] = {
-    "125m-adamw": _run(_125M, "adamw", (DENSE, 3.3721)),
-    "125m-muon-moonlight": _run(
-        _125M, "muon_moonlight", (DENSE, 3.2319), (SWEEP, 3.2319)),
-    "125m-orscale": _run(
-        _125M, "orscale", (DENSE, 3.2120, 0.0017), (RATIO, 3.2120), (SWEEP, 3.2120)),
-    "399m-adamw": _run(_399M, "adamw", (DENSE, 2.9966)),
-    "399m-muon-moonlight": _run(
-        _399M, "muon_moonlight", (DENSE, 2.9198, 0.0016), (RATIO, 2.9183)),
-    "399m-orscale": _run(_399M, "orscale", (DENSE, 2.9223, 0.0022), (RATIO, 2.9247)),
-    "545m-adamw": _run(_545M, "adamw", (DENSE, 2.9235)),
-    "545m-muon-moonlight": _run(_545M, "muon_moonlight", (DENSE, 2.8141, 0.0013)),
-    "545m-orscale": _run(_545M, "orscale", (DENSE, 2.8052, 0.0013)),
-    "1.1b-adamw": _run(_1_1B, "adamw", (DENSE, 2.7304)),
-    "1.1b-muon-moonlight": _run(_1_1B, "muon_moonlight", (DENSE, 2.6360)),
-    "1.1b-orscale": _run(_1_1B, "orscale", (DENSE, 2.6251)),
-    "16b-a3b-adamw": _run(_16B, "adamw", (MOE, 5.2002)),
-    "16b-a3b-muon-moonlight": _run(_16B, "muon_moonlight", (MOE, 3.4715)),
-    "16b-a3b-orscale": _run(_16B, "orscale", (MOE, 3.3410)),
-    "16b-a3b-orscale-r-max-10": _run(_16B, "orscale", (MOE, 3.3556), r_max=10.0),
+ROWS: dict[str, Row] = dict([
+    _run("125m-adamw", (DENSE, 3.3721)),
+    _run("125m-muon-moonlight", (DENSE, 3.2319), (SWEEP, 3.2319)),
+    _run("125m-orscale", (DENSE, 3.2120, 0.0017), (RATIO, 3.2120), (SWEEP, 3.2120)),
+    _run("399m-adamw", (DENSE, 2.9966)),
+    _run("399m-muon-moonlight", (DENSE, 2.9198, 0.0016), (RATIO, 2.9183)),
+    _run("399m-orscale", (DENSE, 2.9223, 0.0022), (RATIO, 2.9247)),
+    _run("545m-adamw", (DENSE, 2.9235)),
+    _run("545m-muon-moonlight", (DENSE, 2.8141, 0.0013)),
+    _run("545m-orscale", (DENSE, 2.8052, 0.0013)),
+    _run("1.1b-adamw", (DENSE, 2.7304)),
+    _run("1.1b-muon-moonlight", (DENSE, 2.6360)),
+    _run("1.1b-orscale", (DENSE, 2.6251)),
+    _run("16b-a3b-adamw", (MOE, 5.2002)),
+    _run("16b-a3b-muon-moonlight", (MOE, 3.4715)),
+    _run("16b-a3b-orscale", (MOE, 3.3410)),
+    _run("16b-a3b-orscale-r-max-10", (MOE, 3.3556), r_max=10.0),
     # AdamW's parameters stay at the shared rate.
-    "399m-uncalibrated": _run(
-        _399M, "uncalibrated", (RATIO, 2.9939), rate=2.376e-3,
-        adam_learning_rate=9.503e-4),
-    "125m-uncalibrated": _run(
-        _125M, "uncalibrated", (RATIO, 3.2232), (ABLATION, 3.2232), rate=3e-3,
-        adam_learning_rate=1e-3),
-    "125m-bfloat16-calibration": _run(_125M, "bfloat16_calibration", (RATIO, 3.2158)),
-    "125m-unclipped": _run(_125M, "unclipped", (UNCLIPPED, 3.2187)),
-    "125m-muon-moonlight-lr-0.0003": _run(
-        _125M, "muon_moonlight", (SWEEP, 3.2841), rate=3e-4),
-    "125m-muon-moonlight-lr-0.003": _run(
-        _125M, "muon_moonlight", (SWEEP, 3.2372), rate=3e-3),
-    "125m-muon-moonlight-lr-0.01": _run(
-        _125M, "muon_moonlight", (SWEEP, 4.6262), rate=1e-2),
-    "125m-orscale-lr-0.0003": _run(_125M, "orscale", (SWEEP, 3.2588), rate=3e-4),
-    "125m-orscale-lr-0.003": _run(_125M, "orscale", (SWEEP, 3.2196), rate=3e-3),
-    "125m-orscale-lr-0.01": _run(_125M, "orscale", (SWEEP, 3.3287), rate=1e-2),
-    "125m-ablation-polar-factor-denominator": _run(
-        _125M, "polar_factor_denominator", (ABLATION, 3.231), rate=0.02, **_OURS),
-    "125m-ablation-momentum-denominator": _run(
-        _125M, "momentum_denominator", (ABLATION, 3.252), rate=0.02, **_OURS),
-    "125m-ablation-momentum-rms-denominator": _run(
-        _125M, "momentum_rms_denominator", (ABLATION, 3.230), rate=1e-3, **_OURS),
-    "125m-ablation-decoupled-weight-decay": _run(
-        _125M, "decoupled_weight_decay", (ABLATION, 3.305), rate=1e-3, **_OURS),
-    "125m-ablation-orscale-vision": _run(
-        _125M, "orscale_vision", (ABLATION, 3.228), rate=0.02, **_OURS),
-    "125m-ablation-orscale": _run(
-        _125M, "orscale", (ABLATION, 3.226), rate=1e-3, **_OURS),
-    "cifar10-muon-moonlight": _run(
-        _IMAGES, "muon_moonlight", (CIFAR, 93.75, 0.17), rate=0.01),
-    "cifar10-muon-moonlight-lr-0.005": _run(
-        _IMAGES, "muon_moonlight", (CIFAR_TEXT, 93.61), rate=5e-3),
-    "cifar10-muon-moonlight-lr-0.001": _run(
-        _IMAGES, "muon_moonlight", (CIFAR_TEXT, 93.18, 0.09), rate=1e-3),
-    "cifar10-muon-moonlight-lr-0.0005": _run(
-        _IMAGES, "muon_moonlight", (CIFAR_TEXT, 92.41, 0.12), rate=5e-4),
-    "cifar10-muon": _run(_IMAGES, "muon", (CIFAR, 93.70, 0.14), rate=0.04),
-    "cifar10-muon-lr-0.02": _run(_IMAGES, "muon", (CIFAR_TEXT, 93.67), rate=0.02),
-    "cifar10-adamw": _run(_IMAGES, "adamw", (CIFAR, 93.12, 0.04), rate=0.01),
-    "cifar10-lamb": _run(_IMAGES, "lamb", (CIFAR, 92.40, 0.20), rate=0.01),
-    "cifar10-orscale-vision": _run(
-        _IMAGES, "orscale_vision", (CIFAR, 94.05, 0.08), (ABLATION, 94.05, 0.08)),
-    "cifar10-polar-factor-denominator": _run(
-        _IMAGES, "polar_factor_denominator", (ABLATION, 94.06, 0.09), rate=0.02, **_LOGS),
-    "cifar10-momentum-denominator": _run(
-        _IMAGES, "momentum_denominator", (ABLATION, 93.84, 0.15), rate=5e-3, **_LOGS),
-    "cifar10-momentum-rms-denominator": _run(
-        _IMAGES, "momentum_rms_denominator", (ABLATION, 93.83, 0.17), rate=0.06, **_LOGS),
-    "cifar10-decoupled-weight-decay": _run(
-        _IMAGES, "decoupled_weight_decay", (ABLATION, 93.55, 0.12), rate=0.02,
-        **(_LOGS | {"rate_from": "assumed"})),
-    "cifar10-orscale": _run(
-        _IMAGES, "orscale", (ABLATION, 94.05, 0.12), rate=0.02, **_LOGS),
-}  # fmt: skip
+    _run("399m-uncalibrated", (RATIO, 2.9939),
+        rate=2.376e-3, adam_learning_rate=9.503e-4),
+    _run("125m-uncalibrated", (RATIO, 3.2232), (ABLATION, 3.2232),
+        rate=3e-3, adam_learning_rate=1e-3),
+    _run("125m-bfloat16-calibration", (RATIO, 3.2158)),
+    _run("125m-unclipped", (UNCLIPPED, 3.2187)),
+    _run("125m-muon-moonlight-lr-0.0003", (SWEEP, 3.2841)),
+    _run("125m-muon-moonlight-lr-0.003", (SWEEP, 3.2372)),
+    _run("125m-muon-moonlight-lr-0.01", (SWEEP, 4.6262)),
+    _run("125m-orscale-lr-0.0003", (SWEEP, 3.2588)),
+    _run("125m-orscale-lr-0.003", (SWEEP, 3.2196)),
+    _run("125m-orscale-lr-0.01", (SWEEP, 3.3287)),
+    _run("125m-ablation-polar-factor-denominator", (ABLATION, 3.231), rate=0.02, **_OURS),
+    _run("125m-ablation-momentum-denominator", (ABLATION, 3.252), rate=0.02, **_OURS),
+    _run("125m-ablation-momentum-rms-denominator", (ABLATION, 3.230), rate=1e-3, **_OURS),
+    _run("125m-ablation-decoupled-weight-decay", (ABLATION, 3.305), rate=1e-3, **_OURS),
+    _run("125m-ablation-orscale-vision", (ABLATION, 3.228), rate=0.02, **_OURS),
+    _run("125m-ablation-orscale", (ABLATION, 3.226), rate=1e-3, **_OURS),
+    _run("cifar10-muon-moonlight", (CIFAR, 93.75, 0.17), rate=0.01),
+    _run("cifar10-muon-moonlight-lr-0.005", (CIFAR_TEXT, 93.61)),
+    _run("cifar10-muon-moonlight-lr-0.001", (CIFAR_TEXT, 93.18, 0.09)),
+    _run("cifar10-muon-moonlight-lr-0.0005", (CIFAR_TEXT, 92.41, 0.12)),
+    _run("cifar10-muon", (CIFAR, 93.70, 0.14), rate=0.04),
+    _run("cifar10-muon-lr-0.02", (CIFAR_TEXT, 93.67)),
+    _run("cifar10-adamw", (CIFAR, 93.12, 0.04), rate=0.01),
+    _run("cifar10-lamb", (CIFAR, 92.40, 0.20), rate=0.01),
+    _run("cifar10-orscale-vision", (CIFAR, 94.05, 0.08), (ABLATION, 94.05, 0.08)),
+    _run("cifar10-polar-factor-denominator", (ABLATION, 94.06, 0.09), rate=0.02, **_LOGS),
+    _run("cifar10-momentum-denominator", (ABLATION, 93.84, 0.15), rate=5e-3, **_LOGS),
+    _run("cifar10-momentum-rms-denominator", (ABLATION, 93.83, 0.17), rate=0.06, **_LOGS),
+    _run("cifar10-decoupled-weight-decay", (ABLATION, 93.55, 0.12),
+        rate=0.02, **(_LOGS | {"rate_from": "assumed"})),
+    _run("cifar10-orscale", (ABLATION, 94.05, 0.12), rate=0.02, **_LOGS),
+])  # fmt: skip
 
 
 def find_config(name: str) -> Config:
@@ -294,7 +275,6 @@ def parse(arguments: Sequence[str], prog: str) -> Config:
 def _refuse_useless(given: Set[str], config: Config) -> None:
     """Refuses two lengths, and what no optimizer, matrix or reading would take."""
     entries = [find_optimizer(name) for name in config.optimizer]
-    chosen = f"--optimizer {' '.join(config.optimizer)}"
     unread = not any(entry.readable for entry in entries)
     without = not any(entry.has_matrices for entry in entries)
     # What these are where they do nothing, and whether they do.
@@ -305,25 +285,22 @@ def _refuse_useless(given: Set[str], config: Config) -> None:
         "measure_every": (None, unread),
         "measure_batches": (0, unread or config.measure_every is None),
     }
-    lengths = []
-    for name, value in config.to_dict().items():
-        if name not in given or value is None:
-            continue
-        option = f"--{name.replace('_', '-')} {value}"
-        if name in ("steps", "tokens", "epochs"):
-            lengths.append(option)
+    options = {n: v for n, v in config.to_dict().items() if n in given and v is not None}
+    for name, value in options.items():
         takers = [o for o, entry in OPTIMIZERS.items() if name in entry.hyperparameters]
-        if takers and not any(name in entry.hyperparameters for entry in entries):
-            raise UsageError(
-                f"{option} would change nothing with {chosen}. Leave it out, or choose "
-                f"an optimizer that takes it, such as {takers[0]}."
-            )
+        no_taker = takers and not any(name in entry.hyperparameters for entry in entries)
         off, is_useless = useless.get(name, (None, False))
-        if is_useless and value != off:
+        if no_taker or (is_useless and value != off):
+            instead = " and the other options. Leave it out."
+            if no_taker:
+                instead = ". Leave it out, or choose an optimizer that takes it, such as "
+                instead += f"{takers[0]}."
             raise UsageError(
-                f"{option} would change nothing with {chosen} and the other options. "
-                "Leave it out."
+                f"--{name.replace('_', '-')} {value} would change nothing with "
+                f"--optimizer {' '.join(config.optimizer)}{instead}"
             )
+    of_length = ("steps", "tokens", "epochs")
+    lengths = [f"--{name} {options[name]}" for name in of_length if name in options]
     if len(lengths) > 1:
         raise UsageError(
             f"{' and '.join(lengths)}: each decides how many steps there are. Pass only "

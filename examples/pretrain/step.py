@@ -41,9 +41,7 @@ def gradient_of(setup: Setup, accumulation: int = 1) -> Gradient:
     """The gradient on a batch, the model's other variables after it, and metrics."""
     value_and_grad = jax.value_and_grad(loss_of(setup), has_aux=True)
 
-    def at_once(
-        params: PyTree, variables: PyTree, batch: Batch
-    ) -> tuple[PyTree, PyTree, Metrics]:
+    def at_once(params: PyTree, variables: PyTree, batch: Batch) -> Any:
         (_, (variables, metrics)), grads = value_and_grad(params, variables, batch)
         return grads, variables, metrics
 
@@ -55,9 +53,7 @@ def gradient_of(setup: Setup, accumulation: int = 1) -> Gradient:
 def loss_of(setup: Setup) -> LossFn:
     """The loss, and with it the model's other variables after it, and metrics."""
 
-    def loss_fn(
-        params: PyTree, variables: PyTree, batch: Batch
-    ) -> tuple[jax.Array, tuple[PyTree, Metrics]]:
+    def loss_fn(params: PyTree, variables: PyTree, batch: Batch) -> Any:
         model = setup.merge(params, variables)
         loss, metrics = setup.task.loss(model, batch)
         return loss, (split(model)[1], metrics)
@@ -79,9 +75,7 @@ def in_turn(gradient: Gradient, count: int, where: PyTree) -> Gradient:
     def zeros(like: Any) -> jax.Array:
         return jnp.zeros(like.shape, jnp.promote_types(jnp.float32, like.dtype))
 
-    def mean_gradient(
-        params: PyTree, variables: PyTree, batch: Batch
-    ) -> tuple[PyTree, PyTree, Metrics]:
+    def mean_gradient(params: PyTree, variables: PyTree, batch: Batch) -> Any:
         def add(carry: Any, part: Batch) -> tuple[Any, None]:
             sums, variables = carry
             grads, variables, metrics = gradient(params, variables, part)

@@ -33,11 +33,10 @@ from examples.vision.shapes import draw_shapes
 SHAPES_TO_TRAIN, SHAPES_TO_VALIDATE = 8_000, 1_000
 
 
-class DecoderTask:
+class DecoderTask(Task):
     """Predicts every token from those before it; a batch is B×(T+1) tokens."""
 
     item = "tokens"
-    has_experts = False
 
     def __init__(self, config: Config):
         sizes = config.model
@@ -51,7 +50,7 @@ class DecoderTask:
         self.config = dataclasses.replace(
             sizes, dtype=self.recipe.compute_dtype, param_dtype=self.recipe.param_dtype
         )
-        self.flops_per_example: float | None = self._flops()
+        self.flops_per_example = self._flops()
 
     def create(self, rngs: nnx.Rngs) -> nnx.Module:
         return dense.Dense(self.config, rngs)
@@ -67,9 +66,6 @@ class DecoderTask:
 
     def evaluate(self, model: Any, batch: jax.Array) -> Metrics:
         return {"loss": self.loss(model, batch)[1]["loss"]}
-
-    def after_step(self, variables: PyTree, metrics: Metrics) -> PyTree:
-        return variables
 
     def batch(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, self.items_per_example + 1), jnp.int32)
@@ -133,13 +129,11 @@ class MixtureTask(DecoderTask):
         return 6.0 * weights * T + 6.0 * config.layers * features * T**2
 
 
-class ImageTask:
+class ImageTask(Task):
     """Tells what an image shows; a batch has "pixels" and "labels"."""
 
     item = "images"
-    has_experts = False
     items_per_example = 1
-    flops_per_example: float | None = None
 
     def __init__(self, config: Config):
         recipe, sizes = config.recipe, config.model
@@ -168,9 +162,6 @@ class ImageTask:
     def evaluate(self, model: Any, batch: PyTree) -> Metrics:
         model.eval()
         return self._metrics(model(batch["pixels"]), batch["labels"])
-
-    def after_step(self, variables: PyTree, metrics: Metrics) -> PyTree:
-        return variables
 
     def batch(self, size: int) -> PyTree:
         return {

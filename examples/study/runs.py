@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from flax import nnx
 
-from examples.pretrain.evaluation import evaluation
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.optimizers import find_optimizer, optimizer_arguments
@@ -19,6 +18,7 @@ from examples.pretrain.setup import Setup, State, learning_rates, set_up, split
 from examples.pretrain.step import make_train_step
 from examples.pretrain.task import Data
 from examples.pretrain.tasks import make_task, read_data
+from examples.pretrain.train import evaluation
 from examples.study.search import Settings
 from examples.study.workloads import Workload
 from orscale_jax import diagnostics

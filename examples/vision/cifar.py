@@ -39,38 +39,15 @@ def read_cifar10(
     Raises:
       UsageError: If files are missing, cut off, or of another format.
     """
-    folder = _find(folder)
-    suffix, read = _version(folder)
-
-    def split(names: tuple[str, ...]) -> Images:
-        files = [folder / f"{name}{suffix}" for name in names]
-        parts = [_checked(file, read, images_per_file) for file in files]
-        pixels = np.concatenate([pixels for pixels, _ in parts])
-        labels = np.concatenate([labels for _, labels in parts])
-        planes = pixels.reshape(-1, 3, SIZE, SIZE)  # All red, all green, all blue.
-        in_order = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
-        return Images(in_order, labels.astype(np.int32))
-
-    return split(TRAIN_FILES), split(TEST_FILES)
-
-
-def _find(folder: pathlib.Path) -> pathlib.Path:
-    """The folder itself, or the one in it that the archive of a version makes."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is no folder: name the one with CIFAR-10's files.")
     archived = (folder / name for name in ("cifar-10-batches-bin", "cifar-10-batches-py"))
-    return next((below for below in archived if below.is_dir()), folder)
-
-
-def _version(folder: pathlib.Path) -> tuple[str, Reader]:
-    """Suffix and reader of the version of which a folder has all files."""
+    folder = next((below for below in archived if below.is_dir()), folder)
+    # The version of which most files are there.
     versions: dict[str, Reader] = {".bin": _read_binary, "": _read_pickled}
+    names = (*TRAIN_FILES, *TEST_FILES)
     missing = {
-        suffix: [
-            f"{name}{suffix}"
-            for name in (*TRAIN_FILES, *TEST_FILES)
-            if not (folder / f"{name}{suffix}").is_file()
-        ]
+        suffix: [f"{n}{suffix}" for n in names if not (folder / f"{n}{suffix}").is_file()]
         for suffix in versions
     }
     suffix = min(versions, key=lambda suffix: len(missing[suffix]))
@@ -80,25 +57,30 @@ def _version(folder: pathlib.Path) -> tuple[str, Reader]:
             "cifar-10-binary.tar.gz or cifar-10-python.tar.gz from "
             "https://www.cs.toronto.edu/~kriz/cifar.html and name its folder."
         )
-    return suffix, versions[suffix]
 
+    def split(names: tuple[str, ...]) -> Images:
+        found = []
+        for file in (folder / f"{name}{suffix}" for name in names):
+            pixels, labels = versions[suffix](file)
+            wanted = images_per_file, PIXEL_BYTES
+            if len(labels) != images_per_file or pixels.shape != wanted:
+                raise UsageError(
+                    f"{file} holds {len(labels)} labels and pixels of shape "
+                    f"{pixels.shape}; expected {images_per_file} and {wanted} "
+                    "(cut off?): unpack it again."
+                )
+            if labels.min() < 0 or labels.max() >= CLASSES:
+                raise UsageError(
+                    f"{file} holds label {labels.max()}, but CIFAR-10 has {CLASSES} "
+                    "classes (CIFAR-100, or another format?): unpack it again."
+                )
+            found.append((pixels, labels))
+        all_pixels, all_labels = map(np.concatenate, zip(*found, strict=True))
+        planes = all_pixels.reshape(-1, 3, SIZE, SIZE)  # All red, all green, all blue.
+        in_order = np.ascontiguousarray(planes.transpose(0, 2, 3, 1))
+        return Images(in_order, all_labels.astype(np.int32))
 
-def _checked(
-    file: pathlib.Path, read: Reader, images_per_file: int
-) -> tuple[np.ndarray, np.ndarray]:
-    pixels, labels = read(file)
-    if len(labels) != images_per_file or pixels.shape != (len(labels), PIXEL_BYTES):
-        raise UsageError(
-            f"{file} holds {len(labels)} labels and pixels of shape {pixels.shape}; "
-            f"expected {images_per_file} and {(images_per_file, PIXEL_BYTES)} "
-            "(cut off?): unpack it again."
-        )
-    if labels.min() < 0 or labels.max() >= CLASSES:
-        raise UsageError(
-            f"{file} holds label {labels.max()}, but CIFAR-10 has {CLASSES} classes "
-            "(CIFAR-100, or another format?): unpack it again."
-        )
-    return pixels, labels
+    return split(TRAIN_FILES), split(TEST_FILES)
 
 
 def _read_binary(file: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:

@@ -12,8 +12,6 @@ import numpy as np
 from examples.vision.batches import CLASSES, SIZE, Images
 
 Coordinates = np.ndarray  # N×32×32, in radii of the shape.
-# Where a shape is: below zero inside, above zero outside, in radii.
-Distance = Callable[[Coordinates, Coordinates], np.ndarray]
 
 SMALLEST, LARGEST = 8.0, 12.0  # Radii in pixels.
 TILT = 0.5  # Largest angle, in radians.
@@ -22,62 +20,23 @@ CONTRAST = 90.0  # Least distance of the shape's colour from the background's me
 _CHUNK = 2_000  # Images that are drawn at once.
 
 
-def _disk(x: Coordinates, y: Coordinates) -> np.ndarray:
-    return np.hypot(x, y) - 0.9
-
-
-def _ring(x: Coordinates, y: Coordinates) -> np.ndarray:
-    return np.abs(np.hypot(x, y) - 0.7) - 0.22
-
-
-def _square(x: Coordinates, y: Coordinates) -> np.ndarray:
-    return np.maximum(np.abs(x), np.abs(y)) - 0.78
-
-
-def _frame(x: Coordinates, y: Coordinates) -> np.ndarray:
-    return np.abs(np.maximum(np.abs(x), np.abs(y)) - 0.62) - 0.2
-
-
-def _triangle(x: Coordinates, y: Coordinates) -> np.ndarray:
-    sides = [x * np.cos(a) + y * np.sin(a) for a in 2 * np.pi / 3 * np.arange(3)]
-    return np.max(sides, axis=0) - 0.52
-
-
-def _cross(x: Coordinates, y: Coordinates) -> np.ndarray:
-    x, y = np.abs(x), np.abs(y)
-    return np.minimum(np.maximum(x - 1, y - 0.27), np.maximum(x - 0.27, y - 1))
-
-
-def _star(x: Coordinates, y: Coordinates) -> np.ndarray:
-    points = np.cos(5 * np.arctan2(y, x))
-    return np.hypot(x, y) - 0.68 - 0.34 * points
-
-
-def _bar(x: Coordinates, y: Coordinates) -> np.ndarray:
-    return np.maximum(np.abs(x) - 1, np.abs(y) - 0.4)
-
-
-def _pair(x: Coordinates, y: Coordinates) -> np.ndarray:
-    return np.hypot(np.abs(x) - 0.58, y) - 0.42
-
-
-def _crescent(x: Coordinates, y: Coordinates) -> np.ndarray:
-    return np.maximum(np.hypot(x, y) - 1, 0.75 - np.hypot(x - 0.5, y))
-
-
-# By label.
-SHAPES: dict[str, Distance] = {
-    "disk": _disk,
-    "ring": _ring,
-    "square": _square,
-    "frame": _frame,
-    "triangle": _triangle,
-    "cross": _cross,
-    "star": _star,
-    "bar": _bar,
-    "pair": _pair,
-    "crescent": _crescent,
-}
+# By label: where a shape is, below zero inside and above zero outside, in radii.
+SHAPES: dict[str, Callable[[Coordinates, Coordinates], np.ndarray]] = {
+    "disk": lambda x, y: np.hypot(x, y) - 0.9,
+    "ring": lambda x, y: np.abs(np.hypot(x, y) - 0.7) - 0.22,
+    "square": lambda x, y: np.maximum(np.abs(x), np.abs(y)) - 0.78,
+    "frame": lambda x, y: np.abs(np.maximum(np.abs(x), np.abs(y)) - 0.62) - 0.2,
+    "triangle": lambda x, y: -0.52 + np.max(
+        [x * np.cos(a) + y * np.sin(a) for a in 2 * np.pi / 3 * np.arange(3)], axis=0),
+    "cross": lambda x, y: np.minimum(
+        np.maximum(np.abs(x) - 1, np.abs(y) - 0.27),
+        np.maximum(np.abs(x) - 0.27, np.abs(y) - 1)),
+    "star": lambda x, y: (
+        np.hypot(x, y) - 0.68 - 0.34 * np.cos(5 * np.arctan2(y, x))),
+    "bar": lambda x, y: np.maximum(np.abs(x) - 1, np.abs(y) - 0.4),
+    "pair": lambda x, y: np.hypot(np.abs(x) - 0.58, y) - 0.42,
+    "crescent": lambda x, y: np.maximum(np.hypot(x, y) - 1, 0.75 - np.hypot(x - 0.5, y)),
+}  # fmt: skip
 
 
 def draw_shapes(

@@ -9,7 +9,8 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from examples import figure_style as style
-from examples.pretrain.operation import plots, report
+from examples.pretrain import compare
+from examples.pretrain.operation import report
 from examples.pretrain.optimizers import OPTIMIZERS
 
 DARK = ("axes.facecolor", "figure.facecolor", "savefig.facecolor")
@@ -25,7 +26,7 @@ def luminance(color):
 def test_optimizers_have_colours_of_their_own():
     assert len(set(style.COLORS.values())) == len(style.COLORS)
     for name in style.COLORS:
-        assert style.color_of(name, OPTIMIZERS) == plots.color_of(name)
+        assert style.color_of(name, OPTIMIZERS) == report.look(name)["color"]
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon_moonlight", "orscale"])
@@ -38,7 +39,7 @@ def test_paper_is_white_whatever_the_users_style(tmp_path):
     curve = np.array([1, 2]), np.array([3.0, 2.0])
     path = tmp_path / "new" / "seeds.png"
     with matplotlib.rc_context(dict.fromkeys(DARK, "black")):
-        plots.draw_seeds(path, {"adamw": [curve]}, "byte", "muon_moonlight", "A run")
+        compare.draw_seeds(path, {"adamw": [curve]}, "byte", "A run")
     drawn = np.asarray(Image.open(path).convert("RGB"))
     assert drawn.shape[1] == style.WIDTH * style.DPI
     assert np.all(drawn[[0, 0, -1, -1], [0, -1, 0, -1]] == 255)

@@ -96,14 +96,26 @@ def test_cifar():
 
 
 @pytest.mark.extended
-def test_lora():
-    losses, seen, model = lora.main(steps=60, width=16, rank=2)
-    assert losses[-1] < losses[0] / 2
-    assert seen[0] == (0, np.inf)  # A waits for B, which has no initial scale.
-    assert 0 < seen[1][0] < np.inf
-    assert set(seen[1:]) == {seen[1]}
-    fresh = lora.MLP(16, 2, nnx.Rngs(0))
-    assert_same(*(nnx.state(m, nnx.Not(nnx.LoRAParam)) for m in (model, fresh)))
+def test_lora(monkeypatch):
+    monkeypatch.setattr(lora, "RATES", (3e-3,))
+    calibrations = []
+    for steps in (1, 40):
+        found = lora.main(steps, width=16, rank=2)
+        assert [*found] == ["no training", "AdamW", "Muon", "OrScale"]
+        _, _, base, _ = found["no training"]
+        losses = [float(loss) for loss, *_ in found.values()]
+        for _, rate, model, _ in [*found.values()][1:]:
+            assert rate == 3e-3
+            assert_same(*(nnx.state(m, lora.FROZEN) for m in (model, base)))
+        state = nnx.to_pure_dict(nnx.state(found["OrScale"][3]))["opt_state"]
+        [(_, c)] = optax.tree.get_all_with_path(state, "calibration")
+        adapter = c["layers"][0]["lora"]
+        calibrations.append([float(adapter[name]) for name in ("lora_a", "lora_b")])
+    assert max(losses[1:]) < losses[0]
+    # A waits for B, which has no initial scale.
+    (waiting, without), (anchored, still_without) = calibrations
+    assert waiting == 0 < anchored < np.inf
+    assert without == still_without == np.inf
 
 
 @pytest.mark.extended

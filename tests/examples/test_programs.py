@@ -18,7 +18,7 @@ PROGRAMS = {
     for path in sorted((ROOT / "examples").rglob("*.py"))
     if '__name__ == "__main__"' in path.read_text()
 }
-WITH_OPTIONS = [n for n, text in PROGRAMS.items() if "argparse" in text or "tyro" in text]
+WITH_OPTIONS = [n for n, x in PROGRAMS.items() if "ArgumentParser" in x or "tyro" in x]
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITH_OPTIONS))

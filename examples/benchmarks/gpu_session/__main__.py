@@ -7,12 +7,7 @@ import sys
 import jax
 
 from examples.benchmarks import gpu_session
-from examples.benchmarks.gpu_session import (
-    correctness,
-    session,
-    speed,
-    training,
-)
+from examples.benchmarks.gpu_session import correctness, session, speed, training
 
 STAGES = {
     "correctness": correctness.STAGE,

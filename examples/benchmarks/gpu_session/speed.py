@@ -26,6 +26,7 @@ in strips.
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -112,7 +113,7 @@ def shares(
     peak = peak_flops(jax.devices()[0].device_kind)
     for name, rate in (("product rate", product_rate(tiny)), ("peak", peak)):
         if rate is not None:
-            share = seconds.dividing(100 * flops / rate)
+            share = seconds.map(functools.partial(operator.truediv, 100 * flops / rate))
             yield Measured(f"share of the {name}{where}", "%", share)
 
 

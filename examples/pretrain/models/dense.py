@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.pretrain.models.layers import (
+    Block,
     LayerConfig,
     Relu2Mlp,
     SwigluMlp,
@@ -79,8 +80,12 @@ class Dense(nnx.Module):
     def __init__(self, config: DenseConfig, rngs: nnx.Rngs):
         self.config = config
         self.embed = embedding(config.vocab_size, config.width, config, rngs)
+        mlp = MLPS[config.mlp]
         self.blocks = stack(
-            lambda rngs: Block(config, rngs), config.layers, config.scan, rngs
+            lambda rngs: Block(Attention, mlp, config.hidden, config, rngs),
+            config.layers,
+            config.scan,
+            rngs,
         )
         self.final_norm = rms_norm(config.width, config, rngs)
         if not config.tied:
@@ -105,21 +110,6 @@ class Dense(nnx.Module):
     def head_DxV(self) -> jax.Array:
         """The matrix of the head, for a loss in parts of the vocabulary."""
         return self.embed.embedding[...].T if self.config.tied else self.head.kernel[...]
-
-
-class Block(nnx.Module):
-    """Attention, then MLP, each on a normed copy and added to the stream."""
-
-    def __init__(self, config: DenseConfig, rngs: nnx.Rngs):
-        self.attention_norm = rms_norm(config.width, config, rngs)
-        self.attention = Attention(config, rngs)
-        self.mlp_norm = rms_norm(config.width, config, rngs)
-        self.mlp = MLPS[config.mlp](config.width, config.hidden, config, rngs)
-
-    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, None]:
-        x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD))
-        x_BxTxD = x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
-        return constrain(x_BxTxD, "batch", "length", None), None
 
 
 class Attention(nnx.Module):

@@ -157,6 +157,23 @@ class SwigluMlp(nnx.Module):
         return self.down(constrain(h_BxTxF, "batch", "length", "mlp"))
 
 
+class Block(nnx.Module):
+    """Attention, then MLP, each on a normed copy and added to the stream."""
+
+    def __init__(
+        self, attention: Any, mlp: Any, hidden: int, config: Any, rngs: nnx.Rngs
+    ):
+        self.attention_norm = rms_norm(config.width, config, rngs)
+        self.attention = attention(config, rngs)
+        self.mlp_norm = rms_norm(config.width, config, rngs)
+        self.mlp = mlp(config.width, hidden, config, rngs)
+
+    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, None]:
+        x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD))
+        x_BxTxD = x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
+        return constrain(x_BxTxD, "batch", "length", None), None
+
+
 def stack(
     make: Callable[[nnx.Rngs], nnx.Module], count: int, scan: bool, rngs: nnx.Rngs
 ) -> Any:

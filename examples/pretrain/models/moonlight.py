@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from examples.pretrain.models.experts import routed
 from examples.pretrain.models.layers import (
+    Block,
     LayerConfig,
     SwigluMlp,
     causal_mixture,
@@ -121,7 +122,8 @@ class Moonlight(nnx.Module):
         self.config, width = config, config.width
         self.embed = embedding(config.vocab_size, width, config, rngs)
         self.dense_blocks = nnx.List(
-            [DenseBlock(config, rngs) for _ in range(config.dense_layers)]
+            Block(LatentAttention, SwigluMlp, config.dense_hidden, config, rngs)
+            for _ in range(config.dense_layers)
         )
         self.blocks = stack(
             lambda rngs: MixtureBlock(config, rngs),
@@ -160,23 +162,8 @@ class Moonlight(nnx.Module):
         return self.head.kernel[...]
 
 
-class DenseBlock(nnx.Module):
-    """Attention, then MLP, each on a normed copy and added to the stream."""
-
-    def __init__(self, config: MoonlightConfig, rngs: nnx.Rngs):
-        self.attention_norm = rms_norm(config.width, config, rngs)
-        self.attention = LatentAttention(config, rngs)
-        self.mlp_norm = rms_norm(config.width, config, rngs)
-        self.mlp = SwigluMlp(config.width, config.dense_hidden, config, rngs)
-
-    def __call__(self, x_BxTxD: jax.Array) -> tuple[jax.Array, None]:
-        x_BxTxD = x_BxTxD + self.attention(self.attention_norm(x_BxTxD))
-        x_BxTxD = x_BxTxD + self.mlp(self.mlp_norm(x_BxTxD))
-        return constrain(x_BxTxD, "batch", "length", None), None
-
-
 class MixtureBlock(nnx.Module):
-    """The same with a mixture of experts for the MLP."""
+    """A `Block` with a mixture of experts for the MLP."""
 
     def __init__(self, config: MoonlightConfig, rngs: nnx.Rngs):
         self.attention_norm = rms_norm(config.width, config, rngs)

@@ -8,9 +8,7 @@ rundir      the folder of a run: one process, one configuration
 checkpoint  saving and restoring, and the model of a run
 processes   one or many; signals; files that cannot be written
 peaks       peak FLOPs per second of accelerators
-logs        what a run tells as it goes: progress, throughput, warnings
-records     metrics, readings of the optimizer and events, as files
-report      what a run shows at its end
-plots       its figures
+logs        what a run tells as it goes: metrics, readings, progress, warnings
+report      what a run shows at its end: tables and figures
 ==========  ==================================================================
 """

@@ -83,13 +83,8 @@ class Checkpoints:
         """
         damaged: dict[int, str] = {}
         for step in sorted(self._manager.all_steps(), reverse=True):
-            restored: Any = None
-            reason = ""
-            try:
-                layout = ocp.args.StandardRestore(setup.abstract)
-                restored = _read(self._folder / str(step), layout)
-            except Exception as error:  # A damaged file may raise anything.
-                reason = _shown(error)
+            layout = ocp.args.StandardRestore(setup.abstract)
+            restored, reason = _read(self._folder / str(step), layout)
             readable = restored is not None  # Here. And in all other processes?
             if jax.process_count() > 1:
                 readable = bool(multihost_utils.process_allgather(readable).all())
@@ -98,33 +93,31 @@ class Checkpoints:
             elif wrong := _wrong(restored):  # All of them compute it together.
                 damaged[step] = wrong
             else:
-                self._move_aside(damaged, step)
-                return restored.state, step
-        if damaged:
-            raise RunError(
-                f"No checkpoint in {self._folder} can be read: "
-                + "; ".join(f"step {step}: {why}" for step, why in damaged.items())
-                + ". Delete the folder to start anew."
-            )
-        return None
-
-    def _move_aside(self, damaged: dict[int, str], good: int) -> None:
-        if not damaged:
-            return
-        for step, reason in damaged.items() if is_first() else ():
-            name = f"damaged_checkpoint_{step}"
+                break
+        else:
+            if damaged:
+                raise RunError(
+                    f"No checkpoint in {self._folder} can be read: "
+                    + "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+                    + ". Delete the folder to start anew."
+                )
+            return None
+        for bad, reason in damaged.items() if is_first() else ():
+            name = f"damaged_checkpoint_{bad}"
             names = (name, *(f"{name}_{n}" for n in range(2, 1000)))
             paths = (self._folder.parent / name for name in names)
             aside = next(path for path in paths if not path.exists())
-            (self._folder / str(step)).rename(aside)
+            (self._folder / str(bad)).rename(aside)
             self._console.print(
-                f"The checkpoint of step {step} is damaged ({reason}). It is now "
-                f"{aside}, and the run carries on from step {good}.",
+                f"The checkpoint of step {bad} is damaged ({reason}). It is now "
+                f"{aside}, and the run carries on from step {step}.",
                 highlight=False,
             )
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices("damaged checkpoints are aside")
-        self._manager.reload()
+        if damaged:
+            if jax.process_count() > 1:
+                multihost_utils.sync_global_devices("damaged checkpoints are aside")
+            self._manager.reload()
+        return restored.state, step
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -164,12 +157,8 @@ def load_model(folder: pathlib.Path | str) -> nnx.Module:
     )
     reasons: list[str] = []
     for step in checkpoint_steps(folder):
-        try:
-            found = _read(folder.absolute() / "checkpoints" / str(step), layout)
-            wrong = _wrong(found)
-        except Exception as error:  # A damaged file may raise anything.
-            wrong = _shown(error)
-        if wrong:
+        found, wrong = _read(folder.absolute() / "checkpoints" / str(step), layout)
+        if wrong := wrong or _wrong(found):
             reasons.append(f"step {step}: {wrong}")
             continue
         if reasons:
@@ -191,15 +180,21 @@ def checkpoint_steps(folder: pathlib.Path) -> list[int]:
     return sorted((int(p.name) for p in found if p.name.isdigit()), reverse=True)
 
 
-def _read(folder: pathlib.Path, layout: Any) -> Any:
-    """Reads a checkpoint without waiting for other processes, which may fail."""
+def _read(folder: pathlib.Path, layout: Any) -> tuple[Any, str]:
+    """What a checkpoint holds, or why it cannot be read.
+
+    It does not wait for other processes, which may fail.
+    """
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(), active_processes={jax.process_index()}
     )
     arguments = ocp.args.Composite(state=layout, position=ocp.args.JsonRestore())
     handler = ocp.CompositeCheckpointHandler()
-    with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
-        return reader.restore(folder, args=arguments)
+    try:
+        with ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+            return reader.restore(folder, args=arguments), ""
+    except Exception as error:  # A damaged file may raise anything.
+        return None, _shown(error)
 
 
 def _wrong(restored: Any) -> str:
@@ -237,17 +232,14 @@ def checksums(tree: PyTree) -> dict[str, int]:
     A storage layer may give back zeros for a chunk whose file is gone, or other numbers
     for a file with wrong bits, without an error. It is the same for any sharding.
     """
-    sums = jax.device_get(_checksums(jax.tree.leaves(tree)))
-    paths = [
-        jax.tree_util.keystr(path, simple=True, separator=".")
-        for path, _ in jax.tree.leaves_with_path(tree)
-    ]
-    return {path: int(sum_) for path, sum_ in zip(paths, sums, strict=True)}
+    sums = jax.tree.leaves_with_path(jax.device_get(_checksums(tree)))
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): int(sum_)
+        for path, sum_ in sums
+    }
 
 
-@jax.jit
-def _checksums(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [_checksum(leaf) for leaf in leaves]
+_checksums = jax.jit(lambda tree: jax.tree.map(_checksum, tree))
 
 
 def _checksum(x: jax.Array) -> jax.Array:

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from examples.pretrain.config import Config, Recipe, accumulation
-from examples.pretrain.evaluation import evaluation_batch_size
 from examples.pretrain.loading import Batches
 from examples.pretrain.meshes import batch_shards, in_effect
 from examples.pretrain.operation import report
@@ -30,15 +29,25 @@ from examples.pretrain.optimizers import find_optimizer, rates_and_decay
 from examples.pretrain.sample import check_prompt, show_samples
 from examples.pretrain.setup import State, set_up
 from examples.pretrain.task import Data, Task
-from examples.pretrain.train import Trainer, make_trainer, train
+from examples.pretrain.train import Trainer, evaluation_batch_size, make_trainer, train
 
 # Of the timing, both at least.
 REPEATS, SECONDS = 9, 0.5
 
 
 def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) -> None:
-    """Trains what is not finished, then reports on everything in the folder."""
-    check(config, task, data, mesh)
+    """Trains what is not finished, then reports on everything in the folder.
+
+    What could not be trained is refused before anything is written.
+    """
+    size, shards = config.recipe.batch_size, batch_shards(mesh)
+    if config.sample is not None:
+        check_prompt(config.sample, data.unit, getattr(config.model, "vocab_size", 0))
+    Batches(data.train, size, mesh)
+    accumulation(config.recipe, shards, config.per_device_batch)
+    evaluation_batch_size(len(data.validation), size, shards)
+    for name in config.optimizer:
+        set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
     console.print(data.description, highlight=False)
     claimed = claim(config, data)
     with writing(config.out), without_cache(console), claimed, StopSignal() as stop:
@@ -69,18 +78,6 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
             report.write(config.out, console)
             if config.sample is not None:
                 show_samples(config.out, config.sample, console)
-
-
-def check(config: Config, task: Task, data: Data, mesh: Mesh) -> None:
-    """Refuses what could not be trained, before anything is written."""
-    recipe = config.recipe
-    if config.sample is not None:
-        check_prompt(config.sample, data.unit, getattr(config.model, "vocab_size", 0))
-    Batches(data.train, recipe.batch_size, mesh)
-    accumulation(recipe, batch_shards(mesh), config.per_device_batch)
-    evaluation_batch_size(len(data.validation), recipe.batch_size, batch_shards(mesh))
-    for name in config.optimizer:
-        set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
 
 
 def train_and_save(

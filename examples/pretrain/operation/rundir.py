@@ -1,8 +1,10 @@
 """The folder of a run: one process at a time, and one configuration for good."""
 
 import contextlib
+import csv
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import pathlib
@@ -104,6 +106,13 @@ def differences(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, An
     """What two runs' facts disagree on."""
     names = dict.fromkeys([*a, *b])
     return {n: (a.get(n), b.get(n)) for n in names if a.get(n) != b.get(n)}
+
+
+def read_csv(path: pathlib.Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, up to its last line end."""
+    with open(path, newline="") as file:
+        whole, _, _ = file.read().rpartition("\n")
+    return list(csv.DictReader(io.StringIO(whole, newline="")))
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:

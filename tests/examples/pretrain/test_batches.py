@@ -120,12 +120,6 @@ def test_a_part_reads_its_own_examples_alone():
         assert source.read == [*first, *(12 + index for index in first)]
 
 
-@pytest.mark.parametrize(("part", "parts"), [(-1, 3), (3, 3), (0, 5)])
-def test_parts_that_there_are_not_are_refused(part, parts):
-    with pytest.raises(ValueError, match=f"part {part} of {parts} of a batch of 12"):
-        process_batches(train_windows(RECIPE, CORPUS), 12, part, parts)
-
-
 def mesh(devices=4, **axes):
     return make_mesh(MeshConfig(**axes), jax.devices()[:devices])
 

@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 
-from examples.pretrain import controls
+from examples.pretrain import optimizers
 from orscale_jax import muon, orscale, polar_factor
 
 PARAMS = {
@@ -34,7 +34,7 @@ def assert_same(found, expected):
 
 
 def test_adamw_with_two_rates_is_adamw_of_either_rate():
-    optimizer = controls.adamw_apart(
+    optimizer = optimizers.adamw_apart(
         optax.constant_schedule(0.1),
         adam_learning_rate=optax.constant_schedule(0.3),
         weight_dimension_numbers=None,
@@ -48,7 +48,7 @@ def test_adamw_with_two_rates_is_adamw_of_either_rate():
 def test_one_scale_has_one_scale_and_the_decay_of_muon_moonlight():
     schedule = optax.constant_schedule(0.1)
     arguments = {"weight_decay": 0.1, "adam_learning_rate": None}
-    found = updates_of(controls.one_scale(schedule, **arguments))
+    found = updates_of(optimizers.one_scale(schedule, **arguments))
     momentum, nesterov = {}, {}
     for name in ("up", "down"):
         first, second = (grads[name] for grads in GRADS)
@@ -67,7 +67,7 @@ def test_one_scale_has_one_scale_and_the_decay_of_muon_moonlight():
 @pytest.mark.parametrize("optimizer", [muon, orscale])
 def test_twice_the_decay_of_the_matrices_alone(optimizer):
     arguments = {"weight_decay": 0.1, "adam_learning_rate": None}
-    found = updates_of(controls.twice_the_decay(0.1, optimizer=optimizer, **arguments))
+    found = updates_of(optimizers.twice_the_decay(0.1, optimizer=optimizer, **arguments))
     one, two = (updates_of(optimizer(0.1, weight_decay=decay)) for decay in (0.1, 0.2))
     assert_same(found, two | {"bias": one["bias"]})
     assert np.any(one["bias"] != two["bias"])

@@ -247,10 +247,7 @@ def large_token(path):
             "399 tokens.*holds 400.*write it again",
         ),
         (cut_off_header, "within its header.*write it again"),
-        (
-            lambda path: write_header_shard(path, TOKENS[:0]),
-            "no tokens.*write it again",
-        ),
+        (lambda path: write_header_shard(path, TOKENS[:0]), "no tokens.*write it again"),
         (large_token, "token 50304.*ends at 50303.*--model.vocab-size 50305"),
         (lambda path: path.touch(), "empty.*write it again"),
     ],

@@ -296,20 +296,10 @@ def test_a_batch_that_does_not_divide_is_refused(devices, per_device_batch):
         accumulation(RECIPES["16b-a3b-orscale"], devices, per_device_batch)
 
 
-def test_hyperparameters_that_an_optimizer_does_not_take_are_refused():
-    recipe = dataclasses.replace(RECIPES["125m-orscale"], r_min=3.0, r_max=1.0)
-    with pytest.raises(UsageError, match=r"--optimizer orscale: .*r_max"):
-        make_optimizer(recipe, optax.constant_schedule(1.0))
-
-
 SMALL = TextRecipe(
-    optimizer="adamw",
-    learning_rate=0.1,
-    tokens=100,
-    seq_len=1,
-    batch_size=1,
+    optimizer="adamw", learning_rate=0.1, tokens=100, seq_len=1, batch_size=1,
     warmup_steps=0,
-)
+)  # fmt: skip
 PARAMS = {"kernel": jnp.eye(4, 6) + 0.1, "bias": jnp.ones(6)}
 GRADS = {"kernel": jnp.eye(4, 6)[:, ::-1] + 0.3, "bias": jnp.ones(6)}
 
@@ -318,10 +308,6 @@ def update(recipe, **matrices):
     schedule = optax.constant_schedule(recipe.learning_rate)
     optimizer = make_optimizer(recipe, schedule, **matrices)
     return optimizer.update(GRADS, optimizer.init(PARAMS), PARAMS)[0]
-
-
-def test_the_table_names_every_recipes_optimizer():
-    assert {recipe.optimizer for recipe in RECIPES.values()} < set(OPTIMIZERS)
 
 
 @pytest.mark.quick_first_case

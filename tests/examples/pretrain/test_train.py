@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from examples.pretrain.errors import UsageError
-from examples.pretrain.evaluation import evaluation, evaluation_batch_size
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.setup import set_up
 from examples.pretrain.tasks import make_task, read_data
-from examples.pretrain.train import make_trainer, train
+from examples.pretrain.train import evaluation, evaluation_batch_size, make_trainer, train
 from tests.examples.pretrain import tiny
 
 CORE = tiny.ROOT / "examples" / "pretrain"

@@ -7,13 +7,9 @@ import numpy as np
 import pytest
 
 from examples.pretrain.errors import RunError
-from examples.pretrain.operation.logs import (
-    Throughput,
-    check_finite,
-    throughput,
-)
+from examples.pretrain.operation.logs import Recorder, check_finite, throughput
 from examples.pretrain.operation.peaks import peak_flops
-from examples.pretrain.operation.records import Recorder, read_csv
+from examples.pretrain.operation.rundir import read_csv
 from examples.pretrain.recipes import DEMOS
 from examples.pretrain.tasks import make_task
 from examples.pretrain.train import Interval
@@ -34,8 +30,8 @@ def interval(step, *losses, seconds=0.6, **more):
 
 def test_metrics_have_a_row_for_every_step(tmp_path):
     recorder = Recorder(tmp_path, setup_of("images", has_experts=False), start=0)
-    recorder.record(interval(3, 5.0, 4.0, 3.0), {"loss": 3.5, "accuracy": 0.25})
-    recorder.record(interval(4, 2.0, seconds=1.0), {})
+    recorder.record(interval(3, 5.0, 4.0, 3.0), {"loss": 3.5, "accuracy": 0.25}, True)
+    recorder.record(interval(4, 2.0, seconds=1.0), {}, False)
     assert (tmp_path / "metrics.csv").read_text().splitlines() == [
         "optimizer,step,images,train_loss,val_loss,val_accuracy,learning_rate,grad_norm,seconds",
         "orscale,1,64,5.000000,,,0,10,0.200",
@@ -52,10 +48,9 @@ def test_a_run_that_carries_on_continues_its_records(tmp_path):
     loads = np.array([[0.25, 0.75], [0.5, 0.5]])
     for step in (2, 4):
         done = interval(step, 5.0, 4.0, expert_load=loads)
-        recorder.record(done, {})
-        recorder.record_loads(done)
+        recorder.record(done, {}, with_loads=True)
     recorder = Recorder(tmp_path, setup, start=2)
-    recorder.record(interval(3, 9.0), {"loss": 1.0})
+    recorder.record(interval(3, 9.0), {"loss": 1.0}, False)
     rows = read_csv(tmp_path / "metrics.csv")
     seconds = {row["step"]: row["seconds"] for row in rows}
     assert seconds == {"1": "0.300", "2": "0.600", "3": "1.200"}
@@ -114,18 +109,18 @@ def test_operations_of_a_mixture_are_those_of_a_tokens_experts():
 
 def test_utilization_is_a_share_of_the_peak_of_all_devices(monkeypatch):
     task = make_task(tiny.config())
-    found = throughput(task, examples=10, seconds=2.0)  # On what has no known peak.
-    assert found == Throughput(10 * T / 2, "tokens", None)
-    assert str(found) == "80 tokens/s"
+    # On what has no known peak, and where operations are not counted.
+    assert throughput(task, 10, 2.0) == (10 * T / 2, "80 tokens/s")
     device = types.SimpleNamespace(device_kind="NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax, "devices", lambda: [device] * 4)
     monkeypatch.setattr(jax, "device_count", lambda: 4)
-    found = throughput(task, examples=1000, seconds=0.5)
-    assert found.items_per_second == 1000 * T / 0.5
-    assert found.utilization == pytest.approx(1000 * FLOPS / 0.5 / (4 * 989e12))
-    assert str(Throughput(12_345.6, "tokens", 0.4567)) == "12,346 tokens/s  45.7% MFU"
-    images = throughput(make_task(DEMOS["demo-vision"]), examples=10, seconds=2.0)
-    assert images == Throughput(5.0, "images", None)  # Operations are not counted.
+    share = 10**9 * FLOPS / 0.5 / (4 * 989e12)
+    assert share > 0.001
+    rate, shown = throughput(task, 10**9, 0.5)
+    assert rate == 10**9 * T / 0.5
+    assert shown == f"{rate:,.0f} tokens/s  {100 * share:.1f}% MFU"
+    images = throughput(make_task(DEMOS["demo-vision"]), 10, 2.0)
+    assert images == (5.0, "5 images/s")
 
 
 def test_peaks_of_devices():

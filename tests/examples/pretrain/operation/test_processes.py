@@ -18,6 +18,7 @@ from rich.console import Console
 
 from examples.pretrain.errors import AGAIN, RunError
 from examples.pretrain.operation import processes, run
+from examples.pretrain.operation.logs import TensorBoard
 from examples.pretrain.operation.processes import (
     Stopped,
     StopSignal,
@@ -28,7 +29,6 @@ from examples.pretrain.operation.processes import (
     without_cache,
     writing,
 )
-from examples.pretrain.operation.records import TensorBoard
 from orscale_jax.diagnostics.history import StepFile
 from tests import commands
 from tests.examples.pretrain import tiny

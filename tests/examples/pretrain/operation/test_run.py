@@ -10,7 +10,7 @@ from PIL import Image
 
 from examples.pretrain import compare, tasks
 from examples.pretrain.meshes import make_mesh
-from examples.pretrain.operation import plots, records
+from examples.pretrain.operation import logs, report
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
@@ -107,7 +107,7 @@ def setup_of(optimizer):
 
 def test_the_audit_is_of_the_optimizer_of_the_run(finished):
     def rows(optimizer):
-        return {row.path: row for row in records.audit(setup_of(optimizer)).rows}
+        return {row.path: row for row in logs.audit(setup_of(optimizer)).rows}
 
     up = "blocks.0.mlp.up.kernel"  # 16×64
     assert rows("orscale")[up].scale == pytest.approx(0.2 * 64**0.5)
@@ -121,10 +121,10 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
 
 def test_the_gain_of_a_step_is_measured_at_the_optimizers_scale(monkeypatch, tmp_path):
     setup, scale = setup_of("momentum_denominator"), {}
-    history = records.Readouts(tmp_path, setup, 0)
-    monkeypatch.setattr(records.diagnostics, "measure", lambda *_, **__: {})
+    history = logs.Readouts(tmp_path, setup, 0)
+    monkeypatch.setattr(logs.diagnostics, "measure", lambda *_, **__: {})
     monkeypatch.setattr(
-        records.diagnostics, "step_gain", lambda *_, **given: scale.update(given)
+        logs.diagnostics, "step_gain", lambda *_, **given: scale.update(given)
     )
     batch = {"tokens": np.zeros((8, 9), np.int32)}
     history.record(1, setup.initial_state(), [batch], loss=1.0)
@@ -165,7 +165,7 @@ def test_the_figure_of_the_loads_of_experts(tmp_path):
         for layer in range(2)
         for e, share in enumerate((0.5, 0.25, 0.25))
     ]
-    plots.draw_loads(tmp_path / "loads.png", rows, "Model; rate; seed")
+    report.draw_loads(tmp_path / "loads.png", rows, "Model; rate; seed")
     assert_drawn(tmp_path / "loads.png")
 
 
