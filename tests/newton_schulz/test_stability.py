@@ -13,7 +13,7 @@ from orscale_jax.newton_schulz.coefficients import polar_express_coefficients
 from tests import oracle, polar_margins
 from tests.spectra import hadamard_bases, random_bases
 
-PAGE = Path(__file__).parents[2] / "docs" / "newton_schulz.md"
+PAGE = Path(__file__).parents[2] / "docs" / "study" / "measurements.md"
 TABLES = {
     **{name: np.array(rows) for name, rows in coefficients.PRESETS.items()},
     "safer": polar_express_coefficients(safety_factor=1.05),
