@@ -32,8 +32,8 @@ class Recipe:
     # Whether other optimizers take the multiple of AdamW's rate that
     # docs/hyperparameters.md advises, such as twice for Muon, or all share one.
     rates: Literal["advised", "shared"] = "advised"
-    # Peak learning rate of what takes AdamW beside matrices. Nothing: that of the
-    # matrices, or the advised one.
+    # Peak learning rate of the parameters that AdamW trains beside the matrices. None:
+    # that of the matrices, or the advised one.
     adam_learning_rate: float | None = None
     # Decay rate of AdamW's first moment.
     adam_b1: float = 0.9
@@ -43,23 +43,23 @@ class Recipe:
     weight_decay: float = 0.1
     # Momentum of the matrices, and of LARS.
     momentum: float = 0.95
-    # Lower bound of the trust ratio. Nothing: the optimizer's own.
+    # Lower bound of the trust ratio. None: the optimizer's own.
     r_min: float | None = None
-    # Upper bound of the trust ratio. Nothing: the optimizer's own.
+    # Upper bound of the trust ratio. None: the optimizer's own.
     r_max: float | None = None
-    # Largest global norm of a gradient; a longer one is scaled down. Nothing: any.
+    # Largest global norm of a gradient; a longer one is scaled down. None: any.
     clip: float | None = 1.0
     # Steps of linear warmup; a cosine to zero follows.
     warmup_steps: int = 1_000
-    # Optimizer steps, instead of --tokens or --epochs. Nothing: as many as these make.
+    # Optimizer steps, instead of --tokens or --epochs. None: as many as these make.
     steps: int | None = None
     # Sequences or images per step, over all devices.
     batch_size: int = 256
-    # Of the initial weights and the order of the data; three seeds go on from it.
+    # Seed of the initial weights and of the order of the data.
     seed: int = 42
-    # Steps between validations. Nothing: an epoch of images, or all steps.
+    # Steps between validations. None: an epoch of images, or all steps.
     val_every: int | None = 500
-    # Batches of a validation, always the same. Nothing: all validation data.
+    # Batches of a validation, always the same. None: all validation data.
     val_batches: int | None = 20
     # Dtype of the weights.
     param_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -88,7 +88,7 @@ class Recipe:
         if self.num_steps <= self.warmup_steps:
             raise UsageError(
                 f"--warmup-steps {self.warmup_steps} must be below the "
-                f"{self.num_steps} steps."
+                f"{self.num_steps} steps: pass a smaller one, or more --steps."
             )
 
     @property
@@ -181,22 +181,22 @@ class Config:
     # Folder of the run: checkpoints, metrics, figures.
     out: pathlib.Path
     # Training data of a language model: text files, folders or globs, read as bytes; or
-    # .bin shards of uint16 tokens, as nanoGPT or modded-nanogpt write them. Nothing: the
+    # .bin shards of uint16 tokens, as nanoGPT or modded-nanogpt write them. None: the
     # source of this machine's own Python standard library. Of a vision model: the folder
-    # of CIFAR-10's files. Nothing: drawings of shapes.
+    # of CIFAR-10's files. None: drawings of shapes.
     data: tuple[str, ...] = ()
-    # Validation data of a language model, likewise. Nothing: the files of --data with
+    # Validation data of a language model, likewise. None: the files of --data with
     # 'val' in their name, else a tenth of its files, chosen by a hash of their names; of
     # a single file, its last tenth.
     val_data: tuple[str, ...] = ()
     # Examples that a device takes at once; a step adds up as many gradients as its batch
-    # needs. Nothing: the whole batch at once.
+    # needs. None: the whole batch at once.
     per_device_batch: int | None = None
     # Parts of the vocabulary whose logits exist at the same time.
     loss_chunks: int = 1
     # Steps between readings of metrics and trust ratios.
     log_every: int = 10
-    # Steps between measurements of the gain over Muon. Nothing: none.
+    # Steps between measurements of the gain over Muon. None: no measurement.
     measure_every: int | None = None
     # Batches to measure them on; each takes as long as ten steps.
     measure_batches: int = 4
@@ -204,7 +204,7 @@ class Config:
     checkpoint_every: int = 100
     # Checkpoints to keep, the newest ones.
     keep: int = 2
-    # Text that every model continues at the end. Nothing: none.
+    # Text that every model continues at the end. None: no text.
     sample: str | None = None
     # Write event files for TensorBoard.
     tensorboard: bool = False

@@ -42,7 +42,7 @@ ZERO1 = {"embed": ("fsdp", "data"), "expert_embed": ("fsdp", "data")}
 class MeshConfig:
     """Lengths of the axes of the mesh, whose product is the number of devices."""
 
-    # Replicas of the model. Nothing: as many as the other axes leave room for.
+    # Replicas of the model. None: as many as the other axes leave room for.
     data: int | None = None
     # Devices over which the weights and the optimizer's state of a replica are sharded.
     fsdp: int = 1

@@ -29,13 +29,13 @@ BYTES = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a text goes on."""
+    """How to sample."""
 
     # Bytes to write, at most: the model may end the text before.
     length: int = 200
     # The logits are divided by it. 0 takes the likeliest byte every time.
     temperature: float = 0.8
-    # The likeliest bytes, of which one is drawn. Nothing: all of them.
+    # The likeliest bytes, of which one is drawn. None: all of them.
     top_k: int | None = None
     # Of the draws; the same seed gives the same text.
     seed: int = 0
@@ -56,11 +56,11 @@ class Sampling:
 class Command:
     """Continue a text with the model of a run's newest checkpoint."""
 
-    # The text to continue. Nothing: a new document.
+    # The text to continue. None: a new document.
     prompt: tyro.conf.Positional[str] = ""
     # Folder of a run: of one optimizer, or of several, whose models then take turns.
     run: pathlib.Path = pathlib.Path("runs/text")
-    # How it goes on.
+    # How to sample.
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
 
 

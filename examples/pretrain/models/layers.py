@@ -20,7 +20,7 @@ class LayerConfig:
     rope_base: float = 10_000.0
     # Number added to the mean square that a norm divides by.
     norm_eps: float = 1e-6
-    # Standard deviation of initial weights. Nothing: the inverse root of the fan-in.
+    # Standard deviation of initial weights. None: the inverse root of the fan-in.
     init_std: float | None = None
     # Numbers that activations are computed in, and those that weights are kept in.
     dtype: DTypeLike = "float32"
