@@ -197,9 +197,9 @@ def test_a_state_of_abstract_parameters_and_of_keys():
     keys, zero = {"key": jax.random.key(0)}, {"key": jnp.zeros(())}
     plain = orscale(RATE)
     keep_master_weights(optax.sgd(RATE)).init(keys)
-    with pytest.raises(ValueError, match=r"'key' has shape \(\) and dtype key<"):
+    with pytest.raises(ValueError, match=r"'key' has dtype key<"):
         plain.update(keys, plain.init(zero), keys)
-    with pytest.raises(ValueError, match=r"'key' has shape \(\) and dtype float32"):
+    with pytest.raises(ValueError, match=r"'key' has dtype float32"):
         plain.update(zero, plain.init(keys), keys)
     with pytest.raises(ValueError, match=r"'w' .*jax\.eval_shape\(optimizer\.init"):
         family.hyperball(RATE).init({"w": jax.ShapeDtypeStruct((4, 6), jnp.float32)})

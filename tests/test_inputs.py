@@ -945,7 +945,7 @@ def test_gradients_of_integers_from_allow_int():
     params = {"count": jnp.arange(3), "w": jnp.eye(3)}
     grads = jax.grad(lambda p: p["w"].sum() * p["count"][0], allow_int=True)(params)
     optimizer = orscale(RATE, weight_dimension_numbers={"count": None, "w": Dims(0, 1)})
-    words = r"gradient of parameter 'count' has .* dtype .*float0"
+    words = r"gradient of parameter 'count' has dtype .*float0"
     with pytest.raises(ValueError, match=words):
         optimizer.update(grads, optimizer.init(params), params)
 
@@ -1001,6 +1001,7 @@ def test_dtypes_of_too_few_bits(dtype):
 
 MEANT = {
     "b1": "adam_b1", "beta": "momentum", "lr": "learning_rate",
+    "adam_lr": "adam_learning_rate", "adam_wd": "adam_weight_decay",
     "mask": "weight_decay_mask", "momentun": "momentum", "coeffs": "ns_coeffs",
     "dtype": "mu_dtype or ns_dtype", "decay": "weight_decay or adam_weight_decay",
 }  # fmt: skip

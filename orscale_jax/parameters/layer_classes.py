@@ -39,7 +39,7 @@ _VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
 _BY_PATH = (
     ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
     ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
-    ("embedding", r"\brelative (position|attention) bias\b"),
+    ("embedding", r"\brelative (position|attention) bias\b|(^|\.)positions?$"),
     (
         "norm",
         r"(?!.*\bkernel)\b(\w*norm(alization)?s?\d*|ln\d*|bn\d*|rms)\b"

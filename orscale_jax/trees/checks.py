@@ -47,7 +47,7 @@ class _Difference(NamedTuple):
         """The difference, given what the trees are, such as "the gradients"."""
 
         def place(*path: str) -> str:
-            return repr(".".join(path)) if path else "the root"
+            return repr(".".join(path)) if path else "the whole tree"
 
         def kind(node: Any) -> str:
             if hasattr(node, "shape"):
@@ -86,7 +86,13 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
         own, dtype = (
             getattr(x, "dtype", None) or jnp.result_type(x) for x in (param, update)
         )
-        unfit = np.shape(update) != np.shape(param) or dtype == jax.dtypes.float0
+        if np.shape(update) != np.shape(param):
+            raise ValueError(
+                f"the gradient of parameter {quoted(path)} has shape {np.shape(update)}, "
+                f"but the parameter has shape {np.shape(param)}: pass a gradient of that "
+                "shape."
+            )
+        unfit = dtype == jax.dtypes.float0
         unfit |= jnp.issubdtype(own, jax.dtypes.extended)  # The key of a generator.
         if jnp.issubdtype(own, jnp.floating):
             real = jnp.issubdtype(dtype, jnp.floating)
@@ -96,9 +102,8 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
                 unfit = True
         if unfit:
             raise ValueError(
-                f"the gradient of parameter {quoted(path)} has shape {np.shape(update)} "
-                f"and dtype {dtype}, but the parameter has shape {np.shape(param)} and "
-                f"dtype {own}: pass a real gradient of that shape, of a dtype that JAX "
+                f"the gradient of parameter {quoted(path)} has dtype {dtype}, but the "
+                f"parameter has dtype {own}: pass a real gradient, of a dtype that JAX "
                 "promotes to the parameter's, and parameters of at least 16 bits."
             )
 
@@ -171,7 +176,7 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
             f"the state does not fit the parameters: {entry.field}{of} has shape "
             f"{np.shape(found)} and dtype {jnp.result_type(found)} instead of "
             f"{np.shape(entry.array)} and {jnp.result_type(entry.array)}{where}. Pass "
-            "the state of these parameters and dimension numbers, or start anew with "
+            "the state of these parameters and dimension numbers, or start over with "
             "optimizer.init(params)."
         )
 

@@ -187,6 +187,7 @@ ADAMW = """
     attn.relative_position_bias_table LayerNormMLP_0.scale norm_proj.scale LMHead_0
     head.kernel tokEmb pos_embed.value to_logits.weight ln_mlp.weight
     embedding embed_tokens.kernel tok_embeddings wte wpe.kernel Embed_0.kernel pos_embed
+    position encoder.positions
     unembed lm_head head lmHead.kernel output_head.kernel logits logits_dense.kernel
     classifier patchEmbed tok_emb posEmb vocab tok pos vocab_proj TokEmb
 """.split()
