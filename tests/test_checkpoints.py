@@ -242,6 +242,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("back", [False, pytest.param(True, marks=pytest.mark.extended)])
 def test_another_structure_is_an_error(other, back, tmp_path):

@@ -450,6 +450,7 @@ def matrices(numbers, w):
     return [np.s_[:]] if numbers == FLAT else [np.s_[i] for i in range(3)]
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(("before", "after"), KINDS)
 def test_the_momentum_goes_on_in_the_new_matrices(before, after):
     params, state = trained(build(muon, *before))

@@ -237,6 +237,7 @@ def of_linen(call, inputs):
     return adamw_kernels(linen_dimension_numbers(model, *inputs))
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("name", HEADS)
 def test_an_output_layer(name):
     call, inputs, expected = HEADS[name]

@@ -85,6 +85,7 @@ def test_the_page_has_the_table_of_its_command():
     assert table in PAGE.read_text()
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("preset", coefficients.PRESETS)
 def test_the_rounding_of_every_platform_is_below_the_margin(preset):
     """For bfloat16 (GPU and TPU by default), float32 (CPU) and float16 (on request)."""

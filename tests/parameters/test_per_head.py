@@ -160,6 +160,7 @@ def tree_of(name, leaf):
     return functools.reduce(lambda tree, key: {key: tree}, modules[::-1], {last: leaf})
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("start", range(4))
 def test_each_head_is_a_matrix(start, subtests):
     for name in list(LAYOUTS)[start::4]:

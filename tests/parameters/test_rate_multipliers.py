@@ -177,6 +177,7 @@ def test_traced_values_pass():
     np.testing.assert_allclose(grow(step(3.0) / step(1.0)), 3.0, rtol=1e-6)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     ("numbers", "shape"),
     [
