@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, NamedSharding
 
 from orscale_jax import _checks
 from orscale_jax.audit.state import leaves_by_path
@@ -118,6 +118,8 @@ def _drawn(leaf: Any, seed: int, size: float) -> jax.Array:
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         remedy = "the optimizer runs, so that the parameters' mesh must not be abstract"
         _checks.refuse("probe", True, remedy)
+    if not isinstance(sharding, NamedSharding):
+        sharding = None  # Beside others on a mesh, one device's would not be accepted.
     return _draw(np.shape(leaf), jnp.result_type(leaf), sharding)(seed, size)
 
 

@@ -150,6 +150,9 @@ def test_sharded_parameters(kind):
     specs = {"w": P("a", "b"), "x": P("b", "a"), "b": P("b")}
     params = placed(tree(0, shapes=SHAPES), mesh, specs)
     assert kinds(muon(1e-2), params) == OURS
+    on_one_device = {"b": jnp.zeros(SHAPES["b"])}  # Made without a mesh.
+    with jax.set_mesh(mesh):
+        assert kinds(muon(1e-2), params | on_one_device) == OURS
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
     )
