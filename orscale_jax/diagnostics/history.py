@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 FILE_NAME = "history.csv"
 # κ along the step and its standard error, in steps that are given what step_gain found.
 GAINED = ("kappa_step", "kappa_step_stderr")
-# Converters of pandas.read_csv: parameters may be called "NA", a lone one has no name.
-TEXTS = {"matrix": str, "class": str}
 
 
 class StepFile:
@@ -50,7 +48,8 @@ class StepFile:
                 f"{', '.join(self.columns)}: pass the same columns (to a History: the "
                 "same measurements and scalars), or another path."
             )
-        os.truncate(self.path, self._count(lines, len(header)))
+        end = self._count(lines, len(header))
+        os.truncate(self.path, end)
         rows = [rows for _, rows in self.steps.values()]
         if rows and rows[-1] < rows[0]:
             self.rewind([*self.steps][-2])
@@ -219,9 +218,17 @@ class History:
 
     def frame(self) -> "pandas.DataFrame":
         """The file as a data frame of pandas."""
-        import pandas
+        return read_rows(self.path)
 
-        return pandas.read_csv(self.path, converters=TEXTS)
+
+def read_rows(file: Any) -> "pandas.DataFrame":
+    """The rows of a history, in which "NA" and an empty text are names of matrices."""
+    import pandas
+
+    rows = pandas.read_csv(file, dtype=str, keep_default_na=False)
+    numbers = rows.columns.difference(["matrix", "class"])
+    rows[numbers] = rows[numbers].apply(pandas.to_numeric, errors="coerce")
+    return rows
 
 
 def _text(value: Any) -> str:

@@ -29,11 +29,7 @@ ByPath: TypeAlias = dict[Path, Any]
 _Value = TypeVar("_Value")
 
 # The fields with one entry per matrix that all states of the ratio have.
-_FIELDS = [
-    name
-    for name in CalibratedTrustRatioState._fields
-    if name not in ("anchor_count", "bounds")
-]
+_FIELDS = {*CalibratedTrustRatioState._fields} - {"anchor_count", "bounds"}
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 _FORMS = (
     "pass a number, a schedule, or a mapping from the labels of optax.partition to them"
@@ -90,9 +86,9 @@ def read(
     r"""Read norms, ratios and steps of every matrix off an optimizer's state.
 
     Call it with what a training loop holds after ``optax.apply_updates``, inside or
-    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, and
-    keeps it in its state; the cost is one norm of the parameters. Nothing is sent to the
-    host. On a mesh, one number per matrix is summed over the devices that share it.
+    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, so
+    the cost is one norm of the parameters. Nothing is sent to the host. On a mesh, one
+    number per matrix is summed over the devices that share it.
 
     Args:
       state: The state after the update, of :func:`orscale_jax.orscale`,
@@ -115,8 +111,7 @@ def read(
     Raises:
       ValueError: If the state is of another optimizer, has other matrices or has none, a
         schedule is given and the state has no count, or one rate is given although the
-        state shows that the groups have different ones: some have a schedule and others
-        do not, or each has its own in the state.
+        state shows that groups have different ones.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -232,17 +227,13 @@ def _weight_norms(
 def _of_matrices(
     at: dict[str, jax.Array], weight_norm: jax.Array, eta: ArrayLike | None
 ) -> dict[str, jax.Array]:
-    """The readouts of the matrices in one leaf, from its fields of the state."""
+    """The readouts of the matrices in one leaf, and its fields of the state."""
     ratio, c, first = at["trust_ratio"], at["calibration"], at["anchor_weight_norm"]
     r_min, r_max = at["bounds"].astype(ratio.dtype)
     anchored, known = (c != 0) & (c != 1) & jnp.isfinite(c), first > 0
     growth = jnp.where(known, weight_norm / jnp.where(known, first, 1), 1)
-    readouts = {
-        "trust_ratio": ratio,
-        "raw_trust_ratio": at["raw_trust_ratio"],
-        "calibration": c,
+    readouts = at | {
         "weight_norm": weight_norm,
-        "direction_norm": at["direction_norm"],
         # Where c is not set, W₀ is still to come.
         "growth": jnp.where(known | ~anchored, growth, jnp.nan),
         "at_r_min": ratio <= r_min,

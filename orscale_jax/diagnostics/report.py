@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from orscale_jax.diagnostics.history import FILE_NAME, GAINED, TEXTS
+from orscale_jax.diagnostics.history import FILE_NAME, GAINED, read_rows
 from orscale_jax.diagnostics.problems import Problem, find_problems
 
 # What can be told apart in a figure, and read in a table.
@@ -107,16 +107,14 @@ def read_run(folder: pathlib.Path) -> Run:
     text = path.read_bytes()
     whole = text[: text.rfind(b"\n") + 1]  # It may be killed in the middle of a row.
     try:
-        rows = pd.read_csv(io.BytesIO(whole), converters=TEXTS)
+        rows = read_rows(io.BytesIO(whole))
     except ValueError as error:  # As those of pandas are, and those of encodings.
         raise RunError(f"{path} is not the history of a run: {error}") from error
-    if missing := [name for name in ("step", *TEXTS) if name not in rows]:
+    if missing := [name for name in ("step", "matrix", "class") if name not in rows]:
         raise RunError(
             f"{path} has no column {' or '.join(missing)}: pass a folder that "
             "orscale_jax.diagnostics.History wrote."
         )
-    numbers = rows.columns.difference([*TEXTS])
-    rows[numbers] = rows[numbers].apply(pd.to_numeric, errors="coerce")
     if rows["step"].isna().any():
         raise RunError(f"{path} has rows without a step: the file is damaged.")
     sizes = rows.groupby("step", sort=False).size()
@@ -189,7 +187,7 @@ def uniform_part(run: Run) -> pd.DataFrame:
 
     def mean(column: str, *by: str) -> pd.Series:
         products = rows.assign(product=rows[column] * rows["weight"])
-        sums = products.groupby(list(by))[["product", "weight"]].sum()
+        sums = products.groupby([*by])[["product", "weight"]].sum()
         return sums["product"] / sums["weight"]
 
     uniform = mean("log", "step")

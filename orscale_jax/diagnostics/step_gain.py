@@ -46,13 +46,6 @@ class StepGain(NamedTuple):
     muon_learning_rate: Estimate
 
 
-class _Slopes(NamedTuple):
-    """Slopes of one micro-batch along sQ and along r̂sQ, each of shape (2,)."""
-
-    descent: jax.Array  # ⟨G, Δ⟩
-    curvature: jax.Array  # ⟨Δ, HΔ⟩
-
-
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The work on one micro-batch; static in compiled programs."""
@@ -201,7 +194,7 @@ def step_gain(
         _slopes(work, params, batch, factors[1 - index % 2], (s, scaled))
         for index, batch in enumerate(found)
     ]
-    return _gain(jax.tree.map(lambda *xs: jnp.stack(xs), *slopes))
+    return _gain(jnp.stack(slopes))
 
 
 def micro_batches(
@@ -262,8 +255,8 @@ def _slopes(
     batch: Any,
     factors: PyTree,
     multipliers: tuple[PyTree, PyTree],
-) -> _Slopes:
-    """Slope and curvature of the loss along both steps."""
+) -> jax.Array:
+    """⟨G, Δ⟩ and ⟨Δ, HΔ⟩ of one micro-batch, along both steps: shape (2, 2)."""
     weights = work.weights(params)
     gradient, hessian = jax.linearize(work.gradient(params, batch), weights)
 
@@ -276,22 +269,21 @@ def _slopes(
         step = jax.tree.map(
             lambda q, by, w: (q * by).astype(w.dtype), factors, of_step, weights
         )
-        found.append(_Slopes(inner(gradient, step), inner(step, hessian(step))))
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
+        found.append([inner(gradient, step), inner(step, hessian(step))])
+    return jnp.array(found)
 
 
 @jax.jit
-def _gain(slopes: _Slopes) -> StepGain:
-    """The estimates, of slopes stacked along the first axis."""
-    count = len(slopes.descent)
-    mean = jax.tree.map(lambda x: jnp.mean(x, axis=0, keepdims=True), slopes)
-    others = jax.tree.map(lambda m, x: (count * m - x) / (count - 1), mean, slopes)
+def _gain(slopes: jax.Array) -> StepGain:
+    """The estimates, of the slopes of all micro-batches."""
+    count, mean = len(slopes), jnp.mean(slopes, axis=0, keepdims=True)
+    others = (count * mean - slopes) / (count - 1)
 
-    def of_means(means: _Slopes) -> tuple[jax.Array, ...]:
-        """κ and the two learning rates, of slopes of shape (..., 2)."""
-        curvature = jnp.where(means.curvature > 0, means.curvature, jnp.nan)
-        rates = means.descent / curvature
-        decreases = means.descent * rates
+    def of_means(means: jax.Array) -> tuple[jax.Array, ...]:
+        """κ and the two learning rates, of slopes of shape (..., 2, 2)."""
+        descent, curvature = means[..., 0], means[..., 1]
+        rates = descent / jnp.where(curvature > 0, curvature, jnp.nan)
+        decreases = descent * rates
         return decreases[:, 1] / decreases[:, 0], rates[:, 1], rates[:, 0]
 
     pairs = zip(of_means(mean), of_means(others), strict=True)

@@ -86,11 +86,11 @@ def summarize(
     """
     trees = fields_of(reading)
     leaves = {name: known_leaves(tree, reading) for name, tree in trees.items()}
-    labels = classes_of(classes, reading.weight_norm)
-    names = [label.replace(" ", "_") + "/" for label in labels]
+    given = classes_of(classes, reading.weight_norm)
+    labels = [label.replace(" ", "_") + "/" for label in given]
     scalars: dict[str, jax.Array] = {}
-    for group in ["", *sorted({*names} if classes is not None else ())]:
-        members = [i for i, name in enumerate(names) if group in ("", name)]
+    for group in ["", *sorted({*labels} if classes is not None else ())]:
+        members = [i for i, label in enumerate(labels) if group in ("", label)]
         vectors = {
             field: vector(known)
             for field, arrays in leaves.items()
@@ -154,6 +154,9 @@ def tabulate(
     trees = fields_of(reading) | dict(measurements or {})
     like = reading.weight_norm
     wanted = {path: np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(like)}
+    sizes = [math.prod(shape) for shape in wanted.values()]
+    labels = np.repeat(classes_of(classes, like), sizes)
+    columns = {"matrix": np.array(_names_of(like)), "class": labels}
     for name, tree in trees.items():
         found = jax.tree.leaves_with_path(tree)
         shapes = {path: np.shape(leaf) for path, leaf in found}
@@ -165,20 +168,15 @@ def tabulate(
                 "of the reading, with arrays of their shapes."
             )
         for path, leaf in found:
-            here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+            here = getattr(leaf, "is_fully_addressable", True)
             if not here and not leaf.is_fully_replicated:
                 raise ValueError(
                     f"{name} at {jax.tree_util.keystr(path)} is also on devices of other "
                     "processes: compile read() with replicated out_shardings, or gather "
                     "it with jax.experimental.multihost_utils.process_allgather."
                 )
-    labels = classes_of(classes, like)
-    sizes = [np.size(leaf) for leaf in jax.tree.leaves(like)]
-    columns = {"matrix": np.array(_names_of(like)), "class": np.repeat(labels, sizes)}
-    for name, tree in trees.items():
         leaves = jax.device_get(known_leaves(tree, reading))
-        known = [x.dtype for x in leaves if x is not None]
-        dtype = known[0] if known else np.dtype(np.float32)
+        dtype = next(leaf.dtype for leaf in leaves if leaf is not None)
         missing = False if dtype.kind == "b" else np.nan
         columns[name] = np.concatenate(
             [
