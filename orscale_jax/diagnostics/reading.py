@@ -29,7 +29,7 @@ ByPath: TypeAlias = dict[Path, Any]
 _Value = TypeVar("_Value")
 
 # The fields with one entry per matrix that all states of the ratio have.
-_FIELDS = {*CalibratedTrustRatioState._fields} - {"anchor_count", "bounds"}
+_FIELDS = sorted({*CalibratedTrustRatioState._fields} - {"anchor_count", "bounds"})
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 _FORMS = (
     "pass a number, a schedule, or a mapping from the labels of optax.partition to them"

@@ -1,7 +1,4 @@
-"""The report of a run: one HTML page, and its figures as PNG beside it.
-
-Needs matplotlib and pandas, the extra ``orscale-jax[report]``.
-"""
+"""The report of a run: one HTML page and its figures, with the extra ``report``."""
 
 import html
 import io
@@ -171,10 +168,8 @@ def _thinned(steps: list[Any]) -> list[Any]:
 
 
 def uniform_part(run: Run) -> pd.DataFrame:
-    """What all ratios share at each step, the rest of each class, and the spread.
-
-    As in ``summarize``: means of log r̂ over what is measured, by the relative steps.
-    """
+    """At each step what all ratios share, the rest of each class, and the spread."""
+    # As in summarize: means of log r̂ over what is measured, by the relative steps.
     rows = run.shown[run.shown["trust_ratio"] > 0]
     for column in ("calibration", "direction_norm"):
         if column in rows:
@@ -376,11 +371,7 @@ FIGURES = {
 def write_report(
     folder: str | pathlib.Path, out: str | pathlib.Path | None = None
 ) -> pathlib.Path:
-    """Write the report of a run; the path of its page, which needs no other file.
-
-    Raises:
-      RunError: No report can be made from this folder.
-    """
+    """Write the report of a run, or raise RunError; its page needs no other file."""
     run = read_run(pathlib.Path(folder))
     out = pathlib.Path(folder) / "report" if out is None else pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
