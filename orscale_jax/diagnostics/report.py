@@ -371,7 +371,7 @@ FIGURES = {
 def write_report(
     folder: str | pathlib.Path, out: str | pathlib.Path | None = None
 ) -> pathlib.Path:
-    """Write the report of a run, or raise RunError; its page needs no other file."""
+    """Write the report of a run; the path of its page. RunError if there is none."""
     run = read_run(pathlib.Path(folder))
     out = pathlib.Path(folder) / "report" if out is None else pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
