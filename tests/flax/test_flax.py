@@ -903,7 +903,12 @@ class Normalized(nnx.Module):
 def test_of_an_nnx_model_what_is_trained_counts():
     model = Normalized(nnx.Rngs(0))
     numbers = nnx_dimension_numbers(model)
-    wanted = {"up.bias", "up.kernel", "norm.scale", "norm.bias", "down.bias", "down.kernel"}
+    names = {
+        "up": ("bias", "kernel"),
+        "norm": ("bias", "scale"),
+        "down": ("bias", "kernel"),
+    }
+    wanted = {f"{layer}.{name}" for layer in names for name in names[layer]}
     transformation = orscale(1e-2, weight_dimension_numbers=numbers)
     optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
     for options in ({}, {"optimizer": optimizer}, {"optimizer": transformation}):
