@@ -64,6 +64,10 @@ TPU_V5P = Hardware(3e14, fast=Link(1.5e11, 2e-9), slow=Link(6.25e9, 2e-5))
 H100 = Hardware(6e14, fast=Link(3e11, 2e-6), slow=Link(2.5e10, 5e-6))
 VIRTUAL = Hardware(3e14, fast=Link(1.5e11, 0.0), slow=Link(6.25e9, 0.0))
 
+# Of an axis of fast links at least so many neighbours share work. In parts of four, GPT-2
+# on eight v5e chips would send 5 % less, and its program took a fifth more memory.
+SMALLEST_PART = 8
+
 
 class DeviceGroup(NamedTuple):
     """The devices along some factors of a mesh, and how collectives name them."""
@@ -639,8 +643,10 @@ def _repeated(bucket: Bucket, mesh: MeshShape) -> Iterator[Bucket]:
     for sharing in ways:
         yield _shared_along(bucket, sharing, mesh)
     for first, *others in filter(None, ways):
-        for groups in _divisors(mesh.factors[first])[1:-1] if first in optional else ():
-            yield _shared_along(bucket, (first, *others), mesh, groups)
+        length, least = mesh.factors[first], 2 if first in mesh.slow else SMALLEST_PART
+        for groups in _divisors(length)[1:] if first in optional else ():
+            if length // groups >= least:
+                yield _shared_along(bucket, (first, *others), mesh, groups)
 
 
 @functools.cache

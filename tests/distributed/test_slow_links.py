@@ -17,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
 from orscale_jax.distributed.plan import (
+    H100,
     TPU_V5P,
     VIRTUAL,
     Bucket,
@@ -154,6 +155,20 @@ def test_a_lone_small_matrix_is_not_gathered_from_every_device():
     assert (bucket.group_size, bucket.traffic.nbytes) == (1, 0)
 
 
+@pytest.mark.parametrize("hardware", [TPU_V5P, H100])
+@pytest.mark.parametrize("slow", [(), ("replica",)])
+def test_more_replicas_cost_no_more(slow, hardware):
+    """As many as are best share the work of 24 matrices, and the others repeat it."""
+    costs = []
+    for replicas in (1, 4, 8, 16, 64, 4096):
+        sizes = {"replica": replicas, "fsdp": 8}
+        mesh = MeshShape(sizes, dict.fromkeys(slow, replicas))
+        given = [array(2048, 8192, ("fsdp",), ())] * 24
+        buckets = plan_buckets(given, mesh, LARGE, CostModel(hardware))
+        costs.append(sum(bucket.cost for bucket in buckets))
+    assert costs == sorted(costs, reverse=True)
+
+
 def every_bucket(count, shape, rows, mesh):
     """All ways to compute ``count`` matrices, alike, by one bucket."""
 
@@ -163,11 +178,12 @@ def every_bucket(count, shape, rows, mesh):
     free = [name for name in mesh.factors if name not in rows]
     for kept in itertools.product((True, False), repeat=len(free)):
         replicas = tuple(itertools.compress(free, kept))
-        # The first axis may be in parts, each of which repeats the work.
+        # The first axis, if slow, may be in parts, each of which repeats the work.
         for parts, shards in itertools.product(range(1, 9), range(1, 33)):
             m, n = shape
             devices = size(rows + replicas) // parts
-            if size(replicas[:1]) % parts or any(x % shards for x in (devices, m, n)):
+            length = size({*replicas[:1]} & mesh.slow)
+            if length % parts or any(x % shards for x in (devices, m, n)):
                 continue
             of_replicas = size(set(replicas) & {*mesh.slow})
             slices = size(set(rows) & {*mesh.slow}), math.ceil(of_replicas / parts)
@@ -337,6 +353,7 @@ def test_neighbours_share_what_other_replicas_repeat(case, kind, monkeypatch):
     dear, free = Link(3e13, latency), Link(1e15, 0.0)
     hardware = VIRTUAL._replace(fast=free if slices else dear, slow=dear)
     monkeypatch.setitem(PLATFORMS, "cpu", dataclasses.replace(CPU, hardware=hardware))
+    monkeypatch.setattr("orscale_jax.distributed.plan.SMALLEST_PART", 2)
     mesh = mesh_of(sizes, kind)
     x = placed(weights(), mesh, spec)
     program = compiled(x, mesh, slices)
