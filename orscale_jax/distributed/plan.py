@@ -65,7 +65,7 @@ H100 = Hardware(6e14, fast=Link(3e11, 2e-6), slow=Link(2.5e10, 5e-6))
 VIRTUAL = Hardware(3e14, fast=Link(1.5e11, 0.0), slow=Link(6.25e9, 0.0))
 
 # Of an axis of fast links at least so many neighbours share work. In parts of four, GPT-2
-# on eight v5e chips would send 5 % less, and its program took a fifth more memory.
+# on eight v5e chips sent 5 % less, and took a fifth more temporaries.
 SMALLEST_PART = 8
 
 
