@@ -13,14 +13,13 @@ from flax.core import meta
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from orscale_jax import _checks
-from orscale_jax.flax import _paths
-from orscale_jax.flax._types import LINEN_RULES
+from orscale_jax.flax._types import LINEN_RULES, is_holder
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, names_on
+from orscale_jax.trees.names import Path, by_name, names_on
 
 _CALLS = itertools.count()
 
@@ -144,10 +143,10 @@ def linen_dimension_numbers(
     # Without our boxes: they are pytree nodes, and a module may name parameters by path.
     # JAX remembers a function's trace: this is another function.
     params = jax.eval_shape(lambda arrays: call(arrays), arrays)
-    boxes = _paths.by_path(traced)
+    boxes = by_name(traced, is_holder)
     leaves = {
         path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
-        for path, leaf in _paths.by_path(params).items()
+        for path, leaf in by_name(params, is_holder).items()
     }
     by_type: dict[Path, Numbers] = {}
     for path, leaf in leaves.items():

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from flax import linen, nnx
+from flax.core import meta
 
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_tuple
 from orscale_jax.parameters.module_types import (
@@ -17,6 +18,11 @@ from orscale_jax.parameters.module_types import (
 # Sizes of axes; Linen's modules do not know those of their inputs.
 _Sizes: TypeAlias = tuple[int | None, ...]
 _Parameters: TypeAlias = Mapping[str, Declared]
+
+
+def is_holder(node: Any) -> bool:
+    """Whether ``node`` holds one parameter: a variable of NNX or a box of Linen."""
+    return isinstance(node, nnx.Variable) or meta.is_axis_metadata(node)
 
 
 def _kernel(weight: Declared, *, merged: bool = False) -> _Parameters:

@@ -62,10 +62,7 @@ def divided(
     default: HeadSize,
     sizes: expressions.Pairs[HeadSize],
 ) -> dict[Path, DimensionNumbers]:
-    """The dimension numbers of the projections that are divided into heads, by path.
-
-    One error lists all projections that heads do not fit.
-    """
+    """The dimension numbers of the projections that are divided into heads, by path."""
     matrices = [
         (path, leaf)
         for path, leaf in leaves
@@ -130,7 +127,8 @@ def _by_head(
         )
     head = whole if size is True else as_tuple(size)
     heads = head * (length // max(1, sum(head)))
-    if sum(heads) != length or not _ends(whole) <= _ends(heads):
+    ends, ends_of_heads = (set(itertools.accumulate(sizes)) for sizes in (whole, heads))
+    if sum(heads) != length or not ends <= ends_of_heads:
         features = f"{length} features" + f" in blocks of {whole}" * (len(whole) > 1)
         raise ValueError(f"heads of {sum(head)} do not divide its {features}")
     rows_and_columns = (axis, as_axis(columns)) if inputs else (as_axis(rows), axis)
@@ -138,7 +136,3 @@ def _by_head(
         return MuonDimensionNumbers(*rows_and_columns)
     blocks = len(heads) if len(set(heads)) == 1 else heads
     return BlockDimensionNumbers(*rows_and_columns, block_axis=axis, blocks=blocks)
-
-
-def _ends(sizes: Iterable[int]) -> set[int]:
-    return set(itertools.accumulate(sizes))

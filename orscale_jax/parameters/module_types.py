@@ -5,11 +5,10 @@ If a module's type does not declare a parameter of two or more axes, an error na
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
@@ -23,7 +22,6 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.expressions import refuse_step_count
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.layer_classes import Names
-from orscale_jax.parameters.output_layers import output_layers
 from orscale_jax.parameters.path_rules import Rules, resolver
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, dotted, names_on, quoted
@@ -73,16 +71,13 @@ def adamw_only(*names: str) -> Rule:
 def convolution(
     shape: tuple[int | None, ...], inputs: int, outputs: int, groups: int
 ) -> Weight:
-    """The weight of a convolution, given the axes that count inputs and outputs.
-
-    The outputs of its groups lie side by side.
-    """
+    """The weight of a convolution, given the axes that count inputs and outputs."""
     rows = tuple(axis for axis in range(len(shape)) if axis != outputs)
     if groups == 1:
         return Weight(shape, rows, outputs)
-    return Weight(
-        shape, rows, outputs, blocks=groups, block_axis=outputs, group_inputs=inputs
-    )
+    # The outputs of its groups lie side by side.
+    blocks = {"blocks": groups, "block_axis": outputs}
+    return Weight(shape, rows, outputs, **blocks, group_inputs=inputs)
 
 
 def declarations(module: Any, rules: Mapping[type, Any]) -> Mapping[str, Any]:
@@ -106,10 +101,7 @@ def numbers_by_owner(
     rules: Mapping[type, Any],
     stacked: Collection[int] = (),
 ) -> Numbers:
-    """The numbers of a parameter, from the module that has it as an attribute.
-
-    ``stacked`` are the axes that are known to stack modules, at any position.
-    """
+    """The numbers of a parameter, if only axes in front and ``stacked`` stack modules."""
     owner, name = owner_of(path, owners)
     by_name = declarations(owner, rules)
     if name not in by_name:
@@ -163,14 +155,11 @@ def resolved(
     head_size: HeadSizes,
     output: Collection[Path] = (),
 ) -> Mapping[Path, DimensionNumbers | None]:
-    """The dimension numbers of all parameters: by overrides, then names, then types.
-
-    ``output`` are the arrays that a trace takes for kernels of output layers. They take
-    AdamW, except that attention, traced alone, ends in a hidden layer.
-    """
+    """The dimension numbers of all parameters: by overrides, then names, then types."""
     names = Names.of(leaves.items())
 
     def of(path: Path, declared: Numbers) -> Numbers:
+        # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
         head = traced and "attention" not in names.layer_class(path)
         if head or names.say_embedding_or_head(path):
@@ -204,11 +193,7 @@ def look_up(
     is_parameter: Callable[[Any], bool],
     expected: str,
 ) -> Callable[[PyTree], PyTree]:
-    """Make a function from any tree of some of a model's parameters to their numbers.
-
-    ``is_parameter`` says whether a node of the tree is one parameter, and ``expected``
-    what the parameters are, for the error message.
-    """
+    """Make a function from any tree of some of a model's parameters to their numbers."""
 
     def weight_dimension_numbers(params: PyTree) -> PyTree:
         refuse_step_count(params)
@@ -225,56 +210,3 @@ def look_up(
         return jax.tree.map_with_path(at, params, is_leaf=is_parameter)
 
     return weight_dimension_numbers
-
-
-def of_module_tree(
-    model: PyTree,
-    module_type: type,
-    numbers_of: Callable[[Path, Any, Mapping[Path, Any]], Numbers],
-    overrides: Rules | None,
-    head_size: HeadSizes,
-    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
-    array_type: type | tuple[type, ...] = (),
-) -> Callable[[PyTree], PyTree]:
-    """The dimension numbers of a model that is a tree of modules, as Equinox's.
-
-    ``numbers_of`` gives the numbers of a parameter by type, from its path, its value and
-    the modules by path; a node of ``array_type`` is one parameter. ``inputs`` are the
-    arguments of a call that shows the output layer, if there are any.
-    """
-
-    def is_parameter(node: Any) -> bool:
-        return isinstance(node, array_type)
-
-    def modules(node: PyTree, path: Path) -> Iterator[tuple[Path, Any]]:
-        inner = jax.tree.leaves_with_path(
-            node, lambda x: x is not node and isinstance(x, module_type)
-        )
-        for entries, other in inner:
-            if isinstance(other, module_type) and other is not node:
-                yield path + names_on(entries), other
-                yield from modules(other, path + names_on(entries))
-
-    def is_trained(leaf: Any) -> bool:
-        return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-    owners = {(): model, **dict(modules(model, ()))}
-    nodes = {
-        names_on(entries): node
-        for entries, node in jax.tree.leaves_with_path(model, is_parameter)
-        if any(map(is_trained, jax.tree.leaves(node)))
-    }
-    by_type = {path: numbers_of(path, node, owners) for path, node in nodes.items()}
-    leaves = {path: jax.tree.leaves(node)[0] for path, node in nodes.items()}
-    output: list[Path] = []
-    if any(inputs):
-        args, kwargs = inputs
-
-        def outputs(model: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-            return model(*args, **kwargs)
-
-        output = output_layers(outputs, model, (), *args, **kwargs)
-    numbers = resolved(leaves, by_type, overrides, head_size, output)
-    return look_up(
-        numbers, is_parameter, "floating-point array of the model that dimension_numbers"
-    )

@@ -74,12 +74,7 @@ def rebox(tree: PyTree, like: PyTree) -> PyTree:
 def box_like(
     array: jax.Array, node: Any, pick: Callable[[Sequence[Any]], Iterable[Any]]
 ) -> Any:
-    """An array in a box like a parameter's, with names for its own axes.
-
-    ``pick`` maps one entry for each axis of the parameter to one for each axis of the
-    array, None for an axis that the parameter does not have. If ``node`` is no box, the
-    array stays as it is.
-    """
+    """An array in a box like a parameter's; ``pick`` maps names to those of its axes."""
     if not is_box(node):
         return array
 
@@ -110,10 +105,7 @@ def box_like(
 
 
 def annotated_spec(box: Any) -> PartitionSpec | None:
-    """The spec that a box holds for its array; None if it holds none.
-
-    Logical names are translated by the rules in effect.
-    """
+    """The spec of a box, if any; logical names are translated by the rules in effect."""
     if isinstance(box, _type("haliax", "NamedArray")):
         partitioning = sys.modules["haliax.partitioning"]
         mapping = partitioning.current_thread_local_mapping()
