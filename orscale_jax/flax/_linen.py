@@ -129,7 +129,7 @@ def linen_dimension_numbers(
     _checks.model("module", module, linen.Module)
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
-    owners: dict[Path, str] = {(): type(module).__name__}
+    owners: dict[Path, linen.Module] = {(): module}
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
     own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
@@ -154,8 +154,7 @@ def linen_dimension_numbers(
         if isinstance(box, _Traced):
             by_type[path] = module_types.located(box.declared, box.axes, shape)
         else:
-            owner, _ = module_types.owner_of(path, owners)
-            by_type[path] = module_types.undeclared(owner, shape)
+            by_type[path] = module_types.numbers_by_owner(path, shape, owners, {})
 
     def outputs(params: PyTree, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         # As in init, without the names of axes over which BatchNorm would average.
@@ -177,7 +176,9 @@ def linen_dimension_numbers(
     )
 
 
-def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., Any]:
+def _interceptor(
+    rules: ModuleRules, owners: dict[Path, linen.Module]
+) -> Callable[..., Any]:
     """Make an interceptor that boxes each parameter after a method of its module."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -186,7 +187,7 @@ def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., A
         if module.scope is None or not module.is_mutable_collection("params"):
             return result
         # Where two modules share a scope, the outer one returns last, and owns it.
-        owners[tuple(module.path)] = type(module).__name__
+        owners[tuple(module.path)] = module
         declared = module_types.declarations(module, rules)
         for name, value in module.variables.get("params", {}).items():
             if isinstance(value, Mapping):

@@ -283,10 +283,10 @@ def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:
     # A list has entries in NNX; modules without names, such as Dense_0, are Linen's.
     linen = any(name == "params" or re.fullmatch(r"[A-Z]\w*_\d+", name) for name in names)
     nnx = any(map(str.isdigit, names))
-    functions = ["orscale_jax.flax.linen_dimension_numbers(module, *inputs)"] * (
-        linen or not nnx
-    ) + ["orscale_jax.flax.nnx_dimension_numbers(model)"] * (nnx or not linen)
+    faces = {"linen_dimension_numbers(module, *inputs)": linen}
+    faces["nnx_dimension_numbers(model)"] = nnx
+    named = [f"orscale_jax.flax.{x}" for x, own in faces.items() if own or linen == nnx]
     return (
-        f" If the model is Flax's, {' or '.join(functions)} takes all of this from the "
+        f" If the model is Flax's, {' or '.join(named)} takes all of this from the "
         "types of its modules."
     )

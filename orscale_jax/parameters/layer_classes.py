@@ -86,8 +86,7 @@ _LAYER = r"( (proj(ection)?|layer))?"
 _TWO = r"^(\w+ )?0\|(\w+ )?\d$"  # Dense_0 and Dense_1, or the 0 and 2 of a sequence.
 _BY_NAME: tuple[tuple[str, ...], ...] = (
     ("convolution", ".*", r"conv"),
-    ("attention latent down", _ATTENTION_OR_BLOCK, r"\bw?(q|kv) (a|down)\b"),
-    ("attention latent down", _ATTENTION_OR_BLOCK, r"^w d(q|kv)$"),
+    ("attention latent down", _ATTENTION_OR_BLOCK, r"\bw?(q|kv) (a|down)\b|^w d(q|kv)$"),
     ("attention latent up", _ATTENTION_OR_BLOCK, r"\bw?(q|kv?|v) (b|up)\b"),
     ("attention latent up", _ATTENTION_OR_BLOCK, r"^w u(q|kv?|v)$"),
     ("attention qkvo", _ATTENTION_OR_BLOCK, r"\bqkvo\b"),
@@ -108,8 +107,7 @@ _BY_NAME: tuple[tuple[str, ...], ...] = (
     ("attention output", _ATTENTION, r"^((to|linear|attention) )?out(put)?\b|^(w ?)?o$"),
     ("attention output", _ATTENTION, r"^((c|linear) )?proj(ection)?$"),
     ("attention output", _ATTENTION, r"^linear$|^proj out$", r"\b(q|query)\b"),
-    ("attention output", "attention", r"^attn vec\b"),
-    ("attention output", "attention", r"^((cross|self) )?attention$"),  # .dense
+    ("attention output", "attention", r"^attn vec\b|^((cross|self) )?attention$"),
     ("attention output", _ATTENTION_OR_BLOCK, r"\bo proj\b"),
     ("router", _MLP, r"\bexpert gate$", r"^(?!.*\bexpert up\b)"),
     ("router", _MLP_OR_BLOCK, r"^(moe )?gate$", r"\bexperts?\b|\bgate up\b"),
@@ -279,18 +277,22 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
       >>> layer_classes(params)["mixer"], layer_classes(params, {"mixer": "ssm"})["mixer"]
       ('other', 'ssm')
     """
-    pairs = expressions.compiled(
-        () if rules is None else rules, "rules", "names of classes", _checked
-    )
+
+    def checked(name: str, value: Any) -> str:
+        named = isinstance(value, str) and value
+        return named or _checks.refuse(name, value, "pass the name of a class")
+
+    given = () if rules is None else rules
+    pairs = expressions.compiled(given, "rules", "names of classes", checked)
     bare = unbox(params)
     if not jax.tree.leaves(bare):
         return bare
     expressions.refuse_step_count(bare, "classes")
     leaves = leaves_and_masks(bare)
-    given = expressions.values(pairs, leaves, "layer_classes")
+    found = expressions.values(pairs, leaves, "layer_classes")
     names = Names.of(leaves)
     return jax.tree.map_with_path(
-        lambda path, _: given.get(names_on(path)) or names.layer_class(path), bare
+        lambda path, _: found.get(names_on(path)) or names.layer_class(path), bare
     )
 
 
@@ -333,9 +335,3 @@ def _by_rules(within: str, name: str, beside: str) -> str:
         ):
             return layer
     return "other"
-
-
-def _checked(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        _checks.refuse(name, value, "pass the name of a class")
-    return value

@@ -88,12 +88,6 @@ def declarations(module: Any, rules: Mapping[type, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def owner_of(path: Path, owners: Mapping[Path, Any]) -> tuple[Any, str]:
-    """The innermost module around a parameter, and its attribute that leads there."""
-    depth = max(i for i in range(len(path)) if path[:i] in owners)
-    return owners[path[:depth]], path[depth]
-
-
 def numbers_by_owner(
     path: Path,
     shape: tuple[int, ...],
@@ -102,11 +96,11 @@ def numbers_by_owner(
     stacked: Collection[int] = (),
 ) -> Numbers:
     """The numbers of a parameter, if only axes in front and ``stacked`` stack modules."""
-    owner, name = owner_of(path, owners)
-    by_name = declarations(owner, rules)
-    if name not in by_name:
-        return undeclared(type(owner).__name__, shape)
-    declared = by_name[name]
+    depth = max(i for i in range(len(path)) if path[:i] in owners)
+    owner, name = owners[path[:depth]], path[depth]
+    unknown = Unresolved(f"there is no rule for it in {type(owner).__name__}")
+    by_default = unknown if len(shape) > 1 else None
+    declared = declarations(owner, rules).get(name, by_default)
     if not isinstance(declared, Weight):
         return declared
     # Transformations stack in front unless told otherwise, which only annotations record.
@@ -114,11 +108,6 @@ def numbers_by_owner(
     others = [axis for axis in range(len(shape)) if axis not in stacked]
     in_front = max(len(others) - len(declared.shape), 0)
     return located(declared, tuple(others[in_front:]), shape)
-
-
-def undeclared(owner: str, shape: tuple[int, ...]) -> Numbers:
-    """The numbers of a parameter that no rule declares."""
-    return None if len(shape) < 2 else Unresolved(f"there is no rule for it in {owner}")
 
 
 def located(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) -> Numbers:
@@ -156,19 +145,15 @@ def resolved(
     output: Collection[Path] = (),
 ) -> Mapping[Path, DimensionNumbers | None]:
     """The dimension numbers of all parameters: by overrides, then names, then types."""
-    names = Names.of(leaves.items())
-
-    def of(path: Path, declared: Numbers) -> Numbers:
+    names, numbers = Names.of(leaves.items()), dict(by_type)
+    for path, declared in by_type.items():
         # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
         head = traced and "attention" not in names.layer_class(path)
-        if head or names.say_embedding_or_head(path):
-            return None
         # The names of vectors decide where the types say nothing.
-        open_vector = isinstance(declared, Unresolved) and names.take_adamw(path)
-        return None if open_vector else declared
-
-    numbers = {path: of(path, declared) for path, declared in by_type.items()}
+        vector = isinstance(declared, Unresolved) and names.take_adamw(path)
+        if head or vector or names.say_embedding_or_head(path):
+            numbers[path] = None
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
     found: dict[Path, Numbers] = make(dict(leaves))

@@ -1,6 +1,6 @@
 """Dimension numbers from regular expressions over the parameters' paths."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -116,12 +116,14 @@ def resolver(
         guessed = default is None
         if guessed:
             default = default_numbers(tree, lambda path: names_on(path) in decided)
-        whole = spread(
-            lambda path, own, _: decided.get(names_on(path), own),
-            default,
-            tree,
-            "otherwise",
-        )
+
+        def spread_out(known: Mapping[Path, Any]) -> PyTree:
+            def own(path: Any, default: Any, _: Any) -> Any:
+                return known.get(names_on(path), default)
+
+            return spread(own, default, tree, "otherwise")
+
+        whole = spread_out(decided)
         if not sizes and default_size is False:
             return whole
         found = by_name(whole, is_resolvable)
@@ -140,11 +142,7 @@ def resolver(
                 "elsewhere. Say which by a rule for its path: "
                 "optax.contrib.MuonDimensionNumbers(1, 0) or MuonDimensionNumbers(0, 1)."
             )
-        return jax.tree.map_with_path(
-            lambda path, own: by_head.get(names_on(path), own),
-            whole,
-            is_leaf=is_resolvable,
-        )
+        return spread_out(decided | by_head)
 
     return numbers
 
@@ -153,12 +151,11 @@ def _checked(name: str, value: Any) -> Rule:
     """Refuse a value that is no rule."""
     named = isinstance(value, str) and value in ("matrix", "adamw")
     if not named and not isinstance(value, DimensionNumbers):
-        _checks.refuse(
-            name,
-            value,
+        remedy = (
             'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
-            "orscale_jax.BlockDimensionNumbers",
+            "orscale_jax.BlockDimensionNumbers"
         )
+        _checks.refuse(name, value, remedy)
     return value
 
 

@@ -32,14 +32,10 @@ def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
     if not isinstance(node, boxes):
         return False
     contents = _contents(node)
-    if contents and contents[0] is node:  # A variable that JAX keeps as a leaf.
+    if len(contents) != 1 or contents[0] is node:  # A variable that JAX keeps as a leaf.
         return False
-    return len(contents) == 1 and (
-        is_box(contents[0], is_leaf)
-        or bool(is_leaf and is_leaf(contents[0]))
-        or not _contents(contents[0])
-        or jax.tree_util.all_leaves(contents)
-    )
+    known = is_box(contents[0], is_leaf) or bool(is_leaf and is_leaf(contents[0]))
+    return known or not _contents(contents[0]) or jax.tree_util.all_leaves(contents)
 
 
 def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
