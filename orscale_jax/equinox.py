@@ -156,13 +156,9 @@ def _conv(module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Mapping[str, Declared]:
 
 def _cell(gates: int) -> Rule:
     """The rule of a cell that concatenates the weights of its gates."""
-
-    def weight(module: Any, inputs: int) -> Weight:
-        return Weight((gates * module.hidden_size, inputs), 1, 0, blocks=gates)
-
-    return lambda module: {
-        "weight_ih": weight(module, module.input_size),
-        "weight_hh": weight(module, module.hidden_size),
+    return lambda m: {
+        "weight_ih": Weight((gates * m.hidden_size, m.input_size), 1, 0, blocks=gates),
+        "weight_hh": Weight((gates * m.hidden_size, m.hidden_size), 1, 0, blocks=gates),
         "bias": None,
         "bias_n": None,
     }

@@ -7,7 +7,7 @@ Only this module resolves dimension numbers. Everything else handles
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -233,37 +233,34 @@ def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
     return axes[0] if len(axes) == 1 else axes
 
 
-def default_numbers(
-    tree: PyTree, decided: Callable[[Any], bool] = lambda path: False
-) -> PyTree:
+def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
     """The numbers of bare parameters by rank and name, None if ``decided`` elsewhere."""
     leaves = leaves_and_masks(tree)
     names = Names.of(leaves)
-    ambiguous = [(p, leaf) for p, leaf in leaves if np.ndim(leaf) > 2 and not decided(p)]
+    ambiguous = [
+        (path, leaf, f" (class {names.layer_class(path)})" * names.take_adamw(path))
+        for path, leaf in leaves
+        if np.ndim(leaf) > 2 and names_on(path) not in decided
+    ]
     if ambiguous:
-        marks = [names.take_adamw(path) for path, _ in ambiguous]
-        lines = [
-            name_and_shape(path, leaf) + f" (class {names.layer_class(path)})" * mark
-            for (path, leaf), mark in zip(ambiguous, marks, strict=True)
-        ]
+        paths = [path for path, _, _ in ambiguous]
+        lines = [name_and_shape(path, leaf) + mark for path, leaf, mark in ambiguous]
         marked = (
             " Those marked with a class are no matrices, by their names: None for them, "
             "even if a rule for the others fits their shape."
-        )
-        paths = [path for path, _ in ambiguous]
+        ) * any(mark for _, _, mark in ambiguous)
         raise UndecidedError(
             f"{listed(lines)} ambiguous: more than two axes may be a stack of matrices, "
             "a convolution or a projection with heads. Pass weight_dimension_numbers "
             "with optax.contrib.MuonDimensionNumbers(reduction_axis=..., "
             "output_axis=...) there, or None for AdamW, as for embeddings, heads, norms "
             "and biases; orscale_jax.by_path makes them from rules on paths."
-            + marked * any(marks)
-            + _function_of_modules(tree, paths),
+            f"{marked}{_function_of_modules(tree, paths)}",
             paths,
         )
 
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
-        adamw = np.ndim(leaf) < 2 or decided(path) or names.take_adamw(path)
+        adamw = np.ndim(leaf) != 2 or names_on(path) in decided or names.take_adamw(path)
         return None if adamw else PLAIN
 
     return jax.tree.map_with_path(numbers, tree)

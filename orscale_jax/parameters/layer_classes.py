@@ -82,7 +82,6 @@ _QUERY_AND_KEY = re.compile(r"(?=.*\b(w?q\b|quer))(?=.*\b(w?kv?\b|key))|.*\bw?qk
 # "layers 0" for a numbered layer; all keys in the same place, sorted and joined by "|".
 _ATTENTION, _ATTENTION_OR_BLOCK = "attention.*", "attention|.*block"
 _MLP, _MLP_OR_BLOCK = "mlp|.*expert", "mlp|.*expert|.*block"
-_LAYER = r"( (proj(ection)?|layer))?"
 _TWO = r"^(\w+ )?0\|(\w+ )?\d$"  # Dense_0 and Dense_1, or the 0 and 2 of a sequence.
 _BY_NAME: tuple[tuple[str, ...], ...] = (
     ("convolution", ".*", r"conv"),
@@ -122,13 +121,12 @@ _BY_NAME: tuple[tuple[str, ...], ...] = (
     ("{mlp} up", _MLP_OR_BLOCK, r"^w2$", r"\bw1 like w2\b"),
     ("{mlp} down", _MLP_OR_BLOCK, r"^w3$", r"\b(w1 like w2|w12)\b"),
     ("{mlp} up", _MLP_OR_BLOCK, r"\bup\b|^wi\b|^(w[13]|v1)$|^c fc$|^fc in$"),
-    ("{mlp} down", _MLP_OR_BLOCK, r"\bdown\b|^(wo|w2)\b|^fc out$"),
+    ("{mlp} down", _MLP_OR_BLOCK, r"\bdown\b|^(wo|w2)\b|^fc out$|\b4 h to h$"),
     ("{mlp} up", _MLP_OR_BLOCK, r"\bh to 4 h$|^intermediate$"),
-    ("{mlp} down", _MLP_OR_BLOCK, r"\b4 h to h$"),
     ("{mlp} down", _MLP_OR_BLOCK, r"^output$", r"\bintermediate\b"),
     ("{mlp} up", _MLP, r"^(linear )?(fc|lin|linear)1$|^fc$|^(w |linear )?in\b"),
-    ("{mlp} down", _MLP, r"^(linear )?(fc|lin|linear)2$|\bout(put)?\b"),
     ("{mlp} up", _MLP, r"^input linear$"),
+    ("{mlp} down", _MLP, r"^(linear )?(fc|lin|linear)2$|\bout(put)?\b"),
     ("{mlp} gate", _MLP, r"^fc 1$", r"\bfc 2\|proj$"),
     ("{mlp} up", _MLP, r"^fc 2$", r"\bfc 2\|proj$"),
     ("{mlp} down", _MLP, r"^(c )?proj$", r"\bfc\b"),
@@ -137,7 +135,7 @@ _BY_NAME: tuple[tuple[str, ...], ...] = (
     ("{mlp} down", ".*block", r"^(fc|lin|linear)2$", r"att(entio)?n\b"),
     ("{mlp} up", _MLP, r"^(?!experts?\b).* 0$", _TWO),
     ("{mlp} down", _MLP, r"^(?!experts?\b).* \d$", _TWO),
-    ("head", ".*block", rf"^output{_LAYER}$", r"\b(embed|(wte|emb)\b)"),
+    ("head", ".*block", r"^output( (proj(ection)?|layer))?$", r"\b(embed|(wte|emb)\b)"),
 )
 
 

@@ -115,7 +115,7 @@ def resolver(
         default = otherwise(tree) if is_function(otherwise, is_resolvable) else otherwise
         guessed = default is None
         if guessed:
-            default = default_numbers(tree, lambda path: names_on(path) in decided)
+            default = default_numbers(tree, decided)
 
         def spread_out(known: Mapping[Path, Any]) -> PyTree:
             def own(path: Any, default: Any, _: Any) -> Any:

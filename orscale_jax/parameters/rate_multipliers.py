@@ -41,19 +41,18 @@ def check(given: RateMultipliers) -> None:
         return
     if _is_sequence_of_rules(given):
         _compiled(given)
-        return
-    if _is_mapping_of_values(given):
+    elif _is_mapping_of_values(given):
         for key, value in given.items():
             if value is not None:  # In a tree, where the parameters have None, too.
                 _multiplier(f"{NAME}[{key!r}]", value)
-        return
-    once = isinstance(given, Iterable) and jax.tree_util.all_leaves([given])
-    if once and not isinstance(given, str | Mapping | np.ndarray | jax.Array):
-        _checks.refuse(NAME, given, "pass a dict or a list of pairs instead")
-    for path, value in jax.tree.leaves_with_path(unbox(given)):
-        if not path and isinstance(value, str):
-            _checks.refuse(NAME, value, _FORMS)
-        _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)
+    else:
+        once = isinstance(given, Iterable) and jax.tree_util.all_leaves([given])
+        if once and not isinstance(given, str | Mapping | np.ndarray | jax.Array):
+            _checks.refuse(NAME, given, "pass a dict or a list of pairs instead")
+        for path, value in jax.tree.leaves_with_path(unbox(given)):
+            if not path and isinstance(value, str):
+                _checks.refuse(NAME, value, _FORMS)
+            _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)
 
 
 def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:

@@ -1,12 +1,9 @@
 """Boxes: the nodes in which Flax and Haliax keep a parameter with its annotations.
 
 ``flax.nnx.Variable``, ``flax.linen.Partitioned`` and ``haliax.NamedArray`` hold one array
-each and name or shard its axes. An array with one entry per matrix has other axes than
-the parameter and must not inherit the names in the parameter's box: its own box names the
-batch axes only. Everything else in this library handles bare arrays.
-
-Besides the modules for these libraries, only this one looks into boxes. It imports
-neither library: a tree can hold their boxes only where they are imported already.
+each and name or shard its axes. An array with one entry per matrix must not inherit these
+names: its own box names the batch axes only. Besides the modules for these libraries,
+only this one looks into boxes, which exist only where their library is imported.
 """
 
 import sys
