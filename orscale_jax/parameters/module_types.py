@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import jax
-import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax.parameters.dimension_numbers import (
@@ -24,7 +23,7 @@ from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.parameters.path_rules import Rules, resolver
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, dotted, names_on, quoted
+from orscale_jax.trees.names import Path, dotted, name_and_shape, names_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +157,7 @@ def resolved(
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
     found: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
-        f"  {quoted(path)} of shape {np.shape(leaves[path])}: {own.reason}"
+        f"  {name_and_shape(path, leaves[path])}: {own.reason}"
         for path, own in found.items()
         if isinstance(own, Unresolved)
     ]

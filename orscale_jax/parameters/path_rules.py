@@ -117,13 +117,13 @@ def resolver(
         if guessed:
             default = default_numbers(tree, decided)
 
-        def spread_out(known: Mapping[Path, Any]) -> PyTree:
+        def of_all(known: Mapping[Path, Any]) -> PyTree:
             def own(path: Any, default: Any, _: Any) -> Any:
                 return known.get(names_on(path), default)
 
             return spread(own, default, tree, "otherwise")
 
-        whole = spread_out(decided)
+        whole = of_all(decided)
         if not sizes and default_size is False:
             return whole
         found = by_name(whole, is_resolvable)
@@ -142,7 +142,7 @@ def resolver(
                 "elsewhere. Say which by a rule for its path: "
                 "optax.contrib.MuonDimensionNumbers(1, 0) or MuonDimensionNumbers(0, 1)."
             )
-        return spread_out(decided | by_head)
+        return of_all(decided | by_head)
 
     return numbers
 
