@@ -129,7 +129,7 @@ def linen_dimension_numbers(
     _checks.model("module", module, linen.Module)
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
-    owners: dict[Path, linen.Module] = {(): module}
+    owners: dict[Path, type] = {(): type(module)}
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
     own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
@@ -176,9 +176,7 @@ def linen_dimension_numbers(
     )
 
 
-def _interceptor(
-    rules: ModuleRules, owners: dict[Path, linen.Module]
-) -> Callable[..., Any]:
+def _interceptor(rules: ModuleRules, owners: dict[Path, type]) -> Callable[..., Any]:
     """Make an interceptor that boxes each parameter after a method of its module."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -187,7 +185,7 @@ def _interceptor(
         if module.scope is None or not module.is_mutable_collection("params"):
             return result
         # Where two modules share a scope, the outer one returns last, and owns it.
-        owners[tuple(module.path)] = module
+        owners[tuple(module.path)] = type(module)
         declared = module_types.declarations(module, rules)
         for name, value in module.variables.get("params", {}).items():
             if isinstance(value, Mapping):

@@ -97,7 +97,8 @@ def numbers_by_owner(
     """The numbers of a parameter, if only axes in front and ``stacked`` stack modules."""
     depth = max(i for i in range(len(path)) if path[:i] in owners)
     owner, name = owners[path[:depth]], path[depth]
-    unknown = Unresolved(f"there is no rule for it in {type(owner).__name__}")
+    cls = owner if isinstance(owner, type) else type(owner)
+    unknown = Unresolved(f"there is no rule for it in {cls.__name__}")
     by_default = unknown if len(shape) > 1 else None
     declared = declarations(owner, rules).get(name, by_default)
     if not isinstance(declared, Weight):
