@@ -12,27 +12,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import (
     Declared,
     ModuleRules,
-    Numbers,
     Rule,
     Weight as Weight,
     adamw_only,
     convolution,
-    look_up,
-    numbers_by_owner,
-    resolved,
+    of_module_tree,
 )
-from orscale_jax.parameters.output_layers import output_layers
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, by_name
 
 
 def dimension_numbers(
@@ -94,51 +86,9 @@ def dimension_numbers(
     References:
       https://docs.kidger.site/equinox/api/nn/linear/
     """
-    return of_modules(
-        model, (args, kwargs), {**RULES, **(rules or {})}, overrides, head_size
-    )
-
-
-def of_modules(
-    model: PyTree,
-    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
-    rules: Mapping[type, Any],
-    overrides: Rules | None,
-    head_size: HeadSizes,
-    array_type: type | tuple[()] = (),
-    placed: Callable[[Any, Any], Numbers] = lambda declared, node: declared,
-) -> Callable[[PyTree], PyTree]:
-    """The numbers of a tree of modules; a node of ``array_type`` is one parameter."""
-
-    def is_parameter(node: Any) -> bool:
-        return isinstance(node, array_type)
-
-    modules: list[tuple[Path, Any]] = [((), model)]
-    for path, module in modules:  # Each adds those inside of it.
-
-        def is_inside(node: Any, around: Any = module) -> bool:
-            return node is not around and isinstance(node, eqx.Module)
-
-        inside = by_name(module, is_inside).items()
-        modules += [(path + own, node) for own, node in inside if is_inside(node)]
-    owners, leaves, by_type = dict(modules), {}, {}
-    for path, node in by_name(model, is_parameter).items():
-        arrays = [x for x in jax.tree.leaves(node) if hasattr(x, "dtype")]
-        if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
-            leaves[path] = leaf = jax.tree.leaves(node)[0]
-            own = numbers_by_owner(path, np.shape(leaf), owners, rules)
-            by_type[path] = placed(own, node)
-    output: list[Path] = []
-    if any(inputs):
-        args, kwargs = inputs
-
-        def outputs(model: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
-            return model(*args, **kwargs)
-
-        output = output_layers(outputs, model, (), *args, **kwargs)
-    numbers = resolved(leaves, by_type, overrides, head_size, output)
-    return look_up(
-        numbers, is_parameter, "floating-point array of the model that dimension_numbers"
+    every_rule = {**RULES, **(rules or {})}
+    return of_module_tree(
+        model, eqx.Module, (args, kwargs), every_rule, overrides, head_size
     )
 
 

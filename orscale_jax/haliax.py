@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+import equinox as eqx
 import haliax as hax
 from haliax.util import ensure_tuple
 from optax.contrib import MuonDimensionNumbers
@@ -20,7 +21,12 @@ from orscale_jax import equinox
 from orscale_jax.parameters import path_rules
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_axis
 from orscale_jax.parameters.heads import HeadSizes
-from orscale_jax.parameters.module_types import Declared, Numbers, adamw_only
+from orscale_jax.parameters.module_types import (
+    Declared,
+    Numbers,
+    adamw_only,
+    of_module_tree,
+)
 from orscale_jax.trees.boxes import PyTree
 
 
@@ -82,8 +88,9 @@ def dimension_numbers(
     References:
       https://haliax.readthedocs.io/en/latest/nn/
     """
-    return equinox.of_modules(
+    return of_module_tree(
         model,
+        eqx.Module,
         (args, kwargs),
         {**equinox.RULES, **RULES, **(rules or {})},
         overrides,

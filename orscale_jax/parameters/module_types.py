@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax.parameters.dimension_numbers import (
@@ -21,9 +23,10 @@ from orscale_jax.parameters.dimension_numbers import (
 from orscale_jax.parameters.expressions import refuse_step_count
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.layer_classes import Names
+from orscale_jax.parameters.output_layers import output_layers
 from orscale_jax.parameters.path_rules import Rules, resolver
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, dotted, name_and_shape, names_on
+from orscale_jax.trees.names import Path, by_name, dotted, name_and_shape, names_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,3 +198,47 @@ def look_up(
         return jax.tree.map_with_path(at, params, is_leaf=is_parameter)
 
     return weight_dimension_numbers
+
+
+def of_module_tree(
+    model: PyTree,
+    module_type: type,
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+    rules: Mapping[type, Any],
+    overrides: Rules | None,
+    head_size: HeadSizes,
+    array_type: type | tuple[()] = (),
+    placed: Callable[[Any, Any], Numbers] = lambda declared, node: declared,
+) -> Callable[[PyTree], PyTree]:
+    """The numbers of a tree of modules; a node of ``array_type`` is one parameter."""
+
+    def is_parameter(node: Any) -> bool:
+        return isinstance(node, array_type)
+
+    modules: list[tuple[Path, Any]] = [((), model)]
+    for path, module in modules:  # Each adds those inside of it.
+
+        def is_inside(node: Any, around: Any = module) -> bool:
+            return node is not around and isinstance(node, module_type)
+
+        inside = by_name(module, is_inside).items()
+        modules += [(path + own, node) for own, node in inside if is_inside(node)]
+    owners, leaves, by_type = dict(modules), {}, {}
+    for path, node in by_name(model, is_parameter).items():
+        arrays = [x for x in jax.tree.leaves(node) if hasattr(x, "dtype")]
+        if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+            leaves[path] = leaf = jax.tree.leaves(node)[0]
+            own = numbers_by_owner(path, np.shape(leaf), owners, rules)
+            by_type[path] = placed(own, node)
+    output: list[Path] = []
+    if any(inputs):
+        args, kwargs = inputs
+
+        def outputs(model: Any, _: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(*args, **kwargs)
+
+        output = output_layers(outputs, model, (), *args, **kwargs)
+    numbers = resolved(leaves, by_type, overrides, head_size, output)
+    return look_up(
+        numbers, is_parameter, "floating-point array of the model that dimension_numbers"
+    )
