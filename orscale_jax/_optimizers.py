@@ -66,7 +66,7 @@ from orscale_jax.trees.boxes import PyTree
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Parameters = ParamSpec("Parameters")
 
-#: The arguments of the trust ratio alone.
+#: The arguments of the trust ratio alone, in the order of :class:`TrustRatio`.
 RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
 
 
@@ -415,11 +415,7 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
     specs = ParamSpecs(h.param_shardings)
     polar = functools.partial(orthogonalize_stage, options, specs)
     scale = Scale.of(h.consistent_rms, h.scale_mode)
-    ratio = TrustRatio(
-        **{name: getattr(h, name) for name in RATIO},
-        scale=scale,
-        weight_decay=h.weight_decay,
-    )
+    ratio = TrustRatio(*(getattr(h, name) for name in RATIO), scale, h.weight_decay)
 
     def optimizer_of(params: PyTree) -> Optimizer:
         # Functions among the arguments see the whole tree, not just one group of it.
@@ -440,7 +436,8 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
         )
         groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask, multipliers)}
         labels = jax.tree.map(lambda own: MATRIX if own else ADAMW, matrices.mask)
-        # A function, since optax.partition would call a tree of labels that is callable.
+        # Labels replace whole boxes: no box is without an array. In a function, since
+        # optax.partition would call a tree of labels that is callable.
         return optax.partition(groups, lambda _: labels)
 
     optimizer_of(())  # Checks the arguments of the stages.

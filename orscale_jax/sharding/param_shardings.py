@@ -114,11 +114,10 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
         if spec is None:
             bare = unbox(node)
             sharding = getattr(bare, "sharding", bare)
-            if isinstance(sharding, PartitionSpec | NamedSharding):
-                spec = getattr(sharding, "spec", sharding)
-            elif sharding is None or isinstance(sharding, jax.sharding.Sharding):
+            spec = getattr(sharding, "spec", sharding)
+            if spec is None or isinstance(spec, jax.sharding.Sharding):
                 spec = PartitionSpec()
-            else:
+            elif not isinstance(spec, PartitionSpec):
                 _checks.refuse(
                     "param_shardings",
                     node,

@@ -314,7 +314,7 @@ def qk_clip(
                 factors[place.name] = before * place.spread(scale)
         weights = named_leaves(params)
 
-        def rescaled(path: Any, update: jax.Array) -> jax.Array:
+        def rescale(path: Any, update: jax.Array) -> jax.Array:
             if (name := dotted(path)) not in factors:
                 return update
             [weight] = weights[name]
@@ -323,7 +323,7 @@ def qk_clip(
             moved = (factor * (w + u) - w).astype(update.dtype)
             return jnp.where(factor == 1, update, moved)
 
-        new = jax.tree.map_with_path(rescaled, updates)
+        new = jax.tree.map_with_path(rescale, updates)
         if factors:
             raise ValueError(
                 f"parameter {min(factors)!r} has no update (None, or masked), but "

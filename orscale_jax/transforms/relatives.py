@@ -242,16 +242,16 @@ def initial_norm_stage(
 def cautious_stage(decay: optax.GradientTransformation) -> optax.GradientTransformation:
     """Apply ``decay``, but not where its sign is opposite to the update's."""
 
-    def add_where_signs_agree(update: jax.Array, decayed: jax.Array) -> jax.Array:
-        # Signs, since the product of two numbers may underflow or overflow.
-        agree = jnp.sign(update) * jnp.sign(decayed) >= 0
-        return jnp.where(agree, update + decayed, update)
-
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, Any]:
         zeros = jax.tree.map(jnp.zeros_like, updates)
         decayed, state = decay.update(zeros, state, params)
-        return jax.tree.map(add_where_signs_agree, updates, decayed), state
+        # Signs, since the product of two numbers may underflow or overflow.
+        signs = jax.tree.map(lambda u, d: jnp.sign(u) * jnp.sign(d), updates, decayed)
+        added = jax.tree.map(
+            lambda u, d, sign: jnp.where(sign >= 0, u + d, u), updates, decayed, signs
+        )
+        return added, state
 
     return optax.GradientTransformation(decay.init, update)
