@@ -78,9 +78,7 @@ class Matrices:
     @property
     def paths(self) -> list[Any]:
         """The paths to the leaves of matrices."""
-        numbered = self.structure.unflatten(range(len(self.axes)))
-        found = jax.tree.leaves_with_path(numbered)
-        return [path for path, place in found if self.axes[place] is not None]
+        return [path for path, _ in jax.tree.leaves_with_path(self.axes_tree)]
 
     def leaves(self, tree: PyTree) -> list[Any]:
         """The leaves of matrices."""
@@ -149,15 +147,11 @@ class Matrices:
 
     def entries_of_parts(self, entries: Sequence[jax.Array]) -> PyTree:
         """Entries from those of :meth:`parts`, which have the parts' batch shapes."""
-        left = iter(entries)
-        return self.tree_of(
-            [
-                jnp.stack([next(left) for _ in axes.labels], axis=axes.place)
-                if axes.cut
-                else next(left)
-                for axes in self.of_leaves
-            ]
-        )
+        left, leaves = iter(entries), []
+        for axes in self.of_leaves:
+            own = [next(left) for _ in axes.labels]
+            leaves.append(jnp.stack(own, axis=axes.place) if axes.cut else own[0])
+        return self.tree_of(leaves)
 
     def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
         """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes."""

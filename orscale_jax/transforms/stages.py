@@ -293,14 +293,11 @@ def first_update_stage(
             updates, state.inner_state, params, moving=moving, **extra_args
         )
         started = matrices.map(
-            lambda _, before, now: before | now.astype(before.dtype),
-            state.started,
-            moving,
+            lambda _, on, now: on | now.astype(on.dtype), state.started, moving
         )
+        on = matrices.broadcast(started, transformed)
         updates = matrices.map(
-            lambda _, on, u: jnp.where(on != 0, u, jnp.zeros_like(u)),
-            matrices.broadcast(started, transformed),
-            transformed,
+            lambda _, on, u: jnp.where(on != 0, u, jnp.zeros_like(u)), on, transformed
         )
         return updates, FromFirstNonzeroUpdateState(started, inner_state)
 
