@@ -66,7 +66,7 @@ from orscale_jax.trees.boxes import PyTree
 ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
 Parameters = ParamSpec("Parameters")
 
-#: The arguments of the trust ratio alone, in the order of :class:`TrustRatio`.
+#: The arguments of the trust ratio alone.
 RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
 
 
@@ -415,7 +415,8 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
     specs = ParamSpecs(h.param_shardings)
     polar = functools.partial(orthogonalize_stage, options, specs)
     scale = Scale.of(h.consistent_rms, h.scale_mode)
-    ratio = TrustRatio(*(getattr(h, name) for name in RATIO), scale, h.weight_decay)
+    given = {name: getattr(h, name) for name in RATIO}
+    ratio = TrustRatio(**given, scale=scale, weight_decay=h.weight_decay)
 
     def optimizer_of(params: PyTree) -> Optimizer:
         # Functions among the arguments see the whole tree, not just one group of it.

@@ -237,7 +237,7 @@ def decay_stage(
 def resolve_mask(
     mask: Mask | None, tree: PyTree, matrices: PyTree | None = None
 ) -> PyTree | None:
-    """The mask of given parameters, and what "matrices" stands for; refuses misfits."""
+    """The mask for given parameters, where ``matrices`` stands for a string."""
     if isinstance(mask, str):
         return matrices
     mask = unbox(mask)
@@ -248,7 +248,8 @@ def resolve_mask(
         return mask
     mask = mask_like(mask, tree)
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
-    if len(jax.tree.leaves(tree)) > 1 and jax.tree_util.all_leaves([mask]):
+    is_one = jax.tree_util.all_leaves([mask]) and len(jax.tree.leaves(tree)) > 1
+    if is_one and matrices is not None:  # A stage by itself takes it.
         _checks.refuse(
             "weight_decay_mask",
             mask,
