@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
-from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
 from orscale_jax.trees.checks import Entry, array_type, entries
 from orscale_jax.trees.names import Path, listed, names_on
 
@@ -190,9 +190,9 @@ def convert_state(
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
     (``chain``, ``partition``, ``MultiSteps``). States without a first moment, such as
     that of :func:`optax.rmsprop`, are refused. Do not convert those of
-    :func:`optax.lars`, :func:`optax.adamax`, :func:`optax.adabelief` and
-    :func:`optax.contrib.adopt`: they look like those of SGD and AdamW, but their moments
-    are other quantities.
+    :func:`optax.lars`, :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief`
+    and :func:`optax.contrib.adopt`: they look like those of SGD and AdamW, but their
+    moments are other quantities.
 
     Arrays that both states hold for a parameter under the same name are kept: momentum,
     AdamW's moments, c, r. So is what wrappers know of the run, at the same place in both
@@ -213,9 +213,11 @@ def convert_state(
     from it is an estimate.
 
     Args:
-      state: The old optimizer's state; may be a restored tree of dictionaries and lists.
-      optimizer: The new optimizer.
-      params: The parameters.
+      state: The old optimizer's state, or its ``flax.nnx.Optimizer``; may be a restored
+        tree of dictionaries and lists.
+      optimizer: The new optimizer. Given a ``flax.nnx.Optimizer``, the result is for its
+        ``opt_state``.
+      params: The parameters, or a model of Flax NNX.
       momentum: :math:`\mu` of the matrices' momentum, in [0, 1); needed where one of the
         states has an average and the other a sum.
       nesterov: Whether :func:`optax.contrib.muon` uses Nesterov's momentum.
@@ -245,12 +247,17 @@ def convert_state(
       >>> print(optax.tree.get(state, "calibration")["kernel"])
       0.0
     """
-    _checks.transformation("optimizer", optimizer)
+    state, transformation = (
+        getattr(each, name, each)
+        for each, name in ((state, "opt_state"), (optimizer, "tx"))
+    )
+    params = trained(params, optimizer)
+    _checks.transformation("optimizer", transformation)
     _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
     _checks.flag("nesterov", nesterov)
     # A new state begins with numbers from the host, as that of optimizer.init does.
     with jax.transfer_guard_host_to_device("allow"):
-        new = optimizer.init(params)
+        new = transformation.init(params)
         bare, bare_params = unbox(new), unbox(params)
         if isinstance(bare_params, optax.LookaheadParams):
             bare_params = bare_params.fast  # Of which the state is.
@@ -271,6 +278,8 @@ def convert_state(
                 encoded = int8_blocks.encode(arrays[codes], axis)
                 arrays[codes], arrays[place, owner] = encoded
         converted = [arrays[entry[:2]] for entry in wanted]
+        if transformation is not optimizer:  # Its variables hold an array each.
+            return jax.tree.unflatten(jax.tree.structure(optimizer.opt_state), converted)
         return rebox(jax.tree.unflatten(jax.tree.structure(bare), converted), new)
 
 
@@ -344,7 +353,7 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
     if without:
         raise ValueError(
             f"{subject(without)} given to AdamW, but the old state holds no second "
-            "moment for AdamW, since Muon trained them. Leave them matrices, as with "
-            "weight_dimension_numbers=by_path({'embed|head': 'matrix'}), or start over "
-            "with optimizer.init(params)."
+            "moment of theirs, as after Muon, SGD or Lion. What Muon trained as a matrix "
+            "may stay one, as with weight_dimension_numbers=by_path({'embed|head': "
+            "'matrix'}); otherwise start over with optimizer.init(params)."
         )

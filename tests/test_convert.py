@@ -283,7 +283,10 @@ def test_states_of_other_optimizers_are_refused(old):
             "nothing of these parameters.*lost.*'other'",
         ),
         ({"params": tree(0) | {"up": jnp.ones((8, 8))}}, "of 'up' has shape .8, 16"),
-        ({"optimizer": optax.adamw(RATE)}, r"'down'\n  'up'\nare given to AdamW"),
+        (
+            {"optimizer": optax.adamw(RATE)},
+            r"'down'\n  'up'\nare given to AdamW.*as after Muon, SGD or Lion",
+        ),
         (
             {"state": with_other_count, "optimizer": orscale(lambda _: RATE)},
             r"differ: .*7 at 'inner_states\.adam\..*count'.* the run's step",

@@ -105,10 +105,11 @@ def describe(
       sharded over several processes, so that a single one of them can print the table.
 
     Raises:
-      ValueError: If an argument is not valid, leaves do not fit their dimension numbers,
-        the optimizer has other matrices, or it keeps vectors that hold several parameters
-        (:func:`optax.flatten`). With ``probe``, also if a leaf is refused, the mesh is
-        abstract, or ``update`` needs arguments beside parameters and loss.
+      ValueError: If an argument is not valid, leaves are no arrays or do not fit their
+        dimension numbers, the optimizer has other matrices, or it keeps vectors that hold
+        several parameters (:func:`optax.flatten`). With ``probe``, also if a leaf is
+        refused, the mesh is abstract, or ``update`` needs arguments beside parameters and
+        loss.
 
     Example:
       >>> import jax.numpy as jnp
@@ -143,6 +144,12 @@ def describe(
     )
     params = trained(params, optimizer)
     leaf_of = leaves_by_path(unbox(params))
+    for path, leaf in leaf_of.items():
+        if not hasattr(leaf, "dtype"):
+            raise ValueError(
+                f"parameter {quoted(path)} is of type {type(leaf).__name__}: pass "
+                "arrays, or abstract ones, such as jax.ShapeDtypeStruct."
+            )
     mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
     if platform is None:
         device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None

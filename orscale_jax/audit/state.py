@@ -71,8 +71,7 @@ class AbstractState(NamedTuple):
         """Trace an optimizer's ``init``, and find what it keeps for each parameter."""
         # optax.tree.map_params would find it, too, but calls init with a placeholder that
         # most label functions of optax.partition cannot read.
-        if not callable(getattr(optimizer, "init", None)):
-            _checks.refuse("optimizer", optimizer, "pass an Optax optimizer, or None")
+        _checks.transformation("optimizer", optimizer)
         with resolved.open() as noted, initialized.open() as specs:
             # A new function, so that it is traced.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)

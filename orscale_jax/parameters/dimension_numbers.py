@@ -7,7 +7,7 @@ Only this module resolves dimension numbers. Everything else handles
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -176,9 +176,14 @@ def spread(
         leaves = jax.tree.map_with_path(check, numbers, is_leaf=is_resolvable)
         jax.tree.map(lambda *_: None, leaves, tree)
     except ValueError as error:
+        remedy = ""
+        if isinstance(tree, Mapping) and "params" in tree:
+            remedy = ". Give the optimizer the parameters alone, variables['params']"
+        elif isinstance(tree, Mapping) and type(tree) is not type(numbers):
+            remedy = f". Give both as dictionaries, not as {type(tree).__name__}"
         raise ValueError(
             f"{argument} must be a tree of the parameters' structure, or a prefix of it: "
-            f"{error}"
+            f"{str(error).rstrip('.')}{remedy}."
         ) from error
     return jax.tree.map_with_path(below, numbers, tree, is_leaf=is_resolvable)
 

@@ -167,7 +167,8 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
     if len(found) != 1:
         raise ValueError(
             f"the state has {len(found)} MasterWeightsState instead of one: pass the "
-            "state of one optimizer that keep_master_weights made."
+            "state of one optimizer that keep_master_weights made, and then the "
+            "parameters."
         )
     return with_master_weights(found, params)
 

@@ -55,7 +55,7 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
             getattr(x, "dtype", None) or jnp.result_type(x) for x in (param, update)
         )
         unfit = dtype == jax.dtypes.float0
-        unfit |= jnp.issubdtype(own, jax.dtypes.extended)  # The key of a generator.
+        unfit |= not jnp.issubdtype(own, jnp.inexact)  # Such as a generator's key.
         if jnp.issubdtype(own, jnp.floating):
             real = jnp.issubdtype(dtype, jnp.floating)
             try:
@@ -66,7 +66,8 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
             raise ValueError(
                 f"the gradient of parameter {quoted(path)} has dtype {dtype}, but the "
                 f"parameter has dtype {own}: pass a real gradient, of a dtype that JAX "
-                "promotes to the parameter's, and parameters of at least 16 bits."
+                "promotes to the parameter's, and floating-point parameters of at least "
+                "16 bits. Leave others out, as optax.masked does."
             )
 
     structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]

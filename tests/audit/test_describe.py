@@ -147,7 +147,6 @@ def test_scales():
         ("slow_axes", "dcn"),
         ("consistent_rms", -1),
         ("platform", "rocm"),
-        ("optimizer", 3),
     ],
 )
 def test_arguments_that_are_refused(argument, value):
@@ -322,6 +321,20 @@ def small():
     numbers = by_path({"stack": Dims(1, 2)})
     optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
     return describe(params, numbers, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("params", "kind"),
+    [({"w": (3, 4)}, "'w.0' is of type int"), ("model", "is of type str")],
+)
+def test_what_is_no_array_has_no_row(params, kind):
+    with pytest.raises(ValueError, match=f"parameter .*{kind}: pass arrays"):
+        describe(params)
+    state = orscale(0.1).init({"w": jnp.eye(2)})
+    with pytest.raises(
+        ValueError, match="optimizer is of type PartitionState: pass a grad"
+    ):
+        describe({"w": jnp.eye(2)}, optimizer=state)
 
 
 @pytest.mark.parametrize(

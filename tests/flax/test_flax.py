@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from flax.core import freeze
@@ -17,8 +18,10 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
     by_path,
+    convert_state,
     describe,
     diagnostics,
+    muon,
     orscale,
 )
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
@@ -857,8 +860,10 @@ def test_frozen_parameters():
     x = jnp.ones((2, 3))
     params = freeze(nn.Dense(4).init(jax.random.key(0), x)["params"])
     numbers = linen_dimension_numbers(nn.Dense(4), x)
-    with pytest.raises(ValueError, match=r"(?s)must be a tree of.*dict.*FrozenDict"):
+    with pytest.raises(ValueError, match=r"(?s)must be a tree of.*not as FrozenDict"):
         matrix_axes(numbers, params)
+    with pytest.raises(ValueError, match=r"parameters alone, variables\['params'\]"):
+        matrix_axes(numbers, {"params": params})
     for found in (
         freeze(numbers),
         nnx_dimension_numbers(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))(params),
@@ -922,3 +927,31 @@ def test_of_an_nnx_model_what_is_trained_counts():
     optimizer = nnx.Optimizer(model, transformation, wrt=down)
     rows = describe(model, numbers, optimizer=optimizer).rows
     assert [row.path for row in rows] == ["down.bias", "down.kernel"]
+
+
+def test_an_nnx_optimizer_goes_on_from_another_ones_state():
+    """As convert_state does on bare trees, also where the variables are not trained."""
+    model = Normalized(nnx.Rngs(0))
+    x = jnp.eye(4)
+
+    def step(model, optimizer):
+        grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+
+    old = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    for _ in range(3):
+        step(model, old)
+    numbers = nnx_dimension_numbers(model)
+    new = nnx.Optimizer(
+        model, muon(1e-2, weight_dimension_numbers=numbers), wrt=nnx.Param
+    )
+    params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    bare = nnx.to_pure_dict(nnx.state(old.opt_state[0].mu))
+    wanted = 20 * bare["up"]["kernel"]
+    for state in (old, old.opt_state):
+        new.opt_state = convert_state(state, new, model, momentum=0.95)
+        found = optax.tree.get(new.opt_state, "trace")["up"]["kernel"][...]
+        assert_close(found, wanted, rtol=1e-6)
+    nnx.jit(step)(model, new)
+    assert int(optax.tree.get(new.opt_state, "count")[...]) == 4
+    assert_all_change(params, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
