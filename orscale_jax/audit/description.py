@@ -373,16 +373,18 @@ def _of_group(group: Group, on_mesh: bool) -> str:
 
 def _of_cost(plan: Plan) -> str:
     """What a step costs each device, in one line: three digits, all before the point."""
-    work, median, fast, slow, total, transfers, of_median = (
+    work, median, fast, slow, total, of_median, transfers, exposed = (
         f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
         for number in (
             plan.flops / 1e9, plan.median_flops / 1e9,
             plan.fast_bytes / 1e6, plan.slow_bytes / 1e6,
-            plan.seconds * 1e3, plan.transfer_seconds * 1e3, plan.median_seconds * 1e3,
+            plan.seconds * 1e3, plan.median_seconds * 1e3,
+            plan.transfer_seconds * 1e3, plan.exposed_seconds * 1e3,
         )
     )  # fmt: skip
     return (
         f"each device: {work} GFLOP (the median one {median}), {fast} MB over fast "
-        f"links, {slow} MB over slow ones; about {total} ms, {transfers} of them for "
-        f"transfers (the median one {of_median} ms)"
+        f"links, {slow} MB over slow ones; about {total} ms without overlap (the median "
+        f"one {of_median}), {transfers} of them for transfers, at least {exposed} waited "
+        "for"
     )

@@ -316,21 +316,26 @@ class Bucket(NamedTuple):
 
     @property
     def traffic(self) -> Traffic:
-        """What each device sends: both ways, and for sums of Gram matrices.
+        """What each device sends in all."""
+        return functools.reduce(Traffic.plus, self.ways)
+
+    @property
+    def ways(self) -> tuple[Traffic, Traffic, Traffic]:
+        """What each device sends: before, for sums of Gram matrices, and afterwards.
 
         Messages go to one device in every other slice, which passes them on to the others
         there. Bytes that stay on the device are not counted.
         """
         if not self.matrices:
-            return Traffic()
+            return Traffic(), Traffic(), Traffic()
         of_shards, of_replicas = self.slice_counts
         shards, nbytes = self.shards // of_shards, self.nbytes  # In one slice.
         replicas = self.group_size // self.shards // of_replicas
         exchanged = Traffic(
-            fast_bytes=2 * (nbytes * (shards - 1) // shards),
-            slow_bytes=2 * (nbytes * (of_shards - 1) // of_shards),
-            fast_messages=2 * (shards - 1),
-            slow_messages=2 * (of_shards - 1),
+            fast_bytes=nbytes * (shards - 1) // shards,
+            slow_bytes=nbytes * (of_shards - 1) // of_shards,
+            fast_messages=shards - 1,
+            slow_messages=of_shards - 1,
         )
         gathered = Traffic(
             fast_bytes=nbytes * of_replicas * (replicas - 1),
@@ -349,7 +354,7 @@ class Bucket(NamedTuple):
             added = Traffic(slow_bytes=ring[0], slow_messages=ring[1])
         else:
             added = Traffic(fast_bytes=ring[0], fast_messages=ring[1])
-        return exchanged.plus(gathered).plus(added)
+        return exchanged, added, exchanged.plus(gathered)
 
     @property
     def flops(self) -> int:
@@ -401,8 +406,13 @@ class Plan(NamedTuple):
     """What goes through Newton–Schulz together, and what a step of it costs on a mesh.
 
     Without a mesh there are only groups, the stacks of one device. Times are estimates
-    from the rates in ``orscale_jax/distributed/plan.py``, as if products and transfers
-    did not overlap. They leave out everything but products of matrices and transfers.
+    from the rates in ``orscale_jax/distributed/plan.py``. They know of nothing but
+    products of matrices and transfers: not of AdamW's parameters, launches of kernels, or
+    the gradient and its collectives, which may compete for links or run beside all this.
+
+    How much of the transfers a device waits for is the compiler's choice: at least
+    ``exposed_seconds``, if they run one at a time beside products of other groups; all
+    ``transfer_seconds``, if none is asynchronous, as on TPUs without compiler options.
 
     Attributes:
       groups: The matrices that are computed together, in the order of their first leaves.
@@ -410,9 +420,10 @@ class Plan(NamedTuple):
       median_flops: The FLOPs of the median device that are not spent on padding.
       fast_bytes: The bytes that each device sends over fast links, inside its slice.
       slow_bytes: The bytes that each device sends to other slices.
-      seconds: The time of the busiest device, transfers included.
+      seconds: The time of the busiest device, with all transfers.
       median_seconds: That of the median device.
       transfer_seconds: The time of the transfers alone, which is that of every device.
+      exposed_seconds: What of that no schedule hides behind products.
     """
 
     groups: tuple[Group, ...]
@@ -423,6 +434,7 @@ class Plan(NamedTuple):
     seconds: float = 0.0
     median_seconds: float = 0.0
     transfer_seconds: float = 0.0
+    exposed_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -453,6 +465,7 @@ class Plan(NamedTuple):
             traffic = traffic.plus(bucket.traffic)
         median = median_flops(buckets, mesh)
         costs = [cost_model.cost(each, traffic) for each in (flops, median, 0)]
+        costs.append(_exposed_cost(buckets, cost_model))
         of_links = traffic.fast_bytes, traffic.slow_bytes
         return cls(
             tuple(groups), flops, median, *of_links, *map(cost_model.seconds, costs)
@@ -549,6 +562,25 @@ def slices_of_devices(sizes: Mapping[str, int], slices: Mapping[str, int]) -> An
         shape = [-1 if i == axis else 1 for i in range(len(sizes))]
         index = index * count + (np.arange(size) // (size // count)).reshape(shape)
     return index
+
+
+def _exposed_cost(buckets: Sequence[Bucket], cost_model: CostModel) -> int:
+    """The cost of transfers that no order of the buckets hides behind products."""
+    work = sum(bucket.flops for bucket in buckets)
+    sent = [[cost_model.cost(0, way) for way in bucket.ways] for bucket in buckets]
+    exceeding = [sum(map(sum, sent)) - work]
+    for bucket, ways in zip(buckets, sent, strict=True):  # Only others' hide its own.
+        exceeding.append(sum(ways) - (work - bucket.flops))
+    # All wait for the first bucket to arrive, and for the last one to return.
+    first, last = (
+        sorted((ways[at], index) for index, ways in enumerate(sent))[:2] for at in (0, 2)
+    )
+    ends = [
+        before + after
+        for (before, i), (after, j) in itertools.product(first, last)
+        if i != j or before + after == 0  # What stays can be computed first and last.
+    ]
+    return max(0, *exceeding, min(ends, default=0))
 
 
 def _group_alike(

@@ -9,10 +9,15 @@ import numpy as np
 import pytest
 
 from orscale_jax.distributed.plan import (
+    H100,
     Bucket,
+    CostModel,
+    Hardware,
     LayoutGroup,
+    Link,
     MatrixSlice,
     MeshShape,
+    Plan,
     ShardedArray,
     count_devices,
     plan_buckets,
@@ -202,6 +207,65 @@ def test_idle_devices_take_column_shards_of_wider_matrices():
     [alone] = plan_buckets(narrow, FSDP, LARGE)
     assert bucket.flops == alone.flops
     assert bucket.traffic.nbytes == alone.traffic.nbytes + 5 * 2048**2 * 6 * 3 // 4
+
+
+EIGHT, FLOAT16 = MeshShape({"fsdp": 8}), np.dtype("float16")
+
+
+def planned(model, *groups):
+    """Of groups (m, n, shards), and devices that share the columns of each matrix."""
+    buckets = []
+    for index, (m, n, shards, *shared) in enumerate(groups):
+        [column_shards] = shared or [1]
+        part = MatrixSlice(index, 0, 8 // column_shards, transposed=False)
+        axes = ("fsdp",) if shards == 8 else ()
+        layout = LayoutGroup((part,), axes, (), column_shards)
+        sharing = () if shards in (0, 8) else ("fsdp",)
+        size = 8 if shards else 1
+        shape = m, n // column_shards
+        sizes = shape, FLOAT16, axes, sharing, size, max(1, shards)
+        buckets.append(Bucket((layout,), *sizes, cost_model=model))
+    return Plan.of(buckets, [""] * len(groups), EIGHT, model)
+
+
+# A device has one matrix of each group. Of m×n it sends 2mn·7/8 bytes each way, replicas
+# 2mn·7 back, and it computes 5(4m²n + 2m³) FLOP: per byte and FLOP of these shapes
+# 896, 448, 224; 7168, 3584; 87040, 46080, 25600. No shards: eight whole experts.
+A, B, C = (8, 64, 8), (8, 32, 8), (8, 16, 8)
+SHARED = (8, 64, 8, 4)  # 224 each way, five sums of 8·8·(4 + 2)·3/4; 25600 FLOP.
+EXPOSED = {  # The time of a byte, groups, what is exposed, all transfers.
+    "alone": (1, [A], 2 * 896, 2 * 896),
+    "first_and_last": (1, [A, B, C], 224 + 448, 2 * (896 + 448 + 224)),
+    "replicas_arrive_at_once": (1, [(8, 64, 1), (8, 32, 1)], 3584, 7168 + 3584),
+    "beside_what_stays": (1, [A, (8, 64, 0)], 0, 2 * 896),
+    "shared_alone": (1, [SHARED], 2 * 224 + 1440, 2 * 224 + 1440),
+    "sums_beside_others": (1, [SHARED, A], 224 + 896, 2 * 224 + 1440 + 2 * 896),
+    "longer_than_products": (
+        200, [A, B, C], 627200 - (87040 + 46080 + 25600), 627200,
+    ),
+    "longer_than_those_of_others": (50, [A, C], 2 * 44800 - 25600, 112000),
+    "nothing": (1, [], 0, 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", EXPOSED)
+def test_transfers_that_no_schedule_hides(case):
+    of_byte, groups, exposed, transfers = EXPOSED[case]
+    link = Link(1 / of_byte, 0.0)
+    plan = planned(CostModel(Hardware(1.0, link, link)), *groups)
+    assert (plan.exposed_seconds, plan.transfer_seconds) == (exposed, transfers)
+    again = planned(CostModel(Hardware(1.0, link, link)), *reversed(groups))
+    assert again.exposed_seconds == exposed
+
+
+def test_what_is_exposed_on_eight_h100():
+    """Case i of the compiled programs, with 45.09 MB exposed: one matrix out, one back.
+
+    Seven of eight parts are sent, each a message of 2 µs.
+    """
+    groups = [(2048, 8192, 8), (4096, 4096, 8), (2048, 2816, 8)]
+    plan = planned(CostModel(H100), *groups)
+    assert plan.exposed_seconds == pytest.approx(45.09e6 * 7 / 8 / 3e11 + 14 * 2e-6, 1e-3)
 
 
 @st.composite

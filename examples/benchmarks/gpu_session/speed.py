@@ -1,8 +1,8 @@
 """Times of steps and of products, and what share of the card's rate they reach.
 
-*steps*: five optimizers, five models. The step of `optax.contrib.muon` on 500 small
-matrices is left out: its program has thousands of kernels, and compiling it takes longer
-than a session may.
+*steps*: five optimizers, five models. On 500 small matrices the steps of two are left
+out, since their programs have thousands of kernels and take long to compile. A dtype
+beside a name is that of the products; without one it is the platform's.
 
 *recipe*: the matrices of a mixture of experts, as many layers as fit one card. A public
 recipe for JAX trains 26 layers, 2560 wide, with 64 experts of 512 in each. Here are 8 of
@@ -49,6 +49,8 @@ from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz
 STEP, ON_DEVICE, MIB = "time of a step", "time of a step on the device", 2**20
 FIVE_STEPS, PRODUCT = "time of five steps", "time of a product"
 OPTIMIZERS = ("orscale", "muon", "optax.contrib.muon", "optax.adamw", "normuon")
+BFLOAT16 = ("orscale, bfloat16", "muon, bfloat16")
+FEW = ("orscale", "muon", "optax.adamw")
 DTYPES = ("bfloat16", "float16")
 FORM_SHAPES = (
     (2048, 8192), (768, 768), (4096, 4096), (2048, 11008), (7168, 2048), (768, 3072),
@@ -79,10 +81,10 @@ def mixture(layers: int, width: int, experts: int, hidden: int) -> Leaves:
 Models = Mapping[str, Callable[[], Leaves]]
 MODELS: Models = {
     "GPT-2 124M": gpt2,
-    "64 experts of 2048×1408": lambda: of_shapes(CASES["experts"]),
-    "4 blocks of a 1.1B model": lambda: of_shapes(copies(4, CASES["1.1B"])),
-    "DavidNet": lambda: of_shapes(CASES["davidnet"]),
     SMALL: lambda: of_shapes(CASES["tiny"]),
+    "4 blocks of a 1.1B model": lambda: of_shapes(copies(4, CASES["1.1B"])),
+    "64 experts of 2048×1408": lambda: of_shapes(CASES["experts"]),
+    "DavidNet": lambda: of_shapes(CASES["davidnet"]),
 }
 TINY: Models = {"experts": lambda: {**mixture(1, 16, 2, 8), "bias": Leaf((8,))}}
 RECIPE_OF: Models = {
@@ -118,7 +120,7 @@ def shares(
 
 
 def _of_step(
-    name: str, model: Callable[[], Leaves], times: int, turns: int, tiny: bool
+    variant: str, model: Callable[[], Leaves], times: int, turns: int, tiny: bool
 ) -> Iterator[Measured]:
     """A step of random float32 parameters, or so many in one call.
 
@@ -129,7 +131,8 @@ def _of_step(
     """
     leaves = model()
     numbers = {key: leaf.numbers for key, leaf in leaves.items()}
-    optimizer = contenders(numbers, None)[name]
+    name, _, dtype = variant.partition(", ")
+    optimizer = contenders(numbers, dtype or None)[name]
     params, grads = (
         {
             key: 0.02 * jax.random.normal(jax.random.fold_in(seed, i), leaf.shape)
@@ -217,8 +220,7 @@ def _steps(
         [
             Case(name, optimizer, quantity,
                  functools.partial(_of_step, optimizer, model, count, turns, tiny))
-            for optimizer in optimizers
-            if (name, optimizer) != (SMALL, "optax.contrib.muon")
+            for optimizer in (FEW if name == SMALL else optimizers)
             for quantity, count in ((ON_DEVICE, times), (STEP, 1))
         ]
         for name, model in (TINY if tiny else models).items()
@@ -249,7 +251,7 @@ def _symmetric(tiny: bool) -> Sequence[Sequence[Case]]:
 
 
 STEPS = Stage(
-    functools.partial(_steps, MODELS, OPTIMIZERS, 16, TURNS),
+    functools.partial(_steps, MODELS, OPTIMIZERS + BFLOAT16, 16, TURNS),
     figure_of(ON_DEVICE, "A step of the optimizer alone"),
 )
 RECIPE = Stage(

@@ -163,9 +163,11 @@ def _of_run(sizes: Sizes, arm: str, rate: float, seed: int) -> Iterator[Measured
         return text[starts + jnp.arange(sizes.length + 1)].astype("int32")
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def some_steps(held: Any, first: int, train: jax.Array, val: jax.Array) -> Any:
+    def some_steps(
+        held: Any, key: jax.Array, first: int, train: jax.Array, val: jax.Array
+    ) -> Any:
         def step(held: Any, i: jax.Array) -> tuple[Any, None]:
-            tokens = windows(train, jax.random.fold_in(jax.random.key(seed), i))
+            tokens = windows(train, jax.random.fold_in(key, i))
             return update(*held, gradient(held[0], tokens)), None
 
         held, _ = jax.lax.scan(step, held, first + jnp.arange(sizes.between))
@@ -174,7 +176,7 @@ def _of_run(sizes: Sizes, arm: str, rate: float, seed: int) -> Iterator[Measured
 
     held = (params, jax.jit(optimizer.init)(params))
     for first in range(0, sizes.steps, sizes.between):
-        held, found = some_steps(held, first, *_texts())
+        held, found = some_steps(held, jax.random.key(seed), first, *_texts())
         quartiles = Quartiles.of(found.tolist())
         yield Measured(LOSS, "nats per byte", quartiles, first + sizes.between)
 

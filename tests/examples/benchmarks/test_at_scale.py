@@ -61,7 +61,7 @@ def test_the_table_on_the_page():
         for text in PAGE.read_text().splitlines()
         if text.startswith("|") and "--" not in text
     ]
-    table = [cells for cells in shown if len(cells) == 13]
+    table = [cells for cells in shown if len(cells) == 15]
     assert len(table) == 7 and set(table) <= rows
     assert all(float(seconds) < 5 for _, _, _, seconds, *_ in rows - {table[0]})
 
@@ -86,3 +86,5 @@ def test_the_table_and_its_figure(capsys, tmp_path):
         assert float(row["planned in, s"]) > 0
         assert float(row["of an even share"]) >= 1
         assert float(row[STEP]) < float(row[PARTS])
+        exposed, transfers = row["exposed at least, ms"], row["transfers, ms"]
+        assert 0 < float(exposed) < float(transfers) < float(row[STEP])
