@@ -234,6 +234,7 @@ OTHERS = {
     ),
     "schedule": (build(rate=lambda _: 1e-2), "Structure mismatch.*count"),
     "decay_schedule": (build(weight_decay=lambda _: 0.1), "Structure mismatch.*count"),
+    "decay_mask": (build(weight_decay_mask="matrices"), "ismatch|do not match"),
     "routing": (
         build(weight_dimension_numbers=NUMBERS | {"stack": None}),
         r"Structure mismatch.*'mu', 'stack'",

@@ -215,6 +215,6 @@ def _refuse_vectors(
                     "parameter, and nothing for parameter "
                     f"{name_and_shape(path, leaf_of[path])}. optax.flatten does that: it "
                     "makes one vector of all parameters, which has no matrices, so that "
-                    "orscale trains all of them by AdamW. Take it away, or call "
+                    "AdamW would train all of them. Take it away, or call "
                     "describe() without optimizer=."
                 )

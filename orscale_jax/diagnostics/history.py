@@ -27,24 +27,20 @@ GAINED = ("kappa_step", "kappa_step_stderr")
 
 
 class StepFile:
-    """A CSV file that grows by steps, and can go back to one of them.
-
-    One column is called ``step``. If a process is killed while it writes, the next one
-    drops what is incomplete: half a line, or a last step with fewer rows than the first.
-    ``steps`` are those in the file, each with the place where it begins and its rows.
-    """
+    """A CSV file that grows by steps; it drops what a killed process left incomplete."""
 
     def __init__(self, path: str | os.PathLike[str], columns: Sequence[str]):
-        """Open the file, or begin it."""
+        """Open the file, or begin it; one of the columns is called ``step``."""
         self.path, self.columns = pathlib.Path(path), list(columns)
+        # The steps in the file: the place where each begins, and the number of its rows.
         self.steps: dict[int, tuple[int, int]] = {}
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        header = b""
-        if self.path.is_file():  # /dev/full is none, and has no end.
-            with open(self.path, "rb") as file:
-                header = file.readline()
+        # /dev/full is no file, and has no end.
+        with open(self.path, "rb") if self.path.is_file() else io.BytesIO() as file:
+            header = file.readline()
+            lines = [line for line in file if line.endswith(b"\n")]
         if not header.endswith(b"\n"):
-            self._write(_lines([self.columns]), mode="w")
+            self._write(_line(self.columns), mode="w")
             return
         if (found := next(csv.reader([header.decode()]))) != self.columns:
             raise ValueError(
@@ -52,12 +48,7 @@ class StepFile:
                 f"{', '.join(self.columns)}: pass the same columns (to a History: the "
                 "same measurements and scalars), or another path."
             )
-        end = len(header)
-        with open(self.path, "rb") as file:
-            file.seek(end)
-            for line in file:
-                if line.endswith(b"\n"):
-                    end = self._count(line, end)
+        end = self._count(lines, len(header))
         os.truncate(self.path, end)
         rows = [rows for _, rows in self.steps.values()]
         if rows and rows[-1] < rows[0]:
@@ -65,10 +56,9 @@ class StepFile:
 
     def append(self, rows: Iterable[Sequence[str]]) -> None:
         """Add rows, in the order of their steps."""
-        end, lines = self.path.stat().st_size, [_lines([row]) for row in rows]
+        end, lines = self.path.stat().st_size, [*map(_line, rows)]
         self._write("".join(lines))
-        for line in lines:
-            end = self._count(line.encode(), end)
+        self._count(map(str.encode, lines), end)
 
     def rewind(self, step: int) -> None:
         """Drop all later steps."""
@@ -78,12 +68,14 @@ class StepFile:
         for each in later:
             del self.steps[each]
 
-    def _count(self, line: bytes, start: int) -> int:
-        """Note a row that begins at this place; where it ends."""
-        step = int(line.split(b",")[self.columns.index("step")])
-        first, rows = self.steps.get(step, (start, 0))
-        self.steps[step] = first, rows + 1
-        return start + len(line)
+    def _count(self, lines: Iterable[bytes], start: int) -> int:
+        """Note rows that begin at this place; where they end."""
+        for line in lines:
+            step = int(line.split(b",")[self.columns.index("step")])
+            first, rows = self.steps.get(step, (start, 0))
+            self.steps[step] = first, rows + 1
+            start += len(line)
+        return start
 
     def _write(self, text: str, mode: str = "a") -> None:
         with open(self.path, mode, newline="", encoding="utf-8") as file:
@@ -96,11 +88,10 @@ class History:
     """The readings of a run, appended to one CSV file: a row for each matrix and step.
 
     The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
-    ``measurements`` (one number per matrix, at the steps at which they are taken),
-    ``scalars`` (one number per step, in all its rows), and ``kappa_step`` with its
-    standard error, from :func:`step_gain`. A missing number is an empty field.
-    :func:`pandas.read_csv` reads the file. If it is called ``history.csv``,
-    ``python -m orscale_jax.diagnostics`` makes a report of its folder.
+    ``measurements``, ``scalars`` (the same in all rows of a step), and ``kappa_step``
+    with its standard error, from :func:`step_gain`. A missing number is an empty field.
+    If the file is called ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a
+    report of its folder.
 
     A step is on the disk when :meth:`append` returns, and the next process drops one that
     is incomplete. A run that continues from a checkpoint calls :meth:`rewind` with the
@@ -190,8 +181,24 @@ class History:
                 _checks.refuse("gained", gained, "pass what step_gain() returned")
             scalars |= dict(zip(GAINED, gained.kappa, strict=True))
         table = tabulate(reading, self.classes, measurements)
-        self._require_next(step, list(table["matrix"]))
-        count, given = len(table["matrix"]), {"step": str(step)}
+        matrices, steps = list(table["matrix"]), self._file.steps
+        if steps and step <= max(steps):
+            raise ValueError(
+                f"step={step} is not after {max(steps)}, the last one in {self.path}:"
+                " call rewind() if the run continues from a checkpoint."
+            )
+        start, rows = next(iter(steps.values()), (0, 0))
+        with open(self.path, newline="", encoding="utf-8") as file:
+            file.seek(start)
+            known = [row[1] for row in itertools.islice(csv.reader(file), rows)]
+        if len(steps) == 1 and known == matrices[:rows] != matrices:
+            self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
+        elif known and known != matrices:
+            raise ValueError(
+                f"the reading has {len(matrices)} matrices, and {self.path} has {rows}, "
+                "or other names: pass another path for another model."
+            )
+        given = {"step": str(step)}
         for name, value in jax.device_get(scalars).items():
             array = np.asarray(value)
             real = array.dtype == bool or _checks.is_real(array.dtype)
@@ -199,8 +206,8 @@ class History:
                 _checks.refuse(name, value, "pass a real number")
             given[name] = _text(array.reshape(())[()])
         columns = [
-            [given[name]] * count if name in given
-            else [_text(x) for x in table.get(name, [""] * count)]
+            [given[name]] * len(matrices) if name in given
+            else [_text(x) for x in table.get(name, [""] * len(matrices))]
             for name in self._file.columns
         ]  # fmt: skip
         self._file.append(zip(*columns, strict=True))
@@ -211,34 +218,17 @@ class History:
 
     def frame(self) -> "pandas.DataFrame":
         """The file as a data frame of pandas."""
-        import pandas
+        return read_rows(self.path)
 
-        frame = pandas.read_csv(self.path)
-        # Parameters may be called "NA", and a lone one has an empty name.
-        texts = pandas.read_csv(
-            self.path, usecols=["matrix", "class"], dtype=str, keep_default_na=False
-        )
-        return frame.assign(**texts)
 
-    def _require_next(self, step: int, matrices: list[str]) -> None:
-        """Refuse a step that is not after the last one, and other matrices."""
-        if self.last_step is not None and step <= self.last_step:
-            raise ValueError(
-                f"step={step} is not after {self.last_step}, the last one in {self.path}:"
-                " call rewind() if the run continues from a checkpoint."
-            )
-        steps = self._file.steps
-        start, count = next(iter(steps.values()), (0, 0))
-        with open(self.path, newline="", encoding="utf-8") as file:
-            file.seek(start)
-            known = [row[1] for row in itertools.islice(csv.reader(file), count)]
-        if len(steps) == 1 and known == matrices[: len(known)] != matrices:
-            self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
-        elif known and known != matrices:
-            raise ValueError(
-                f"the reading has {len(matrices)} matrices, and {self.path} has "
-                f"{len(known)}, or other names: pass another path for another model."
-            )
+def read_rows(file: Any) -> "pandas.DataFrame":
+    """The rows of a history, in which "NA" and an empty text are names of matrices."""
+    import pandas
+
+    rows = pandas.read_csv(file, dtype=str, keep_default_na=False)
+    numbers = rows.columns.difference(["matrix", "class"])
+    rows[numbers] = rows[numbers].apply(pandas.to_numeric, errors="coerce")
+    return rows
 
 
 def _text(value: Any) -> str:
@@ -250,7 +240,7 @@ def _text(value: Any) -> str:
     return f"{float(value):.{15 if isinstance(value, float) else 7}g}"
 
 
-def _lines(rows: Iterable[Iterable[str]]) -> str:
+def _line(row: Iterable[str]) -> str:
     text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerow(row)
     return text.getvalue()

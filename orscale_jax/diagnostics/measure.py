@@ -19,9 +19,6 @@ from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on, quoted
 from orscale_jax.trees.nodes import nodes_of
 
-PolarFactor = Callable[[jax.Array], jax.Array]
-
-
 MEASUREMENTS = ("momentum_stable_rank", "polar_error", "direction_angle")
 
 
@@ -32,7 +29,7 @@ def measure(
     *,
     names: Sequence[str] = ("momentum_stable_rank", "polar_error"),
     previous: Any = None,
-    polar: PolarFactor = polar_factor,
+    polar: Callable[[jax.Array], jax.Array] = polar_factor,
 ) -> dict[str, PyTree]:
     r"""Measure the momentum M of every matrix and its polar factor Q.
 
@@ -101,12 +98,12 @@ def measure(
 # Compiled once for equal shapes, and without the measurements that are not requested.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _measured(
-    names: tuple[str, ...], polar: PolarFactor, now: jax.Array, before: jax.Array
+    names: tuple[str, ...], polar: Callable[..., Any], now: jax.Array, before: jax.Array
 ) -> dict[str, jax.Array]:
     """The measurements of matrices of shape (*batch, m, n)."""
 
-    def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(x, axis=(-2, -1))
+    def inner(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.sum(x * y, axis=(-2, -1))
 
     values = jnp.linalg.svd(now, compute_uv=False)
     largest = jnp.max(values, axis=-1, initial=0, keepdims=True)
@@ -118,11 +115,11 @@ def _measured(
     m, n = q.shape[-2:]
     gram = product(q.mT, q) if m >= n else product(q, q.mT)
     error = gram - jnp.broadcast_to(jnp.eye(min(m, n), dtype=q.dtype), gram.shape)
-    norms = jnp.sqrt(total(jnp.square(q))) * jnp.sqrt(total(jnp.square(earlier)))
-    cosine = total(q * earlier) / jnp.where(norms == 0, 1, norms)
+    norms = jnp.sqrt(inner(q, q) * inner(earlier, earlier))
+    cosine = inner(q, earlier) / jnp.where(norms == 0, 1, norms)
     found = (
         jnp.sum(shares, axis=-1),
-        jnp.sqrt(total(jnp.square(error))) / max(min(m, n), 1) ** 0.5,
+        jnp.sqrt(inner(error, error)) / max(min(m, n), 1) ** 0.5,
         jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1))),
     )
     by_name = dict(zip(MEASUREMENTS, found, strict=True))
@@ -159,10 +156,7 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
 
 
 def whole_parts(matrices: Matrices, tree: PyTree) -> list[jax.Array]:
-    """The parts of :meth:`Matrices.parts` in float32 or wider, without sharded matrices.
-
-    Singular values need whole matrices, so matrices on Explicit axes are gathered.
-    """
+    """:meth:`Matrices.parts` in float32 or wider, gathered where axes are Explicit."""
     wide = matrices.map(lambda _, leaf: leaf.astype(compute_dtype(leaf)), tree)
     return [
         typed_sharding.gather(part, (part.ndim - 2, part.ndim - 1))

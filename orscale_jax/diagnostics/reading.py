@@ -29,11 +29,7 @@ ByPath: TypeAlias = dict[Path, Any]
 _Value = TypeVar("_Value")
 
 # The fields with one entry per matrix that all states of the ratio have.
-_FIELDS = [
-    name
-    for name in CalibratedTrustRatioState._fields
-    if name not in ("anchor_count", "bounds")
-]
+_FIELDS = sorted({*CalibratedTrustRatioState._fields} - {"anchor_count", "bounds"})
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 _FORMS = (
     "pass a number, a schedule, or a mapping from the labels of optax.partition to them"
@@ -90,9 +86,9 @@ def read(
     r"""Read norms, ratios and steps of every matrix off an optimizer's state.
 
     Call it with what a training loop holds after ``optax.apply_updates``, inside or
-    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, and
-    keeps it in its state; the cost is one norm of the parameters. Nothing is sent to the
-    host. On a mesh, one number per matrix is summed over the devices that share it.
+    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, so
+    the cost is one norm of the parameters. Nothing is sent to the host. On a mesh, one
+    number per matrix is summed over the devices that share it.
 
     Args:
       state: The state after the update, of :func:`orscale_jax.orscale`,
@@ -115,8 +111,7 @@ def read(
     Raises:
       ValueError: If the state is of another optimizer, has other matrices or has none, a
         schedule is given and the state has no count, or one rate is given although the
-        state shows that the groups have different ones: some have a schedule and others
-        do not, or each has its own in the state.
+        state shows that groups have different ones.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -172,20 +167,18 @@ def read(
     return Reading(*map(tree, Reading._fields))
 
 
-def require_reading(reading: Any) -> None:
-    """Refuse what is no :class:`Reading`, such as the parameters or a state."""
+def fields_of(reading: Any) -> dict[str, PyTree]:
+    """The fields that are not None; refuses what is no reading, such as a state."""
     if not isinstance(reading, Reading):
         raise ValueError(
             f"reading is of type {type(reading).__name__}: pass what diagnostics.read "
             "returns."
         )
+    return {name: tree for name, tree in reading._asdict().items() if tree is not None}
 
 
 def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
-    """A field of the reading, or a tree like it, at each leaf of matrices.
-
-    None where the optimizer of a leaf does not hold the quantity.
-    """
+    """A tree like those of a reading at each leaf of matrices; None where it has none."""
     found = _by_path([tree])
     norms = jax.tree.leaves_with_path(reading.weight_norm)
     return [found.get(names_on(path)) for path, _ in norms]
@@ -234,20 +227,15 @@ def _weight_norms(
 def _of_matrices(
     at: dict[str, jax.Array], weight_norm: jax.Array, eta: ArrayLike | None
 ) -> dict[str, jax.Array]:
-    """The readouts of the matrices in one leaf, from its fields of the state."""
+    """The readouts of the matrices in one leaf, and its fields of the state."""
     ratio, c, first = at["trust_ratio"], at["calibration"], at["anchor_weight_norm"]
     r_min, r_max = at["bounds"].astype(ratio.dtype)
     anchored, known = (c != 0) & (c != 1) & jnp.isfinite(c), first > 0
     growth = jnp.where(known, weight_norm / jnp.where(known, first, 1), 1)
-    # W₀ is still to come, or is not known.
-    to_come = (c == 0) | (c == 1) | jnp.isinf(c)
-    readouts = {
-        "trust_ratio": ratio,
-        "raw_trust_ratio": at["raw_trust_ratio"],
-        "calibration": c,
+    readouts = at | {
         "weight_norm": weight_norm,
-        "direction_norm": at["direction_norm"],
-        "growth": jnp.where(known | to_come, growth, jnp.nan),
+        # Where c is not set, W₀ is still to come.
+        "growth": jnp.where(known | ~anchored, growth, jnp.nan),
         "at_r_min": ratio <= r_min,
         "at_r_max": ratio >= r_max,
         "anchored": anchored,
@@ -285,7 +273,15 @@ def _learning_rates(
     for path, labels in groups.items():
         rate: Any = given
         if given is None:
-            rate = _injected_for(injected, labels)
+            around = [each for each in injected if each[0] == labels[: len(each[0])]]
+            inside = [each for each in around if each[2]]
+            if len(around) > 1 and not inside:
+                raise ValueError(
+                    "the state holds several learning rates, none of them of the "
+                    f"optimizer that has the ratios: {_FORMS}."
+                )
+            # The innermost of nested injections is the last one.
+            rate = _innermost([each[:2] for each in inside[::-1] or around], labels)
         elif isinstance(given, Mapping):
             own = [given[label] for label in labels if given.get(label) is not None]
             if not own:
@@ -320,31 +316,12 @@ def _learning_rates(
 def _injected(
     tree: PyTree, labels: Labels = ()
 ) -> Iterator[tuple[Labels, ArrayLike, bool]]:
-    """The rates of optax.inject_hyperparams, the outermost first.
-
-    Each comes after the labels around it, and before whether it is around trust ratios.
-    """
+    """Labels around the rates of optax.inject_hyperparams; if these are around ratios."""
     for inside, node in nodes_in_groups(tree, *_INJECTED, labels=labels):
         rate, inner = node.hyperparams.get("learning_rate"), node.inner_state
         if rate is not None:
             yield inside, rate, bool(nodes_of(inner, CalibratedTrustRatioState))
         yield from _injected(inner, inside)
-
-
-def _injected_for(
-    injected: list[tuple[Labels, ArrayLike, bool]], labels: Labels
-) -> ArrayLike | None:
-    """The rate that is injected next to the ratios of a group, or else beside them."""
-    around = [each for each in injected if each[0] == labels[: len(each[0])]]
-    inside = [each for each in around if each[2]]
-    if len(around) > 1 and not inside:
-        raise ValueError(
-            "the state holds several learning rates, none of them of the optimizer that "
-            f"has the ratios: {_FORMS}."
-        )
-    # The first of the longest labels: the innermost of nested injections.
-    nearest = max(inside[::-1] or around, key=lambda each: len(each[0]), default=None)
-    return None if nearest is None else nearest[1]
 
 
 def _innermost(found: list[tuple[Labels, _Value]], labels: Labels) -> _Value | None:

@@ -1,7 +1,4 @@
-"""The report of a run: one HTML page, and its figures as PNG beside it.
-
-Needs matplotlib and pandas, the extra ``orscale-jax[report]``.
-"""
+"""The report of a run: one HTML page and its figures, with the extra ``report``."""
 
 import html
 import io
@@ -18,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from orscale_jax.diagnostics.history import FILE_NAME, GAINED
+from orscale_jax.diagnostics.history import FILE_NAME, GAINED, read_rows
 from orscale_jax.diagnostics.problems import Problem, find_problems
 
 # What can be told apart in a figure, and read in a table.
@@ -79,7 +76,7 @@ class Run(NamedTuple):
     last: pd.DataFrame  # The rows of the last step.
     shown: pd.DataFrame  # The rows of some of many steps, without infinite numbers.
     looks: dict[str, dict[str, Any]]  # The line of each class.
-    audit: pd.DataFrame | None  # The rows of orscale_jax.describe, as strings.
+    audit: pd.DataFrame  # The rows of orscale_jax.describe, as strings, if there.
 
     def has(self, *columns: str) -> bool:
         """Whether each of these columns holds a finite number."""
@@ -97,28 +94,24 @@ class Run(NamedTuple):
 
 def read_run(folder: pathlib.Path) -> Run:
     """The run of a folder, without a last step that was not written to its end."""
-    path, words = folder / FILE_NAME, {"matrix": str, "class": str}
+    path = folder / FILE_NAME
     if not path.is_file():
         lacks = f"has no {FILE_NAME}" if folder.is_dir() else "is not a folder"
         raise RunError(
             f"{folder} {lacks}: pass the folder of a run that writes its "
             "orscale_jax.diagnostics.History there."
         )
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]  # It may be killed in the middle of a row.
     try:
-        # A matrix may be called nan.
-        given: Any = {"dtype": words, "keep_default_na": False, "low_memory": False}
-        rows = pd.read_csv(path, **given)
+        rows = read_rows(io.BytesIO(whole))
     except ValueError as error:  # As those of pandas are, and those of encodings.
         raise RunError(f"{path} is not the history of a run: {error}") from error
-    if missing := [name for name in ("step", *words) if name not in rows]:
+    if missing := [name for name in ("step", "matrix", "class") if name not in rows]:
         raise RunError(
             f"{path} has no column {' or '.join(missing)}: pass a folder that "
             "orscale_jax.diagnostics.History wrote."
         )
-    if not path.read_bytes().endswith(b"\n"):
-        rows = rows.iloc[:-1]  # Killed in the middle of a row.
-    numbers = rows.drop(columns=words)  # With texts where some fields are empty.
-    rows = rows.assign(**numbers.apply(pd.to_numeric, errors="coerce"))
     if rows["step"].isna().any():
         raise RunError(f"{path} has rows without a step: the file is damaged.")
     sizes = rows.groupby("step", sort=False).size()
@@ -134,12 +127,12 @@ def read_run(folder: pathlib.Path) -> Run:
     if rows["class"].nunique() > MAX_CLASSES:
         kept = rows["class"].value_counts().index[: MAX_CLASSES - 1]
         rows["class"] = rows["class"].where(rows["class"].isin(kept), OTHERS)
-    steps, audit = [int(step) for step in sizes.index], None
+    steps, audit = [*map(int, sizes.index)], pd.DataFrame()
     if (folder / "audit.csv").is_file() and (folder / "audit.csv").stat().st_size:
         audit = pd.read_csv(folder / "audit.csv", dtype=str, keep_default_na=False)
     return Run(
         name=folder.resolve().name,
-        rows=rows.reset_index(drop=True),
+        rows=rows,
         steps=steps,
         last=rows[rows["step"] == steps[-1]],
         shown=rows[rows["step"].isin(_thinned(steps))].replace([np.inf, -np.inf], np.nan),
@@ -175,10 +168,8 @@ def _thinned(steps: list[Any]) -> list[Any]:
 
 
 def uniform_part(run: Run) -> pd.DataFrame:
-    """What all ratios share at each step, the rest of each class, and the spread.
-
-    As in ``summarize``: means of log r̂ over what is measured, by the relative steps.
-    """
+    """At each step what all ratios share, the rest of each class, and the spread."""
+    # As in summarize: means of log r̂ over what is measured, by the relative steps.
     rows = run.shown[run.shown["trust_ratio"] > 0]
     for column in ("calibration", "direction_norm"):
         if column in rows:
@@ -191,7 +182,7 @@ def uniform_part(run: Run) -> pd.DataFrame:
 
     def mean(column: str, *by: str) -> pd.Series:
         products = rows.assign(product=rows[column] * rows["weight"])
-        sums = products.groupby(list(by))[["product", "weight"]].sum()
+        sums = products.groupby([*by])[["product", "weight"]].sum()
         return sums["product"] / sums["weight"]
 
     uniform = mean("log", "step")
@@ -282,7 +273,7 @@ def draw_lines(axes: Axes, run: Run, values: pd.DataFrame) -> None:
         axes.plot(line.dropna(), marker=marker, **look)
 
 
-def means_by_class(run: Run, column: str) -> pd.DataFrame:
+def by_class(run: Run, column: str) -> pd.DataFrame:
     """The means of a quantity where it is positive, with a column for each class."""
     rows = run.shown[run.shown[column] > 0]
     means = rows.groupby(["step", "class"])[column].mean().unstack("class")
@@ -295,7 +286,7 @@ def draw_ratios(axes: Axes, run: Run) -> None:
     low, high = ratios.quantile(0.05), ratios.quantile(0.95)
     axes.fill_between(low.index, low, high, color=MUTED, alpha=0.18, lw=0)
     axes.axhline(1, **AT_ONE)
-    draw_lines(axes, run, means_by_class(run, "trust_ratio"))
+    draw_lines(axes, run, by_class(run, "trust_ratio"))
 
 
 def draw_uniform_part(axes: Axes, run: Run) -> None:
@@ -334,11 +325,6 @@ def draw_bounds(axes: Axes, run: Run) -> None:
     axes.set_ylim(0, 100)
 
 
-def draw_relative_step(axes: Axes, run: Run) -> None:
-    """The means of the classes."""
-    draw_lines(axes, run, 100 * means_by_class(run, "relative_step"))
-
-
 def draw_gain(axes: Axes, run: Run) -> None:
     """κ with its standard errors."""
     kappa = run.per_step(*GAINED)
@@ -346,37 +332,37 @@ def draw_gain(axes: Axes, run: Run) -> None:
     axes.errorbar(kappa.index, *kappa.values.T, color=COLORS[0], marker=".", capsize=2)
 
 
-def draw_losses(axes: Axes, run: Run) -> None:
-    """The losses that the run recorded."""
-    curves = [run.per_step(column) for column in LOSSES if run.has(column)]
-    draw_lines(axes, run, pd.concat(curves, axis="columns").rename(columns=LOSSES))
-
-
 class Entry(NamedTuple):
     """A figure, which has a place and its caption in report.html."""
 
-    draw: Callable[[Axes, Run], None]
     needs: tuple[str, ...]  # Columns of the history.
     label: str  # Of the vertical axis.
     log: str  # Which axes are logarithmic: "", "y" or "xy".
+    draw: Callable[[Axes, Run], None]
 
 
 # By the name of its file.
 FIGURES = {
-    "trust_ratio_by_class": Entry(draw_ratios, ("trust_ratio",), "trust ratio r̂", "y"),
+    "trust_ratio_by_class": Entry(("trust_ratio",), "trust ratio r̂", "y", draw_ratios),
     "uniform_part": Entry(
-        draw_uniform_part, ("trust_ratio",), "uniform part; class / uniform part", "y"
+        ("trust_ratio",), "uniform part; class / uniform part", "y", draw_uniform_part,
     ),
     "growth_against_ratio": Entry(
-        draw_growth, ("raw_trust_ratio", "growth"), "r before the clip", "xy"
+        ("raw_trust_ratio", "growth"), "r before the clip", "xy", draw_growth,
     ),
-    "bounds": Entry(draw_bounds, tuple(AT_BOUNDS), "matrices at a bound (%)", ""),
+    "bounds": Entry(tuple(AT_BOUNDS), "matrices at a bound (%)", "", draw_bounds),
     "relative_step": Entry(
-        draw_relative_step, ("relative_step",), "relative step (% of ‖W‖)", "y"
+        ("relative_step",), "relative step (% of ‖W‖)", "y",
+        lambda axes, run: draw_lines(axes, run, 100 * by_class(run, "relative_step")),
     ),
-    "gain": Entry(draw_gain, GAINED, "κ, gain over Muon", ""),
-    "loss": Entry(draw_losses, ("loss",), "loss", ""),
-}
+    "gain": Entry(GAINED, "κ, gain over Muon", "", draw_gain),
+    "loss": Entry(
+        ("loss",), "loss", "",
+        lambda axes, run: draw_lines(axes, run, pd.concat([
+            run.per_step(name).rename(columns=LOSSES) for name in LOSSES if run.has(name)
+        ], axis="columns")),
+    ),
+}  # fmt: skip
 
 
 # The page.
@@ -385,27 +371,16 @@ FIGURES = {
 def write_report(
     folder: str | pathlib.Path, out: str | pathlib.Path | None = None
 ) -> pathlib.Path:
-    """Write the report of a run.
-
-    Args:
-      folder: The run folder, with the ``history.csv`` of ``diagnostics.History``.
-      out: Where ``report.html`` and the figures go. Default: ``report`` in ``folder``.
-
-    Returns:
-      The path of the page, which needs no other file.
-
-    Raises:
-      RunError: No report can be made from this folder.
-    """
+    """Write the report of a run; the path of its page. RunError if there is none."""
     run = read_run(pathlib.Path(folder))
     out = pathlib.Path(folder) / "report" if out is None else pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
     step, (headline, *sentences) = verdict(run)
-    problems = []
+    problems = ""
     for problem, first, last in occurrences(run):
         names = ", ".join(problem.matrices[:6]) + " …" * (len(problem.matrices) > 6)
         when = f"steps {first:,} to {last:,}" if first != last else f"step {last:,}"
-        problems.append(
+        problems += (
             f"<div class=problem><h3>{html.escape(problem.title)}</h3>"
             f"<p class=muted>{when}; matrices: {len(problem.matrices):,}</p>"
             f"<p>{_prose(problem.meaning)} {_prose(problem.remedy)}</p>"
@@ -427,11 +402,11 @@ def write_report(
             f"<div><dt>{_prose(label)}</dt><dd>{html.escape(value)}</dd></div>"
             for label, value in key_numbers(run)
         ),
-        problems="".join(problems) or none,
+        problems=problems or none,
         **{f"figure_{name}": _figure(name, run, out) for name in FIGURES},
         matrices=_matrices(run),
         audit=f"<p class=muted>{audit}</p>"
-        if run.audit is None or run.audit.empty
+        if run.audit.empty
         else _table(f"{len(run.audit):,} parameters", run.audit, MAX_AUDIT_ROWS),
         thinned=thinned if shown < len(run.steps) else "",
     )

@@ -46,13 +46,6 @@ class StepGain(NamedTuple):
     muon_learning_rate: Estimate
 
 
-class _Slopes(NamedTuple):
-    """Slopes of one micro-batch along sQ and along r̂sQ, each of shape (2,)."""
-
-    descent: jax.Array  # ⟨G, Δ⟩
-    curvature: jax.Array  # ⟨Δ, HΔ⟩
-
-
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The work on one micro-batch; static in compiled programs."""
@@ -173,25 +166,41 @@ def step_gain(
     scale = Scale.of(consistent_rms, scale_mode)
     found = micro_batches(loss_fn, params, batches, at_least=4)
     matrices = Matrices.of(weight_dimension_numbers, params)
+    if isinstance(trust_ratio, Reading):
+        if trust_ratio.trust_ratio is None:
+            raise ValueError("the reading has no trust ratios: it is one of muon.")
+        known = known_leaves(trust_ratio.trust_ratio, trust_ratio)
+        pairs = zip(known, jax.tree.leaves(trust_ratio.weight_norm), strict=True)
+        # 1 where the optimizer of a leaf has no ratios.
+        ratios = [jnp.ones_like(norm) if r is None else r for r, norm in pairs]
+    else:
+        ratios = jax.tree.leaves(trust_ratio)
+    rows = list(matrices.rows(unbox(params)))
+    shapes = [axes.batch_shape(leaf) for axes, leaf in rows]
+    if [np.shape(ratio) for ratio in ratios] != shapes:
+        raise ValueError(
+            f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
+            f"matrices have batch shapes {shapes}: pass that of read(), with the same "
+            "weight_dimension_numbers."
+        )
+    values = [np.float32(axes.by_shape(scale.value, leaf)) for axes, leaf in rows]
+    s = matrices.tree_of(jax.device_put(values))
+    of_leaves = matrices.tree_of([*map(jnp.asarray, ratios)])
+    scaled = matrices.map(lambda axes, r, s: axes.per_matrix(r) * s, of_leaves, s)
     work = Work(loss_fn, matrices)
-    multipliers = _multipliers(matrices, params, trust_ratio, scale)
     halves = (work.total_gradient(params, found[i::2]) for i in (0, 1))
     factors = [work.polar_factors(total) for total in halves]
     slopes = [
-        _slopes(work, params, batch, factors[1 - index % 2], multipliers)
+        _slopes(work, params, batch, factors[1 - index % 2], (s, scaled))
         for index, batch in enumerate(found)
     ]
-    return _gain(jax.tree.map(lambda *xs: jnp.stack(xs), *slopes))
+    return _gain(jnp.stack(slopes))
 
 
 def micro_batches(
     loss_fn: LossFn, params: PyTree, batches: Any, at_least: int
 ) -> list[Any]:
-    """The micro-batches as a list, from an iterator or a tree that stacks them, too.
-
-    Raises:
-      ValueError: If there are too few, their shapes differ, or the loss is no scalar.
-    """
+    """A list of micro-batches, also of those in a tree; refuses what does not fit."""
     found = batches
     if not isinstance(batches, list | Iterator):
         lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(batches)}
@@ -239,38 +248,6 @@ def _shapes(batch: Any) -> list[tuple[int, ...]]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
 
 
-def _multipliers(
-    matrices: Matrices, params: PyTree, trust_ratio: PyTree | Reading, scale: Scale
-) -> tuple[PyTree, PyTree]:
-    """The factors of Q in both steps, for each leaf: s, and r̂s."""
-    if isinstance(trust_ratio, Reading):
-        if trust_ratio.trust_ratio is None:
-            raise ValueError("the reading has no trust ratios: it is one of muon.")
-        known = known_leaves(trust_ratio.trust_ratio, trust_ratio)
-        norms = jax.tree.leaves(trust_ratio.weight_norm)
-        # 1 where the optimizer of a leaf has no ratios.
-        pairs = zip(known, norms, strict=True)
-        ratios = [jnp.ones_like(norm) if r is None else r for r, norm in pairs]
-    else:
-        ratios = jax.tree.leaves(trust_ratio)
-    leaves = matrices.leaves(unbox(params))
-    of_leaves = list(zip(matrices.of_leaves, leaves, strict=True))
-    shapes = [axes.batch_shape(leaf) for axes, leaf in of_leaves]
-    if [np.shape(ratio) for ratio in ratios] != shapes:
-        raise ValueError(
-            f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
-            f"matrices have batch shapes {shapes}: pass that of read(), with the same "
-            "weight_dimension_numbers."
-        )
-    values = [axes.by_shape(scale.value, leaf) for axes, leaf in of_leaves]
-    scales = jax.device_put([np.asarray(value, np.float32) for value in values])
-    scaled = [
-        axes.per_matrix(jnp.asarray(ratio)) * s
-        for axes, ratio, s in zip(matrices.of_leaves, ratios, scales, strict=True)
-    ]
-    return matrices.tree_of(scales), matrices.tree_of(scaled)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _slopes(
     work: Work,
@@ -278,8 +255,8 @@ def _slopes(
     batch: Any,
     factors: PyTree,
     multipliers: tuple[PyTree, PyTree],
-) -> _Slopes:
-    """Slope and curvature of the loss along both steps."""
+) -> jax.Array:
+    """⟨G, Δ⟩ and ⟨Δ, HΔ⟩ of one micro-batch, along both steps: shape (2, 2)."""
     weights = work.weights(params)
     gradient, hessian = jax.linearize(work.gradient(params, batch), weights)
 
@@ -292,22 +269,21 @@ def _slopes(
         step = jax.tree.map(
             lambda q, by, w: (q * by).astype(w.dtype), factors, of_step, weights
         )
-        found.append(_Slopes(inner(gradient, step), inner(step, hessian(step))))
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *found)
+        found.append([inner(gradient, step), inner(step, hessian(step))])
+    return jnp.array(found)
 
 
 @jax.jit
-def _gain(slopes: _Slopes) -> StepGain:
-    """The estimates, of slopes stacked along the first axis."""
-    count = len(slopes.descent)
-    mean = jax.tree.map(lambda x: jnp.mean(x, axis=0, keepdims=True), slopes)
-    others = jax.tree.map(lambda m, x: (count * m - x) / (count - 1), mean, slopes)
+def _gain(slopes: jax.Array) -> StepGain:
+    """The estimates, of the slopes of all micro-batches."""
+    count, mean = len(slopes), jnp.mean(slopes, axis=0, keepdims=True)
+    others = (count * mean - slopes) / (count - 1)
 
-    def of_means(means: _Slopes) -> tuple[jax.Array, ...]:
-        """κ and the two learning rates, of slopes of shape (..., 2)."""
-        curvature = jnp.where(means.curvature > 0, means.curvature, jnp.nan)
-        rates = means.descent / curvature
-        decreases = means.descent * rates
+    def of_means(means: jax.Array) -> tuple[jax.Array, ...]:
+        """κ and the two learning rates, of slopes of shape (..., 2, 2)."""
+        descent, curvature = means[..., 0], means[..., 1]
+        rates = descent / jnp.where(curvature > 0, curvature, jnp.nan)
+        decreases = descent * rates
         return decreases[:, 1] / decreases[:, 0], rates[:, 1], rates[:, 0]
 
     pairs = zip(of_means(mean), of_means(others), strict=True)

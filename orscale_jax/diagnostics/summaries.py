@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax import _checks
-from orscale_jax.diagnostics.reading import Reading, known_leaves, require_reading
+from orscale_jax.diagnostics.reading import Reading, fields_of, known_leaves
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
@@ -53,10 +53,9 @@ def summarize(
     :math:`\log \hat r` with these weights: only what differs is layer-wise. Both are over
     the matrices that have been measured: c is set and finite, D is not zero, and
     :math:`\hat r` is positive and finite (1 and 0 if there is none).
-    It also gives the shares of matrices at each bound (``share_at_r_min``,
-    ``share_at_r_max``), without an update so far (``share_not_started``), with a c that
-    is still unset (``share_not_anchored``), without initial scale
-    (``share_without_scale``), and with a norm that is not finite (``share_not_finite``).
+    The shares of matrices are ``share_at_r_min``, ``share_at_r_max``,
+    ``share_not_started`` (no update so far), ``share_not_anchored`` (c is still unset),
+    ``share_without_scale`` (no initial scale) and ``share_not_finite`` (their norms).
 
     Args:
       reading: From :func:`read`.
@@ -85,17 +84,13 @@ def summarize(
       >>> print(scalars["optimizer/trust_ratio/p50"], scalars["optimizer/mlp/growth/max"])
       1.0 1.0
     """
-    require_reading(reading)
-    trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
+    trees = fields_of(reading)
     leaves = {name: known_leaves(tree, reading) for name, tree in trees.items()}
-    labels = classes_of(classes, reading.weight_norm)
-    groups = {"": list(range(len(labels)))}
-    if classes is not None:
-        names = [label.replace(" ", "_") + "/" for label in labels]
-        for name in sorted(set(names)):
-            groups[name] = [i for i, other in enumerate(names) if other == name]
+    given = classes_of(classes, reading.weight_norm)
+    labels = [label.replace(" ", "_") + "/" for label in given]
     scalars: dict[str, jax.Array] = {}
-    for name, members in groups.items():
+    for group in ["", *sorted({*labels} if classes is not None else ())]:
+        members = [i for i, label in enumerate(labels) if group in ("", label)]
         vectors = {
             field: vector(known)
             for field, arrays in leaves.items()
@@ -103,8 +98,8 @@ def summarize(
         }
         if not any(x.size for x in vectors.values()):
             continue  # Stacks without matrices have no mean.
-        of_group = _statistics(vectors)
-        scalars |= {f"{prefix}{name}{key}": value for key, value in of_group.items()}
+        found = _statistics(vectors)
+        scalars |= {f"{prefix}{group}{key}": value for key, value in found.items()}
     if matrices is None:
         return scalars
     names = _names_of(reading.weight_norm)
@@ -156,11 +151,12 @@ def tabulate(
       >>> print(table["matrix"][0], table["weight_norm"])
       up [4.]
     """
-    require_reading(reading)
-    trees = {name: tree for name, tree in reading._asdict().items() if tree is not None}
-    trees |= measurements or {}
+    trees = fields_of(reading) | dict(measurements or {})
     like = reading.weight_norm
     wanted = {path: np.shape(leaf) for path, leaf in jax.tree.leaves_with_path(like)}
+    sizes = [math.prod(shape) for shape in wanted.values()]
+    labels = np.repeat(classes_of(classes, like), sizes)
+    columns = {"matrix": np.array(_names_of(like)), "class": labels}
     for name, tree in trees.items():
         found = jax.tree.leaves_with_path(tree)
         shapes = {path: np.shape(leaf) for path, leaf in found}
@@ -172,20 +168,15 @@ def tabulate(
                 "of the reading, with arrays of their shapes."
             )
         for path, leaf in found:
-            here = not isinstance(leaf, jax.Array) or leaf.is_fully_addressable
+            here = getattr(leaf, "is_fully_addressable", True)
             if not here and not leaf.is_fully_replicated:
                 raise ValueError(
                     f"{name} at {jax.tree_util.keystr(path)} is also on devices of other "
                     "processes: compile read() with replicated out_shardings, or gather "
                     "it with jax.experimental.multihost_utils.process_allgather."
                 )
-    labels = classes_of(classes, like) or [OTHER]
-    sizes = [np.size(leaf) for leaf in jax.tree.leaves(like)]
-    columns = {"matrix": np.array(_names_of(like)), "class": np.repeat(labels, sizes)}
-    for name, tree in trees.items():
         leaves = jax.device_get(known_leaves(tree, reading))
-        known = [x.dtype for x in leaves if x is not None]
-        dtype = known[0] if known else np.dtype(np.float32)
+        dtype = next(leaf.dtype for leaf in leaves if leaf is not None)
         missing = False if dtype.kind == "b" else np.nan
         columns[name] = np.concatenate(
             [
@@ -207,7 +198,6 @@ def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
     for label in jax.tree.leaves(labels, is_leaf=is_label):
         if not is_label(label):
             _checks.refuse("classes", label, "pass a tree of strings")
-
     try:
         return jax.tree.broadcast(labels, tree, is_leaf=is_label)
     except ValueError as error:
@@ -226,12 +216,13 @@ def is_label(node: Any) -> bool:
 def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Statistics of all quantities, from one sort, and the shares."""
     found: dict[str, jax.Array] = {}
-    if names := [name for name in QUANTITIES if name in vectors]:
+    fields = {name: vectors[name] for name in QUANTITIES if name in vectors}
+    if fields:
         # Some matrices may lack a quantity; infinity is left out below.
-        longest = max(vectors[name].size for name in names)
+        longest = max(x.size for x in fields.values())
         padded = [
             jnp.pad(x, (0, longest - x.size), constant_values=jnp.inf)
-            for x in (vectors[name] for name in names)
+            for x in fields.values()
         ]
         values = jnp.stack(padded)
         known = jnp.where(jnp.isinf(values), jnp.nan, values)
@@ -246,7 +237,7 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         broken = jnp.isnan(values).any(axis=1)
         for statistic, row in rows.items():
             row = jnp.where(broken, jnp.nan, row)
-            found |= {f"{name}/{statistic}": row[i] for i, name in enumerate(names)}
+            found |= {f"{name}/{statistic}": row[i] for i, name in enumerate(fields)}
     if "trust_ratio" in vectors:
         ratio, c = vectors["trust_ratio"], vectors["calibration"]
         measured = (c > 0) & jnp.isfinite(c) & (ratio > 0) & jnp.isfinite(ratio)
@@ -283,13 +274,9 @@ def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
     """The class of each leaf; "other" where none is given."""
     if is_function(classes, is_label):
         _checks.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
-    if classes is None:
-        return [OTHER] * len(jax.tree.leaves(tree))
     labels = class_labels(classes, tree, tree)
     # By the leaves of the tree, which may hold None beside them.
-    return jax.tree.leaves(
-        jax.tree.map(lambda _, label: OTHER if label is None else label, tree, labels)
-    )
+    return jax.tree.leaves(jax.tree.map(lambda _, label: label or OTHER, tree, labels))
 
 
 def vector(leaves: list[Any]) -> jax.Array:

@@ -65,6 +65,7 @@ def before_another(rate):
         (orscale, PARTIAL, PARTIAL, PARTIAL),
         (orscale, PARTIAL, PARTIAL, {"slow": PARTIAL, "fast": PARTIAL}),
         (injected, 0.01, 0.1, {"slow": 0.01, "fast": 0.1}),
+        (injected, SCHEDULE, SCHEDULE, None),
         *((build, 0.01, 0.1, None)
           for build in (injected, nested, behind_another, before_another)),
     ],
@@ -74,6 +75,11 @@ def test_relative_steps_are_what_the_weights_have_done(build, slow, fast, given)
     arguments = {} if given is None else {"learning_rate": given}
     found = jax.jit(functools.partial(read, **arguments))(state, params).relative_step
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, moved)
+
+
+def test_without_a_rate_there_are_no_relative_steps():
+    state, params, _ = after_two_steps(orscale, 0.01, 0.1)
+    assert read(state, params).relative_step is None
 
 
 def of_label(label):

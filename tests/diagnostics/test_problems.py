@@ -58,13 +58,10 @@ def test_what_is_planted_is_found_alone(title):
     assert problem.matrices[0] in str(problem) and problem.remedy in str(problem)
 
 
-def test_a_healthy_table_has_none():
-    assert find_problems(healthy()) == []
-
-
 @pytest.mark.parametrize(
     "changes",
     [
+        {},
         {"at_r_max": (slice(0, 3), 1)},
         {"raw_trust_ratio": ([0], 0.6)},
         {"growth": (slice(None), 9.0), "raw_trust_ratio": (slice(None), 8.0)},

@@ -274,18 +274,6 @@ class TestWrappers:
         found = read(state, params, learning_rate=0.1)
         chex.assert_trees_all_close(found, self.expected(), rtol=1e-6)
 
-    @pytest.mark.extended
-    def test_a_schedule_is_taken_at_the_last_update(self):
-        schedule = optax.linear_schedule(0.1, 0.4, 3)
-        injected = optax.inject_hyperparams(orscale)(learning_rate=schedule)
-        state, _, params = trained(orscale(schedule), TREE)
-        expected = read(state, params, learning_rate=schedule)
-        by_hand = read(state, params, learning_rate=schedule(2))
-        chex.assert_trees_all_equal(expected, by_hand)
-        assert read(state, params).relative_step is None
-        state, _, params = trained(injected, TREE)
-        chex.assert_trees_all_close(read(state, params), expected, rtol=1e-6)
-
     def test_train_state(self):
         train_state = TrainState.create(apply_fn=None, params=TREE, tx=orscale(0.1))
         for step in range(3):

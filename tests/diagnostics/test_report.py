@@ -247,14 +247,6 @@ class TestHistories:
         assert "Not finite" in page.headings
 
     @pytest.mark.extended
-    def test_nothing_finite(self, tmp_path, few):
-        rows = history(layers=1, steps=2).assign(
-            trust_ratio=np.nan, raw_trust_ratio=np.nan
-        )
-        page = page_of(write_report(write(tmp_path / "run", rows)))
-        assert "no trust ratios, like any run of Muon" in " ".join(page.text)
-
-    @pytest.mark.extended
     def test_figures_of_an_earlier_report_go(self, tmp_path, few):
         rows = history(layers=1, steps=1)
         path = write_report(write(tmp_path / "run", rows)).with_name(

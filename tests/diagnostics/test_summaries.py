@@ -174,13 +174,6 @@ def test_a_class_of_empty_stacks_has_no_statistics():
     assert scalars["optimizer/growth/mean"] == scalars["optimizer/other/growth/mean"]
 
 
-def test_classes_of_a_real_tree():
-    params = {"blocks": [{"attention": {"query": jnp.eye(4)}, "mlp": {"up": jnp.eye(4)}}]}
-    reading = read(orscale(1e-3).init(params), params)
-    table = tabulate(reading, layer_classes(params))
-    assert table["class"].tolist() == ["attention query", "mlp up"]
-
-
 class TestErrors:
     """Inputs that are refused, and what the messages say."""
 
