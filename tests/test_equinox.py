@@ -11,7 +11,13 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.tree_util import keystr
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import BlockDimensionNumbers as Blocks, by_path, muon, orscale
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    by_path,
+    describe,
+    muon,
+    orscale,
+)
 from orscale_jax.diagnostics import layer_classes, read, summarize, tabulate
 from orscale_jax.equinox import Weight, dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
@@ -295,3 +301,20 @@ def test_a_mask_of_arrays_that_is_callable():
         )
         np.testing.assert_array_equal(updates.bias, undecayed.bias)
         assert (updates.weight != undecayed.weight).any()
+
+
+@pytest.mark.parametrize("build", [lambda make: make(), eqx.filter_eval_shape])
+def test_of_a_model_its_arrays_of_floats_are_described(build):
+    """Not the functions and the integers that are leaves, too."""
+
+    class Model(eqx.Module):
+        mlp: eqx.nn.MLP
+        steps: jax.Array
+
+    model = build(
+        lambda: Model(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0)), jnp.arange(3))
+    )
+    numbers = dimension_numbers(model)
+    rows = describe(model, numbers, optimizer=muon(1e-2)).rows
+    wanted = [f"mlp.layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")]
+    assert [row.path for row in rows] == wanted

@@ -41,7 +41,7 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.stages import SPECTRAL, Scale
-from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import distinct_names, quoted
 
 
@@ -68,8 +68,9 @@ def describe(
     abstract (:func:`jax.eval_shape`), so that nothing need be allocated.
 
     Args:
-      params: The parameters, which may be abstract. Leaves that are None or masked have
-        no row.
+      params: The parameters, which may be abstract, or a model of Flax NNX (then its
+        ``nnx.Param``, or what the ``nnx.Optimizer`` trains) or of Equinox. Leaves that
+        are None or masked have no row.
       weight_dimension_numbers: The dimension numbers of the optimizer; see
         :func:`orscale`.
       consistent_rms: See :func:`orscale`.
@@ -140,6 +141,7 @@ def describe(
         max_stack_bytes=max_stack_bytes,
         slow_axes=slow_axes,
     )
+    params = trained(params, optimizer)
     leaf_of = leaves_by_path(unbox(params))
     mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
     if platform is None:

@@ -17,7 +17,7 @@ from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.relatives import InitialNormState
 from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, RateMultiplierState
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
-from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
 from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
 
@@ -95,8 +95,7 @@ def read(
         :func:`orscale_jax.muon`, an ablation or one of the family, in any of Optax's
         wrappers; or an object that holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or
         a ``TrainState``.
-      params: The parameters after the update; of an NNX model
-        ``nnx.state(model, nnx.Param)``.
+      params: The parameters after the update, or a model of Flax NNX or Equinox.
       weight_dimension_numbers: The dimension numbers of the optimizer.
       learning_rate: The :math:`\eta` of the last update, or the schedule that the
         optimizer was given, whose count is in the state. Where groups of
@@ -128,7 +127,8 @@ def read(
     References:
       Lou & You, *OrScale*, Definitions 1 and 2; section 5.4 reports these statistics.
     """
-    state, params = unbox(getattr(state, "opt_state", state)), unbox(params)
+    params = unbox(trained(params, state))
+    state = unbox(getattr(state, "opt_state", state))
     params = with_master_weights(nodes_of(state, MasterWeightsState), params)
     # For each leaf with trust ratios: the labels around it, and its arrays by field.
     groups: dict[Path, Labels] = {}

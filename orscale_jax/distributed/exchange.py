@@ -186,7 +186,7 @@ def on_each_device(
     for i in order:
         bucket = packings[i][0].bucket
         if bucket.column_shards > 1:
-            group = mesh.group(bucket.replica_axes + bucket.shard_axes)
+            group = mesh.group(bucket.replica_axes + bucket.shard_axes, bucket.group_size)
             active = sum(
                 layout.slots for layout in bucket.layouts if layout.column_shards > 1
             )
@@ -243,7 +243,7 @@ def all_to_all(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Arr
     Across slices each device sends one message to each other slice: all that is meant for
     its devices, which pass it on.
     """
-    whole, groups = x.shape, _by_link(factors, mesh)
+    whole, groups = x.shape, _by_link(factors, len(x), mesh)
     x = x.reshape(*(group.size for group in groups), *whole[1:])
     for axis, group in enumerate(groups):
         index_groups = group.index_groups()
@@ -251,12 +251,14 @@ def all_to_all(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Arr
     return x.reshape(whole)
 
 
-def all_gather(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Array:
-    """Join the arrays of all devices along factors by their first axis.
+def all_gather(
+    x: jax.Array, factors: Sequence[str], size: int, mesh: MeshShape
+) -> jax.Array:
+    """Join the arrays of ``size`` neighbours along factors by their first axis.
 
     Each device receives one array from every other slice, and the rest from this one.
     """
-    entry, groups = x.shape[1:], _by_link(factors, mesh)
+    entry, groups = x.shape[1:], _by_link(factors, size, mesh)
     tiled = len(groups) == 1
     for axis, group in enumerate(groups):
         index_groups = group.index_groups()
@@ -266,11 +268,13 @@ def all_gather(x: jax.Array, factors: Sequence[str], mesh: MeshShape) -> jax.Arr
     return x.reshape(-1, *entry)
 
 
-def _by_link(factors: Sequence[str], mesh: MeshShape) -> list[DeviceGroup]:
-    """The devices along the slow factors, if there are any, then along the fast ones."""
+def _by_link(factors: Sequence[str], size: int, mesh: MeshShape) -> list[DeviceGroup]:
+    """Neighbours along the slow factors, if there are any, then along the fast ones."""
     slow = [factor for factor in factors if factor in mesh.slow]
     fast = [factor for factor in factors if factor not in mesh.slow]
-    return [mesh.group(some) for some in (slow, fast) if some]
+    inside = min(size, count_devices(fast, mesh.factors))
+    of_links = (slow, size // inside), (fast, inside)
+    return [mesh.group(some, number) for some, number in of_links if some]
 
 
 def _send(
@@ -288,8 +292,8 @@ def _send(
     slots = bucket.matrices_per_device * bucket.group_size
     packed = jnp.pad(packed, [(0, slots - len(packed)), (0, 0), (0, 0)])
     if bucket.replica_axes:
-        share = slots * bucket.shards // bucket.group_size
-        start = axis_index(mesh.group(bucket.replica_axes)) * share
+        share = slots // bucket.replicas
+        start = axis_index(mesh.group(bucket.replica_axes, bucket.replicas)) * share
         packed = jax.lax.dynamic_slice_in_dim(packed, start, share)
     if bucket.shards == 1:
         return packed
@@ -310,7 +314,7 @@ def _return(
         x = x.reshape(bucket.shards, -1, *shape)
         x = all_to_all(x, bucket.shard_axes, mesh).reshape(-1, *shape)
     if bucket.replica_axes:
-        x = all_gather(x, bucket.replica_axes, mesh)
+        x = all_gather(x, bucket.replica_axes, bucket.replicas, mesh)
     slices: dict[MatrixSlice, jax.Array] = {}
     first = 0
     for packing in packings:
@@ -330,7 +334,7 @@ def _as_sharded(
         some = list(run)
         found = fn(some[0])
         if result is not None:
-            group = mesh.group(bucket.replica_axes + bucket.shard_axes)
+            group = mesh.group(bucket.replica_axes + bucket.shard_axes, bucket.group_size)
             found = jnp.where(axis_index(group) < before, result, found)
         result = found
         before += sum(packing.layout.slots for packing in some)

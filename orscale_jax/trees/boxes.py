@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 PyTree: TypeAlias = Any
@@ -55,6 +56,25 @@ def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
         tree,
         is_leaf=lambda node: is_box(node, is_leaf) or bool(is_leaf and is_leaf(node)),
     )
+
+
+def trained(params: PyTree, optimizer: Any = None) -> PyTree:
+    """What is trained of a model of Flax NNX or Equinox; other trees as they are.
+
+    Of NNX, what the ``flax.nnx.Optimizer`` was told, and else its parameters; of Equinox,
+    the arrays of floats, with None for all else.
+    """
+    if isinstance(params, _type("flax.nnx", "Pytree")):
+        nnx = sys.modules["flax.nnx"]
+        return nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
+    if isinstance(params, _type("equinox", "Module")):
+
+        def kept(leaf: Any) -> Any:
+            dtype = getattr(leaf, "dtype", bool)
+            return leaf if jnp.issubdtype(dtype, jnp.inexact) else None
+
+        return jax.tree.map(kept, params)
+    return params
 
 
 def rebox(tree: PyTree, like: PyTree) -> PyTree:

@@ -63,7 +63,9 @@ def plan_of(layout):
 def unshared(bucket):
     """The FLOPs, if every device had whole matrices."""
     m, n = bucket.shape
-    layouts = tuple(layout._replace(column_shards=1) for layout in bucket.layouts)
+    layouts = tuple(
+        dataclasses.replace(layout, column_shards=1) for layout in bucket.layouts
+    )
     whole = bucket._replace(layouts=layouts, shape=(m, n * bucket.column_shards))
     return whole.flops
 

@@ -17,6 +17,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
 from orscale_jax.distributed.plan import (
+    H100,
     TPU_V5P,
     VIRTUAL,
     Bucket,
@@ -154,6 +155,20 @@ def test_a_lone_small_matrix_is_not_gathered_from_every_device():
     assert (bucket.group_size, bucket.traffic.nbytes) == (1, 0)
 
 
+@pytest.mark.parametrize("hardware", [TPU_V5P, H100])
+@pytest.mark.parametrize("slow", [(), ("replica",)])
+def test_more_replicas_cost_no_more(slow, hardware):
+    """As many as are best share the work of 24 matrices, and the others repeat it."""
+    costs = []
+    for replicas in (1, 4, 8, 16, 64, 4096):
+        sizes = {"replica": replicas, "fsdp": 8}
+        mesh = MeshShape(sizes, dict.fromkeys(slow, replicas))
+        given = [array(2048, 8192, ("fsdp",), ())] * 24
+        buckets = plan_buckets(given, mesh, LARGE, CostModel(hardware))
+        costs.append(sum(bucket.cost for bucket in buckets))
+    assert costs == sorted(costs, reverse=True)
+
+
 def every_bucket(count, shape, rows, mesh):
     """All ways to compute ``count`` matrices, alike, by one bucket."""
 
@@ -163,12 +178,15 @@ def every_bucket(count, shape, rows, mesh):
     free = [name for name in mesh.factors if name not in rows]
     for kept in itertools.product((True, False), repeat=len(free)):
         replicas = tuple(itertools.compress(free, kept))
-        devices = size(rows + replicas)
-        slices = (size(set(rows) & {*mesh.slow}), size(set(replicas) & {*mesh.slow}))
-        for shards in range(1, devices + 1):
+        # The first axis, if slow, may be in parts, each of which repeats the work.
+        for parts, shards in itertools.product(range(1, 9), range(1, 33)):
             m, n = shape
-            if devices % shards or m % shards or n % shards:
+            devices = size(rows + replicas) // parts
+            length = size({*replicas[:1]} & mesh.slow)
+            if length % parts or any(x % shards for x in (devices, m, n)):
                 continue
+            of_replicas = size(set(replicas) & {*mesh.slow})
+            slices = size(set(rows) & {*mesh.slow}), math.ceil(of_replicas / parts)
             part = MatrixSlice(0, 0, count, transposed=False)
             layout = LayoutGroup((part,), rows, (), shards)
             sizes = ((m, n // shards), BFLOAT16, rows, replicas, devices, size(rows))
@@ -178,7 +196,12 @@ def every_bucket(count, shape, rows, mesh):
 
 
 @pytest.mark.parametrize(
-    "mesh", [TWO_SLICES, MeshShape({"data": 8, "fsdp": 4}, {"data": 2})]
+    "mesh",
+    [
+        TWO_SLICES,
+        MeshShape({"data": 8, "fsdp": 4}, {"data": 2}),
+        MeshShape({"dcn": 8, "fsdp": 2}, {"dcn": 8}),
+    ],
 )
 @pytest.mark.parametrize("rows", [(), ("fsdp",)])
 @pytest.mark.parametrize("shape", [(1024, 4096), (7168, 28672), (8192, 8192)])
@@ -232,9 +255,9 @@ def slow_axes_of(sizes):
 
 
 def placed(tree, mesh, spec):
-    return runs.placed(
-        tree, mesh, {k: P(*[None] * (x.ndim - 2), *spec) for k, x in tree.items()}
-    )
+    if not isinstance(spec, dict):
+        spec = {k: P(*[None] * (x.ndim - 2), *spec) for k, x in tree.items()}
+    return runs.placed(tree, mesh, spec)
 
 
 def compiled(x, mesh, slow_axes):
@@ -249,8 +272,11 @@ def compiled(x, mesh, slow_axes):
 
 
 def assert_polar_factors(found):
+    """On every device: of replicas, too."""
     for name, whole in weights().items():
-        np.testing.assert_allclose(found[name], polar_factor(whole), atol=2e-5)
+        q = polar_factor(whole)
+        for shard in found[name].addressable_shards:
+            np.testing.assert_allclose(shard.data, q[shard.index], atol=2e-5)
 
 
 @pytest.mark.quick_first_case
@@ -288,6 +314,63 @@ def test_matrices_shared_across_slices_by_planted_rates(layout, monkeypatch):
     x = placed(weights(), mesh, spec)
     assert describe(x, NUMBERS, platform="cpu", slow_axes=slow).plan.slow_bytes
     assert_polar_factors(compiled(x, mesh, slow)(x))
+
+
+ROWS, COLUMNS = P("fsdp"), P(None, "fsdp")
+MIXED = {"a": ROWS, "b": ROWS, "c": COLUMNS, "d": P(None, *COLUMNS), "e": ROWS}
+DCN = {"dcn": 4}
+# Meshes, slices, shardings, seconds of a message, and the devices of each collective.
+PARTS = {
+    "four of eight nodes": (
+        {"node": 8},
+        {"node": 8},
+        P(),
+        1e-10,
+        "0123 4567 01 23 45 67",
+    ),
+    "four of a node": ({"data": 8}, {}, P(), 1e-10, "0123 4567 01 23 45 67"),
+    "two slices of four": (
+        {"data": 8},
+        {"data": 4},
+        P(),
+        2e-10,
+        "02 13 46 57 01 23 45 67",
+    ),
+    "shards": ({**DCN, "fsdp": 2}, DCN, MIXED, 5e-10, "02 13 46 57 01 23 45 67"),
+    "slow axis last": ({"fsdp": 2, **DCN}, DCN, ROWS, 5e-10, "01 23 45 67 04 15 26 37"),
+}
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
+@pytest.mark.parametrize("case", PARTS)
+def test_neighbours_share_what_other_replicas_repeat(case, kind, monkeypatch):
+    """Where messages cost time, not all replicas of an axis gather from one another.
+
+    Two devices share the columns of the widest matrix.
+    """
+    sizes, slices, spec, latency, groups = PARTS[case]
+    dear, free = Link(3e13, latency), Link(1e15, 0.0)
+    hardware = VIRTUAL._replace(fast=free if slices else dear, slow=dear)
+    monkeypatch.setitem(PLATFORMS, "cpu", dataclasses.replace(CPU, hardware=hardware))
+    monkeypatch.setattr("orscale_jax.distributed.plan.SMALLEST_PART", 2)
+    mesh = mesh_of(sizes, kind)
+    x = placed(weights(), mesh, spec)
+    program = compiled(x, mesh, slices)
+    assert_polar_factors(program(x))
+    text, plan = (
+        program.as_text(),
+        describe(x, NUMBERS, platform="cpu", slow_axes=slices).plan,
+    )
+    found = [each.groups for each in hlo_cost.of(text).collectives]
+    assert {"".join(map(str, some)) for each in found for some in each} == {
+        *groups.split()
+    }
+    slice_of = slices_of_devices(sizes, slices).ravel()
+    received = hlo_cost.crossings(text, dict(enumerate(slice_of))).received
+    # A ring around two nodes passes less than a sum of two is planned to.
+    assert max(received.values()) == plan.slow_bytes or case == "four of eight nodes"
+    assert plan.median_flops == plan.flops  # In each part as in the first.
 
 
 @pytest.mark.parametrize("make", [orscale, muon])

@@ -14,7 +14,13 @@ from flax import nnx
 from flax.core import freeze
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import BlockDimensionNumbers as Blocks, by_path, orscale
+from orscale_jax import (
+    BlockDimensionNumbers as Blocks,
+    by_path,
+    describe,
+    diagnostics,
+    orscale,
+)
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
@@ -878,3 +884,41 @@ def test_modules_behind_a_bridge_are_unresolved():
         linen_dimension_numbers(model, x)
     found = linen_table(model, x, overrides={r"layers_1\.kernel": "matrix"})
     assert found == linear("layers_0", "layers_1")
+
+
+class Normalized(nnx.Module):
+    """State that is not trained: statistics, a count and keys of dropout, a cache."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(4, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.cache = nnx.Cache(jnp.zeros((2, 3, 4)))
+        self.down = nnx.Linear(8, 4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.dropout(self.norm(self.up(x))))
+
+
+def test_of_an_nnx_model_what_is_trained_counts():
+    model = Normalized(nnx.Rngs(0))
+    numbers = nnx_dimension_numbers(model)
+    names = {
+        "up": ("bias", "kernel"),
+        "norm": ("bias", "scale"),
+        "down": ("bias", "kernel"),
+    }
+    wanted = {f"{layer}.{name}" for layer in names for name in names[layer]}
+    transformation = orscale(1e-2, weight_dimension_numbers=numbers)
+    optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+    for options in ({}, {"optimizer": optimizer}, {"optimizer": transformation}):
+        assert {row.path for row in describe(model, numbers, **options).rows} == wanted
+    assert {row.path for row in describe(model).rows} == wanted
+    grads = nnx.grad(lambda model: jnp.sum(model(jnp.eye(4)) ** 2))(model)
+    optimizer.update(model, grads)
+    found = diagnostics.read(optimizer, model, numbers)
+    assert {x.item() for x in jax.tree.leaves(found.anchored)} == {True}
+    down = nnx.All(nnx.Param, nnx.PathContains("down"))
+    optimizer = nnx.Optimizer(model, transformation, wrt=down)
+    rows = describe(model, numbers, optimizer=optimizer).rows
+    assert [row.path for row in rows] == ["down.bias", "down.kernel"]
