@@ -79,11 +79,7 @@ def number(
     optional: bool = False,
     instead: str = "",
 ) -> None:
-    """Refuse ``value`` unless it is a real scalar in ``[at_least, below)``.
-
-    ``infinite``, ``schedule`` and ``optional`` let infinity, callables and None pass.
-    ``instead`` says what to do for the sake of a number outside the interval.
-    """
+    """Refuse ``value`` unless it is a real scalar in ``[at_least, below)``."""
     not_rounded(name, value)
     if isinstance(value, jax.core.Tracer):
         return
@@ -167,11 +163,8 @@ def choice(name: str, value: Any, choices: Iterable[str]) -> None:
 
 
 def dtype(name: str, value: Any, *, also: str = "") -> None:
-    """Refuse ``value`` unless it is None or a floating dtype of 16 bits or more.
-
-    Newton–Schulz diverges in 8 bits, and JAX does not promote such dtypes to others.
-    ``also`` are other values, for the message: the caller has let them pass.
-    """
+    """Refuse ``value`` unless it is None or a floating dtype of 16 bits or more."""
+    # Newton–Schulz diverges in 8 bits, and JAX does not promote such dtypes to others.
     if value is None:
         return
     # jnp.dtype(array) is the array's dtype, but later casts to an array would fail.

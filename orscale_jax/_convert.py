@@ -1,5 +1,6 @@
 """Conversion of one optimizer's state to another's, for a run that continues."""
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -24,17 +25,13 @@ _SETTINGS = frozenset({"bounds", "ns_coeffs", "b1"})
 
 
 class _Held:
-    """What a state holds.
-
-    Attributes:
-      of_params: The entries of parameters, by field and owner.
-      others: The arrays of the others, by place.
-      nodes: All entries but settings, by the place of the node that they are fields of.
-    """
+    """What a state holds."""
 
     def __init__(self, found: Iterable[Entry]) -> None:
+        #: The entries of parameters, by field and owner; the arrays of others, by place.
         self.of_params: dict[tuple[str, Path], list[Entry]] = {}
         self.others: dict[Path, Any] = {}
+        #: All entries but settings, by the place of the node that they are fields of.
         self.nodes: dict[Path, list[Entry]] = {}
         for entry in found:
             if entry.field not in _SETTINGS:
@@ -55,14 +52,14 @@ class _Held:
         """The array of a field of an entry's parameter, at its own place or the only."""
         assert wanted.owner is not None
         found = self.of_params[field, wanted.owner]
-        here = [entry for entry in found if entry.place == wanted.place]
-        if len(found) > 1 and not here:
+        here = [entry for entry in found if entry.place == wanted.place] or found
+        if len(here) > 1:
             places = " and ".join(repr(".".join(entry.place)) for entry in found)
             raise ValueError(
                 f"the old state holds {field} of {wanted.name} several times, at "
                 f"{places}: pass the part of it that the new optimizer continues."
             )
-        return (here or found)[0].array
+        return here[0].array
 
     def fields_beside(self, place: Path) -> set[str]:
         """The fields of the node that has a field at this place, but that one."""
@@ -70,10 +67,7 @@ class _Held:
         return beside - {place[-1]}
 
     def counts_steps(self, place: Path) -> bool:
-        """Whether a count is that of a schedule or of moments, and so the run's step.
-
-        Others are not, such as that of :func:`optax.contrib.reduce_on_plateau`.
-        """
+        """Whether a count is that of a schedule or of moments, and so the run's step."""
         beside = self.fields_beside(place)
         return place[-1] == "count" and (not beside or not _MOMENTS.isdisjoint(beside))
 
@@ -84,19 +78,15 @@ class _Held:
         return next((self.others[at] for at in counts if at in self.others), None)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Conversion:
     """From what the old state holds to the arrays of the new one."""
 
-    def __init__(
-        self,
-        old: _Held,
-        new: _Held,
-        shapes: dict[Path, tuple[int, ...]],
-        momentum: ArrayLike | None,
-        nesterov: bool,
-    ) -> None:
-        self.old, self.new, self.shapes = old, new, shapes
-        self.momentum, self.nesterov = momentum, nesterov
+    old: _Held
+    new: _Held
+    shapes: dict[Path, tuple[int, ...]]
+    momentum: Any
+    nesterov: bool
 
     def array(self, entry: Entry) -> jax.Array:
         """The array that replaces an initial one in the new state."""
@@ -122,49 +112,36 @@ class _Conversion:
         if setting and field not in _COUNTS:  # A stage may be called hyperparams, too.
             return None
         if owner is None:
-            same = old.others.get(place)  # In a node of the same fields.
-            if (
-                same is not None
-                and array_type(same) == array_type(initial)
-                and old.fields_beside(place) == self.new.fields_beside(place)
-            ):
+            same = old.others.get(place)
+            alike = same is not None and array_type(same) == array_type(initial)
+            if alike and old.fields_beside(place) == self.new.fields_beside(place):
                 return same
             return self._count(entry) if field in _COUNTS else None
         if old.has(owner, field):
             return old.array(field, entry)
         if field == "mu" and not self.new.has(owner, "nu") and old.has(owner, TRACE):
-            # The average of optax.contrib.muon, from our sum.
-            return (
-                (1 - self._mu(entry)) / self._of_nesterov(entry) * old.array(TRACE, entry)
-            )
+            return old.array(TRACE, entry) / self._sum_of_average(entry, muon=True)
         if field == TRACE and old.has(owner, "mu"):
             average = jnp.asarray(old.array("mu", entry), jnp.result_type(initial))
-            factor = 1 / (1 - self._mu(entry))
-            if not old.has(owner, "nu"):
-                factor = factor * self._of_nesterov(entry)
-            return factor * average
+            muon = not old.has(owner, "nu")
+            return self._sum_of_average(entry, muon) * average
         return None
 
-    def _mu(self, entry: Entry) -> Any:
-        if self.momentum is None:
+    def _sum_of_average(self, entry: Entry, muon: bool) -> Any:
+        """The factor that makes M of an average of gradients: the next Q is the same."""
+        if (mu := self.momentum) is None:
             raise ValueError(
                 f"the momentum of {entry.name} is an average in one of the states and a "
                 "sum in the other: pass momentum=, the decay rate of Muon's momentum "
                 "(0.95 by default; not AdamW's b1)."
             )
-        return self.momentum
-
-    def _of_nesterov(self, entry: Entry) -> Any:
-        """The second factor, after 1/(1 − μ), that makes M of Optax's average.
-
-        It accounts for the bias corrections, so that the next Q is the same.
-        """
-        if not self.nesterov or not self.old.steps:
-            return 1.0
-        age = self.old.age("mu", entry.owner)
-        mu, t = self._mu(entry), self._step() if age is None else age
-        whole, last = 1 / (1 - mu ** (t + 2.0)), 1 / (1 - mu ** (t + 1.0))
-        return whole * (mu + 1) / (mu * whole + last)
+        factor = 1 / (1 - mu)
+        if muon and self.nesterov and self.old.steps:
+            age = self.old.age("mu", entry.owner)
+            t = self._step() if age is None else age
+            whole, last = 1 / (1 - mu ** (t + 2.0)), 1 / (1 - mu ** (t + 1.0))
+            factor = factor * (whole * (mu + 1) / (mu * whole + last))
+        return factor
 
     def _count(self, entry: Entry) -> Any:
         """The count of a schedule, of moments, or of optax.MultiSteps."""
@@ -186,13 +163,9 @@ class _Conversion:
 
     def _step(self) -> Any:
         """The number of steps that the run has taken; None if no count tells."""
-        steps = self.old.steps
-        concrete = {
-            place: count
-            for place, count in steps.items()
-            if not isinstance(count, jax.core.Tracer)
-        }
-        known = {place: int(n) for place, n in jax.device_get(concrete).items()}
+        steps, tracer = self.old.steps, jax.core.Tracer
+        concrete = {at: n for at, n in steps.items() if not isinstance(n, tracer)}
+        known = {at: int(n) for at, n in jax.device_get(concrete).items()}
         if len({*known.values()}) > 1:
             told = ", ".join(f"{n} at {'.'.join(at)!r}" for at, n in known.items())
             raise ValueError(

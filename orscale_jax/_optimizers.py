@@ -30,20 +30,20 @@ from orscale_jax.transforms.matrices import (
     on_parameters,
 )
 from orscale_jax.transforms.momentum import (
-    check_mu_dtype,
     float_dtype,
+    is_int8,
     momentum_stage,
     with_float32_squares,
 )
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
 from orscale_jax.transforms.stages import (
     CONSISTENT_RMS,
+    MATRICES,
     SPECTRAL,
     WEIGHT_DECAY,
     Mask,
     Scale,
     adamw_rate_stage,
-    check_mask,
     decay_stage,
     first_update_stage,
     multipliers_of,
@@ -303,9 +303,13 @@ class Hyperparameters:
             number(name, getattr(self, name), schedule=True, instead=ascent)
         number("momentum", self.momentum, below=1)
         _checks.flag("nesterov", self.nesterov)
-        check_mu_dtype(self.mu_dtype)
+        if not is_int8(self.mu_dtype):
+            _checks.dtype("mu_dtype", self.mu_dtype, also='"int8" ')
         number("weight_decay", self.weight_decay, schedule=True)
-        check_mask(self.weight_decay_mask)
+        mask = self.weight_decay_mask
+        if isinstance(mask, str) and mask != MATRICES:
+            remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
+            _checks.refuse("weight_decay_mask", mask, remedy)
         number("adam_b1", self.adam_b1, below=1)
         number("adam_b2", self.adam_b2, below=1)
         number("adam_eps", self.adam_eps)
@@ -313,7 +317,7 @@ class Hyperparameters:
         _checks.flag("adam_nesterov", self.adam_nesterov)
         number("adam_weight_decay", self.adam_weight_decay, schedule=True)
         decay = self.adam_weight_decay
-        if own_decay and isinstance(self.weight_decay_mask, str):
+        if own_decay and isinstance(mask, str):
             known = not isinstance(decay, jax.core.Tracer)
             if known and (callable(decay) or jax.device_get(decay) != 0):
                 remedy = (
@@ -333,31 +337,18 @@ def as_python_scalar(name: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """What an optimizer of the matrices is chained from, for given parameters.
-
-    Attributes:
-      hyperparameters: The arguments of the optimizer.
-      params: The parameters or, without them, the updates.
-      matrices: Which of them are matrices.
-      momentum: G to M̃.
-      orthogonalize: M̃ to Q.
-      scale_by_shape: Q to sQ.
-      add_decayed_weights: Adds λW.
-      scale_by_trust_ratio: Multiplies its input by r̂, which is measured on that input.
-      scale_by_learning_rate: Multiplies by −η, and by the multipliers of η.
-      polar: M̃ to Q, for any of the matrices.
-    """
+    """What an optimizer of the matrices is chained from, for given parameters."""
 
     hyperparameters: Hyperparameters
-    params: PyTree
-    matrices: Matrices
-    momentum: optax.GradientTransformation
-    orthogonalize: optax.GradientTransformation
-    scale_by_shape: optax.GradientTransformation
-    add_decayed_weights: optax.GradientTransformation
-    scale_by_trust_ratio: optax.GradientTransformation
-    scale_by_learning_rate: optax.GradientTransformation
-    polar: Stage
+    params: PyTree  # Or, without them, the updates.
+    matrices: Matrices  # Which of them are matrices.
+    momentum: optax.GradientTransformation  # G to M̃.
+    orthogonalize: optax.GradientTransformation  # M̃ to Q.
+    scale_by_shape: optax.GradientTransformation  # Q to sQ.
+    add_decayed_weights: optax.GradientTransformation  # Adds λW.
+    scale_by_trust_ratio: optax.GradientTransformation  # D to r̂D.
+    scale_by_learning_rate: optax.GradientTransformation  # By −η, and its multipliers.
+    polar: Stage  # M̃ to Q, for any of the matrices.
 
     def from_first_update(
         self, *stages: optax.GradientTransformation
@@ -418,30 +409,17 @@ def adamw_chain(
 
 
 def build(chain: Chain, h: Hyperparameters) -> Optimizer:
-    """The optimizer whose matrices take a chain of stages, and all others AdamW.
-
-    Dimension numbers, masks and multipliers that are functions see the whole tree, not
-    just one group of it. Labels and masks replace whole boxes, so that no box is without
-    an array.
-    """
-    options = polar_options(
-        ns_steps=h.ns_steps,
-        ns_coeffs=h.ns_coeffs,
-        ns_dtype=h.ns_dtype,
-        ns_preconditioning=h.ns_preconditioning,
-        mesh=h.mesh,
-        slow_axes=h.slow_axes,
-    )
+    """The optimizer whose matrices take a chain of stages, and all others AdamW."""
+    settings = h.ns_steps, h.ns_coeffs, h.ns_dtype, h.ns_preconditioning
+    options = polar_options(*settings, h.mesh, h.slow_axes)
     specs = ParamSpecs(h.param_shardings)
     polar = functools.partial(orthogonalize_stage, options, specs)
     scale = Scale.of(h.consistent_rms, h.scale_mode)
-    ratio = TrustRatio(
-        **{name: getattr(h, name) for name in RATIO},
-        scale=scale,
-        weight_decay=h.weight_decay,
-    )
+    given = {name: getattr(h, name) for name in RATIO}
+    ratio = TrustRatio(**given, scale=scale, weight_decay=h.weight_decay)
 
     def optimizer_of(params: PyTree) -> Optimizer:
+        # Functions among the arguments see the whole tree, not just one group of it.
         matrices = Matrices.of(h.weight_dimension_numbers, params)
         mask = resolve_mask(h.weight_decay_mask, params, matrices.mask)
         multipliers = multipliers_of(h.learning_rate_multipliers, params, matrices)
@@ -459,7 +437,8 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
         )
         groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask, multipliers)}
         labels = jax.tree.map(lambda own: MATRIX if own else ADAMW, matrices.mask)
-        # A function, since optax.partition would call a tree of labels that is callable.
+        # Labels replace whole boxes: no box is without an array. In a function, since
+        # optax.partition would call a tree of labels that is callable.
         return optax.partition(groups, lambda _: labels)
 
     optimizer_of(())  # Checks the arguments of the stages.
@@ -471,14 +450,9 @@ def with_arguments_of(
     without: tuple[str, ...] = (),
     **defaults: Any,
 ) -> Callable[[Callable[..., optax.GradientTransformation]], Callable[..., Optimizer]]:
-    """Make an optimizer from a chain, with the arguments of another optimizer.
+    """Make an optimizer from a chain, with its arguments and most of another optimizer's.
 
-    Keyword-only parameters of the chain become arguments of the optimizer, too.
-
-    Args:
-      optimizer: The optimizer whose arguments the new one takes.
-      without: Arguments that the new one does not take; their defaults apply.
-      **defaults: Defaults that differ from those of ``optimizer``.
+    The defaults of those that are left out apply; others may have new ``defaults``.
     """
     inherited = inspect.signature(optimizer)
     fixed = {name: inherited.parameters[name].default for name in without}

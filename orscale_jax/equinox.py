@@ -12,23 +12,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
-import numpy as np
 
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import (
     Declared,
     ModuleRules,
-    Numbers,
     Rule,
     Weight as Weight,
     adamw_only,
     convolution,
-    numbers_by_owner,
     of_module_tree,
 )
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path
 
 
 def dimension_numbers(
@@ -91,12 +87,8 @@ def dimension_numbers(
       https://docs.kidger.site/equinox/api/nn/linear/
     """
     every_rule = {**RULES, **(rules or {})}
-
-    def numbers_of(path: Path, leaf: Any, owners: Mapping[Path, Any]) -> Numbers:
-        return numbers_by_owner(path, np.shape(leaf), owners, every_rule)
-
     return of_module_tree(
-        model, eqx.Module, numbers_of, overrides, head_size, (args, kwargs)
+        model, eqx.Module, (args, kwargs), every_rule, overrides, head_size
     )
 
 
@@ -114,13 +106,9 @@ def _conv(module: eqx.nn.Conv | eqx.nn.ConvTranspose) -> Mapping[str, Declared]:
 
 def _cell(gates: int) -> Rule:
     """The rule of a cell that concatenates the weights of its gates."""
-
-    def weight(module: Any, inputs: int) -> Weight:
-        return Weight((gates * module.hidden_size, inputs), 1, 0, blocks=gates)
-
-    return lambda module: {
-        "weight_ih": weight(module, module.input_size),
-        "weight_hh": weight(module, module.hidden_size),
+    return lambda m: {
+        "weight_ih": Weight((gates * m.hidden_size, m.input_size), 1, 0, blocks=gates),
+        "weight_hh": Weight((gates * m.hidden_size, m.hidden_size), 1, 0, blocks=gates),
         "bias": None,
         "bias_n": None,
     }

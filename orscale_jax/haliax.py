@@ -14,17 +14,20 @@ from typing import Any, TypeAlias
 
 import equinox as eqx
 import haliax as hax
-import numpy as np
 from haliax.util import ensure_tuple
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import equinox
-from orscale_jax.parameters import module_types, path_rules
+from orscale_jax.parameters import path_rules
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_axis
 from orscale_jax.parameters.heads import HeadSizes
-from orscale_jax.parameters.module_types import Declared, Numbers, adamw_only
+from orscale_jax.parameters.module_types import (
+    Declared,
+    Numbers,
+    adamw_only,
+    of_module_tree,
+)
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,28 +88,23 @@ def dimension_numbers(
     References:
       https://haliax.readthedocs.io/en/latest/nn/
     """
-    every_rule = {**equinox.RULES, **RULES, **(rules or {})}
-
-    def numbers_of(path: Path, node: Any, owners: Mapping[Path, Any]) -> Numbers:
-        owner, name = module_types.owner_of(path, owners)
-        declared = module_types.declarations(owner, every_rule).get(name)
-        if isinstance(declared, NamedWeight):
-            return _place(declared, node.axes)
-        shape = np.shape(getattr(node, "array", node))
-        return module_types.numbers_by_owner(path, shape, owners, every_rule)
-
-    return module_types.of_module_tree(
+    return of_module_tree(
         model,
         eqx.Module,
-        numbers_of,
+        (args, kwargs),
+        {**equinox.RULES, **RULES, **(rules or {})},
         overrides,
         head_size,
-        (args, kwargs),
         hax.NamedArray,
+        _placed,
     )
 
 
-def _place(declared: NamedWeight, axes: tuple[hax.Axis, ...]) -> Numbers:
+def _placed(declared: NamedWeight | Numbers, array: hax.NamedArray) -> Numbers:
+    """The axes of an array that a declaration names."""
+    if not isinstance(declared, NamedWeight):
+        return declared
+    axes = array.axes
     own = [ensure_tuple(axis) for axis in (declared.reduction_axis, declared.output_axis)]
     places: dict[Any, int] = {axis: index for index, axis in enumerate(axes)}
     places |= {axis.name: index for index, axis in enumerate(axes)}

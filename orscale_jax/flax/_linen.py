@@ -13,14 +13,13 @@ from flax.core import meta
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from orscale_jax import _checks
-from orscale_jax.flax import _paths
-from orscale_jax.flax._types import LINEN_RULES
+from orscale_jax.flax._types import LINEN_RULES, is_holder
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, names_on
+from orscale_jax.trees.names import Path, by_name, names_on
 
 _CALLS = itertools.count()
 
@@ -130,7 +129,7 @@ def linen_dimension_numbers(
     _checks.model("module", module, linen.Module)
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
-    owners: dict[Path, str] = {(): type(module).__name__}
+    owners: dict[Path, type] = {(): type(module)}
     interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
     # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
     own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
@@ -144,10 +143,10 @@ def linen_dimension_numbers(
     # Without our boxes: they are pytree nodes, and a module may name parameters by path.
     # JAX remembers a function's trace: this is another function.
     params = jax.eval_shape(lambda arrays: call(arrays), arrays)
-    boxes = _paths.by_path(traced)
+    boxes = by_name(traced, is_holder)
     leaves = {
         path: next(iter(jax.tree.leaves(leaf)), optax.MaskedNode())
-        for path, leaf in _paths.by_path(params).items()
+        for path, leaf in by_name(params, is_holder).items()
     }
     by_type: dict[Path, Numbers] = {}
     for path, leaf in leaves.items():
@@ -155,8 +154,7 @@ def linen_dimension_numbers(
         if isinstance(box, _Traced):
             by_type[path] = module_types.located(box.declared, box.axes, shape)
         else:
-            owner, _ = module_types.owner_of(path, owners)
-            by_type[path] = module_types.undeclared(owner, shape)
+            by_type[path] = module_types.numbers_by_owner(path, shape, owners, {})
 
     def outputs(params: PyTree, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         # As in init, without the names of axes over which BatchNorm would average.
@@ -178,7 +176,7 @@ def linen_dimension_numbers(
     )
 
 
-def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., Any]:
+def _interceptor(rules: ModuleRules, owners: dict[Path, type]) -> Callable[..., Any]:
     """Make an interceptor that boxes each parameter after a method of its module."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -187,7 +185,7 @@ def _interceptor(rules: ModuleRules, owners: dict[Path, str]) -> Callable[..., A
         if module.scope is None or not module.is_mutable_collection("params"):
             return result
         # Where two modules share a scope, the outer one returns last, and owns it.
-        owners[tuple(module.path)] = type(module).__name__
+        owners[tuple(module.path)] = type(module)
         declared = module_types.declarations(module, rules)
         for name, value in module.variables.get("params", {}).items():
             if isinstance(value, Mapping):

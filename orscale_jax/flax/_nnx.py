@@ -8,14 +8,13 @@ import numpy as np
 from flax import nnx
 
 from orscale_jax import _checks
-from orscale_jax.flax import _paths
-from orscale_jax.flax._types import NNX_RULES
+from orscale_jax.flax._types import NNX_RULES, is_holder
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import ModuleRules
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path
+from orscale_jax.trees.names import Path, by_name
 
 # Containers declare nothing: the module that owns them knows what their parameters are.
 _CONTAINERS = (nnx.List, nnx.Dict)
@@ -94,7 +93,7 @@ def nnx_dimension_numbers(
     """
     _checks.model("model", model, nnx.Module)
     rules = {**NNX_RULES, **(rules or {})}
-    params = _paths.by_path(nnx.state(model, wrt))
+    params = by_name(nnx.state(model, wrt), is_holder)
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
     # The axes that count modules, by their names in the variables' annotations.
     stacked: dict[Path, dict[str, int]] = {}
@@ -135,5 +134,5 @@ def nnx_dimension_numbers(
     numbers = module_types.resolved(leaves, by_type, overrides, head_size, output)
     kind = f"nnx.{wrt.__name__}" if isinstance(wrt, type) else f"variable {wrt}"
     return module_types.look_up(
-        numbers, _paths.is_holder, f"{kind} of the model that nnx_dimension_numbers"
+        numbers, is_holder, f"{kind} of the model that nnx_dimension_numbers"
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
 from flax import linen, nnx
+from flax.core import meta
 
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_tuple
 from orscale_jax.parameters.module_types import (
@@ -19,21 +20,22 @@ _Sizes: TypeAlias = tuple[int | None, ...]
 _Parameters: TypeAlias = Mapping[str, Declared]
 
 
-def _kernel(weight: Declared, *, merged: bool = False) -> _Parameters:
-    """A kernel, its bias, and the adapters of low rank that Qwix puts beside it.
+def is_holder(node: Any) -> bool:
+    """Whether ``node`` holds one parameter: a variable of NNX or a box of Linen."""
+    return isinstance(node, nnx.Variable) or meta.is_axis_metadata(node)
 
-    They keep the kernel's axes, or ``merged`` ones: (batch..., in, rank) and (batch...,
-    rank, out).
-    """
+
+def _kernel(weight: Declared, *, merged: bool = False) -> _Parameters:
+    """A kernel, its bias, and the adapters of low rank that Qwix puts beside it."""
     a = b = weight
     if isinstance(weight, Weight):
         rows, columns = as_tuple(weight.reduction_axis), as_tuple(weight.output_axis)
         inputs = [axis for axis in range(len(weight.shape)) if axis not in columns]
         batch = tuple(weight.shape[axis] for axis in inputs if axis not in rows)
         outputs = tuple(weight.shape[axis] for axis in columns)
-        if merged:
+        if merged:  # (batch..., in, rank) and (batch..., rank, out).
             a = b = Weight((*batch, None, None), len(batch), len(batch) + 1)
-        else:
+        else:  # The kernel's axes.
             shape = (*(weight.shape[axis] for axis in inputs), None)
             own = tuple(i for i, axis in enumerate(inputs) if axis in rows)
             a = Weight(shape, own, len(inputs))
@@ -68,19 +70,17 @@ def _einsum(equation: str | None, shape: Iterable[int]) -> _Parameters:
     return _kernel(Weight(tuple(shape), rows, columns) if rows and columns else None)
 
 
-def _conv(size: _Sizes, inputs: int | None, outputs: int, groups: int = 1) -> _Parameters:
-    window = len(size)
-    weight = convolution((*size, inputs, outputs), window, window + 1, groups)
-    return _kernel(weight)
-
-
-def _conv_transpose(
-    size: _Sizes, inputs: int | None, outputs: int, transposed: bool
+def _conv(
+    size: _Sizes,
+    inputs: int | None,
+    outputs: int,
+    groups: int = 1,
+    transposed: bool = False,
 ) -> _Parameters:
-    if not transposed:
-        return _conv(size, inputs, outputs)
     window = len(size)
-    return _kernel(convolution((*size, outputs, inputs), window + 1, window, 1))
+    if transposed:
+        return _kernel(convolution((*size, outputs, inputs), window + 1, window, 1))
+    return _kernel(convolution((*size, inputs, outputs), window, window + 1, groups))
 
 
 _NORM = adamw_only("scale", "bias")
@@ -97,8 +97,11 @@ NNX_RULES: ModuleRules = {
         m.out_features,
         m.feature_group_count,
     ),
-    nnx.ConvTranspose: lambda m: _conv_transpose(
-        as_tuple(m.kernel_size), m.in_features, m.out_features, m.transpose_kernel
+    nnx.ConvTranspose: lambda m: _conv(
+        as_tuple(m.kernel_size),
+        m.in_features,
+        m.out_features,
+        transposed=m.transpose_kernel,
     ),
     nnx.LoRA: lambda m: {  # It does not keep the rank, an argument of its constructor.
         "lora_a": Weight((m.in_features, None), 0, 1),
@@ -123,8 +126,8 @@ LINEN_RULES: ModuleRules = {
     linen.Conv: lambda m: _conv(
         as_tuple(m.kernel_size), None, m.features, m.feature_group_count
     ),
-    linen.ConvTranspose: lambda m: _conv_transpose(
-        as_tuple(m.kernel_size), None, m.features, m.transpose_kernel
+    linen.ConvTranspose: lambda m: _conv(
+        as_tuple(m.kernel_size), None, m.features, transposed=m.transpose_kernel
     ),
     # A matrix for each pixel of the output: (pixels..., window, features).
     linen.ConvLocal: lambda m: _dense((None,), (m.features,), _unknown(m.kernel_size)),

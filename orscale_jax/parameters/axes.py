@@ -22,20 +22,13 @@ class MatrixAxes:
     a single *part* of the leaf, which has one more batch axis and is never copied; blocks
     of several sizes are a part each, cut out of the leaf. Without blocks, the leaf is one
     part.
-
-    Attributes:
-      batch: The batch axes, which count matrices (layers, experts), in the leaf's order.
-      rows: Axes that make up the ``m`` rows (the reduction axes of ``x @ W``).
-      columns: Axes that make up the ``n`` columns (the output axes).
-      block_axis: The axis along which blocks lie, of rows or columns; 0 without blocks.
-      sizes: The sizes of the blocks along it; empty without blocks.
     """
 
-    batch: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    block_axis: int = 0
-    sizes: tuple[int, ...] = ()
+    batch: tuple[int, ...]  # Axes that count matrices (layers, experts), in order.
+    rows: tuple[int, ...]  # Of the m rows: the reduction axes of x @ W.
+    columns: tuple[int, ...]  # Of the n columns: the output axes.
+    block_axis: int = 0  # The one of them along which blocks lie; 0 without blocks.
+    sizes: tuple[int, ...] = ()  # Of the blocks along it; empty without blocks.
 
     @property
     def matrix(self) -> tuple[int, ...]:
@@ -44,11 +37,8 @@ class MatrixAxes:
 
     def matrix_shape(self, leaf: jax.Array) -> tuple[int, int]:
         """``(m, n)``, of all blocks together."""
-        rows, columns = (
-            math.prod(leaf.shape[axis] for axis in axes)
-            for axes in (self.rows, self.columns)
-        )
-        return rows, columns
+        m, n = (math.prod(leaf.shape[i] for i in x) for x in (self.rows, self.columns))
+        return m, n
 
     # Parts.
 
@@ -180,53 +170,48 @@ class MatrixAxes:
 
     def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
         """``fn(m, n)``, in a shape that broadcasts against the leaf."""
-        values = self._values(fn, leaf)
+        values = self.batch_by_shape(fn, leaf)
         if not self.cut:
-            return values[0]
+            return values
         shape = [1] * leaf.ndim
         shape[self.block_axis] = -1
-        return np.repeat(values, self.sizes).reshape(shape)
+        return np.repeat(np.ravel(values), self.sizes).reshape(shape)
 
     def batch_by_shape(
         self, fn: Callable[[int, int], float], leaf: jax.Array
     ) -> ArrayLike:
         """``fn(m, n)``, in a shape that broadcasts against the batch shape."""
-        values = self._values(fn, leaf)
+        m, n = self.matrix_shape(leaf)
+        if not self.sizes:
+            return fn(m, n)
+        length = max(1, sum(self.sizes))  # Blocks of an empty axis are empty.
+        in_rows = self.block_axis in self.rows
+        values = [
+            fn(m // length * size, n) if in_rows else fn(m, n // length * size)
+            for size in (self.sizes if self.cut else self.sizes[:1])
+        ]
         if not self.cut:
             return values[0]
         shape = [1] * (len(self.batch) + 1)
         shape[self.place] = -1
         return np.reshape(values, shape)
 
-    def _values(self, fn: Callable[[int, int], float], leaf: jax.Array) -> list[float]:
-        """``fn(m, n)`` of the matrices of each part."""
-        m, n = self.matrix_shape(leaf)
-        if not self.sizes:
-            return [fn(m, n)]
-        length = max(1, sum(self.sizes))  # Blocks of an empty axis are empty.
-        in_rows = self.block_axis in self.rows
-        return [
-            fn(m // length * size, n) if in_rows else fn(m, n // length * size)
-            for size in (self.sizes if self.cut else self.sizes[:1])
-        ]
-
     # Vectors of the matrices.
 
     @property
     def neurons(self) -> "MatrixAxes":
         """The axes that make each output neuron (a column) a separate matrix."""
-        return self._vectors(self.columns, self.rows, ())
+        return self._counting(self.columns)
 
     @property
     def inputs(self) -> "MatrixAxes":
         """The axes that make each input (a row) a separate matrix."""
-        return self._vectors(self.rows, (), self.columns)
+        return self._counting(self.rows)
 
-    def _vectors(
-        self, counted: tuple[int, ...], rows: tuple[int, ...], columns: tuple[int, ...]
-    ) -> "MatrixAxes":
-        """Some axes as batch axes; blocks remain if they divide the vectors."""
+    def _counting(self, counted: tuple[int, ...]) -> "MatrixAxes":
+        """Rows or columns as batch axes; blocks remain if they divide the others."""
         batch = tuple(sorted(self.batch + counted))
+        rows, columns = (() if x == counted else x for x in (self.rows, self.columns))
         if self.block_axis in counted:
             return MatrixAxes(batch, rows, columns)
         return MatrixAxes(batch, rows, columns, self.block_axis, self.sizes)
@@ -253,9 +238,7 @@ def square_root(x: jax.Array) -> jax.Array:
 
 
 @square_root.defjvp
-def _(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+def _(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     [x], [change] = primals, tangents
     root = square_root(x)
     return root, jnp.where(x == 0, 0, change / (2 * jnp.where(x == 0, 1, root)))

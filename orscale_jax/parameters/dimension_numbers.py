@@ -7,7 +7,7 @@ Only this module resolves dimension numbers. Everything else handles
 import dataclasses
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -88,10 +88,10 @@ class Unresolved:
 class UndecidedError(ValueError):
     """Says that leaves, whose paths it has, need dimension numbers or AdamW."""
 
-    def __init__(self, message: str, paths: Iterable[Any]) -> None:
+    def __init__(self, message: str, paths: list[Any]) -> None:
         """Keep the paths."""
         super().__init__(message)
-        self.paths = list(paths)
+        self.paths = paths
 
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | BlockDimensionNumbers
@@ -102,24 +102,7 @@ PLAIN = MuonDimensionNumbers(reduction_axis=0, output_axis=1)
 
 
 def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) -> PyTree:
-    """Resolve dimension numbers against a tree of parameters (or updates).
-
-    Args:
-      weight_dimension_numbers: ``None`` for the default rule; a tree of
-        :class:`optax.contrib.MuonDimensionNumbers` or :class:`BlockDimensionNumbers`
-        that is a prefix of ``tree``, with ``None`` where a leaf is not a matrix; or a
-        callable from ``tree`` to such a tree. Already resolved trees are accepted.
-        Numbers below a masked node of ``tree`` are ignored.
-      tree: Arrays, abstract arrays, or any pytree of them, in boxes or not.
-
-    Returns:
-      A tree without boxes, with :class:`MatrixAxes` for each leaf of matrices and
-      :class:`optax.MaskedNode` for every other leaf, as in the groups of
-      :func:`optax.partition`.
-
-    Raises:
-      ValueError: If a leaf is ambiguous or dimension numbers do not fit their leaf.
-    """
+    """The axes of each leaf of matrices; masked nodes for other leaves. No boxes."""
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
         return tree
     tree, given = unbox(tree), weight_dimension_numbers
@@ -128,20 +111,15 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
     given = unbox(given, is_resolvable)
     if given is None:
         given = default_numbers(tree)
-    given = mask_like(given, tree, is_resolvable)
-    check_prefix(given, tree)
 
-    def resolve(prefix: Any, numbers: Any, subtree: PyTree) -> PyTree:
-        def at(path: Any, leaf: jax.Array) -> Any:
-            if numbers is None or is_masked(numbers):
-                return optax.MaskedNode()
-            if isinstance(numbers, MatrixAxes):
-                return numbers
-            return explicit_axes(prefix + path, leaf, numbers)
+    def resolve(path: Any, numbers: Any, leaf: jax.Array) -> Any:
+        if numbers is None or is_masked(numbers):
+            return optax.MaskedNode()
+        if isinstance(numbers, MatrixAxes):
+            return numbers
+        return explicit_axes(path, leaf, numbers)
 
-        return jax.tree.map_with_path(at, subtree)
-
-    return jax.tree.map_with_path(resolve, given, tree, is_leaf=is_resolvable)
+    return spread(resolve, given, tree, "weight_dimension_numbers")
 
 
 def require_matrices(
@@ -174,10 +152,10 @@ def is_resolvable(node: Any) -> bool:
     return node is None or known or is_axes_leaf(node)
 
 
-def check_prefix(
-    numbers: PyTree, tree: PyTree, argument: str = "weight_dimension_numbers"
-) -> None:
-    """Refuse what is not a tree of dimension numbers, or does not fit ``tree``."""
+def spread(
+    fn: Callable[[Any, Any, Any], Any], numbers: PyTree, tree: PyTree, argument: str
+) -> PyTree:
+    """``fn(path, its numbers, leaf)`` of all leaves; the numbers may be a prefix."""
 
     def check(path: Any, numbers: Any) -> object:
         if not is_resolvable(numbers):
@@ -188,6 +166,12 @@ def check_prefix(
             )
         return object()  # At any mismatch, JAX's error would blame None or a tuple.
 
+    def below(above: Any, own: Any, subtree: PyTree) -> PyTree:
+        return jax.tree.map_with_path(
+            lambda path, leaf: fn(above + path, own, leaf), subtree
+        )
+
+    numbers = mask_like(numbers, tree, is_resolvable)
     try:
         leaves = jax.tree.map_with_path(check, numbers, is_leaf=is_resolvable)
         jax.tree.map(lambda *_: None, leaves, tree)
@@ -196,13 +180,30 @@ def check_prefix(
             f"{argument} must be a tree of the parameters' structure, or a prefix of it: "
             f"{error}"
         ) from error
+    return jax.tree.map_with_path(below, numbers, tree, is_leaf=is_resolvable)
 
 
 def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> MatrixAxes:
     """The axes that ``numbers`` name for one leaf, if they fit it."""
     shape, rank = np.shape(leaf), np.ndim(leaf)
     rows, columns = map(as_tuple, (numbers.reduction_axis, numbers.output_axis))
-    if misfit := _misfit(numbers, rows, columns, shape):
+    used = rows + columns
+    blocks = numbers if isinstance(numbers, BlockDimensionNumbers) else None
+    misfit = ""
+    if not rows or not columns:
+        misfit = "reduction_axis and output_axis must each name at least one axis"
+    elif not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
+        misfit = "axes must be integers"
+    elif not all(-rank <= axis < rank for axis in used):
+        misfit = f"the leaf has {rank} axes"
+    elif len({axis % rank for axis in used}) < len(used):
+        misfit = "an axis is named twice"
+    elif blocks and all(blocks.block_axis - a % rank not in (0, -rank) for a in used):
+        misfit = "block_axis must be one of the axes of the rows or the columns"
+    elif blocks and sum(blocks.sizes(length := shape[blocks.block_axis])) != length:
+        axis = blocks.block_axis
+        misfit = f"the blocks do not add up to {length}, the length of axis {axis}"
+    if misfit:
         raise ValueError(
             f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
             "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
@@ -216,34 +217,10 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
         )
     rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)
-    if not isinstance(numbers, BlockDimensionNumbers):
+    if not blocks:
         return MatrixAxes(batch, rows, columns)
-    axis = int(numbers.block_axis) % rank
-    return MatrixAxes(batch, rows, columns, axis, numbers.sizes(shape[axis]))
-
-
-def _misfit(
-    numbers: DimensionNumbers,
-    rows: tuple[Any, ...],
-    columns: tuple[Any, ...],
-    shape: tuple[int, ...],
-) -> str | None:
-    used, rank = rows + columns, len(shape)
-    if not rows or not columns:
-        return "reduction_axis and output_axis must each name at least one axis"
-    if not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
-        return "axes must be integers"
-    if not all(-rank <= axis < rank for axis in used):
-        return f"the leaf has {rank} axes"
-    if len({axis % rank for axis in used}) < len(used):
-        return "an axis is named twice"
-    if isinstance(numbers, BlockDimensionNumbers):
-        axis = numbers.block_axis
-        if not -rank <= axis < rank or axis % rank not in {a % rank for a in used}:
-            return "block_axis must be one of the axes of the rows or the columns"
-        if sum(numbers.sizes(shape[axis])) != shape[axis]:
-            return f"the blocks do not add up to {shape[axis]}, the length of axis {axis}"
-    return None
+    axis = int(blocks.block_axis) % rank
+    return MatrixAxes(batch, rows, columns, axis, blocks.sizes(shape[axis]))
 
 
 def as_tuple(axes: Any) -> tuple[Any, ...]:
@@ -256,41 +233,34 @@ def as_axis(axes: tuple[int, ...]) -> int | tuple[int, ...]:
     return axes[0] if len(axes) == 1 else axes
 
 
-def default_numbers(
-    tree: PyTree, decided: Callable[[Any], bool] = lambda path: False
-) -> PyTree:
-    """The numbers of bare parameters by rank and by name, None for AdamW.
-
-    Leaves of more than two axes are ambiguous, unless another rule has ``decided`` the
-    leaf of their path: one error lists all of them.
-    """
+def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
+    """The numbers of bare parameters by rank and name, None if ``decided`` elsewhere."""
     leaves = leaves_and_masks(tree)
     names = Names.of(leaves)
-    ambiguous = [(p, leaf) for p, leaf in leaves if np.ndim(leaf) > 2 and not decided(p)]
+    ambiguous = [
+        (path, leaf, f" (class {names.layer_class(path)})" * names.take_adamw(path))
+        for path, leaf in leaves
+        if np.ndim(leaf) > 2 and names_on(path) not in decided
+    ]
     if ambiguous:
-        marks = [names.take_adamw(path) for path, _ in ambiguous]
-        lines = [
-            name_and_shape(path, leaf) + f" (class {names.layer_class(path)})" * mark
-            for (path, leaf), mark in zip(ambiguous, marks, strict=True)
-        ]
+        paths = [path for path, _, _ in ambiguous]
+        lines = [name_and_shape(path, leaf) + mark for path, leaf, mark in ambiguous]
         marked = (
             " Those marked with a class are no matrices, by their names: None for them, "
             "even if a rule for the others fits their shape."
-        )
-        paths = [path for path, _ in ambiguous]
+        ) * any(mark for _, _, mark in ambiguous)
         raise UndecidedError(
             f"{listed(lines)} ambiguous: more than two axes may be a stack of matrices, "
             "a convolution or a projection with heads. Pass weight_dimension_numbers "
             "with optax.contrib.MuonDimensionNumbers(reduction_axis=..., "
             "output_axis=...) there, or None for AdamW, as for embeddings, heads, norms "
             "and biases; orscale_jax.by_path makes them from rules on paths."
-            + marked * any(marks)
-            + _function_of_modules(tree, paths),
+            f"{marked}{_function_of_modules(tree, paths)}",
             paths,
         )
 
     def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
-        adamw = np.ndim(leaf) < 2 or decided(path) or names.take_adamw(path)
+        adamw = np.ndim(leaf) != 2 or names_on(path) in decided or names.take_adamw(path)
         return None if adamw else PLAIN
 
     return jax.tree.map_with_path(numbers, tree)
@@ -310,10 +280,10 @@ def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:
     # A list has entries in NNX; modules without names, such as Dense_0, are Linen's.
     linen = any(name == "params" or re.fullmatch(r"[A-Z]\w*_\d+", name) for name in names)
     nnx = any(map(str.isdigit, names))
-    functions = ["orscale_jax.flax.linen_dimension_numbers(module, *inputs)"] * (
-        linen or not nnx
-    ) + ["orscale_jax.flax.nnx_dimension_numbers(model)"] * (nnx or not linen)
+    faces = {"linen_dimension_numbers(module, *inputs)": linen}
+    faces["nnx_dimension_numbers(model)"] = nnx
+    named = [f"orscale_jax.flax.{x}" for x, own in faces.items() if own or linen == nnx]
     return (
-        f" If the model is Flax's, {' or '.join(functions)} takes all of this from the "
+        f" If the model is Flax's, {' or '.join(named)} takes all of this from the "
         "types of its modules."
     )

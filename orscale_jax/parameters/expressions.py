@@ -27,11 +27,7 @@ Pairs: TypeAlias = tuple[tuple[re.Pattern[str], Value], ...]
 def compiled(
     rules: Any, argument: str, kind: str, checked: Callable[[str, Any], Value]
 ) -> Pairs[Value]:
-    """Check a mapping, or a sequence of pairs, given in an ``argument``.
-
-    ``kind`` says what the values are, for messages; ``checked`` refuses a value, given
-    its name for the message, or returns it as it is kept.
-    """
+    """Check a mapping, or pairs; ``kind`` says what the values are, for messages."""
     pairs = rules.items() if isinstance(rules, Mapping) else rules
     if isinstance(pairs, Iterable) and not isinstance(pairs, str):
         pairs = list(pairs)
@@ -62,45 +58,36 @@ def compiled(
 def values(
     pairs: Pairs[Value], leaves: Iterable[tuple[Any, Any]], source: str
 ) -> dict[Path, Value]:
-    """The values of the leaves that an expression matches, by path.
-
-    An expression that decides nothing is refused; ``source`` says whose it is.
-    """
+    """The values of the leaves that an expression matches, by path."""
 
     def first(name: str) -> int | None:
         return next((i for i, (e, _) in enumerate(pairs) if e.search(name)), None)
 
     leaves = list(leaves)
-    by_name = {dotted(path): first(dotted(path)) for path, _ in leaves}
+    by_dotted = {dotted(path): first(dotted(path)) for path, _ in leaves}
+    idle = sorted({*range(len(pairs))} - {*by_dotted.values()})
     # A masked node may stand for a subtree, whose names are not known.
-    if not any(is_masked(leaf) for _, leaf in leaves):
-        for index in sorted({*range(len(pairs))} - {*by_name.values()}):
-            this = f"the expression {pairs[index][0].pattern!r} of {source}"
-            raise ValueError(f"{this} {_why_idle(index, pairs, by_name)}")
-    indexes = ((names_on(path), by_name[dotted(path)]) for path, _ in leaves)
-    return {path: pairs[index][1] for path, index in indexes if index is not None}
-
-
-def _why_idle(index: int, pairs: Pairs[Any], by_name: Mapping[str, int | None]) -> str:
-    """Why an expression decides nothing: it comes too late, or it is misspelt."""
-    expression, _ = pairs[index]
-    for name, earlier in by_name.items():
-        if earlier is not None and expression.search(name):
-            return (
-                "decides nothing: earlier ones match all its parameters, as "
-                f"{pairs[earlier][0].pattern!r} matches {name!r}. Move it before them, "
-                "or leave it out."
-            )
-
-    def likeness(name: str) -> int:
-        matcher = difflib.SequenceMatcher(None, expression.pattern, name, autojunk=False)
-        return matcher.find_longest_match().size
-
-    nearest = sorted(by_name, key=likeness, reverse=True)[:5]
-    return (
-        f"matches no parameter. Correct it, or leave it out; of {len(by_name)} paths "
-        f"the nearest are {', '.join(map(repr, nearest))}."
-    )
+    if idle and not any(is_masked(leaf) for _, leaf in leaves):
+        expression, _ = pairs[idle[0]]
+        this = f"the expression {expression.pattern!r} of {source}"
+        for name, earlier in by_dotted.items():
+            if earlier is not None and expression.search(name):
+                raise ValueError(
+                    f"{this} decides nothing: earlier ones match all its parameters, as "
+                    f"{pairs[earlier][0].pattern!r} matches {name!r}. Move it before "
+                    "them, or leave it out."
+                )
+        alike = {}
+        for name in by_dotted:
+            pair = difflib.SequenceMatcher(None, expression.pattern, name, autojunk=False)
+            alike[name] = pair.find_longest_match().size
+        nearest = sorted(alike, key=alike.__getitem__, reverse=True)[:5]
+        raise ValueError(
+            f"{this} matches no parameter. Correct it, or leave it out; of {len(alike)} "
+            f"paths the nearest are {', '.join(map(repr, nearest))}."
+        )
+    found = ((names_on(path), by_dotted[dotted(path)]) for path, _ in leaves)
+    return {path: pairs[index][1] for path, index in found if index is not None}
 
 
 def refuse_step_count(tree: PyTree, argument: str = "weight_dimension_numbers") -> None:

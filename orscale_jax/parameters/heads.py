@@ -17,7 +17,7 @@ from orscale_jax.parameters.dimension_numbers import (
     as_tuple,
 )
 from orscale_jax.parameters.layer_classes import Names, module_and_array
-from orscale_jax.trees.names import Path, names_on, quoted
+from orscale_jax.trees.names import Path, name_and_shape, names_on
 from orscale_jax.trees.nodes import is_masked
 
 HeadSize: TypeAlias = bool | int | tuple[int, ...]
@@ -48,12 +48,9 @@ def compiled(given: HeadSizes) -> tuple[HeadSize, expressions.Pairs[HeadSize]]:
 
 def _checked(name: str, value: Any) -> HeadSize:
     sizes = value if isinstance(value, tuple) and value else (value,)
-    if not isinstance(value, bool) and not all(
-        _checks.is_whole(size) and size > 0 for size in sizes
-    ):
-        remedy = "pass the number of features of a head, True or False"
-        _checks.refuse(name, value, remedy)
-    return value
+    if isinstance(value, bool) or all(_checks.is_whole(x) and x > 0 for x in sizes):
+        return value
+    _checks.refuse(name, value, "pass the number of features of a head, True or False")
 
 
 def divided(
@@ -62,10 +59,7 @@ def divided(
     default: HeadSize,
     sizes: expressions.Pairs[HeadSize],
 ) -> dict[Path, DimensionNumbers]:
-    """The dimension numbers of the projections that are divided into heads, by path.
-
-    One error lists all projections that heads do not fit.
-    """
+    """The dimension numbers of the projections that are divided into heads, by path."""
     matrices = [
         (path, leaf)
         for path, leaf in leaves
@@ -76,9 +70,8 @@ def divided(
     for entries, leaf in matrices:
         path, layer = names_on(entries), names.layer_class(entries)
         size = given.get(path, default)
-        if size is False or is_masked(leaf):
-            continue
-        if layer == "attention key" and _SHARED.search(module_and_array(entries)[0][-1]):
+        key = layer == "attention key" and module_and_array(entries)[0][-1]
+        if size is False or is_masked(leaf) or (key and _SHARED.search(key)):
             continue
         try:
             if layer in DIVIDED:
@@ -87,7 +80,7 @@ def divided(
             elif layer == "attention qkvo" or (path in given and layer == "other"):
                 raise ValueError("its class does not say along which axis heads lie")
         except ValueError as misfit:
-            place = f"{quoted(entries)} of shape {np.shape(leaf)}"
+            place = name_and_shape(entries, leaf)
             misfits.append(f"  {place}, class {layer!r}: {misfit}")
     if misfits:
         raise ValueError(
@@ -130,7 +123,8 @@ def _by_head(
         )
     head = whole if size is True else as_tuple(size)
     heads = head * (length // max(1, sum(head)))
-    if sum(heads) != length or not _ends(whole) <= _ends(heads):
+    ends, ends_of_heads = (set(itertools.accumulate(sizes)) for sizes in (whole, heads))
+    if sum(heads) != length or not ends <= ends_of_heads:
         features = f"{length} features" + f" in blocks of {whole}" * (len(whole) > 1)
         raise ValueError(f"heads of {sum(head)} do not divide its {features}")
     rows_and_columns = (axis, as_axis(columns)) if inputs else (as_axis(rows), axis)
@@ -138,7 +132,3 @@ def _by_head(
         return MuonDimensionNumbers(*rows_and_columns)
     blocks = len(heads) if len(set(heads)) == 1 else heads
     return BlockDimensionNumbers(*rows_and_columns, block_axis=axis, blocks=blocks)
-
-
-def _ends(sizes: Iterable[int]) -> set[int]:
-    return set(itertools.accumulate(sizes))

@@ -75,100 +75,75 @@ _EXPERTS_THEMSELVES = re.compile(r"(?!.*\bexperts?\b).*\brouter\b")
 _QUERY_AND_KEY = re.compile(r"(?=.*\b(w?q\b|quer))(?=.*\b(w?kv?\b|key))|.*\bw?qkvo?\b")
 
 
-class _Rule(NamedTuple):
-    """A rule that gives the class of a module, or of an array without one, by its name.
-
-    Attributes:
-      layer: The class; "{mlp}" stands for "mlp", "routed expert" or "shared expert".
-      within: The parts of a model in which the rule holds: "attention", "mlp", "routed
-        expert", "shared expert", or "block" for everything else; an "attention block" has
-        the projections of attention among its own keys.
-      name: A pattern of the name. For a numbered layer, the name begins with the key
-        above: "layers 0".
-      beside: A pattern of all keys in the same place, sorted and joined by "|".
-    """
-
-    layer: str
-    within: str
-    name: str
-    beside: str = ""
-
-
+# The classes of modules, or of arrays without one, by their names: the first rule that
+# matches applies. In its columns: the class ("{mlp}" stands for "mlp", "routed expert" or
+# "shared expert"); the parts of a model in which it holds ("block": everything else, and
+# "attention block": one with the projections of attention among its own keys); the name,
+# "layers 0" for a numbered layer; all keys in the same place, sorted and joined by "|".
 _ATTENTION, _ATTENTION_OR_BLOCK = "attention.*", "attention|.*block"
 _MLP, _MLP_OR_BLOCK = "mlp|.*expert", "mlp|.*expert|.*block"
-_LAYER = r"( (proj(ection)?|layer))?"
 _TWO = r"^(\w+ )?0\|(\w+ )?\d$"  # Dense_0 and Dense_1, or the 0 and 2 of a sequence.
-_BY_NAME = (
-    _Rule("convolution", ".*", r"conv"),
-    _Rule("attention latent down", _ATTENTION_OR_BLOCK, r"\bw?(q|kv) (a|down)\b"),
-    _Rule("attention latent down", _ATTENTION_OR_BLOCK, r"^w d(q|kv)$"),
-    _Rule("attention latent up", _ATTENTION_OR_BLOCK, r"\bw?(q|kv?|v) (b|up)\b"),
-    _Rule("attention latent up", _ATTENTION_OR_BLOCK, r"^w u(q|kv?|v)$"),
-    _Rule("attention qkvo", _ATTENTION_OR_BLOCK, r"\bqkvo\b"),
-    _Rule("attention kv", "attention", r"^c attn$", r"\bq attn\b"),
-    _Rule("attention qkv", _ATTENTION_OR_BLOCK, r"\bw?qkv\b|query key value|^c attn$"),
-    _Rule("attention qkv", "attention", r"^in proj( weight)?$"),
-    _Rule("attention qkv", "attention", r"^(dense|linear) 0$", _TWO),
-    _Rule("attention output", "attention", r"^(dense|linear) \d$", _TWO),
-    _Rule("attention kv", _ATTENTION_OR_BLOCK, r"\bw?kv\b|key value"),
-    _Rule("attention query", _ATTENTION, r"\bw?q\b"),
-    _Rule("attention query", _ATTENTION_OR_BLOCK, r"\bquer(y|ies)\b|\bq proj\b"),
-    _Rule("attention key", _ATTENTION, r"\b(w?k|keys?)\b"),
-    _Rule("attention key", _ATTENTION_OR_BLOCK, r"\bk proj\b"),
-    _Rule("attention value", _ATTENTION, r"\b(w?v|values?)\b"),
-    _Rule("attention value", _ATTENTION_OR_BLOCK, r"\bv proj\b"),
-    _Rule("attention gate", "attention", r"\b(g|gate)\b"),
-    _Rule("{mlp} down", "attention block", r"^wo$", r"\bwi\b"),
-    _Rule(
-        "attention output", _ATTENTION, r"^((to|linear|attention) )?out(put)?\b|^(w ?)?o$"
-    ),
-    _Rule("attention output", _ATTENTION, r"^((c|linear) )?proj(ection)?$"),
-    _Rule("attention output", _ATTENTION, r"^linear$|^proj out$", r"\b(q|query)\b"),
-    _Rule("attention output", "attention", r"^attn vec\b"),
-    _Rule("attention output", "attention", r"^((cross|self) )?attention$"),  # .dense
-    _Rule("attention output", _ATTENTION_OR_BLOCK, r"\bo proj\b"),
-    _Rule("router", _MLP, r"\bexpert gate$", r"^(?!.*\bexpert up\b)"),
-    _Rule("router", _MLP_OR_BLOCK, r"^(moe )?gate$", r"\bexperts?\b|\bgate up\b"),
-    _Rule("router", "routed expert", r"^(moe )?gate$", r"^(?!.*\b(up|down)\b)"),
-    _Rule("{mlp} gate up", _MLP_OR_BLOCK, r"\bgate (and )?up\b|\bup (and )?gate\b"),
-    _Rule("{mlp} gate up", _MLP_OR_BLOCK, r"^gating einsum$|^w1[23]$"),
-    _Rule("{mlp} gate", _MLP, r"\bgate\b|^gating linear$"),
-    _Rule("{mlp} up", _MLP, r"^value linear$", r"\bgating linear\b"),
-    _Rule("{mlp} gate", _MLP_OR_BLOCK, r"\bgate\b", r"\bup\b"),
-    _Rule("{mlp} gate", _MLP_OR_BLOCK, r"^wi 0$", r"\bwi 1\b"),
-    _Rule("{mlp} gate", _MLP_OR_BLOCK, r"^w1$", r"\b(w3|v1)\b"),
-    _Rule("{mlp} up", _MLP_OR_BLOCK, r"^w2$", r"\bw1 like w2\b"),
-    _Rule("{mlp} down", _MLP_OR_BLOCK, r"^w3$", r"\b(w1 like w2|w12)\b"),
-    _Rule("{mlp} up", _MLP_OR_BLOCK, r"\bup\b|^wi\b|^(w[13]|v1)$|^c fc$|^fc in$"),
-    _Rule("{mlp} down", _MLP_OR_BLOCK, r"\bdown\b|^(wo|w2)\b|^fc out$"),
-    _Rule("{mlp} up", _MLP_OR_BLOCK, r"\bh to 4 h$|^intermediate$"),
-    _Rule("{mlp} down", _MLP_OR_BLOCK, r"\b4 h to h$"),
-    _Rule("{mlp} down", _MLP_OR_BLOCK, r"^output$", r"\bintermediate\b"),
-    _Rule("{mlp} up", _MLP, r"^(linear )?(fc|lin|linear)1$|^fc$|^(w |linear )?in\b"),
-    _Rule("{mlp} down", _MLP, r"^(linear )?(fc|lin|linear)2$|\bout(put)?\b"),
-    _Rule("{mlp} up", _MLP, r"^input linear$"),
-    _Rule("{mlp} gate", _MLP, r"^fc 1$", r"\bfc 2\|proj$"),
-    _Rule("{mlp} up", _MLP, r"^fc 2$", r"\bfc 2\|proj$"),
-    _Rule("{mlp} down", _MLP, r"^(c )?proj$", r"\bfc\b"),
-    _Rule("{mlp} down", _MLP, r"^linear$", r"^gating einsum\b"),
-    _Rule("{mlp} up", ".*block", r"^(fc|lin|linear)1$", r"att(entio)?n\b"),
-    _Rule("{mlp} down", ".*block", r"^(fc|lin|linear)2$", r"att(entio)?n\b"),
-    _Rule("{mlp} up", _MLP, r"^(?!experts?\b).* 0$", _TWO),
-    _Rule("{mlp} down", _MLP, r"^(?!experts?\b).* \d$", _TWO),
-    _Rule("head", ".*block", rf"^output{_LAYER}$", r"\b(embed|(wte|emb)\b)"),
+_BY_NAME: tuple[tuple[str, ...], ...] = (
+    ("convolution", ".*", r"conv"),
+    ("attention latent down", _ATTENTION_OR_BLOCK, r"\bw?(q|kv) (a|down)\b|^w d(q|kv)$"),
+    ("attention latent up", _ATTENTION_OR_BLOCK, r"\bw?(q|kv?|v) (b|up)\b"),
+    ("attention latent up", _ATTENTION_OR_BLOCK, r"^w u(q|kv?|v)$"),
+    ("attention qkvo", _ATTENTION_OR_BLOCK, r"\bqkvo\b"),
+    ("attention kv", "attention", r"^c attn$", r"\bq attn\b"),
+    ("attention qkv", _ATTENTION_OR_BLOCK, r"\bw?qkv\b|query key value|^c attn$"),
+    ("attention qkv", "attention", r"^in proj( weight)?$"),
+    ("attention qkv", "attention", r"^(dense|linear) 0$", _TWO),
+    ("attention output", "attention", r"^(dense|linear) \d$", _TWO),
+    ("attention kv", _ATTENTION_OR_BLOCK, r"\bw?kv\b|key value"),
+    ("attention query", _ATTENTION, r"\bw?q\b"),
+    ("attention query", _ATTENTION_OR_BLOCK, r"\bquer(y|ies)\b|\bq proj\b"),
+    ("attention key", _ATTENTION, r"\b(w?k|keys?)\b"),
+    ("attention key", _ATTENTION_OR_BLOCK, r"\bk proj\b"),
+    ("attention value", _ATTENTION, r"\b(w?v|values?)\b"),
+    ("attention value", _ATTENTION_OR_BLOCK, r"\bv proj\b"),
+    ("attention gate", "attention", r"\b(g|gate)\b"),
+    ("{mlp} down", "attention block", r"^wo$", r"\bwi\b"),
+    ("attention output", _ATTENTION, r"^((to|linear|attention) )?out(put)?\b|^(w ?)?o$"),
+    ("attention output", _ATTENTION, r"^((c|linear) )?proj(ection)?$"),
+    ("attention output", _ATTENTION, r"^linear$|^proj out$", r"\b(q|query)\b"),
+    ("attention output", "attention", r"^attn vec\b|^((cross|self) )?attention$"),
+    ("attention output", _ATTENTION_OR_BLOCK, r"\bo proj\b"),
+    ("router", _MLP, r"\bexpert gate$", r"^(?!.*\bexpert up\b)"),
+    ("router", _MLP_OR_BLOCK, r"^(moe )?gate$", r"\bexperts?\b|\bgate up\b"),
+    ("router", "routed expert", r"^(moe )?gate$", r"^(?!.*\b(up|down)\b)"),
+    ("{mlp} gate up", _MLP_OR_BLOCK, r"\bgate (and )?up\b|\bup (and )?gate\b"),
+    ("{mlp} gate up", _MLP_OR_BLOCK, r"^gating einsum$|^w1[23]$"),
+    ("{mlp} gate", _MLP, r"\bgate\b|^gating linear$"),
+    ("{mlp} up", _MLP, r"^value linear$", r"\bgating linear\b"),
+    ("{mlp} gate", _MLP_OR_BLOCK, r"\bgate\b", r"\bup\b"),
+    ("{mlp} gate", _MLP_OR_BLOCK, r"^wi 0$", r"\bwi 1\b"),
+    ("{mlp} gate", _MLP_OR_BLOCK, r"^w1$", r"\b(w3|v1)\b"),
+    ("{mlp} up", _MLP_OR_BLOCK, r"^w2$", r"\bw1 like w2\b"),
+    ("{mlp} down", _MLP_OR_BLOCK, r"^w3$", r"\b(w1 like w2|w12)\b"),
+    ("{mlp} up", _MLP_OR_BLOCK, r"\bup\b|^wi\b|^(w[13]|v1)$|^c fc$|^fc in$"),
+    ("{mlp} down", _MLP_OR_BLOCK, r"\bdown\b|^(wo|w2)\b|^fc out$|\b4 h to h$"),
+    ("{mlp} up", _MLP_OR_BLOCK, r"\bh to 4 h$|^intermediate$"),
+    ("{mlp} down", _MLP_OR_BLOCK, r"^output$", r"\bintermediate\b"),
+    ("{mlp} up", _MLP, r"^(linear )?(fc|lin|linear)1$|^fc$|^(w |linear )?in\b"),
+    ("{mlp} up", _MLP, r"^input linear$"),
+    ("{mlp} down", _MLP, r"^(linear )?(fc|lin|linear)2$|\bout(put)?\b"),
+    ("{mlp} gate", _MLP, r"^fc 1$", r"\bfc 2\|proj$"),
+    ("{mlp} up", _MLP, r"^fc 2$", r"\bfc 2\|proj$"),
+    ("{mlp} down", _MLP, r"^(c )?proj$", r"\bfc\b"),
+    ("{mlp} down", _MLP, r"^linear$", r"^gating einsum\b"),
+    ("{mlp} up", ".*block", r"^(fc|lin|linear)1$", r"att(entio)?n\b"),
+    ("{mlp} down", ".*block", r"^(fc|lin|linear)2$", r"att(entio)?n\b"),
+    ("{mlp} up", _MLP, r"^(?!experts?\b).* 0$", _TWO),
+    ("{mlp} down", _MLP, r"^(?!experts?\b).* \d$", _TWO),
+    ("head", ".*block", r"^output( (proj(ection)?|layer))?$", r"\b(embed|(wte|emb)\b)"),
 )
 
 
 class Names(NamedTuple):
-    """The names of all parameters of a tree, which give each its class.
+    """The names of all parameters of a tree, which give each its class."""
 
-    Attributes:
-      below: The keys below each path.
-      shapes: The shapes of the arrays that are not masked, by path.
-    """
-
-    below: Mapping[Path, set[str]]
-    shapes: Mapping[Path, tuple[int, ...]]
+    below: Mapping[Path, set[str]]  # The keys below each path.
+    shapes: Mapping[Path, tuple[int, ...]]  # Of the arrays that are not masked.
 
     @classmethod
     def of(cls, leaves: Iterable[tuple[Any, Any]]) -> "Names":
@@ -197,12 +172,19 @@ class Names(NamedTuple):
         """The class of the parameter at a path of the tree."""
         keys = in_words(path)
         layer = "other" if self._is_inside_head(keys) else _by_path(keys)
-        if layer != "norm" and self._is_bias(keys):
-            return "bias"
+        number = re.search(r"\bb(\d*)$", keys[-1]) if keys else None
+        if number and layer != "norm":  # Haiku's modules have w and b; LoRA has a and b.
+            a, w = (keys[-1][: number.start()] + letter + number[1] for letter in "aw")
+            others = self.below[keys[:-1]]
+            if a not in others and others & {w, "kernel", "weight", "weights"}:
+                return "bias"
         if layer:
             return layer
         module, array = module_and_array(path)
-        beside = self._beside(module[:-1], array)
+        beside = "|".join(sorted(self.below[module[:-1]]))
+        w1, w2, w3 = (self.shapes.get((*module[:-1], f"w{i}", *array)) for i in (1, 2, 3))
+        if w1 is not None and w3 is not None and w1 == w2 != w3:
+            beside += "|w1 like w2"
         mlp = "mlp"
         if any(map(_SHARED.search, module)):
             mlp = "shared expert"
@@ -241,21 +223,6 @@ class Names(NamedTuple):
             if beside and chained and place(path) > place(keys):
                 return True
         return False
-
-    def _is_bias(self, keys: Path) -> bool:
-        """Whether a key ends in "b" and one beside it in "w", as in Haiku's modules."""
-        if not keys or not (number := re.search(r"\bb(\d*)$", keys[-1])):
-            return False
-        beside = self.below[keys[:-1]]
-        a, w = (keys[-1][: number.start()] + letter + number[1] for letter in "aw")
-        weights = {w, "kernel", "weight", "weights"}
-        return a not in beside and not beside.isdisjoint(weights)  # LoRA has a and b.
-
-    def _beside(self, above: Path, array: Path) -> str:
-        """The keys in a place, and whether w3 has another shape than w1 and w2."""
-        w1, w2, w3 = (self.shapes.get((*above, f"w{i}", *array)) for i in (1, 2, 3))
-        alike = w1 is not None and w3 is not None and w1 == w2 != w3
-        return "|".join(sorted(self.below[above]) + ["w1 like w2"] * alike)
 
 
 def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
@@ -308,18 +275,22 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
       >>> layer_classes(params)["mixer"], layer_classes(params, {"mixer": "ssm"})["mixer"]
       ('other', 'ssm')
     """
-    pairs = expressions.compiled(
-        () if rules is None else rules, "rules", "names of classes", _checked
-    )
+
+    def checked(name: str, value: Any) -> str:
+        named = isinstance(value, str) and value
+        return named or _checks.refuse(name, value, "pass the name of a class")
+
+    given = () if rules is None else rules
+    pairs = expressions.compiled(given, "rules", "names of classes", checked)
     bare = unbox(params)
     if not jax.tree.leaves(bare):
         return bare
     expressions.refuse_step_count(bare, "classes")
     leaves = leaves_and_masks(bare)
-    given = expressions.values(pairs, leaves, "layer_classes")
+    found = expressions.values(pairs, leaves, "layer_classes")
     names = Names.of(leaves)
     return jax.tree.map_with_path(
-        lambda path, _: given.get(names_on(path)) or names.layer_class(path), bare
+        lambda path, _: found.get(names_on(path)) or names.layer_class(path), bare
     )
 
 
@@ -354,17 +325,11 @@ def _by_path(keys: Path) -> str | None:
 
 @functools.lru_cache(maxsize=2**16)
 def _by_rules(within: str, name: str, beside: str) -> str:
-    for rule in _BY_NAME:
+    for layer, parts, own, *others in _BY_NAME:
         if (
-            re.fullmatch(rule.within, within)
-            and re.search(rule.name, name)
-            and re.search(rule.beside, beside)
+            re.fullmatch(parts, within)
+            and re.search(own, name)
+            and all(re.search(other, beside) for other in others)
         ):
-            return rule.layer
+            return layer
     return "other"
-
-
-def _checked(name: str, value: Any) -> str:
-    if not isinstance(value, str) or not value:
-        _checks.refuse(name, value, "pass the name of a class")
-    return value

@@ -5,7 +5,7 @@ If a module's type does not declare a parameter of two or more axes, an error na
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import jax
@@ -26,7 +26,7 @@ from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.parameters.output_layers import output_layers
 from orscale_jax.parameters.path_rules import Rules, resolver
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, dotted, names_on, quoted
+from orscale_jax.trees.names import Path, by_name, dotted, name_and_shape, names_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,16 +73,13 @@ def adamw_only(*names: str) -> Rule:
 def convolution(
     shape: tuple[int | None, ...], inputs: int, outputs: int, groups: int
 ) -> Weight:
-    """The weight of a convolution, given the axes that count inputs and outputs.
-
-    The outputs of its groups lie side by side.
-    """
+    """The weight of a convolution, given the axes that count inputs and outputs."""
     rows = tuple(axis for axis in range(len(shape)) if axis != outputs)
     if groups == 1:
         return Weight(shape, rows, outputs)
-    return Weight(
-        shape, rows, outputs, blocks=groups, block_axis=outputs, group_inputs=inputs
-    )
+    # The outputs of its groups lie side by side.
+    blocks = {"blocks": groups, "block_axis": outputs}
+    return Weight(shape, rows, outputs, **blocks, group_inputs=inputs)
 
 
 def declarations(module: Any, rules: Mapping[type, Any]) -> Mapping[str, Any]:
@@ -93,12 +90,6 @@ def declarations(module: Any, rules: Mapping[type, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def owner_of(path: Path, owners: Mapping[Path, Any]) -> tuple[Any, str]:
-    """The innermost module around a parameter, and its attribute that leads there."""
-    depth = max(i for i in range(len(path)) if path[:i] in owners)
-    return owners[path[:depth]], path[depth]
-
-
 def numbers_by_owner(
     path: Path,
     shape: tuple[int, ...],
@@ -106,15 +97,13 @@ def numbers_by_owner(
     rules: Mapping[type, Any],
     stacked: Collection[int] = (),
 ) -> Numbers:
-    """The numbers of a parameter, from the module that has it as an attribute.
-
-    ``stacked`` are the axes that are known to stack modules, at any position.
-    """
-    owner, name = owner_of(path, owners)
-    by_name = declarations(owner, rules)
-    if name not in by_name:
-        return undeclared(type(owner).__name__, shape)
-    declared = by_name[name]
+    """The numbers of a parameter, if only axes in front and ``stacked`` stack modules."""
+    depth = max(i for i in range(len(path)) if path[:i] in owners)
+    owner, name = owners[path[:depth]], path[depth]
+    cls = owner if isinstance(owner, type) else type(owner)
+    unknown = Unresolved(f"there is no rule for it in {cls.__name__}")
+    by_default = unknown if len(shape) > 1 else None
+    declared = declarations(owner, rules).get(name, by_default)
     if not isinstance(declared, Weight):
         return declared
     # Transformations stack in front unless told otherwise, which only annotations record.
@@ -122,11 +111,6 @@ def numbers_by_owner(
     others = [axis for axis in range(len(shape)) if axis not in stacked]
     in_front = max(len(others) - len(declared.shape), 0)
     return located(declared, tuple(others[in_front:]), shape)
-
-
-def undeclared(owner: str, shape: tuple[int, ...]) -> Numbers:
-    """The numbers of a parameter that no rule declares."""
-    return None if len(shape) < 2 else Unresolved(f"there is no rule for it in {owner}")
 
 
 def located(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) -> Numbers:
@@ -163,28 +147,21 @@ def resolved(
     head_size: HeadSizes,
     output: Collection[Path] = (),
 ) -> Mapping[Path, DimensionNumbers | None]:
-    """The dimension numbers of all parameters: by overrides, then names, then types.
-
-    ``output`` are the arrays that a trace takes for kernels of output layers. They take
-    AdamW, except that attention, traced alone, ends in a hidden layer.
-    """
-    names = Names.of(leaves.items())
-
-    def of(path: Path, declared: Numbers) -> Numbers:
+    """The dimension numbers of all parameters: by overrides, then names, then types."""
+    names, numbers = Names.of(leaves.items()), dict(by_type)
+    for path, declared in by_type.items():
+        # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
         head = traced and "attention" not in names.layer_class(path)
-        if head or names.say_embedding_or_head(path):
-            return None
         # The names of vectors decide where the types say nothing.
-        open_vector = isinstance(declared, Unresolved) and names.take_adamw(path)
-        return None if open_vector else declared
-
-    numbers = {path: of(path, declared) for path, declared in by_type.items()}
+        vector = isinstance(declared, Unresolved) and names.take_adamw(path)
+        if head or vector or names.say_embedding_or_head(path):
+            numbers[path] = None
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
     found: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
-        f"  {quoted(path)} of shape {np.shape(leaves[path])}: {own.reason}"
+        f"  {name_and_shape(path, leaves[path])}: {own.reason}"
         for path, own in found.items()
         if isinstance(own, Unresolved)
     ]
@@ -204,11 +181,7 @@ def look_up(
     is_parameter: Callable[[Any], bool],
     expected: str,
 ) -> Callable[[PyTree], PyTree]:
-    """Make a function from any tree of some of a model's parameters to their numbers.
-
-    ``is_parameter`` says whether a node of the tree is one parameter, and ``expected``
-    what the parameters are, for the error message.
-    """
+    """Make a function from any tree of some of a model's parameters to their numbers."""
 
     def weight_dimension_numbers(params: PyTree) -> PyTree:
         refuse_step_count(params)
@@ -230,42 +203,33 @@ def look_up(
 def of_module_tree(
     model: PyTree,
     module_type: type,
-    numbers_of: Callable[[Path, Any, Mapping[Path, Any]], Numbers],
+    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
+    rules: Mapping[type, Any],
     overrides: Rules | None,
     head_size: HeadSizes,
-    inputs: tuple[tuple[Any, ...], Mapping[str, Any]],
-    array_type: type | tuple[type, ...] = (),
+    array_type: type | tuple[()] = (),
+    placed: Callable[[Any, Any], Numbers] = lambda declared, node: declared,
 ) -> Callable[[PyTree], PyTree]:
-    """The dimension numbers of a model that is a tree of modules, as Equinox's.
-
-    ``numbers_of`` gives the numbers of a parameter by type, from its path, its value and
-    the modules by path; a node of ``array_type`` is one parameter. ``inputs`` are the
-    arguments of a call that shows the output layer, if there are any.
-    """
+    """The numbers of a tree of modules; a node of ``array_type`` is one parameter."""
 
     def is_parameter(node: Any) -> bool:
         return isinstance(node, array_type)
 
-    def modules(node: PyTree, path: Path) -> Iterator[tuple[Path, Any]]:
-        inner = jax.tree.leaves_with_path(
-            node, lambda x: x is not node and isinstance(x, module_type)
-        )
-        for entries, other in inner:
-            if isinstance(other, module_type) and other is not node:
-                yield path + names_on(entries), other
-                yield from modules(other, path + names_on(entries))
+    modules: list[tuple[Path, Any]] = [((), model)]
+    for path, module in modules:  # Each adds those inside of it.
 
-    def is_trained(leaf: Any) -> bool:
-        return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.inexact)
+        def is_inside(node: Any, around: Any = module) -> bool:
+            return node is not around and isinstance(node, module_type)
 
-    owners = {(): model, **dict(modules(model, ()))}
-    nodes = {
-        names_on(entries): node
-        for entries, node in jax.tree.leaves_with_path(model, is_parameter)
-        if any(map(is_trained, jax.tree.leaves(node)))
-    }
-    by_type = {path: numbers_of(path, node, owners) for path, node in nodes.items()}
-    leaves = {path: jax.tree.leaves(node)[0] for path, node in nodes.items()}
+        inside = by_name(module, is_inside).items()
+        modules += [(path + own, node) for own, node in inside if is_inside(node)]
+    owners, leaves, by_type = dict(modules), {}, {}
+    for path, node in by_name(model, is_parameter).items():
+        arrays = [x for x in jax.tree.leaves(node) if hasattr(x, "dtype")]
+        if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+            leaves[path] = leaf = jax.tree.leaves(node)[0]
+            own = numbers_by_owner(path, np.shape(leaf), owners, rules)
+            by_type[path] = placed(own, node)
     output: list[Path] = []
     if any(inputs):
         args, kwargs = inputs

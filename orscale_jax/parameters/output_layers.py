@@ -6,7 +6,7 @@ squashing function, a choice, sums and means. At everything else it ends: a ReLU
 a norm, a sum with what the product was computed from (a residual stream), a loop's carry.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -32,19 +32,12 @@ _HIDDEN_ACTIVATIONS = frozenset(
 
 
 class _Made(NamedTuple):
-    """What an array is made of.
+    """What an array is made of."""
 
-    Attributes:
-      varies: Whether it depends on the inputs of the model.
-      weights: The parameters that it depends on, without ``kernels``.
-      kernels: If it is a product, or a sum of them: the parameters that made it.
-      outer: Those of them that have layers below.
-    """
-
-    varies: bool = False
-    weights: frozenset[int] = frozenset()
-    kernels: frozenset[int] = frozenset()
-    outer: frozenset[int] = frozenset()
+    varies: bool = False  # Whether it depends on the inputs of the model.
+    weights: frozenset[int] = frozenset()  # The parameters it depends on, but kernels.
+    kernels: frozenset[int] = frozenset()  # Of a product, or a sum of them: what made it.
+    outer: frozenset[int] = frozenset()  # The kernels that have layers below.
 
 
 _CONSTANT, _STATISTIC = _Made(), frozenset({-1})
@@ -57,17 +50,7 @@ def output_layers(
     *args: Any,
     **kwargs: Any,
 ) -> list[Path]:
-    """The paths of the leaves of ``params`` that are kernels of output layers.
-
-    A layer alone is no output layer. Nothing is computed.
-
-    Args:
-      function: The model, called as ``function(params, constants, *args, **kwargs)``.
-      params: Its parameters, which may be abstract, as all that follows.
-      constants: Further arrays that are no inputs, such as statistics and keys.
-      *args: Its inputs. What is no array is not traced.
-      **kwargs: Its inputs by keyword.
-    """
+    """The kernels of output layers among ``params``; ``constants`` are no inputs."""
 
     def outputs(params: PyTree, constants: PyTree, args: Any, kwargs: Any) -> list[Any]:
         found = jax.tree.leaves(function(params, constants, *args, **kwargs))
@@ -86,11 +69,8 @@ def output_layers(
 def of_arrays(
     function: Callable[..., Any], *args: Any
 ) -> tuple[Callable[[dict[int, Any]], Any], dict[int, Any]]:
-    """A function of the arrays among some arguments, and these arrays.
-
-    The rest (flags, strings) is not traced: a model may branch on it.
-    """
-    structure: Any
+    """A function of the arrays among some arguments, and these arrays."""
+    structure: Any  # The rest (flags, strings) is not traced: a model may branch on it.
     leaves, structure = jax.tree.flatten(args)
 
     def call(arrays: dict[int, Any]) -> Any:
@@ -111,45 +91,41 @@ def _walk(jaxpr: Jaxpr, made: list[_Made]) -> list[_Made]:
     def of(x: Any) -> _Made:
         return _CONSTANT if isinstance(x, Literal) else known.get(x, _CONSTANT)
 
-    for eqn in jaxpr.eqns:
-        found = _of_operation(eqn, [of(x) for x in eqn.invars])
+    def is_float(x: Any) -> bool:
+        return jnp.issubdtype(getattr(x.aval, "dtype", bool), jnp.inexact)
+
+    equations: list[Any] = jaxpr.eqns
+    for eqn in equations:
+        name, params, made = eqn.primitive.name, eqn.params, [of(x) for x in eqn.invars]
+        zero = any(isinstance(x, Literal) and x.val == 0 for x in eqn.invars)
+        hidden = params.get("name") in _HIDDEN_ACTIVATIONS or (name == "max" and zero)
+        inner = (p for p in params.values() if isinstance(p, Jaxpr | ClosedJaxpr))
+        body: Any = next(inner, None)
+        body = getattr(body, "jaxpr", body)
+        if name == "scan":
+            found = _of_scan(eqn, made)
+        elif name == "cond":
+            branches = [_walk(branch.jaxpr, made[1:]) for branch in params["branches"]]
+            found = [_kept("select_n", list(m)) for m in zip(*branches, strict=True)]
+        elif body and not hidden and len(body.invars) == len(made) and name != "while":
+            found = _walk(body, made)
+        else:
+            # Indices, masks and choices have no gradient: they only say what is taken.
+            flowing = [m for m, x in zip(made, eqn.invars, strict=True) if is_float(x)]
+            end = _hidden(made)
+            if name in ("sqrt", "rsqrt") and eqn.outvars[0].aval.shape:
+                # Of a norm, except in a kernel that is normalized itself.
+                if end.varies or not end.weights:
+                    end = _Made(True, end.weights | _STATISTIC)
+            elif not hidden and any(m.varies for m in flowing):
+                end = _kept(name, flowing)
+            found = [end if is_float(x) else _Made(end.varies) for x in eqn.outvars]
         known.update(zip(eqn.outvars, found, strict=True))
     return [of(x) for x in jaxpr.outvars]
 
 
-def _of_operation(eqn: Any, made: list[_Made]) -> list[_Made]:
-    name, params = eqn.primitive.name, eqn.params
-    if name == "scan":
-        return _of_scan(eqn, made)
-    if name == "cond":
-        branches = [_walk(branch.jaxpr, made[1:]) for branch in params["branches"]]
-        return [_kept("select_n", list(same)) for same in zip(*branches, strict=True)]
-    zero = any(isinstance(x, Literal) and x.val == 0 for x in eqn.invars)
-    hidden = params.get("name") in _HIDDEN_ACTIVATIONS or (name == "max" and zero)
-    inner = (p for p in params.values() if isinstance(p, Jaxpr | ClosedJaxpr))
-    body: Any = next(inner, None)
-    body = getattr(body, "jaxpr", body)
-    if body and not hidden and len(body.invars) == len(made) and name != "while":
-        return _walk(body, made)
-
-    def is_float(x: Any) -> bool:
-        return jnp.issubdtype(getattr(x.aval, "dtype", bool), jnp.inexact)
-
-    # Indices, masks and choices have no gradient: they only say what is taken.
-    flowing = [m for m, x in zip(made, eqn.invars, strict=True) if is_float(x)]
-    end = _hidden(made)
-    if name in ("sqrt", "rsqrt") and eqn.outvars[0].aval.shape:
-        # Of a norm, except in a kernel that is normalized itself.
-        if end.varies or not end.weights:
-            end = _Made(True, end.weights | _STATISTIC)
-    elif not hidden and any(m.varies for m in flowing):
-        end = _kept(name, flowing)
-    return [end if is_float(x) else _Made(end.varies) for x in eqn.outvars]
-
-
-def _hidden(made: Iterable[_Made]) -> _Made:
+def _hidden(made: Sequence[_Made]) -> _Made:
     """What depends on all of these, and is no product any more."""
-    made = list(made)
     weights = _union(m.weights | m.kernels for m in made)
     return _Made(any(m.varies for m in made), weights)
 

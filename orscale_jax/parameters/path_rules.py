@@ -1,6 +1,6 @@
 """Dimension numbers from regular expressions over the parameters' paths."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -12,15 +12,22 @@ from orscale_jax.parameters.dimension_numbers import (
     PLAIN,
     DimensionNumbers,
     WeightDimensionNumbers,
-    check_prefix,
     default_numbers,
     explicit_axes,
     is_resolvable,
+    spread,
 )
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, keys_on, listed, name_and_shape, names_on
-from orscale_jax.trees.nodes import is_function, is_masked, leaves_and_masks, mask_like
+from orscale_jax.trees.names import (
+    Path,
+    by_name,
+    keys_on,
+    listed,
+    name_and_shape,
+    names_on,
+)
+from orscale_jax.trees.nodes import is_function, is_masked, leaves_and_masks
 
 Rule: TypeAlias = Literal["matrix", "adamw"] | DimensionNumbers
 Rules: TypeAlias = expressions.ByExpression[Rule]
@@ -108,30 +115,34 @@ def resolver(
         default = otherwise(tree) if is_function(otherwise, is_resolvable) else otherwise
         guessed = default is None
         if guessed:
-            default = default_numbers(tree, lambda path: names_on(path) in decided)
-        else:
-            default = mask_like(default, tree, is_resolvable)
-            check_prefix(default, tree, argument="otherwise")
+            default = default_numbers(tree, decided)
 
-        def broadcast(prefix: Any, default: Any, subtree: PyTree) -> PyTree:
-            return jax.tree.map_with_path(
-                lambda path, _: decided.get(names_on(prefix + path), default), subtree
-            )
+        def of_all(known: Mapping[Path, Any]) -> PyTree:
+            def own(path: Any, default: Any, _: Any) -> Any:
+                return known.get(names_on(path), default)
 
-        whole = jax.tree.map_with_path(broadcast, default, tree, is_leaf=is_resolvable)
+            return spread(own, default, tree, "otherwise")
+
+        whole = of_all(decided)
         if not sizes and default_size is False:
             return whole
-        found = jax.tree.leaves_with_path(whole, is_leaf=is_resolvable)
-        by_head = heads.divided(
-            leaves, {names_on(path): own for path, own in found}, default_size, sizes
-        )
-        if guessed:
-            _refuse_unclear_layout(leaves, by_head.keys() - decided)
-        return jax.tree.map_with_path(
-            lambda path, own: by_head.get(names_on(path), own),
-            whole,
-            is_leaf=is_resolvable,
-        )
+        found = by_name(whole, is_resolvable)
+        by_head = heads.divided(leaves, found, default_size, sizes)
+        unclear = [
+            name_and_shape(path, leaf)
+            for path, leaf in leaves
+            if guessed
+            and names_on(path) in by_head.keys() - decided
+            and keys_on(path)[-1].endswith("weight")
+        ]
+        if unclear:
+            raise ValueError(
+                f"{listed(unclear)} to be divided by head_size, and a weight is "
+                "(outputs, inputs) in PyTorch and Equinox, and (inputs, outputs) "
+                "elsewhere. Say which by a rule for its path: "
+                "optax.contrib.MuonDimensionNumbers(1, 0) or MuonDimensionNumbers(0, 1)."
+            )
+        return of_all(decided | by_head)
 
     return numbers
 
@@ -140,12 +151,11 @@ def _checked(name: str, value: Any) -> Rule:
     """Refuse a value that is no rule."""
     named = isinstance(value, str) and value in ("matrix", "adamw")
     if not named and not isinstance(value, DimensionNumbers):
-        _checks.refuse(
-            name,
-            value,
+        remedy = (
             'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
-            "orscale_jax.BlockDimensionNumbers",
+            "orscale_jax.BlockDimensionNumbers"
         )
+        _checks.refuse(name, value, remedy)
     return value
 
 
@@ -185,19 +195,3 @@ def _decided(
         except ValueError as error:
             raise ValueError(f"{source}, expression {expression!r}: {error}") from error
     return numbers
-
-
-def _refuse_unclear_layout(leaves: list[tuple[Any, Any]], guessed: set[Path]) -> None:
-    """Refuse to look for heads where inputs and outputs may be the other way round."""
-    unclear = [
-        name_and_shape(path, leaf)
-        for path, leaf in leaves
-        if names_on(path) in guessed and keys_on(path)[-1].endswith("weight")
-    ]
-    if unclear:
-        raise ValueError(
-            f"{listed(unclear)} to be divided by head_size, and a weight is (outputs, "
-            "inputs) in PyTorch and Equinox, and (inputs, outputs) elsewhere. Say which "
-            "by a rule for its path: optax.contrib.MuonDimensionNumbers(1, 0) or "
-            "MuonDimensionNumbers(0, 1)."
-        )

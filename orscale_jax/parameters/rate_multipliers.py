@@ -37,35 +37,31 @@ resolved: Watch[PyTree] = Watch("multipliers of learning rates")
 
 def check(given: RateMultipliers) -> None:
     """Refuse values that are not positive finite numbers, as far as they are known."""
-    if given is None or _is_function(given):
+    if given is None or is_function(given, _is_number):
         return
     if _is_sequence_of_rules(given):
         _compiled(given)
-        return
-    if _is_mapping_of_values(given):
+    elif _is_mapping_of_values(given):
         for key, value in given.items():
             if value is not None:  # In a tree, where the parameters have None, too.
                 _multiplier(f"{NAME}[{key!r}]", value)
-        return
-    once = isinstance(given, Iterable) and jax.tree_util.all_leaves([given])
-    if once and not isinstance(given, str | Mapping | np.ndarray | jax.Array):
-        _checks.refuse(NAME, given, "pass a dict or a list of pairs instead")
-    for path, value in jax.tree.leaves_with_path(unbox(given)):
-        if not path and isinstance(value, str):
-            _checks.refuse(NAME, value, _FORMS)
-        _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)
+    else:
+        once = isinstance(given, Iterable) and jax.tree_util.all_leaves([given])
+        if once and not isinstance(given, str | Mapping | np.ndarray | jax.Array):
+            _checks.refuse(NAME, given, "pass a dict or a list of pairs instead")
+        for path, value in jax.tree.leaves_with_path(unbox(given)):
+            if not path and isinstance(value, str):
+                _checks.refuse(NAME, value, _FORMS)
+            _multiplier(f"{NAME} of {quoted(path)}" if path else NAME, value)
 
 
 def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
-    """The multiplier of each bare parameter, 1 where no expression matches.
-
-    The result is masked where the parameters are, and None if nothing is given.
-    """
+    """The multiplier of each bare parameter, 1 where no expression matches."""
     if given is None:
         return None
     if not jax.tree.leaves(tree):  # As in matrix_axes.
         return tree
-    if _is_function(given):
+    if is_function(given, _is_number):
         try:
             given = given(tree)
         except Exception as error:
@@ -75,35 +71,19 @@ def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
             )
             raise
         check(given)
-    # JAX would sort the keys of a mapping of rules: only a tree is unboxed.
-    if _are_rules(given, tree):
-        values = expressions.values(_compiled(given), leaves_and_masks(tree), NAME)
-        found = jax.tree.map_with_path(lambda p, _: values.get(names_on(p), 1.0), tree)
-    else:
+    found = None
+    if not _is_sequence_of_rules(given):
         try:
             found = jax.tree.broadcast(mask_like(unbox(given), tree), tree)
         except ValueError as error:
-            raise ValueError(f"{NAME} does not fit: {_FORMS}: {error}") from error
+            # The keys of a mapping are the parameters' own, or else expressions.
+            if not _is_mapping_of_values(given):
+                raise ValueError(f"{NAME} does not fit: {_FORMS}: {error}") from error
+    if found is None:
+        values = expressions.values(_compiled(given), leaves_and_masks(tree), NAME)
+        found = jax.tree.map_with_path(lambda p, _: values.get(names_on(p), 1.0), tree)
     resolved.note(found)
     return found
-
-
-def _is_function(given: RateMultipliers) -> TypeGuard[Callable[[PyTree], PyTree]]:
-    # A mapping is none; JAX cannot flatten one whose keys are patterns.
-    return callable(given) and is_function(given, _is_number)
-
-
-def _are_rules(given: Any, tree: PyTree) -> bool:
-    """Whether keys are expressions; a mapping with the parameters' own keys is a tree."""
-    if not _is_mapping_of_values(given):
-        return _is_sequence_of_rules(given)
-    if any(isinstance(key, re.Pattern) for key in given):
-        return True
-    try:
-        jax.tree.map(lambda *_: None, mask_like(unbox(given), tree), tree)
-    except ValueError:
-        return True
-    return False
 
 
 def _is_sequence_of_rules(given: Any) -> bool:

@@ -1,15 +1,11 @@
 """The shardings of parameters on Auto axes, which their types do not hold.
 
-They come from an argument, or from the annotations of Flax and Haliax: ``init`` is given
-the parameters in their boxes, and keeps the annotations for ``update``, to which
-``nnx.Optimizer`` gives bare arrays. Shardings only determine where Newton–Schulz runs:
-arrays that are sharded otherwise are resharded.
-
-Each optimizer keeps the annotations that its own ``init`` has seen. Those of all of them
-are kept as well, for optimizers without any: :func:`optax.inject_hyperparams` builds its
-optimizer anew for every step, so that the one in ``update`` was never initialized, and
-passes a state in which nothing static may be. Of these common annotations the last ones
-count, and only where no others contradict them. They stay as long as the process.
+They come from an argument, or from the annotations of Flax and Haliax: ``init`` sees the
+parameters in their boxes, and keeps the annotations for ``update``, to which
+``nnx.Optimizer`` gives bare arrays. Those of all optimizers are kept as well, as long as
+the process: :func:`optax.inject_hyperparams` builds its optimizer anew for every step, so
+that the one in ``update`` was never initialized. Of these the last ones count, and only
+where no others contradict them.
 """
 
 import math
@@ -70,10 +66,7 @@ class ParamSpecs:
             seen.append(spec)
 
     def on(self, mesh: AbstractMesh, tree: PyTree) -> PyTree | None:
-        """The specs of the bare leaves of a tree on a mesh, or None if not all are known.
-
-        What is given has to fit the tree and the mesh; annotations may be of others.
-        """
+        """The specs of a tree of bare leaves on a mesh; None if not all are known."""
         if self._given is not None:
             given = self._given
             if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
@@ -121,13 +114,10 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
         if spec is None:
             bare = unbox(node)
             sharding = getattr(bare, "sharding", bare)
-            if isinstance(sharding, PartitionSpec):
-                spec = sharding
-            elif isinstance(sharding, NamedSharding):
-                spec = sharding.spec
-            elif sharding is None or isinstance(sharding, jax.sharding.Sharding):
+            spec = getattr(sharding, "spec", sharding)
+            if spec is None or isinstance(spec, jax.sharding.Sharding):
                 spec = PartitionSpec()
-            else:
+            elif not isinstance(spec, PartitionSpec):
                 _checks.refuse(
                     "param_shardings",
                     node,

@@ -18,11 +18,10 @@ from jax.typing import DTypeLike
 def mesh_of(
     arrays: Sequence[jax.Array], given: Mesh | AbstractMesh | None
 ) -> AbstractMesh | None:
-    """The mesh that arrays are on, or None.
+    """The mesh of the arrays' types, else that given, else that of the context.
 
-    The arrays' types name it, even inside ``jax.jit``; if they do not, it is the given
-    mesh or that of the context. It is None for a mesh of one device without Explicit
-    axes, and inside ``jax.shard_map``, where each device computes separately.
+    None for one device without Explicit axes, and inside ``jax.shard_map``, where each
+    device computes separately.
     """
 
     def matters(mesh: AbstractMesh) -> bool:
@@ -54,12 +53,8 @@ def mesh_of(
 
 
 def mapped_axes() -> frozenset[Any]:
-    """The axes of the mesh over which ``jax.vmap`` maps here.
-
-    Its ``spmd_axis_name`` names them, or it maps over an array axis that is sharded over
-    Explicit axes. JAX has no public function for this.
-    """
-    env = core.get_axis_env()
+    """The axes of the mesh over which ``jax.vmap`` maps here."""
+    env = core.get_axis_env()  # JAX has no public function for this.
     return env.spmd_axis_names | env.explicit_mesh_axis_names
 
 
@@ -81,11 +76,8 @@ def names(entry: Any) -> tuple[str, ...]:
 
 
 def inferred(fn: Callable[[Any], Any], tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """The specs of the result of ``fn`` on arrays of a mesh. Nothing is computed.
-
-    ``fn`` is traced on a mesh of Explicit axes, where JAX itself propagates shardings. A
-    leaf without :class:`jax.sharding.NamedSharding` is replicated.
-    """
+    """The specs of ``fn(tree)``, for leaves on a mesh or replicated; only traced."""
+    # On Explicit axes JAX itself propagates shardings.
     axis_types = (AxisType.Explicit,) * len(mesh.axis_names)
     explicit = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types)
     specs = []
@@ -145,12 +137,10 @@ def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
     """The leaf with an axis split in two, ``(count, ...)``, sharded over the count."""
     size = leaf.shape[axis] // count
     shape = (*leaf.shape[:axis], count, size, *leaf.shape[axis + 1 :])
-    if spec(leaf)[axis] is None:
-        return leaf.reshape(shape)
     if count % shards(leaf, axis):
-        return gather(leaf, (axis,)).reshape(shape)
+        leaf = gather(leaf, (axis,))
     entries = spec(leaf)
-    return _reshape(leaf, shape, [*entries[: axis + 1], None, *entries[axis + 1 :]])
+    return _reshape(leaf, axis, shape, [*entries[: axis + 1], None, *entries[axis + 1 :]])
 
 
 def merge(leaf: jax.Array, axis: int) -> jax.Array:
@@ -158,20 +148,22 @@ def merge(leaf: jax.Array, axis: int) -> jax.Array:
     size = leaf.shape[axis] * leaf.shape[axis + 1]
     shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 2 :])
     whole = gather(leaf, (axis + 1,))
-    if spec(whole)[axis] is None:
-        return whole.reshape(shape)
     entries = spec(whole)
-    return _reshape(whole, shape, [*entries[: axis + 1], *entries[axis + 2 :]])
+    return _reshape(whole, axis, shape, [*entries[: axis + 1], *entries[axis + 2 :]])
 
 
 def shards(leaf: jax.Array, axis: int) -> int:
     """The number of parts in which an axis is sharded, by the leaf's type."""
-    sharding = jax.typeof(leaf).sharding
-    names = axes_of(sharding.spec, leaf.ndim)[axis]
-    return math.prod(sharding.mesh.shape[name] for name in names)
+    mesh = jax.typeof(leaf).sharding.mesh
+    return math.prod(mesh.shape[name] for name in names(spec(leaf)[axis]))
 
 
-def _reshape(x: jax.Array, shape: tuple[int, ...], entries: list[Any]) -> jax.Array:
+def _reshape(
+    x: jax.Array, axis: int, shape: tuple[int, ...], entries: list[Any]
+) -> jax.Array:
+    """``x`` reshaped along an axis, sharded as ``entries`` say where the axis is."""
+    if spec(x)[axis] is None:
+        return x.reshape(shape)
     out_sharding = NamedSharding(_mesh(x), PartitionSpec(*entries))
     return jax.lax.reshape(x, shape, out_sharding=out_sharding)
 

@@ -20,6 +20,7 @@ _UPPER, _LOWER = np.uint32(0xFFFF0000), np.uint32(0xFFFF)
 # bfloat16 numbers from here on differ by normal float32 numbers, or not at all: devices
 # differ in what they do with subnormal ones.
 _SMALLEST = np.float32(2.0**-118)
+_bitcast = jax.lax.bitcast_convert_type
 
 
 class MasterWeightsState(NamedTuple):
@@ -129,11 +130,20 @@ def keep_master_weights(
         )
         trees = unbox((steps, masters, params, state.low_bits))
         structure: Any = jax.tree.structure(trees[0], is_leaf=lambda x: x is None)
-        rows = zip(*map(structure.flatten_up_to, trees), strict=True)
-        moves = [_move(*row) for row in rows]
-        new, low = (structure.unflatten(move[i] for move in moves) for i in (0, 1))
-        low = rebox(low, state.low_bits)
-        return rebox(new, updates), MasterWeightsState(low, inner_state)
+        moves = []
+        for step, master, param, low in zip(
+            *map(structure.flatten_up_to, trees), strict=True
+        ):
+            if step is None or _has_no_low_bits(low):
+                moves.append((step, low))
+                continue
+            new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
+            new = jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new)
+            lower = (_bitcast(new, jnp.uint32) & _LOWER).astype(jnp.uint16)
+            moves.append((_update_to(new, param), typed_sharding.shard_like(lower, low)))
+        changes, bits = (structure.unflatten(move[i] for move in moves) for i in (0, 1))
+        after = MasterWeightsState(rebox(bits, state.low_bits), inner_state)
+        return rebox(changes, updates), after
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -190,26 +200,14 @@ def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) ->
     return rebox(masters, params)
 
 
-def _move(step: Any, master: Any, param: Any, low_bits: Any) -> tuple[Any, Any]:
-    """The update of a parameter and the low bits with which it is a new master weight."""
-    if step is None or _has_no_low_bits(low_bits):
-        return step, low_bits
-    new = (master + step).astype(jnp.float32)  # As optax.apply_updates has it.
-    new = jnp.where(jnp.abs(new) < _SMALLEST, np.float32(0), new)
-    low = (_bits(new) & _LOWER).astype(jnp.uint16)
-    return _update_to(new, param), typed_sharding.shard_like(low, low_bits)
-
-
 @jax.custom_jvp
 def _update_to(master: jax.Array, param: jax.Array) -> jax.Array:
-    """The update that takes a parameter to the upper half of its new master weight.
-
-    Their difference is a float32 number, except where the new value is so much larger
-    than the old one that the error is rounded away.
-    """
-    new, old = _float32(_bits(master) & _UPPER), _float32(_upper(param))
-    # Infinity stays infinity, and −0 + −0 = −0.
-    return jnp.where(_bits(new) == _bits(old), np.float32(-0.0), new - old)
+    """The update that takes a parameter to the upper half of its new master weight."""
+    bits = _bitcast(master, jnp.uint32) & _UPPER, _upper(param)
+    new, old = (_bitcast(half, jnp.float32) for half in bits)
+    # Exact, or the new one is so much larger that the error is rounded away. Infinity
+    # stays infinity, and −0 + −0 = −0.
+    return jnp.where(bits[0] == bits[1], np.float32(-0.0), new - old)
 
 
 @_update_to.defjvp
@@ -221,7 +219,7 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, j
 # Bits have no derivatives: a master weight counts as its parameter plus a constant.
 @jax.custom_jvp
 def _joined(param: jax.Array, low_bits: jax.Array) -> jax.Array:
-    return _float32(_upper(param) | low_bits)
+    return _bitcast(_upper(param) | low_bits, jnp.float32)
 
 
 @_joined.defjvp
@@ -231,16 +229,7 @@ def _(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, j
 
 def _upper(param: jax.Array) -> jax.Array:
     """The bits of the float32 number that a bfloat16 number is."""
-    half = jax.lax.bitcast_convert_type(jnp.asarray(param), jnp.uint16)
-    return half.astype(jnp.uint32) << 16
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(x, jnp.uint32)
-
-
-def _float32(bits: jax.Array) -> jax.Array:
-    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+    return _bitcast(jnp.asarray(param), jnp.uint16).astype(jnp.uint32) << 16
 
 
 def _as_float32(tree: PyTree) -> PyTree:

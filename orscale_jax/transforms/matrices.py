@@ -6,7 +6,6 @@ optimizer crosses it once, and so does each stage that is used by itself.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -16,11 +15,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.fusion import (
-    Reduction,
-    reduce_all,
-    slices_of_stacks,
-)
+from orscale_jax.distributed.fusion import Reduction, reduce_all, slices_of_stacks
 from orscale_jax.parameters.axes import MatrixAxes, square_root
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
@@ -49,16 +44,11 @@ class Matrices:
 
     Trees are without boxes, except for ``params`` of :meth:`entries` and :meth:`full`.
     *Entries* are a tree whose leaves of matrices are arrays of the batch shape: they have
-    one entry for each matrix, such as its norm. On GPUs small arrays of one shape are
-    computed together, since XLA would launch a kernel for each of them.
-
-    Attributes:
-      structure: The structure of the tree.
-      axes: For each leaf, in order: its axes, or None if it holds no matrix.
+    one entry for each matrix, such as its norm. On GPUs small ones are computed together.
     """
 
-    structure: Any
-    axes: tuple[MatrixAxes | None, ...]
+    structure: Any  # Of the tree.
+    axes: tuple[MatrixAxes | None, ...]  # Of each leaf; None if it holds no matrix.
 
     @classmethod
     def of(
@@ -88,15 +78,7 @@ class Matrices:
     @property
     def paths(self) -> list[Any]:
         """The paths to the leaves of matrices."""
-        numbered = self.structure.unflatten(range(len(self.axes)))
-        found = jax.tree.leaves_with_path(numbered)
-        return [path for path, place in found if self.axes[place] is not None]
-
-    @property
-    def neurons(self) -> "Matrices":
-        """The same tree with each output neuron as a matrix."""
-        neurons = tuple(axes and axes.neurons for axes in self.axes)
-        return dataclasses.replace(self, axes=neurons)
+        return [path for path, _ in jax.tree.leaves_with_path(self.axes_tree)]
 
     def leaves(self, tree: PyTree) -> list[Any]:
         """The leaves of matrices."""
@@ -165,22 +147,14 @@ class Matrices:
 
     def entries_of_parts(self, entries: Sequence[jax.Array]) -> PyTree:
         """Entries from those of :meth:`parts`, which have the parts' batch shapes."""
-        left = iter(entries)
-        return self.tree_of(
-            [
-                jnp.stack([next(left) for _ in axes.labels], axis=axes.place)
-                if axes.cut
-                else next(left)
-                for axes in self.of_leaves
-            ]
-        )
+        left, leaves = iter(entries), []
+        for axes in self.of_leaves:
+            own = [next(left) for _ in axes.labels]
+            leaves.append(jnp.stack(own, axis=axes.place) if axes.cut else own[0])
+        return self.tree_of(leaves)
 
     def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-        """Entries ``fn(axes, leaf, *others)``, sharded and boxed as the batch axes.
-
-        ``leaf`` is a parameter, and others are its nodes of further trees. Masked where
-        there are no matrices.
-        """
+        """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes."""
 
         def make(axes: MatrixAxes, node: Any, *others: Any) -> Any:
             leaf = unbox(node)
@@ -201,12 +175,10 @@ class Matrices:
         self, params: PyTree, value: float, dtype: Callable[[jax.Array], DTypeLike]
     ) -> PyTree:
         """Entries that all have one value, sharded and boxed as the batch axes."""
-
-        def at(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
-            shape = axes.batch_shape(leaf)
-            return typed_sharding.full(shape, value, dtype(leaf), leaf)
-
-        return self.entries(params, at)
+        full = typed_sharding.full
+        return self.entries(
+            params, lambda axes, x: full(axes.batch_shape(x), value, dtype(x), x)
+        )
 
 
 def broadcast(axes: MatrixAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -226,12 +198,10 @@ def on_parameters(
 ) -> Optimizer:
     """The whole optimizer that ``optimizer_of(parameters)`` is for given parameters.
 
-    It is given bare arrays in float32 (float64 if any leaf is float64), and only
-    parameters that have gradients; without parameters, the updates. As in Optax, updates
-    have the dtype to which gradient, parameter and momentum (``mu_dtype``) promote, so
-    that nothing is rounded on the way to the weights. Every leaf of the state keeps its
-    dtype, its sharding and its box. On Explicit axes updates are sharded like the
-    parameters.
+    It sees bare arrays in float32 (float64 if any leaf is), and only parameters that have
+    gradients; without parameters, the updates. Updates come out in the dtype to which
+    gradient, parameter and ``mu_dtype`` promote, as in Optax, and sharded like the
+    parameters; every leaf of the state with its dtype, sharding and box of before.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -261,8 +231,9 @@ def on_parameters(
             cast = leaf.astype(jnp.result_type(before))
             return typed_sharding.shard_like(cast, jnp.asarray(before))
 
-        wide = functools.partial(jax.tree.map, widened)
-        wide_grads, wide_state, wide_weights = wide(grads), wide(old), wide(weights)
+        wide_grads, wide_state, wide_weights = jax.tree.map(
+            widened, (grads, old, weights)
+        )
         optimizer = optimizer_of(wide_grads if weights is None else wide_weights)
         # On GPUs XLA computes small leaves of one shape in one kernel.
         leaves, structure = jax.tree.flatten(wide_grads)

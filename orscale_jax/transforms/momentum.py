@@ -1,11 +1,7 @@
 """The momentum of the matrices: of floats, or of 8-bit integers and scales for them.
 
-A block is 32 neighbours along one axis, which share a scale; the last one of an axis may
-be shorter. Blocks follow from the shape alone, so that no mesh changes them. Codes have
-the shape of the array and are sharded like it. Scales have as many axes, one of them
-divided. A shard of whole blocks computes their scales by itself. Where shards cut blocks,
-into *pieces*, devices exchange the largest values of these, and the scales are sharded
-along another axis.
+:class:`Int8TraceState` describes them. An axis is split into *pieces*: its blocks, the
+last of which may be shorter, or what shards make of them where they cut blocks.
 """
 
 import math
@@ -17,7 +13,6 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.sharding import typed_sharding
@@ -81,12 +76,6 @@ def is_int8(mu_dtype: DTypeLike | None) -> bool:
         return False
 
 
-def check_mu_dtype(mu_dtype: DTypeLike | None) -> None:
-    """Refuse a dtype of the momentum that is neither None, int8 nor a wide float."""
-    if not is_int8(mu_dtype):
-        _checks.dtype("mu_dtype", mu_dtype, also='"int8" ')
-
-
 def float_dtype(mu_dtype: DTypeLike | None) -> DTypeLike | None:
     """The dtype of other moments: that of the momentum, or None where that is int8."""
     return None if is_int8(mu_dtype) else mu_dtype
@@ -117,22 +106,21 @@ def momentum_stage(
     if not is_int8(mu_dtype):
         return optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
 
-    def zero_scales(axes: MatrixAxes, node: PyTree) -> PyTree:
-        codes = unbox(node)
-        axis = block_axis(axes, codes.shape)
-        shape = [*codes.shape]
-        shape[axis] = _count(codes, axis)
-        scales = typed_sharding.full(shape, 0, jnp.bfloat16, codes)
-        scales = typed_sharding.shard_as(scales, codes, _spec_of_scales(codes, axis))
-        return box_like(scales, node, tuple)
-
     def init(params: PyTree) -> Int8TraceState:
         codes = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.int8), params)
         # For optax.tree.map_params, as in Matrices.entries.
         if type(codes).__name__ == "_ParamsPlaceholder":
             return Int8TraceState(codes, jnp.ones(()))
-        scales = [zero_scales(*row) for row in matrices.rows(codes)]
-        return Int8TraceState(codes, matrices.tree_of(scales))
+        all_scales = []
+        for axes, node in matrices.rows(codes):
+            leaf = unbox(node)
+            axis = block_axis(axes, leaf.shape)
+            shape = [*leaf.shape]
+            shape[axis] = _count(leaf, axis)
+            scales = typed_sharding.full(shape, 0, jnp.bfloat16, leaf)
+            scales = typed_sharding.shard_as(scales, leaf, _spec_of_scales(leaf, axis))
+            all_scales.append(box_like(scales, node, tuple))
+        return Int8TraceState(codes, matrices.tree_of(all_scales))
 
     def step(
         axes: MatrixAxes, update: jax.Array, codes: jax.Array, scales: jax.Array
@@ -161,17 +149,10 @@ def momentum_stage(
 
 
 def block_axis(axes: MatrixAxes, shape: tuple[int, ...]) -> int:
-    """The axis of a leaf of matrices along which its blocks lie.
-
-    The longest axis of the matrices; the leaf's last axis, whose entries are neighbours
-    in memory, only if all others are shorter than a block. Never an axis along which
-    matrices lie side by side, so that no block has entries of two matrices.
-    """
-    if axes.sizes:
-        inside = [axis for axis in axes.matrix if axis != axes.block_axis]
-    else:
-        inside = list(axes.matrix)
-    last = len(shape) - 1
+    """The axis of a leaf of matrices along which its blocks lie."""
+    # No block has entries of two matrices, which lie side by side along an axis.
+    inside = [i for i in axes.matrix if not axes.sizes or i != axes.block_axis]
+    last = len(shape) - 1  # Whose entries are neighbours in memory.
     return max(inside, key=lambda i: (i != last and shape[i] >= BLOCK, shape[i]))
 
 
@@ -183,11 +164,7 @@ def axis_of(shape: tuple[int, ...], of_scales: tuple[int, ...]) -> int:
 
 
 def encode(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """Round an array of float32 or float64 to codes and scales, in blocks along an axis.
-
-    Codes are int8 in the shape of ``x``, scales bfloat16 in the same shape but for
-    ``axis``, which is 32 times shorter, rounded up.
-    """
+    """Codes and scales of an array of float32 or float64, in blocks along an axis."""
     codes, scales = _encode_pieces(_split(x, axis), x, axis)
     return _merge(codes, axis, x), scales
 
@@ -207,7 +184,13 @@ def _encode_pieces(
     # largest of the pieces' rounded values is the block's, rounded.
     rounded = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=7)
     rounded = jnp.where(rounded < SMALLEST, 0, rounded).astype(jnp.bfloat16)
-    scales = _of_blocks(rounded, like, axis)
+    scales = typed_sharding.shard_as(rounded, like, _spec_of_scales(like, axis))
+    count = _count(like, axis)
+    if scales.shape[axis] != count:  # The pieces' scales to those of the blocks.
+        missing = count * (BLOCK // _piece(like, axis)) - scales.shape[axis]
+        widths = [(0, missing if i == axis else 0) for i in range(like.ndim)]
+        blocks = typed_sharding.split(jnp.pad(scales, widths), axis, count)
+        scales = largest_magnitude(blocks, axis + 1)
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
     known = scales > 0
     inverse = jnp.where(known, scales, 1).astype(pieces.dtype)
@@ -235,10 +218,7 @@ def _count(x: jax.Array, axis: int) -> int:
 
 
 def _piece(x: jax.Array, axis: int) -> int:
-    """The length of the pieces that an axis is split into, at least one.
-
-    Whole blocks, unless shards cut them. A lone block that is shorter is one piece.
-    """
+    """The length of the pieces that an axis is split into, at least one."""
     length, shards = x.shape[axis], typed_sharding.shards(x, axis)
     piece = min(length, BLOCK) if shards == 1 else math.gcd(length // shards, BLOCK)
     return max(1, piece)
@@ -261,11 +241,7 @@ def _merge(pieces: jax.Array, axis: int, like: jax.Array) -> jax.Array:
 
 
 def _spec_of_scales(x: jax.Array, axis: int) -> list[Any]:
-    """The sharding of an array's scales.
-
-    That of the array, if every shard has whole blocks. Otherwise another axis is sharded
-    in place of the blocks', the longest that can be.
-    """
+    """The sharding of an array's scales: on another axis, where shards cut its blocks."""
     spec = typed_sharding.spec(x)
     shards = typed_sharding.shards(x, axis)
     if shards == 1 or x.shape[axis] // shards % BLOCK == 0:
@@ -279,20 +255,8 @@ def _spec_of_scales(x: jax.Array, axis: int) -> list[Any]:
     return spec
 
 
-def _of_blocks(of_pieces: jax.Array, x: jax.Array, axis: int) -> jax.Array:
-    """The scales of blocks, from those of their pieces."""
-    scales = typed_sharding.shard_as(of_pieces, x, _spec_of_scales(x, axis))
-    count = _count(x, axis)
-    if scales.shape[axis] == count:
-        return scales
-    missing = count * (BLOCK // _piece(x, axis)) - scales.shape[axis]
-    widths = [(0, missing if i == axis else 0) for i in range(x.ndim)]
-    blocks = typed_sharding.split(jnp.pad(scales, widths), axis, count)
-    return largest_magnitude(blocks, axis + 1)
-
-
 def _of_pieces(scales: jax.Array, x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of :func:`_of_blocks`: the scale of each piece, sharded like them."""
+    """The scale of each piece of an array, from those of blocks; sharded like it."""
     piece = _piece(x, axis)
     count = max(1, -(-x.shape[axis] // piece))
     if scales.shape[axis] != count:

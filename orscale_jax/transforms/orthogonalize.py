@@ -71,28 +71,20 @@ def orthogonalize(
     References:
       Lou & You, *OrScale*, eq. (1) and Algorithm 1, line 3.
     """
-    options = polar_options(
-        ns_steps=ns_steps,
-        ns_coeffs=ns_coeffs,
-        ns_dtype=ns_dtype,
-        ns_preconditioning=ns_preconditioning,
-        max_stack_bytes=max_stack_bytes,
-        mesh=mesh,
-        slow_axes=slow_axes,
-    )
+    settings = ns_steps, ns_coeffs, ns_dtype, ns_preconditioning
+    options = polar_options(*settings, mesh, slow_axes, max_stack_bytes)
     stage = functools.partial(orthogonalize_stage, options, ParamSpecs(param_shardings))
     return on_matrices(weight_dimension_numbers, stage)
 
 
 def polar_options(
-    *,
     ns_steps: int | jax.Array,
     ns_coeffs: Coefficients,
     ns_dtype: DTypeLike | None,
     ns_preconditioning: str,
-    max_stack_bytes: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
+    max_stack_bytes: int | None = None,
 ) -> PolarOptions:
     """Arguments of :func:`orthogonalize`, checked."""
     settings = NewtonSchulz.of(
@@ -127,18 +119,15 @@ def orthogonalize_stage(
             specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
         # On Auto axes types have no shardings: the declared ones, if there are any.
         mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), options.mesh)
-        auto_specs = None
+        auto_specs = declared = None
         if mesh is not None and mesh.are_all_axes_auto:
             declared = param_specs.on(mesh, updates)
-            auto_specs = (
-                None
-                if declared is None
-                else [
-                    part
-                    for axes, x, spec in matrices.rows(updates, declared)
-                    for part in _part_specs(axes, x.shape, spec, mesh)
-                ]
-            )
+        if mesh is not None and declared is not None:
+            auto_specs = [
+                part
+                for axes, x, spec in matrices.rows(updates, declared)
+                for part in _part_specs(axes, x.shape, spec, mesh)
+            ]
         qs = engine.polar_factors(parts, specs, auto_specs, options)
         return matrices.join(qs, like), state
 

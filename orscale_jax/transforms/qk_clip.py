@@ -298,13 +298,39 @@ def qk_clip(
             # A gamma of zero has underflowed, and would erase the head for good.
             gamma = jnp.where(jnp.isfinite(largest) & (gamma > 0), gamma, jnp.nan)
             gammas.append(gamma.astype(jnp.float32))
-            for places, scale in _factors(attention, gamma, alpha):
-                for place in places:
-                    # Parts of one parameter do not overlap: one of the factors is 1.
-                    before = factors.get(place.name, 1)
-                    factors[place.name] = before * place.spread(scale)
-        readout = structure.unflatten(gammas)
-        return _rescaled(updates, params, factors), QKClipState(readout)
+            # A shared key takes the strongest clip of its queries, and they the rest.
+            heads = attention.key[0].heads
+            grouped = gamma.reshape(*gamma.shape[:-1], heads, gamma.shape[-1] // heads)
+            key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, dtype))
+            # A minimum may lose NaN on CPUs, and NaN to the power of 0 is 1.
+            key = jnp.where(jnp.isnan(grouped).any(axis=-1), jnp.nan, key)
+            query = (grouped / key[..., None]).reshape(gamma.shape)
+            scaled = [(place, query) for place in attention.query]
+            scaled += [(place, key) for place in attention.key]
+            scaled += [(place, gamma) for place in attention.rotary_query]
+            for place, scale in scaled:
+                # Parts of one parameter do not overlap: one of the factors is 1.
+                before = factors.get(place.name, 1)
+                factors[place.name] = before * place.spread(scale)
+        weights = named_leaves(params)
+
+        def rescale(path: Any, update: jax.Array) -> jax.Array:
+            if (name := dotted(path)) not in factors:
+                return update
+            [weight] = weights[name]
+            dtype = compute_dtype((update, weight))
+            u, w, factor = (x.astype(dtype) for x in (update, weight, factors.pop(name)))
+            moved = (factor * (w + u) - w).astype(update.dtype)
+            return jnp.where(factor == 1, update, moved)
+
+        new = jax.tree.map_with_path(rescale, updates)
+        if factors:
+            raise ValueError(
+                f"parameter {min(factors)!r} has no update (None, or masked), but "
+                "QK-Clip has to scale it: pass zeros for it, or leave it out of "
+                "attentions."
+            )
+        return new, QKClipState(structure.unflatten(gammas))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -489,50 +515,6 @@ def _matched_logits(
                 "attentions."
             )
     return [typed_sharding.gather(jnp.asarray(logits)) for logits in entries]
-
-
-def _factors(
-    attention: Attention, gamma: jax.Array, alpha: ArrayLike
-) -> list[tuple[list[Place], jax.Array]]:
-    """The places of queries and keys, with factors of shape (layers..., heads)."""
-    heads = attention.key[0].heads
-    group = gamma.shape[-1] // heads
-    grouped = gamma.reshape(*gamma.shape[:-1], heads, group)
-    # A shared key takes the strongest clip of its queries; they take the rest of theirs.
-    key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, gamma.dtype))
-    # A minimum may lose NaN on CPUs, and NaN to the power of 0 is 1.
-    key = jnp.where(jnp.isnan(grouped).any(axis=-1), jnp.nan, key)
-    query = (grouped / key[..., None]).reshape(gamma.shape)
-    return [
-        (attention.query, query),
-        (attention.key, key),
-        (attention.rotary_query, gamma),
-    ]
-
-
-def _rescaled(updates: PyTree, params: PyTree, factors: dict[str, jax.Array]) -> PyTree:
-    """The updates that take each parameter W to factor · (W + u)."""
-    weights = named_leaves(params)
-    left = set(factors)
-
-    def rescale(path: Any, update: jax.Array) -> jax.Array:
-        name = dotted(path)
-        if name not in factors:
-            return update
-        left.discard(name)
-        [weight] = weights[name]
-        dtype = compute_dtype((update, weight))
-        u, w, factor = (x.astype(dtype) for x in (update, weight, factors[name]))
-        moved = (factor * (w + u) - w).astype(update.dtype)
-        return jnp.where(factor == 1, update, moved)
-
-    updates = jax.tree.map_with_path(rescale, updates)
-    if left:
-        raise ValueError(
-            f"parameter {min(left)!r} has no update (None, or masked), but QK-Clip has "
-            "to scale it: pass zeros for it, or leave it out of attentions."
-        )
-    return updates
 
 
 def _several(name: str, given: Any) -> list[AttentionHeads]:

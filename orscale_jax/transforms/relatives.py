@@ -50,10 +50,7 @@ class InitialNormState(NamedTuple):
 def neuron_rms_stage(
     b2: ArrayLike, eps: ArrayLike, norm: str, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Q to NorMuon's Q̂, of the norm of a Q of full rank or of Q itself.
-
-    A neuron holds the entries along the reduction axes for one index of the output axes.
-    """
+    """Q to NorMuon's Q̂, of the norm of a Q of full rank or of Q itself."""
     _checks.number("b2", b2, at_least=0, below=1)
     _checks.number("eps", eps, at_least=0)
     _checks.choice("norm", norm, NORMS)
@@ -61,14 +58,10 @@ def neuron_rms_stage(
     def mean(x: jax.Array, axis: tuple[int, ...]) -> jax.Array:
         return jnp.sum(x, axis=axis) / max(1, math.prod(x.shape[i] for i in axis))
 
-    def mean_squares(axes: MatrixAxes, q: jax.Array) -> jax.Array:
-        return axes.neurons.reduce(mean, jnp.square(q.astype(compute_dtype(q))))
-
-    def average(axes: MatrixAxes, before: jax.Array, now: jax.Array) -> jax.Array:
-        decay = jnp.asarray(b2, before.dtype)
-        return decay * before + (1 - decay) * now.astype(before.dtype)
-
-    def scale(axes: MatrixAxes, q: jax.Array, now: jax.Array, v: jax.Array) -> jax.Array:
+    def step(axes: MatrixAxes, q: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
+        now = axes.neurons.reduce(mean, jnp.square(q.astype(compute_dtype(q))))
+        decay = jnp.asarray(b2, v.dtype)
+        v = decay * v + (1 - decay) * now.astype(v.dtype)
         wide, entries = q.astype(v.dtype), axes.of_neurons
         # No division by zero where both a neuron and eps are zero.
         root = jnp.sqrt(jnp.where(v == 0, 1, v))
@@ -82,17 +75,20 @@ def neuron_rms_stage(
             wanted = jnp.asarray(full_rank, v.dtype)
         factor = jnp.sqrt(wanted / jnp.where(found == 0, 1, found))
         per_neuron = broadcast(entries, factor, inverse) * inverse
-        return (broadcast(axes.neurons, per_neuron, wide) * wide).astype(q.dtype)
+        return (broadcast(axes.neurons, per_neuron, wide) * wide).astype(q.dtype), v
 
     def init(params: PyTree) -> NeuronRMSState:
-        return NeuronRMSState(matrices.neurons.full(params, 0.0, compute_dtype))
+        neurons = tuple(axes and axes.neurons for axes in matrices.axes)
+        each = dataclasses.replace(matrices, axes=neurons)
+        return NeuronRMSState(each.full(params, 0.0, compute_dtype))
 
     def update(
         updates: PyTree, state: NeuronRMSState, params: PyTree | None = None
     ) -> tuple[PyTree, NeuronRMSState]:
-        now = matrices.map(mean_squares, updates)
-        v = matrices.map(average, state.neuron_mean_square, now)
-        return matrices.map(scale, updates, now, v), NeuronRMSState(v)
+        rows = matrices.rows(updates, state.neuron_mean_square)
+        stepped = [step(*row) for row in rows]
+        q_hat, v = (matrices.tree_of([leaf[i] for leaf in stepped]) for i in (0, 1))
+        return q_hat, NeuronRMSState(v)
 
     return optax.GradientTransformation(init, update)
 
@@ -100,11 +96,7 @@ def neuron_rms_stage(
 def normalize_stage(
     order: Sequence[str], eps: ArrayLike, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """Q to that of Muon+: vectors of one kind over their norms, then those of the next.
-
-    A neuron holds the entries along the reduction axes for one index of the output axes,
-    an input those along the output axes for one index of the reduction axes.
-    """
+    """Q to that of Muon+: vectors of each kind in turn, over their norms."""
     order = (order,) if isinstance(order, str) else order
     if not isinstance(order, tuple | list) or not order:
         _checks.refuse("order", order, "pass 'neurons' or 'inputs' or a list of them")
@@ -182,16 +174,8 @@ def balanced_polar_stage(
 def initial_norm_stage(
     learning_rate: optax.GradientTransformation, matrices: Matrices
 ) -> optax.GradientTransformationExtraArgs:
-    """Hyperball's step: every matrix moves on the sphere of the norm R that it had first.
-
-    With normalize(X) = X/‖X‖, Q becomes the difference that takes W to
-    R·normalize(W − ηR·normalize(Q)). A matrix with a zero Q, or one that the step would
-    make zero, does not change.
-    """
+    """Q to Hyperball's step, from W to R normalize(W − ηR normalize(Q))."""
     learning_rate = optax.with_extra_args_support(learning_rate)
-
-    def norms(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
-        return axes.norms(leaf.astype(compute_dtype(leaf)))
 
     def init(params: PyTree) -> InitialNormState:
         bare = unbox(params)
@@ -201,7 +185,9 @@ def initial_norm_stage(
                     f"parameter {quoted(path)} is abstract, and has no norm to keep: "
                     "call jax.eval_shape(optimizer.init, params)."
                 )
-        initial = matrices.entries(params, norms)
+        initial = matrices.entries(
+            params, lambda axes, leaf: axes.norms(leaf.astype(compute_dtype(leaf)))
+        )
         # Not strict: optax.tree.map_params passes a placeholder without leaves.
         found = jax.tree.leaves_with_path(unbox(initial))
         for (path, norm), leaf in zip(found, jax.tree.leaves(bare), strict=False):
@@ -256,16 +242,16 @@ def initial_norm_stage(
 def cautious_stage(decay: optax.GradientTransformation) -> optax.GradientTransformation:
     """Apply ``decay``, but not where its sign is opposite to the update's."""
 
-    def add_where_signs_agree(update: jax.Array, decayed: jax.Array) -> jax.Array:
-        # Signs, since the product of two numbers may underflow or overflow.
-        agree = jnp.sign(update) * jnp.sign(decayed) >= 0
-        return jnp.where(agree, update + decayed, update)
-
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None
     ) -> tuple[PyTree, Any]:
         zeros = jax.tree.map(jnp.zeros_like, updates)
         decayed, state = decay.update(zeros, state, params)
-        return jax.tree.map(add_where_signs_agree, updates, decayed), state
+        # Signs, since the product of two numbers may underflow or overflow.
+        signs = jax.tree.map(lambda u, d: jnp.sign(u) * jnp.sign(d), updates, decayed)
+        added = jax.tree.map(
+            lambda u, d, sign: jnp.where(sign >= 0, u + d, u), updates, decayed, signs
+        )
+        return added, state
 
     return optax.GradientTransformation(decay.init, update)

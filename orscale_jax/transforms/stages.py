@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias, TypeGuard
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -51,25 +51,19 @@ DECAY = "orscale_jax.weight_decay"
 
 @dataclasses.dataclass(frozen=True)
 class Scale:
-    """The scale s of every matrix: s² is the square of ``rms`` times ``square(m, n)``.
+    """The scale s of every matrix: s² is the square of ``rms`` times ``square(m, n)``."""
 
-    Attributes:
-      rms: A factor that may be traced; None for 1.
-      square: A function of the matrix's inputs and outputs; None for s = 1.
-    """
-
-    rms: ArrayLike | None
-    square: Callable[[int, int], float] | None
+    rms: ArrayLike | None  # May be traced; None for 1.
+    square: Callable[[int, int], float] | None  # Of inputs and outputs; None for s = 1.
 
     @classmethod
     def of(cls, consistent_rms: ArrayLike | None, scale_mode: str = SPECTRAL) -> "Scale":
         """The scale that an optimizer has with these arguments, which are checked."""
         _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
         _checks.choice("scale_mode", scale_mode, _SQUARES)
+        square = _SQUARES[scale_mode]
         if scale_mode == SPECTRAL:
-            if consistent_rms is None:
-                return cls(None, None)
-            return cls(consistent_rms, _SQUARES[scale_mode])
+            return cls(consistent_rms, None if consistent_rms is None else square)
         known = not isinstance(consistent_rms, jax.core.Tracer | None)
         # The default may come as an array.
         if known and np.float32(jax.device_get(consistent_rms)) != np.float32(
@@ -77,12 +71,7 @@ class Scale:
         ):
             remedy = f"it has no effect with scale_mode={scale_mode!r}; leave it out"
             _checks.refuse("consistent_rms", consistent_rms, remedy)
-        return cls(None, _SQUARES[scale_mode])
-
-    def known(self) -> "Scale":
-        """The same scale, hashable: with a Python number for an RMS that is an array."""
-        rms = None if self.rms is None else float(jax.device_get(self.rms))
-        return dataclasses.replace(self, rms=rms)
+        return cls(None, square)
 
     def value(self, m: int, n: int) -> float:
         """The scale s of a matrix, where the RMS is known."""
@@ -245,54 +234,36 @@ def decay_stage(
     return optax.masked(stage, lambda tree: mask_like(mask, tree))
 
 
-def check_mask(mask: Mask | None) -> None:
-    """Refuse a string other than "matrices"."""
-    if isinstance(mask, str) and mask != MATRICES:
-        remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
-        _checks.refuse("weight_decay_mask", mask, remedy)
-
-
-def resolve_mask(mask: Mask | None, tree: PyTree, matrices: PyTree) -> PyTree | None:
-    """The mask of a whole optimizer, given its parameters and what "matrices" stands for.
-
-    It refuses masks that :func:`optax.masked` takes for True or rejects without a name.
-    """
+def resolve_mask(
+    mask: Mask | None, tree: PyTree, matrices: PyTree | None = None
+) -> PyTree | None:
+    """The mask for given parameters, where ``matrices`` stands for a string."""
     if isinstance(mask, str):
         return matrices
     mask = unbox(mask)
-    if is_mask_function(mask):
+    if is_function(mask, _is_boolean):
         # optax.tree.map_params passes a placeholder without leaves.
         mask = mask(tree) if jax.tree.leaves(tree) else tree
     if mask is None or not jax.tree.leaves(tree):
         return mask
     mask = mask_like(mask, tree)
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
-    if len(jax.tree.leaves(tree)) > 1 and jax.tree_util.all_leaves([mask]):
+    is_one = jax.tree_util.all_leaves([mask]) and len(jax.tree.leaves(tree)) > 1
+    if is_one and matrices is not None:  # A stage by itself takes it.
         _checks.refuse(
             "weight_decay_mask",
             mask,
             f"{remedy} with more than one leaf. To optax.inject_hyperparams, which takes "
             'functions for schedules, pass static_args="weight_decay_mask"',
         )
-    require_booleans(mask)
+    for leaf in jax.tree.leaves(mask):  # Python takes others for True or False, too.
+        if not _is_boolean(leaf):
+            _checks.refuse("weight_decay_mask", leaf, remedy)
     try:
         jax.tree.map(lambda *_: None, mask, tree)
     except ValueError as error:
         raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
     return mask
-
-
-def is_mask_function(mask: Mask | None) -> TypeGuard[Callable[[PyTree], PyTree]]:
-    """Whether a mask is a function, not a tree of booleans that is callable too."""
-    return is_function(mask, _is_boolean)
-
-
-def require_booleans(mask: PyTree) -> None:
-    """Refuse leaves that Python takes for True or False and that are neither."""
-    for leaf in jax.tree.leaves(mask):
-        if not _is_boolean(leaf):
-            remedy = "pass a tree of booleans with the parameters' structure, or a prefix"
-            _checks.refuse("weight_decay_mask", leaf, remedy)
 
 
 def _is_boolean(leaf: Any) -> bool:
@@ -323,14 +294,11 @@ def first_update_stage(
             updates, state.inner_state, params, moving=moving, **extra_args
         )
         started = matrices.map(
-            lambda _, before, now: before | now.astype(before.dtype),
-            state.started,
-            moving,
+            lambda _, on, now: on | now.astype(on.dtype), state.started, moving
         )
+        on = matrices.broadcast(started, transformed)
         updates = matrices.map(
-            lambda _, on, u: jnp.where(on != 0, u, jnp.zeros_like(u)),
-            matrices.broadcast(started, transformed),
-            transformed,
+            lambda _, on, u: jnp.where(on != 0, u, jnp.zeros_like(u)), on, transformed
         )
         return updates, FromFirstNonzeroUpdateState(started, inner_state)
 
@@ -342,11 +310,7 @@ def told(
     weight_decay: ArrayLike | optax.Schedule,
     matrices: Matrices,
 ) -> optax.GradientTransformationExtraArgs:
-    """Run ``inner`` with what its stages do not see, as Optax's extra arguments.
-
-    ``moving``, a tree like the updates: for each matrix, whether it has an update, in
-    arrays of the batch shape. ``DECAY``, of a schedule: a function that gives λ now.
-    """
+    """Tell the stages of ``inner`` which matrices have an update, and λ of a schedule."""
     inner = optax.with_extra_args_support(inner)
     schedule: Any = weight_decay
     scheduled: tuple[type, ...] = ()
@@ -449,22 +413,17 @@ def _along_first(array: jax.Array, rank: int) -> jax.Array:
 def multipliers_of(
     given: RateMultipliers, params: PyTree, matrices: Matrices
 ) -> PyTree | None:
-    """The multiplier of each parameter; None if none are given.
-
-    It refuses arrays that do not have the lengths of the first batch axes.
-    """
+    """The multiplier of each parameter, checked; None if none are given."""
     multipliers = rate_multipliers(given, params)
     if multipliers is None or not jax.tree.leaves(params):
         return multipliers
 
     def check(path: Any, axes: MatrixAxes | Any, leaf: Any, value: ArrayLike) -> None:
-        free = np.ndim(leaf)  # The first axes may have multipliers: all of AdamW's.
-        if not is_masked(axes):
-            batch = axes.batch
-            free = next((i for i, axis in enumerate(batch) if axis != i), len(batch))
         shape, lengths = np.shape(value), np.shape(leaf)
-        along = range(len(lengths)) if is_masked(axes) else axes.batch
-        whole = [n if i in along else 1 for i, n in enumerate(lengths)]
+        # The first axes may have multipliers: all of AdamW's.
+        batch = range(len(lengths)) if is_masked(axes) else axes.batch
+        free = next((i for i, axis in enumerate(batch) if axis != i), len(batch))
+        whole = [n if i in batch else 1 for i, n in enumerate(lengths)]
         broadcasts = len(shape) == len(lengths) and all(
             n in (1, length) for n, length in zip(shape, whole, strict=True)
         )

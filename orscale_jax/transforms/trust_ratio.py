@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -26,12 +27,10 @@ from orscale_jax.transforms.stages import (
     WEIGHT_DECAY,
     Mask,
     Scale,
-    is_mask_function,
-    require_booleans,
+    resolve_mask,
 )
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.checks import require_params
-from orscale_jax.trees.nodes import mask_like
 
 #: The rules that set c.
 ANCHORS = FIRST, FULL_RANK, LARGEST = ("first", "full_rank", "largest")
@@ -116,11 +115,10 @@ def scale_by_calibrated_trust_ratio(
     r = NaN. If c is set to 0, the matrix is anchored again at its next direction.
 
     Decay alone is no direction: :math:`D = \lambda W` would anchor
-    :math:`c = 1 / \lambda`. D does not show whether Q is zero, so ``update`` takes an
-    extra argument, ``moving``: a tree like the updates with booleans of the batch shapes,
-    True where :math:`Q \neq 0`. :func:`orscale` passes it, and so does
-    :func:`from_first_nonzero_update` to the stages inside it. Without it, every D that is
-    not zero is a direction.
+    :math:`c = 1 / \lambda`. So ``update`` takes an extra argument, ``moving``: a tree
+    like the updates with booleans of the batch shapes, True where :math:`Q \neq 0`.
+    :func:`orscale` and :func:`from_first_nonzero_update` pass it to the stages inside.
+    Without it, every D that is not zero is a direction.
 
     Args:
       calibrate: Whether to anchor c; if False, c = 1. It may change between runs: with
@@ -166,15 +164,9 @@ def scale_by_calibrated_trust_ratio(
     if isinstance(weight_decay_mask, str):
         remedy = "only a whole optimizer takes a string; pass a tree of booleans"
         _checks.refuse("weight_decay_mask", weight_decay_mask, remedy)
+    scale = Scale.of(consistent_rms, scale_mode)
     ratio = TrustRatio(
-        calibrate=calibrate,
-        anchor=anchor,
-        anchor_steps=anchor_steps,
-        r_min=r_min,
-        r_max=r_max,
-        eps=eps,
-        scale=Scale.of(consistent_rms, scale_mode),
-        weight_decay=weight_decay,
+        calibrate, anchor, anchor_steps, r_min, r_max, eps, scale, weight_decay
     )
     stage = functools.partial(trust_ratio_stage, ratio, weight_decay_mask)
     return on_matrices(weight_dimension_numbers, stage)
@@ -248,36 +240,36 @@ def trust_ratio_stage(
         **extra_args: Any,
     ) -> tuple[PyTree, CalibratedTrustRatioState]:
         require_params(params)
-        c = state.calibration
+
+        def placed(_: MatrixAxes, entries: jax.Array, c: jax.Array) -> jax.Array:
+            return typed_sharding.shard_like(entries, c)
 
         def norms(tree: PyTree, other: PyTree) -> PyTree:
             wide = matrices.map(
                 lambda _, x, y: x.astype(compute_dtype((x, y))), tree, other
             )
-            placed = typed_sharding.shard_like
-            return matrices.map(lambda _, x, c: placed(x, c), matrices.norms(wide), c)
+            return matrices.map(placed, matrices.norms(wide), state.calibration)
 
         directions, weights = norms(updates, params), norms(params, updates)
         if moving is None:
-            moving = matrices.map(lambda _, c: jnp.ones_like(c, bool), c)
-        moving = matrices.map(lambda _, x, c: typed_sharding.shard_like(x, c), moving, c)
+            moving = matrices.map(lambda _, c: jnp.ones_like(c, bool), state.calibration)
+        moving = matrices.map(placed, moving, state.calibration)
         anchored = directions
         if ratio.rule == FULL_RANK:
-            decay = _decays(extra_args.get(DECAY, ratio.weight_decay), mask, params)
-            norm = functools.partial(_full_rank_norm, ratio.scale)
-            anchored = matrices.map(norm, weights, decay, updates)
-        known = [c, state.anchor_weight_norm]
+            decay = extra_args.get(DECAY, ratio.weight_decay)
+            anchored = _full_rank_norms(
+                ratio.scale, decay, mask, matrices, weights, params
+            )
+        known = [state.calibration, state.anchor_weight_norm]
         known += [state.anchor_count] if counts else []
-        rows = matrices.map(
-            functools.partial(_row, ratio),
-            *(weights, directions, anchored, moving),
-            *map(matrices.together, known),
-        )
-        fields = {
-            name: matrices.map(lambda _, row, name=name: getattr(row, name), rows)
-            for name in _Row._fields
-            if counts or name != "anchor_count"
-        }
+        given = ratio.eps, ratio.r_min, ratio.r_max, ratio.anchor_steps
+        measured = weights, directions, anchored, moving
+        rows = []
+        for _, *leaf in matrices.rows(*measured, *map(matrices.together, known)):
+            numbers = [jnp.asarray(number, leaf[0].dtype) for number in given]
+            rows.append(_calibrated(ratio.rule, leaf, numbers))
+        columns = map(matrices.tree_of, zip(*rows, strict=True))
+        fields = dict(zip(state._fields, columns, strict=False))
         new = state._replace(**fields, bounds=ratio.bounds(params))
         ratios = matrices.together(new.trust_ratio)
         return matrices.map(times_ratio, updates, ratios, params), new
@@ -294,96 +286,46 @@ def times_ratio(
 
 
 def not_one(c: jax.Array) -> jax.Array:
-    """Replace 1, which stands for no calibration, by the float32 number next to it.
-
-    A c that is computed in float64 may be stored in float32.
-    """
-    next_to_one = 1 - jnp.finfo(jnp.float32).epsneg
+    """Replace 1, which stands for no calibration, by the number next to it."""
+    next_to_one = 1 - jnp.finfo(jnp.float32).epsneg  # As c may be stored, in float32.
     return jnp.where(c.astype(jnp.float32) == 1, next_to_one, c)
 
 
-def _decays(
-    weight_decay: ArrayLike | optax.Schedule, mask: Mask | None, params: PyTree
+def _full_rank_norms(
+    scale: Scale,
+    weight_decay: ArrayLike | optax.Schedule,
+    mask: Mask | None,
+    matrices: Matrices,
+    weights: PyTree,
+    params: PyTree,
 ) -> PyTree:
-    """λ of each leaf: 0 where the mask is False."""
+    """The norms of λW + sQ for Q of full rank that are orthogonal to W."""
     value = weight_decay
     if callable(value):
         value = value(jnp.zeros((), jnp.int32))  # As Optax's first count.
-    if is_mask_function(mask):
-        mask = mask(params)
-    require_booleans(mask)
-    mask = jax.tree.broadcast(True if mask is None else mask_like(mask, params), params)
-    return jax.tree.map(lambda on: jnp.asarray(value if on else 0.0), mask)
+    mask = resolve_mask(mask, params)
+    decays = jax.tree.broadcast(True if mask is None else mask, params)
 
+    def norm(axes: MatrixAxes, weight: jax.Array, on: Any, leaf: jax.Array) -> jax.Array:
+        dtype = weight.dtype
+        square = 1.0 if scale.rms is None else jnp.square(jnp.asarray(scale.rms, dtype))
+        shapes = axes.batch_by_shape(scale.square_of_norm, leaf)
+        decayed = jnp.square(jnp.asarray(value if on else 0.0, dtype) * weight)
+        return jnp.sqrt(decayed + square * jnp.asarray(shapes, dtype))
 
-def _full_rank_norm(
-    scale: Scale,
-    axes: MatrixAxes,
-    weight_norm: jax.Array,
-    decay: jax.Array,
-    leaf: jax.Array,
-) -> jax.Array:
-    """The norm of λW + sQ for a Q of full rank that is orthogonal to W."""
-    dtype = weight_norm.dtype
-    square = 1.0 if scale.rms is None else jnp.square(jnp.asarray(scale.rms, dtype))
-    shapes = axes.batch_by_shape(scale.square_of_norm, leaf)
-    decayed = jnp.square(decay.astype(dtype) * weight_norm)
-    return jnp.sqrt(decayed + square * jnp.asarray(shapes, dtype))
-
-
-class _Row(NamedTuple):
-    """A leaf's new entries in the state."""
-
-    calibration: jax.Array
-    raw_trust_ratio: jax.Array
-    trust_ratio: jax.Array
-    weight_norm: jax.Array
-    direction_norm: jax.Array
-    anchor_weight_norm: jax.Array
-    anchor_count: jax.Array | None
-
-
-def _row(
-    ratio: TrustRatio,
-    _: MatrixAxes,
-    weight: jax.Array,
-    direction: jax.Array,
-    anchored: jax.Array,
-    moving: jax.Array,
-    c: jax.Array,
-    anchor_weight_norm: jax.Array,
-    count: jax.Array | None = None,
-) -> _Row:
-    """A leaf's new entries, computed in the norms' dtype and stored in that of c."""
-    dtype = weight.dtype
-    given = ratio.eps, ratio.r_min, ratio.r_max, ratio.anchor_steps
-    row = _calibrated(
-        ratio.rule,
-        *(weight, direction, anchored, moving),
-        *(c.astype(dtype), anchor_weight_norm.astype(dtype), count),
-        *(jnp.asarray(number, dtype) for number in given),
-    )
-    floats = {k: x for k, x in row._asdict().items() if k != "anchor_count"}
-    return row._replace(**{k: x.astype(c.dtype) for k, x in floats.items()})
+    return matrices.map(norm, weights, decays, params)
 
 
 # Jitted, so that leaves of one batch shape are traced once.
 @functools.partial(jax.jit, static_argnums=0)
 def _calibrated(
-    rule: str | None,
-    weight: jax.Array,
-    direction: jax.Array,
-    anchored: jax.Array,
-    moving: jax.Array,
-    c: jax.Array,
-    anchor_weight_norm: jax.Array,
-    count: jax.Array | None,
-    eps: jax.Array,
-    r_min: jax.Array,
-    r_max: jax.Array,
-    anchor_steps: jax.Array,
-) -> _Row:
+    rule: str | None, leaf: Sequence[jax.Array], numbers: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Definitions 1 and 2: c, r and r̂ of ‖W‖, ‖D‖, d₀ and what was known before."""
+    weight, direction, anchored, moving, c, anchor_weight_norm, *counts = leaf
+    eps, r_min, r_max, anchor_steps = numbers
+    stored = c.dtype
+    c, anchor_weight_norm = (x.astype(weight.dtype) for x in (c, anchor_weight_norm))
     directed = moving & (direction > 0) & jnp.isfinite(direction)
     unset = (c == 0) | (c == 1)  # By init, or by a run without calibration.
     # Without a c that the rule sets, ‖W‖ counts at the first direction at which it is not
@@ -400,9 +342,8 @@ def _calibrated(
         known = jnp.where(unset, 0, c)  # Until then r is 1, also where c was 1.
         c = jnp.where(ready, jnp.where(first > 0, not_one(first), jnp.inf), known)
     if rule == LARGEST:
-        assert count is not None
         is_first = ready & jnp.isfinite(c)
-        count = jnp.where(ready, 0, count)
+        count = jnp.where(ready, 0, counts.pop())
         norm = jnp.where(is_first, weight, anchor_weight_norm)
         # A c that another rule has set has no count: it stays.
         counting = (is_first | (count > 0)) & (norm > 0)
@@ -410,11 +351,12 @@ def _calibrated(
         entering = counting & directed & early
         largest = norm / (jnp.where(entering, direction, 1) + eps)
         c = jnp.where(entering, jnp.minimum(c, not_one(largest)), c)
-        count = count + entering.astype(count.dtype)
+        counts = [count + entering.astype(count.dtype)]
     # As in LAMB's public codes: with r = 0 a W of zeros would stay zero.
     neutral = (c == 0) | jnp.isinf(c) | (direction == 0) | (weight == 0)
     of_c, d = (jnp.where(neutral, 1, x) for x in (c, direction))
     raw = jnp.where(neutral, 1, weight / (of_c * d + eps))
     raw = jnp.where(jnp.isfinite(direction), raw, jnp.nan)
     clipped = jnp.clip(raw, r_min, r_max)
-    return _Row(c, raw, clipped, weight, direction, new_norm, count)
+    floats = c, raw, clipped, weight, direction, new_norm
+    return [*(x.astype(stored) for x in floats), *counts]

@@ -1,12 +1,9 @@
 """Boxes: the nodes in which Flax and Haliax keep a parameter with its annotations.
 
 ``flax.nnx.Variable``, ``flax.linen.Partitioned`` and ``haliax.NamedArray`` hold one array
-each and name or shard its axes. An array with one entry per matrix has other axes than
-the parameter and must not inherit the names in the parameter's box: its own box names the
-batch axes only. Everything else in this library handles bare arrays.
-
-Besides the modules for these libraries, only this one looks into boxes. It imports
-neither library: a tree can hold their boxes only where they are imported already.
+each and name or shard its axes. An array with one entry per matrix must not inherit these
+names: its own box names the batch axes only. Besides the modules for these libraries,
+only this one looks into boxes, which exist only where their library is imported.
 """
 
 import sys
@@ -33,14 +30,10 @@ def is_box(node: Any, is_leaf: Callable[[Any], bool] | None = None) -> bool:
     if not isinstance(node, boxes):
         return False
     contents = _contents(node)
-    if contents and contents[0] is node:  # A variable that JAX keeps as a leaf.
+    if len(contents) != 1 or contents[0] is node:  # A variable that JAX keeps as a leaf.
         return False
-    return len(contents) == 1 and (
-        is_box(contents[0], is_leaf)
-        or bool(is_leaf and is_leaf(contents[0]))
-        or not _contents(contents[0])
-        or jax.tree_util.all_leaves(contents)
-    )
+    known = is_box(contents[0], is_leaf) or bool(is_leaf and is_leaf(contents[0]))
+    return known or not _contents(contents[0]) or jax.tree_util.all_leaves(contents)
 
 
 def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
@@ -94,12 +87,7 @@ def rebox(tree: PyTree, like: PyTree) -> PyTree:
 def box_like(
     array: jax.Array, node: Any, pick: Callable[[Sequence[Any]], Iterable[Any]]
 ) -> Any:
-    """An array in a box like a parameter's, with names for its own axes.
-
-    ``pick`` maps one entry for each axis of the parameter to one for each axis of the
-    array, None for an axis that the parameter does not have. If ``node`` is no box, the
-    array stays as it is.
-    """
+    """An array in a box like a parameter's; ``pick`` maps names to those of its axes."""
     if not is_box(node):
         return array
 
@@ -130,10 +118,7 @@ def box_like(
 
 
 def annotated_spec(box: Any) -> PartitionSpec | None:
-    """The spec that a box holds for its array; None if it holds none.
-
-    Logical names are translated by the rules in effect.
-    """
+    """The spec of a box, if any; logical names are translated by the rules in effect."""
     if isinstance(box, _type("haliax", "NamedArray")):
         partitioning = sys.modules["haliax.partitioning"]
         mapping = partitioning.current_thread_local_mapping()

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import Path, names_on, quoted
+from orscale_jax.trees.names import Path, by_name, quoted
 from orscale_jax.trees.nodes import children, is_masked
 
 # Fields of Optax's wrappers that hold states, and fields that hold no parameters.
@@ -36,39 +36,6 @@ class Entry(NamedTuple):
         return repr(".".join(self.owner or ()))
 
 
-class _Difference(NamedTuple):
-    """Two nodes at one path, of different types or with different children."""
-
-    path: Path
-    wanted: Any
-    found: Any
-
-    def in_words(self, wanted_tree: str, found_tree: str) -> str:
-        """The difference, given what the trees are, such as "the gradients"."""
-
-        def place(*path: str) -> str:
-            return repr(".".join(path)) if path else "the whole tree"
-
-        def kind(node: Any) -> str:
-            if hasattr(node, "shape"):
-                return f"an array of shape {np.shape(node)}"
-            name = type(node).__name__
-            article = "an" if name[0] in "AEIOUaeiou" else "a"
-            return "None" if node is None else f"{article} {name}"
-
-        if type(self.wanted) is not type(self.found):
-            return (
-                f"{place(*self.path)} is {kind(self.found)} in {found_tree}, and "
-                f"{kind(self.wanted)} in {wanted_tree}"
-            )
-        wanted, found = children(self.wanted), children(self.found)
-        for key in wanted:
-            if key not in found:
-                return f"{place(*self.path, key)} is missing from {found_tree}"
-        surplus = place(*self.path, next(key for key in found if key not in wanted))
-        return f"{surplus} is in {found_tree}, but not in {wanted_tree}"
-
-
 def require_params(params: PyTree | None) -> None:
     """Refuse an ``update`` without parameters."""
     if params is None:
@@ -83,15 +50,10 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
     """Refuse gradients that would be broadcast or cast to fit their parameters."""
 
     def check(path: Any, param: Any, update: Any) -> None:
+        _require_shape("gradient", path, update, param)
         own, dtype = (
             getattr(x, "dtype", None) or jnp.result_type(x) for x in (param, update)
         )
-        if np.shape(update) != np.shape(param):
-            raise ValueError(
-                f"the gradient of parameter {quoted(path)} has shape {np.shape(update)}, "
-                f"but the parameter has shape {np.shape(param)}: pass a gradient of that "
-                "shape."
-            )
         unfit = dtype == jax.dtypes.float0
         unfit |= jnp.issubdtype(own, jax.dtypes.extended)  # The key of a generator.
         if jnp.issubdtype(own, jnp.floating):
@@ -109,11 +71,10 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
 
     structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]
     same = structures[0] == structures[1]
-    difference = None if same else _first_difference(params, updates)
-    if difference is not None:
+    if not same and (difference := _first_difference(params, updates)):
         raise ValueError(
             "the gradients do not fit the parameters: "
-            f"{difference.in_words('the parameters', 'the gradients')}. Call "
+            f"{_in_words(*difference, 'the parameters', 'the gradients')}. Call "
             "optimizer.update(gradients, state, parameters) with trees of one structure."
         )
     jax.tree.map_with_path(check, params, updates)
@@ -121,24 +82,17 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
 
 def require_shapes(updates: PyTree, params: PyTree | None) -> None:
     """Refuse a missing ``params``, and updates that a stage would broadcast to fit it."""
-
-    def check(path: Any, update: Any, param: Any) -> None:
-        if np.shape(update) != np.shape(param):
-            raise ValueError(
-                f"the update of parameter {quoted(path)} has shape {np.shape(update)}, "
-                f"but the parameter has shape {np.shape(param)}: pass one of that shape."
-            )
-
     require_params(params)
     bare, weights = unbox((updates, params))
-    jax.tree.map_with_path(check, bare, where_gradients_are(bare, weights))
+    jax.tree.map_with_path(
+        lambda path, *arrays: _require_shape("update", path, *arrays),
+        bare,
+        where_gradients_are(bare, weights),
+    )
 
 
 def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
-    """The parameters without those that have no gradients.
-
-    These may be anything, such as functions and settings among a module's fields.
-    """
+    """The parameters without those that have no gradients, which may be anything."""
     try:
         return jax.tree.map(
             lambda update, param: None if update is None else param,
@@ -151,11 +105,7 @@ def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
 
 
 def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
-    """Refuse a state that does not have the structure and the shapes of another.
-
-    JAX would broadcast it, or raise an error that does not name the leaf. ``wanted`` is
-    what ``init`` would make of the parameters; abstract arrays suffice, without boxes.
-    """
+    """Refuse a state of other structure or shapes than ``init`` makes; no boxes."""
     structures: list[Any] = [jax.tree.structure(tree) for tree in (state, wanted)]
     if structures[0] != structures[1]:
         raise ValueError(f"the state does not fit: {_misfit(state, wanted, params)}.")
@@ -168,10 +118,8 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
             continue
         of = where = ""
         if entry.owner is not None:
-            leaves = jax.tree.leaves_with_path(params)
-            shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
             of = f" of parameter {entry.name}"
-            where = f" for a shape of {shapes[entry.owner]}"
+            where = f" for a shape of {np.shape(by_name(params)[entry.owner])}"
         raise ValueError(
             f"the state does not fit the parameters: {entry.field}{of} has shape "
             f"{np.shape(found)} and dtype {jnp.result_type(found)} instead of "
@@ -194,32 +142,25 @@ def entries(
     fields: Collection[str] = (),
     by_structure: bool = False,
 ) -> list[Entry]:
-    """The arrays of a state, in the order of its leaves; all trees without boxes.
-
-    Parameters may be called ``mu`` or ``count``, too. So what holds a tree of parameters
-    is told by the types in the state: a field of a named tuple that is not itself a
-    state. In a restored tree of dictionaries and lists it is told by these ``fields``;
-    ``by_structure``, it may be any node that has an array, or several, where the
-    parameters have one.
-    """
-    names = {names_on(path) for path, _ in jax.tree.leaves_with_path(params)}
-    types = _types_in(params)
+    """The arrays of a state, in the order of its leaves; all trees without boxes."""
+    # Parameters may be called mu or count, too: what holds a tree of parameters is told
+    # by the types in the state: a field of a named tuple that is not itself a state. In a
+    # restored tree of dictionaries and lists it is told by these fields; by structure, it
+    # may be any node that has an array, or several, where the parameters have one.
+    names, types = by_name(params).keys(), _types_in(params)
 
     def below(node: Any, parent: Any, place: Path) -> list[Entry]:
-        leaves = jax.tree.leaves_with_path(node)
-        arrays = [(names_on(path), array) for path, array in leaves]
+        arrays = by_name(node)
         if place and place[-1] in _NO_PARAMS:
-            return [Entry(place + path, None, array) for path, array in arrays]
+            return [Entry(place + path, None, array) for path, array in arrays.items()]
         like = _like(params, node) if by_structure and names != {()} else None
         named = _holds_params(node, parent, place, types, fields)
-        if (like and all(map(_is_leaf, like.values()))) or (
-            named and names.intersection(dict(arrays))
-        ):
+        if (like and all(map(_is_leaf, like.values()))) or (named and names & arrays):
             return [
                 Entry(place, path, array)
                 if path in names
                 else Entry(place + path, None, array)
-                for path, array in arrays
+                for path, array in arrays.items()
             ]
         if _is_leaf(node):
             return [Entry(place, None, node)]
@@ -231,9 +172,9 @@ def entries(
             kinds = {type(part) for part in like.values()}
             if len(kinds) == 1 and not any(hasattr(kind, "_fields") for kind in kinds):
                 return [
-                    Entry(place + names_on(path), owner, array)
+                    Entry(place + path, owner, array)
                     for owner, part in like.items()
-                    for path, array in jax.tree.leaves_with_path(part)
+                    for path, array in by_name(part).items()
                 ]
         return found
 
@@ -263,11 +204,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def _holds_params(
-    node: Any,
-    parent: Any,
-    place: Path,
-    types: Collection[type],
-    fields: Collection[str] = (),
+    node: Any, parent: Any, place: Path, types: set[type], fields: Collection[str] = ()
 ) -> bool:
     """Whether a node is a field of a state, or named like one, but not a state itself."""
 
@@ -283,15 +220,54 @@ def _types_in(tree: PyTree) -> set[type]:
     return {type(tree)}.union(*map(_types_in, children(tree).values()))
 
 
-def _first_difference(wanted: Any, found: Any, path: Path = ()) -> _Difference | None:
-    """The first node that differs in its type or in the names of its children."""
+def _require_shape(kind: str, path: Any, update: Any, param: Any) -> None:
+    """Refuse what would be broadcast to the parameter of its path, or from it."""
+    if np.shape(update) != np.shape(param):
+        raise ValueError(
+            f"the {kind} of parameter {quoted(path)} has shape {np.shape(update)}, "
+            f"but the parameter has shape {np.shape(param)}: pass one of that shape."
+        )
+
+
+def _first_difference(
+    wanted: Any, found: Any, path: Path = ()
+) -> tuple[Path, Any, Any] | None:
+    """The first two nodes that differ in their types or the names of their children."""
     mine, other = children(wanted), children(found)
     if all(map(_is_leaf, (wanted, found))):
         return None
     if type(wanted) is not type(found) or mine.keys() != other.keys():
-        return _Difference(path, wanted, found)
+        return path, wanted, found
     below = (_first_difference(mine[key], other[key], (*path, key)) for key in mine)
     return next(filter(None, below), None)
+
+
+def _in_words(
+    path: Path, wanted: Any, found: Any, wanted_tree: str, found_tree: str
+) -> str:
+    """A difference, given what the trees are, such as "the gradients"."""
+
+    def place(*path: str) -> str:
+        return repr(".".join(path)) if path else "the whole tree"
+
+    def kind(node: Any) -> str:
+        if hasattr(node, "shape"):
+            return f"an array of shape {np.shape(node)}"
+        name = type(node).__name__
+        article = "an" if name[0] in "AEIOUaeiou" else "a"
+        return "None" if node is None else f"{article} {name}"
+
+    if type(wanted) is not type(found):
+        return (
+            f"{place(*path)} is {kind(found)} in {found_tree}, and {kind(wanted)} in "
+            f"{wanted_tree}"
+        )
+    ours, theirs = children(wanted), children(found)
+    for key in ours:
+        if key not in theirs:
+            return f"{place(*path, key)} is missing from {found_tree}"
+    surplus = next(key for key in theirs if key not in ours)
+    return f"{place(*path, surplus)} is in {found_tree}, but not in {wanted_tree}"
 
 
 def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
@@ -299,14 +275,14 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
     difference = _first_difference(wanted, state)
     if difference is None:
         return "its nodes have other static fields than those of optimizer.init(params)"
+    path, expected, found = difference
     types, node, of_params = _types_in(params), wanted, False
-    for depth, key in enumerate(difference.path, start=1):
+    for depth, key in enumerate(path, start=1):
         parent, node = node, children(node)[key]
-        of_params |= _holds_params(node, parent, difference.path[:depth], types)
-    restored = isinstance(difference.found, dict | list | None)
-    if of_params and difference.wanted is None:
+        of_params |= _holds_params(node, parent, path[:depth], types)
+    if of_params and expected is None:
         remedy = "Pass a gradient for this parameter, as init was given it"
-    elif isinstance(difference.wanted, tuple) and restored:
+    elif isinstance(expected, tuple) and isinstance(found, dict | list | None):
         remedy = (
             "If it was restored without a target, restore it into the structure of "
             "optimizer.init(params), such as with flax.serialization.from_state_dict"
@@ -322,5 +298,4 @@ def _misfit(state: PyTree, wanted: PyTree, params: PyTree) -> str:
             "If it is another optimizer's, pass the result of "
             "orscale_jax.convert_state(state, optimizer, params)"
         )
-    words = difference.in_words("optimizer.init(params)", "the state")
-    return f"{words}. {remedy}"
+    return f"{_in_words(*difference, 'optimizer.init(params)', 'the state')}. {remedy}"

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 import jax
@@ -31,19 +31,21 @@ def names_on(path: Any) -> Path:
     return tuple(key_name(entry) for entry in path)
 
 
+def by_name(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[Path, Any]:
+    """The leaves of a tree by the names on their paths."""
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_leaf)
+    return {names_on(path): leaf for path, leaf in leaves}
+
+
 def dotted(path: Any) -> str:
     """A path with dots, such as ``blocks.0.mlp.up.kernel``."""
     return ".".join(_names_in(path))
 
 
 def keys_on(path: Any) -> Path:
-    """The names on a path, the same for nested containers and for any flat dictionary.
-
-    Keys that hold several names are split, and what names nothing is left out: the root
-    ``params`` and, below an array's name, the attributes of boxes.
-    """
+    """The names on a path, the same for nested containers and for any flat dictionary."""
     keys = [key for name in _names_in(path) for key in _BETWEEN.split(name) if key]
-    if len(keys) > 1 and keys[0] == "params":
+    if len(keys) > 1 and keys[0] == "params":  # This names nothing.
         del keys[0]
     while len(keys) > 1 and keys[-1] in _BOXES and keys[-2] in _BOXES | _ARRAYS:
         del keys[-1]
@@ -79,14 +81,11 @@ def listed(parameters: list[str]) -> str:
 
 
 def distinct_names(paths: Iterable[Any]) -> list[str]:
-    """The names of leaves in tables and logs: paths with dots, no two of them alike.
-
-    A key that ends like the index of a matrix (``up[0]``) is quoted. If two names would
-    still be alike (``a.b`` as one key, and ``b`` inside ``a``), so are, in all names of
-    the tree, keys that are empty, are tuples or hold a dot or a quotation mark.
-    """
+    """The names of leaves in tables and logs: paths with dots, no two of them alike."""
     paths = list(paths)
     split, whole = map(_names_in, paths), map(names_on, paths)
+    # A key that ends like the index of a matrix (up[0]) is quoted. If two names are still
+    # alike (a.b as one key, and b inside a), so are empty keys, tuples, dots and quotes.
     for of_leaves, quote in ((split, r"\]$"), (whole, r"^$|\]$|[.'\"]")):
         names = [
             ".".join(repr(key) if re.search(quote, key) else key for key in keys)

@@ -10,7 +10,7 @@ import optax
 from optax.transforms import PartitionState
 
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import key_name, names_on
+from orscale_jax.trees.names import by_name, key_name, names_on
 
 # Labels of optax.partition; those of an outer partition come first.
 Labels: TypeAlias = tuple[Any, ...]
@@ -49,13 +49,11 @@ def children(node: Any) -> dict[str, Any]:
 def is_function(
     given: Any, is_leaf: Callable[[Any], bool]
 ) -> TypeGuard[Callable[[PyTree], PyTree]]:
-    """Whether ``given`` is a function that makes a tree of such leaves, not a tree.
-
-    A callable Equinox module may be either: it is a tree if ``is_leaf`` holds for all its
-    leaves.
-    """
+    """Whether ``given`` makes a tree of such leaves; a callable module may be one."""
+    if not callable(given):  # Nor can JAX flatten a mapping whose keys are patterns.
+        return False
     leaves = jax.tree.leaves(given, is_leaf=is_leaf)
-    return callable(given) and not (leaves and all(map(is_leaf, leaves)))
+    return not (leaves and all(map(is_leaf, leaves)))
 
 
 def is_masked(node: Any) -> bool:
@@ -71,12 +69,8 @@ def leaves_and_masks(tree: PyTree) -> list[tuple[Any, Any]]:
 def mask_like(
     given: PyTree, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
-    """Put masked nodes where another tree has them: what is given below is ignored.
-
-    :func:`optax.partition` and :func:`optax.masked` mask whole subtrees if their labels
-    are prefixes, and what is given for the parameters has nothing there to belong to.
-    """
-    masked = {names_on(path) for path, x in leaves_and_masks(tree) if is_masked(x)}
+    """Put masked nodes where another tree has them: what is given below is ignored."""
+    masked = {path for path, x in by_name(tree, is_masked).items() if is_masked(x)}
     if not masked:
         return given
     return jax.tree.map_with_path(
