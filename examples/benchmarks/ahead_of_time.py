@@ -61,7 +61,7 @@ from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.tasks import make_task
 from orscale_jax import state_shardings
-from orscale_jax.distributed.plan import H100, TPU_V5P
+from orscale_jax.distributed.plan import H100, TPU_V5P, Hardware, slices_of_axes
 
 MIB, GIB = 2**20, 2**30
 ON_AUTO_AXES = "orscale on Auto axes"
@@ -70,6 +70,11 @@ CONTENDERS = ("orscale", ON_AUTO_AXES, WITHOUT_SHARDINGS, "muon", "optax.contrib
 # Parts of a training step, as `examples.pretrain.step` names what it traces.
 OPTIMIZER = "optimizer"
 SCOPES = ("gradient", OPTIMIZER)
+# AdamW's step, by the model: the products of a training step alone, 6 FLOP for each token
+# and entry of a matrix that it meets, 6 of Moonlight's 64 experts. Each device has a
+# sequence of 8192 tokens, and 60 % of the rate of large products: 39 % of the peak of a
+# v5p, 36 % of that of an H100.
+TOKENS, UTILIZATION, ACTIVE = 8192, 0.6, 6 / 64
 
 
 class Case(NamedTuple):
@@ -119,6 +124,8 @@ CASES = {
              {"w": experts(32, 2048, 8192, P(("dcn", "fsdp"), None, None))}),
         )
     },
+    "p": Case({"dcn": 2, "fsdp": 64}, moonlight({"fsdp": 64}),
+              "Moonlight 16B, sharded within, replicated across", "v5p:4x4x4"),
 }  # fmt: skip
 
 
@@ -129,7 +136,7 @@ class Options:
     platform: Literal["tpu", "gpu"] = "tpu"
     """v5p and v5e chips, or H100s in nodes of eight."""
     cases: tuple[str, ...] = ()
-    """Of a to o; all that the platform has without it."""
+    """Of a to p; all that the platform has without it."""
     contenders: tuple[str, ...] = CONTENDERS
     """Of these, and optax.adamw."""
     layers: int | None = None
@@ -159,11 +166,12 @@ class Found(NamedTuple):
     cost: hlo_cost.Cost
     optimizer: hlo_cost.Cost  # Of a training step.
     crossing: hlo_cost.Crossings
-    exposed: float  # Seconds, by the rates of links.
+    exposed: float  # Seconds, by the rates of links and products.
     memory: Any  # As of `compiled.memory_analysis()`.
     available: int  # Bytes that the device has, where they are compared.
     tracing: float  # Seconds; for a training step those of compiling are among them.
     compilation: float
+    adamw: float = math.nan  # Seconds of its training step, by the model.
 
     @property
     def peak(self) -> int:
@@ -180,6 +188,7 @@ OF_A_STEP: Columns = {
     "collectives, MB": lambda found: found.cost.collective_bytes / 1e6,
     "of these exposed, MB": lambda found: found.cost.exposed_bytes / 1e6,
     "exposed, ms": lambda found: 1e3 * found.exposed,
+    "of AdamW's step, %": lambda found: percent(found.exposed, found.adamw),
     "of these in loops, MB": lambda found: found.cost.looped_bytes / 1e6,
     "from other slices, MB": lambda found: max(found.crossing.received.values()) / 1e6,
     "messages": lambda found: max(found.crossing.messages.values()),
@@ -221,10 +230,10 @@ class Target(NamedTuple):
 
 
 def target_of(case: Case, platform: str) -> Target:
-    """The devices of a case. Of GPUs, "dcn" leads to four nodes."""
+    """The devices of a case. Of GPUs, "dcn" leads to four nodes of eight."""
     shape = tuple(case.mesh.values())
     if platform == "gpu":
-        nodes = {"dcn": 4} if "dcn" in case.mesh else {}
+        nodes = {"dcn": 4, "fsdp": 8} if "dcn" in case.mesh else {}
         shape = tuple({**case.mesh, **nodes}.values())
         gpus = topologies.h100s(math.prod(shape))
         regions = {i: device.process_index for i, device in enumerate(gpus)}
@@ -241,18 +250,19 @@ def target_of(case: Case, platform: str) -> Target:
 
 
 def lowered(
-    leaves: Leaves, axes: Iterable[str], devices: np.ndarray, contender: str
+    leaves: Leaves, axes: Sequence[str], target: Target, contender: str
 ) -> jax.stages.Lowered:
     """The program of a donated step."""
     # Where optax's Newton–Schulz meets sharded axes, types would not let it.
     auto = " on Auto axes" in contender or contender.startswith("optax.")
-    kinds = (AxisType.Auto if auto else AxisType.Explicit,) * devices.ndim
-    mesh = Mesh(devices, tuple(axes), axis_types=kinds)
+    kinds = (AxisType.Auto if auto else AxisType.Explicit,) * len(axes)
+    mesh = Mesh(target.devices, tuple(axes), axis_types=kinds)
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
     specs = {name: leaf.spec for name, leaf in leaves.items()}
     told = specs if contender == ON_AUTO_AXES else None
     # Described GPUs do not say in which node they are.
-    slow = ("dcn",) if "dcn" in mesh.axis_names else None
+    regions = np.vectorize(lambda device: target.regions[device.id])(target.devices)
+    slow = slices_of_axes(axes, regions)
     optimizer = contenders(numbers, None, told, slow)[contender.split(" on ")[0]]
     params = placed(leaves, mesh, "float32")
     shardings = state_shardings(optimizer, params)
@@ -280,14 +290,26 @@ def measure(
         leaves = first(options.layers, leaves)
         title = f"{title}, {options.layers} layers"
     began = time.perf_counter()
-    module = lowered(leaves, case.mesh, target.devices, contender)
+    module = lowered(leaves, tuple(case.mesh), target, contender)
     halfway = time.perf_counter()
     program = module.compile(compiler_options=dict(options.compiler_options))
     ended = time.perf_counter()
     if options.dump is not None:
         options.dump.mkdir(parents=True, exist_ok=True)
         (options.dump / f"{name}.{contender}.txt").write_text(program.as_text() or "")
-    return title, found_of(program, target, halfway - began, ended - halfway)
+    met = sum(
+        math.prod(leaf.shape) * (ACTIVE if ".experts." in label else 1)
+        for label, leaf in leaves.items()
+        if leaf.numbers is not None
+    )
+    rate = UTILIZATION * hardware_of(target).flops_per_second
+    found = found_of(program, target, halfway - began, ended - halfway)
+    return title, found._replace(adamw=6 * met * TOKENS / rate)
+
+
+def hardware_of(target: Target) -> Hardware:
+    """The rates by which its devices are modelled: of any TPU, those of a v5p."""
+    return TPU_V5P if target.devices.flat[0].platform == "tpu" else H100
 
 
 def trained(config: Config, optimizer: str, target: Target) -> Found:
@@ -325,12 +347,11 @@ def found_of(
 ) -> Found:
     text = program.as_text() or ""
     cost = hlo_cost.of(text)
-    hardware = TPU_V5P if target.devices.flat[0].platform == "tpu" else H100
     return Found(
         cost=cost,
         optimizer=hlo_cost.by_scope(text, SCOPES)[OPTIMIZER],
         crossing=hlo_cost.crossings(text, target.regions),
-        exposed=hlo_cost.exposed_seconds(cost, target.regions, hardware),
+        exposed=hlo_cost.exposed_seconds(cost, target.regions, hardware_of(target)),
         memory=program.memory_analysis(),
         available=target.memory,
         tracing=tracing,

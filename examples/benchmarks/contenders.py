@@ -1,6 +1,6 @@
 """The optimizers that are compared: the same mathematics, up to their coefficients."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -34,7 +34,7 @@ def contenders(
     numbers: Any,
     ns_dtype: DTypeLike | None,
     param_shardings: Any = None,
-    slow_axes: tuple[str, ...] | None = None,
+    slow_axes: Mapping[str, int] | None = None,
 ) -> dict[str, optax.GradientTransformation]:
     """AdamW, Optax's Muon, the two optimizers of this library and relatives, by name.
 

@@ -192,6 +192,17 @@ def _collectives(issued: Sequence[Run], by_hosts: bool = False) -> Iterator[Coll
                 first -= 1
             while last < len(issued) and issued[last].place.fused:
                 last += 1
+        else:  # In a call that runs beside what comes before its end.
+            while first and issued[first].computation is computation:
+                first -= 1
+            call, caller, _ = issued[first]
+            if not call.opcode.endswith("-start"):
+                first = index
+            while call.opcode.endswith("-start") and not (
+                issued[last].computation is caller
+                and call.name in issued[last].instruction.operands
+            ):
+                last += 1
         operand = sum(computation[name].nbytes for name in start.operands)
         nbytes = operand if kind == "reduce-scatter" else instruction.nbytes
         beside = flops[last] - flops[first]
@@ -299,10 +310,12 @@ def _traffic(
 
 
 def exposed_seconds(cost: Cost, regions: Mapping[int, int], hardware: Hardware) -> float:
-    """How long a device waits for exposed collectives, by the rates of its links.
+    """How long a device waits for collectives, by the rates of its links and products.
 
-    A collective between regions goes over slow links. Messages themselves take no time,
-    links are never congested, and what hosts send for TPUs of several slices is left out.
+    It waits for one as long as that takes beyond the products beside it, and for an
+    exposed one all of that. A collective between regions goes over slow links. Messages
+    themselves take no time, links are never congested, what is beside two collectives
+    counts for both, and what hosts send for TPUs of several slices is left out.
     """
     seconds = 0.0
     for collective in cost.collectives:
@@ -311,8 +324,8 @@ def exposed_seconds(cost: Cost, regions: Mapping[int, int], hardware: Hardware) 
         link = hardware.slow if crosses else hardware.fast
         share = 1 - 1 / len(groups[0])  # What a device keeps is not sent.
         ways = {"collective-permute": 1 / share, "all-reduce": 2}.get(collective.kind, 1)
-        if not collective.flops:
-            seconds += ways * share * collective.total / link.bytes_per_second
+        sending = ways * share * collective.total / link.bytes_per_second
+        seconds += max(0, sending - collective.flops / hardware.flops_per_second)
     return seconds
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)}
-CALLS = {"async-start", "call", "conditional", "fusion"}
+CALLS = {"async-start", "call", "call-start", "conditional", "fusion"}
 CALLED = re.compile(
     r"(?:calls|to_apply|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%?[\w.-]+)"

@@ -335,6 +335,7 @@ def test_products_between_the_start_and_the_end_of_a_collective():
             "%copied", f"q: {a}", f"%all = {a} all-reduce(%q), to_apply=%sum",
             f"%c = {a} copy(%all)",
         )
+        + text("%moved", f"e: {a}", f"%m = {a} all-to-all(%e), dimensions={{0}}")
         + main(
             f"x: {a}",
             f"%first = (({a}), {a}) all-to-all-start(%x), dimensions={{0}}",
@@ -349,6 +350,11 @@ def test_products_between_the_start_and_the_end_of_a_collective():
             f"%again = {a} {product('%four')}",
             f"%five = {a} fusion(%again), kind=kCustom, calls=%permuted",
             f"%six = {a} fusion(%five), kind=kLoop, calls=%copied",
+            f"%sent = (({a}), {a}) async-start(%six), calls=%moved",
+            f"%offloaded = (({a}), {a}) call-start(%six), to_apply=%moved",
+            f"%seven = {a} async-done(%sent), calls=%moved",
+            f"%beside = {a} {product('%six')}",
+            f"%eight = {a} call-done(%offloaded)",
         )
     )  # fmt: skip
     nbytes, flops = 4 * 64, 2 * 8**3
@@ -360,13 +366,19 @@ def test_products_between_the_start_and_the_end_of_a_collective():
         ("all-to-all", nbytes, 0),
         ("collective-permute", nbytes, flops),
         ("all-reduce", nbytes, 0),
+        ("all-to-all", nbytes, 0),
+        ("all-to-all", nbytes, flops),
     ]
-    assert cost.exposed_bytes == 3 * nbytes
-    # Two all-reduces and an exchange, between two nodes of one device or within one.
-    links = H100._replace(fast=Link(16.0, 0.0), slow=Link(4.0, 0.0))
+    assert cost.exposed_bytes == 4 * nbytes
+    # Two all-reduces and two exchanges, between two nodes of one device or within one.
+    links = H100._replace(flops_per_second=1.0, fast=Link(16.0, 0.0), slow=Link(4.0, 0.0))
     for nodes, rate in (({0: 0, 1: 0}, 16), ({0: 0, 1: 1}, 4)):
         waited = hlo_cost.exposed_seconds(cost, nodes, links)
-        assert waited == (2 * 2 + 1) * nbytes / 2 / rate
+        assert waited == (2 * 2 + 2) * nbytes / 2 / rate
+    # With products of 4 s, two exchanges of 8, and a gather and a permutation of 16, too.
+    links = links._replace(flops_per_second=flops / 4)
+    waited = hlo_cost.exposed_seconds(cost, {0: 0, 1: 0}, links)
+    assert waited == (2 * 2 + 2) * 8 + 2 * (8 - 4) + 2 * (16 - 4)
 
 
 @pytest.mark.parametrize("times", [1, 5])
