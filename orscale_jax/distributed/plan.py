@@ -536,7 +536,8 @@ def plan_buckets(
     buckets += [
         each.whole if (each.remainder,) in staying else each.even for each in divisions
     ]
-    return tuple(sorted(part for j in buckets for part in _split(j, stack_bytes)))
+    forms = [part for bucket in buckets for part in _as_they_are(bucket, stack_bytes)]
+    return tuple(sorted(part for j in forms for part in _split(j, stack_bytes)))
 
 
 def median_flops(buckets: Iterable[Bucket], mesh: MeshShape) -> int:
@@ -790,6 +791,22 @@ def _in_shape(
         return None  # Shards would be of unequal sizes.
     ordered = sorted(layouts, key=lambda layout: (-layout.column_shards, layout))
     return remainders[0]._replace(layouts=tuple(ordered), shape=shape)
+
+
+def _as_they_are(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
+    """The bucket or, of one that stays and exceeds a stack, the wide and the tall ones.
+
+    Transposing matrices that stay where they are costs a copy, for fewer stacks at best.
+    """
+    by_form: dict[bool, list[MatrixSlice]] = {}
+    for part in bucket.slices:
+        by_form.setdefault(part.transposed, []).append(part)
+    if bucket.group_size > 1 or bucket.nbytes <= stack_bytes or True not in by_form:
+        yield bucket
+        return
+    for transposed, slices in by_form.items():
+        own = _with_slices(bucket, [part._replace(transposed=False) for part in slices])
+        yield own._replace(shape=bucket.shape[::-1]) if transposed else own
 
 
 def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:

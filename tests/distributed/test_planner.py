@@ -91,6 +91,20 @@ def test_arrays_that_are_sharded_alike_share_a_bucket():
     assert found == [(0, 1, 3, 2), (4,), (5,), (6,)]
 
 
+def test_of_matrices_that_replicas_repeat_none_is_transposed():
+    """Where they fill more than one stack; one stack is for both forms."""
+    gate, down = (array(8, *shape, axes=("fsdp", (), ())) for shape in ((6, 4), (4, 6)))
+    mesh = MeshShape({"data": 2, "fsdp": 4}, {"data": 2})
+    dear = Hardware(1.0, fast=Link(1.0, 1.0), slow=Link(1e-9, 1.0))  # To send anything.
+    for most, wanted in ((LARGE, [((4, 6), 4)]), (100, [((4, 6), 2), ((6, 4), 2)])):
+        buckets = plan_buckets([down, gate], mesh, most, CostModel(dear))
+        assert sorted((each.shape, each.matrices) for each in buckets) == wanted
+        assert {each.group_size for each in buckets} == {1}
+        parts = [(j.shape, part) for j in buckets for part in j.slices]
+        for shape, part in parts:
+            assert part.transposed == (part.array == 1 and shape == (4, 6))
+
+
 def test_stacks_are_limited_and_all_but_the_last_full():
     arrays = [rows(4, 8)] * 40
     nbytes = 4 * 8 * FLOAT.itemsize
