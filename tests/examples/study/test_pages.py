@@ -219,6 +219,18 @@ def test_the_ladder():
         assert pooled in ("", told(second(name, "orscale", "pooled")) if pooled else "")
 
 
+def shared(cell):
+    """At one rate, on the third protocol's ladder."""
+    losses = (found(f"ladder/{cell}", x, range(400, 416))[1] for x in ("orscale", MUON))
+    return np.subtract(*losses)
+
+
+def test_the_ladder_at_one_rate():
+    for experts, small, usual in the_table("two_rates", "mixture of"):
+        cell = f"ladder-{experts}"
+        assert [small, usual] == [told(shared(f"{cell}-small-init")), told(shared(cell))]
+
+
 def known():
     """Intervals that the second study's sentences may have, to four digits."""
     arms = ["orscale", MUON, "muon", "normuon", "hyperball", "replayed", "pooled",
@@ -231,6 +243,10 @@ def known():
         if {ours, theirs} == {"orscale", "pooled"}:
             groups += [FIVE]
         yield from (told(mean(names, ours, theirs)) for names in groups)
+    rungs = [
+        mean([f"ladder-{n}", f"ladder-{n}-small-init"], of=shared) for n in (1, 4, 16, 32)
+    ]
+    yield from (told(np.polyfit([0, 2, 4, 5], rungs, 1)[0]), told(rungs[1] - rungs[0]))
     later = "experts-32-first-batch-64"
     yield told(second("like-16b-first-batch-64"))
     yield told(slope([*list(LADDER.values())[:-1], later]))
