@@ -247,11 +247,11 @@ def convert_state(
       >>> print(optax.tree.get(state, "calibration")["kernel"])
       0.0
     """
-    state, transformation = (
-        getattr(each, name, each)
-        for each, name in ((state, "opt_state"), (optimizer, "tx"))
-    )
-    params = trained(params, optimizer)
+    if hasattr(state, "tx"):  # A flax.nnx.Optimizer, or a TrainState.
+        state = state.opt_state
+    transformation = getattr(optimizer, "tx", optimizer)
+    if hasattr(optimizer, "wrt"):
+        params = trained(params, optimizer)
     _checks.transformation("optimizer", transformation)
     _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
     _checks.flag("nesterov", nesterov)

@@ -516,3 +516,18 @@ def test_other_shapes_of_parameters_are_still_refused():
     narrow = params | {"w": params["w"][:, :3]}
     with pytest.raises(ValueError, match=r"of 'w' has shape \(4, 6\) in the old state"):
         convert_state(state, build(orscale, HEADS, EXPERTS), narrow)
+
+
+def test_a_state_with_a_field_for_a_state():
+    """Of optax.contrib.sam, which is no nnx.Optimizer: all of it goes on."""
+    params = {"w": jnp.eye(4, 8)}
+    adversary = optax.chain(optax.contrib.normalize(), optax.sgd(0.5))
+    optimizer = optax.contrib.sam(
+        orscale(RATE), adversary, sync_period=2, reset_state=False
+    )
+    state = optimizer.init(params)
+    for _ in range(3):
+        updates, state = optimizer.update({"w": jnp.ones((4, 8))}, state, params)
+        params = optax.apply_updates(params, updates)
+    converted = convert_state(state, optimizer, params)
+    jax.tree.map(np.testing.assert_array_equal, converted, state)

@@ -310,9 +310,10 @@ def test_of_a_model_its_arrays_of_floats_are_described(build):
     class Model(eqx.Module):
         mlp: eqx.nn.MLP
         steps: jax.Array
+        scale: float
 
     model = build(
-        lambda: Model(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0)), jnp.arange(3))
+        lambda: Model(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0)), jnp.arange(3), 0.5)
     )
     numbers = dimension_numbers(model)
     rows = describe(model, numbers, optimizer=muon(1e-2)).rows

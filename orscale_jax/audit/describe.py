@@ -145,7 +145,7 @@ def describe(
     params = trained(params, optimizer)
     leaf_of = leaves_by_path(unbox(params))
     for path, leaf in leaf_of.items():
-        if not hasattr(leaf, "dtype"):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, float | complex)):
             raise ValueError(
                 f"parameter {quoted(path)} is of type {type(leaf).__name__}: pass "
                 "arrays, or abstract ones, such as jax.ShapeDtypeStruct."
@@ -204,6 +204,8 @@ def describe(
             parts = list(_parts(row, leaf, axes_of[path], kept.arrays, scale))
         for index, part in enumerate(parts):
             check = list(checks.reasons(path, part)) if path in axes_of else []
+            if row.rule == ADAMW and not jnp.issubdtype(row.dtype, jnp.inexact):
+                check.append(str(row.dtype))  # Its gradients are refused.
             if path in refused:
                 real = jnp.issubdtype(row.dtype, jnp.floating)
                 check.append("ambiguous" if real else str(row.dtype))

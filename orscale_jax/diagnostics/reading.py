@@ -235,7 +235,7 @@ def _of_matrices(
     readouts = at | {
         "weight_norm": weight_norm,
         # Where c is not set, W₀ is still to come.
-        "growth": jnp.where(known | ~anchored, growth, jnp.nan),
+        "growth": jnp.where(known | ~(anchored | jnp.isnan(c)), growth, jnp.nan),
         "at_r_min": ratio <= r_min,
         "at_r_max": ratio >= r_max,
         "anchored": anchored,

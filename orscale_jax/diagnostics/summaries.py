@@ -176,7 +176,8 @@ def tabulate(
                     "it with jax.experimental.multihost_utils.process_allgather."
                 )
         leaves = jax.device_get(known_leaves(tree, reading))
-        dtype = next(leaf.dtype for leaf in leaves if leaf is not None)
+        dtypes = (leaf.dtype for leaf in leaves if leaf is not None)
+        dtype = next(dtypes, np.dtype(np.float32))
         missing = False if dtype.kind == "b" else np.nan
         columns[name] = np.concatenate(
             [

@@ -177,9 +177,10 @@ def spread(
         jax.tree.map(lambda *_: None, leaves, tree)
     except ValueError as error:
         remedy = ""
-        if isinstance(tree, Mapping) and "params" in tree:
+        both = isinstance(tree, Mapping) and isinstance(numbers, Mapping)
+        if both and "params" in tree and "params" not in numbers:
             remedy = ". Give the optimizer the parameters alone, variables['params']"
-        elif isinstance(tree, Mapping) and type(tree) is not type(numbers):
+        elif both and type(tree) is not dict and type(numbers) is dict:
             remedy = f". Give both as dictionaries, not as {type(tree).__name__}"
         raise ValueError(
             f"{argument} must be a tree of the parameters' structure, or a prefix of it: "

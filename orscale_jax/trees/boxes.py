@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 PyTree: TypeAlias = Any
@@ -54,12 +55,25 @@ def unbox(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
 def trained(params: PyTree, optimizer: Any = None) -> PyTree:
     """What is trained of a model of Flax NNX or Equinox; other trees as they are.
 
-    Of NNX, what the ``flax.nnx.Optimizer`` was told, and else its parameters; of Equinox,
-    the arrays of floats, with None for all else.
+    Of NNX, what the ``flax.nnx.Optimizer`` was told, and for any other the model with
+    masks for its other variables than parameters; of Equinox, the arrays of floats, with
+    None for all else.
     """
+    variable, param = _type("flax.nnx", "Variable"), _type("flax.nnx", "Param")
     if isinstance(params, _type("flax.nnx", "Pytree")):
-        nnx = sys.modules["flax.nnx"]
-        return nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
+        if hasattr(optimizer, "wrt"):
+            return sys.modules["flax.nnx"].state(params, optimizer.wrt)
+        found = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, variable))
+        if any(isinstance(node, param) for node in found):
+            return jax.tree.map(
+                lambda node: (
+                    optax.MaskedNode()
+                    if isinstance(node, variable) and not isinstance(node, param)
+                    else node
+                ),
+                params,
+                is_leaf=lambda node: isinstance(node, variable),
+            )
     if isinstance(params, _type("equinox", "Module")):
 
         def kept(leaf: Any) -> Any:

@@ -864,6 +864,8 @@ def test_frozen_parameters():
         matrix_axes(numbers, params)
     with pytest.raises(ValueError, match=r"parameters alone, variables\['params'\]"):
         matrix_axes(numbers, {"params": params})
+    with pytest.raises(ValueError, match=r"(?s)different type.*'dict'>\.$"):
+        matrix_axes([MATRIX, None], {"bias": jnp.ones(4)})
     for found in (
         freeze(numbers),
         nnx_dimension_numbers(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))(params),
@@ -955,3 +957,16 @@ def test_an_nnx_optimizer_goes_on_from_another_ones_state():
     nnx.jit(step)(model, new)
     assert int(optax.tree.get(new.opt_state, "count")[...]) == 4
     assert_all_change(params, nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+
+
+def test_a_model_that_is_itself_the_tree_of_parameters():
+    """Without an nnx.Optimizer its type and its structure stay."""
+    params = nnx.Dict(a=nnx.Param(jnp.ones((2, 4, 4))), b=nnx.Variable(jnp.ones(3)))
+    numbers = jax.tree.map(lambda leaf: Dims(1, 2) if leaf.ndim == 3 else None, params)
+    optimizer = orscale(1e-2, weight_dimension_numbers=numbers)
+    grads, state = jax.tree.map(jnp.ones_like, params), optimizer.init(params)
+    _, state = optimizer.update(grads, convert_state(state, optimizer, params), params)
+    assert diagnostics.read(state, params, numbers).anchored["a"].shape == (2,)
+    assert [row.path for row in describe(params, numbers).rows] == ["a"]
+    only = nnx.Dict(a=nnx.Variable(jnp.ones((4, 4))))  # Whatever they are: all.
+    assert [row.path for row in describe(only).rows] == ["a"]
