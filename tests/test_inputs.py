@@ -952,6 +952,11 @@ def test_integers_are_not_trained(dtype):
     for grads in (params["count"], jnp.ones(3), float0):
         with pytest.raises(ValueError, match="gradient of parameter 'count' has dtype"):
             optimizer.update(of_w | {"count": grads}, state, params)
+    groups = {"trained": optimizer, "not": optax.set_to_zero()}  # As the error says.
+    optimizer = optax.partition(groups, {"count": "not", "w": "trained"})
+    grads = of_w | {"count": params["count"]}
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    assert not updates["count"].any() and updates["w"].any()
 
 
 @pytest.mark.extended

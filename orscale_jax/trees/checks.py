@@ -67,7 +67,7 @@ def require_fitting(updates: PyTree, params: PyTree) -> None:
                 f"the gradient of parameter {quoted(path)} has dtype {dtype}, but the "
                 f"parameter has dtype {own}: pass a real gradient, of a dtype that JAX "
                 "promotes to the parameter's, and floating-point parameters of at least "
-                "16 bits. Leave others out, as optax.masked does."
+                "16 bits. Give others optax.set_to_zero(), by optax.partition."
             )
 
     structures: list[Any] = [jax.tree.structure(tree) for tree in (params, updates)]

@@ -1,7 +1,7 @@
 """Times of steps and of products, and what share of the card's rate they reach.
 
-*steps*: five optimizers, five models. On 500 small matrices the steps of two are left
-out, since their programs have thousands of kernels and take long to compile. A dtype
+*steps*: five optimizers, five models. On 500 small matrices Optax's Muon, whose program
+has thousands of kernels, and NorMuon are left out: they take long to compile. A dtype
 beside a name is that of the products; without one it is the platform's.
 
 *recipe*: the matrices of a mixture of experts, as many layers as fit one card. A public
