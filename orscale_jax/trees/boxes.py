@@ -1,5 +1,6 @@
-"""Boxes: the nodes in which Flax and Haliax keep a parameter with its annotations.
+"""Boxes of parameters in the trees of other libraries, and what of a model is trained.
 
+A box is the node in which Flax or Haliax keeps a parameter with its annotations:
 ``flax.nnx.Variable``, ``flax.linen.Partitioned`` and ``haliax.NamedArray`` hold one array
 each and name or shard its axes. An array with one entry per matrix must not inherit these
 names: its own box names the batch axes only. Besides the modules for these libraries,
