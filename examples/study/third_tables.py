@@ -3,6 +3,8 @@
 python -m examples.study.third_tables
 """
 
+import csv
+import itertools
 from collections.abc import Callable, Mapping
 
 import numpy as np
@@ -37,6 +39,7 @@ from examples.study.workloads import EXPERTS, INITS
 Estimate = tuple[float, float, int]
 MISSING = "not complete"
 MARGIN = 0.005  # Nats, of the level with one expert.
+SMALL_COST = 0.005  # Nats, of a small first batch, at which nobody needs a warning.
 DEGREES = len(CELLS)  # Of freedom of what two searches of each cell differ by.
 # A weight for each cell: both scales of initial weights count alike.
 Weights = Mapping[str, float]
@@ -190,10 +193,65 @@ def anchors(ladder: Ladder, seeds: tuple[int, ...] = ANCHOR_SEEDS) -> str:
     return markdown(["", *arms], rows)
 
 
+def threshold(ladder: Ladder) -> tuple[float, dict[str, float]] | None:
+    """Of the stable rank of a first momentum, and each cell's; None without a cost.
+
+    Between the two neighbours, in the order of their ranks, from which to which the
+    cost of a small first batch falls most in the pilots.
+    """
+    text = (ladder.folder / "first_ranks.csv").read_text()
+    rows = list(csv.DictReader(text.splitlines()))
+    ranks = {
+        cell: float(np.median([float(x["rank"]) for x in rows if x["cell"] == cell]))
+        for cell in FEW_CELLS
+    }
+    rungs = []
+    for n in EXPERTS[1:]:
+        both = [f"ladder-{n}{init}" for init in INITS]
+        rank = stats.gmean([ranks[cell] for cell in both])
+        cost = np.mean([_waited(ladder, cell, PILOT_SEEDS).mean() for cell in both])
+        rungs.append((float(rank), float(cost)))
+    if max(cost for _, cost in rungs) <= SMALL_COST:
+        return None
+    pairs = itertools.pairwise(sorted(rungs))
+    (low, _), (high, _) = max(pairs, key=lambda pair: pair[0][1] - pair[1][1])
+    return float(stats.gmean([low, high])), ranks
+
+
+def _waited(ladder: Ladder, cell: str, seeds: tuple[int, ...]) -> np.ndarray:
+    """By seed, what a first batch of 8 sequences costs against one of 128."""
+    both = (ladder.anchored(cell, arm, seeds) for arm in ("orscale", WAITED))
+    return paired(*both)
+
+
+def advice(ladder: Ladder) -> str:
+    """Means over cells by which part D decides: the candidate's, and the costs."""
+    arm = ladder.candidate()
+    gains = [
+        paired(ladder.anchored(cell, arm), ladder.anchored(cell, "orscale"))
+        for cell in FEW_CELLS
+    ]
+    rows = [[f"{arm} − the paper's anchor", "", str(interval(np.mean(gains, axis=0)))]]
+    if (found := threshold(ladder)) is None:
+        return markdown(["mean over cells", "cells", "difference"], rows, left=2)
+    limit, ranks = found
+    for side, below in (("below", True), ("above", False)):
+        chosen = [cell for cell in FEW_CELLS if (ranks[cell] < limit) == below]
+        costs = [_waited(ladder, cell, ANCHOR_SEEDS) for cell in chosen]
+        label = f"8 − 128 sequences, rank {side} {limit:.3g}"
+        mean = str(interval(np.mean(costs, axis=0))) if costs else "none"
+        rows.append([label, ", ".join(f"`{cell}`" for cell in chosen), mean])
+    return markdown(["mean over cells", "cells", "difference"], rows, left=2)
+
+
 def main() -> None:
     ladder = Ladder(train=False)
     tables = [table(ladder) for table in (endpoints, cells, record, anchors)]
     print(*tables, anchors(ladder, PILOT_SEEDS), sep="\n\n")
+    try:
+        print("", advice(ladder), sep="\n")
+    except NotRun:
+        print(f"\nThe rules of part D: {MISSING}")
 
 
 if __name__ == "__main__":

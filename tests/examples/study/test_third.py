@@ -322,6 +322,38 @@ def test_the_record_is_at_its_best_rates_and_anchors_are_paired(tmp_path, traine
     assert line.endswith("+0.0100 [+0.0100, +0.0100] | +0.0000 [+0.0000, +0.0000] |")
 
 
+@pytest.mark.parametrize(
+    "ranks, costs, limit, below",
+    [({4: 0.4, 16: 0.2, 32: 0.1}, {4: 0.0, 16: 0.03, 32: 0.01}, 0.08**0.5, [16, 32]),
+     ({4: 0.4, 16: 0.1, 32: 0.2}, {4: 0.02, 16: 0.03, 32: 0.0}, 0.02**0.5, [16]),
+     ({4: 0.4, 16: 0.2, 32: 0.1}, {4: 0.005, 16: 0.0, 32: 0.0}, None, [])],
+)  # fmt: skip
+def test_the_advice_of_the_first_batch(tmp_path, monkeypatch, ranks, costs, limit, below):
+    """A threshold where the cost falls most by rank, and means over cells beside it."""
+    experts = {cell: int(cell.split("-")[1]) for cell in third.FEW_CELLS}
+    noise = dict(zip(third.ANCHOR_SEEDS, np.linspace(-1e-3, 1e-3, 12), strict=True))
+
+    def anchored(self, cell, arm, seeds=third.ANCHOR_SEEDS):
+        of = {third.WAITED: -costs[experts[cell]], "largest_anchor": -0.002}
+        return {seed: of.get(arm, 0.0) + noise.get(seed, 0) * (arm != "orscale")
+                for seed in seeds}  # fmt: skip
+
+    monkeypatch.setattr(Ladder, "anchored", anchored)
+    rows = [f"{cell},{seed},{ranks[n] + seed / 1e6}\n"
+            for cell, n in experts.items() for seed in (-1, 0, 1)]  # fmt: skip
+    (tmp_path / "first_ranks.csv").write_text("cell,seed,rank\n" + "".join(rows))
+    lines = third_tables.advice(Ladder(tmp_path)).splitlines()[2:]
+    gain = stats.ttest_1samp(np.array([*noise.values()]) - 0.002, 0)
+    ends = "[{:+.4f}, {:+.4f}]".format(*gain.confidence_interval())
+    assert lines[0] == f"| largest_anchor − the paper's anchor |  | -0.0020 {ends} |"
+    assert len(lines) == (1 if limit is None else 3)
+    if limit is not None:
+        assert f"rank below {limit:.3g}" in lines[1]
+        assert [n for n in EXPERTS if f"`ladder-{n}`" in lines[1]] == below
+        mean = np.mean([costs[n] for n in below])
+        assert f"| {mean:+.4f} [" in lines[1]
+
+
 def test_an_interval_is_that_of_a_paired_t_test():
     ours, theirs = np.random.default_rng(0).normal(size=(2, 5))
     found = interval(ours - theirs)
