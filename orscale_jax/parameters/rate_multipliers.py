@@ -71,6 +71,8 @@ def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
             )
             raise
         check(given)
+    if isinstance(given, Mapping) and jax.tree_util.all_leaves([given]):
+        given = dict(given)  # Some mappings are no trees to JAX.
     found = None
     if not _is_sequence_of_rules(given):
         try:

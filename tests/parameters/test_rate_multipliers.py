@@ -2,6 +2,7 @@
 
 import functools
 import re
+import types
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,7 @@ RULES = {"^embed": 2.0, r"blocks\.0": 0.5, "blocks": 0.25}
     "given",
     [
         RULES,
+        types.MappingProxyType(RULES),
         list(RULES.items()),
         {re.compile(key): value for key, value in RULES.items()},
         {"^embed": 2.0, r"blocks\.0": np.float32(0.5), re.compile("blocks"): 0.25},
@@ -48,7 +50,7 @@ RULES = {"^embed": 2.0, r"blocks\.0": 0.5, "blocks": 0.25}
         {"embed": 2.0, "blocks": [0.5, {"attention": 0.25, "norm": 0.25}], "head": 1},
         lambda params: jax.tree.map(lambda m, _: m, BY_BLOCK, params),
     ],
-    ids=["mapping", "pairs", "patterns", "mixed", "tree", "prefix", "inner", "function"],
+    ids="mapping proxy pairs patterns mixed tree prefix inner function".split(),
 )
 def test_every_form(given):
     found = rate_multipliers(given, PARAMS)
