@@ -3,12 +3,13 @@
     python -m examples.study.contrasts
 
 prints the numbers of README's table and of the first one of docs/study/two_rates.md, and
-the table of the first batch. All but question 1 of the second protocol and Muon with
-s = 1 were asked once the results were known: exploratory.
+the table of the first batch. All but question 1 of the second protocol, "the two pairs",
+and Muon with s = 1 were asked once the results were known: exploratory.
 """
 
 import csv
 import functools
+import itertools
 import pathlib
 from collections.abc import Iterable, Sequence
 
@@ -107,7 +108,11 @@ def contrasts() -> list[tuple[str, str, Interval]]:
     welch = stats.ttest_ind(muon, more_decay, equal_var=False).confidence_interval(0.95)
     found = [
         (two, "four dense models", contrast(DENSE)),
-        (two, "five mixtures", contrast(MIXTURES)),
+        (two, "five mixtures, four with small initial weights", contrast(MIXTURES)),
+        (two, "two mixtures with usual ones, 64 and 96 wide",
+         contrast(["mixture-small", "mixture-large"])),
+        (two, f"{minus_dense}: the two pairs",
+         contrast(PAIRED, _both("dense-small"))),
         (two, f"{minus_dense}: the six of text", contrast(*both)),
         ("with twice the decay in both", f"{minus_dense}, seeds 300 to 311",
          contrast(*both, decayed, of_candidates, range(300, 312))),
@@ -138,14 +143,16 @@ def contrasts() -> list[tuple[str, str, Interval]]:
             axis=0,
         )
         rows.append((two, over, interval(by_seed)))
-    for arm in ("adamw", "orscale"):
+    for arm, (group, names) in itertools.product(
+        ("adamw", "orscale"), (("text", TEXT), ("images", IMAGES))
+    ):
         twice = [
             paired(at_adamws_rate(name, REFERENCE, times=2), at_adamws_rate(name, arm))
-            for name in [*TEXT, *IMAGES]
+            for name in names
         ]
         lower = sum(np.mean(twice, axis=1) < 0)
         label = f"Muon+Moonlight at twice AdamW's best rate − `{arm}` at it"
-        over = f"14 workloads ({lower} are below 0)"
+        over = f"{group}: {len(names)} workloads ({lower} are below 0)"
         rows.append((label, over, interval(np.mean(twice, axis=0))))
     return rows
 

@@ -142,7 +142,9 @@ def contrast(of=second, mixtures=PAIRED, dense=DENSE):
 
 def contrasts():
     gains = [mean(TEXT, "muon"), mean(TEXT, "twice_the_decay", of=candidate)]
-    yield from (mean(DENSE), mean(FIVE), contrast(), contrast(decayed))
+    usual, pair = ["mixture-small", "mixture-large"], DENSE[:2]
+    yield from (mean(DENSE), mean(FIVE), mean(usual), contrast(second, PAIRED, pair))
+    yield from (contrast(), contrast(decayed))
     yield from (contrast(ratio_on_normuon), second(LADDER[8]) - second(LADDER[1]))
     yield from (contrast(second, LARGE[2:], LARGE[:2]), mean(THREE, "muon", "one_scale"))
     welch = stats.ttest_ind(*gains, equal_var=False).confidence_interval()
