@@ -264,7 +264,16 @@ def _matrices(
             ),
             bare,
         )
-    axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+    remedy = (
+        "pass describe() the weight_dimension_numbers that the optimizer was built with"
+    )
+    try:
+        axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+    except UndecidedError as error:
+        names = ", ".join(map(quoted, error.paths))
+        raise ValueError(
+            f"the optimizer knows the axes of {names}, and describe() does not: {remedy}."
+        ) from error
 
     def name(batch_shape: Any, other: Any) -> str:
         """Batch shapes only where both are matrices."""
@@ -278,8 +287,7 @@ def _matrices(
         if state.kept[path].rule in (MATRIX, ADAMW) and theirs != ours:
             raise ValueError(
                 f"parameter {quoted(path)} is {name(ours, theirs)} here and "
-                f"{name(theirs, ours)} in the optimizer: pass describe() the "
-                "weight_dimension_numbers that the optimizer was built with."
+                f"{name(theirs, ours)} in the optimizer: {remedy}."
             )
     return axes_of
 

@@ -212,13 +212,14 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
     if misfit:
         raise ValueError(
             f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
-            "Correct its entry in weight_dimension_numbers, or put None there for AdamW."
+            'Correct it in weight_dimension_numbers, or have AdamW by None ("adamw" in '
+            "by_path)."
         )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise UndecidedError(
             f"parameter {name_and_shape(path, leaf)} has dtype {leaf.dtype}, and only "
-            "real floating-point matrices can be orthogonalized. Put None for it in "
-            "weight_dimension_numbers, or keep it out with optax.masked.",
+            "real floating-point matrices can be orthogonalized. Put None for a complex "
+            "one in weight_dimension_numbers; keep integers out of the parameters.",
             [path],
         )
     rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))

@@ -262,6 +262,7 @@ def test_nothing_to_describe():
             r"'x' is matrices of batch shape \(\) here and .* \(2,\) in the optimizer",
         ),
         ({"w": Dims(0, 1), "x": Dims(1, 2), "b": Dims(0, 1)}, "'b' is matrix here and a"),
+        (None, "knows the axes of 'x', and describe.. does not: pass describe.. the we"),
     ],
 )
 def test_an_optimizer_with_other_matrices(numbers, words):
@@ -270,7 +271,7 @@ def test_an_optimizer_with_other_matrices(numbers, words):
     optimizer = muon(0.1, weight_dimension_numbers=own)
     chain = optax.chain(optax.clip(1.0), optimizer)
     with pytest.raises(ValueError, match=words):
-        describe(params, own | numbers, optimizer=chain)
+        describe(params, numbers and own | numbers, optimizer=chain)
 
 
 @pytest.mark.parametrize("name", FAMILY)
