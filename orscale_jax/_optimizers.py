@@ -5,6 +5,7 @@ from __future__ import annotations  # help() shows the names of types.
 import dataclasses
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeAlias
 
@@ -247,56 +248,23 @@ def orscale(
     return build(orscale_chain, Hyperparameters(**locals()))
 
 
-@dataclasses.dataclass(frozen=True)
-class Hyperparameters:
+class Hyperparameters(types.SimpleNamespace):
     """The arguments of :func:`orscale`, under their names, checked."""
 
-    learning_rate: ScalarOrSchedule
-    momentum: ArrayLike
-    nesterov: bool
-    mu_dtype: DTypeLike | None
-    weight_decay: ScalarOrSchedule
-    weight_decay_mask: Mask | None
-    consistent_rms: ArrayLike | None
-    scale_mode: str
-    calibrate: bool
-    anchor: str
-    anchor_steps: ArrayLike
-    r_min: ArrayLike
-    r_max: ArrayLike
-    eps: ArrayLike
-    ns_steps: int | jax.Array
-    ns_coeffs: Coefficients
-    ns_dtype: DTypeLike | None
-    ns_preconditioning: str
-    weight_dimension_numbers: WeightDimensionNumbers
-    adam_learning_rate: ScalarOrSchedule | None
-    adam_b1: ArrayLike
-    adam_b2: ArrayLike
-    adam_eps: ArrayLike
-    adam_eps_root: ArrayLike
-    adam_nesterov: bool
-    adam_weight_decay: ScalarOrSchedule | None
-    learning_rate_multipliers: RateMultipliers
-    mesh: Mesh | AbstractMesh | None
-    slow_axes: SlowAxes | None
-    param_shardings: ParamShardings
-
-    def __post_init__(self) -> None:
+    def __init__(self, **arguments: Any) -> None:
         """Convert NumPy's scalars, give AdamW the matrices' rate and decay, and check.
 
         Where float64 is enabled, NumPy's scalars would promote JAX's arrays to it. The
         stages check the arguments that are missing here.
         """
-        values = {k: as_python_scalar(k, v) for k, v in vars(self).items()}
+        values = {k: as_python_scalar(k, v) for k, v in arguments.items()}
         own_decay = values["adam_weight_decay"] is not None
         for name in ("learning_rate", "weight_decay"):
             for argument in (name, f"adam_{name}"):
                 values[argument] = _checks.scheduled(argument, values[argument])
             if values[f"adam_{name}"] is None:
                 values[f"adam_{name}"] = values[name]
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        super().__init__(**values)
         number = functools.partial(_checks.number, at_least=0)
         ascent = "; to ascend, put optax.scale(-1) before it in an optax.chain"
         for name in ("learning_rate", "adam_learning_rate"):

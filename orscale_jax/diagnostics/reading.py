@@ -302,7 +302,8 @@ def _learning_rates(
         if rate is not None:
             if np.ndim(rate):
                 _checks.refuse("learning_rate", rate, _FORMS)
-            _checks.number("learning_rate", rate, at_least=0)
+            if not isinstance(rate, jax.Array):  # Looking at one would wait for its step.
+                _checks.number("learning_rate", rate, at_least=0)
             rates[path] = rate * multipliers.get(path, 1)
     unknown = [path for path in groups if path not in rates]
     if rates and unknown:

@@ -198,8 +198,9 @@ def on_each_device(
     for i, some in enumerate(packings):
         slices |= _return(of_bucket[i], some, shards)
     factors = []
-    for i, shard in enumerate(shards):
-        own = [slices[part] for part in sorted(slices) if part.array == i]
+    by_array = itertools.groupby(sorted(slices), key=lambda part: part.array)
+    for shard, (_, parts) in zip(shards, by_array, strict=True):
+        own = [slices[part] for part in parts]
         joined = own[0] if len(own) == 1 else jnp.concatenate(own)
         factors.append(joined.reshape(shard.shape))
     return platform.layout(factors)

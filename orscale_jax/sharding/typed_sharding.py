@@ -139,33 +139,20 @@ def split(leaf: jax.Array, axis: int, count: int) -> jax.Array:
     shape = (*leaf.shape[:axis], count, size, *leaf.shape[axis + 1 :])
     if count % shards(leaf, axis):
         leaf = gather(leaf, (axis,))
-    entries = spec(leaf)
-    return _reshape(leaf, axis, shape, [*entries[: axis + 1], None, *entries[axis + 1 :]])
+    return leaf.reshape(shape)
 
 
 def merge(leaf: jax.Array, axis: int) -> jax.Array:
     """The inverse of :func:`split`."""
     size = leaf.shape[axis] * leaf.shape[axis + 1]
     shape = (*leaf.shape[:axis], size, *leaf.shape[axis + 2 :])
-    whole = gather(leaf, (axis + 1,))
-    entries = spec(whole)
-    return _reshape(whole, axis, shape, [*entries[: axis + 1], *entries[axis + 2 :]])
+    return gather(leaf, (axis + 1,)).reshape(shape)
 
 
 def shards(leaf: jax.Array, axis: int) -> int:
     """The number of parts in which an axis is sharded, by the leaf's type."""
     mesh = jax.typeof(leaf).sharding.mesh
     return math.prod(mesh.shape[name] for name in names(spec(leaf)[axis]))
-
-
-def _reshape(
-    x: jax.Array, axis: int, shape: tuple[int, ...], entries: list[Any]
-) -> jax.Array:
-    """``x`` reshaped along an axis, sharded as ``entries`` say where the axis is."""
-    if spec(x)[axis] is None:
-        return x.reshape(shape)
-    out_sharding = NamedSharding(_mesh(x), PartitionSpec(*entries))
-    return jax.lax.reshape(x, shape, out_sharding=out_sharding)
 
 
 def _mesh(leaf: jax.Array) -> Mesh | AbstractMesh:

@@ -338,6 +338,14 @@ def test_nothing_is_sent_to_the_host_and_nothing_compiled_again():
     assert step._cache_size() == 1
 
 
+def test_a_rate_in_the_state_is_not_fetched(monkeypatch):
+    """Outside of jit, that would wait for the step."""
+    state, _, params = trained(optax.inject_hyperparams(orscale)(0.1), TREE)
+    expected = read(state, params, learning_rate=0.1)
+    monkeypatch.setattr(jax, "device_get", None)
+    assert read(state, params).relative_step == expected.relative_step
+
+
 @pytest.mark.extended
 def test_a_state_that_has_c_but_no_norms():
     """As from a checkpoint of another program: W₀ is not known, and all else goes on."""
