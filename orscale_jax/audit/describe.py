@@ -38,18 +38,24 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
+from orscale_jax.sharding.param_shardings import UNKNOWN
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
-from orscale_jax.transforms.stages import SPECTRAL, Scale
+from orscale_jax.transforms.stages import CONSISTENT_RMS, SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import distinct_names, quoted
+
+_REMEDY = (
+    "leave weight_dimension_numbers out of describe(), or pass those that the optimizer "
+    "was built with"
+)
 
 
 def describe(
     params: PyTree,
     weight_dimension_numbers: WeightDimensionNumbers = None,
     *,
-    consistent_rms: float | None = 0.2,
+    consistent_rms: float | None = CONSISTENT_RMS,
     scale_mode: str = SPECTRAL,
     optimizer: optax.GradientTransformation | None = None,
     probe: bool = False,
@@ -72,15 +78,17 @@ def describe(
         ``nnx.Param``, or what the ``nnx.Optimizer`` trains) or of Equinox. Leaves that
         are None or masked have no row.
       weight_dimension_numbers: The dimension numbers of the optimizer; see
-        :func:`orscale`.
+        :func:`orscale`. None: what ``optimizer`` has, if it is of this library. So it is
+        with ``consistent_rms`` and ``scale_mode``, and with all from ``ns_steps`` on, as
+        long as they have their defaults.
       consistent_rms: See :func:`orscale`.
       scale_mode: See :func:`orscale`.
       optimizer: The optimizer (or a ``flax.nnx.Optimizer``), for the columns "rule" and
         "state bytes": its ``init`` is traced, not run. The rule is then what the types of
         its state tell, under :func:`optax.partition` there is a column "label", and with
         ``learning_rate_multipliers`` a column "η ×". None:
-        the table is that of :func:`orscale` with these dimension numbers. An optimizer
-        of this library must have the same matrices as the table.
+        the table is that of :func:`orscale` with these dimension numbers, which must be
+        those of an optimizer of this library.
       probe: Whether to run the optimizer, too, whatever it is made of, on random
         gradients: the columns "first update" and "its RMS" say what it does to each
         parameter. Parameters that are abstract are drawn, and all is allocated.
@@ -156,7 +164,6 @@ def describe(
         backend = jax.default_backend() if device is None else device.platform
         platform = backend if backend in ("cpu", "tpu") else "gpu"
     _checks.choice("platform", platform, ("cpu", "gpu", "tpu"))
-    planned_for = options.platform(platform)
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
     if probe and optimizer is None:
         _checks.refuse("probe", probe, "pass the optimizer to run, in optimizer=")
@@ -178,6 +185,8 @@ def describe(
                 for path, leaf in leaf_of.items()
             )
             params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
+    if options == polar_options(5, "polar_express", None, "frobenius") and state:
+        options = next(iter(state.polar), options)
     probed = first_updates(optimizer, params, axes_of) if probe else {}
     if state is not None:
         axes_of = {p: own for p, own in axes_of.items() if state.kept[p].rule == MATRIX}
@@ -185,7 +194,9 @@ def describe(
     checks = Checks(leaf_of, axes_of, class_of)
     rows = []
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
-        kept = Kept(ADAMW) if state is None else state.kept[path]
+        kept = Kept(ADAMW, scale=scale) if state is None else state.kept[path]
+        if scale != Scale.of(CONSISTENT_RMS):
+            kept = kept._replace(scale=scale)
         if path in refused:
             kept = kept._replace(rule=REFUSED, arrays=None)
         row = ParameterRow(
@@ -201,7 +212,7 @@ def describe(
         )
         parts, found = [row], probed.get(path)
         if path in axes_of:
-            parts = list(_parts(row, leaf, axes_of[path], kept.arrays, scale))
+            parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
         for index, part in enumerate(parts):
             check = list(checks.reasons(path, part)) if path in axes_of else []
             if row.rule == ADAMW and not jnp.issubdtype(row.dtype, jnp.inexact):
@@ -216,9 +227,10 @@ def describe(
                     part, first_update=kind, first_update_rms=found.rms
                 )
             rows.append(dataclasses.replace(part, check=tuple(check)))
+    planned = [row for row in rows if row.rule == MATRIX]
     words, shape, on_device = "", None, None
     if mesh is not None:
-        slices = slices_of_mesh(mesh, slow_axes) or {}
+        slices = slices_of_mesh(mesh, options.slow_axes) or {}
         shape = MeshShape(dict(mesh.shape), slices)
         words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
         along = " and ".join(f"{n} along {name}" for name, n in slices.items())
@@ -231,12 +243,13 @@ def describe(
             specs = [] if state is None else state.specs
             known = {own.source(mesh.abstract_mesh, matrices) for own in specs}
             source = " and ".join(sorted(known))
+            planned = [] if UNKNOWN in known else planned
         words += (along and f", slices: {along}") + (source and f", shardings {source}")
         if state is not None and not refused:
             on_device = nbytes_per_device(optimizer, params)
     return Description(
         tuple(rows),
-        _plan(planned_for, [row for row in rows if row.rule == MATRIX], shape),
+        _plan(options.platform(platform), planned, shape),
         None if state is None else state.shared_bytes,
         words,
         on_device,
@@ -254,40 +267,27 @@ def _matrices(
     Raises:
       ValueError: If an optimizer of this library has other matrices.
     """
-    if state is None:
-        return leaves_by_path(matrix_axes(weight_dimension_numbers, params))
-    bare = unbox(params)
-    if weight_dimension_numbers is None:  # Another optimizer's may be ambiguous.
-        params = jax.tree.map_with_path(
-            lambda path, leaf: (
-                leaf if state.kept[path].rule in (MATRIX, ADAMW) else optax.MaskedNode()
-            ),
-            bare,
-        )
-    remedy = (
-        "pass describe() the weight_dimension_numbers that the optimizer was built with"
-    )
+    if state is not None and weight_dimension_numbers is None:
+        return {path: own.axes for path, own in state.kept.items() if own.axes}
     try:
         axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
     except UndecidedError as error:
-        names = ", ".join(map(quoted, error.paths))
-        raise ValueError(
-            f"the optimizer knows the axes of {names}, and describe() does not: {remedy}."
-        ) from error
+        if state is None:
+            raise
+        raise ValueError(f"{error} Or {_REMEDY}.") from error
 
-    def name(batch_shape: Any, other: Any) -> str:
-        """Batch shapes only where both are matrices."""
-        if batch_shape is None:
-            return ADAMW
-        return MATRIX if other is None else f"matrices of batch shape {batch_shape}"
+    def name(axes: MatrixAxes | None, other: MatrixAxes | None) -> str:
+        """The axes only where both are matrices."""
+        if axes is None or other is None:
+            return ADAMW if axes is None else MATRIX
+        return f"{MATRIX} of rows {axes.rows} and columns {axes.columns}"
 
-    for path, leaf in leaves_by_path(bare).items():
-        theirs = state.kept[path].batch_shape
-        ours = axes_of[path].batch_shape(leaf) if path in axes_of else None
-        if state.kept[path].rule in (MATRIX, ADAMW) and theirs != ours:
+    for path, own in state.kept.items() if state else ():
+        ours, theirs = axes_of.get(path), own.axes
+        if own.rule in (MATRIX, ADAMW) and ours != theirs:
             raise ValueError(
                 f"parameter {quoted(path)} is {name(ours, theirs)} here and "
-                f"{name(theirs, ours)} in the optimizer: {remedy}."
+                f"{name(theirs, ours)} in the optimizer: {_REMEDY}."
             )
     return axes_of
 
@@ -297,7 +297,7 @@ def _parts(
     leaf: Any,
     axes: MatrixAxes,
     arrays: Sequence[Any] | None,
-    scale: Scale,
+    scale: Scale | None,
 ) -> Iterator[ParameterRow]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
@@ -329,7 +329,10 @@ def _parts(
             batch_shape=batch_shape,
             m=m,
             n=n,
-            scale=scale.value(m, n),
+            # With optax.inject_hyperparams, the RMS is not known before the run.
+            scale=None
+            if scale is None or isinstance(scale.rms, jax.core.Tracer)
+            else scale.value(m, n),
             norms=_norms(axes, leaf, index),
             mesh_axes=typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
             if specs

@@ -229,7 +229,7 @@ class Description:
         elif self.plan.groups:
             notes.append("stacks for Newton–Schulz")
         notes += [_of_group(group, bool(self.mesh)) for group in self.plan.groups]
-        notes += [_of_cost(self.plan)] if self.mesh else []
+        notes += [_of_cost(self.plan)] if self.mesh and self.plan.groups else []
         return "\n".join([*lines, "", *notes]).rstrip()
 
     def _repr_html_(self) -> str:

@@ -11,13 +11,16 @@ import optax
 from optax.transforms import MaskedState, PartitionState
 
 from orscale_jax import _checks
+from orscale_jax.distributed.engine import PolarOptions
+from orscale_jax.parameters import rate_multipliers
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
-from orscale_jax.parameters.rate_multipliers import resolved
-from orscale_jax.sharding.param_shardings import ParamSpecs, initialized
+from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.sharding.state_shardings import state_shardings
+from orscale_jax.transforms import orthogonalize, stages
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.transforms.relatives import InitialNormState
-from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState
+from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, Scale
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import entries
@@ -27,13 +30,9 @@ from orscale_jax.trees.nodes import is_masked, nodes_of
 # Rules of other optimizers: with a state for the parameter, and without.
 OTHER, STATELESS = "other", "stateless"
 REFUSED = "refused"  # By an optimizer of this library, until it has dimension numbers.
-# The states that only matrices of this library have; the field has one entry per matrix.
-_PER_MATRIX: dict[type, str] = {
-    FromFirstNonzeroUpdateState: "started",
-    InitialNormState: "initial_norm",
-    CalibratedTrustRatioState: "trust_ratio",
-}
-_OURS = frozenset(field for state in _PER_MATRIX for field in state.__annotations__)
+# The states that only matrices of this library have.
+_STATES = FromFirstNonzeroUpdateState, InitialNormState, CalibratedTrustRatioState
+_OURS = frozenset(field for state in _STATES for field in state._fields)
 _SUMMED = "acc_grads"  # Of optax.MultiSteps: kept for every parameter, by no optimizer.
 
 
@@ -44,7 +43,8 @@ class Kept(NamedTuple):
     label: str = ""
     multipliers: tuple[float, float] = (1.0, 1.0)
     arrays: list[Any] | None = None  # None without an optimizer.
-    batch_shape: tuple[int, ...] | None = None  # Of its matrices, if it has any.
+    axes: MatrixAxes | None = None  # Of its matrices, if it has any.
+    scale: Scale | None = None  # Of their Q.
 
 
 class _Part(NamedTuple):
@@ -64,7 +64,8 @@ class AbstractState(NamedTuple):
 
     kept: Mapping[Any, Kept]  # By the path of the parameter.
     shared_bytes: int  # Of what belongs to no parameter.
-    specs: list[ParamSpecs]  # What its parts know of the shardings of parameters.
+    polar: Sequence[PolarOptions]  # Of what orthogonalizes, the first first.
+    specs: Sequence[ParamSpecs]  # What these stages know of the shardings of parameters.
 
     @classmethod
     def of(cls, optimizer: Any, params: PyTree) -> "AbstractState":
@@ -72,15 +73,28 @@ class AbstractState(NamedTuple):
         # optax.tree.map_params would find it, too, but calls init with a placeholder that
         # most label functions of optax.partition cannot read.
         _checks.transformation("optimizer", optimizer)
-        with resolved.open() as noted, initialized.open() as specs:
+        with (
+            orthogonalize.initialized.open() as polar,
+            stages.scaled.open() as scaled,
+            rate_multipliers.resolved.open() as multiplied,
+        ):
             # A new function, so that it is traced.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
         state, bare = unbox(state), unbox(params)
-        batch_shapes: dict[Path, tuple[int, ...]] = {}
-        for node in nodes_of(state, *_PER_MATRIX):
-            for entry in entries(node, bare):
-                if entry.owner is not None and entry.place == (_PER_MATRIX[type(node)],):
-                    batch_shapes[entry.owner] = entry.array.shape
+        axes_of = {
+            names_on(path): axes
+            for matrices, *_ in polar
+            for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
+        }
+        scales = {
+            names_on(path): scale for matrices, scale in scaled for path in matrices.paths
+        }
+        multipliers = {}
+        for tree in multiplied:
+            for path, value in leaves_by_path(tree).items():
+                if not isinstance(value, jax.core.Tracer):
+                    x = np.asarray(jax.device_get(value))
+                    multipliers[path] = float(x.min()), float(x.max())
         parts = list(_parts(state, bare))
         # What keeps no state is told by elimination, as far as that goes.
         keeping = {part.label for part in parts if part.has_trees}
@@ -92,29 +106,25 @@ class AbstractState(NamedTuple):
         names = dict.fromkeys(label or "no label" for label in unsure)
         without_state = " or ".join(names) if any(unsure) else ""
         innermost = {p.label for p in parts if p.is_innermost or p.is_masked} - {""}
-        multipliers = {}
-        for tree in noted:
-            for path, value in leaves_by_path(tree).items():
-                if not isinstance(value, jax.core.Tracer):
-                    x = np.asarray(jax.device_get(value))
-                    multipliers[path] = float(x.min()), float(x.max())
         kept, leaf_of = {}, leaves_by_path(bare)
         for path in leaf_of:
             name = names_on(path)
             own = [part for part in parts if name in part.arrays]
             labels = {part.label: None for part in own if part.label in innermost}
             rules = {part.rule for part in own if name in part.owners}
-            rules |= {MATRIX} if name in batch_shapes else set()
+            rules |= {MATRIX} if name in axes_of else set()
             kept[path] = Kept(
                 next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
                 " and ".join(labels) or without_state,
                 multipliers.get(path, (1.0, 1.0)),
                 [array for part in own for array in part.arrays[name]],
-                batch_shapes.get(name),
+                axes_of.get(name),
+                scales.get(name),
             )
         _refuse_vectors(parts, leaf_of, kept)
         shared = (array for part in parts for array in part.arrays.get(None, ()))
-        return cls(kept, nbytes(shared), specs)
+        _, options, specs = zip(*polar, strict=True) if polar else ((), (), ())
+        return cls(kept, nbytes(shared), options, specs)
 
 
 def leaves_by_path(tree: PyTree) -> dict[Any, Any]:
@@ -168,7 +178,7 @@ def _parts(state: Any, params: PyTree) -> Iterator[_Part]:
         groups = partition.inner_states
         if {*groups} != {MATRIX, ADAMW}:
             return False
-        inside = nodes_of(groups[MATRIX], PartitionState, *_PER_MATRIX)
+        inside = nodes_of(groups[MATRIX], PartitionState, *_STATES)
         return bool(inside) and not isinstance(inside[0], PartitionState)
 
     def below(node: Any, label: str = "", is_masked: bool = False) -> Iterator[_Part]:

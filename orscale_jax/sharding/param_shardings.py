@@ -21,17 +21,17 @@ from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import Watch, is_function, mask_like
+from orscale_jax.trees.nodes import is_function, mask_like
 
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
 # A parameter's path and shape.
 _Key: TypeAlias = tuple[Path, tuple[int, ...]]
 
+UNKNOWN = "unknown: the compiler's partitioner divides the products"
+
 # All annotations of this process, the last one last; None of a box that says nothing.
 _common: dict[_Key, list[PartitionSpec | None]] = {}
-
-initialized: Watch["ParamSpecs"] = Watch("shardings of parameters")
 
 
 class ParamSpecs:
@@ -47,7 +47,6 @@ class ParamSpecs:
 
     def note_annotations(self, params: PyTree) -> None:
         """Keep the annotations of parameters in boxes instead of earlier ones."""
-        initialized.note(self)
         specs = {
             (names_on(path), np.shape(unbox(node))): annotated_spec(node)
             for path, node in jax.tree.leaves_with_path(params, is_leaf=is_box)
@@ -99,7 +98,7 @@ class ParamSpecs:
         """Where the specs of a tree on a mesh of Auto axes come from, in words."""
         if self._given is not None:
             return "from param_shardings"
-        return "unknown" if self.on(mesh, tree) is None else "from annotations"
+        return UNKNOWN if self.on(mesh, tree) is None else "from annotations"
 
 
 def _says_sharding(node: Any) -> bool:

@@ -20,6 +20,10 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
+from orscale_jax.trees.nodes import Watch
+
+# What the audit reads: each stage with its matrices.
+initialized: Watch[tuple[Matrices, PolarOptions, ParamSpecs]] = Watch("polar factors")
 
 
 def orthogonalize(
@@ -103,6 +107,7 @@ def orthogonalize_stage(
     """:func:`orthogonalize` for given matrices."""
 
     def init(params: PyTree) -> optax.EmptyState:
+        initialized.note((matrices, options, param_specs))
         param_specs.note_annotations(params)
         return optax.EmptyState()
 

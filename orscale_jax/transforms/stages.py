@@ -22,10 +22,14 @@ from orscale_jax.parameters.rate_multipliers import (
     rate_multipliers,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import Matrices, compute_dtype, on_matrices
+from orscale_jax.transforms.matrices import (
+    Matrices,
+    compute_dtype,
+    on_matrices,
+)
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape
-from orscale_jax.trees.nodes import is_function, is_masked, mask_like, nodes_of
+from orscale_jax.trees.nodes import Watch, is_function, is_masked, mask_like, nodes_of
 
 SPECTRAL, SHAPE_SCALING, UNIT_RMS_NORM = "spectral", "shape_scaling", "unit_rms_norm"
 
@@ -85,6 +89,10 @@ class Scale:
     def square_of_norm(self, m: int, n: int) -> float:
         """The squared norm of sQ, over that of the RMS, for a Q of full rank."""
         return min(m, n) if self.square is None else self.square(m, n) * min(m, n)
+
+
+# What the audit reads: the matrices of each stage that scales.
+scaled: Watch[tuple[Matrices, Scale]] = Watch("scales")
 
 
 class FromFirstNonzeroUpdateState(NamedTuple):
@@ -211,16 +219,21 @@ def from_first_nonzero_update(
 def shape_stage(scale: Scale, matrices: Matrices) -> optax.GradientTransformation:
     """Q to sQ: :func:`scale_by_shape` for given matrices."""
 
-    def scaled(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+    def times_s(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
         dtype = compute_dtype(leaf)
         factor = jnp.asarray(axes.by_shape(scale.without_rms, leaf), dtype)
         if scale.rms is not None:
             factor = jnp.asarray(scale.rms, dtype) * factor
         return (factor * leaf.astype(dtype)).astype(leaf.dtype)
 
+    def init(params: PyTree) -> optax.EmptyState:
+        scaled.note((matrices, scale))
+        return optax.EmptyState()
+
+    stage = optax.stateless(lambda updates, _: matrices.map(times_s, updates))
     if scale.square is None:
-        return optax.identity()
-    return optax.stateless(lambda updates, _: matrices.map(scaled, updates))
+        stage = optax.identity()
+    return stage._replace(init=init)
 
 
 def decay_stage(

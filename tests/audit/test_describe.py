@@ -259,10 +259,10 @@ def test_nothing_to_describe():
         ({"w": Dims(0, 1), "x": None}, "'x' is adamw here and matrix in the optimizer"),
         (
             {"w": Dims(0, 1), "x": Dims((0, 1), 2)},
-            r"'x' is matrices of batch shape \(\) here and .* \(2,\) in the optimizer",
+            r"'x' is matrix of rows \(0, 1\) and columns \(2,\) here and .* rows \(1,\)",
         ),
         ({"w": Dims(0, 1), "x": Dims(1, 2), "b": Dims(0, 1)}, "'b' is matrix here and a"),
-        (None, "knows the axes of 'x', and describe.. does not: pass describe.. the we"),
+        ({"w": Dims(1, 0), "x": Dims(1, 2)}, r"'w' is matrix of rows \(1,\)"),
     ],
 )
 def test_an_optimizer_with_other_matrices(numbers, words):
@@ -271,7 +271,57 @@ def test_an_optimizer_with_other_matrices(numbers, words):
     optimizer = muon(0.1, weight_dimension_numbers=own)
     chain = optax.chain(optax.clip(1.0), optimizer)
     with pytest.raises(ValueError, match=words):
-        describe(params, numbers and own | numbers, optimizer=chain)
+        describe(params, own | numbers, optimizer=chain)
+
+
+INJECTED = optax.inject_hyperparams(
+    orscale, static_args=("ns_steps", "weight_dimension_numbers")
+)
+
+
+@pytest.mark.parametrize(
+    "build, given, scale",
+    [
+        (orscale, {"consistent_rms": None}, 1.0),
+        (muon, {"scale_mode": "unit_rms_norm"}, 2.0),
+        (orscale, {"consistent_rms": 0.3}, 1.2),
+        (FAMILY["hyperball"], {}, None),  # Without s.
+        (INJECTED, {}, None),  # It is known in the run.
+    ],
+)
+def test_scale_and_axes_are_the_optimizers(build, given, scale):
+    """Also of leaves that are ambiguous without its dimension numbers."""
+    numbers = {"w": Dims(1, 0), "x": Dims(1, 2)}
+    params = {"w": jnp.ones((16, 4)), "x": jnp.ones((2, 4, 16))}
+    optimizer = build(0.1, weight_dimension_numbers=numbers, **given)
+    rows = describe(params, optimizer=optimizer).rows
+    assert [(row.m, row.n, row.scale) for row in rows] == [(4, 16, scale)] * 2
+    assert [row.matrices for row in rows] == [1, 2]
+    [row] = describe(
+        {"w": params["w"]}, optimizer=orscale(0.1), scale_mode="shape_scaling"
+    ).rows
+    assert (row.m, row.n, row.scale) == (16, 4, 1.0)  # What is given here, counts.
+
+
+def test_the_plan_is_that_of_the_optimizers_settings():
+    """On a mesh: how many steps, what is slow, and none where the partitioner decides."""
+    mesh = AbstractMesh((2, 4), ("dcn", "fsdp"))
+    w = jax.ShapeDtypeStruct(
+        (64, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
+    )
+    params = {"a": w, "b": w}
+
+    def plan(**given):
+        optimizer = orscale(0.1, param_shardings=PartitionSpec("fsdp"), **given)
+        return describe(params, optimizer=optimizer, platform="cpu").plan
+
+    usual = plan()
+    assert plan(ns_steps=10).flops > 1.5 * usual.flops
+    assert (
+        plan(slow_axes=("dcn",))
+        == describe(params, platform="cpu", slow_axes=("dcn",)).plan
+    )
+    assert describe(params, optimizer=orscale(0.1), platform="cpu").plan.groups == ()
 
 
 @pytest.mark.parametrize("name", FAMILY)
@@ -588,7 +638,7 @@ def test_where_the_shardings_come_from():
     assert line(auto, None) == ""
     assert line(auto, optax.adamw(0.1)) == ""
     optimizer = orscale(0.1)
-    assert line(auto, optimizer) == ", shardings unknown"
+    assert line(auto, optimizer).startswith(", shardings unknown: the compiler's")
     assert line(auto, optimizer, boxed=True) == ", shardings from annotations"
     assert line(auto, optimizer) == ", shardings from annotations"  # It has seen them.
     given = orscale(0.1, param_shardings=sharding)

@@ -313,17 +313,8 @@ def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
 
 
 def audit(setup: Setup) -> Description:
-    """What the run's optimizer does with each parameter.
-
-    Controls and members of the family that do not take the arguments of s are shown with
-    the default's.
-    """
-    return describe(
-        setup.abstract["params"],
-        setup.weight_dimension_numbers,
-        optimizer=setup.optimizer,
-        **_scale(setup),
-    )
+    """What the run's optimizer does with each parameter."""
+    return describe(setup.abstract["params"], optimizer=setup.optimizer)
 
 
 def _scale(setup: Setup) -> dict[str, Any]:
