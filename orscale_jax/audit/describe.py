@@ -276,20 +276,24 @@ def _matrices(
             raise
         raise ValueError(f"{error} Or {_REMEDY}.") from error
 
-    def name(axes: MatrixAxes | None, other: MatrixAxes | None) -> str:
-        """The axes only where both are matrices."""
-        if axes is None or other is None:
-            return ADAMW if axes is None else MATRIX
-        return f"{MATRIX} of rows {axes.rows} and columns {axes.columns}"
+    def name(batch_shape: Any, other: Any) -> str:
+        """Batch shapes only where both are matrices."""
+        if batch_shape is None:
+            return ADAMW
+        return MATRIX if other is None else f"matrices of batch shape {batch_shape}"
 
-    for path, own in state.kept.items() if state else ():
-        ours, theirs = axes_of.get(path), own.axes
-        if own.rule in (MATRIX, ADAMW) and ours != theirs:
+    own = {} if state is None else state.kept
+    for path, leaf in leaves_by_path(unbox(params)).items() if own else ():
+        ours, theirs = (
+            None if axes is None else axes.batch_shape(leaf)
+            for axes in (axes_of.get(path), own[path].axes)
+        )
+        if own[path].rule in (MATRIX, ADAMW) and ours != theirs:
             raise ValueError(
                 f"parameter {quoted(path)} is {name(ours, theirs)} here and "
                 f"{name(theirs, ours)} in the optimizer: {_REMEDY}."
             )
-    return axes_of
+    return axes_of | {path: kept.axes for path, kept in own.items() if kept.axes}
 
 
 def _parts(

@@ -14,7 +14,7 @@ from orscale_jax.diagnostics.reading import Reading, fields_of, known_leaves
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
-from orscale_jax.trees.nodes import is_function, is_masked, mask_like
+from orscale_jax.trees.nodes import broadcast, is_function, is_masked
 
 Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
@@ -195,17 +195,12 @@ def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
         return jax.tree.map(lambda _: "", tree)
     if is_function(classes, is_label):
         classes = classes(params)
-    labels = mask_like(unbox(classes, is_label), tree, is_label)
+    misfit = "classes must be a tree of the parameters' structure, or a prefix of it"
+    labels = broadcast(unbox(classes, is_label), tree, misfit, is_label)
     for label in jax.tree.leaves(labels, is_leaf=is_label):
         if not is_label(label):
             _checks.refuse("classes", label, "pass a tree of strings")
-    try:
-        return jax.tree.broadcast(labels, tree, is_leaf=is_label)
-    except ValueError as error:
-        raise ValueError(
-            "classes must be a tree of the parameters' structure, or a prefix of it: "
-            f"{error}"
-        ) from error
+    return labels
 
 
 def is_label(node: Any) -> bool:

@@ -22,10 +22,10 @@ from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on, quoted
 from orscale_jax.trees.nodes import (
+    broadcast,
     is_function,
     is_masked,
     leaves_and_masks,
-    mask_like,
     nodes_of,
 )
 
@@ -156,37 +156,21 @@ def spread(
     fn: Callable[[Any, Any, Any], Any], numbers: PyTree, tree: PyTree, argument: str
 ) -> PyTree:
     """``fn(path, its numbers, leaf)`` of all leaves; the numbers may be a prefix."""
-
-    def check(path: Any, numbers: Any) -> object:
-        if not is_resolvable(numbers):
+    for path, own in jax.tree.leaves_with_path(numbers, is_leaf=is_resolvable):
+        if not is_resolvable(own):
             raise ValueError(
-                f"found {numbers!r} at {quoted(path)}, which is neither None nor an "
-                "optax.contrib.MuonDimensionNumbers or an "
-                "orscale_jax.BlockDimensionNumbers"
+                f"{argument}: found {own!r} at {quoted(path)}, which is neither None nor "
+                "an optax.contrib.MuonDimensionNumbers or an "
+                "orscale_jax.BlockDimensionNumbers."
             )
-        return object()  # At any mismatch, JAX's error would blame None or a tuple.
-
-    def below(above: Any, own: Any, subtree: PyTree) -> PyTree:
-        return jax.tree.map_with_path(
-            lambda path, leaf: fn(above + path, own, leaf), subtree
-        )
-
-    numbers = mask_like(numbers, tree, is_resolvable)
-    try:
-        leaves = jax.tree.map_with_path(check, numbers, is_leaf=is_resolvable)
-        jax.tree.map(lambda *_: None, leaves, tree)
-    except ValueError as error:
-        remedy = ""
-        both = isinstance(tree, Mapping) and isinstance(numbers, Mapping)
-        if both and "params" in tree and "params" not in numbers:
-            remedy = ". Give the optimizer the parameters alone, variables['params']"
-        elif both and type(tree) is not dict and type(numbers) is dict:
-            remedy = f". Give both as dictionaries, not as {type(tree).__name__}"
-        raise ValueError(
-            f"{argument} must be a tree of the parameters' structure, or a prefix of it: "
-            f"{str(error).rstrip('.')}{remedy}."
-        ) from error
-    return jax.tree.map_with_path(below, numbers, tree, is_leaf=is_resolvable)
+    misfit = f"{argument} must be a tree of the parameters' structure, or a prefix of it"
+    both = isinstance(tree, Mapping) and isinstance(numbers, Mapping)
+    if both and "params" in tree and "params" not in numbers:
+        misfit += ". Give the optimizer the parameters alone, variables['params']"
+    elif both and type(tree) is not dict and type(numbers) is dict:
+        misfit += f". Give both as dictionaries, not as {type(tree).__name__}"
+    of_leaves = broadcast(numbers, tree, misfit, is_resolvable)
+    return jax.tree.map_with_path(lambda p, x, own: fn(p, own, x), tree, of_leaves)
 
 
 def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> MatrixAxes:

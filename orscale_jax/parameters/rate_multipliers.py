@@ -12,7 +12,7 @@ from orscale_jax import _checks
 from orscale_jax.parameters import expressions
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import names_on, quoted
-from orscale_jax.trees.nodes import Watch, is_function, leaves_and_masks, mask_like
+from orscale_jax.trees.nodes import Watch, broadcast, is_function, leaves_and_masks
 
 RateMultipliers: TypeAlias = (
     PyTree
@@ -76,11 +76,11 @@ def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
     found = None
     if not _is_sequence_of_rules(given):
         try:
-            found = jax.tree.broadcast(mask_like(unbox(given), tree), tree)
-        except ValueError as error:
+            found = broadcast(unbox(given), tree, f"{NAME} does not fit: {_FORMS}")
+        except ValueError:
             # The keys of a mapping are the parameters' own, or else expressions.
             if not _is_mapping_of_values(given):
-                raise ValueError(f"{NAME} does not fit: {_FORMS}: {error}") from error
+                raise
     if found is None:
         values = expressions.values(_compiled(given), leaves_and_masks(tree), NAME)
         found = jax.tree.map_with_path(lambda p, _: values.get(names_on(p), 1.0), tree)

@@ -21,7 +21,7 @@ from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import is_function, mask_like
+from orscale_jax.trees.nodes import broadcast, is_function
 
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
@@ -108,7 +108,7 @@ def _says_sharding(node: Any) -> bool:
 def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
     """A spec for each leaf of a tree, from a prefix of it."""
 
-    def of_subtree(path: Any, node: Any, subtree: PyTree) -> PyTree:
+    def spec_of(path: Any, leaf: Any, node: Any) -> PartitionSpec:
         spec = annotated_spec(node) if is_box(node) else None
         if spec is None:
             bare = unbox(node)
@@ -123,25 +123,19 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
                     "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of "
                     "arrays (or jax.ShapeDtypeStruct) that have shardings",
                 )
-        for rest, leaf in jax.tree.leaves_with_path(subtree):
-            if misfit := _misfit(spec, np.shape(leaf), mesh):
-                raise ValueError(
-                    f"param_shardings has {spec} for parameter "
-                    f"{name_and_shape(path + rest, leaf)}: {misfit}. Pass the shardings "
-                    "that the parameters have."
-                )
-        return jax.tree.map(lambda _: spec, subtree)
+        if misfit := _misfit(spec, np.shape(leaf), mesh):
+            raise ValueError(
+                f"param_shardings has {spec} for parameter {name_and_shape(path, leaf)}: "
+                f"{misfit}. Pass the shardings that the parameters have."
+            )
+        return spec
 
-    given = mask_like(given, tree, _says_sharding)
-    try:
-        jax.tree.map(lambda *_: None, given, tree, is_leaf=_says_sharding)
-    except ValueError as error:
-        raise ValueError(
-            "param_shardings must be a tree of the parameters' structure, or a prefix of "
-            "it, with a jax.sharding.PartitionSpec (not a tuple) or NamedSharding for "
-            f"each leaf: {error}"
-        ) from error
-    return jax.tree.map_with_path(of_subtree, given, tree, is_leaf=_says_sharding)
+    misfit = (
+        "param_shardings must be a tree of the parameters' structure, or a prefix of it, "
+        "with a jax.sharding.PartitionSpec (not a tuple) or NamedSharding for each leaf"
+    )
+    nodes = broadcast(given, tree, misfit, _says_sharding)
+    return jax.tree.map_with_path(spec_of, tree, nodes)
 
 
 def _misfit(

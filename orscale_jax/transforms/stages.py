@@ -29,7 +29,14 @@ from orscale_jax.transforms.matrices import (
 )
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape
-from orscale_jax.trees.nodes import Watch, is_function, is_masked, mask_like, nodes_of
+from orscale_jax.trees.nodes import (
+    Watch,
+    broadcast,
+    is_function,
+    is_masked,
+    mask_like,
+    nodes_of,
+)
 
 SPECTRAL, SHAPE_SCALING, UNIT_RMS_NORM = "spectral", "shape_scaling", "unit_rms_norm"
 
@@ -259,7 +266,6 @@ def resolve_mask(
         mask = mask(tree) if jax.tree.leaves(tree) else tree
     if mask is None or not jax.tree.leaves(tree):
         return mask
-    mask = mask_like(mask, tree)
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
     is_one = jax.tree_util.all_leaves([mask]) and len(jax.tree.leaves(tree)) > 1
     if is_one and matrices is not None:  # A stage by itself takes it.
@@ -272,11 +278,7 @@ def resolve_mask(
     for leaf in jax.tree.leaves(mask):  # Python takes others for True or False, too.
         if not _is_boolean(leaf):
             _checks.refuse("weight_decay_mask", leaf, remedy)
-    try:
-        jax.tree.map(lambda *_: None, mask, tree)
-    except ValueError as error:
-        raise ValueError(f"weight_decay_mask does not fit: {remedy}: {error}") from error
-    return mask
+    return broadcast(mask, tree, f"weight_decay_mask does not fit: {remedy}")
 
 
 def _is_boolean(leaf: Any) -> bool:

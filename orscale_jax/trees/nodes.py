@@ -83,6 +83,22 @@ def mask_like(
     )
 
 
+def broadcast(
+    given: PyTree,
+    tree: PyTree,
+    misfit: str,
+    is_leaf: Callable[[Any], bool] | None = None,
+) -> PyTree:
+    """What is given for a tree, or for a prefix of it, for each leaf of the tree."""
+    structure: Any
+    given, structure = jax.tree.flatten(mask_like(given, tree, is_leaf), is_leaf)
+    try:  # Of numbers, at any mismatch: JAX's error would blame a leaf that is None.
+        places = jax.tree.broadcast(structure.unflatten(range(len(given))), tree)
+    except ValueError as error:
+        raise ValueError(f"{misfit}: {error}") from error
+    return jax.tree.map(given.__getitem__, places)
+
+
 def nodes_of(tree: PyTree, *types: type) -> list[Any]:
     """The outermost nodes of these types."""
     nodes = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, types))

@@ -259,10 +259,9 @@ def test_nothing_to_describe():
         ({"w": Dims(0, 1), "x": None}, "'x' is adamw here and matrix in the optimizer"),
         (
             {"w": Dims(0, 1), "x": Dims((0, 1), 2)},
-            r"'x' is matrix of rows \(0, 1\) and columns \(2,\) here and .* rows \(1,\)",
+            r"'x' is matrices of batch shape \(\) here and .* \(2,\) in the optimizer",
         ),
         ({"w": Dims(0, 1), "x": Dims(1, 2), "b": Dims(0, 1)}, "'b' is matrix here and a"),
-        ({"w": Dims(1, 0), "x": Dims(1, 2)}, r"'w' is matrix of rows \(1,\)"),
     ],
 )
 def test_an_optimizer_with_other_matrices(numbers, words):
@@ -294,9 +293,10 @@ def test_scale_and_axes_are_the_optimizers(build, given, scale):
     numbers = {"w": Dims(1, 0), "x": Dims(1, 2)}
     params = {"w": jnp.ones((16, 4)), "x": jnp.ones((2, 4, 16))}
     optimizer = build(0.1, weight_dimension_numbers=numbers, **given)
-    rows = describe(params, optimizer=optimizer).rows
-    assert [(row.m, row.n, row.scale) for row in rows] == [(4, 16, scale)] * 2
-    assert [row.matrices for row in rows] == [1, 2]
+    for numbers in (None, {"w": Dims(0, 1), "x": Dims(1, 2)}):  # Rows for columns.
+        rows = describe(params, numbers, optimizer=optimizer).rows
+        assert [(row.m, row.n, row.scale) for row in rows] == [(4, 16, scale)] * 2
+        assert [row.matrices for row in rows] == [1, 2]
     [row] = describe(
         {"w": params["w"]}, optimizer=orscale(0.1), scale_mode="shape_scaling"
     ).rows
