@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import optax
 
 from orscale_jax import _checks
+from orscale_jax.diagnostics.reading import held, matrices_of
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.momentum import Int8TraceState
-from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on, quoted
 from orscale_jax.trees.nodes import nodes_of
 
@@ -53,7 +54,7 @@ def measure(
 
     Args:
       state: A state as in :func:`read`, of an optimizer with momentum.
-      params: The parameters.
+      params: As in :func:`read`.
       weight_dimension_numbers: The dimension numbers of the optimizer.
       names: The names of the measurements to take.
       previous: A state of an earlier step, for ``"direction_angle"``.
@@ -66,8 +67,8 @@ def measure(
       passed to :meth:`History.append` as ``measurements``.
 
     Raises:
-      ValueError: If a name is not known, ``previous`` is missing, or a state has no
-        momentum for these matrices.
+      ValueError: If a name is not known, ``previous`` is missing, :func:`read` would
+        refuse the state, or one has no momentum for these matrices.
 
     Example:
       >>> import jax.numpy as jnp
@@ -86,7 +87,9 @@ def measure(
             "'direction_angle' compares two states: pass previous=, the optimizer's "
             "state of an earlier step."
         )
-    matrices = Matrices.of(weight_dimension_numbers, params)
+    params = unbox(trained(params, state))
+    like = held(unbox(getattr(state, "opt_state", state)))
+    matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
     now = before = _momenta(state, matrices, params)
     if previous is not None:
         before = _momenta(previous, matrices, params)
@@ -137,14 +140,13 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
             decode = functools.partial(int8_blocks.decode, dtype=jnp.float32)
             trace = jax.tree.map(decode, trace, tree.trace_scale)
         for path, array in jax.tree.leaves_with_path(trace):
-            if names_on(path) in traces:
+            if names_on(path) in traces.keys() & {*map(names_on, matrices.paths)}:
                 raise ValueError(
                     f"the state has two momenta for parameter {quoted(path)}, as if that"
                     " of another optimizer were beside it: pass the state of one of them."
                 )
             traces[names_on(path)] = array
-    leaves = matrices.leaves(unbox(params))
-    for path, leaf in zip(matrices.paths, leaves, strict=True):
+    for path, leaf in zip(matrices.paths, matrices.leaves(params), strict=True):
         if names_on(path) not in traces:
             raise ValueError(
                 f"the state has no momentum for parameter {name_and_shape(path, leaf)}: "

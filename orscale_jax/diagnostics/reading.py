@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, matrix_axes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
@@ -18,7 +18,7 @@ from orscale_jax.transforms.relatives import InitialNormState
 from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, RateMultiplierState
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, trained, unbox
-from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.names import Path, by_name, name_and_shape, names_on
 from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
 
 LearningRate: TypeAlias = (
@@ -28,6 +28,12 @@ LearningRate: TypeAlias = (
 ByPath: TypeAlias = dict[Path, Any]
 _Value = TypeVar("_Value")
 
+# The states that only matrices of this library have, and a field with an entry for each.
+_HELD = {
+    CalibratedTrustRatioState: "trust_ratio",
+    FromFirstNonzeroUpdateState: "started",
+    InitialNormState: "initial_norm",
+}
 # The fields with one entry per matrix that all states of the ratio have.
 _FIELDS = sorted({*CalibratedTrustRatioState._fields} - {"anchor_count", "bounds"})
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
@@ -105,7 +111,7 @@ def read(
         ``learning_rate_multipliers`` of the optimizer: these are in the state.
 
     Returns:
-      A :class:`Reading`.
+      A :class:`Reading`. It shares no array with ``state``.
 
     Raises:
       ValueError: If the state is of another optimizer, has other matrices or has none, a
@@ -134,19 +140,19 @@ def read(
     groups: dict[Path, Labels] = {}
     ratios: dict[Path, dict[str, jax.Array]] = {}
     for labels, node in nodes_in_groups(state, CalibratedTrustRatioState):
-        fields = {name: _by_path([getattr(node, name)]) for name in _FIELDS}
+        fields = {name: by_name(getattr(node, name)) for name in _FIELDS}
         for path in fields["trust_ratio"]:
-            at = {name: jnp.asarray(arrays[path]) for name, arrays in fields.items()}
+            at = {name: _own(arrays[path]) for name, arrays in fields.items()}
             groups[path], ratios[path] = labels, at | {"bounds": jnp.asarray(node.bounds)}
     started = _by_path(x.started for x in nodes_of(state, FromFirstNonzeroUpdateState))
     initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
-    like = {path: at["trust_ratio"] for path, at in ratios.items()} | started | initial
-    if not like:
-        if nodes_of(state, FromFirstNonzeroUpdateState, InitialNormState):
-            raise ValueError("the optimizer has no matrices: there is nothing to read.")
-        remedy = "pass the state of an optimizer of orscale_jax"
-        _checks.refuse("state", type(state), remedy)
-    norms = _weight_norms(params, weight_dimension_numbers, like)
+    like = held(state)
+    matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
+    norms: ByPath = {}
+    for path, row in zip(matrices.paths, matrices.rows(params), strict=True):
+        (axes, leaf), array = row, jnp.asarray(like[names_on(path)])
+        norm = axes.norms(jnp.asarray(leaf).astype(compute_dtype(leaf)))
+        norms[names_on(path)] = typed_sharding.shard_like(norm, array)
     found: dict[Path, dict[str, Any]] = {p: {"weight_norm": x} for p, x in norms.items()}
     rates = _learning_rates(learning_rate, state, groups)
     for path, at in ratios.items():
@@ -179,7 +185,7 @@ def fields_of(reading: Any) -> dict[str, PyTree]:
 
 def known_leaves(tree: PyTree, reading: Reading) -> list[jax.Array | None]:
     """A tree like those of a reading at each leaf of matrices; None where it has none."""
-    found = _by_path([tree])
+    found = by_name(tree)
     norms = jax.tree.leaves_with_path(reading.weight_norm)
     return [found.get(names_on(path)) for path, _ in norms]
 
@@ -189,39 +195,57 @@ def _by_path(trees: Iterable[PyTree]) -> ByPath:
     return {names_on(path): array for path, array in leaves}
 
 
-def _weight_norms(
-    params: PyTree, weight_dimension_numbers: WeightDimensionNumbers, like: ByPath
-) -> ByPath:
-    """‖W‖ of the matrices that the state has, with the shardings of its arrays."""
-    tree = params
-    if weight_dimension_numbers is None:  # Other leaves may be another optimizer's.
-        tree = jax.tree.map_with_path(
+def held(state: Any) -> ByPath:
+    """What a state has for each leaf of matrices, an array with an entry for each."""
+    nodes = nodes_of(state, *_HELD)
+    if not nodes:
+        remedy = "pass the state of an optimizer of orscale_jax"
+        _checks.refuse("state", type(state), remedy)
+    return _by_path(getattr(node, _HELD[type(node)]) for node in nodes)
+
+
+def matrices_of(
+    params: PyTree, numbers: WeightDimensionNumbers, like: ByPath, where: str
+) -> Matrices:
+    """The matrices of which ``where`` has these arrays, by path."""
+
+    def kept(tree: PyTree) -> PyTree:
+        return jax.tree.map_with_path(
             lambda path, leaf: leaf if names_on(path) in like else optax.MaskedNode(),
-            params,
+            tree,
         )
-    matrices = Matrices.of(weight_dimension_numbers, tree)
-    axes_of = dict(zip(map(names_on, matrices.paths), matrices.of_leaves, strict=True))
-    norms = {}
-    for path, leaf in jax.tree.leaves_with_path(params):
+
+    if not like:
+        raise ValueError(f"{where} has no matrices: there is nothing to read.")
+    try:
+        found = matrix_axes(numbers, kept(params) if numbers is None else params)
+    except ValueError:  # Of parameters that the optimizer has not seen.
+        found = matrix_axes(numbers, kept(params))
+    axes_tree = kept(found)
+    axes_of, leaves = by_name(axes_tree), jax.tree.leaves_with_path(params)
+    if missing := like.keys() - {names_on(path) for path, _ in leaves}:
+        raise ValueError(
+            f"{where} has matrices that params does not have, such as "
+            f"{'.'.join(min(missing))!r}: pass the parameters that the optimizer updates."
+        )
+    for path, leaf in leaves:
         if (name := names_on(path)) not in like:
             continue
-        axes, array = axes_of.get(name), jnp.asarray(like[name])
-        shape = None if axes is None else axes.batch_shape(leaf)
-        if axes is None or shape != array.shape:
-            here = "no matrix" if axes is None else f"matrices of batch shape {shape}"
+        axes, shape = axes_of.get(name), np.shape(like[name])
+        own = None if axes is None else axes.batch_shape(leaf)
+        if own != shape:
+            here = "no matrix" if axes is None else f"matrices of batch shape {own}"
             raise ValueError(
-                f"parameter {name_and_shape(path, leaf)} is {here}, but in the state "
-                f"matrices of batch shape {array.shape}: pass read() the "
-                "weight_dimension_numbers that the optimizer was built with."
+                f"parameter {name_and_shape(path, leaf)} is {here}, but in {where} "
+                f"matrices of batch shape {shape}: pass the weight_dimension_numbers "
+                "that the optimizer was built with."
             )
-        norm = axes.norms(jnp.asarray(leaf).astype(compute_dtype(leaf)))
-        norms[name] = typed_sharding.shard_like(norm, array)
-    if missing := [name for name in like if name not in norms]:
-        raise ValueError(
-            f"the state has matrices that params does not have, such as "
-            f"{'.'.join(missing[0])!r}: pass the parameters that the optimizer updates."
-        )
-    return norms
+    return Matrices.of(axes_tree, params)
+
+
+def _own(array: Any) -> jax.Array:
+    """A copy outside of jit, where a donated step would delete the array itself."""
+    return array if isinstance(array, jax.core.Tracer) else jnp.array(array)
 
 
 def _of_matrices(

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orscale_jax.diagnostics.reading import Reading, known_leaves
+from orscale_jax.diagnostics.reading import Reading, matrices_of
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.orthogonalize import orthogonalize
 from orscale_jax.transforms.stages import SPECTRAL, Scale
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.names import by_name, names_on
 
 LossFn: TypeAlias = Callable[[PyTree, Any], jax.Array]
 
@@ -133,7 +134,8 @@ def step_gain(
       batches: At least four micro-batches of the same shapes: a list, an iterator, or a
         tree whose leaves count them along their first axis.
       trust_ratio: The :class:`Reading` of the last step; or :math:`\hat r` alone, a tree
-        like its ``trust_ratio``.
+        like its ``trust_ratio``. Parameters of which it has nothing, such as those of
+        another optimizer, stay where they are in both steps.
       weight_dimension_numbers: The dimension numbers of the optimizer.
       consistent_rms: The value that the optimizer has; None: :math:`s = 1`.
       scale_mode: The mode that the optimizer has; see
@@ -165,27 +167,21 @@ def step_gain(
     """
     scale = Scale.of(consistent_rms, scale_mode)
     found = micro_batches(loss_fn, params, batches, at_least=4)
-    matrices = Matrices.of(weight_dimension_numbers, params)
     if isinstance(trust_ratio, Reading):
         if trust_ratio.trust_ratio is None:
             raise ValueError("the reading has no trust ratios: it is one of muon.")
-        known = known_leaves(trust_ratio.trust_ratio, trust_ratio)
-        pairs = zip(known, jax.tree.leaves(trust_ratio.weight_norm), strict=True)
+        norms, known = map(by_name, (trust_ratio.weight_norm, trust_ratio.trust_ratio))
         # 1 where the optimizer of a leaf has no ratios.
-        ratios = [jnp.ones_like(norm) if r is None else r for r, norm in pairs]
+        ratios = {p: known[p] if p in known else jnp.ones_like(norms[p]) for p in norms}
     else:
-        ratios = jax.tree.leaves(trust_ratio)
-    rows = list(matrices.rows(unbox(params)))
-    shapes = [axes.batch_shape(leaf) for axes, leaf in rows]
-    if [np.shape(ratio) for ratio in ratios] != shapes:
-        raise ValueError(
-            f"trust_ratio has arrays of shapes {[np.shape(r) for r in ratios]}, but the "
-            f"matrices have batch shapes {shapes}: pass that of read(), with the same "
-            "weight_dimension_numbers."
-        )
+        ratios = by_name(unbox(trust_ratio))
+    bare = unbox(params)
+    matrices = matrices_of(bare, weight_dimension_numbers, ratios, "trust_ratio")
+    rows = matrices.rows(bare)
     values = [np.float32(axes.by_shape(scale.value, leaf)) for axes, leaf in rows]
     s = matrices.tree_of(jax.device_put(values))
-    of_leaves = matrices.tree_of([*map(jnp.asarray, ratios)])
+    own = [jnp.asarray(ratios[names_on(path)]) for path in matrices.paths]
+    of_leaves = matrices.tree_of(own)
     scaled = matrices.map(lambda axes, r, s: axes.per_matrix(r) * s, of_leaves, s)
     work = Work(loss_fn, matrices)
     halves = (work.total_gradient(params, found[i::2]) for i in (0, 1))

@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import orscale, polar_factor
-from orscale_jax.diagnostics import measure
+from orscale_jax import by_path, orscale, polar_factor
+from orscale_jax.diagnostics import measure, read, tabulate
+from orscale_jax.flax import nnx_dimension_numbers
 from tests import leaves
 from tests.runs import AUTO, EXPLICIT, mesh_of, placed
 
@@ -141,6 +143,51 @@ def test_of_two_momenta_none_is_taken():
         measure(optimizer.init(params), params)
 
 
+@pytest.mark.parametrize("numbers", [None, by_path({"w": "matrix"})])
+def test_parameters_of_other_optimizers_are_masked(numbers):
+    ours, sgd = orscale(0.1, weight_dimension_numbers=numbers), optax.trace(0.5)
+    alone = {"w": jnp.arange(12.0).reshape(4, 3)}
+    others = {"conv": jnp.ones((3, 3, 4)), "sgd": jnp.eye(3), "frozen": jnp.eye(3)}
+    kinds = {"w": ours, "conv": optax.adamw(0.1), "frozen": optax.set_to_zero()}
+    kinds["sgd"] = optax.chain(sgd, sgd)  # Whose two momenta do not matter.
+    params = alone | others
+    optimizer = optax.partition(kinds, {name: name for name in params})
+    _, state = optimizer.update(params, optimizer.init(params), params)
+    _, own = ours.update(alone, ours.init(alone), alone)
+    found, expected = measure(state, params, numbers), measure(own, alone)
+    for name, tree in expected.items():
+        assert found[name] == tree | dict.fromkeys(others, optax.MaskedNode())
+    assert tabulate(read(state, params, numbers), measurements=found)["matrix"] == ["w"]
+
+
+class Adapted(nnx.Module):
+    """A frozen layer with an adapter, and statistics that no optimizer has."""
+
+    def __init__(self, rngs):
+        base = nnx.Linear(8, 8, rngs=rngs)
+        self.layer = nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
+@pytest.mark.parametrize("numbers_of", [nnx_dimension_numbers, lambda *_, **__: None])
+def test_of_a_model_of_flax(wrt, numbers_of):
+    model = Adapted(nnx.Rngs(0))
+    numbers, params = numbers_of(model, wrt=wrt), nnx.state(model, wrt)
+    transformation = orscale(0.1, weight_dimension_numbers=numbers)
+    optimizer = nnx.Optimizer(model, transformation, wrt=wrt)
+    optimizer.update(model, params)
+    found = measure(optimizer, model, numbers)
+    reading = read(optimizer, model, numbers)
+    errors = tabulate(reading, measurements=found)["polar_error"]
+    assert len(errors) == (2 if wrt is nnx.LoRAParam else 3)
+    expected = measure(optimizer, params, numbers)["polar_error"]
+    np.testing.assert_array_equal(errors, jax.tree.leaves(expected))
+    found = measure(optimizer.opt_state, model, numbers)["polar_error"]
+    np.testing.assert_array_equal(errors, jax.tree.leaves(found))
+
+
 class TestErrors:
     """Inputs that are refused, and what the messages say."""
 
@@ -154,5 +201,8 @@ class TestErrors:
 
     def test_no_momentum(self):
         params = {"w": jnp.eye(3)}
+        state, other = (o(1e-3).init(params) for o in (orscale, optax.adam))
+        with pytest.raises(ValueError, match="pass the state of an optimizer of orscale"):
+            measure(other, params)
         with pytest.raises(ValueError, match=r"no momentum for parameter 'w' of shape"):
-            measure(optax.adam(1e-3).init(params), params)
+            measure(state, params, previous=other)

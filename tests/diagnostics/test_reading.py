@@ -338,6 +338,17 @@ def test_nothing_is_sent_to_the_host_and_nothing_compiled_again():
     assert step._cache_size() == 1
 
 
+def test_a_donated_step_deletes_no_reading():
+    optimizer, params = orscale(0.1), jax.tree.map(jnp.array, TREE)
+    state = optimizer.init(params)
+    assert "copy" not in str(jax.make_jaxpr(read)(state, params))
+    update = jax.jit(optimizer.update, donate_argnums=1)
+    reading, inside = read(state, params), jax.jit(read)(state, params)
+    _, after = update(params, state, params)
+    assert optax.tree.get(state, "calibration")["w"].is_deleted() and after
+    chex.assert_trees_all_close(jax.device_get(reading), inside, rtol=1e-6)
+
+
 def test_a_rate_in_the_state_is_not_fetched(monkeypatch):
     """Outside of jit, that would wait for the step."""
     state, _, params = trained(optax.inject_hyperparams(orscale)(0.1), TREE)

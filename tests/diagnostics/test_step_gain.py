@@ -7,7 +7,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import muon, orscale, polar_factor
+from orscale_jax import by_path, muon, orscale, polar_factor
 from orscale_jax.diagnostics import read, step_gain
 from tests import leaves
 
@@ -181,13 +181,32 @@ class TestReadings:
         )
         assert found.kappa.value == expected.kappa.value != 1
 
+    @pytest.mark.parametrize("numbers", [None, by_path({"a": "matrix"})])
+    def test_parameters_of_other_optimizers_stay_where_they_are(self, numbers):
+        alone, others = {"a": jnp.eye(4)}, {"b": jnp.eye(4), "conv": jnp.ones((3, 3, 4))}
+        params, batches = alone | others, jnp.arange(8.0) / 100
+        kinds = {"a": orscale(1e-2), "b": optax.set_to_zero(), "conv": optax.adamw(1e-2)}
+        optimizer = optax.partition(kinds, {name: name for name in params})
+        reading = read(optimizer.init(params), params)
+
+        def loss_fn(params, batch):
+            moved = {"b": jnp.eye(4), "conv": jnp.ones((3, 3, 4))} | params
+            a, b = moved["a"], moved["b"]
+            return jnp.sum((a - batch) ** 2) + jnp.sum((a + b) ** 4) + moved["conv"].sum()
+
+        found = step_gain(loss_fn, params, batches, reading, numbers)
+        expected = step_gain(loss_fn, alone, batches, {"a": jnp.float32(1)})
+        np.testing.assert_array_equal(found, expected)
+
     def test_what_contradicts_it_is_refused(self):
         loss_fn, params, batches, _ = problem(0, 0.1, 4)
         other = NUMBERS | {"b": Dims((0, 1), 2)}
         scalars = {"a": 1.0, "b": 1.0, "c": 1.0}
         for ratios, numbers in ((self.reading(), other), (scalars, NUMBERS)):
-            with pytest.raises(ValueError, match="trust_ratio has arrays of shapes"):
+            with pytest.raises(ValueError, match="but in trust_ratio matrices of batch"):
                 step_gain(loss_fn, params, batches, ratios, numbers)
+        with pytest.raises(ValueError, match="trust_ratio has no matrices"):
+            step_gain(loss_fn, params, batches, {}, NUMBERS)
         of_muon = self.reading()._replace(trust_ratio=None)
         with pytest.raises(ValueError, match="the reading has no trust ratios"):
             step_gain(loss_fn, params, batches, of_muon, NUMBERS)
