@@ -13,6 +13,7 @@ import numpy as np
 
 from orscale_jax.audit.merging import merged
 from orscale_jax.distributed.plan import Group, Plan
+from orscale_jax.parameters.expressions import matching
 from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
@@ -156,9 +157,10 @@ class Description:
         """Select the rows in whose paths :func:`re.search` finds the expression.
 
         The plan is still that of all rows, of which it keeps the groups that hold a
-        selected one.
+        selected one. A ValueError says that no path has a match.
         """
-        rows = tuple(row for row in self.rows if re.search(expression, row.path))
+        paths = matching("expression", expression, [row.path for row in self.rows])
+        rows = tuple(row for row in self.rows if row.path in paths)
         names = {row.name for row in rows}
         groups = (group for group in self.plan.groups if names.intersection(group.names))
         return Description(

@@ -181,7 +181,7 @@ class History:
                 _checks.refuse("gained", gained, "pass what step_gain() returned")
             scalars |= dict(zip(GAINED, gained.kappa, strict=True))
         table = tabulate(reading, self.classes, measurements)
-        matrices, steps = list(table["matrix"]), self._file.steps
+        matrices, steps = [*map(_text, table["matrix"])], self._file.steps
         if steps and step <= max(steps):
             raise ValueError(
                 f"step={step} is not after {max(steps)}, the last one in {self.path}:"
@@ -234,7 +234,7 @@ def read_rows(file: Any) -> "pandas.DataFrame":
 def _text(value: Any) -> str:
     """A name, or a number: whole as it is, of Python with 15 digits, of arrays with 7."""
     if isinstance(value, str):
-        return value
+        return value.replace("\n", r"\n")  # A row is one line.
     if np.asarray(value).dtype.kind in "biu":
         return str(int(value))
     return f"{float(value):.{15 if isinstance(value, float) else 7}g}"

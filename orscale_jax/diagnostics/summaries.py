@@ -1,7 +1,6 @@
 """A reading as flat scalars for any logger, or as a table with a row for every matrix."""
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -11,6 +10,7 @@ import numpy as np
 
 from orscale_jax import _checks
 from orscale_jax.diagnostics.reading import Reading, fields_of, known_leaves
+from orscale_jax.parameters.expressions import matching
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
@@ -72,8 +72,8 @@ def summarize(
       ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
 
     Raises:
-      ValueError: If it is no reading, ``classes`` does not fit, or ``matrices`` matches
-        none.
+      ValueError: If it is no reading, ``classes`` does not fit, or ``matrices`` is no
+        expression or matches none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -102,16 +102,7 @@ def summarize(
         scalars |= {f"{prefix}{group}{key}": value for key, value in found.items()}
     if matrices is None:
         return scalars
-    names = _names_of(reading.weight_norm)
-    try:
-        chosen = {name for name in names if re.search(matrices, name)}
-    except re.error as error:
-        raise ValueError(
-            f"matrices={matrices!r} is not a regular expression: {error}."
-        ) from error
-    if not chosen:
-        remedy = f"no name has it; the first are {names[:3]}"
-        _checks.refuse("matrices", matrices, remedy)
+    chosen = matching("matrices", matrices, _names_of(reading.weight_norm))
     for field in [field for field in QUANTITIES if field in trees]:
         values = vector(jax.tree.leaves(trees[field]))
         pairs = zip(_names_of(trees[field]), values, strict=True)
@@ -175,7 +166,11 @@ def tabulate(
                     "processes: compile read() with replicated out_shardings, or gather "
                     "it with jax.experimental.multihost_utils.process_allgather."
                 )
-        leaves = jax.device_get(known_leaves(tree, reading))
+        fetched = jax.device_get(known_leaves(tree, reading))
+        leaves = [
+            None if leaf is None else np.asarray(leaf, getattr(leaf, "dtype", float))
+            for leaf in fetched
+        ]
         dtypes = (leaf.dtype for leaf in leaves if leaf is not None)
         dtype = next(dtypes, np.dtype(np.float32))
         missing = False if dtype.kind == "b" else np.nan

@@ -37,22 +37,21 @@ def compiled(
         remedy = f"pass a mapping, or pairs, from regular expressions to {kind}"
         _checks.refuse(argument, pairs, remedy)
 
-    def pattern(expression: Any) -> re.Pattern[str]:
-        name = f"an expression of {argument}"
-        if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
-            return expression
-        if not isinstance(expression, str):
-            _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
-        try:
-            return re.compile(expression)
-        except re.error as error:
-            raise ValueError(
-                f"{name}={expression!r} is not valid: {error}; see Python's module re."
-            ) from error
-
+    name = f"an expression of {argument}"
     return tuple(
-        (pattern(key), checked(f"{argument}[{key!r}]", value)) for key, value in pairs
+        (_pattern(name, key), checked(f"{argument}[{key!r}]", value))
+        for key, value in pairs
     )
+
+
+def matching(argument: str, expression: Any, names: Iterable[str]) -> set[str]:
+    """The names in which an expression has a match; refuses one that has none."""
+    pattern, names = _pattern(argument, expression), list(names)
+    found = {name for name in names if pattern.search(name)}
+    if not found:
+        remedy = f"no name has it; the first are {names[:3]}"
+        _checks.refuse(argument, expression, remedy)
+    return found
 
 
 def values(
@@ -88,6 +87,19 @@ def values(
         )
     found = ((names_on(path), by_dotted[dotted(path)]) for path, _ in leaves)
     return {path: pairs[index][1] for path, index in found if index is not None}
+
+
+def _pattern(name: str, expression: Any) -> re.Pattern[str]:
+    if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
+        return expression
+    if not isinstance(expression, str):
+        _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
+    try:
+        return re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"{name}={expression!r} is not valid: {error}; see Python's module re."
+        ) from error
 
 
 def refuse_step_count(tree: PyTree, argument: str = "weight_dimension_numbers") -> None:

@@ -468,6 +468,9 @@ def test_select():
     assert [row.path for row in chosen.rows] == ["bias", "layers.stack"]
     assert chosen.totals["all"].state_bytes == 8082 and chosen.shared_bytes == 0
     assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
+    for wrong, message in (("(", "missing"), ("expert", "first are.*'bias'")):
+        with pytest.raises(ValueError, match=rf"^expression='.*' is .*{message}"):
+            small().select(wrong)
 
 
 @pytest.mark.quick_first_case

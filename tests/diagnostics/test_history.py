@@ -55,6 +55,15 @@ def test_names_in_a_frame_are_texts(params, tmp_path):
     assert history.frame().matrix.tolist() == names
 
 
+def test_a_name_of_two_lines_is_written_in_one(tmp_path):
+    params = {"a\nb": jnp.eye(3), "c": jnp.eye(3)}
+    of_two = read(orscale(1e-3).init(params), params)
+    for step in (1, 2):
+        History(tmp_path / "history.csv").append(step, of_two)
+    frame = History(tmp_path / "history.csv").frame()
+    assert frame.matrix.tolist() == [r"a\nb", "c"] * 2
+
+
 @pytest.mark.extended
 def test_pandas_reads_what_was_written(tmp_path):
     history = written(tmp_path / "run" / "history.csv")

@@ -163,6 +163,12 @@ def test_a_table_has_a_row_for_each_matrix():
         np.testing.assert_array_equal(table[field], flat(getattr(reading, field)))
 
 
+def test_measurements_may_be_numbers_of_python():
+    reading = read(orscale(1e-3).init({"up": jnp.eye(3)}), {"up": jnp.eye(3)})
+    for number in (0.1, 2, True):
+        assert tabulate(reading, None, {"signal": {"up": number}})["signal"] == [number]
+
+
 @pytest.mark.extended
 def test_a_class_of_empty_stacks_has_no_statistics():
     params = {"e": jnp.zeros((0, 4, 3)), "w": jnp.eye(4)}
@@ -187,8 +193,9 @@ class TestErrors:
     def test_patterns(self):
         with pytest.raises(ValueError, match="'down' is not valid: no name has it"):
             summarize(trees(), matrices="down")
-        with pytest.raises(ValueError, match="is not a regular expression"):
-            summarize(trees(), matrices="[")
+        for wrong, message in (("[", "unterminated"), (["up"], "pass a string")):
+            with pytest.raises(ValueError, match=rf"^matrices=.*{message}"):
+                summarize(trees(), matrices=wrong)
 
     def test_measurements(self):
         reading = trees()
