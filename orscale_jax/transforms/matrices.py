@@ -205,6 +205,7 @@ def on_parameters(
     gradients; without parameters, the updates. Updates come out in the dtype to which
     gradient, parameter and ``mu_dtype`` promote, as in Optax, and sharded like the
     parameters; every leaf of the state with its dtype, sharding and box of before.
+    With ``keep_dtypes``, for a single stage, updates keep their own dtypes instead.
     """
 
     def init(params: PyTree) -> PyTree:
