@@ -15,7 +15,7 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
 from orscale_jax.transforms.momentum import Int8TraceState
-from orscale_jax.trees.boxes import PyTree, unbox
+from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on, quoted
 from orscale_jax.trees.nodes import nodes_of
 
@@ -53,7 +53,7 @@ def measure(
 
     Args:
       state: A state as in :func:`read`, of an optimizer with momentum.
-      params: The parameters.
+      params: The parameters, as in :func:`read`.
       weight_dimension_numbers: The dimension numbers of the optimizer.
       names: The names of the measurements to take.
       previous: A state of an earlier step, for ``"direction_angle"``.
@@ -86,6 +86,7 @@ def measure(
             "'direction_angle' compares two states: pass previous=, the optimizer's "
             "state of an earlier step."
         )
+    params = trained(params, state)
     matrices = Matrices.of(weight_dimension_numbers, params)
     now = before = _momenta(state, matrices, params)
     if previous is not None:

@@ -902,6 +902,8 @@ class Normalized(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.cache = nnx.Cache(jnp.zeros((2, 3, 4)))
         self.down = nnx.Linear(8, 4, rngs=rngs)
+        self.rope, self.window = jnp.ones((16, 8)), jnp.tri(4, dtype=bool)
+        self.up_again, self.upward = self.up, self.up.kernel
 
     def __call__(self, x):
         return self.down(self.dropout(self.norm(self.up(x))))
@@ -925,6 +927,15 @@ def test_of_an_nnx_model_what_is_trained_counts():
     optimizer.update(model, grads)
     found = diagnostics.read(optimizer, model, numbers)
     assert {x.item() for x in jax.tree.leaves(found.anchored)} == {True}
+    of_model = diagnostics.read(optimizer.opt_state, model, numbers)
+    assert jax.tree.leaves(of_model.growth) == jax.tree.leaves(found.growth)
+    diagnostics.summarize(of_model, diagnostics.layer_classes(model))
+    measured = [
+        diagnostics.measure(state, model, numbers)["momentum_stable_rank"]
+        for state in (optimizer, optimizer.opt_state)
+    ]
+    assert len(jax.tree.leaves(measured[0])) == 2
+    assert jax.tree.leaves(measured[0]) == jax.tree.leaves(measured[1])
     down = nnx.All(nnx.Param, nnx.PathContains("down"))
     optimizer = nnx.Optimizer(model, transformation, wrt=down)
     rows = describe(model, numbers, optimizer=optimizer).rows
