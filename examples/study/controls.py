@@ -224,7 +224,7 @@ def _around_direction(s: Stages, rescaled: Callable[[PyTree], PyTree]) -> Transf
         directions, inner_state = inner.update(updates, state.inner, params)
         _, found = ratio.update(rescaled(updates), state.ratio, rescaled(params))
         found = _with_own_norms(s, state.ratio, found, directions, params)
-        scaled = s.matrices.map(times_ratio, directions, found.trust_ratio, params)
+        scaled = s.matrices.map(times_ratio, directions, found.trust_ratio)
         return scaled, _AroundState(found, inner_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -290,7 +290,7 @@ def pooled_ratio_stage(
             return jnp.where(jnp.isfinite(own), shared, own)
 
         ratios = matrices.map(clipped, raw, means)
-        scaled = matrices.map(times_ratio, updates, ratios, params)
+        scaled = matrices.map(times_ratio, updates, ratios)
         return scaled, found._replace(trust_ratio=ratios)
 
     return optax.GradientTransformationExtraArgs(ratio.init, update)

@@ -194,7 +194,10 @@ Stage: TypeAlias = Callable[[Matrices], optax.GradientTransformation]
 
 
 def on_parameters(
-    optimizer_of: Callable[[PyTree], Optimizer], mu_dtype: DTypeLike | None
+    optimizer_of: Callable[[PyTree], Optimizer],
+    mu_dtype: DTypeLike | None,
+    *,
+    keep_dtypes: bool = False,
 ) -> Optimizer:
     """The whole optimizer that ``optimizer_of(parameters)`` is for given parameters.
 
@@ -202,6 +205,7 @@ def on_parameters(
     gradients; without parameters, the updates. Updates come out in the dtype to which
     gradient, parameter and ``mu_dtype`` promote, as in Optax, and sharded like the
     parameters; every leaf of the state with its dtype, sharding and box of before.
+    With ``keep_dtypes``, for a single stage, updates keep their own dtypes instead.
     """
 
     def init(params: PyTree) -> PyTree:
@@ -212,10 +216,12 @@ def on_parameters(
     ) -> tuple[PyTree, PyTree]:
         grads, old, weights = _bare(updates, state, params)
         if weights is not None:
-            require_fitting(grads, weights)
+            (require_shapes if keep_dtypes else require_fitting)(grads, weights)
         place = grads if weights is None else weights
         abstract = jax.tree.map(_abstract, place)
-        require_state(old, jax.eval_shape(init, abstract), abstract)
+        wanted = jax.eval_shape(init, abstract)
+        if jax.tree.leaves((old, wanted)):  # Of a stage without state, anything will do.
+            require_state(old, wanted, abstract)
         dtype = compute_dtype((grads, weights))
 
         def widened(leaf: Any) -> Any:
@@ -223,6 +229,8 @@ def on_parameters(
             return jnp.asarray(leaf, dtype) if floating else _as_jax(leaf)
 
         def cast(leaf: jax.Array, update: Any, param: Any) -> jax.Array:
+            if keep_dtypes:
+                return leaf.astype(jnp.result_type(update))
             dtype = jnp.promote_types(jnp.result_type(update), jnp.result_type(param))
             dtype = dtype if mu_dtype is None else jnp.promote_types(dtype, mu_dtype)
             return typed_sharding.shard_like(leaf.astype(dtype), jnp.asarray(param))
@@ -251,25 +259,11 @@ def on_parameters(
 def on_matrices(numbers: WeightDimensionNumbers, stage: Stage) -> Optimizer:
     """A stage for the matrices of the trees that it is given, which hold nothing else."""
 
-    def init(params: PyTree) -> PyTree:
-        return stage(Matrices.of(numbers, params, only=True)).init(params)
+    def optimizer_of(tree: PyTree) -> Optimizer:
+        matrices = Matrices.of(numbers, tree, only=True)
+        return optax.with_extra_args_support(stage(matrices))
 
-    def update(
-        updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
-    ) -> tuple[PyTree, PyTree]:
-        bare, old, weights = jax.tree.map(_as_jax, _bare(updates, state, params))
-        matrices = Matrices.of(numbers, bare, only=True)
-        if weights is not None:
-            require_shapes(bare, matrices.replace(bare, matrices.leaves(weights)))
-        inner = optax.with_extra_args_support(stage(matrices))
-        abstract = jax.tree.map(_abstract, bare if weights is None else weights)
-        wanted = jax.eval_shape(inner.init, abstract)
-        if jax.tree.leaves((old, wanted)):  # Of a stage without state, anything will do.
-            require_state(old, wanted, abstract)
-        new, state_after = inner.update(bare, old, weights, **extra_args)
-        return rebox(new, updates), rebox(state_after, state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return on_parameters(optimizer_of, None, keep_dtypes=True)
 
 
 def compute_dtype(tree: Any) -> jnp.dtype:

@@ -59,10 +59,9 @@ def neuron_rms_stage(
         return jnp.sum(x, axis=axis) / max(1, math.prod(x.shape[i] for i in axis))
 
     def step(axes: MatrixAxes, q: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
-        now = axes.neurons.reduce(mean, jnp.square(q.astype(compute_dtype(q))))
+        now, entries = axes.neurons.reduce(mean, jnp.square(q)), axes.of_neurons
         decay = jnp.asarray(b2, v.dtype)
-        v = decay * v + (1 - decay) * now.astype(v.dtype)
-        wide, entries = q.astype(v.dtype), axes.of_neurons
+        v = decay * v + (1 - decay) * now
         # No division by zero where both a neuron and eps are zero.
         root = jnp.sqrt(jnp.where(v == 0, 1, v))
         inverse = 1 / (root + jnp.asarray(eps, v.dtype))
@@ -75,7 +74,7 @@ def neuron_rms_stage(
             wanted = jnp.asarray(full_rank, v.dtype)
         factor = jnp.sqrt(wanted / jnp.where(found == 0, 1, found))
         per_neuron = broadcast(entries, factor, inverse) * inverse
-        return (broadcast(axes.neurons, per_neuron, wide) * wide).astype(q.dtype), v
+        return broadcast(axes.neurons, per_neuron, q) * q, v
 
     def init(params: PyTree) -> NeuronRMSState:
         neurons = tuple(axes and axes.neurons for axes in matrices.axes)
@@ -104,15 +103,13 @@ def normalize_stage(
         _checks.choice("order", vectors, VECTORS)
     _checks.number("eps", eps, at_least=0)
 
-    def normalize(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
-        dtype = compute_dtype(leaf)
-        x = leaf.astype(dtype)
+    def normalize(axes: MatrixAxes, x: jax.Array) -> jax.Array:
         for vectors in order:
             each = axes.neurons if vectors == NEURONS else axes.inputs
-            square = each.reduce(jnp.sum, jnp.square(x)) + jnp.asarray(eps, dtype)
+            square = each.reduce(jnp.sum, jnp.square(x)) + jnp.asarray(eps, x.dtype)
             inverse = jax.lax.rsqrt(jnp.where(square == 0, 1, square))
             x = broadcast(each, inverse, x) * x
-        return x.astype(leaf.dtype)
+        return x
 
     return optax.stateless(lambda updates, _: matrices.map(normalize, updates))
 
@@ -201,17 +198,14 @@ def initial_norm_stage(
         return InitialNormState(initial, learning_rate.init(params))
 
     def to_norm(axes: MatrixAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
-        wide = leaf.astype(compute_dtype((leaf, norm)))
-        found = axes.norms(wide)
+        found = axes.norms(leaf)
         # A zero norm was not refused where ``init`` was compiled: here it shows as NaN.
         factor = jnp.where(norm == 0, jnp.nan, norm) / jnp.where(found == 0, 1, found)
-        return (broadcast(axes, factor, wide) * wide).astype(leaf.dtype)
+        return broadcast(axes, factor, leaf) * leaf
 
     def change(
-        axes: MatrixAxes, step: jax.Array, weight: jax.Array, norm: jax.Array
+        axes: MatrixAxes, by: jax.Array, w: jax.Array, norm: jax.Array
     ) -> jax.Array:
-        dtype = compute_dtype((step, weight))
-        w, by = weight.astype(dtype), step.astype(dtype)
         still = axes.reduce(largest_magnitude, by) == 0
         found = axes.norms(w + by)
         # A step to zero leaves no direction: the matrix stays where it is.
@@ -219,8 +213,7 @@ def initial_norm_stage(
         # Not R (W + step) / ‖W + step‖ − W, which would round off the step's digits.
         factor = jnp.where(found == 0, 0, norm / moved)
         shrinkage = (norm - moved) / moved
-        stepped = broadcast(axes, factor, by) * by + broadcast(axes, shrinkage, w) * w
-        return stepped.astype(step.dtype)
+        return broadcast(axes, factor, by) * by + broadcast(axes, shrinkage, w) * w
 
     def update(
         updates: PyTree,

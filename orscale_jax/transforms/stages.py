@@ -227,11 +227,10 @@ def shape_stage(scale: Scale, matrices: Matrices) -> optax.GradientTransformatio
     """Q to sQ: :func:`scale_by_shape` for given matrices."""
 
     def times_s(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
-        dtype = compute_dtype(leaf)
-        factor = jnp.asarray(axes.by_shape(scale.without_rms, leaf), dtype)
+        factor = jnp.asarray(axes.by_shape(scale.without_rms, leaf), leaf.dtype)
         if scale.rms is not None:
-            factor = jnp.asarray(scale.rms, dtype) * factor
-        return (factor * leaf.astype(dtype)).astype(leaf.dtype)
+            factor = jnp.asarray(scale.rms, leaf.dtype) * factor
+        return factor * leaf
 
     def init(params: PyTree) -> optax.EmptyState:
         scaled.note((matrices, scale))
@@ -349,9 +348,8 @@ def _moving(matrices: Matrices, updates: PyTree) -> PyTree:
     """Whether each matrix has an update, also one that is not finite."""
 
     def at(_: MatrixAxes, largest: jax.Array) -> jax.Array:
-        wide = largest.astype(compute_dtype(largest))
         # Some platforms flush subnormal numbers to zero, some only where they round.
-        return ~(wide < jnp.finfo(wide.dtype).tiny)
+        return ~(largest < jnp.finfo(largest.dtype).tiny)
 
     return matrices.map(at, matrices.reduce(largest_magnitude, updates))
 

@@ -244,13 +244,10 @@ def trust_ratio_stage(
         def placed(_: MatrixAxes, entries: jax.Array, c: jax.Array) -> jax.Array:
             return typed_sharding.shard_like(entries, c)
 
-        def norms(tree: PyTree, other: PyTree) -> PyTree:
-            wide = matrices.map(
-                lambda _, x, y: x.astype(compute_dtype((x, y))), tree, other
-            )
-            return matrices.map(placed, matrices.norms(wide), state.calibration)
-
-        directions, weights = norms(updates, params), norms(params, updates)
+        directions, weights = (
+            matrices.map(placed, matrices.norms(tree), state.calibration)
+            for tree in (updates, params)
+        )
         if moving is None:
             moving = matrices.map(lambda _, c: jnp.ones_like(c, bool), state.calibration)
         moving = matrices.map(placed, moving, state.calibration)
@@ -272,17 +269,14 @@ def trust_ratio_stage(
         fields = dict(zip(state._fields, columns, strict=False))
         new = state._replace(**fields, bounds=ratio.bounds(params))
         ratios = matrices.together(new.trust_ratio)
-        return matrices.map(times_ratio, updates, ratios, params), new
+        return matrices.map(times_ratio, updates, ratios), new
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def times_ratio(
-    axes: MatrixAxes, direction: jax.Array, ratio: jax.Array, weight: jax.Array
-) -> jax.Array:
+def times_ratio(axes: MatrixAxes, direction: jax.Array, ratio: jax.Array) -> jax.Array:
     """The directions of a leaf times the ratios of its matrices."""
-    d = direction.astype(compute_dtype((direction, weight)))
-    return (broadcast(axes, ratio.astype(d.dtype), d) * d).astype(direction.dtype)
+    return broadcast(axes, ratio, direction) * direction
 
 
 def not_one(c: jax.Array) -> jax.Array:
@@ -324,8 +318,6 @@ def _calibrated(
     """Definitions 1 and 2: c, r and r̂ of ‖W‖, ‖D‖, d₀ and what was known before."""
     weight, direction, anchored, moving, c, anchor_weight_norm, *counts = leaf
     eps, r_min, r_max, anchor_steps = numbers
-    stored = c.dtype
-    c, anchor_weight_norm = (x.astype(weight.dtype) for x in (c, anchor_weight_norm))
     directed = moving & (direction > 0) & jnp.isfinite(direction)
     unset = (c == 0) | (c == 1)  # By init, or by a run without calibration.
     # Without a c that the rule sets, ‖W‖ counts at the first direction at which it is not
@@ -358,5 +350,4 @@ def _calibrated(
     raw = jnp.where(neutral, 1, weight / (of_c * d + eps))
     raw = jnp.where(jnp.isfinite(direction), raw, jnp.nan)
     clipped = jnp.clip(raw, r_min, r_max)
-    floats = c, raw, clipped, weight, direction, new_norm
-    return [*(x.astype(stored) for x in floats), *counts]
+    return [c, raw, clipped, weight, direction, new_norm, *counts]

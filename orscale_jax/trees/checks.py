@@ -93,16 +93,20 @@ def require_shapes(updates: PyTree, params: PyTree | None) -> None:
 
 
 def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
-    """The parameters without those that have no gradients, which may be anything."""
+    """The parameters without those that have no gradients or masks, which may be any."""
     try:
         return jax.tree.map(
-            lambda update, param: None if update is None else param,
+            lambda update, param: update if _is_no_update(update) else param,
             updates,
             params,
-            is_leaf=lambda update: update is None,
+            is_leaf=_is_no_update,
         )
     except ValueError:
         return params  # Of another structure: require_fitting names the difference.
+
+
+def _is_no_update(node: Any) -> bool:
+    return node is None or is_masked(node)
 
 
 def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:

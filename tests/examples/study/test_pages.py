@@ -233,6 +233,20 @@ def test_the_ladder_at_one_rate():
         assert [small, usual] == [told(shared(f"{cell}-small-init")), told(shared(cell))]
 
 
+def anchored(cell, arm="largest_anchor"):
+    """After a first batch of 8 sequences, another anchor minus the paper's."""
+    few = f"ladder/{cell}-first-batch-8"
+    where = (f"ladder/{cell}", "orscale") if arm == "waited" else (few, arm)
+    seeds = range(700, 712)
+    return np.subtract(found(*where, seeds)[1], found(few, "orscale", seeds)[1])
+
+
+def test_another_anchor():
+    for cell, largest, waited in the_table("two_rates", "after 8 sequences"):
+        name = cell.strip("`")
+        assert [largest, waited] == [told(anchored(name)), told(anchored(name, "waited"))]
+
+
 def known():
     """Intervals that the second study's sentences may have, to four digits."""
     arms = ["orscale", MUON, "muon", "normuon", "hyperball", "replayed", "pooled",
@@ -249,6 +263,13 @@ def known():
         mean([f"ladder-{n}", f"ladder-{n}-small-init"], of=shared) for n in (1, 4, 16, 32)
     ]
     yield from (told(np.polyfit([0, 2, 4, 5], rungs, 1)[0]), told(rungs[1] - rungs[0]))
+    few = [f"ladder-{n}{init}" for init in ("-small-init", "") for n in (4, 16, 32)]
+    waited = functools.partial(anchored, arm="waited")
+    yield told(mean(few, of=anchored))
+    yield told(mean(few, of=anchored) - mean(few, of=waited))
+    low = [few[2], few[3]]  # Below the pilots' threshold.
+    yield told(-mean(low, of=waited))
+    yield told(-mean([cell for cell in few if cell not in low], of=waited))
     later = "experts-32-first-batch-64"
     yield told(second("like-16b-first-batch-64"))
     yield told(slope([*list(LADDER.values())[:-1], later]))

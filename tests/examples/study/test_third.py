@@ -302,8 +302,9 @@ def test_what_is_missing_has_no_endpoint(tmp_path):
     prepare(THIRD, tmp_path)
     ladder = Ladder(tmp_path, train=False)
     assert third_tables.endpoints(ladder).count("not complete") == 5
-    for table in (third_tables.cells, third_tables.record, third_tables.anchors):
+    for table in (third_tables.cells, third_tables.record):
         assert "not complete" in table(ladder)
+    assert "not complete" in third_tables.anchors(ladder, ["waited"], third.ANCHOR_SEEDS)
 
 
 def test_the_record_is_at_its_best_rates_and_anchors_are_paired(tmp_path, trained):
@@ -318,7 +319,8 @@ def test_the_record_is_at_its_best_rates_and_anchors_are_paired(tmp_path, traine
         if row.arm == "orscale"
     }
     assert f"{min(rates) + 0.6035:.4f}" in ours
-    line = third_tables.anchors(ladder).splitlines()[2]
+    arms = [*third.ANCHORS[1:], third.WAITED]
+    line = third_tables.anchors(ladder, arms, third.ANCHOR_SEEDS).splitlines()[2]
     assert line.endswith("+0.0100 [+0.0100, +0.0100] | +0.0000 [+0.0000, +0.0000] |")
 
 
@@ -345,13 +347,15 @@ def test_the_advice_of_the_first_batch(tmp_path, monkeypatch, ranks, costs, limi
     lines = third_tables.advice(Ladder(tmp_path)).splitlines()[2:]
     gain = stats.ttest_1samp(np.array([*noise.values()]) - 0.002, 0)
     ends = "[{:+.4f}, {:+.4f}]".format(*gain.confidence_interval())
-    assert lines[0] == f"| largest_anchor − the paper's anchor |  | -0.0020 {ends} |"
-    assert len(lines) == (1 if limit is None else 3)
+    assert lines[0] == f"| largest_anchor − the paper's anchor | all | -0.0020 {ends} |"
+    cost = np.mean([*costs.values()])
+    assert f"| all | {cost - 0.002:+.4f} [" in lines[1]
+    assert len(lines) == (2 if limit is None else 4)
     if limit is not None:
-        assert f"rank below {limit:.3g}" in lines[1]
-        assert [n for n in EXPERTS if f"`ladder-{n}`" in lines[1]] == below
+        assert f"rank below {limit:.3g}" in lines[2]
+        assert [n for n in EXPERTS if f"`ladder-{n}`" in lines[2]] == below
         mean = np.mean([costs[n] for n in below])
-        assert f"| {mean:+.4f} [" in lines[1]
+        assert f"| {mean:+.4f} [" in lines[2]
 
 
 def test_an_interval_is_that_of_a_paired_t_test():
