@@ -107,10 +107,10 @@ def linen_dimension_numbers(
     Returns:
       A tree of the structure of ``module.init(...)["params"]`` with a
       :class:`optax.contrib.MuonDimensionNumbers`, a
-      :class:`orscale_jax.BlockDimensionNumbers` (for grouped convolutions), or None for
-      AdamW, for each parameter. Where a parameter is in a box, such as one made by
-      ``nn.with_partitioning``, the entry stands for the whole box, so that the tree fits
-      the parameters with and without boxes.
+      :class:`orscale_jax.BlockDimensionNumbers` (for gates and grouped convolutions), or
+      None for AdamW, for each parameter. Where a parameter is in a box, such as one made
+      by ``nn.with_partitioning``, the entry stands for the whole box, so that the tree
+      fits the parameters with and without boxes.
 
     Raises:
       ValueError: In the same cases as :func:`nnx_dimension_numbers`.
@@ -130,7 +130,8 @@ def linen_dimension_numbers(
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, type] = {(): type(module)}
-    interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners)
+    around: dict[Path, Declared] = {}  # By modules around a parameter's own.
+    interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners, around)
     # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
     own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
 
@@ -152,9 +153,10 @@ def linen_dimension_numbers(
     for path, leaf in leaves.items():
         shape, box = np.shape(leaf), boxes.get(path)
         if isinstance(box, _Traced):
-            by_type[path] = module_types.located(box.declared, box.axes, shape)
+            declared = around.get(path, box.declared)
+            by_type[path] = module_types.located(declared, box.axes, shape)
         else:
-            by_type[path] = module_types.numbers_by_owner(path, shape, owners, {})
+            by_type[path] = module_types.numbers_by_owner([path], shape, owners, {})
 
     def outputs(params: PyTree, rngs: Any, *args: Any, **kwargs: Any) -> Any:
         # As in init, without the names of axes over which BatchNorm would average.
@@ -176,7 +178,9 @@ def linen_dimension_numbers(
     )
 
 
-def _interceptor(rules: ModuleRules, owners: dict[Path, type]) -> Callable[..., Any]:
+def _interceptor(
+    rules: ModuleRules, owners: dict[Path, type], around: dict[Path, Declared]
+) -> Callable[..., Any]:
     """Make an interceptor that boxes each parameter after a method of its module."""
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
@@ -187,6 +191,8 @@ def _interceptor(rules: ModuleRules, owners: dict[Path, type]) -> Callable[..., 
         # Where two modules share a scope, the outer one returns last, and owns it.
         owners[tuple(module.path)] = type(module)
         declared = module_types.declarations(module, rules)
+        dotted = ((name.split("."), own) for name, own in declared.items() if "." in name)
+        around.update({(*module.path, *names): own for names, own in dotted})
         for name, value in module.variables.get("params", {}).items():
             if isinstance(value, Mapping):
                 continue

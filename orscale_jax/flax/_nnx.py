@@ -33,13 +33,14 @@ def nnx_dimension_numbers(
     """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
 
     Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
-    ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices.
-    Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
-    axes take AdamW, and so does every parameter whose path has a name that
-    :func:`orscale_jax.orscale` takes for an embedding or an output head. Given the
-    model's inputs, so does the kernel whose product becomes its output, whatever its
-    name. Axes that ``nnx.vmap`` or ``nnx.scan`` put in front of those that a module
-    declares are batch axes.
+    ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices, one
+    per gate where a cell's kernel holds several. Embeddings, norms, biases, depthwise
+    convolutions and parameters of fewer than two axes take AdamW, and so does every
+    parameter whose path has a name that :func:`orscale_jax.orscale` takes for an
+    embedding or an output head. Given the model's inputs, so does the kernel whose
+    product becomes its output, whatever its name. A variable that several modules share
+    takes AdamW if one of them says so. Axes that ``nnx.vmap`` or ``nnx.scan`` put in
+    front of those that a module declares are batch axes.
 
     Args:
       model: The module whose variables are optimized.
@@ -65,7 +66,7 @@ def nnx_dimension_numbers(
     Returns:
       A callable from the parameters to their tree of
       :class:`optax.contrib.MuonDimensionNumbers`, None for AdamW, and
-      :class:`orscale_jax.BlockDimensionNumbers` for grouped convolutions, as
+      :class:`orscale_jax.BlockDimensionNumbers` for gates and grouped convolutions, as
       ``weight_dimension_numbers`` takes it. The parameters may be
       ``nnx.state(model, nnx.Param)`` or a part of it (``nnx.LoRAParam``), with variables
       or with bare arrays, or the ``nnx.to_pure_dict`` of either.
@@ -116,9 +117,19 @@ def nnx_dimension_numbers(
         for path, module in nnx.iter_modules(model)
         if not (path and isinstance(module, _CONTAINERS))
     }
+    # A variable that several modules share is in the state where it is met first.
+    shared: dict[Path, list[Path]] = {}
+    for places in nnx.find_duplicates(model, only=nnx.Variable):
+        paths = [tuple(map(str, path)) for path in places]
+        shared[paths[0]] = paths
+    owners = {(): model, **modules}
     by_type = {
         path: module_types.numbers_by_owner(
-            path, np.shape(leaf), {(): model, **modules}, rules, stacked[path].values()
+            shared.get(path, [path]),
+            np.shape(leaf),
+            owners,
+            rules,
+            stacked[path].values(),
         )
         for path, leaf in leaves.items()
     }
@@ -131,7 +142,7 @@ def nnx_dimension_numbers(
             return called(*args, **kwargs)
 
         output = output_layers.output_layers(outputs, *states, *args, **kwargs)
-    numbers = module_types.resolved(leaves, by_type, overrides, head_size, output)
+    numbers = module_types.resolved(leaves, by_type, overrides, head_size, output, shared)
     kind = f"nnx.{wrt.__name__}" if isinstance(wrt, type) else f"variable {wrt}"
     return module_types.look_up(
         numbers, is_holder, f"{kind} of the model that nnx_dimension_numbers"

@@ -10,6 +10,7 @@ from orscale_jax.parameters.dimension_numbers import Unresolved, as_tuple
 from orscale_jax.parameters.module_types import (
     Declared,
     ModuleRules,
+    Rule,
     Weight,
     adamw_only,
     convolution,
@@ -83,6 +84,24 @@ def _conv(
     return _kernel(convolution((*size, inputs, outputs), window, window + 1, groups))
 
 
+def _gates(number: int) -> Rule:
+    """The rule of an NNX cell whose layers have the kernels of all gates side by side."""
+    return lambda m: {
+        f"{name}.kernel": Weight(
+            (inputs, number * m.hidden_features), 0, 1, blocks=number, block_axis=1
+        )
+        for name, inputs in (("dense_i", m.in_features), ("dense_h", m.hidden_features))
+    }
+
+
+def _conv_lstm(module: linen.ConvLSTMCell) -> _Parameters:
+    """As those of :func:`_gates`, in two convolutions."""
+    columns = len(module.kernel_size) + 1
+    shape = (*module.kernel_size, None, 4 * module.features)
+    own = Weight(shape, tuple(range(columns)), columns, blocks=4, block_axis=columns)
+    return {"ih.kernel": own, "hh.kernel": own}
+
+
 _NORM = adamw_only("scale", "bias")
 
 NNX_RULES: ModuleRules = {
@@ -107,6 +126,8 @@ NNX_RULES: ModuleRules = {
         "lora_a": Weight((m.in_features, None), 0, 1),
         "lora_b": Weight((None, m.out_features), 0, 1),
     },
+    nnx.GRUCell: _gates(3),
+    nnx.OptimizedLSTMCell: _gates(4),
     nnx.Embed: adamw_only("embedding"),
     nnx.BatchNorm: _NORM,
     nnx.LayerNorm: _NORM,
@@ -131,6 +152,7 @@ LINEN_RULES: ModuleRules = {
     ),
     # A matrix for each pixel of the output: (pixels..., window, features).
     linen.ConvLocal: lambda m: _dense((None,), (m.features,), _unknown(m.kernel_size)),
+    linen.ConvLSTMCell: _conv_lstm,
     linen.Embed: adamw_only("embedding"),
     linen.BatchNorm: _NORM,
     linen.LayerNorm: _NORM,

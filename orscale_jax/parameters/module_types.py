@@ -5,7 +5,7 @@ If a module's type does not declare a parameter of two or more axes, an error na
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -91,26 +91,45 @@ def declarations(module: Any, rules: Mapping[type, Any]) -> Mapping[str, Any]:
 
 
 def numbers_by_owner(
-    path: Path,
+    paths: Sequence[Path],
     shape: tuple[int, ...],
     owners: Mapping[Path, Any],
     rules: Mapping[type, Any],
     stacked: Collection[int] = (),
 ) -> Numbers:
-    """The numbers of a parameter, if only axes in front and ``stacked`` stack modules."""
-    depth = max(i for i in range(len(path)) if path[:i] in owners)
-    owner, name = owners[path[:depth]], path[depth]
-    cls = owner if isinstance(owner, type) else type(owner)
-    unknown = Unresolved(f"there is no rule for it in {cls.__name__}")
-    by_default = unknown if len(shape) > 1 else None
-    declared = declarations(owner, rules).get(name, by_default)
-    if not isinstance(declared, Weight):
-        return declared
+    """The numbers of a parameter, if only axes in front and ``stacked`` stack modules.
+
+    A module speaks for those inside of it by dotted names. Of several paths to one
+    parameter, one that says AdamW decides; else they must agree.
+    """
     # Transformations stack in front unless told otherwise, which only annotations record.
     # The other axes must have the sizes that the module declares.
     others = [axis for axis in range(len(shape)) if axis not in stacked]
-    in_front = max(len(others) - len(declared.shape), 0)
-    return located(declared, tuple(others[in_front:]), shape)
+    types, found = {}, {}
+    for path in paths:
+        depths = [i for i in range(len(path)) if path[:i] in owners]
+        owner = owners[path[: depths[-1]]]
+        types[path] = (owner if isinstance(owner, type) else type(owner)).__name__
+        names = [(i, ".".join(path[i:])) for i in depths]
+        for depth, name in (*names, (depths[-1], path[depths[-1]])):
+            declared = declarations(owners[path[:depth]], rules)
+            if name in declared:
+                rank = len(getattr(declared[name], "shape", ()))
+                axes = tuple(others[max(len(others) - rank, 0) :])
+                found[path] = located(declared[name], axes, shape)
+                break
+    if not found and len(shape) > 1:
+        return Unresolved(f"there is no rule for it in {types[paths[0]]}")
+    numbers = list(found.values())
+    if not numbers or None in numbers:
+        return None
+    if all(own == numbers[0] for own in numbers):
+        return numbers[0]
+    said = (
+        f"{dotted(path)!r} in {types[path]}: {getattr(own, 'reason', own)}"
+        for path, own in found.items()
+    )
+    return Unresolved("its owners disagree; " + "; ".join(said))
 
 
 def located(declared: Declared, axes: tuple[int, ...], shape: tuple[int, ...]) -> Numbers:
@@ -146,6 +165,7 @@ def resolved(
     overrides: Rules | None,
     head_size: HeadSizes,
     output: Collection[Path] = (),
+    shared: Mapping[Path, Sequence[Path]] = {},
 ) -> Mapping[Path, DimensionNumbers | None]:
     """The dimension numbers of all parameters: by overrides, then names, then types."""
     names, numbers = Names.of(leaves.items()), dict(by_type)
@@ -155,7 +175,8 @@ def resolved(
         head = traced and "attention" not in names.layer_class(path)
         # The names of vectors decide where the types say nothing.
         vector = isinstance(declared, Unresolved) and names.take_adamw(path)
-        if head or vector or names.say_embedding_or_head(path):
+        paths = shared.get(path, [path])
+        if head or vector or any(map(names.say_embedding_or_head, paths)):
             numbers[path] = None
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
@@ -228,7 +249,7 @@ def of_module_tree(
         arrays = [x for x in jax.tree.leaves(node) if hasattr(x, "dtype")]
         if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
             leaves[path] = leaf = jax.tree.leaves(node)[0]
-            own = numbers_by_owner(path, np.shape(leaf), owners, rules)
+            own = numbers_by_owner([path], np.shape(leaf), owners, rules)
             by_type[path] = placed(own, node)
     output: list[Path] = []
     if any(inputs):

@@ -136,7 +136,9 @@ def _kept(name: str, made: list[_Made]) -> _Made:
     if name in _PRODUCTS and len(streams) == 1:
         below = streams[0].weights | streams[0].kernels
         kernels = _union(m.weights for m in made if not m.varies)
-        if kernels and not kernels & below:
+        if kernels & below:  # A tied table, or a layer that is called again.
+            return _hidden(made)
+        if kernels:
             outer = kernels if below - _STATISTIC else frozenset()
             return _Made(True, below, kernels, outer)
     if name in _SCALINGS:  # Masks, adjacencies and other inputs only scale.

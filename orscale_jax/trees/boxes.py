@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from orscale_jax.trees.names import by_name, names_on
+
 PyTree: TypeAlias = Any
 
 # Where Flax's variables keep the names of their axes, in all versions.
@@ -57,23 +59,23 @@ def trained(params: PyTree, optimizer: Any = None) -> PyTree:
     """What is trained of a model of Flax NNX or Equinox; other trees as they are.
 
     Of NNX, what the ``flax.nnx.Optimizer`` was told, and for any other the model with
-    masks for its other variables than parameters; of Equinox, the arrays of floats, with
-    None for all else.
+    masks for all but its parameters, and for these where they are met again; of Equinox,
+    the arrays of floats, with None for all else.
     """
-    variable, param = _type("flax.nnx", "Variable"), _type("flax.nnx", "Param")
     if isinstance(params, _type("flax.nnx", "Pytree")):
+        nnx = sys.modules["flax.nnx"]
+        state = nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
+
+        def is_variable(node: Any) -> bool:
+            return isinstance(node, nnx.Variable)
+
         if hasattr(optimizer, "wrt"):
-            return sys.modules["flax.nnx"].state(params, optimizer.wrt)
-        found = jax.tree.leaves(params, is_leaf=lambda node: isinstance(node, variable))
-        if any(isinstance(node, param) for node in found):
-            return jax.tree.map(
-                lambda node: (
-                    optax.MaskedNode()
-                    if isinstance(node, variable) and not isinstance(node, param)
-                    else node
-                ),
+            return state
+        if known := by_name(state, is_variable):
+            return jax.tree.map_with_path(
+                lambda path, x: x if names_on(path) in known else optax.MaskedNode(),
                 params,
-                is_leaf=lambda node: isinstance(node, variable),
+                is_leaf=is_variable,
             )
     if isinstance(params, _type("equinox", "Module")):
 

@@ -227,8 +227,15 @@ def test_nnx_recurrent_cells_and_wrappers():
     rngs = nnx.Rngs(0)
     for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
         model = nnx.RNN(cell(3, 4, rngs=rngs), rngs=rngs)
+        arrays = nnx.to_pure_dict(nnx.state(model, nnx.Param))["cell"]
         for path, numbers in nnx_table(model).items():
-            assert numbers == (MATRIX if path.endswith("kernel") else None)
+            _, layer, name = path.split(".")
+            gates = arrays[layer][name].shape[-1] // 4
+            matrix = Blocks(0, 1, block_axis=1, blocks=gates) if gates > 1 else MATRIX
+            assert numbers == (matrix if name == "kernel" else None)
+    stack = nnx.vmap(lambda rngs: nnx.GRUCell(3, 4, rngs=rngs))(rngs.split(2))
+    gates = Blocks(1, 2, block_axis=2, blocks=3)
+    assert nnx_table(stack)["dense_h.kernel"] == gates
     for wrapper in (nnx.WeightNorm, nnx.SpectralNorm):
         wrapped = wrapper(nnx.Conv(2, 3, (2, 2), rngs=rngs), rngs=rngs)
         found = nnx_table(wrapped)
@@ -251,6 +258,19 @@ def test_linen_recurrent_cells_and_wrappers():
     assert found["WeightNorm_0.Dense_0/kernel/scale"] is None
     for path, numbers in found.items():
         assert numbers == (MATRIX if path.endswith(".kernel") else None)
+
+
+@pytest.mark.parametrize("axis", [0, -1])
+def test_gates_that_are_one_convolution(axis):
+    stack = nn.vmap(
+        nn.ConvLSTMCell, variable_axes={"params": axis}, split_rngs={"params": True}
+    )
+    x, state = jnp.ones((2, 3, 6, 6, 1)), jnp.ones((2, 3, 6, 6, 4))
+    found = linen_table(stack(4, (3, 3)), (state, state), x)
+    first = int(axis == 0)
+    rows, columns = tuple(range(first, first + 3)), first + 3
+    kernel = Blocks(rows, columns, block_axis=columns, blocks=4)
+    assert found == linear("ih", "hh", kernel=kernel)
 
 
 # Whole models.
@@ -853,6 +873,45 @@ def test_modules_that_are_used_twice():
     assert found == {"stack.kernel": Dims((0, 1), (2, 4))}
 
 
+class Tied(nnx.Module):
+    """A variable is in the state under the first of its names only."""
+
+    def __init__(self, vocabulary, layer=None):
+        self.token = nnx.Embed(vocabulary, 8, rngs=nnx.Rngs(0))
+        self.layer = nnx.Linear(8, 8, use_bias=False, rngs=nnx.Rngs(1))
+        if layer:
+            self.decoder = nnx.Linear(8, vocabulary, use_bias=False, rngs=nnx.Rngs(2))
+            self.decoder.kernel = self.token.embedding
+        else:
+            self.decoder = self.token.embedding
+
+
+@pytest.mark.parametrize("vocabulary", [8, 11])
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_tied_table_takes_adamw(vocabulary, layer):
+    name = "decoder.kernel" if layer else "decoder"
+    wanted = {name: None, "layer.kernel": MATRIX}
+    assert nnx_table(Tied(vocabulary, layer)) == wanted
+
+
+def test_layers_that_share_a_kernel():
+    a, b = (nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((8, 8), (8, 8)))
+    b.kernel = a.kernel
+    assert nnx_table(nnx.Dict(a=a, b=b)) == linear("a") | adamw("b.bias")
+    # Of names, too, any may say that it is a head.
+    assert nnx_table(nnx.Dict(a=a, lm_head=b))["a.kernel"] is None
+    own = nnx.Dict(a=a, alias=nnx.List([a.kernel]))
+    assert nnx_table(own) == linear("a")
+    general = nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0))
+    general.kernel = a.kernel
+    owners = (
+        r"'a\.kernel' of shape \(8, 8\): its owners disagree; 'a\.kernel' in Linear: Muon"
+        r".*'b\.kernel' in LinearGeneral: its module declares \(8, 2, 4\)"
+    )
+    with pytest.raises(ValueError, match=owners):
+        nnx_dimension_numbers(nnx.Dict(a=a, b=general))
+
+
 # Other containers, and modules of the other kind.
 
 
@@ -902,6 +961,8 @@ class Normalized(nnx.Module):
         self.dropout = nnx.Dropout(0.5, rngs=rngs)
         self.cache = nnx.Cache(jnp.zeros((2, 3, 4)))
         self.down = nnx.Linear(8, 4, rngs=rngs)
+        self.rope, self.window = jnp.ones((16, 8)), jnp.tri(4, dtype=bool)
+        self.up_again, self.upward = self.up, self.up.kernel
 
     def __call__(self, x):
         return self.down(self.dropout(self.norm(self.up(x))))
@@ -925,6 +986,15 @@ def test_of_an_nnx_model_what_is_trained_counts():
     optimizer.update(model, grads)
     found = diagnostics.read(optimizer, model, numbers)
     assert {x.item() for x in jax.tree.leaves(found.anchored)} == {True}
+    of_model = diagnostics.read(optimizer.opt_state, model, numbers)
+    assert jax.tree.leaves(of_model.growth) == jax.tree.leaves(found.growth)
+    diagnostics.summarize(of_model, diagnostics.layer_classes(model))
+    measured = [
+        diagnostics.measure(state, model, numbers)["momentum_stable_rank"]
+        for state in (optimizer, optimizer.opt_state)
+    ]
+    assert len(jax.tree.leaves(measured[0])) == 2
+    assert jax.tree.leaves(measured[0]) == jax.tree.leaves(measured[1])
     down = nnx.All(nnx.Param, nnx.PathContains("down"))
     optimizer = nnx.Optimizer(model, transformation, wrt=down)
     rows = describe(model, numbers, optimizer=optimizer).rows

@@ -54,6 +54,11 @@ def actor_critic(x):
     return jax.nn.log_softmax(actor), nn.Dense(1)(hidden(x)).squeeze(-1)
 
 
+def tied(tokens):
+    table = nn.Embed(11, 8)
+    return table.attend(nn.tanh(nn.Dense(8)(table(tokens))))
+
+
 def gaussian_policy(x):
     x = hidden(x)
     log_std = jnp.clip(nn.Dense(3)(x), -20, 2)
@@ -221,6 +226,7 @@ HIDDEN = {
         lambda x: jnp.einsum("bqd,bkd->bqk", nn.Dense(8)(hidden(x)), nn.Dense(8)(x)),
         (SERIES,),
     ),
+    "below a tied table": (tied, (TOKENS,)),
     "energy": (lambda x: jnp.square(nn.Dense(8)(hidden(x))).sum(), (X,)),
 }  # fmt: skip
 
