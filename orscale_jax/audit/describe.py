@@ -78,9 +78,8 @@ def describe(
         ``nnx.Param``, or what the ``nnx.Optimizer`` trains) or of Equinox. Leaves that
         are None or masked have no row.
       weight_dimension_numbers: The dimension numbers of the optimizer; see
-        :func:`orscale`. None: what ``optimizer`` has, if it is of this library. So it is
-        with ``consistent_rms`` and ``scale_mode``, and with all from ``ns_steps`` on, as
-        long as they have their defaults.
+        :func:`orscale`. None: those of ``optimizer``, if it is of this library. So are
+        the scale and the settings of Newton–Schulz where arguments have their defaults.
       consistent_rms: See :func:`orscale`.
       scale_mode: See :func:`orscale`.
       optimizer: The optimizer (or a ``flax.nnx.Optimizer``), for the columns "rule" and
@@ -185,8 +184,10 @@ def describe(
                 for path, leaf in leaf_of.items()
             )
             params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
-    if options == polar_options(5, "polar_express", None, "frobenius") and state:
-        options = next(iter(state.polar), options)
+    defaults = polar_options(5, "polar_express", None, "frobenius")
+    if (own := next(filter(None, state.polar), None) if state else None) is not None:
+        settings = _given(options.settings, defaults.settings, own.settings)
+        options = dataclasses.replace(_given(options, defaults, own), settings=settings)
     probed = first_updates(optimizer, params, axes_of) if probe else {}
     if state is not None:
         axes_of = {p: own for p, own in axes_of.items() if state.kept[p].rule == MATRIX}
@@ -267,14 +268,22 @@ def _matrices(
     Raises:
       ValueError: If an optimizer of this library has other matrices.
     """
-    if state is not None and weight_dimension_numbers is None:
-        return {path: own.axes for path, own in state.kept.items() if own.axes}
+    if state is None:
+        return leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+    known = {path: own.axes for path, own in state.kept.items() if own.axes}
+    rules = {path: own.rule for path, own in state.kept.items()}
+    bare, given = unbox(params), weight_dimension_numbers is not None
+
+    def asked(path: Any, leaf: Any) -> Any:
+        """A leaf of this library's, if anything is to be told of it here."""
+        open_ = given or (path not in known and rules[path] == MATRIX)
+        return leaf if rules[path] in (MATRIX, ADAMW) and open_ else optax.MaskedNode()
+
     try:
-        axes_of = leaves_by_path(matrix_axes(weight_dimension_numbers, params))
+        found = matrix_axes(weight_dimension_numbers, jax.tree.map_with_path(asked, bare))
     except UndecidedError as error:
-        if state is None:
-            raise
         raise ValueError(f"{error} Or {_REMEDY}.") from error
+    axes_of = leaves_by_path(found)
 
     def name(batch_shape: Any, other: Any) -> str:
         """Batch shapes only where both are matrices."""
@@ -282,18 +291,28 @@ def _matrices(
             return ADAMW
         return MATRIX if other is None else f"matrices of batch shape {batch_shape}"
 
-    own = {} if state is None else state.kept
-    for path, leaf in leaves_by_path(unbox(params)).items() if own else ():
+    for path, leaf in leaves_by_path(bare).items() if given else ():
         ours, theirs = (
-            None if axes is None else axes.batch_shape(leaf)
-            for axes in (axes_of.get(path), own[path].axes)
+            axes[path].batch_shape(leaf) if path in axes else None
+            for axes in (axes_of, known)
         )
-        if own[path].rule in (MATRIX, ADAMW) and ours != theirs:
+        if (path in known or rules[path] == ADAMW) and ours != theirs:
             raise ValueError(
                 f"parameter {quoted(path)} is {name(ours, theirs)} here and "
                 f"{name(theirs, ours)} in the optimizer: {_REMEDY}."
             )
-    return axes_of | {path: kept.axes for path, kept in own.items() if kept.axes}
+    return axes_of | known
+
+
+def _given(given: Any, defaults: Any, own: Any) -> Any:
+    """The fields of a dataclass that differ from the defaults, and else the own ones."""
+    names = [field.name for field in dataclasses.fields(given)]
+    changed = {
+        name: getattr(given, name)
+        for name in names
+        if getattr(given, name) != getattr(defaults, name)
+    }
+    return dataclasses.replace(own, **changed)
 
 
 def _parts(
@@ -333,10 +352,7 @@ def _parts(
             batch_shape=batch_shape,
             m=m,
             n=n,
-            # With optax.inject_hyperparams, the RMS is not known before the run.
-            scale=None
-            if scale is None or isinstance(scale.rms, jax.core.Tracer)
-            else scale.value(m, n),
+            scale=None if scale is None else scale.value(m, n),
             norms=_norms(axes, leaf, index),
             mesh_axes=typed_sharding.axes_of(specs[index], len(batch_shape) + 2)
             if specs

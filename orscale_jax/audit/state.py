@@ -64,7 +64,7 @@ class AbstractState(NamedTuple):
 
     kept: Mapping[Any, Kept]  # By the path of the parameter.
     shared_bytes: int  # Of what belongs to no parameter.
-    polar: Sequence[PolarOptions]  # Of what orthogonalizes, the first first.
+    polar: Sequence[PolarOptions | None]  # Of what orthogonalizes, the first first.
     specs: Sequence[ParamSpecs]  # What these stages know of the shardings of parameters.
 
     @classmethod
@@ -112,14 +112,20 @@ class AbstractState(NamedTuple):
             own = [part for part in parts if name in part.arrays]
             labels = {part.label: None for part in own if part.label in innermost}
             rules = {part.rule for part in own if name in part.owners}
-            rules |= {MATRIX} if name in axes_of else set()
+            axes = axes_of.get(name)
+            # Of an init in jax.vmap, they are those of one of several models.
+            if axes and len(axes.batch + axes.rows + axes.columns) != np.ndim(
+                leaf_of[path]
+            ):
+                axes = None
+            rules |= {MATRIX} if axes else set()
             kept[path] = Kept(
                 next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
                 " and ".join(labels) or without_state,
                 multipliers.get(path, (1.0, 1.0)),
                 [array for part in own for array in part.arrays[name]],
-                axes_of.get(name),
-                scales.get(name),
+                axes,
+                scales.get(name) if axes else None,
             )
         _refuse_vectors(parts, leaf_of, kept)
         shared = (array for part in parts for array in part.arrays.get(None, ()))

@@ -89,7 +89,10 @@ def measure(
         )
     params = unbox(trained(params, state))
     like = held(unbox(getattr(state, "opt_state", state)))
-    matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
+    if like is None:  # Of other optimizers with momentum, too.
+        matrices = Matrices.of(weight_dimension_numbers, params)
+    else:
+        matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
     now = before = _momenta(state, matrices, params)
     if previous is not None:
         before = _momenta(previous, matrices, params)
@@ -132,6 +135,7 @@ def _measured(
 def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
     """M of all matrices, by the parts of :meth:`Matrices.parts`."""
     traces: dict[Path, jax.Array] = {}
+    wanted = set(map(names_on, matrices.paths))
     state = unbox(getattr(state, "opt_state", state))
     for node in nodes_of(state, optax.TraceState, Int8TraceState):
         tree = jax.tree.map(lambda x: typed_sharding.gather(jnp.asarray(x)), node)
@@ -140,7 +144,7 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
             decode = functools.partial(int8_blocks.decode, dtype=jnp.float32)
             trace = jax.tree.map(decode, trace, tree.trace_scale)
         for path, array in jax.tree.leaves_with_path(trace):
-            if names_on(path) in traces.keys() & {*map(names_on, matrices.paths)}:
+            if names_on(path) in traces and names_on(path) in wanted:
                 raise ValueError(
                     f"the state has two momenta for parameter {quoted(path)}, as if that"
                     " of another optimizer were beside it: pass the state of one of them."

@@ -146,7 +146,9 @@ def read(
             groups[path], ratios[path] = labels, at | {"bounds": jnp.asarray(node.bounds)}
     started = _by_path(x.started for x in nodes_of(state, FromFirstNonzeroUpdateState))
     initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
-    like = held(state)
+    if (like := held(state)) is None:
+        remedy = "pass the state of an optimizer of orscale_jax"
+        _checks.refuse("state", type(state), remedy)
     matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
     norms: ByPath = {}
     for path, row in zip(matrices.paths, matrices.rows(params), strict=True):
@@ -195,13 +197,11 @@ def _by_path(trees: Iterable[PyTree]) -> ByPath:
     return {names_on(path): array for path, array in leaves}
 
 
-def held(state: Any) -> ByPath:
-    """What a state has for each leaf of matrices, an array with an entry for each."""
+def held(state: Any) -> ByPath | None:
+    """An array with an entry for each matrix, of each leaf; None of other optimizers."""
     nodes = nodes_of(state, *_HELD)
-    if not nodes:
-        remedy = "pass the state of an optimizer of orscale_jax"
-        _checks.refuse("state", type(state), remedy)
-    return _by_path(getattr(node, _HELD[type(node)]) for node in nodes)
+    found = (getattr(node, _HELD[type(node)]) for node in nodes)
+    return _by_path(found) if nodes else None
 
 
 def matrices_of(

@@ -131,7 +131,7 @@ def linen_dimension_numbers(
         rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, type] = {(): type(module)}
     around: dict[Path, Declared] = {}  # By modules around a parameter's own.
-    interceptor = _interceptor({**LINEN_RULES, **(rules or {})}, owners, around)
+    interceptor = _interceptor(rules or {}, owners, around)
     # Our boxes stay out of nn.jit's cache, and its earlier results out of this trace.
     own_cache = set_xla_metadata(orscale_jax=str(next(_CALLS)))
 
@@ -179,9 +179,10 @@ def linen_dimension_numbers(
 
 
 def _interceptor(
-    rules: ModuleRules, owners: dict[Path, type], around: dict[Path, Declared]
+    given: ModuleRules, owners: dict[Path, type], around: dict[Path, Declared]
 ) -> Callable[..., Any]:
     """Make an interceptor that boxes each parameter after a method of its module."""
+    rules = {**LINEN_RULES, **given}
 
     def intercept(call: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
         result = call(*args, **kwargs)
@@ -191,8 +192,11 @@ def _interceptor(
         # Where two modules share a scope, the outer one returns last, and owns it.
         owners[tuple(module.path)] = type(module)
         declared = module_types.declarations(module, rules)
-        dotted = ((name.split("."), own) for name, own in declared.items() if "." in name)
-        around.update({(*module.path, *names): own for names, own in dotted})
+        for dotted, own in declared.items():
+            *inside, _ = path = (*module.path, *dotted.split("."))
+            cls = owners.get(tuple(inside), object)
+            if "." in dotted and module_types.nearest(cls, rules) not in given:
+                around[path] = own
         for name, value in module.variables.get("params", {}).items():
             if isinstance(value, Mapping):
                 continue

@@ -93,7 +93,7 @@ def nnx_dimension_numbers(
       https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
     """
     _checks.model("model", model, nnx.Module)
-    rules = {**NNX_RULES, **(rules or {})}
+    every_rule = {**NNX_RULES, **(rules or {})}
     params = by_name(nnx.state(model, wrt), is_holder)
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
     # The axes that count modules, by their names in the variables' annotations.
@@ -128,8 +128,9 @@ def nnx_dimension_numbers(
             shared.get(path, [path]),
             np.shape(leaf),
             owners,
-            rules,
+            every_rule,
             stacked[path].values(),
+            rules or {},
         )
         for path, leaf in leaves.items()
     }

@@ -196,8 +196,8 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
     if misfit:
         raise ValueError(
             f"{numbers} does not fit parameter {name_and_shape(path, leaf)}: {misfit}. "
-            'Correct it in weight_dimension_numbers, or have AdamW by None ("adamw" in '
-            "by_path)."
+            "Correct it in weight_dimension_numbers, or put None there for AdamW "
+            '("adamw" in by_path).'
         )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise UndecidedError(

@@ -84,10 +84,13 @@ def convolution(
 
 def declarations(module: Any, rules: Mapping[type, Any]) -> Mapping[str, Any]:
     """The declared parameters of a module, by the rule for its nearest type."""
-    for cls in type(module).__mro__:
-        if cls in rules:
-            return rules[cls](module)
-    return {}
+    cls = nearest(type(module), rules)
+    return rules[cls](module) if cls else {}
+
+
+def nearest(cls: type, rules: Collection[type]) -> type | None:
+    """The type whose rule holds for a type of module; None without one."""
+    return next((base for base in cls.__mro__ if base in rules), None)
 
 
 def numbers_by_owner(
@@ -96,11 +99,13 @@ def numbers_by_owner(
     owners: Mapping[Path, Any],
     rules: Mapping[type, Any],
     stacked: Collection[int] = (),
+    given: Collection[type] = (),
 ) -> Numbers:
     """The numbers of a parameter, if only axes in front and ``stacked`` stack modules.
 
-    A module speaks for those inside of it by dotted names. Of several paths to one
-    parameter, one that says AdamW decides; else they must agree.
+    A module speaks for those inside of it by dotted names, but for the types of which
+    the user has ``given`` a rule. Of several paths to one parameter, one that says AdamW
+    decides; else they must agree.
     """
     # Transformations stack in front unless told otherwise, which only annotations record.
     # The other axes must have the sizes that the module declares.
@@ -111,6 +116,8 @@ def numbers_by_owner(
         owner = owners[path[: depths[-1]]]
         types[path] = (owner if isinstance(owner, type) else type(owner)).__name__
         names = [(i, ".".join(path[i:])) for i in depths]
+        if nearest(type(owner), rules) in given:
+            names = []
         for depth, name in (*names, (depths[-1], path[depths[-1]])):
             declared = declarations(owners[path[:depth]], rules)
             if name in declared:

@@ -22,8 +22,8 @@ from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.nodes import Watch
 
-# What the audit reads: each stage with its matrices.
-initialized: Watch[tuple[Matrices, PolarOptions, ParamSpecs]] = Watch("polar factors")
+# What the audit reads: each stage with its matrices, without options that are traced.
+initialized: Watch[tuple[Matrices, PolarOptions | None, ParamSpecs]] = Watch("polar")
 
 
 def orthogonalize(
@@ -107,7 +107,8 @@ def orthogonalize_stage(
     """:func:`orthogonalize` for given matrices."""
 
     def init(params: PyTree) -> optax.EmptyState:
-        initialized.note((matrices, options, param_specs))
+        known = options if options.settings.is_static else None
+        initialized.note((matrices, known, param_specs))
         param_specs.note_annotations(params)
         return optax.EmptyState()
 

@@ -233,7 +233,8 @@ def shape_stage(scale: Scale, matrices: Matrices) -> optax.GradientTransformatio
         return factor * leaf
 
     def init(params: PyTree) -> optax.EmptyState:
-        scaled.note((matrices, scale))
+        if not isinstance(scale.rms, jax.core.Tracer):  # Of optax.inject_hyperparams.
+            scaled.note((matrices, scale))
         return optax.EmptyState()
 
     stage = optax.stateless(lambda updates, _: matrices.map(times_s, updates))

@@ -303,6 +303,32 @@ def test_scale_and_axes_are_the_optimizers(build, given, scale):
     assert (row.m, row.n, row.scale) == (16, 4, 1.0)  # What is given here, counts.
 
 
+def test_optimizers_whose_matrices_are_not_noted_or_not_those_of_the_leaves():
+    """Inside jax.vmap they are of one model of several; a compiled init says nothing."""
+    one, numbers = orscale(0.1), {"w": Dims(1, 2), "b": None}
+    stacked = {"w": jnp.ones((5, 4, 8)), "b": jnp.ones((5, 8))}
+    mapped = optax.GradientTransformation(jax.vmap(one.init), jax.vmap(one.update))
+    _, row = describe(stacked, numbers, optimizer=mapped).rows
+    assert (row.matrices, row.m, row.n, row.scale) == (5, 4, 8, None)
+    params, compiled = (
+        {"w": jnp.ones((4, 8))},
+        optax.GradientTransformation(jax.jit(one.init), one.update),
+    )
+    for _ in range(2):
+        [row] = describe(params, optimizer=compiled).rows
+        assert (row.rule, row.m, row.n) == ("matrix", 4, 8)
+
+
+def test_other_groups_need_no_dimension_numbers():
+    params = {"w": jnp.ones((4, 8)), "x": jnp.ones((2, 3, 4))}
+    ours = muon(0.1, weight_dimension_numbers=by_path({"w": "matrix"}))
+    labels = {"w": "ours", "x": "adam"}
+    optimizer = optax.partition({"ours": ours, "adam": optax.adam(0.1)}, labels)
+    for numbers in (None, by_path({"w": "matrix"})):
+        rows = describe(params, numbers, optimizer=optimizer).rows
+        assert [row.rule for row in rows] == ["matrix", "other"]
+
+
 def test_the_plan_is_that_of_the_optimizers_settings():
     """On a mesh: how many steps, what is slow, and none where the partitioner decides."""
     mesh = AbstractMesh((2, 4), ("dcn", "fsdp"))
@@ -322,6 +348,12 @@ def test_the_plan_is_that_of_the_optimizers_settings():
         == describe(params, platform="cpu", slow_axes=("dcn",)).plan
     )
     assert describe(params, optimizer=orscale(0.1), platform="cpu").plan.groups == ()
+    # What is given here counts, and else the optimizer's.
+    ten = orscale(0.1, param_shardings=PartitionSpec("fsdp"), ns_steps=10)
+    mixed = describe(params, optimizer=ten, platform="cpu", slow_axes=("dcn",)).plan
+    assert mixed == plan(ns_steps=10, slow_axes=("dcn",)) != plan(slow_axes=("dcn",))
+    with jax.checking_leaks():
+        describe({"w": jnp.ones((4, 8))}, optimizer=optax.inject_hyperparams(muon)(0.1))
 
 
 @pytest.mark.parametrize("name", FAMILY)

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import by_path, orscale, polar_factor
+from orscale_jax import by_path, orscale, orthogonalize, polar_factor
 from orscale_jax.diagnostics import measure, read, tabulate
 from orscale_jax.flax import nnx_dimension_numbers
 from tests import leaves
@@ -188,6 +188,22 @@ def test_of_a_model_of_flax(wrt, numbers_of):
     np.testing.assert_array_equal(errors, jax.tree.leaves(found))
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.sgd(0.1, momentum=0.9),
+        optax.chain(optax.trace(0.9), orthogonalize(), optax.scale(-0.1)),
+    ],
+)
+def test_of_other_optimizers_with_momentum(optimizer):
+    gradient = np.random.default_rng(0).normal(size=(4, 6)).astype(np.float32)
+    params = {"w": jnp.ones((4, 6))}
+    _, state = optimizer.update({"w": gradient}, optimizer.init(params), params)
+    found = measure(state, params)["momentum_stable_rank"]["w"]
+    largest = np.linalg.norm(gradient, 2)
+    np.testing.assert_allclose(found, np.sum(gradient**2) / largest**2, rtol=1e-4)
+
+
 class TestErrors:
     """Inputs that are refused, and what the messages say."""
 
@@ -202,7 +218,7 @@ class TestErrors:
     def test_no_momentum(self):
         params = {"w": jnp.eye(3)}
         state, other = (o(1e-3).init(params) for o in (orscale, optax.adam))
-        with pytest.raises(ValueError, match="pass the state of an optimizer of orscale"):
+        with pytest.raises(ValueError, match=r"no momentum for parameter 'w' of shape"):
             measure(other, params)
         with pytest.raises(ValueError, match=r"no momentum for parameter 'w' of shape"):
             measure(state, params, previous=other)

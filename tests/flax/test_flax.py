@@ -260,6 +260,18 @@ def test_linen_recurrent_cells_and_wrappers():
         assert numbers == (MATRIX if path.endswith(".kernel") else None)
 
 
+def test_a_users_rule_holds_inside_cells():
+    """Against the library's rule for the cell, which speaks for its layers."""
+    nothing = {"kernel": None, "bias": None}
+    cell = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))
+    found = nnx_table(cell, rules={nnx.Linear: lambda module: nothing})
+    assert set(found.values()) == {None}
+    x, state = jnp.ones((3, 6, 6, 1)), jnp.ones((3, 6, 6, 4))
+    rules = {nn.Conv: lambda module: nothing}
+    found = linen_table(nn.ConvLSTMCell(4, (3, 3)), (state, state), x, rules=rules)
+    assert set(found.values()) == {None}
+
+
 @pytest.mark.parametrize("axis", [0, -1])
 def test_gates_that_are_one_convolution(axis):
     stack = nn.vmap(

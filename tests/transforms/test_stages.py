@@ -156,6 +156,18 @@ def test_scale_by_shape(mode):
         assert updates["w"].shape == shape
 
 
+def test_a_state_with_a_key_of_random_numbers():
+    stage = from_first_nonzero_update(optax.add_noise(0.1, 0.5, 0))
+    grads = {"w": jnp.ones((2, 2))}
+    state = stage.init(grads)
+    _, after = jax.jit(stage.update)(grads, state, grads)
+    key, new = state.inner_state.rng_key, after.inner_state.rng_key
+    assert (
+        new.dtype == key.dtype
+        and (jax.random.key_data(new) != jax.random.key_data(key)).any()
+    )
+
+
 def test_what_waits_for_the_first_update_counts_every_step():
     stage = from_first_nonzero_update(optax.scale_by_schedule(lambda count: count))
     params, zero = {"w": jnp.ones((2, 2))}, {"w": jnp.zeros((2, 2))}
