@@ -1,5 +1,6 @@
 """The public ``describe``: the audit of an optimizer before a run."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -279,8 +280,15 @@ def _matrices(
         open_ = given or (path not in known and rules[path] == MATRIX)
         return leaf if rules[path] in (MATRIX, ADAMW) and open_ else optax.MaskedNode()
 
+    found = None
+    if given:  # Also of what others train, at which the probe looks.
+        with contextlib.suppress(UndecidedError):
+            found = matrix_axes(weight_dimension_numbers, bare)
     try:
-        found = matrix_axes(weight_dimension_numbers, jax.tree.map_with_path(asked, bare))
+        if found is None:
+            found = matrix_axes(
+                weight_dimension_numbers, jax.tree.map_with_path(asked, bare)
+            )
     except UndecidedError as error:
         raise ValueError(f"{error} Or {_REMEDY}.") from error
     axes_of = leaves_by_path(found)
