@@ -79,16 +79,15 @@ def describe(
         ``nnx.Param``, or what the ``nnx.Optimizer`` trains) or of Equinox. Leaves that
         are None or masked have no row.
       weight_dimension_numbers: The dimension numbers of the optimizer; see
-        :func:`orscale`. None: those of ``optimizer``, if it is of this library. So are
-        the scale and the settings of Newton–Schulz where arguments have their defaults.
+        :func:`orscale`. None: those that ``optimizer`` has, if it is of this library.
       consistent_rms: See :func:`orscale`.
       scale_mode: See :func:`orscale`.
       optimizer: The optimizer (or a ``flax.nnx.Optimizer``), for the columns "rule" and
         "state bytes": its ``init`` is traced, not run. The rule is then what the types of
         its state tell, under :func:`optax.partition` there is a column "label", and with
-        ``learning_rate_multipliers`` a column "η ×". None:
-        the table is that of :func:`orscale` with these dimension numbers, which must be
-        those of an optimizer of this library.
+        ``learning_rate_multipliers`` a column "η ×". The scale and the settings of
+        Newton–Schulz are the optimizer's, except for arguments of this function that
+        differ from their defaults. None: the table is that of :func:`orscale`.
       probe: Whether to run the optimizer, too, whatever it is made of, on random
         gradients: the columns "first update" and "its RMS" say what it does to each
         parameter. Parameters that are abstract are drawn, and all is allocated.
@@ -275,20 +274,22 @@ def _matrices(
     rules = {path: own.rule for path, own in state.kept.items()}
     bare, given = unbox(params), weight_dimension_numbers is not None
 
-    def asked(path: Any, leaf: Any) -> Any:
-        """A leaf of this library's, if anything is to be told of it here."""
-        open_ = given or (path not in known and rules[path] == MATRIX)
-        return leaf if rules[path] in (MATRIX, ADAMW) and open_ else optax.MaskedNode()
-
+    # Without numbers, only matrices of which the optimizer did not say the axes.
+    asked = {
+        path
+        for path, rule in rules.items()
+        if (rule == MATRIX and path not in known) or (given and rule in (MATRIX, ADAMW))
+    }
     found = None
-    if given:  # Also of what others train, at which the probe looks.
+    if given:  # For the probe, also of what other optimizers train.
         with contextlib.suppress(UndecidedError):
             found = matrix_axes(weight_dimension_numbers, bare)
     try:
         if found is None:
-            found = matrix_axes(
-                weight_dimension_numbers, jax.tree.map_with_path(asked, bare)
+            ours = jax.tree.map_with_path(
+                lambda path, leaf: leaf if path in asked else optax.MaskedNode(), bare
             )
+            found = matrix_axes(weight_dimension_numbers, ours)
     except UndecidedError as error:
         raise ValueError(f"{error} Or {_REMEDY}.") from error
     axes_of = leaves_by_path(found)
@@ -313,13 +314,10 @@ def _matrices(
 
 
 def _given(given: Any, defaults: Any, own: Any) -> Any:
-    """The fields of a dataclass that differ from the defaults, and else the own ones."""
+    """A dataclass with the fields of another that differ from their defaults."""
     names = [field.name for field in dataclasses.fields(given)]
-    changed = {
-        name: getattr(given, name)
-        for name in names
-        if getattr(given, name) != getattr(defaults, name)
-    }
+    fields = {name: getattr(given, name) for name in names}
+    changed = {k: v for k, v in fields.items() if v != getattr(defaults, k)}
     return dataclasses.replace(own, **changed)
 
 

@@ -142,7 +142,12 @@ def read(
     for labels, node in nodes_in_groups(state, CalibratedTrustRatioState):
         fields = {name: by_name(getattr(node, name)) for name in _FIELDS}
         for path in fields["trust_ratio"]:
-            at = {name: _own(arrays[path]) for name, arrays in fields.items()}
+            at = {name: arrays[path] for name, arrays in fields.items()}
+            # Copies outside of jit, where a donated step would delete the state's arrays.
+            at = {
+                name: x if isinstance(x, jax.core.Tracer) else jnp.array(x)
+                for name, x in at.items()
+            }
             groups[path], ratios[path] = labels, at | {"bounds": jnp.asarray(node.bounds)}
     started = _by_path(x.started for x in nodes_of(state, FromFirstNonzeroUpdateState))
     initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
@@ -241,11 +246,6 @@ def matrices_of(
                 "that the optimizer was built with."
             )
     return Matrices.of(axes_tree, params)
-
-
-def _own(array: Any) -> jax.Array:
-    """A copy outside of jit, where a donated step would delete the array itself."""
-    return array if isinstance(array, jax.core.Tracer) else jnp.array(array)
 
 
 def _of_matrices(

@@ -14,7 +14,7 @@ from orscale_jax.parameters.expressions import matching
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
-from orscale_jax.trees.nodes import broadcast, is_function, is_masked
+from orscale_jax.trees.nodes import broadcast_prefix, is_function, is_masked
 
 Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
@@ -191,7 +191,7 @@ def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
     if is_function(classes, is_label):
         classes = classes(params)
     misfit = "classes must be a tree of the parameters' structure, or a prefix of it"
-    labels = broadcast(unbox(classes, is_label), tree, misfit, is_label)
+    labels = broadcast_prefix(unbox(classes, is_label), tree, misfit, is_label)
     for label in jax.tree.leaves(labels, is_leaf=is_label):
         if not is_label(label):
             _checks.refuse("classes", label, "pass a tree of strings")

@@ -22,7 +22,7 @@ from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on, quoted
 from orscale_jax.trees.nodes import (
-    broadcast,
+    broadcast_prefix,
     is_function,
     is_masked,
     leaves_and_masks,
@@ -169,7 +169,7 @@ def spread(
         misfit += ". Give the optimizer the parameters alone, variables['params']"
     elif both and type(tree) is not dict and type(numbers) is dict:
         misfit += f". Give both as dictionaries, not as {type(tree).__name__}"
-    of_leaves = broadcast(numbers, tree, misfit, is_resolvable)
+    of_leaves = broadcast_prefix(numbers, tree, misfit, is_resolvable)
     return jax.tree.map_with_path(lambda p, x, own: fn(p, own, x), tree, of_leaves)
 
 

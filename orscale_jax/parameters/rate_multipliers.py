@@ -12,7 +12,7 @@ from orscale_jax import _checks
 from orscale_jax.parameters import expressions
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import names_on, quoted
-from orscale_jax.trees.nodes import Watch, broadcast, is_function, leaves_and_masks
+from orscale_jax.trees.nodes import Watch, broadcast_prefix, is_function, leaves_and_masks
 
 RateMultipliers: TypeAlias = (
     PyTree
@@ -76,7 +76,7 @@ def rate_multipliers(given: RateMultipliers, tree: PyTree) -> PyTree | None:
     found = None
     if not _is_sequence_of_rules(given):
         try:
-            found = broadcast(unbox(given), tree, f"{NAME} does not fit: {_FORMS}")
+            found = broadcast_prefix(unbox(given), tree, f"{NAME} does not fit: {_FORMS}")
         except ValueError:
             # The keys of a mapping are the parameters' own, or else expressions.
             if not _is_mapping_of_values(given):

@@ -21,7 +21,7 @@ from orscale_jax import _checks
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
-from orscale_jax.trees.nodes import broadcast, is_function
+from orscale_jax.trees.nodes import broadcast_prefix, is_function
 
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
@@ -134,7 +134,7 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
         "param_shardings must be a tree of the parameters' structure, or a prefix of it, "
         "with a jax.sharding.PartitionSpec (not a tuple) or NamedSharding for each leaf"
     )
-    nodes = broadcast(given, tree, misfit, _says_sharding)
+    nodes = broadcast_prefix(given, tree, misfit, _says_sharding)
     return jax.tree.map_with_path(spec_of, tree, nodes)
 
 

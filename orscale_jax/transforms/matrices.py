@@ -214,8 +214,9 @@ def on_parameters(
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, PyTree]:
-        grads, old, weights = _bare(updates, state, params)
+        grads, old, weights = unbox((updates, state, params))
         if weights is not None:
+            weights = where_gradients_are(grads, weights)
             (require_shapes if keep_dtypes else require_fitting)(grads, weights)
         place = grads if weights is None else weights
         abstract = jax.tree.map(_abstract, place)
@@ -247,11 +248,11 @@ def on_parameters(
             widened, (grads, old, weights)
         )
         optimizer = optimizer_of(wide_grads if weights is None else wide_weights)
-        # On GPUs XLA computes small leaves of one shape in one kernel.
-        leaves, structure = jax.tree.flatten(wide_grads)
-        together = jax.tree.unflatten(structure, slices_of_stacks(leaves))
+        if not keep_dtypes:  # On GPUs XLA computes small leaves of one shape together.
+            leaves, structure = jax.tree.flatten(wide_grads)
+            wide_grads = jax.tree.unflatten(structure, slices_of_stacks(leaves))
         steps, state_after = optimizer.update(
-            together, wide_state, wide_weights, **extra_args
+            wide_grads, wide_state, wide_weights, **extra_args
         )
         steps = jax.tree.map(cast, steps, grads, place)
         state_after = jax.tree.map(kept, state_after, old)
@@ -274,14 +275,6 @@ def compute_dtype(tree: Any) -> jnp.dtype:
     """The dtype of norms and ratios: float64 if any leaf is float64, else float32."""
     double = any(jnp.result_type(leaf) == jnp.float64 for leaf in jax.tree.leaves(tree))
     return jnp.dtype(jnp.float64 if double else jnp.float32)
-
-
-def _bare(updates: PyTree, state: PyTree, params: PyTree | None) -> tuple[PyTree, ...]:
-    """The trees without boxes, and without parameters that have no gradients."""
-    bare, old, weights = unbox((updates, state, params))
-    if weights is not None:
-        weights = where_gradients_are(bare, weights)
-    return bare, old, weights
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

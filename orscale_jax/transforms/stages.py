@@ -22,16 +22,12 @@ from orscale_jax.parameters.rate_multipliers import (
     rate_multipliers,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import (
-    Matrices,
-    compute_dtype,
-    on_matrices,
-)
+from orscale_jax.transforms.matrices import Matrices, compute_dtype, on_matrices
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape
 from orscale_jax.trees.nodes import (
     Watch,
-    broadcast,
+    broadcast_prefix,
     is_function,
     is_masked,
     mask_like,
@@ -266,6 +262,7 @@ def resolve_mask(
         mask = mask(tree) if jax.tree.leaves(tree) else tree
     if mask is None or not jax.tree.leaves(tree):
         return mask
+    mask = mask_like(mask, tree)
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
     is_one = jax.tree_util.all_leaves([mask]) and len(jax.tree.leaves(tree)) > 1
     if is_one and matrices is not None:  # A stage by itself takes it.
@@ -278,7 +275,7 @@ def resolve_mask(
     for leaf in jax.tree.leaves(mask):  # Python takes others for True or False, too.
         if not _is_boolean(leaf):
             _checks.refuse("weight_decay_mask", leaf, remedy)
-    return broadcast(mask, tree, f"weight_decay_mask does not fit: {remedy}")
+    return broadcast_prefix(mask, tree, f"weight_decay_mask does not fit: {remedy}")
 
 
 def _is_boolean(leaf: Any) -> bool:

@@ -83,7 +83,7 @@ def mask_like(
     )
 
 
-def broadcast(
+def broadcast_prefix(
     given: PyTree,
     tree: PyTree,
     misfit: str,
