@@ -237,9 +237,7 @@ def on_parameters(
             return typed_sharding.shard_like(leaf.astype(dtype), jnp.asarray(param))
 
         def kept(leaf: jax.Array, before: Any) -> jax.Array:
-            if jnp.issubdtype(
-                leaf.dtype, jax.dtypes.extended
-            ):  # A key of random numbers.
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 return leaf
             cast = leaf.astype(jnp.result_type(before))
             return typed_sharding.shard_like(cast, jnp.asarray(before))
