@@ -160,7 +160,7 @@ def test_a_state_with_a_key_of_random_numbers():
     stage = from_first_nonzero_update(optax.add_noise(0.1, 0.5, 0))
     grads = {"w": jnp.ones((2, 2))}
     state = stage.init(grads)
-    _, after = jax.jit(stage.update)(grads, state, grads)
+    _, after = stage.update(grads, state, grads)
     key, new = state.inner_state.rng_key, after.inner_state.rng_key
     assert new.dtype == key.dtype and (new != key).all()
 
