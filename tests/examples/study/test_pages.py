@@ -247,6 +247,27 @@ def test_another_anchor():
         assert [largest, waited] == [told(anchored(name)), told(anchored(name, "waited"))]
 
 
+def recorded(cell, arm, decay, beta):
+    """Losses by seed at the best of the four shared rates."""
+    by_rates = {}
+    for row in rows_of(f"ladder/{cell}-800-windows{'-0.999' if beta == '0.999' else ''}"):
+        if row["arm"] == arm and float(row["decay"]) == float(decay):
+            losses = by_rates.setdefault((row["rate"], row["adam_rate"]), {})
+            losses[int(row["seed"])] = float(row["loss"])
+    assert len(by_rates) == 4
+    assert all(set(losses) == set(range(600, 608)) for losses in by_rates.values())
+    best = min(by_rates.values(), key=lambda losses: np.mean(list(losses.values())))
+    return np.array([best[seed] for seed in sorted(best)])
+
+
+def test_the_records_values():
+    for label, decay, beta, *intervals in the_table("paper", "minus OrScale"):
+        arm = ARMS[label.partition(", ")[0]]
+        for cell, interval in zip(DENSE[:2], intervals, strict=True):
+            ours = recorded(cell, "orscale", "0.1", "0.95")
+            assert interval == told(recorded(cell, arm, decay, beta) - ours)
+
+
 def known():
     """Intervals that the second study's sentences may have, to four digits."""
     arms = ["orscale", MUON, "muon", "normuon", "hyperball", "replayed", "pooled",
