@@ -191,6 +191,8 @@ def polar_factor(
             "matrices of shape (..., m, n) to polar_factor."
         )
     given = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
+    if not x.size:
+        return x  # The loop over matrices cannot be traced without one.
 
     def polar(x: jax.Array, default: DTypeLike, alone: bool = False) -> jax.Array:
         dtype = given.dtype or jnp.dtype(default)

@@ -170,7 +170,7 @@ def test_zeros_stay_zero_without_a_division_by_zero(shape, form):
         np.testing.assert_array_equal(q[3], polar_factor(x[3]))
     mapped = jax.vmap(FORMS[form])(x)
     np.testing.assert_allclose(mapped, q, atol=1e-3 if "16" in form else 1e-5)
-    for empty in ((0, 4), (2, 3, 0)):
+    for empty in ((0, 4), (2, 3, 0), (0, 4, 6)):
         assert FORMS[form](jnp.zeros(empty)).shape == empty
 
 
