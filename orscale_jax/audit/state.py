@@ -228,8 +228,9 @@ def _refuse_vectors(
                 raise ValueError(
                     f"the optimizer keeps an array of shape {shape} for no single "
                     "parameter, and nothing for parameter "
-                    f"{name_and_shape(path, leaf_of[path])}. optax.flatten does that: it "
-                    "makes one vector of all parameters, which has no matrices, so that "
+                    f"{name_and_shape(path, leaf_of[path])}: it trains other arrays, as "
+                    "inside optax.contrib.split_real_and_imaginary, or inside "
+                    "optax.flatten, which makes one vector of all parameters, so that "
                     "AdamW would train all of them. Take it away, or call "
                     "describe() without optimizer=."
                 )

@@ -170,10 +170,11 @@ FLAT = optax.flatten(orscale(0.1))
         (optax.flatten(optax.adamw(0.1)), PARAMS),
         (optax.flatten(optax.inject_hyperparams(muon)(0.1)), PARAMS),
         (part(a=optax.flatten(optax.adamw(0.1))), PARAMS),
+        (optax.contrib.split_real_and_imaginary(muon(0.1)), {"w": 1j * jnp.ones(4)}),
     ],
 )
 def test_vectors_of_several_parameters_are_refused(optimizer, params):
-    with pytest.raises(ValueError, match=r"optax.flatten does that: .* Take it away"):
+    with pytest.raises(ValueError, match=r"it trains other arrays, .* Take it away"):
         describe(params, optimizer=optimizer)
 
 
