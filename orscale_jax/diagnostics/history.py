@@ -104,8 +104,8 @@ class History:
       scalars: Names of columns with one number per step, such as ``"loss"``.
 
     Raises:
-      ValueError: If two columns have the same name, the file has other columns, or it was
-        not written by a History.
+      ValueError: If two columns have the same name, a scalar has that of an argument of
+        :meth:`append`, the file has other columns, or it was not written by a History.
 
     Example:
       >>> import pathlib, tempfile
@@ -136,8 +136,9 @@ class History:
         self.measurements, self.scalars = tuple(measurements), tuple(scalars)
         own = *self.measurements, *self.scalars
         columns = ["step", "matrix", "class", *Reading._fields, *own, *GAINED]
-        if len(set(columns)) < len(columns):
-            remedy = "give each column a different name"
+        arguments = {"reading", "measurements", "gained"}.intersection(self.scalars)
+        if arguments or len(set(columns)) < len(columns):
+            remedy = "give each column a different name, which append's arguments lack"
             _checks.refuse("measurements and scalars", own, remedy)
         self._file = StepFile(self.path, columns)
 
@@ -194,9 +195,12 @@ class History:
         if len(steps) == 1 and known == matrices[:rows] != matrices:
             self.rewind(min(steps) - 1)  # A process was killed as it wrote the step.
         elif known and known != matrices:
+            pairs = itertools.zip_longest(matrices, known)
+            new, old = next((new, old) for new, old in pairs if new != old)
             raise ValueError(
-                f"the reading has {len(matrices)} matrices, and {self.path} has {rows}, "
-                "or other names: pass another path for another model."
+                f"the reading has {len(matrices)} matrices, and {self.path} has {rows}; "
+                f"the first to differ is {new!r} here and {old!r} there: pass another "
+                "path for another model."
             )
         given = {"step": str(step)}
         for name, value in jax.device_get(scalars).items():

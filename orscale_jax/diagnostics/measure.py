@@ -80,6 +80,9 @@ def measure(
       >>> print(measured["momentum_stable_rank"]["up"].round(3))
       3.0
     """
+    if isinstance(names, str):
+        _checks.refuse("names", names, "pass a sequence of names")
+    names = tuple(names)
     for name in names:
         _checks.choice("names", name, MEASUREMENTS)
     if previous is None and "direction_angle" in names:
@@ -97,7 +100,7 @@ def measure(
     if previous is not None:
         before = _momenta(previous, matrices, params)
     pairs = zip(now, before, strict=True)
-    found = [_measured(tuple(names), polar, *pair) for pair in pairs]
+    found = [_measured(names, polar, *pair) for pair in pairs]
     return {n: matrices.entries_of_parts([part[n] for part in found]) for n in names}
 
 

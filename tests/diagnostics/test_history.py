@@ -172,6 +172,7 @@ class TestErrors:
             ({"measurements": "signal"}, "pass a sequence of names"),
             ({"scalars": ["growth"]}, "give each column a different name"),
             ({"scalars": ["kappa_step"]}, "give each column a different name"),
+            ({"scalars": ["loss", "reading"]}, "which append's arguments lack"),
         ],
     )
     def test_columns(self, tmp_path, columns, message):
@@ -193,7 +194,7 @@ class TestErrors:
         with pytest.raises(ValueError, match=r"the reading has 1 matrices, and .* has 3"):
             history.append(4, reading(names=("up",)))
         params = {name: jnp.ones((2, 8)) for name in "abc"}
-        with pytest.raises(ValueError, match="or other names: pass another path"):
+        with pytest.raises(ValueError, match=r"is 'a' here and '.*' there: pass another"):
             history.append(4, read(orscale(1e-3).init(params), params))
 
 

@@ -212,6 +212,9 @@ class TestErrors:
         state = orscale(0.1).init(params)
         with pytest.raises(ValueError, match="names='rank' is not valid"):
             measure(state, params, names=["rank"])
+        with pytest.raises(ValueError, match=r"names='polar_error' .* a sequence of"):
+            measure(state, params, names="polar_error")
+        assert [*measure(state, params, names=iter(["polar_error"]))] == ["polar_error"]
         with pytest.raises(ValueError, match=r"compares two states: pass previous="):
             measure(state, params, names=["direction_angle"])
 

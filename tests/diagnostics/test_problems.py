@@ -169,8 +169,9 @@ def test_rows_of_a_file(tmp_path):
 
 def test_what_is_no_reading(tmp_path):
     params = {"up": jnp.eye(3)}
-    with pytest.raises(ValueError, match=r"no column 'matrix': pass .*read"):
-        find_problems(params)
+    for other in (params, None):
+        with pytest.raises(ValueError, match=r"no column 'matrix': pass .*read"):
+            find_problems(other)
     history = History(tmp_path / "history.csv")
     for use in (tabulate, summarize, lambda other: history.append(1, other)):
         with pytest.raises(ValueError, match=r"is of type dict: pass .*read"):
