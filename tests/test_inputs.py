@@ -953,10 +953,13 @@ class Variable:
     def __float__(self):
         return float(self.value)
 
+    def __rmul__(self, factor):
+        return factor * self.value
+
 
 def test_variables_whose_dtype_is_a_name():
     orscale(Variable(RATE, "float32"), weight_decay=Variable(0.1, "float32"))
-    with pytest.raises(ValueError, match="^learning_rate has dtype bfloat16"):
+    with pytest.raises(ValueError, match=r"^learning_rate has dtype bfloat16"):
         orscale(Variable(RATE, "bfloat16"))
 
 
