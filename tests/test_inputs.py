@@ -941,28 +941,6 @@ def test_hyperparameters_of_low_precision(factory, dtype):
     refuses(wide, state, params, "rate has dtype")
 
 
-class Variable:
-    """A number as Keras keeps it, whose dtype is a name."""
-
-    def __init__(self, value, dtype):
-        self.value, self.shape, self.dtype = jnp.asarray(value, dtype), (), dtype
-
-    def __jax_array__(self):
-        return self.value
-
-    def __float__(self):
-        return float(self.value)
-
-    def __rmul__(self, factor):
-        return factor * self.value
-
-
-def test_variables_whose_dtype_is_a_name():
-    orscale(Variable(RATE, "float32"), weight_decay=Variable(0.1, "float32"))
-    with pytest.raises(ValueError, match=r"^learning_rate has dtype bfloat16"):
-        orscale(Variable(RATE, "bfloat16"))
-
-
 @pytest.mark.parametrize("dtype", ["int32", "int8", "bool"])
 def test_integers_are_not_trained(dtype):
     """Optax's AdamW moves them by floats, which are rounded to nothing."""

@@ -305,6 +305,9 @@ def _matrices(
 
     for path in rules if given else ():
         ours, theirs = axes_of.get(path), known.get(path)
+        # Transposed, they are the same matrices.
+        if ours and theirs and (ours.columns, ours.rows) == (theirs.rows, theirs.columns):
+            ours = dataclasses.replace(ours, rows=theirs.rows, columns=theirs.columns)
         if (path in known or rules[path] == ADAMW) and ours != theirs:
             raise ValueError(
                 f"parameter {quoted(path)} is {name(ours, theirs)} here and "
