@@ -334,7 +334,7 @@ def test_other_groups_need_no_dimension_numbers():
 
 def test_the_plan_is_that_of_the_optimizers_settings():
     """On a mesh: how many steps, what is slow, and none where the partitioner decides."""
-    mesh = AbstractMesh((2, 4), ("dcn", "fsdp"))
+    mesh = AbstractMesh((2, 4), ("dcn", "fsdp"), (AxisType.Auto,) * 2)
     w = jax.ShapeDtypeStruct(
         (64, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
     )
