@@ -97,7 +97,9 @@ def number(
 def not_rounded(name: str, value: Any) -> None:
     """Refuse arrays, also traced ones, of a dtype narrower than float32."""
     given = getattr(value, "dtype", None)
-    if given is not None and jnp.issubdtype(given, jnp.floating) and given.itemsize < 4:
+    if given is None or not jnp.issubdtype(given, jnp.floating):
+        return
+    if jnp.dtype(given).itemsize < 4:  # Keras has names of dtypes.
         raise ValueError(
             f"{name} has dtype {given}, which rounds it (0.999 to 1 in bfloat16): pass a "
             "Python number or float32. optax.inject_hyperparams casts hyperparameters to "

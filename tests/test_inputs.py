@@ -1069,6 +1069,8 @@ def test_gradients_with_a_leaf_missing_or_too_many(name, leaf):
             optimizer.update(broken, state, tree(0))
     with pytest.raises(ValueError, match="surplus"):
         optimizer.update(grads | {"surplus": grads[leaf]}, state, tree(0))
+    with pytest.raises(ValueError, match="the whole tree is None in the gradients"):
+        optimizer.update(None, state, tree(0))
 
 
 @pytest.mark.parametrize(

@@ -261,3 +261,25 @@ def test_other_parameters_take_optax_adamw(nesterov):
         bias = bias - 1e-2 * (direction + decay(step) * bias)
         params = optax.apply_updates(params, updates)
         np.testing.assert_allclose(params["bias"], bias, rtol=1e-6)
+
+
+class Variable:
+    """A number as Keras keeps it, whose dtype is a name."""
+
+    def __init__(self, value, dtype):
+        self.value, self.shape, self.dtype = jnp.asarray(value, dtype), (), dtype
+
+    def __jax_array__(self):
+        return self.value
+
+    def __float__(self):
+        return float(self.value)
+
+    def __rmul__(self, factor):
+        return factor * self.value
+
+
+def test_variables_whose_dtype_is_a_name():
+    orscale(Variable(0.01, "float32"), weight_decay=Variable(0.1, "float32"))
+    with pytest.raises(ValueError, match=r"^learning_rate has dtype bfloat16"):
+        orscale(Variable(0.01, "bfloat16"))

@@ -49,6 +49,7 @@ from examples.benchmarks.models import (
     matrix,
     moonlight,
     placed,
+    scanned_gpt2,
     tinyllama,
 )
 from examples.pretrain.config import Config, accumulation
@@ -126,6 +127,7 @@ CASES = {
     },
     "p": Case({"dcn": 2, "fsdp": 64}, moonlight({"fsdp": 64}),
               "Moonlight 16B, sharded within, replicated across", "v5p:4x4x4"),
+    "q": Case({}, scanned_gpt2(), "GPT-2 124M, layers scanned, one device"),
 }  # fmt: skip
 
 
@@ -136,7 +138,7 @@ class Options:
     platform: Literal["tpu", "gpu"] = "tpu"
     """v5p and v5e chips, or H100s in nodes of eight."""
     cases: tuple[str, ...] = ()
-    """Of a to p; all that the platform has without it."""
+    """Of a to q; all that the platform has without it."""
     contenders: tuple[str, ...] = CONTENDERS
     """Of these, and optax.adamw."""
     layers: int | None = None

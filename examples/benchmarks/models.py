@@ -175,6 +175,14 @@ def gpt2() -> Leaves:
     }
 
 
+def scanned_gpt2() -> Leaves:
+    """Its matrices where a model scans over layers: an array for all twelve."""
+    shapes = dict.fromkeys(("query", "key", "value", "out"), (768, 768))
+    shapes |= {"up": (768, 3072), "down": (3072, 768)}
+    stacked = {name: experts(12, *shape, P()) for name, shape in shapes.items()}
+    return {"wte": Leaf((50257, 768)), **stacked}
+
+
 def placed(leaves: Leaves, mesh: Any, dtype: str) -> dict[str, jax.ShapeDtypeStruct]:
     """The parameters on a mesh, without data."""
     return {

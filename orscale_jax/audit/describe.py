@@ -294,17 +294,20 @@ def _matrices(
         raise ValueError(f"{error} Or {_REMEDY}.") from error
     axes_of = leaves_by_path(found)
 
-    def name(batch_shape: Any, other: Any) -> str:
-        """Batch shapes only where both are matrices."""
-        if batch_shape is None:
+    def name(axes: MatrixAxes | None, other: MatrixAxes | None) -> str:
+        """Axes only where both are matrices."""
+        if axes is None:
             return ADAMW
-        return MATRIX if other is None else f"matrices of batch shape {batch_shape}"
+        if other is None:
+            return MATRIX
+        blocks = f" in blocks of {list(axes.sizes)}" if axes.sizes else ""
+        return f"matrices of rows {axes.rows} and columns {axes.columns}{blocks}"
 
-    for path, leaf in leaves_by_path(bare).items() if given else ():
-        ours, theirs = (
-            axes[path].batch_shape(leaf) if path in axes else None
-            for axes in (axes_of, known)
-        )
+    for path in rules if given else ():
+        ours, theirs = axes_of.get(path), known.get(path)
+        # Transposed, they are the same matrices.
+        if ours and theirs and (ours.columns, ours.rows) == (theirs.rows, theirs.columns):
+            ours = dataclasses.replace(ours, rows=theirs.rows, columns=theirs.columns)
         if (path in known or rules[path] == ADAMW) and ours != theirs:
             raise ValueError(
                 f"parameter {quoted(path)} is {name(ours, theirs)} here and "

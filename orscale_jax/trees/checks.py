@@ -94,6 +94,8 @@ def require_shapes(updates: PyTree, params: PyTree | None) -> None:
 
 def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
     """The parameters without those that have no gradients or masks, which may be any."""
+    if updates is None:  # Of a function without a return: require_fitting refuses it.
+        return params
     try:
         return jax.tree.map(
             lambda update, param: update if _is_no_update(update) else param,

@@ -259,13 +259,16 @@ def test_nothing_to_describe():
         ({"w": Dims(0, 1), "x": None}, "'x' is adamw here and matrix in the optimizer"),
         (
             {"w": Dims(0, 1), "x": Dims((0, 1), 2)},
-            r"'x' is matrices of batch shape \(\) here and .* \(2,\) in the optimizer",
+            r"'x' is matrices of rows \(0, 1\) and columns \(2,\) here and matrices of "
+            r"rows \(1,\) and columns \(2,\) in the optimizer",
         ),
+        # The batch shape of the optimizer's, but other matrices.
+        ({"w": Dims(0, 1), "x": Dims(0, 1)}, r"rows \(0,\) and columns \(1,\) here"),
         ({"w": Dims(0, 1), "x": Dims(1, 2), "b": Dims(0, 1)}, "'b' is matrix here and a"),
     ],
 )
 def test_an_optimizer_with_other_matrices(numbers, words):
-    params = {"w": jnp.ones((2, 3)), "x": jnp.ones((2, 3, 4)), "b": jnp.ones((3, 3))}
+    params = {"w": jnp.ones((2, 3)), "x": jnp.ones((2, 3, 2)), "b": jnp.ones((3, 3))}
     own = {"w": Dims(0, 1), "x": Dims(1, 2), "b": None}
     optimizer = muon(0.1, weight_dimension_numbers=own)
     chain = optax.chain(optax.clip(1.0), optimizer)
@@ -293,8 +296,8 @@ def test_scale_and_axes_are_the_optimizers(build, given, scale):
     numbers = {"w": Dims(1, 0), "x": Dims(1, 2)}
     params = {"w": jnp.ones((16, 4)), "x": jnp.ones((2, 4, 16))}
     optimizer = build(0.1, weight_dimension_numbers=numbers, **given)
-    for numbers in (None, {"w": Dims(0, 1), "x": Dims(1, 2)}):  # Rows for columns.
-        rows = describe(params, numbers, optimizer=optimizer).rows
+    for own in (None, {"w": Dims(0, 1), "x": Dims(1, 2)}):  # Rows for columns.
+        rows = describe(params, own, optimizer=optimizer).rows
         assert [(row.m, row.n, row.scale) for row in rows] == [(4, 16, scale)] * 2
         assert [row.matrices for row in rows] == [1, 2]
     [row] = describe(
@@ -331,7 +334,7 @@ def test_other_groups_need_no_dimension_numbers():
 
 def test_the_plan_is_that_of_the_optimizers_settings():
     """On a mesh: how many steps, what is slow, and none where the partitioner decides."""
-    mesh = AbstractMesh((2, 4), ("dcn", "fsdp"))
+    mesh = AbstractMesh((2, 4), ("dcn", "fsdp"), (AxisType.Auto,) * 2)
     w = jax.ShapeDtypeStruct(
         (64, 64), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("fsdp"))
     )

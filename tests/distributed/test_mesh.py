@@ -298,7 +298,7 @@ STAGES = {
     # Four devices share each matrix, whose columns this axis divides in name only.
     "an_axis_of_one_device": (
         *({"data": 8, "tensor": 1}, P(None, "tensor")),
-        *({"up": (8, 16), "small": (4, 4)}, {}),
+        *({"up": (8, 16), "small": (4, 6)}, {}),
     ),
     "arrays_without_entries": (
         *({"fsdp": 8}, P(None, "fsdp")),

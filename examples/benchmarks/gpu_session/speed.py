@@ -1,6 +1,6 @@
 """Times of steps and of products, and what share of the card's rate they reach.
 
-*steps*: five optimizers, five models. On 500 small matrices Optax's Muon, whose program
+*steps*: five optimizers, six models. On 500 small matrices Optax's Muon, whose program
 has thousands of kernels, and NorMuon are left out: they take long to compile. A dtype
 beside a name is that of the products; without one it is the platform's.
 
@@ -38,7 +38,7 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks.contenders import NS_STEPS, contenders, step_of
 from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
-from examples.benchmarks.models import Leaf, Leaves, gpt2
+from examples.benchmarks.models import Leaf, Leaves, gpt2, scanned_gpt2
 from examples.benchmarks.shapes import CASES, Shapes, copies, nominal_flops
 from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
 from examples.pretrain.operation.peaks import peak_flops
@@ -81,6 +81,7 @@ def mixture(layers: int, width: int, experts: int, hidden: int) -> Leaves:
 Models = Mapping[str, Callable[[], Leaves]]
 MODELS: Models = {
     "GPT-2 124M": gpt2,
+    "GPT-2 124M, layers scanned": scanned_gpt2,
     SMALL: lambda: of_shapes(CASES["tiny"]),
     "4 blocks of a 1.1B model": lambda: of_shapes(copies(4, CASES["1.1B"])),
     "64 experts of 2048×1408": lambda: of_shapes(CASES["experts"]),
