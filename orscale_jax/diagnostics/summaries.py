@@ -126,7 +126,8 @@ def tabulate(
 
     Returns:
       Arrays of equal length by name. The names are ``matrix``, ``class``, the fields of
-      the reading that are not None, and the measurements.
+      the reading that are not None, and the measurements. A matrix whose optimizer does
+      not hold a field has NaN there, False for flags, and True for ``started``.
 
     Raises:
       ValueError: If it is no reading, ``classes`` or a measurement does not fit, or an
@@ -173,7 +174,8 @@ def tabulate(
         ]
         dtypes = (leaf.dtype for leaf in leaves if leaf is not None)
         dtype = next(dtypes, np.dtype(np.float32))
-        missing = False if dtype.kind == "b" else np.nan
+        # Of a matrix that lacks a flag, no warning is due.
+        missing = name == "started" if dtype.kind == "b" else np.nan
         columns[name] = np.concatenate(
             [
                 np.full(size, missing, dtype) if leaf is None else np.ravel(leaf)

@@ -223,6 +223,7 @@ def test_optimizers_of_several_kinds_in_one_partition():
     np.testing.assert_array_equal(table["trust_ratio"], [ratio, np.nan, np.nan])
     np.testing.assert_array_equal(np.isnan(table["growth"]), [False, True, False])
     np.testing.assert_array_equal(table["anchored"], [True, False, False])
+    assert table["started"].all()  # The report says "no update yet" of others.
     assert table["anchored"].dtype == bool and not find_problems(reading)
     assert scalars["trust_ratio/uniform"] == pytest.approx(ratio, rel=1e-6)
     with pytest.raises(ValueError, match="ratio does not have one entry"):
