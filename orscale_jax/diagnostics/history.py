@@ -138,7 +138,7 @@ class History:
         columns = ["step", "matrix", "class", *Reading._fields, *own, *GAINED]
         arguments = {"reading", "measurements", "gained"}.intersection(self.scalars)
         if arguments or len(set(columns)) < len(columns):
-            remedy = "give each column a name of its own, and not one of append's arguments"
+            remedy = "give each column a different name, and none of append's arguments"
             _checks.refuse("measurements and scalars", own, remedy)
         self._file = StepFile(self.path, columns)
 

@@ -172,7 +172,7 @@ class TestErrors:
             ({"measurements": "signal"}, "pass a sequence of names"),
             ({"scalars": ["growth"]}, "give each column a different name"),
             ({"scalars": ["kappa_step"]}, "give each column a different name"),
-            ({"scalars": ["loss", "reading"]}, "which append's arguments lack"),
+            ({"scalars": ["loss", "reading"]}, "none of append's arguments"),
         ],
     )
     def test_columns(self, tmp_path, columns, message):
