@@ -130,7 +130,7 @@ def test_along_the_axes_of_layers_heads_and_blocks():
         assert [row.first_update for row in found] == ["orthogonal"] * 5
     # A stack that went through as a single matrix is not what the table says.
     whole = NUMBERS | {"layers": Dims((0, 1), 2), "heads": Dims(0, (1, 2))}
-    with pytest.raises(ValueError, match="'heads' is matrices of batch shape"):
+    with pytest.raises(ValueError, match="'heads' is matrices of rows"):
         describe(params, NUMBERS, optimizer=orthogonalize(weight_dimension_numbers=whole))
     flat = by_hand(lambda g: polar_factor(g.reshape(-1, g.shape[-1])).reshape(g.shape))
     found = describe(params, NUMBERS, optimizer=flat, probe=True).rows
