@@ -179,7 +179,7 @@ def test_the_table_has_a_row_per_size():
     for row, norm in zip(description.rows, norms, strict=False):
         np.testing.assert_allclose(row.norms, [norm, norm], rtol=1e-6)
     assert "grouped[:, 16:22]" in str(description)
-    with pytest.raises(ValueError, match="'grouped' is matrices of batch shape"):
+    with pytest.raises(ValueError, match="'grouped' is matrices of rows"):
         describe(params, Dims(0, 1), optimizer=optimizer)
 
 
