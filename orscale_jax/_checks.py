@@ -139,9 +139,8 @@ def ordered(low_name: str, low: Any, high_name: str, high: Any) -> None:
 
 def count(name: str, value: Any) -> None:
     """Refuse ``value`` unless it is a whole number of at least 1."""
-    if isinstance(value, jax.core.Tracer):
-        return
-    if not _is_integer(value) or int(jax.device_get(value)) < 1:
+    traced = isinstance(value, jax.core.Tracer)
+    if not _is_integer(value) or not (traced or int(jax.device_get(value)) >= 1):
         refuse(name, value, "pass a whole number of at least 1")
 
 

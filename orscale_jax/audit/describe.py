@@ -235,7 +235,7 @@ def describe(
         shape = MeshShape(dict(mesh.shape), slices)
         words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
         along = " and ".join(f"{n} along {name}" for name, n in slices.items())
-        source = "from the types of the arrays"
+        known = {"from the types of the arrays"}
         if mesh.are_all_axes_auto:
             matrices = jax.tree.map_with_path(
                 lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(),
@@ -243,8 +243,10 @@ def describe(
             )
             specs = [] if state is None else state.specs
             known = {own.source(mesh.abstract_mesh, matrices) for own in specs}
-            source = " and ".join(sorted(known))
-            planned = [] if UNKNOWN in known else planned
+        elif not mesh.are_all_axes_explicit:
+            known = {UNKNOWN}
+        planned = [] if UNKNOWN in known else planned
+        source = " and ".join(sorted(known))
         words += (along and f", slices: {along}") + (source and f", shardings {source}")
         if state is not None and not refused:
             on_device = nbytes_per_device(optimizer, params)

@@ -70,8 +70,8 @@ class NewtonSchulz:
         _checks.dtype(f"{prefix}dtype", dtype)
         _checks.choice(f"{prefix}preconditioning", preconditioning, PRECONDITIONINGS)
         table = coefficient_table(coeffs, steps, prefix=prefix)
-        if not isinstance(steps, jax.core.Tracer):
-            steps = int(jax.device_get(steps))
+        traced = isinstance(steps, jax.core.Tracer)
+        steps = jnp.int32(steps) if traced else int(jax.device_get(steps))
         known = None if dtype is None else jnp.dtype(dtype)
         return cls(steps, table, preconditioning, known)
 

@@ -351,6 +351,12 @@ def test_the_plan_is_that_of_the_optimizers_settings():
         == describe(params, platform="cpu", slow_axes=("dcn",)).plan
     )
     assert describe(params, optimizer=orscale(0.1), platform="cpu").plan.groups == ()
+    mixed = AbstractMesh((2, 4), ("dcn", "fsdp"), (AxisType.Explicit, AxisType.Auto))
+    of_both = jax.ShapeDtypeStruct(
+        (64, 64), jnp.float32, sharding=NamedSharding(mixed, PartitionSpec("dcn"))
+    )
+    both = orscale(0.1, param_shardings=PartitionSpec("dcn"))
+    assert describe({"a": of_both}, optimizer=both, platform="cpu").plan.groups == ()
     # What is given here counts, and else the optimizer's.
     ten = orscale(0.1, param_shardings=PartitionSpec("fsdp"), ns_steps=10)
     mixed = describe(params, optimizer=ten, platform="cpu", slow_axes=("dcn",)).plan

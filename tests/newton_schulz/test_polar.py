@@ -97,6 +97,10 @@ def test_a_traced_number_of_steps_takes_the_rows_of_deepseek_v4():
     traced = jax.jit(lambda k: polar_factor(x, steps=k, coeffs="deepseek_v4"))
     expected = polar_factor(x, steps=10, coeffs="deepseek_v4")
     np.testing.assert_allclose(traced(10), expected, atol=1e-6)
+    np.testing.assert_allclose(traced(jnp.uint8(10)), expected, atol=1e-6)
+    for steps in (10.0, jnp.array([10])):
+        with pytest.raises(ValueError, match=r"^steps=.* pass a whole number"):
+            traced(steps)
 
 
 def test_tables_and_matrices_of_a_user():
