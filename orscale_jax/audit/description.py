@@ -215,15 +215,21 @@ class Description:
             notes.append(f"state: {each:.4g} bytes per parameter{told}")
         notes += [""] if notes else []
         notes += [f"refused: {error}\n" for error in self.refusals]
-        rules = {}
+        alike: dict[str, dict[str, str]] = {}  # By name without numbers, then with them.
         for row in self.rows:
-            if row.rule == "refused":
+            # Integers are no parameters: nobody trains them.
+            if row.rule == "refused" and row.dtype.kind not in "biu":
                 by_name = row.layer_class in EMBEDDING_OR_HEAD | VECTORS
                 real = row.check == ("ambiguous",) and not by_name
                 axes = "MuonDimensionNumbers(reduction_axis=..., output_axis=...)"
-                path = re.sub(r"\d+", r"\\d+", re.escape(row.path))
-                rules[path] = f"{axes},  # {row.shape}" if real else '"adamw",'
-        if rules:
+                rule = f"{axes},  # {row.shape}" if real else '"adamw",'
+                path = re.escape(row.path)
+                alike.setdefault(re.sub(r"\d+", r"\\d+", path), {})[path] = rule
+        if alike:
+            rules = {}
+            for path, own in alike.items():
+                one_rule = len({*own.values()}) == 1
+                rules |= {path: min(own.values())} if one_rule else own
             written = (f'    r"^{path}$": {rule}' for path, rule in rules.items())
             notes += ["what to write:\nby_path({", *written, "})\n"]
         if self.mesh:

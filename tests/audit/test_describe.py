@@ -237,6 +237,19 @@ def test_what_the_optimizer_refuses_is_marked(name):
             jax.eval_shape(optimizer.init, params)
 
 
+def test_what_to_write_of_layers_that_differ():
+    """A rule each; none for integers, which nobody trains."""
+    shapes = {"l0": (2, 3, 4), "l1": (3, 4, 2), "m0": (2, 2, 2), "m1": (2, 2, 2)}
+    dtypes = {"n0": jnp.float32, "n1": jnp.complex64, "i": jnp.int32}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    params |= {name: jnp.ones((2, 3, 4), dtype) for name, dtype in dtypes.items()}
+    written = re.findall(r'r"\^(.*)\$": (\w+|"adamw")', str(describe(params)))
+    axes = "MuonDimensionNumbers"
+    assert dict(written) == {"l0": axes, "l1": axes, r"m\d+": axes, "n0": axes} | {
+        "n1": '"adamw"'
+    }
+
+
 def test_wrong_numbers_are_still_an_error():
     for numbers in (Dims(0, 1), by_path({"x": Dims(0, 3)}), by_path({"y": "adamw"})):
         with pytest.raises(ValueError, match=r"does not fit|matches no parameter"):
