@@ -226,10 +226,10 @@ class Description:
                 path = re.escape(row.path)
                 alike.setdefault(re.sub(r"\d+", r"\\d+", path), {})[path] = rule
         if alike:
-            rules = {}
-            for path, own in alike.items():
-                one_rule = len({*own.values()}) == 1
-                rules |= {path: min(own.values())} if one_rule else own
+            rules: dict[str, str] = {}
+            for path, of_rows in alike.items():
+                one_rule = len({*of_rows.values()}) == 1
+                rules |= {path: min(of_rows.values())} if one_rule else of_rows
             written = (f'    r"^{path}$": {rule}' for path, rule in rules.items())
             notes += ["what to write:\nby_path({", *written, "})\n"]
         if self.mesh:
