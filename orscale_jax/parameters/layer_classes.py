@@ -28,13 +28,16 @@ VECTORS = frozenset({"norm", "scale", "bias"})
 # Last keys that say nothing about the layer.
 _ARRAY = re.compile(r"kernel|weights?|w|dense|layer|base layer")
 
+_NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
 # Words that name an embedding or a head anywhere in a key, and those that end its name.
-_TABLE = re.compile(r"embed|\b(wte|wpe|emb|vocab|tok|pos|logits)\d*\b")
+_TABLE = re.compile(
+    r"embed|\b(wte|wpe|emb|vocab|logits)\d*\b"
+    rf"|^{_NET}(?!.*\b(ffn?|ff|mixer)\b).*\b(tok|pos)\d*\b"
+)
 _HEAD = re.compile(r"\b(?<!multi )(head|classifier)\d*( \d+)*( (w|kernel|weights?))?$")
 
 # Classes by the whole path: the first that matches applies.
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
-_NET = r"(?!.*\b(proj\w*|linear|dense|fc\d*|conv\d*|net|mod(ulation)?)\b)"
 _VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
 _BY_PATH = (
     ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
@@ -165,13 +168,16 @@ class Names(NamedTuple):
     def say_embedding_or_head(self, path: Any) -> bool:
         """Whether a name on the path, or the class, says embedding or output head."""
         keys = in_words(path)
-        named = any(map(is_embedding_or_head, keys)) and not self._is_inside_head(keys)
+        inside = self._is_inside_head(keys) or self._is_of_attention_head(keys)
+        named = any(map(is_embedding_or_head, keys)) and not inside
         return named or self.layer_class(path) in EMBEDDING_OR_HEAD
 
     def layer_class(self, path: Any) -> str:
         """The class of the parameter at a path of the tree."""
         keys = in_words(path)
         layer = "other" if self._is_inside_head(keys) else _by_path(keys)
+        if layer == "head" and self._is_of_attention_head(keys):
+            layer = None
         number = re.search(r"\bb(\d*)$", keys[-1]) if keys else None
         if number and layer != "norm":  # Haiku's modules have w and b; LoRA has a and b.
             a, w = (keys[-1][: number.start()] + letter + number[1] for letter in "aw")
@@ -202,6 +208,13 @@ class Names(NamedTuple):
         numbered = module[-1:] and module[-1].isdigit()
         name = " ".join(module[-2 if numbered else -1 :])
         return _by_rules(within, name, beside).format(mlp=mlp)
+
+    def _is_of_attention_head(self, keys: Path) -> bool:
+        """Whether the head on the path has queries and keys, as one of several does."""
+        return any(
+            _HEAD.search(key) and _QUERY_AND_KEY.match("|".join(sorted(self.below[of])))
+            for of, key in ((keys[: i + 1], key) for i, key in enumerate(keys))
+        )
 
     def _is_inside_head(self, keys: Path) -> bool:
         """Whether a later layer below the same head takes this layer's outputs."""
