@@ -58,7 +58,8 @@ def dimension_numbers(
         rule also applies to subclasses without a rule, and replaces the library's rule
         for the same type.
       head_size: See :func:`orscale_jax.by_path`. No axis counts the heads of a
-        ``MultiheadAttention``: pass its ``qk_size``, a number.
+        ``MultiheadAttention``: pass its ``qk_size``, a number, or a mapping if its
+        ``vo_size`` is another one.
       **kwargs: Keyword arguments of the call.
 
     Returns:

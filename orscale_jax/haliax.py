@@ -66,8 +66,9 @@ def dimension_numbers(
     Weights of ``Linear`` (and so of ``MLP``), ``MoELinear``, ``Conv`` and
     ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``.
     Embeddings, norms, biases, depthwise convolutions and parameters of fewer than two
-    axes take AdamW; names on the path and modules of Equinox are treated as in
-    :func:`orscale_jax.equinox.dimension_numbers`, whose arguments and errors it has.
+    axes take AdamW; other grouped convolutions need an override. Names on the path and
+    modules of Equinox are treated as in :func:`orscale_jax.equinox.dimension_numbers`,
+    whose arguments and errors it has.
 
     Dimension numbers stand in place of a named array, expressions of ``overrides`` match
     the paths of named arrays, and ``rules`` may return a :class:`NamedWeight` for each.

@@ -213,6 +213,9 @@ def test_overrides_rules_and_heads():
     assert set(table(model, overrides={"readout|lm_head": "adamw"}).values()) == {None}
     with pytest.raises(ValueError, match=r"'kernel' of overrides matches no parameter"):
         dimension_numbers(model, overrides={"kernel": "adamw"})
+    by_text = {eqx.nn.Linear: lambda module: {"weight": "adamw", "bias": None}}
+    with pytest.raises(ValueError, match=r"rules: found 'adamw' at .*readout.*None"):
+        table(model, rules=by_text)
 
 
 def test_parameters_of_another_model():

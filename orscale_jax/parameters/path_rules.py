@@ -121,7 +121,8 @@ def resolver(
             def own(path: Any, default: Any, _: Any) -> Any:
                 return known.get(names_on(path), default)
 
-            return spread(own, default, tree, "otherwise")
+            argument = "otherwise" if source == "by_path" else "rules"
+            return spread(own, default, tree, argument)
 
         whole = of_all(decided)
         if not sizes and default_size is False:

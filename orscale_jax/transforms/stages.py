@@ -279,7 +279,8 @@ def resolve_mask(
 
 
 def _is_boolean(leaf: Any) -> bool:
-    return jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool)
+    is_bool = jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.bool)
+    return is_bool and np.ndim(leaf) == 0
 
 
 def first_update_stage(
