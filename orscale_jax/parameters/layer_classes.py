@@ -56,12 +56,7 @@ _BY_PATH = (
     ("other", r"\b(lora|adapters?|indexer)\b"),
     ("attention gate", r"\battention\.gating w$"),
     ("router", r"\b(router|gating)\b(?! (einsum|linear))"),
-    (
-        "head",
-        r"\blogits|"
-        r"\b(?<!multi )(head|classifier)\d*( \d+)?( (w|kernel|weights?))?(\.|$)",
-    ),
-    ("head", r"\b(unembed|embed out|logitdense|head dist\b)"),
+    ("head", r"\b(logits|unembed|embed out|logitdense|head dist\b)"),
     ("head", r"(^|\.)heads(\.\d+)?\.(w|kernel|weights?)$"),
     ("head", r"^(params\.)?(score|(\w+\.)?output layer)\.(kernel|weight)$"),
 )
@@ -333,7 +328,9 @@ def _by_path(keys: Path) -> str | None:
     for layer, expression in _BY_PATH:
         if re.search(expression, path):
             return layer
-    return "embedding" if any(map(is_embedding_or_head, keys)) else None
+    if any(map(_HEAD.search, keys)):
+        return "head"
+    return "embedding" if any(map(_TABLE.search, keys)) else None
 
 
 @functools.lru_cache(maxsize=2**16)
