@@ -228,7 +228,7 @@ def describe(
                     part, first_update=kind, first_update_rms=found.rms
                 )
             rows.append(dataclasses.replace(part, check=tuple(check)))
-    planned = [row for row in rows if row.rule == MATRIX]
+    planned = [row for row in rows if row.rule == MATRIX and row.parameters]
     words, shape, on_device = "", None, None
     if mesh is not None:
         slices = slices_of_mesh(mesh, options.slow_axes) or {}

@@ -256,6 +256,11 @@ def test_wrong_numbers_are_still_an_error():
             describe({"x": jnp.ones((2, 3, 4)), "b": jnp.ones(3)}, numbers)
 
 
+def test_matrices_without_entries_are_not_planned():
+    description = describe({"none": jnp.ones((0, 8)), "w": jnp.ones((4, 8))})
+    assert [group.names for group in description.plan.groups] == [("w",)]
+
+
 def test_nothing_to_describe():
     params = {"a": None, "b": optax.MaskedNode()}
     description = describe(params, optimizer=orscale(0.1))
