@@ -99,7 +99,7 @@ def not_rounded(name: str, value: Any) -> None:
     given = getattr(value, "dtype", None)
     if given is None or not jnp.issubdtype(given, jnp.floating):
         return
-    if jnp.dtype(given).itemsize < 4:  # Keras has names of dtypes.
+    if jnp.dtype(given).itemsize < 4:  # In Keras they are names.
         raise ValueError(
             f"{name} has dtype {given}, which rounds it (0.999 to 1 in bfloat16): pass a "
             "Python number or float32. optax.inject_hyperparams casts hyperparameters to "

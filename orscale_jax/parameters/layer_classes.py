@@ -70,6 +70,7 @@ _MLP_KEY = re.compile(
 _SHARED = re.compile(r"\bshared (expert|mlp)|^shared$")
 # Keys side by side that show a mixture, or attention, without a module of its own.
 _EXPERTS_THEMSELVES = re.compile(r"(?!.*\bexperts?\b).*\brouter\b")
+_QKV = re.compile(r"\b(w?(q|k|v|kv|qkv)|quer(y|ies)|keys?|values?)\b")
 _QUERY_AND_KEY = re.compile(r"(?=.*\b(w?q\b|quer))(?=.*\b(w?kv?\b|key))|.*\bw?qkvo?\b")
 
 
@@ -205,11 +206,11 @@ class Names(NamedTuple):
         return _by_rules(within, name, beside).format(mlp=mlp)
 
     def _is_of_attention_head(self, keys: Path) -> bool:
-        """Whether the head on the path has queries and keys, as one of several does."""
-        return any(
-            _HEAD.search(key) and _QUERY_AND_KEY.match("|".join(sorted(self.below[of])))
-            for of, key in ((keys[: i + 1], key) for i, key in enumerate(keys))
-        )
+        """Whether it makes the queries, keys or values of a head that has such layers."""
+        depths = (i for i, key in enumerate(keys[:-1], 1) if _HEAD.search(key))
+        if (depth := next(depths, None)) is None or not _QKV.search(keys[depth]):
+            return False
+        return bool(_QUERY_AND_KEY.match("|".join(sorted(self.below[keys[:depth]]))))
 
     def _is_inside_head(self, keys: Path) -> bool:
         """Whether a later layer below the same head takes this layer's outputs."""

@@ -121,8 +121,9 @@ def resolver(
             def own(path: Any, default: Any, _: Any) -> Any:
                 return known.get(names_on(path), default)
 
-            argument = "otherwise" if source == "by_path" else "rules"
-            return spread(own, default, tree, argument)
+            return spread(
+                own, default, tree, "otherwise" if source == "by_path" else "rules"
+            )
 
         whole = of_all(decided)
         if not sizes and default_size is False:
