@@ -812,7 +812,8 @@ def _as_they_are(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
 def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
     """Split into as few stacks as the limit allows, of about one length.
 
-    All but the last are full: where a stack is not, a device orthogonalizes zeros.
+    All but the last are full: where a stack is not, a device orthogonalizes zeros. An
+    array is cut for that alone, since each stack is a program of its own.
     """
     if len(bucket.layouts) > 1 or bucket.column_shards > 1:
         yield bucket  # It has one matrix for each device.
@@ -825,9 +826,11 @@ def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
     stack: list[MatrixSlice] = []
     held = 0
     for part in bucket.slices:
-        if stack and held + part.matrices > length:
-            yield _with_slices(bucket, stack)
-            stack, held = [], 0
+        missing = -held % bucket.group_size
+        if stack and held + part.matrices > max(length, held + missing):
+            middle = part.start + missing
+            yield _with_slices(bucket, [*stack, part._replace(stop=middle)])
+            part, stack, held = part._replace(start=middle), [], 0
         stack.append(part)
         held += part.matrices
     if stack:

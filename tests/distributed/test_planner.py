@@ -113,7 +113,21 @@ def test_stacks_are_limited_and_all_but_the_last_full():
         assert sorted(i for j in buckets for i in members(j)) == list(range(40))
         assert all(j.nbytes <= max(most, nbytes) for j in buckets)
         assert sum(j.matrices_per_device for j in buckets) == 40 // 8
-    # What is larger than a stack is alone.
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, LARGE])
+def test_layers_in_one_array_take_no_more_than_layers_apart(most):
+    """Arrays are cut only where devices would have zeros otherwise."""
+    nbytes = most * 4 * 8 * FLOAT.itemsize
+    stacked = plan_buckets([rows(12, 4, 8)] * 6, MESH, nbytes)
+    apart = plan_buckets([rows(4, 8)] * 72, MESH, nbytes)
+    assert sum(j.matrices_per_device for j in stacked) == 72 // 8
+    assert sum(j.matrices_per_device for j in apart) == 72 // 8
+    assert len(stacked) <= max(6, len(apart))
+    parts = sorted(part[:3] for j in stacked for part in j.slices)
+    held = [(i, k) for i, start, stop in parts for k in range(start, stop)]
+    assert held == [(i, k) for i in range(6) for k in range(12)]
+    # Whole ones, each larger than a stack: sixteen matrices for eight devices.
     alone = plan_buckets([rows(16, 4, 8)] * 2, MESH, 1)
     assert [members(j) for j in alone] == [(0,), (1,)]
 

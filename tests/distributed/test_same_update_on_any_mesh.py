@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from orscale_jax import muon, orscale, state_shardings
+from orscale_jax import describe, muon, orscale, orthogonalize, state_shardings
 from tests import runs
 from tests.runs import AUTO, EXPLICIT, assert_close, mesh_of, numbers_of, placed
 
@@ -94,3 +94,18 @@ def test_a_step_is_that_of_one_device(layout, kinds):
             state = jax.jit(optimizer.init, out_shardings=of_state)(params)
             found = stepped(optimizer, params, grads, state)
         assert_close(found, on_one_device(name))
+
+
+def test_layers_in_one_array_are_spread_by_parts():
+    """Each of eight devices takes three of the twenty-four matrices, in two stacks."""
+    shapes, most = {"gate": (12, 8, 16), "up": (12, 8, 16)}, 2 * 4 * 8 * 16
+    numbers = numbers_of(shapes)
+    optimizer = orthogonalize(max_stack_bytes=most, weight_dimension_numbers=numbers)
+    grads = runs.tree(0, shapes=shapes)
+    wanted, _ = optimizer.update(grads, optimizer.init(grads))
+    mesh = mesh_of({"data": 2, "fsdp": 4}, EXPLICIT)
+    grads = placed(grads, mesh, P(None, "fsdp"))
+    plan = describe(grads, numbers, max_stack_bytes=most).plan
+    assert [group.matrices_per_device for group in plan.groups] == [2, 1]
+    found, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads))
+    assert_close(found, wanted)
