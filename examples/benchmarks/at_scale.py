@@ -130,7 +130,7 @@ def row(model: str, platform: str, count: int) -> dict[str, Any]:
     began = time.perf_counter()
     plan = planned(arrays, platform, mesh)
     seconds = time.perf_counter() - began
-    found = Plan.of(plan, [""] * len(arrays), mesh, cost_model)
+    found = Plan.of(plan, [[""] * len(arrays)] * len(plan), mesh, cost_model)
     # Of all matrices by the plain iteration, and by the form that one device takes alone;
     # by products that the partitioner divides, with collectives in each of them.
     plain = alone = divided = 0

@@ -26,9 +26,10 @@ from orscale_jax.audit.state import (
     nbytes,
     nbytes_per_device,
 )
+from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.exchange import plan_exchange
-from orscale_jax.distributed.plan import Group, MeshShape, Plan, ShardedArray
-from orscale_jax.distributed.platforms import Platform, StackKey, plan_stacks
+from orscale_jax.distributed.plan import Bucket, Group, MeshShape, Plan, ShardedArray
+from orscale_jax.distributed.platforms import DEFAULTS, Platform, StackKey, plan_stacks
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.parameters.axes import MatrixAxes
@@ -87,7 +88,9 @@ def describe(
         its state tell, under :func:`optax.partition` there is a column "label", and with
         ``learning_rate_multipliers`` a column "η ×". The scale and the settings of
         Newton–Schulz are the optimizer's, except for arguments of this function that
-        differ from their defaults. None: the table is that of :func:`orscale`.
+        differ from their defaults; steps that are traced, as inside
+        :func:`optax.inject_hyperparams`, count as five. None: the table is that of
+        :func:`orscale`.
       probe: Whether to run the optimizer, too, whatever it is made of, on random
         gradients: the columns "first update" and "its RMS" say what it does to each
         parameter. Parameters that are abstract are drawn, and all is allocated.
@@ -184,16 +187,15 @@ def describe(
                 for path, leaf in leaf_of.items()
             )
             params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
-    defaults = polar_options(5, "polar_express", None, "frobenius")
-    if (own := next(filter(None, state.polar), None) if state else None) is not None:
-        settings = _given(options.settings, defaults.settings, own.settings)
-        options = dataclasses.replace(_given(options, defaults, own), settings=settings)
+    stages = [options]
+    if state is not None and state.polar:
+        stages = [_with_given(options, own) for own in state.polar]
     probed = first_updates(optimizer, params, axes_of) if probe else {}
     if state is not None:
         axes_of = {p: own for p, own in axes_of.items() if state.kept[p].rule == MATRIX}
     class_of = leaves_by_path(layer_classes(params))
     checks = Checks(leaf_of, axes_of, class_of)
-    rows = []
+    rows, planned = [], [list[ParameterRow]() for _ in stages]
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept = Kept(ADAMW, scale=scale) if state is None else state.kept[path]
         if scale != Scale.of(CONSISTENT_RMS):
@@ -228,10 +230,11 @@ def describe(
                     part, first_update=kind, first_update_rms=found.rms
                 )
             rows.append(dataclasses.replace(part, check=tuple(check)))
-    planned = [row for row in rows if row.rule == MATRIX and row.parameters]
+            if part.rule == MATRIX and part.parameters:
+                planned[kept.stage].append(part)
     words, shape, on_device = "", None, None
     if mesh is not None:
-        slices = slices_of_mesh(mesh, options.slow_axes) or {}
+        slices = slices_of_mesh(mesh, stages[0].slow_axes) or {}
         shape = MeshShape(dict(mesh.shape), slices)
         words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
         along = " and ".join(f"{n} along {name}" for name, n in slices.items())
@@ -245,14 +248,14 @@ def describe(
             known = {own.source(mesh.abstract_mesh, matrices) for own in specs}
         elif not mesh.are_all_axes_explicit:
             known = {UNKNOWN}
-        planned = [] if UNKNOWN in known else planned
+        planned = [[] if UNKNOWN in known else own for own in planned]
         source = " and ".join(sorted(known))
         words += (along and f", slices: {along}") + (source and f", shardings {source}")
         if state is not None and not refused:
             on_device = nbytes_per_device(optimizer, params)
     return Description(
         tuple(rows),
-        _plan(options.platform(platform), planned, shape),
+        _plan([stage.platform(platform) for stage in stages], planned, shape),
         None if state is None else state.shared_bytes,
         words,
         on_device,
@@ -318,12 +321,19 @@ def _matrices(
     return axes_of | known
 
 
-def _given(given: Any, defaults: Any, own: Any) -> Any:
-    """A dataclass with the fields of another that differ from their defaults."""
-    names = [field.name for field in dataclasses.fields(given)]
-    fields = {name: getattr(given, name) for name in names}
-    changed = {k: v for k, v in fields.items() if v != getattr(defaults, k)}
-    return dataclasses.replace(own, **changed)
+def _with_given(given: PolarOptions, own: PolarOptions) -> PolarOptions:
+    """The options of an optimizer with those given that differ from their defaults."""
+
+    def changed(given: Any, defaults: Any) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(given)]
+        fields = {name: getattr(given, name) for name in names}
+        return {k: v for k, v in fields.items() if v != getattr(defaults, k)}
+
+    defaults = PolarOptions(DEFAULTS)
+    settings = dataclasses.replace(
+        own.settings, **changed(given.settings, defaults.settings)
+    )
+    return dataclasses.replace(own, **changed(given, defaults) | {"settings": settings})
 
 
 def _parts(
@@ -399,24 +409,30 @@ def _mesh(leaf: Any) -> Mesh | AbstractMesh | None:
 
 
 def _plan(
-    platform: Platform, rows: Sequence[ParameterRow], mesh: MeshShape | None
+    stages: Sequence[Platform],
+    rows: Sequence[Sequence[ParameterRow]],
+    mesh: MeshShape | None,
 ) -> Plan:
-    """The plan of Newton–Schulz for rows of matrices, as the optimizer makes it."""
-    names = [row.name for row in rows]
-    arrays = []
-    for row in rows:
-        shape = (*row.batch_shape, row.m, row.n)
-        dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
-        axes = row.mesh_axes or ((),) * len(shape)
-        arrays.append(ShardedArray(shape, platform.packed_dtype(dtype), axes))
-    if mesh is not None:
-        buckets = plan_exchange(platform, arrays, mesh)
-        return Plan.of(buckets, names, mesh, platform.cost_model)
-    keys = [StackKey((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype) for x in arrays]
-    limits = platform.limits
-    groups = []
-    for members in plan_stacks(keys, limits.stack_bytes, limits.stack_length):
-        *batch, m, n = keys[members[0]].shape
-        matrices = (len(members) * math.prod(batch), m, n, 1)
-        groups.append(Group(tuple(names[i] for i in members), (matrices,)))
-    return Plan(tuple(groups))
+    """The plan of Newton–Schulz for the rows of matrices of each stage that has some."""
+    groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
+    for platform, own in zip(stages, rows, strict=True):
+        names = [row.name for row in own]
+        arrays = []
+        for row in own:
+            shape = (*row.batch_shape, row.m, row.n)
+            dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
+            axes = row.mesh_axes or ((),) * len(shape)
+            arrays.append(ShardedArray(shape, platform.packed_dtype(dtype), axes))
+        if mesh is not None:
+            buckets += plan_exchange(platform, arrays, mesh)
+            of_buckets += [names] * (len(buckets) - len(of_buckets))
+            continue
+        keys = [StackKey((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype) for x in arrays]
+        limits = platform.limits
+        for members in plan_stacks(keys, limits.stack_bytes, limits.stack_length):
+            *batch, m, n = keys[members[0]].shape
+            matrices = (len(members) * math.prod(batch), m, n, 1)
+            groups.append(Group(tuple(names[i] for i in members), (matrices,)))
+    if mesh is None:
+        return Plan(tuple(groups))
+    return Plan.of(buckets, of_buckets, mesh, stages[0].cost_model)

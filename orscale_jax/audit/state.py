@@ -45,6 +45,7 @@ class Kept(NamedTuple):
     arrays: list[Any] | None = None  # None without an optimizer.
     axes: MatrixAxes | None = None  # Of its matrices, if it has any.
     scale: Scale | None = None  # Of their Q.
+    stage: int = 0  # Which of those that orthogonalize has them.
 
 
 class _Part(NamedTuple):
@@ -64,7 +65,7 @@ class AbstractState(NamedTuple):
 
     kept: Mapping[Any, Kept]  # By the path of the parameter.
     shared_bytes: int  # Of what belongs to no parameter.
-    polar: Sequence[PolarOptions | None]  # Of what orthogonalizes, the first first.
+    polar: Sequence[PolarOptions]  # Of the stages that orthogonalize.
     specs: Sequence[ParamSpecs]  # What these stages know of the shardings of parameters.
 
     @classmethod
@@ -82,8 +83,8 @@ class AbstractState(NamedTuple):
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
         state, bare = unbox(state), unbox(params)
         axes_of = {
-            names_on(path): axes
-            for matrices, *_ in polar
+            names_on(path): (axes, stage)
+            for stage, (matrices, *_) in enumerate(polar)
             for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
         }
         scales = {
@@ -112,7 +113,7 @@ class AbstractState(NamedTuple):
             own = [part for part in parts if name in part.arrays]
             labels = {part.label: None for part in own if part.label in innermost}
             rules = {part.rule for part in own if name in part.owners}
-            axes = axes_of.get(name)
+            axes, stage = axes_of.get(name, (None, 0))
             # Of an init in jax.vmap, they are those of one of several models.
             if axes and len(axes.batch + axes.rows + axes.columns) != np.ndim(
                 leaf_of[path]
@@ -126,6 +127,7 @@ class AbstractState(NamedTuple):
                 [array for part in own for array in part.arrays[name]],
                 axes,
                 scales.get(name) if axes else None,
+                stage,
             )
         _refuse_vectors(parts, leaf_of, kept)
         shared = (array for part in parts for array in part.arrays.get(None, ()))

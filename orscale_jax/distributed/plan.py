@@ -460,20 +460,20 @@ class Plan(NamedTuple):
     def of(
         cls,
         buckets: Sequence[Bucket],
-        names: Sequence[str],
+        names: Sequence[Sequence[str]],
         mesh: MeshShape,
         cost_model: CostModel,
     ) -> "Plan":
-        """The buckets of a mesh, given the names of the arrays."""
+        """The buckets of a mesh, given the names of the arrays of each."""
         groups, flops, traffic = [], 0, Traffic()
-        for bucket in buckets:
+        for bucket, own in zip(buckets, names, strict=True):
             counts: dict[int, int] = {}
             for layout in sorted(bucket.layouts, key=lambda layout: layout.column_shards):
                 shards = layout.column_shards
                 counts[shards] = counts.get(shards, 0) + layout.matrices
             m, n = bucket.shape
             group = Group(
-                tuple(dict.fromkeys(names[part.array] for part in bucket.slices)),
+                tuple(dict.fromkeys(own[part.array] for part in bucket.slices)),
                 tuple((count, m, n * shards, shards) for shards, count in counts.items()),
                 bucket.group_size,
                 bucket.matrices_per_device,

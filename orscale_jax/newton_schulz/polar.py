@@ -48,7 +48,7 @@ class NewtonSchulz:
         then look the same to it, and it compiles one of them.
     """
 
-    steps: int | jax.Array
+    steps: int | np.int32 | jax.Array
     table: Table | jax.Array
     preconditioning: str
     dtype: np.dtype[Any] | None = None

@@ -1,9 +1,11 @@
 """The stage that replaces every matrix by its polar factor."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -11,6 +13,7 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
+from orscale_jax.distributed.platforms import DEFAULTS
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.newton_schulz.polar import NewtonSchulz
@@ -22,8 +25,8 @@ from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.nodes import Watch
 
-# What the audit reads: each stage with its matrices, without options that are traced.
-initialized: Watch[tuple[Matrices, PolarOptions | None, ParamSpecs]] = Watch("polar")
+# What the audit reads: each stage with its matrices, without tracers.
+initialized: Watch[tuple[Matrices, PolarOptions, ParamSpecs]] = Watch("polar")
 
 
 def orthogonalize(
@@ -107,7 +110,12 @@ def orthogonalize_stage(
     """:func:`orthogonalize` for given matrices."""
 
     def init(params: PyTree) -> optax.EmptyState:
-        known = options if options.settings.is_static else None
+        known = options
+        if not options.settings.is_static:  # No tracer may leave: it is as a number.
+            settings = dataclasses.replace(
+                options.settings, steps=np.int32(DEFAULTS.steps), table=DEFAULTS.table
+            )
+            known = dataclasses.replace(options, settings=settings)
         initialized.note((matrices, known, param_specs))
         param_specs.note_annotations(params)
         return optax.EmptyState()

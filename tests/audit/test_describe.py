@@ -383,6 +383,46 @@ def test_the_plan_is_that_of_the_optimizers_settings():
         describe({"w": jnp.ones((4, 8))}, optimizer=optax.inject_hyperparams(muon)(0.1))
 
 
+MESH = AbstractMesh((2, 4), ("dcn", "fsdp"), (AxisType.Explicit,) * 2)
+SQUARE = jax.ShapeDtypeStruct(
+    (64, 64), jnp.float32, sharding=NamedSharding(MESH, PartitionSpec("fsdp"))
+)
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_each_optimizer_has_a_plan_of_its_own(sharded):
+    params = {f"{group}{i}": SQUARE for group in "ab" for i in range(4)}
+    if not sharded:
+        params = {
+            name: jax.ShapeDtypeStruct(w.shape, w.dtype) for name, w in params.items()
+        }
+    groups = {"a": muon(0.1), "b": muon(0.2, ns_steps=9)}
+    both = optax.partition(groups, {name: name[0] for name in params})
+    plan = describe(params, optimizer=both, platform="gpu").plan
+    alone = [
+        describe(
+            {name: w for name, w in params.items() if name[0] == group},
+            optimizer=optimizer,
+            platform="gpu",
+        ).plan
+        for group, optimizer in groups.items()
+    ]
+    assert plan.groups == alone[0].groups + alone[1].groups
+    assert plan.flops == alone[0].flops + alone[1].flops
+    assert plan.fast_bytes == alone[0].fast_bytes + alone[1].fast_bytes
+
+
+def test_options_count_where_the_number_of_steps_is_traced():
+    """It is by default under inject_hyperparams; then the plan is of plain steps."""
+
+    def plan(wrap, **given):
+        optimizer = wrap(muon)(0.1, slow_axes=("dcn",), **given)
+        return describe({"w": SQUARE}, optimizer=optimizer, platform="cpu").plan
+
+    usual, nine = plan(lambda muon: muon), plan(optax.inject_hyperparams, ns_steps=9)
+    assert nine == plan(optax.inject_hyperparams) == usual
+
+
 @pytest.mark.parametrize("name", FAMILY)
 def test_the_family(name):
     """Every array belongs to a row, and other matrices are found."""

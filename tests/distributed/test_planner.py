@@ -253,7 +253,7 @@ def planned(model, *groups):
         shape = m, n // column_shards
         sizes = shape, FLOAT16, axes, sharing, size, max(1, shards)
         buckets.append(Bucket((layout,), *sizes, cost_model=model))
-    return Plan.of(buckets, [""] * len(groups), EIGHT, model)
+    return Plan.of(buckets, [[""] * len(groups)] * len(buckets), EIGHT, model)
 
 
 # A device has one matrix of each group. Of m×n it sends 2mn·7/8 bytes each way, replicas
