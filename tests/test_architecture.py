@@ -15,7 +15,7 @@ PACKAGE = ROOT / "orscale_jax"
 BELOW_STAGES = {"distributed", "newton_schulz", "parameters", "sharding", "trees"}
 FOLDERS = {
     "trees": set(),
-    "newton_schulz": set(),
+    "newton_schulz": {"sharding"},
     "sharding": {"trees"},
     "distributed": {"newton_schulz", "sharding"},
     "parameters": {"sharding", "trees"},

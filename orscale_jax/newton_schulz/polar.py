@@ -29,6 +29,7 @@ from orscale_jax.newton_schulz.arithmetic import (
 )
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
+from orscale_jax.sharding import typed_sharding
 
 # The steps of one array: yields sums, and receives them as rounded operands.
 Chain: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
@@ -123,8 +124,8 @@ def polar_factor(
 
     Where one side is more than 1.5 times the other, and steps and coefficients are known
     while tracing, the iteration runs on the Gram matrix (Zhang et al.), as far as the
-    dtype's rounding allows. Call it inside ``jax.jit``: outside, every call is compiled
-    anew.
+    dtype's rounding allows. Matrices whose rows or columns are sharded on Explicit axes
+    are gathered: :func:`orthogonalize` spreads the work instead.
 
     Presets, with the range to which five steps bring normalized singular values in
     [1e-3, 1], and the relative error that each product may have without any singular
@@ -193,6 +194,13 @@ def polar_factor(
     given = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
     if not x.size:
         return x  # The loop over matrices cannot be traced without one.
+    polar = _compiled if given.is_static else _on_any_platform
+    q = polar(typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)), given)
+    return typed_sharding.shard_like(q, x)
+
+
+def _on_any_platform(x: jax.Array, given: NewtonSchulz) -> jax.Array:
+    """:func:`polar_factor` of whole matrices."""
 
     def polar(x: jax.Array, default: DTypeLike, alone: bool = False) -> jax.Array:
         dtype = given.dtype or jnp.dtype(default)
@@ -210,6 +218,9 @@ def polar_factor(
         tpu=functools.partial(polar, default=jnp.bfloat16),
         default=functools.partial(polar, default=jnp.float16),
     )
+
+
+_compiled = jax.jit(_on_any_platform, static_argnames="given")
 
 
 def newton_schulz(

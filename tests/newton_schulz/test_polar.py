@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, polar_factor
@@ -380,3 +381,28 @@ def test_more_steps_stay_in_a_band(preset):
 def test_bad_input_is_refused(x, arguments, words):
     with pytest.raises(ValueError, match=words):
         polar_factor(x, **arguments)
+
+
+def test_a_second_call_outside_of_jit_compiles_nothing(caplog):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 24)), jnp.float32)
+    polar_factor(x, steps=3)
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        polar_factor(x, steps=3)
+        assert "XLA compilation" not in caplog.text
+        polar_factor(x, steps=4)
+    assert "XLA compilation" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "spec", [P(None, "a"), P(None, None, "a"), P("a"), P("b", "a"), P(None, "a", "b")]
+)
+def test_sharded_matrices(kind, spec):
+    """They have the factors of one device, sharded as they are."""
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
+    x = np.random.default_rng(0).normal(size=(4, 8, 24)).astype(np.float32)
+    sharded = jax.device_put(x, NamedSharding(mesh, spec))
+    q = polar_factor(sharded)
+    np.testing.assert_allclose(q, polar_factor(jnp.asarray(x)), atol=2e-5)
+    if kind == AxisType.Explicit:
+        assert jax.typeof(q) == jax.typeof(sharded)
