@@ -96,15 +96,25 @@ class Ladder:
         best = SHARED_FIRST.at([4 * best_shared(loss_of)] * 2)
         return self.runs(cell, arm).losses(best, SHARED_SEEDS)
 
-    def tuned(self, cell: str, arm: str, which: int) -> dict[int, float]:
-        """At the rates and the decay that one of the searches finds."""
+    def tuned(
+        self, cell: str, arm: str, which: int, *, tried: bool = False
+    ) -> dict[int, float]:
+        """At the rates and the decay that one of the searches finds.
+
+        Or at the lowest point that it `tried`, which the fit may have missed.
+        """
         runs, first = self.runs(cell, arm), FIRST[arm, init_of(cell)]
         searched, fresh = ROUNDS[which]
+        losses: dict[Point, float] = {}
 
         def loss_of(point: Point) -> float:
-            return runs.mean_loss(first.at(point), searched)
+            losses[point] = runs.mean_loss(first.at(point), searched)
+            return losses[point]
 
-        return runs.losses(first.at(optimum(loss_of)), fresh)
+        best = optimum(loss_of)
+        if tried:
+            best = min(losses, key=losses.__getitem__)
+        return runs.losses(first.at(best), fresh)
 
     def recorded(self, cell: str, which: int) -> list[dict[int, float]]:
         """Of a line of `RECORD` at each of its four settings.
@@ -148,7 +158,8 @@ class Ladder:
         for which in range(len(ROUNDS)):
             for cell in CELLS:
                 for arm in PAIR:
-                    self.tuned(cell, arm, which)
+                    for tried in (False, True):
+                        self.tuned(cell, arm, which, tried=tried)
                     yield f"B{which + 1} {cell} {arm}"
 
     def part_c(self) -> Iterator[str]:
