@@ -128,6 +128,9 @@ CASES = {
     "p": Case({"dcn": 2, "fsdp": 64}, moonlight({"fsdp": 64}),
               "Moonlight 16B, sharded within, replicated across", "v5p:4x4x4"),
     "q": Case({}, scanned_gpt2(), "GPT-2 124M, layers scanned, one device"),
+    "r": Case({"fsdp": 64},
+              {name: experts(48, 2048, 8192, P(None, "fsdp", None)) for name in "abc"},
+              "144 matrices of 2048×8192 in three arrays, FSDP", "v5p:4x4x4"),
 }  # fmt: skip
 
 
@@ -138,7 +141,7 @@ class Options:
     platform: Literal["tpu", "gpu"] = "tpu"
     """v5p and v5e chips, or H100s in nodes of eight."""
     cases: tuple[str, ...] = ()
-    """Of a to q; all that the platform has without it."""
+    """Of a to r; all that the platform has without it."""
     contenders: tuple[str, ...] = CONTENDERS
     """Of these, and optax.adamw."""
     layers: int | None = None

@@ -1,6 +1,7 @@
 """The third protocol: its searches, its runs, each done once, and its endpoints."""
 
 import dataclasses
+import functools
 import math
 
 import numpy as np
@@ -113,6 +114,12 @@ def test_rates_and_decay_are_searched_and_confirmed_on_fresh_seeds(tmp_path, tra
         assert {seed for *_, seed in trained} == {*searched, *fresh}
         [found] = {asked[2] for asked in trained if asked[3] in fresh}
         np.testing.assert_allclose(np.log2(np.divide(found, BEST)), 0, atol=0.4)
+        # Or at the lowest of the points that it tried.
+        points = {asked[2] for asked in trained if asked[3] in searched}
+        runs = ladder.runs(CELL, "orscale")
+        lowest = min(points, key=functools.partial(runs.mean_loss, seeds=searched))
+        of_lowest = ladder.tuned(CELL, "orscale", which, tried=True)
+        assert of_lowest == runs.losses(lowest, fresh)
     rows = read_results(path)
     assert all(row.settings.decay for row in rows)
     assert Ladder(tmp_path, train=False).tuned(CELL, "orscale", 0)
@@ -121,6 +128,7 @@ def test_rates_and_decay_are_searched_and_confirmed_on_fresh_seeds(tmp_path, tra
     with pytest.raises(NotRun):
         Ladder(tmp_path, train=False).tuned(CELL, "orscale", 0)
     for which in range(2):  # Interrupted: only what is missing is done.
+        ladder.tuned(CELL, "orscale", which, tried=True)
         ladder.tuned(CELL, "orscale", which)
     again = path.read_text().splitlines()
     assert len(again) == len(rows) + 1 and sorted(again) == sorted(lines)
@@ -241,9 +249,9 @@ def made_up(monkeypatch):
         of = differences(cell, 0, third.SHARED_SEEDS)
         return {s: x if arm == "orscale" else 0.0 for s, x in of.items()}
 
-    def tuned(self, cell, arm, which):
+    def tuned(self, cell, arm, which, *, tried=False):
         of = differences(cell, which, third.ROUNDS[which][1])
-        return {s: x if arm == "orscale" else 0.0 for s, x in of.items()}
+        return {s: x + 0.5 * tried if arm == "orscale" else 0.0 for s, x in of.items()}
 
     monkeypatch.setattr(Ladder, "shared", shared)
     monkeypatch.setattr(Ladder, "tuned", tuned)
@@ -286,6 +294,12 @@ def test_the_endpoints(made_up, tmp_path):
             low, high = stats.ttest_1samp(x, 0).confidence_interval()
             assert f"{x.mean():+.4f} [{low:+.4f}, {high:+.4f}]" in line
     assert "| lower |" in table[0] and "| lower |" in table[2]
+    for line in third_tables.cells(Ladder(tmp_path)).splitlines()[2:]:
+        means = (cell.split(" [")[0] for cell in line.strip("| ").split(" | "))
+        name, _, searched, tried = means
+        assert float(tried) - float(searched) == pytest.approx(
+            0.5 if name.startswith(("`", "1")) else 0.0
+        )
 
 
 @pytest.mark.parametrize(
