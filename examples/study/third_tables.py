@@ -33,6 +33,7 @@ from examples.study.third import (
     ROUNDS,
     WAITED,
     Ladder,
+    init_of,
 )
 from examples.study.workloads import EXPERTS, INITS
 
@@ -42,14 +43,14 @@ MISSING = "not complete"
 MARGIN = 0.005  # Nats, of the level with one expert.
 SMALL_COST = 0.005  # Nats, of a small first batch, at which nobody needs a warning.
 DEGREES = len(CELLS)  # Of freedom of what two searches of each cell differ by.
-# A weight for each cell: both scales of initial weights count alike.
-Weights = Mapping[str, float]
+Weights = Mapping[str, float]  # For each cell.
 _OCTAVES = np.log2(EXPERTS) - np.mean(np.log2(EXPERTS))
 SLOPE, STEP, LEVEL = (
     "slope for a doubling of the experts",
     "4 experts minus 1",
     "1 expert",
 )
+# Both scales of initial weights count alike.
 CONTRASTS: dict[str, Weights] = {
     name: {
         f"ladder-{n}{init}": weight / len(INITS)
@@ -61,6 +62,13 @@ CONTRASTS: dict[str, Weights] = {
         (STEP, [-1, 1, 0, 0]),
         (LEVEL, [1, 0, 0, 0]),
     )
+}
+
+
+MEANS: dict[str, Weights] = {
+    "small initial weights": {cell: 1 / 4 for cell in CELLS if init_of(cell)},
+    "usual ones": {cell: 1 / 4 for cell in CELLS if not init_of(cell)},
+    "all": dict.fromkeys(CELLS, 1 / 8),
 }
 
 
@@ -148,14 +156,15 @@ def of_level(found: Interval) -> str:
 
 
 def cells(ladder: Ladder) -> str:
-    """Each cell in both regimes, and all contrasts: without corrections."""
+    """Each cell in both regimes, contrasts and means: without corrections."""
     ways: dict[str, Callable[[Ladder, Weights], Estimate]] = {
         "AdamW's rate": shared,
         "searched": tuned,
         "lowest tried": functools.partial(tuned, tried=True),
     }
     rows = []
-    for name, weights in {**{f"`{x}`": {x: 1.0} for x in CELLS}, **CONTRASTS}.items():
+    each = {f"`{cell}`": {cell: 1.0} for cell in CELLS}
+    for name, weights in (each | CONTRASTS | MEANS).items():
         found = [ask(ladder, way, weights) for way in ways.values()]
         rows.append([name, *(MISSING if x is None else str(x[0]) for x in found)])
     return markdown(["", *ways], rows)

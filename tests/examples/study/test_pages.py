@@ -233,6 +233,66 @@ def test_the_ladder_at_one_rate():
         assert [small, usual] == [told(shared(f"{cell}-small-init")), told(shared(cell))]
 
 
+ROUNDS = ((range(30, 32), range(500, 512)), (range(40, 42), range(512, 524)))
+CELLS = [f"ladder-{n}{init}" for init in ("-small-init", "") for n in (1, 4, 16, 32)]
+# Means over these cells: of small initial weights, of usual ones, of all.
+INITS = [0.25] * 4 + [0] * 4, [0] * 4 + [0.25] * 4, [0.125] * 8
+
+
+@functools.cache
+def searches(cell, arm):
+    """Of two searches, losses by fresh seed: at the end, and at the lowest it tried."""
+    found = []
+    for searched, fresh in ROUNDS:
+        tried, confirmed = {}, {}
+        for row in rows_of(f"ladder/{cell}"):
+            settings = row["rate"], row["adam_rate"], row["decay"]
+            for seeds, by_settings in ((searched, tried), (fresh, confirmed)):
+                if row["arm"] == arm and (seed := int(row["seed"])) in seeds:
+                    by_settings.setdefault(settings, {})[seed] = float(row["loss"])
+        lowest = min(tried, key=lambda x: np.mean(list(tried[x].values())))
+        [end] = [x for x in confirmed if x != lowest] or [lowest]
+        both = [[confirmed[x][seed] for seed in fresh] for x in (end, lowest)]
+        found.append((*map(np.array, both), lowest))
+    return found
+
+
+def searched(cell, lowest):
+    """OrScale − Muon+Moonlight by seed, of both searches."""
+    both = (searches(cell, arm) for arm in ("orscale", MUON))
+    return [ours[lowest] - theirs[lowest] for ours, theirs in zip(*both, strict=True)]
+
+
+def told_of_searches(weights, lowest=False, digits=4):
+    """With the variance of the seeds, and of what two searches of a cell differ by."""
+    pairs = [searched(cell, lowest) for cell in CELLS]
+    beyond = [
+        ((x.mean() - y.mean()) ** 2 - stats.sem(x) ** 2 - stats.sem(y) ** 2) / 2
+        for x, y in pairs
+    ]
+    rounds = [sum(w * x[i] for w, x in zip(weights, pairs, strict=True)) for i in (0, 1)]
+    variance = sum(stats.sem(x) ** 2 for x in rounds) / 4
+    variance += max(0, np.mean(beyond)) * sum(w * w for w in weights) / 2
+    mean, half = np.mean(rounds), quantile(8) * variance**0.5
+    mean, low, high = (f"{x:+.{digits}f}" for x in (mean, mean - half, mean + half))
+    return f"{mean} [{low}, {high}]"
+
+
+def test_the_ladder_searched():
+    alone = np.eye(8).tolist()
+    for i, (_, *told_of_cells) in enumerate(the_table("two_rates", "searched, small")):
+        both = alone[i], alone[i + 4]
+        expected = [told_of_searches(x, low) for low in (False, True) for x in both]
+        assert told_of_cells == expected
+    for arm in ("orscale", MUON):
+        every = [x for cell in CELLS for x in searches(cell, arm)]
+        missed = [np.mean(end) - np.mean(lowest) for end, lowest, _ in every]
+        for number in (np.mean(missed), max(missed)):
+            assert f" {number:.3f}" in words(STUDY / "two_rates.md")
+    small = [float(x[-1][2]) for cell in CELLS[:4] for x in searches(cell, MUON)]
+    assert sum(0.045 < decay < 0.055 for decay in small) == 7 == len(small) - 1
+
+
 def anchored(cell, arm="largest_anchor"):
     """After a first batch of 8 sequences, another anchor minus the paper's."""
     few = f"ladder/{cell}-first-batch-8"
@@ -284,6 +344,11 @@ def known():
         mean([f"ladder-{n}", f"ladder-{n}-small-init"], of=shared) for n in (1, 4, 16, 32)
     ]
     yield from (told(np.polyfit([0, 2, 4, 5], rungs, 1)[0]), told(rungs[1] - rungs[0]))
+    slope_of_rungs = (np.array([0, 2, 4, 5]) - 2.75) / 14.75
+    for rungs in (slope_of_rungs, [-1, 1, 0, 0], [1, 0, 0, 0]):
+        weights = [float(x) / 2 for x in (*rungs, *rungs)]
+        yield from (told_of_searches(weights, lowest) for lowest in (False, True))
+    yield from (told_of_searches(weights, lowest=True) for weights in INITS)
     few = [f"ladder-{n}{init}" for init in ("-small-init", "") for n in (4, 16, 32)]
     waited = functools.partial(anchored, arm="waited")
     yield told(mean(few, of=anchored))
@@ -447,4 +512,5 @@ def test_intervals_of_summaries(page):
     of += [mean(TEXT, "muon"), mean(TEXT, "normuon")]
     of += [np.mean(first(ours, theirs, names), axis=0) for names in parts]
     intervals = set(re.findall(INTERVAL.format(3), words(ROOT / page)))
-    assert intervals <= {told(by_seed, 3) for by_seed in of}
+    of_inits = {told_of_searches(weights, True, 3) for weights in INITS}
+    assert intervals <= {told(by_seed, 3) for by_seed in of} | of_inits
