@@ -35,7 +35,7 @@ from examples.study.third import (
     Ladder,
     init_of,
 )
-from examples.study.workloads import EXPERTS, INITS
+from examples.study.workloads import EXPERTS, INITS, SMALL_INIT
 
 # Mean, variance and degrees of freedom of a contrast of OrScale − Muon+Moonlight.
 Estimate = tuple[float, float, int]
@@ -65,11 +65,14 @@ CONTRASTS: dict[str, Weights] = {
 }
 
 
-MEANS: dict[str, Weights] = {
-    "small initial weights": {cell: 1 / 4 for cell in CELLS if init_of(cell)},
-    "usual ones": {cell: 1 / 4 for cell in CELLS if not init_of(cell)},
-    "all": dict.fromkeys(CELLS, 1 / 8),
-}
+MEANS: dict[str, Weights] = {"all": dict.fromkeys(CELLS, 1 / 8)}
+for _name, _init in (("small initial weights", SMALL_INIT), ("usual ones", "")):
+    _cells = [cell for cell in CELLS if init_of(cell) == _init]
+    MEANS |= {
+        _name: dict.fromkeys(_cells, 1 / 4),
+        f"{_name}, without 1 expert": dict.fromkeys(_cells[1:], 1 / 3),
+        f"{_name}, slope": {cell: 2 * CONTRASTS[SLOPE][cell] for cell in _cells},
+    }
 
 
 def shared(ladder: Ladder, weights: Weights) -> Estimate:
