@@ -413,7 +413,7 @@ def _plan(
     rows: Sequence[Sequence[ParameterRow]],
     mesh: MeshShape | None,
 ) -> Plan:
-    """The plan of Newton–Schulz for the rows of matrices of each stage that has some."""
+    """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
     for platform, own in zip(stages, rows, strict=True):
         names = [row.name for row in own]

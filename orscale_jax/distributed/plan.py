@@ -813,7 +813,7 @@ def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
     """Split into as few stacks as the limit allows, of about one length.
 
     All but the last are full: where a stack is not, a device orthogonalizes zeros. An
-    array is cut for that alone, since each stack is a program of its own.
+    array is cut for that alone: more stacks are more products and exchanges to compile.
     """
     if len(bucket.layouts) > 1 or bucket.column_shards > 1:
         yield bucket  # It has one matrix for each device.

@@ -111,7 +111,8 @@ def orthogonalize_stage(
 
     def init(params: PyTree) -> optax.EmptyState:
         known = options
-        if not options.settings.is_static:  # No tracer may leave: it is as a number.
+        if not options.settings.is_static:
+            # A tracer may not leave the trace: for the plan, any other than an int is one.
             settings = dataclasses.replace(
                 options.settings, steps=np.int32(DEFAULTS.steps), table=DEFAULTS.table
             )
