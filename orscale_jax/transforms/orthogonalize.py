@@ -112,7 +112,7 @@ def orthogonalize_stage(
     def init(params: PyTree) -> optax.EmptyState:
         known = options
         if not options.settings.is_static:
-            # A tracer may not leave the trace: for the plan, any other than an int is one.
+            # A tracer may not leave. Steps that are no int count as traced.
             settings = dataclasses.replace(
                 options.settings, steps=np.int32(DEFAULTS.steps), table=DEFAULTS.table
             )
