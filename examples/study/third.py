@@ -31,6 +31,9 @@ CELLS = tuple(f"ladder-{n}{init}" for init in reversed(INITS) for n in EXPERTS)
 # The paper's regime: one rate for all parameters, AdamW's best.
 SHARED_FIRST = Settings(0.008, 0.008)
 SEARCH_SEEDS, SHARED_SEEDS = (20, 21, 22), tuple(range(400, 416))
+# Both were AdamW's best in some cell with small initial weights.
+EQUAL_RATES = (0.004, 0.008)
+SMALL_CELLS = tuple(cell for cell in CELLS if cell.endswith(SMALL_INIT))
 # Both rates and the decay, searched twice: seeds of each search and of its confirmation.
 ROUNDS = (
     ((30, 31), tuple(range(500, 512))),
@@ -96,6 +99,10 @@ class Ladder:
         best = SHARED_FIRST.at([4 * best_shared(loss_of)] * 2)
         return self.runs(cell, arm).losses(best, SHARED_SEEDS)
 
+    def equal(self, cell: str, arm: str, rate: float) -> dict[int, float]:
+        """At one rate for all parameters, whether or not it is AdamW's best."""
+        return self.runs(cell, arm).losses(Settings(rate, rate), SHARED_SEEDS)
+
     def tuned(
         self, cell: str, arm: str, which: int, *, tried: bool = False
     ) -> dict[int, float]:
@@ -152,6 +159,14 @@ class Ladder:
             for arm in PAIR:
                 self.shared(cell, arm)
                 yield f"A {cell} {arm}"
+
+    def part_a_again(self) -> Iterator[str]:
+        """The cells with small initial weights at equal rates."""
+        for cell in SMALL_CELLS:
+            for rate in EQUAL_RATES:
+                for arm in PAIR:
+                    self.equal(cell, arm, rate)
+                    yield f"A again {cell} {rate} {arm}"
 
     def part_b(self) -> Iterator[str]:
         """Rates and decay, searched twice."""
@@ -218,6 +233,7 @@ def first_ranks(cell: str, seed: int) -> np.ndarray:
 
 PARTS: dict[str, Callable[[Ladder], Iterator[str]]] = {
     "regime": Ladder.part_a,
+    "equal": Ladder.part_a_again,
     "pilots": Ladder.pilots,
     "anchors": Ladder.part_d,
     "searches": Ladder.part_b,
