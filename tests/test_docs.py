@@ -61,20 +61,6 @@ def test_links_lead_somewhere(name):
         assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
-def words(text):
-    return [word for word in text.split() if re.search(r"\w", word)]
-
-
-def test_the_readme_is_short():
-    """At most 700 words, of which the finding has 120 and six rows."""
-    text = (ROOT / "README.md").read_text()
-    assert len(text.split()) <= 700
-    [finding] = re.findall(r"^(\*\*OrScale costs(?s:.*?))\n\n\|", text, re.MULTILINE)
-    assert len(words(re.sub(r"\(docs/\S+\)", "", finding))) <= 120
-    table = text.split(finding)[1].strip().split("\n\n")[0].splitlines()
-    assert len(table[2:]) == 6
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/from_adamw.md"])
 def test_defaults_that_change(page):
     """Of the line that a reader replaces."""

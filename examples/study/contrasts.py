@@ -31,7 +31,11 @@ def _both(*names: str) -> list[str]:
 
 DENSE, PAIRED = _both("dense-small", "prose"), _both("mixture-small")
 LARGE_DENSE, LARGE_MIXTURES = _both("dense-large"), _both("mixture-large")
+# The set of the second endpoint of the second protocol.
 MIXTURES = [*PAIRED, LADDER[4], LADDER[16], LADDER[32]]
+# All mixtures of 300 to 600 steps with two searched rates.
+ALL_MIXTURES = [*MIXTURES, "like-16b", *LARGE_MIXTURES]
+USUAL_MIXTURES = ["mixture-small", "mixture-large"]
 SMALLER = ["dense-small", *PAIRED]
 TEXT = [*DENSE, *PAIRED, *LARGE_DENSE, *LARGE_MIXTURES]  # Of the first study.
 IMAGES = _both("vision-small", "vision-large")
@@ -108,9 +112,13 @@ def contrasts() -> list[tuple[str, str, Interval]]:
     welch = stats.ttest_ind(muon, more_decay, equal_var=False).confidence_interval(0.95)
     found = [
         (two, "four dense models", contrast(DENSE)),
-        (two, "five mixtures, four with small initial weights", contrast(MIXTURES)),
+        (two, "eight mixtures", contrast(ALL_MIXTURES)),
+        (two, "the six of them with small initial weights",
+         contrast([x for x in ALL_MIXTURES if x not in USUAL_MIXTURES])),
+        (two, "five of them: the set of the second endpoint", contrast(MIXTURES)),
+        (two, "one of them, `like-16b`, planned", contrast(["like-16b"])),
         (two, "two mixtures with usual ones, 64 and 96 wide",
-         contrast(["mixture-small", "mixture-large"])),
+         contrast(USUAL_MIXTURES)),
         (two, f"{minus_dense}: the two pairs",
          contrast(PAIRED, _both("dense-small"))),
         (two, f"{minus_dense}: the six of text", contrast(*both)),
@@ -120,6 +128,8 @@ def contrasts() -> list[tuple[str, str, Interval]]:
          contrast(*both, on_normuon, of_candidates, range(200, 212))),
         (two, "8 experts minus 1", contrast([LADDER[8]], [LADDER[1]])),
         (two, f"{minus_dense}, 96 wide", contrast(LARGE_MIXTURES, LARGE_DENSE)),
+        ("Muon+Moonlight − AdamW", "six of text",
+         contrast([*DENSE, *PAIRED], arms=(REFERENCE, "adamw_apart"))),
         ("Muon (s = 1) − Muon+Moonlight", "six of text", muon),
         ("Muon (s = 1) − one scale for all shapes", "three workloads",
          contrast(SMALLER, arms=("muon", "one_scale"))),

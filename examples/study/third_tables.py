@@ -25,12 +25,14 @@ from examples.study.third import (
     ANCHOR_SEEDS,
     ANCHORS,
     CELLS,
+    EQUAL_RATES,
     FEW_CELLS,
     PAIR,
     PILOT_SEEDS,
     RECORD,
     RECORD_CELLS,
     ROUNDS,
+    SMALL_CELLS,
     WAITED,
     Ladder,
     init_of,
@@ -73,6 +75,11 @@ for _name, _init in (("small initial weights", SMALL_INIT), ("usual ones", "")):
         f"{_name}, without 1 expert": dict.fromkeys(_cells[1:], 1 / 3),
         f"{_name}, slope": {cell: 2 * CONTRASTS[SLOPE][cell] for cell in _cells},
     }
+    if _init:
+        MEANS[f"{_name}, step"] = {_cells[0]: -1.0, _cells[1]: 1.0}
+MEANS["small minus usual"] = {
+    cell: 1 / 4 if cell in SMALL_CELLS else -1 / 4 for cell in CELLS
+}
 
 
 def shared(ladder: Ladder, weights: Weights) -> Estimate:
@@ -173,6 +180,32 @@ def cells(ladder: Ladder) -> str:
     return markdown(["", *ways], rows)
 
 
+def equal_rates(ladder: Ladder) -> str:
+    """Part A with cells of small initial weights at one rate for all (exploratory)."""
+
+    def at(rate: float, cell: str, arm: str) -> Mapping[int, float]:
+        if cell in SMALL_CELLS:
+            return ladder.equal(cell, arm, rate)
+        return ladder.shared(cell, arm)
+
+    small = {
+        name: weights
+        for name, weights in MEANS.items()
+        if name.startswith("small initial")
+    }
+    each = {f"`{cell}`": {cell: 1.0} for cell in SMALL_CELLS}
+    rows = []
+    for name, weights in (each | small | CONTRASTS).items():
+        row = [name]
+        for rate in EQUAL_RATES:
+            try:
+                row.append(str(interval(_sum(weights, functools.partial(at, rate)))))
+            except NotRun:
+                row.append(MISSING)
+        rows.append(row)
+    return markdown(["", *map(str, EQUAL_RATES)], rows)
+
+
 def record(ladder: Ladder) -> str:
     """Losses at the best of the four rates, and differences from OrScale's."""
 
@@ -271,7 +304,9 @@ def advice(ladder: Ladder) -> str:
 def main() -> None:
     ladder = Ladder(train=False)
     print(
-        *(table(ladder) for table in (endpoints, cells, record)), sep="\n\n", end="\n\n"
+        *(table(ladder) for table in (endpoints, cells, equal_rates, record)),
+        sep="\n\n",
+        end="\n\n",
     )
     print(anchors(ladder, (*ANCHORS[1:], WAITED), PILOT_SEEDS), end="\n\n")
     print(anchors(ladder, (ladder.candidate(), WAITED), ANCHOR_SEEDS), end="\n\n")

@@ -20,6 +20,8 @@ PAIRED = ("mixture-small", "mixture-small-small-init")
 TEXT, THREE = (*DENSE, *PAIRED), ("dense-small", *PAIRED)
 LADDER = {1: "experts-1", 4: "experts-4", 8: PAIRED[1], 16: "experts-16",
           32: "experts-32"}  # fmt: skip
+EIGHT = (*PAIRED, "experts-4", "experts-16", "experts-32", "like-16b",
+         "mixture-large", "mixture-large-small-init")  # fmt: skip
 FIVE = (*PAIRED, "experts-4", "experts-16", "experts-32")
 LARGE = tuple(f"{kind}-large{init}" for kind in ("dense", "mixture")
               for init in ("", "-small-init"))  # fmt: skip
@@ -75,11 +77,15 @@ def rows_of(path):
 
 
 @functools.cache
-def found(path, arm, seeds=range(100, 112)):
-    """Losses by seed and rates, at the best rates, on the seeds that no search saw."""
+def found(path, arm, seeds=range(100, 112), rate=None):
+    """Losses by seed and rates, at the best rates, on the seeds that no search saw.
+
+    Or at one shared rate.
+    """
     by_rates = {}
     for row in rows_of(path):
-        if row["arm"] == arm and int(row["seed"]) in seeds:
+        asked = rate in (None, row["rate"])
+        if row["arm"] == arm and int(row["seed"]) in seeds and asked:
             rates = ", ".join(f"{float(row[x]):.3g}" for x in ("rate", "adam_rate"))
             by_rates.setdefault(rates, {})[int(row["seed"])] = float(row["loss"])
     if len(by_rates) > 1:  # A replay asks for runs of OrScale at the replay's rates.
@@ -143,7 +149,9 @@ def contrast(of=second, mixtures=PAIRED, dense=DENSE):
 def contrasts():
     gains = [mean(TEXT, "muon"), mean(TEXT, "twice_the_decay", of=candidate)]
     usual, pair = ["mixture-small", "mixture-large"], DENSE[:2]
-    yield from (mean(DENSE), mean(FIVE), mean(usual), contrast(second, PAIRED, pair))
+    small = [name for name in EIGHT if name not in usual]
+    yield from (mean(DENSE), mean(EIGHT), mean(small), mean(FIVE), second("like-16b"))
+    yield from (mean(usual), contrast(second, PAIRED, pair))
     yield from (contrast(), contrast(decayed))
     yield from (contrast(ratio_on_normuon), second(LADDER[8]) - second(LADDER[1]))
     yield from (contrast(second, LARGE[2:], LARGE[:2]), mean(THREE, "muon", "one_scale"))
@@ -221,10 +229,13 @@ def test_the_ladder():
         assert pooled in ("", told(second(name, "orscale", "pooled")) if pooled else "")
 
 
-def shared(cell):
-    """At one rate, on the third protocol's ladder."""
-    losses = (found(f"ladder/{cell}", x, range(400, 416))[1] for x in ("orscale", MUON))
-    return np.subtract(*losses)
+def shared(cell, rate=None):
+    """At one rate, on the third protocol's ladder: AdamW's best where none is given."""
+    rate = rate or ("0.004" if cell == "ladder-1-small-init" else "0.008")
+    arms = ("orscale", MUON)
+    return np.subtract(
+        *(found(f"ladder/{cell}", x, range(400, 416), rate)[1] for x in arms)
+    )
 
 
 def test_the_ladder_at_one_rate():
@@ -242,6 +253,7 @@ INITS = [
     *([*a, *b]
       for rungs in ([0.25] * 4, [0, *[1 / 3] * 3], SLOPE)
       for a, b in ((rungs, [0] * 4), ([0] * 4, rungs))),
+    [0.25] * 4 + [-0.25] * 4,
 ]  # fmt: skip
 
 
@@ -259,7 +271,7 @@ def searches(cell, arm):
         lowest = min(tried, key=lambda x: np.mean(list(tried[x].values())))
         [end] = [x for x in confirmed if x != lowest] or [lowest]
         both = [[confirmed[x][seed] for seed in fresh] for x in (end, lowest)]
-        found.append((*map(np.array, both), float(lowest[2]), len(tried)))
+        found.append((*map(np.array, both), lowest, tried))
     return found
 
 
@@ -291,17 +303,23 @@ def test_the_ladder_searched():
         expected = [told_of_searches(x, low) for low in (False, True) for x in both]
         assert told_of_cells == expected
     page = words(STUDY / "two_rates.md")
-    for arm, at_lowest_decay, points, count in (
-        ("orscale", 3, range(22, 23), 8),
-        (MUON, 7, range(35, 99), 7),
+    for arm, at_low_decay, below, first_rates, at_first in (
+        ("orscale", 3, 0, ("0.008", "0.032"), 4),
+        (MUON, 7, 7, ("0.016", "0.04"), 7),
     ):
         every = [x for cell in CELLS for x in searches(cell, arm)]
         missed = [np.mean(end) - np.mean(lowest) for end, lowest, *_ in every]
         numbers = [np.mean(missed), max(missed)]
         numbers += [np.mean(missed[:8]), np.mean(missed[8:])] if arm == "orscale" else []
         assert all(f" {number:.3f}" in page for number in numbers)
-        assert sum(decay < 0.055 for *_, decay, _ in every[:8]) == at_lowest_decay
-        assert sum(tried in points for *_, tried in every[:8]) == count
+        lowest, tried = [x[2] for x in every[:8]], [x[3] for x in every[:8]]
+        assert sum(float(x[2]) < 0.055 for x in lowest) == at_low_decay
+        decays = [min(float(x[2]) for x in points) for points in tried]
+        assert sum(decay < 0.045 for decay in decays) == below
+        assert sum(x[:2] == first_rates for x in lowest) == at_first
+    ends = zip(*(searches("ladder-4", arm) for arm in ("orscale", MUON)), strict=True)
+    for both in ends:
+        assert " against ".join(f"{np.mean(end):.4f}" for end, *_ in both) in page
     first, second = (x.mean() for x in searched(CELLS[3], False))
     assert f"{first:+.3f} in one search and {second:+.3f} in the other" in page
 
@@ -515,14 +533,33 @@ def test_the_main_differences_of_the_first_study():
         assert counts == counted(differences)
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/study/index.md"])
+SUMMARIES = ["README.md", "docs/index.md", "docs/results.md", "docs/study/index.md"]
+
+
+@pytest.mark.parametrize("page", SUMMARIES)
 def test_intervals_of_summaries(page):
-    """To three digits, in whatever words."""
+    """Three or four digits, in whatever words."""
     ours, theirs = ("orscale", "inherited"), (MUON, "inherited")
     _, *parts = kinds()
     of = [x for x in contrasts() if len(x) == 12]
-    of += [mean(TEXT, "muon"), mean(TEXT, "normuon")]
+    of += [mean(TEXT, arm) for arm in ("orscale", "muon", "normuon")]
+    of += [mean(TEXT, MUON, "adamw_apart"), second("experts-32-first-batch-64")]
     of += [np.mean(first(ours, theirs, names), axis=0) for names in parts]
-    intervals = set(re.findall(INTERVAL.format(3), words(ROOT / page)))
-    of_inits = {told_of_searches(weights, True, 3) for weights in INITS}
-    assert intervals <= {told(by_seed, 3) for by_seed in of} | of_inits
+    shown = {told(by_seed, digits) for by_seed in of for digits in (3, 4)}
+    shown |= {told_of_searches(w, True, digits) for w in INITS for digits in (3, 4)}
+    shown |= {*known()}
+    intervals = re.findall(INTERVAL.format("3,4"), words(ROOT / page))
+    assert {*intervals} <= shown
+
+
+def test_muon_at_twice_adamws_rate():
+    """Its gain over AdamW, without a sign, beside that at AdamW's own rate."""
+    text, images, *_ = kinds()
+    pages = {page: words(ROOT / page) for page in ("README.md", "docs/results.md")}
+    for names in (text, images):
+        by_seed = -np.mean(first((MUON, "twice"), ("adamw", "inherited"), names), axis=0)
+        mean, low, high = (f"{x:.3f}" for x in ends(by_seed))
+        for page in pages.values():
+            assert mean in page and f"[{low}, {high}]" in page
+        same = -np.mean(first((MUON, "inherited"), ("adamw", "inherited"), names))
+        assert f"{same:.3f}" in pages["docs/results.md"]
