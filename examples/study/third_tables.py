@@ -32,6 +32,7 @@ from examples.study.third import (
     RECORD,
     RECORD_CELLS,
     ROUNDS,
+    SHARED_FIRST,
     SMALL_CELLS,
     WAITED,
     Ladder,
@@ -77,6 +78,9 @@ for _name, _init in (("small initial weights", SMALL_INIT), ("usual ones", "")):
     }
     if _init:
         MEANS[f"{_name}, step"] = {_cells[0]: -1.0, _cells[1]: 1.0}
+        _later = np.log2(EXPERTS[1:]) - np.mean(np.log2(EXPERTS[1:]))
+        _slope = (_later / np.sum(_later**2)).tolist()
+        MEANS[f"{_name}, slope from 4 on"] = dict(zip(_cells[1:], _slope, strict=True))
 MEANS["small minus usual"] = {
     cell: 1 / 4 if cell in SMALL_CELLS else -1 / 4 for cell in CELLS
 }
@@ -198,6 +202,9 @@ def equal_rates(ladder: Ladder) -> str:
     for name, weights in (each | small | CONTRASTS).items():
         row = [name]
         for rate in EQUAL_RATES:
+            if name in CONTRASTS and rate != SHARED_FIRST.matrix:
+                row.append("")  # The usual cells have no other rate.
+                continue
             try:
                 row.append(str(interval(_sum(weights, functools.partial(at, rate)))))
             except NotRun:

@@ -244,6 +244,20 @@ def test_the_ladder_at_one_rate():
         assert [small, usual] == [told(shared(f"{cell}-small-init")), told(shared(cell))]
 
 
+def at_equal_rates(rate):
+    """On small initial weights: each rung, the step, and the slope from 4 experts on."""
+    rungs = [shared(f"ladder-{n}-small-init", rate) for n in (1, 4, 16, 32)]
+    return [*rungs, rungs[1] - rungs[0], np.polyfit([2, 4, 5], rungs[1:], 1)[0]]
+
+
+def test_the_ladder_at_equal_rates():
+    rows = the_table("two_rates", "both at 0.004")
+    expected = zip(
+        *(map(told, at_equal_rates(x)) for x in ("0.004", "0.008")), strict=True
+    )
+    assert [tuple(cells) for _, *cells in rows] == list(expected)
+
+
 ROUNDS = ((range(30, 32), range(500, 512)), (range(40, 42), range(512, 524)))
 CELLS = [f"ladder-{n}{init}" for init in ("-small-init", "") for n in (1, 4, 16, 32)]
 SLOPE = [(x - 2.75) / 14.75 for x in (0, 2, 4, 5)]  # By least squares.
@@ -375,6 +389,9 @@ def known():
         mean([f"ladder-{n}", f"ladder-{n}-small-init"], of=shared) for n in (1, 4, 16, 32)
     ]
     yield from (told(np.polyfit([0, 2, 4, 5], rungs, 1)[0]), told(rungs[1] - rungs[0]))
+    repaired = (shared("ladder-1-small-init", "0.008") + shared("ladder-1")) / 2
+    yield told(np.polyfit([0, 2, 4, 5], [repaired, *rungs[1:]], 1)[0])
+    yield told(rungs[1] - repaired)
     for rungs in (SLOPE, [-1, 1, 0, 0], [1, 0, 0, 0]):
         weights = [float(x) / 2 for x in (*rungs, *rungs)]
         yield from (told_of_searches(weights, lowest) for lowest in (False, True))
@@ -566,7 +583,7 @@ def test_muon_at_twice_adamws_rate():
 
 
 def passed_after(name, seed):
-    """The share of the steps after which Muon is at AdamW's final loss: a line between."""
+    """The share of the steps after which Muon is at AdamW's final loss."""
 
     def curve(arm):
         rates = {}
