@@ -305,6 +305,7 @@ def as_python_scalar(name: str, value: Any) -> Any:
 class Stages:
     """What an optimizer of the matrices is chained from, for given parameters."""
 
+    hyperparameters: Hyperparameters
     params: PyTree  # Or, without them, the updates.
     matrices: Matrices  # Which of them are matrices.
     momentum: optax.GradientTransformation  # G to M̃.
@@ -377,6 +378,7 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
         mask = resolve_mask(h.weight_decay_mask, params, matrices.mask)
         multipliers = multipliers_of(h.learning_rate_multipliers, params, matrices)
         stages = Stages(
+            hyperparameters=h,
             params=params,
             matrices=matrices,
             momentum=momentum_stage(h.momentum, h.nesterov, h.mu_dtype, matrices),

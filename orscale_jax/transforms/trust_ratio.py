@@ -91,14 +91,6 @@ class CalibratedTrustRatioState(NamedTuple):
         at = functools.partial(jax.lax.index_in_dim, index=NUMBERS.index(name))
         return jax.tree.map(lambda x: at(x, keepdims=False), unbox(self.numbers))
 
-    def with_numbers(self, **trees: PyTree) -> "CalibratedTrustRatioState":
-        """A state with some of its numbers replaced, given as trees by their names."""
-        numbers = unbox(self.numbers)
-        for name, tree in trees.items():
-            at = NUMBERS.index(name)
-            numbers = jax.tree.map(lambda x, own, i=at: x.at[i].set(own), numbers, tree)
-        return CalibratedTrustRatioState(numbers)
-
 
 def scale_by_calibrated_trust_ratio(
     *,
