@@ -11,11 +11,9 @@ import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import (
-    convert_state,
     family,
     muon,
     orscale,
-    scale_by_calibrated_trust_ratio,
 )
 from orscale_jax.transforms.relatives import cautious_stage
 from orscale_jax.transforms.stages import decay_stage

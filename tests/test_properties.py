@@ -26,7 +26,6 @@ OPTIMIZERS = {
     "orscale": functools.partial(orscale, 1e-2),
     "vision": functools.partial(orscale, 1e-2, **VISION),
     "muon": functools.partial(muon, 1e-2),
-    "full_rank": functools.partial(orscale, 1e-2, anchor="full_rank"),
     "largest": functools.partial(orscale, 1e-2, anchor="largest", anchor_steps=2),
     "hyperball": functools.partial(family.hyperball, 1e-2),
     "normuon": functools.partial(family.normuon, 1e-2),

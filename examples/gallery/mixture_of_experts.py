@@ -76,4 +76,7 @@ def main(
 if __name__ == "__main__":
     errors, reading = main()
     print(f"error {errors[0]:.3f} → {errors[-1]:.3f}")
-    print("trust ratios of down:", *(f"{ratio:.2f}" for ratio in reading.trust_ratio["down"]))
+    print(
+        "trust ratios of down:",
+        *(f"{ratio:.2f}" for ratio in reading.trust_ratio["down"]),
+    )

@@ -148,7 +148,8 @@ def pooled(s: Stages, *, classes: Classes = None) -> Transformation:
     """
     # Functions see all parameters, not the matrices alone.
     labels = class_labels(classes, s.params, s.params)
-    ratio = pooled_ratio_stage(s, labels)
+    bounds = s.hyperparameters.r_min, s.hyperparameters.r_max
+    ratio = pooled_ratio_stage(s.scale_by_trust_ratio, bounds, s.matrices, labels)
     return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=ratio))
 
 
@@ -265,10 +266,13 @@ def _with_own_norms(
     )
 
 
-def pooled_ratio_stage(s: Stages, classes: Classes) -> Transformation:
+def pooled_ratio_stage(
+    ratio: Transformation,
+    bounds: tuple[ArrayLike, ArrayLike],
+    matrices: Matrices,
+    classes: Classes,
+) -> Transformation:
     """The ratio's stage, with the mean r of its class for each matrix."""
-    matrices, ratio = s.matrices, s.scale_by_trust_ratio
-    r_min, r_max = s.hyperparameters.r_min, s.hyperparameters.r_max
 
     def check(path: Any, label: str | None, part: PyTree) -> None:
         if label is None and jax.tree.leaves(part):
@@ -292,7 +296,7 @@ def pooled_ratio_stage(s: Stages, classes: Classes) -> Transformation:
         means = _means(labels, raw, matrices.map(counts, *of_state))
 
         def clipped(_: Any, own: jax.Array, mean: jax.Array) -> jax.Array:
-            shared = jnp.clip(mean, r_min, r_max).astype(own.dtype)
+            shared = jnp.clip(mean, *bounds).astype(own.dtype)
             return jnp.where(jnp.isfinite(own), shared, own)
 
         ratios = matrices.map(clipped, raw, means)

@@ -16,7 +16,6 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import (
     Matrices,
     broadcast,
-    compute_dtype,
     on_matrices,
 )
 from orscale_jax.trees.boxes import PyTree, unbox

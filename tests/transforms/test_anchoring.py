@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
