@@ -86,8 +86,9 @@ def read(
 
     Call it with what a training loop holds after ``optax.apply_updates``, inside or
     outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, so
-    the cost is one norm of the parameters (without ratios, also one of the momentum). Nothing is sent to the host. On a mesh, one
-    number per matrix is summed over the devices that share it.
+    the cost is one norm of the parameters and, without ratios, one of the momentum.
+    Nothing is sent to the host. On a mesh, one number per matrix is summed over the
+    devices that share it.
 
     Args:
       state: The state after the update, of :func:`orscale_jax.orscale`,

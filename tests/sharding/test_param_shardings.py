@@ -182,7 +182,7 @@ def test_annotations_beside_leaves_that_are_no_parameters():
     boxed = {"a_up": nnx.Param(params["up"], out_sharding=where), "none": None}
     state = optimizer.init(boxed)
     for tree in optax.tree.get_all_with_path(state, "numbers"):
-        assert tree[1]["a_up"].get_metadata("out_sharding").spec == P()
+        assert tree[1]["a_up"].get_metadata("out_sharding").spec == P(None)
     state = jax.tree.map(lambda x: x, nnx.as_pure(state))
     grads, params = ({"a_up": x["up"], "none": None} for x in (grads, params))
     assert shard_map_alone(optimizer, grads, state, params)
