@@ -445,13 +445,13 @@ TEXT = """\
 parameter     shape      rule    class      matrices  m × n    s        ‖W‖  parameters  state bytes
 ────────────  ─────────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
 bias          (1000,)    adamw   bias                                             1,000        8,000
-layers.stack  (2, 1, 4)  matrix  other             2  1 × 4  0.4  2 … 4.472           8           82
+layers.stack  (2, 1, 4)  matrix  other             2  1 × 4  0.4  2 … 4.472           8           88
 wte           (2, 2)     adamw   embedding                                            4           32
 ────────────  ─────────  ──────  ─────────  ────────  ─────  ───  ─────────  ──────────  ───────────
-matrix        1 leaf                               2                                  8           82
+matrix        1 leaf                               2                                  8           88
 adamw         2 leaves                                                            1,004        8,032
-shared                                                                                            12
-all           3 leaves                             2                              1,012        8,126
+shared                                                                                             4
+all           3 leaves                             2                              1,012        8,124
 
 all parameters are float32
 state: 8.03 bytes per parameter
@@ -550,7 +550,7 @@ def test_columns_that_say_nothing_are_left_out(params, numbers, shown, hidden):
 CSV = """\
 parameter,shape,dtype,rule,check,class,matrices,m,n,s,parameters,state_bytes
 bias,"(1000,)",float32,adamw,,bias,0,,,,1000,8000
-layers.stack,"(2, 1, 4)",float32,matrix,,other,2,1,4,0.4,8,82
+layers.stack,"(2, 1, 4)",float32,matrix,,other,2,1,4,0.4,8,88
 wte,"(2, 2)",float32,adamw,,embedding,0,,,,4,32
 """
 
@@ -565,7 +565,7 @@ def test_csv_and_notebooks():
 def test_select():
     chosen = small().select(r"^layers\.|bias")
     assert [row.path for row in chosen.rows] == ["bias", "layers.stack"]
-    assert chosen.totals["all"].state_bytes == 8082 and chosen.shared_bytes == 0
+    assert chosen.totals["all"].state_bytes == 8088 and chosen.shared_bytes == 0
     assert describe({"w": jnp.ones(2)}).select("w").shared_bytes is None
     for wrong, message in (("(", "missing"), ("expert", "first are.*'bias'")):
         with pytest.raises(ValueError, match=rf"^expression='.*' is .*{message}"):
