@@ -454,7 +454,7 @@ shared                                                                          
 all           3 leaves                             2                              1,012        8,124
 
 all parameters are float32
-state: 8.03 bytes per parameter
+state: 8.028 bytes per parameter
 
 stacks for Newton–Schulz
 2 of 1 × 4: layers.stack
