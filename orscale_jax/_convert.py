@@ -13,15 +13,17 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
+from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
 from orscale_jax.trees.checks import Entry, array_type, entries
 from orscale_jax.trees.names import Path, listed, names_on
 
+_NUMBERS = "numbers"  # The field of the ratio's state that holds NUMBERS.
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
 _MOMENTS = frozenset({TRACE, "mu", "nu"})
-# Fields of states that hold arguments: of the ratio's stage, of optax.contrib.muon and of
-# schedule_free. Those of inject_hyperparams are below "hyperparams".
-_SETTINGS = frozenset({"bounds", "ns_coeffs", "b1"})
+# Fields of states that hold arguments: of optax.contrib.muon and of schedule_free. Those
+# of inject_hyperparams are below "hyperparams".
+_SETTINGS = frozenset({"ns_coeffs", "b1"})
 
 
 class _Held:
@@ -238,13 +240,13 @@ def convert_state(
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from orscale_jax import convert_state, orscale
+      >>> from orscale_jax import convert_state, diagnostics, orscale
       >>> params = {"kernel": jnp.eye(2)}
       >>> old = optax.contrib.muon(1e-3)
       >>> _, state = old.update(params, old.init(params), params)
       >>> optimizer = orscale(1e-3)
       >>> state = convert_state(state, optimizer, params, momentum=0.95)
-      >>> print(optax.tree.get(state, "calibration")["kernel"])
+      >>> print(diagnostics.read(state, params).calibration["kernel"])
       0.0
     """
     if hasattr(state, "tx"):  # A flax.nnx.Optimizer, or a TrainState.
@@ -272,6 +274,9 @@ def convert_state(
         _refuse_unfit(conversion, bare_params, allow_new)
         arrays = {entry[:2]: conversion.array(entry) for entry in decoded}
         for place, owner, scales in wanted:
+            if place[-1:] == (_NUMBERS,):
+                of_matrices = [arrays[(*place[:-1], x), owner] for x in NUMBERS]
+                arrays[place, owner] = jnp.stack(of_matrices)
             if place[-1:] == (TRACE_SCALE,):
                 codes = (*place[:-1], TRACE), owner
                 axis = int8_blocks.axis_of(arrays[codes].shape, scales.shape)
@@ -284,7 +289,7 @@ def convert_state(
 
 
 def _decoded(found: Sequence[Entry]) -> list[Entry]:
-    """The entries of a state, with float32 in place of 8-bit codes and their scales."""
+    """The entries of a state, float32 for 8-bit codes, and each number of a ratio."""
     scales_of = {
         ((*place[:-1], TRACE), owner): scales
         for place, owner, scales in found
@@ -295,7 +300,11 @@ def _decoded(found: Sequence[Entry]) -> list[Entry]:
         if (scales := scales_of.get(entry[:2])) is not None:
             both = jnp.asarray(entry.array), jnp.asarray(scales)
             entry = entry._replace(array=int8_blocks.decode(*both, jnp.float32))
-        if entry.field != TRACE_SCALE:
+        if entry.field == _NUMBERS and entry.owner is not None:
+            for name, number in zip(NUMBERS, jnp.asarray(entry.array), strict=True):
+                place = (*entry.place[:-1], name)
+                decoded.append(Entry(place, entry.owner, number))
+        elif entry.field != TRACE_SCALE:
             decoded.append(entry)
     return decoded
 

@@ -12,7 +12,9 @@ from jax.sharding import AxisType, NamedSharding
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.study import controls
-from orscale_jax import family, orscale
+from orscale_jax import CalibratedTrustRatioState, family, orscale
+from orscale_jax.transforms import trust_ratio
+from orscale_jax.trees.nodes import nodes_of
 from tests import leaves, oracle
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -83,8 +85,16 @@ def run(optimizer, params, steps, gradients=leaves.random_tree):
 
 
 def readout(state, name):
+    """A field of a state, or a number of the ratio's, as a tree like the parameters."""
+    if name in trust_ratio.NUMBERS:
+        [node] = nodes_of(state, CalibratedTrustRatioState)
+        return getattr(node, name)
     [(_, tree)] = optax.tree.get_all_with_path(state, name)
     return tree
+
+
+def has_ratios(state):
+    return bool(nodes_of(state, CalibratedTrustRatioState))
 
 
 def assert_close(found, expected, rtol=1e-5, atol=1e-5):
@@ -159,7 +169,6 @@ ABLATIONS = {
 FAMILY = RELATIVES | {
     "pooled": controls.pooled,
     "replayed": functools.partial(controls.replayed, trust_ratio=[1.5, 0.5, 2.0]),
-    "full_rank_anchor": functools.partial(orscale, anchor="full_rank"),
     "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),
 }
 

@@ -24,7 +24,7 @@ from orscale_jax import (
     polar_factor,
 )
 from tests import runs
-from tests.runs import mesh_of
+from tests.runs import mesh_of, readout
 
 RATE = 1e-2
 SHAPES = {"up": (8, 16), "down": (16, 8), "bias": (8,)}
@@ -129,11 +129,11 @@ def test_from_adamw():
     converted = convert_state(state, orscale(RATE), tree(0), momentum=0.95)
     [(_, momentum)] = optax.tree.get_all_with_path(converted, "trace")
     assert_close(momentum["up"], state[0].mu["up"] / (1 - 0.95))
-    assert not optax.tree.get(converted, "calibration")["up"]
+    assert not readout(converted, "calibration")["up"]
     converted, found = after(orscale(RATE), 1, converted, 5)
     _, wanted = after(adamw, 1, state, 5)
     assert_close(found["bias"], wanted["bias"])
-    assert optax.tree.get(converted, "raw_trust_ratio")["up"] == pytest.approx(1)
+    assert readout(converted, "raw_trust_ratio")["up"] == pytest.approx(1)
 
 
 @pytest.mark.extended
@@ -221,7 +221,7 @@ def test_more_or_fewer_parameters():
     state, _ = after(orscale(RATE), 1)
     few = {name: tree(0)[name] for name in ("up", "bias")}
     found = convert_state(state, orscale(RATE), few)
-    for field in ("trace", "calibration", "mu"):
+    for field in ("trace", "numbers", "mu"):
         wanted = optax.tree.get_all_with_path(state, field)[0][1]
         [(_, kept)] = optax.tree.get_all_with_path(found, field)
         for name in jax.tree.leaves(kept) and few:
@@ -230,7 +230,7 @@ def test_more_or_fewer_parameters():
     with pytest.raises(ValueError, match=r"'new' is not in the old state.*allow_new"):
         convert_state(state, orscale(RATE), more)
     grown = convert_state(state, orscale(RATE), more, allow_new=True)
-    c, before = (optax.tree.get(s, "calibration") for s in (grown, state))
+    c, before = (readout(s, "calibration") for s in (grown, state))
     assert c["new"] == 0 and c["up"] == before["up"] > 0
 
 
@@ -397,10 +397,9 @@ def test_what_wrappers_know_goes_on_and_their_arguments_do_not():
     injected = functools.partial(optax.inject_hyperparams(orscale), RATE)
     state, found, fresh = converted(injected, arguments={"r_max": 2.0})
     assert found.hyperparams == fresh.hyperparams != state.hyperparams
-    assert float(optax.tree.get(found, "bounds")[1]) == 2
     converted(lambda: optax.apply_if_finite(orscale(RATE), 5), np.nan)
     # A stage that is called as an argument of a wrapper is: its count goes on.
-    for name in ("b1", "bounds", "hyperparams", "ns_coeffs"):
+    for name in ("b1", "hyperparams", "ns_coeffs"):
         converted(functools.partial(named_chain(name), RATE))
 
 
@@ -482,7 +481,8 @@ def test_what_is_known_of_each_matrix_begins_anew(make, options, before, after):
     optimizer = build(make, *after, **options)
     converted = convert_state(state, optimizer, params)
     heads = {WHOLE: (), HEADS: (3,), CUT: (2,)}[after[0]]
-    assert optax.tree.get(converted, "started")["w"].shape == heads
+    if make is orscale:
+        assert readout(converted, "trust_ratio")["w"].shape == heads
     for of_adamw in ("mu", "nu"):
         found, kept = (
             optax.tree.get_all_with_path(x, of_adamw)[-1][1]["bias"]
@@ -492,7 +492,7 @@ def test_what_is_known_of_each_matrix_begins_anew(make, options, before, after):
     updates, state = optimizer.update(leaves(9), converted, params)
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
     if make is orscale:
-        for ratio in jax.tree.leaves(optax.tree.get(state, "trust_ratio")):
+        for ratio in jax.tree.leaves(readout(state, "trust_ratio")):
             np.testing.assert_allclose(ratio, 1, rtol=1e-5)
 
 

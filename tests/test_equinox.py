@@ -1,7 +1,5 @@
 """Dimension numbers from Equinox's module types: layers, stacks, unresolved types."""
 
-import functools
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -227,7 +225,7 @@ def test_parameters_of_another_model():
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("build", [functools.partial(orscale, anchor="full_rank"), muon])
+@pytest.mark.parametrize("build", [orscale, muon])
 def test_trees_that_are_callable(build):
     """A tree of the model's type has its __call__, and still counts as a tree."""
     model = trained(eqx.nn.MLP(3, 4, 5, 1, key=KEY))

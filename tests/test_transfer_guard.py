@@ -135,9 +135,7 @@ TRACED = {  # The steps are made of many of them.
             "scale_by_shape",
         )
     },
-    "from_first_nonzero_update": lambda: of_matrices(
-        "from_first_nonzero_update", optax.identity()
-    ),
+    "where_nonzero": lambda: of_matrices("where_nonzero", optax.identity()),
     "numbers on the device": lambda: orscale(
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),

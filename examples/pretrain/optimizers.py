@@ -172,8 +172,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon_plus": _ours("Muon+", family.muon_plus),
     "cautious": _ours("OrScale, cautious decay", family.cautious),
     "pooled": _ours("OrScale, one ratio for all", controls.pooled),
-    # Other anchors.
-    "full_rank_anchor": _ours("OrScale, full-rank anchor", orscale, anchor="full_rank"),
+    # Another anchor.
     "largest_anchor": _ours("OrScale, largest anchor", orscale, anchor="largest"),
     # Less memory: for the momentum, or by weights in bfloat16.
     "bfloat16_momentum": _ours(

@@ -38,10 +38,10 @@ from orscale_jax._optimizers import (
 from orscale_jax.diagnostics.summaries import Classes, class_labels, is_label
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
-from orscale_jax.transforms.stages import first_update_stage
+from orscale_jax.transforms.stages import where_nonzero_stage
 from orscale_jax.transforms.trust_ratio import (
+    NUMBERS,
     CalibratedTrustRatioState,
-    not_one,
     times_ratio,
 )
 from orscale_jax.trees.boxes import PyTree
@@ -97,22 +97,20 @@ def bfloat16_calibration(s: Stages) -> Transformation:
 
     r then starts up to 0.4 % away from 1, and stays off by this factor.
     """
-    ratio = optax.with_extra_args_support(s.scale_by_trust_ratio)
+    ratio = s.scale_by_trust_ratio
     # Unlike a pair of casts, which XLA may remove, reduce_precision always rounds.
     rounded = functools.partial(
         jax.tree.map,
         functools.partial(jax.lax.reduce_precision, exponent_bits=8, mantissa_bits=7),
     )
 
-    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
-        measured = rounded(updates), state, rounded(params)
-        _, anchored = ratio.update(*measured, **extra_args)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        _, anchored = ratio.update(rounded(updates), state, rounded(params))
         anchored = _with_own_norms(s, state, anchored, updates, params)
-        c = jax.tree.map(not_one, rounded(anchored.calibration))
-        known = anchored._replace(calibration=c)
-        return ratio.update(updates, known, params, **extra_args)
+        known = _with_numbers(anchored, calibration=rounded(anchored.calibration))
+        return ratio.update(updates, known, params)
 
-    rounding = optax.GradientTransformationExtraArgs(ratio.init, update)
+    rounding = optax.GradientTransformation(ratio.init, update)
     return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=rounding))
 
 
@@ -126,8 +124,8 @@ def pooled(s: Stages, *, classes: Classes = None) -> Transformation:
       \, r_{\min}, r_{\max}\Big).
 
     It separates the effect of one ratio per matrix from that of a larger learning rate
-    for all. Only ratios that have been measured count: those of matrices with a direction
-    (not decay alone), a finite c and a norm that is not zero. If none counts,
+    for all. Only ratios that have been measured count: those of matrices with a
+    direction, a c that is not zero and a norm that is not zero. If none counts,
     :math:`\hat r` is 1. Matrices that do not count are scaled like the others. A matrix
     whose ratio is not finite keeps it (NaN) and does not affect the others.
 
@@ -140,17 +138,18 @@ def pooled(s: Stages, *, classes: Classes = None) -> Transformation:
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from examples.study.controls import pooled
+      >>> from orscale_jax import diagnostics
       >>> optimizer = pooled(1e-3, calibrate=False, weight_decay=0.0)
       >>> params = {"up": jnp.eye(4), "down": 2 * jnp.eye(4)}
       >>> _, state = optimizer.update(params, optimizer.init(params), params)
-      >>> ratios = optax.tree.get(state, "trust_ratio")
+      >>> ratios = diagnostics.read(state, params).trust_ratio
       >>> print(ratios["up"] == ratios["down"])
       True
     """
     # Functions see all parameters, not the matrices alone.
     labels = class_labels(classes, s.params, s.params)
-    of_state = optax.with_extra_args_support(s.scale_by_trust_ratio)
-    ratio = pooled_ratio_stage(of_state, s.matrices, labels)
+    bounds = s.hyperparameters.r_min, s.hyperparameters.r_max
+    ratio = pooled_ratio_stage(s.scale_by_trust_ratio, bounds, s.matrices, labels)
     return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=ratio))
 
 
@@ -198,9 +197,11 @@ def replayed(
 
 
 def _decoupled(s: Stages, *stages: Transformation) -> Transformation:
-    """A chain whose decay follows the ratio, from a matrix's first direction on."""
-    decay = first_update_stage(s.add_decayed_weights, s.matrices)
-    return optax.chain(s.momentum, s.told(*stages, decay), s.scale_by_learning_rate)
+    """A chain whose decay follows the ratio."""
+    direction = where_nonzero_stage(
+        optax.chain(*stages, s.add_decayed_weights), s.matrices
+    )
+    return optax.chain(s.momentum, direction, s.scale_by_learning_rate)
 
 
 class _AroundState(NamedTuple):
@@ -213,13 +214,13 @@ class _AroundState(NamedTuple):
 def _around_direction(s: Stages, rescaled: Callable[[PyTree], PyTree]) -> Transformation:
     """M̃ to r̂sQ, with the ratio of the rescaled W and M̃."""
     inner = optax.chain(s.orthogonalize, s.scale_by_shape)
-    ratio = optax.with_extra_args_support(s.scale_by_trust_ratio)
+    ratio = s.scale_by_trust_ratio
 
     def init(params: PyTree) -> _AroundState:
         return _AroundState(ratio.init(params), inner.init(params))
 
     def update(
-        updates: PyTree, state: _AroundState, params: PyTree | None = None, **_: Any
+        updates: PyTree, state: _AroundState, params: PyTree | None = None
     ) -> tuple[PyTree, _AroundState]:
         directions, inner_state = inner.update(updates, state.inner, params)
         _, found = ratio.update(rescaled(updates), state.ratio, rescaled(params))
@@ -227,7 +228,16 @@ def _around_direction(s: Stages, rescaled: Callable[[PyTree], PyTree]) -> Transf
         scaled = s.matrices.map(times_ratio, directions, found.trust_ratio)
         return scaled, _AroundState(found, inner_state)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformation(init, update)
+
+
+def _with_numbers(
+    state: CalibratedTrustRatioState, **trees: PyTree
+) -> CalibratedTrustRatioState:
+    """A state with some of its numbers replaced."""
+    named = {name: getattr(state, name) for name in NUMBERS} | trees
+    numbers = jax.tree.map(lambda *leaves: jnp.stack(leaves), *named.values())
+    return CalibratedTrustRatioState(numbers)
 
 
 def _with_own_norms(
@@ -248,7 +258,8 @@ def _with_own_norms(
         lambda _, old, new, own: jnp.where(new == old, old, own),
         *(before.anchor_weight_norm, found.anchor_weight_norm, weights),
     )
-    return found._replace(
+    return _with_numbers(
+        found,
         weight_norm=weights,
         direction_norm=s.matrices.map(norms, directions, found.calibration),
         anchor_weight_norm=anchors,
@@ -256,8 +267,11 @@ def _with_own_norms(
 
 
 def pooled_ratio_stage(
-    ratio: optax.GradientTransformationExtraArgs, matrices: Matrices, classes: Classes
-) -> optax.GradientTransformationExtraArgs:
+    ratio: Transformation,
+    bounds: tuple[ArrayLike, ArrayLike],
+    matrices: Matrices,
+    classes: Classes,
+) -> Transformation:
     """The ratio's stage, with the mean r of its class for each matrix."""
 
     def check(path: Any, label: str | None, part: PyTree) -> None:
@@ -268,32 +282,28 @@ def pooled_ratio_stage(
             )
 
     def counts(
-        _: Any, c: jax.Array, raw: jax.Array, norm: jax.Array, moving: jax.Array
+        _: Any, c: jax.Array, raw: jax.Array, norm: jax.Array, direction: jax.Array
     ) -> jax.Array:
-        directed = typed_sharding.shard_like(moving, c).astype(bool)
-        measured = directed & (norm > 0) & (c > 0) & (raw > 0)
-        return measured & jnp.isfinite(c) & jnp.isfinite(raw)
+        measured = (direction > 0) & (norm > 0) & (c > 0) & (raw > 0)
+        return measured & jnp.isfinite(raw)
 
-    def update(
-        updates: Any, state: Any, params: Any = None, *, moving: Any = None, **extra: Any
-    ) -> Any:
-        _, found = ratio.update(updates, state, params, moving=moving, **extra)
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        _, found = ratio.update(updates, state, params)
         labels = class_labels(classes, params, updates)
         jax.tree.map_with_path(check, labels, updates, is_leaf=is_label)
-        raw, (r_min, r_max) = found.raw_trust_ratio, found.bounds
-        moving = found.direction_norm if moving is None else moving
-        of_state = found.calibration, raw, found.weight_norm
-        means = _means(labels, raw, matrices.map(counts, *of_state, moving))
+        raw = found.raw_trust_ratio
+        of_state = found.calibration, raw, found.weight_norm, found.direction_norm
+        means = _means(labels, raw, matrices.map(counts, *of_state))
 
         def clipped(_: Any, own: jax.Array, mean: jax.Array) -> jax.Array:
-            shared = jnp.clip(mean, r_min, r_max).astype(own.dtype)
+            shared = jnp.clip(mean, *bounds).astype(own.dtype)
             return jnp.where(jnp.isfinite(own), shared, own)
 
         ratios = matrices.map(clipped, raw, means)
         scaled = matrices.map(times_ratio, updates, ratios)
-        return scaled, found._replace(trust_ratio=ratios)
+        return scaled, _with_numbers(found, trust_ratio=ratios)
 
-    return optax.GradientTransformationExtraArgs(ratio.init, update)
+    return optax.GradientTransformation(ratio.init, update)
 
 
 def _means(labels: PyTree, ratios: PyTree, counts: PyTree) -> PyTree:

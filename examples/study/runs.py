@@ -200,7 +200,7 @@ class Trainer:
 def _reading(state: State, setup: Setup) -> dict[str, Any]:
     """What the optimizer did, where it has ratios."""
     opt_state, params = state["opt_state"], state["params"]
-    if not optax.tree.get_all_with_path(opt_state, "trust_ratio"):
+    if not optax.tree.get_all_with_path(opt_state, "CalibratedTrustRatioState"):
         return {}
     numbers = setup.weight_dimension_numbers
     reading = diagnostics.read(opt_state, params, weight_dimension_numbers=numbers)

@@ -60,6 +60,7 @@ RECORD_CELLS = tuple(f"dense-small{init}" for init in INITS)
 RECORD_FACTORS, MUON_FACTORS = (0.3, 1.0, 3.0, 10.0), (2.0, 4.0, 8.0, 16.0)
 RECORD_SEEDS = tuple(range(600, 608))
 # Few tokens for an expert in the first batch: where c may be set, or the anchor another.
+# The full-rank anchor, which the package no longer has, is recorded only.
 ANCHORS = ("orscale", "full_rank_anchor", "largest_anchor")
 WAITED = "waited"  # OrScale after a first batch of 128 sequences.
 PILOT_SEEDS, ANCHOR_SEEDS = (20, 21, 22), tuple(range(700, 712))

@@ -44,6 +44,7 @@ from orscale_jax.sharding.param_shardings import UNKNOWN
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.stages import CONSISTENT_RMS, SPECTRAL, Scale
+from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import distinct_names, quoted
 
@@ -132,7 +133,7 @@ def describe(
       lm_head adamw None 128
       up matrix 0.8 281
       >>> description.totals["all"]
-      Total(leaves=3, matrices=1, parameters=96, state_bytes=549)
+      Total(leaves=3, matrices=1, parameters=96, state_bytes=544)
     """
     for name, value in (
         ("params", params),
@@ -347,23 +348,25 @@ def _parts(
     mesh = _mesh(leaf)
     specs = () if mesh is None else typed_sharding.inferred(axes.matrices, leaf, mesh)
 
-    def divided(array: Any) -> bool:
-        """Whether a part has its share of an array; the first part has the others."""
-        if not axes.sizes or array.shape == axes.batch_shape(leaf):
-            return bool(axes.sizes)
-        axis = axes.block_axis  # Of the leaf, or of the scales of 8-bit momentum.
-        return bool(array.ndim == leaf.ndim and array.shape[axis] == leaf.shape[axis])
+    batch, axis = axes.batch_shape(leaf), axes.block_axis
+
+    def share(array: Any, index: int) -> Any:
+        """What a part has of an array; the first part has what is not divided."""
+        alike = array.ndim == leaf.ndim and array.shape[axis] == leaf.shape[axis]
+        if axes.cut and alike:  # Also the scales of 8-bit momentum.
+            return jax.eval_shape(functools.partial(axes.part, index=index), array)
+        if axes.cut and array.shape in (batch, (len(NUMBERS), *batch)):
+            place = array.ndim - len(batch) + axes.place
+            own = array.shape[:place] + array.shape[place + 1 :]
+            return jax.ShapeDtypeStruct(own, array.dtype)
+        return array if index == 0 else jax.ShapeDtypeStruct((0,), array.dtype)
 
     for index, label in enumerate(axes.labels):
         part = functools.partial(axes.part, index=index)
         shaped = jax.eval_shape(part, leaf)
         batch_shape = axes.within.batch_shape(shaped)
         m, n = axes.within.matrix_shape(shaped)
-        own = (
-            jax.eval_shape(part, array) if divided(array) else array
-            for array in arrays or ()
-            if divided(array) or index == 0
-        )
+        own = (share(array, index) for array in arrays or ())
         yield dataclasses.replace(
             row,
             block=label,

@@ -19,8 +19,9 @@ from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms import orthogonalize, stages
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
+from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.transforms.relatives import InitialNormState
-from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, Scale
+from orscale_jax.transforms.stages import Scale
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import entries
@@ -31,7 +32,7 @@ from orscale_jax.trees.nodes import is_masked, nodes_of
 OTHER, STATELESS = "other", "stateless"
 REFUSED = "refused"  # By an optimizer of this library, until it has dimension numbers.
 # The states that only matrices of this library have.
-_STATES = FromFirstNonzeroUpdateState, InitialNormState, CalibratedTrustRatioState
+_STATES = InitialNormState, CalibratedTrustRatioState
 _OURS = frozenset(field for state in _STATES for field in state._fields)
 _SUMMED = "acc_grads"  # Of optax.MultiSteps: kept for every parameter, by no optimizer.
 
@@ -186,7 +187,8 @@ def _parts(state: Any, params: PyTree) -> Iterator[_Part]:
         groups = partition.inner_states
         if {*groups} != {MATRIX, ADAMW}:
             return False
-        inside = nodes_of(groups[MATRIX], PartitionState, *_STATES)
+        momenta = optax.TraceState, Int8TraceState
+        inside = nodes_of(groups[MATRIX], PartitionState, *momenta)
         return bool(inside) and not isinstance(inside[0], PartitionState)
 
     def below(node: Any, label: str = "", is_masked: bool = False) -> Iterator[_Part]:

@@ -6,6 +6,7 @@ optimizer crosses it once, and so does each stage that is used by itself.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -15,8 +16,8 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.fusion import Reduction, reduce_all, slices_of_stacks
-from orscale_jax.parameters.axes import MatrixAxes, square_root
+from orscale_jax.distributed.fusion import reduce_all, slices_of_stacks
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -44,7 +45,7 @@ class Matrices:
 
     Trees are without boxes, except for ``params`` of :meth:`entries` and :meth:`full`.
     *Entries* are a tree whose leaves of matrices are arrays of the batch shape: they have
-    one entry for each matrix, such as its norm. On GPUs small ones are computed together.
+    one entry for each matrix, such as its norm.
     """
 
     structure: Any  # Of the tree.
@@ -106,20 +107,43 @@ class Matrices:
         """``fn(axes, *leaves)`` of the leaves of matrices; others as in the first."""
         return self.replace(trees[0], [fn(*row) for row in self.rows(*trees)])
 
-    def reduce(self, fn: Reduction, tree: PyTree) -> PyTree:
-        """Entries ``axes.reduce(fn, leaf)``."""
+    def sums(self, fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+        """Entries: the sum over every matrix of ``fn`` of its entries."""
         parts = [
-            axes.part(leaf, index)
+            axes.part(fn(leaf), index)
             for axes, leaf in self.rows(tree)
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        return self.together(self.entries_of_parts(reduce_all(fn, parts, along)))
+        return self.entries_of_parts(reduce_all(jnp.sum, parts, along))
 
-    def norms(self, tree: PyTree) -> PyTree:
-        """Entries: the Frobenius norm of every matrix, in the leaves' dtypes."""
-        squares = self.map(lambda _, leaf: jnp.square(leaf), tree)
-        return self.map(lambda _, x: square_root(x), self.reduce(jnp.sum, squares))
+    def at_once(
+        self, fn: Callable[..., jax.Array], tree: PyTree, *entries: PyTree
+    ) -> PyTree:
+        """``fn(*entries)`` of every leaf; leaves of one plain shape are stacked for it.
+
+        ``fn`` is elementwise. Its arguments and its result may have several numbers of
+        each matrix, along their first axis.
+        """
+        rows = list(zip(*map(self.leaves, entries), strict=True))
+        alike: dict[Any, list[int]] = {}
+        for i, (leaf, row) in enumerate(zip(self.leaves(tree), rows, strict=True)):
+            types = tuple(map(jax.typeof, row))
+            plain = row[-1].ndim == 0
+            alike.setdefault((leaf.shape, types) if plain else i, []).append(i)
+        results: dict[int, jax.Array] = {}
+        for members in alike.values():
+            if len(members) == 1:
+                results[members[0]] = fn(*rows[members[0]])
+                continue
+            columns = zip(*(rows[i] for i in members), strict=True)
+            found = fn(*(jnp.stack(column, axis=-1) for column in columns))
+            # With the numbers of a matrix side by side, a GPU needs one kernel to take
+            # all matrices apart. Without the barrier, XLA would compute the whole again
+            # for each of them.
+            found = jax.lax.optimization_barrier(jnp.moveaxis(found, -1, 0))
+            results |= zip(members, jnp.unstack(found), strict=True)
+        return self.tree_of([results[i] for i in range(len(rows))])
 
     def together(self, entries: PyTree) -> PyTree:
         """The same entries, computed together on GPUs."""
@@ -154,16 +178,19 @@ class Matrices:
         return self.tree_of(leaves)
 
     def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-        """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes."""
+        """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes.
+
+        They may have several numbers of each matrix, along a first axis.
+        """
 
         def make(axes: MatrixAxes, node: Any, *others: Any) -> Any:
             leaf = unbox(node)
             if not isinstance(leaf, jax.ShapeDtypeStruct):  # Optax's init takes it, too.
                 leaf = jnp.asarray(leaf)
-            made = typed_sharding.shard_as(
-                fn(axes, leaf, *others), leaf, axes.batch_sharding(leaf)
-            )
-            return box_like(made, node, axes.of_batch)
+            made, batch = fn(axes, leaf, *others), axes.batch_sharding(leaf)
+            first = (None,) * (made.ndim - len(batch))
+            made = typed_sharding.shard_as(made, leaf, (*first, *batch))
+            return box_like(made, node, lambda names: (*first, *axes.of_batch(names)))
 
         # optax.tree.map_params initializes with a placeholder. One array instead of a
         # tree tells it that these arrays do not have the parameters' shapes.
@@ -179,6 +206,15 @@ class Matrices:
         return self.entries(
             params, lambda axes, x: full(axes.batch_shape(x), value, dtype(x), x)
         )
+
+    def numbers(self, params: PyTree, values: Sequence[float]) -> PyTree:
+        """Entries with several numbers of each matrix, in the dtype of norms."""
+
+        def of(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+            full = functools.partial(typed_sharding.full, axes.batch_shape(leaf))
+            return jnp.stack([full(value, compute_dtype(leaf), leaf) for value in values])
+
+        return self.entries(params, of)
 
 
 def broadcast(axes: MatrixAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:

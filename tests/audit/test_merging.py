@@ -100,8 +100,8 @@ def test_equal_rows_over_layers_are_one_line():
     norms = [np.linalg.norm(block["up"]) for block in params["blocks"]]
     line = lines["blocks.*.up × 12"]
     assert f"{min(norms):.4g} … {max(norms):.4g}" in line
-    # Twelve matrices, their entries, and their bytes: a momentum, and 25 a matrix.
-    assert re.search(r" 12 .* 384 +1,836$", line)
+    # Twelve matrices, their entries, and their bytes: a momentum, and 28 a matrix.
+    assert re.search(r" 12 .* 384 +1,872$", line)
     assert len(description.rows) == 37 == len(description.to_csv().splitlines()) - 1
 
 

@@ -220,7 +220,7 @@ def test_names_and_containers_like_those_of_a_state(params):
     for of_adamw, of_ours, leaf in pairs:
         matrix = leaf.ndim == 2
         assert (of_adamw.rule, of_adamw.state_bytes) == ("other", 8 * leaf.size)
-        bytes_of_ours = 8 * leaf.size + 25 if matrix else 12 * leaf.size
+        bytes_of_ours = 8 * leaf.size + 28 if matrix else 12 * leaf.size
         found = of_ours.rule, of_ours.state_bytes
         assert found == ("matrix" if matrix else "adamw", bytes_of_ours)
 
@@ -270,7 +270,7 @@ def test_any_assignment_in_any_wrappers(chosen, wrappers, nested):
             assert row.label.split(" or ")[1:] == [before + label]
         else:
             assert row.label == before + label
-        matrix = 25 * (row.rule == "matrix")
+        matrix = 28 * (row.rule == "matrix")
         summed = 4 * row.parameters * ("steps" in wrappers)
         assert row.state_bytes == entries[rank] * row.parameters + matrix + summed
 

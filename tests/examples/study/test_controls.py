@@ -283,8 +283,9 @@ class TestPooled:
         ratio = scale_by_calibrated_trust_ratio(
             calibrate=False, weight_dimension_numbers=numbers, **arguments
         )
+        bounds = arguments.get("r_min", 0.1), arguments.get("r_max", 5.0)
         stage = on_matrices(
-            numbers, lambda own: controls.pooled_ratio_stage(ratio, own, classes)
+            numbers, lambda own: controls.pooled_ratio_stage(ratio, bounds, own, classes)
         )
         scaled, state = stage.update(updates, stage.init(params), params)
         return state.trust_ratio, state.raw_trust_ratio, scaled
