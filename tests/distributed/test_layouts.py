@@ -50,8 +50,8 @@ MORE = (
     *COMMON,
     ("rows", "columns", "rows"),
     ("columns", "rows", "both"),
-    ("tiles", "both", "columns"),
-    ("tiles", "tiles", "tiles"),
+    ("tiles", "both", "rows"),
+    ("both", "tiles", "columns"),
 )
 # A quarter of them has, of the 32 rows of a block of 8-bit momentum:
 SHAPES = {
