@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen as nn, nnx
 from jax.sharding import NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
@@ -20,14 +21,20 @@ from orscale_jax import (
     AttentionHeads,
     BlockDimensionNumbers as Blocks,
     QueryKey,
+    describe,
     family,
+    from_first_nonzero_update,
     keep_master_weights,
     master_weights,
     muon,
     orscale,
+    orthogonalize,
     qk_clip,
+    scale_by_calibrated_trust_ratio,
+    scale_by_shape,
     state_shardings,
 )
+from orscale_jax.trees.boxes import unbox
 from tests.leaves import relative_error
 from tests.runs import AUTO, EXPLICIT, mesh_of, types_of
 
@@ -227,3 +234,85 @@ def test_manual_axes(state):
             alone, mesh=mesh, in_specs=P("a"), out_specs=P("a"), axis_names=names
         )
         assert_same(jax.jit(each)(*given), expected)
+
+
+# Parameters in boxes, whose names say which axes ``jax.shard_map`` divides.
+
+BOXES = {
+    "linen": lambda x, names: nn.Partitioned(x, names),
+    "nnx": lambda x, names: nnx.Param(x, out_sharding=names, eager_sharding=False),
+    "logical": lambda x, names: nn.LogicallyPartitioned(
+        x, names, rules=(("a", "a"), ("b", "b"))
+    ),
+}
+BOXED = {
+    "orscale": orscale(0.02),
+    "master weights": keep_master_weights(muon(0.02, mu_dtype="int8")),
+    "normuon": family.normuon(0.02),
+    "orthogonalize": orthogonalize(),
+    "scale_by_shape": scale_by_shape(),
+    "ratio": scale_by_calibrated_trust_ratio(),
+    "first": from_first_nonzero_update(optax.identity()),
+}
+
+
+def boxed(kind, x, names):
+    return {"dense": {"kernel": BOXES[kind](x, names)}}
+
+
+def manually(fn, mesh, spec):
+    return jax.jit(jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec))
+
+
+@pytest.mark.parametrize("kind", BOXES)
+def test_parts_of_matrices_in_boxes_are_refused(kind):
+    mesh, x = mesh_of(SIZES), jnp.ones((16, 8))
+    message = r"'dense.kernel' of shape \(4, 8\) is a part .*\('a',\) for axis 0.*\['a', 'b'\]"
+
+    def updated(optimizer, init, x):
+        params = boxed(kind, x, ("a", None))
+        return unbox(optimizer.update(params, init(params), params)[0])
+
+    for optimizer in BOXED.values():
+        whole = optimizer.init(boxed(kind, x, ("a", None)))
+        for init in (optimizer.init, lambda _, whole=whole: whole):
+            step = functools.partial(updated, optimizer, init)
+            with pytest.raises(ValueError, match=message):
+                jax.eval_shape(manually(step, mesh, P("a")), x)
+    with pytest.raises(ValueError, match=message):  # Not a plan that nobody follows.
+        manually(
+            lambda x: describe(boxed(kind, x, ("a", None)), optimizer=orscale(0.02)) or x,
+            *(mesh, P("a")),
+        )(x)
+    # Axes of one device divide nothing, and those of layers no matrix.
+    step = functools.partial(updated, BOXED["orscale"], BOXED["orscale"].init)
+    jax.eval_shape(manually(step, mesh_of({"a": 1, "b": 2}), P("a")), x)
+    layers = orscale(0.02, weight_dimension_numbers=Dims(1, 2))
+
+    def of_layers(x):
+        params = boxed(kind, x, ("a",))
+        return unbox(layers.update(params, layers.init(params), params)[0])
+
+    jax.eval_shape(manually(of_layers, mesh, P("a")), jnp.ones((8, 16, 8)))
+
+
+def test_remedies_for_parts_of_matrices():
+    """Gradients inside and the optimizer outside, or AdamW."""
+    mesh = mesh_of(SIZES)
+    rng = np.random.default_rng(0)
+    x, target = (jnp.asarray(rng.normal(size=(16, 8)), jnp.float32) for _ in range(2))
+    of_part = jax.grad(lambda x, target: jnp.sum(jnp.sin(x) * target))
+    gradient = manually(of_part, mesh, P("a"))
+    muons, adamw = muon(0.02), muon(0.02, weight_dimension_numbers={"dense": {"kernel": None}})
+
+    def step(optimizer, gradient, x, target):
+        params = boxed("linen", x, ("a", None))
+        grads = boxed("linen", gradient(x, target), ("a", None))
+        return unbox(optimizer.update(grads, optimizer.init(params), params)[0])
+
+    on_mesh = jax.device_put((x, target), NamedSharding(mesh, P("a")))
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(step, muons, gradient))(*on_mesh)
+    assert_same(found, jax.device_get(step(muons, of_part, x, target)))
+    found = manually(functools.partial(step, adamw, of_part), mesh, P("a"))(x, target)
+    assert_same(found, step(adamw, of_part, x, target))
