@@ -31,10 +31,10 @@ from orscale_jax.transforms.matrices import (
     on_parameters,
 )
 from orscale_jax.transforms.momentum import (
+    adam_stage,
     float_dtype,
     is_int8,
     momentum_stage,
-    with_float32_squares,
 )
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
 from orscale_jax.transforms.stages import (
@@ -352,11 +352,10 @@ def adamw_chain(
         b2=h.adam_b2,
         eps=h.adam_eps,
         eps_root=h.adam_eps_root,
-        mu_dtype=float_dtype(h.mu_dtype),
         nesterov=h.adam_nesterov,
     )
     return optax.chain(
-        with_float32_squares(moments),
+        adam_stage(moments, float_dtype(h.mu_dtype)),
         decay_stage(h.adam_weight_decay, mask),
         adamw_rate_stage(h.adam_learning_rate, multipliers),
     )

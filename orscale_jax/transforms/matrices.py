@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from orscale_jax.distributed.fusion import reduce_all, slices_of_stacks
@@ -25,13 +26,21 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.trees.boxes import PyTree, box_like, rebox, unbox
+from orscale_jax.trees.boxes import (
+    PyTree,
+    annotated_spec,
+    box_like,
+    is_box,
+    rebox,
+    unbox,
+)
 from orscale_jax.trees.checks import (
     require_fitting,
     require_shapes,
     require_state,
     where_gradients_are,
 )
+from orscale_jax.trees.names import name_and_shape
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
@@ -177,6 +186,28 @@ class Matrices:
             leaves.append(jnp.stack(own, axis=axes.place) if axes.cut else own[0])
         return self.tree_of(leaves)
 
+    def require_whole(self, params: PyTree) -> None:
+        """Refuse matrices of which each device has a part, as their boxes say."""
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = {name for name in mesh.manual_axes if mesh.shape[name] > 1}
+        if not manual:
+            return
+        for path, axes, node in zip(
+            self.paths, self.of_leaves, self.leaves(params), strict=True
+        ):
+            spec = annotated_spec(node) if is_box(node) else None
+            by_axis = typed_sharding.axes_of(spec or PartitionSpec(), unbox(node).ndim)
+            for axis in axes.matrix:
+                if manual.intersection(by_axis[axis]):
+                    raise ValueError(
+                        f"parameter {name_and_shape(path, unbox(node))} is a part of its "
+                        f"matrices: its box has {by_axis[axis]} for axis {axis}, and "
+                        f"within jax.shard_map over {sorted(manual)} each device "
+                        "computes alone. Compute the gradients there, and call init and "
+                        "update of the optimizer outside of it; or leave the parameter "
+                        "to AdamW, with None in weight_dimension_numbers."
+                    )
+
     def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
         """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes.
 
@@ -196,6 +227,7 @@ class Matrices:
         # tree tells it that these arrays do not have the parameters' shapes.
         if type(params).__name__ == "_ParamsPlaceholder":
             return jnp.ones(())
+        self.require_whole(params)
         return self.tree_of([make(*row) for row in self.rows(params, *trees)])
 
     def full(
@@ -256,7 +288,10 @@ def on_parameters(
             (require_shapes if keep_dtypes else require_fitting)(grads, weights)
         place = grads if weights is None else weights
         abstract = jax.tree.map(_abstract, place)
-        wanted = jax.eval_shape(init, abstract)
+        like = abstract
+        if jax.sharding.get_abstract_mesh().manual_axes:  # For require_whole.
+            like = rebox(abstract, updates if params is None else params)
+        wanted = unbox(jax.eval_shape(init, like))
         if jax.tree.leaves((old, wanted)):  # Of a stage without state, anything will do.
             require_state(old, wanted, abstract)
         dtype = compute_dtype((grads, weights))

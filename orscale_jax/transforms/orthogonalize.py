@@ -117,6 +117,7 @@ def orthogonalize_stage(
                 options.settings, steps=np.int32(DEFAULTS.steps), table=DEFAULTS.table
             )
             known = dataclasses.replace(options, settings=settings)
+        matrices.require_whole(params)
         initialized.note((matrices, known, param_specs))
         param_specs.note_annotations(params)
         return optax.EmptyState()

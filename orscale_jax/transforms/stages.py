@@ -205,6 +205,7 @@ def shape_stage(scale: Scale, matrices: Matrices) -> optax.GradientTransformatio
         return factor * leaf
 
     def init(params: PyTree) -> optax.EmptyState:
+        matrices.require_whole(params)
         if not isinstance(scale.rms, jax.core.Tracer):  # Of optax.inject_hyperparams.
             scaled.note((matrices, scale))
         return optax.EmptyState()
