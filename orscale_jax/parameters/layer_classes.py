@@ -7,7 +7,7 @@ is "blocks.0.mlp.gate proj", and "MultiHeadAttention_0" is "multi head attention
 import collections
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -35,6 +35,7 @@ _TABLE = re.compile(
     rf"|^{_NET}(?!.*\b(ffn?|ff|mixer)\b).*\b(tok|pos)\d*\b"
 )
 _HEAD = re.compile(r"\b(?<!multi )(head|classifier)\d*( \d+)*( (w|kernel|weights?))?$")
+_OUTPUT = re.compile(rf"{_HEAD.pattern}|unembed|\b(logits|vocab|output embed)")
 
 # Classes by the whole path: the first that matches applies.
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
@@ -159,14 +160,19 @@ class Names(NamedTuple):
 
     def take_adamw(self, path: Any) -> bool:
         """Whether they say that a parameter is no matrix."""
-        return self.say_embedding_or_head(path) or self.layer_class(path) in VECTORS
+        return self._say(path, is_embedding_or_head, EMBEDDING_OR_HEAD | VECTORS)
 
-    def say_embedding_or_head(self, path: Any) -> bool:
-        """Whether a name on the path, or the class, says embedding or output head."""
+    def say_head(self, path: Any) -> bool:
+        """Whether they say that a parameter is an output head's."""
+        return self._say(path, _OUTPUT.search, {"head"})
+
+    def _say(
+        self, path: Any, named: Callable[[str], Any], classes: Collection[str]
+    ) -> bool:
+        """Whether a key on the path, or the class, is one of these."""
         keys = in_words(path)
         inside = self._is_inside_head(keys) or self._is_of_attention_head(keys)
-        named = any(map(is_embedding_or_head, keys)) and not inside
-        return named or self.layer_class(path) in EMBEDDING_OR_HEAD
+        return self.layer_class(path) in classes or (not inside and any(map(named, keys)))
 
     def layer_class(self, path: Any) -> str:
         """The class of the parameter at a path of the tree."""
