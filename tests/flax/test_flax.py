@@ -452,16 +452,20 @@ ADAPTERS = {
     "own batch": (
         lambda _: Product(5, 8, 6), (5, 8, 2), (5, 2, 6), None, Dims(1, 2), Dims(1, 2)
     ),
-    "own convolution": (lambda _: Product(3, 8, 6), (3, 8, 2), (2, 6), None, Dims((0, 1), 2), MATRIX),
+    "own convolution": (
+        lambda _: Product(3, 8, 6), (3, 8, 2), (2, 6), None, Dims((0, 1), 2), MATRIX
+    ),
     "own keys and values": (
         lambda _: Product(2, 2, 8, 3), (8, 2), (2, 2, 2, 3), "BSD,Dr,rCKH->CBSKH",
         MATRIX, Dims(0, (1, 2, 3)),
     ),
     "own merged heads": (
-        lambda _: Product(2, 3, 8), (2, 3, 2), (2, 8), "BTNH,NHr,rD->BTD", Dims((0, 1), 2), MATRIX
+        lambda _: Product(2, 3, 8), (2, 3, 2), (2, 8), "BTNH,NHr,rD->BTD",
+        Dims((0, 1), 2), MATRIX,
     ),
     "own experts": (
-        lambda _: Product(4, 8, 6), (4, 8, 2), (2, 6), "EBD,EDr,rF->EBF", Dims(1, 2), MATRIX
+        lambda _: Product(4, 8, 6), (4, 8, 2), (2, 6), "EBD,EDr,rF->EBF",
+        Dims(1, 2), MATRIX,
     ),
     "tied table": (lambda r: nnx.Embed(9, 8, rngs=r), (8, 2), (2, 9), None, None, None),
 }  # fmt: skip
@@ -487,7 +491,7 @@ def test_adapters_beside_any_parameter(name, stacked):
             axes = (numbers.reduction_axis, numbers.output_axis)
             numbers = Dims(*jax.tree.map(lambda axis: axis + 1, axes))
         assert found[f"{own}_lora_{end}"] == numbers
-    with pytest.raises(ValueError, match="'frozen' of shape .* in flax.*Dict"):
+    with pytest.raises(ValueError, match=r"'frozen' of shape .* in flax.*Dict"):
         nnx_dimension_numbers(model)
 
 
@@ -945,8 +949,8 @@ def test_layers_that_share_a_kernel():
     general = nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0))
     general.kernel = a.kernel
     owners = (
-        r"'a\.kernel' of shape \(8, 8\): its owners disagree; 'a\.kernel' in flax\.[a-z.]*\.Linear: Muon"
-        r".*'b\.kernel' in flax\.[a-z.]*\.LinearGeneral: its module declares \(8, 2, 4\)"
+        r"'a\.kernel' of shape \(8, 8\): its owners disagree; 'a\.kernel' in flax\.\S*"
+        r"\.Linear: Muon.*'b\.kernel' in \S*LinearGeneral: its.* declares \(8, 2, 4\)"
     )
     with pytest.raises(ValueError, match=owners):
         nnx_dimension_numbers(nnx.Dict(a=a, b=general))
@@ -980,17 +984,13 @@ def test_modules_behind_a_bridge_are_unresolved():
     x = jnp.ones((2, 3))
     around = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(x)
     model = nnx.Dict(linen=around, nnx=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    with pytest.raises(
-        ValueError, match=r"'linen\.kernel' .* rule for it in flax.*\.ToNNX\n"
-    ):
+    with pytest.raises(ValueError, match=r"'linen\.kernel' .* in flax.*\.ToNNX\n"):
         nnx_dimension_numbers(model)
     found = nnx_table(model, overrides={r"linen\.kernel": "matrix"})
     assert found == linear("linen", "nnx")
     within = nnx.bridge.ToLinen(nnx.Linear, args=(3, 4))
     model = nn.Sequential([nn.Dense(3), within, nn.relu])
-    with pytest.raises(
-        ValueError, match=r"'layers_1\.kernel' .* for it in flax.*\.ToLinen\n"
-    ):
+    with pytest.raises(ValueError, match=r"'layers_1\.kernel' .* in flax.*\.ToLinen\n"):
         linen_dimension_numbers(model, x)
     found = linen_table(model, x, overrides={r"layers_1\.kernel": "matrix"})
     assert found == linear("layers_0", "layers_1")

@@ -296,7 +296,7 @@ OUTPUT = """
 
 
 class Named(nn.Module):
-    """A Linen model that ends in a hidden state: only its layer's name can be a head's."""
+    """A Linen model that ends in a hidden state: no trace shows a head."""
 
     layer: str
     name_of_layer: str
