@@ -184,7 +184,7 @@ def test_open_parameters_are_one_error():
     with pytest.raises(ValueError, match="do not say which") as error:
         dimension_numbers(Experts())
     text = str(error.value)
-    assert "'up' of shape (4, 8, 16): there is no rule for it in Experts" in text
+    assert f"(4, 8, 16): there is no rule for it in {__name__}.Experts" in text
     assert "'down.0' of shape (16, 8): there is no rule" in text
     assert all(name not in text for name in ("gain", "bias", "cell", "gru", "mix"))
 

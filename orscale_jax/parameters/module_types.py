@@ -114,7 +114,8 @@ def numbers_by_owner(
     for path in paths:
         depths = [i for i in range(len(path)) if path[:i] in owners]
         owner = owners[path[: depths[-1]]]
-        types[path] = (owner if isinstance(owner, type) else type(owner)).__name__
+        cls = owner if isinstance(owner, type) else type(owner)
+        types[path] = f"{cls.__module__}.{cls.__qualname__}"
         names = [(i, ".".join(path[i:])) for i in depths]
         if nearest(type(owner), rules) in given:
             names = []
@@ -174,16 +175,16 @@ def resolved(
     output: Collection[Path] = (),
     shared: Mapping[Path, Sequence[Path]] = {},
 ) -> Mapping[Path, DimensionNumbers | None]:
-    """The dimension numbers of all parameters: by overrides, then names, then types."""
+    """The dimension numbers of all parameters, by overrides, heads, types and names."""
     names, numbers = Names.of(leaves.items()), dict(by_type)
     for path, declared in by_type.items():
         # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
         head = traced and "attention" not in names.layer_class(path)
-        # The names of vectors decide where the types say nothing.
-        vector = isinstance(declared, Unresolved) and names.take_adamw(path)
-        paths = shared.get(path, [path])
-        if head or vector or any(map(names.say_embedding_or_head, paths)):
+        # A head is a layer like any other by its type. Other names decide where the
+        # types say nothing: to rename a layer does not change its optimizer.
+        named = isinstance(declared, Unresolved) and names.take_adamw(path)
+        if head or named or any(map(names.say_head, shared.get(path, [path]))):
             numbers[path] = None
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
