@@ -27,11 +27,11 @@ from orscale_jax.audit.state import (
     nbytes_per_device,
 )
 from orscale_jax.distributed.engine import PolarOptions
-from orscale_jax.distributed.exchange import plan_exchange
+from orscale_jax.distributed.exchange import cost_model, plan_exchange
 from orscale_jax.distributed.plan import Bucket, Group, MeshShape, Plan, ShardedArray
-from orscale_jax.distributed.platforms import DEFAULTS, Platform, StackKey, plan_stacks
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
+from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform, StackKey, plan_stacks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     UndecidedError,
@@ -435,4 +435,4 @@ def _plan(
             groups.append(Group(tuple(names[i] for i in members), (matrices,)))
     if mesh is None:
         return Plan(tuple(groups))
-    return Plan.of(buckets, of_buckets, mesh, stages[0].cost_model)
+    return Plan.of(buckets, of_buckets, mesh, cost_model(stages[0]))

@@ -5,12 +5,10 @@ The entry is ``engine``: it plans, and executes the plan. Arrays of matrices
 
 ==========  ==========================================================================
 engine      the entry, with a branch for each platform
-platforms   what each platform does with matrices, a row for each; stacks and chunks
 plan        the plan of a mesh, and what it costs; imports no JAX
 exchange    its execution inside ``jax.shard_map``, and the collectives
 auto        the same where only XLA's partitioner knows the shardings
 slow_links  which axes of a mesh cross slow links, from devices or from the user
-fusion      small results of many arrays in few GPU kernels; layouts
 ==========  ==========================================================================
 
 Imports ``newton_schulz`` and ``sharding``.

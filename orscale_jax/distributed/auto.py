@@ -34,15 +34,15 @@ from orscale_jax.distributed.plan import (
     slices_of_axes,
     slices_of_devices,
 )
-from orscale_jax.distributed.platforms import (
+from orscale_jax.distributed.slow_links import slice_of_each
+from orscale_jax.newton_schulz.iteration import newton_schulz
+from orscale_jax.newton_schulz.platforms import (
     Platform,
     StackKey,
     plan_stacks,
     stack,
     unstack,
 )
-from orscale_jax.distributed.slow_links import slice_of_each
-from orscale_jax.newton_schulz.polar import newton_schulz
 from orscale_jax.sharding import typed_sharding
 
 # Arrays to arrays; the first results have the types of the first operands.

@@ -15,7 +15,13 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from orscale_jax.distributed.auto import on_unknown_shards
 from orscale_jax.distributed.exchange import on_shards
-from orscale_jax.distributed.platforms import (
+from orscale_jax.distributed.slow_links import (
+    SlowAxes,
+    slices_of_mesh,
+    warn_of_unknown_slices,
+)
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import (
     PLATFORMS,
     Limits,
     Platform,
@@ -25,12 +31,6 @@ from orscale_jax.distributed.platforms import (
     stack,
     unstack,
 )
-from orscale_jax.distributed.slow_links import (
-    SlowAxes,
-    slices_of_mesh,
-    warn_of_unknown_slices,
-)
-from orscale_jax.newton_schulz.polar import NewtonSchulz
 from orscale_jax.sharding import typed_sharding
 
 

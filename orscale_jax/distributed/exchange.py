@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 from orscale_jax.distributed.plan import (
     Bucket,
+    CostModel,
     DeviceGroup,
     LayoutGroup,
     MatrixSlice,
@@ -25,7 +26,7 @@ from orscale_jax.distributed.plan import (
     count_devices,
     plan_buckets,
 )
-from orscale_jax.distributed.platforms import Platform, polar_in_chunks
+from orscale_jax.newton_schulz.platforms import Platform, polar_in_chunks
 from orscale_jax.sharding import typed_sharding
 
 
@@ -214,7 +215,15 @@ def plan_exchange(
     may_transpose = platform.settings.preconditioning != "aol"
     arrays = [array._replace(may_transpose=may_transpose) for array in arrays]
     stack_bytes = platform.limits.stack_bytes
-    return plan_buckets(arrays, mesh, stack_bytes, platform.cost_model)
+    return plan_buckets(arrays, mesh, stack_bytes, cost_model(platform))
+
+
+def cost_model(platform: Platform) -> CostModel:
+    """The cost model of the iteration; of five plain steps where it is traced."""
+    restarts = platform.iteration.restarts
+    if restarts is None:
+        return CostModel(platform.hardware)
+    return CostModel(platform.hardware, int(platform.settings.steps), len(restarts) + 1)
 
 
 def sharded_array(array: Any, spec: PartitionSpec) -> ShardedArray:

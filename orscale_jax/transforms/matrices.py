@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.fusion import Reduction, reduce_all, slices_of_stacks
+from orscale_jax.newton_schulz.fusion import Reduction, reduce_all, slices_of_stacks
 from orscale_jax.parameters.axes import MatrixAxes, square_root
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,

@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
-from orscale_jax.distributed.platforms import DEFAULTS
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import DEFAULTS
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding

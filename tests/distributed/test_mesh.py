@@ -19,7 +19,7 @@ from orscale_jax import (
     state_shardings,
 )
 from orscale_jax.distributed import auto
-from orscale_jax.distributed.platforms import AUTO_TPU
+from orscale_jax.newton_schulz.platforms import AUTO_TPU
 from orscale_jax.sharding import typed_sharding
 from tests import runs
 from tests.platforms import orthogonalize_as

@@ -9,12 +9,9 @@ import numpy as np
 import pytest
 
 from orscale_jax.distributed.plan import (
-    H100,
     Bucket,
     CostModel,
-    Hardware,
     LayoutGroup,
-    Link,
     MatrixSlice,
     MeshShape,
     Plan,
@@ -22,6 +19,7 @@ from orscale_jax.distributed.plan import (
     count_devices,
     plan_buckets,
 )
+from orscale_jax.newton_schulz.hardware import H100, Hardware, Link
 
 FLOAT = np.dtype("float32")
 MESH = MeshShape({"data": 2, "fsdp": 4})

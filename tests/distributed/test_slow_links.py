@@ -17,13 +17,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, muon, orscale, orthogonalize, polar_factor
 from orscale_jax.distributed.plan import (
-    H100,
-    TPU_V5P,
-    VIRTUAL,
     Bucket,
     CostModel,
     LayoutGroup,
-    Link,
     MatrixSlice,
     MeshShape,
     ShardedArray,
@@ -31,8 +27,9 @@ from orscale_jax.distributed.plan import (
     slices_of_axes,
     slices_of_devices,
 )
-from orscale_jax.distributed.platforms import CPU, PLATFORMS
 from orscale_jax.distributed.slow_links import slice_of_each
+from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Link
+from orscale_jax.newton_schulz.platforms import CPU, PLATFORMS
 from tests import runs
 from tests.runs import AUTO, EXPLICIT, mesh_of, tree
 

@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.distributed.fusion import reduce_all, slices_of_stacks, with_layout
-from orscale_jax.distributed.plan import H100, TPU_V5P, VIRTUAL, CostModel, Hardware
 from orscale_jax.newton_schulz.arithmetic import normalize_all
-from orscale_jax.newton_schulz.polar import NewtonSchulz, newton_schulz, one_by_one
+from orscale_jax.newton_schulz.fusion import reduce_all, slices_of_stacks, with_layout
+from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
+from orscale_jax.newton_schulz.iteration import NewtonSchulz, newton_schulz, one_by_one
 from orscale_jax.sharding import typed_sharding
 
 _FLOAT32, _BFLOAT16, _FLOAT16 = map(np.dtype, (np.float32, jnp.bfloat16, np.float16))
@@ -97,14 +97,6 @@ class Platform:
             by_strips=self.normalizes == "matrix",
             hide_coefficients=self.hides_coefficients,
         )
-
-    @property
-    def cost_model(self) -> CostModel:
-        """The cost model of the iteration; of five plain steps where it is traced."""
-        restarts = self.iteration.restarts
-        if restarts is None:
-            return CostModel(self.hardware)
-        return CostModel(self.hardware, int(self.settings.steps), len(restarts) + 1)
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype in which matrices of this dtype are stacked and sent: the narrower.

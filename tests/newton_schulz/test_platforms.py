@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import orthogonalize
-from orscale_jax.distributed import platforms
-from orscale_jax.distributed.platforms import (
+from orscale_jax.newton_schulz import platforms
+from orscale_jax.newton_schulz.platforms import (
     AUTO_TPU,
     CPU,
     GPU,
