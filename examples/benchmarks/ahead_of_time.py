@@ -277,6 +277,8 @@ def lowered(
         jax.eval_shape(optimizer.init, params),
         shardings,
     )
+    if contender == WITHOUT_SHARDINGS:  # One that has seen no parameters.
+        optimizer = contenders(numbers, None, None, slow)["orscale"]
     jitted = jax.jit(
         step_of(optimizer),
         donate_argnums=(0, 1),

@@ -83,7 +83,9 @@ def test_a_step_is_exported_saved_loaded_and_run(where, platforms, tmp_path):
 
 OTHERS = {
     "muon": muon,
-    "traced steps": optax.inject_hyperparams(orscale),
+    "traced steps": functools.partial(
+        optax.inject_hyperparams(orscale), param_shardings=SPECS
+    ),
     **RELATIVES,
     "momentum_denominator": controls.momentum_denominator,
 }
