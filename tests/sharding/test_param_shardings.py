@@ -151,7 +151,7 @@ def specs_of(optimizer, grads, state, params):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         jaxpr = trace(grads, state, params)
-    if any("pass param_shardings to the optimizer" in str(w.message) for w in caught):
+    if any("pass param_shardings, or call init" in str(w.message) for w in caught):
         return None
     assert not caught
     [first, *_] = equations(jaxpr.jaxpr, "shard_map")
