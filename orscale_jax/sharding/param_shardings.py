@@ -87,7 +87,7 @@ class ParamSpecs:
         axes = f"on the mesh {dict(mesh.shape)}"
         if otherwise:
             warnings.warn(
-                f"init has seen {otherwise[0]} {axes}. This optimizer assumes the latter: "
+                f"init has seen {otherwise[0]} {axes}. The optimizer assumes the latter: "
                 "use an optimizer for each model, or pass param_shardings.",
                 stacklevel=2,
             )
@@ -95,7 +95,7 @@ class ParamSpecs:
             others = f" and {len(unknown) - 1} others" if unknown[1:] else ""
             warnings.warn(
                 f"the sharding of {unknown[0]}{others} {axes} is not known, since types "
-                "do not hold it on Auto axes. This optimizer assumes one, and updates "
+                "do not hold it on Auto axes. The optimizer assumes one, and updates "
                 "have it where out_shardings do not say otherwise: pass param_shardings, "
                 "or call init with placed parameters (outside of jax.jit), or "
                 "state_shardings, before.",
