@@ -10,11 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import orthogonalize
+from orscale_jax import describe, orthogonalize, polar_factor
 from orscale_jax.newton_schulz import stacks
 from orscale_jax.newton_schulz.platforms import (
     CPU,
     GPU,
+    PLATFORMS,
     TPU,
     Limits,
     parameter_layout,
@@ -140,6 +141,34 @@ SMALL = {TPU: Limits(stack_bytes=2**12, chunk_bytes=2**10, interleave=2)}
 
 def matrices():
     return jax.tree.map(lambda x: 1e15 * x, tree(0, shapes=SHAPES))
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("kind", [None, AUTO, EXPLICIT])
+def test_one_row_of_the_table_decides_the_dtype_of_a_platform(kind, monkeypatch):
+    """Of the factor of an array, of the stage, and of the plan that describe shows."""
+    x = {f"w{i}": jnp.ones((8, 16)) for i in range(8)}
+    if kind is not None:
+        x = placed(x, mesh_of({"a": 8}, kind), P("a"))
+
+    def program(fn):
+        return jax.jit(fn).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+    def programs():
+        stage = orthogonalize()
+        stage.init(x)
+        return [
+            program(lambda x: stage.update(x, ())[0]),
+            program(lambda x: jax.tree.map(polar_factor, x)),
+        ]
+
+    before = describe(x, platform="tpu").plan.fast_bytes
+    assert all("xbf16>" in text for text in programs())
+    row = dataclasses.replace(TPU, dtype=FLOAT)
+    monkeypatch.setitem(PLATFORMS, "tpu", row)
+    assert not any("xbf16>" in text for text in programs())
+    assert describe(x, platform="tpu").plan.fast_bytes == 2 * before
+    assert (before > 0) == (kind is not None)
 
 
 @pytest.mark.quick_first_case
