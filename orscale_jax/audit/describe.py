@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
+from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.audit.probe import first_updates
 from orscale_jax.audit.state import (
     REFUSED,
@@ -26,12 +27,14 @@ from orscale_jax.audit.state import (
     nbytes,
     nbytes_per_device,
 )
+from orscale_jax.distributed.costs import Bucket, ShardedArray
 from orscale_jax.distributed.engine import PolarOptions
-from orscale_jax.distributed.exchange import plan_exchange
-from orscale_jax.distributed.plan import Bucket, Group, MeshShape, Plan, ShardedArray
-from orscale_jax.distributed.platforms import DEFAULTS, Platform, StackKey, plan_stacks
+from orscale_jax.distributed.exchange import cost_model, plan_exchange
+from orscale_jax.distributed.mesh import MeshShape
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
+from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform
+from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     UndecidedError,
@@ -40,7 +43,6 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.sharding.param_shardings import UNKNOWN
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.stages import CONSISTENT_RMS, SPECTRAL, Scale
@@ -239,19 +241,7 @@ def describe(
         shape = MeshShape(dict(mesh.shape), slices)
         words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
         along = " and ".join(f"{n} along {name}" for name, n in slices.items())
-        known = {"from the types of the arrays"}
-        if mesh.are_all_axes_auto:
-            matrices = jax.tree.map_with_path(
-                lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(),
-                unbox(params),
-            )
-            specs = [] if state is None else state.specs
-            known = {own.source(mesh.abstract_mesh, matrices) for own in specs}
-        elif not mesh.are_all_axes_explicit:
-            known = {UNKNOWN}
-        planned = [[] if UNKNOWN in known else own for own in planned]
-        source = " and ".join(sorted(known))
-        words += (along and f", slices: {along}") + (source and f", shardings {source}")
+        words += along and f", slices: {along}"
         if state is not None and not refused:
             on_device = nbytes_per_device(optimizer, params)
     return Description(
@@ -438,4 +428,4 @@ def _plan(
             groups.append(Group(tuple(names[i] for i in members), (matrices,)))
     if mesh is None:
         return Plan(tuple(groups))
-    return Plan.of(buckets, of_buckets, mesh, stages[0].cost_model)
+    return Plan.of(buckets, of_buckets, cost_model(stages[0]))

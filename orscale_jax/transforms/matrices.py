@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.fusion import reduce_all, slices_of_stacks
+from orscale_jax.newton_schulz.fusion import reduce_all, slices_of_stacks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,

@@ -12,10 +12,11 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, orthogonalize
+from orscale_jax.distributed.costs import ShardedArray
 from orscale_jax.distributed.exchange import plan_exchange
-from orscale_jax.distributed.plan import MeshShape, ShardedArray
-from orscale_jax.distributed.platforms import CPU, TPU
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.distributed.mesh import MeshShape
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import CPU, TPU
 from orscale_jax.sharding.typed_sharding import axes_of
 from tests import runs
 from tests.oracle import svd_polar

@@ -44,7 +44,7 @@ from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
 from examples.pretrain.operation.peaks import peak_flops
 from orscale_jax.newton_schulz import restarts
 from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
-from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz
+from orscale_jax.newton_schulz.iteration import NewtonSchulz, gram_newton_schulz
 
 STEP, ON_DEVICE, MIB = "time of a step", "time of a step on the device", 2**20
 FIVE_STEPS, PRODUCT = "time of five steps", "time of a product"
