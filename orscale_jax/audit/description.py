@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orscale_jax.audit.merging import merged
 from orscale_jax.distributed.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
+from orscale_jax.trees.merging import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
 

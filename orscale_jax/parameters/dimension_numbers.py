@@ -20,7 +20,15 @@ from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on, quoted
+from orscale_jax.trees.names import (
+    dotted,
+    keys_on,
+    listed,
+    name_and_shape,
+    names_on,
+    of_shape,
+    quoted,
+)
 from orscale_jax.trees.nodes import (
     broadcast_prefix,
     is_function,
@@ -235,7 +243,7 @@ def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
     ]
     if ambiguous:
         paths = [path for path, _, _ in ambiguous]
-        lines = [name_and_shape(path, leaf) + mark for path, leaf, mark in ambiguous]
+        lines = [(dotted(path), of_shape(leaf) + mark) for path, leaf, mark in ambiguous]
         marked = (
             " Those marked with a class are no matrices, by their names: None for them, "
             "even if a rule for the others fits their shape."

@@ -8,9 +8,16 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import describe, orscale
-from orscale_jax.audit.merging import merged
+from orscale_jax import by_path, convert_state, describe, orscale
+from orscale_jax.parameters.dimension_numbers import Unresolved
+from orscale_jax.parameters.module_types import resolved
+from orscale_jax.trees.merging import merged
+from orscale_jax.trees.names import by_name
+
+EXPERTS = MuonDimensionNumbers(-2, -1)
 
 TWELVE = [f"h.{i}.w" for i in range(12)]
 
@@ -152,3 +159,37 @@ def test_gpt2_fits_on_a_screen():
     lines = str(description).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
     assert len(description.rows) == 148
+
+
+def largest_model():
+    """Kimi K2, from shapes, and convolutions of which no two are alike."""
+    from examples.benchmarks.models import KIMI_K2, mixture, over_all
+
+    leaves = mixture(over_all({"fsdp": 8}), P("fsdp"), KIMI_K2)
+    shapes = {f"layers.{name}": leaf.shape for name, leaf in leaves.items()}
+    shapes |= {f"stem.{i}.kernel": (3, 3, i, 2 * i) for i in range(1, 60)}
+    return {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda tree: jax.eval_shape(orscale(1e-3).init, tree),
+        by_path({"": "matrix"}),
+        by_path({"stem": "adamw", "experts": EXPERTS}, head_size=1000),
+        lambda tree: jax.eval_shape(
+            lambda params: convert_state((), optax.trace(0.9), params), tree
+        ),
+        lambda tree: resolved(
+            by_name(tree), {p: Unresolved("no rule") for p in by_name(tree)}, None, False
+        ),
+    ],
+    ids=["default", "by_path", "head_size", "convert_state", "types of modules"],
+)
+def test_messages_about_the_largest_model_fit_on_a_screen(refused):
+    """Leaves that differ by numbers have one line, and a long list has an end."""
+    tree = largest_model()
+    with pytest.raises(ValueError, match=r"' × \d+[ \n]") as caught:
+        refused(tree)
+    lines = str(caught.value).splitlines()
+    assert 3 <= len(lines) <= 25
