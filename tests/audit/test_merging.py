@@ -96,7 +96,7 @@ def lines_of(description):
 @pytest.mark.extended
 def test_equal_rows_over_layers_are_one_line():
     params = decoder()
-    description = describe(params, optimizer=orscale(1e-3))
+    description = describe(params, orscale(1e-3))
     lines = lines_of(description)
     assert [*lines] == [
         "blocks.*.attention.out × 12",
@@ -142,7 +142,7 @@ def test_a_layer_that_differs_has_its_own_line(differs):
         }[differs]
         main = optax.adam(0.1) if differs == "state" else orscale(0.1)
         optimizer = optax.partition({"on": main, "odd": other}, labels)
-    lines = lines_of(describe(params, optimizer=optimizer))
+    lines = lines_of(describe(params, optimizer))
     of_up = [name for name in lines if ".up" in name]
     assert of_up == ["blocks.{0-1,3}.up × 3", "blocks.2.up"]
 
@@ -155,7 +155,7 @@ def test_gpt2_fits_on_a_screen():
     params = {n: jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in leaves.items()}
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
     optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
-    description = describe(params, numbers, optimizer=optimizer, platform="cpu")
+    description = describe(params, optimizer)
     lines = str(description).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
     assert len(description.rows) == 148

@@ -16,7 +16,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import by_path, describe
+from orscale_jax import by_path, describe, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 from orscale_jax.trees.names import keys_on
 
@@ -29,7 +29,7 @@ def leaf(*shape):
 
 def answers(tree, numbers=None):
     """Rule, class and check, by the identity of the leaf."""
-    rows = describe(tree, numbers, platform="cpu").rows
+    rows = describe(tree, orscale(1e-3, weight_dimension_numbers=numbers)).rows
     leaves = jax.tree.leaves(tree)
     assert len(rows) == len(leaves)
     return {
@@ -276,7 +276,8 @@ def test_names_of_heads_come_before_types():
     model = Decoder(nnx.Rngs(0))
     numbers = nnx_dimension_numbers(model)
     for params in (nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model))):
-        found = {row.path: row.rule for row in describe(params, numbers).rows}
+        optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+        found = {row.path: row.rule for row in describe(params, optimizer).rows}
         matrices = {path for path, rule in found.items() if rule == "matrix"}
         heads = {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")}
         assert matrices == heads | {"norm_mlp.kernel"}
