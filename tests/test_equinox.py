@@ -317,6 +317,6 @@ def test_of_a_model_its_arrays_of_floats_are_described(build):
         lambda: Model(eqx.nn.MLP(4, 2, 8, 1, key=jax.random.key(0)), jnp.arange(3), 0.5)
     )
     numbers = dimension_numbers(model)
-    rows = describe(model, numbers, optimizer=muon(1e-2)).rows
+    rows = describe(model, muon(1e-2, weight_dimension_numbers=numbers)).rows
     wanted = [f"mlp.layers.{i}.{name}" for i in (0, 1) for name in ("weight", "bias")]
     assert [row.path for row in rows] == wanted

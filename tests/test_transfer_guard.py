@@ -201,7 +201,7 @@ IN_JIT = {
     "gain": lambda now: theory.gain(*[now.reading.weight_norm] * 3),
 }
 ON_THE_HOST = {
-    "describe": lambda now: str(orscale_jax.describe(now.params, optimizer=OPTIMIZER)),
+    "describe": lambda now: str(orscale_jax.describe(now.params, OPTIMIZER)),
     "describe shapes": lambda now: str(orscale_jax.describe(SHAPES)),
     "by_path": lambda now: orscale_jax.by_path({"bias": "adamw"})(now.params),
     "state_shardings": lambda now: orscale_jax.state_shardings(OPTIMIZER, PLACED),

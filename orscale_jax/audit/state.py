@@ -42,7 +42,7 @@ class Kept(NamedTuple):
     rule: str  # See ParameterRow, as for the label and the multipliers.
     label: str = ""
     multipliers: tuple[float, float] = (1.0, 1.0)
-    arrays: list[Any] | None = None  # None without an optimizer.
+    arrays: list[Any] | None = None  # None if it is refused.
     axes: MatrixAxes | None = None  # Of its matrices, if it has any.
     scale: Scale | None = None  # Of their Q.
     stage: int = 0  # Which of those that orthogonalize has them.
@@ -232,6 +232,5 @@ def _refuse_vectors(
                     f"{name_and_shape(path, leaf_of[path])}: it trains other arrays, as "
                     "inside optax.contrib.split_real_and_imaginary, or inside "
                     "optax.flatten, which makes one vector of all parameters, so that "
-                    "AdamW would train all of them. Take it away, or call "
-                    "describe() without optimizer=."
+                    "AdamW would train all of them. Take that wrapper away."
                 )

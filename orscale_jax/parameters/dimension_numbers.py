@@ -20,7 +20,15 @@ from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on, quoted
+from orscale_jax.trees.names import (
+    dotted,
+    keys_on,
+    listed,
+    name_and_shape,
+    names_on,
+    of_shape,
+    quoted,
+)
 from orscale_jax.trees.nodes import (
     broadcast_prefix,
     is_function,
@@ -236,7 +244,7 @@ def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
     ambiguous = [(p, x) for p, x in leaves if np.ndim(x) > 2 and not adamw(p, x)]
     if ambiguous:
         paths = [path for path, _ in ambiguous]
-        lines = [name_and_shape(path, leaf) for path, leaf in ambiguous]
+        lines = [(dotted(path), of_shape(leaf)) for path, leaf in ambiguous]
         raise UndecidedError(
             f"{listed(lines)} ambiguous: more than two axes may be a stack of matrices, "
             "a convolution or a projection with heads. Pass weight_dimension_numbers "

@@ -26,7 +26,7 @@ from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.parameters.output_layers import output_layers
 from orscale_jax.parameters.path_rules import Rules, resolver
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, by_name, dotted, name_and_shape, names_on
+from orscale_jax.trees.names import Path, by_name, dotted, folded, names_on, of_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,14 +190,14 @@ def resolved(
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
     found: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
-        f"  {name_and_shape(path, leaves[path])}: {own.reason}"
+        (dotted(path), f"{of_shape(leaves[path])}: {own.reason}")
         for path, own in found.items()
         if isinstance(own, Unresolved)
     ]
     if unresolved:
         raise ValueError(
             "the types of the modules do not say which axes of these parameters are rows "
-            "and which are columns:\n" + "\n".join(unresolved) + "\nPass overrides={"
+            f"and which are columns:{folded(unresolved)}\nPass overrides={{"
             "expression for its path: optax.contrib.MuonDimensionNumbers("
             'reduction_axis=..., output_axis=...)} for each, with "adamw" instead for '
             "AdamW, or rules={type of its module: ...}."

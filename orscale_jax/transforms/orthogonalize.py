@@ -117,7 +117,7 @@ def orthogonalize_stage(
             )
             known = dataclasses.replace(options, settings=settings)
         matrices.require_whole(params)
-        initialized.note((matrices, known, param_specs))
+        initialized.note((matrices, known))
         param_specs.learn(params)
         return optax.EmptyState()
 

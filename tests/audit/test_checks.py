@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, orscale
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 
 
@@ -17,10 +17,14 @@ def leaf(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def described(tree, numbers):
+    return describe(tree, orscale(1e-3, weight_dimension_numbers=numbers))
+
+
 def marks(shapes, rules=None):
     """The check of each parameter that has one, by dotted path."""
     tree = unflatten_dict({k: leaf(*v) for k, v in shapes.items()}, sep=".")
-    description = describe(tree, by_path(rules or {}))
+    description = described(tree, by_path(rules or {}))
     found = {row.name: ", ".join(row.check) for row in description.rows if row.check}
     assert ("check" in str(description).splitlines()[0]) == bool(found)
     return found
@@ -169,7 +173,7 @@ def test_marks_among_neighbours(shapes, rules, expected):
 
 def test_heads_of_attention_are_long_and_no_stacks():
     tree = {"attn": {"q_proj": leaf(512, 64), "o_proj": leaf(64, 512)}}
-    rows = describe(tree, by_path({}, head_size=16)).rows
+    rows = described(tree, by_path({}, head_size=16)).rows
     found = [(row.m, row.n, row.check) for row in rows]
     assert found == [(16, 512, ()), (512, 16, ())]
 
@@ -216,12 +220,12 @@ def test_a_scanned_model_by_the_list_in_the_error():
         re.escape(name): Dims(1, tuple(range(2, rank))) for name, rank in ranks.items()
     }
     rules |= {re.escape(n): Dims((1, 2), 3) for n in ranks if n.endswith("out.kernel")}
-    for row in describe(params, by_path(rules)).rows:
+    for row in described(params, by_path(rules)).rows:
         assert (row.rule == "matrix") == row.path.endswith("kernel"), row.path
         assert row.check == ()
     # A rule that also matches the biases and norms makes them matrices, with a mark.
     broad = {"kernel": Dims(-2, -1), "": Dims(-2, -1)}
-    for row in describe(params, by_path(broad)).rows:
+    for row in described(params, by_path(broad)).rows:
         assert row.rule == "matrix"
         expected = {"bias": ["bias?"], "norm": ["norm?"]}.get(row.layer_class, [])
         assert [mark for mark in row.check if "?" in mark] == expected

@@ -168,7 +168,7 @@ def test_the_program_does_what_the_plan_says(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_printed_bytes_are_those_of_the_program(layout):
     mesh, sharded = placed(layout, EXPLICIT)
-    groups = describe(sharded, platform="cpu").plan.groups
+    groups = describe(sharded).plan.groups
     printed = sum(group.bytes_sent for group in groups)
     cost = hlo_cost.of(compiled(mesh, sharded).as_text())
     # The norms of shared matrices are all-reduces, of one number for each.

@@ -265,9 +265,15 @@ def placed(tree, mesh, spec):
     return runs.placed(tree, mesh, spec)
 
 
+def stage_of(slow_axes, shardings=None):
+    return orthogonalize(
+        weight_dimension_numbers=NUMBERS, slow_axes=slow_axes, param_shardings=shardings
+    )
+
+
 def compiled(x, mesh, slow_axes):
     """The program from matrices to their polar factors, sharded alike."""
-    stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow_axes)
+    stage = stage_of(slow_axes)
     update = jax.jit(
         lambda x: stage.update(x, optax.EmptyState())[0],
         out_shardings={k: v.sharding for k, v in x.items()},
@@ -297,7 +303,7 @@ def test_slow_links_change_no_number_and_carry_what_the_plan_says(layout, kind):
     counts = slow if isinstance(slow, dict) else dict.fromkeys(slow, 2)
     slice_of = slices_of_devices(sizes, counts).ravel()
     received = hlo_cost.crossings(program.as_text(), dict(enumerate(slice_of))).received
-    plan = describe(x, NUMBERS, platform="cpu", slow_axes=slow).plan
+    plan = describe(x, stage_of(slow, x)).plan
     # A sum of Gram matrices around a ring is planned as if all of it crossed.
     assert max(received.values()) <= plan.slow_bytes
     assert layout == "sharded across" or max(received.values()) == plan.slow_bytes
@@ -317,7 +323,7 @@ def test_matrices_shared_across_slices_by_planted_rates(layout, monkeypatch):
     sizes, spec = LAYOUTS[layout]
     mesh, slow = mesh_of(sizes), slow_axes_of(sizes)
     x = placed(weights(), mesh, spec)
-    assert describe(x, NUMBERS, platform="cpu", slow_axes=slow).plan.slow_bytes
+    assert describe(x, stage_of(slow, x)).plan.slow_bytes
     assert_polar_factors(compiled(x, mesh, slow)(x))
 
 
@@ -365,7 +371,7 @@ def test_neighbours_share_what_other_replicas_repeat(case, kind, monkeypatch):
     assert_polar_factors(program(x))
     text, plan = (
         program.as_text(),
-        describe(x, NUMBERS, platform="cpu", slow_axes=slices).plan,
+        describe(x, stage_of(slices, x)).plan,
     )
     found = [each.groups for each in hlo_cost.of(text).collectives]
     assert {"".join(map(str, some)) for each in found for some in each} == {
@@ -395,7 +401,7 @@ def test_slow_axes_of_another_mesh(slow_axes, message):
     with pytest.raises(ValueError, match=f"slow_axes has .*{message}"):
         stage.update(x, optax.EmptyState())
     with pytest.raises(ValueError, match=f"slow_axes has .*{message}"):
-        describe(x, NUMBERS, slow_axes=slow_axes)
+        describe(x, stage)
 
 
 @pytest.mark.extended

@@ -23,7 +23,7 @@ from examples.gallery import (
     sharded_gpt,
     two_momenta,
 )
-from orscale_jax import describe
+from orscale_jax import describe, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 
 
@@ -54,9 +54,8 @@ def test_sharded_gpt():
 def test_linen_train_state():
     losses, state = linen_train_state.main(steps=10, width=16, layers=1)
     assert losses[-1] < losses[0]
-    rows = {
-        row.path: row for row in describe(state.params, linen_train_state.NUMBERS).rows
-    }
+    optimizer = orscale(1e-3, weight_dimension_numbers=linen_train_state.NUMBERS)
+    rows = {row.path: row for row in describe(state.params, optimizer).rows}
     assert rows["0_qkv.kernel"].matrices == 3 and rows["0_up.kernel"].matrices == 1
     assert rows["token_embed.embedding"].rule == "adamw"  # The tied head, too.
 
@@ -200,7 +199,8 @@ def test_from_pytorch():
     losses, before, after = from_pytorch.main(steps=150)
     assert losses[-1] < losses[0] / 2
     assert [x.shape for x in after.values()] == [before[name].shape for name in after]
-    rows = {row.path: row for row in describe(before, from_pytorch.NUMBERS).rows}
+    optimizer = orscale(1e-3, weight_dimension_numbers=from_pytorch.NUMBERS)
+    rows = {row.path: row for row in describe(before, optimizer).rows}
     counts = {name: row.matrices for name, row in rows.items() if row.rule == "matrix"}
     assert counts == {
         "attn.in_proj_weight": 3,

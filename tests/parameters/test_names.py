@@ -16,7 +16,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import by_path, describe
+from orscale_jax import by_path, describe, orscale
 from orscale_jax.equinox import dimension_numbers as equinox_numbers
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.haliax import dimension_numbers as haliax_numbers
@@ -32,7 +32,7 @@ def leaf(*shape):
 
 def answers(tree, numbers=None):
     """Rule, class and check, by the identity of the leaf."""
-    rows = describe(tree, numbers, platform="cpu").rows
+    rows = describe(tree, orscale(1e-3, weight_dimension_numbers=numbers)).rows
     leaves = jax.tree.leaves(tree)
     assert len(rows) == len(leaves)
     return {
@@ -352,7 +352,8 @@ class Decoder(nnx.Module):
 
 def test_a_name_beside_another_says_that_a_layer_is_a_head():
     numbers = nnx_dimension_numbers(model := Decoder(nnx.Rngs(0)))
-    rows = describe(nnx.state(model, nnx.Param), numbers).rows
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    rows = describe(nnx.state(model, nnx.Param), optimizer).rows
     assert {row.rule for row in rows} == {"adamw"}
 
 

@@ -151,5 +151,5 @@ def test_callables_masks_and_tables_see_bare_arrays():
     updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), state, params)
     assert not updates["w"].value.any() and updates["b"].any()
     assert not any(map(boxes.is_box, (tree["w"] for tree in seen)))
-    rows = describe(params, numbers, optimizer=optimizer).rows
+    rows = describe(params, optimizer).rows
     assert [row.path for row in rows] == ["b", "w"]

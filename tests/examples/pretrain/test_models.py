@@ -263,7 +263,9 @@ def test_every_parameter_has_the_class_of_its_layer(name, scan):
 
 def matrices(model, numbers):
     """The number and shape of the matrices of each parameter, in `describe`'s table."""
-    rows = describe(parameters(model), numbers).rows
+    rows = describe(
+        parameters(model), orscale(1e-3, weight_dimension_numbers=numbers)
+    ).rows
     return {
         re.sub(r"^(dense_)?blocks\.(\d+\.)?", "", row.path): (row.matrices, row.m, row.n)
         for row in rows
