@@ -134,7 +134,8 @@ def orscale(
         above :math:`65504 (1 - \mu)`. ``"int8"``: 8-bit blocks
         (:class:`Int8TraceState`) for matrices, rounded to nearest after the direction is
         computed by the unrounded momentum, without error feedback; AdamW's moments as
-        under None. Derivatives do not pass through the codes.
+        under None. Derivatives do not pass through the codes. First moments of complex
+        parameters keep the parameter's dtype.
       weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
         :math:`\lambda W`, so r scales the decay, too.
       weight_decay_mask: ``"matrices"``: nothing that AdamW trains decays. Or a tree of

@@ -2,8 +2,8 @@
 
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +18,11 @@ from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.checks import require_shapes
 from orscale_jax.trees.names import dotted
 
-_Array: TypeAlias = np.ndarray[Any, Any]
-
 
 class QKClipState(NamedTuple):
     """State of :func:`qk_clip`, for readouts: the next step does not depend on it."""
 
-    #: Tree like ``attentions``; the last gamma, (layers..., query heads), float32.
-    #: 1 where nothing was clipped, and before the first step.
+    #: Tree like ``attentions``: the last gamma, (layers..., query heads), float32.
     qk_clip_factor: PyTree
 
 
@@ -46,18 +43,12 @@ class AttentionHeads:
         (keys, values) share the axis. None: all of it.
       part: ``(start, stop)`` along ``part_axis``: the features to scale, such as those of
         k in a projection to k and v. None: all of them.
-      part_axis: The axis of ``part``. If it is ``axis`` itself, ``part`` counts within
-        each head.
-      layer_axes: Axes that count layers, if they are not the ``layer_axes`` of the
-        :class:`QueryKey`.
-
-    Raises:
-      ValueError: If an attribute is not as described above.
+      part_axis: The axis of ``part``. If it is ``axis``, ``part`` counts in each head.
+      layer_axes: Axes that count layers, if they are not those of the :class:`QueryKey`.
 
     Example:
       >>> from orscale_jax import AttentionHeads
-      >>> kernel = AttentionHeads("attention.query.kernel", axis=-1, heads=16)
-      >>> keys_and_values = AttentionHeads("attention.kv_up.kernel", part=(0, 128))
+      >>> flat = AttentionHeads("attention.query.kernel", axis=-1, heads=16)
     """
 
     path: str
@@ -68,25 +59,6 @@ class AttentionHeads:
     part_axis: int = -1
     layer_axes: tuple[int, ...] | None = None
 
-    def __post_init__(self) -> None:
-        """Refuse attributes that no parameter could fit."""
-        if not isinstance(self.path, str) or not self.path:
-            _checks.refuse("path", self.path, "pass dotted keys, such as 'query.kernel'")
-        for name in ("axis", "part_axis"):
-            if not _checks.is_whole(getattr(self, name)):
-                _checks.refuse(name, getattr(self, name), "pass one whole number")
-        if self.heads is not None:
-            _checks.count("heads", self.heads)
-        for name in ("span", "part"):
-            limits = getattr(self, name)
-            whole = isinstance(limits, tuple) and all(map(_checks.is_whole, limits))
-            fits = whole and len(limits) == 2 and 0 <= limits[0] < limits[1]
-            if limits is not None and not fits:
-                wanted = "pass (start, stop) with 0 <= start < stop, or None"
-                _checks.refuse(name, limits, wanted)
-        if self.layer_axes is not None:
-            _check_layer_axes(self.layer_axes)
-
 
 Heads: TypeAlias = str | AttentionHeads | Sequence[str | AttentionHeads]
 
@@ -96,10 +68,8 @@ class QueryKey:
     """The query and key projections of one attention module, or of a stack of them.
 
     ``query``, ``key`` and ``rotary_query`` are each the path of a parameter, an
-    :class:`AttentionHeads`, or a sequence of these, such as kernel and bias.
-
-    With fewer key heads than query heads, key head k serves the query heads
-    ``k * group`` to ``(k + 1) * group - 1``.
+    :class:`AttentionHeads`, or a tuple of these, such as kernel and bias. If there are
+    fewer key heads than query heads, each serves a group of neighbouring query heads.
 
     Attributes:
       query: The query projections. In latent attention: the parts without rotation.
@@ -109,20 +79,11 @@ class QueryKey:
       layer_axes: The axes of these parameters that count layers, in the order of the
         leading axes of ``max_logits``: ``(0,)`` for scanned layers.
 
-    Raises:
-      ValueError: If an attribute is not as described above.
-
     Example:
       >>> from orscale_jax import AttentionHeads, QueryKey
-      >>> biased = QueryKey(
-      ...     query=("attention.query.kernel", "attention.query.bias"),
-      ...     key=("attention.key.kernel", "attention.key.bias"),
-      ... )
-      >>> latent = QueryKey(  # 128 features without rotation, then 64 rotated ones.
-      ...     query=AttentionHeads("attention.q_up.kernel", part=(0, 128)),
-      ...     key=AttentionHeads("attention.kv_up.kernel", part=(0, 128)),
-      ...     rotary_query=AttentionHeads("attention.q_up.kernel", part=(128, 192)),
-      ... )
+      >>> q_up, kv_up = "attention.q_up.kernel", "attention.kv_up.kernel"
+      >>> q, k = (AttentionHeads(path, part=(0, 128)) for path in (q_up, kv_up))
+      >>> latent = QueryKey(q, k, rotary_query=AttentionHeads(q_up, part=(128, 192)))
     """
 
     query: Heads
@@ -130,66 +91,24 @@ class QueryKey:
     rotary_query: Heads = ()
     layer_axes: tuple[int, ...] = ()
 
-    def __post_init__(self) -> None:
-        """Refuse attributes that name no parameters."""
-        for name in ("query", "key", "rotary_query"):
-            _several(name, getattr(self, name))
-        _check_layer_axes(self.layer_axes)
-
-
-Attentions: TypeAlias = PyTree | Callable[[PyTree], PyTree]
-
 
 class Place(NamedTuple):
-    """The heads of an :class:`AttentionHeads` in the parameter that it names."""
+    """The heads of an :class:`AttentionHeads` in the parameter of a path."""
 
-    #: The parameter's dotted path.
-    name: str
-    #: The axes that count layers, and how many there are.
-    layer_axes: tuple[int, ...]
-    layers: tuple[int, ...]
-    #: The axis of the heads, how many there are, and which head is at each position.
-    axis: int
-    heads: int
-    head_at: _Array
-    #: Which entries are scaled; broadcasts to the parameter's shape.
-    mask: _Array
-
-    def spread(self, factors: jax.Array) -> jax.Array:
-        """Factors of shape (layers..., heads), to multiply the parameter with."""
-        axes = (*self.layer_axes, self.axis)
-        others = [axis for axis in range(self.mask.ndim) if axis not in axes]
-        ordered = jnp.expand_dims(factors.transpose(np.argsort(axes)), others)
-        along = jnp.take(ordered, self.head_at, axis=self.axis, mode="clip")
-        return jnp.where(self.mask, along, 1)
-
-
-class Attention(NamedTuple):
-    """A :class:`QueryKey` and its parameters."""
-
-    name: str
-    query: list[Place]
-    key: list[Place]
-    rotary_query: list[Place]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(layers..., query heads)."""
-        return (*self.query[0].layers, self.query[0].heads)
+    path: Any
+    shape: tuple[int, ...]  # (layers..., heads)
+    head: np.ndarray[Any, Any]  # Which of these scales each entry; broadcasts to it.
+    mask: np.ndarray[Any, Any]  # Whether it does.
 
 
 def qk_clip(
-    attentions: Attentions, *, threshold: ArrayLike = 100.0, alpha: ArrayLike = 0.5
+    attentions: PyTree, *, threshold: ArrayLike = 100.0, alpha: ArrayLike = 0.5
 ) -> optax.GradientTransformationExtraArgs:
     r"""QK-Clip: scale down the query and key heads whose largest logit is too large.
 
-    Put it last in a chain. Its ``update`` takes the largest attention logits of the
-    forward pass as an extra argument::
-
-        optimizer = optax.chain(orscale(1e-3), qk_clip(attentions))
-        optimizer.update(grads, state, params, max_logits=max_logits)
-
-    Query head h, whose largest logit over batch and positions is :math:`S_h`, has
+    Put it last in a chain, and pass ``update`` the largest attention logits of the
+    forward pass. Query head h, whose largest logit over batch and positions is
+    :math:`S_h`, has
 
     .. math::
 
@@ -201,10 +120,8 @@ def qk_clip(
 
     .. math::
 
-      k_h &: \quad f_g = \min_{h \in g} \gamma_h^{1 - \alpha}
-        \quad \text{for the group g of queries that share it,} \\
-      q_h &: \quad \gamma_h / f_g
-        \quad (= \gamma_h^\alpha \text{ if the key serves this query alone}), \\
+      k_h &: \quad f_g = \min_{h \in g} \gamma_h^{1 - \alpha} \text{ of its group } g, \\
+      q_h &: \quad \gamma_h / f_g \; (= \gamma_h^\alpha \text{ in a group of one}), \\
       q^R_h &: \quad \gamma_h, \qquad k^R : \quad 1,
 
     so that all logits of head h are multiplied by :math:`\gamma_h`, also where only other
@@ -215,63 +132,42 @@ def qk_clip(
     Args:
       attentions: Which parameters are queries and keys: a :class:`QueryKey`, any pytree
         of them, or a callable from the parameters to one.
-      threshold: :math:`\tau`, above 0: larger logits are clipped. It applies to logits as
-        they enter the softmax.
+      threshold: :math:`\tau`, above 0, of logits as they enter the softmax.
       alpha: :math:`\alpha` in [0, 1]: the queries' share of the clip.
 
     Returns:
-      A transformation whose ``update`` needs ``params`` and ``max_logits``, a pytree like
-      ``attentions``, with an array of shape ``(layers..., query heads)`` for each
-      :class:`QueryKey`. Logits that are not finite give NaN in the heads concerned (and
-      in those that share their key). Computed in float32 (float64 for float64); updates
-      keep their dtypes. The state holds the last :math:`\gamma`:
-      ``optax.tree.get(state, "qk_clip_factor")``.
+      A transformation with :class:`QKClipState`. Its ``update`` needs ``params`` and
+      ``max_logits``, a pytree like ``attentions`` of arrays of shape ``(layers..., query
+      heads)``. :math:`-\infty`, of a head whose logits are all masked, clips nothing; NaN
+      and :math:`\infty` give NaN in the heads concerned (and in those that share their
+      key). Computed in float32 (float64 for float64); updates keep their dtypes.
 
     Raises:
-      ValueError: If an argument is not valid; from ``init`` and ``update``, if a name
-        matches no parameter or its heads do not fit; from ``update``, if ``params`` or
-        ``max_logits`` is missing or does not fit.
+      ValueError: If an argument is not valid; from ``init`` and ``update``, if heads do
+        not fit the parameters, or ``params`` or ``max_logits`` is missing or unfit.
 
     Example:
-      >>> import jax.numpy as jnp, optax
+      >>> import jax.numpy as jnp
       >>> from orscale_jax import QueryKey, qk_clip
-      >>> optimizer = optax.chain(
-      ...     optax.sgd(0.1), qk_clip(QueryKey("query.kernel", "key.kernel"))
-      ... )
-      >>> params = {  # 4 inputs, 2 heads of 3 features
-      ...     "query": {"kernel": jnp.ones((4, 2, 3))},
-      ...     "key": {"kernel": jnp.ones((4, 2, 3))},
-      ... }
-      >>> grads = optax.tree.zeros_like(params)
-      >>> updates, state = optimizer.update(
-      ...     grads, optimizer.init(params), params, max_logits=jnp.array([400.0, 50.0])
-      ... )
-      >>> print(optax.tree.get(state, "qk_clip_factor"))
+      >>> clip = qk_clip(QueryKey("q", "k"))  # Last in an optax.chain.
+      >>> params = {"q": jnp.ones((4, 2, 3)), "k": jnp.ones((4, 2, 3))}  # 2 heads
+      >>> logits = jnp.array([400.0, 50.0])
+      >>> _, state = clip.update(params, clip.init(params), params, max_logits=logits)
+      >>> print(state.qk_clip_factor)
       [0.25 1.  ]
-      >>> params = optax.apply_updates(params, updates)
-      >>> print(params["key"]["kernel"][0])
-      [[0.5 0.5 0.5]
-       [1.  1.  1. ]]
 
     References:
       Kimi Team 2025, *Kimi K2*, arXiv:2507.20534, section 2.1 and Algorithm 1 (MuonClip).
     """
-    for name, value in (("threshold", threshold), ("alpha", alpha)):
-        _checks.number(name, value)
-    if not isinstance(threshold, jax.core.Tracer) and not jax.device_get(threshold) > 0:
-        _checks.refuse("threshold", threshold, "pass a number above 0")
-    if not isinstance(alpha, jax.core.Tracer) and not 0 <= jax.device_get(alpha) <= 1:
-        _checks.refuse("alpha", alpha, "pass a number in [0, 1]")
-    if not callable(attentions):
-        check_attentions(attentions)
+    _checks.number("threshold", threshold, at_least=float(np.finfo(np.float32).tiny))
+    _checks.number("alpha", alpha, at_least=0, below=np.nextafter(1, 2))
 
     def init(params: PyTree) -> QKClipState:
-        # optax.tree.map_params passes a placeholder. One array instead of a tree tells it
-        # that these arrays do not have the parameters' shapes.
+        # For the placeholder of optax.tree.map_params, as in Matrices.entries.
         if not jax.tree.leaves(params):
             return QKClipState(jnp.ones(()))
-        modules, structure = find_attentions(attentions, params)
-        factors = [jnp.ones(attention.shape, jnp.float32) for attention in modules]
+        modules, structure = _find(attentions, params)
+        factors = [jnp.ones(query.shape, jnp.float32) for _, [[query, *_], *_] in modules]
         return QKClipState(structure.unflatten(factors))
 
     def update(
@@ -284,247 +180,171 @@ def qk_clip(
     ) -> tuple[PyTree, QKClipState]:
         del state
         require_shapes(updates, params)
-        modules, structure = find_attentions(attentions, params)
+        modules, structure = _find(attentions, params)
         dtype = compute_dtype(params)
-        tau = jnp.asarray(threshold, dtype)
-        gammas: list[jax.Array] = []
-        factors: dict[str, jax.Array] = {}
-        matched = _matched_logits(modules, structure, max_logits)
-        for attention, logits in zip(modules, matched, strict=True):
-            largest = logits.astype(dtype)
-            clipped = largest > tau
-            # jax_debug_nans also sees what jnp.where discards: nothing is divided by 0.
-            gamma = jnp.where(clipped, tau / jnp.where(clipped, largest, 1), 1)
+        tau, share = jnp.asarray(threshold, dtype), 1 - jnp.asarray(alpha, dtype)
+        gammas, factors = list[jax.Array](), dict[Any, jax.Array]()
+        matched = _matched(modules, structure, max_logits)
+        for (_, parts), logits in zip(modules, matched, strict=True):
+            largest = typed_sharding.gather(jnp.asarray(logits, dtype))
+            gamma = jnp.where(largest > tau, tau / jnp.maximum(largest, tau), 1)
             # A gamma of zero has underflowed, and would erase the head for good.
-            gamma = jnp.where(jnp.isfinite(largest) & (gamma > 0), gamma, jnp.nan)
+            gamma = jnp.where((largest < jnp.inf) & (gamma > 0), gamma, jnp.nan)
             gammas.append(gamma.astype(jnp.float32))
             # A shared key takes the strongest clip of its queries, and they the rest.
-            heads = attention.key[0].heads
-            grouped = gamma.reshape(*gamma.shape[:-1], heads, gamma.shape[-1] // heads)
-            key = jnp.min(grouped, axis=-1) ** (1 - jnp.asarray(alpha, dtype))
+            groups = parts[1][0].shape[-1]
+            grouped = gamma.reshape(*gamma.shape[:-1], groups, gamma.shape[-1] // groups)
             # A minimum may lose NaN on CPUs, and NaN to the power of 0 is 1.
-            key = jnp.where(jnp.isnan(grouped).any(axis=-1), jnp.nan, key)
+            known = ~jnp.isnan(grouped).any(axis=-1)
+            key = jnp.where(known, jnp.min(grouped, axis=-1) ** share, jnp.nan)
             query = (grouped / key[..., None]).reshape(gamma.shape)
-            scaled = [(place, query) for place in attention.query]
-            scaled += [(place, key) for place in attention.key]
-            scaled += [(place, gamma) for place in attention.rotary_query]
-            for place, scale in scaled:
-                # Parts of one parameter do not overlap: one of the factors is 1.
-                before = factors.get(place.name, 1)
-                factors[place.name] = before * place.spread(scale)
-        weights = named_leaves(params)
+            for places, scale in zip(parts, (query, key, gamma), strict=True):
+                for place in places:
+                    of_entries = jnp.take(scale, place.head, mode="clip")
+                    factor = jnp.where(place.mask, of_entries, 1)
+                    # Parts of one parameter do not overlap: one of the factors is 1.
+                    factors[place.path] = factors.get(place.path, 1) * factor
+        weights = dict(jax.tree.leaves_with_path(params))
 
         def rescale(path: Any, update: jax.Array) -> jax.Array:
-            if (name := dotted(path)) not in factors:
+            if path not in factors:
                 return update
-            [weight] = weights[name]
-            dtype = compute_dtype((update, weight))
-            u, w, factor = (x.astype(dtype) for x in (update, weight, factors.pop(name)))
+            arrays = update, weights[path], factors.pop(path)
+            u, w, factor = (x.astype(compute_dtype(arrays[:2])) for x in arrays)
             moved = (factor * (w + u) - w).astype(update.dtype)
             return jnp.where(factor == 1, update, moved)
 
         new = jax.tree.map_with_path(rescale, updates)
-        if factors:
+        for path in factors:
             raise ValueError(
-                f"parameter {min(factors)!r} has no update (None, or masked), but "
-                "QK-Clip has to scale it: pass zeros for it, or leave it out of "
-                "attentions."
+                f"parameter {dotted(path)!r} has no update: pass zeros for QK-Clip."
             )
         return new, QKClipState(structure.unflatten(gammas))
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def check_attentions(attentions: PyTree) -> None:
-    """Refuse what is not a :class:`QueryKey` or a pytree of them."""
-    entries = jax.tree.leaves(attentions)
-    for entry in entries or [attentions]:
-        if not isinstance(entry, QueryKey):
-            _checks.refuse("attentions", entry, "pass a QueryKey, or a pytree of them")
-
-
-def named_leaves(tree: PyTree) -> dict[str, list[Any]]:
-    """The leaves by dotted path; several under one name if a key contains a dot."""
-    named: dict[str, list[Any]] = {}
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        named.setdefault(dotted(path), []).append(leaf)
-    return named
-
-
-def find_attentions(
-    attentions: Attentions, params: PyTree
-) -> tuple[list[Attention], Any]:
-    """The attention modules with their parameters, and the structure they are in."""
+def _find(attentions: PyTree, params: PyTree) -> tuple[list[Any], Any]:
+    """The name and the places of each query, key, rotary query; their structure."""
     if callable(attentions):
         attentions = attentions(params)
-        check_attentions(attentions)
-    leaves = named_leaves(params)
     entries, structure = jax.tree.flatten_with_path(attentions)
-    modules = []
-    covered: dict[str, Any] = {}  # Where each parameter is scaled already.
-    for path, entry in entries:
+    leaves = dict(jax.tree.leaves_with_path(params))
+    modules, covered = [], dict[Any, Any]()  # Where each parameter is scaled already.
+    for path, entry in entries or [((), attentions)]:
         name = f"attention {dotted(path)!r}" if path else "the attention"
-        query, key, rotary = (
-            [
-                _place(f"{part} of {name}", heads, entry.layer_axes, leaves)
-                for heads in _several(part, getattr(entry, part))
-            ]
-            for part in ("query", "key", "rotary_query")
-        )
-        layers, heads, key_heads = query[0].layers, query[0].heads, key[0].heads
-        counts = [heads] * len(query) + [key_heads] * len(key) + [heads] * len(rotary)
-        for place, count in zip(query + key + rotary, counts, strict=True):
-            if (place.layers, place.heads) != (layers, count):
-                raise ValueError(
-                    f"parameter {place.name!r} of {name} has {place.heads} heads in "
-                    f"layers of shape {place.layers}, but the others have {count} in "
-                    f"{layers}: correct axis, heads or layer_axes in its AttentionHeads."
-                )
-            before = covered.get(place.name, False)
-            if np.any(before & place.mask):
-                raise ValueError(
-                    f"parameter {place.name!r} is named twice in attentions, with parts "
-                    "that overlap: set span or part of its AttentionHeads, or name it "
-                    "once. For a module that several layers use, pass the maximum of "
-                    "their logits."
-                )
-            covered[place.name] = before | place.mask
-        if heads % key_heads:
-            raise ValueError(
-                f"{name} has {heads} query heads (in {query[0].name!r}), which "
-                f"{key_heads} key heads (in {key[0].name!r}) do not divide: correct axis "
-                "or heads in its AttentionHeads."
-            )
-        modules.append(Attention(name, query, key, rotary))
+        if not isinstance(entry, QueryKey):
+            _checks.refuse("attentions", entry, "pass a QueryKey, or a pytree of them")
+        parts = []
+        for part in ("query", "key", "rotary_query"):
+            given = getattr(entry, part)
+            several = given if isinstance(given, tuple | list) else (given,)
+            if not several and part != "rotary_query":
+                _checks.refuse(part, given, "pass a path, an AttentionHeads, or several")
+            where = f"{part} of {name}"
+            parts.append([_place(where, x, entry.layer_axes, leaves) for x in several])
+        (*layers, heads), (*_, groups) = parts[0][0].shape, parts[1][0].shape
+        for count, places in zip((heads, groups, heads), parts, strict=True):
+            for place in places:
+                parameter, before = dotted(place.path), covered.get(place.path, False)
+                if place.shape != (*layers, count) or heads % groups:
+                    raise ValueError(
+                        f"parameter {parameter!r} of {name} has (layers..., heads) = "
+                        f"{place.shape}, but its first query has {(*layers, heads)} and "
+                        f"its first key {parts[1][0].shape}: correct its AttentionHeads."
+                    )
+                if np.any(before & place.mask):
+                    raise ValueError(
+                        f"parameter {parameter!r} is named twice in attentions, with "
+                        "parts that overlap: set span or part, or name it once. For a "
+                        "module that layers share, pass the maximum of their logits."
+                    )
+                covered[place.path] = before | place.mask
+        modules.append((name, parts))
     return modules, structure
 
 
-def _place(
-    where: str,
-    heads: AttentionHeads,
-    layer_axes: tuple[int, ...],
-    leaves: dict[str, list[Any]],
-) -> Place:
+def _place(where: str, given: Any, layer_axes: Any, leaves: Mapping[Any, Any]) -> Place:
     """The heads in the one parameter that has their path, or is below it."""
-    path = heads.path
-    names = [name for name in leaves if name == path or name.startswith(path + ".")]
-    if not names:
-        near = difflib.get_close_matches(path, leaves, n=3, cutoff=0) or ["none"]
+    heads = AttentionHeads(given) if isinstance(given, str) else given
+    if not isinstance(heads, AttentionHeads):
+        _checks.refuse(where, given, "pass a path, an AttentionHeads, or several")
+    names = {path: dotted(path) for path in leaves}
+    found = [(p, x) for p, x in names.items() if f"{x}.".startswith(f"{heads.path}.")]
+    if len(found) != 1:
+        near = difflib.get_close_matches(heads.path, names.values(), n=3, cutoff=0)
+        near = [name for _, name in found[:3]] or near
         raise ValueError(
-            f"{where}: no parameter is called {path!r}. Pass the keys of its path, "
-            f"joined by dots. The nearest: {', '.join(map(repr, near))}."
+            f"{where}: {heads.path!r} is the name of {len(found)} parameters. Pass the "
+            f"keys of one path, joined by dots, or several paths, such as {near}."
         )
-    if sum(len(leaves[name]) for name in names) > 1:
-        raise ValueError(
-            f"{where}: {path!r} is the name of several parameters, such as {names[0]!r} "
-            f"and {names[-1]!r}: name each of them, as in ('query.kernel', 'query.bias')."
-        )
-    [name] = names
-    [leaf] = leaves[name]
-    shape, dtype = np.shape(leaf), jnp.result_type(leaf)
+    [(path, name)] = found
+    shape, dtype = np.shape(leaves[path]), jnp.result_type(leaves[path])
 
-    def misfit(why: str) -> NoReturn:
-        raise ValueError(
-            f"{where}: {heads} does not fit parameter {name!r} of shape {shape} and "
-            f"dtype {dtype}: {why}."
-        )
+    def require(fits: Any, why: str) -> None:
+        if not fits:
+            raise ValueError(
+                f"{where}: {heads} does not fit parameter {name!r} of shape {shape} and "
+                f"dtype {dtype}: {why}."
+            )
 
-    def axis_of(argument: str, axis: int) -> int:
-        rank = len(shape)
-        if not -rank <= axis < rank:
-            misfit(f"it has {rank} axes, so pass another {argument} than {axis}")
-        return axis % rank
+    def axis_of(argument: str, axis: Any) -> int:
+        fits = _checks.is_whole(axis) and -len(shape) <= axis < len(shape)
+        require(fits, f"it has {len(shape)} axes, so pass another {argument} than {axis}")
+        return int(axis) % len(shape)
 
-    def window(argument: str, limits: tuple[int, int] | None, size: int) -> range:
-        start, stop = limits or (0, size)
-        if stop > size:
-            misfit(f"{argument} ends at {stop}, and there are {size} positions")
-        return range(start, stop)
-
-    def along(axis: int, values: _Array) -> _Array:
+    def along(axis: int, values: Any) -> Any:
         """A vector that broadcasts along one axis of the parameter."""
-        others = [other for other in range(len(shape)) if other != axis]
-        return np.expand_dims(values, others)
+        return values.reshape([-1 if i == axis else 1 for i in range(len(shape))])
 
-    if not jnp.issubdtype(dtype, jnp.floating):
-        misfit("only real floating-point parameters can be scaled")
-    if heads.layer_axes is not None:
-        layer_axes = heads.layer_axes
-    layer_axes = tuple(axis_of("layer_axes", axis) for axis in layer_axes)
-    axis = axis_of("axis", heads.axis)
-    if len({*layer_axes, axis}) <= len(layer_axes):
-        misfit("axis and layer_axes name one axis twice")
-    span = window("span", heads.span, shape[axis])
-    count = heads.heads or len(span)
-    if not span or len(span) % count:
-        misfit(f"{count} heads do not divide the {len(span)} positions of axis")
-    features = len(span) // count
+    def within(argument: str, positions: Any, size: int) -> Any:
+        """Whether positions are between the limits of span or part."""
+        match (0, size) if getattr(heads, argument) is None else getattr(heads, argument):
+            case (int(start), int(stop)) if 0 <= start < stop <= size:
+                return (start <= positions) & (positions < stop)
+        require(False, f"pass {argument}=(start, stop) with 0 <= start < stop <= {size}")
+
+    require(jnp.issubdtype(dtype, jnp.floating), "only real floats can be scaled")
+    layer_axes = layer_axes if heads.layer_axes is None else heads.layer_axes
+    require(isinstance(layer_axes, tuple), "layer_axes must be a tuple, such as (0,)")
+    axes = [axis_of("layer_axes", axis) for axis in layer_axes]
+    axes.append(axis := axis_of("axis", heads.axis))
+    require(len({*axes}) == len(axes), "axis and layer_axes name one axis twice")
+    sizes = [shape[i] for i in axes]
     positions = np.arange(shape[axis])
-    offset = positions - span.start
-    mask = along(axis, np.isin(positions, span))
+    inside = within("span", positions, shape[axis])
+    length = int(inside.sum())
+    sizes[-1] = count = length if heads.heads is None else heads.heads
+    whole = _checks.is_whole(count) and count > 0 and length % count == 0
+    require(whole, f"{count} heads do not divide the {length} positions of axis")
+    head, feature = np.divmod(positions - np.argmax(inside), length // count)
+    mask = along(axis, inside)
     if heads.part is not None:
         part_axis = axis_of("part_axis", heads.part_axis)
-        if part_axis in layer_axes:
-            misfit("part_axis is among the layer_axes")
-        feature_at, size = offset % features, features
-        if part_axis != axis:
-            size = shape[part_axis]
-            feature_at = np.arange(size)
-        part = window("part", heads.part, size)
-        mask = mask & along(part_axis, np.isin(feature_at, part))
-    return Place(
-        name=name,
-        layer_axes=layer_axes,
-        layers=tuple(shape[axis] for axis in layer_axes),
-        axis=axis,
-        heads=count,
-        head_at=np.clip(offset // features, 0, count - 1),
-        mask=mask,
+        require(part_axis not in axes[:-1], "part_axis is among the layer_axes")
+        size = length // count if part_axis == axis else shape[part_axis]
+        feature = feature if part_axis == axis else np.arange(size)
+        mask = mask & along(part_axis, within("part", feature, size))
+    of_axes = [*map(np.arange, sizes[:-1]), np.where(inside, head, 0)]
+    index = tuple(along(i, values) for i, values in zip(axes, of_axes, strict=True))
+    return Place(path, tuple(sizes), np.ravel_multi_index(index, sizes), mask)
+
+
+def _matched(modules: list[Any], structure: Any, max_logits: PyTree) -> list[Any]:
+    """The largest logits of each attention module."""
+    remedy = (
+        "pass to update, as max_logits=..., a tree like attentions with the largest "
+        "attention logits over batch and positions of the forward pass"
     )
-
-
-def _matched_logits(
-    modules: list[Attention], structure: Any, max_logits: PyTree | None
-) -> list[jax.Array]:
-    """The largest logits of each attention module, on every device."""
-    if max_logits is None:
-        raise ValueError(
-            "qk_clip needs the largest attention logits of the forward pass: pass them "
-            "to update, as in optimizer.update(grads, state, params, max_logits=...), as "
-            "a tree like attentions with arrays of shape (layers..., query heads)."
-        )
     try:
         entries = structure.flatten_up_to(max_logits)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            "max_logits must be a tree of the structure of attentions, with one array "
-            f"for each QueryKey: {error}"
-        ) from error
-    for attention, logits in zip(modules, entries, strict=True):
-        if not isinstance(logits, jax.Array | np.ndarray | np.generic):
+        raise ValueError(f"max_logits does not fit ({error}): {remedy}.") from error
+    for (name, [[query, *_], *_]), logits in zip(modules, entries, strict=True):
+        shape, dtype = np.shape(logits), getattr(logits, "dtype", type(logits))
+        if shape != query.shape or not _checks.is_real(dtype):
             raise ValueError(
-                f"max_logits of {attention.name} is a {type(logits).__name__}: pass an "
-                f"array of shape (layers..., query heads) = {attention.shape}."
+                f"max_logits of {name} has shape {shape} and dtype {dtype}: {remedy}, "
+                f"here a real array of shape (layers..., query heads) = {query.shape}."
             )
-        if logits.shape != attention.shape or not _checks.is_real(logits.dtype):
-            raise ValueError(
-                f"max_logits of {attention.name} has shape {logits.shape} and dtype "
-                f"{logits.dtype}, but its queries have (layers..., heads) = "
-                f"{attention.shape}: pass a real array of that shape, the maximum over "
-                "batch and positions, or correct axis, heads and layer_axes in "
-                "attentions."
-            )
-    return [typed_sharding.gather(jnp.asarray(logits)) for logits in entries]
-
-
-def _several(name: str, given: Any) -> list[AttentionHeads]:
-    """The parameters of queries or of keys, of which there may be one."""
-    several = (given,) if isinstance(given, str | AttentionHeads) else given
-    if not isinstance(several, Sequence) or not (several or name == "rotary_query"):
-        _checks.refuse(name, given, "pass a path, an AttentionHeads, or several of them")
-    return [x if isinstance(x, AttentionHeads) else AttentionHeads(x) for x in several]
-
-
-def _check_layer_axes(axes: Any) -> None:
-    if not isinstance(axes, tuple) or not all(map(_checks.is_whole, axes)):
-        _checks.refuse("layer_axes", axes, "pass a tuple of whole numbers, such as (0,)")
+    return entries

@@ -1,4 +1,7 @@
-"""8-bit momentum on meshes: the same numbers as on one device, and nothing gathered."""
+"""8-bit blocks on meshes: the same numbers as on one device, and nothing gathered.
+
+``test_layouts.py`` has the steps.
+"""
 
 import functools
 import math
@@ -7,23 +10,11 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
-from orscale_jax import muon, orscale, state_shardings
 from orscale_jax.transforms import momentum as int8_blocks
-from tests import runs
-from tests.runs import (
-    AUTO,
-    EXPLICIT,
-    assert_close,
-    assert_same_bits,
-    mesh_of,
-    numbers_of,
-    placed,
-    readout,
-)
+from tests.runs import AUTO, EXPLICIT, assert_same_bits, mesh_of
 
 # Shape, sizes of the mesh, sharding, axis of the blocks, sharding of the scales, and the
 # entries in a piece of a block, of which the largest is sent; 0: nothing is.
@@ -86,47 +77,3 @@ def test_codes_and_scales_are_those_of_one_device(case):
             with jax.set_mesh(mesh):
                 largest = max(sent(encode, on_it, axis), sent(decode, codes, scales))
             assert largest * piece <= x.size and (largest == 0) == (piece == 0)
-
-
-SHAPES = {"cut": (64, 24), "down": (24, 64), "stack": (2, 64, 16), "bias": (8,)}
-SPECS = {"cut": P("a"), "down": P(None, "a"), "stack": P(None, "a"), "bias": P()}
-NUMBERS = numbers_of(SHAPES)
-
-
-tree = functools.partial(runs.tree, shapes=SHAPES)
-
-
-@pytest.mark.quick_first_case
-@pytest.mark.parametrize("kind", [EXPLICIT, AUTO])
-@pytest.mark.parametrize("build", [orscale, muon])
-def test_steps_are_those_of_one_device(build, kind):
-    """Also with the state sharded and the parameters whole (ZeRO-1)."""
-    optimizer = build(0.02, mu_dtype="int8", weight_dimension_numbers=NUMBERS)
-    mesh = mesh_of({"a": 8}, kind)
-
-    def stepped(params, grads, state, out=None):
-        update = jax.jit(optimizer.update, out_shardings=out)
-        for grad in grads:
-            updates, state = update(grad, state, params)
-        return updates, state
-
-    alone = stepped(tree(0), (tree(1), tree(2)), optimizer.init(tree(0)))
-    sharded = placed(tree(0), mesh, SPECS)
-    of_state = state_shardings(optimizer, sharded)
-    assert tuple(readout(of_state, "trace_scale")["cut"].spec) == (None, "a")
-    for specs in [SPECS] + [dict.fromkeys(SPECS, P())] * (kind == AUTO):
-        params, *grads = (placed(tree(seed), mesh, specs) for seed in range(3))
-        where = jax.tree.map(lambda x: x.sharding, params)
-        with jax.set_mesh(mesh):
-            state = jax.jit(optimizer.init, out_shardings=of_state)(sharded)
-            out = None if kind == EXPLICIT else (where, of_state)
-            updates, after = stepped(params, grads, state, out)
-        assert_close(updates, alone[0])
-        codes, scales = (
-            [readout(s, field) for s in (after, alone[1])]
-            for field in ("trace", "trace_scale")
-        )
-        assert_close(*(optax.tree.cast(x, jnp.int32) for x in codes), rtol=0, atol=1)
-        assert_close(*(optax.tree.cast(x, jnp.float32) for x in scales), 2.0**-7, 0)
-        kept, wanted = (tree["cut"].sharding for tree in (codes[0], sharded))
-        assert kept.is_equivalent_to(wanted, 2)

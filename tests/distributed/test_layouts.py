@@ -129,7 +129,9 @@ def inputs(state, rows):
     for seed in range(3):
         rng = np.random.default_rng(seed)
         shapes = {name: shape for name, (shape, *_) in rows.items()}
-        trees.append({k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()})
+        trees.append(
+            {k: jnp.asarray(rng.normal(size=s), dtype) for k, s in shapes.items()}
+        )
     logits = {
         name: jnp.broadcast_to(jnp.asarray([0.5, 2.0, 4.0, 3.0]), (*shape[:-2], 4))
         for name, (shape, *_) in rows.items()
@@ -267,7 +269,9 @@ def manually(fn, mesh, spec):
 @pytest.mark.parametrize("kind", BOXES)
 def test_parts_of_matrices_in_boxes_are_refused(kind):
     mesh, x = mesh_of(SIZES), jnp.ones((16, 8))
-    message = r"'dense.kernel' of shape \(4, 8\) is a part .*\('a',\) for axis 0.*\['a', 'b'\]"
+    message = (
+        r"'dense.kernel' of shape \(4, 8\) is a part .*\('a',\) for axis 0.*\['a', 'b'\]"
+    )
 
     def updated(optimizer, init, x):
         params = boxed(kind, x, ("a", None))
@@ -303,7 +307,10 @@ def test_remedies_for_parts_of_matrices():
     x, target = (jnp.asarray(rng.normal(size=(16, 8)), jnp.float32) for _ in range(2))
     of_part = jax.grad(lambda x, target: jnp.sum(jnp.sin(x) * target))
     gradient = manually(of_part, mesh, P("a"))
-    muons, adamw = muon(0.02), muon(0.02, weight_dimension_numbers={"dense": {"kernel": None}})
+    muons, adamw = (
+        muon(0.02),
+        muon(0.02, weight_dimension_numbers={"dense": {"kernel": None}}),
+    )
 
     def step(optimizer, gradient, x, target):
         params = boxed("linen", x, ("a", None))

@@ -264,6 +264,19 @@ def test_adamw_keeps_its_floats():
         assert updates["w"].dtype == updates["b"].dtype == dtype
 
 
+@pytest.mark.parametrize("mu_dtype", ["float32", "bfloat16", "int8"])
+def test_the_first_moment_of_complex_parameters_stays_complex(mu_dtype):
+    params, *grads = ({"b": tree(s)["b"] + 1j * tree(s + 9)["b"]} for s in range(3))
+    given = {"weight_decay": 0.1, "b2": 0.95}
+    ours, wanted = muon(0.1, mu_dtype=mu_dtype), optax.adamw(0.1, **given)
+    states = [optimizer.init(params) for optimizer in (ours, wanted)]
+    assert readout(states[0], "mu")["b"].dtype == jnp.complex64
+    for grad in grads:
+        found, states[0] = ours.update(grad, states[0], params)
+        expected, states[1] = wanted.update(grad, states[1], params)
+    np.testing.assert_allclose(found["b"], expected["b"], rtol=1e-5)
+
+
 def test_names_of_the_dtype():
     for dtype in (jnp.int8, np.int8, "int8", np.dtype("i1")):
         state = muon(1.0, mu_dtype=dtype).init({"w": jnp.ones((3, 4))})

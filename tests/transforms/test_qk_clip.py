@@ -214,7 +214,7 @@ def test_other_heads_and_parameters_pass_to_the_bit(dtype):
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_logits_that_are_not_finite_give_nan(bad, alpha):
     params = as_jax(projections(key_heads=2))
     max_logits = jnp.array([bad, 10.0, 200.0, 10.0])
@@ -227,6 +227,17 @@ def test_logits_that_are_not_finite_give_nan(bad, alpha):
             np.testing.assert_array_equal(
                 found, expected[:, None] & np.ones(FEATURES, int)
             )
+
+
+def test_a_head_whose_logits_are_all_masked_is_not_clipped():
+    """Its largest logit is that of ``jnp.max(..., initial=-jnp.inf)``."""
+    params = as_jax(projections(key_heads=2))
+    for dtype in (jnp.float32, jnp.bfloat16):
+        logits = jnp.array([-np.inf, 10.0, 200.0, -np.inf], dtype)
+        found, _, state = step(qk_clip(BIASED), params, logits)
+        wanted, _, _ = step(qk_clip(BIASED), params, jnp.maximum(logits, 0))
+        assert_same_bits(found, wanted)
+        np.testing.assert_array_equal(state.qk_clip_factor, [1, 1, 0.5, 1])
 
 
 def test_a_factor_that_underflows_is_not_zero():
@@ -493,33 +504,25 @@ def test_sharding_types_are_kept():
 
 
 @pytest.mark.parametrize(
-    "build, message",
+    "given, message",
     [
-        (lambda: qk_clip(PLAIN, threshold=0.0), "threshold=0.0 .* above 0"),
-        (lambda: qk_clip(PLAIN, threshold=-1.0), "threshold=-1.0 .* above 0"),
-        (lambda: qk_clip(PLAIN, threshold="100"), "threshold='100'"),
-        (lambda: qk_clip(PLAIN, threshold=np.inf), "threshold=inf"),
-        (lambda: qk_clip(PLAIN, alpha=1.5), r"alpha=1.5 .* \[0, 1\]"),
-        (lambda: qk_clip(PLAIN, alpha=np.nan), "alpha=nan"),
-        (lambda: qk_clip({"a": "query.kernel"}), "attentions='query.kernel' .* QueryKey"),
-        (lambda: qk_clip({}), "attentions={} .* QueryKey"),
-        (lambda: qk_clip(None), "attentions=None .* QueryKey"),
-        (lambda: QueryKey((), "k"), r"query=\(\) .* path"),
-        (lambda: QueryKey("q", 3), "key=3 .* path"),
-        (lambda: QueryKey("q", "k", layer_axes=0), r"layer_axes=0 .* \(0,\)"),
-        (lambda: AttentionHeads(""), "path='' .* dotted"),
-        (lambda: AttentionHeads(3), "path=3 .* dotted"),
-        (lambda: AttentionHeads("q", axis=(0,)), r"axis=\(0,\) .* whole number"),
-        (lambda: AttentionHeads("q", part_axis=True), "part_axis=True"),
-        (lambda: AttentionHeads("q", heads=0), "heads=0 .* at least 1"),
-        (lambda: AttentionHeads("q", part=(3, 3)), r"part=\(3, 3\) .* start < stop"),
-        (lambda: AttentionHeads("q", span=4), r"span=4 .* start < stop"),
-        (lambda: AttentionHeads("q", layer_axes=[0]), "layer_axes"),
+        ({"threshold": 0.0}, "threshold=0.0 is not valid"),
+        ({"threshold": -1.0}, "threshold=-1.0 is not valid"),
+        ({"threshold": "100"}, "threshold='100'"),
+        ({"threshold": np.inf}, "threshold=inf"),
+        ({"alpha": 1.5}, "alpha=1.5 is not valid"),
+        ({"alpha": np.nan}, "alpha=nan"),
     ],
 )
-def test_bad_arguments(build, message):
+def test_bad_arguments(given, message):
     with pytest.raises(ValueError, match=message):
-        build()
+        qk_clip(PLAIN, **given)
+
+
+@pytest.mark.parametrize("given", [{"a": "query.kernel"}, {}, None, lambda _: "query"])
+def test_bad_attentions(given):
+    with pytest.raises(ValueError, match=r"attentions=.* is not valid: pass a QueryKey"):
+        qk_clip(given).init(as_jax(projections()))
 
 
 SHAPES = {
@@ -537,26 +540,33 @@ SHAPES = {
 @pytest.mark.parametrize(
     "query, key, message",
     [
-        ("quarry", "k", "query of the attention: no .* is called 'quarry'.*nearest"),
-        ("q", "whole", "'whole' is the name of several parameters, such as 'whole.bias'"),
+        ("quarry", "k", "query of the attention: 'quarry' is the name of 0 .* such as"),
+        ("q", "whole", "'whole' is the name of 2 .* 'whole.bias', 'whole.kernel'"),
+        ("q", "a.b", r"'a\.b' is the name of 2 parameters"),
+        ("", "k", "'' is the name of 0 parameters"),
+        ((), "k", r"query=\(\) .* path"),
+        ("q", 3, "key of the attention=3 .* path"),
         ("q", "bias", r"'bias' of shape \(4,\).* it has 1 axes, so pass another axis"),
-        ("q", "ints", "'ints' .* int32: only real floating-point"),
-        ("q", "three", r"4 query heads \(in 'q'\), which 3 key heads \(in 'three'\)"),
-        ("k", "q", "2 query heads .* 4 key heads"),
-        (("q", "three"), "k", "'three' of the attention has 3 heads .* have 4"),
-        ("q", ("k", "three"), "'three' of the attention has 3 heads .* have 2"),
-        ("q", AttentionHeads("k", layer_axes=(1,)), r"'k' .* layers of shape \(5,\)"),
+        ("q", "ints", "'ints' .* int32: only real floats"),
+        ("q", "three", r"'q' .* = \(2, 4\), but .* first key \(2, 3\)"),
+        (("q", "three"), "k", r"'three' .* = \(2, 3\), but .* first query has \(2, 4\)"),
+        ("q", ("k", "three"), r"'three' .* = \(2, 3\), but .* first key \(2, 2\)"),
+        ("q", AttentionHeads("k", layer_axes=(1,)), r"'k' .* = \(5, 2\)"),
         ("q", AttentionHeads("k", layer_axes=(2,)), "one axis twice"),
         ("q", AttentionHeads("k", layer_axes=(4,)), "pass another layer_axes than 4"),
-        ("q", AttentionHeads("k", part=(0, 7)), "part ends at 7, and there are 6"),
-        ("q", AttentionHeads("k", span=(0, 3)), "span ends at 3, and there are 2"),
+        ("q", AttentionHeads("k", layer_axes=[0]), "layer_axes must be a tuple"),
+        ("q", AttentionHeads("k", axis=(0,)), r"another axis than \(0,\)"),
+        ("q", AttentionHeads("k", part=(0, 7)), r"pass part=\(start, stop\) .* <= 6"),
+        ("q", AttentionHeads("k", part=(3, 3)), r"pass part=\(start, stop\) .* <= 6"),
+        ("q", AttentionHeads("k", span=(0, 3)), r"pass span=\(start, stop\) .* <= 2"),
+        ("q", AttentionHeads("k", span=4), r"pass span=\(start, stop\) .* <= 2"),
         ("q", AttentionHeads("k", part=(0, 1), part_axis=0), "among the layer_axes"),
         ("q", AttentionHeads("k", part=(0, 1), part_axis=9), "another part_axis than 9"),
         ("q", AttentionHeads("flat", axis=-1, heads=5), "5 heads do not divide the 24"),
-        ("q", AttentionHeads("flat", axis=-1, heads=4, part=(0, 7)), "part ends at 7"),
+        ("q", AttentionHeads("flat", axis=-1, heads=0), "0 heads do not divide the 24"),
+        ("q", AttentionHeads("flat", axis=-1, heads=4, part=(0, 7)), "part=.* <= 6"),
         ("q", "q", "'q' is named twice"),
         (("q", AttentionHeads("q", part=(5, 6))), "k", "'q' is named twice"),
-        ("q", "a.b", r"'a\.b' is the name of several"),
     ],
 )
 def test_heads_that_do_not_fit(query, key, message):
@@ -573,22 +583,18 @@ def test_errors_name_the_module():
         ValueError, match=r"key of attention 'blocks\.1': .*'typo\.kernel'"
     ):
         qk_clip({"blocks": [PLAIN, entry]}).init(as_jax(projections()))
-    with pytest.raises(ValueError, match=r"attentions='query\.kernel'"):
-        qk_clip(lambda _: "query.kernel").init(as_jax(projections()))
 
 
 @pytest.mark.parametrize(
     "max_logits, message",
     [
-        (None, "pass them to update, as in .*max_logits="),
-        ({"b": LOGITS}, "structure of attentions"),
-        ([LOGITS], "structure of attentions"),
-        ({"a": None}, "attention 'a' is a NoneType: pass an array"),
-        ({"a": {"b": LOGITS}}, "attention 'a' is a dict"),
-        ({"a": 100.0}, "attention 'a' is a float"),
+        (None, "pass to update, as max_logits="),
+        ({"b": LOGITS}, "does not fit .*: pass to update, as max_logits="),
+        ({"a": None}, r"attention 'a' has shape \(\)"),
+        ({"a": {"b": LOGITS}}, "attention 'a' has shape .* 'dict'"),
         ({"a": LOGITS[:3]}, r"'a' has shape \(3,\) .* = \(4,\)"),
-        ({"a": LOGITS[None]}, r"shape \(1, 4\) .* maximum over batch"),
-        ({"a": jnp.float32(3)}, r"shape \(\)"),
+        ({"a": [1.0, 2.0, 3.0, 4.0]}, r"'a' has shape \(4,\) and dtype .*list"),
+        ({"a": LOGITS[None]}, r"shape \(1, 4\) .* over batch"),
         ({"a": LOGITS > 0}, "dtype bool"),
     ],
 )
