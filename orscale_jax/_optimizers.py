@@ -166,14 +166,11 @@ def orscale(
         one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
         :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
         do not name are batch axes: each matrix has its own Q, c and r. If the argument is
-        None, a 2-D leaf is a matrix, unless a name on its path contains ``embed`` or the
-        word ``emb``, ``wte``, ``wpe``, ``vocab`` or ``logits``, or ``tok`` or ``pos``
-        without that of a network (``pos_ffn``), or ends in the word ``head`` or
-        ``classifier``, or its class is "embedding", "head", "norm", "scale" or "bias"
-        (:func:`~orscale_jax.diagnostics.layer_classes`). Such leaves and leaves of fewer
-        axes are AdamW's; leaves of more axes raise an error. A 2-D router or fused
-        projection is then one matrix; the column "check" of :func:`describe` flags such
-        names.
+        None, leaves of fewer than two axes are AdamW's, and so are those whose names say
+        embedding, output head, norm, scale or bias
+        (:func:`~orscale_jax.diagnostics.layer_classes`). Any other 2-D leaf is a matrix,
+        and one of more axes raises an error. A 2-D router or fused projection is then one
+        matrix; the column "check" of :func:`describe` flags such names.
         :func:`by_path` makes dimension numbers from rules on paths.
       adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
       adam_b1: AdamW's decay rate of the first moment, in [0, 1).

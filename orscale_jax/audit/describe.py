@@ -246,6 +246,7 @@ def _parts(
         yield dataclasses.replace(
             row,
             block=label,
+            blocks=0 if label else len(axes.sizes),
             shape=shaped.shape if label else leaf.shape,
             rule=MATRIX,
             matrices=math.prod(batch_shape),

@@ -13,7 +13,6 @@ import numpy as np
 
 from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
-from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 from orscale_jax.trees.merging import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
@@ -52,6 +51,8 @@ class ParameterRow:
         matrices, or no values (abstract, empty, or sharded over several processes).
       block: Where in the leaf the block lies, such as ``[:, 768:1024]``; empty for a
         whole leaf.
+      blocks: How many contiguous blocks of one size follow each other along an axis of
+        the leaf; 0 without such blocks.
       batch_shape: The batch shape of its matrices, such as layers × experts.
       mesh_axes: For each axis of its matrices ``(*batch, m, n)``, the axes of the mesh
         that it is sharded over; empty without a mesh and for other rules.
@@ -83,6 +84,7 @@ class ParameterRow:
     scale: float | None = None
     norms: tuple[float, float] | None = None
     block: str = ""
+    blocks: int = 0
     batch_shape: tuple[int, ...] = ()
     mesh_axes: tuple[tuple[str, ...], ...] = ()
     check: tuple[str, ...] = ()
@@ -215,8 +217,7 @@ class Description:
         for row in self.rows:
             # Integers are no parameters: nobody trains them.
             if row.rule == "refused" and row.dtype.kind not in "biu":
-                by_name = row.layer_class in EMBEDDING_OR_HEAD | VECTORS
-                real = row.check == ("ambiguous",) and not by_name
+                real = row.check == ("ambiguous",)
                 axes = "MuonDimensionNumbers(reduction_axis=..., output_axis=...)"
                 rule = f"{axes},  # {row.shape}" if real else '"adamw",'
                 path = re.escape(row.path)
@@ -276,6 +277,10 @@ _COLUMNS = (
         "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
     ),
     _Column("class", "class", lambda row: row.layer_class, side="<", nothing="other"),
+    _Column(
+        "blocks", "blocks",
+        lambda row: f"{row.blocks} contiguous" if row.blocks else "", optional=True,
+    ),
     _Column(
         "matrices", "", _of_matrices(lambda row: row.matrices),
         lambda name, total: total.matrices if name in ("matrix", "all") else None,

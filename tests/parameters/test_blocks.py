@@ -19,6 +19,7 @@ from orscale_jax import (
     describe,
     orscale,
 )
+from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests import leaves
 from tests.compiled import WITH_FUSION_EMITTERS
 from tests.runs import (
@@ -56,6 +57,57 @@ def apart(values):
 
 NUMBERS = {name: numbers for name, (_, numbers, *_) in FUSED.items()}
 APART = {name: Dims(-2, -1) for name in FUSED}
+
+
+# What a model takes out of a kernel of (4, 24), two heads or groups, and the same kernel
+# stored and given numbers as the page Parameters says.
+KERNEL = np.arange(96.0).reshape(4, 24)
+BY_HEAD = KERNEL.reshape(4, 2, 3, 4)
+GROUPS = [KERNEL.reshape(4, 2, 12)[..., a:b] for a, b in ((0, 6), (6, 9), (9, 12))]
+LAYOUTS = {
+    "contiguous": (np.split(KERNEL, 2, 1), (4, 24), Blocks(0, 1, block_axis=1, blocks=2)),
+    "alternating": ([KERNEL[:, ::2], KERNEL[:, 1::2]], (4, 12, 2), Dims(0, 1)),
+    "head by head": (
+        [BY_HEAD[:, :, i].reshape(4, 8) for i in range(3)],
+        (4, 2, 12), Blocks(0, (1, 2), block_axis=2, blocks=3),
+    ),
+    "each part of each head": (
+        [BY_HEAD[:, i, j] for i in range(2) for j in range(3)],
+        (4, 24), Blocks(0, 1, block_axis=1, blocks=3 * 2),
+    ),
+    "group by group": (
+        [part.reshape(4, -1) for part in GROUPS],
+        (4, 2, 12), Blocks(0, (1, 2), block_axis=2, blocks=(6, 3, 3)),
+    ),
+    "each part of each group": (
+        [part[:, i] for i in range(2) for part in GROUPS],
+        (4, 24), Blocks(0, 1, block_axis=1, blocks=(6, 3, 3) * 2),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layouts_of_fused_kernels(name):
+    expected, shape, numbers = LAYOUTS[name]
+    leaf = jnp.asarray(KERNEL.reshape(shape))
+    axes = matrix_axes(numbers, leaf)
+    found = [
+        m for part in axes.matrices(leaf) for m in part.reshape(-1, *part.shape[-2:])
+    ]
+    assert sorted(m.tolist() for m in found) == sorted(m.tolist() for m in expected)
+
+
+@pytest.mark.parametrize("blocks", [2, (12, 12), (10, 14)])
+def test_the_table_says_that_blocks_are_contiguous(blocks):
+    """Also where the mark "fused?" is gone, since they are wrong for alternating rows."""
+    numbers = {"gate_up": Blocks(0, 1, block_axis=1, blocks=blocks)}
+    description = describe({"gate_up": jnp.ones((8, 24))}, numbers)
+    assert not any(row.check for row in description.rows)
+    said = ["gate_up[:, 0:10]", "gate_up[:, 10:24]"] if 10 in np.ravel(blocks) else []
+    assert ("2 contiguous" in str(description)) == (not said)
+    assert all(name in str(description) for name in said)
+    heading, row = (line.split(",") for line in description.to_csv().splitlines()[:2])
+    assert ("blocks" in heading) == ("2 contiguous" in row) == (not said)
 
 
 @pytest.mark.extended

@@ -1,12 +1,9 @@
 """One answer to "which parameter is this?", in every container and flat dictionary."""
 
-import dataclasses
-import functools
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
-import flax
 import flax.linen as nn
 import haliax as hax
 import jax
@@ -48,86 +45,29 @@ def answers(tree, numbers=None):
 # Containers
 
 
-def nested(tree, make):
-    """Each dictionary of a nested one in another container, from within."""
+def modules(tree):
+    """Attributes and lists."""
     if not isinstance(tree, dict):
         return tree
-    return make({key: nested(value, make) for key, value in tree.items()})
-
-
-def numbered(make):
-    """Dictionaries of the keys "0", "1", ... as sequences."""
-
-    def sequence(tree):
-        return make(tree.values()) if "0" in tree else tree
-
-    return sequence
-
-
-@functools.cache
-def of_fields(kind, names):
-    if kind is NamedTuple:
-        return NamedTuple("Fields", [(name, Any) for name in names])
-    bases = (eqx.Module,) if kind is eqx.Module else ()
-    fields = type("Fields", bases, {"__annotations__": dict.fromkeys(names, Any)})
-    return fields if bases else kind(fields)
-
-
-def registered(cls):
-    return jax.tree_util.register_dataclass(dataclasses.dataclass(cls))
-
-
-def with_fields(kind):
-    def make(tree):
-        if "0" in tree:
-            return list(tree.values())
-        return of_fields(kind, tuple(tree))(**tree)
-
-    return make
+    children = {key: modules(value) for key, value in tree.items()}
+    if "0" in tree:
+        return list(children.values())
+    fields = {"__annotations__": dict.fromkeys(tree, Any)}
+    return type("Fields", (eqx.Module,), fields)(**children)
 
 
 def haiku(tree):
     """Modules by their path, with "~" where a method is not __call__."""
-    modules = {}
+    paths = {}
     for (*above, last), value in flatten_dict(tree).items():
-        modules.setdefault("/~/".join(above), {})[last] = value
-    return modules
-
-
-def with_named_axes(x):
-    axes = (hax.Axis(f"axis{i}", size) for i, size in enumerate(x.shape))
-    return hax.NamedArray(x, tuple(axes))
-
-
-def bracketed(tree):
-    leaves = jax.tree.leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): value for path, value in leaves}
+        paths.setdefault("/~/".join(above), {})[last] = value
+    return paths
 
 
 CONTAINERS = {
-    "lists": lambda tree: nested(tree, numbered(list)),
-    "tuples": lambda tree: nested(tree, numbered(tuple)),
-    "named tuples": lambda tree: nested(tree, with_fields(NamedTuple)),
-    "dataclasses": lambda tree: nested(tree, with_fields(registered)),
-    "structs": lambda tree: nested(tree, with_fields(flax.struct.dataclass)),
-    "Equinox": lambda tree: nested(tree, with_fields(eqx.Module)),
-    "Linen": lambda tree: {"params": flax.core.freeze(tree)},
-    "Linen's boxes": lambda tree: jax.tree.map(
-        lambda x: nn.Partitioned(x, (None,) * x.ndim), tree
-    ),
-    "Haliax": lambda tree: jax.tree.map(with_named_axes, tree),
-    "NNX": lambda tree: nnx.State(jax.tree.map(nnx.Param, tree)),
-    "NNX, flat": lambda tree: flatten_dict(jax.tree.map(nnx.Param, tree)),
+    "modules": modules,
     "Haiku": haiku,
-    "tuples as keys": flatten_dict,
-    "brackets": bracketed,
-    **{
-        f"flat {sep}": functools.partial(flatten_dict, sep=sep)
-        for sep in (".", "/", "/~/", "__", "::", "|")
-    },
-    "TensorFlow": lambda tree: {
-        f"{path}:0": value for path, value in flatten_dict(tree, sep="/").items()
-    },
+    "boxes by tuples": lambda tree: flatten_dict(jax.tree.map(nnx.Param, tree)),
 }
 
 
@@ -238,6 +178,8 @@ def test_names_beside_decide_about_an_output_and_a_b():
         ("gpt/~/lm_head/linear", ("gpt", "lm_head", "linear")),
         ("layers.0.attn", ("layers", "0", "attn")),
         ("layers_0", ("layers_0",)),
+        ("layers__0::attn|w", ("layers", "0", "attn", "w")),
+        ("up.kernel.array", ("up", "kernel")),
         ("['layers'][0].attn", ("layers", "0", "attn")),
         (("layers", 0, "attn.w"), ("layers", "0", "attn", "w")),
         ("dense/kernel:0", ("dense", "kernel")),
