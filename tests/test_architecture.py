@@ -20,7 +20,7 @@ FOLDERS = {
     "distributed": {"newton_schulz", "sharding"},
     "parameters": {"sharding", "trees"},
     "transforms": BELOW_STAGES,
-    "audit": BELOW_STAGES | {"transforms"},
+    "audit": BELOW_STAGES | {"transforms", "_optimizers"},
     "diagnostics": BELOW_STAGES | {"transforms"},
     "flax": {"parameters", "trees"},
 }
