@@ -13,7 +13,7 @@ from orscale_jax.distributed.plan import Group as Group, Plan as Plan
 from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )
-from orscale_jax.newton_schulz.iteration import polar_factor as polar_factor
+from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
 from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers as BlockDimensionNumbers,
 )

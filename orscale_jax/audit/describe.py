@@ -31,7 +31,8 @@ from orscale_jax.distributed.exchange import cost_model, plan_exchange
 from orscale_jax.distributed.plan import Bucket, Group, MeshShape, Plan, ShardedArray
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform, StackKey, plan_stacks
+from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform
+from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     UndecidedError,
@@ -40,7 +41,6 @@ from orscale_jax.parameters.dimension_numbers import (
 )
 from orscale_jax.parameters.layer_classes import layer_classes
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.sharding.param_shardings import UNKNOWN
 from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.stages import CONSISTENT_RMS, SPECTRAL, Scale
@@ -238,19 +238,7 @@ def describe(
         shape = MeshShape(dict(mesh.shape), slices)
         words = " × ".join(f"{size} {name}" for name, size in mesh.shape.items())
         along = " and ".join(f"{n} along {name}" for name, n in slices.items())
-        known = {"from the types of the arrays"}
-        if mesh.are_all_axes_auto:
-            matrices = jax.tree.map_with_path(
-                lambda path, leaf: leaf if path in axes_of else optax.MaskedNode(),
-                unbox(params),
-            )
-            specs = [] if state is None else state.specs
-            known = {own.source(mesh.abstract_mesh, matrices) for own in specs}
-        elif not mesh.are_all_axes_explicit:
-            known = {UNKNOWN}
-        planned = [[] if UNKNOWN in known else own for own in planned]
-        source = " and ".join(sorted(known))
-        words += (along and f", slices: {along}") + (source and f", shardings {source}")
+        words += along and f", slices: {along}"
         if state is not None and not refused:
             on_device = nbytes_per_device(optimizer, params)
     return Description(

@@ -15,7 +15,6 @@ from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.parameters import rate_multipliers
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
-from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms import orthogonalize, stages
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
@@ -66,7 +65,6 @@ class AbstractState(NamedTuple):
     kept: Mapping[Any, Kept]  # By the path of the parameter.
     shared_bytes: int  # Of what belongs to no parameter.
     polar: Sequence[PolarOptions]  # Of the stages that orthogonalize.
-    specs: Sequence[ParamSpecs]  # What these stages know of the shardings of parameters.
 
     @classmethod
     def of(cls, optimizer: Any, params: PyTree) -> "AbstractState":
@@ -84,7 +82,7 @@ class AbstractState(NamedTuple):
         state, bare = unbox(state), unbox(params)
         axes_of = {
             names_on(path): (axes, stage)
-            for stage, (matrices, *_) in enumerate(polar)
+            for stage, (matrices, _) in enumerate(polar)
             for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
         }
         scales = {
@@ -131,8 +129,7 @@ class AbstractState(NamedTuple):
             )
         _refuse_vectors(parts, leaf_of, kept)
         shared = (array for part in parts for array in part.arrays.get(None, ()))
-        _, options, specs = zip(*polar, strict=True) if polar else ((), (), ())
-        return cls(kept, nbytes(shared), options, specs)
+        return cls(kept, nbytes(shared), [options for _, options in polar])
 
 
 def leaves_by_path(tree: PyTree) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ import optax
 
 from orscale_jax import _checks
 from orscale_jax.diagnostics.reading import held, matrices_of
-from orscale_jax.newton_schulz.iteration import polar_factor
+from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms import momentum as int8_blocks

@@ -7,7 +7,7 @@ The entry is ``engine``: it plans, and executes the plan. Arrays of matrices
 engine      the entry, with a branch for each platform
 plan        the plan of a mesh, and what it costs; imports no JAX
 exchange    its execution inside ``jax.shard_map``, and the collectives
-auto        the same where only XLA's partitioner knows the shardings
+assumed     the shardings of arrays on Auto axes, where nobody says them
 slow_links  which axes of a mesh cross slow links, from devices or from the user
 ==========  ==========================================================================
 

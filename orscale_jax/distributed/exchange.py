@@ -26,7 +26,8 @@ from orscale_jax.distributed.plan import (
     count_devices,
     plan_buckets,
 )
-from orscale_jax.newton_schulz.platforms import Platform, polar_in_chunks
+from orscale_jax.newton_schulz.platforms import Platform
+from orscale_jax.newton_schulz.stacks import polar_in_chunks
 from orscale_jax.sharding import typed_sharding
 
 

@@ -5,9 +5,11 @@ optimizers or meshes; where several devices share a matrix, the caller passes wh
 over them.
 
 ============  ========================================================================
-platforms     what each platform does with matrices, a row for each; stacks and chunks
+polar         the public ``polar_factor``, of one array
+stacks        many arrays on one device: stacks and chunks
+platforms     what each platform does with matrices, a row for each
 hardware      the rates of chips, by which the plans of a mesh are compared
-iteration     the public ``polar_factor``, the settings and forms of the iteration
+iteration     the settings and forms of the iteration
 coefficients  presets, tables of coefficients, and the construction of optimal ones
 arithmetic    rounding, products, normalization and AOL
 restarts      where the Gram form restarts, and when it is cheaper (NumPy)

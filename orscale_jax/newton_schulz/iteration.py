@@ -24,12 +24,10 @@ from orscale_jax.newton_schulz.arithmetic import (
     Arithmetic,
     Start,
     normalize,
-    normalize_all,
     precondition,
 )
 from orscale_jax.newton_schulz.coefficients import Coefficients, coefficient_table
 from orscale_jax.newton_schulz.restarts import Table, is_cheaper, restart_steps
-from orscale_jax.sharding import typed_sharding
 
 # The steps of one array: yields sums, and receives them as rounded operands.
 Chain: TypeAlias = Generator[jax.Array, jax.Array, jax.Array]
@@ -104,123 +102,6 @@ class NewtonSchulz:
     def arithmetic(self, columns: Any = None) -> Arithmetic:
         """The arithmetic of the products, for whole matrices or for column shards."""
         return Arithmetic(jnp.dtype(self.dtype), columns, self.by_strips)
-
-
-def polar_factor(
-    x: ArrayLike,
-    *,
-    steps: int | jax.Array = 5,
-    coeffs: Coefficients = "polar_express",
-    dtype: DTypeLike | None = None,
-    preconditioning: str = "frobenius",
-) -> jax.Array:
-    r"""Approximate the polar factor :math:`UV^\top` of :math:`x = U \Sigma V^\top`.
-
-    Newton–Schulz iteration on :math:`x / \|x\|_F`. The norm is computed in float32
-    (float64 where ``x`` or ``dtype`` is float64) from scaled entries, so that the result
-    does not depend on the scale of ``x``. Products accumulate in float32 and are rounded
-    to ``dtype`` once each, whatever ``jax_default_matmul_precision`` says. A zero matrix
-    gives zero; a matrix with a NaN or an infinity gives NaN.
-
-    Where one side is more than 1.5 times the other, and steps and coefficients are known
-    while tracing, the iteration runs on the Gram matrix (Zhang et al.), as far as the
-    dtype's rounding allows. Matrices whose rows or columns are sharded on Explicit axes
-    are gathered: :func:`orthogonalize` spreads the work instead.
-
-    Presets, with the range to which five steps bring normalized singular values in
-    [1e-3, 1], and the relative error that each product may have without any singular
-    value exploding (defined in ``docs/newton_schulz.md``):
-
-    - ``"polar_express"``: [0.846, 1.142], margin 0.81 %; the greedy optimal sequence of
-      Amsel et al. with lower bound 1e-3 and safety factor 1.02. More steps continue the
-      construction and only bring singular values nearer to 1.
-    - ``"jordan"``: [0.47, 1.21], margin 1.62 %; (3.4445, −4.7750, 2.0315) at every step
-      (Jordan et al.). More steps stay in a band around 1 and do not converge.
-    - ``"dion"``: [0.47, 1.15], margin 1.42 %, 0.80 % where many steps follow; the
-      five-row table of the modded-nanogpt speedrun and of Dion (Ahn et al.). More steps
-      stay in a band around 1.
-    - ``"deepseek_v4"``, after its ten steps: [1.000, 1.001], margin 1.57 %; eight steps
-      of ``"jordan"``, then two of (2, −1.5, 0.5) (DeepSeek-AI). Fewer than ten steps are
-      refused, unless their number is traced; more bring singular values nearer to 1.
-
-    A step rounds three times, by at most 0.39 % in bfloat16, by 0.05 % in float16, and
-    every preset tolerates at least 0.74 % at any number of steps. Products that
-    *accumulate* in bfloat16 have larger errors than the margins. For another lower bound,
-    or more safety, see :func:`orscale_jax.polar_express_coefficients`.
-
-    Args:
-      x: Shape (..., m, n), real floating point. Leading axes are a batch.
-      steps: Number of steps, at least 1. May be traced.
-      coeffs: A preset, one ``(a, b, c)`` for all steps, or one per step. Cubics, whose c
-        is 0, take two products a step instead of three. Where ``steps`` is smaller than
-        the table its prefix is taken (except for ``"deepseek_v4"``); where it is larger,
-        the last row repeats.
-      dtype: The dtype of the products' operands. ``None``: float16 on GPU, bfloat16 on
-        TPU, float32 on CPU, decided by the platform that the program is compiled for.
-        float16 has three more bits than bfloat16; matrices are scaled to fit its range.
-      preconditioning: ``"frobenius"``, or ``"aol"`` for another direction in fewer
-        steps: each of the min(m, n) vectors on the shorter side (the rows of square
-        matrices) is divided by its own :math:`(\sum_j |A_{ij}|)^{1/2}`, where A is their
-        Gram matrix. The result is that of the scaled matrix, not of x (Boissin et al.).
-        Pass a table for four steps with it; ``docs/newton_schulz.md`` has one, and says
-        what it costs in quality.
-
-    Returns:
-      Shape (..., m, n), of the dtype of ``x``.
-
-    Raises:
-      ValueError: If ``x`` is not a batch of real matrices, or an argument is not valid.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from orscale_jax import polar_factor
-      >>> q = polar_factor(jnp.diag(jnp.array([3.0, 0.5])), steps=8)
-      >>> bool(jnp.allclose(q, jnp.eye(2), atol=1e-5))
-      True
-
-    References:
-      Amsel et al. 2025, arXiv:2505.16932; Jordan et al. 2024,
-      https://kellerjordan.github.io/posts/muon/; Ahn et al. 2025, arXiv:2504.05295;
-      Boissin et al. 2025, arXiv:2512.04632; Zhang et al. 2026, *Gram Newton-Schulz*,
-      https://dao-lab.ai/blog/2026/gram-newton-schulz; DeepSeek-AI 2026, *DeepSeek-V4*,
-      section 2.4, https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro.
-    """
-    x = jnp.asarray(x)
-    if x.ndim < 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(
-            f"x has shape {x.shape} and dtype {x.dtype}: pass real floating-point "
-            "matrices of shape (..., m, n) to polar_factor."
-        )
-    given = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
-    if not x.size:
-        return x  # The loop over matrices cannot be traced without one.
-    polar = _compiled if given.is_static else _on_any_platform
-    q = polar(typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)), given)
-    return typed_sharding.shard_like(q, x)
-
-
-def _on_any_platform(x: jax.Array, given: NewtonSchulz) -> jax.Array:
-    """:func:`polar_factor` of whole matrices."""
-
-    def polar(x: jax.Array, default: DTypeLike, alone: bool = False) -> jax.Array:
-        dtype = given.dtype or jnp.dtype(default)
-        settings = dataclasses.replace(given, dtype=dtype, by_strips=alone)
-        if alone:
-            return one_by_one(x, settings)
-        arithmetic = settings.arithmetic()
-        [normalized] = normalize_all([x], arithmetic, lambda xs: map(arithmetic.sum, xs))
-        [q] = newton_schulz([normalized], settings)
-        return q.astype(x.dtype)
-
-    return jax.lax.platform_dependent(
-        x,
-        cpu=functools.partial(polar, default=jnp.float32, alone=True),
-        tpu=functools.partial(polar, default=jnp.bfloat16),
-        default=functools.partial(polar, default=jnp.float16),
-    )
-
-
-_compiled = jax.jit(_on_any_platform, static_argnames="given")
 
 
 def newton_schulz(

@@ -18,9 +18,7 @@ from orscale_jax import (
     orthogonalize,
     state_shardings,
 )
-from orscale_jax.distributed import auto
-from orscale_jax.newton_schulz.platforms import AUTO_TPU
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.newton_schulz.platforms import TPU
 from tests import runs
 from tests.platforms import orthogonalize_as
 from tests.runs import (
@@ -196,7 +194,7 @@ def test_as_on_tpus_on_auto_axes(layout):
     single = [name for name, shape in SHAPES.items() if len(shape) == 2]
     grads = {name: rng_tree(1)[name] for name in single}
     alone = hlo_cost.of(jax.jit(update_alone).lower(grads).compile().as_text())
-    stage = orthogonalize_as(AUTO_TPU)
+    stage = orthogonalize_as(TPU)
     sizes, spec = LAYOUTS[layout]
     where = {name: on(mesh_of(sizes), spec)[name] for name in single}
     placed = jax.device_put(grads, where)
@@ -381,21 +379,6 @@ def test_differentiated(kind):
     assert_close(found, jax.jit(derivative)(*given), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.compiled
-def test_programs_for_other_coefficients_are_told_apart():
-    """A persistent cache has only the text as key, not the partitioner's callback."""
-    grads = sharded(rng_tree(1)["up0"], mesh_of({"fsdp": 8}, AUTO), P("fsdp"))
-
-    def constants(**arguments):
-        update = functools.partial(update_alone, **arguments)
-        text = jax.jit(update).lower(grads).as_text()
-        return [line for line in text.splitlines() if "stablehlo.constant" in line]
-
-    assert constants() == constants()
-    assert constants() != constants(ns_steps=4)
-    assert constants() != constants(ns_coeffs="dion")
-
-
 @pytest.mark.extended
 @pytest.mark.compiled
 def test_the_mesh_argument():
@@ -540,41 +523,3 @@ def test_collectives(name, layout):
     axes = len(LAYOUTS[layout][0])
     most = plain_bytes["all-reduce"] + 4 * axes * (entries + 2 * scalars)
     assert found["all-reduce"] <= most
-
-
-# Specs recovered from the indices of shards, as the partitioner gives them.
-
-SPECS = [P(), P("x"), P("y", "x"), P(("x", "y")), P(("y", "x"), "z"), P(None, "z", "x")]
-
-
-@pytest.mark.parametrize("spec", SPECS)
-def test_shardings_have_the_names_of_their_axes(spec):
-    mesh = mesh_of({"x": 2, "one": 1, "y": 2, "z": 2})
-    found = auto.axes_on(mesh, NamedSharding(mesh, spec), 3)
-    assert found == typed_sharding.axes_of(spec, 3)
-
-
-def test_parts_of_axes_have_names_on_a_finer_mesh():
-    coarse = mesh_of({"a": 2, "b": 4})
-    fine = auto.in_prime_axes(coarse)
-    assert dict(fine.shape) == {"a.0": 2, "b.0": 2, "b.1": 2}
-    assert [*fine.devices.flat] == [*coarse.devices.flat]
-    spec = P("b.1", "a.0", "b.0")
-    by_coarse, by_fine = (
-        auto.axes_on(m, NamedSharding(fine, spec), 3) for m in (coarse, fine)
-    )
-    assert by_coarse == (None, ("a",), None)
-    assert by_fine == (("b.1",), ("a.0",), ("b.0",))
-    assert [*map(auto.primes, (1, 2, 7, 12))] == [[1], [2], [7], [2, 2, 3]]
-
-    def placed(sharding, *shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-
-    by_parts, whole = NamedSharding(fine, spec), NamedSharding(coarse, P("a", "b"))
-    arrays = [placed(by_parts, 2, 8, 24), placed(whole, 16, 8), placed(whole, 16, 7)]
-    mesh, found = auto.named(arrays, coarse)
-    assert mesh == fine
-    assert [s.spec for s in found] == [spec, P("a.0", ("b.0", "b.1")), P("a.0", None)]
-    mesh, found = auto.named(arrays[1:], coarse)
-    assert mesh == coarse
-    assert [s.spec for s in found] == [P("a", "b"), P("a", None)]

@@ -19,7 +19,7 @@ from orscale_jax.diagnostics.step_gain import (
     micro_batches,
     spread,
 )
-from orscale_jax.newton_schulz.iteration import polar_factor
+from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import Matrices
