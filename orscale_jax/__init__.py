@@ -9,7 +9,7 @@ from orscale_jax.audit.description import (
     ParameterRow as ParameterRow,
     Total as Total,
 )
-from orscale_jax.distributed.plan import Group as Group, Plan as Plan
+from orscale_jax.audit.plan import Group as Group, Plan as Plan
 from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )

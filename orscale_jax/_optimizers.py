@@ -196,21 +196,24 @@ def orscale(
         are batch axes of matrices, or as many axes as the leaf, with 1 along all but
         batch axes, such as ``(1, 24, 1)`` for 24 layers along axis 1.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
-        do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
+        do not name a mesh. It must have the devices of the arrays. None: the mesh of the
+        context (``jax.set_mesh``), if any.
         Arrays on a mesh name it in their types, so None is enough as a rule.
       slow_axes: The axes of the mesh that lead from one slice of a TPU pod, or from one
         node of GPUs, to another: names such as ``("dcn",)``, or a mapping to the number
         of slices along each, such as ``{"fsdp": 2}`` for an axis that crosses slices part
         of the way. Work is shared over slow links only where that pays. None: what the
-        devices say, if the mesh is that of the context (``jax.set_mesh``), a concrete
-        ``mesh``, or the partitioner's. ``()``: no axis is slow.
+        devices say, if the mesh is that of the context (``jax.set_mesh``) or a concrete
+        ``mesh``. ``()``: no axis is slow.
       param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
         axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
         or :class:`jax.sharding.PartitionSpec`, or of arrays or
         :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree; or a
-        callable from the parameters to one. None: the annotations of Flax or Haliax that
-        ``init`` last saw for parameters of these names and shapes. The argument only
-        decides where Newton–Schulz runs: arrays with other shardings are resharded.
+        callable from the parameters to one. None: what ``init`` of this optimizer, or
+        :func:`state_shardings`, has seen of parameters of these names and shapes, placed
+        or annotated; else shardings are assumed, with a warning. The argument only
+        decides where Newton–Schulz runs, and how updates are sharded where
+        ``out_shardings`` do not say it: arrays with other shardings are resharded.
         Explicit axes do not need it.
 
     Returns:

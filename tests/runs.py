@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from optax.contrib import MuonDimensionNumbers as Dims
 
@@ -55,6 +56,15 @@ def first_update(optimizer, params, grads):
     state = jax.jit(optimizer.init)(params)
     updates, after = jax.jit(optimizer.update)(grads, state, params)
     return updates, state, after
+
+
+def equations(jaxpr, name):
+    """The equations of a primitive, inner calls included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner, name)
 
 
 def types_of(tree):

@@ -34,16 +34,11 @@ from examples import figure_style as style
 from examples.benchmarks import models
 from examples.benchmarks.ahead_of_time import line
 from examples.benchmarks.contenders import NS_STEPS
+from orscale_jax.audit.plan import Plan
+from orscale_jax.distributed.costs import Bucket, ShardedArray, Traffic
 from orscale_jax.distributed.exchange import cost_model
-from orscale_jax.distributed.plan import (
-    Bucket,
-    MeshShape,
-    Plan,
-    ShardedArray,
-    Traffic,
-    count_devices,
-    plan_buckets,
-)
+from orscale_jax.distributed.mesh import MeshShape, count_devices
+from orscale_jax.distributed.plan import plan_buckets
 from orscale_jax.newton_schulz import restarts
 from orscale_jax.newton_schulz.platforms import PLATFORMS
 from orscale_jax.sharding.typed_sharding import axes_of
@@ -131,7 +126,7 @@ def row(model: str, platform: str, count: int) -> dict[str, Any]:
     began = time.perf_counter()
     plan = planned(arrays, platform, mesh)
     seconds = time.perf_counter() - began
-    found = Plan.of(plan, [[""] * len(arrays)] * len(plan), mesh, model_of_cost)
+    found = Plan.of(plan, [[""] * len(arrays)] * len(plan), model_of_cost)
     # Of all matrices by the plain iteration, and by the form that one device takes alone;
     # by products that the partitioner divides, with collectives in each of them.
     plain = alone = divided = 0
@@ -163,7 +158,6 @@ def row(model: str, platform: str, count: int) -> dict[str, Any]:
         "planned in, s": seconds,
         "stacks": len(plan),
         "operations, TFLOP": found.flops / 1e12,
-        "of the median device": found.median_flops / 1e12,
         "of an even share": found.flops * count / alone,
         "over fast links, MB": found.fast_bytes / 1e6,
         "over slow links, MB": found.slow_bytes / 1e6,

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
+from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.audit.probe import first_updates
 from orscale_jax.audit.state import (
     REFUSED,
@@ -26,9 +27,10 @@ from orscale_jax.audit.state import (
     nbytes,
     nbytes_per_device,
 )
+from orscale_jax.distributed.costs import Bucket, ShardedArray
 from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.exchange import cost_model, plan_exchange
-from orscale_jax.distributed.plan import Bucket, Group, MeshShape, Plan, ShardedArray
+from orscale_jax.distributed.mesh import MeshShape
 from orscale_jax.distributed.slow_links import SlowAxes, slices_of_mesh
 from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform
@@ -423,4 +425,4 @@ def _plan(
             groups.append(Group(tuple(names[i] for i in members), (matrices,)))
     if mesh is None:
         return Plan(tuple(groups))
-    return Plan.of(buckets, of_buckets, mesh, cost_model(stages[0]))
+    return Plan.of(buckets, of_buckets, cost_model(stages[0]))

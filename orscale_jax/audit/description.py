@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from orscale_jax.audit.merging import merged
-from orscale_jax.distributed.plan import Group, Plan
+from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 
@@ -381,18 +381,15 @@ def _of_group(group: Group, on_mesh: bool) -> str:
 
 def _of_cost(plan: Plan) -> str:
     """What a step costs each device, in one line: three digits, all before the point."""
-    work, median, fast, slow, total, of_median, transfers, exposed = (
+    work, fast, slow, total, transfers, exposed = (
         f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
         for number in (
-            plan.flops / 1e9, plan.median_flops / 1e9,
-            plan.fast_bytes / 1e6, plan.slow_bytes / 1e6,
-            plan.seconds * 1e3, plan.median_seconds * 1e3,
-            plan.transfer_seconds * 1e3, plan.exposed_seconds * 1e3,
+            plan.flops / 1e9, plan.fast_bytes / 1e6, plan.slow_bytes / 1e6,
+            plan.seconds * 1e3, plan.transfer_seconds * 1e3, plan.exposed_seconds * 1e3,
         )
     )  # fmt: skip
     return (
-        f"each device: {work} GFLOP (the median one {median}), {fast} MB over fast "
-        f"links, {slow} MB over slow ones; about {total} ms without overlap (the median "
-        f"one {of_median}), {transfers} of them for transfers, at least {exposed} waited "
-        "for"
+        f"each device: {work} GFLOP, {fast} MB over fast links, {slow} MB over slow "
+        f"ones; about {total} ms without overlap, {transfers} of them for transfers, at "
+        f"least {exposed} waited for"
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from orscale_jax.distributed.assumed import auto_spec
+from orscale_jax.distributed.assumed import auto_spec, on_devices_of
 from orscale_jax.distributed.exchange import on_shards
 from orscale_jax.distributed.slow_links import (
     SlowAxes,
@@ -89,6 +89,8 @@ def polar_factors(
     mesh = typed_sharding.mesh_of(xs, options.mesh)
     placement = None
     if mesh is not None:
+        if options.mesh is not None:
+            xs[0] = on_devices_of(xs[0], mesh)
         slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
         if slices is None:
             warn_of_unknown_slices(mesh)

@@ -18,15 +18,10 @@ class Hardware(NamedTuple):
     slow: Link
 
 
-# What large products and transfers reach. The peaks are 459 TFLOP/s in bfloat16, 90 GB/s
-# each way over each of a v5p's links, 6.25 GB/s to other slices (Austin et al., *How to
-# Scale Your Model*, 2025, "TPUs"); 989 TFLOP/s and 450 GB/s each way over NVLink
-# (NVIDIA's data sheet of the H100 SXM), 400 Gbit/s of InfiniBand for each GPU of a DGX
-# H100 (its user guide). The rates are about two thirds of these, but half of
-# InfiniBand's, which gradients need as well, and all of the 6.25 GB/s. Latencies of GPUs
-# are of the order of those in NCCL's tuning table; those of TPUs are chosen: messages in
-# a slice travel at once, so that only groups of thousands of chips feel them. Virtual
-# devices have none: small matrices are planned there as large ones on accelerators.
+# What large products and transfers reach: two thirds of the peaks in data sheets, half of
+# InfiniBand's, which gradients need as well. Plans hardly differ within a factor of two.
+# Only thousands of TPUs feel the latency inside a slice, where messages travel at once.
+# Virtual devices have none: small matrices are planned there as large ones elsewhere.
 TPU_V5P = Hardware(3e14, fast=Link(1.5e11, 2e-9), slow=Link(6.25e9, 2e-5))
 H100 = Hardware(6e14, fast=Link(3e11, 2e-6), slow=Link(2.5e10, 5e-6))
 VIRTUAL = Hardware(3e14, fast=Link(1.5e11, 0.0), slow=Link(6.25e9, 0.0))

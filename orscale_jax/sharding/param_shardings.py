@@ -51,21 +51,21 @@ class ParamSpecs:
         annotated = any(spec is not None for spec in boxes)
         for path, node in nodes:
             leaf = unbox(node)
-            name = names_on(path), np.shape(leaf)
             if is_box(node):  # The last boxes count.
-                self._placed.pop((*name, None), None)
+                self._placed.pop(_key(path, leaf), None)
             if annotated and is_box(node):
                 # Flax takes one without annotation beside others for replicated.
-                self._placed[*name, None] = [annotated_spec(node) or PartitionSpec()]
+                spec = annotated_spec(node) or PartitionSpec()
+                self._placed[_key(path, leaf)] = [spec]
             elif (sharding := _sharding(leaf)) is not None:
-                key = (*name, tuple(sharding.mesh.shape.items()))
+                key = _key(path, leaf, sharding.mesh)
                 axes = typed_sharding.axes_of(sharding.spec, np.ndim(leaf))
                 spec = PartitionSpec(*(names or None for names in axes))
                 if isinstance(leaf, jax.core.Tracer):
                     self._typed[key] = spec
                 else:
-                    seen = self._placed.setdefault(key, [])
-                    seen[:] = [*(other for other in seen if other != spec), spec]
+                    others = (x for x in self._placed.get(key, []) if x != spec)
+                    self._placed[key] = [*others, spec]
 
     def on(self, mesh: AbstractMesh, tree: PyTree) -> list[PartitionSpec | None]:
         """The specs of the leaves of a bare tree on a mesh; None where nobody says it."""
@@ -74,48 +74,52 @@ class ParamSpecs:
             if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
                 given = given(tree)
             return jax.tree.leaves(_given_specs(given, tree, mesh))
-        leaves = jax.tree.leaves_with_path(tree)
-        specs = [self._learned(mesh, path, leaf) for path, leaf in leaves]
-        unknown = [i for i, spec in enumerate(specs) if spec is None]
+        specs, unknown, otherwise = [], [], []
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            spec = self._learned(path, leaf, mesh)
+            specs.append(spec)
+            seen = self._placed.get(_key(path, leaf, mesh), [])
+            name = f"parameter {name_and_shape(path, leaf)}"
+            if spec is None:
+                unknown.append(name)
+            elif len(seen) > 1 and spec == seen[-1]:
+                otherwise.append(f"{name} as {seen[-2]} and as {spec}")
+        axes = f"on the mesh {dict(mesh.shape)}"
+        if otherwise:
+            warnings.warn(
+                f"init has seen {otherwise[0]} {axes}. The optimizer assumes the latter: "
+                "use an optimizer for each model, or pass param_shardings.",
+                stacklevel=2,
+            )
         if unknown:
-            first = name_and_shape(*leaves[unknown[0]])
             others = f" and {len(unknown) - 1} others" if unknown[1:] else ""
             warnings.warn(
-                f"the sharding of parameter {first}{others} on the mesh "
-                f"{dict(mesh.shape)} is not known, since types of Auto axes do not hold "
-                "it. The optimizer assumes one, and updates have it where out_shardings "
-                "do not say otherwise: pass param_shardings to the optimizer, or call "
-                "its init with placed parameters (not inside of jax.jit), or "
+                f"the sharding of {unknown[0]}{others} {axes} is not known, since types "
+                "do not hold it on Auto axes. The optimizer assumes one, and updates "
+                "have it where out_shardings do not say otherwise: pass param_shardings, "
+                "or call init with placed parameters (outside of jax.jit), or "
                 "state_shardings, before.",
                 stacklevel=2,
             )
         return specs
 
-    def _learned(self, mesh: AbstractMesh, path: Any, leaf: Any) -> PartitionSpec | None:
+    def _learned(self, path: Any, leaf: Any, mesh: AbstractMesh) -> PartitionSpec | None:
         """The spec of a leaf that fits the mesh, from the surest source that has one."""
-        name, axes = (names_on(path), np.shape(leaf)), tuple(mesh.shape.items())
-        annotated = self._placed.get((*name, None), [])
-        placed = self._placed.get((*name, axes), [])
         own = None if isinstance(leaf, jax.core.Tracer) else _sharding(leaf)
+        key = _key(path, leaf, mesh)
         sources = [
-            *annotated,
-            *placed[-1:],
-            self._typed.get((*name, axes)),
+            *self._placed.get(_key(path, leaf), []),
+            *self._placed.get(key, [])[-1:],
+            self._typed.get(key),
             own.spec if own is not None and own.mesh.shape == mesh.shape else None,
         ]
-        for spec in sources:
-            if spec is None or _misfit(spec, np.shape(leaf), mesh):
-                continue
-            if len(placed) > 1 and spec is placed[-1]:
-                warnings.warn(
-                    f"init has seen parameter {name_and_shape(path, leaf)} sharded as "
-                    f"{placed[-2]} and as {spec} on the mesh {dict(mesh.shape)}, and "
-                    "assumes the latter. Use an optimizer for each model, or pass "
-                    "param_shardings.",
-                    stacklevel=2,
-                )
-            return spec
-        return None
+        fitting = (spec for spec in sources if spec is not None)
+        return next((s for s in fitting if not _misfit(s, np.shape(leaf), mesh)), None)
+
+
+def _key(path: Any, leaf: Any, mesh: Mesh | AbstractMesh | None = None) -> _Key:
+    axes = None if mesh is None else tuple(mesh.shape.items())
+    return names_on(path), np.shape(leaf), axes
 
 
 def _sharding(leaf: Any) -> NamedSharding | None:
@@ -125,7 +129,8 @@ def _sharding(leaf: Any) -> NamedSharding | None:
     """
     if isinstance(leaf, jax.core.Tracer):
         typed: Any = jax.typeof(leaf).sharding
-        return typed if typed.mesh.are_all_axes_explicit else None
+        known = typed.mesh.are_all_axes_explicit and not typed.mesh.empty
+        return typed if known else None
     sharding = getattr(leaf, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 

@@ -12,8 +12,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, orthogonalize
+from orscale_jax.distributed.costs import ShardedArray
 from orscale_jax.distributed.exchange import plan_exchange
-from orscale_jax.distributed.plan import MeshShape, ShardedArray
+from orscale_jax.distributed.mesh import MeshShape
 from orscale_jax.newton_schulz.iteration import NewtonSchulz
 from orscale_jax.newton_schulz.platforms import CPU, TPU
 from orscale_jax.sharding.typed_sharding import axes_of
