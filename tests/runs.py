@@ -11,7 +11,6 @@ import optax
 from jax.sharding import AxisType, NamedSharding
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import family, orscale
 from tests import leaves, oracle
 
@@ -146,19 +145,7 @@ def optimizers_of(module):
 # The arguments of the paper's experiments on images.
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 RELATIVES = optimizers_of(family)
-ABLATIONS = {
-    name: getattr(controls, name)
-    for name in (
-        "polar_factor_denominator",
-        "momentum_denominator",
-        "momentum_rms_denominator",
-        "decoupled_weight_decay",
-        "bfloat16_calibration",
-    )
-}
 FAMILY = RELATIVES | {
-    "pooled": controls.pooled,
-    "replayed": functools.partial(controls.replayed, trust_ratio=[1.5, 0.5, 2.0]),
     "full_rank_anchor": functools.partial(orscale, anchor="full_rank"),
     "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),
 }

@@ -196,10 +196,9 @@ class Config:
     loss_chunks: int = 1
     # Steps between readings of metrics and trust ratios.
     log_every: int = 10
-    # Steps between measurements of the gain over Muon. None: no measurement.
+    # Steps between measurements of the momentum's stable rank and of Newton–Schulz's
+    # error. None: no measurement.
     measure_every: int | None = None
-    # Batches to measure them on; each takes as long as ten steps.
-    measure_batches: int = 4
     # Steps between checkpoints.
     checkpoint_every: int = 100
     # Checkpoints to keep, the newest ones.
@@ -216,7 +215,7 @@ class Config:
             raise UsageError("--optimizer must name at least one.")
         if self.val_data and not self.data:
             raise UsageError("--val-data needs --data: what to train on.")
-        counts = "loss_chunks log_every measure_batches checkpoint_every keep"
+        counts = "loss_chunks log_every checkpoint_every keep"
         for name in [*counts.split(), "per_device_batch", "measure_every"]:
             value = getattr(self, name)
             if value is not None and value < 1:

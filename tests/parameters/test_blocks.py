@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from examples.study import controls
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
     by_path,
@@ -63,7 +62,6 @@ APART = {name: Dims(-2, -1) for name in FUSED}
     "build",
     [
         orscale,
-        pytest.param(controls.momentum_rms_denominator, marks=pytest.mark.slow),
         pytest.param(
             functools.partial(orscale, r_min=-np.inf, r_max=np.inf),
             marks=pytest.mark.slow,

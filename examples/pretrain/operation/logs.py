@@ -3,16 +3,14 @@
 import contextlib
 import datetime
 import functools
-import inspect
 import math
 import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
@@ -31,7 +29,6 @@ from examples.pretrain.operation.processes import is_first
 from examples.pretrain.operation.rundir import read_csv
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.setup import Setup, State
-from examples.pretrain.step import loss_of, on_auto_axes
 from examples.pretrain.task import Task
 from examples.pretrain.train import Interval
 from orscale_jax import Description, describe, diagnostics
@@ -40,7 +37,6 @@ from orscale_jax.diagnostics.history import FILE_NAME, StepFile
 PyTree = Any
 SECONDS_BETWEEN_LINES = 15.0
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
-MICRO_BATCHES = 8  # The standard errors are over these.
 
 
 class Logs(contextlib.ExitStack):
@@ -84,18 +80,14 @@ class Logs(contextlib.ExitStack):
         )
         self._began = self._said = time.monotonic()
 
-    def write(
-        self,
-        interval: Interval,
-        validation: Mapping[str, float],
-        to_measure: Sequence[Any],
-    ) -> None:
+    def write(self, interval: Interval, validation: Mapping[str, float]) -> None:
         """Writes an interval down; readings and the validation are of its last step."""
         step, due = interval.step, interval.step % self._config.log_every == 0
-        reading = None
-        if self._readouts is not None and (due or to_measure):
+        every, reading = self._config.measure_every, None
+        measuring = every is not None and step % every == 0
+        if self._readouts is not None and (due or measuring):
             reading = self._readouts.record(
-                step, interval.state, to_measure, loss=interval.loss
+                step, interval.state, measuring, loss=interval.loss
             )
         if self._recorder is None:
             return
@@ -203,21 +195,6 @@ class Readouts:
             out_shardings=NamedSharding(setup.mesh, PartitionSpec()),
         )
         self._numbers = setup.weight_dimension_numbers
-        self._scale = _scale(setup)
-        loss_of_all = loss_of(setup)
-
-        def loss_fn(params: PyTree, batch: tuple[PyTree, PyTree]) -> jax.Array:
-            return loss_of_all(params, *batch)[0]
-
-        def in_micro_batches(batches: list[PyTree]) -> list[PyTree]:
-            examples = jax.tree.map(lambda *xs: jnp.concatenate(xs), *batches)
-            count = len(jax.tree.leaves(examples)[0])
-            size = max(count // MICRO_BATCHES, 1)
-            parts = [slice(i, i + size) for i in range(0, count - size + 1, size)]
-            return [jax.tree.map(lambda x, p=p: x[p], examples) for p in parts]
-
-        self._loss_fn = on_auto_axes(setup, loss_fn, PartitionSpec())
-        self._cut = jax.jit(on_auto_axes(setup, in_micro_batches, PartitionSpec()))
         if not is_first():
             return
         params = setup.abstract["params"]
@@ -232,23 +209,17 @@ class Readouts:
         (folder / "audit.csv").write_text(audit(setup).to_csv())
 
     def record(
-        self, step: int, state: State, batches: Sequence[PyTree], **scalars: Any
+        self, step: int, state: State, measuring: bool, **scalars: Any
     ) -> diagnostics.Reading:
-        """Writes a reading down and, if there are batches, what is measured on them."""
+        """Writes a reading down, and measurements of the momentum if they are due."""
         opt_state, params = state["opt_state"], state["params"]
-        reading = self._read(opt_state, params)
-        measured, gained = {}, None
-        # Without ratios there is no gain to measure.
-        if batches and reading.trust_ratio is not None:
-            parts = [(state["variables"], part) for part in self._cut(list(batches))]
+        reading, measured = self._read(opt_state, params), {}
+        if measuring:
             measured = diagnostics.measure(
                 opt_state, params, self._numbers, names=OF_MOMENTUM
             )
-            gained = diagnostics.step_gain(
-                self._loss_fn, params, parts, reading, self._numbers, **self._scale
-            )
         if is_first():
-            self.history.append(step, reading, measured, gained=gained, **scalars)
+            self.history.append(step, reading, measured, **scalars)
         return reading
 
 
@@ -315,14 +286,6 @@ def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
 def audit(setup: Setup) -> Description:
     """What the run's optimizer does with each parameter."""
     return describe(setup.abstract["params"], optimizer=setup.optimizer)
-
-
-def _scale(setup: Setup) -> dict[str, Any]:
-    """The arguments by which the run's optimizer has its s."""
-    optimizer = OPTIMIZERS[setup.recipe.optimizer]
-    known = inspect.signature(optimizer.constructor).parameters
-    names = [name for name in ("consistent_rms", "scale_mode") if name in known]
-    return {name: optimizer.fixed.get(name, known[name].default) for name in names}
 
 
 @contextlib.contextmanager

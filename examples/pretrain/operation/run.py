@@ -117,7 +117,7 @@ def train_and_save(
                 check_finite(interval, checkpoints.latest_step)
                 validating = _due(step, recipe.validation_every, recipe)
                 validation = trainer.evaluate(state) if validating else {}
-                logs.write(interval, validation, _to_measure(step, trainer, config))
+                logs.write(interval, validation)
                 if stopping or _due(step, config.checkpoint_every, recipe):
                     checkpoints.save(step, state)
                 if stopping:
@@ -136,13 +136,6 @@ def train_and_save(
 
 def _due(step: int, every: int | None, recipe: Recipe) -> bool:
     return step == recipe.num_steps or (every is not None and step % every == 0)
-
-
-def _to_measure(step: int, trainer: Trainer, config: Config) -> list[Any]:
-    """The next batches, none of them seen yet, where a measurement is due."""
-    if config.measure_every is None or step % config.measure_every:
-        return []
-    return [trainer.batches[step + index] for index in range(config.measure_batches)]
 
 
 def time_step(trainer: Trainer, state: State) -> dict[str, float]:

@@ -5,12 +5,14 @@ test_pages.py recomputes the numbers of README and of the pages from the files a
 
 import re
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from examples.study import contrasts, repeat
-from examples.study.results import Runs
-from examples.study.statistics import markdown
+from examples.study import contrasts, third_tables
+from examples.study.statistics import Interval, holm, interval, markdown
 from tests.examples.pretrain.tiny import ROOT
+from tests.examples.study import test_pages as pages
 from tests.examples.study.test_pages import STUDY, tables, the_table
 
 
@@ -57,11 +59,69 @@ def test_the_ladder():
     assert f"on `like-16b`, by {found[7][2]}" in page
 
 
-def test_a_repeat_has_the_settings_of_the_table(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(Runs, "losses", lambda _, *arguments: asked.append(arguments))
-    repeat.repeat("dense-small", "orscale", tmp_path)
-    assert asked == [((0.016, 0.064, None), range(100, 112))]
+def cells_of(table):
+    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+
+
+def test_the_third_studys_cells_and_contrasts():
+    """As test_pages.py computes them: each cell, slopes, steps, levels and means."""
+    rows = {name.strip("`"): told for name, *told in cells_of(third_tables.cells())}
+    rungs = (pages.SLOPE, [-1, 1, 0, 0], [1, 0, 0, 0])
+    contrasts = [[x / 2 for x in (*of, *of)] for of in rungs]
+    known = dict(zip(rows, [*np.eye(8).tolist(), *contrasts], strict=False))
+    known |= dict(zip(("all", "small initial weights", "usual ones"), pages.INITS,
+                      strict=False))  # fmt: skip
+    known["small minus usual"] = pages.INITS[-1]
+    assert len(known) == 15 and known.keys() <= rows.keys()
+    for name, weights in known.items():
+        by_seed = sum(w * pages.shared(x) for w, x in zip(weights, pages.CELLS,
+                                                          strict=True))  # fmt: skip
+        of_searches = [pages.told_of_searches(weights, low) for low in (False, True)]
+        assert rows[name] == [pages.told(by_seed), *of_searches], name
+
+
+def test_the_third_studys_endpoints():
+    """Also as the page's sentences say them."""
+    rows = cells_of(third_tables.endpoints())
+    page = re.sub(r"\s+", " ", (STUDY / "two_rates.md").read_text())
+    assert [row[-1] for row in rows] == [*["inconclusive"] * 2, *["lower"] * 2,
+                                         "inconclusive"]  # fmt: skip
+    for _, _, mean, p, *_ in rows:
+        assert (mean in page and f"(p = {p}" in page) or not p
+    found = cells_of(third_tables.record())
+    of_table = the_table("paper", "minus OrScale")
+    others = [row[3] for row in found if len(row) == 4 and row[3]]
+    assert sorted(others) == sorted(x for row in of_table for x in row[3:])
+    told = cells_of(third_tables.anchors(("largest_anchor", "waited"), range(700, 712)))
+    assert told == [[f"`{name}`", *x] for name, *x in the_table("two_rates", "after 8 "
+                                                                "sequences")]  # fmt: skip
+    for label, _, mean in cells_of(third_tables.advice("largest_anchor")):
+        assert mean in page, label
+        assert "rank" not in label or f"{label.split()[-1]} of the shorter side" in page
+
+
+@pytest.mark.parametrize(
+    "ends, said",
+    [((-0.004, 0.004), "equal within the margin"), ((0.001, 0.006), "higher"),
+     ((-0.009, -0.001), "lower"), ((-0.004, 0.006), "inconclusive"),
+     ((0.001, 0.004), "equal within the margin")],
+)  # fmt: skip
+def test_what_is_said_of_the_level(ends, said):
+    assert third_tables.of_level(Interval(sum(ends) / 2, *ends)) == said
+
+
+def test_an_interval_is_that_of_a_paired_t_test():
+    ours, theirs = np.random.default_rng(0).normal(size=(2, 5))
+    found = interval(ours - theirs)
+    expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    np.testing.assert_allclose(found[1:], [expected.low, expected.high], rtol=1e-12)
+    assert found.mean == pytest.approx(np.mean(ours - theirs))
+
+
+def test_holm_multiplies_the_smallest_by_the_most_and_keeps_the_order():
+    # By hand: 4 × 0.01, 3 × 0.02, then at least that, 1 × 0.5.
+    assert holm([0.5, 0.01, 0.03, 0.02]) == pytest.approx([0.5, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
 
 
 def test_a_table_is_markdown():

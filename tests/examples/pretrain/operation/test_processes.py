@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from examples.pretrain.errors import AGAIN, RunError
-from examples.pretrain.operation import processes, run
+from examples.pretrain.operation import logs, processes, run
 from examples.pretrain.operation.logs import TensorBoard
 from examples.pretrain.operation.processes import (
     Stopped,
@@ -163,15 +163,13 @@ def test_the_first_signal_is_answered_at_once_and_a_second_one_acts_as_ever(
 @pytest.mark.extended
 def test_a_signal_during_a_measurement(tmp_path, monkeypatch, capfd):
     """The measurement is completed, and the run stops after the step that follows."""
-    batches_to_measure = run._to_measure
+    measure = logs.diagnostics.measure
 
-    def interrupted(step, trainer, config):
-        batches = batches_to_measure(step, trainer, config)
-        if batches:
-            send(signal.SIGTERM)
-        return batches
+    def interrupted(*given, **options):
+        send(signal.SIGTERM)
+        return measure(*given, **options)
 
-    monkeypatch.setattr(run, "_to_measure", interrupted)
+    monkeypatch.setattr(logs.diagnostics, "measure", interrupted)
     options = {"optimizer": ("muon_moonlight",), "measure_every": 3, "steps": 9}
     data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     code = tiny.main(tiny.arguments(data, out, **options))
