@@ -12,10 +12,7 @@ from examples.benchmarks.gpu_session import correctness, session, speed, trainin
 STAGES = {
     "correctness": correctness.STAGE,
     "steps": speed.STEPS,
-    "forms": speed.FORMS,
-    "symmetric": speed.SYMMETRIC,
     "training": training.TRAINING,
-    "losses": training.LOSSES,
     "recipe": speed.RECIPE,
 }
 FOLDER = pathlib.Path("runs/gpu_session")

@@ -22,7 +22,6 @@ class Measured(NamedTuple):
     quantity: str
     unit: str  # Empty for ratios.
     quartiles: Quartiles
-    step: int = 0  # Of a training run; 0 for everything else.
 
 
 class Case(NamedTuple):
@@ -32,7 +31,6 @@ class Case(NamedTuple):
     variant: str  # In which way, such as an optimizer.
     quantity: str  # The case is done where the table has this quantity of it.
     measure: Callable[[], Iterator[Measured]]
-    last: int = 0  # The last step of a training run, whose rows are written as they come.
 
 
 class Row(NamedTuple):
@@ -40,7 +38,6 @@ class Row(NamedTuple):
 
     case: str
     variant: str
-    step: int
     quantity: str
     unit: str
     low: float  # The first quartile.
@@ -65,8 +62,7 @@ def run(
 ) -> tuple[list[str], list[str]]:
     """Measures what the tables lack of this card, and draws what they then have.
 
-    Stages take turns, a group of each. After so many seconds no case is started, and no
-    training run goes on.
+    Stages take turns, a group of each. After so many seconds no case is started.
 
     Returns:
       The cases for which no time was left, and those that failed.
@@ -77,20 +73,16 @@ def run(
     turns = itertools.chain.from_iterable(itertools.zip_longest(*named))
     for stage, case in ((name, case) for name, of in filter(None, turns) for case in of):
         path = folder / f"{stage}.csv"
-        wanted = (case.name, case.variant, case.last, case.quantity, card)
+        wanted = (case.name, case.variant, case.quantity, card)
         if wanted in map(_key, read(path)):
             continue
         title = f"{stage}: {case.name}, {case.variant}, {case.quantity}"
+        if time.perf_counter() - began >= seconds:
+            left.append(title)
+            continue
         try:
-            measured = case.measure()
-            while time.perf_counter() - began < seconds:
-                found = list(itertools.islice(measured, 1 if case.last else None))
-                add(path, case, found)
-                if found[-1].step == case.last:
-                    print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
-                    break
-            else:
-                left.append(title)
+            add(path, case, list(case.measure()))
+            print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
         except jax.errors.JaxRuntimeError as error:  # Such as a lack of memory.
             reason = str(error).partition("\n")[0]
             print(f"{title} failed: {reason}", file=sys.stderr, flush=True)
@@ -117,8 +109,8 @@ def add(path: pathlib.Path, case: Case, found: Iterable[Measured]) -> None:
     device = jax.devices()[0].device_kind
     card = device, nvidia_smi("driver_version"), jax.__version__, nvidia_smi("clocks.sm")
     rows = {_key(row): row for row in read(path)}
-    for quantity, unit, quartiles, step in found:
-        row = Row(case.name, case.variant, step, quantity, unit, *quartiles, *card)
+    for quantity, unit, quartiles in found:
+        row = Row(case.name, case.variant, quantity, unit, *quartiles, *card)
         rows[_key(row)] = row
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
@@ -130,12 +122,12 @@ def add(path: pathlib.Path, case: Case, found: Iterable[Measured]) -> None:
     os.replace(new, path)
 
 
-def _key(row: Row) -> tuple[str, str, int, str, str]:
-    return row.case, row.variant, row.step, row.quantity, row.card
+def _key(row: Row) -> tuple[str, str, str, str]:
+    return row.case, row.variant, row.quantity, row.card
 
 
 def figure_of(quantity: str, title: str) -> Callable[[Sequence[Row], pathlib.Path], None]:
-    """What draws the quartiles of a quantity; of a training run those of its end."""
+    """What draws the quartiles of a quantity."""
 
     def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
         cases: dict[str, dict[str, Quartiles]] = {}

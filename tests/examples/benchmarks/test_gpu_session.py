@@ -16,7 +16,7 @@ from examples.benchmarks.timing import Quartiles
 from tests import oracle
 
 ROOT = Path(__file__).parents[3]
-OTHERS = STAGES.keys() - {"correctness", "symmetric"}
+OTHERS = STAGES.keys() - {"correctness"}
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +31,9 @@ def rows_of(name, folder):
     assert main(arguments) == 0
     table = folder / f"{name}.csv"
     rows = session.read(table)
-    found = {(row.case, row.variant, row.quantity, row.step) for row in rows}
+    found = {(row.case, row.variant, row.quantity) for row in rows}
     cases = [case for group in STAGES[name].groups(True) for case in group]
-    assert {(c.name, c.variant, c.quantity, c.last) for c in cases} <= found
+    assert {(c.name, c.variant, c.quantity) for c in cases} <= found
     for row in rows:
         assert row.low <= row.median <= row.high
         assert row.number >= 1
@@ -46,14 +46,10 @@ def rows_of(name, folder):
     return rows
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["symmetric", *(pytest.param(x, marks=pytest.mark.extended) for x in sorted(OTHERS))],
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("name", sorted(OTHERS))
 def test_a_stage_leaves_a_table_and_a_figure_and_is_not_repeated(name, tmp_path):
-    rows = rows_of(name, tmp_path)
-    if name == "losses":
-        assert {row.step for row in rows} == {2, 4}
+    rows_of(name, tmp_path)
 
 
 @pytest.mark.extended
@@ -85,9 +81,9 @@ def test_the_oracle_is_that_of_the_tests():
     np.testing.assert_allclose(found, matrix.weight, rtol=1e-6)
 
 
-def made_stage(*measures, last=0):
+def made_stage(*measures):
     cases = [
-        Case(name, "v", "time", measure, last)
+        Case(name, "v", "time", measure)
         for name, measure in zip("abcdef", measures, strict=False)
     ]
     return Stage(lambda tiny: [[case] for case in cases], lambda rows, path: path.touch())
@@ -141,27 +137,6 @@ def test_stages_take_turns(tmp_path, capsys):
     assert told == ["one: a", "two: a", "one: b", "one: c"]
 
 
-def test_a_training_run_leaves_what_it_has_when_the_time_is_over(tmp_path, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(session.time, "perf_counter", lambda: now[0])
-
-    def ten_seconds_each():
-        for step in range(1, 5):
-            now[0] += 10
-            yield Measured("time", "s", Quartiles.of([now[0]]), step)
-
-    stages = {"made": made_stage(ten_seconds_each, one_second, last=4)}
-    left, _ = run(stages, tmp_path, 25)
-    assert left == ["made: a, v, time", "made: b, v, time"]
-    assert [row.step for row in session.read(tmp_path / "made.csv")] == [1, 2, 3]
-    now[0] = 100.0  # The time is over when all of it is there.
-    assert run({"made": made_stage(ten_seconds_each, last=4)}, tmp_path, 35) == ([], [])
-    rows = session.read(tmp_path / "made.csv")
-    assert [(row.step, row.median) for row in rows] == [
-        (1, 110), (2, 120), (3, 130), (4, 140),
-    ]  # fmt: skip
-
-
 def test_no_case_is_started_when_the_time_is_over(tmp_path, capsys):
     arguments = ["--tiny", "--seconds", "0", "--stage", "recipe", "--out", str(tmp_path)]
     assert main(arguments) == 0
@@ -189,7 +164,7 @@ def test_what_nvidia_smi_tells(tmp_path, monkeypatch):
 
 def test_figures_name_what_they_were_measured_with():
     def with_clocks(*clocks):
-        before, after = ("a", "b", 0, "time", "s", 1, 1, 1, 1), ("H100", "580", "0.11")
+        before, after = ("a", "b", "time", "s", 1, 1, 1, 1), ("H100", "580", "0.11")
         return session.measured_with([Row(*before, *after, clock) for clock in clocks])
 
     assert with_clocks("1980") == "H100; driver 580; JAX 0.11; 1980 MHz"
