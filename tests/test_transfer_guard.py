@@ -23,7 +23,6 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
-from examples.pretrain.operation.logs import TensorBoard
 from orscale_jax import diagnostics, family, muon, orscale
 from tests.runs import RELATIVES
 from tests.test_docs import public_names
@@ -225,8 +224,6 @@ def test_what_a_loop_writes(after_a_step, tmp_path, guard):
     history = diagnostics.History(path, measurements=["norm"], scalars=["loss"])
     measured = {"norm": now.reading.weight_norm}
     history.append(1, now.reading, measured, loss=loss)
-    with TensorBoard(tmp_path) as writer:
-        writer.write(1, {"loss": loss})
 
 
 @pytest.mark.parametrize("module", ["", ".diagnostics", ".family"])

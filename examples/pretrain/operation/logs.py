@@ -4,7 +4,6 @@ import contextlib
 import datetime
 import functools
 import math
-import os
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
@@ -59,10 +58,6 @@ class Logs(contextlib.ExitStack):
         optimizer = OPTIMIZERS[setup.recipe.optimizer]
         self._readouts = Readouts(folder, setup, start) if optimizer.readable else None
         self._recorder = Recorder(folder, setup, start) if is_first() else None
-        self._tensorboard = None
-        if config.tensorboard and is_first():
-            tensorboard = TensorBoard(folder / "tensorboard")
-            self._tensorboard = self.enter_context(tensorboard)
         self._label, self._start = optimizer.label, start
         bar = Progress(
             TextColumn("{task.description:<14}"),
@@ -97,7 +92,7 @@ class Logs(contextlib.ExitStack):
                     self._warned.add(problem.title)
                     self._console.print(f"Step {step}: {problem}", highlight=False)
         examples = self._setup.recipe.batch_size * len(interval.metrics)
-        rate, speed = throughput(self._setup.task, examples, interval.seconds)
+        _, speed = throughput(self._setup.task, examples, interval.seconds)
         self._recorder.record(interval, validation, with_loads=due)
         steps, now = self._setup.recipe.num_steps, time.monotonic()
         shown = f"loss {interval.loss:.3f}  {speed}"
@@ -110,14 +105,6 @@ class Logs(contextlib.ExitStack):
                 f"{self._label:<14} step {step}/{steps}  {shown}  "
                 f"{datetime.timedelta(seconds=round(left))} left",
                 highlight=False,
-            )
-        if self._tensorboard is not None:
-            self._tensorboard.write(
-                step,
-                {"train/loss": interval.loss, f"{self._setup.task.item}/s": rate}
-                | {"grad_norm": interval.metrics[-1]["grad_norm"]}
-                | {f"val/{name}": value for name, value in validation.items()}
-                | (diagnostics.summarize(reading) if reading is not None else {}),
             )
 
 
@@ -221,39 +208,6 @@ class Readouts:
         if is_first():
             self.history.append(step, reading, measured, **scalars)
         return reading
-
-
-class TensorBoard:
-    """Event files for TensorBoard, written by tensorboardX; a context manager."""
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        try:
-            from tensorboardX import event_file_writer, proto, summary
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard needs tensorboardX: pip install 'orscale-jax[report]'."
-            ) from error
-        self._event, self._scalar = proto.event_pb2.Event, summary.scalar
-        # Not its SummaryWriter: the thread that this writes in ends with the first error,
-        # such as a full disk, and then the tenth scalar waits for it for ever.
-        os.makedirs(folder, exist_ok=True)
-        prefix = os.path.join(folder, "events")
-        self._writer = event_file_writer.EventsWriter(prefix)
-
-    def __enter__(self) -> "TensorBoard":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._writer.close()
-
-    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Adds the scalars of a step; they are in the file when it returns."""
-        now = time.time()
-        for name, value in jax.device_get(dict(scalars)).items():
-            summary = self._scalar(name, float(value))
-            event = self._event(wall_time=now, step=step, summary=summary)
-            self._writer.write_event(event)
-        self._writer.flush()
 
 
 def throughput(task: Task, examples: int, seconds: float) -> tuple[float, str]:

@@ -21,7 +21,6 @@ from examples.pretrain.operation.logs import Logs, check_finite
 from examples.pretrain.operation.processes import (
     StopSignal,
     is_first,
-    without_cache,
     writing,
 )
 from examples.pretrain.operation.rundir import claim, write_atomically
@@ -50,7 +49,7 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
         set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
     console.print(data.description, highlight=False)
     claimed = claim(config, data)
-    with writing(config.out), without_cache(console), claimed, StopSignal() as stop:
+    with writing(config.out), claimed, StopSignal() as stop:
         for name in config.optimizer:
             folder, recipe = config.out / name, config.recipe_of(name)
             if (folder / "result.json").exists():

@@ -180,7 +180,7 @@ for name in [*sys.modules]:
 
 class Refuse:
     def find_spec(name, path=None, target=None):
-        known = {"grain", "tyro", "rich", "pandas", "scipy", "tensorboardX", "tests"}
+        known = {"grain", "tyro", "rich", "pandas", "scipy", "tests"}
         if name.partition(".")[0] in known:
             raise ImportError(name)
 

@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 from examples.study import contrasts, third_tables
-from examples.study.statistics import Interval, holm, interval, markdown
+from examples.study.statistics import Interval, holm, interval
 from tests.examples.pretrain.tiny import ROOT
 from tests.examples.study import test_pages as pages
 from tests.examples.study.test_pages import STUDY, tables, the_table
@@ -60,54 +60,52 @@ def test_the_ladder():
 
 
 def cells_of(table):
-    return [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    return [
+        [cell.strip("` ") for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()[2:]
+    ]
 
 
 def test_the_third_studys_cells_and_contrasts():
-    """As test_pages.py computes them: each cell, slopes, steps, levels and means."""
-    rows = {name.strip("`"): told for name, *told in cells_of(third_tables.cells())}
+    """As the pages have them, and as test_pages.py computes them."""
+    rows = {name: told for name, *told in cells_of(third_tables.cells())}
+    weights = dict(zip(pages.CELLS, np.eye(8).tolist(), strict=True))
     rungs = (pages.SLOPE, [-1, 1, 0, 0], [1, 0, 0, 0])
-    contrasts = [[x / 2 for x in (*of, *of)] for of in rungs]
-    known = dict(zip(rows, [*np.eye(8).tolist(), *contrasts], strict=False))
-    known |= dict(zip(("all", "small initial weights", "usual ones"), pages.INITS,
-                      strict=False))  # fmt: skip
-    known["small minus usual"] = pages.INITS[-1]
-    assert len(known) == 15 and known.keys() <= rows.keys()
-    for name, weights in known.items():
-        by_seed = sum(w * pages.shared(x) for w, x in zip(weights, pages.CELLS,
-                                                          strict=True))  # fmt: skip
-        of_searches = [pages.told_of_searches(weights, low) for low in (False, True)]
-        assert rows[name] == [pages.told(by_seed), *of_searches], name
+    weights |= {
+        name: [x / 2 for x in (*of, *of)]
+        for name, of in zip(third_tables.CONTRASTS, rungs, strict=True)
+    }
+    weights |= {"all": pages.INITS[0], "small minus usual": pages.INITS[-1]}
+    for name, of in weights.items():
+        by_seed = of @ np.array([pages.shared(cell) for cell in pages.CELLS])
+        searched = [pages.told_of_searches(of, lowest) for lowest in (False, True)]
+        assert rows[name] == [pages.told(by_seed), *searched], name
+    at_one_rate = the_table("two_rates", "mixture of")
+    searched = the_table("two_rates", "searched, small")
+    for (n, *shared), (_, *tuned) in zip(at_one_rate, searched, strict=True):
+        small, usual = rows[f"ladder-{n}-small-init"], rows[f"ladder-{n}"]
+        found = [[x, y] for x, y in zip(small, usual, strict=True)]
+        assert [shared, tuned] == [found[0], found[1] + found[2]]
 
 
-def test_the_third_studys_endpoints():
-    """Also as the page's sentences say them."""
-    rows = cells_of(third_tables.endpoints())
+def test_the_third_studys_endpoints_record_and_anchors():
+    """As the pages have them."""
     page = re.sub(r"\s+", " ", (STUDY / "two_rates.md").read_text())
-    assert [row[-1] for row in rows] == [*["inconclusive"] * 2, *["lower"] * 2,
-                                         "inconclusive"]  # fmt: skip
-    for _, _, mean, p, *_ in rows:
-        assert (mean in page and f"(p = {p}" in page) or not p
-    found = cells_of(third_tables.record())
-    of_table = the_table("paper", "minus OrScale")
-    others = [row[3] for row in found if len(row) == 4 and row[3]]
-    assert sorted(others) == sorted(x for row in of_table for x in row[3:])
-    told = cells_of(third_tables.anchors(("largest_anchor", "waited"), range(700, 712)))
-    assert told == [[f"`{name}`", *x] for name, *x in the_table("two_rates", "after 8 "
-                                                                "sequences")]  # fmt: skip
+    rows = cells_of(third_tables.endpoints())
+    verdicts = ["inconclusive"] * 2 + ["lower"] * 2 + ["inconclusive"]
+    assert [row[-1] for row in rows] == verdicts
+    for _, _, mean, p, _ in rows:
+        assert mean in page and (not p or f"(p = {p}" in page)
+    found = [row[3] for row in cells_of(third_tables.record()) if row[3]]
+    rows = the_table("paper", "minus OrScale")
+    assert sorted(found) == sorted(cell for row in rows for cell in row[3:])
+    anchors = third_tables.anchors(("largest_anchor", "waited"), range(700, 712))
+    assert cells_of(anchors) == the_table("two_rates", "after 8 sequences")
     for label, _, mean in cells_of(third_tables.advice("largest_anchor")):
         assert mean in page, label
         assert "rank" not in label or f"{label.split()[-1]} of the shorter side" in page
-
-
-@pytest.mark.parametrize(
-    "ends, said",
-    [((-0.004, 0.004), "equal within the margin"), ((0.001, 0.006), "higher"),
-     ((-0.009, -0.001), "lower"), ((-0.004, 0.006), "inconclusive"),
-     ((0.001, 0.004), "equal within the margin")],
-)  # fmt: skip
-def test_what_is_said_of_the_level(ends, said):
-    assert third_tables.of_level(Interval(sum(ends) / 2, *ends)) == said
+    within = Interval(0.001, -0.002, 0.004)
+    assert third_tables.of_level(within) == "equal within the margin"
 
 
 def test_an_interval_is_that_of_a_paired_t_test():
@@ -122,8 +120,3 @@ def test_holm_multiplies_the_smallest_by_the_most_and_keeps_the_order():
     # By hand: 4 × 0.01, 3 × 0.02, then at least that, 1 × 0.5.
     assert holm([0.5, 0.01, 0.03, 0.02]) == pytest.approx([0.5, 0.04, 0.06, 0.06])
     assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []
-
-
-def test_a_table_is_markdown():
-    found = markdown(("", "a"), [("x", "1"), ("y", "2")])
-    assert found == "|  | a |\n| --- | --: |\n| x | 1 |\n| y | 2 |"

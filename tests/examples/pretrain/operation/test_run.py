@@ -10,7 +10,7 @@ from PIL import Image
 
 from examples.pretrain import compare, tasks
 from examples.pretrain.meshes import make_mesh
-from examples.pretrain.operation import logs, report
+from examples.pretrain.operation import logs
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
@@ -137,23 +137,10 @@ def assert_drawn(path, width=1500):
 
 def test_figures_and_a_report(finished):
     assert_drawn(finished / "losses.png")
-    assert_drawn(finished / "orscale" / "trust_ratios.png")
     assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
     for name in ("adamw", "muon_moonlight"):  # Nothing of what there is not.
-        assert not (finished / name / "trust_ratios.png").exists()
         assert not (finished / name / "report").exists()
     assert not list(finished.glob("*/expert_loads.*"))
-
-
-def test_the_figure_of_the_loads_of_experts(tmp_path):
-    rows = [
-        {"step": str(step), "layer": str(layer), "expert": str(e), "share": str(share)}
-        for step in (4, 8)
-        for layer in range(2)
-        for e, share in enumerate((0.5, 0.25, 0.25))
-    ]
-    report.draw_loads(tmp_path / "loads.png", rows, "Model; rate; seed")
-    assert_drawn(tmp_path / "loads.png")
 
 
 @pytest.mark.slow
@@ -174,7 +161,7 @@ def test_optimizers_come_one_by_one_too(finished, tmp_path_factory, tmp_path):
 IMAGES = """
     --recipe demo-vision --optimizer muon_moonlight --model.widths 4 4 4 4
     --model.residual 1 --batch-size 20 --steps 3 --warmup-steps 1 --val-every 2
-    --log-every 2 --cutout 4 --tensorboard
+    --log-every 2 --cutout 4
 """
 
 
@@ -195,10 +182,6 @@ def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "100 images to train on, 40 to validate on, from drawings of" in shown
     assert f"{float(summary['val_accuracy']):.2%}" in shown
-    [events] = (tmp_path / "muon_moonlight" / "tensorboard").iterdir()
-    written = events.read_bytes()
-    for tag in ("train/loss", "grad_norm", "images/s", "val/loss", "val/accuracy"):
-        assert tag.encode() in written
 
 
 # Several seeds side by side.
@@ -210,20 +193,19 @@ def copy_as_seed(finished, folder, seed, shift):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"seed": seed}))
     lines = []
-    for row in tiny.rows(folder / "metrics.csv"):
-        if row["val_loss"] and row["optimizer"] == "orscale":
+    for row in tiny.rows(folder / "summary.csv"):
+        if row["optimizer"] == "orscale":
             row["val_loss"] = str(float(row["val_loss"]) - shift)
         lines.append(",".join(row.values()))
-    header = (folder / "metrics.csv").read_text().splitlines()[0]
-    (folder / "metrics.csv").write_text("\n".join([header, *lines]) + "\n")
+    header = (folder / "summary.csv").read_text().splitlines()[0]
+    (folder / "summary.csv").write_text("\n".join([header, *lines]) + "\n")
     return folder
 
 
 def test_compare(finished, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     other = copy_as_seed(finished, tmp_path / "seed1", seed=1, shift=8.0)
-    figure = tmp_path / "figures" / "seeds.png"
-    assert compare.main([str(finished), str(other), "--out", str(figure)]) == 0
+    assert compare.main([str(finished), str(other)]) == 0
     table = capsys.readouterr().out
     summary = tiny.rows(finished / "summary.csv")
     loss = {row["optimizer"]: float(row["val_loss"]) for row in summary}
@@ -233,7 +215,6 @@ def test_compare(finished, tmp_path, capsys, monkeypatch):
     gap = orscale - muon
     assert f"{gap - 4:+.4f} [{gap - 8:+.4f},{gap:+.4f}]" in table
     assert f"{1 + (gap < 0)} of 2" in table
-    assert np.asarray(Image.open(figure)).shape[1] == 1500
 
 
 def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
@@ -246,8 +227,5 @@ def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
         ([finished, tmp_path], "no finished run"),
         ([], "name the folders"),
     ):
-        assert compare.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 2
+        assert compare.main([*map(str, runs)]) == 2
         assert message in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
-    assert compare.main([str(finished), "--out", str(tmp_path)]) == 2
-    assert "ends in .png" in capsys.readouterr().err
