@@ -1,4 +1,4 @@
-"""Stages of cases, their tables and figures, and what measures the cases that lack."""
+"""Stages of cases, their tables, and what measures the cases that lack."""
 
 import csv
 import itertools
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 
-from examples.benchmarks import figure
 from examples.benchmarks.timing import Quartiles
 
 
@@ -50,17 +49,14 @@ class Row(NamedTuple):
     clock_mhz: str  # Of the multiprocessors, right after the case.
 
 
-class Stage(NamedTuple):
-    """Groups of cases, those first that are wanted most, and the figure of their rows."""
-
-    groups: Callable[[bool], Sequence[Sequence[Case]]]  # In miniature if told so.
-    draw: Callable[[Sequence[Row], pathlib.Path], None]
+# Groups of cases, those first that are wanted most; in miniature if told so.
+Stage = Callable[[bool], Sequence[Sequence[Case]]]
 
 
 def run(
     stages: Mapping[str, Stage], folder: pathlib.Path, seconds: float, tiny: bool
 ) -> tuple[list[str], list[str]]:
-    """Measures what the tables lack of this card, and draws what they then have.
+    """Measures what the tables lack of this card.
 
     Stages take turns, a group of each. After so many seconds no case is started.
 
@@ -69,7 +65,7 @@ def run(
     """
     card, began = jax.devices()[0].device_kind, time.perf_counter()
     left, failed = [], []
-    named = ([(name, of) for of in stages[name].groups(tiny)] for name in stages)
+    named = ([(name, of) for of in stages[name](tiny)] for name in stages)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*named))
     for stage, case in ((name, case) for name, of in filter(None, turns) for case in of):
         path = folder / f"{stage}.csv"
@@ -87,10 +83,6 @@ def run(
             reason = str(error).partition("\n")[0]
             print(f"{title} failed: {reason}", file=sys.stderr, flush=True)
             failed.append(title)
-    for name, stage_of in stages.items():
-        path = folder / f"{name}.csv"
-        if rows := [row for row in read(path) if row.card == card]:
-            stage_of.draw(rows, path.with_suffix(".png"))
     return left, failed
 
 
@@ -124,34 +116,6 @@ def add(path: pathlib.Path, case: Case, found: Iterable[Measured]) -> None:
 
 def _key(row: Row) -> tuple[str, str, str, str]:
     return row.case, row.variant, row.quantity, row.card
-
-
-def figure_of(quantity: str, title: str) -> Callable[[Sequence[Row], pathlib.Path], None]:
-    """What draws the quartiles of a quantity."""
-
-    def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
-        cases: dict[str, dict[str, Quartiles]] = {}
-        rows = [row for row in rows if row.quantity == quantity]
-        for row in rows:
-            quartiles = Quartiles(row.low, row.median, row.high, row.number)
-            cases.setdefault(row.case, {})[row.variant] = quartiles
-        if rows:
-            label = f"{quantity} ({rows[0].unit})" if rows[0].unit else quantity
-            title_of = f"{title}: median and quartiles"
-            figure.draw(cases, path, label, title_of, measured_with(rows))
-
-    return draw
-
-
-def measured_with(rows: Sequence[Row]) -> str:
-    """The card, driver, JAX and clock of rows; where they differ, the first and last."""
-    forms = {"card": "{}", "driver": "driver {}", "jax": "JAX {}", "clock_mhz": "{} MHz"}
-    parts = []
-    for name, form in forms.items():
-        if values := sorted({getattr(row, name) for row in rows} - {""}):
-            ends = dict.fromkeys((values[0], values[-1]))
-            parts.append(form.format(" to ".join(ends)))
-    return "; ".join(parts)
 
 
 def nvidia_smi(query: str) -> str:

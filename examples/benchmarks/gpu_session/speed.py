@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks.contenders import contenders, step_of
-from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
+from examples.benchmarks.gpu_session.session import Case, Measured
 from examples.benchmarks.models import Leaf, Leaves, gpt2, scanned_gpt2
 from examples.benchmarks.shapes import CASES, Shapes, copies, nominal_flops
 from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
@@ -160,11 +160,5 @@ def _steps(
     ]  # fmt: skip
 
 
-STEPS = Stage(
-    functools.partial(_steps, MODELS, OPTIMIZERS + BFLOAT16, 16, TURNS),
-    figure_of(ON_DEVICE, "A step of the optimizer alone"),
-)
-RECIPE = Stage(
-    functools.partial(_steps, RECIPE_OF, OPTIMIZERS[:3], 3, 3),
-    figure_of(ON_DEVICE, "A step on many experts"),
-)
+steps = functools.partial(_steps, MODELS, OPTIMIZERS + BFLOAT16, 16, TURNS)
+recipe = functools.partial(_steps, RECIPE_OF, OPTIMIZERS[:3], 3, 3)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from examples.benchmarks.contenders import contenders, step_of
-from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
+from examples.benchmarks.gpu_session.session import Case, Measured
 from examples.benchmarks.gpu_session.speed import shares
 from examples.benchmarks.timing import Quartiles, repeated, seconds_of
 from examples.pretrain.loss import cross_entropy
@@ -113,6 +113,3 @@ def training(tiny: bool) -> Sequence[Sequence[Case]]:
         for name in (ALONE, *(["muon"] if tiny else OPTIMIZERS))
     ]
     return cases[:4], cases[4:]
-
-
-TRAINING = Stage(training, figure_of(STEP, "A training step"))
