@@ -136,7 +136,7 @@ def test_the_page(report):
     sections = [
         "run <b>", "Verdict, at step 50", "Warnings", "Not finite", "Figures",
         "Trust ratio by class", "How much of the ratio is uniform",
-        "Growth against ratio", "Matrices at a bound", "Relative step", "Gain over Muon",
+        "Growth against ratio", "Matrices at a bound", "Relative step",
         "Loss", "Matrices", "Audit",
     ]  # fmt: skip
     assert [title for title in page.headings if title in sections] == sections
