@@ -205,8 +205,6 @@ class Config:
     keep: int = 2
     # Text that every model continues at the end. None: no text.
     sample: str | None = None
-    # Measure at the end how much of a step is the optimizer's.
-    time_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if not self.optimizer:

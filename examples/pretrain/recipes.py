@@ -53,7 +53,6 @@ _OWN_TEXT = Config(
     ),
     optimizer=("adamw", "muon_moonlight"),
     out=pathlib.Path("runs/text"),
-    time_optimizer=True,
 )
 _COMPARED = ("adamw", "muon_moonlight", "orscale")
 
@@ -80,8 +79,7 @@ DEMOS: dict[str, Config] = {
         ),
         optimizer=_COMPARED,
         out=pathlib.Path("runs/demo-moe"),
-        time_optimizer=True,
-    ),
+        ),
     "demo-vision": Config(
         recipe=ImageRecipe(
             learning_rate=0.02, rates="shared", adam_b2=0.999, weight_decay=5e-4,
@@ -92,8 +90,7 @@ DEMOS: dict[str, Config] = {
         model=davidnet.DavidNetConfig(widths=(8, 16, 32, 64)),
         optimizer=_COMPARED,
         out=pathlib.Path("runs/demo-vision"),
-        time_optimizer=True,
-    ),
+        ),
 }  # fmt: skip
 
 

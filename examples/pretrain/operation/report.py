@@ -22,14 +22,12 @@ from orscale_jax.diagnostics.report import write_report
 
 SUMMARY = [
     "optimizer", "label", "val_loss", "val_accuracy", "steps", "parameters",
-    "seconds_per_step", "optimizer_share", "items_per_second",
+    "seconds_per_step",
 ]  # fmt: skip
 # Columns of the table: title, key of the summary, format.
 COLUMNS = (
     ("accuracy", "val_accuracy", ".2%"),
     ("s/step", "seconds_per_step", ".3f"),
-    ("optimizer's share", "optimizer_share", ".1%"),
-    ("per second", "items_per_second", ",.0f"),
 )
 SMOOTHING = 0.9  # Of the training loss: the weight of the past at each step.
 MARKERS = {"adamw": "s", "muon_moonlight": "o", "orscale": "^"}
@@ -96,21 +94,15 @@ def look(name: str) -> dict[str, Any]:
 def _summary(name: str, rows: Sequence[Row], folder: pathlib.Path) -> dict[str, Any]:
     result = json.loads((folder / name / "result.json").read_text())
     last = rows[-1]
-    summary = {
+    return {
         "optimizer": name,
         "label": OPTIMIZERS[name].label,
         "val_loss": last["val_loss"],
         "val_accuracy": last.get("val_accuracy", ""),
         "steps": last["step"],
         "parameters": result["parameters"],
+        "seconds_per_step": f"{float(last['seconds']) / int(last['step']):.5f}",
     }
-    if (seconds := result.get("seconds")) is not None:
-        step = seconds["step"]
-        items = int(last["images" if "images" in last else "tokens"])
-        summary["seconds_per_step"] = f"{step:.5f}"
-        summary["optimizer_share"] = f"{seconds['optimizer'] / step:.4f}"
-        summary["items_per_second"] = f"{items / int(last['step']) / step:.0f}"
-    return summary
 
 
 def _write_csv(

@@ -24,7 +24,7 @@ from examples.pretrain.tasks import recorded_kind
 # computed, how often to save, and where the data lies (its fingerprint is compared).
 FREE_OPTIONS = frozenset(
     "out optimizer data val_data per_device_batch loss_chunks checkpoint_every keep "
-    "sample time_optimizer model.remat".split()
+    "sample model.remat".split()
     + [f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)]
 )
 

@@ -124,7 +124,6 @@ def test_summary(finished):
     assert [row["label"] for row in summary] == ["AdamW", "Muon+Moonlight", "OrScale"]
     for row in summary:
         assert row["val_loss"] == metrics[row["optimizer"]][-1]["val_loss"]
-        assert float(row["optimizer_share"]) > 0
         assert float(row["seconds_per_step"]) > 0
         assert int(row["parameters"]) == 256 * 16 + 12 * 16**2 + 3 * 16
 
@@ -174,8 +173,9 @@ def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
     assert [bool(row["val_accuracy"]) for row in rows] == [False, True, True]
     [summary] = tiny.rows(tmp_path / "summary.csv")
     assert summary["val_accuracy"] == rows[-1]["val_accuracy"]
-    per_second = 20 / float(summary["seconds_per_step"])
-    assert float(summary["items_per_second"]) == pytest.approx(per_second, rel=0.01)
+    assert float(summary["seconds_per_step"]) == pytest.approx(
+        float(rows[-1]["seconds"]) / 3, abs=1e-5
+    )
     history = tiny.rows(tmp_path / "muon_moonlight" / "history.csv")
     assert {row["class"] for row in history} == {"convolution"}
     assert {row["step"] for row in history} == {"2"}
