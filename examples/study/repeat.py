@@ -115,7 +115,8 @@ def repeat(workload: str, arm: str, out: pathlib.Path) -> dict[int, float]:
     lines = path.read_text().splitlines() if path.exists() else []
     found = {int(seed): float(loss) for seed, loss in csv.reader(lines)}
     missing = [seed for seed in SEEDS if seed not in found]
-    for seed, loss in train(find_workload(workload), arm, rates, missing):
+    runs = train(find_workload(workload), arm, rates, missing) if missing else ()
+    for seed, loss in runs:
         found[seed] = loss
         with path.open("a") as file:
             file.write(f"{seed},{loss}\n")

@@ -11,6 +11,7 @@ from examples.pretrain.meshes import make_mesh
 from examples.pretrain.setup import set_up
 from examples.pretrain.tasks import make_task
 from examples.study import prose, repeat
+from examples.study.contrasts import REFERENCE, confirmed
 from examples.study.workloads import WORKLOADS, Workload, find_workload
 from tests.examples.pretrain import tiny
 
@@ -85,6 +86,19 @@ def test_a_repeat_has_the_settings_of_the_table_and_does_nothing_twice(
         repeat.run(repeat.Options(arms=("aurora",), out=tmp_path))
     with pytest.raises(UsageError, match="--workloads huge is unknown"):
         find_workload("huge")
+
+
+@pytest.mark.extended
+def test_old_and_new_differences_stand_side_by_side(monkeypatch, tmp_path):
+    monkeypatch.chdir(tiny.ROOT)
+    for arm in ("orscale", REFERENCE):
+        losses = confirmed("two_rates/dense-small", arm)
+        lines = [f"{seed},{loss}\n" for seed, loss in losses.items()]
+        (tmp_path / f"dense-small-{arm}.csv").write_text("".join(lines))
+    options = repeat.Options(workloads=("dense-small",), out=tmp_path, processes=1)
+    row = repeat.run(options).splitlines()[-1].strip("| ").split(" | ")
+    assert row[:2] == ["`dense-small`", "OrScale − Muon+Moonlight"]
+    assert row[2] == row[3] and row[4] == "24 of 24"
 
 
 def test_workloads_differ_in_what_their_names_say():
