@@ -116,19 +116,19 @@ def _lowest(
 def at_one_rate(cell: str, rate: float | None = None) -> np.ndarray:
     """By seed, OrScale − Muon+Moonlight at one rate for all parameters: AdamW's best."""
     table = f"ladder/{cell}"
-    settings = (rate, rate)
     if rate is None:
         settings, _ = _lowest(table, "adamw", SEARCH_SEEDS)
+    else:
+        settings = (rate, rate)
     ours, theirs = (losses_of(table, x)[settings] for x in ("orscale", REFERENCE))
     return paired(_picked(ours, SHARED_SEEDS), _picked(theirs, SHARED_SEEDS))
 
 
 def shared(weights: Weights) -> Estimate:
     """A contrast at AdamW's best rate."""
-    values = sum(weight * at_one_rate(cell) for cell, weight in weights.items() if weight)
-    return Estimate(
-        float(np.mean(values)), np.var(values, ddof=1) / len(values), len(values) - 1
-    )
+    values = np.sum([w * at_one_rate(cell) for cell, w in weights.items()], axis=0)
+    variance = float(values.var(ddof=1)) / len(values)
+    return Estimate(float(values.mean()), variance, len(values) - 1)
 
 
 @functools.cache
@@ -213,9 +213,9 @@ def equal_rates() -> str:
 
     def at(rate: float, weights: Weights) -> np.ndarray:
         found = [
-            weight * at_one_rate(cell, rate if cell in SMALL_CELLS else None)
-            for cell, weight in weights.items()
-            if weight
+            w * at_one_rate(cell, rate if cell in SMALL_CELLS else None)
+            for cell, w in weights.items()
+            if w
         ]
         return np.sum(found, axis=0)
 
