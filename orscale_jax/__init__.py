@@ -9,7 +9,7 @@ from orscale_jax.audit.description import (
     ParameterRow as ParameterRow,
     Total as Total,
 )
-from orscale_jax.distributed.plan import Group as Group, Plan as Plan
+from orscale_jax.audit.plan import Group as Group, Plan as Plan
 from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )
@@ -37,9 +37,8 @@ from orscale_jax.transforms.relatives import (
     NeuronRMSState as NeuronRMSState,
 )
 from orscale_jax.transforms.stages import (
-    FromFirstNonzeroUpdateState as FromFirstNonzeroUpdateState,
-    from_first_nonzero_update as from_first_nonzero_update,
     scale_by_shape as scale_by_shape,
+    where_nonzero as where_nonzero,
 )
 from orscale_jax.transforms.trust_ratio import (
     CalibratedTrustRatioState as CalibratedTrustRatioState,

@@ -1,7 +1,8 @@
 """Conversion of one optimizer's state to another's, for a run that continues."""
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,15 +14,17 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
+from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
 from orscale_jax.trees.checks import Entry, array_type, entries
 from orscale_jax.trees.names import Path, listed, names_on
 
+_NUMBERS = "numbers"  # The field of the ratio's state that holds NUMBERS.
 _COUNTS = frozenset({"count", "gradient_step", "mini_step"})
 _MOMENTS = frozenset({TRACE, "mu", "nu"})
-# Fields of states that hold arguments: of the ratio's stage, of optax.contrib.muon and of
-# schedule_free. Those of inject_hyperparams are below "hyperparams".
-_SETTINGS = frozenset({"bounds", "ns_coeffs", "b1"})
+# Fields of states that hold arguments: of optax.contrib.muon and of schedule_free. Those
+# of inject_hyperparams are below "hyperparams".
+_SETTINGS = frozenset({"ns_coeffs", "b1"})
 
 
 class _Held:
@@ -47,6 +50,11 @@ class _Held:
     def has(self, owner: Path | None, *fields: str) -> bool:
         """Whether it holds one of these fields of a parameter."""
         return any((field, owner) in self.of_params for field in fields)
+
+    def shapes(self, owner: Path | None, *fields: str) -> set[tuple[int, ...]]:
+        """The shapes of these fields of a parameter."""
+        held = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
+        return {np.shape(entry.array) for found in held for entry in found or ()}
 
     def array(self, field: str, wanted: Entry) -> Any:
         """The array of a field of an entry's parameter, at its own place or the only."""
@@ -87,21 +95,24 @@ class _Conversion:
     shapes: dict[Path, tuple[int, ...]]
     momentum: Any
     nesterov: bool
+    allow_new: bool
 
     def array(self, entry: Entry) -> jax.Array:
         """The array that replaces an initial one in the new state."""
-        found = self.found(entry)
-        if found is None:
-            return entry.array
-        if np.shape(found) != np.shape(entry.array):
-            of_param = self.shapes.get(entry.owner or ())
-            if of_param not in (None, np.shape(entry.array)):
-                return entry.array  # What was kept of other matrices starts over.
-            raise ValueError(
-                f"{entry.field} of {entry.name} has shape {np.shape(found)} in the old "
-                f"state and {np.shape(entry.array)} in the new one: pass the parameters "
-                "of the old run."
-            )
+        owner, shape, found = entry.owner, np.shape(entry.array), self.found(entry)
+        of_param = self.shapes.get(owner or (), shape)
+        resized = self.old.shapes(owner, TRACE, "mu") - {of_param}
+        if found is None or (shape != of_param and (resized or np.shape(found) != shape)):
+            return entry.array  # What was kept of other matrices starts over, too.
+        if np.shape(found) != shape:
+            if not self.allow_new:
+                raise ValueError(
+                    f"{entry.field} of {entry.name} has shape {np.shape(found)} in the "
+                    f"old state and {shape} in the new one. If the parameter has another "
+                    "length along one axis, pass allow_new=True: what both have is kept. "
+                    "Otherwise start over with optimizer.init(params)."
+                )
+            found = _in_shape_of(entry.array, found)
         # A copy, so that a donated step does not delete the arrays of the old state.
         return jnp.array(found, jnp.result_type(entry.array), copy=True)
 
@@ -117,6 +128,9 @@ class _Conversion:
             if alike and old.fields_beside(place) == self.new.fields_beside(place):
                 return same
             return self._count(entry) if field in _COUNTS else None
+        adamw = field in ("mu", "nu") and self.new.has(owner, "nu")
+        if adamw and not old.has(owner, "nu"):
+            return None  # A first moment alone would make its steps far too long.
         if old.has(owner, field):
             return old.array(field, entry)
         if field == "mu" and not self.new.has(owner, "nu") and old.has(owner, TRACE):
@@ -188,8 +202,9 @@ def convert_state(
 
     Both may be :func:`orscale`, :func:`muon`, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``). States without a first moment, such as
-    that of :func:`optax.rmsprop`, are refused. Do not convert those of
+    (``chain``, ``partition``, ``MultiSteps``), and the old one SGD. States whose first
+    moment is missing or is none of gradients, such as those of :func:`optax.rmsprop` and
+    :func:`optax.novograd`, are refused. Do not convert those of
     :func:`optax.lars`, :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief`
     and :func:`optax.contrib.adopt`: they look like those of SGD and AdamW, but their
     moments are other quantities.
@@ -213,15 +228,20 @@ def convert_state(
     from it is an estimate.
 
     Args:
-      state: The old optimizer's state, or its ``flax.nnx.Optimizer``; may be a restored
-        tree of dictionaries and lists.
+      state: The old optimizer's state, its ``flax.nnx.Optimizer``, or a tree of
+        dictionaries and lists that was restored without a target: of either of these, of
+        ``nnx.state`` of the optimizer, or of a ``TrainState``.
       optimizer: The new optimizer. Given a ``flax.nnx.Optimizer``, the result is for its
         ``opt_state``.
       params: The parameters, or a model of Flax NNX.
       momentum: :math:`\mu` of the matrices' momentum, in [0, 1); needed where one of the
         states has an average and the other a sum.
       nesterov: Whether :func:`optax.contrib.muon` uses Nesterov's momentum.
-      allow_new: Whether parameters may be missing from the old state.
+      allow_new: Whether the old state may lack something, which then starts over:
+        parameters, the moments of those that AdamW did not train before, and, if a
+        parameter has another length along one axis, what it has more than before. Entries
+        of the same index are kept; what is known of each matrix, such as c, starts over.
+        A parameter of a quite different shape starts over as a whole.
 
     Returns:
       A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``. It
@@ -229,26 +249,28 @@ def convert_state(
 
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not
-        set), the old state is of another kind of optimizer, an array has another shape,
-        ``momentum`` is missing, AdamW would need a second moment that the state does not
-        hold, a schedule would have to start at one of several steps that differ (under
+        set), has another shape, or would need from AdamW a second moment that the state
+        does not hold; if the old state is of another kind of optimizer, ``momentum`` is
+        missing, a schedule would have to start at one of several steps that differ (under
         ``jax.jit``, where steps are unknown, it starts at the first), the state holds an
         array of a parameter several times under one name, or the new one holds moments of
         no single parameter (:func:`optax.flatten`).
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from orscale_jax import convert_state, orscale
+      >>> from orscale_jax import convert_state, diagnostics, orscale
       >>> params = {"kernel": jnp.eye(2)}
       >>> old = optax.contrib.muon(1e-3)
       >>> _, state = old.update(params, old.init(params), params)
       >>> optimizer = orscale(1e-3)
       >>> state = convert_state(state, optimizer, params, momentum=0.95)
-      >>> print(optax.tree.get(state, "calibration")["kernel"])
+      >>> print(diagnostics.read(state, params).calibration["kernel"])
       0.0
     """
     if hasattr(state, "tx"):  # A flax.nnx.Optimizer, or a TrainState.
         state = state.opt_state
+    elif isinstance(state, Mapping) and "opt_state" in state:  # As saved by itself.
+        state = state["opt_state"]
     transformation = getattr(optimizer, "tx", optimizer)
     if hasattr(optimizer, "wrt"):
         params = trained(params, optimizer)
@@ -264,14 +286,30 @@ def convert_state(
         wanted = entries(bare, bare_params)
         fields = {TRACE, TRACE_SCALE, "mu", "nu"}
         fields |= {entry.field for entry in wanted if entry.owner is not None}
-        old = _Held(_decoded(entries(unbox(state), bare_params, fields)))
+        # Restored without a target, a state of NNX has each array under "value".
+        without_variables = jax.tree.map(
+            lambda node: node["value"] if _is_variable(node) else node,
+            state,
+            is_leaf=_is_variable,
+        )
+        readings = (
+            entries(unbox(tree), bare_params, fields)
+            for tree in (state, without_variables)
+        )
+        held = max(readings, key=lambda read: sum(x.owner is not None for x in read))
+        old = _Held(_decoded(held))
         decoded = _decoded(wanted)
         leaves = jax.tree.leaves_with_path(bare_params)
         shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
-        conversion = _Conversion(old, _Held(decoded), shapes, momentum, nesterov)
-        _refuse_unfit(conversion, bare_params, allow_new)
+        conversion = _Conversion(
+            old, _Held(decoded), shapes, momentum, nesterov, allow_new
+        )
+        _refuse_unfit(conversion)
         arrays = {entry[:2]: conversion.array(entry) for entry in decoded}
         for place, owner, scales in wanted:
+            if place[-1:] == (_NUMBERS,):
+                of_matrices = [arrays[(*place[:-1], x), owner] for x in NUMBERS]
+                arrays[place, owner] = jnp.stack(of_matrices)
             if place[-1:] == (TRACE_SCALE,):
                 codes = (*place[:-1], TRACE), owner
                 axis = int8_blocks.axis_of(arrays[codes].shape, scales.shape)
@@ -283,8 +321,23 @@ def convert_state(
         return rebox(jax.tree.unflatten(jax.tree.structure(bare), converted), new)
 
 
+def _is_variable(node: Any) -> bool:
+    """Whether a node is what a variable of NNX becomes in a tree of dictionaries."""
+    alone = isinstance(node, Mapping) and node.keys() == {"value"}
+    return alone and bool(jax.tree_util.all_leaves([node["value"]]))
+
+
+def _in_shape_of(initial: jax.Array, found: Any) -> Any:
+    """The entries that both have, if one axis has another length; else the initial."""
+    shapes = list(itertools.zip_longest(initial.shape, np.shape(found)))
+    if initial.ndim != np.ndim(found) or sum(a != b for a, b in shapes) != 1:
+        return initial
+    both = tuple(slice(min(lengths)) for lengths in shapes)
+    return initial.at[both].set(jnp.asarray(found, initial.dtype)[both])
+
+
 def _decoded(found: Sequence[Entry]) -> list[Entry]:
-    """The entries of a state, with float32 in place of 8-bit codes and their scales."""
+    """The entries of a state, float32 for 8-bit codes, and each number of a ratio."""
     scales_of = {
         ((*place[:-1], TRACE), owner): scales
         for place, owner, scales in found
@@ -295,29 +348,35 @@ def _decoded(found: Sequence[Entry]) -> list[Entry]:
         if (scales := scales_of.get(entry[:2])) is not None:
             both = jnp.asarray(entry.array), jnp.asarray(scales)
             entry = entry._replace(array=int8_blocks.decode(*both, jnp.float32))
-        if entry.field != TRACE_SCALE:
+        if entry.field == _NUMBERS and entry.owner is not None:
+            for name, number in zip(NUMBERS, jnp.asarray(entry.array), strict=True):
+                place = (*entry.place[:-1], name)
+                decoded.append(Entry(place, entry.owner, number))
+        elif entry.field != TRACE_SCALE:
             decoded.append(entry)
     return decoded
 
 
-def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> None:
+def _refuse_unfit(conversion: _Conversion) -> None:
     """Refuse the state of other parameters, and of other kinds of optimizers."""
     old, new = conversion.old, conversion.new
 
     def subject(owners: Iterable[Path]) -> str:
-        return listed([repr(".".join(owner)) for owner in owners])
+        return listed([(".".join(owner), "") for owner in owners])
 
-    leaves = jax.tree.leaves_with_path(params)
-    names = [keys for path, _ in leaves if (keys := names_on(path)) in new.owners]
+    names = [keys for keys in conversion.shapes if keys in new.owners]
     missing = [keys for keys in names if keys not in old.owners]
-    if names and not old.owners:
+    moments = any(
+        np.ndim(x) and jnp.issubdtype(x.dtype, jnp.inexact) for x in old.others.values()
+    )
+    if names and not old.owners and moments:
         raise ValueError(
             "the old state holds nothing of these parameters: pass the parameters under "
             "the names of its run, and restore the state into the structure of its own "
             "optimizer's init, without which the names of its fields are lost. The names "
             f"passed are {', '.join(repr('.'.join(keys)) for keys in names[:5])}."
         )
-    if missing and not allow_new:
+    if missing and not conversion.allow_new:
         raise ValueError(
             f"{subject(missing)} not in the old state. Pass allow_new=True to start "
             "over there, or pass the parameters under the names of the old run."
@@ -326,9 +385,11 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
         owner
         for owner in new.owners
         if owner in old.owners and new.has(owner, TRACE, "mu")
-        # optax.rmsprop's trace is one of updates, not of gradients.
+        # optax.rmsprop's trace is one of updates, not of gradients, and optax.novograd
+        # divides gradients by the one number that it keeps for a parameter.
         if (old.has(owner, "nu") and not old.has(owner, "mu"))
-        or not (allow_new or old.has(owner, TRACE, "mu"))
+        or len(old.shapes(owner, "mu", "nu")) > 1
+        or not (conversion.allow_new or old.has(owner, TRACE, "mu"))
     ]
     if unknown:
         raise ValueError(
@@ -350,10 +411,10 @@ def _refuse_unfit(conversion: _Conversion, params: PyTree, allow_new: bool) -> N
         if new.has(owner, "nu") and not new.has(owner, TRACE)
         if old.has(owner, TRACE, "mu") and not old.has(owner, "nu")
     ]
-    if without:
+    if without and not conversion.allow_new:
         raise ValueError(
             f"{subject(without)} given to AdamW, but the old state holds no second "
-            "moment of theirs, as after Muon, SGD or Lion. What Muon trained as a matrix "
-            "may stay one, as with weight_dimension_numbers=by_path({'embed|head': "
-            "'matrix'}); otherwise start over with optimizer.init(params)."
+            "moment of theirs, as after Muon, SGD or Lion. Pass allow_new=True to start "
+            "over there. What Muon trained as a matrix may also stay one, as with "
+            "weight_dimension_numbers=by_path({'embed|head': 'matrix'})."
         )

@@ -31,10 +31,10 @@ from orscale_jax.transforms.matrices import (
     on_parameters,
 )
 from orscale_jax.transforms.momentum import (
+    adam_stage,
     float_dtype,
     is_int8,
     momentum_stage,
-    with_float32_squares,
 )
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
 from orscale_jax.transforms.stages import (
@@ -46,12 +46,11 @@ from orscale_jax.transforms.stages import (
     Scale,
     adamw_rate_stage,
     decay_stage,
-    first_update_stage,
     multipliers_of,
     rate_stage,
     resolve_mask,
     shape_stage,
-    told,
+    where_nonzero_stage,
 )
 from orscale_jax.transforms.trust_ratio import (
     ANCHOR_STEPS,
@@ -147,8 +146,8 @@ def orscale(
         :math:`s = \sqrt{n / m}`, with m inputs and n outputs: then leave
         ``consistent_rms`` out. See :func:`scale_by_shape`.
       calibrate: Whether c is anchored; False for :math:`c = 1`.
-      anchor: The rule that sets c: ``"first"`` as in the paper, or ``"full_rank"`` or
-        ``"largest"`` for matrices whose first direction has low rank; see
+      anchor: The rule that sets c: ``"first"`` as in the paper, or ``"largest"`` for
+        matrices whose first direction has low rank; see
         :func:`scale_by_calibrated_trust_ratio`.
       anchor_steps: The number of directions that ``"largest"`` considers, at least 1.
       r_min: Lower bound of the ratio.
@@ -196,29 +195,31 @@ def orscale(
         are batch axes of matrices, or as many axes as the leaf, with 1 along all but
         batch axes, such as ``(1, 24, 1)`` for 24 layers along axis 1.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
-        do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
+        do not name a mesh. It must have the devices of the arrays. None: the mesh of the
+        context (``jax.set_mesh``), if any.
         Arrays on a mesh name it in their types, so None is enough as a rule.
       slow_axes: The axes of the mesh that lead from one slice of a TPU pod, or from one
         node of GPUs, to another: names such as ``("dcn",)``, or a mapping to the number
         of slices along each, such as ``{"fsdp": 2}`` for an axis that crosses slices part
         of the way. Work is shared over slow links only where that pays. None: what the
-        devices say, if the mesh is that of the context (``jax.set_mesh``), a concrete
-        ``mesh``, or the partitioner's. ``()``: no axis is slow.
+        devices say, if the mesh is that of the context (``jax.set_mesh``) or a concrete
+        ``mesh``. ``()``: no axis is slow.
       param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
         axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
         or :class:`jax.sharding.PartitionSpec`, or of arrays or
         :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree; or a
-        callable from the parameters to one. None: the annotations of Flax or Haliax that
-        ``init`` last saw for parameters of these names and shapes. The argument only
-        decides where Newton–Schulz runs: arrays with other shardings are resharded.
+        callable from the parameters to one. None: what ``init`` of this optimizer, or
+        :func:`state_shardings`, has seen of parameters of these names and shapes, placed
+        or annotated; else shardings are assumed, with a warning. The argument only
+        decides where Newton–Schulz runs, and how updates are sharded where
+        ``out_shardings`` do not say it: arrays with other shardings are resharded.
         Explicit axes do not need it.
 
     Returns:
       A transformation. Its updates have the gradients' shapes and, as in Optax's
       optimizers, the dtype to which gradient, parameter and ``mu_dtype`` promote. Norms,
-      D, c and r are float32 (float64 for float64). The ratios are in the state:
-      ``optax.tree.get_all_with_path(state, "trust_ratio")``, likewise
-      ``"raw_trust_ratio"`` and ``"calibration"``.
+      D, c and r are float32 (float64 for float64). They are in the state:
+      :func:`orscale_jax.diagnostics.read` gives them by name.
 
     Raises:
       ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
@@ -231,15 +232,14 @@ def orscale(
 
     Example:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from orscale_jax import orscale
+      >>> from orscale_jax import diagnostics, orscale
       >>> optimizer = orscale(learning_rate=1e-3)
       >>> params = {"kernel": jnp.ones((4, 8)), "bias": jnp.zeros(8)}
       >>> state = optimizer.init(params)
       >>> grads = jax.tree.map(jnp.ones_like, params)
       >>> updates, state = optimizer.update(grads, state, params)
       >>> params = optax.apply_updates(params, updates)
-      >>> [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
-      >>> print(ratios["kernel"].round(4))
+      >>> print(diagnostics.read(state, params).trust_ratio["kernel"].round(4))
       1.0
 
     References:
@@ -319,16 +319,11 @@ class Stages:
     scale_by_learning_rate: optax.GradientTransformation  # By −η, and its multipliers.
     polar: Stage  # M̃ to Q, for any of the matrices.
 
-    def from_first_update(
-        self, *stages: optax.GradientTransformation
-    ) -> optax.GradientTransformation:
-        """The stages in a chain, once a matrix has received an update; 0 before."""
-        return first_update_stage(optax.chain(*stages), self.matrices)
-
-    def told(self, *stages: optax.GradientTransformation) -> optax.GradientTransformation:
-        """The stages in a chain; the ratio is told whether M̃ ≠ 0, and λ now."""
-        weight_decay = self.hyperparameters.weight_decay
-        return told(optax.chain(*stages), weight_decay, self.matrices)
+    @property
+    def direction(self) -> optax.GradientTransformation:
+        """M̃ to D = λW + sQ with Q = NS(M̃), and to D = 0 where M̃ is zero."""
+        stages = self.orthogonalize, self.scale_by_shape, self.add_decayed_weights
+        return where_nonzero_stage(optax.chain(*stages), self.matrices)
 
 
 # An optimizer of matrices from its stages. The nesting of chains is the state's tree:
@@ -340,22 +335,15 @@ def orscale_chain(s: Stages) -> optax.GradientTransformation:
     """OrScale: M ← μM + G, D = λW + sQ and W ← W − η r̂ D."""
     return optax.chain(
         s.momentum,  # M̃ = μM + G
-        s.told(
-            s.from_first_update(
-                optax.chain(s.orthogonalize, s.scale_by_shape),  # sQ, Q = NS(M̃)
-                s.add_decayed_weights,  # D = λW + sQ
-            ),
-            s.scale_by_trust_ratio,  # r̂D
-        ),
+        s.direction,  # D = λW + sQ, Q = NS(M̃)
+        s.scale_by_trust_ratio,  # r̂D
         s.scale_by_learning_rate,  # −η r̂D
     )
 
 
 def muon_chain(s: Stages) -> optax.GradientTransformation:
     """Muon: OrScale without the ratio, r̂ = 1."""
-    direction = optax.chain(s.orthogonalize, s.scale_by_shape)
-    update = s.told(s.from_first_update(direction, s.add_decayed_weights))
-    return optax.chain(s.momentum, update, s.scale_by_learning_rate)
+    return optax.chain(s.momentum, s.direction, s.scale_by_learning_rate)
 
 
 def adamw_chain(
@@ -367,11 +355,10 @@ def adamw_chain(
         b2=h.adam_b2,
         eps=h.adam_eps,
         eps_root=h.adam_eps_root,
-        mu_dtype=float_dtype(h.mu_dtype),
         nesterov=h.adam_nesterov,
     )
     return optax.chain(
-        with_float32_squares(moments),
+        adam_stage(moments, float_dtype(h.mu_dtype)),
         decay_stage(h.adam_weight_decay, mask),
         adamw_rate_stage(h.adam_learning_rate, multipliers),
     )
@@ -385,7 +372,7 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
     polar = functools.partial(orthogonalize_stage, options, specs)
     scale = Scale.of(h.consistent_rms, h.scale_mode)
     given = {name: getattr(h, name) for name in RATIO}
-    ratio = TrustRatio(**given, scale=scale, weight_decay=h.weight_decay)
+    ratio = TrustRatio(**given)
 
     def optimizer_of(params: PyTree) -> Optimizer:
         # Functions among the arguments see the whole tree, not just one group of it.
@@ -400,7 +387,7 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
             orthogonalize=polar(matrices),
             scale_by_shape=shape_stage(scale, matrices),
             add_decayed_weights=decay_stage(h.weight_decay, mask),
-            scale_by_trust_ratio=trust_ratio_stage(ratio, mask, matrices),
+            scale_by_trust_ratio=trust_ratio_stage(ratio, matrices),
             scale_by_learning_rate=rate_stage(h.learning_rate, multipliers, matrices),
             polar=polar,
         )

@@ -39,8 +39,8 @@ def dimension_numbers(
 
     Weights of ``Linear`` (and so of ``MLP`` and ``MultiheadAttention``), ``Conv`` and
     ``ConvTranspose`` are matrices. Embeddings, norms, biases, depthwise convolutions and
-    parameters of fewer than two axes take AdamW, and so does every parameter whose path
-    has a name that :func:`orscale_jax.orscale` takes for an embedding or an output head.
+    parameters of fewer than two axes take AdamW, and so does an output layer, whose name
+    or trace shows it. Other names decide only about parameters of which no type does.
     Axes that ``eqx.filter_vmap`` puts in front of those that a module declares are batch
     axes. Recurrent cells, which concatenate the weights
     of their gates, have one matrix per gate, and grouped convolutions that are not

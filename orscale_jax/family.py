@@ -157,11 +157,11 @@ def orscale_on_normuon(
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from orscale_jax import family
+      >>> from orscale_jax import diagnostics, family
       >>> optimizer = family.orscale_on_normuon(1e-3)
       >>> params, grads = {"kernel": jnp.eye(16, 4)}, {"kernel": jnp.ones((16, 4))}
       >>> _, state = optimizer.update(grads, optimizer.init(params), params)
-      >>> print(optax.tree.get(state, "trust_ratio")["kernel"].round(3))
+      >>> print(diagnostics.read(state, params).trust_ratio["kernel"].round(3))
       1.0
 
     References:

@@ -100,8 +100,8 @@ class Matrix:
 
     ``denominator`` names what the ratio's denominator is the ``norm`` of, ``polar`` makes
     Q, ``after_q`` makes what Q goes through before s, ``anchor`` is what sets c: where Q
-    is not zero, for the first time since the start or since :meth:`unset`. Before the
-    first such step the matrix does not decay.
+    is not zero, for the first time since the start or since :meth:`unset`. While the
+    momentum is zero the matrix rests: D is zero.
     """
 
     weight: np.ndarray
@@ -123,7 +123,6 @@ class Matrix:
     anchor: str = "first"
     anchor_steps: int = 100
     c: float | None = None
-    started: bool = False
     first_weight_norm: float = 0.0
     r: float = 1.0
     clipped: float = 1.0
@@ -151,12 +150,11 @@ class Matrix:
             self.momentum * self.buffer + gradient if self.nesterov else self.buffer
         )
         # What float32 flushes to zero is zero.
-        self.moves = not np.abs(lookahead).max() < np.finfo(np.float32).tiny
-        self.started |= self.moves
+        self.moves = not np.abs(lookahead).sum() < np.finfo(np.float32).tiny
         lookahead = lookahead if self.moves else np.zeros_like(lookahead)
         scale = 1.0 if self.rms is None else self.rms * max(self.weight.shape) ** 0.5
         self.scaled_q = scale * self.normalize(self.polar(lookahead))
-        decayed = self.decay * self.started * self.weight
+        decayed = self.decay * self.moves * self.weight
         if self.cautious:
             decayed = np.where(self.scaled_q * self.weight >= 0, decayed, 0)
         self.direction = decayed + self.scaled_q
@@ -168,7 +166,7 @@ class Matrix:
         if self.coupled:
             self.weight = self.weight - rate * self.clipped * self.direction
         else:
-            shrunk = (1 - rate * self.decay * self.started) * self.weight
+            shrunk = (1 - rate * self.decay * self.moves) * self.weight
             self.weight = shrunk - rate * self.clipped * self.scaled_q
 
     def measure(self, measured):
@@ -185,10 +183,6 @@ class Matrix:
         self.directions.append(self.norm(measured, self.eps))
         if self.first_weight_norm == 0:
             return np.inf
-        if self.anchor == "full_rank":
-            full = self.rms**2 * self.weight.size if self.rms else min(self.weight.shape)
-            decayed = self.decay * self.first_weight_norm
-            return self.first_weight_norm / (np.sqrt(decayed**2 + full) + self.eps)
         count = self.anchor_steps if self.anchor == "largest" else 1
         return self.first_weight_norm / max(self.directions[:count])
 

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from orscale_jax.distributed.engine import PolarOptions, polar_factors
-from orscale_jax.distributed.platforms import DEFAULTS, PLATFORMS, Limits
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import DEFAULTS, PLATFORMS, Limits
 from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.transforms.matrices import on_matrices
 from orscale_jax.transforms.orthogonalize import orthogonalize_stage

@@ -176,7 +176,7 @@ def main(folder, port, index, kind):
     (folder / f"program.{index}").write_text(program.as_text())
     run = advance(program, start(shardings), range(1, SAVED + 1))
     if jax.process_index() == 0:  # A collective would wait for the other processes.
-        assert {row.norms for row in describe(run[0], NUMBERS).rows} == {None}
+        assert {row.norms for row in describe(run[0], OPTIMIZER).rows} == {None}
     save(folder / "checkpoint", run)
     write(folder, SAVED, run)
     write(folder, COMPARED, advance(program, run, range(SAVED + 1, COMPARED + 1)))

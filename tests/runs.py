@@ -8,10 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import family, orscale
+from orscale_jax import CalibratedTrustRatioState, family, orscale
+from orscale_jax.transforms import trust_ratio
+from orscale_jax.trees.nodes import nodes_of
 from tests import leaves, oracle
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -56,6 +59,15 @@ def first_update(optimizer, params, grads):
     return updates, state, after
 
 
+def equations(jaxpr, name):
+    """The equations of a primitive, inner calls included."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == name:
+            yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner, name)
+
+
 def types_of(tree):
     """Shapes, dtypes and sharding types."""
     return jax.tree.map(jax.typeof, tree)
@@ -82,8 +94,16 @@ def run(optimizer, params, steps, gradients=leaves.random_tree):
 
 
 def readout(state, name):
+    """A field of a state, or a number of the ratio's, as a tree like the parameters."""
+    if name in trust_ratio.NUMBERS:
+        [node] = nodes_of(state, CalibratedTrustRatioState)
+        return getattr(node, name)
     [(_, tree)] = optax.tree.get_all_with_path(state, name)
     return tree
+
+
+def has_ratios(state):
+    return bool(nodes_of(state, CalibratedTrustRatioState))
 
 
 def assert_close(found, expected, rtol=1e-5, atol=1e-5):
@@ -146,7 +166,6 @@ def optimizers_of(module):
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 RELATIVES = optimizers_of(family)
 FAMILY = RELATIVES | {
-    "full_rank_anchor": functools.partial(orscale, anchor="full_rank"),
     "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),
 }
 

@@ -379,9 +379,9 @@ def test_tools_that_look_for_parameters_in_the_state():
 
     assert found(shapes, "trace")["stack"] == (SHAPES["stack"], SHAPES["stack"])
     # Arrays per matrix do not have parameters' shapes, and no parameter's spec fits them.
-    assert found(shapes, "trust_ratio")["stack"].shape == SHAPES["stack"][:1]
+    assert found(shapes, "numbers")["stack"].shape == (7, *SHAPES["stack"][:1])
     others = {"transform_non_params": lambda _: "replicated"}
-    assert found(lambda *_: "sharded", "trust_ratio", **others) == "replicated"
+    assert found(lambda *_: "sharded", "numbers", **others) == "replicated"
 
 
 @pytest.mark.quick_first_case
@@ -407,8 +407,8 @@ def test_sharding_types_are_kept(build):
         updates, state, after = first_update(optimizer, params, grads)
     assert types_of(updates) == types_of(grads)
     assert types_of(after) == types_of(state)
-    for _, ratios in optax.tree.get_all_with_path(after, "trust_ratio"):
-        assert jax.typeof(ratios["stack"]).sharding.spec == P("a")
+    for _, numbers in optax.tree.get_all_with_path(after, "numbers"):
+        assert jax.typeof(numbers["stack"]).sharding.spec == P(None, "a")
     assert_trees_close(jax.tree.map(np.asarray, updates), expected, **rounding(build))
 
 

@@ -130,7 +130,7 @@ def test_parameters_that_types_do_not_settle():
     with pytest.raises(ValueError, match="do not say which") as error:
         dimension_numbers(Own())
     text = str(error.value)
-    assert "'mix' of shape (3, 2, 3): there is no rule for it in Own" in text
+    assert f"'mix' of shape (3, 2, 3): there is no rule for it in {__name__}.Own" in text
     assert "'grouped.weight' of shape (4, 2, 2): it is split in 2 groups" in text
     assert "gain" not in text and "plain" not in text
     for kwargs in (

@@ -62,17 +62,6 @@ def test_the_scale_of_optax(nesterov, injected):
             assert leaves.relative_error(found[name], expected[name]) < 2e-4, name
 
 
-@pytest.mark.parametrize("mode", ["shape_scaling", "unit_rms_norm"])
-@pytest.mark.quick_first_case
-def test_the_anchor_of_full_rank_knows_the_scale(mode):
-    """c = ‖W‖ / ‖λW + sQ‖ for a Q of full rank that is orthogonal to W."""
-    wide = {"w": jnp.eye(4, 36)}
-    optimizer = orscale(1e-3, anchor="full_rank", scale_mode=mode, weight_decay=0.5)
-    _, state = optimizer.update(wide, optimizer.init(wide), wide)
-    norm = (0.25 * 4 + 9 * 4) ** 0.5  # s² = 36 / 4
-    np.testing.assert_allclose(readout(state, "calibration")["w"], 2 / norm, rtol=1e-5)
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "arguments, by_hand",

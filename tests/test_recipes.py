@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from orscale_jax import describe
+from orscale_jax import describe, muon
 from tests.test_docs import BLOCK, ROOT
 
 TEXT = (ROOT / "docs" / "recipes.md").read_text()
@@ -45,10 +45,10 @@ def test_every_recipe_is_in_the_table():
 @pytest.mark.parametrize("name", table())
 def test_the_table_is_what_describe_says(page, name):
     params = jax.eval_shape(page["init"], jax.random.key(0))
-    optimizer, numbers = built(page, name)
+    optimizer, _ = built(page, name)
     found = {
         row.path.split(".")[-1]: str(row.matrices or "AdamW")
-        for row in describe(params, numbers, optimizer=optimizer).rows
+        for row in describe(params, optimizer).rows
     }
     assert (
         found | {"dimension numbers": table()[name]["dimension numbers"]} == table()[name]
@@ -60,7 +60,8 @@ def test_what_heads_do_to_the_size_of_entries(heads, inputs):
     """A Q of full rank, whose entries have the mean square 1 / max(m, n)."""
 
     def size(mode, outputs):
-        [row] = describe({"w": jnp.ones((inputs, outputs))}, scale_mode=mode).rows
+        params = {"w": jnp.ones((inputs, outputs))}
+        [row] = describe(params, muon(1e-3, scale_mode=mode)).rows
         return row.scale / max(row.m, row.n) ** 0.5
 
     for mode, times in [("spectral", 1), ("shape_scaling", 1), ("unit_rms_norm", heads)]:

@@ -132,9 +132,7 @@ TRACED = {  # The steps are made of many of them.
             "scale_by_shape",
         )
     },
-    "from_first_nonzero_update": lambda: of_matrices(
-        "from_first_nonzero_update", optax.identity()
-    ),
+    "where_nonzero": lambda: of_matrices("where_nonzero", optax.identity()),
     "numbers on the device": lambda: orscale(
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),
@@ -193,7 +191,7 @@ IN_JIT = {
     "measure": lambda now: diagnostics.measure(now.state, now.params),
 }
 ON_THE_HOST = {
-    "describe": lambda now: str(orscale_jax.describe(now.params, optimizer=OPTIMIZER)),
+    "describe": lambda now: str(orscale_jax.describe(now.params, OPTIMIZER)),
     "describe shapes": lambda now: str(orscale_jax.describe(SHAPES)),
     "by_path": lambda now: orscale_jax.by_path({"bias": "adamw"})(now.params),
     "state_shardings": lambda now: orscale_jax.state_shardings(OPTIMIZER, PLACED),

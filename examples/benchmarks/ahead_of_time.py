@@ -62,7 +62,8 @@ from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.tasks import make_task
 from orscale_jax import state_shardings
-from orscale_jax.distributed.plan import H100, TPU_V5P, Hardware, slices_of_axes
+from orscale_jax.distributed.mesh import slices_of_axes
+from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, Hardware
 
 MIB, GIB = 2**20, 2**30
 ON_AUTO_AXES = "orscale on Auto axes"
@@ -276,6 +277,8 @@ def lowered(
         jax.eval_shape(optimizer.init, params),
         shardings,
     )
+    if contender == WITHOUT_SHARDINGS:  # One that has seen no parameters.
+        optimizer = contenders(numbers, None, None, slow)["orscale"]
     jitted = jax.jit(
         step_of(optimizer),
         donate_argnums=(0, 1),

@@ -34,17 +34,13 @@ from examples import figure_style as style
 from examples.benchmarks import models
 from examples.benchmarks.ahead_of_time import line
 from examples.benchmarks.contenders import NS_STEPS
-from orscale_jax.distributed.plan import (
-    Bucket,
-    MeshShape,
-    Plan,
-    ShardedArray,
-    Traffic,
-    count_devices,
-    plan_buckets,
-)
-from orscale_jax.distributed.platforms import PLATFORMS
+from orscale_jax.audit.plan import Plan
+from orscale_jax.distributed.costs import Bucket, ShardedArray, Traffic
+from orscale_jax.distributed.exchange import cost_model
+from orscale_jax.distributed.mesh import MeshShape, count_devices
+from orscale_jax.distributed.plan import plan_buckets
 from orscale_jax.newton_schulz import restarts
+from orscale_jax.newton_schulz.platforms import PLATFORMS
 from orscale_jax.sharding.typed_sharding import axes_of
 
 COUNTS = (64, 256, 1024, 4096, 16384)
@@ -114,7 +110,7 @@ def planned(
     arrays: Sequence[ShardedArray], platform: str, mesh: MeshShape
 ) -> tuple[Bucket, ...]:
     known = PLATFORMS[platform]
-    return plan_buckets(arrays, mesh, known.limits.stack_bytes, known.cost_model)
+    return plan_buckets(arrays, mesh, known.limits.stack_bytes, cost_model(known))
 
 
 def received_in_steps(m: int, n: int, platform: str) -> int:
@@ -126,11 +122,11 @@ def received_in_steps(m: int, n: int, platform: str) -> int:
 def row(model: str, platform: str, count: int) -> dict[str, Any]:
     """The figures of a model on so many devices."""
     mesh = mesh_of(platform, count)
-    arrays, cost_model = arrays_of(model, mesh), PLATFORMS[platform].cost_model
+    arrays, model_of_cost = arrays_of(model, mesh), cost_model(PLATFORMS[platform])
     began = time.perf_counter()
     plan = planned(arrays, platform, mesh)
     seconds = time.perf_counter() - began
-    found = Plan.of(plan, [[""] * len(arrays)] * len(plan), mesh, cost_model)
+    found = Plan.of(plan, [[""] * len(arrays)] * len(plan), model_of_cost)
     # Of all matrices by the plain iteration, and by the form that one device takes alone;
     # by products that the partitioner divides, with collectives in each of them.
     plain = alone = divided = 0
@@ -139,7 +135,7 @@ def row(model: str, platform: str, count: int) -> dict[str, Any]:
         *batch, m, n = array.shape
         *of_batch, rows, columns = array.axes
         each = restarts.flops(m, n, NS_STEPS, restarts=NS_STEPS - 1)
-        segments = cost_model.segments(m, n)
+        segments = model_of_cost.segments(m, n)
         plain += math.prod(batch) * each
         alone += math.prod(batch) * restarts.flops(m, n, NS_STEPS, restarts=segments - 1)
         held = math.prod(batch) // math.prod(
@@ -153,7 +149,7 @@ def row(model: str, platform: str, count: int) -> dict[str, Any]:
         received = received.plus(Traffic(fast_bytes=fast, slow_bytes=slow))
 
     def milliseconds(flops: int, traffic: Traffic) -> float:
-        return 1e3 * cost_model.seconds(cost_model.cost(flops, traffic))
+        return 1e3 * model_of_cost.seconds(model_of_cost.cost(flops, traffic))
 
     return {
         "model": model,
@@ -162,7 +158,6 @@ def row(model: str, platform: str, count: int) -> dict[str, Any]:
         "planned in, s": seconds,
         "stacks": len(plan),
         "operations, TFLOP": found.flops / 1e12,
-        "of the median device": found.median_flops / 1e12,
         "of an even share": found.flops * count / alone,
         "over fast links, MB": found.fast_bytes / 1e6,
         "over slow links, MB": found.slow_bytes / 1e6,

@@ -47,7 +47,7 @@ from examples.benchmarks.hlo_program import (
     parse,
     runs,
 )
-from orscale_jax.distributed.plan import Hardware
+from orscale_jax.newton_schulz.hardware import Hardware
 
 # By the names that programs of several TPU slices have for them.
 TRANSFERS = {

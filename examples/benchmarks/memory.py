@@ -127,7 +127,7 @@ def of_state(
 ) -> tuple[Held, Held]:
     """The state: what of it is on the chips, and what in their hosts' memory."""
     optimizer = choice.optimizer(numbers)
-    described = describe(params, numbers, optimizer=optimizer, platform="tpu")
+    described = describe(params, optimizer)
     each, chip = described.state_bytes_per_parameter, described.state_bytes_per_device
     assert each is not None and chip is not None
     state = jax.tree.leaves(jax.eval_shape(optimizer.init, params))

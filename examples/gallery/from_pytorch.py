@@ -82,6 +82,7 @@ def main(steps: int = 200, width: int = 16) -> tuple[jax.Array, Arrays, Arrays]:
 if __name__ == "__main__":
     losses, before, _ = main()
     print(f"loss {losses[0]:.3f} → {losses[-1]:.3f}")
-    for row in describe(before, NUMBERS).rows:
+    optimizer = muon(1e-2, weight_dimension_numbers=NUMBERS)
+    for row in describe(before, optimizer).rows:
         matrices = f"{row.matrices} of {row.m} × {row.n}" if row.matrices else ""
         print(f"{row.path:<22} {row.shape!s:<16} {row.rule:<7} {matrices}")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import by_path, orscale
+from orscale_jax import by_path, diagnostics, orscale
 
 GROUPS, FEATURES = 4, 16
 # The leading axis counts matrices. Without its rule the router would be one, too.
@@ -56,8 +56,8 @@ def loss_fn(params: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, ja
 
 def main(
     steps: int = 300, experts: int = 8, hidden: int = 64
-) -> tuple[jax.Array, optax.OptState]:
-    """The errors, and the optimizer's state after the last step."""
+) -> tuple[jax.Array, diagnostics.Reading]:
+    """The errors, and what the optimizer did at the last step."""
     rate = optax.cosine_decay_schedule(0.01, steps)
     optimizer = orscale(rate, weight_dimension_numbers=NUMBERS)
 
@@ -68,12 +68,15 @@ def main(
 
     params = init(jax.random.key(0), experts, hidden)
     keys = jax.random.split(jax.random.key(3), steps)
-    (_, state), errors = jax.lax.scan(train_step, (params, optimizer.init(params)), keys)
-    return errors, state
+    carry, errors = jax.lax.scan(train_step, (params, optimizer.init(params)), keys)
+    params, state = carry
+    return errors, diagnostics.read(state, params, NUMBERS)
 
 
 if __name__ == "__main__":
-    errors, state = main()
-    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
+    errors, reading = main()
     print(f"error {errors[0]:.3f} → {errors[-1]:.3f}")
-    print("trust ratios of down:", *(f"{ratio:.2f}" for ratio in ratios["down"]))
+    print(
+        "trust ratios of down:",
+        *(f"{ratio:.2f}" for ratio in reading.trust_ratio["down"]),
+    )

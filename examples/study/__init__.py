@@ -3,6 +3,7 @@
 =============  ==========================================================================
 contrasts      what the second study found, from the losses in docs/data
 third_tables   the same of the third study
+curves         how early Muon passes AdamW's final loss, from the validation curves
 statistics     paired differences with intervals; Holm's correction
 repeat         trains a part of the second study again
 workloads      its models, their data and how long they are trained

@@ -75,6 +75,10 @@ for _name, _cells in (("small initial weights", CELLS[:4]), ("usual ones", CELLS
         f"{_name}, slope": dict(zip(_cells, _RUNGS[SLOPE], strict=True)),
     }
 MEANS["small initial weights, step"] = {CELLS[0]: -1, CELLS[1]: 1}
+_LATER = np.log2(EXPERTS[1:]) - np.mean(np.log2(EXPERTS[1:]))
+MEANS["small initial weights, slope from 4 on"] = dict(
+    zip(CELLS[1:4], (_LATER / np.sum(_LATER**2)).tolist(), strict=True)
+)
 MEANS["small minus usual"] = {
     cell: 1 / 4 if cell in SMALL_CELLS else -1 / 4 for cell in CELLS
 }
@@ -223,7 +227,12 @@ def equal_rates() -> str:
     asked |= {name: x for name, x in MEANS.items() if name.startswith("small initial")}
     rows = [
         [name, *(str(interval(at(rate, weights))) for rate in EQUAL_RATES)]
-        for name, weights in (asked | CONTRASTS).items()
+        for name, weights in asked.items()
+    ]
+    # The cells with usual initial weights have no other rate than 0.008.
+    rows += [
+        [name, "", str(interval(at(0.008, weights)))]
+        for name, weights in CONTRASTS.items()
     ]
     return markdown(["", *map(str, EQUAL_RATES)], rows)
 

@@ -5,7 +5,7 @@ It only reports: no part of it runs in ``update``.
 ===========  =======================================================================
 describe     the public ``describe``
 description  ``Description``, its rows and sums, and the table that ``print`` shows
-merging      names that differ only by numbers, as one name
+plan         the report of the plan of Newton–Schulz
 probe        what an optimizer's first update does
 state        the abstract state of an optimizer, by parameter
 checks       reasons to look at a matrix

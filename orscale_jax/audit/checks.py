@@ -23,7 +23,10 @@ _FUSED_CLASS = re.compile(r"attention (qkvo?|kv)|.*gate up")
 # Names say what a class does not: layers of class "other", and latent attention, whose
 # projections are fused in their own way.
 _UNKNOWN = re.compile(r"other|attention latent.*")
-_FUSED = re.compile(r"\b(qkv|kv|fused)\b|(^|\.)(c attn|in proj|gate up( proj)?)(\.|$)")
+_FUSED = re.compile(
+    r"\b(q?kv|qkv[a-z]+|fused)\b|(^|\.)net[ .]0\.proj(\.|$)"
+    r"|(^|\.)(c attn|in proj( ba)?|(x|bc|bcdt) proj|gate up( proj)?)(\.|$)"
+)
 _ROUTER = re.compile(r"\b(router|gating)\b|\bgate\d*( \d+)*(\.|$)")
 _TABLE = re.compile(r"\b(output|out|table|lookup|codebook)\b")
 _LORA = re.compile(r"\blora\b")
@@ -44,7 +47,7 @@ class Checks:
     ) -> None:
         """Collect it from leaves, axes of matrices, and classes."""
         self.shapes = {path: np.shape(leaf) for path, leaf in leaf_of.items()}
-        self.axes = axes_of
+        self.axes, self.classes = axes_of, class_of
         # Modules by their keys in words, and the paths of all parameters below each.
         self.modules = {path: module_and_array(path)[0] for path in leaf_of}
         self.below: dict[Path, list[Any]] = collections.defaultdict(list)
@@ -70,8 +73,10 @@ class Checks:
         unknown = layer == "other"
         if layer in EMBEDDING_OR_HEAD | VECTORS:
             yield f"{layer}?"
-        if _FUSED_CLASS.fullmatch(layer) or (
-            _UNKNOWN.fullmatch(layer) and _FUSED.search(name)
+        if (
+            _FUSED_CLASS.fullmatch(layer)
+            or (_UNKNOWN.fullmatch(layer) and _FUSED.search(name))
+            or (layer.endswith(" up") and self._is_twice_as_wide(path, row))
         ):
             # Blocks or a batch axis divide it, but not one that all neighbours have as
             # well, of layers or experts.
@@ -110,6 +115,19 @@ class Checks:
             yield f"{longer} times as long"
         if 1 in row.batch_shape:
             yield "batch of one"
+
+    def _is_twice_as_wide(self, path: Any, row: ParameterRow) -> bool:
+        """Whether a projection up makes two numbers for each that its down one takes."""
+        down = row.layer_class.removesuffix("up") + "down"
+        for other in self._beside(path):
+            if self.classes[other] == down and (axes := self.axes.get(other)):
+                shape = np.asarray(self.shapes[other])
+                wide, out = (
+                    int(shape[list(x)].prod()) for x in (axes.rows, axes.columns)
+                )
+                if (row.m, row.n) in ((out, 2 * wide), (2 * out, wide)):
+                    return True
+        return False
 
     def _beside(self, path: Any) -> Iterator[Any]:
         """The paths of the parameters of the modules beside that of a leaf."""

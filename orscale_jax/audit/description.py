@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from orscale_jax.audit.merging import merged
-from orscale_jax.distributed.plan import Group, Plan
+from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
+from orscale_jax.trees.merging import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
 
@@ -28,23 +28,23 @@ class ParameterRow:
       shape: Its shape, or that of the block.
       dtype: Its dtype.
       rule: ``"matrix"`` or ``"adamw"``, for the branches of this library's optimizers;
-        with ``optimizer=`` also ``"other"``, another optimizer, and ``"stateless"``, none
-        that keeps a state for it: :func:`optax.set_to_zero`, which freezes it, plain
-        :func:`optax.sgd`, or none at all outside of :func:`optax.masked`, which passes
-        the gradient on as the update. ``"refused"``: an error, until the optimizer gets
-        dimension numbers for it.
+        ``"other"``, another optimizer; ``"stateless"``, none that keeps a state for it:
+        :func:`optax.set_to_zero`, which freezes it, plain :func:`optax.sgd`, or none at
+        all outside of :func:`optax.masked`, which passes the gradient on as the update;
+        ``"refused"``, an error, until the optimizer gets dimension numbers for it.
       parameters: The number of its entries.
-      state_bytes: Bytes of optimizer state that belong to it; None without an optimizer.
+      state_bytes: Bytes of optimizer state that belong to it; None if it is refused.
       layer_class: The class of its layer, such as "attention key", by its name:
         :func:`orscale_jax.diagnostics.layer_classes`.
       label: Its label in :func:`optax.partition`, such as ``"frozen"``; those of nested
         partitions are joined by ``/``. If several groups keep no state, the state does
         not tell which of them has a parameter: ``"frozen or sgd"``. Empty without a
-        partition, and without an optimizer.
+        partition.
       multipliers: The smallest and the largest multiplier of its learning rate
         (``learning_rate_multipliers`` of :func:`orscale`); they differ if layers of a
-        stack have their own. 1 without an optimizer.
-      matrices: How many matrices it holds; 0 for other rules, as for ``m`` and ``n``.
+        stack have their own.
+      matrices: How many matrices it holds; 0 for other rules, as for ``m`` and ``n``,
+        and for a stack of which a compiled or mapped ``init`` does not tell the axes.
       m: Rows of each matrix.
       n: Columns of each matrix.
       scale: The factor s of Q; None for other rules.
@@ -61,7 +61,8 @@ class ParameterRow:
         frozen outside of :func:`keep_master_weights`. Empty if there are none.
       first_update: With ``probe=True``, what the first update that is not zero does to
         it: ``"orthogonal"``, if the singular values of each matrix are equal, as far as
-        Newton–Schulz makes them so; ``"element-wise"``, if its entries are, as those of
+        Newton–Schulz makes them so (for another library's optimizer, of the matrices by
+        any reading of the axes); ``"element-wise"``, if its entries are, as those of
         AdamW and of signs; ``"other"``; or ``"none"``, if it has not moved after 128
         updates by one gradient (16, if others have). Decay does not count.
       first_update_rms: The root mean square of that update, of the whole leaf.
@@ -96,7 +97,7 @@ class ParameterRow:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Sums over rows; ``state_bytes`` is None without an optimizer."""
+    """Sums over rows; ``state_bytes`` is None if any of them is refused."""
 
     leaves: int
     matrices: int
@@ -112,19 +113,18 @@ class Description:
       rows: One :class:`ParameterRow` per leaf, in the order of the tree (one per block of
         a leaf whose blocks have several sizes).
       plan: What goes through Newton–Schulz together, on one device or on the mesh.
-      shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts; None
-        without an optimizer.
+      shared_bytes: Bytes of optimizer state that belong to no leaf, such as counts.
       mesh: The lengths of the axes of the parameters' mesh, its slices, and where the
         optimizer finds the shardings, in words; empty without a mesh.
       state_bytes_per_device: Bytes of optimizer state on each device of the mesh, by
-        :func:`state_shardings`; None without a mesh or an optimizer, in a selection, and
-        for an optimizer whose ``init`` does not run on Explicit axes.
+        :func:`state_shardings`; None without a mesh, in a selection, if a leaf is
+        refused, and for an optimizer whose ``init`` does not run on Explicit axes.
       refusals: What the optimizer's errors will say of the leaves that it refuses.
     """
 
     rows: tuple[ParameterRow, ...]
     plan: Plan
-    shared_bytes: int | None = None
+    shared_bytes: int = 0
     mesh: str = ""
     state_bytes_per_device: int | None = None
     refusals: tuple[str, ...] = ()
@@ -142,12 +142,12 @@ class Description:
         return {
             **{rule: _total(rows) for rule, rows in rows_of.items()},
             "shared": Total(0, 0, 0, self.shared_bytes),
-            "all": _total(self.rows, self.shared_bytes or 0),
+            "all": _total(self.rows, self.shared_bytes),
         }
 
     @property
     def state_bytes_per_parameter(self) -> float | None:
-        """Bytes of optimizer state per entry; None without an optimizer or parameters."""
+        """Bytes of optimizer state per entry; None without entries or with refusals."""
         total = self.totals["all"]
         if total.state_bytes is None or not total.parameters:
             return None
@@ -166,8 +166,7 @@ class Description:
         return Description(
             rows,
             self.plan._replace(groups=tuple(groups)),
-            None if self.shared_bytes is None else 0,
-            self.mesh,
+            mesh=self.mesh,
             refusals=self.refusals,
         )
 
@@ -192,12 +191,9 @@ class Description:
     def __str__(self) -> str:
         """The table as fixed-width text, without columns that say nothing."""
         rows, totals, hidden = _merged_rows(self.rows), self.totals, {""}
-        if self.shared_bytes is None:
-            del totals["shared"]
-            hidden.add("state bytes")
         if len(dtypes := {row.dtype for row in self.rows}) == 1:
             hidden.add("dtype")
-        if all(row.shape == (row.m, row.n) for row in self.rows if row.rule == "matrix"):
+        if all(row.shape == (row.m, row.n) for row in self.rows if row.matrices):
             hidden.add("m × n")
         table = []
         for column in _COLUMNS:
@@ -257,7 +253,7 @@ class _Column(NamedTuple):
 
 
 def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow], Any]:
-    return lambda row: value(row) if row.rule == "matrix" else None
+    return lambda row: value(row) if row.matrices else None
 
 
 _COLUMNS = (
@@ -381,18 +377,15 @@ def _of_group(group: Group, on_mesh: bool) -> str:
 
 def _of_cost(plan: Plan) -> str:
     """What a step costs each device, in one line: three digits, all before the point."""
-    work, median, fast, slow, total, of_median, transfers, exposed = (
+    work, fast, slow, total, transfers, exposed = (
         f"{number:,.0f}" if number >= 1000 else f"{number:.3g}"
         for number in (
-            plan.flops / 1e9, plan.median_flops / 1e9,
-            plan.fast_bytes / 1e6, plan.slow_bytes / 1e6,
-            plan.seconds * 1e3, plan.median_seconds * 1e3,
-            plan.transfer_seconds * 1e3, plan.exposed_seconds * 1e3,
+            plan.flops / 1e9, plan.fast_bytes / 1e6, plan.slow_bytes / 1e6,
+            plan.seconds * 1e3, plan.transfer_seconds * 1e3, plan.exposed_seconds * 1e3,
         )
     )  # fmt: skip
     return (
-        f"each device: {work} GFLOP (the median one {median}), {fast} MB over fast "
-        f"links, {slow} MB over slow ones; about {total} ms without overlap (the median "
-        f"one {of_median}), {transfers} of them for transfers, at least {exposed} waited "
-        "for"
+        f"each device: {work} GFLOP, {fast} MB over fast links, {slow} MB over slow "
+        f"ones; about {total} ms without overlap, {transfers} of them for transfers, at "
+        f"least {exposed} waited for"
     )

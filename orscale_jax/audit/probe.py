@@ -155,7 +155,7 @@ def _update_of(optimizer: Any, grads: PyTree, params: PyTree) -> _Update:
         squares = jax.tree.map(lambda u: jnp.sum(u * u) / max(1, u.size), wide)
         return updates, state, jax.tree.map(jnp.sqrt, squares)
 
-    state, errors = jax.eval_shape(optimizer.init, params), []
+    state, errors = optimizer.init(params), []  # Not traced: it sees the shardings.
     for update in (optimizer.update, with_loss, lambda g, s, _: optimizer.update(g, s)):
         try:
             jax.eval_shape(update, grads, state, params)

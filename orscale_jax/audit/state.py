@@ -15,12 +15,12 @@ from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.parameters import rate_multipliers
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
-from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms import orthogonalize, stages
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
+from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.transforms.relatives import InitialNormState
-from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, Scale
+from orscale_jax.transforms.stages import Scale
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import entries
@@ -31,7 +31,7 @@ from orscale_jax.trees.nodes import is_masked, nodes_of
 OTHER, STATELESS = "other", "stateless"
 REFUSED = "refused"  # By an optimizer of this library, until it has dimension numbers.
 # The states that only matrices of this library have.
-_STATES = FromFirstNonzeroUpdateState, InitialNormState, CalibratedTrustRatioState
+_STATES = InitialNormState, CalibratedTrustRatioState
 _OURS = frozenset(field for state in _STATES for field in state._fields)
 _SUMMED = "acc_grads"  # Of optax.MultiSteps: kept for every parameter, by no optimizer.
 
@@ -42,7 +42,7 @@ class Kept(NamedTuple):
     rule: str  # See ParameterRow, as for the label and the multipliers.
     label: str = ""
     multipliers: tuple[float, float] = (1.0, 1.0)
-    arrays: list[Any] | None = None  # None without an optimizer.
+    arrays: list[Any] | None = None  # None if it is refused.
     axes: MatrixAxes | None = None  # Of its matrices, if it has any.
     scale: Scale | None = None  # Of their Q.
     stage: int = 0  # Which of those that orthogonalize has them.
@@ -66,7 +66,6 @@ class AbstractState(NamedTuple):
     kept: Mapping[Any, Kept]  # By the path of the parameter.
     shared_bytes: int  # Of what belongs to no parameter.
     polar: Sequence[PolarOptions]  # Of the stages that orthogonalize.
-    specs: Sequence[ParamSpecs]  # What these stages know of the shardings of parameters.
 
     @classmethod
     def of(cls, optimizer: Any, params: PyTree) -> "AbstractState":
@@ -84,7 +83,7 @@ class AbstractState(NamedTuple):
         state, bare = unbox(state), unbox(params)
         axes_of = {
             names_on(path): (axes, stage)
-            for stage, (matrices, *_) in enumerate(polar)
+            for stage, (matrices, _) in enumerate(polar)
             for path, axes in zip(matrices.paths, matrices.of_leaves, strict=True)
         }
         scales = {
@@ -131,8 +130,7 @@ class AbstractState(NamedTuple):
             )
         _refuse_vectors(parts, leaf_of, kept)
         shared = (array for part in parts for array in part.arrays.get(None, ()))
-        _, options, specs = zip(*polar, strict=True) if polar else ((), (), ())
-        return cls(kept, nbytes(shared), options, specs)
+        return cls(kept, nbytes(shared), [options for _, options in polar])
 
 
 def leaves_by_path(tree: PyTree) -> dict[Any, Any]:
@@ -186,7 +184,8 @@ def _parts(state: Any, params: PyTree) -> Iterator[_Part]:
         groups = partition.inner_states
         if {*groups} != {MATRIX, ADAMW}:
             return False
-        inside = nodes_of(groups[MATRIX], PartitionState, *_STATES)
+        momenta = optax.TraceState, Int8TraceState
+        inside = nodes_of(groups[MATRIX], PartitionState, *momenta)
         return bool(inside) and not isinstance(inside[0], PartitionState)
 
     def below(node: Any, label: str = "", is_masked: bool = False) -> Iterator[_Part]:
@@ -233,6 +232,5 @@ def _refuse_vectors(
                     f"{name_and_shape(path, leaf_of[path])}: it trains other arrays, as "
                     "inside optax.contrib.split_real_and_imaginary, or inside "
                     "optax.flatten, which makes one vector of all parameters, so that "
-                    "AdamW would train all of them. Take it away, or call "
-                    "describe() without optimizer=."
+                    "AdamW would train all of them. Take that wrapper away."
                 )

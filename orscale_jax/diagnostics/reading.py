@@ -13,10 +13,11 @@ from orscale_jax import _checks
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, matrix_axes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
-from orscale_jax.transforms.matrices import Matrices, compute_dtype
+from orscale_jax.transforms.matrices import MATRIX, Matrices, compute_dtype
+from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.transforms.relatives import InitialNormState
-from orscale_jax.transforms.stages import FromFirstNonzeroUpdateState, RateMultiplierState
-from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
+from orscale_jax.transforms.stages import RateMultiplierState
+from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import Path, by_name, name_and_shape, names_on
 from orscale_jax.trees.nodes import Labels, nodes_in_groups, nodes_of
@@ -28,14 +29,6 @@ LearningRate: TypeAlias = (
 ByPath: TypeAlias = dict[Path, Any]
 _Value = TypeVar("_Value")
 
-# The states that only matrices of this library have, and a field with an entry for each.
-_HELD = {
-    CalibratedTrustRatioState: "trust_ratio",
-    FromFirstNonzeroUpdateState: "started",
-    InitialNormState: "initial_norm",
-}
-# The fields with one entry per matrix that all states of the ratio have.
-_FIELDS = sorted({*CalibratedTrustRatioState._fields} - {"anchor_count", "bounds"})
 _INJECTED = (optax.InjectHyperparamsState, optax.InjectStatefulHyperparamsState)
 _FORMS = (
     "pass a number, a schedule, or a mapping from the labels of optax.partition to them"
@@ -69,14 +62,14 @@ class Reading(NamedTuple):
     #: η·r̂·‖D‖/‖W‖ of the last update, the fraction of itself by which W has moved.
     relative_step: PyTree
     #: ‖W'‖/‖W₀‖, where W₀ are the weights on which c was anchored, those at the first
-    #: direction at which W was not zero. 1 before it; NaN if the state was restored from
-    #: a checkpoint that has c but not ‖W₀‖.
+    #: direction at which W was not zero. 1 before it.
     growth: PyTree
-    #: Whether r̂ is at the lower bound.
+    #: Whether the lower bound has raised r.
     at_r_min: PyTree
-    #: Whether r̂ is at the upper bound.
+    #: Whether the upper bound has lowered r.
     at_r_max: PyTree
-    #: Whether the matrix has received momentum that is not zero.
+    #: Whether the matrix has had a direction; of an optimizer without ratios, whether its
+    #: momentum is not zero.
     started: PyTree
     #: Whether c is set, and finite.
     anchored: PyTree
@@ -93,8 +86,9 @@ def read(
 
     Call it with what a training loop holds after ``optax.apply_updates``, inside or
     outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, so
-    the cost is one norm of the parameters. Nothing is sent to the host. On a mesh, one
-    number per matrix is summed over the devices that share it.
+    the cost is one norm of the parameters and, without ratios, one of the momentum.
+    Nothing is sent to the host. On a mesh, one number per matrix is summed over the
+    devices that share it.
 
     Args:
       state: The state after the update, of :func:`orscale_jax.orscale`,
@@ -140,34 +134,33 @@ def read(
     groups: dict[Path, Labels] = {}
     ratios: dict[Path, dict[str, jax.Array]] = {}
     for labels, node in nodes_in_groups(state, CalibratedTrustRatioState):
-        fields = {name: by_name(getattr(node, name)) for name in _FIELDS}
-        for path in fields["trust_ratio"]:
-            at = {name: arrays[path] for name, arrays in fields.items()}
-            # Copies outside of jit, where a donated step would delete the state's arrays.
-            at = {
-                name: x if isinstance(x, jax.core.Tracer) else jnp.array(x)
-                for name, x in at.items()
-            }
-            groups[path], ratios[path] = labels, at | {"bounds": jnp.asarray(node.bounds)}
-    started = _by_path(x.started for x in nodes_of(state, FromFirstNonzeroUpdateState))
+        for path, numbers in by_name(node.numbers).items():
+            of_matrices = jnp.unstack(jnp.asarray(numbers))
+            ratios[path] = dict(zip(NUMBERS, of_matrices, strict=True))
+            groups[path] = labels
     initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
     if (like := held(state)) is None:
         remedy = "pass the state of an optimizer of orscale_jax"
         _checks.refuse("state", type(state), remedy)
     matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
     norms: ByPath = {}
-    for path, row in zip(matrices.paths, matrices.rows(params), strict=True):
-        (axes, leaf), array = row, jnp.asarray(like[names_on(path)])
+    found: dict[Path, dict[str, Any]] = {}
+    momenta = _momenta(state)
+    for path, (axes, leaf) in zip(matrices.paths, matrices.rows(params), strict=True):
+        name = names_on(path)
         norm = axes.norms(jnp.asarray(leaf).astype(compute_dtype(leaf)))
-        norms[names_on(path)] = typed_sharding.shard_like(norm, array)
-    found: dict[Path, dict[str, Any]] = {p: {"weight_norm": x} for p, x in norms.items()}
+        if like[name] is not None:
+            norm = typed_sharding.shard_like(norm, jnp.asarray(like[name]))
+        norms[name], found[name] = norm, {"weight_norm": norm}
+        if name in momenta and name not in ratios:
+            size = jnp.abs(jnp.asarray(momenta[name]).astype(norm.dtype))
+            started = axes.reduce(jnp.sum, size) != 0
+            found[name]["started"] = typed_sharding.shard_like(started, norm)
     rates = _learning_rates(learning_rate, state, groups)
     for path, at in ratios.items():
         found[path] |= _of_matrices(at, norms[path], rates.get(path))
     for path, norm in initial.items():
         found[path]["growth"] = norms[path] / norm
-    for path, on in started.items():
-        found[path]["started"] = on != 0
 
     def tree(field: str) -> PyTree:
         if not any(field in readouts for readouts in found.values()):
@@ -203,10 +196,21 @@ def _by_path(trees: Iterable[PyTree]) -> ByPath:
 
 
 def held(state: Any) -> ByPath | None:
-    """An array with an entry for each matrix, of each leaf; None of other optimizers."""
-    nodes = nodes_of(state, *_HELD)
-    found = (getattr(node, _HELD[type(node)]) for node in nodes)
-    return _by_path(found) if nodes else None
+    """An array with an entry for each matrix, of each leaf; None of other optimizers.
+
+    It is None for a leaf of which the state holds the momentum alone.
+    """
+    nodes = nodes_of(state, CalibratedTrustRatioState)
+    ratios = [node.trust_ratio for node in nodes]
+    initial = [node.initial_norm for node in nodes_of(state, InitialNormState)]
+    known = dict.fromkeys(_momenta(state)) | _by_path(ratios + initial)
+    return known if known or nodes else None
+
+
+def _momenta(state: Any) -> ByPath:
+    """The momentum, or its 8-bit codes, of what this library's optimizers train."""
+    nodes = nodes_in_groups(state, optax.TraceState, Int8TraceState)
+    return _by_path(node.trace for labels, node in nodes if labels[-1:] == (MATRIX,))
 
 
 def matrices_of(
@@ -238,7 +242,7 @@ def matrices_of(
             continue
         axes, shape = axes_of.get(name), np.shape(like[name])
         own = None if axes is None else axes.batch_shape(leaf)
-        if own != shape:
+        if axes is None or (own != shape and like[name] is not None):
             here = "no matrix" if axes is None else f"matrices of batch shape {own}"
             raise ValueError(
                 f"parameter {name_and_shape(path, leaf)} is {here}, but in {where} "
@@ -252,17 +256,17 @@ def _of_matrices(
     at: dict[str, jax.Array], weight_norm: jax.Array, eta: ArrayLike | None
 ) -> dict[str, jax.Array]:
     """The readouts of the matrices in one leaf, and its fields of the state."""
-    ratio, c, first = at["trust_ratio"], at["calibration"], at["anchor_weight_norm"]
-    r_min, r_max = at["bounds"].astype(ratio.dtype)
-    anchored, known = (c != 0) & (c != 1) & jnp.isfinite(c), first > 0
-    growth = jnp.where(known, weight_norm / jnp.where(known, first, 1), 1)
+    ratio, raw, c = at["trust_ratio"], at["raw_trust_ratio"], at["calibration"]
+    first, is_set = at["anchor_weight_norm"], at["anchor_count"] > 0
+    known = first > 0
     readouts = at | {
+        "calibration": jnp.where(is_set & (c == 0), jnp.inf, c),
         "weight_norm": weight_norm,
-        # Where c is not set, W₀ is still to come.
-        "growth": jnp.where(known | ~(anchored | jnp.isnan(c)), growth, jnp.nan),
-        "at_r_min": ratio <= r_min,
-        "at_r_max": ratio >= r_max,
-        "anchored": anchored,
+        "growth": jnp.where(known, weight_norm / jnp.where(known, first, 1), 1),
+        "at_r_min": raw < ratio,
+        "at_r_max": raw > ratio,
+        "started": is_set | known | (at["direction_norm"] != 0),
+        "anchored": is_set & (c != 0),
     }
     if eta is not None:
         moved = jnp.asarray(eta, ratio.dtype) * ratio * at["direction_norm"]

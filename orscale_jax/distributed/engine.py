@@ -6,31 +6,27 @@ the platform is known when the program is compiled and not when it is traced.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from orscale_jax.distributed.auto import on_unknown_shards
+from orscale_jax.distributed.assumed import auto_spec, on_devices_of
 from orscale_jax.distributed.exchange import on_shards
-from orscale_jax.distributed.platforms import (
-    PLATFORMS,
-    Limits,
-    Platform,
-    StackKey,
-    plan_stacks,
-    polar_in_chunks,
-    stack,
-    unstack,
-)
 from orscale_jax.distributed.slow_links import (
     SlowAxes,
     slices_of_mesh,
     warn_of_unknown_slices,
 )
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import (
+    PLATFORMS,
+    Platform,
+    compiled_on_any_platform,
+    on_any_platform,
+)
+from orscale_jax.newton_schulz.stacks import on_one_device
 from orscale_jax.sharding import typed_sharding
 
 
@@ -58,37 +54,27 @@ class PolarOptions:
 
     def platform(self, name: str) -> Platform:
         """A platform with these options."""
-        row, stack_bytes = self.platforms[name], self.stack_bytes
-        limits = row.limits
-        if stack_bytes is not None:
-            chunk_bytes = min(stack_bytes, limits.chunk_bytes)
-            limits = Limits(stack_bytes, chunk_bytes, interleave=limits.interleave)
-        dtype = self.settings.dtype or row.dtype
-        return dataclasses.replace(
-            row, dtype=dtype, limits=limits, settings=self.settings
-        )
+        return self.platforms[name].running(self.settings, self.stack_bytes)
 
 
-class _Shardings(NamedTuple):
-    """Where arrays of matrices are, and where their factors go."""
+class _Placement(NamedTuple):
+    """Where arrays of matrices are on a mesh."""
 
-    mesh: AbstractMesh | None  # None for one device.
-    # The number of slices along each axis that crosses slow links; None if unknown.
-    slices: Mapping[str, int] | None
-    matrices: Sequence[PartitionSpec] | None  # None if only the partitioner knows them.
-    factors: Sequence[PartitionSpec]  # Where types have any.
+    mesh: AbstractMesh
+    slices: Mapping[str, int]  # Along each axis of the mesh that crosses slow links.
+    specs: Sequence[PartitionSpec]
 
 
 def polar_factors(
     matrices: Sequence[jax.Array],
     specs: Sequence[PartitionSpec],
-    auto_specs: Sequence[PartitionSpec] | None,
+    auto_specs: Sequence[PartitionSpec | None] | None,
     options: PolarOptions,
 ) -> list[jax.Array]:
     """Polar factors of arrays ``(*batch, m, n)``, in their dtypes.
 
     ``specs`` are the shardings of the factors, where types have any; ``auto_specs`` those
-    of the matrices on Auto axes, None if they are unknown.
+    of the matrices on a mesh with Auto axes, None for each that is unknown.
     """
     # An array without entries is its own factor.
     factors = {
@@ -97,72 +83,50 @@ def polar_factors(
         if not x.size
     }
     filled = [i for i in range(len(matrices)) if i not in factors]
-    if filled:
-        xs = [matrices[i] for i in filled]
-        mesh = typed_sharding.mesh_of(xs, options.mesh)
-        slices, known = None, None
-        if mesh is not None:
-            slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
-            if mesh.are_all_axes_explicit:
-                known = [jax.typeof(x).sharding.spec for x in xs]
-            elif auto_specs is not None:
-                known = [auto_specs[i] for i in filled]
-            if slices is None and known is not None:
-                warn_of_unknown_slices(mesh)
-        shardings = _Shardings(mesh, slices, known, tuple(specs[i] for i in filled))
-        tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
-        # Outside of `jax.jit`, a program that is compiled at the first call.
-        compiled = options.settings.is_static and mesh is None and not tracing
-        qs = (_compiled if compiled else _on_any_platform)(xs, shardings, options)
-        factors |= dict(zip(filled, qs, strict=True))
+    if not filled:
+        return [factors[i] for i in range(len(matrices))]
+    xs = [matrices[i] for i in filled]
+    mesh = typed_sharding.mesh_of(xs, options.mesh)
+    placement = None
+    if mesh is not None:
+        if options.mesh is not None:
+            xs[0] = on_devices_of(xs[0], mesh)
+        slices = slices_of_mesh(mesh, options.slow_axes, options.mesh)
+        if slices is None:
+            warn_of_unknown_slices(mesh)
+        known = auto_specs or [None] * len(matrices)
+        placed = [
+            jax.typeof(x).sharding.spec
+            if mesh.are_all_axes_explicit
+            else auto_spec(x, known[i], mesh, slices or {})
+            for i, x in zip(filled, xs, strict=True)
+        ]
+        placement = _Placement(mesh, slices or {}, placed)
+    chosen = options, tuple(specs[i] for i in filled), placement
+    tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
+    if mesh is None and options.settings.is_static and not tracing:
+        run = compiled_on_any_platform
+    else:
+        run = on_any_platform
+    qs = run(_on_platform, chosen, xs, options.settings.traced)
+    factors |= dict(zip(filled, qs, strict=True))
     return [factors[i] for i in range(len(matrices))]
 
 
-def _on_any_platform(
-    xs: Sequence[jax.Array], shardings: _Shardings, options: PolarOptions
-) -> list[jax.Array]:
-    """A branch for each platform, of which the compiler keeps one."""
-
-    def branch(name: str) -> Callable[..., list[jax.Array]]:
-        return functools.partial(_on_platform, options.platform(name), shardings)
-
-    known = shardings.mesh is None or shardings.matrices is not None
-    return jax.lax.platform_dependent(
-        xs,
-        options.settings.traced,
-        cpu=branch("cpu"),
-        tpu=branch("tpu" if known else "tpu_auto"),
-        default=branch("gpu"),
-    )
-
-
-_compiled = jax.jit(_on_any_platform, static_argnames=("shardings", "options"))
-
-
 def _on_platform(
-    platform: Platform,
-    shardings: _Shardings,
+    name: str,
+    chosen: tuple[PolarOptions, Sequence[PartitionSpec], _Placement | None],
     xs: Sequence[jax.Array],
     traced: Mapping[str, jax.Array],
 ) -> list[jax.Array]:
     """One platform's branch; ``traced`` are the settings that are traced."""
-    mesh, slices, of_matrices, of_factors = shardings
-    if mesh is None:
-        platform = platform.with_traced(traced)
-        packed = platform.pack(xs)
-        stack_bytes, _, stack_length, _ = platform.limits
-        plan = plan_stacks([StackKey.of(x) for x in packed], stack_bytes, stack_length)
-        stacks = stack(packed, plan)
-        if platform.normalizes == "stack":
-            stacks = platform.normalized(stacks)
-        of_stacks = polar_in_chunks(platform, stacks, [None] * len(stacks))
-        qs = platform.unpack(unstack(of_stacks, plan, like=xs))
+    options, specs, placement = chosen
+    platform = options.platform(name)
+    if placement is None:
+        qs = on_one_device(platform.with_traced(traced), xs)
     else:
         packed = platform.pack(xs, to_send=True)
-        if of_matrices is None:
-            qs = on_unknown_shards(platform, packed, traced, mesh, slices)
-        else:
-            qs = on_shards(platform, packed, traced, mesh, slices or {}, of_matrices)
+        qs = on_shards(platform, packed, traced, *placement)
     # Resharded before the cast, to send the narrower dtype.
-    placed = map(typed_sharding.shard_as, qs, xs, of_factors)
+    placed = map(typed_sharding.shard_as, qs, xs, specs)
     return [q.astype(x.dtype) for q, x in zip(placed, xs, strict=True)]

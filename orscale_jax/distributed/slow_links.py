@@ -9,7 +9,7 @@ import numpy as np
 from jax._src.mesh import get_concrete_mesh
 from jax.sharding import AbstractMesh, Mesh
 
-from orscale_jax.distributed.plan import slices_of_axes
+from orscale_jax.distributed.mesh import slices_of_axes
 
 # The axes that cross slow links, all along or with the number of slices along each.
 SlowAxes: TypeAlias = Sequence[str] | Mapping[str, int]

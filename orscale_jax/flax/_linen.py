@@ -13,7 +13,7 @@ from flax.core import meta
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from orscale_jax import _checks
-from orscale_jax.flax._types import LINEN_RULES, is_holder
+from orscale_jax.flax._types import LINEN_RULES, is_holder, with_adapters
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
@@ -191,13 +191,14 @@ def _interceptor(
             return result
         # Where two modules share a scope, the outer one returns last, and owns it.
         owners[tuple(module.path)] = type(module)
-        declared = module_types.declarations(module, rules)
+        arrays = module.variables.get("params", {})
+        declared = with_adapters(module_types.declarations(module, rules), arrays)
         for dotted, own in declared.items():
             *inside, _ = path = (*module.path, *dotted.split("."))
             cls = owners.get(tuple(inside), object)
             if "." in dotted and module_types.nearest(cls, rules) not in given:
                 around[path] = own
-        for name, value in module.variables.get("params", {}).items():
+        for name, value in arrays.items():
             if isinstance(value, Mapping):
                 continue
             several = len(jax.tree.leaves(value)) > 1  # A tuple of arrays.

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from orscale_jax import _checks
-from orscale_jax.flax._types import NNX_RULES, is_holder
+from orscale_jax.flax._types import NNX_RULES, is_holder, with_adapters
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import ModuleRules
@@ -34,13 +34,14 @@ def nnx_dimension_numbers(
 
     Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
     ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices, one
-    per gate where a cell's kernel holds several. Embeddings, norms, biases, depthwise
-    convolutions and parameters of fewer than two axes take AdamW, and so does every
-    parameter whose path has a name that :func:`orscale_jax.orscale` takes for an
-    embedding or an output head. Given the model's inputs, so does the kernel whose
-    product becomes its output, whatever its name. A variable that several modules share
-    takes AdamW if one of them says so. Axes that ``nnx.vmap`` or ``nnx.scan`` put in
-    front of those that a module declares are batch axes.
+    per gate where a cell's kernel holds several, and so are the adapters of low rank that
+    Qwix puts beside the parameters of any module. Embeddings, norms, biases, depthwise
+    convolutions and parameters of fewer than two axes take AdamW, and so does an output
+    layer, whose name shows it, or given the model's inputs the trace: it is the kernel
+    whose product becomes the model's output. Other names decide only about parameters of
+    which no type does. A variable that several modules share takes AdamW if one of them
+    says so. Axes that ``nnx.vmap`` or ``nnx.scan`` put in front of those that a module
+    declares are batch axes.
 
     Args:
       model: The module whose variables are optimized.
@@ -93,7 +94,11 @@ def nnx_dimension_numbers(
       https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
     """
     _checks.model("model", model, nnx.Module)
-    every_rule = {**NNX_RULES, **(rules or {})}
+    own_rules: ModuleRules = {nnx.Module: lambda _: {}, **NNX_RULES, **(rules or {})}
+    every_rule: ModuleRules = {
+        cls: lambda m, rule=rule: with_adapters(rule(m), vars(m))
+        for cls, rule in own_rules.items()
+    }
     params = by_name(nnx.state(model, wrt), is_holder)
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
     # The axes that count modules, by their names in the variables' annotations.

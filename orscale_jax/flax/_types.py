@@ -1,12 +1,17 @@
 """The rules for the types of NNX's and Linen's modules."""
 
+import operator
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
+import jax
+import numpy as np
 from flax import linen, nnx
 from flax.core import meta
 
 from orscale_jax.parameters.dimension_numbers import Unresolved, as_tuple
+from orscale_jax.parameters.layer_classes import is_embedding_or_head
 from orscale_jax.parameters.module_types import (
     Declared,
     ModuleRules,
@@ -15,6 +20,7 @@ from orscale_jax.parameters.module_types import (
     adamw_only,
     convolution,
 )
+from orscale_jax.trees.names import words
 
 # Sizes of axes; Linen's modules do not know those of their inputs.
 _Sizes: TypeAlias = tuple[int | None, ...]
@@ -26,39 +32,51 @@ def is_holder(node: Any) -> bool:
     return isinstance(node, nnx.Variable) or meta.is_axis_metadata(node)
 
 
-def _kernel(weight: Declared, *, merged: bool = False) -> _Parameters:
-    """A kernel, its bias, and the adapters of low rank that Qwix puts beside it."""
-    a = b = weight
-    if isinstance(weight, Weight):
-        rows, columns = as_tuple(weight.reduction_axis), as_tuple(weight.output_axis)
-        inputs = [axis for axis in range(len(weight.shape)) if axis not in columns]
-        batch = tuple(weight.shape[axis] for axis in inputs if axis not in rows)
-        outputs = tuple(weight.shape[axis] for axis in columns)
-        if merged:  # (batch..., in, rank) and (batch..., rank, out).
-            a = b = Weight((*batch, None, None), len(batch), len(batch) + 1)
-        else:  # The kernel's axes.
-            shape = (*(weight.shape[axis] for axis in inputs), None)
-            own = tuple(i for i, axis in enumerate(inputs) if axis in rows)
-            a = Weight(shape, own, len(inputs))
-            b = Weight((None, *outputs), 0, tuple(range(1, len(outputs) + 1)))
-    return {"kernel": weight, "bias": None, "kernel_lora_a": a, "kernel_lora_b": b}
+def with_adapters(declared: _Parameters, arrays: Mapping[str, Any]) -> _Parameters:
+    """Also the adapters of low rank that Qwix puts beside the arrays of any module.
+
+    They are (in..., rank) and (rank, out...) with the axes of a batch in front; beside
+    those of an einsum is their equation.
+    """
+    found: dict[str, Declared] = {}
+    for name in arrays:
+        a, b = f"{name}_lora_a", f"{name}_lora_b"
+        if a not in arrays or b not in arrays:
+            continue
+        # Of a table, they make its output head.
+        if is_embedding_or_head(words(name)) or declared.get(name, name) is None:
+            found |= {a: None, b: None}
+        elif equation := arrays.get(f"{name}_lora_einsum_str"):
+            inputs, first, second, outputs = re.split(",|->", equation)
+            rank = second[0]
+            found[a] = _einsum(f"{inputs},{first}->{outputs}{rank}")
+            found[b] = _einsum(f"{rank},{second}->{outputs}")
+        else:
+            ranks = (np.ndim(jax.tree.leaves(arrays[key])[0]) for key in (a, b))
+            rows = 1 + max(0, operator.sub(*ranks))  # The window of a convolution, too.
+            found[a] = Weight((None,) * (rows + 1), tuple(range(rows)), rows)
+            found[b] = Weight((None, None), 0, 1)
+    return {**found, **declared}
+
+
+def _kernel(weight: Declared) -> _Parameters:
+    return {"kernel": weight, "bias": None}
 
 
 def _dense(inputs: _Sizes, outputs: _Sizes, batch: _Sizes = ()) -> _Parameters:
     first, second = len(batch), len(batch) + len(inputs)
     shape = batch + inputs + outputs
     rows, columns = tuple(range(first, second)), tuple(range(second, len(shape)))
-    return _kernel(Weight(shape, rows, columns), merged=True)
+    return _kernel(Weight(shape, rows, columns))
 
 
 def _unknown(axes: Any) -> _Sizes:
     return (None,) * len(as_tuple(axes))
 
 
-def _einsum(equation: str | None, shape: Iterable[int]) -> _Parameters:
+def _einsum(equation: str | None, shape: Iterable[int | None] | None = None) -> Declared:
     if equation is None:
-        reason = "its einsum_str is given to the call, not to the module"
-        return _kernel(Unresolved(reason))
+        return Unresolved("its einsum_str is given to the call, not to the module")
     operands, outputs = equation.replace(" ", "").split("->")
     inputs, kernel = operands.split(",")
     rows = tuple(i for i, x in enumerate(kernel) if x in inputs and x not in outputs)
@@ -66,9 +84,10 @@ def _einsum(equation: str | None, shape: Iterable[int]) -> _Parameters:
     alone = set(kernel) - set(inputs) - set(outputs)
     if "." in kernel or alone or len(set(kernel)) < len(kernel):
         reason = "sums the kernel alone, repeats a letter or has an ellipsis"
-        return _kernel(Unresolved(f"{equation!r} {reason}"))
+        return Unresolved(f"{equation!r} {reason}")
     # Without rows or columns it is a scale, or one inner product: no matrix.
-    return _kernel(Weight(tuple(shape), rows, columns) if rows and columns else None)
+    sizes = (None,) * len(kernel) if shape is None else tuple(shape)
+    return Weight(sizes, rows, columns) if rows and columns else None
 
 
 def _conv(
@@ -109,7 +128,7 @@ NNX_RULES: ModuleRules = {
     nnx.LinearGeneral: lambda m: _dense(
         m.in_features, m.out_features, tuple(dict(m.batch_axis).values())
     ),
-    nnx.Einsum: lambda m: _einsum(m.einsum_str, m.kernel_shape),
+    nnx.Einsum: lambda m: _kernel(_einsum(m.einsum_str, m.kernel_shape)),
     nnx.Conv: lambda m: _conv(
         as_tuple(m.kernel_size),
         m.in_features // m.feature_group_count,
@@ -143,7 +162,7 @@ LINEN_RULES: ModuleRules = {
         _unknown(m.axis), as_tuple(m.features), _unknown(m.batch_dims)
     ),
     linen.recurrent.DenseParams: lambda m: _dense((None,), (m.features,)),
-    linen.Einsum: lambda m: _einsum(m.einsum_str, m.shape),
+    linen.Einsum: lambda m: _kernel(_einsum(m.einsum_str, m.shape)),
     linen.Conv: lambda m: _conv(
         as_tuple(m.kernel_size), None, m.features, m.feature_group_count
     ),

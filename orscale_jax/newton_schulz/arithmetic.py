@@ -47,8 +47,8 @@ class Arithmetic:
     Attributes:
       dtype: The operands' dtype.
       columns: The devices that hold the other columns of the matrices, if any, as a
-        :class:`~orscale_jax.distributed.exchange.ColumnGroup`: all that the numerics know
-        of a mesh is how to sum over them.
+        :class:`~orscale_jax.distributed.collectives.ColumnGroup`: all that the numerics
+        know of a mesh is how to sum over them.
       by_strips: Whether large symmetric products are computed in strips, and the part
         below the diagonal copied from the part above it.
     """

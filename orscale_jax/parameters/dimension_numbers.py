@@ -20,7 +20,15 @@ from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import keys_on, listed, name_and_shape, names_on, quoted
+from orscale_jax.trees.names import (
+    dotted,
+    keys_on,
+    listed,
+    name_and_shape,
+    names_on,
+    of_shape,
+    quoted,
+)
 from orscale_jax.trees.nodes import (
     broadcast_prefix,
     is_function,
@@ -228,33 +236,25 @@ def default_numbers(tree: PyTree, decided: Collection[Any] = ()) -> PyTree:
     """The numbers of bare parameters by rank and name, None if ``decided`` elsewhere."""
     leaves = leaves_and_masks(tree)
     names = Names.of(leaves)
-    ambiguous = [
-        (path, leaf, f" (class {names.layer_class(path)})" * names.take_adamw(path))
-        for path, leaf in leaves
-        if np.ndim(leaf) > 2 and names_on(path) not in decided
-    ]
+
+    def adamw(path: Any, leaf: Any) -> bool:
+        said = np.ndim(leaf) < 2 or names_on(path) in decided
+        return said or names.take_adamw(path)
+
+    ambiguous = [(p, x) for p, x in leaves if np.ndim(x) > 2 and not adamw(p, x)]
     if ambiguous:
-        paths = [path for path, _, _ in ambiguous]
-        lines = [name_and_shape(path, leaf) + mark for path, leaf, mark in ambiguous]
-        marked = (
-            " Those marked with a class are no matrices, by their names: None for them, "
-            "even if a rule for the others fits their shape."
-        ) * any(mark for _, _, mark in ambiguous)
+        paths = [path for path, _ in ambiguous]
+        lines = [(dotted(path), of_shape(leaf)) for path, leaf in ambiguous]
         raise UndecidedError(
             f"{listed(lines)} ambiguous: more than two axes may be a stack of matrices, "
             "a convolution or a projection with heads. Pass weight_dimension_numbers "
             "with optax.contrib.MuonDimensionNumbers(reduction_axis=..., "
-            "output_axis=...) there, or None for AdamW, as for embeddings, heads, norms "
-            "and biases; orscale_jax.by_path makes them from rules on paths."
-            f"{marked}{_function_of_modules(tree, paths)}",
+            "output_axis=...) there, or None for AdamW; orscale_jax.by_path makes them "
+            f"from rules on paths.{_function_of_modules(tree, paths)}",
             paths,
         )
 
-    def numbers(path: Any, leaf: jax.Array) -> DimensionNumbers | None:
-        adamw = np.ndim(leaf) != 2 or names_on(path) in decided or names.take_adamw(path)
-        return None if adamw else PLAIN
-
-    return jax.tree.map_with_path(numbers, tree)
+    return jax.tree.map_with_path(lambda p, x: None if adamw(p, x) else PLAIN, tree)
 
 
 def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:

@@ -17,7 +17,7 @@ from orscale_jax.parameters.dimension_numbers import (
     as_tuple,
 )
 from orscale_jax.parameters.layer_classes import Names, module_and_array
-from orscale_jax.trees.names import Path, name_and_shape, names_on
+from orscale_jax.trees.names import Path, dotted, folded, names_on, of_shape
 from orscale_jax.trees.nodes import is_masked
 
 HeadSize: TypeAlias = bool | int | tuple[int, ...]
@@ -80,13 +80,12 @@ def divided(
             elif layer == "attention qkvo" or (path in given and layer == "other"):
                 raise ValueError("its class does not say along which axis heads lie")
         except ValueError as misfit:
-            place = name_and_shape(entries, leaf)
-            misfits.append(f"  {place}, class {layer!r}: {misfit}")
+            detail = f"{of_shape(leaf)}, class {layer!r}: {misfit}"
+            misfits.append((dotted(entries), detail))
     if misfits:
         raise ValueError(
-            "head_size does not divide these parameters into heads:\n"
-            + "\n".join(misfits)
-            + '\nPass head_size={"expression for its path": size} for each, with False '
+            f"head_size does not divide these parameters into heads:{folded(misfits)}"
+            '\nPass head_size={"expression for its path": size} for each, with False '
             "if it stays whole, or name its matrices by a rule: "
             "orscale_jax.BlockDimensionNumbers."
         )

@@ -7,7 +7,7 @@ is "blocks.0.mlp.gate proj", and "MultiHeadAttention_0" is "multi head attention
 import collections
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -35,10 +35,19 @@ _TABLE = re.compile(
     rf"|^{_NET}(?!.*\b(ffn?|ff|mixer)\b).*\b(tok|pos)\d*\b"
 )
 _HEAD = re.compile(r"\b(?<!multi )(head|classifier)\d*( \d+)*( (w|kernel|weights?))?$")
+_OUTPUT = re.compile(rf"{_HEAD.pattern}|unembed|\b(logits|vocab|output embed)")
 
 # Classes by the whole path: the first that matches applies.
 _MODULE = r"\b[^.]*(\.\d+)?(\.[^.]+)?$"  # In the last key, or the last but one.
 _VECTOR = r"(scales?|gains?|gammas?|betas?|offsets?)"
+# Standard deviations and the like, by entry; time constants of state-space models and of
+# linear attention; RWKV's interpolations between tokens.
+_SPREAD = r"((log ?)?(std|std ?dev|sigma|variance)|log ?var|rho)"
+_DECAY = (
+    r"a logs?|log a( real| imag)?|(a|lambda) (real|re|imag|im)|lambda|(nu|theta) log|"
+    r"log (nu|theta|step|dt|lambda|decay)|time (decay|first|faaaa)|"
+    r"time (mix|maa)( (key|value|receptance|[kvrwgx]))?"
+)
 _BY_PATH = (
     ("embedding", r"\btokens?$|(^|\.)cls$|^(\w+\.)?shared\.weight$"),
     ("embedding", r"\b(mask|iou|cls|class|register|prompt|query) tokens?\.weight$"),
@@ -52,7 +61,8 @@ _BY_PATH = (
     ("norm", r"norm\.(scale|shift)\.weights$"),
     ("bias", rf"\bbias(es)?\b{_NET}[^.]*(\.b)?$"),
     ("scale", rf"\b{_VECTOR}( ?\d+)?$|\blayer scale\b(?!.*\bkernel){_MODULE}"),
-    ("scale", r"\b(log ?)?(std|sigma)$|\benvelopes?(\.\d+)?\.(pi|zeta)$"),
+    ("scale", rf"\b{_SPREAD}( (w|kernel|weights?))?$|\benvelopes?(\.\d+)?\.(pi|zeta)$"),
+    ("scale", rf"\b({_DECAY})$"),
     ("other", r"\b(lora|adapters?|indexer)\b"),
     ("attention gate", r"\battention\.gating w$"),
     ("router", r"\b(router|gating)\b(?! (einsum|linear))"),
@@ -90,6 +100,8 @@ _BY_NAME: tuple[tuple[str, ...], ...] = (
     ("attention qkvo", _ATTENTION_OR_BLOCK, r"\bqkvo\b"),
     ("attention kv", "attention", r"^c attn$", r"\bq attn\b"),
     ("attention qkv", _ATTENTION_OR_BLOCK, r"\bw?qkv\b|query key value|^c attn$"),
+    ("attention qkv", ".*block", r"^att proj$", r"\battn out\b"),
+    ("attention qkv", "attention", r"^w pack$"),
     ("attention qkv", "attention", r"^in proj( weight)?$"),
     ("attention qkv", "attention", r"^(dense|linear) 0$", _TWO),
     ("attention output", "attention", r"^(dense|linear) \d$", _TWO),
@@ -102,11 +114,17 @@ _BY_NAME: tuple[tuple[str, ...], ...] = (
     ("attention value", _ATTENTION_OR_BLOCK, r"\bv proj\b"),
     ("attention gate", "attention", r"\b(g|gate)\b"),
     ("{mlp} down", "attention block", r"^wo$", r"\bwi\b"),
-    ("attention output", _ATTENTION, r"^((to|linear|attention) )?out(put)?\b|^(w ?)?o$"),
+    (
+        "attention output",
+        _ATTENTION,
+        r"^((to|linear|att(entio)?n) )?out(put)?\b|^(w ?)?o$",
+    ),
     ("attention output", _ATTENTION, r"^((c|linear) )?proj(ection)?$"),
     ("attention output", _ATTENTION, r"^linear$|^proj out$", r"\b(q|query)\b"),
     ("attention output", "attention", r"^attn vec\b|^((cross|self) )?attention$"),
     ("attention output", _ATTENTION_OR_BLOCK, r"\bo proj\b"),
+    ("head", _MLP, r"^ff out$", r"\bwte\b"),
+    ("{mlp} up", _MLP, r"^ff proj$", r"\bff out\b"),
     ("router", _MLP, r"\bexpert gate$", r"^(?!.*\bexpert up\b)"),
     ("router", _MLP_OR_BLOCK, r"^(moe )?gate$", r"\bexperts?\b|\bgate up\b"),
     ("router", "routed expert", r"^(moe )?gate$", r"^(?!.*\b(up|down)\b)"),
@@ -159,14 +177,19 @@ class Names(NamedTuple):
 
     def take_adamw(self, path: Any) -> bool:
         """Whether they say that a parameter is no matrix."""
-        return self.say_embedding_or_head(path) or self.layer_class(path) in VECTORS
+        return self._say(path, is_embedding_or_head, EMBEDDING_OR_HEAD | VECTORS)
 
-    def say_embedding_or_head(self, path: Any) -> bool:
-        """Whether a name on the path, or the class, says embedding or output head."""
+    def say_head(self, path: Any) -> bool:
+        """Whether they say that a parameter is an output head's."""
+        return self._say(path, _OUTPUT.search, {"head"})
+
+    def _say(
+        self, path: Any, named: Callable[[str], Any], classes: Collection[str]
+    ) -> bool:
+        """Whether a key on the path, or the class, is one of these."""
         keys = in_words(path)
         inside = self._is_inside_head(keys) or self._is_of_attention_head(keys)
-        named = any(map(is_embedding_or_head, keys)) and not inside
-        return named or self.layer_class(path) in EMBEDDING_OR_HEAD
+        return self.layer_class(path) in classes or (not inside and any(map(named, keys)))
 
     def layer_class(self, path: Any) -> str:
         """The class of the parameter at a path of the tree."""
@@ -174,6 +197,13 @@ class Names(NamedTuple):
         layer = "other" if self._is_inside_head(keys) else _by_path(keys)
         if layer == "head" and self._is_of_attention_head(keys):
             layer = None
+        # A tree of log standard deviations beside that of the means.
+        if "rho" in keys and self.below[keys[: keys.index("rho")]] & {
+            "mu",
+            "mean",
+            "loc",
+        }:
+            return "scale"
         number = re.search(r"\bb(\d*)$", keys[-1]) if keys else None
         if number and layer != "norm":  # Haiku's modules have w and b; LoRA has a and b.
             a, w = (keys[-1][: number.start()] + letter + number[1] for letter in "aw")
@@ -247,7 +277,8 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
     - ``"mlp up"``, ``"mlp gate"``, ``"mlp down"``, and ``"mlp gate up"`` if fused; the
       same with ``"routed expert"`` and ``"shared expert"`` for ``"mlp"``; ``"router"``;
     - ``"convolution"``, ``"embedding"``, ``"head"``, ``"norm"``, ``"bias"``; ``"scale"``:
-      gains and offsets outside norms, such as LayerScale's ``gamma``;
+      gains and offsets outside norms, such as LayerScale's ``gamma``, and what else acts
+      entry by entry: ``log_std``, ``rho`` and Mamba's ``A_log``;
     - ``"other"``: everything else.
 
     Some names depend on their neighbours. A ``gate`` is the router if there are experts

@@ -26,7 +26,7 @@ from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.parameters.output_layers import output_layers
 from orscale_jax.parameters.path_rules import Rules, resolver
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.names import Path, by_name, dotted, name_and_shape, names_on
+from orscale_jax.trees.names import Path, by_name, dotted, folded, names_on, of_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,8 @@ def numbers_by_owner(
     for path in paths:
         depths = [i for i in range(len(path)) if path[:i] in owners]
         owner = owners[path[: depths[-1]]]
-        types[path] = (owner if isinstance(owner, type) else type(owner)).__name__
+        cls = owner if isinstance(owner, type) else type(owner)
+        types[path] = f"{cls.__module__}.{cls.__qualname__}"
         names = [(i, ".".join(path[i:])) for i in depths]
         if nearest(type(owner), rules) in given:
             names = []
@@ -174,29 +175,29 @@ def resolved(
     output: Collection[Path] = (),
     shared: Mapping[Path, Sequence[Path]] = {},
 ) -> Mapping[Path, DimensionNumbers | None]:
-    """The dimension numbers of all parameters: by overrides, then names, then types."""
+    """The dimension numbers of all parameters, by overrides, heads, types and names."""
     names, numbers = Names.of(leaves.items()), dict(by_type)
     for path, declared in by_type.items():
         # Attention, traced alone, ends in a hidden layer.
         traced = any(leaf[: len(path)] == path for leaf in output)
         head = traced and "attention" not in names.layer_class(path)
-        # The names of vectors decide where the types say nothing.
-        vector = isinstance(declared, Unresolved) and names.take_adamw(path)
-        paths = shared.get(path, [path])
-        if head or vector or any(map(names.say_embedding_or_head, paths)):
+        # A head is a layer like any other by its type. Other names decide where the
+        # types say nothing: to rename a layer does not change its optimizer.
+        named = isinstance(declared, Unresolved) and names.take_adamw(path)
+        if head or named or any(map(names.say_head, shared.get(path, [path]))):
             numbers[path] = None
     # As the keys of a dictionary, paths are the same for rules and for names.
     make = resolver(overrides or {}, numbers, head_size, "overrides", "overrides")
     found: dict[Path, Numbers] = make(dict(leaves))
     unresolved = [
-        f"  {name_and_shape(path, leaves[path])}: {own.reason}"
+        (dotted(path), f"{of_shape(leaves[path])}: {own.reason}")
         for path, own in found.items()
         if isinstance(own, Unresolved)
     ]
     if unresolved:
         raise ValueError(
             "the types of the modules do not say which axes of these parameters are rows "
-            "and which are columns:\n" + "\n".join(unresolved) + "\nPass overrides={"
+            f"and which are columns:{folded(unresolved)}\nPass overrides={{"
             "expression for its path: optax.contrib.MuonDimensionNumbers("
             'reduction_axis=..., output_axis=...)} for each, with "adamw" instead for '
             "AdamW, or rules={type of its module: ...}."

@@ -22,10 +22,11 @@ from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import (
     Path,
     by_name,
+    dotted,
     keys_on,
     listed,
-    name_and_shape,
     names_on,
+    of_shape,
 )
 from orscale_jax.trees.nodes import is_function, is_masked, leaves_and_masks
 
@@ -131,7 +132,7 @@ def resolver(
         found = by_name(whole, is_resolvable)
         by_head = heads.divided(leaves, found, default_size, sizes)
         unclear = [
-            name_and_shape(path, leaf)
+            (dotted(path), of_shape(leaf))
             for path, leaf in leaves
             if guessed
             and names_on(path) in by_head.keys() - decided
@@ -174,7 +175,7 @@ def _decided(
     ]
     for pattern, _ in pairs:
         misfits = [
-            name_and_shape(path, leaf)
+            (dotted(path), of_shape(leaf))
             for path, leaf, own, rule in arrays
             if own == pattern.pattern and rule == "matrix" and np.ndim(leaf) != 2
         ]

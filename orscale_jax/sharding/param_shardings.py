@@ -1,11 +1,9 @@
 """The shardings of parameters on Auto axes, which their types do not hold.
 
-They come from an argument, or from the annotations of Flax and Haliax: ``init`` sees the
-parameters in their boxes, and keeps the annotations for ``update``, to which
-``nnx.Optimizer`` gives bare arrays. Those of all optimizers are kept as well, as long as
-the process: :func:`optax.inject_hyperparams` builds its optimizer anew for every step, so
-that the one in ``update`` was never initialized. Of these the last ones count, and only
-where no others contradict them.
+They come from an argument, or from the parameters that ``init`` sees: from annotations of
+Flax and Haliax, from arrays that are placed, and from types where ``state_shardings``
+traces it. An optimizer keeps what its ``init`` has seen for its own ``update``, which
+sees bare arrays and, under ``jax.jit``, no shardings.
 """
 
 import math
@@ -25,80 +23,116 @@ from orscale_jax.trees.nodes import broadcast_prefix, is_function
 
 ParamShardings: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
-# A parameter's path and shape.
-_Key: TypeAlias = tuple[Path, tuple[int, ...]]
-
-UNKNOWN = "unknown: the compiler's partitioner divides the products"
-
-# All annotations of this process, the last one last; None of a box that says nothing.
-_common: dict[_Key, list[PartitionSpec | None]] = {}
+# A parameter's path and shape, and the axes of its mesh; None for that of annotations.
+_Key: TypeAlias = tuple[Path, tuple[int, ...], tuple[tuple[str, int], ...] | None]
 
 
 class ParamSpecs:
-    """What an optimizer knows of the shardings of its parameters."""
+    """What an optimizer knows of the shardings of its parameters.
+
+    A plain object of the optimizer's, equal to itself alone: functions that close over it
+    stay hashable, and can be pickled.
+    """
 
     def __init__(self, given: ParamShardings) -> None:
         """Take ``param_shardings`` of :func:`orscale_jax.orscale`."""
         if isinstance(given, Mesh | AbstractMesh):
             _checks.refuse("param_shardings", given, "pass a mesh as mesh=")
         self._given = given
-        # Until init has seen boxes.
-        self._annotated: dict[_Key, PartitionSpec | None] | None = None
+        # The specs that init has seen, the last one last: of arrays, and of types.
+        self._placed: dict[_Key, list[PartitionSpec]] = {}
+        self._typed: dict[_Key, PartitionSpec] = {}
 
-    def note_annotations(self, params: PyTree) -> None:
-        """Keep the annotations of parameters in boxes instead of earlier ones."""
-        specs = {
-            (names_on(path), np.shape(unbox(node))): annotated_spec(node)
-            for path, node in jax.tree.leaves_with_path(params, is_leaf=is_box)
-            if is_box(node) and jax.tree.leaves(node)
-        }
-        if not specs:
-            return
-        if any(spec is not None for spec in specs.values()):
-            # If others are annotated, Flax takes one without annotation for replicated.
-            specs = {key: spec or PartitionSpec() for key, spec in specs.items()}
-        self._annotated = specs
-        for key, spec in specs.items():
-            seen = _common.setdefault(key, [])
-            if spec in seen:
-                seen.remove(spec)
-            seen.append(spec)
+    def learn(self, params: PyTree) -> None:
+        """Keep the shardings of parameters, boxed or bare, that ``init`` sees."""
+        nodes = jax.tree.leaves_with_path(params, is_leaf=is_box)
+        nodes = [(path, node) for path, node in nodes if jax.tree.leaves(node)]
+        boxes = [annotated_spec(node) for _, node in nodes if is_box(node)]
+        annotated = any(spec is not None for spec in boxes)
+        for path, node in nodes:
+            leaf = unbox(node)
+            if is_box(node):  # The last boxes count.
+                self._placed.pop(_key(path, leaf), None)
+            if annotated and is_box(node):
+                # Flax takes one without annotation beside others for replicated.
+                spec = annotated_spec(node) or PartitionSpec()
+                self._placed[_key(path, leaf)] = [spec]
+            elif (sharding := _sharding(leaf)) is not None:
+                key = _key(path, leaf, sharding.mesh)
+                axes = typed_sharding.axes_of(sharding.spec, np.ndim(leaf))
+                spec = PartitionSpec(*(names or None for names in axes))
+                if isinstance(leaf, jax.core.Tracer):
+                    self._typed[key] = spec
+                else:
+                    others = (x for x in self._placed.get(key, []) if x != spec)
+                    self._placed[key] = [*others, spec]
 
-    def on(self, mesh: AbstractMesh, tree: PyTree) -> PyTree | None:
-        """The specs of a tree of bare leaves on a mesh; None if not all are known."""
+    def on(self, mesh: AbstractMesh, tree: PyTree) -> list[PartitionSpec | None]:
+        """The specs of the leaves of a bare tree on a mesh; None where nobody says it."""
         if self._given is not None:
             given = self._given
             if is_function(given, lambda x: _says_sharding(x) or hasattr(x, "sharding")):
                 given = given(tree)
-            return _given_specs(given, tree, mesh)
-        specs = []
+            return jax.tree.leaves(_given_specs(given, tree, mesh))
+        specs, unknown, otherwise = [], [], []
         for path, leaf in jax.tree.leaves_with_path(tree):
-            key = names_on(path), np.shape(leaf)
-            seen = _common.get(key, [None])
-            if self._annotated is not None:
-                seen = [self._annotated.get(key)]
-            if sum(spec is not None for spec in seen) > 1:
-                warnings.warn(
-                    f"parameter {name_and_shape(path, leaf)} has been annotated in two "
-                    "ways in this process, and this optimizer (of "
-                    "optax.inject_hyperparams, or without init) cannot tell which is its "
-                    "own: the compiler's partitioner decides where Newton–Schulz runs. "
-                    "Pass param_shardings.",
-                    stacklevel=2,
-                )
-                seen = [None]
-            spec = seen[-1]
-            fits = spec is not None and not _misfit(spec, np.shape(leaf), mesh)
-            specs.append(spec if fits else None)
-        if None in specs:
-            return None
-        return jax.tree.unflatten(jax.tree.structure(tree), specs)
+            spec = self._learned(path, leaf, mesh)
+            specs.append(spec)
+            seen = self._placed.get(_key(path, leaf, mesh), [])
+            name = f"parameter {name_and_shape(path, leaf)}"
+            if spec is None:
+                unknown.append(name)
+            elif len(seen) > 1 and spec == seen[-1]:
+                otherwise.append(f"{name} as {seen[-2]} and as {spec}")
+        axes = f"on the mesh {dict(mesh.shape)}"
+        if otherwise:
+            warnings.warn(
+                f"init has seen {otherwise[0]} {axes}. The optimizer assumes the latter: "
+                "use an optimizer for each model, or pass param_shardings.",
+                stacklevel=2,
+            )
+        if unknown:
+            others = f" and {len(unknown) - 1} others" if unknown[1:] else ""
+            warnings.warn(
+                f"the sharding of {unknown[0]}{others} {axes} is not known, since types "
+                "do not hold it on Auto axes. The optimizer assumes one, and updates "
+                "have it where out_shardings do not say otherwise: pass param_shardings, "
+                "or call init with placed parameters (outside of jax.jit), or "
+                "state_shardings, before.",
+                stacklevel=2,
+            )
+        return specs
 
-    def source(self, mesh: AbstractMesh, tree: PyTree) -> str:
-        """Where the specs of a tree on a mesh of Auto axes come from, in words."""
-        if self._given is not None:
-            return "from param_shardings"
-        return UNKNOWN if self.on(mesh, tree) is None else "from annotations"
+    def _learned(self, path: Any, leaf: Any, mesh: AbstractMesh) -> PartitionSpec | None:
+        """The spec of a leaf that fits the mesh, from the surest source that has one."""
+        own = None if isinstance(leaf, jax.core.Tracer) else _sharding(leaf)
+        key = _key(path, leaf, mesh)
+        sources = [
+            *self._placed.get(_key(path, leaf), []),
+            *self._placed.get(key, [])[-1:],
+            self._typed.get(key),
+            own.spec if own is not None and own.mesh.shape == mesh.shape else None,
+        ]
+        fitting = (spec for spec in sources if spec is not None)
+        return next((s for s in fitting if not _misfit(s, np.shape(leaf), mesh)), None)
+
+
+def _key(path: Any, leaf: Any, mesh: Mesh | AbstractMesh | None = None) -> _Key:
+    axes = None if mesh is None else tuple(mesh.shape.items())
+    return names_on(path), np.shape(leaf), axes
+
+
+def _sharding(leaf: Any) -> NamedSharding | None:
+    """The sharding of a placed array, or that of the type of a traced one.
+
+    On Auto axes the type of a traced array says nothing.
+    """
+    if isinstance(leaf, jax.core.Tracer):
+        typed: Any = jax.typeof(leaf).sharding
+        known = typed.mesh.are_all_axes_explicit and not typed.mesh.empty
+        return typed if known else None
+    sharding = getattr(leaf, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _says_sharding(node: Any) -> bool:

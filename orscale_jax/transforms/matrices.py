@@ -6,6 +6,7 @@ optimizer crosses it once, and so does each stage that is used by itself.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -13,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from orscale_jax.distributed.fusion import Reduction, reduce_all, slices_of_stacks
-from orscale_jax.parameters.axes import MatrixAxes, square_root
+from orscale_jax.newton_schulz.fusion import reduce_all, slices_of_stacks
+from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
     is_axes_leaf,
@@ -24,13 +26,21 @@ from orscale_jax.parameters.dimension_numbers import (
     require_matrices,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.trees.boxes import PyTree, box_like, rebox, unbox
+from orscale_jax.trees.boxes import (
+    PyTree,
+    annotated_spec,
+    box_like,
+    is_box,
+    rebox,
+    unbox,
+)
 from orscale_jax.trees.checks import (
     require_fitting,
     require_shapes,
     require_state,
     where_gradients_are,
 )
+from orscale_jax.trees.names import name_and_shape
 
 Optimizer: TypeAlias = optax.GradientTransformationExtraArgs
 
@@ -44,7 +54,7 @@ class Matrices:
 
     Trees are without boxes, except for ``params`` of :meth:`entries` and :meth:`full`.
     *Entries* are a tree whose leaves of matrices are arrays of the batch shape: they have
-    one entry for each matrix, such as its norm. On GPUs small ones are computed together.
+    one entry for each matrix, such as its norm.
     """
 
     structure: Any  # Of the tree.
@@ -106,20 +116,43 @@ class Matrices:
         """``fn(axes, *leaves)`` of the leaves of matrices; others as in the first."""
         return self.replace(trees[0], [fn(*row) for row in self.rows(*trees)])
 
-    def reduce(self, fn: Reduction, tree: PyTree) -> PyTree:
-        """Entries ``axes.reduce(fn, leaf)``."""
+    def sums(self, fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
+        """Entries: the sum over every matrix of ``fn`` of its entries."""
         parts = [
-            axes.part(leaf, index)
+            axes.part(fn(leaf), index)
             for axes, leaf in self.rows(tree)
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        return self.together(self.entries_of_parts(reduce_all(fn, parts, along)))
+        return self.entries_of_parts(reduce_all(jnp.sum, parts, along))
 
-    def norms(self, tree: PyTree) -> PyTree:
-        """Entries: the Frobenius norm of every matrix, in the leaves' dtypes."""
-        squares = self.map(lambda _, leaf: jnp.square(leaf), tree)
-        return self.map(lambda _, x: square_root(x), self.reduce(jnp.sum, squares))
+    def at_once(
+        self, fn: Callable[..., jax.Array], tree: PyTree, *entries: PyTree
+    ) -> PyTree:
+        """``fn(*entries)`` of every leaf; leaves of one plain shape are stacked for it.
+
+        ``fn`` is elementwise. Its arguments and its result may have several numbers of
+        each matrix, along their first axis.
+        """
+        rows = list(zip(*map(self.leaves, entries), strict=True))
+        alike: dict[Any, list[int]] = {}
+        for i, (leaf, row) in enumerate(zip(self.leaves(tree), rows, strict=True)):
+            types = tuple(map(jax.typeof, row))
+            plain = row[-1].ndim == 0
+            alike.setdefault((leaf.shape, types) if plain else i, []).append(i)
+        results: dict[int, jax.Array] = {}
+        for members in alike.values():
+            if len(members) == 1:
+                results[members[0]] = fn(*rows[members[0]])
+                continue
+            columns = zip(*(rows[i] for i in members), strict=True)
+            found = fn(*(jnp.stack(column, axis=-1) for column in columns))
+            # With the numbers of a matrix side by side, a GPU needs one kernel to take
+            # all matrices apart. Without the barrier, XLA would compute the whole again
+            # for each of them.
+            found = jax.lax.optimization_barrier(jnp.moveaxis(found, -1, 0))
+            results |= zip(members, jnp.unstack(found), strict=True)
+        return self.tree_of([results[i] for i in range(len(rows))])
 
     def together(self, entries: PyTree) -> PyTree:
         """The same entries, computed together on GPUs."""
@@ -153,22 +186,48 @@ class Matrices:
             leaves.append(jnp.stack(own, axis=axes.place) if axes.cut else own[0])
         return self.tree_of(leaves)
 
+    def require_whole(self, params: PyTree) -> None:
+        """Refuse matrices of which each device has a part, as their boxes say."""
+        mesh = jax.sharding.get_abstract_mesh()
+        manual = {name for name in mesh.manual_axes if mesh.shape[name] > 1}
+        if not manual:
+            return
+        for path, axes, node in zip(
+            self.paths, self.of_leaves, self.leaves(params), strict=True
+        ):
+            spec = annotated_spec(node) if is_box(node) else None
+            by_axis = typed_sharding.axes_of(spec or PartitionSpec(), unbox(node).ndim)
+            for axis in axes.matrix:
+                if manual.intersection(by_axis[axis]):
+                    raise ValueError(
+                        f"parameter {name_and_shape(path, unbox(node))} is a part of its "
+                        f"matrices: its box has {by_axis[axis]} for axis {axis}, and "
+                        f"within jax.shard_map over {sorted(manual)} each device "
+                        "computes alone. Compute the gradients there, and call init and "
+                        "update of the optimizer outside of it; or leave the parameter "
+                        "to AdamW, with None in weight_dimension_numbers."
+                    )
+
     def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-        """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes."""
+        """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes.
+
+        They may have several numbers of each matrix, along a first axis.
+        """
 
         def make(axes: MatrixAxes, node: Any, *others: Any) -> Any:
             leaf = unbox(node)
             if not isinstance(leaf, jax.ShapeDtypeStruct):  # Optax's init takes it, too.
                 leaf = jnp.asarray(leaf)
-            made = typed_sharding.shard_as(
-                fn(axes, leaf, *others), leaf, axes.batch_sharding(leaf)
-            )
-            return box_like(made, node, axes.of_batch)
+            made, batch = fn(axes, leaf, *others), axes.batch_sharding(leaf)
+            first = (None,) * (made.ndim - len(batch))
+            made = typed_sharding.shard_as(made, leaf, (*first, *batch))
+            return box_like(made, node, lambda names: (*first, *axes.of_batch(names)))
 
         # optax.tree.map_params initializes with a placeholder. One array instead of a
         # tree tells it that these arrays do not have the parameters' shapes.
         if type(params).__name__ == "_ParamsPlaceholder":
             return jnp.ones(())
+        self.require_whole(params)
         return self.tree_of([make(*row) for row in self.rows(params, *trees)])
 
     def full(
@@ -179,6 +238,15 @@ class Matrices:
         return self.entries(
             params, lambda axes, x: full(axes.batch_shape(x), value, dtype(x), x)
         )
+
+    def numbers(self, params: PyTree, values: Sequence[float]) -> PyTree:
+        """Entries with several numbers of each matrix, in the dtype of norms."""
+
+        def of(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
+            full = functools.partial(typed_sharding.full, axes.batch_shape(leaf))
+            return jnp.stack([full(value, compute_dtype(leaf), leaf) for value in values])
+
+        return self.entries(params, of)
 
 
 def broadcast(axes: MatrixAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
@@ -220,7 +288,10 @@ def on_parameters(
             (require_shapes if keep_dtypes else require_fitting)(grads, weights)
         place = grads if weights is None else weights
         abstract = jax.tree.map(_abstract, place)
-        wanted = jax.eval_shape(init, abstract)
+        like = abstract
+        if jax.sharding.get_abstract_mesh().manual_axes:  # For require_whole.
+            like = rebox(abstract, updates if params is None else params)
+        wanted = unbox(jax.eval_shape(init, like))
         if jax.tree.leaves((old, wanted)):  # Of a stage without state, anything will do.
             require_state(old, wanted, abstract)
         dtype = compute_dtype((grads, weights))

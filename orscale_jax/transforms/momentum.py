@@ -81,30 +81,54 @@ def float_dtype(mu_dtype: DTypeLike | None) -> DTypeLike | None:
     return None if is_int8(mu_dtype) else mu_dtype
 
 
-def with_float32_squares(
-    adam: optax.GradientTransformation,
+def adam_stage(
+    adam: optax.GradientTransformation, mu_dtype: DTypeLike | None
 ) -> optax.GradientTransformation:
-    """Adam whose ν of float16 parameters is float32: squares below 6e-8 underflow."""
+    """Optax's Adam; the real ones of its first moments have the dtype, if one is given.
+
+    ν of float16 parameters is float32, since squares below 6e-8 underflow.
+    """
+
+    def narrowed(mu: jax.Array) -> jax.Array:
+        return mu if jnp.iscomplexobj(mu) else mu.astype(mu_dtype or mu.dtype)
 
     def widened(nu: jax.Array) -> jax.Array:
         return nu.astype(jnp.float32) if nu.dtype == jnp.float16 else nu
 
     def init(params: PyTree) -> optax.OptState:
         state = adam.init(params)
-        return state._replace(nu=jax.tree.map(widened, state.nu))
+        mu, nu = jax.tree.map(narrowed, state.mu), jax.tree.map(widened, state.nu)
+        return state._replace(mu=mu, nu=nu)
 
-    return optax.GradientTransformation(init, adam.update)
+    def update(
+        updates: PyTree, state: Any, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.OptState]:
+        grads = jax.tree.map(typed_sharding.shard_like, updates, state.mu)
+        steps, state = adam.update(grads, state, params)
+        if params is not None:  # The next stage adds λW.
+            steps = jax.tree.map(typed_sharding.shard_like, steps, params)
+        return steps, state
+
+    return optax.GradientTransformation(init, update)
 
 
 def momentum_stage(
     momentum: ArrayLike, nesterov: bool, mu_dtype: DTypeLike | None, matrices: Matrices
 ) -> optax.GradientTransformation:
-    """M ← μM + G, and M̃ = μM + G, or M without Nesterov.
+    """M ← μM + G, and M̃ = μM + G, or M without Nesterov, sharded like the state.
 
     In 8 bits M is rounded on its way into the state, not before.
     """
     if not is_int8(mu_dtype):
-        return optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
+        trace = optax.trace(momentum, nesterov=nesterov, accumulator_dtype=mu_dtype)
+
+        def update_floats(
+            updates: PyTree, state: Any, params: PyTree | None = None
+        ) -> tuple[PyTree, optax.OptState]:
+            grads = jax.tree.map(typed_sharding.shard_like, updates, state.trace)
+            return trace.update(grads, state, params)
+
+        return optax.GradientTransformation(trace.init, update_floats)
 
     def init(params: PyTree) -> Int8TraceState:
         codes = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.int8), params)
@@ -127,6 +151,9 @@ def momentum_stage(
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         # In the shape of blocks, so that XLA for TPUs fuses all of it.
         axis = block_axis(axes, update.shape)
+        # Pieces depend on the sharding: all arrays have that of the codes.
+        update = typed_sharding.shard_like(update, codes)
+        scales = typed_sharding.shard_as(scales, codes, _spec_of_scales(codes, axis))
         grad = _split(update, axis)
         m = grad + momentum * _decode_pieces(codes, scales, axis, grad.dtype)
         out = grad + momentum * m if nesterov else m

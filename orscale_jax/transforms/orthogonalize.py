@@ -13,10 +13,10 @@ from jax.typing import DTypeLike
 from orscale_jax import _checks
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
-from orscale_jax.distributed.platforms import DEFAULTS
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import DEFAULTS
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
@@ -26,7 +26,7 @@ from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.nodes import Watch
 
 # What the audit reads: each stage with its matrices, without tracers.
-initialized: Watch[tuple[Matrices, PolarOptions, ParamSpecs]] = Watch("polar")
+initialized: Watch[tuple[Matrices, PolarOptions]] = Watch("polar")
 
 
 def orthogonalize(
@@ -51,8 +51,7 @@ def orthogonalize(
       ns_preconditioning: See ``preconditioning`` of :func:`polar_factor`.
       max_stack_bytes: The largest stack on each device, in bytes. Leaves whose matrices
         have the same shape, or its transpose, go through Newton–Schulz together in
-        stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU,
-        but 256 MiB for arrays on Auto axes whose shardings are unknown.
+        stacks. None: 256 MiB on GPU; 256 MiB and at most 32 leaves on CPU; 16 MiB on TPU.
       mesh: See :func:`orscale`.
       slow_axes: See :func:`orscale`.
       param_shardings: See :func:`orscale`.
@@ -117,8 +116,9 @@ def orthogonalize_stage(
                 options.settings, steps=np.int32(DEFAULTS.steps), table=DEFAULTS.table
             )
             known = dataclasses.replace(options, settings=settings)
-        initialized.note((matrices, known, param_specs))
-        param_specs.note_annotations(params)
+        matrices.require_whole(params)
+        initialized.note((matrices, known))
+        param_specs.learn(params)
         return optax.EmptyState()
 
     def update(
@@ -132,15 +132,14 @@ def orthogonalize_stage(
             specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
         else:
             specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
-        # On Auto axes types have no shardings: the declared ones, if there are any.
         mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), options.mesh)
-        auto_specs = declared = None
-        if mesh is not None and mesh.are_all_axes_auto:
-            declared = param_specs.on(mesh, updates)
-        if mesh is not None and declared is not None:
+        auto_specs = None
+        if mesh is not None and not mesh.are_all_axes_explicit:
+            leaves = matrices.leaves(updates)
+            known = param_specs.on(mesh, matrices.tree_of(leaves))
             auto_specs = [
                 part
-                for axes, x, spec in matrices.rows(updates, declared)
+                for axes, x, spec in zip(matrices.of_leaves, leaves, known, strict=True)
                 for part in _part_specs(axes, x.shape, spec, mesh)
             ]
         qs = engine.polar_factors(parts, specs, auto_specs, options)
@@ -151,8 +150,13 @@ def orthogonalize_stage(
 
 @functools.lru_cache(maxsize=4096)
 def _part_specs(
-    axes: MatrixAxes, shape: tuple[int, ...], spec: PartitionSpec, mesh: AbstractMesh
-) -> tuple[PartitionSpec, ...]:
+    axes: MatrixAxes,
+    shape: tuple[int, ...],
+    spec: PartitionSpec | None,
+    mesh: AbstractMesh,
+) -> tuple[PartitionSpec | None, ...]:
     """The specs of the matrices ``(*batch, m, n)`` of a leaf, one for each part."""
+    if spec is None:
+        return (None,) * len(axes.labels)
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
     return tuple(typed_sharding.inferred(axes.matrices, leaf, mesh))

@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.axes import MatrixAxes
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, Stage, broadcast, compute_dtype
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.checks import require_params
@@ -60,6 +61,7 @@ def neuron_rms_stage(
 
     def step(axes: MatrixAxes, q: jax.Array, v: jax.Array) -> tuple[jax.Array, ...]:
         now, entries = axes.neurons.reduce(mean, jnp.square(q)), axes.of_neurons
+        v = typed_sharding.shard_like(v, now)
         decay = jnp.asarray(b2, v.dtype)
         v = decay * v + (1 - decay) * now
         # No division by zero where both a neuron and eps are zero.
@@ -199,6 +201,7 @@ def initial_norm_stage(
 
     def to_norm(axes: MatrixAxes, leaf: jax.Array, norm: jax.Array) -> jax.Array:
         found = axes.norms(leaf)
+        norm = typed_sharding.shard_like(norm, found)
         # A zero norm was not refused where ``init`` was compiled: here it shows as NaN.
         factor = jnp.where(norm == 0, jnp.nan, norm) / jnp.where(found == 0, 1, found)
         return broadcast(axes, factor, leaf) * leaf
@@ -208,6 +211,7 @@ def initial_norm_stage(
     ) -> jax.Array:
         still = axes.reduce(largest_magnitude, by) == 0
         found = axes.norms(w + by)
+        norm = typed_sharding.shard_like(norm, found)
         # A step to zero leaves no direction: the matrix stays where it is.
         moved = jnp.where(still | (found == 0), norm, found)
         # Not R (W + step) / ‖W + step‖ − W, which would round off the step's digits.

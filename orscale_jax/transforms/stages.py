@@ -1,4 +1,4 @@
-"""The stages beside Q and the ratio: s, λW, the wait for a first update, the rates."""
+"""The stages beside Q and the ratio: s, λW, D = 0 without momentum, the rates."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax.newton_schulz.arithmetic import largest_magnitude
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, is_axes_leaf
 from orscale_jax.parameters.rate_multipliers import (
@@ -22,7 +21,12 @@ from orscale_jax.parameters.rate_multipliers import (
     rate_multipliers,
 )
 from orscale_jax.sharding import typed_sharding
-from orscale_jax.transforms.matrices import Matrices, compute_dtype, on_matrices
+from orscale_jax.transforms.matrices import (
+    Matrices,
+    broadcast,
+    compute_dtype,
+    on_matrices,
+)
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import name_and_shape
 from orscale_jax.trees.nodes import (
@@ -31,7 +35,6 @@ from orscale_jax.trees.nodes import (
     is_function,
     is_masked,
     mask_like,
-    nodes_of,
 )
 
 SPECTRAL, SHAPE_SCALING, UNIT_RMS_NORM = "spectral", "shape_scaling", "unit_rms_norm"
@@ -50,10 +53,6 @@ CONSISTENT_RMS, WEIGHT_DECAY = 0.2, 0.1
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 
 MATRICES = "matrices"  # The mask that an optimizer of this library makes itself.
-
-# The extra argument that holds λ now. Users' extra arguments reach the stages, too: none
-# of them is called this.
-DECAY = "orscale_jax.weight_decay"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,23 +88,9 @@ class Scale:
         """The scale s of a matrix, divided by the RMS."""
         return 1.0 if self.square is None else math.sqrt(self.square(m, n))
 
-    def square_of_norm(self, m: int, n: int) -> float:
-        """The squared norm of sQ, over that of the RMS, for a Q of full rank."""
-        return min(m, n) if self.square is None else self.square(m, n) * min(m, n)
-
 
 # What the audit reads: the matrices of each stage that scales.
 scaled: Watch[tuple[Matrices, Scale]] = Watch("scales")
-
-
-class FromFirstNonzeroUpdateState(NamedTuple):
-    """State of :func:`from_first_nonzero_update`."""
-
-    #: Tree like the parameters. A leaf of matrices has 0 or 1 for each matrix, in an
-    #: array of the batch shape and dtype int8.
-    started: PyTree
-    #: The state of the inner transformation.
-    inner_state: optax.OptState
 
 
 class RateMultiplierState(NamedTuple):
@@ -170,52 +155,43 @@ def scale_by_shape(
     return on_matrices(weight_dimension_numbers, functools.partial(shape_stage, scale))
 
 
-def from_first_nonzero_update(
+def where_nonzero(
     inner: optax.GradientTransformation,
     *,
     weight_dimension_numbers: WeightDimensionNumbers = None,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Apply ``inner`` to a matrix from the first step on which its update is not zero.
+    r"""Apply ``inner``, and replace its result by 0 for every matrix whose update is 0.
 
-    OrScale computes D inside it: a matrix that has received no momentum yet (an expert
-    without tokens, a frozen branch) keeps :math:`D = 0` instead of
-    :math:`D = \lambda W`, and does not change. Once it has started, zero updates pass
-    through ``inner`` like others: :math:`D = \lambda W`, as Algorithm 1 says. Numbers
-    below the smallest normal one of float32 (of float64 in float64) count as zero, as
-    on CPUs and TPUs.
-
-    ``inner`` is told which matrices have an update at this step, in the extra argument
-    ``moving``: if :func:`scale_by_calibrated_trust_ratio` is part of it, decay alone does
-    not anchor c.
+    OrScale computes D inside it: a matrix without momentum (an expert without tokens, a
+    frozen branch) rests, with :math:`D = 0` instead of :math:`D = \lambda W`. An update
+    counts as zero if the sum of its magnitudes is below the smallest normal number of
+    float32 (of float64 in float64).
 
     Args:
       inner: A transformation that keeps the updates' structure, such as
-        :func:`optax.add_decayed_weights`. Its output before that step is replaced by
-        zeros.
+        :func:`optax.add_decayed_weights`.
       weight_dimension_numbers: See :func:`orscale`.
 
     Returns:
-      A transformation whose state holds, per matrix, whether it has started, and the
-      state of ``inner``, which runs at every step.
+      A transformation with the state of ``inner``, which runs at every step.
 
     Raises:
       ValueError: From ``init`` and ``update``, if a leaf is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp, optax
-      >>> from orscale_jax import from_first_nonzero_update
-      >>> stage = from_first_nonzero_update(optax.add_decayed_weights(0.1))
+      >>> from orscale_jax import where_nonzero
+      >>> stage = where_nonzero(optax.add_decayed_weights(0.1))
       >>> params = {"kernel": jnp.ones((2, 2))}
-      >>> state = stage.init(params)
       >>> zero = {"kernel": jnp.zeros((2, 2))}
-      >>> print(stage.update(zero, state, params)[0]["kernel"].max())
+      >>> print(stage.update(zero, stage.init(params), params)[0]["kernel"].max())
       0.0
 
     References:
       Lou & You, *OrScale*, Definition 2.
     """
     _checks.transformation("inner", inner)
-    stage = functools.partial(first_update_stage, inner)
+    stage = functools.partial(where_nonzero_stage, inner)
     return on_matrices(weight_dimension_numbers, stage)
 
 
@@ -229,6 +205,7 @@ def shape_stage(scale: Scale, matrices: Matrices) -> optax.GradientTransformatio
         return factor * leaf
 
     def init(params: PyTree) -> optax.EmptyState:
+        matrices.require_whole(params)
         if not isinstance(scale.rms, jax.core.Tracer):  # Of optax.inject_hyperparams.
             scaled.note((matrices, scale))
         return optax.EmptyState()
@@ -283,74 +260,28 @@ def _is_boolean(leaf: Any) -> bool:
     return is_bool and np.ndim(leaf) == 0
 
 
-def first_update_stage(
+def where_nonzero_stage(
     inner: optax.GradientTransformation, matrices: Matrices
 ) -> optax.GradientTransformationExtraArgs:
-    """:func:`from_first_nonzero_update` for given matrices."""
+    """:func:`where_nonzero` for given matrices."""
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: PyTree) -> FromFirstNonzeroUpdateState:
-        started = matrices.full(params, 0, lambda _: jnp.int8)
-        return FromFirstNonzeroUpdateState(started, inner.init(params))
+    def is_zero(total: jax.Array) -> jax.Array:
+        # Some platforms flush subnormal numbers to zero, some only where they round.
+        return total < jnp.finfo(total.dtype).tiny
 
-    def update(
-        updates: PyTree,
-        state: FromFirstNonzeroUpdateState,
-        params: PyTree | None = None,
-        *,
-        moving: PyTree | None = None,
-        **extra_args: Any,
-    ) -> tuple[PyTree, FromFirstNonzeroUpdateState]:
-        if moving is None:
-            moving = _moving(matrices, updates)
-        transformed, inner_state = inner.update(
-            updates, state.inner_state, params, moving=moving, **extra_args
-        )
-        started = matrices.map(
-            lambda _, on, now: on | now.astype(on.dtype), state.started, moving
-        )
-        on = matrices.broadcast(started, transformed)
-        updates = matrices.map(
-            lambda _, on, u: jnp.where(on != 0, u, jnp.zeros_like(u)), on, transformed
-        )
-        return updates, FromFirstNonzeroUpdateState(started, inner_state)
-
-    return optax.GradientTransformationExtraArgs(init, update)
-
-
-def told(
-    inner: optax.GradientTransformation,
-    weight_decay: ArrayLike | optax.Schedule,
-    matrices: Matrices,
-) -> optax.GradientTransformationExtraArgs:
-    """Tell the stages of ``inner`` which matrices have an update, and λ of a schedule."""
-    inner = optax.with_extra_args_support(inner)
-    schedule: Any = weight_decay
-    scheduled: tuple[type, ...] = ()
-    if callable(schedule):
-        # Optax's class, which has no public name; `init` itself would start the backend.
-        init = optax.add_decayed_weights(schedule).init
-        scheduled = (type(jax.eval_shape(init, ())),)
+    def keep(axes: MatrixAxes, leaf: jax.Array, zero: jax.Array) -> jax.Array:
+        return jnp.where(broadcast(axes, zero, leaf), jnp.zeros_like(leaf), leaf)
 
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        extra_args["moving"] = _moving(matrices, updates)
-        for node in nodes_of(state, *scheduled):
-            extra_args[DECAY] = lambda _, count=node.count: schedule(count)
-        return inner.update(updates, state, params, **extra_args)
+        totals = matrices.sums(jnp.abs, updates)
+        zero = matrices.at_once(is_zero, updates, totals)
+        updates, state = inner.update(updates, state, params, **extra_args)
+        return matrices.map(keep, updates, zero), state
 
     return optax.GradientTransformationExtraArgs(inner.init, update)
-
-
-def _moving(matrices: Matrices, updates: PyTree) -> PyTree:
-    """Whether each matrix has an update, also one that is not finite."""
-
-    def at(_: MatrixAxes, largest: jax.Array) -> jax.Array:
-        # Some platforms flush subnormal numbers to zero, some only where they round.
-        return ~(largest < jnp.finfo(largest.dtype).tiny)
-
-    return matrices.map(at, matrices.reduce(largest_magnitude, updates))
 
 
 def rate_stage(

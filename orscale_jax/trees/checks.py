@@ -14,7 +14,7 @@ from orscale_jax.trees.nodes import children, is_masked
 # Fields of Optax's wrappers that hold states, and fields that hold no parameters.
 _STATES = frozenset({"inner_state", "inner_states", "inner_opt_state"})
 _NO_PARAMS = frozenset(
-    {"count", "gradient_step", "mini_step", "bounds", "hyperparams", "hyperparams_states"}
+    {"count", "gradient_step", "mini_step", "hyperparams", "hyperparams_states"}
 )
 
 

@@ -2,13 +2,17 @@
 
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
+from orscale_jax.trees.merging import merged
+
 Path: TypeAlias = tuple[str, ...]
+
+_LINES = 16  # Of a list of parameters in a message.
 
 # What stands between the names in one key of a flat dictionary: "mlp.up", "mlp/~/up",
 # "mlp__up", "['mlp']['up']"; ":0" follows the names of TensorFlow's variables.
@@ -64,7 +68,12 @@ def quoted(path: Any) -> str:
 
 def name_and_shape(path: Any, leaf: Any) -> str:
     """A leaf, for an error message."""
-    return f"{quoted(path)} of shape {np.shape(leaf)}"
+    return f"{quoted(path)}{of_shape(leaf)}"
+
+
+def of_shape(leaf: Any) -> str:
+    """What follows the name of a leaf in an error message."""
+    return f" of shape {np.shape(leaf)}"
 
 
 @functools.lru_cache(maxsize=2**16)
@@ -73,11 +82,24 @@ def words(key: str) -> str:
     return " ".join(_WORD.findall(key)).lower()
 
 
-def listed(parameters: list[str]) -> str:
+def folded(leaves: Sequence[tuple[str, str]]) -> str:
+    """Indented lines for names and what follows each; one line for many layers."""
+    names, details = zip(*leaves, strict=True)
+    lines, groups = [""], merged(names, details)
+    for text, members in groups[:_LINES]:
+        name, times, count = text.partition(" × ")
+        shown = repr(name) if name else "(the only leaf)"
+        lines.append(f"{shown}{times}{count}{details[members[0]]}")
+    if rest := sum(len(members) for _, members in groups[_LINES:]):
+        lines.append(f"and {rest:,} more")
+    return "\n  ".join(lines)
+
+
+def listed(leaves: Sequence[tuple[str, str]]) -> str:
     """The subject and verb of an error message: one parameter, or a list of them."""
-    if len(parameters) == 1:
-        return f"parameter {parameters[0]} is"
-    return "\n  ".join([f"{len(parameters)} parameters", *parameters]) + "\nare"
+    if len(leaves) == 1:
+        return f"parameter {folded(leaves).strip()} is"
+    return f"{len(leaves):,} parameters{folded(leaves)}\nare"
 
 
 def distinct_names(paths: Iterable[Any]) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 from flax.traverse_util import unflatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, orscale
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 
 
@@ -17,10 +17,14 @@ def leaf(*shape):
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
+def described(tree, numbers):
+    return describe(tree, orscale(1e-3, weight_dimension_numbers=numbers))
+
+
 def marks(shapes, rules=None):
     """The check of each parameter that has one, by dotted path."""
     tree = unflatten_dict({k: leaf(*v) for k, v in shapes.items()}, sep=".")
-    description = describe(tree, by_path(rules or {}))
+    description = described(tree, by_path(rules or {}))
     found = {row.name: ", ".join(row.check) for row in description.rows if row.check}
     assert ("check" in str(description).splitlines()[0]) == bool(found)
     return found
@@ -35,6 +39,14 @@ ALL, STACK, LAYERS = {"": "matrix"}, {"": Dims(1, 2)}, {"kernel": Dims(1, 2)}
         ("attention.qkv", (8, 24), None, "fused?"),
         ("attention.kv", (8, 16), None, "fused?"),
         ("in_proj", (8, 24), None, "fused?"),
+        ("linear_attn.in_proj_qkvz", (8, 24), None, "fused?"),
+        ("linear_attn.in_proj_ba", (8, 24), None, "fused?"),
+        ("mixer.x_proj.weight", (8, 24), None, "fused?"),
+        ("self_attn.W_pack.weight", (24, 8), None, "fused?"),
+        ("attn.Wqkv.weight", (24, 8), None, "fused?"),
+        ("attn.qkvz.weight", (32, 8), None, "fused?"),
+        ("ff.net_0.proj.kernel", (8, 64), None, "fused?"),
+        ("linear_attn.in_proj_z", (8, 24), None, ""),
         ("router", (8, 4), None, "router?"),
         ("router.kernel", (512, 8), None, "router?"),
         ("mlp.gate.kernel", (8, 4), None, "router?"),
@@ -68,6 +80,39 @@ ALL, STACK, LAYERS = {"": "matrix"}, {"": Dims(1, 2)}, {"kernel": Dims(1, 2)}
 )
 def test_marks_of_a_leaf_alone(name, shape, rules, expected):
     assert marks({name: shape}, rules) == ({name: expected} if expected else {})
+
+
+# Gate and up in one kernel, by the shapes: twice as wide as the projection down takes.
+GATED = {
+    "blocks.0.ff_proj.weight": "blocks.0.ff_out.weight",
+    "mlp.Wi.weight": "mlp.Wo.weight",
+    "mlp.dense_h_to_4h.weight": "mlp.dense_4h_to_h.weight",
+    "mlp.fc1.kernel": "mlp.fc2.kernel",
+    "ffn.proj_up.kernel": "ffn.proj_down.kernel",
+    "mlp.Dense_0.kernel": "mlp.Dense_1.kernel",
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.output_linear.weight",
+}
+
+
+@pytest.mark.parametrize("up", GATED)
+def test_a_gate_in_the_projection_up(up):
+    for d, inner in ((8, 12), (8, 4), (8, 8)):
+        for sides in (1, -1):  # (in, out) and (out, in).
+            shapes = {up: (d, 2 * inner)[::sides], GATED[up]: (inner, d)[::sides]}
+            assert marks(shapes) == {up: "fused?"}
+            shapes[up] = (d, inner)[::sides]
+            assert marks(shapes) == {}
+
+
+def test_olmo():
+    names = {
+        "att_proj": (8, 24),
+        "attn_out": (8, 8),
+        "ff_proj": (8, 32),
+        "ff_out": (32, 8),
+    }
+    shapes = {f"blocks.0.{name}.weight": shape for name, shape in names.items()}
+    assert marks(shapes) == {"blocks.0.att_proj.weight": "fused?"}
 
 
 MIXER = {"layers.mixer.D": (5, 8), "layers.mixer.in.kernel": (5, 8, 16)}
@@ -128,7 +173,7 @@ def test_marks_among_neighbours(shapes, rules, expected):
 
 def test_heads_of_attention_are_long_and_no_stacks():
     tree = {"attn": {"q_proj": leaf(512, 64), "o_proj": leaf(64, 512)}}
-    rows = describe(tree, by_path({}, head_size=16)).rows
+    rows = described(tree, by_path({}, head_size=16)).rows
     found = [(row.m, row.n, row.check) for row in rows]
     assert found == [(16, 512, ()), (512, 16, ())]
 
@@ -168,25 +213,19 @@ def test_a_scanned_model_by_the_list_in_the_error():
     params = init["params"]
     with pytest.raises(ValueError, match="ambiguous") as caught:
         matrix_axes(None, params)
-    listed = re.findall(
-        r"'(\S+)' of shape \(([^)]*)\)( \(class \w+\))?", str(caught.value)
-    )
-    ranks = {name: shape.count(",") + 1 for name, shape, _ in listed}
-    assert len(listed) == 9 and max(ranks.values()) == 4
-    biases = {name for name, _, layer in listed if layer == " (class bias)"}
-    assert biases == {name for name in ranks if name.endswith("bias")}
-    assert len(biases) == 3  # Of (layers, heads, head_dim).
+    listed = dict(re.findall(r"'(\S+)' of shape \(([^)]*)\)", str(caught.value)))
+    ranks = {name: shape.count(",") + 1 for name, shape in listed.items()}
+    assert len(ranks) == 6 and max(ranks.values()) == 4  # No bias of (layers, heads, d).
     rules = {
         re.escape(name): Dims(1, tuple(range(2, rank))) for name, rank in ranks.items()
     }
-    rules |= dict.fromkeys(map(re.escape, biases), "adamw")
     rules |= {re.escape(n): Dims((1, 2), 3) for n in ranks if n.endswith("out.kernel")}
-    for row in describe(params, by_path(rules)).rows:
+    for row in described(params, by_path(rules)).rows:
         assert (row.rule == "matrix") == row.path.endswith("kernel"), row.path
         assert row.check == ()
     # A rule that also matches the biases and norms makes them matrices, with a mark.
     broad = {"kernel": Dims(-2, -1), "": Dims(-2, -1)}
-    for row in describe(params, by_path(broad)).rows:
+    for row in described(params, by_path(broad)).rows:
         assert row.rule == "matrix"
         expected = {"bias": ["bias?"], "norm": ["norm?"]}.get(row.layer_class, [])
         assert [mark for mark in row.check if "?" in mark] == expected

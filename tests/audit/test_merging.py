@@ -8,9 +8,16 @@ import numpy as np
 import optax
 import pytest
 from hypothesis import given, strategies as st
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import describe, orscale
-from orscale_jax.audit.merging import merged
+from orscale_jax import by_path, convert_state, describe, orscale
+from orscale_jax.parameters.dimension_numbers import Unresolved
+from orscale_jax.parameters.module_types import resolved
+from orscale_jax.trees.merging import merged
+from orscale_jax.trees.names import by_name
+
+EXPERTS = MuonDimensionNumbers(-2, -1)
 
 TWELVE = [f"h.{i}.w" for i in range(12)]
 
@@ -89,7 +96,7 @@ def lines_of(description):
 @pytest.mark.extended
 def test_equal_rows_over_layers_are_one_line():
     params = decoder()
-    description = describe(params, optimizer=orscale(1e-3))
+    description = describe(params, orscale(1e-3))
     lines = lines_of(description)
     assert [*lines] == [
         "blocks.*.attention.out × 12",
@@ -100,8 +107,8 @@ def test_equal_rows_over_layers_are_one_line():
     norms = [np.linalg.norm(block["up"]) for block in params["blocks"]]
     line = lines["blocks.*.up × 12"]
     assert f"{min(norms):.4g} … {max(norms):.4g}" in line
-    # Twelve matrices, their entries, and their bytes: a momentum, and 25 a matrix.
-    assert re.search(r" 12 .* 384 +1,836$", line)
+    # Twelve matrices, their entries, and their bytes: a momentum, and 28 a matrix.
+    assert re.search(r" 12 .* 384 +1,872$", line)
     assert len(description.rows) == 37 == len(description.to_csv().splitlines()) - 1
 
 
@@ -135,7 +142,7 @@ def test_a_layer_that_differs_has_its_own_line(differs):
         }[differs]
         main = optax.adam(0.1) if differs == "state" else orscale(0.1)
         optimizer = optax.partition({"on": main, "odd": other}, labels)
-    lines = lines_of(describe(params, optimizer=optimizer))
+    lines = lines_of(describe(params, optimizer))
     of_up = [name for name in lines if ".up" in name]
     assert of_up == ["blocks.{0-1,3}.up × 3", "blocks.2.up"]
 
@@ -148,7 +155,41 @@ def test_gpt2_fits_on_a_screen():
     params = {n: jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in leaves.items()}
     numbers = {name: leaf.numbers for name, leaf in leaves.items()}
     optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
-    description = describe(params, numbers, optimizer=optimizer, platform="cpu")
+    description = describe(params, optimizer)
     lines = str(description).splitlines()
     assert len(lines) <= 40 and max(map(len, lines)) <= 120
     assert len(description.rows) == 148
+
+
+def largest_model():
+    """Kimi K2, from shapes, and convolutions of which no two are alike."""
+    from examples.benchmarks.models import KIMI_K2, mixture, over_all
+
+    leaves = mixture(over_all({"fsdp": 8}), P("fsdp"), KIMI_K2)
+    shapes = {f"layers.{name}": leaf.shape for name, leaf in leaves.items()}
+    shapes |= {f"stem.{i}.kernel": (3, 3, i, 2 * i) for i in range(1, 60)}
+    return {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda tree: jax.eval_shape(orscale(1e-3).init, tree),
+        by_path({"": "matrix"}),
+        by_path({"stem": "adamw", "experts": EXPERTS}, head_size=1000),
+        lambda tree: jax.eval_shape(
+            lambda params: convert_state((), optax.trace(0.9), params), tree
+        ),
+        lambda tree: resolved(
+            by_name(tree), {p: Unresolved("no rule") for p in by_name(tree)}, None, False
+        ),
+    ],
+    ids=["default", "by_path", "head_size", "convert_state", "types of modules"],
+)
+def test_messages_about_the_largest_model_fit_on_a_screen(refused):
+    """Leaves that differ by numbers have one line, and a long list has an end."""
+    tree = largest_model()
+    with pytest.raises(ValueError, match=r"' × \d+[ \n]") as caught:
+        refused(tree)
+    lines = str(caught.value).splitlines()
+    assert 3 <= len(lines) <= 25

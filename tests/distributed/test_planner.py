@@ -8,20 +8,17 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from orscale_jax.distributed.plan import (
-    H100,
+from orscale_jax.audit.plan import Plan
+from orscale_jax.distributed.costs import (
     Bucket,
     CostModel,
-    Hardware,
     LayoutGroup,
-    Link,
     MatrixSlice,
-    MeshShape,
-    Plan,
     ShardedArray,
-    count_devices,
-    plan_buckets,
 )
+from orscale_jax.distributed.mesh import MeshShape, count_devices
+from orscale_jax.distributed.plan import plan_buckets
+from orscale_jax.newton_schulz.hardware import H100, Hardware, Link
 
 FLOAT = np.dtype("float32")
 MESH = MeshShape({"data": 2, "fsdp": 4})
@@ -237,7 +234,7 @@ def test_idle_devices_take_column_shards_of_wider_matrices():
     assert bucket.traffic.nbytes == alone.traffic.nbytes + 5 * 2048**2 * 6 * 3 // 4
 
 
-EIGHT, FLOAT16 = MeshShape({"fsdp": 8}), np.dtype("float16")
+FLOAT16 = np.dtype("float16")
 
 
 def planned(model, *groups):
@@ -253,7 +250,7 @@ def planned(model, *groups):
         shape = m, n // column_shards
         sizes = shape, FLOAT16, axes, sharing, size, max(1, shards)
         buckets.append(Bucket((layout,), *sizes, cost_model=model))
-    return Plan.of(buckets, [[""] * len(groups)] * len(buckets), EIGHT, model)
+    return Plan.of(buckets, [[""] * len(groups)] * len(buckets), model)
 
 
 # A device has one matrix of each group. Of m×n it sends 2mn·7/8 bytes each way, replicas

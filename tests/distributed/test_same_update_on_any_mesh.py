@@ -105,7 +105,7 @@ def test_layers_in_one_array_are_spread_by_parts():
     wanted, _ = optimizer.update(grads, optimizer.init(grads))
     mesh = mesh_of({"data": 2, "fsdp": 4}, EXPLICIT)
     grads = placed(grads, mesh, P(None, "fsdp"))
-    plan = describe(grads, numbers, max_stack_bytes=most).plan
+    plan = describe(grads, optimizer).plan
     assert [group.matrices_per_device for group in plan.groups] == [2, 1]
     found, _ = jax.jit(optimizer.update)(grads, optimizer.init(grads))
     assert_close(found, wanted)

@@ -12,10 +12,11 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
 from orscale_jax import describe, orthogonalize
+from orscale_jax.distributed.costs import ShardedArray
 from orscale_jax.distributed.exchange import plan_exchange
-from orscale_jax.distributed.plan import MeshShape, ShardedArray
-from orscale_jax.distributed.platforms import CPU, TPU
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.distributed.mesh import MeshShape
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import CPU, TPU
 from orscale_jax.sharding.typed_sharding import axes_of
 from tests import runs
 from tests.oracle import svd_polar
@@ -167,7 +168,7 @@ def test_the_program_does_what_the_plan_says(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_printed_bytes_are_those_of_the_program(layout):
     mesh, sharded = placed(layout, EXPLICIT)
-    groups = describe(sharded, platform="cpu").plan.groups
+    groups = describe(sharded).plan.groups
     printed = sum(group.bytes_sent for group in groups)
     cost = hlo_cost.of(compiled(mesh, sharded).as_text())
     # The norms of shared matrices are all-reduces, of one number for each.

@@ -45,10 +45,7 @@ def assert_close(found, wanted):
 
 
 def per_matrix_arrays(state):
-    names = ("started", "calibration", "raw_trust_ratio", "trust_ratio")
-    return [
-        tree for name in names for _, tree in optax.tree.get_all_with_path(state, name)
-    ]
+    return [tree for _, tree in optax.tree.get_all_with_path(state, "numbers")]
 
 
 # NNX

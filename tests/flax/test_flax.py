@@ -421,78 +421,108 @@ def test_lora_adapters_are_trained_alone():
     np.testing.assert_array_equal(frozen, linear.kernel[...])
 
 
-def with_adapters(layer, **shapes):
-    """As Qwix adds adapters to a module: parameters beside the kernel."""
-    for name, shape in shapes.items():
-        value = jax.random.normal(jax.random.key(len(name)), shape)
-        setattr(layer, f"kernel_lora_{name}", nnx.LoRAParam(value))
-    return layer
+class Product(nnx.Module):
+    """A layer of a user's own, such as Tunix's Einsum: its type has no rule."""
+
+    def __init__(self, *shape):
+        self.w = nnx.Param(jnp.ones(shape))
 
 
+# How Qwix adds adapters to a module: beside its parameter, and for an einsum with the
+# equation. A layer, the shapes of the adapters, the equation, and their numbers.
 ADAPTERS = {
-    "linear": (
-        lambda r: with_adapters(nnx.Linear(8, 6, rngs=r), a=(8, 2), b=(2, 6)),
-        (MATRIX, MATRIX),
-    ),
+    "linear": (lambda r: nnx.Linear(8, 6, rngs=r), (8, 2), (2, 6), None, MATRIX, MATRIX),
     "general": (
-        lambda r: with_adapters(
-            nnx.LinearGeneral((2, 4), (3, 5), axis=(-2, -1), rngs=r), a=(8, 2), b=(2, 15)
-        ),
-        (MATRIX, MATRIX),
+        lambda r: nnx.LinearGeneral((2, 4), (3, 5), axis=(-2, -1), rngs=r),
+        (8, 2), (2, 15), None, MATRIX, MATRIX,
     ),
     "batch": (
-        lambda r: with_adapters(
-            nnx.LinearGeneral(8, (2, 3), batch_axis={0: 5}, rngs=r),
-            a=(5, 8, 2), b=(5, 2, 6),
-        ),
-        (Dims(1, 2), Dims(1, 2)),
+        lambda r: nnx.LinearGeneral(8, (2, 3), batch_axis={0: 5}, rngs=r),
+        (5, 8, 2), (5, 2, 6), None, Dims(1, 2), Dims(1, 2),
     ),
     "heads": (
-        lambda r: with_adapters(
-            nnx.Einsum("BTD,NDH->BTNH", (2, 8, 3), rngs=r), a=(8, 2), b=(2, 2, 3)
-        ),
-        (MATRIX, Dims(0, (1, 2))),
-    ),
-    "merged heads": (
-        lambda r: with_adapters(
-            nnx.Einsum("BTNH,NHD->BTD", (2, 3, 8), rngs=r), a=(2, 3, 2), b=(2, 8)
-        ),
-        (Dims((0, 1), 2), MATRIX),
-    ),
-    "experts": (
-        lambda r: with_adapters(
-            nnx.Einsum("ebd,edf->ebf", (4, 8, 6), rngs=r), a=(4, 8, 2), b=(2, 6)
-        ),
-        (Dims(1, 2), MATRIX),
+        lambda r: nnx.Einsum("BTD,NDH->BTNH", (2, 8, 3), rngs=r),
+        (8, 2), (2, 2, 3), "BTD,Dr,rNH->BTNH", MATRIX, Dims(0, (1, 2)),
     ),
     "convolution": (
-        lambda r: with_adapters(
-            nnx.Conv(3, 6, (2, 2), rngs=r), a=(2, 2, 3, 2), b=(2, 6)
-        ),
-        (CONVOLUTION, MATRIX),
+        lambda r: nnx.Conv(3, 6, (2, 2), rngs=r),
+        (2, 2, 3, 2), (2, 6), None, CONVOLUTION, MATRIX,
     ),
-    "stacked": (
-        lambda r: nnx.vmap(
-            lambda r: with_adapters(nnx.Linear(8, 6, rngs=r), a=(8, 2), b=(2, 6))
-        )(r.split(3)),
-        (Dims(1, 2), Dims(1, 2)),
+    "own product": (lambda _: Product(8, 6), (8, 2), (2, 6), None, MATRIX, MATRIX),
+    "own batch": (
+        lambda _: Product(5, 8, 6), (5, 8, 2), (5, 2, 6), None, Dims(1, 2), Dims(1, 2)
     ),
+    "own convolution": (
+        lambda _: Product(3, 8, 6), (3, 8, 2), (2, 6), None, Dims((0, 1), 2), MATRIX
+    ),
+    "own keys and values": (
+        lambda _: Product(2, 2, 8, 3), (8, 2), (2, 2, 2, 3), "BSD,Dr,rCKH->CBSKH",
+        MATRIX, Dims(0, (1, 2, 3)),
+    ),
+    "own merged heads": (
+        lambda _: Product(2, 3, 8), (2, 3, 2), (2, 8), "BTNH,NHr,rD->BTD",
+        Dims((0, 1), 2), MATRIX,
+    ),
+    "own experts": (
+        lambda _: Product(4, 8, 6), (4, 8, 2), (2, 6), "EBD,EDr,rF->EBF",
+        Dims(1, 2), MATRIX,
+    ),
+    "tied table": (lambda r: nnx.Embed(9, 8, rngs=r), (8, 2), (2, 9), None, None, None),
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_adapters_beside_a_kernel(name):
+def test_adapters_beside_any_parameter(name, stacked):
     """Only they are asked for, so that a frozen base needs no rules."""
-    build, expected = ADAPTERS[name]
-    model = build(nnx.Rngs(0))
-    model.frozen = nnx.Param(jnp.ones((4, 4)))  # Such as the scale of a quantized kernel.
-    state = nnx.state(model, nnx.LoRAParam)
-    found = nnx_dimension_numbers(model, wrt=nnx.LoRAParam)(nnx.to_pure_dict(state))
-    assert tuple(found[f"kernel_lora_{end}"] for end in "ab") == expected
-    optimizer = orscale(1e-3, weight_dimension_numbers=found)
-    optimizer.init(nnx.to_pure_dict(state))
-    with pytest.raises(ValueError, match="'frozen' of shape"):
+    build, a, b, equation, *expected = ADAPTERS[name]
+    layer = build(nnx.Rngs(0))
+    [own] = {"kernel", "w", "embedding"} & vars(layer).keys()
+    for end, shape in (("a", a), ("b", b)):
+        value = jnp.ones((7,) * stacked + shape)
+        setattr(layer, f"{own}_lora_{end}", nnx.LoRAParam(value))
+    if equation:
+        setattr(layer, f"{own}_lora_einsum_str", equation)
+    model = nnx.Dict(layer=layer, frozen=nnx.Param(jnp.ones((4, 4))))
+    params = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
+    found = nnx_dimension_numbers(model, wrt=nnx.LoRAParam)(params)["layer"]
+    for end, numbers in zip("ab", expected, strict=True):
+        if numbers and stacked:
+            axes = (numbers.reduction_axis, numbers.output_axis)
+            numbers = Dims(*jax.tree.map(lambda axis: axis + 1, axes))
+        assert found[f"{own}_lora_{end}"] == numbers
+    with pytest.raises(ValueError, match=r"'frozen' of shape .* in flax.*Dict"):
         nnx_dimension_numbers(model)
+
+
+@pytest.mark.parametrize("kind", ["types", "names"])
+def test_adapters_of_a_head_take_adamw(kind):
+    layer = nnx.Linear(8, 6, rngs=nnx.Rngs(0)) if kind == "types" else Product(8, 6)
+    own = "kernel" if kind == "types" else "w"
+    for end, shape in (("a", (8, 2)), ("b", (2, 6))):
+        setattr(layer, f"{own}_lora_{end}", nnx.LoRAParam(jnp.ones(shape)))
+    model = nnx.Dict(lm_head=layer)
+    params = nnx.to_pure_dict(nnx.state(model, nnx.LoRAParam))
+    found = nnx_dimension_numbers(model, wrt=nnx.LoRAParam)(params)
+    assert set(found["lm_head"].values()) == {None}
+
+
+class Adapted(nn.Module):
+    """A parameter of a Linen module's own, and the adapters that Qwix adds."""
+
+    @nn.compact
+    def __call__(self, x):
+        init = nn.initializers.lecun_normal()
+        w = self.param("w", init, (8, 6))
+        a = self.param("w_lora_a", init, (8, 2))
+        return x @ w + x @ a @ self.param("w_lora_b", init, (2, 6))
+
+
+def test_adapters_in_linen():
+    numbers = linen_dimension_numbers(
+        nn.Sequential([Adapted(), nn.relu]), jnp.ones((1, 8)), overrides={r"w$": "adamw"}
+    )["layers_0"]
+    assert numbers == {"w": None, "w_lora_a": MATRIX, "w_lora_b": MATRIX}
 
 
 class LinenBlock(nn.Module):
@@ -646,10 +676,10 @@ class SharedScope(nn.Module):
 
 def test_modules_that_share_a_scope_keep_their_own_parameters():
     x = jnp.ones((2, 3))
-    with pytest.raises(ValueError, match=r"'a' of shape \(3, 2\): .* SharedScope"):
+    with pytest.raises(ValueError, match=r"'a' of shape \(3, 2\): .*SharedScope"):
         linen_dimension_numbers(SharedScope(), x)
     nested = nn.Sequential([nn.Dense(3), SharedScope()])
-    with pytest.raises(ValueError, match=r"'layers_1\.a' of .* SharedScope"):
+    with pytest.raises(ValueError, match=r"'layers_1\.a' of .*SharedScope"):
         linen_dimension_numbers(nested, x, rngs={"params": jax.random.key(0)})
     rules = {SharedScope: lambda m: {"a": Weight((None, 2), 0, 1), "b": None}}
     expected = {"kernel": MATRIX, "bias": None, "a": MATRIX, "b": None}
@@ -671,7 +701,9 @@ def test_open_nnx_parameters_are_one_error():
     with pytest.raises(ValueError, match="do not say which") as error:
         nnx_dimension_numbers(Experts(nnx.Rngs(0)))
     text = str(error.value)
-    assert "'up' of shape (4, 8, 16): there is no rule for it in Experts" in text
+    assert (
+        f"'up' of shape (4, 8, 16): there is no rule for it in {__name__}.Experts" in text
+    )
     assert "'down.0' of shape (16, 8)" in text
     assert "overrides=" in text and "rules=" in text
     assert "gain" not in text and "mix" not in text
@@ -716,7 +748,7 @@ def test_open_linen_parameters_are_one_error():
     with pytest.raises(ValueError, match="do not say which") as error:
         linen_dimension_numbers(OpenLinen(), x)
     text = str(error.value)
-    assert "'w' of shape (3, 3): there is no rule for it in OpenLinen" in text
+    assert f"'w' of shape (3, 3): there is no rule for it in {__name__}.OpenLinen" in text
     assert "Conv_0" not in text
     assert "'Einsum_0.kernel' of shape (4, 5): its einsum_str is given to the" in text
     overrides = {"^w$": "matrix", "Einsum.*kernel": MATRIX}
@@ -917,8 +949,8 @@ def test_layers_that_share_a_kernel():
     general = nnx.LinearGeneral(8, (2, 4), rngs=nnx.Rngs(0))
     general.kernel = a.kernel
     owners = (
-        r"'a\.kernel' of shape \(8, 8\): its owners disagree; 'a\.kernel' in Linear: Muon"
-        r".*'b\.kernel' in LinearGeneral: its module declares \(8, 2, 4\)"
+        r"'a\.kernel' of shape \(8, 8\): its owners disagree; 'a\.kernel' in flax\.\S*"
+        r"\.Linear: Muon.*'b\.kernel' in \S*LinearGeneral: its.* declares \(8, 2, 4\)"
     )
     with pytest.raises(ValueError, match=owners):
         nnx_dimension_numbers(nnx.Dict(a=a, b=general))
@@ -952,13 +984,13 @@ def test_modules_behind_a_bridge_are_unresolved():
     x = jnp.ones((2, 3))
     around = nnx.bridge.ToNNX(nn.Dense(4), rngs=nnx.Rngs(0)).lazy_init(x)
     model = nnx.Dict(linen=around, nnx=nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"'linen\.kernel' .* rule for it in ToNNX\n"):
+    with pytest.raises(ValueError, match=r"'linen\.kernel' .* in flax.*\.ToNNX\n"):
         nnx_dimension_numbers(model)
     found = nnx_table(model, overrides={r"linen\.kernel": "matrix"})
     assert found == linear("linen", "nnx")
     within = nnx.bridge.ToLinen(nnx.Linear, args=(3, 4))
     model = nn.Sequential([nn.Dense(3), within, nn.relu])
-    with pytest.raises(ValueError, match=r"'layers_1\.kernel' .* for it in ToLinen\n"):
+    with pytest.raises(ValueError, match=r"'layers_1\.kernel' .* in flax.*\.ToLinen\n"):
         linen_dimension_numbers(model, x)
     found = linen_table(model, x, overrides={r"layers_1\.kernel": "matrix"})
     assert found == linear("layers_0", "layers_1")
@@ -991,9 +1023,8 @@ def test_of_an_nnx_model_what_is_trained_counts():
     wanted = {f"{layer}.{name}" for layer in names for name in names[layer]}
     transformation = orscale(1e-2, weight_dimension_numbers=numbers)
     optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
-    for options in ({}, {"optimizer": optimizer}, {"optimizer": transformation}):
-        assert {row.path for row in describe(model, numbers, **options).rows} == wanted
-    assert {row.path for row in describe(model).rows} == wanted
+    for described in (None, optimizer, transformation):
+        assert {row.path for row in describe(model, described).rows} == wanted
     grads = nnx.grad(lambda model: jnp.sum(model(jnp.eye(4)) ** 2))(model)
     optimizer.update(model, grads)
     found = diagnostics.read(optimizer, model, numbers)
@@ -1009,7 +1040,7 @@ def test_of_an_nnx_model_what_is_trained_counts():
     assert jax.tree.leaves(measured[0]) == jax.tree.leaves(measured[1])
     down = nnx.All(nnx.Param, nnx.PathContains("down"))
     optimizer = nnx.Optimizer(model, transformation, wrt=down)
-    rows = describe(model, numbers, optimizer=optimizer).rows
+    rows = describe(model, optimizer).rows
     assert [row.path for row in rows] == ["down.bias", "down.kernel"]
 
 
@@ -1049,6 +1080,9 @@ def test_a_model_that_is_itself_the_tree_of_parameters():
     grads, state = jax.tree.map(jnp.ones_like, params), optimizer.init(params)
     _, state = optimizer.update(grads, convert_state(state, optimizer, params), params)
     assert diagnostics.read(state, params, numbers).anchored["a"].shape == (2,)
-    assert [row.path for row in describe(params, numbers).rows] == ["a"]
+    assert [
+        row.path
+        for row in describe(params, orscale(1e-3, weight_dimension_numbers=numbers)).rows
+    ] == ["a"]
     only = nnx.Dict(a=nnx.Variable(jnp.ones((4, 4))))  # Whatever they are: all.
     assert [row.path for row in describe(only).rows] == ["a"]

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax.distributed.platforms import PLATFORMS
 from orscale_jax.newton_schulz.coefficients import PRESETS, coefficient_table
-from orscale_jax.newton_schulz.polar import NewtonSchulz
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
+from orscale_jax.newton_schulz.platforms import PLATFORMS
 from tests import oracle
 from tests.platforms import on_a_gpu
 from tests.spectra import adversarial, with_spectrum

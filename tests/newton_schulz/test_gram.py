@@ -13,12 +13,12 @@ from examples.benchmarks import hlo_cost
 from orscale_jax import polar_express_coefficients, polar_factor
 from orscale_jax.newton_schulz import (
     arithmetic as arithmetic_,
-    polar,
+    iteration,
     restarts as restarts_,
 )
 from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
 from orscale_jax.newton_schulz.coefficients import PRESETS
-from orscale_jax.newton_schulz.polar import NewtonSchulz, gram_newton_schulz
+from orscale_jax.newton_schulz.iteration import NewtonSchulz, gram_newton_schulz
 from tests import oracle
 from tests.spectra import adversarial, hadamard_bases, random_bases, with_spectrum
 
@@ -293,7 +293,7 @@ def test_interleaved_arrays_give_what_they_give_alone(dtype, hide_coefficients):
     settings = NewtonSchulz.of(4, "polar_express", dtype, "frobenius")
     hidden = dataclasses.replace(settings, hide_coefficients=hide_coefficients)
     inputs = [jnp.asarray(x, jnp.float32) for x in xs]
-    found = polar.newton_schulz(inputs, hidden)
+    found = iteration.newton_schulz(inputs, hidden)
     for q, x in zip(found, inputs, strict=True):
-        [alone] = polar.newton_schulz([x], settings)
+        [alone] = iteration.newton_schulz([x], settings)
         np.testing.assert_allclose(q, alone, atol=16 * float(jnp.finfo(dtype).eps))

@@ -202,11 +202,11 @@ def test_an_ambiguous_leaf_of_flax_names_the_function_of_its_library(tree, funct
 
 
 @pytest.mark.parametrize("name", ["bias", "scale", "embedding", "lm_head", "LayerNorm_0"])
-def test_an_ambiguous_norm_or_bias_is_warned_about(name):
-    stack, other = jnp.ones((2, 3, 4)), {"query": {"kernel": jnp.ones((2, 3, 4))}}
-    warning = "Those marked with a class are no matrices"
-    with pytest.raises(ValueError, match=rf"(?s)shape \(2, 3, 4\) \(class .*{warning}"):
-        dimension_numbers.matrix_axes(None, other | {name: stack})
-    with pytest.raises(ValueError, match="ambiguous") as caught:
-        dimension_numbers.matrix_axes(None, other)
-    assert warning not in str(caught.value) and "(class" not in str(caught.value)
+@pytest.mark.parametrize("shape", [(32, 1, 1), (2, 3, 4), (1, 5, 8, 8)])
+def test_names_of_vectors_and_tables_decide_whatever_the_rank(name, shape):
+    """Such as an Equinox convolution's bias, (32, 1, 1): an error lists only the rest."""
+    leaf, query = jnp.ones(shape), {"query": {"kernel": jnp.ones((2, 3, 4))}}
+    [numbers] = dimension_numbers.default_numbers({name: leaf}).values()
+    assert numbers is None
+    with pytest.raises(ValueError, match=r"^parameter 'query\.kernel' .* ambiguous"):
+        dimension_numbers.default_numbers(query | {name: leaf})

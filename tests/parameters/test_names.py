@@ -16,8 +16,11 @@ from flax import nnx
 from flax.traverse_util import flatten_dict
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import by_path, describe
-from orscale_jax.flax import nnx_dimension_numbers
+from orscale_jax import by_path, describe, orscale
+from orscale_jax.equinox import dimension_numbers as equinox_numbers
+from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+from orscale_jax.haliax import dimension_numbers as haliax_numbers
+from orscale_jax.parameters.dimension_numbers import is_resolvable
 from orscale_jax.trees.names import keys_on
 
 AS_LONG = re.compile(r"^as long as .*")  # The name is as the table prints it.
@@ -29,7 +32,7 @@ def leaf(*shape):
 
 def answers(tree, numbers=None):
     """Rule, class and check, by the identity of the leaf."""
-    rows = describe(tree, numbers, platform="cpu").rows
+    rows = describe(tree, orscale(1e-3, weight_dimension_numbers=numbers)).rows
     leaves = jax.tree.leaves(tree)
     assert len(rows) == len(leaves)
     return {
@@ -260,26 +263,98 @@ def test_expressions_match_tuples_as_keys():
     assert numbers(tree) == dict(zip(tree, (Dims(0, (1, 2)), Dims(0, 1)), strict=True))
 
 
-# Models
+# Names beside types
+
+# A layer of each library by a name, and what says which of its parameters are matrices.
+SIDE, (IN, OUT) = (3, 3), hax.make_axes(inputs=4, outputs=6)
+LAYERS = {
+    "nnx.Linear": lambda r: nnx.Linear(4, 6, use_bias=False, rngs=r),
+    "nnx.LinearGeneral": lambda r: nnx.LinearGeneral(4, 6, use_bias=False, rngs=r),
+    "nnx.Einsum": lambda r: nnx.Einsum("bi,io->bo", (4, 6), rngs=r),
+    "nnx.Conv": lambda r: nnx.Conv(4, 6, SIDE, use_bias=False, rngs=r),
+    "nnx.Embed": lambda r: nnx.Embed(4, 6, rngs=r),
+    "eqx.Linear": lambda _: eqx.nn.Linear(4, 6, use_bias=False, key=jax.random.key(0)),
+    "eqx.Conv": lambda _: eqx.nn.Conv2d(4, 6, 3, use_bias=False, key=jax.random.key(0)),
+    "eqx.Embedding": lambda _: eqx.nn.Embedding(4, 6, key=jax.random.key(0)),
+    "hax.Linear": lambda _: hax.nn.Linear.init(
+        IN, OUT, key=jax.random.key(0), use_bias=False
+    ),
+    "hax.Conv": lambda _: hax.nn.Conv.init(
+        ("h", "w"), IN, OUT, 3, key=jax.random.key(0), use_bias=False
+    ),
+    "nn.Dense": lambda name: nn.Dense(6, use_bias=False, name=name),
+    "nn.DenseGeneral": lambda name: nn.DenseGeneral(6, use_bias=False, name=name),
+    "nn.Conv": lambda name: nn.Conv(6, SIDE, use_bias=False, name=name),
+}
+HIDDEN = """
+    stem patch_embed patch_embedding embedding time_embed to_tokens pos_embed cls_token
+    positions tok_proj norm_mlp layer_norm scale bias position register_tokens
+""".split()
+OUTPUT = """
+    lm_head head classifier to_logits unembed vocab_proj output_embedding score
+""".split()
+
+
+class Named(nn.Module):
+    """A Linen model that ends in a hidden state: no trace shows a head."""
+
+    layer: str
+    name_of_layer: str
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.relu(LAYERS[self.layer](self.name_of_layer)(x))
+
+
+def takes_adamw(layer, name):
+    """Whether the layer's only parameter does, by the function for its library."""
+    if layer.startswith("nn."):
+        numbers = linen_dimension_numbers(Named(layer, name), jnp.ones((1, 5, 5, 4)))
+        return set(jax.tree.leaves(numbers, is_leaf=is_resolvable)) == {None}
+    built = LAYERS[layer](nnx.Rngs(0))
+    if layer.startswith("nnx."):
+        model = nnx.Dict({name: built})
+        params = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+        numbers = nnx_dimension_numbers(model)(params)
+    else:
+        of = haliax_numbers if layer.startswith("hax.") else equinox_numbers
+        params = eqx.filter({name: built}, eqx.is_inexact_array)
+        numbers = of({name: built})(params)
+    return set(jax.tree.leaves(numbers, is_leaf=is_resolvable)) == {None}
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_name_changes_the_optimizer_of_a_known_layer_only_if_it_is_a_heads(layer):
+    table = "Embed" in layer
+    hidden = {name for name in HIDDEN if takes_adamw(layer, name)}
+    assert hidden == (set(HIDDEN) if table else set())
+    assert all(takes_adamw(layer, name) for name in OUTPUT)
+
+
+class Own(nnx.Module):
+    def __init__(self, name):
+        setattr(self, name, nnx.Param(jnp.ones((4, 6))))
+
+
+def test_names_decide_where_no_type_does():
+    for name in ("pos_embed", "scale", "lm_head"):
+        found = nnx_dimension_numbers(model := Own(name))
+        assert found(nnx.to_pure_dict(nnx.state(model))) == {name: None}
+    with pytest.raises(ValueError, match="'mix' of shape"):
+        nnx_dimension_numbers(Own("mix"))
 
 
 class Decoder(nnx.Module):
     def __init__(self, rngs):
         self.embed = nnx.Embed(99, 8, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=rngs)
-        self.norm_mlp = nnx.Linear(8, 8, rngs=rngs)  # The type outweighs the name.
         self.output = nnx.Linear(8, 99, rngs=rngs)
 
 
-def test_names_of_heads_come_before_types():
-    """A name beside another decides here too; that of a norm does not."""
-    model = Decoder(nnx.Rngs(0))
-    numbers = nnx_dimension_numbers(model)
-    for params in (nnx.state(model, nnx.Param), nnx.to_pure_dict(nnx.state(model))):
-        found = {row.path: row.rule for row in describe(params, numbers).rows}
-        matrices = {path for path, rule in found.items() if rule == "matrix"}
-        heads = {f"attention.{name}.kernel" for name in ("query", "key", "value", "out")}
-        assert matrices == heads | {"norm_mlp.kernel"}
+def test_a_name_beside_another_says_that_a_layer_is_a_head():
+    numbers = nnx_dimension_numbers(model := Decoder(nnx.Rngs(0)))
+    optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+    rows = describe(nnx.state(model, nnx.Param), optimizer).rows
+    assert {row.rule for row in rows} == {"adamw"}
 
 
 # For each module: the shapes of its layers, and which of them are hidden.

@@ -336,7 +336,7 @@ LIBRARIES = {
 @pytest.mark.extended
 def test_libraries(library):
     params, numbers = library()
-    description = describe(params, numbers)
+    description = describe(params, orscale(1e-3, weight_dimension_numbers=numbers))
     for name, expected in LIBRARIES[library].items():
         [row] = (r for r in description.select(name).rows if r.rule == "matrix")
         assert (row.matrices, row.m, row.n) == expected, name
@@ -483,7 +483,7 @@ def test_of_a_masked_tree():
     groups = {name: orscale(1e-3, weight_dimension_numbers=numbers) for name in "ab"}
     labels = {"attention": {"q_proj": "a"}, "mlp": {"up": "b"}}
     optimizer = optax.partition(groups, labels)
-    rows = {row.path: row for row in describe(tree, numbers, optimizer=optimizer).rows}
+    rows = {row.path: row for row in describe(tree, optimizer).rows}
     assert rows["attention.q_proj"].state_bytes - rows["mlp.up"].state_bytes == 25 * 3
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from orscale_jax import by_path, describe
+from orscale_jax import by_path, describe, orscale
 
 # For each parameter, what is "right", and what is "found" by its name: "marked" is a
 # matrix that the audit asks about. Only output layers are wrong: a trace finds them.
@@ -32,5 +32,6 @@ def test_a_public_model(name):
         if row.path in wrong:
             assert bool(row.check) == (found == "marked"), row.path
     rules = {f"^{re.escape(path)}$": rule for path, rule in wrong.items()}
-    for row in describe(tree, by_path(rules)).rows:
+    optimizer = orscale(1e-3, weight_dimension_numbers=by_path(rules))
+    for row in describe(tree, optimizer).rows:
         assert row.rule == model[row.path][1], row.path

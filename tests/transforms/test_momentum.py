@@ -361,7 +361,7 @@ def test_describe_counts_its_bytes():
     for dtype in ("int8", "float32"):
         numbers = dims | {"b": None}
         optimizer = muon(1e-2, mu_dtype=dtype, weight_dimension_numbers=numbers)
-        description = describe(params, numbers, optimizer=optimizer)
+        description = describe(params, optimizer)
         found[dtype] = {row.name: row.state_bytes for row in description.rows}
     for name, entries in {"w": 768, "b": 0}.items():
         saved = found["float32"][name] - found["int8"][name]

@@ -53,7 +53,7 @@ def test_tables_and_scalars_have_an_entry_for_each(params, names):
     scalars = summarize(reading, matrices="")
     assert {f"optimizer/{name}/growth" for name in names} <= {*scalars}
     # The audit and the history know a matrix by the same name.
-    rows = describe(params, numbers).rows
+    rows = describe(params, optimizer).rows
     assert {row.path for row in rows if row.m} == {
         name if name.endswith("'") else name.partition("[")[0] for name in names
     }

@@ -239,7 +239,7 @@ def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
 
 def audit(setup: Setup) -> Description:
     """What the run's optimizer does with each parameter."""
-    return describe(setup.abstract["params"], optimizer=setup.optimizer)
+    return describe(setup.abstract["params"], setup.optimizer)
 
 
 @contextlib.contextmanager

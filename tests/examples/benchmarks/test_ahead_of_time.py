@@ -13,7 +13,7 @@ from examples.pretrain.errors import UsageError
 from examples.pretrain.meshes import in_effect, make_mesh
 from examples.pretrain.setup import set_up
 from examples.pretrain.tasks import make_task
-from orscale_jax.distributed.plan import H100
+from orscale_jax.newton_schulz.hardware import H100
 from tests.examples.pretrain import tiny
 
 DEVICES = np.array(jax.devices()[:8])

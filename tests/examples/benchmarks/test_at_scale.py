@@ -10,7 +10,8 @@ import pytest
 
 from examples.benchmarks import at_scale
 from examples.benchmarks.at_scale import MODELS, PARTS, STEP, TITLES, arrays_of
-from orscale_jax.distributed.plan import MeshShape, ShardedArray, count_devices
+from orscale_jax.distributed.costs import ShardedArray
+from orscale_jax.distributed.mesh import MeshShape, count_devices
 from orscale_jax.newton_schulz import restarts
 
 DOCS = pathlib.Path(__file__).parents[3] / "docs"

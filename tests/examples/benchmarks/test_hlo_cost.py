@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from examples.benchmarks import hlo_cost
-from orscale_jax.distributed.plan import H100, Link
+from orscale_jax.newton_schulz.hardware import H100, Link
 
 
 def text(name, parameters, *lines):

@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from examples.pretrain.loading import Batches
@@ -15,6 +14,7 @@ from examples.pretrain.setup import set_up
 from examples.pretrain.step import compiled_step
 from examples.pretrain.tasks import make_task, read_data
 from orscale_jax import orscale
+from tests.runs import readout
 
 
 @pytest.mark.slow
@@ -45,6 +45,6 @@ def test_300_steps_in_bfloat16_stay_finite(seed):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(state))
     after = (float(jnp.abs(x).max()) for x in jax.tree.leaves(state["params"]))
     assert max(after) < 10 * largest
-    for _, ratios in optax.tree.get_all_with_path(state["opt_state"], "trust_ratio"):
-        assert all(0.1 <= ratio <= 5.0 for ratio in jax.tree.leaves(ratios))
+    ratios = jax.tree.leaves(readout(state["opt_state"], "trust_ratio"))
+    assert all(((ratio >= 0.1) & (ratio <= 5.0)).all() for ratio in ratios)
     print(f"seed {seed}: {losses[-20:].mean():.4f} nats/byte")

@@ -263,7 +263,9 @@ def test_every_parameter_has_the_class_of_its_layer(name, scan):
 
 def matrices(model, numbers):
     """The number and shape of the matrices of each parameter, in `describe`'s table."""
-    rows = describe(parameters(model), numbers).rows
+    rows = describe(
+        parameters(model), orscale(1e-3, weight_dimension_numbers=numbers)
+    ).rows
     return {
         re.sub(r"^(dense_)?blocks\.(\d+\.)?", "", row.path): (row.matrices, row.m, row.n)
         for row in rows
@@ -326,11 +328,11 @@ def test_every_expert_of_every_layer_has_a_ratio_of_its_own():
     numbers = moonlight.weight_dimension_numbers(model)
     optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
     state = jax.eval_shape(optimizer.init, parameters(model))
-    [(_, ratios)] = optax.tree.get_all_with_path(state, "trust_ratio")
-    shapes = {path: leaf.shape for path, leaf in by_path(ratios).items()}
-    assert shapes["blocks.mixture.experts.up"] == (2, 8)
-    assert shapes["blocks.mixture.router.kernel"] == (2,)
-    assert shapes["dense_blocks.0.mlp.up.kernel"] == ()
+    [(_, numbers)] = optax.tree.get_all_with_path(state, "numbers")
+    shapes = {path: leaf.shape for path, leaf in by_path(numbers).items()}
+    assert shapes["blocks.mixture.experts.up"] == (7, 2, 8)
+    assert shapes["blocks.mixture.router.kernel"] == (7, 2)
+    assert shapes["dense_blocks.0.mlp.up.kernel"] == (7,)
     found = numbers(parameters(model))["blocks"]["mixture"]["experts"]["down"]
     assert found == Dims(2, 3)
 

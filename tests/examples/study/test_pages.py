@@ -226,6 +226,20 @@ def shared(cell, rate=None):
     )
 
 
+def at_equal_rates(rate):
+    """On small initial weights: each rung, the step, and the slope from 4 experts on."""
+    rungs = [shared(f"ladder-{n}-small-init", rate) for n in (1, 4, 16, 32)]
+    return [*rungs, rungs[1] - rungs[0], np.polyfit([2, 4, 5], rungs[1:], 1)[0]]
+
+
+def test_the_ladder_at_equal_rates():
+    rows = the_table("two_rates", "both at 0.004")
+    expected = zip(
+        *(map(told, at_equal_rates(x)) for x in ("0.004", "0.008")), strict=True
+    )
+    assert [tuple(cells) for _, *cells in rows] == list(expected)
+
+
 ROUNDS = ((range(30, 32), range(500, 512)), (range(40, 42), range(512, 524)))
 CELLS = [f"ladder-{n}{init}" for init in ("-small-init", "") for n in (1, 4, 16, 32)]
 SLOPE = [(x - 2.75) / 14.75 for x in (0, 2, 4, 5)]  # By least squares.
@@ -325,6 +339,9 @@ def known():
         mean([f"ladder-{n}", f"ladder-{n}-small-init"], of=shared) for n in (1, 4, 16, 32)
     ]
     yield from (told(np.polyfit([0, 2, 4, 5], rungs, 1)[0]), told(rungs[1] - rungs[0]))
+    repaired = (shared("ladder-1-small-init", "0.008") + shared("ladder-1")) / 2
+    yield told(np.polyfit([0, 2, 4, 5], [repaired, *rungs[1:]], 1)[0])
+    yield told(rungs[1] - repaired)
     for rungs in (SLOPE, [-1, 1, 0, 0], [1, 0, 0, 0]):
         weights = [float(x) / 2 for x in (*rungs, *rungs)]
         yield from (told_of_searches(weights, lowest) for lowest in (False, True))
@@ -513,3 +530,29 @@ def test_muon_at_twice_adamws_rate():
             assert mean in page and f"[{low}, {high}]" in page
         same = -np.mean(first((MUON, "inherited"), ("adamw", "inherited"), names))
         assert f"{same:.3f}" in pages["docs/results.md"]
+
+
+def passed_after(name, seed):
+    """The share of the steps after which Muon is at AdamW's final loss."""
+
+    def curve(arm):
+        rates = {}
+        for row in rows_of(name):
+            if row["arm"] == arm and int(row["seed"]) < 5:
+                rates.setdefault(row["rate"], {})[int(row["seed"])] = row
+        whole = [by_seed for by_seed in rates.values() if len(by_seed) == 5]
+        best = min(whole, key=lambda x: sum(float(row["loss"]) for row in x.values()))
+        return list(map(float, best[seed]["losses"].split()))
+
+    ours, target = curve(MUON), curve("adamw")[-1]
+    i = next(i for i, loss in enumerate(ours) if loss <= target)
+    return (i + (ours[i - 1] - target) / (ours[i - 1] - ours[i])) / len(ours)
+
+
+def test_how_early_muon_passes_adamw():
+    shares = 100 * np.array([[passed_after(n, seed) for seed in range(5)] for n in ALL])
+    mean, low, high = ends(shares.mean(axis=0))
+    readme, by_workload = words(ROOT / "README.md"), shares.mean(axis=1)
+    assert f"after {mean:.0f} % of the steps (95 % interval" in readme
+    assert f"{low:.0f} to {high:.0f} %" in readme
+    assert f"{min(by_workload):.0f} to {max(by_workload):.0f} %)" in readme

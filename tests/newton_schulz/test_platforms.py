@@ -1,28 +1,27 @@
 """Every platform's way on CPU: stacks, chunks, and the layouts that TPUs store."""
 
 import dataclasses
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import orthogonalize
-from orscale_jax.distributed import platforms
-from orscale_jax.distributed.platforms import (
-    AUTO_TPU,
+from orscale_jax import describe, orthogonalize, polar_factor
+from orscale_jax.newton_schulz import stacks
+from orscale_jax.newton_schulz.platforms import (
     CPU,
     GPU,
+    PLATFORMS,
     TPU,
     Limits,
-    StackKey,
     parameter_layout,
-    plan_stacks,
-    polar_in_chunks,
 )
+from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks, polar_in_chunks
 from tests import leaves, oracle
 from tests.platforms import orthogonalize_as
 from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree, types_of
@@ -116,7 +115,7 @@ def test_chunks(max_bytes, interleave, monkeypatch):
 
     shapes = (2, 4), (1, 2, 4), (2, 2, 4), (7, 2, 4), (12, 4, 2), (3, 5, 2, 4)
     xs = [jnp.arange(np.prod(shape), dtype=FLOAT).reshape(shape) for shape in shapes]
-    monkeypatch.setattr(platforms, "newton_schulz", add_one)
+    monkeypatch.setattr(stacks, "newton_schulz", add_one)
     limits = Limits(stack_bytes=0, chunk_bytes=max_bytes, interleave=interleave)
     platform = dataclasses.replace(TPU, limits=limits)
     results = polar_in_chunks(platform, xs, [None] * len(xs))
@@ -146,7 +145,44 @@ def matrices():
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize("platform", [CPU, GPU, TPU, AUTO_TPU])
+@pytest.mark.parametrize("kind", [None, AUTO, EXPLICIT])
+def test_one_row_of_the_table_decides_the_dtype_of_a_platform(kind, monkeypatch):
+    """Of the factor of an array, of the stage, and of the plan that describe shows."""
+    x = {f"w{i}": jnp.ones((8, 16)) for i in range(8)}
+    if kind is not None:
+        x = placed(x, mesh_of({"a": 8}, kind), P("a"))
+
+    def program(fn):
+        return jax.jit(fn).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+    def programs(steps):  # JAX keeps what it has traced for equal settings.
+        stage, polar = orthogonalize(), functools.partial(polar_factor, steps=steps)
+        stage.init(x)
+        return [
+            program(lambda x: stage.update(x, ())[0]),
+            program(lambda x: jax.tree.map(polar, x)),
+        ]
+
+    def planned():
+        if kind is None:
+            return 0  # Nothing is sent.
+        tpu = AbstractDevice("tpu", None, "tpu")
+        mesh = AbstractMesh((8,), ("a",), (kind,), abstract_device=tpu)
+        where = NamedSharding(mesh, P("a"))
+        abstract = jax.ShapeDtypeStruct((8, 16), jnp.float32, sharding=where)
+        return describe(dict.fromkeys(x, abstract)).plan.fast_bytes
+
+    before = planned()
+    assert all("xbf16>" in text for text in programs(2))
+    row = dataclasses.replace(TPU, dtype=FLOAT)
+    monkeypatch.setitem(PLATFORMS, "tpu", row)
+    assert not any("xbf16>" in text for text in programs(3))
+    assert planned() == 2 * before
+    assert (before > 0) == (kind is not None)
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("platform", [CPU, GPU, TPU])
 def test_one_device(platform):
     optimizer = orthogonalize_as(platform, Dims(-2, -1), SMALL.get(platform))
     assert_polar(optimizer.update(matrices(), ())[0], matrices())
@@ -168,9 +204,10 @@ def test_a_mesh(kind, platform, spec):
     specs = dict.fromkeys(SHAPES, spec) | {"also": P("a", "b")}
     with jax.set_mesh(mesh := mesh_of({"a": 2, "b": 4}, kind)):
         sharded = placed(matrices(), mesh, specs)
+        optimizer.init(sharded)
         found = jax.jit(lambda g: optimizer.update(g, ())[0])(sharded)
     assert_polar(found, matrices())
-    assert kind == AUTO or types_of(found) == types_of(sharded)
+    assert types_of(found) == types_of(sharded)
 
 
 @pytest.mark.compiled

@@ -47,7 +47,7 @@ def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
         alike: dict[Any, list[int]] = {}
         for i, x in enumerate(xs):
             if x.size <= _SMALL:
-                alike.setdefault((x.shape, x.dtype), []).append(i)
+                alike.setdefault(jax.typeof(x), []).append(i)
         results = dict(enumerate(xs))
         for members in alike.values():
             for start in range(0, len(members), _ARRAYS):
@@ -88,7 +88,7 @@ def reduce_all(
                 continue
             else:
                 partial[i], rest = fn(x, axis=along[-1:]), along[:-1]
-            alike.setdefault((partial[i].shape, partial[i].dtype, rest), []).append(i)
+            alike.setdefault((jax.typeof(partial[i]), rest), []).append(i)
         for (*_, rest), members in alike.items():
             stack = jnp.stack([partial[i] for i in members])
             finished = fn(stack, axis=tuple(1 + axis for axis in rest))

@@ -1,47 +1,30 @@
 """What each platform does with matrices: the rows of one table.
 
 Matrices are packed; then they are stacked (on one device) or sent (on a mesh); then they
-go through Newton–Schulz, a few chunks at a time.
-
-An accelerator runs few large kernels faster than many small ones, and they compile once
-for all layers. The price of a stack of matrices of one shape is a copy into it, a copy
-out of it, and its memory, which is limited. A CPU takes the matrices of a stack one after
-another, and saves only compile time; the leaves in a stack are limited, since XLA
-compiles one kernel for each position in it.
+go through Newton–Schulz, a few chunks at a time. The platform is known when a program is
+compiled and not when it is traced: :func:`on_any_platform` gives each its branch.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax.distributed.fusion import reduce_all, slices_of_stacks, with_layout
-from orscale_jax.distributed.plan import H100, TPU_V5P, VIRTUAL, CostModel, Hardware
 from orscale_jax.newton_schulz.arithmetic import normalize_all
-from orscale_jax.newton_schulz.polar import NewtonSchulz, newton_schulz, one_by_one
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.newton_schulz.fusion import reduce_all, slices_of_stacks, with_layout
+from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
+from orscale_jax.newton_schulz.iteration import NewtonSchulz
 
 _FLOAT32, _BFLOAT16, _FLOAT16 = map(np.dtype, (np.float32, jnp.bfloat16, np.float16))
+# A platform's name, what is chosen (hashable where it is compiled), and arrays.
+Branch: TypeAlias = Callable[..., list[jax.Array]]
 DEFAULTS = NewtonSchulz.of(5, "polar_express", None, "frobenius")
-
-
-class StackKey(NamedTuple):
-    """What arrays of matrices in one stack have in common."""
-
-    shape: tuple[int, ...]  # (*batch, m, n) with m <= n: tall matrices are transposed.
-    dtype: np.dtype[Any]
-    sharding: tuple[Any, ...] = ()  # Of the batch axes, where types have it.
-
-    @classmethod
-    def of(cls, x: jax.Array) -> "StackKey":
-        """The key of an array of shape ``(*batch, m, n)``."""
-        batch = tuple(typed_sharding.spec(x)[:-2])
-        return cls((*x.shape[:-2], *sorted(x.shape[-2:])), x.dtype, batch)
 
 
 class Limits(NamedTuple):
@@ -69,8 +52,6 @@ class Platform:
       hides_coefficients: Whether the compiler may not see coefficients.
       keeps_layouts: Whether stacks are filled in place, and shards keep the layout of
         parameters.
-      partitioner_calls_back: Whether the compiler's partitioner asks for the program of
-        one device.
       settings: The Newton–Schulz iteration that the user has chosen.
     """
 
@@ -80,8 +61,16 @@ class Platform:
     normalizes: Literal["leaf", "stack", "matrix"] = "leaf"
     hides_coefficients: bool = False
     keeps_layouts: bool = False
-    partitioner_calls_back: bool = True
     settings: NewtonSchulz = DEFAULTS
+
+    def running(self, settings: NewtonSchulz, stack_bytes: int | None = None) -> Self:
+        """The platform with a user's settings and largest stack; None for its own."""
+        limits = self.limits
+        if stack_bytes is not None:
+            chunk_bytes = min(stack_bytes, limits.chunk_bytes)
+            limits = Limits(stack_bytes, chunk_bytes, interleave=limits.interleave)
+        dtype = settings.dtype or self.dtype
+        return dataclasses.replace(self, dtype=dtype, limits=limits, settings=settings)
 
     def with_traced(self, traced: Mapping[str, Any]) -> Self:
         """The platform with other values of the settings that are traced."""
@@ -97,14 +86,6 @@ class Platform:
             by_strips=self.normalizes == "matrix",
             hide_coefficients=self.hides_coefficients,
         )
-
-    @property
-    def cost_model(self) -> CostModel:
-        """The cost model of the iteration; of five plain steps where it is traced."""
-        restarts = self.iteration.restarts
-        if restarts is None:
-            return CostModel(self.hardware)
-        return CostModel(self.hardware, int(self.settings.steps), len(restarts) + 1)
 
     def packed_dtype(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """The dtype in which matrices of this dtype are stacked and sent: the narrower.
@@ -203,92 +184,19 @@ TPU = Platform(
     hides_coefficients=True,
     keeps_layouts=True,
 )
-# Arrays on Auto axes with shardings that only XLA knows; libtpu's partitioner does not
-# call back.
-AUTO_TPU = Platform(_BFLOAT16, GPU.limits, TPU_V5P, partitioner_calls_back=False)
-PLATFORMS = {"cpu": CPU, "gpu": GPU, "tpu": TPU, "tpu_auto": AUTO_TPU}
+PLATFORMS = {"cpu": CPU, "gpu": GPU, "tpu": TPU}
 
 
-def plan_stacks(
-    keys: Sequence[StackKey], stack_bytes: int, stack_length: int | None = None
-) -> tuple[tuple[int, ...], ...]:
-    """Plan which arrays share a stack: their indices, one tuple for each stack.
-
-    Arrays of one key are stacked along a new axis, in stacks of about one length. Axes
-    are never merged, since arrays may be sharded over them: layers of experts share a
-    stack with layers of experts alone. An array that exceeds ``stack_bytes`` is alone.
-    """
-    alike: dict[StackKey, list[int]] = {}
-    for index, key in enumerate(keys):
-        alike.setdefault(key, []).append(index)
-    stacks = []
-    for key, members in alike.items():
-        nbytes = math.prod(key.shape) * key.dtype.itemsize
-        fitting = max(1, stack_bytes // max(1, nbytes))
-        fitting = min(fitting, stack_length or fitting)
-        parts = np.array_split(members, math.ceil(len(members) / fitting))
-        stacks += [tuple(part.tolist()) for part in parts]
-    return tuple(sorted(stacks))
+def on_any_platform(branch: Branch, chosen: Any, *operands: Any) -> list[jax.Array]:
+    """``branch(name, chosen, *operands)`` for each platform; the compiler keeps one."""
+    on = {name: functools.partial(branch, name, chosen) for name in PLATFORMS}
+    return jax.lax.platform_dependent(
+        *operands, cpu=on["cpu"], tpu=on["tpu"], default=on["gpu"]
+    )
 
 
-def stack(
-    matrices: Sequence[jax.Array], plan: Sequence[Sequence[int]]
-) -> list[jax.Array]:
-    """Stacks of arrays ``(*batch, m, n)``; an array that is alone is not stacked."""
-    stacks = []
-    for members in plan:
-        xs = [matrices[i] for i in members]
-        if len(xs) > 1:
-            xs = [jnp.stack([x if x.shape[-2] <= x.shape[-1] else x.mT for x in xs])]
-        stacks += xs
-    return stacks
-
-
-def unstack(
-    stacks: Sequence[jax.Array],
-    plan: Sequence[Sequence[int]],
-    like: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """Invert :func:`stack`, to arrays of the shapes of ``like``."""
-    xs: dict[int, jax.Array] = {}
-    for members, stacked in zip(plan, stacks, strict=True):
-        parts = [stacked] if len(members) == 1 else stacked
-        for i, x in zip(members, parts, strict=True):
-            xs[i] = x if x.shape == like[i].shape else x.mT
-    return [xs[i] for i in range(len(like))]
-
-
-def polar_in_chunks(
-    platform: Platform, xs: Sequence[jax.Array], columns: Sequence[Any]
-) -> list[jax.Array]:
-    """Polar factors of packed matrices, a few chunks at a time, which bounds memory.
-
-    Only batch axes are divided, except those that are sharded by their types: each device
-    already holds a part of these. ``columns`` are, for each array, the devices that hold
-    the other columns of its matrices; None for whole matrices.
-    """
-    iteration, (_, chunk_bytes, _, interleave) = platform.iteration, platform.limits
-    if platform.normalizes == "matrix":
-        return [one_by_one(x, iteration, on) for x, on in zip(xs, columns, strict=True)]
-    qs: list[list[jax.Array]] = [[] for _ in xs]
-    chunks = []
-    for i, x in enumerate(xs):
-        # Along the first axis; 0 if one entry exceeds the limit, and has batch axes.
-        each, length = x.size // len(x) * x.dtype.itemsize, len(x)
-        divisible = x.ndim > 2 and not typed_sharding.is_sharded(x)
-        if divisible and length * each > chunk_bytes:
-            length = max(int(x.ndim == 3), chunk_bytes // each)
-        if len(x) > interleave * length:
-            qs[i] = [_in_a_loop(platform, x, length)]
-        else:
-            chunks += [(i, x[at : at + length]) for at in range(0, len(x), length)]
-    for at in range(0, len(chunks), interleave):
-        turn = chunks[at : at + interleave]
-        of_turn = [columns[i] for i, _ in turn]
-        results = newton_schulz([chunk for _, chunk in turn], iteration, of_turn)
-        for (i, _), q in zip(turn, results, strict=True):
-            qs[i].append(q)
-    return [some[0] if len(some) == 1 else jnp.concatenate(some) for some in qs]
+# Outside of `jax.jit`, a program that is compiled at the first call.
+compiled_on_any_platform = jax.jit(on_any_platform, static_argnums=(0, 1))
 
 
 def parameter_layout(x: jax.Array) -> jax.Array:
@@ -308,31 +216,3 @@ def parameter_layout(x: jax.Array) -> jax.Array:
     rows, columns = x.shape[-2:]
     swapped = padded(columns, rows) < padded(rows, columns)
     return with_layout(x, (*batch, n, m) if swapped else (*batch, m, n))
-
-
-def _in_a_loop(platform: Platform, x: jax.Array, length: int) -> jax.Array:
-    """The factors of one array: in a loop over equal chunks, then of the remainder."""
-
-    def in_chunks(x: jax.Array) -> jax.Array:
-        return polar_in_chunks(platform, [x], [None])[0]
-
-    if not length:
-        return jax.lax.map(in_chunks, x)
-    interleave = platform.limits.interleave
-    turns = math.ceil(len(x) / (length * interleave))
-    length = math.ceil(len(x) / (turns * interleave))
-    turns = len(x) // (length * interleave)
-    whole = turns * interleave * length
-
-    def turn(i: jax.Array, x: jax.Array) -> jax.Array:
-        starts: list[Any] = [(i * interleave + k) * length for k in range(interleave)]
-        chunks = [jax.lax.dynamic_slice_in_dim(x, start, length) for start in starts]
-        results = newton_schulz(chunks, platform.iteration)
-        for start, q in zip(starts, results, strict=True):
-            x = jax.lax.dynamic_update_slice_in_dim(x, q, start, axis=0)
-        return x
-
-    results = jax.lax.fori_loop(0, turns, turn, x[:whole])
-    if whole == len(x):
-        return results
-    return jnp.concatenate([results, in_chunks(x[whole:])])

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 from orscale_jax import orscale
-from orscale_jax.distributed import fusion
-from orscale_jax.distributed.fusion import slices_of_stacks
+from orscale_jax.newton_schulz import fusion
+from orscale_jax.newton_schulz.fusion import slices_of_stacks
 from tests import leaves
 from tests.runs import EXPLICIT, assert_close, assert_same_bits, mesh_of, run, tree
 

@@ -1,0 +1,124 @@
+"""How early `muon` passes AdamW's final loss, from the validation curves in docs/data.
+
+    python -m examples.study.curves
+
+prints a row for each workload of the first study, and draws the largest dense one into
+docs. Each optimizer has its own best rate of that study, on the same five seeds. It is
+exploratory: the question was asked after the runs.
+"""
+
+import csv
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+import numpy as np
+from matplotlib.figure import Figure
+
+from examples import figure_style as style
+from examples.study.contrasts import DATA, IMAGES, REFERENCE, TEXT, losses_of
+from examples.study.statistics import Interval, interval, markdown
+from examples.study.workloads import find_workload
+
+SEEDS = range(5)
+SHOWN = "dense-large"
+FIGURE = pathlib.Path("docs/muon_curves.png")
+DARK = {"ink": "#D0D0D0", "paper": "#0D1117", "faint": "#30363D"}
+
+Curves = Mapping[int, np.ndarray]  # By seed, losses after equal parts of the steps.
+
+
+def best_curves(workload: str, arm: str) -> Curves:
+    """At the arm's best rate for the mean of the final losses of five seeds."""
+    whole = {
+        rate: np.mean([losses[seed] for seed in SEEDS])
+        for (rate,), losses in losses_of(workload, arm).items()
+        if {*SEEDS} <= {*losses}
+    }
+    best = min(whole, key=whole.__getitem__)
+    with (DATA / f"{workload}.csv").open(newline="") as file:
+        return {
+            int(row["seed"]): np.array(row["losses"].split(), float)
+            for row in csv.DictReader(file)
+            if row["arm"] == arm and float(row["rate"]) == best
+        }
+
+
+def share_of_steps(curve: np.ndarray, target: float) -> float:
+    """After which share of its steps a curve passes a loss, by linear interpolation."""
+    shares = np.arange(1, len(curve) + 1) / len(curve)
+    after = int(np.argmax(curve <= target))
+    if curve[after] > target:
+        raise ValueError(f"The curve ends at {curve[-1]}, above {target}.")
+    if after == 0:
+        return float(shares[0])
+    return float(
+        np.interp(-target, -curve[after - 1 : after + 1], shares[after - 1 : after + 1])
+    )
+
+
+def shares(workload: str) -> np.ndarray:
+    """By seed, when Muon+Moonlight passes the final loss of AdamW's run."""
+    ours, theirs = (best_curves(workload, arm) for arm in (REFERENCE, "adamw"))
+    return np.array([share_of_steps(ours[seed], theirs[seed][-1]) for seed in SEEDS])
+
+
+def mean_shares(workloads: Sequence[str]) -> Interval:
+    """The mean over workloads, with its interval over the seeds."""
+    return interval(np.mean([shares(name) for name in workloads], axis=0))
+
+
+def draw(path: pathlib.Path, ink: str, paper: str, faint: str) -> None:
+    """The mean curves of the shown workload, with the range of the seeds."""
+    parts = ("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+    colors = {**dict.fromkeys(parts, ink), "text.color": ink, "axes.facecolor": paper}
+    steps, means = find_workload(SHOWN).config.recipe.num_steps, {}
+    with matplotlib.rc_context({**style.RC, **colors, "grid.color": faint}):
+        figure = Figure(figsize=(5.4, 3.2))
+        axes = figure.subplots()
+        for arm, label, color in (
+            ("adamw", "AdamW", "#8C8C8C"),
+            (REFERENCE, "muon", "#3B8FD0"),
+        ):
+            curves = np.array([x for _, x in sorted(best_curves(SHOWN, arm).items())])
+            at = np.arange(1, curves.shape[1] + 1) / curves.shape[1] * steps
+            low, high, mean = curves.min(0), curves.max(0), curves.mean(0)
+            axes.fill_between(at, low, high, color=color, alpha=0.25, lw=0)
+            axes.plot(at, mean, color=color, marker="o", ms=4, lw=2)
+            axes.text(1.02 * steps, mean[-1], label, color=color, va="center")
+            means[arm] = mean
+        end = float(means["adamw"][-1])
+        share = share_of_steps(means[REFERENCE], end)
+        axes.hlines(end, share * steps, steps, color=ink, lw=1, ls=":")
+        axes.annotate(
+            f"muon passes AdamW's final loss\nafter {round(100 * share)} % of the steps",
+            (share * steps, end),
+            (0.42, 0.75),
+            textcoords="axes fraction",
+            arrowprops={"arrowstyle": "->", "color": ink},
+        )
+        axes.set(xlabel="step", ylabel="validation loss, nats per byte")
+        axes.set(xlim=(0, 1.2 * steps), xticks=range(0, steps + 1, 100))
+        axes.grid()
+        figure.savefig(path, dpi=style.DPI, facecolor=paper)
+
+
+def main() -> None:
+    """Prints the table and draws the figure, light and dark."""
+    rows = [
+        [f"`{name}`", str(round(100 * shares(name).mean()))] for name in (*TEXT, *IMAGES)
+    ]
+    for label, names in (
+        ("text", TEXT),
+        ("drawn shapes", IMAGES),
+        ("all", [*TEXT, *IMAGES]),
+    ):
+        found = "{:.0f} [{:.0f}, {:.0f}]".format(*(100 * x for x in mean_shares(names)))
+        rows.append([f"{len(names)} workloads: {label}", found])
+    print(markdown(["", "% of the steps"], rows))
+    draw(FIGURE, style.INK, style.PAPER, style.FAINT)
+    draw(FIGURE.with_stem(f"{FIGURE.stem}_dark"), **DARK)
+
+
+if __name__ == "__main__":
+    main()
