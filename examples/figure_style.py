@@ -34,8 +34,6 @@ COLORS: Mapping[str, str] = {
     "muon": SKY,
     "muon_moonlight": BLUE,
     "orscale": VERMILION,
-    "pooled": PURPLE,
-    "full_rank_anchor": GREEN,
 }
 OTHER_COLORS = (GREEN, PURPLE, ORANGE, BLACK, YELLOW)
 

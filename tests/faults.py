@@ -32,7 +32,7 @@ PAGE = 4096  # Bytes; files in memory take whole pages.
 # What a full disk has left, as a share of what halfway holds; a checkpoint needs more.
 ROOM = {"a quarter": 1 / 4, "a sixteenth": 1 / 16, "4 KB": 0.004, "nothing": 0}
 MIXTURE = f"""
-    --recipe demo-moe --optimizer orscale --no-time-optimizer
+    --recipe demo-moe --optimizer orscale
     --model.width 16 --model.layers 1 --model.dense-layers 0 --model.heads 2
     --model.kv-rank 8 --model.nope-dim 8 --model.rope-dim 4 --model.value-dim 8
     --model.experts 8 --model.expert-hidden 16
@@ -40,7 +40,7 @@ MIXTURE = f"""
     --log-every 4 --val-every 50 --val-batches 2 --checkpoint-every 9
 """
 IMAGES = """
-    --recipe demo-vision --optimizer orscale_vision --no-time-optimizer
+    --recipe demo-vision --optimizer orscale_vision
     --model.widths 2 2 2 2 --steps 40 --batch-size 8 --warmup-steps 2
     --log-every 4 --val-every 20 --val-batches 2 --checkpoint-every 9
 """

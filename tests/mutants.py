@@ -60,11 +60,9 @@ class Place(NamedTuple):
 
 @functools.lru_cache(maxsize=AT_ONCE)
 def named(tree: pathlib.Path) -> dict[str, list[Place]]:
-    """The functions and classes of the package and of the study's controls, by name."""
+    """The functions and classes of the package, by name."""
     found = collections.defaultdict(list)
-    package = sorted((tree / "orscale_jax").rglob("*.py"))
-    package += sorted((tree / "examples/study/theory").glob("*.py"))
-    for path in [*package, tree / "examples" / "study" / "controls.py"]:
+    for path in sorted((tree / "orscale_jax").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 found[node.name].append(Place(path, node))

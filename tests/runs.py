@@ -12,7 +12,6 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, NamedSharding
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import CalibratedTrustRatioState, family, orscale
 from orscale_jax.transforms import trust_ratio
 from orscale_jax.trees.nodes import nodes_of
@@ -166,19 +165,7 @@ def optimizers_of(module):
 # The arguments of the paper's experiments on images.
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 RELATIVES = optimizers_of(family)
-ABLATIONS = {
-    name: getattr(controls, name)
-    for name in (
-        "polar_factor_denominator",
-        "momentum_denominator",
-        "momentum_rms_denominator",
-        "decoupled_weight_decay",
-        "bfloat16_calibration",
-    )
-}
 FAMILY = RELATIVES | {
-    "pooled": controls.pooled,
-    "replayed": functools.partial(controls.replayed, trust_ratio=[1.5, 0.5, 2.0]),
     "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),
 }
 

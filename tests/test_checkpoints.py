@@ -11,7 +11,6 @@ import orbax.checkpoint as ocp
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import (
     family,
     keep_master_weights,
@@ -34,8 +33,6 @@ OPTIMIZERS = {
     "orscale": ORSCALE,
     "vision": build(**VISION),
     "muon": build(muon),
-    "momentum_denominator": build(controls.momentum_denominator),
-    "bfloat16_calibration": build(controls.bfloat16_calibration),
     "bfloat16_momentum": build(mu_dtype=jnp.bfloat16),
     "int8_momentum": build(mu_dtype="int8"),
     "master_weights": keep_master_weights(ORSCALE),  # Of bfloat16 parameters.
@@ -56,14 +53,9 @@ OPTIMIZERS = {
             max_consecutive_errors=3,
         ),
     ),
-    "pooled": build(controls.pooled),
-    "replayed": build(controls.replayed, trust_ratio=[0.5, 2.0, 1.5]),
 }
 # Their states are built like those of the others.
-SLOW = {
-    "vision", "momentum_denominator", "bfloat16_calibration", "schedule", "hyperball",
-    "pooled", "replayed",
-}  # fmt: skip
+SLOW = {"vision", "schedule", "hyperball"}
 
 
 SHAPES = {"w": (6, 4), "late": (4, 4), "stack": (3, 4, 5), "b": (4,)}
@@ -226,14 +218,6 @@ def test_hyperparameters_in_c_are_anchored_again_on_request(arguments, tmp_path)
 
 OTHERS = {
     "muon": (build(muon), "structures do not match"),
-    "decoupled": (
-        build(controls.decoupled_weight_decay),
-        "Structure mismatch.*numbers",
-    ),
-    "momentum": (
-        build(controls.momentum_denominator),
-        "Structure mismatch.*numbers|do not",
-    ),
     "schedule": (build(rate=lambda _: 1e-2), "Structure mismatch.*count"),
     "decay_schedule": (build(weight_decay=lambda _: 0.1), "Structure mismatch.*count"),
     "decay_mask": (build(weight_decay_mask="matrices"), "ismatch|do not match"),

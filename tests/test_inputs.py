@@ -13,7 +13,6 @@ from flax import nnx, serialization
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import (
     BlockDimensionNumbers,
     by_path,
@@ -66,9 +65,7 @@ def tier(name):
 
 
 # All optimizers whose matrices do not see each other.
-ALL = pytest.mark.parametrize(
-    "name", [tier(name) for name in {**BUILDS, **FAMILY} if name != "pooled"]
-)
+ALL = pytest.mark.parametrize("name", [tier(name) for name in {**BUILDS, **FAMILY}])
 
 
 @pytest.fixture(params=map(tier, BUILDS))
@@ -203,8 +200,7 @@ def test_zero_gradients(name, when, where):
     if where == "everywhere":
         assert all_finite(updates)
     # The matrix begins one step later, as it would have begun at this one.
-    # Recorded ratios go by the steps of the run.
-    if when == 0 and name != "replayed":
+    if when == 0:
         late = train(standard(name), grads[1:])
         for (_, found, _), (_, expected, _) in zip(seen[1:], late, strict=True):
             for part in REACH[where] - {"b"}:
@@ -643,7 +639,6 @@ FOR_MODEL = {
     "weight_decay_mask": of_model(False, True, False, False),
     "learning_rate_multipliers": of_model(2.0, 0.5, 3.0, np.float32(1.5)),
     "param_shardings": of_model(P(), P("data"), P(), P()),
-    "classes": of_model(None, "x", None, "y"),
 }
 
 
@@ -682,7 +677,7 @@ def test_a_part_of_a_model(masked, form):
         labels["blocks"] = {"query": "sgd", "up": "ours"}
 
     def updates(labels):
-        ours = controls.pooled(RATE, **FORMS[form])
+        ours = orscale(RATE, **FORMS[form])
         optimizer = optax.partition({"ours": ours, "sgd": optax.sgd(RATE)}, labels)
         state = optimizer.init(params)
         if form == "trees" and len(masked) == 2:

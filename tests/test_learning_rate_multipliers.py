@@ -12,7 +12,6 @@ from optax.contrib import MuonDimensionNumbers as Dims
 from orscale_jax import convert_state, family, muon, orscale, state_shardings
 from orscale_jax.diagnostics import read
 from tests.runs import (
-    ABLATIONS,
     AUTO,
     EXPLICIT,
     FAMILY,
@@ -28,7 +27,7 @@ from tests.runs import (
 # Powers of two, so that nothing is rounded where decay and ratio see the same weights.
 PER_LAYER = np.array([1.0, 2.0, 4.0])
 RULES = {"^w$": 0.5, "^b$": 2.0, "stack": PER_LAYER}
-OPTIMIZERS = {"orscale": orscale, "muon": muon, **ABLATIONS, **FAMILY}
+OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY}
 SCHEDULE = optax.linear_schedule(1e-2, 1e-3, 3)
 
 
@@ -60,10 +59,9 @@ def apart(make, rate, **arguments):
     return {"w": at[0.5]["w"], "b": at[2]["b"], "stack": jnp.stack(stack)}
 
 
-# The ratio of pooled couples the matrices.
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("rate", [SCHEDULE, 1e-2], ids=["schedule", "number"])
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "pooled"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_each_parameter_is_as_at_its_own_rate(name, rate):
     make = OPTIMIZERS[name]
     found, expected = train(build(make, rate)), apart(make, rate)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import muon, orscale
 from tests.leaves import relative_error
 from tests.runs import readout, run
@@ -29,9 +28,6 @@ VARIANTS = {
     "muon_moonlight": (muon, {}),
     "orscale": (orscale, {"consistent_rms": None, "calibrate": False}),
     "orscale_lm": (orscale, {}),
-    "orscale_muon": (controls.polar_factor_denominator, {}),
-    "mutrust": (controls.momentum_denominator, {}),
-    "muscale": (controls.momentum_rms_denominator, {}),
     "orscale_muon_moonlight": (orscale, {"calibrate": False}),
 }
 

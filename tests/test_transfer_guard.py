@@ -23,10 +23,8 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
-from examples.pretrain.operation.logs import TensorBoard
-from examples.study import theory
 from orscale_jax import diagnostics, family, muon, orscale
-from tests.runs import ABLATIONS, FAMILY, RELATIVES
+from tests.runs import RELATIVES
 from tests.test_docs import public_names
 
 PARAMS = {"a": (8, 16), "b": (16, 8), "bias": (8,)}
@@ -126,7 +124,6 @@ STEPS = {
     **{name: functools.partial(make, 1e-3) for name, make in RELATIVES.items()},
 }
 TRACED = {  # The steps are made of many of them.
-    **{name: functools.partial(make, 1e-3) for name, make in ABLATIONS.items()},
     **{
         name: functools.partial(of_matrices, name)
         for name in (
@@ -139,7 +136,6 @@ TRACED = {  # The steps are made of many of them.
     "numbers on the device": lambda: orscale(
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),
-    **{n: functools.partial(FAMILY[n], 1e-3) for n in ("pooled", "replayed")},
     "keep_master_weights": lambda: orscale_jax.keep_master_weights(orscale(1e-3)),
 }
 
@@ -183,14 +179,9 @@ def clip(params):
     return optimizer.update(params, optimizer.init(params), params, max_logits=logits)
 
 
-def gained(now):
-    return diagnostics.step_gain(loss_fn, now.params, now.batches, now.reading)
-
-
 IN_JIT = {
     "master_weights": lambda now: masters(now.params),
     "qk_clip": lambda now: clip(now.params),
-    "curvature": lambda now: theory.curvature(now.reading.weight_norm, now.params),
     "polar_factor": lambda now: orscale_jax.polar_factor(now.params["a"]),
     "convert_state": lambda now: orscale_jax.convert_state(
         now.state, muon(1e-3), now.params
@@ -198,7 +189,6 @@ IN_JIT = {
     "read": lambda now: diagnostics.read(now.state, now.params, learning_rate=1e-3),
     "summarize": lambda now: diagnostics.summarize(now.reading),
     "measure": lambda now: diagnostics.measure(now.state, now.params),
-    "gain": lambda now: theory.gain(*[now.reading.weight_norm] * 3),
 }
 ON_THE_HOST = {
     "describe": lambda now: str(orscale_jax.describe(now.params, OPTIMIZER)),
@@ -209,8 +199,6 @@ ON_THE_HOST = {
     "layer_classes": lambda now: diagnostics.layer_classes(now.params),
     "tabulate": lambda now: diagnostics.tabulate(now.reading),
     "find_problems": lambda now: diagnostics.find_problems(now.reading),
-    "estimate": lambda now: theory.estimate(loss_fn, now.params, now.batches),
-    "step_gain": gained,
     "convert_state": lambda now: orscale_jax.convert_state(  # Of a job that goes on.
         now.state, family.normuon(1e-3), now.params
     ),
@@ -233,9 +221,7 @@ def test_what_a_loop_writes(after_a_step, tmp_path, guard):
     path = tmp_path / "history.csv"
     history = diagnostics.History(path, measurements=["norm"], scalars=["loss"])
     measured = {"norm": now.reading.weight_norm}
-    history.append(1, now.reading, measured, gained=gained(now), loss=loss)
-    with TensorBoard(tmp_path) as writer:
-        writer.write(1, {"loss": loss})
+    history.append(1, now.reading, measured, loss=loss)
 
 
 @pytest.mark.parametrize("module", ["", ".diagnostics", ".family"])

@@ -8,7 +8,6 @@ import optax
 from jax.typing import DTypeLike
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import family, muon, orscale
 
 NS_STEPS = 5
@@ -66,9 +65,7 @@ def contenders(
         "orscale_on_normuon": family.orscale_on_normuon(1e-3, **ours),
         "muon_plus": family.muon_plus(1e-3, **ours),
         "cautious": family.cautious(1e-3, **ours),
-        "pooled": controls.pooled(1e-3, **ours),
         "int8_momentum": orscale(1e-3, mu_dtype="int8", **ours),
-        "replayed": controls.replayed(1e-3, trust_ratio=[1.0, 2.0], **ours),
         "aurora": family.aurora(1e-3, **ours),
     }
 

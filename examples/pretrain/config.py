@@ -196,27 +196,22 @@ class Config:
     loss_chunks: int = 1
     # Steps between readings of metrics and trust ratios.
     log_every: int = 10
-    # Steps between measurements of the gain over Muon. None: no measurement.
+    # Steps between measurements of the momentum's stable rank and of Newton–Schulz's
+    # error. None: no measurement.
     measure_every: int | None = None
-    # Batches to measure them on; each takes as long as ten steps.
-    measure_batches: int = 4
     # Steps between checkpoints.
     checkpoint_every: int = 100
     # Checkpoints to keep, the newest ones.
     keep: int = 2
     # Text that every model continues at the end. None: no text.
     sample: str | None = None
-    # Write event files for TensorBoard.
-    tensorboard: bool = False
-    # Measure at the end how much of a step is the optimizer's.
-    time_optimizer: bool = False
 
     def __post_init__(self) -> None:
         if not self.optimizer:
             raise UsageError("--optimizer must name at least one.")
         if self.val_data and not self.data:
             raise UsageError("--val-data needs --data: what to train on.")
-        counts = "loss_chunks log_every measure_batches checkpoint_every keep"
+        counts = "loss_chunks log_every checkpoint_every keep"
         for name in [*counts.split(), "per_device_batch", "measure_every"]:
             value = getattr(self, name)
             if value is not None and value < 1:

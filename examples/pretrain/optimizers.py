@@ -12,14 +12,10 @@ import optax
 
 from examples.pretrain.config import Recipe
 from examples.pretrain.errors import UsageError
-from examples.study import controls
 from orscale_jax import family, keep_master_weights, muon, orscale
-from orscale_jax.parameters.dimension_numbers import is_axes_leaf, matrix_axes
 
 Transformation: TypeAlias = optax.GradientTransformationExtraArgs
 Constructor: TypeAlias = Callable[..., Transformation]
-# About the mean of 0.2·√max(m, n) in models of width 64.
-ONE_SCALE = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,62 +76,6 @@ def _optax_muon(
     )
 
 
-def adamw_apart(
-    learning_rate: optax.Schedule,
-    *,
-    adam_learning_rate: optax.Schedule,
-    weight_dimension_numbers: Any,
-    param_shardings: Any = None,
-    **arguments: Any,
-) -> Transformation:
-    """AdamW whose matrices have a learning rate of their own."""
-
-    def labels(params: Any) -> Any:
-        return jax.tree.map(
-            lambda at: "other" if isinstance(at, optax.MaskedNode) else "matrix",
-            matrix_axes(weight_dimension_numbers, params),
-            is_leaf=is_axes_leaf,
-        )
-
-    rates = {"matrix": learning_rate, "other": adam_learning_rate or learning_rate}
-    groups = {name: optax.adamw(rate, **arguments) for name, rate in rates.items()}
-    return optax.partition(groups, labels)
-
-
-def one_scale(
-    learning_rate: optax.Schedule, *, weight_decay: float, **arguments: Any
-) -> Transformation:
-    """Muon+Moonlight whose updates have one scale for all shapes; decay is the same."""
-
-    def scaled(step: jax.Array) -> jax.Array:
-        return ONE_SCALE * learning_rate(step)
-
-    arguments["adam_learning_rate"] = arguments["adam_learning_rate"] or learning_rate
-    return muon(
-        scaled,
-        consistent_rms=None,
-        weight_decay=weight_decay / ONE_SCALE,
-        adam_weight_decay=weight_decay,
-        **arguments,
-    )
-
-
-def twice_the_decay(
-    learning_rate: optax.Schedule,
-    *,
-    weight_decay: float,
-    optimizer: Callable[..., Transformation] = muon,
-    **arguments: Any,
-) -> Transformation:
-    """Muon+Moonlight, or another optimizer, whose matrices decay twice as much."""
-    return optimizer(
-        learning_rate,
-        weight_decay=2 * weight_decay,
-        adam_weight_decay=weight_decay,
-        **arguments,
-    )
-
-
 @functools.wraps(orscale)
 def _with_master_weights(*args: Any, **kwargs: Any) -> Transformation:
     return keep_master_weights(orscale(*args, **kwargs))
@@ -154,24 +94,15 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "orscale_vision": _ours(
         "OrScale (s = 1)", functools.partial(orscale, r_min=0.5, r_max=1.5),
         consistent_rms=None, calibrate=False),
-    # The paper's deleted design choices.
-    "polar_factor_denominator": _ours(
-        "‖Q‖ denominator", controls.polar_factor_denominator),
-    "momentum_denominator": _ours("‖M̃‖ denominator", controls.momentum_denominator),
-    "momentum_rms_denominator": _ours(
-        "RMS(M̃) + Moonlight", controls.momentum_rms_denominator),
     "uncalibrated": _ours("Uncalibrated ratio", orscale, calibrate=False),
-    "decoupled_weight_decay": _ours(
-        "Decoupled weight decay", controls.decoupled_weight_decay),
-    "bfloat16_calibration": _ours(
-        "Calibration in bfloat16", controls.bfloat16_calibration),
     "unclipped": _ours("No clip", orscale, r_min=-math.inf, r_max=math.inf),
     # The family.
     "hyperball": _ours("Hyperball", family.hyperball),
     "normuon": _ours("NorMuon", family.normuon, (2.0, 6.0)),
     "muon_plus": _ours("Muon+", family.muon_plus),
     "cautious": _ours("OrScale, cautious decay", family.cautious),
-    "pooled": _ours("OrScale, one ratio for all", controls.pooled),
+    "orscale_on_normuon": _ours("OrScale on NorMuon", family.orscale_on_normuon),
+    "aurora": _ours("Aurora", family.aurora),
     # Another anchor.
     "largest_anchor": _ours("OrScale, largest anchor", orscale, anchor="largest"),
     # Less memory: for the momentum, or by weights in bfloat16.
@@ -179,23 +110,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
         "OrScale, bfloat16 momentum", orscale, mu_dtype="bfloat16"),
     "int8_momentum": _ours("OrScale, 8-bit momentum", orscale, mu_dtype="int8"),
     "master_weights": _ours("OrScale, master weights", _with_master_weights),
-    # Controls.
-    "adamw_apart": Optimizer("AdamW, two rates", adamw_apart, _ADAM, has_matrices=True),
-    "one_scale": _ours("Muon+Moonlight, one scale", one_scale, _LIKE_MUON),
-    "orscale_on_normuon": _ours("OrScale on NorMuon", family.orscale_on_normuon),
     # The same as Muon+Moonlight, by another library.
     "optax_muon": Optimizer(
         "optax.contrib.muon", _optax_muon,
         {"beta": "momentum", "adam_weight_decay": "weight_decay"}
         | {n: n for n in ("weight_decay", "adam_b1", "adam_b2")},
         {"consistent_rms": 0.2}, _LIKE_MUON, has_matrices=True),
-    # Of the family, and controls, too; last, since colours in figures go by the order.
-    "aurora": _ours("Aurora", family.aurora),
-    "twice_the_decay": _ours(
-        "Muon+Moonlight, twice the decay", twice_the_decay, _LIKE_MUON),
-    "orscale_twice_the_decay": _ours(
-        "OrScale, twice the decay",
-        functools.partial(twice_the_decay, optimizer=orscale)),
 }  # fmt: skip
 
 

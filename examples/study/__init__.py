@@ -1,20 +1,16 @@
-"""The study: do OrScale's claims hold at desk scale? docs/study/study_protocol_2.md and
-docs/study/study_protocol_3.md say how.
+"""The study: do OrScale's claims hold at desk scale?
 
-==================  ==================================================================
-workloads, prose    models, their data and how long; English text to train on
-controls            optimizers that only the study has: deleted designs, shared ratios
-search              where to look for the best learning rates and weight decay
-runs                one run, with its settings and its seed
-results             what runs came to, in tables; each run is done once
-statistics          paired differences with intervals; Holm's correction
-contrasts           what the study found, from the losses in docs/data
-repeat              a part of the study, again
-third               the runs of the third protocol: a ladder of experts, anew
-third_tables        its endpoints
-theory              the paper's theory, measured
-==================  ==================================================================
+=============  ==========================================================================
+contrasts      what the second study found, from the losses in docs/data
+third_tables   the same of the third study
+curves         how early Muon passes AdamW's final loss, from the validation curves
+statistics     paired differences with intervals; Holm's correction
+repeat         trains a part of the second study again
+workloads      its models, their data and how long they are trained
+prose          English text to train on
+=============  ==========================================================================
 
-The first study, the searches of the second and the side protocols are finished: their
-programs are those of commit 38cab27 (tag study-2026-11).
+The study is closed. Its other programs are those of older commits: 38cab27 for the first
+study, the searches of the second and the side protocols; 85af6ba for the third study's
+runs, the optimizers that only the study had, and the paper's model of the gain.
 """

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from scipy import stats
 
-from examples.study.results import read_results
 from examples.study.statistics import Interval, interval, markdown, paired
 from examples.study.workloads import LADDER, SMALL_INIT, find_workload
 
@@ -44,14 +43,23 @@ Losses = dict[int, float]  # By seed, in nats.
 
 
 @functools.cache
-def losses_of(table: str, arm: str) -> dict[tuple[float, ...], Losses]:
-    """The final losses of an arm by its rates: of the matrices, of AdamW's parameters."""
-    found: dict[tuple[float, ...], Losses] = {}
+def rows_of(table: str) -> list[dict[str, str]]:
+    """The rows of a table in docs/data: one for each run."""
     with (DATA / f"{table}.csv").open(newline="") as file:
-        for row in csv.DictReader(file):
-            if row["arm"] == arm:
-                rates = tuple(float(row[x]) for x in ("rate", "adam_rate") if x in row)
-                found.setdefault(rates, {})[int(row["seed"])] = float(row["loss"])
+        return list(csv.DictReader(file))
+
+
+def losses_of(table: str, arm: str) -> dict[tuple[float, ...], Losses]:
+    """The final losses of an arm by its rates and its decay, as far as they are given.
+
+    The rates are those of the matrices and of AdamW's parameters.
+    """
+    found: dict[tuple[float, ...], Losses] = {}
+    for row in rows_of(table):
+        if row["arm"] == arm:
+            given = [row.get(name) for name in ("rate", "adam_rate", "decay")]
+            settings = tuple(float(x) for x in given if x)
+            found.setdefault(settings, {})[int(row["seed"])] = float(row["loss"])
     return found
 
 
@@ -181,11 +189,11 @@ def first_batch() -> list[list[str]]:
         tokens = (workload.first_batch or recipe.batch_size) * recipe.seq_len
         per_expert = tokens * model.experts_per_token / model.experts
         logs = [
-            np.log(ratio)
-            for run in read_results(DATA / "two_rates" / f"{name}.csv")
-            if run.arm == "orscale" and run.seed in SEEDS
-            for of, ratio in run.class_ratio.items()
-            if of.startswith("routed")
+            np.log(float(pair.partition("=")[2]))
+            for row in rows_of(f"two_rates/{name}")
+            if row["arm"] == "orscale" and int(row["seed"]) in SEEDS
+            for pair in row["class_ratio"].split(";")
+            if pair.startswith("routed")
         ]
         told = str(interval(contrast([name])))
         rows.append(

@@ -8,7 +8,6 @@ tabulate       a reading as columns on the host, with a row for every matrix
 find_problems  what is wrong in a reading, what it means and what to do
 History        the readings of a run in one file
 measure        on a slower clock: stable ranks, convergence of Newton–Schulz
-step_gain      what the ratios gain over Muon along the step itself
 =============  =====================================================================
 
 ``python -m orscale_jax.diagnostics FOLDER`` makes a report of a run. All find the
@@ -22,11 +21,6 @@ from orscale_jax.diagnostics.problems import (
     find_problems as find_problems,
 )
 from orscale_jax.diagnostics.reading import Reading as Reading, read as read
-from orscale_jax.diagnostics.step_gain import (
-    Estimate as Estimate,
-    StepGain as StepGain,
-    step_gain as step_gain,
-)
 from orscale_jax.diagnostics.summaries import (
     summarize as summarize,
     tabulate as tabulate,

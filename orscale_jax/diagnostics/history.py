@@ -19,11 +19,7 @@ from orscale_jax.trees.boxes import PyTree
 if TYPE_CHECKING:
     import pandas
 
-    from orscale_jax.diagnostics.step_gain import StepGain
-
 FILE_NAME = "history.csv"
-# κ along the step and its standard error, in steps that are given what step_gain found.
-GAINED = ("kappa_step", "kappa_step_stderr")
 
 
 class StepFile:
@@ -88,8 +84,8 @@ class History:
     """The readings of a run, appended to one CSV file: a row for each matrix and step.
 
     The columns are ``step``, ``matrix``, ``class``, the fields of :class:`Reading`, then
-    ``measurements``, ``scalars`` (the same in all rows of a step), and ``kappa_step``
-    with its standard error, from :func:`step_gain`. A missing number is an empty field.
+    ``measurements`` and ``scalars`` (the same in all rows of a step). A missing number is
+    an empty field.
     If the file is called ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a
     report of its folder.
 
@@ -117,7 +113,7 @@ class History:
       >>> history = diagnostics.History(folder / "history.csv", scalars=["loss"])
       >>> history.append(10, reading, loss=2.5)
       >>> print(history.path.read_text().splitlines()[1])
-      10,down,other,1,1,0,4,0,,1,0,0,0,0,2.5,,
+      10,down,other,1,1,0,4,0,,1,0,0,0,0,2.5
     """
 
     def __init__(
@@ -135,8 +131,8 @@ class History:
         self.path, self.classes = pathlib.Path(path), classes
         self.measurements, self.scalars = tuple(measurements), tuple(scalars)
         own = *self.measurements, *self.scalars
-        columns = ["step", "matrix", "class", *Reading._fields, *own, *GAINED]
-        arguments = {"reading", "measurements", "gained"}.intersection(self.scalars)
+        columns = ["step", "matrix", "class", *Reading._fields, *own]
+        arguments = {"reading", "measurements"}.intersection(self.scalars)
         if arguments or len(set(columns)) < len(columns):
             remedy = "give each column a different name, and none of append's arguments"
             _checks.refuse("measurements and scalars", own, remedy)
@@ -152,8 +148,6 @@ class History:
         step: int,
         reading: Reading,
         measurements: Mapping[str, PyTree] | None = None,
-        *,
-        gained: "StepGain | None" = None,
         **scalars: Any,
     ) -> None:
         """Add a step. This fetches the reading, and so waits for the device.
@@ -162,7 +156,6 @@ class History:
           step: The number of optimizer steps done, larger than the last one in the file.
           reading: From :func:`read`.
           measurements: Trees with one entry per matrix, by the name of their column.
-          gained: From :func:`step_gain`, for the verdict of the report.
           **scalars: Numbers of the step, by the name of their column.
 
         Raises:
@@ -177,10 +170,6 @@ class History:
                 f"{sorted(unknown)} are no columns of {self.path}: name them in "
                 "History(measurements=..., scalars=...)."
             )
-        if gained is not None:
-            if not hasattr(gained, "kappa"):
-                _checks.refuse("gained", gained, "pass what step_gain() returned")
-            scalars |= dict(zip(GAINED, gained.kappa, strict=True))
         table = tabulate(reading, self.classes, measurements)
         matrices, steps = [*map(_text, table["matrix"])], self._file.steps
         if steps and step <= max(steps):

@@ -160,12 +160,7 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
                 "pass the state of the optimizer that updates it, and its dimension "
                 "numbers."
             )
-    found = [traces[names_on(path)] for path in matrices.paths]
-    return whole_parts(matrices, matrices.tree_of(found))
-
-
-def whole_parts(matrices: Matrices, tree: PyTree) -> list[jax.Array]:
-    """:meth:`Matrices.parts` in float32 or wider, gathered where axes are Explicit."""
+    tree = matrices.tree_of([traces[names_on(path)] for path in matrices.paths])
     wide = matrices.map(lambda _, leaf: leaf.astype(compute_dtype(leaf)), tree)
     return [
         typed_sharding.gather(part, (part.ndim - 2, part.ndim - 1))

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from orscale_jax.diagnostics.history import FILE_NAME, GAINED, read_rows
+from orscale_jax.diagnostics.history import FILE_NAME, read_rows
 from orscale_jax.diagnostics.problems import Problem, find_problems
 
 # What can be told apart in a figure, and read in a table.
@@ -26,8 +26,6 @@ PLACES = (
     ("attention", "mlp", "router", "shared", "routed", "convolution", "other"),
     ("query", "key", "value", "output", "up", "gate", "down"),
 )
-# A κ this close to 1 counts as 1: a learning rate that is off by 22 % costs as much.
-SMALLEST_EFFECT = 0.05
 # Below this standard deviation of log r̂, the ratios are one learning rate.
 UNIFORM_SPREAD = 0.02
 
@@ -192,14 +190,13 @@ def uniform_part(run: Run) -> pd.DataFrame:
     return found.assign(spread=mean("square", "step") ** 0.5)
 
 
-def verdict(run: Run) -> tuple[int, list[str]]:
-    """Whether the ratios help, in sentences, and the step of which they tell."""
-    step = run.steps[-1]
+def verdict(run: Run) -> list[str]:
+    """Whether the ratios of the last step do more than a learning rate, in sentences."""
     if not run.has("trust_ratio"):
-        return step, ["The history has no trust ratios, like any run of Muon."]
+        return ["The history has no trust ratios, like any run of Muon."]
     split = uniform_part(run)
     if split.empty:
-        return step, ["There is not enough data to tell: no matrix has a ratio yet."]
+        return ["There is not enough data to tell: no matrix has a ratio yet."]
     uniform, spread = split[["uniform", "spread"]].iloc[-1]
     shared = (
         f"All matrices share a factor of {uniform:.2f}, which a learning rate could "
@@ -210,26 +207,11 @@ def verdict(run: Run) -> tuple[int, list[str]]:
         if problem.title.startswith("Saturated"):
             told = f"{problem.title}: {len(problem.matrices) / len(run.last):.0%}"
             told += " of the matrices take their step from it, not from their ratio."
-            return step, [told, shared]
+            return [told, shared]
     if spread <= UNIFORM_SPREAD:
-        return step, [f"Uniform: this is Muon at {uniform:.2g} × the learning rate."]
-    if not run.has(*GAINED):
-        measure = "Whether that helps takes orscale_jax.diagnostics.step_gain."
-        return step, [f"There is not enough data to tell. {shared} {measure}"]
-    measured = run.per_step(*GAINED)
-    step, (kappa, error) = int(measured.index[-1]), measured.iloc[-1]
-    if abs(kappa - 1) > max(SMALLEST_EFFECT, 2 * error):
-        told = "The ratios help:" if kappa > 1 else "The ratios point the wrong way:"
-    elif abs(kappa - 1) + 2 * error <= SMALLEST_EFFECT:
-        told = "The ratios neither help nor hurt:"
-    else:
-        told = "There is not enough data to tell:"
-    along = (
-        "κ is the largest decrease of the loss along the step, relative to Muon's, each "
-        f"at its best learning rate; less than {SMALLEST_EFFECT:.0%} from 1 counts as "
-        "none."
-    )
-    return step, [f"{told} κ {kappa:.3f} ± {error:.3f} along the step.", along, shared]
+        return [f"Uniform: this is Muon at {uniform:.2g} × the learning rate."]
+    advice = "To see whether that lowers the loss, train with muon, too."
+    return ["The ratios differ from matrix to matrix.", shared, advice]
 
 
 def occurrences(run: Run) -> list[tuple[Problem, int, int]]:
@@ -247,8 +229,6 @@ def key_numbers(run: Run) -> Iterator[tuple[str, str]]:
     """The key numbers of the last step: labels and values."""
     for column in [x for x in LOSSES if run.has(x)][-1:]:
         yield f"{LOSSES[column]} loss", f"{run.per_step(column).iloc[-1, 0]:.4g}"
-    if run.has("kappa_step"):
-        yield "κ, gain over Muon", f"{run.per_step('kappa_step').iloc[-1, 0]:.2f}"
     at_end = run.shown[run.shown["step"] == run.steps[-1]]
     if run.has("trust_ratio") and at_end["trust_ratio"].notna().any():
         p05, p95 = at_end["trust_ratio"].quantile([0.05, 0.95])
@@ -325,13 +305,6 @@ def draw_bounds(axes: Axes, run: Run) -> None:
     axes.set_ylim(0, 100)
 
 
-def draw_gain(axes: Axes, run: Run) -> None:
-    """κ with its standard errors."""
-    kappa = run.per_step(*GAINED)
-    axes.axhline(1, **AT_ONE)
-    axes.errorbar(kappa.index, *kappa.values.T, color=COLORS[0], marker=".", capsize=2)
-
-
 class Entry(NamedTuple):
     """A figure, which has a place and its caption in report.html."""
 
@@ -355,7 +328,6 @@ FIGURES = {
         ("relative_step",), "relative step (% of ‖W‖)", "y",
         lambda axes, run: draw_lines(axes, run, 100 * by_class(run, "relative_step")),
     ),
-    "gain": Entry(GAINED, "κ, gain over Muon", "", draw_gain),
     "loss": Entry(
         ("loss",), "loss", "",
         lambda axes, run: draw_lines(axes, run, pd.concat([
@@ -375,7 +347,7 @@ def write_report(
     run = read_run(pathlib.Path(folder))
     out = pathlib.Path(folder) / "report" if out is None else pathlib.Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    step, (headline, *sentences) = verdict(run)
+    headline, *sentences = verdict(run)
     problems = ""
     for problem, first, last in occurrences(run):
         names = ", ".join(problem.matrices[:6]) + " …" * (len(problem.matrices) > 6)
@@ -395,7 +367,7 @@ def write_report(
         name=html.escape(run.name),
         facts=f"step {run.steps[-1]:,} · recorded steps: {len(run.steps):,} · "
         f"matrices: {len(run.last):,} · classes: {run.last['class'].nunique()}",
-        step=f"{step:,}",
+        step=f"{run.steps[-1]:,}",
         headline=_prose(headline),
         sentences="".join(f"<p>{_prose(sentence)}</p>" for sentence in sentences),
         tiles="".join(

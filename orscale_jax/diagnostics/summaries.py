@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,6 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import distinct_names
 from orscale_jax.trees.nodes import broadcast_prefix, is_function, is_masked
-
-Classes: TypeAlias = PyTree | Callable[[PyTree], PyTree] | None
 
 OTHER = "other"
 # The quantities that are summarized, in this order; a reading of muon lacks some.
@@ -185,23 +183,7 @@ def tabulate(
     return columns
 
 
-def class_labels(classes: Classes, params: PyTree, tree: PyTree) -> PyTree:
-    """One label for each leaf of a tree: of the parameters, or of a part of them."""
-    if classes is None or not jax.tree.leaves(tree):
-        # optax.tree.map_params passes a placeholder without leaves.
-        return jax.tree.map(lambda _: "", tree)
-    if is_function(classes, is_label):
-        classes = classes(params)
-    misfit = "classes must be a tree of the parameters' structure, or a prefix of it"
-    labels = broadcast_prefix(unbox(classes, is_label), tree, misfit, is_label)
-    for label in jax.tree.leaves(labels, is_leaf=is_label):
-        if not is_label(label):
-            _checks.refuse("classes", label, "pass a tree of strings")
-    return labels
-
-
-def is_label(node: Any) -> bool:
-    """Whether a node of a tree of labels is one, or None for none."""
+def _is_label(node: Any) -> bool:
     return node is None or isinstance(node, str)
 
 
@@ -265,9 +247,13 @@ def _names_of(tree: PyTree) -> list[str]:
 
 def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
     """The class of each leaf; "other" where none is given."""
-    if is_function(classes, is_label):
+    if is_function(classes, _is_label):
         _checks.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
-    labels = class_labels(classes, tree, tree)
+    misfit = "classes must be a tree of the parameters' structure, or a prefix of it"
+    labels = broadcast_prefix(unbox(classes, _is_label), tree, misfit, _is_label)
+    for label in jax.tree.leaves(labels, is_leaf=_is_label):
+        if not _is_label(label):
+            _checks.refuse("classes", label, "pass a tree of strings")
     # By the leaves of the tree, which may hold None beside them.
     return jax.tree.leaves(jax.tree.map(lambda _, label: label or OTHER, tree, labels))
 

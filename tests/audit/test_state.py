@@ -14,7 +14,6 @@ import pytest
 from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import by_path, describe, family, muon, orscale
 from orscale_jax.trees.nodes import nodes_of
 from tests.runs import NUMBERS, tree
@@ -130,10 +129,9 @@ def test_who_has_what(name):
     assert rows(optimizer) == expected
 
 
-@pytest.mark.parametrize("build", [family.normuon, controls.momentum_denominator])
-def test_ours_are_told_by_their_states(build):
+def test_ours_are_told_by_their_states():
     numbers = {"w": Dims(0, 1), "conv": Dims(1, 2), "head": None}
-    found = rows(build(0.1, weight_dimension_numbers=numbers))
+    found = rows(family.normuon(0.1, weight_dimension_numbers=numbers))
     assert found == "matrix, matrix, adamw, adamw"
 
 

@@ -11,15 +11,12 @@ import pytest
 
 from orscale_jax import muon, orscale
 from orscale_jax.diagnostics import (
-    Estimate,
     History,
     Reading,
-    StepGain,
     read,
     tabulate,
 )
-from orscale_jax.diagnostics.history import GAINED as COLUMNS, StepFile
-from orscale_jax.diagnostics.report import read_run, verdict
+from orscale_jax.diagnostics.history import StepFile
 
 PARAMS = {"up": jnp.ones((2, 8)), "experts": jnp.arange(24.0).reshape(2, 3, 4)}
 NUMBERS = {"up": optax.contrib.MuonDimensionNumbers(0, 1)} | {
@@ -69,7 +66,7 @@ def test_pandas_reads_what_was_written(tmp_path):
     history = written(tmp_path / "run" / "history.csv")
     frame = history.frame()
     first = ["step", "matrix", "class"]
-    assert [*frame.columns] == [*first, *Reading._fields, "loss", *COLUMNS]
+    assert [*frame.columns] == [*first, *Reading._fields, "loss"]
     assert frame.step.tolist() == [1] * 3 + [2] * 3 + [3] * 3
     for step, rows in frame.groupby("step"):
         table = tabulate(reading(step), CLASSES)
@@ -126,21 +123,6 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path):
     assert history.last_step is None and len(path.read_text().splitlines()) == 1
 
 
-GAINED = StepGain(*(Estimate(jnp.float32(v), jnp.float32(0.25)) for v in (1.5, 2, 3)))
-
-
-def test_what_step_gain_found_is_in_the_rows_of_its_step(tmp_path):
-    history = written(tmp_path / "history.csv", (1, 2))
-    history.append(3, reading(3), gained=GAINED, loss=1.0)
-    assert verdict(read_run(tmp_path))[0] == 3  # The report takes it.
-    history.append(4, reading(4), loss=1.0)
-    frame = history.frame()
-    measured = frame[frame.kappa_step.notna()]
-    assert measured[["step", *COLUMNS]].values.tolist() == [[3, 1.5, 0.25]] * 3
-    with pytest.raises(ValueError, match=r"pass what step_gain\(\) returned"):
-        history.append(5, reading(4), gained=1.5)
-
-
 class TestErrors:
     """Inputs that are refused, and what the messages say."""
 
@@ -171,7 +153,6 @@ class TestErrors:
             ({"scalars": "loss"}, "pass a sequence of names"),
             ({"measurements": "signal"}, "pass a sequence of names"),
             ({"scalars": ["growth"]}, "give each column a different name"),
-            ({"scalars": ["kappa_step"]}, "give each column a different name"),
             ({"scalars": ["loss", "reading"]}, "none of append's arguments"),
         ],
     )
@@ -203,7 +184,7 @@ def test_numbers_are_written_with_their_digits(tmp_path):
     given = {"tokens": 16_777_216_123, "seconds": 123456.789, "loss": jnp.float32(2.1)}
     history.append(np.int32(1), reading(), **given)
     for line in history.path.read_text().splitlines()[1:]:
-        assert line.endswith(",16777216123,123456.789,2.1,,")
+        assert line.endswith(",16777216123,123456.789,2.1")
 
 
 def test_a_file_with_other_columns_goes_back_to_a_step(tmp_path):

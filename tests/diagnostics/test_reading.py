@@ -11,14 +11,13 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.study import controls
 from orscale_jax import (
     muon,
     orscale,
 )
 from orscale_jax.diagnostics import read, summarize
 from tests import leaves, oracle
-from tests.runs import ABLATIONS, AUTO, EXPLICIT, FAMILY, has_ratios, mesh_of, placed
+from tests.runs import AUTO, EXPLICIT, FAMILY, has_ratios, mesh_of, placed
 
 RATE = 0.1
 
@@ -191,15 +190,6 @@ class TestBeforeAndWithout:
         found = {name: bool(getattr(reading, name)["w"]) for name in flags}
         assert found == {name: name == bound for name in flags}
 
-    @pytest.mark.extended
-    def test_a_pooled_ratio_is_at_a_bound_where_the_pool_is(self):
-        optimizer = controls.pooled(0.1, calibrate=False, r_max=2.0, weight_decay=0.0)
-        params = {"a": jnp.eye(2), "b": 30 * jnp.eye(2)}
-        _, state = optimizer.update(params, optimizer.init(params), params)
-        reading = read(state, params)
-        assert reading.raw_trust_ratio["a"] > 2 and not reading.at_r_min["a"]
-        assert reading.at_r_max["a"] and reading.at_r_max["b"]
-
 
 def gradients(params, step):
     return jax.tree.map(lambda p: jnp.roll(p, step) + 0.1, params)
@@ -217,12 +207,12 @@ TREE = {"w": jnp.arange(12.0).reshape(4, 3) / 10, "b": jnp.ones(3)}
 
 
 class TestOptimizers:
-    """Muon, the ablations and the relatives, as far as a quantity exists."""
+    """Muon and the relatives, as far as a quantity exists."""
 
     @pytest.mark.quick_first_case
-    @pytest.mark.parametrize("name", ["muon", *ABLATIONS, *FAMILY])
+    @pytest.mark.parametrize("name", ["muon", *FAMILY])
     def test_relative_step_is_what_the_weights_have_done(self, name):
-        build = muon if name == "muon" else {**ABLATIONS, **FAMILY}[name]
+        build = muon if name == "muon" else FAMILY[name]
         # Without decay also those that decouple it have no other update than r̂D.
         decay = {} if name == "hyperball" else {"weight_decay": 0.0}
         optimizer = build(0.1, **decay)

@@ -27,7 +27,7 @@ VOID = {"meta", "br", "img", "link", "hr", "input"}
 
 
 def history(layers=3, steps=5, seed=0, names="blocks.{layer}.{kind}.kernel"):
-    """A plausible history in the documented format, with a gain at the last step."""
+    """A plausible history in the documented format."""
     rng = np.random.default_rng(seed)
     frames = []
     matrices = [
@@ -40,7 +40,6 @@ def history(layers=3, steps=5, seed=0, names="blocks.{layer}.{kind}.kernel"):
     for index in range(1, steps + 1):
         growth = final_growth ** (index / steps)
         raw = growth * rng.uniform(0.9, 1.1, n)
-        measured = 1.0 if index == steps else np.nan
         frame = pd.DataFrame(matrices, columns=["matrix", "class"])
         frames.append(
             frame.assign(
@@ -56,8 +55,6 @@ def history(layers=3, steps=5, seed=0, names="blocks.{layer}.{kind}.kernel"):
                 at_r_max=(raw >= 3).astype(int),
                 started=1,
                 anchored=1,
-                kappa_step=1.2 * measured,
-                kappa_step_stderr=0.02 * measured,
                 loss=3 / index,
                 val_loss=3.1 / index,
             )
@@ -139,7 +136,7 @@ def test_the_page(report):
     sections = [
         "run <b>", "Verdict, at step 50", "Warnings", "Not finite", "Figures",
         "Trust ratio by class", "How much of the ratio is uniform",
-        "Growth against ratio", "Matrices at a bound", "Relative step", "Gain over Muon",
+        "Growth against ratio", "Matrices at a bound", "Relative step",
         "Loss", "Matrices", "Audit",
     ]  # fmt: skip
     assert [title for title in page.headings if title in sections] == sections
@@ -306,11 +303,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "changes, told",
         [
-            ({}, "The ratios help: κ 1.200 ± 0.020"),
-            ({"kappa_step": 0.8}, "The ratios point the wrong way: κ 0.800"),
-            ({"kappa_step": 1.01, "kappa_step_stderr": 0.01}, "neither help nor hurt"),
-            ({"kappa_step_stderr": 0.2}, "not enough data to tell: κ 1.200 ± 0.200"),
-            ({"kappa_step": np.nan}, "takes orscale_jax.diagnostics.step_gain"),
+            ({}, "The ratios differ from matrix to matrix."),
             ({"at_r_max": 1}, "Saturated at the upper bound: 100% of the matri"),
             ({"at_r_max": 1, "at_r_min": 1, "trust_ratio": 1.0}, "Uniform: this is Muon"),
             ({"trust_ratio": 2.0}, "Uniform: this is Muon at 2 × the learning rate"),
@@ -318,8 +311,8 @@ class TestNumbers:
         ],
     )
     def test_the_verdict(self, tmp_path, changes, told):
-        step, sentences = module.verdict(run_of(history().assign(**changes), tmp_path))
-        assert told in sentences[0] and step == 50
+        [first, *_] = module.verdict(run_of(history().assign(**changes), tmp_path))
+        assert told in first
 
     @pytest.mark.parametrize(
         "layers, rows, title", [(70, 81, "of 210"), (3, 10, "All 9 matrices")]

@@ -13,7 +13,6 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from examples.study import controls
 from orscale_jax import muon, orscale, orthogonalize, polar_factor
 from tests.runs import (
     AUTO,
@@ -87,7 +86,6 @@ OTHERS = {
         optax.inject_hyperparams(orscale), param_shardings=SPECS
     ),
     **RELATIVES,
-    "momentum_denominator": controls.momentum_denominator,
 }
 
 

@@ -460,7 +460,7 @@ def test_no_mesh_no_extra_operation():
 # The relatives: exchanges of matrices as for Muon, and small sums.
 
 
-FAST = {"hyperball", "normuon", "pooled"}  # The others do what one of these does.
+FAST = {"hyperball", "normuon"}  # The others do what one of these does.
 slow = pytest.mark.slow
 RECTANGULAR = {n: None if n[0] == "o" else numbers for n, numbers in NUMBERS.items()}
 
@@ -493,7 +493,7 @@ def cost_of(make, layout, numbers=NUMBERS):
 )
 def test_collectives(name, layout):
     """Beyond them only vectors and scalars, not in loops. Aurora exchanges twice."""
-    of_muon = {"normuon", "muon_plus", "aurora", "replayed"}
+    of_muon = {"normuon", "muon_plus", "aurora"}
     plain, plain_bytes = cost_of(muon if name in of_muon else orscale, layout)
     flops, exchanged = plain.flops, plain_bytes["all-to-all"]
     if name == "aurora":
@@ -513,7 +513,7 @@ def test_collectives(name, layout):
         "normuon": n, "orscale_on_normuon": n, "muon_plus": m + n,
         "aurora": 2 * longer,  # Vectors of M̃, and of U.
     }.get(name, 0)  # fmt: skip
-    # In float32, on each axis of the mesh; and two sums per leaf for the pooled mean.
+    # In float32, on each axis of the mesh.
     axes = len(LAYOUTS[layout][0])
     most = plain_bytes["all-reduce"] + 4 * axes * (entries + 2 * scalars)
     assert found["all-reduce"] <= most

@@ -9,7 +9,6 @@ from matplotlib.colors import to_rgb
 from PIL import Image
 
 from examples import figure_style as style
-from examples.pretrain import compare
 from examples.pretrain.operation import report
 from examples.pretrain.optimizers import OPTIMIZERS
 
@@ -37,9 +36,9 @@ def test_lines_stand_out_from_the_paper(name):
 
 def test_paper_is_white_whatever_the_users_style(tmp_path):
     curve = np.array([1, 2]), np.array([3.0, 2.0])
-    path = tmp_path / "new" / "seeds.png"
+    path = tmp_path / "new" / "losses.png"
     with matplotlib.rc_context(dict.fromkeys(DARK, "black")):
-        compare.draw_seeds(path, {"adamw": [curve]}, "byte", "A run")
+        report.draw_losses(path, {"adamw": curve}, {"adamw": curve}, "byte", "A run")
     drawn = np.asarray(Image.open(path).convert("RGB"))
     assert drawn.shape[1] == style.WIDTH * style.DPI
     assert np.all(drawn[[0, 0, -1, -1], [0, -1, 0, -1]] == 255)
@@ -56,13 +55,9 @@ def test_letters_are_nine_points_at_700_pixels():
     ("key", "name"),
     [("widths", "DavidNet"), ("experts", "Mixture of experts"), ("heads", "Decoder")],
 )
-def test_a_title_names_model_rate_and_seeds(tmp_path, key, name):
-    folders = [tmp_path / str(seed) for seed in (3, 4)]
-    for folder in folders:
-        folder.mkdir()
-        facts = {f"model.{key}": 2, "learning_rate": 4e-3, "seed": int(folder.name)}
-        (folder / "config.json").write_text(json.dumps(facts))
-        (folder / "summary.csv").write_text("parameters\n12345\n")
-    told = "12,345 parameters; learning rate 0.004; seed"
-    assert report.run_line(folders) == f"{name}, {told}s 3, 4"
-    assert report.run_line(folders[:1]) == f"{name}, {told} 3"
+def test_a_title_names_model_rate_and_seed(tmp_path, key, name):
+    facts = {f"model.{key}": 2, "learning_rate": 4e-3, "seed": 3, "rates": "shared"}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    (tmp_path / "summary.csv").write_text("parameters\n12345\n")
+    told = "12,345 parameters; learning rate 0.004; seed 3"
+    assert report.run_line(tmp_path) == f"{name}, {told}"

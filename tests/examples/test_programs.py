@@ -9,7 +9,6 @@ import re
 import runpy
 import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
@@ -23,11 +22,7 @@ WITH_OPTIONS = [n for n, x in PROGRAMS.items() if "ArgumentParser" in x or "tyro
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - WITH_OPTIONS))
-def test_it_can_be_imported(name, monkeypatch):
-    for other in (
-        ("torch", "gram_newton_schulz") if "import torch" in PROGRAMS[name] else ()
-    ):
-        monkeypatch.setitem(sys.modules, other, mock.MagicMock())  # Not installed here.
+def test_it_can_be_imported(name):
     importlib.import_module(name)
 
 

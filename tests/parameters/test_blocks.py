@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from examples.study import controls
 from orscale_jax import (
     BlockDimensionNumbers as Blocks,
     by_path,
@@ -115,7 +114,6 @@ def test_the_table_says_that_blocks_are_contiguous(blocks):
     "build",
     [
         orscale,
-        pytest.param(controls.momentum_rms_denominator, marks=pytest.mark.slow),
         pytest.param(
             functools.partial(orscale, r_min=-np.inf, r_max=np.inf),
             marks=pytest.mark.slow,

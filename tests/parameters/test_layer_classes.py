@@ -1,7 +1,6 @@
 """The classes of layers, by the paths of models of many libraries."""
 
 import csv
-import functools
 import pathlib
 import re
 
@@ -11,9 +10,7 @@ import optax
 import pytest
 
 from examples.benchmarks import models
-from examples.study.controls import pooled
 from orscale_jax import describe
-from orscale_jax.diagnostics.summaries import class_labels
 from orscale_jax.parameters.layer_classes import layer_classes
 
 
@@ -153,40 +150,3 @@ def test_rules_come_first_and_in_order(pairs):
 def test_invalid_rules(rules, words):
     with pytest.raises(ValueError, match=words):
         layer_classes({"router": jnp.ones((2, 2)), "up": jnp.ones((2, 2))}, rules)
-
-
-@pytest.mark.extended
-def test_classes_of_a_pooled_ratio():
-    """Classes are taken as a tree and as a function, also where leaves are masked."""
-    params = {
-        "attention": {"query": jnp.eye(4), "out": 2 * jnp.eye(4)},
-        "mlp": {"up": 3 * jnp.eye(4), "down": 4 * jnp.eye(4)},
-        "norm": jnp.ones(4),
-    }
-    rules = {"attention": "attention", r"mlp": "mlp"}
-    labels = layer_classes(params, rules)
-    assert class_labels(labels, params, params) == labels
-    assert class_labels(layer_classes, params, params) == layer_classes(params)
-
-    def steps(classes):
-        optimizer = pooled(0.1, classes=classes)
-        state = optimizer.init(params)
-        for _ in range(3):
-            updates, state = jax.jit(optimizer.update)(params, state, params)
-        return jax.tree.leaves(updates)
-
-    tree = steps(labels)
-    for given in (
-        functools.partial(layer_classes, rules=rules),
-        {"attention": "a", "mlp": "m", "norm": None},
-    ):
-        assert all(map(jnp.array_equal, tree, steps(given)))
-    own, function = steps(layer_classes(params)), steps(layer_classes)
-    assert all(map(jnp.array_equal, own, function))
-    assert not all(map(jnp.array_equal, own, tree))
-
-
-def test_a_step_count_is_no_tree_of_parameters():
-    injected = optax.inject_hyperparams(pooled)
-    with pytest.raises(ValueError, match=r'^classes was called.* static_args="classes"'):
-        injected(0.1, classes=layer_classes).init({"w": jnp.ones((2, 2))})

@@ -8,9 +8,9 @@ from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import BlockDimensionNumbers as Blocks, muon, orscale
 from tests.leaves import relative_error
-from tests.runs import ABLATIONS, FAMILY, first_update, tree
+from tests.runs import FAMILY, first_update, tree
 
-OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY, **ABLATIONS}
+OPTIMIZERS = {"orscale": orscale, "muon": muon, **FAMILY}
 # They normalize neurons or inputs.
 ON_SIDES = {"normuon", "orscale_on_normuon", "muon_plus"}
 # PyTorch's shape and numbers, the axes in the order of JAX's, and numbers there.

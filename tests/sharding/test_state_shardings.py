@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import muon, orscale, state_shardings
-from tests.runs import ABLATIONS, AUTO, EXPLICIT, FAMILY, mesh_of, numbers_of
+from tests.runs import AUTO, EXPLICIT, FAMILY, mesh_of, numbers_of
 
 SPECS = {
     "w": P("a", "b"), "stack": P("a", None, "b"), "middle": P(None, ("a", "b"), None),
@@ -44,7 +44,7 @@ OPTIMIZERS = {
     ),
 } | {
     name: factory(1e-2, weight_dimension_numbers=NUMBERS)
-    for name, factory in (ABLATIONS | FAMILY).items()
+    for name, factory in FAMILY.items()
 }
 
 

@@ -25,7 +25,6 @@ from orscale_jax import (
 )
 from tests import oracle
 from tests.runs import (
-    ABLATIONS,
     AUTO,
     EXPLICIT,
     FAMILY,
@@ -355,10 +354,10 @@ def test_a_zero_matrix_moves(factory, calibrate, r_min):
     np.testing.assert_allclose(updates["w"][1], expected["w"][1], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", {**ABLATIONS, **FAMILY})
+@pytest.mark.parametrize("name", FAMILY)
 def test_no_optimizer_leaves_a_zero_matrix(name):
     """Also where the matrix has become zero later, as by pruning."""
-    optimizer = (ABLATIONS | FAMILY)[name](RATE, weight_dimension_numbers=Dims(1, 2))
+    optimizer = FAMILY[name](RATE, weight_dimension_numbers=Dims(1, 2))
     state = optimizer.init(PARAMS)
     _, state = optimizer.update(gradient(0), state, PARAMS)
     pruned = {"w": PARAMS["w"].at[1].set(0)}

@@ -31,7 +31,6 @@ from orscale_jax.transforms.momentum import momentum_stage
 from orscale_jax.trees.boxes import unbox
 from tests import leaves
 from tests.runs import (
-    ABLATIONS,
     FAMILY,
     NUMBERS,
     assert_same_bits,
@@ -232,7 +231,7 @@ def test_zeros_stay_zeros_and_nan_stays_nan():
         assert np.isnan(updates["w"]).sum() == 32
 
 
-OPTIMIZERS = {"orscale": orscale, "muon": muon} | ABLATIONS | FAMILY
+OPTIMIZERS = {"orscale": orscale, "muon": muon} | FAMILY
 
 
 @pytest.mark.extended

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from examples.benchmarks.contenders import last_two_axes, step_of
-from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
+from examples.benchmarks.gpu_session.session import Case, Measured
 from examples.benchmarks.timing import Quartiles
 from orscale_jax import orscale, polar_factor
 from orscale_jax.newton_schulz.coefficients import PRESETS
@@ -183,6 +183,3 @@ def groups(tiny: bool) -> Sequence[Sequence[Case]]:
         ]  # fmt: skip
 
     return cases(True), cases(False)
-
-
-STAGE = Stage(groups, figure_of(ERROR, "Errors against float64"))

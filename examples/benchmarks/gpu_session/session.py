@@ -1,4 +1,4 @@
-"""Stages of cases, their tables and figures, and what measures the cases that lack."""
+"""Stages of cases, their tables, and what measures the cases that lack."""
 
 import csv
 import itertools
@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import jax
 
-from examples.benchmarks import figure
 from examples.benchmarks.timing import Quartiles
 
 
@@ -22,7 +21,6 @@ class Measured(NamedTuple):
     quantity: str
     unit: str  # Empty for ratios.
     quartiles: Quartiles
-    step: int = 0  # Of a training run; 0 for everything else.
 
 
 class Case(NamedTuple):
@@ -32,7 +30,6 @@ class Case(NamedTuple):
     variant: str  # In which way, such as an optimizer.
     quantity: str  # The case is done where the table has this quantity of it.
     measure: Callable[[], Iterator[Measured]]
-    last: int = 0  # The last step of a training run, whose rows are written as they come.
 
 
 class Row(NamedTuple):
@@ -40,7 +37,6 @@ class Row(NamedTuple):
 
     case: str
     variant: str
-    step: int
     quantity: str
     unit: str
     low: float  # The first quartile.
@@ -53,52 +49,40 @@ class Row(NamedTuple):
     clock_mhz: str  # Of the multiprocessors, right after the case.
 
 
-class Stage(NamedTuple):
-    """Groups of cases, those first that are wanted most, and the figure of their rows."""
-
-    groups: Callable[[bool], Sequence[Sequence[Case]]]  # In miniature if told so.
-    draw: Callable[[Sequence[Row], pathlib.Path], None]
+# Groups of cases, those first that are wanted most; in miniature if told so.
+Stage = Callable[[bool], Sequence[Sequence[Case]]]
 
 
 def run(
     stages: Mapping[str, Stage], folder: pathlib.Path, seconds: float, tiny: bool
 ) -> tuple[list[str], list[str]]:
-    """Measures what the tables lack of this card, and draws what they then have.
+    """Measures what the tables lack of this card.
 
-    Stages take turns, a group of each. After so many seconds no case is started, and no
-    training run goes on.
+    Stages take turns, a group of each. After so many seconds no case is started.
 
     Returns:
       The cases for which no time was left, and those that failed.
     """
     card, began = jax.devices()[0].device_kind, time.perf_counter()
     left, failed = [], []
-    named = ([(name, of) for of in stages[name].groups(tiny)] for name in stages)
+    named = ([(name, of) for of in stages[name](tiny)] for name in stages)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*named))
     for stage, case in ((name, case) for name, of in filter(None, turns) for case in of):
         path = folder / f"{stage}.csv"
-        wanted = (case.name, case.variant, case.last, case.quantity, card)
+        wanted = (case.name, case.variant, case.quantity, card)
         if wanted in map(_key, read(path)):
             continue
         title = f"{stage}: {case.name}, {case.variant}, {case.quantity}"
+        if time.perf_counter() - began >= seconds:
+            left.append(title)
+            continue
         try:
-            measured = case.measure()
-            while time.perf_counter() - began < seconds:
-                found = list(itertools.islice(measured, 1 if case.last else None))
-                add(path, case, found)
-                if found[-1].step == case.last:
-                    print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
-                    break
-            else:
-                left.append(title)
+            add(path, case, list(case.measure()))
+            print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
         except jax.errors.JaxRuntimeError as error:  # Such as a lack of memory.
             reason = str(error).partition("\n")[0]
             print(f"{title} failed: {reason}", file=sys.stderr, flush=True)
             failed.append(title)
-    for name, stage_of in stages.items():
-        path = folder / f"{name}.csv"
-        if rows := [row for row in read(path) if row.card == card]:
-            stage_of.draw(rows, path.with_suffix(".png"))
     return left, failed
 
 
@@ -117,8 +101,8 @@ def add(path: pathlib.Path, case: Case, found: Iterable[Measured]) -> None:
     device = jax.devices()[0].device_kind
     card = device, nvidia_smi("driver_version"), jax.__version__, nvidia_smi("clocks.sm")
     rows = {_key(row): row for row in read(path)}
-    for quantity, unit, quartiles, step in found:
-        row = Row(case.name, case.variant, step, quantity, unit, *quartiles, *card)
+    for quantity, unit, quartiles in found:
+        row = Row(case.name, case.variant, quantity, unit, *quartiles, *card)
         rows[_key(row)] = row
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
@@ -130,36 +114,8 @@ def add(path: pathlib.Path, case: Case, found: Iterable[Measured]) -> None:
     os.replace(new, path)
 
 
-def _key(row: Row) -> tuple[str, str, int, str, str]:
-    return row.case, row.variant, row.step, row.quantity, row.card
-
-
-def figure_of(quantity: str, title: str) -> Callable[[Sequence[Row], pathlib.Path], None]:
-    """What draws the quartiles of a quantity; of a training run those of its end."""
-
-    def draw(rows: Sequence[Row], path: pathlib.Path) -> None:
-        cases: dict[str, dict[str, Quartiles]] = {}
-        rows = [row for row in rows if row.quantity == quantity]
-        for row in rows:
-            quartiles = Quartiles(row.low, row.median, row.high, row.number)
-            cases.setdefault(row.case, {})[row.variant] = quartiles
-        if rows:
-            label = f"{quantity} ({rows[0].unit})" if rows[0].unit else quantity
-            title_of = f"{title}: median and quartiles"
-            figure.draw(cases, path, label, title_of, measured_with(rows))
-
-    return draw
-
-
-def measured_with(rows: Sequence[Row]) -> str:
-    """The card, driver, JAX and clock of rows; where they differ, the first and last."""
-    forms = {"card": "{}", "driver": "driver {}", "jax": "JAX {}", "clock_mhz": "{} MHz"}
-    parts = []
-    for name, form in forms.items():
-        if values := sorted({getattr(row, name) for row in rows} - {""}):
-            ends = dict.fromkeys((values[0], values[-1]))
-            parts.append(form.format(" to ".join(ends)))
-    return "; ".join(parts)
+def _key(row: Row) -> tuple[str, str, str, str]:
+    return row.case, row.variant, row.quantity, row.card
 
 
 def nvidia_smi(query: str) -> str:

@@ -1,4 +1,4 @@
-"""Times of steps and of products, and what share of the card's rate they reach.
+"""Times of steps, and what share of the card's rate they reach.
 
 *steps*: five optimizers, six models. On 500 small matrices Optax's Muon, whose program
 has thousands of kernels, and NorMuon are left out: they take long to compile. A dtype
@@ -11,55 +11,29 @@ them: 2.2 billion parameters, whose weights, gradients and momentum in float32 t
 Of both there are two times. *A step* is a call, whose buffers the host hands over one by
 one: with hundreds of small leaves that takes longer than the arithmetic. A step *on the
 device* is one of several inside a call.
-
-*forms*: bfloat16 and float16, the Gram form and the plain iteration, by shape. The
-restarts of the Gram form are those that the library takes in float16. In bfloat16 it
-takes the plain iteration, since restarts before every step are needed there: the row of
-the Gram form shows what that costs and saves. The difference is that from the plain
-iteration in float32, relative to its norm.
-
-*symmetric*: products in strips and whole. In strips, a third of the FLOPs is saved and
-the part below the diagonal is copied from the part above it, as on CPUs. GPUs multiply
-whole matrices. The share is that of the FLOPs of the whole product: it may exceed 100 %
-in strips.
 """
 
 import functools
-import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from examples.benchmarks.contenders import NS_STEPS, contenders, step_of
-from examples.benchmarks.gpu_session.session import Case, Measured, Stage, figure_of
+from examples.benchmarks.contenders import contenders, step_of
+from examples.benchmarks.gpu_session.session import Case, Measured
 from examples.benchmarks.models import Leaf, Leaves, gpt2, scanned_gpt2
 from examples.benchmarks.shapes import CASES, Shapes, copies, nominal_flops
 from examples.benchmarks.timing import TURNS, Quartiles, repeated, seconds_of
 from examples.pretrain.operation.peaks import peak_flops
-from orscale_jax.newton_schulz import restarts
-from orscale_jax.newton_schulz.arithmetic import Arithmetic, Start
-from orscale_jax.newton_schulz.iteration import NewtonSchulz, gram_newton_schulz
 
 STEP, ON_DEVICE, MIB = "time of a step", "time of a step on the device", 2**20
-FIVE_STEPS, PRODUCT = "time of five steps", "time of a product"
 OPTIMIZERS = ("orscale", "muon", "optax.contrib.muon", "optax.adamw", "normuon")
 BFLOAT16 = ("orscale, bfloat16", "muon, bfloat16")
 FEW = ("orscale", "muon", "optax.adamw")
-DTYPES = ("bfloat16", "float16")
-FORM_SHAPES = (
-    (2048, 8192), (768, 768), (4096, 4096), (2048, 11008), (7168, 2048), (768, 3072),
-    (2048, 2048),
-)  # fmt: skip
-# Of X in XXᵀ. That of a square X costs as much as the square of a Gram matrix.
-SYMMETRIC_SHAPES = (
-    (2048, 8192), (768, 768), (4096, 4096), (768, 3072), (2048, 2048), (8192, 8192),
-)  # fmt: skip
 SMALL = "500 matrices of 32×64"
 
 
@@ -171,48 +145,6 @@ def _of_step(
         yield Measured("peak of the process", "MiB", Quartiles.of([peak / MIB]))
 
 
-def five_steps(x: jax.Array, dtype: str, form: str) -> jax.Array:
-    """Newton–Schulz on matrices of norm 1, in a form of the caller's choice."""
-    rows = NewtonSchulz.of(NS_STEPS, "polar_express", None, "frobenius").rows
-    before = tuple(range(1, NS_STEPS))
-    if form == "Gram":
-        before = restarts.restart_steps(rows, float(jnp.finfo(jnp.float16).eps) / 2)
-    start = Start(x.astype(dtype))
-    [q] = gram_newton_schulz([start], rows, (before,), (Arithmetic(jnp.dtype(dtype)),))
-    return q
-
-
-def _of_form(
-    shape: tuple[int, int], dtype: str, form: str, tiny: bool
-) -> Iterator[Measured]:
-    x = jax.random.normal(jax.random.key(0), shape)
-    x /= jnp.linalg.norm(x)
-    run = jax.jit(functools.partial(five_steps, dtype=dtype, form=form))
-    found = np.asarray(run(x), np.float64)  # Compiles, too.
-    seconds = seconds_of(lambda: run(x))
-    yield Measured(FIVE_STEPS, "µs", seconds.times(1e6))
-    yield from shares(nominal_flops({"x": shape}), seconds, tiny)
-    exact = np.asarray(_in_float32(x), np.float64)
-    error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
-    yield Measured("difference", "", Quartiles.of([float(error)]))
-
-
-_in_float32 = jax.jit(functools.partial(five_steps, dtype="float32", form="plain"))
-
-
-def _of_product(
-    shape: tuple[int, int], dtype: str, way: str, tiny: bool
-) -> Iterator[Measured]:
-    arithmetic = Arithmetic(jnp.dtype(dtype), by_strips=way == "in strips")
-    x = jax.random.normal(jax.random.key(0), shape, dtype)
-    # Rounded, as every product of the iteration is.
-    gram = jax.jit(lambda x: arithmetic.gram(x).astype(dtype))
-    jax.block_until_ready(gram(x))
-    seconds = seconds_of(lambda: gram(x))
-    yield Measured(PRODUCT, "µs", seconds.times(1e6))
-    yield from shares(2.0 * shape[0] ** 2 * shape[1], seconds, tiny)
-
-
 def _steps(
     models: Models, optimizers: Sequence[str], times: int, turns: int, tiny: bool
 ) -> Sequence[Sequence[Case]]:
@@ -228,36 +160,5 @@ def _steps(
     ]  # fmt: skip
 
 
-def _forms(tiny: bool) -> Sequence[Sequence[Case]]:
-    return [
-        [
-            Case("×".join(map(str, shape)), f"{dtype}, {form}", FIVE_STEPS,
-                 functools.partial(_of_form, shape, dtype, form, tiny))
-            for dtype, form in itertools.product(DTYPES, ("plain", "Gram"))
-            if form == "plain" or restarts.is_cheaper(*shape)
-        ]
-        for shape in (((8, 24), (8, 8)) if tiny else FORM_SHAPES)
-    ]  # fmt: skip
-
-
-def _symmetric(tiny: bool) -> Sequence[Sequence[Case]]:
-    return [
-        [
-            Case(f"XXᵀ of {shape[0]}×{shape[1]}", f"{dtype}, {way}", PRODUCT,
-                 functools.partial(_of_product, shape, dtype, way, tiny))
-            for dtype, way in itertools.product(DTYPES, ("whole", "in strips"))
-        ]
-        for shape in (((384, 384),) if tiny else SYMMETRIC_SHAPES)
-    ]  # fmt: skip
-
-
-STEPS = Stage(
-    functools.partial(_steps, MODELS, OPTIMIZERS + BFLOAT16, 16, TURNS),
-    figure_of(ON_DEVICE, "A step of the optimizer alone"),
-)
-RECIPE = Stage(
-    functools.partial(_steps, RECIPE_OF, OPTIMIZERS[:3], 3, 3),
-    figure_of(ON_DEVICE, "A step on many experts"),
-)
-FORMS = Stage(_forms, figure_of(FIVE_STEPS, "Five steps of Newton–Schulz"))
-SYMMETRIC = Stage(_symmetric, figure_of(PRODUCT, "Symmetric products"))
+steps = functools.partial(_steps, MODELS, OPTIMIZERS + BFLOAT16, 16, TURNS)
+recipe = functools.partial(_steps, RECIPE_OF, OPTIMIZERS[:3], 3, 3)

@@ -3,16 +3,13 @@
 import contextlib
 import datetime
 import functools
-import inspect
 import math
-import os
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
@@ -31,7 +28,6 @@ from examples.pretrain.operation.processes import is_first
 from examples.pretrain.operation.rundir import read_csv
 from examples.pretrain.optimizers import OPTIMIZERS
 from examples.pretrain.setup import Setup, State
-from examples.pretrain.step import loss_of, on_auto_axes
 from examples.pretrain.task import Task
 from examples.pretrain.train import Interval
 from orscale_jax import Description, describe, diagnostics
@@ -40,7 +36,6 @@ from orscale_jax.diagnostics.history import FILE_NAME, StepFile
 PyTree = Any
 SECONDS_BETWEEN_LINES = 15.0
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
-MICRO_BATCHES = 8  # The standard errors are over these.
 
 
 class Logs(contextlib.ExitStack):
@@ -63,10 +58,6 @@ class Logs(contextlib.ExitStack):
         optimizer = OPTIMIZERS[setup.recipe.optimizer]
         self._readouts = Readouts(folder, setup, start) if optimizer.readable else None
         self._recorder = Recorder(folder, setup, start) if is_first() else None
-        self._tensorboard = None
-        if config.tensorboard and is_first():
-            tensorboard = TensorBoard(folder / "tensorboard")
-            self._tensorboard = self.enter_context(tensorboard)
         self._label, self._start = optimizer.label, start
         bar = Progress(
             TextColumn("{task.description:<14}"),
@@ -84,18 +75,14 @@ class Logs(contextlib.ExitStack):
         )
         self._began = self._said = time.monotonic()
 
-    def write(
-        self,
-        interval: Interval,
-        validation: Mapping[str, float],
-        to_measure: Sequence[Any],
-    ) -> None:
+    def write(self, interval: Interval, validation: Mapping[str, float]) -> None:
         """Writes an interval down; readings and the validation are of its last step."""
         step, due = interval.step, interval.step % self._config.log_every == 0
-        reading = None
-        if self._readouts is not None and (due or to_measure):
+        every, reading = self._config.measure_every, None
+        measuring = every is not None and step % every == 0
+        if self._readouts is not None and (due or measuring):
             reading = self._readouts.record(
-                step, interval.state, to_measure, loss=interval.loss
+                step, interval.state, measuring, loss=interval.loss
             )
         if self._recorder is None:
             return
@@ -105,7 +92,7 @@ class Logs(contextlib.ExitStack):
                     self._warned.add(problem.title)
                     self._console.print(f"Step {step}: {problem}", highlight=False)
         examples = self._setup.recipe.batch_size * len(interval.metrics)
-        rate, speed = throughput(self._setup.task, examples, interval.seconds)
+        _, speed = throughput(self._setup.task, examples, interval.seconds)
         self._recorder.record(interval, validation, with_loads=due)
         steps, now = self._setup.recipe.num_steps, time.monotonic()
         shown = f"loss {interval.loss:.3f}  {speed}"
@@ -118,14 +105,6 @@ class Logs(contextlib.ExitStack):
                 f"{self._label:<14} step {step}/{steps}  {shown}  "
                 f"{datetime.timedelta(seconds=round(left))} left",
                 highlight=False,
-            )
-        if self._tensorboard is not None:
-            self._tensorboard.write(
-                step,
-                {"train/loss": interval.loss, f"{self._setup.task.item}/s": rate}
-                | {"grad_norm": interval.metrics[-1]["grad_norm"]}
-                | {f"val/{name}": value for name, value in validation.items()}
-                | (diagnostics.summarize(reading) if reading is not None else {}),
             )
 
 
@@ -203,21 +182,6 @@ class Readouts:
             out_shardings=NamedSharding(setup.mesh, PartitionSpec()),
         )
         self._numbers = setup.weight_dimension_numbers
-        self._scale = _scale(setup)
-        loss_of_all = loss_of(setup)
-
-        def loss_fn(params: PyTree, batch: tuple[PyTree, PyTree]) -> jax.Array:
-            return loss_of_all(params, *batch)[0]
-
-        def in_micro_batches(batches: list[PyTree]) -> list[PyTree]:
-            examples = jax.tree.map(lambda *xs: jnp.concatenate(xs), *batches)
-            count = len(jax.tree.leaves(examples)[0])
-            size = max(count // MICRO_BATCHES, 1)
-            parts = [slice(i, i + size) for i in range(0, count - size + 1, size)]
-            return [jax.tree.map(lambda x, p=p: x[p], examples) for p in parts]
-
-        self._loss_fn = on_auto_axes(setup, loss_fn, PartitionSpec())
-        self._cut = jax.jit(on_auto_axes(setup, in_micro_batches, PartitionSpec()))
         if not is_first():
             return
         params = setup.abstract["params"]
@@ -232,57 +196,18 @@ class Readouts:
         (folder / "audit.csv").write_text(audit(setup).to_csv())
 
     def record(
-        self, step: int, state: State, batches: Sequence[PyTree], **scalars: Any
+        self, step: int, state: State, measuring: bool, **scalars: Any
     ) -> diagnostics.Reading:
-        """Writes a reading down and, if there are batches, what is measured on them."""
+        """Writes a reading down, and measurements of the momentum if they are due."""
         opt_state, params = state["opt_state"], state["params"]
-        reading = self._read(opt_state, params)
-        measured, gained = {}, None
-        # Without ratios there is no gain to measure.
-        if batches and reading.trust_ratio is not None:
-            parts = [(state["variables"], part) for part in self._cut(list(batches))]
+        reading, measured = self._read(opt_state, params), {}
+        if measuring:
             measured = diagnostics.measure(
                 opt_state, params, self._numbers, names=OF_MOMENTUM
             )
-            gained = diagnostics.step_gain(
-                self._loss_fn, params, parts, reading, self._numbers, **self._scale
-            )
         if is_first():
-            self.history.append(step, reading, measured, gained=gained, **scalars)
+            self.history.append(step, reading, measured, **scalars)
         return reading
-
-
-class TensorBoard:
-    """Event files for TensorBoard, written by tensorboardX; a context manager."""
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        try:
-            from tensorboardX import event_file_writer, proto, summary
-        except ImportError as error:
-            raise ImportError(
-                "TensorBoard needs tensorboardX: pip install 'orscale-jax[report]'."
-            ) from error
-        self._event, self._scalar = proto.event_pb2.Event, summary.scalar
-        # Not its SummaryWriter: the thread that this writes in ends with the first error,
-        # such as a full disk, and then the tenth scalar waits for it for ever.
-        os.makedirs(folder, exist_ok=True)
-        prefix = os.path.join(folder, "events")
-        self._writer = event_file_writer.EventsWriter(prefix)
-
-    def __enter__(self) -> "TensorBoard":
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._writer.close()
-
-    def write(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Adds the scalars of a step; they are in the file when it returns."""
-        now = time.time()
-        for name, value in jax.device_get(dict(scalars)).items():
-            summary = self._scalar(name, float(value))
-            event = self._event(wall_time=now, step=step, summary=summary)
-            self._writer.write_event(event)
-        self._writer.flush()
 
 
 def throughput(task: Task, examples: int, seconds: float) -> tuple[float, str]:
@@ -315,14 +240,6 @@ def check_finite(interval: Interval, last_checkpoint: int | None) -> None:
 def audit(setup: Setup) -> Description:
     """What the run's optimizer does with each parameter."""
     return describe(setup.abstract["params"], setup.optimizer)
-
-
-def _scale(setup: Setup) -> dict[str, Any]:
-    """The arguments by which the run's optimizer has its s."""
-    optimizer = OPTIMIZERS[setup.recipe.optimizer]
-    known = inspect.signature(optimizer.constructor).parameters
-    names = [name for name in ("consistent_rms", "scale_mode") if name in known]
-    return {name: optimizer.fixed.get(name, known[name].default) for name in names}
 
 
 @contextlib.contextmanager

@@ -8,14 +8,12 @@ import re
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
-from rich.console import Console
 
 from examples.pretrain.errors import AGAIN, RunError, UsageError
 
@@ -28,7 +26,6 @@ _NOT_WRITTEN = {
     errno.EIO,
 }  # fmt: skip
 _CODE_OF_TENSORSTORE = re.compile(r"os_error_code='(\d+)'")
-_OF_CACHE = re.compile(r"Error .* persistent compilation cache entry for '[^']*': (.*)")
 
 
 def join_cluster() -> None:
@@ -194,30 +191,3 @@ def why_not_written(error: BaseException) -> str | None:
     origins = (*grouped, error.__cause__ or error.__context__)
     causes = (why_not_written(origin) for origin in origins if origin is not None)
     return next((cause for cause in causes if cause is not None), None)
-
-
-@contextlib.contextmanager
-def without_cache(console: Console) -> Iterator[None]:
-    """Says once that JAX's compilation cache fails; JAX warns for every program."""
-    show, said = warnings.showwarning, False
-
-    def show_first(message: Warning | str, *place: Any, **more: Any) -> None:
-        nonlocal said
-        failure = _OF_CACHE.match(str(message))
-        if failure is None:
-            show(message, *place, **more)
-        elif not said:
-            said = True
-            folder = jax.config.values["jax_compilation_cache_dir"]
-            console.print(
-                f"The compilation cache in {folder} fails ({failure[1]}). The run goes "
-                "on without it. Make room there, or delete the folder if its files are "
-                "damaged.",
-                highlight=False,
-            )
-
-    warnings.showwarning = show_first
-    try:
-        yield
-    finally:
-        warnings.showwarning = show

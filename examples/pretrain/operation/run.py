@@ -2,13 +2,9 @@
 
 import json
 import pathlib
-import statistics
-import time
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -21,18 +17,14 @@ from examples.pretrain.operation.logs import Logs, check_finite
 from examples.pretrain.operation.processes import (
     StopSignal,
     is_first,
-    without_cache,
     writing,
 )
 from examples.pretrain.operation.rundir import claim, write_atomically
 from examples.pretrain.optimizers import find_optimizer, rates_and_decay
 from examples.pretrain.sample import check_prompt, show_samples
-from examples.pretrain.setup import State, set_up
+from examples.pretrain.setup import set_up
 from examples.pretrain.task import Data, Task
 from examples.pretrain.train import Trainer, evaluation_batch_size, make_trainer, train
-
-# Of the timing, both at least.
-REPEATS, SECONDS = 9, 0.5
 
 
 def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) -> None:
@@ -50,7 +42,7 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
         set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
     console.print(data.description, highlight=False)
     claimed = claim(config, data)
-    with writing(config.out), without_cache(console), claimed, StopSignal() as stop:
+    with writing(config.out), claimed, StopSignal() as stop:
         for name in config.optimizer:
             folder, recipe = config.out / name, config.recipe_of(name)
             if (folder / "result.json").exists():
@@ -117,7 +109,7 @@ def train_and_save(
                 check_finite(interval, checkpoints.latest_step)
                 validating = _due(step, recipe.validation_every, recipe)
                 validation = trainer.evaluate(state) if validating else {}
-                logs.write(interval, validation, _to_measure(step, trainer, config))
+                logs.write(interval, validation)
                 if stopping or _due(step, config.checkpoint_every, recipe):
                     checkpoints.save(step, state)
                 if stopping:
@@ -128,46 +120,9 @@ def train_and_save(
         "devices": f"{jax.device_count()} × {jax.devices()[0].device_kind}",
         "jax": jax.__version__,
     }
-    if config.time_optimizer:
-        result["seconds"] = time_step(trainer, state)
     if is_first():  # The file says that the training is finished.
         write_atomically(folder / "result.json", json.dumps(result, indent=2) + "\n")
 
 
 def _due(step: int, every: int | None, recipe: Recipe) -> bool:
     return step == recipe.num_steps or (every is not None and step % every == 0)
-
-
-def _to_measure(step: int, trainer: Trainer, config: Config) -> list[Any]:
-    """The next batches, none of them seen yet, where a measurement is due."""
-    if config.measure_every is None or step % config.measure_every:
-        return []
-    return [trainer.batches[step + index] for index in range(config.measure_batches)]
-
-
-def time_step(trainer: Trainer, state: State) -> dict[str, float]:
-    """Medians in seconds: of a "step", and of its "optimizer" run alone.
-
-    Both take turns, so that what else the machine does slows both alike. The state is
-    used up.
-    """
-    optimizer, batch = trainer.setup.optimizer, trainer.batches[0]
-
-    def optimizer_step(state: State, grads: Any) -> State:
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "opt_state": opt_state}
-
-    grads = jax.tree.map(jnp.copy, state["params"])  # The time is the same for any.
-    alone = jax.tree.map(jnp.copy, {n: state[n] for n in ("params", "opt_state")})
-    update = jax.jit(optimizer_step, donate_argnums=0).lower(alone, grads).compile()
-    steps: list[float] = []
-    optimizers: list[float] = []
-    while len(steps) < REPEATS or sum(steps) < SECONDS:
-        began = time.perf_counter()
-        state, _ = jax.block_until_ready(trainer.step(state, batch))
-        between = time.perf_counter()
-        alone = jax.block_until_ready(update(alone, grads))
-        steps.append(between - began)
-        optimizers.append(time.perf_counter() - between)
-    return {"step": statistics.median(steps), "optimizer": statistics.median(optimizers)}

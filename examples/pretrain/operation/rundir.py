@@ -24,7 +24,7 @@ from examples.pretrain.tasks import recorded_kind
 # computed, how often to save, and where the data lies (its fingerprint is compared).
 FREE_OPTIONS = frozenset(
     "out optimizer data val_data per_device_batch loss_chunks checkpoint_every keep "
-    "sample tensorboard time_optimizer model.remat".split()
+    "sample model.remat".split()
     + [f"mesh.{field.name}" for field in dataclasses.fields(MeshConfig)]
 )
 
@@ -61,7 +61,7 @@ def read_facts(folder: pathlib.Path) -> dict[str, Any]:
         facts = None
     if not isinstance(facts, dict):
         raise UsageError(f"{path} is damaged: use another folder.")
-    return {"rates": "shared"} | facts  # As all rates were before they could be advised.
+    return facts
 
 
 def run_facts(folder: pathlib.Path) -> dict[str, Any]:
@@ -79,10 +79,7 @@ def run_facts(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def saved_config(folder: pathlib.Path) -> Config:
-    """The run with one optimizer that a folder holds.
-
-    What this program does not know any more is left out.
-    """
+    """The run with one optimizer that a folder holds."""
     facts = run_facts(folder) | {"optimizer": folder.name}
     kind = recorded_kind(facts)
 

@@ -63,7 +63,7 @@ def test_a_length_in_tokens_or_epochs_becomes_steps():
 
 
 COUNTS = """steps batch_size val_every val_batches per_device_batch loss_chunks log_every
-    measure_every measure_batches checkpoint_every keep mesh.fsdp mesh.data"""
+    measure_every checkpoint_every keep mesh.fsdp mesh.data"""
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,6 @@ NOTHING = "would change nothing with --optimizer"
             f"--router adamw {NOTHING}",
         ),
         ("--optimizer adamw --measure-every 5", f"--measure-every 5 {NOTHING}"),
-        ("--measure-every None --measure-batches 7", f"--measure-batches 7 {NOTHING}"),
     ],
 )
 def test_what_nothing_would_read_is_refused(options, message):
@@ -202,7 +201,7 @@ def test_what_nothing_would_read_is_refused(options, message):
         "--optimizer adamw orscale --r-max 2 --adam-learning-rate 1e-3",
         "--optimizer adamw --r-max None",  # What the recipe has by default.
         "--optimizer lars --momentum 0.8",
-        "--model.fused-qkv --qkv blocks --per-head --measure-every 5 --measure-batches 7",
+        "--model.fused-qkv --qkv blocks --per-head --measure-every 5",
         "--optimizer adamw --measure-every None --qkv matrix",
     ],
 )

@@ -5,12 +5,14 @@ test_pages.py recomputes the numbers of README and of the pages from the files a
 
 import re
 
+import numpy as np
 import pytest
+from scipy import stats
 
-from examples.study import contrasts, repeat
-from examples.study.results import Runs
-from examples.study.statistics import markdown
+from examples.study import contrasts, third_tables
+from examples.study.statistics import Interval, holm, interval
 from tests.examples.pretrain.tiny import ROOT
+from tests.examples.study import test_pages as pages
 from tests.examples.study.test_pages import STUDY, tables, the_table
 
 
@@ -57,13 +59,64 @@ def test_the_ladder():
     assert f"on `like-16b`, by {found[7][2]}" in page
 
 
-def test_a_repeat_has_the_settings_of_the_table(monkeypatch, tmp_path):
-    asked = []
-    monkeypatch.setattr(Runs, "losses", lambda _, *arguments: asked.append(arguments))
-    repeat.repeat("dense-small", "orscale", tmp_path)
-    assert asked == [((0.016, 0.064, None), range(100, 112))]
+def cells_of(table):
+    return [
+        [cell.strip("` ") for cell in line.split("|")[1:-1]]
+        for line in table.splitlines()[2:]
+    ]
 
 
-def test_a_table_is_markdown():
-    found = markdown(("", "a"), [("x", "1"), ("y", "2")])
-    assert found == "|  | a |\n| --- | --: |\n| x | 1 |\n| y | 2 |"
+def test_the_third_studys_cells_and_contrasts():
+    """As the pages have them, and as test_pages.py computes them."""
+    rows = {name: told for name, *told in cells_of(third_tables.cells())}
+    weights = dict(zip(pages.CELLS, np.eye(8).tolist(), strict=True))
+    rungs = (pages.SLOPE, [-1, 1, 0, 0], [1, 0, 0, 0])
+    weights |= {
+        name: [x / 2 for x in (*of, *of)]
+        for name, of in zip(third_tables.CONTRASTS, rungs, strict=True)
+    }
+    weights |= {"all": pages.INITS[0], "small minus usual": pages.INITS[-1]}
+    for name, of in weights.items():
+        by_seed = of @ np.array([pages.shared(cell) for cell in pages.CELLS])
+        searched = [pages.told_of_searches(of, lowest) for lowest in (False, True)]
+        assert rows[name] == [pages.told(by_seed), *searched], name
+    at_one_rate = the_table("two_rates", "mixture of")
+    searched = the_table("two_rates", "searched, small")
+    for (n, *shared), (_, *tuned) in zip(at_one_rate, searched, strict=True):
+        small, usual = rows[f"ladder-{n}-small-init"], rows[f"ladder-{n}"]
+        found = [[x, y] for x, y in zip(small, usual, strict=True)]
+        assert [shared, tuned] == [found[0], found[1] + found[2]]
+
+
+def test_the_third_studys_endpoints_record_and_anchors():
+    """As the pages have them."""
+    page = re.sub(r"\s+", " ", (STUDY / "two_rates.md").read_text())
+    rows = cells_of(third_tables.endpoints())
+    verdicts = ["inconclusive"] * 2 + ["lower"] * 2 + ["inconclusive"]
+    assert [row[-1] for row in rows] == verdicts
+    for _, _, mean, p, _ in rows:
+        assert mean in page and (not p or f"(p = {p}" in page)
+    found = [row[3] for row in cells_of(third_tables.record()) if row[3]]
+    rows = the_table("paper", "minus OrScale")
+    assert sorted(found) == sorted(cell for row in rows for cell in row[3:])
+    anchors = third_tables.anchors(("largest_anchor", "waited"), range(700, 712))
+    assert cells_of(anchors) == the_table("two_rates", "after 8 sequences")
+    for label, _, mean in cells_of(third_tables.advice("largest_anchor")):
+        assert mean in page, label
+        assert "rank" not in label or f"{label.split()[-1]} of the shorter side" in page
+    within = Interval(0.001, -0.002, 0.004)
+    assert third_tables.of_level(within) == "equal within the margin"
+
+
+def test_an_interval_is_that_of_a_paired_t_test():
+    ours, theirs = np.random.default_rng(0).normal(size=(2, 5))
+    found = interval(ours - theirs)
+    expected = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+    np.testing.assert_allclose(found[1:], [expected.low, expected.high], rtol=1e-12)
+    assert found.mean == pytest.approx(np.mean(ours - theirs))
+
+
+def test_holm_multiplies_the_smallest_by_the_most_and_keeps_the_order():
+    # By hand: 4 × 0.01, 3 × 0.02, then at least that, 1 × 0.5.
+    assert holm([0.5, 0.01, 0.03, 0.02]) == pytest.approx([0.5, 0.04, 0.06, 0.06])
+    assert holm([0.9, 0.8]) == [1, 1] and holm([]) == []

@@ -1,7 +1,6 @@
 """Clusters, signals and files that fail: one message, the same result, an end for all."""
 
 import errno
-import io
 import json
 import os
 import pathlib
@@ -9,16 +8,13 @@ import shutil
 import signal
 import sys
 import threading
-import warnings
 
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 
 from examples.pretrain.errors import AGAIN, RunError
-from examples.pretrain.operation import processes, run
-from examples.pretrain.operation.logs import TensorBoard
+from examples.pretrain.operation import logs, processes, run
 from examples.pretrain.operation.processes import (
     Stopped,
     StopSignal,
@@ -26,7 +22,6 @@ from examples.pretrain.operation.processes import (
     leaving_in_time,
     others_are_gone,
     why_not_written,
-    without_cache,
     writing,
 )
 from orscale_jax.diagnostics.history import StepFile
@@ -163,15 +158,13 @@ def test_the_first_signal_is_answered_at_once_and_a_second_one_acts_as_ever(
 @pytest.mark.extended
 def test_a_signal_during_a_measurement(tmp_path, monkeypatch, capfd):
     """The measurement is completed, and the run stops after the step that follows."""
-    batches_to_measure = run._to_measure
+    measure = logs.diagnostics.measure
 
-    def interrupted(step, trainer, config):
-        batches = batches_to_measure(step, trainer, config)
-        if batches:
-            send(signal.SIGTERM)
-        return batches
+    def interrupted(*given, **options):
+        send(signal.SIGTERM)
+        return measure(*given, **options)
 
-    monkeypatch.setattr(run, "_to_measure", interrupted)
+    monkeypatch.setattr(logs.diagnostics, "measure", interrupted)
     options = {"optimizer": ("muon_moonlight",), "measure_every": 3, "steps": 9}
     data, out = tiny.write_texts(tmp_path / "texts"), tmp_path / "run"
     code = tiny.main(tiny.arguments(data, out, **options))
@@ -252,17 +245,10 @@ def test_the_command_ends_with_one_message(tmp_path, monkeypatch, capsys):
 
 
 @needs_full
-def test_a_row_or_a_scalar_that_has_no_room_is_an_error(tmp_path, monkeypatch):
-    """And nothing waits for the thread that could not write it."""
+def test_a_row_that_has_no_room_is_an_error(tmp_path):
     (tmp_path / "metrics.csv").symlink_to(FULL)
     with pytest.raises(OSError, match="No space left"):
         StepFile(tmp_path / "metrics.csv", ["step"])
-    with TensorBoard(tmp_path) as board:
-        pass
-    with FULL.open("wb", buffering=0) as full:
-        monkeypatch.setattr(board._writer._py_recordio_writer, "_writer", full)
-        with pytest.raises(OSError, match="No space left"):
-            board.write(1, {"loss": 2.5})
 
 
 @pytest.mark.extended
@@ -284,21 +270,3 @@ def test_each_file_of_a_run_in_turn_has_no_room(tmp_path, capsys):
         file.unlink()
     assert tiny.main(options) == 0
     assert len(tiny.rows(out / "orscale" / "metrics.csv")) == tiny.TINY["steps"]
-
-
-def test_a_cache_that_cannot_be_written_is_named_once():
-    said = io.StringIO()
-    cause = "OSError: [Errno 28] No space left on device"
-    with warnings.catch_warnings(), without_cache(Console(file=said, width=999)):
-        warnings.simplefilter("always")
-        for name in ("jit_step", "jit_init"):
-            entry = f"persistent compilation cache entry for '{name}'"
-            warnings.warn(f"Error writing {entry}: {cause}", stacklevel=1)
-    assert said.getvalue().count(cause) == 1
-    assert said.getvalue().startswith("The compilation cache in /")
-
-
-def test_other_warnings_are_shown():
-    quiet = Console(file=io.StringIO())
-    with pytest.warns(UserWarning, match="another"), without_cache(quiet):
-        warnings.warn("another", stacklevel=1)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from examples.pretrain import compare, tasks
 from examples.pretrain.meshes import make_mesh
-from examples.pretrain.operation import logs, report
+from examples.pretrain.operation import logs
 from examples.pretrain.setup import learning_rates, set_up
 from examples.pretrain.tasks import make_task
 from tests.examples.pretrain import tiny
@@ -81,14 +81,13 @@ def test_readouts_are_recorded_by_matrix(finished):
 
 def test_measurements_are_taken_now_and_then(finished):
     rows = tiny.rows(finished / "orscale" / "history.csv")
-    measured = [row for row in rows if row["kappa_step"]]
+    measured = [row for row in rows if row["polar_error"]]
     assert {int(row["step"]) for row in measured} == {50, 100}
     for row in measured:
-        assert np.isfinite(float(row["kappa_step"]))
-        assert float(row["kappa_step_stderr"]) > 0
+        assert float(row["polar_error"]) < 1
         assert 1 <= float(row["momentum_stable_rank"]) <= 16
     of_muon = tiny.rows(finished / "muon_moonlight" / "history.csv")
-    assert {row["trust_ratio"] + row["kappa_step"] for row in of_muon} == {""}
+    assert {row["trust_ratio"] for row in of_muon} == {""}
     assert all(float(row["weight_norm"]) > 0 for row in of_muon)
 
 
@@ -111,24 +110,12 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
 
     up = "blocks.0.mlp.up.kernel"  # 16×64
     assert rows("orscale")[up].scale == pytest.approx(0.2 * 64**0.5)
-    for name in ("muon", "orscale_vision", "momentum_denominator"):
+    for name in ("muon", "orscale_vision"):
         assert rows(name)[up].scale == 1
     assert rows("muon")[up].state_bytes == 4 * 16 * 64 + 1  # M, a flag.
     assert rows("adamw")[up].rule != "matrix" and rows("adamw")[up].scale is None
     written = {r["parameter"]: r for r in tiny.rows(finished / "orscale" / "audit.csv")}
     assert written[up]["s"] == "1.6" and written[up]["state_bytes"]
-
-
-def test_the_gain_of_a_step_is_measured_at_the_optimizers_scale(monkeypatch, tmp_path):
-    setup, scale = setup_of("momentum_denominator"), {}
-    history = logs.Readouts(tmp_path, setup, 0)
-    monkeypatch.setattr(logs.diagnostics, "measure", lambda *_, **__: {})
-    monkeypatch.setattr(
-        logs.diagnostics, "step_gain", lambda *_, **given: scale.update(given)
-    )
-    batch = {"tokens": np.zeros((8, 9), np.int32)}
-    history.record(1, setup.initial_state(), [batch], loss=1.0)
-    assert scale == {"consistent_rms": None, "scale_mode": "spectral"}
 
 
 def test_summary(finished):
@@ -137,7 +124,6 @@ def test_summary(finished):
     assert [row["label"] for row in summary] == ["AdamW", "Muon+Moonlight", "OrScale"]
     for row in summary:
         assert row["val_loss"] == metrics[row["optimizer"]][-1]["val_loss"]
-        assert float(row["optimizer_share"]) > 0
         assert float(row["seconds_per_step"]) > 0
         assert int(row["parameters"]) == 256 * 16 + 12 * 16**2 + 3 * 16
 
@@ -150,23 +136,10 @@ def assert_drawn(path, width=1500):
 
 def test_figures_and_a_report(finished):
     assert_drawn(finished / "losses.png")
-    assert_drawn(finished / "orscale" / "trust_ratios.png")
     assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
     for name in ("adamw", "muon_moonlight"):  # Nothing of what there is not.
-        assert not (finished / name / "trust_ratios.png").exists()
         assert not (finished / name / "report").exists()
     assert not list(finished.glob("*/expert_loads.*"))
-
-
-def test_the_figure_of_the_loads_of_experts(tmp_path):
-    rows = [
-        {"step": str(step), "layer": str(layer), "expert": str(e), "share": str(share)}
-        for step in (4, 8)
-        for layer in range(2)
-        for e, share in enumerate((0.5, 0.25, 0.25))
-    ]
-    report.draw_loads(tmp_path / "loads.png", rows, "Model; rate; seed")
-    assert_drawn(tmp_path / "loads.png")
 
 
 @pytest.mark.slow
@@ -187,7 +160,7 @@ def test_optimizers_come_one_by_one_too(finished, tmp_path_factory, tmp_path):
 IMAGES = """
     --recipe demo-vision --optimizer muon_moonlight --model.widths 4 4 4 4
     --model.residual 1 --batch-size 20 --steps 3 --warmup-steps 1 --val-every 2
-    --log-every 2 --cutout 4 --tensorboard
+    --log-every 2 --cutout 4
 """
 
 
@@ -200,18 +173,15 @@ def test_images_are_trained_on_and_reported(tmp_path, monkeypatch, capsys):
     assert [bool(row["val_accuracy"]) for row in rows] == [False, True, True]
     [summary] = tiny.rows(tmp_path / "summary.csv")
     assert summary["val_accuracy"] == rows[-1]["val_accuracy"]
-    per_second = 20 / float(summary["seconds_per_step"])
-    assert float(summary["items_per_second"]) == pytest.approx(per_second, rel=0.01)
+    assert float(summary["seconds_per_step"]) == pytest.approx(
+        float(rows[-1]["seconds"]) / 3, abs=1e-5
+    )
     history = tiny.rows(tmp_path / "muon_moonlight" / "history.csv")
     assert {row["class"] for row in history} == {"convolution"}
     assert {row["step"] for row in history} == {"2"}
     shown = capsys.readouterr().out
     assert "100 images to train on, 40 to validate on, from drawings of" in shown
     assert f"{float(summary['val_accuracy']):.2%}" in shown
-    [events] = (tmp_path / "muon_moonlight" / "tensorboard").iterdir()
-    written = events.read_bytes()
-    for tag in ("train/loss", "grad_norm", "images/s", "val/loss", "val/accuracy"):
-        assert tag.encode() in written
 
 
 # Several seeds side by side.
@@ -223,20 +193,19 @@ def copy_as_seed(finished, folder, seed, shift):
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(facts | {"seed": seed}))
     lines = []
-    for row in tiny.rows(folder / "metrics.csv"):
-        if row["val_loss"] and row["optimizer"] == "orscale":
+    for row in tiny.rows(folder / "summary.csv"):
+        if row["optimizer"] == "orscale":
             row["val_loss"] = str(float(row["val_loss"]) - shift)
         lines.append(",".join(row.values()))
-    header = (folder / "metrics.csv").read_text().splitlines()[0]
-    (folder / "metrics.csv").write_text("\n".join([header, *lines]) + "\n")
+    header = (folder / "summary.csv").read_text().splitlines()[0]
+    (folder / "summary.csv").write_text("\n".join([header, *lines]) + "\n")
     return folder
 
 
 def test_compare(finished, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     other = copy_as_seed(finished, tmp_path / "seed1", seed=1, shift=8.0)
-    figure = tmp_path / "figures" / "seeds.png"
-    assert compare.main([str(finished), str(other), "--out", str(figure)]) == 0
+    assert compare.main([str(finished), str(other)]) == 0
     table = capsys.readouterr().out
     summary = tiny.rows(finished / "summary.csv")
     loss = {row["optimizer"]: float(row["val_loss"]) for row in summary}
@@ -246,7 +215,6 @@ def test_compare(finished, tmp_path, capsys, monkeypatch):
     gap = orscale - muon
     assert f"{gap - 4:+.4f} [{gap - 8:+.4f},{gap:+.4f}]" in table
     assert f"{1 + (gap < 0)} of 2" in table
-    assert np.asarray(Image.open(figure)).shape[1] == 1500
 
 
 def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
@@ -259,8 +227,5 @@ def test_compare_refuses_what_does_not_go_together(finished, tmp_path, capsys):
         ([finished, tmp_path], "no finished run"),
         ([], "name the folders"),
     ):
-        assert compare.main([*map(str, runs), "--out", str(tmp_path / "x.png")]) == 2
+        assert compare.main([*map(str, runs)]) == 2
         assert message in capsys.readouterr().err
-    assert not (tmp_path / "x.png").exists()
-    assert compare.main([str(finished), "--out", str(tmp_path)]) == 2
-    assert "ends in .png" in capsys.readouterr().err
