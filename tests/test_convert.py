@@ -393,13 +393,13 @@ def test_a_vocabulary_of_another_length(options, length):
     found = convert_state(state, optimizer, new_params, allow_new=True)
     mu, nu = (optax.tree.get(found, field)["embed"] for field in ("mu", "nu"))
     assert not mu[both:].any() and not nu[both:].any() and mu[:both].all()
-    c, before = (optax.tree.get(s, "calibration") for s in (found, state))
+    c, before = (readout(s, "calibration") for s in (found, state))
     assert c["up"] == 0 and c["other"] == before["other"] > 0  # The matrix is another.
     updates, after = optimizer.update(resized(grads, 0.3), found, new_params)
     np.testing.assert_array_equal(updates["embed"][:both], wanted["embed"][:both])
     np.testing.assert_array_equal(updates["other"], wanted["other"])
     assert jnp.isfinite(updates["up"]).all()
-    assert optax.tree.get(after, "trust_ratio")["up"] == pytest.approx(1)
+    assert readout(after, "trust_ratio")["up"] == pytest.approx(1)
 
 
 def test_a_run_of_sgd_continues():

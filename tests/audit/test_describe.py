@@ -291,7 +291,7 @@ def test_optimizers_whose_matrices_are_not_noted_or_not_those_of_the_leaves():
     mapped = optax.GradientTransformation(jax.vmap(one.init), jax.vmap(one.update))
     _, row = describe(stacked, mapped).rows
     assert (row.rule, row.matrices, row.m, row.scale) == ("matrix", 0, 0, None)
-    assert row.state_bytes == 5 * (4 * 32 + 25)
+    assert row.state_bytes == 5 * (4 * 32 + 28)
     params, compiled = (
         {"w": jnp.ones((4, 8))},
         optax.GradientTransformation(jax.jit(one.init), one.update),
@@ -552,7 +552,7 @@ def test_the_output_on_the_page(name, outputs):
 
 
 PLACEMENT = [
-    "Newton–Schulz on 4 expert × 2 fsdp, shardings from param_shardings",
+    "Newton–Schulz on 4 expert × 2 fsdp",
     # Half of their bytes in bfloat16 stay; the other seven of eight do not.
     "2 of 16 × 64 over 8 devices, 1 each, "
     f"{2 * 2048 * 7 // 8:,} bytes sent per device: down, up",

@@ -23,7 +23,6 @@ from orscale_jax import (
     QueryKey,
     describe,
     family,
-    from_first_nonzero_update,
     keep_master_weights,
     master_weights,
     muon,
@@ -33,6 +32,7 @@ from orscale_jax import (
     scale_by_calibrated_trust_ratio,
     scale_by_shape,
     state_shardings,
+    where_nonzero,
 )
 from orscale_jax.trees.boxes import unbox
 from tests.leaves import relative_error
@@ -254,7 +254,7 @@ BOXED = {
     "orthogonalize": orthogonalize(),
     "scale_by_shape": scale_by_shape(),
     "ratio": scale_by_calibrated_trust_ratio(),
-    "first": from_first_nonzero_update(optax.identity()),
+    "where nonzero": where_nonzero(optax.identity()),
 }
 
 

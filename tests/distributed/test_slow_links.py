@@ -273,7 +273,7 @@ def stage_of(slow_axes, shardings=None):
 
 def compiled(x, mesh, slow_axes):
     """The program from matrices to their polar factors, sharded alike."""
-    stage = stage_of(slow_axes)
+    stage = stage_of(slow_axes, x)
     update = jax.jit(
         lambda x: stage.update(x, optax.EmptyState())[0],
         out_shardings={k: v.sharding for k, v in x.items()},
