@@ -134,7 +134,11 @@ class Matrices:
         ``fn`` is elementwise. Its arguments and its result may have several numbers of
         each matrix, along their first axis.
         """
-        rows = list(zip(*map(self.leaves, entries), strict=True))
+        columns = [self.leaves(each) for each in entries]
+        if typed_sharding.mesh_of(columns[-1], None) is not None:
+            # The sums of all leaves travel together.
+            columns = jax.lax.optimization_barrier(columns)
+        rows = list(zip(*columns, strict=True))
         alike: dict[Any, list[int]] = {}
         for i, (leaf, row) in enumerate(zip(self.leaves(tree), rows, strict=True)):
             types = tuple(map(jax.typeof, row))
@@ -145,8 +149,8 @@ class Matrices:
             if len(members) == 1:
                 results[members[0]] = fn(*rows[members[0]])
                 continue
-            columns = zip(*(rows[i] for i in members), strict=True)
-            found = fn(*(jnp.stack(column, axis=-1) for column in columns))
+            stacks = zip(*(rows[i] for i in members), strict=True)
+            found = fn(*(jnp.stack(stack, axis=-1) for stack in stacks))
             # With the numbers of a matrix side by side, a GPU needs one kernel to take
             # all matrices apart. Without the barrier, XLA would compute the whole again
             # for each of them.

@@ -9,10 +9,11 @@ import numpy as np
 import optax
 import pytest
 
-from orscale_jax import orscale
+from orscale_jax import muon, orscale
 from orscale_jax.newton_schulz import fusion
 from orscale_jax.newton_schulz.fusion import slices_of_stacks
 from tests import leaves
+from tests.compiled import WITH_FUSION_EMITTERS
 from tests.runs import EXPLICIT, assert_close, assert_same_bits, mesh_of, run, tree
 
 
@@ -169,3 +170,18 @@ def test_a_gpu_reduces_few_times_for_many_leaves(monkeypatch):
     vectors = re.findall(r"stablehlo\.reduce\(.*-> tensor<(\d+)xf32>", text)
     assert vectors.count("8") == 20 * 3
     assert len(vectors) == 20 * 3 + 3
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize(("build", "most"), [(muon, 5), (orscale, 9)])
+def test_kernels_of_a_matrix_on_a_cpu(build, most):
+    """XLA compiles each by itself, which takes longer than anything else."""
+
+    def kernels(count):
+        params = {f"w{i}": jnp.ones((8, 8)) for i in range(count)}
+        state = jax.eval_shape(build(1e-3).init, params)
+        traced = jax.jit(build(1e-3).update).trace(params, state, params)
+        program = traced.lower().compile(compiler_options=WITH_FUSION_EMITTERS)
+        return program.as_text().partition("ENTRY")[2].count(" fusion(")
+
+    assert (kernels(12) - kernels(4)) / 8 <= most
