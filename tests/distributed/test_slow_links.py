@@ -268,6 +268,7 @@ def placed(tree, mesh, spec):
 def compiled(x, mesh, slow_axes):
     """The program from matrices to their polar factors, sharded alike."""
     stage = orthogonalize(weight_dimension_numbers=NUMBERS, slow_axes=slow_axes)
+    stage.init(x)
     update = jax.jit(
         lambda x: stage.update(x, optax.EmptyState())[0],
         out_shardings={k: v.sharding for k, v in x.items()},
@@ -405,7 +406,10 @@ def test_under_inject_hyperparams():
     updates = []
     for slow in (("dcn",), {"dcn": 2}):
         optimizer = optax.inject_hyperparams(orscale)(
-            1e-2, weight_dimension_numbers=lambda _: NUMBERS, slow_axes=slow
+            1e-2,
+            weight_dimension_numbers=lambda _: NUMBERS,
+            slow_axes=slow,
+            param_shardings=P("fsdp"),
         )
         with jax.set_mesh(mesh):
             state = optimizer.init(params)
