@@ -22,6 +22,7 @@ from orscale_jax.distributed.slow_links import (
 from orscale_jax.newton_schulz.iteration import NewtonSchulz
 from orscale_jax.newton_schulz.platforms import (
     PLATFORMS,
+    Branch,
     Platform,
     compiled_on_any_platform,
     on_any_platform,
@@ -104,10 +105,8 @@ def polar_factors(
         placement = _Placement(mesh, slices or {}, placed)
     chosen = options, tuple(specs[i] for i in filled), placement
     tracing = any(isinstance(x, jax.core.Tracer) for x in xs)
-    if mesh is None and options.settings.is_static and not tracing:
-        run = compiled_on_any_platform
-    else:
-        run = on_any_platform
+    compiled = mesh is None and options.settings.is_static and not tracing
+    run: Branch = compiled_on_any_platform if compiled else on_any_platform
     qs = run(_on_platform, chosen, xs, options.settings.traced)
     factors |= dict(zip(filled, qs, strict=True))
     return [factors[i] for i in range(len(matrices))]

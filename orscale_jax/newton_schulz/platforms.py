@@ -196,7 +196,7 @@ def on_any_platform(branch: Branch, chosen: Any, *operands: Any) -> list[jax.Arr
 
 
 # Outside of `jax.jit`, a program that is compiled at the first call.
-compiled_on_any_platform = jax.jit(on_any_platform, static_argnums=(0, 1))
+compiled_on_any_platform: Branch = jax.jit(on_any_platform, static_argnums=(0, 1))
 
 
 def parameter_layout(x: jax.Array) -> jax.Array:

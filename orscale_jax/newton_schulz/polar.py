@@ -8,6 +8,7 @@ from orscale_jax.newton_schulz.coefficients import Coefficients
 from orscale_jax.newton_schulz.iteration import NewtonSchulz, newton_schulz, one_by_one
 from orscale_jax.newton_schulz.platforms import (
     PLATFORMS,
+    Branch,
     compiled_on_any_platform,
     on_any_platform,
 )
@@ -102,7 +103,7 @@ def polar_factor(
     given = NewtonSchulz.of(steps, coeffs, dtype, preconditioning)
     if not x.size:
         return x  # The loop over matrices cannot be traced without one.
-    run = compiled_on_any_platform if given.is_static else on_any_platform
+    run: Branch = compiled_on_any_platform if given.is_static else on_any_platform
     [q] = run(_polar, given, typed_sharding.gather(x, (x.ndim - 2, x.ndim - 1)))
     return typed_sharding.shard_like(q, x)
 

@@ -73,6 +73,7 @@ def unshared(bucket):
 
 def compiled(mesh, placed, stage=None, **arguments):
     stage = stage or orthogonalize(**arguments)
+    stage.init(placed)
     with jax.set_mesh(mesh):
         return jax.jit(lambda g: stage.update(g, ())[0]).lower(placed).compile()
 
@@ -141,7 +142,8 @@ def test_traced_steps_and_as_on_tpus(kind):
     """Sums in a loop; matrices that are normalized before they are sent."""
     mesh, sharded = placed("rows", kind)
     with jax.set_mesh(mesh):
-        update = jax.jit(lambda g, k: orthogonalize(ns_steps=k).update(g, ())[0])
+        traced = functools.partial(orthogonalize, param_shardings=sharded)
+        update = jax.jit(lambda g, k: traced(ns_steps=k).update(g, ())[0])
         assert_alone(update(sharded, 3), ns_steps=3)
     mesh, sharded = placed("rows × columns", kind)
     assert_alone(compiled(mesh, sharded, orthogonalize_as(TPU))(sharded))

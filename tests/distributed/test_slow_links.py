@@ -411,7 +411,10 @@ def test_under_inject_hyperparams():
     updates = []
     for slow in (("dcn",), {"dcn": 2}):
         optimizer = optax.inject_hyperparams(orscale)(
-            1e-2, weight_dimension_numbers=lambda _: NUMBERS, slow_axes=slow
+            1e-2,
+            weight_dimension_numbers=lambda _: NUMBERS,
+            slow_axes=slow,
+            param_shardings=P("fsdp"),
         )
         with jax.set_mesh(mesh):
             state = optimizer.init(params)

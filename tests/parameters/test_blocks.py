@@ -196,7 +196,7 @@ def test_fewer_blocks_than_devices(kinds, blocks):
     expected, _ = optimizer.update(alone[1], optimizer.init(alone[0]), alone[0])
     params, grads = (placed(values, mesh, P("a", "b")) for values in alone)
     with jax.set_mesh(mesh):
-        state = jax.jit(optimizer.init)(params)
+        state = optimizer.init(params)
         compiled = jax.jit(optimizer.update).lower(grads, state, params).compile()
         updates, _ = compiled(grads, state, params)
     assert_close(updates, expected, rtol=0)

@@ -259,6 +259,7 @@ def test_on_a_mesh(build, kind, sharded):
     optimizer = build(0.02, weight_dimension_numbers=numbers_together(params))
     params, grads = (placed(tree, mesh, specs) for tree in (params, grads))
     with jax.set_mesh(mesh):
+        optimizer.init(params)  # It sees how they are sharded.
         updates, state, after = first_update(optimizer, params, grads)
     assert_close(updates, expected, 1e-4)
     if kind == EXPLICIT:
