@@ -541,7 +541,7 @@ SHAPES = {
     "query, key, message",
     [
         ("quarry", "k", "query of the attention: 'quarry' is the name of 0 .* such as"),
-        ("q", "whole", "'whole' is the name of 2 .* 'whole.bias', 'whole.kernel'"),
+        ("q", "whole", "'whole' is the name of 2 .*'whole.bias', 'whole.kernel'"),
         ("q", "a.b", r"'a\.b' is the name of 2 parameters"),
         ("", "k", "'' is the name of 0 parameters"),
         ((), "k", r"query=\(\) .* path"),
