@@ -150,7 +150,7 @@ class Matrix:
             self.momentum * self.buffer + gradient if self.nesterov else self.buffer
         )
         # What float32 flushes to zero is zero.
-        self.moves = not np.abs(lookahead).sum() < np.finfo(np.float32).tiny
+        self.moves = not np.abs(lookahead).max() < np.finfo(np.float32).tiny
         lookahead = lookahead if self.moves else np.zeros_like(lookahead)
         scale = 1.0 if self.rms is None else self.rms * max(self.weight.shape) ** 0.5
         self.scaled_q = scale * self.normalize(self.polar(lookahead))

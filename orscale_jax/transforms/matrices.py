@@ -134,11 +134,7 @@ class Matrices:
         ``fn`` is elementwise. Its arguments and its result may have several numbers of
         each matrix, along their first axis.
         """
-        columns = [self.leaves(each) for each in entries]
-        if typed_sharding.mesh_of(columns[-1], None) is not None:
-            # The sums of all leaves travel together.
-            columns = jax.lax.optimization_barrier(columns)
-        rows = list(zip(*columns, strict=True))
+        rows = list(zip(*map(self.leaves, entries), strict=True))
         alike: dict[Any, list[int]] = {}
         for i, (leaf, row) in enumerate(zip(self.leaves(tree), rows, strict=True)):
             types = tuple(map(jax.typeof, row))

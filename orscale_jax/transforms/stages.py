@@ -163,9 +163,8 @@ def where_nonzero(
     r"""Apply ``inner``, and replace its result by 0 for every matrix whose update is 0.
 
     OrScale computes D inside it: a matrix without momentum (an expert without tokens, a
-    frozen branch) rests, with :math:`D = 0` instead of :math:`D = \lambda W`. An update
-    counts as zero if the sum of its magnitudes is below the smallest normal number of
-    float32 (of float64 in float64).
+    frozen branch) rests, with :math:`D = 0` instead of :math:`D = \lambda W`. Numbers
+    below the smallest normal one of float32 (of float64 in float64) count as zero.
 
     Args:
       inner: A transformation that keeps the updates' structure, such as
@@ -266,9 +265,11 @@ def where_nonzero_stage(
     """:func:`where_nonzero` for given matrices."""
     inner = optax.with_extra_args_support(inner)
 
-    def is_zero(total: jax.Array) -> jax.Array:
-        # Some platforms flush subnormal numbers to zero, some only where they round.
-        return total < jnp.finfo(total.dtype).tiny
+    def is_entry(x: jax.Array) -> jax.Array:
+        # Some platforms flush subnormal numbers to zero, some only where they round. NaN
+        # is no zero. Integers, so that meshes do not sum them together with norms, which
+        # depend on them.
+        return (~(jnp.abs(x) < jnp.finfo(x.dtype).tiny)).astype(jnp.int32)
 
     def keep(axes: MatrixAxes, leaf: jax.Array, zero: jax.Array) -> jax.Array:
         return jnp.where(broadcast(axes, zero, leaf), jnp.zeros_like(leaf), leaf)
@@ -276,8 +277,8 @@ def where_nonzero_stage(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        totals = matrices.sums(jnp.abs, updates)
-        zero = matrices.at_once(is_zero, updates, totals)
+        counts = matrices.sums(is_entry, updates)
+        zero = matrices.at_once(lambda count: count == 0, updates, counts)
         updates, state = inner.update(updates, state, params, **extra_args)
         return matrices.map(keep, updates, zero), state
 
