@@ -274,6 +274,10 @@ def where_nonzero_stage(
     def keep(axes: MatrixAxes, leaf: jax.Array, zero: jax.Array) -> jax.Array:
         return jnp.where(broadcast(axes, zero, leaf), jnp.zeros_like(leaf), leaf)
 
+    def init(params: PyTree) -> Any:
+        matrices.require_whole(params)
+        return inner.init(params)
+
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
@@ -282,7 +286,7 @@ def where_nonzero_stage(
         updates, state = inner.update(updates, state, params, **extra_args)
         return matrices.map(keep, updates, zero), state
 
-    return optax.GradientTransformationExtraArgs(inner.init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def rate_stage(
