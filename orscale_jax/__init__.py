@@ -36,6 +36,7 @@ from orscale_jax.transforms.relatives import (
     InitialNormState as InitialNormState,
     NeuronRMSState as NeuronRMSState,
 )
+from orscale_jax.transforms.scale_by_path import scale_by_path as scale_by_path
 from orscale_jax.transforms.stages import (
     FromFirstNonzeroUpdateState as FromFirstNonzeroUpdateState,
     from_first_nonzero_update as from_first_nonzero_update,

@@ -18,9 +18,7 @@ from jax.typing import ArrayLike, DTypeLike
 from orscale_jax import _checks
 from orscale_jax.distributed.slow_links import SlowAxes
 from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.parameters import rate_multipliers
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.parameters.rate_multipliers import RateMultipliers
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.matrices import (
     ADAMW,
@@ -44,11 +42,8 @@ from orscale_jax.transforms.stages import (
     WEIGHT_DECAY,
     Mask,
     Scale,
-    adamw_rate_stage,
     decay_stage,
     first_update_stage,
-    multipliers_of,
-    rate_stage,
     resolve_mask,
     shape_stage,
     told,
@@ -100,7 +95,6 @@ def orscale(
     adam_eps_root: ArrayLike = 0.0,
     adam_nesterov: bool = False,
     adam_weight_decay: ScalarOrSchedule | None = None,
-    learning_rate_multipliers: RateMultipliers = None,
     mesh: Mesh | AbstractMesh | None = None,
     slow_axes: SlowAxes | None = None,
     param_shardings: ParamShardings = None,
@@ -185,16 +179,6 @@ def orscale(
         :func:`optax.contrib.muon`).
       adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
         ``weight_decay``.
-      learning_rate_multipliers: Numbers by which the learning rate of some parameters is
-        multiplied, those of AdamW, too: a mapping (or pairs) from regular expressions
-        over the paths, as in :func:`by_path`, such as ``{"attention": 0.5, "^embed": 2}``
-        (the first that matches applies; 1 where none does), or a tree of numbers like the
-        parameters, a prefix of one, or a callable from the parameters to one. A mapping
-        with the parameters' own keys is a tree. The decay follows:
-        :math:`W \leftarrow W - \eta \rho \hat r D`. In place of a number, an array gives
-        each layer of a stack its own: it has the lengths of the leaf's first axes, which
-        are batch axes of matrices, or as many axes as the leaf, with 1 along all but
-        batch axes, such as ``(1, 24, 1)`` for 24 layers along axis 1.
       mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
         do not name a mesh. None: the mesh of the context (``jax.set_mesh``), if any.
         Arrays on a mesh name it in their types, so None is enough as a rule.
@@ -222,11 +206,9 @@ def orscale(
 
     Raises:
       ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
-        ambiguous or does not fit its dimension numbers, or an expression of
-        ``learning_rate_multipliers`` applies to no parameter. From ``update``, if
-        ``params`` is missing, a gradient has another shape than its parameter, or the
-        state is not one that ``init`` makes of these parameters. The checks happen while
-        JAX traces.
+        ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
+        missing, a gradient has another shape than its parameter, or the state is not one
+        that ``init`` makes of these parameters. The checks happen while JAX traces.
       TypeError: If an argument is not known; the message suggests the nearest one.
 
     Example:
@@ -293,7 +275,6 @@ class Hyperparameters(types.SimpleNamespace):
                     "it has no effect with weight_decay_mask='matrices'; leave one out"
                 )
                 _checks.refuse("adam_weight_decay", decay, remedy)
-        rate_multipliers.check(self.learning_rate_multipliers)
 
 
 def as_python_scalar(name: str, value: Any) -> Any:
@@ -316,7 +297,7 @@ class Stages:
     scale_by_shape: optax.GradientTransformation  # Q to sQ.
     add_decayed_weights: optax.GradientTransformation  # Adds λW.
     scale_by_trust_ratio: optax.GradientTransformation  # D to r̂D.
-    scale_by_learning_rate: optax.GradientTransformation  # By −η, and its multipliers.
+    scale_by_learning_rate: optax.GradientTransformation  # By −η.
     polar: Stage  # M̃ to Q, for any of the matrices.
 
     def from_first_update(
@@ -358,9 +339,7 @@ def muon_chain(s: Stages) -> optax.GradientTransformation:
     return optax.chain(s.momentum, update, s.scale_by_learning_rate)
 
 
-def adamw_chain(
-    h: Hyperparameters, mask: PyTree | None, multipliers: PyTree | None
-) -> optax.GradientTransformation:
+def adamw_chain(h: Hyperparameters, mask: PyTree | None) -> optax.GradientTransformation:
     """:func:`optax.adamw`, for the parameters that are no matrices."""
     moments = optax.scale_by_adam(
         b1=h.adam_b1,
@@ -373,7 +352,7 @@ def adamw_chain(
     return optax.chain(
         with_float32_squares(moments),
         decay_stage(h.adam_weight_decay, mask),
-        adamw_rate_stage(h.adam_learning_rate, multipliers),
+        optax.scale_by_learning_rate(h.adam_learning_rate),
     )
 
 
@@ -391,7 +370,6 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
         # Functions among the arguments see the whole tree, not just one group of it.
         matrices = Matrices.of(h.weight_dimension_numbers, params)
         mask = resolve_mask(h.weight_decay_mask, params, matrices.mask)
-        multipliers = multipliers_of(h.learning_rate_multipliers, params, matrices)
         stages = Stages(
             hyperparameters=h,
             params=params,
@@ -401,10 +379,10 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
             scale_by_shape=shape_stage(scale, matrices),
             add_decayed_weights=decay_stage(h.weight_decay, mask),
             scale_by_trust_ratio=trust_ratio_stage(ratio, mask, matrices),
-            scale_by_learning_rate=rate_stage(h.learning_rate, multipliers, matrices),
+            scale_by_learning_rate=optax.scale_by_learning_rate(h.learning_rate),
             polar=polar,
         )
-        groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask, multipliers)}
+        groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask)}
         labels = jax.tree.map(lambda own: MATRIX if own else ADAMW, matrices.mask)
         # Labels replace whole boxes: no box is without an array. In a function, since
         # optax.partition would call a tree of labels that is callable.

@@ -85,10 +85,9 @@ def describe(
       scale_mode: See :func:`orscale`.
       optimizer: The optimizer (or a ``flax.nnx.Optimizer``), for the columns "rule" and
         "state bytes": its ``init`` is traced, not run. The rule is then what the types of
-        its state tell, under :func:`optax.partition` there is a column "label", and with
-        ``learning_rate_multipliers`` a column "η ×". The scale and the settings of
-        Newton–Schulz are the optimizer's, except for arguments of this function that
-        differ from their defaults; steps that are traced, as inside
+        its state tell, and under :func:`optax.partition` there is a column "label". The
+        scale and the settings of Newton–Schulz are the optimizer's, except for arguments
+        of this function that differ from their defaults; steps that are traced, as inside
         :func:`optax.inject_hyperparams`, count as five. None: the table is that of
         :func:`orscale`.
       probe: Whether to run the optimizer, too, whatever it is made of, on random
@@ -211,7 +210,6 @@ def describe(
             state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
             layer_class=class_of[path],
             label=kept.label,
-            multipliers=kept.multipliers,
         )
         parts, found = [row], probed.get(path)
         if path in axes_of:
