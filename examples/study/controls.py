@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -27,14 +27,8 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax._optimizers import (
-    RATIO,
-    Stages,
-    muon_chain,
-    orscale,
-    orscale_chain,
-    with_arguments_of,
-)
+from orscale_jax._arguments import MuonArguments, OrScaleArguments, takes
+from orscale_jax._optimizers import Chain, Stages, build, muon_chain, orscale_chain
 from orscale_jax.diagnostics.summaries import Classes, class_labels, is_label
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import Matrices, compute_dtype
@@ -48,19 +42,42 @@ from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import quoted
 
 Transformation: TypeAlias = optax.GradientTransformation
-# The paper's designs use the paper's anchor.
-_ablation = functools.partial(
-    with_arguments_of, orscale, without=("anchor", "anchor_steps")
-)
 
 
-@_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Uncalibrated(OrScaleArguments):
+    calibrate: bool = False
+    r_min: ArrayLike = 0.5
+    r_max: ArrayLike = 1.5
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Vision(_Uncalibrated):
+    consistent_rms: ArrayLike | None = None
+
+
+def _of(
+    arguments: type[MuonArguments],
+) -> Callable[[Chain], Callable[..., Transformation]]:
+    """Make an optimizer of a chain."""
+
+    def decorate(chain: Chain) -> Callable[..., Transformation]:
+        @functools.wraps(chain)
+        def make(h: MuonArguments) -> Transformation:
+            return build(chain, h)
+
+        return takes(arguments)(make)
+
+    return decorate
+
+
+@_of(_Vision)
 def polar_factor_denominator(s: Stages) -> Transformation:
     """r = ‖W‖/(‖Q‖ + ε) and W ← (1 − ηλ)W − η r̂ Q (the paper's code: orscale_muon)."""
     return _decoupled(s, s.orthogonalize, s.scale_by_shape, s.scale_by_trust_ratio)
 
 
-@_ablation(consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)
+@_of(_Vision)
 def momentum_denominator(s: Stages) -> Transformation:
     """r = ‖W‖/(‖M̃‖ + ε) and W ← (1 − ηλ)W − η r̂ Q (the paper's code: mutrust).
 
@@ -70,7 +87,7 @@ def momentum_denominator(s: Stages) -> Transformation:
     return _decoupled(s, _around_direction(s, lambda tree: tree))
 
 
-@_ablation(calibrate=False, r_min=0.5, r_max=1.5)
+@_of(_Uncalibrated)
 def momentum_rms_denominator(s: Stages) -> Transformation:
     """r = RMS(W)/(RMS(M̃) + ε) and W ← (1 − ηλ)W − η r̂ sQ (the paper's code: muscale).
 
@@ -85,13 +102,13 @@ def momentum_rms_denominator(s: Stages) -> Transformation:
     return _decoupled(s, _around_direction(s, rescaled))
 
 
-@_ablation()
+@_of(OrScaleArguments)
 def decoupled_weight_decay(s: Stages) -> Transformation:
     """r = ‖W‖/(c‖sQ‖ + ε) and W ← (1 − ηλ)W − η r̂ sQ (the paper's code: FM3)."""
     return _decoupled(s, s.orthogonalize, s.scale_by_shape, s.scale_by_trust_ratio)
 
 
-@_ablation()
+@_of(OrScaleArguments)
 def bfloat16_calibration(s: Stages) -> Transformation:
     """c anchored on W and D rounded to bfloat16, and rounded itself (tab:calibration).
 
@@ -116,8 +133,22 @@ def bfloat16_calibration(s: Stages) -> Transformation:
     return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=rounding))
 
 
-@with_arguments_of(orscale)
-def pooled(s: Stages, *, classes: Classes = None) -> Transformation:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Pooled(OrScaleArguments):
+    """The arguments of :func:`pooled`.
+
+    Args:
+      classes: The class of each matrix: a tree of strings like the parameters (None where
+        there is no matrix), a prefix of such a tree, or a callable from the parameters to
+        one. None: one ratio for all matrices. :func:`optax.inject_hyperparams` takes
+        functions for schedules: then pass it ``static_args="classes"``.
+    """
+
+    classes: Classes = None
+
+
+@takes(_Pooled)
+def pooled(h: _Pooled) -> Transformation:
     r"""OrScale with one ratio for all matrices, or one for each class.
 
     .. math::
@@ -131,12 +162,6 @@ def pooled(s: Stages, *, classes: Classes = None) -> Transformation:
     :math:`\hat r` is 1. Matrices that do not count are scaled like the others. A matrix
     whose ratio is not finite keeps it (NaN) and does not affect the others.
 
-    Args:
-      classes: The class of each matrix: a tree of strings like the parameters (None where
-        there is no matrix), a prefix of such a tree, or a callable from the parameters to
-        one. None: one ratio for all matrices. :func:`optax.inject_hyperparams` takes
-        functions for schedules: then pass it ``static_args="classes"``.
-
     Example:
       >>> import jax, jax.numpy as jnp, optax
       >>> from examples.study.controls import pooled
@@ -147,17 +172,32 @@ def pooled(s: Stages, *, classes: Classes = None) -> Transformation:
       >>> print(ratios["up"] == ratios["down"])
       True
     """
-    # Functions see all parameters, not the matrices alone.
-    labels = class_labels(classes, s.params, s.params)
-    of_state = optax.with_extra_args_support(s.scale_by_trust_ratio)
-    ratio = pooled_ratio_stage(of_state, s.matrices, labels)
-    return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=ratio))
+
+    def chain(s: Stages) -> Transformation:
+        # Functions see all parameters, not the matrices alone.
+        labels = class_labels(h.classes, s.params, s.params)
+        of_state = optax.with_extra_args_support(s.scale_by_trust_ratio)
+        ratio = pooled_ratio_stage(of_state, s.matrices, labels)
+        return orscale_chain(dataclasses.replace(s, scale_by_trust_ratio=ratio))
+
+    return build(chain, h)
 
 
-@with_arguments_of(orscale, RATIO)
-def replayed(
-    s: Stages, *, trust_ratio: ArrayLike | Callable[[jax.Array], jax.Array]
-) -> Transformation:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Replayed(MuonArguments):
+    """The arguments of :func:`replayed`.
+
+    Args:
+      trust_ratio: The ratio of each step, of shape ``(T,)``, whose last entry applies to
+        all later steps; a schedule, from the step to the ratio; or one number. Finite,
+        and at least 0.
+    """
+
+    trust_ratio: ArrayLike | Sequence[float] | Callable[[jax.Array], jax.Array]
+
+
+@takes(_Replayed)
+def replayed(h: _Replayed) -> Transformation:
     r"""Muon+Moonlight whose learning rate is multiplied by recorded ratios.
 
     .. math::
@@ -166,11 +206,6 @@ def replayed(
 
     It separates the effect of a ratio that responds to its own run from that of a
     schedule. AdamW's learning rate is unchanged.
-
-    Args:
-      trust_ratio: The ratio of each step, of shape ``(T,)``, whose last entry applies to
-        all later steps; a schedule, from the step to the ratio; or one number. Finite,
-        and at least 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -183,18 +218,22 @@ def replayed(
       >>> print(jnp.allclose(updates["kernel"], expected["kernel"]))
       True
     """
-    if callable(trust_ratio):
-        schedule = _checks.scheduled("trust_ratio", trust_ratio)
+    if callable(h.trust_ratio):
+        schedule = _checks.scheduled("trust_ratio", h.trust_ratio)
     else:
-        recorded = _recorded(trust_ratio)
+        recorded = _recorded(h.trust_ratio)
         last = recorded.size - 1
 
         def schedule(step: jax.Array) -> jax.Array:
             return jnp.asarray(recorded)[jnp.minimum(step, last)]
 
     replay = optax.scale_by_schedule(schedule)
-    times = optax.chain(replay, s.scale_by_learning_rate)
-    return muon_chain(dataclasses.replace(s, scale_by_learning_rate=times))
+
+    def chain(s: Stages) -> Transformation:
+        times = optax.chain(replay, s.scale_by_learning_rate)
+        return muon_chain(dataclasses.replace(s, scale_by_learning_rate=times))
+
+    return build(chain, h)
 
 
 def _decoupled(s: Stages, *stages: Transformation) -> Transformation:
@@ -311,7 +350,7 @@ def _means(labels: PyTree, ratios: PyTree, counts: PyTree) -> PyTree:
     return jax.tree.map(means.__getitem__, labels)
 
 
-def _recorded(trust_ratio: ArrayLike) -> jax.Array | np.ndarray:
+def _recorded(trust_ratio: ArrayLike | Sequence[float]) -> jax.Array | np.ndarray:
     """Ratios of shape (T,), refused unless finite as far as they are known.
 
     Those that are on the host stay there, as jax.transfer_guard demands.
