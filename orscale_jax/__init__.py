@@ -36,6 +36,7 @@ from orscale_jax.transforms.relatives import (
     InitialNormState as InitialNormState,
     NeuronRMSState as NeuronRMSState,
 )
+from orscale_jax.transforms.scale_by_path import scale_by_path as scale_by_path
 from orscale_jax.transforms.stages import (
     scale_by_shape as scale_by_shape,
     where_nonzero as where_nonzero,

@@ -6,7 +6,7 @@ Values that are known only when the program runs (traced values, schedules) pass
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import jax
@@ -15,6 +15,9 @@ import numpy as np
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+#: The arguments that may be schedules.
+SCHEDULED = ("learning_rate", "weight_decay", "adam_learning_rate", "adam_weight_decay")
 
 # What Optax, PyTorch and papers call arguments that have other names here.
 _OTHER_NAMES = {
@@ -32,11 +35,14 @@ def refuse(name: str, value: Any, remedy: str) -> NoReturn:
     raise ValueError(f"{name}={value!r} is not valid: {remedy}.")
 
 
-def suggests_arguments(
-    function: Callable[Parameters, Result],
+def checks_arguments(
+    function: Callable[Parameters, Result], of_orscale: Collection[str] = ()
 ) -> Callable[Parameters, Result]:
-    """Have a function name the nearest of its arguments where one is unknown."""
-    known = list(inspect.signature(function).parameters)
+    """Have a function say what to write for arguments that it does not take."""
+    signature = inspect.signature(function)
+    # Sorts of containers that can be hashed and copied, as those in a closure have to be.
+    known, name_of_function = dict(signature.parameters), function.__name__
+    of_orscale = tuple(of_orscale)
 
     @functools.wraps(function)
     def called(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -47,12 +53,25 @@ def suggests_arguments(
             likely += difflib.get_close_matches(ours, known, n=1)
             found = dict.fromkeys(other for other in likely if other in known)
             hint = f"its arguments are {', '.join(known)}."
-            if found:
+            if name in of_orscale:
+                hint = f"{name} is orscale's argument; {name_of_function} has none."
+            elif found:
                 hint = f"did you mean {' or '.join(found)}?"
             raise TypeError(
-                f"{function.__name__}() got an unexpected keyword argument {name!r}: "
+                f"{name_of_function}() got an unexpected keyword argument {name!r}: "
                 f"{hint}"
             )
+        try:
+            given = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name_of_function}(): {error}.") from None
+        for name, value in given.items():
+            is_number = type(known[name].default) in (int, float)
+            if is_number and callable(value) and name not in SCHEDULED:
+                required = [n for n, p in known.items() if p.default is p.empty]
+                line = ", ".join([*required, f"{name}=schedule"])
+                line = f"optax.inject_hyperparams({name_of_function})({line})"
+                refuse(name, value, f"pass a number, or for a schedule write {line}")
         return function(*args, **kwargs)
 
     return called
@@ -86,6 +105,8 @@ def number(
     if (optional and value is None) or (schedule and callable(value)):
         return
     wanted = "a number" + " or a schedule" * schedule + " or None" * optional
+    if callable(value):
+        wanted += "; optax.inject_hyperparams makes one of a schedule"
     if not _is_real_scalar(value):
         refuse(name, value, f"pass {wanted}")
     number = float(jax.device_get(value))

@@ -4,24 +4,14 @@ from __future__ import annotations  # help() shows the names of types.
 
 import dataclasses
 import functools
-import inspect
-import types
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeAlias
+from typing import TypeAlias
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import AbstractMesh, Mesh
-from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks
-from orscale_jax.distributed.slow_links import SlowAxes
-from orscale_jax.newton_schulz.coefficients import Coefficients
-from orscale_jax.parameters import rate_multipliers
-from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
-from orscale_jax.parameters.rate_multipliers import RateMultipliers
-from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
+from orscale_jax._arguments import Arguments, MuonArguments, OrScaleArguments, takes
+from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.transforms.matrices import (
     ADAMW,
     MATRIX,
@@ -33,77 +23,21 @@ from orscale_jax.transforms.matrices import (
 from orscale_jax.transforms.momentum import (
     adam_stage,
     float_dtype,
-    is_int8,
     momentum_stage,
 )
-from orscale_jax.transforms.orthogonalize import orthogonalize_stage, polar_options
+from orscale_jax.transforms.orthogonalize import orthogonalize_stage
 from orscale_jax.transforms.stages import (
-    CONSISTENT_RMS,
-    MATRICES,
-    SPECTRAL,
-    WEIGHT_DECAY,
-    Mask,
-    Scale,
-    adamw_rate_stage,
     decay_stage,
-    multipliers_of,
-    rate_stage,
     resolve_mask,
     shape_stage,
     where_nonzero_stage,
 )
-from orscale_jax.transforms.trust_ratio import (
-    ANCHOR_STEPS,
-    EPS,
-    FIRST,
-    R_MAX,
-    R_MIN,
-    TrustRatio,
-    trust_ratio_stage,
-)
+from orscale_jax.transforms.trust_ratio import trust_ratio_stage
 from orscale_jax.trees.boxes import PyTree
 
-ScalarOrSchedule: TypeAlias = ArrayLike | optax.Schedule
-Parameters = ParamSpec("Parameters")
 
-#: The arguments of the trust ratio alone.
-RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
-
-
-@_checks.suggests_arguments
-def orscale(
-    learning_rate: ScalarOrSchedule,
-    *,
-    momentum: ArrayLike = 0.95,
-    nesterov: bool = True,
-    mu_dtype: DTypeLike | None = None,
-    weight_decay: ScalarOrSchedule = WEIGHT_DECAY,
-    weight_decay_mask: Mask | None = None,
-    consistent_rms: ArrayLike | None = CONSISTENT_RMS,
-    scale_mode: str = SPECTRAL,
-    calibrate: bool = True,
-    anchor: str = FIRST,
-    anchor_steps: ArrayLike = ANCHOR_STEPS,
-    r_min: ArrayLike = R_MIN,
-    r_max: ArrayLike = R_MAX,
-    eps: ArrayLike = EPS,
-    ns_steps: int | jax.Array = 5,
-    ns_coeffs: Coefficients = "polar_express",
-    ns_dtype: DTypeLike | None = None,
-    ns_preconditioning: str = "frobenius",
-    weight_dimension_numbers: WeightDimensionNumbers = None,
-    adam_learning_rate: ScalarOrSchedule | None = None,
-    adam_b1: ArrayLike = 0.9,
-    adam_b2: ArrayLike = 0.95,
-    adam_eps: ArrayLike = 1e-8,
-    adam_eps_root: ArrayLike = 0.0,
-    adam_nesterov: bool = False,
-    adam_weight_decay: ScalarOrSchedule | None = None,
-    learning_rate_multipliers: RateMultipliers = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    slow_axes: SlowAxes | None = None,
-    param_shardings: ParamShardings = None,
-) -> optax.GradientTransformationExtraArgs:
+@takes(OrScaleArguments)
+def orscale(h: OrScaleArguments) -> Optimizer:
     r"""OrScale: Muon with a calibrated trust ratio per matrix.
 
     Each matrix :math:`W \in \mathbb{R}^{m \times n}` with gradient G takes the step
@@ -125,94 +59,6 @@ def orscale(
     The defaults are the paper's language-model configuration. Its vision configuration is
     ``orscale(lr, consistent_rms=None, calibrate=False, r_min=0.5, r_max=1.5)``.
 
-    Args:
-      learning_rate: :math:`\eta`, at least 0: a number, a traced scalar or a schedule.
-      momentum: :math:`\mu` in [0, 1).
-      nesterov: Whether Q is the polar factor of :math:`\tilde M` (True) or of M.
-      mu_dtype: dtype of the momentum (and of AdamW's first moment) in the state, a float
-        of 16 bits or more. None: the parameter's. float16 overflows where gradients stay
-        above :math:`65504 (1 - \mu)`. ``"int8"``: 8-bit blocks
-        (:class:`Int8TraceState`) for matrices, rounded to nearest after the direction is
-        computed by the unrounded momentum, without error feedback; AdamW's moments as
-        under None. Derivatives do not pass through the codes. First moments of complex
-        parameters keep the parameter's dtype.
-      weight_decay: :math:`\lambda`, at least 0, or a schedule. Coupled: D contains
-        :math:`\lambda W`, so r scales the decay, too.
-      weight_decay_mask: ``"matrices"``: nothing that AdamW trains decays. Or a tree of
-        booleans (or a prefix of one, or a callable from the parameters to one): False for
-        parameters that do not decay.
-      consistent_rms: Root mean square of the entries of sQ; None for :math:`s = 1`.
-      scale_mode: ``"spectral"``, as above; or ``"shape_scaling"`` for
-        :math:`s = \sqrt{\max(1, n / m)}`, or ``"unit_rms_norm"`` for
-        :math:`s = \sqrt{n / m}`, with m inputs and n outputs: then leave
-        ``consistent_rms`` out. See :func:`scale_by_shape`.
-      calibrate: Whether c is anchored; False for :math:`c = 1`.
-      anchor: The rule that sets c: ``"first"`` as in the paper, or ``"largest"`` for
-        matrices whose first direction has low rank; see
-        :func:`scale_by_calibrated_trust_ratio`.
-      anchor_steps: The number of directions that ``"largest"`` considers, at least 1.
-      r_min: Lower bound of the ratio.
-      r_max: Upper bound of the ratio, at least 0.
-      eps: The floor :math:`\varepsilon`, at least 0.
-      ns_steps: Newton–Schulz steps k, at least 1.
-      ns_coeffs: ``"polar_express"``, ``"jordan"``, ``"dion"``, ``"deepseek_v4"`` (with
-        ``ns_steps=10``) or your own table; see :func:`polar_factor` and
-        :func:`polar_express_coefficients`.
-      ns_dtype: dtype of the Newton–Schulz products, which accumulate in float32. None:
-        float16 on GPU, bfloat16 on TPU, float32 on CPU.
-      ns_preconditioning: ``"frobenius"`` or ``"aol"``, which saves a step and changes Q;
-        see :func:`polar_factor`.
-      weight_dimension_numbers: Tree (or a prefix, or a callable from the parameters to
-        one) of :class:`optax.contrib.MuonDimensionNumbers`, or of
-        :class:`BlockDimensionNumbers` for fused weights, with None for AdamW. Axes they
-        do not name are batch axes: each matrix has its own Q, c and r. If the argument is
-        None, leaves of fewer than two axes are AdamW's, and so are those whose names say
-        embedding, output head, norm, scale or bias
-        (:func:`~orscale_jax.diagnostics.layer_classes`). Any other 2-D leaf is a matrix,
-        and one of more axes raises an error. A 2-D router or fused projection is then one
-        matrix; the column "check" of :func:`describe` flags such names.
-        :func:`by_path` makes dimension numbers from rules on paths.
-      adam_learning_rate: AdamW's learning rate or schedule; None: ``learning_rate``.
-      adam_b1: AdamW's decay rate of the first moment, in [0, 1).
-      adam_b2: AdamW's decay rate of the second moment, in [0, 1).
-      adam_eps: AdamW's :math:`\varepsilon`, at least 0.
-      adam_eps_root: What AdamW adds to the second moment under the root, at least 0. More
-        than 0 is for derivatives of updates, which are NaN where a gradient is 0.
-      adam_nesterov: Whether AdamW, too, uses Nesterov's momentum (the default of
-        :func:`optax.contrib.muon`).
-      adam_weight_decay: AdamW's (decoupled) weight decay or schedule; None:
-        ``weight_decay``.
-      learning_rate_multipliers: Numbers by which the learning rate of some parameters is
-        multiplied, those of AdamW, too: a mapping (or pairs) from regular expressions
-        over the paths, as in :func:`by_path`, such as ``{"attention": 0.5, "^embed": 2}``
-        (the first that matches applies; 1 where none does), or a tree of numbers like the
-        parameters, a prefix of one, or a callable from the parameters to one. A mapping
-        with the parameters' own keys is a tree. The decay follows:
-        :math:`W \leftarrow W - \eta \rho \hat r D`. In place of a number, an array gives
-        each layer of a stack its own: it has the lengths of the leaf's first axes, which
-        are batch axes of matrices, or as many axes as the leaf, with 1 along all but
-        batch axes, such as ``(1, 24, 1)`` for 24 layers along axis 1.
-      mesh: The mesh over which Newton–Schulz is distributed, for parameters whose types
-        do not name a mesh. It must have the devices of the arrays. None: the mesh of the
-        context (``jax.set_mesh``), if any.
-        Arrays on a mesh name it in their types, so None is enough as a rule.
-      slow_axes: The axes of the mesh that lead from one slice of a TPU pod, or from one
-        node of GPUs, to another: names such as ``("dcn",)``, or a mapping to the number
-        of slices along each, such as ``{"fsdp": 2}`` for an axis that crosses slices part
-        of the way. Work is shared over slow links only where that pays. None: what the
-        devices say, if the mesh is that of the context (``jax.set_mesh``) or a concrete
-        ``mesh``. ``()``: no axis is slow.
-      param_shardings: The shardings of the parameters (and gradients) on a mesh of Auto
-        axes, where types do not hold them: a tree of :class:`jax.sharding.NamedSharding`
-        or :class:`jax.sharding.PartitionSpec`, or of arrays or
-        :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree; or a
-        callable from the parameters to one. None: what ``init`` of this optimizer, or
-        :func:`state_shardings`, has seen of parameters of these names and shapes, placed
-        or annotated; else shardings are assumed, with a warning. The argument only
-        decides where Newton–Schulz runs, and how updates are sharded where
-        ``out_shardings`` do not say it: arrays with other shardings are resharded.
-        Explicit axes do not need it.
-
     Returns:
       A transformation. Its updates have the gradients' shapes and, as in Optax's
       optimizers, the dtype to which gradient, parameter and ``mu_dtype`` promote. Norms,
@@ -221,11 +67,9 @@ def orscale(
 
     Raises:
       ValueError: At once, if a hyperparameter is not valid. From ``init``, if a leaf is
-        ambiguous or does not fit its dimension numbers, or an expression of
-        ``learning_rate_multipliers`` applies to no parameter. From ``update``, if
-        ``params`` is missing, a gradient has another shape than its parameter, or the
-        state is not one that ``init`` makes of these parameters. The checks happen while
-        JAX traces.
+        ambiguous or does not fit its dimension numbers. From ``update``, if ``params`` is
+        missing, a gradient has another shape than its parameter, or the state is not one
+        that ``init`` makes of these parameters. The checks happen while JAX traces.
       TypeError: If an argument is not known; the message suggests the nearest one.
 
     Example:
@@ -244,69 +88,14 @@ def orscale(
       Lou & You, *OrScale: Orthogonalized Optimization with Layer-Wise Trust-Ratio
       Scaling*, Algorithm 1.
     """
-    return build(orscale_chain, Hyperparameters(**locals()))
-
-
-class Hyperparameters(types.SimpleNamespace):
-    """The arguments of :func:`orscale`, under their names, checked."""
-
-    def __init__(self, **arguments: Any) -> None:
-        """Convert NumPy's scalars, give AdamW the matrices' rate and decay, and check.
-
-        Where float64 is enabled, NumPy's scalars would promote JAX's arrays to it. The
-        stages check the arguments that are missing here.
-        """
-        values = {k: as_python_scalar(k, v) for k, v in arguments.items()}
-        own_decay = values["adam_weight_decay"] is not None
-        for name in ("learning_rate", "weight_decay"):
-            for argument in (name, f"adam_{name}"):
-                values[argument] = _checks.scheduled(argument, values[argument])
-            if values[f"adam_{name}"] is None:
-                values[f"adam_{name}"] = values[name]
-        super().__init__(**values)
-        number = functools.partial(_checks.number, at_least=0)
-        ascent = "; to ascend, put optax.scale(-1) before it in an optax.chain"
-        for name in ("learning_rate", "adam_learning_rate"):
-            number(name, getattr(self, name), schedule=True, instead=ascent)
-        number("momentum", self.momentum, below=1)
-        _checks.flag("nesterov", self.nesterov)
-        if not is_int8(self.mu_dtype):
-            _checks.dtype("mu_dtype", self.mu_dtype, also='"int8" ')
-        number("weight_decay", self.weight_decay, schedule=True)
-        mask = self.weight_decay_mask
-        if isinstance(mask, str) and mask != MATRICES:
-            remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
-            _checks.refuse("weight_decay_mask", mask, remedy)
-        number("adam_b1", self.adam_b1, below=1)
-        number("adam_b2", self.adam_b2, below=1)
-        number("adam_eps", self.adam_eps)
-        number("adam_eps_root", self.adam_eps_root)
-        _checks.flag("adam_nesterov", self.adam_nesterov)
-        number("adam_weight_decay", self.adam_weight_decay, schedule=True)
-        decay = self.adam_weight_decay
-        if own_decay and isinstance(mask, str):
-            known = not isinstance(decay, jax.core.Tracer)
-            if known and (callable(decay) or jax.device_get(decay) != 0):
-                remedy = (
-                    "it has no effect with weight_decay_mask='matrices'; leave one out"
-                )
-                _checks.refuse("adam_weight_decay", decay, remedy)
-        rate_multipliers.check(self.learning_rate_multipliers)
-
-
-def as_python_scalar(name: str, value: Any) -> Any:
-    """Convert a scalar of NumPy; refuse one of fewer than 32 bits."""
-    if not isinstance(value, np.generic | np.ndarray) or value.ndim:
-        return value
-    _checks.not_rounded(name, value)
-    return value.item()
+    return build(orscale_chain, h)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """What an optimizer of the matrices is chained from, for given parameters."""
 
-    hyperparameters: Hyperparameters
+    hyperparameters: Arguments
     params: PyTree  # Or, without them, the updates.
     matrices: Matrices  # Which of them are matrices.
     momentum: optax.GradientTransformation  # G to M̃.
@@ -314,7 +103,7 @@ class Stages:
     scale_by_shape: optax.GradientTransformation  # Q to sQ.
     add_decayed_weights: optax.GradientTransformation  # Adds λW.
     scale_by_trust_ratio: optax.GradientTransformation  # D to r̂D.
-    scale_by_learning_rate: optax.GradientTransformation  # By −η, and its multipliers.
+    scale_by_learning_rate: optax.GradientTransformation  # By −η.
     polar: Stage  # M̃ to Q, for any of the matrices.
 
     @property
@@ -344,9 +133,7 @@ def muon_chain(s: Stages) -> optax.GradientTransformation:
     return optax.chain(s.momentum, s.direction, s.scale_by_learning_rate)
 
 
-def adamw_chain(
-    h: Hyperparameters, mask: PyTree | None, multipliers: PyTree | None
-) -> optax.GradientTransformation:
+def adamw_chain(h: Arguments, mask: PyTree | None) -> optax.GradientTransformation:
     """:func:`optax.adamw`, for the parameters that are no matrices."""
     moments = optax.scale_by_adam(
         b1=h.adam_b1,
@@ -357,39 +144,36 @@ def adamw_chain(
     )
     return optax.chain(
         adam_stage(moments, float_dtype(h.mu_dtype)),
-        decay_stage(h.adam_weight_decay, mask),
-        adamw_rate_stage(h.adam_learning_rate, multipliers),
+        decay_stage(h.adam_decay, mask),
+        optax.scale_by_learning_rate(h.adam_rate),
     )
 
 
-def build(chain: Chain, h: Hyperparameters) -> Optimizer:
+def build(chain: Chain, h: Arguments) -> Optimizer:
     """The optimizer whose matrices take a chain of stages, and all others AdamW."""
-    settings = h.ns_steps, h.ns_coeffs, h.ns_dtype, h.ns_preconditioning
-    options = polar_options(*settings, h.mesh, h.slow_axes)
     specs = ParamSpecs(h.param_shardings)
-    polar = functools.partial(orthogonalize_stage, options, specs)
-    scale = Scale.of(h.consistent_rms, h.scale_mode)
-    given = {name: getattr(h, name) for name in RATIO}
-    ratio = TrustRatio(**given)
 
     def optimizer_of(params: PyTree) -> Optimizer:
+        polar = functools.partial(orthogonalize_stage, h.polar_options, specs)
+        ratio = h.ratio
         # Functions among the arguments see the whole tree, not just one group of it.
         matrices = Matrices.of(h.weight_dimension_numbers, params)
         mask = resolve_mask(h.weight_decay_mask, params, matrices.mask)
-        multipliers = multipliers_of(h.learning_rate_multipliers, params, matrices)
         stages = Stages(
             hyperparameters=h,
             params=params,
             matrices=matrices,
             momentum=momentum_stage(h.momentum, h.nesterov, h.mu_dtype, matrices),
             orthogonalize=polar(matrices),
-            scale_by_shape=shape_stage(scale, matrices),
+            scale_by_shape=shape_stage(h.scale, matrices),
             add_decayed_weights=decay_stage(h.weight_decay, mask),
-            scale_by_trust_ratio=trust_ratio_stage(ratio, matrices),
-            scale_by_learning_rate=rate_stage(h.learning_rate, multipliers, matrices),
+            scale_by_trust_ratio=(
+                optax.identity() if ratio is None else trust_ratio_stage(ratio, matrices)
+            ),
+            scale_by_learning_rate=optax.scale_by_learning_rate(h.learning_rate),
             polar=polar,
         )
-        groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask, multipliers)}
+        groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask)}
         labels = jax.tree.map(lambda own: MATRIX if own else ADAMW, matrices.mask)
         # Labels replace whole boxes: no box is without an array. In a function, since
         # optax.partition would call a tree of labels that is callable.
@@ -399,54 +183,8 @@ def build(chain: Chain, h: Hyperparameters) -> Optimizer:
     return on_parameters(optimizer_of, float_dtype(h.mu_dtype))
 
 
-def with_arguments_of(
-    optimizer: Callable[..., Optimizer],
-    without: tuple[str, ...] = (),
-    **defaults: Any,
-) -> Callable[[Callable[..., optax.GradientTransformation]], Callable[..., Optimizer]]:
-    """Make an optimizer from a chain, with its arguments and most of another optimizer's.
-
-    The defaults of those that are left out apply; others may have new ``defaults``.
-    """
-    inherited = inspect.signature(optimizer)
-    fixed = {name: inherited.parameters[name].default for name in without}
-    kept = [
-        parameter.replace(default=defaults.get(name, parameter.default))
-        for name, parameter in inherited.parameters.items()
-        if name not in without
-    ]
-
-    def decorate(
-        chain: Callable[..., optax.GradientTransformation],
-    ) -> Callable[..., Optimizer]:
-        _, *own = inspect.signature(chain).parameters.values()
-        signature = inherited.replace(parameters=[*kept, *own])
-
-        def built(*args: Any, **kwargs: Any) -> Optimizer:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            given = dict(bound.arguments)
-            added = {p.name: as_python_scalar(p.name, given.pop(p.name)) for p in own}
-            hyperparameters = Hyperparameters(**fixed, **given)
-            return build(functools.partial(chain, **added), hyperparameters)
-
-        functools.update_wrapper(built, chain)
-        built.__signature__ = signature  # type: ignore[attr-defined]
-        return _checks.suggests_arguments(built)
-
-    return decorate
-
-
-def _typed_as(
-    _: Callable[Parameters, Optimizer],
-) -> Callable[[Callable[..., Optimizer]], Callable[Parameters, Optimizer]]:
-    """Tell editors and type checkers the arguments of another optimizer."""
-    return lambda optimizer: optimizer
-
-
-@_typed_as(orscale)
-@with_arguments_of(orscale, RATIO)
-def muon(s: Stages) -> optax.GradientTransformation:
+@takes(MuonArguments)
+def muon(h: MuonArguments) -> Optimizer:
     r"""Muon, the limit :math:`\hat r \equiv 1` of :func:`orscale`.
 
     The step is :math:`W \leftarrow W - \eta (\lambda W + s Q)`, with the stages of
@@ -459,8 +197,7 @@ def muon(s: Stages) -> optax.GradientTransformation:
     ``consistent_rms=None``, which there means ``scale_mode="shape_scaling"``.
 
     Returns:
-      An optimizer with the arguments of :func:`orscale` except ``calibrate``, ``anchor``,
-      ``anchor_steps``, ``r_min``, ``r_max`` and ``eps``.
+      An optimizer, as :func:`orscale` does.
 
     Raises:
       ValueError: In the same cases as :func:`orscale`.
@@ -480,4 +217,4 @@ def muon(s: Stages) -> optax.GradientTransformation:
       Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/; Liu et al. 2025,
       arXiv:2502.16982; Lou & You, *OrScale*, section 3, "degenerate cases".
     """
-    return muon_chain(s)
+    return build(muon_chain, h)

@@ -17,6 +17,8 @@ All are optimizers with the arguments of :func:`orscale_jax.orscale`, without th
 stages that they do not have, and with a few more.
 """
 
+from __future__ import annotations  # help() shows the names of types.
+
 import dataclasses
 from collections.abc import Sequence
 
@@ -25,14 +27,9 @@ import optax
 from jax.typing import ArrayLike
 
 from orscale_jax import _checks
-from orscale_jax._optimizers import (
-    RATIO,
-    Stages,
-    muon_chain,
-    orscale,
-    orscale_chain,
-    with_arguments_of,
-)
+from orscale_jax._arguments import Arguments, MuonArguments, OrScaleArguments, takes
+from orscale_jax._optimizers import Stages, build, muon_chain, orscale_chain
+from orscale_jax.transforms.matrices import Optimizer
 from orscale_jax.transforms.relatives import (
     FULL_RANK,
     INPUTS,
@@ -45,8 +42,8 @@ from orscale_jax.transforms.relatives import (
 )
 
 
-@with_arguments_of(orscale, (*RATIO, "consistent_rms", "scale_mode"))
-def hyperball(s: Stages) -> optax.GradientTransformation:
+@takes(Arguments)
+def hyperball(h: Arguments) -> Optimizer:
     r"""Muon on the sphere of each matrix's initial norm (MuonH).
 
     .. math::
@@ -59,8 +56,7 @@ def hyperball(s: Stages) -> optax.GradientTransformation:
     AdamW's parameters only. A matrix of one entry cannot move: give it to AdamW, too.
 
     Returns:
-      An optimizer with the arguments of :func:`orscale_jax.muon` except
-      ``consistent_rms`` and ``scale_mode``, which would have no effect.
+      An optimizer.
 
     Raises:
       ValueError: In the same cases as :func:`orscale_jax.orscale`, and from ``init`` if a
@@ -81,14 +77,32 @@ def hyperball(s: Stages) -> optax.GradientTransformation:
       Wen et al. 2026, arXiv:2606.16899. The paper keeps R fixed, as here; Marin's code
       uses the norm of the current step instead.
     """
-    step = initial_norm_stage(s.scale_by_learning_rate, s.matrices)
-    return optax.chain(s.momentum, s.orthogonalize, step)
+
+    def chain(s: Stages) -> optax.GradientTransformation:
+        step = initial_norm_stage(s.scale_by_learning_rate, s.matrices)
+        return optax.chain(s.momentum, s.orthogonalize, step)
+
+    return build(chain, h)
 
 
-@with_arguments_of(orscale, RATIO)
-def normuon(
-    s: Stages, *, b2: ArrayLike = 0.95, eps: ArrayLike = 1e-8, norm: str = FULL_RANK
-) -> optax.GradientTransformation:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _NorMuon(MuonArguments):
+    r"""The arguments of :func:`normuon`.
+
+    Args:
+      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
+      eps: The floor :math:`\varepsilon`, at least 0.
+      norm: ``"full_rank"``, as above, or ``"kept"``: :math:`\|Q\|_F` instead of
+        :math:`\sqrt{\min(m, n)}`.
+    """
+
+    b2: ArrayLike = 0.95
+    eps: ArrayLike = 1e-8
+    norm: str = FULL_RANK
+
+
+@takes(_NorMuon)
+def normuon(h: _NorMuon) -> Optimizer:
     r"""NorMuon: Muon that divides output neurons by their running root mean square.
 
     .. math::
@@ -101,14 +115,8 @@ def normuon(
     With ``consistent_rms=0.2`` the step without decay has norm
     :math:`0.2 \, \eta \sqrt{mn}`, as in the paper.
 
-    Args:
-      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
-      eps: The floor :math:`\varepsilon`, at least 0.
-      norm: ``"full_rank"``, as above, or ``"kept"``: :math:`\|Q\|_F` instead of
-        :math:`\sqrt{\min(m, n)}`.
-
     Returns:
-      An optimizer with these arguments and those of :func:`orscale_jax.muon`.
+      An optimizer.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -123,19 +131,32 @@ def normuon(
       (``nesterov=False``); the authors' code has it, and keeps the norm of Q
       (``norm="kept"``).
     """
-    neurons = neuron_rms_stage(b2, eps, norm, s.matrices)
-    q_hat = optax.chain(s.orthogonalize, neurons)
-    return muon_chain(dataclasses.replace(s, orthogonalize=q_hat))
+
+    def chain(s: Stages) -> optax.GradientTransformation:
+        neurons = neuron_rms_stage(h.b2, h.eps, h.norm, s.matrices)
+        q_hat = optax.chain(s.orthogonalize, neurons)
+        return muon_chain(dataclasses.replace(s, orthogonalize=q_hat))
+
+    return build(chain, h)
 
 
-@with_arguments_of(orscale)
-def orscale_on_normuon(
-    s: Stages,
-    *,
-    b2: ArrayLike = 0.95,
-    neuron_eps: ArrayLike = 1e-8,
-    norm: str = FULL_RANK,
-) -> optax.GradientTransformation:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _OrScaleOnNorMuon(OrScaleArguments):
+    r"""The arguments of :func:`orscale_on_normuon`.
+
+    Args:
+      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
+      neuron_eps: The floor under the root mean square of a neuron, at least 0.
+      norm: ``"full_rank"``, as above, or ``"kept"``; see :func:`normuon`.
+    """
+
+    b2: ArrayLike = 0.95
+    neuron_eps: ArrayLike = 1e-8
+    norm: str = FULL_RANK
+
+
+@takes(_OrScaleOnNorMuon)
+def orscale_on_normuon(h: _OrScaleOnNorMuon) -> Optimizer:
     r"""OrScale with NorMuon's direction: NorMuon times a trust ratio for each matrix.
 
     .. math::
@@ -146,14 +167,8 @@ def orscale_on_normuon(
 
     with :math:`\hat Q` as in :func:`normuon`, whose step the first one is.
 
-    Args:
-      b2: The decay rate :math:`\beta_2`, in [0, 1). 0: all neurons get the same norm.
-      neuron_eps: The floor under the root mean square of a neuron, at least 0.
-      norm: ``"full_rank"``, as above, or ``"kept"``; see :func:`normuon`.
-
     Returns:
-      An optimizer with these arguments and those of :func:`orscale_jax.orscale`. With
-      ``r_min=1, r_max=1`` it is :func:`normuon`.
+      An optimizer. With ``r_min=1, r_max=1`` it is :func:`normuon`.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -168,25 +183,36 @@ def orscale_on_normuon(
       Li et al. 2025, arXiv:2510.05491, for :math:`\hat Q`; Lou & You, *OrScale*, for r.
       Their composition is this library's (``docs/study/better_rule_protocol.md``).
     """
-    _checks.number("neuron_eps", neuron_eps, at_least=0)
-    neurons = neuron_rms_stage(b2, neuron_eps, norm, s.matrices)
-    q_hat = optax.chain(s.orthogonalize, neurons)
-    return orscale_chain(dataclasses.replace(s, orthogonalize=q_hat))
+    _checks.number("neuron_eps", h.neuron_eps, at_least=0)
+
+    def chain(s: Stages) -> optax.GradientTransformation:
+        neurons = neuron_rms_stage(h.b2, h.neuron_eps, h.norm, s.matrices)
+        q_hat = optax.chain(s.orthogonalize, neurons)
+        return orscale_chain(dataclasses.replace(s, orthogonalize=q_hat))
+
+    return build(chain, h)
 
 
-@with_arguments_of(orscale, RATIO)
-def muon_plus(
-    s: Stages, *, order: Sequence[str] = (INPUTS, NEURONS), eps: ArrayLike = 1e-8
-) -> optax.GradientTransformation:
-    r"""Muon+: Muon that divides the inputs of Q, then its neurons, by their norms.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _MuonPlus(MuonArguments):
+    r"""The arguments of :func:`muon_plus`.
 
     Args:
       order: What is normalized, in this order: ``"neurons"`` or ``"inputs"`` or both,
         each any number of times.
       eps: The floor :math:`\varepsilon` under the root of each norm, at least 0.
+    """
+
+    order: Sequence[str] = (INPUTS, NEURONS)
+    eps: ArrayLike = 1e-8
+
+
+@takes(_MuonPlus)
+def muon_plus(h: _MuonPlus) -> Optimizer:
+    r"""Muon+: Muon that divides the inputs of Q, then its neurons, by their norms.
 
     Returns:
-      An optimizer with these arguments and those of :func:`orscale_jax.muon`.
+      An optimizer.
 
     Example:
       >>> import jax.numpy as jnp
@@ -202,14 +228,30 @@ def muon_plus(
       Zhang et al. 2026, arXiv:2602.21545. Its scale is ``scale_mode="unit_rms_norm"``,
       and its momentum has no Nesterov term (``nesterov=False``).
     """
-    normalized = optax.chain(s.orthogonalize, normalize_stage(order, eps, s.matrices))
-    return muon_chain(dataclasses.replace(s, orthogonalize=normalized))
+
+    def chain(s: Stages) -> optax.GradientTransformation:
+        normalize = normalize_stage(h.order, h.eps, s.matrices)
+        normalized = optax.chain(s.orthogonalize, normalize)
+        return muon_chain(dataclasses.replace(s, orthogonalize=normalized))
+
+    return build(chain, h)
 
 
-@with_arguments_of(orscale, RATIO)
-def aurora(
-    s: Stages, *, pp_iterations: int | jax.Array = 2, pp_beta: ArrayLike = 0.5
-) -> optax.GradientTransformation:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _Aurora(MuonArguments):
+    r"""The arguments of :func:`aurora`.
+
+    Args:
+      pp_iterations: Passes through Newton–Schulz, at least 1. May be traced.
+      pp_beta: The exponent :math:`\beta`, at least 0. 0.5 divides by the norms of U.
+    """
+
+    pp_iterations: int | jax.Array = 2
+    pp_beta: ArrayLike = 0.5
+
+
+@takes(_Aurora)
+def aurora(h: _Aurora) -> Optimizer:
     r"""Aurora: Muon with a Q whose vectors along the longer side have nearly one norm.
 
     Q stays orthogonal along the shorter side. For an ``(m, n)`` matrix with
@@ -226,13 +268,8 @@ def aurora(
     same for the columns, the neurons. A square matrix takes Muon's step. Others go
     through Newton–Schulz ``pp_iterations`` times, with as many exchanges on meshes.
 
-    Args:
-      pp_iterations: Passes through Newton–Schulz, at least 1. May be traced.
-      pp_beta: The exponent :math:`\beta`, at least 0. 0.5 divides by the norms of U.
-
     Returns:
-      An optimizer with these arguments and those of :func:`orscale_jax.muon`, and with
-      Muon's state.
+      An optimizer with Muon's state.
 
     Example:
       >>> import jax.numpy as jnp
@@ -249,12 +286,17 @@ def aurora(
       ``scale_mode="shape_scaling"``. Its floor of 1e-7 under the norms is missing here: a
       step does not depend on the scale of the gradients.
     """
-    balanced = balanced_polar_stage(s.polar, pp_iterations, pp_beta, s.matrices)
-    return muon_chain(dataclasses.replace(s, orthogonalize=balanced))
+
+    def chain(s: Stages) -> optax.GradientTransformation:
+        passes, beta = h.pp_iterations, h.pp_beta
+        balanced = balanced_polar_stage(s.polar, passes, beta, s.matrices)
+        return muon_chain(dataclasses.replace(s, orthogonalize=balanced))
+
+    return build(chain, h)
 
 
-@with_arguments_of(orscale)
-def cautious(s: Stages) -> optax.GradientTransformation:
+@takes(OrScaleArguments)
+def cautious(h: OrScaleArguments) -> Optimizer:
     r"""OrScale that decays only the entries that the update shrinks.
 
     .. math::
@@ -267,8 +309,7 @@ def cautious(s: Stages) -> optax.GradientTransformation:
     unchanged.
 
     Returns:
-      An optimizer with the arguments of :func:`orscale_jax.orscale`. With
-      ``r_min=1, r_max=1`` it is Muon with cautious decay.
+      An optimizer. With ``r_min=1, r_max=1`` it is Muon with cautious decay.
 
     Example:
       >>> import jax.numpy as jnp
@@ -285,5 +326,9 @@ def cautious(s: Stages) -> optax.GradientTransformation:
     References:
       Chen et al. 2025, *Cautious Weight Decay*, arXiv:2510.12402.
     """
-    decay = cautious_stage(s.add_decayed_weights)
-    return orscale_chain(dataclasses.replace(s, add_decayed_weights=decay))
+
+    def chain(s: Stages) -> optax.GradientTransformation:
+        decay = cautious_stage(s.add_decayed_weights)
+        return orscale_chain(dataclasses.replace(s, add_decayed_weights=decay))
+
+    return build(chain, h)

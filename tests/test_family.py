@@ -1,7 +1,6 @@
 """Every relative of OrScale against the float64 oracle, and what it promises."""
 
 import functools
-import inspect
 
 import jax
 import jax.numpy as jnp
@@ -87,21 +86,6 @@ def test_every_relative_is_tested():
     tested = {*CASES}
     for name in RELATIVES:
         assert name in tested or name.removesuffix("_anchor") in tested
-
-
-@pytest.mark.parametrize("name", RELATIVES)
-def test_arguments_are_orscales_and_their_own(name):
-    parameters = inspect.signature(getattr(family, name)).parameters
-    plain = inspect.signature(orscale).parameters
-    own = {"b2", "eps", "norm", "order"}
-    own |= {"pp_iterations", "pp_beta", "neuron_eps"}
-    for key, parameter in parameters.items():
-        assert parameter.kind == plain.get(key, parameter).kind
-        assert key in own or parameter.default == plain[key].default
-        if key not in plain:
-            assert f"\n  {key}: " in inspect.getdoc(getattr(family, name))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'b3'"):
-        getattr(family, name)(1e-3, b3=2)
 
 
 @pytest.mark.parametrize(

@@ -637,7 +637,6 @@ MODEL = of_model((5, 4), (3, 4, 5), (3, 4), (4, 6))
 FOR_MODEL = {
     "weight_dimension_numbers": of_model(None, Dims(1, 2), None, Dims(0, 1)),
     "weight_decay_mask": of_model(False, True, False, False),
-    "learning_rate_multipliers": of_model(2.0, 0.5, 3.0, np.float32(1.5)),
     "param_shardings": of_model(P(), P("data"), P(), P()),
 }
 

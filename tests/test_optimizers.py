@@ -1,7 +1,11 @@
 """`orscale` and `muon` against the float64 oracle and each other."""
 
 import inspect
+import pathlib
+import pydoc
 import re
+import subprocess
+import sys
 from fractions import Fraction
 
 import jax
@@ -11,23 +15,112 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import muon, orscale
+from orscale_jax import muon, orscale, scale_by_shape
 from tests import leaves, oracle
-from tests.runs import VISION, Oracles, readout, run, tree
+from tests.runs import RELATIVES, VISION, Oracles, readout, run, tree
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
-def test_muon_has_the_arguments_of_orscale_without_the_ratio():
-    arguments = {**inspect.signature(orscale).parameters}
-    for name in ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps"):
-        del arguments[name]
-    assert {**inspect.signature(muon).parameters} == arguments
+RATIO = ("calibrate", "anchor", "anchor_steps", "r_min", "r_max", "eps")
+OF_FAMILY = {
+    "hyperball": ((*RATIO, "consistent_rms", "scale_mode"), ()),
+    "normuon": (RATIO, ("b2", "eps", "norm")),
+    "orscale_on_normuon": ((), ("b2", "neuron_eps", "norm")),
+    "muon_plus": (RATIO, ("order", "eps")),
+    "aurora": (RATIO, ("pp_iterations", "pp_beta")),
+    "cautious": ((), ()),
+}
+OPTIMIZERS = {"orscale": orscale, "muon": muon, **RELATIVES}
 
 
-def test_every_argument_is_described():
-    # From Python 3.13 on, __doc__ is dedented by the compiler; getdoc always dedents.
-    args, _ = inspect.getdoc(orscale).split("\nReturns:")
-    described = re.findall(r"^  (\w+): ", args, re.M)
-    assert described == list(inspect.signature(orscale).parameters)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_help_shows_every_argument_with_its_default_and_its_description(name):
+    left_out, own = ({"muon": (RATIO, ())} | OF_FAMILY).get(name, ((), ()))
+    found = inspect.signature(OPTIMIZERS[name]).parameters
+    plain = {**inspect.signature(orscale).parameters}
+    kept = {key: plain[key] for key in plain if key not in left_out}
+    assert {key: found[key] for key in found if key not in own} == kept
+    assert {*found} == {*kept, *own}
+    text = pydoc.plain(pydoc.render_doc(OPTIMIZERS[name]))
+    args = re.search(r"Args:\n(.*?)\n    Returns:", text, re.DOTALL).group(1)
+    assert re.findall(r"^ {6}(\w+): \S", args, re.MULTILINE) == list(found)
+    assert all(f"= {found[key].default!r}" in text for key in own)
+
+
+CALLS = """
+from orscale_jax import family, muon, orscale
+
+muon(1e-3, momentum=0.9, weight_decay=lambda step: 0.1)
+family.normuon(1e-3, b2=0.9, eps=1e-8, consistent_rms=None)
+muon(1e-3, r_min=0.2)
+muon(1e-3, momentum="x")
+orscale(1e-3, momentun=0.9)
+family.hyperball(0.02, scale_mode="spectral")
+family.cautious()
+"""
+
+
+@pytest.mark.slow
+def test_types_of_arguments(tmp_path):
+    (tmp_path / "calls.py").write_text(CALLS)
+    mypy = [sys.executable, "-m", "mypy", str(tmp_path / "calls.py")]
+    found = subprocess.run(mypy, capture_output=True, text=True, cwd=ROOT, check=False)
+    errors = re.findall(r":(\d+): error: (.*)  \[", found.stdout)
+    expected = (
+        (6, 'Unexpected keyword argument "r_min" for "muon"'),
+        (7, 'Argument "momentum" to "muon" has incompatible type "str"'),
+        (8, 'Unexpected keyword argument "momentun"'),
+        (9, 'Unexpected keyword argument "scale_mode" for "hyperball"'),
+        (10, 'Missing positional argument "learning_rate"'),
+    )
+    for (line, message), (at, words) in zip(errors, expected, strict=True):
+        assert int(line) == at and message.startswith(words)
+
+
+NUMBERS_OF = {
+    name: [
+        key
+        for key, parameter in inspect.signature(OPTIMIZERS[name]).parameters.items()
+        if type(parameter.default) in (int, float) and "weight_decay" not in key
+    ]
+    for name in OPTIMIZERS
+}
+
+
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_schedule_for_a_number(name, subtests):
+    """Followed as the message says it: the optimizer works, and its number changes."""
+    params = {"w": jnp.eye(2, 3), "b": jnp.ones(3)}
+    for argument in NUMBERS_OF[name]:
+        own = inspect.signature(OPTIMIZERS[name]).parameters[argument].default
+
+        def schedule(count, own=own):
+            return own + count if type(own) is int else own * (1 + count / 32)
+
+        with subtests.test(argument):
+            with pytest.raises(ValueError, match=f"{argument}=.*is not valid") as refused:
+                OPTIMIZERS[name](1e-3, **{argument: schedule})
+            line = re.search("for a schedule write (.*)\\.$", str(refused.value)).group(1)
+            names = {"optax": optax, "learning_rate": 1e-3, "schedule": schedule}
+            optimizer = eval(line, OPTIMIZERS | names)
+            state = optimizer.init(params)
+            for count in range(2):
+                updates, state = jax.jit(optimizer.update)(params, state, params)
+                assert state.hyperparams[argument] == pytest.approx(schedule(count))
+            assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(updates))
+
+
+def test_arguments_that_are_missing_or_anothers():
+    with pytest.raises(TypeError, match="'r_min': r_min is orscale's argument; muon has"):
+        muon(1e-3, r_min=0.2)
+    with pytest.raises(TypeError, match=r"muon\(\): missing a required .*learning_rate"):
+        muon()
+    with pytest.raises(TypeError, match=r"orscale\(\): too many positional arguments"):
+        orscale(1e-3, 0.9)
+    with pytest.raises(ValueError, match="inject_hyperparams makes one of a schedule"):
+        scale_by_shape(lambda count: 0.2)
 
 
 @pytest.mark.parametrize(

@@ -61,11 +61,10 @@ def describe(
         are None or masked have no row.
       optimizer: The optimizer (or a ``flax.nnx.Optimizer``), which may be any of Optax's:
         its ``init`` is traced, not run. The rule of a parameter is what the types of its
-        state tell, under :func:`optax.partition` there is a column "label", and with
-        ``learning_rate_multipliers`` a column "η ×". The matrices, their scale and the
-        settings of Newton–Schulz are the optimizer's; steps that are traced, as inside
-        :func:`optax.inject_hyperparams`, count as five. None: :func:`orscale` with its
-        defaults.
+        state tell, and under :func:`optax.partition` there is a column "label". The
+        matrices, their scale and the settings of Newton–Schulz are the optimizer's; steps
+        that are traced, as inside :func:`optax.inject_hyperparams`, count as five. None:
+        :func:`orscale` with its defaults.
       probe: Whether to run the optimizer, too, whatever it is made of, on random
         gradients: the columns "first update" and "its RMS" say what it does to each
         parameter. Parameters that are abstract are drawn, and all is allocated.
@@ -161,7 +160,6 @@ def describe(
             state_bytes=None if kept.arrays is None else nbytes(kept.arrays),
             layer_class=class_of[path],
             label=kept.label,
-            multipliers=kept.multipliers,
         )
         parts, found = [row], probed.get(path)
         if path in axes_of:

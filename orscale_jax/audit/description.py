@@ -39,9 +39,6 @@ class ParameterRow:
         partitions are joined by ``/``. If several groups keep no state, the state does
         not tell which of them has a parameter: ``"frozen or sgd"``. Empty without a
         partition.
-      multipliers: The smallest and the largest multiplier of its learning rate
-        (``learning_rate_multipliers`` of :func:`orscale`); they differ if layers of a
-        stack have their own.
       matrices: How many matrices it holds; 0 for other rules, as for ``m`` and ``n``,
         and for a stack of which a compiled or mapped ``init`` does not tell the axes.
       m: Rows of each matrix.
@@ -77,7 +74,6 @@ class ParameterRow:
     state_bytes: int | None = None
     layer_class: str = "other"
     label: str = ""
-    multipliers: tuple[float, float] = (1.0, 1.0)
     matrices: int = 0
     m: int = 0
     n: int = 0
@@ -290,10 +286,6 @@ _COLUMNS = (
     _Column("", "m", _of_matrices(lambda row: row.m)),
     _Column("", "n", _of_matrices(lambda row: row.n)),
     _Column("s", "s", lambda row: row.scale),
-    _Column(
-        "η ×", "learning_rate_multiplier", lambda row: _range(row.multipliers),
-        nothing="1", optional=True,
-    ),
     _Column("‖W‖", "", lambda row: _range(row.norms or ())),
     _Column(
         "parameters", "parameters", lambda row: row.parameters,

@@ -12,7 +12,6 @@ from optax.transforms import MaskedState, PartitionState
 
 from orscale_jax import _checks
 from orscale_jax.distributed.engine import PolarOptions
-from orscale_jax.parameters import rate_multipliers
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
 from orscale_jax.sharding.state_shardings import state_shardings
@@ -39,9 +38,8 @@ _SUMMED = "acc_grads"  # Of optax.MultiSteps: kept for every parameter, by no op
 class Kept(NamedTuple):
     """What an optimizer keeps for one parameter."""
 
-    rule: str  # See ParameterRow, as for the label and the multipliers.
+    rule: str  # See ParameterRow, as for the label.
     label: str = ""
-    multipliers: tuple[float, float] = (1.0, 1.0)
     arrays: list[Any] | None = None  # None if it is refused.
     axes: MatrixAxes | None = None  # Of its matrices, if it has any.
     scale: Scale | None = None  # Of their Q.
@@ -76,7 +74,6 @@ class AbstractState(NamedTuple):
         with (
             orthogonalize.initialized.open() as polar,
             stages.scaled.open() as scaled,
-            rate_multipliers.resolved.open() as multiplied,
         ):
             # A new function, so that it is traced.
             state = jax.eval_shape(lambda params: optimizer.init(params), params)
@@ -89,12 +86,6 @@ class AbstractState(NamedTuple):
         scales = {
             names_on(path): scale for matrices, scale in scaled for path in matrices.paths
         }
-        multipliers = {}
-        for tree in multiplied:
-            for path, value in leaves_by_path(tree).items():
-                if not isinstance(value, jax.core.Tracer):
-                    x = np.asarray(jax.device_get(value))
-                    multipliers[path] = float(x.min()), float(x.max())
         parts = list(_parts(state, bare))
         # What keeps no state is told by elimination, as far as that goes.
         keeping = {part.label for part in parts if part.has_trees}
@@ -122,7 +113,6 @@ class AbstractState(NamedTuple):
             kept[path] = Kept(
                 next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
                 " and ".join(labels) or without_state,
-                multipliers.get(path, (1.0, 1.0)),
                 [array for part in own for array in part.arrays[name]],
                 axes,
                 scales.get(name) if axes else None,

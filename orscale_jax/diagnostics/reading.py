@@ -16,7 +16,6 @@ from orscale_jax.transforms.master_weights import MasterWeightsState, with_maste
 from orscale_jax.transforms.matrices import MATRIX, Matrices, compute_dtype
 from orscale_jax.transforms.momentum import Int8TraceState
 from orscale_jax.transforms.relatives import InitialNormState
-from orscale_jax.transforms.stages import RateMultiplierState
 from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import Path, by_name, name_and_shape, names_on
@@ -101,8 +100,8 @@ def read(
         optimizer was given, whose count is in the state. Where groups of
         :func:`optax.partition` have different ones: a mapping from their labels to
         numbers and schedules. None: the rates of :func:`optax.inject_hyperparams`, if the
-        state has them; otherwise ``relative_step`` is None. Without the
-        ``learning_rate_multipliers`` of the optimizer: these are in the state.
+        state has them; otherwise ``relative_step`` is None. A later
+        :func:`orscale_jax.scale_by_path` does not count.
 
     Returns:
       A :class:`Reading`. It shares no array with ``state``.
@@ -277,13 +276,10 @@ def _of_matrices(
 def _learning_rates(
     given: LearningRate, state: PyTree, groups: Mapping[Path, Labels]
 ) -> ByPath:
-    """η of the last update of each matrix, times its multiplier; none if not known."""
+    """η of the last update of each matrix; none if not known."""
     injected = list(_injected(state))
     schedules = nodes_in_groups(state, optax.ScaleByScheduleState)
     counts = [(labels, node.count) for labels, node in schedules]
-    multipliers = _by_path(
-        node.learning_rate_multiplier for node in nodes_of(state, RateMultiplierState)
-    )
     if given is not None and not isinstance(given, Mapping):
         places = [(labels, labels) for labels, *_ in injected]
         if len({_innermost(places, labels) for labels in groups.values()}) > 1:
@@ -332,7 +328,7 @@ def _learning_rates(
                 _checks.refuse("learning_rate", rate, _FORMS)
             if not isinstance(rate, jax.Array):  # Looking at one would wait for its step.
                 _checks.number("learning_rate", rate, at_least=0)
-            rates[path] = rate * multipliers.get(path, 1)
+            rates[path] = rate
     unknown = [path for path in groups if path not in rates]
     if rates and unknown:
         raise ValueError(

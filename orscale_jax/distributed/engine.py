@@ -7,7 +7,7 @@ the platform is known when the program is compiled and not when it is traced.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -18,6 +18,7 @@ from orscale_jax.distributed.slow_links import (
     SlowAxes,
     slices_of_mesh,
     warn_of_unknown_slices,
+    without_devices,
 )
 from orscale_jax.newton_schulz.iteration import NewtonSchulz
 from orscale_jax.newton_schulz.platforms import (
@@ -52,6 +53,10 @@ class PolarOptions:
     platforms: Mapping[str, Platform] = dataclasses.field(
         default_factory=lambda: PLATFORMS, hash=False
     )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is sent to another process."""
+        return vars(self) | without_devices(self.mesh, self.slow_axes)
 
     def platform(self, name: str) -> Platform:
         """A platform with these options."""

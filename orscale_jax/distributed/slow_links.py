@@ -46,6 +46,15 @@ def slices_of_mesh(
     return {name: count for name, count in counts.items() if count > 1}
 
 
+def without_devices(
+    mesh: Mesh | AbstractMesh | None, slow_axes: SlowAxes | None
+) -> dict[str, Any]:
+    """These arguments for another process, which has other devices."""
+    if isinstance(mesh, Mesh):
+        slow_axes, mesh = slices_of_mesh(mesh, slow_axes), mesh.abstract_mesh
+    return {"mesh": mesh, "slow_axes": slow_axes}
+
+
 def slice_of_each(mesh: Mesh) -> np.ndarray:
     """The slice of each device of a mesh, in the shape of its axes."""
     found = [_slice_of(device) for device in mesh.devices.flat]

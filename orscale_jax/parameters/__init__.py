@@ -6,7 +6,6 @@ dimension_numbers  dimension numbers to axes, for a whole tree; the default rule
 expressions        regular expressions over paths; the first that matches decides
 path_rules         the public ``by_path``
 heads              each head of attention as a matrix
-rate_multipliers   multipliers of the learning rate, by path or as a tree
 layer_classes      the class of a layer, by names on its path and beside it
 module_types       dimension numbers from the types of modules
 output_layers      the kernels whose product a model returns, from its trace

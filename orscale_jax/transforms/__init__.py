@@ -4,9 +4,10 @@
 matrices            the matrices of a tree; the boundary between users and stages
 momentum            G to M̃, with a state of floats or 8-bit integers; Adam's in float16
 orthogonalize       M̃ to Q
-stages              s, λW, the wait for a matrix's first update, the learning rates
+stages              s, λW, the wait for a matrix's first update
 trust_ratio         multiplies D by the clipped, calibrated ratio; the rules that set c
 relatives           the stages of NorMuon, Muon+, Aurora, Hyperball, cautious decay
+scale_by_path       multiplies the updates of some parameters, after any optimizer
 master_weights      wraps any optimizer, for bfloat16 weights that lose no update
 qk_clip             finds queries and keys, and rescales those of large logits
 ==================  ==================================================================

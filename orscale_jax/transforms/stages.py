@@ -1,10 +1,10 @@
-"""The stages beside Q and the ratio: s, λW, D = 0 without momentum, the rates."""
+"""The stages beside Q and the ratio: s, λW, D = 0 without momentum."""
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,26 +14,17 @@ from jax.typing import ArrayLike
 
 from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
-from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, is_axes_leaf
-from orscale_jax.parameters.rate_multipliers import (
-    NAME,
-    RateMultipliers,
-    rate_multipliers,
-)
-from orscale_jax.sharding import typed_sharding
+from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.transforms.matrices import (
     Matrices,
     broadcast,
-    compute_dtype,
     on_matrices,
 )
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.names import name_and_shape
 from orscale_jax.trees.nodes import (
     Watch,
     broadcast_prefix,
     is_function,
-    is_masked,
     mask_like,
 )
 
@@ -91,17 +82,6 @@ class Scale:
 
 # What the audit reads: the matrices of each stage that scales.
 scaled: Watch[tuple[Matrices, Scale]] = Watch("scales")
-
-
-class RateMultiplierState(NamedTuple):
-    """The multipliers of the last step, from which steps can be read off the state."""
-
-    #: Tree like the parameters. A leaf of matrices has their multipliers, in an array of
-    #: the batch shape (``()`` for a plain matrix), dtype float32 (float64 for float64
-    #: parameters).
-    learning_rate_multiplier: PyTree
-    #: The state of the learning rate.
-    inner_state: optax.OptState
 
 
 def scale_by_shape(
@@ -287,102 +267,3 @@ def where_nonzero_stage(
         return matrices.map(keep, updates, zero), state
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def rate_stage(
-    learning_rate: ArrayLike | optax.Schedule,
-    multipliers: PyTree | None,
-    matrices: Matrices,
-) -> optax.GradientTransformation:
-    """Multiplies by −η and, of matrices, by the multipliers, which its state shows."""
-    rate = optax.scale_by_learning_rate(learning_rate)
-    if multipliers is None:
-        return rate
-
-    def entries(axes: MatrixAxes, leaf: jax.Array, value: ArrayLike) -> jax.Array:
-        shape = axes.batch_shape(leaf)
-        # A copy: a step to which the state is donated must not delete the user's array.
-        array = jnp.array(value, compute_dtype(leaf))
-        if array.ndim == leaf.ndim:  # With 1 along the axes of the matrices.
-            batch = axes.of_batch(array.shape)
-            array = array.reshape([1 if size is None else size for size in batch])
-        return jnp.broadcast_to(_along_first(array, len(shape)), shape)
-
-    def init(params: PyTree) -> RateMultiplierState:
-        found = matrices.entries(params, entries, multipliers)
-        return RateMultiplierState(found, rate.init(params))
-
-    def update(
-        updates: PyTree, state: RateMultiplierState, params: PyTree | None = None
-    ) -> tuple[PyTree, RateMultiplierState]:
-        steps, inner_state = rate.update(updates, state.inner_state, params)
-        found = matrices.entries(steps, entries, multipliers)
-        factors = matrices.broadcast(found, steps)
-        steps = matrices.map(lambda _, step, factor: factor * step, steps, factors)
-        return steps, RateMultiplierState(found, inner_state)
-
-    return optax.GradientTransformation(init, update)
-
-
-def adamw_rate_stage(
-    learning_rate: ArrayLike | optax.Schedule, multipliers: PyTree | None
-) -> optax.GradientTransformation:
-    """Multiplies by −η and by the multiplier of each parameter, without further state."""
-    rate = optax.scale_by_learning_rate(learning_rate)
-    if multipliers is None:
-        return rate
-
-    def times(step: jax.Array, value: ArrayLike) -> jax.Array:
-        factor = jnp.asarray(value, step.dtype)
-        if factor.ndim:
-            factor = _along_first(factor, step.ndim)
-            spec = typed_sharding.spec(step)
-            spec = [
-                axes if n > 1 else None
-                for n, axes in zip(factor.shape, spec, strict=True)
-            ]
-            factor = typed_sharding.shard_as(factor, step, spec)
-        return step * factor
-
-    def update(
-        updates: PyTree, state: Any, params: PyTree | None = None
-    ) -> tuple[PyTree, Any]:
-        steps, state = rate.update(updates, state, params)
-        own = mask_like(multipliers, steps)  # Without those of the matrices.
-        return jax.tree.map(times, steps, own), state
-
-    return optax.GradientTransformation(rate.init, update)
-
-
-def _along_first(array: jax.Array, rank: int) -> jax.Array:
-    return array.reshape(array.shape + (1,) * (rank - array.ndim))
-
-
-def multipliers_of(
-    given: RateMultipliers, params: PyTree, matrices: Matrices
-) -> PyTree | None:
-    """The multiplier of each parameter, checked; None if none are given."""
-    multipliers = rate_multipliers(given, params)
-    if multipliers is None or not jax.tree.leaves(params):
-        return multipliers
-
-    def check(path: Any, axes: MatrixAxes | Any, leaf: Any, value: ArrayLike) -> None:
-        shape, lengths = np.shape(value), np.shape(leaf)
-        # The first axes may have multipliers: all of AdamW's.
-        batch = range(len(lengths)) if is_masked(axes) else axes.batch
-        free = next((i for i, axis in enumerate(batch) if axis != i), len(batch))
-        whole = [n if i in batch else 1 for i, n in enumerate(lengths)]
-        broadcasts = len(shape) == len(lengths) and all(
-            n in (1, length) for n, length in zip(shape, whole, strict=True)
-        )
-        if shape != lengths[:free][: len(shape)] and not broadcasts:
-            raise ValueError(
-                f"{NAME} of parameter {name_and_shape(path, leaf)} has shape {shape}: "
-                "pass a number, an array with the lengths of its first axes, which must "
-                f"be batch axes of matrices: {lengths[:free]}, or the first of these, or "
-                f"an array of {len(lengths)} axes that broadcasts to {tuple(whole)}."
-            )
-
-    trees = (matrices.axes_tree, params, multipliers)
-    jax.tree.map_with_path(check, *trees, is_leaf=is_axes_leaf)
-    return multipliers

@@ -8,10 +8,8 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, describe, family, muon, orscale
@@ -283,79 +281,19 @@ def test_names_that_print_alike_are_two_rows():
     assert [row.rule for row in describe({"a.b": W}, optimizer).rows] == ["adamw"]
 
 
-# The multipliers of the learning rate, which the optimizers note while they are traced.
-MULTIPLIERS = {"^b": 0.5, "stack": np.array([1.0, 2.0, 4.0])}
-
-
-def multiplied(make=orscale, given=MULTIPLIERS):
-    return make(0.1, weight_dimension_numbers=NUMBERS, learning_rate_multipliers=given)
-
-
-def multipliers(optimizer, params=None):
-    params = tree(0) if params is None else params
-    rows = describe(params, optimizer).rows
-    return {row.path: row.multipliers for row in rows}
-
-
-GROUPED = optax.partition(
-    {"x": multiplied(), "y": multiplied(muon, 3.0), "z": optax.sgd(0.1)},
-    {"w": "y", "stack": "x", "b": "z"},
-)
-
-
-@pytest.mark.parametrize(
-    "optimizer, w, b",
-    [
-        (multiplied(), 1, 0.5),
-        (multiplied(family.hyperball), 1, 0.5),
-        (optax.MultiSteps(multiplied(), 2), 1, 0.5),
-        (multiplied(optax.inject_hyperparams(orscale)), 1, 0.5),
-        (GROUPED, 3, 1),
-    ],
-)
-def test_multipliers(optimizer, w, b):
-    abstract = jax.eval_shape(lambda: tree(0))
-    for _ in range(2):  # What JAX has traced before does not hide them.
-        found = multipliers(optimizer, abstract)
-        assert found == {"w": (w, w), "b": (b, b), "stack": (1, 4)}
-
-
 def test_an_audit_inside_of_another_one():
     """Each collects what its own optimizer notes, also where both note equal things."""
     inner = []
 
-    def rules(params):
-        inner.append(multipliers(multiplied(given={"^b": 0.5})))
-        return {"w": 2.0, "stack": 1.0, "b": 0.5}
+    def scales(optimizer):
+        return {
+            row.path: row.scale for row in describe(tree(0), optimizer=optimizer).rows
+        }
 
-    outer = multipliers(multiplied(given=rules))
-    for found, w in ((outer, (2, 2)), (inner[0], (1, 1))):
-        assert found == {"w": w, "b": (0.5, 0.5), "stack": (1, 1)}
+    def numbers(params):
+        inner.append(scales(muon(0.1, weight_dimension_numbers=NUMBERS)))
+        return NUMBERS
 
-
-def test_the_column_of_multipliers_is_there_if_it_says_something():
-    description = describe(tree(0), multiplied())
-    heading, *lines = str(description).splitlines()
-    column = heading.index("η ×")
-    assert [line[: column + 3].split()[-1] for line in lines[1:4]] == ["0.5", "4", "1"]
-    assert "learning_rate_multiplier" in description.to_csv()
-    plain = (describe(tree(0), multiplied(given=x)) for x in (None, {}))
-    for without in (*plain, description.select("^w")):
-        assert "η ×" not in str(without) and "multiplier" not in without.to_csv()
-
-
-def test_an_optimizer_of_flax_and_multipliers_that_are_traced():
-    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    tx = orscale(0.1, learning_rate_multipliers={"bias": 3.0})
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    found = describe(nnx.state(model, nnx.Param), optimizer).rows
-    rules = [(row.rule, row.multipliers) for row in found]
-    assert rules == [("adamw", (3, 3)), ("matrix", (1, 1))]
-
-    @jax.jit
-    def step(factor):
-        traced = multiplied(given={"^b": factor, "stack": 2.0})
-        assert multipliers(traced) == {"w": (1, 1), "b": (1, 1), "stack": (2, 2)}
-        return factor
-
-    step(0.5)
+    outer = scales(orscale(0.1, consistent_rms=None, weight_dimension_numbers=numbers))
+    assert outer == {"w": 1, "stack": 1, "b": None}
+    assert inner[0] == {"w": 0.2 * 6**0.5, "stack": 0.2 * 5**0.5, "b": None}

@@ -1,0 +1,122 @@
+"""Numbers that multiply the updates of some parameters, by expressions over paths."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.typing import ArrayLike
+
+from orscale_jax import _checks
+from orscale_jax.parameters import expressions
+from orscale_jax.sharding import typed_sharding
+from orscale_jax.trees.boxes import PyTree, rebox, unbox
+from orscale_jax.trees.names import name_and_shape, names_on
+from orscale_jax.trees.nodes import leaves_and_masks
+
+
+def scale_by_path(
+    rules: expressions.ByExpression[ArrayLike],
+) -> optax.GradientTransformation:
+    r"""Multiply the updates of some parameters: their learning rate, after an optimizer.
+
+    It works after any optimizer of Optax, ``optax.chain(optax.adamw(1e-3),
+    scale_by_path({"embed": 0.1}))``, and has no state. A decay that is part of the update
+    is multiplied, too. After :func:`~orscale_jax.family.hyperball` the norms of matrices
+    are no longer kept.
+
+    Args:
+      rules: Mapping, or sequence of pairs, from a regular expression over the paths, as
+        in :func:`by_path`, to a positive number; the first expression that matches
+        applies, and updates that none matches stay as they are. In place of a number, an
+        array gives each layer of a stack its own: it has the lengths of the leaf's first
+        axes, such as ``(24,)``, or as many axes as the leaf, with 1 along all but those
+        of layers, such as ``(1, 24, 1)``.
+
+    Returns:
+      A transformation. Updates keep their shapes, dtypes and shardings; the product is
+      rounded once, from float32 or a wider dtype.
+
+    Raises:
+      ValueError: At once, if an expression or a number is not valid. From ``init`` and
+        ``update``, if an expression applies to no parameter (the message names the
+        nearest paths), or an array does not fit a leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optax
+      >>> from orscale_jax import muon, scale_by_path
+      >>> rates = jnp.array([1.0, 0.5])  # Of two layers.
+      >>> optimizer = optax.chain(
+      ...     muon(1e-3, weight_dimension_numbers={"blocks": None, "head": None}),
+      ...     scale_by_path({"head": 0.1, "blocks": rates}),
+      ... )
+      >>> params = {"blocks": jnp.ones((2, 4)), "head": jnp.ones(4)}
+      >>> updates, _ = optimizer.update(params, optimizer.init(params), params)
+      >>> print(updates["blocks"][:, 0], updates["head"][0])
+      [-0.0011  -0.00055] -0.00011
+    """
+    pairs = expressions.compiled(rules, "rules", "positive numbers", _checked)
+
+    def factors(tree: PyTree) -> PyTree:
+        """For each leaf a number, or an array that broadcasts against the leaf."""
+        if not jax.tree.leaves(tree):  # As in matrix_axes.
+            return tree
+        found = expressions.values(pairs, leaves_and_masks(tree), "scale_by_path")
+
+        def of_leaf(path: Any, leaf: Any) -> ArrayLike:
+            factor: Any = found.get(names_on(path), 1.0)
+            own, lengths = np.shape(factor), np.shape(leaf)
+            shape = own + (1,) * (len(lengths) - len(own))
+            if len(shape) > len(lengths) or any(
+                n not in (1, length) for n, length in zip(shape, lengths, strict=True)
+            ):
+                raise ValueError(
+                    f"the array of scale_by_path for {name_and_shape(path, leaf)} has "
+                    f"shape {own}: pass a number, or an array with the lengths of the "
+                    "leaf's first axes, or with as many axes as the leaf, with 1 along "
+                    "all but those of layers. A narrower expression before this one "
+                    "gives the leaf another number."
+                )
+            return factor.reshape(shape) if own else factor
+
+        return jax.tree.map_with_path(of_leaf, tree)
+
+    def times(leaf: jax.Array, factor: ArrayLike) -> jax.Array:
+        wide = jnp.promote_types(jnp.result_type(leaf), jnp.float32)
+        x, factor = jnp.asarray(leaf), jnp.asarray(factor, wide)
+        if factor.ndim:
+            spec = zip(factor.shape, typed_sharding.spec(x), strict=True)
+            entries = [axes if n > 1 else None for n, axes in spec]
+            factor = typed_sharding.shard_as(factor, x, entries)
+        return (factor * x.astype(wide)).astype(x.dtype)
+
+    def init(params: PyTree) -> optax.EmptyState:
+        factors(unbox(params))  # Checks the rules.
+        return optax.EmptyState()
+
+    def update(
+        updates: PyTree, state: optax.EmptyState, params: PyTree | None = None
+    ) -> tuple[PyTree, optax.EmptyState]:
+        bare = unbox(updates)
+        return rebox(jax.tree.map(times, bare, factors(bare)), updates), state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _checked(name: str, value: Any) -> ArrayLike:
+    """The factor, if it is positive and finite or not known yet."""
+    remedy = (
+        "pass a positive finite number, or an array of them for stacked layers. A group "
+        "of optax.partition freezes parameters or gives them a schedule"
+    )
+    known = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
+    if not known or not _checks.is_real(getattr(value, "dtype", type(value))):
+        _checks.refuse(name, value, remedy)
+    _checks.not_rounded(name, value)
+    if not isinstance(value, jax.core.Tracer):
+        with np.errstate(over="ignore", under="ignore"):
+            finite = np.asarray(jax.device_get(value)).astype(np.float32)
+        if not (np.isfinite(finite) & (finite > 0)).all():
+            _checks.refuse(name, value, remedy)
+    return value
