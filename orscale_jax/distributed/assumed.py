@@ -77,7 +77,7 @@ def _require(mesh: AbstractMesh, devices: int) -> None:
 _devices_p = Primitive("on_devices_of_mesh")
 
 
-@_devices_p.def_impl
+@_devices_p.def_impl  # type: ignore[untyped-decorator]
 def _(x: jax.Array, *, mesh: AbstractMesh) -> jax.Array:
     _require(mesh, len(x.sharding.device_set))
     return x

@@ -11,7 +11,7 @@ from orscale_jax import _checks
 from orscale_jax.flax._types import NNX_RULES, is_holder, with_adapters
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
-from orscale_jax.parameters.module_types import ModuleRules
+from orscale_jax.parameters.module_types import ModuleRules, Rule, adamw_only
 from orscale_jax.parameters.path_rules import Rules
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, by_name
@@ -94,11 +94,12 @@ def nnx_dimension_numbers(
       https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
     """
     _checks.model("model", model, nnx.Module)
-    own_rules: ModuleRules = {nnx.Module: lambda _: {}, **NNX_RULES, **(rules or {})}
-    every_rule: ModuleRules = {
-        cls: lambda m, rule=rule: with_adapters(rule(m), vars(m))
-        for cls, rule in own_rules.items()
-    }
+
+    def adapted(rule: Rule) -> Rule:
+        return lambda module: with_adapters(rule(module), vars(module))
+
+    known: ModuleRules = {nnx.Module: adamw_only(), **NNX_RULES, **(rules or {})}
+    every_rule = {cls: adapted(rule) for cls, rule in known.items()}
     params = by_name(nnx.state(model, wrt), is_holder)
     leaves = {path: jax.tree.leaves(param)[0] for path, param in params.items()}
     # The axes that count modules, by their names in the variables' annotations.
