@@ -72,11 +72,8 @@ def mean_shares(workloads: Sequence[str]) -> Interval:
 def draw(path: pathlib.Path, ink: str, paper: str, faint: str) -> None:
     """The mean curves of the shown workload, with the range of the seeds."""
     parts = ("axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
-    colors: dict[Any, Any] = {
-        **dict.fromkeys(parts, ink),
-        "text.color": ink,
-        "axes.facecolor": paper,
-    }
+    colors: dict[Any, str] = dict.fromkeys((*parts, "text.color"), ink)
+    colors["axes.facecolor"] = paper
     steps, means = find_workload(SHOWN).config.recipe.num_steps, {}
     with matplotlib.rc_context({**style.RC, **colors, "grid.color": faint}):
         figure = Figure(figsize=(5.4, 3.2))
