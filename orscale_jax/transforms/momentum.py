@@ -90,7 +90,8 @@ def adam_stage(
     """
 
     def narrowed(mu: jax.Array) -> jax.Array:
-        return mu if jnp.iscomplexobj(mu) else mu.astype(mu_dtype or mu.dtype)
+        real = jnp.issubdtype(mu.dtype, jnp.floating)
+        return jnp.zeros_like(mu, mu_dtype) if real and mu_dtype is not None else mu
 
     def widened(nu: jax.Array) -> jax.Array:
         return nu.astype(jnp.float32) if nu.dtype == jnp.float16 else nu
