@@ -103,6 +103,7 @@ def compiled(shardings):
     abstract = abstract_run(shardings)
     hybrid = "dcn" in shardings["bias"].mesh.axis_names
     optimizer = HYBRID_OPTIMIZER if hybrid else OPTIMIZER
+    state_shardings(optimizer, abstract[0])  # It sees how these are sharded.
 
     def step(run, targets, index):
         params, state = run
