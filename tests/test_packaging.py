@@ -15,7 +15,7 @@ from tests import release
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PIN = re.compile(r'([\w.-]+)==[\w.]+( ; python_version (<|>=) "3\.12")?')
+PIN = re.compile(r'([\w.-]+)==[\w.]+( ; python_(full_)?version (<|>=) "3\.\d+(\.\d+)?")?')
 
 
 def normalized(name):

@@ -20,7 +20,6 @@ from orscale_jax import (
     AttentionHeads,
     QueryKey,
     by_path,
-    from_first_nonzero_update,
     keep_master_weights,
     muon,
     orscale,
@@ -29,6 +28,7 @@ from orscale_jax import (
     scale_by_calibrated_trust_ratio,
     scale_by_path,
     scale_by_shape,
+    where_nonzero,
 )
 from tests.runs import NUMBERS, RELATIVES, assert_same_bits, mesh_of, placed, tree
 
@@ -81,9 +81,7 @@ STAGES = {
     "orthogonalize": of_matrices(orthogonalize, ns_steps=jnp.array(4)),
     "scale_by_shape": of_matrices(scale_by_shape, jnp.array(0.3)),
     "ratio": of_matrices(scale_by_calibrated_trust_ratio, r_min=jnp.array(0.3)),
-    "first": of_matrices(
-        from_first_nonzero_update, optax.add_decayed_weights(jnp.array(0.1))
-    ),
+    "first": of_matrices(where_nonzero, optax.add_decayed_weights(jnp.array(0.1))),
     "by_path": lambda: scale_by_path({re.compile("w"): 2.0, "stack": jnp.ones(3)}),
     "injected": lambda: optax.inject_hyperparams(orscale)(SCHEDULE, r_min=0.3),
     "master_weights": lambda: keep_master_weights(orscale(SCHEDULE, **functions())),

@@ -100,7 +100,9 @@ def test_the_layouts_of_fused_kernels(name):
 def test_the_table_says_that_blocks_are_contiguous(blocks):
     """Also where the mark "fused?" is gone, since they are wrong for alternating rows."""
     numbers = {"gate_up": Blocks(0, 1, block_axis=1, blocks=blocks)}
-    description = describe({"gate_up": jnp.ones((8, 24))}, numbers)
+    description = describe(
+        {"gate_up": jnp.ones((8, 24))}, orscale(0.1, weight_dimension_numbers=numbers)
+    )
     assert not any(row.check for row in description.rows)
     said = ["gate_up[:, 0:10]", "gate_up[:, 10:24]"] if 10 in np.ravel(blocks) else []
     assert ("2 contiguous" in str(description)) == (not said)
