@@ -120,18 +120,6 @@ def rotate(x_BxTxNxH: jax.Array, base: float) -> jax.Array:
     )
 
 
-def causal_mixture(scores_BxNxTxS: jax.Array, v_BxSxNxH: jax.Array) -> jax.Array:
-    """The mean of the values up to each position, weighted by the softmax of its scores.
-
-    `jax.nn.dot_product_attention` rounds to float32, also of float64.
-    """
-    T = scores_BxNxTxS.shape[-1]
-    causal_1x1xTxT = jnp.tri(T, dtype=bool)[None, None]
-    lowest = jnp.finfo(scores_BxNxTxS.dtype).min
-    share_BxNxTxS = jax.nn.softmax(jnp.where(causal_1x1xTxT, scores_BxNxTxS, lowest))
-    return jnp.einsum("bnts,bsnh->btnh", share_BxNxTxS.astype(v_BxSxNxH.dtype), v_BxSxNxH)
-
-
 class Relu2Mlp(nnx.Module):
     """ReLU² between two matrices."""
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from examples.pretrain.models.attention import causal_attention
 from examples.pretrain.models.experts import routed
 from examples.pretrain.models.layers import (
     Block,
     LayerConfig,
     SwigluMlp,
-    causal_mixture,
     count_parameters,
     embedding,
     linear,
@@ -208,12 +208,9 @@ class LatentAttention(nnx.Module):
         qp_BxTxNxP = rotate(qp_BxTxNxP, base)
         kp_BxTxP = rotate(kp_BxTxP[:, :, None, :], base)[:, :, 0, :]
 
-        product = functools.partial(
-            jnp.einsum, preferred_element_type=config.precise_dtype
+        mixed_BxTxNxU = causal_attention(
+            [q_BxTxNxH, qp_BxTxNxP], [k_BxTxNxH, kp_BxTxP], v_BxTxNxU
         )
-        scores_BxNxTxS = product("btnh,bsnh->bnts", q_BxTxNxH, k_BxTxNxH)
-        scores_BxNxTxS += product("btnp,bsp->bnts", qp_BxTxNxP, kp_BxTxP)
-        mixed_BxTxNxU = causal_mixture(scores_BxNxTxS * (H + P) ** -0.5, v_BxTxNxU)
         return self.out(mixed_BxTxNxU.reshape(*x_BxTxD.shape[:2], -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:
