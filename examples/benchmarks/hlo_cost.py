@@ -66,7 +66,9 @@ NO_KERNELS = CALLS - FUSIONS | {
     "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
 # The batch, heads and positions of what cuDNN's attention computes, but never stores.
-ATTENTION = r'"intermediate_tensor_shape": \{"element_type": "\w+", "dimensions": (\[[^]]*\])'
+ATTENTION = (
+    r'"intermediate_tensor_shape": \{"element_type": "\w+", "dimensions": (\[[^]]*\])'
+)
 SLICES, UPDATE = {"slice", "dynamic-slice"}, "dynamic-update-slice"
 
 

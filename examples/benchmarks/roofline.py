@@ -6,9 +6,9 @@
 
 A kernel takes as long as its bytes at 2.9 TB/s or its FLOPs at 650 TFLOP/s, whichever is
 longer, and 2 µs for its launch: rates that large arrays and products reach. Nothing is
-timed. :mod:`examples.benchmarks.hlo_cost` says what is counted. Causal attention counts as
-if it were not: cuDNN computes half of that, at about half of the rate. Kernels that are
-alike are one row, and so are the results of one type.
+timed. :mod:`examples.benchmarks.hlo_cost` says what is counted. Causal attention counts
+as if it were not: cuDNN computes half of that, at about half of the rate. Kernels that
+are alike are one row, and so are the results of one type.
 """
 
 import collections
@@ -44,9 +44,7 @@ class Kernel(NamedTuple):
     @property
     def seconds(self) -> float:
         """Of one launch."""
-        return LAUNCH + max(
-            self.nbytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND
-        )
+        return LAUNCH + max(self.nbytes / BYTES_PER_SECOND, self.flops / FLOPS_PER_SECOND)
 
 
 def kernels(text: str) -> Iterator[Kernel]:
@@ -107,9 +105,15 @@ def report(text: str, flops: float | None = None) -> str:
     for instruction, _, place in runs(program, entry):
         if not place.fused and instruction.opcode not in hlo_cost.NO_KERNELS:
             for dtype, shape in instruction.arrays:
-                nbytes = instruction._replace(type=f"{dtype}[{','.join(map(str, shape))}]").nbytes
+                nbytes = instruction._replace(
+                    type=f"{dtype}[{','.join(map(str, shape))}]"
+                ).nbytes
                 sizes[nbytes, f"{dtype}{list(shape)}"] += 1
-    lines += ["", line(["MB", "array", "kernels that name it"]), line(["--:", "---", "--:"])]
+    lines += [
+        "",
+        line(["MB", "array", "kernels that name it"]),
+        line(["--:", "---", "--:"]),
+    ]
     lines += [
         line([f"{nbytes / 1e6:.1f}", name, f"{count}"])
         for (nbytes, name), count in sorted(sizes.items(), reverse=True)[:ROWS]

@@ -31,8 +31,9 @@ class Case(NamedTuple):
     name: str  # What is measured, such as a model.
     variant: str  # In which way, such as an optimizer.
     quantity: str  # The case is done where the table has this quantity of it.
-    measure: Callable[[], Iterator[Measured]]
+    measure: Callable[..., Iterator[Measured]]
     last: int = 0  # The last step of a training run, whose rows are written as they come.
+    told: bool = False  # `measure` takes the rows of this card that the table then has.
 
 
 class Row(NamedTuple):
@@ -82,7 +83,8 @@ def run(
             continue
         title = f"{stage}: {case.name}, {case.variant}, {case.quantity}"
         try:
-            measured = case.measure()
+            rows = [row for row in read(path) if row.card == card]
+            measured = case.measure(*([rows] if case.told else []))
             while time.perf_counter() - began < seconds:
                 found = list(itertools.islice(measured, 1 if case.last else None))
                 add(path, case, found)

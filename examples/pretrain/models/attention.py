@@ -1,18 +1,15 @@
 """Causal attention by the platform's fused kernel where it fits, else written out."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-    splash_attention_mask as masks,
-)
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from examples.pretrain.models.sharding import mesh_axes
+from examples.pretrain.models.sharding import mesh_axes, platform
 
 # Of queries (B, T, N, H), keys and values (B, T, N, U): the means of values.
 Kernel = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -32,16 +29,14 @@ def choose(dtype: DTypeLike, length: int, features: int, value_features: int) ->
 
     The platform is that of the mesh in context; without a mesh it is JAX's default.
     """
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    platform = device.platform if device else jax.default_backend()
-    dtype, refused = jnp.dtype(dtype), ""
-    if platform not in ("gpu", "tpu"):
-        refused = f"there is no fused kernel for the platform {platform}"
+    on, dtype, refused = platform(), jnp.dtype(dtype), ""
+    if on not in ("gpu", "tpu"):
+        refused = f"there is no fused kernel for the platform {on}"
     elif dtype.itemsize != 2:
         refused = f"fused kernels take 16-bit activations, and these are {dtype}"
-    elif platform == "tpu" and length % LANES:
+    elif on == "tpu" and length % LANES:
         refused = f"splash attention needs a multiple of {LANES} tokens, not {length}"
-    elif platform == "gpu":
+    elif on == "gpu":
         like = jax.ShapeDtypeStruct((1, length, 1, features), dtype)
         values = jax.ShapeDtypeStruct((1, length, 1, value_features), dtype)
         try:
@@ -50,7 +45,7 @@ def choose(dtype: DTypeLike, length: int, features: int, value_features: int) ->
             refused = f"cuDNN refuses heads of {features} features: {error}"
     if refused:
         return Choice(None, f"Attention is written out: {refused}.")
-    if platform == "gpu":
+    if on == "gpu":
         return Choice(cudnn, f"Attention is cuDNN's fused kernel, in {dtype}.")
     return Choice(splash_attention, f"Attention is splash attention, in {dtype}.")
 
@@ -97,7 +92,7 @@ def written_out(
     """
     precise = jnp.promote_types(jnp.float32, v_BxSxNxU.dtype)
     features = sum(part.shape[-1] for part in queries)
-    scores_BxNxTxS = sum(
+    products = [
         jnp.einsum(
             "btnh,bsnh->bnts" if k.ndim == 4 else "btnh,bsh->bnts",
             q,
@@ -105,8 +100,8 @@ def written_out(
             preferred_element_type=precise,
         )
         for q, k in zip(queries, keys, strict=True)
-    )
-    scores_BxNxTxS *= features**-0.5
+    ]
+    scores_BxNxTxS = functools.reduce(jnp.add, products) * features**-0.5
     T = scores_BxNxTxS.shape[-1]
     causal_1x1xTxT = jnp.tri(T, dtype=bool)[None, None]
     lowest = jnp.finfo(precise).min
@@ -130,6 +125,11 @@ def splash_attention(
     interpret: bool = False,
 ) -> jax.Array:
     """By JAX's kernel for TPUs, or by an interpreter of it on any platform."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import (  # Takes long.
+        splash_attention_kernel as splash,
+        splash_attention_mask as masks,
+    )
+
     _, T, N, H = q_BxTxNxH.shape
     block = max(size for size in range(LANES, LARGEST_BLOCK + 1, LANES) if T % size == 0)
     kernel = splash.make_splash_mha(

@@ -5,7 +5,6 @@ of a token. The routing is DeepSeek-V3's (arXiv:2412.19437, section 2.1.2).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -198,7 +197,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         config = self.config
-        H, P, base = config.nope_dim, config.rope_dim, config.rope_base
+        H, base = config.nope_dim, config.rope_base
         q_BxTxNxH, qp_BxTxNxP = jnp.split(self._heads(self.query(x_BxTxD)), [H], axis=-1)
         latent_BxTxR, kp_BxTxP = jnp.split(
             self.kv_down(x_BxTxD), [config.kv_rank], axis=-1
