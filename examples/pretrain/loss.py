@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from optax import softmax_cross_entropy_with_integer_labels
 
 
 def cross_entropy(
@@ -19,15 +20,18 @@ def cross_entropy(
     another, in the backward pass, too. They divide the vocabulary.
     """
     if callable(head):
-        return of_logits(head(hidden_BxTxD), targets_BxT).mean()
+        logits_BxTxV = head(hidden_BxTxD)
+        narrow = logits_BxTxV.dtype.itemsize == 2
+        losses_of = of_narrow if narrow else softmax_cross_entropy_with_integer_labels
+        return losses_of(logits_BxTxV, targets_BxT).mean()
     return _chunked(hidden_BxTxD, head, targets_BxT, chunks).mean()
 
 
 @jax.custom_vjp
-def of_logits(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
-    """The cross-entropy at each position, with sums of at least float32.
+def of_narrow(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
+    """The cross-entropy at each position of logits in 16 bits, with sums in float32.
 
-    Without a copy of the logits in that dtype, which automatic differentiation keeps.
+    Automatic differentiation would keep a copy of all logits in float32.
     """
     return _with_sums(logits_BxTxV, targets_BxT)[0]
 
@@ -35,11 +39,10 @@ def of_logits(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
 def _with_sums(
     logits_BxTxV: jax.Array, targets_BxT: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    precise = jnp.promote_types(jnp.float32, logits_BxTxV.dtype)
-    largest_BxTx1 = logits_BxTxV.max(-1, keepdims=True).astype(precise)
-    shifted_BxTxV = logits_BxTxV.astype(precise) - largest_BxTx1
-    is_target_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == targets_BxT[..., None]
+    largest_BxTx1 = logits_BxTxV.max(-1, keepdims=True).astype(jnp.float32)
+    shifted_BxTxV = logits_BxTxV.astype(jnp.float32) - largest_BxTx1
     sum_BxTx1 = jnp.exp(shifted_BxTxV).sum(-1, keepdims=True)
+    is_target_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == targets_BxT[..., None]
     target_BxT = jnp.where(is_target_BxTxV, shifted_BxTxV, 0).sum(-1)
     losses_BxT = jnp.log(sum_BxTx1)[..., 0] - target_BxT
     return losses_BxT, (logits_BxTxV, targets_BxT, largest_BxTx1, sum_BxTx1)
@@ -50,15 +53,14 @@ def _gradient(
 ) -> tuple[jax.Array, None]:
     logits_BxTxV, targets_BxT, largest_BxTx1, sum_BxTx1 = kept
     gradient_BxTx1 = gradient_BxT[..., None]
-    precise = gradient_BxT.dtype
-    shifted_BxTxV = logits_BxTxV.astype(precise) - largest_BxTx1
-    softmax_BxTxV = jnp.exp(shifted_BxTxV) * (gradient_BxTx1 / sum_BxTx1)
+    power_BxTxV = jnp.exp(logits_BxTxV.astype(jnp.float32) - largest_BxTx1)
     is_target_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == targets_BxT[..., None]
-    found_BxTxV = softmax_BxTxV - jnp.where(is_target_BxTxV, gradient_BxTx1, 0)
+    found_BxTxV = power_BxTxV * (gradient_BxTx1 / sum_BxTx1)
+    found_BxTxV -= jnp.where(is_target_BxTxV, gradient_BxTx1, 0)
     return found_BxTxV.astype(logits_BxTxV.dtype), None
 
 
-of_logits.defvjp(_with_sums, _gradient)
+of_narrow.defvjp(_with_sums, _gradient)
 
 
 def _chunked(

@@ -69,7 +69,7 @@ class Sizes(NamedTuple):
 GPT2 = Sizes(768, 12, 12, 50304, batches=1, sequences=32, length=1024)
 TINY = Sizes(16, 1, 2, 256, batches=2, sequences=2, length=8, steps=4, between=2)
 SMALL = Sizes(512, 10, 8, 256, batches=1, sequences=16, length=512, steps=1500)
-LARGE = SMALL._replace(width=896, layers=13, heads=14, steps=3000)
+LARGE = SMALL._replace(width=896, layers=13, heads=14, steps=2500)
 # Powers of two times this rate; those in the middle are tried first.
 RATE = 1e-3
 EXPONENTS = {"optax.adamw": (0, -1, 1, -2), "muon": (2, 1, 3, 0), "orscale": (2, 1, 3, 0)}

@@ -59,6 +59,11 @@ class DenseConfig(LayerConfig):
             )
 
     @property
+    def attention_features(self) -> tuple[int, int]:
+        """Of a head's queries and keys, and of its values."""
+        return self.width // self.heads, self.width // self.heads
+
+    @property
     def hidden(self) -> int:
         """The width of the MLP: 4·width, or 8/3·width in whole multiples of 256."""
         return 4 * self.width if self.mlp == "relu2" else -(-8 * self.width // 768) * 256

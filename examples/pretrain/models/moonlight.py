@@ -95,6 +95,11 @@ class MoonlightConfig(LayerConfig):
             )
 
     @property
+    def attention_features(self) -> tuple[int, int]:
+        """Of a head's queries and keys, and of its values."""
+        return self.nope_dim + self.rope_dim, self.value_dim
+
+    @property
     def expert_layers(self) -> int:
         return self.layers - self.dense_layers
 
