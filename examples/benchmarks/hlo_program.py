@@ -232,8 +232,14 @@ def _trips(loop: Instruction, computation: Computation, program: Program) -> int
         first = computation[loop.operands[0]].operands[index]
         *_, root = body.values()
         increment = body[root.operands[index]]
+        while increment.opcode in {"copy", "fusion"}:
+            if increment.opcode == "copy":
+                increment = body[increment.operands[0]]
+            else:
+                body = program[(increment.attribute(r"calls=%?([\w.-]+)") or "")]
+                *_, increment = body.values()
         if increment.opcode != "add":
-            raise ValueError("not by addition")
+            raise ValueError(f"not by addition, but by {increment.opcode}")
         [step] = [name for name in increment.operands if body[name].opcode == "constant"]
         distance = constant(limit, condition) - constant(first, computation)
         return -(-distance // constant(step, body))
