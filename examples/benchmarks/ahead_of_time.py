@@ -169,6 +169,7 @@ COMPILER_OPTIONS: Mapping[str, Mapping[str, str]] = {
 class Found(NamedTuple):
     """What is known of a program, for one device."""
 
+    text: str  # Of the compiled program.
     cost: hlo_cost.Cost
     optimizer: hlo_cost.Cost  # Of a training step.
     crossing: hlo_cost.Crossings
@@ -356,6 +357,7 @@ def found_of(
     text = program.as_text() or ""
     cost = hlo_cost.of(text)
     return Found(
+        text=text,
         cost=cost,
         optimizer=hlo_cost.by_scope(text, SCOPES)[OPTIMIZER],
         crossing=hlo_cost.crossings(text, target.regions),

@@ -17,7 +17,8 @@ Here a body counts as often as it runs; every branch of a conditional counts.
   and as large as its slices where the kernel reads those alone. An array that is updated
   in place counts as large as what is new. Collectives and kernels of Pallas count as any
   other: their operands and their results.
-- *FLOPs* are those of matrix products and convolutions, without kernels by Pallas.
+- *FLOPs* are those of matrix products and convolutions, and of cuDNN's attention as if it
+  were not causal; without kernels by Pallas.
 
 The gradient of a grouped product is one product for each group, with a mask of the rows
 of the others, which the kernel skips. The compiler's estimate knows nothing of the mask:
@@ -39,6 +40,7 @@ from typing import NamedTuple
 from examples.benchmarks.hlo_program import (
     CALLED,
     CALLS,
+    FUSIONS,
     Computation,
     Groups,
     Instruction,
@@ -59,10 +61,14 @@ TRANSFERS = {
 }
 COLLECTIVES = {*TRANSFERS.values(), "ragged-all-to-all"}
 # What only names an array, or calls something else.
-NO_KERNELS = CALLS - {"fusion"} | {
+NO_KERNELS = CALLS - FUSIONS | {
     "after-all", "bitcast", "constant", "get-tuple-element", "opt-barrier", "parameter",
     "partition-id", "replica-id", "tuple", "while",
 }  # fmt: skip
+# The batch, heads and positions of what cuDNN's attention computes, but never stores.
+ATTENTION = (
+    r'"intermediate_tensor_shape": \{"element_type": "\w+", "dimensions": (\[[^]]*\])'
+)
 SLICES, UPDATE = {"slice", "dynamic-slice"}, "dynamic-update-slice"
 
 
@@ -146,7 +152,7 @@ def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
             instruction, computation, place = run
             if place.scope != scope:
                 continue
-            flops += _flops(run)
+            flops += flops_of(run)
             opcode = instruction.opcode
             # What a call runs is counted instead of it.
             if not place.fused and opcode not in NO_KERNELS:
@@ -154,7 +160,7 @@ def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
                 cycles += place.times * int(cycles_of) // place.matrices
                 if not opcode.endswith("-done"):
                     kernels += place.times
-                    traffic = _traffic(instruction, computation, program)
+                    traffic = traffic_of(instruction, computation, program)
                     read += place.times * traffic.read
                     written += place.times * traffic.written
         part = tuple(c for c in collectives if c.scope == scope)
@@ -164,7 +170,7 @@ def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
 
 def _collectives(issued: Sequence[Run], by_hosts: bool = False) -> Iterator[Collective]:
     """In the order in which they end; those that hosts send, too, if told so."""
-    flops = [0, *itertools.accumulate(map(_flops, issued))]
+    flops = [0, *itertools.accumulate(map(flops_of, issued))]
     started: dict[tuple[int, str], int] = {}
     chains = set()
     for index, (instruction, computation, place) in enumerate(issued):
@@ -212,12 +218,16 @@ def _collectives(issued: Sequence[Run], by_hosts: bool = False) -> Iterator[Coll
         )  # fmt: skip
 
 
-def _flops(run: Run) -> int:
+def flops_of(run: Run) -> int:
     """The FLOPs of a product; of a fusion, those of what it runs are counted apart."""
     instruction, computation, place = run
     if instruction.attribute("(ragged_dot_tiling)="):  # A kernel: rows by groups.
         *_, rows, _ = instruction.operands
         each = 2 * math.prod(instruction.shape) * computation[rows].shape[-1]
+    elif scores := instruction.attribute(ATTENTION):
+        products = 5 if "fmhaSoftmaxBackward" in instruction.attributes else 2
+        pairs = math.prod(int(size) for size in re.findall(r"\d+", scores))
+        each = 2 * products * pairs * computation[instruction.operands[0]].shape[-1]
     elif instruction.opcode in {"dot", "convolution"}:
         left, right = (computation[name].shape for name in instruction.operands)
         if instruction.opcode == "convolution":
@@ -262,7 +272,7 @@ def _convolution_flops(
     return flops
 
 
-def _traffic(
+def traffic_of(
     instruction: Instruction, computation: Computation, program: Program
 ) -> Traffic:
     """The traffic of one launch of a kernel."""
@@ -271,9 +281,9 @@ def _traffic(
         return Traffic(instruction.nbytes, instruction.nbytes)
     if instruction.opcode == UPDATE:
         return Traffic(operands[1], operands[1])
-    if instruction.opcode.endswith("-start"):  # Its results name its operands, too.
-        return Traffic(sum(operands), sum(operands))
-    if instruction.opcode != "fusion":
+    if instruction.opcode not in FUSIONS:
+        if instruction.opcode.endswith("-start"):  # Its results name its operands, too.
+            return Traffic(sum(operands), sum(operands))
         return Traffic(sum(operands), instruction.nbytes)
     [called] = CALLED.findall(instruction.attributes)
     inner = program[called.lstrip("%")]

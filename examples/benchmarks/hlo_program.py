@@ -10,7 +10,8 @@ import numpy as np
 
 BITS = {"pred": 8, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
 BITS |= {f"{kind}{bits}": bits for kind in "su" for bits in (4, 8, 16, 32, 64)}
-CALLS = {"async-start", "call", "call-start", "conditional", "fusion"}
+FUSIONS = {"fusion", "fusion-start"}
+CALLS = FUSIONS | {"async-start", "call", "call-start", "conditional"}
 CALLED = re.compile(
     r"(?:calls|to_apply|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%?[\w.-]+)"
@@ -180,7 +181,7 @@ def runs(
             inside = here._replace(times=here.times * trips, looped=True)
             yield from runs(program, body, scopes, inside)
         elif instruction.opcode in CALLS:
-            inside = here._replace(fused=here.fused or instruction.opcode == "fusion")
+            inside = here._replace(fused=here.fused or instruction.opcode in FUSIONS)
             for called in CALLED.findall(instruction.attributes):
                 for inner in re.findall(r"[\w.-]+", called):
                     yield from runs(program, inner, scopes, inside)
@@ -231,8 +232,14 @@ def _trips(loop: Instruction, computation: Computation, program: Program) -> int
         first = computation[loop.operands[0]].operands[index]
         *_, root = body.values()
         increment = body[root.operands[index]]
+        while increment.opcode in {"copy", "fusion"}:
+            if increment.opcode == "copy":
+                increment = body[increment.operands[0]]
+            else:
+                body = program[(increment.attribute(r"calls=%?([\w.-]+)") or "")]
+                *_, increment = body.values()
         if increment.opcode != "add":
-            raise ValueError("not by addition")
+            raise ValueError(f"not by addition, but by {increment.opcode}")
         [step] = [name for name in increment.operands if body[name].opcode == "constant"]
         distance = constant(limit, condition) - constant(first, computation)
         return -(-distance // constant(step, body))

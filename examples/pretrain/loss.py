@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
+from optax import softmax_cross_entropy_with_integer_labels
 
 
 def cross_entropy(
@@ -21,11 +21,46 @@ def cross_entropy(
     """
     if callable(head):
         logits_BxTxV = head(hidden_BxTxD)
-        precise = jnp.promote_types(jnp.float32, logits_BxTxV.dtype)
-        return optax.softmax_cross_entropy_with_integer_labels(
-            logits_BxTxV.astype(precise), targets_BxT
-        ).mean()
+        narrow = logits_BxTxV.dtype.itemsize == 2
+        losses_of = of_narrow if narrow else softmax_cross_entropy_with_integer_labels
+        return losses_of(logits_BxTxV, targets_BxT).mean()
     return _chunked(hidden_BxTxD, head, targets_BxT, chunks).mean()
+
+
+@jax.custom_vjp
+def of_narrow(logits_BxTxV: jax.Array, targets_BxT: jax.Array) -> jax.Array:
+    """The cross-entropy at each position of logits in 16 bits, with sums in float32.
+
+    Automatic differentiation would keep a copy of all logits in float32.
+    """
+    return _with_sums(logits_BxTxV, targets_BxT)[0]
+
+
+def _with_sums(
+    logits_BxTxV: jax.Array, targets_BxT: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    largest_BxTx1 = logits_BxTxV.max(-1, keepdims=True).astype(jnp.float32)
+    shifted_BxTxV = logits_BxTxV.astype(jnp.float32) - largest_BxTx1
+    sum_BxTx1 = jnp.exp(shifted_BxTxV).sum(-1, keepdims=True)
+    is_target_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == targets_BxT[..., None]
+    target_BxT = jnp.where(is_target_BxTxV, shifted_BxTxV, 0).sum(-1)
+    losses_BxT = jnp.log(sum_BxTx1)[..., 0] - target_BxT
+    return losses_BxT, (logits_BxTxV, targets_BxT, largest_BxTx1, sum_BxTx1)
+
+
+def _gradient(
+    kept: tuple[jax.Array, ...], gradient_BxT: jax.Array
+) -> tuple[jax.Array, None]:
+    logits_BxTxV, targets_BxT, largest_BxTx1, sum_BxTx1 = kept
+    gradient_BxTx1 = gradient_BxT[..., None]
+    power_BxTxV = jnp.exp(logits_BxTxV.astype(jnp.float32) - largest_BxTx1)
+    is_target_BxTxV = jnp.arange(logits_BxTxV.shape[-1]) == targets_BxT[..., None]
+    found_BxTxV = power_BxTxV * (gradient_BxTx1 / sum_BxTx1)
+    found_BxTxV -= jnp.where(is_target_BxTxV, gradient_BxTx1, 0)
+    return found_BxTxV.astype(logits_BxTxV.dtype), None
+
+
+of_narrow.defvjp(_with_sums, _gradient)
 
 
 def _chunked(

@@ -47,6 +47,10 @@ class Task:
         """The model's other variables after an optimizer step with these metrics."""
         return variables
 
+    def note(self) -> str:
+        """A line on how the model is computed on the mesh in context; or nothing."""
+        return ""
+
     def batch(self, size: int) -> PyTree:
         """The shapes and dtypes of a batch."""
         raise NotImplementedError

@@ -15,7 +15,7 @@ from examples.pretrain.batches import read_text
 from examples.pretrain.config import Config, DecoderRecipe, ImageRecipe, MixtureRecipe
 from examples.pretrain.errors import UsageError
 from examples.pretrain.loss import cross_entropy
-from examples.pretrain.models import dense, moonlight
+from examples.pretrain.models import attention, dense, moonlight
 from examples.pretrain.models.layers import count_parameters
 from examples.pretrain.task import Data, Metrics, PyTree, Task
 from examples.vision import davidnet
@@ -66,6 +66,10 @@ class DecoderTask(Task):
 
     def evaluate(self, model: Any, batch: jax.Array) -> Metrics:
         return {"loss": self.loss(model, batch)[1]["loss"]}
+
+    def note(self) -> str:
+        sizes = self.config.attention_features
+        return attention.choose(self.config.dtype, self.items_per_example, *sizes).why
 
     def batch(self, size: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, self.items_per_example + 1), jnp.int32)

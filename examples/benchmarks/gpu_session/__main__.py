@@ -14,6 +14,7 @@ STAGES: dict[str, session.Stage] = {
     "steps": speed.steps,
     "training": training.training,
     "recipe": speed.recipe,
+    "pretraining": training.pretraining,
 }
 FOLDER = pathlib.Path("runs/gpu_session")
 
@@ -26,7 +27,9 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--stage", nargs="+", choices=STAGES, default=[*STAGES], help="all without it")
+    names = [name for name in STAGES if name != "pretraining"]
+    stage = "all without it but pretraining, which takes a session for itself"
+    add("--stage", nargs="+", choices=STAGES, default=names, help=stage)
     out = "folder of the tables (%(default)s)"
     add("--out", type=pathlib.Path, default=FOLDER, help=out)
     seconds = "of the session, after which it starts no new case (%(default)s)"

@@ -21,6 +21,7 @@ class Measured(NamedTuple):
     quantity: str
     unit: str  # Empty for ratios.
     quartiles: Quartiles
+    step: int = 0  # Of a training run; 0 for everything else.
 
 
 class Case(NamedTuple):
@@ -29,7 +30,9 @@ class Case(NamedTuple):
     name: str  # What is measured, such as a model.
     variant: str  # In which way, such as an optimizer.
     quantity: str  # The case is done where the table has this quantity of it.
-    measure: Callable[[], Iterator[Measured]]
+    measure: Callable[..., Iterator[Measured]]
+    last: int = 0  # The last step of a training run, whose rows are written as they come.
+    told: bool = False  # `measure` takes the rows of this card that the table then has.
 
 
 class Row(NamedTuple):
@@ -37,6 +40,7 @@ class Row(NamedTuple):
 
     case: str
     variant: str
+    step: int
     quantity: str
     unit: str
     low: float  # The first quartile.
@@ -58,7 +62,8 @@ def run(
 ) -> tuple[list[str], list[str]]:
     """Measures what the tables lack of this card.
 
-    Stages take turns, a group of each. After so many seconds no case is started.
+    Stages take turns, a group of each. After so many seconds no case is started, and no
+    training run goes on.
 
     Returns:
       The cases for which no time was left, and those that failed.
@@ -69,16 +74,21 @@ def run(
     turns = itertools.chain.from_iterable(itertools.zip_longest(*named))
     for stage, case in ((name, case) for name, of in filter(None, turns) for case in of):
         path = folder / f"{stage}.csv"
-        wanted = (case.name, case.variant, case.quantity, card)
+        wanted = (case.name, case.variant, case.last, case.quantity, card)
         if wanted in map(_key, read(path)):
             continue
         title = f"{stage}: {case.name}, {case.variant}, {case.quantity}"
-        if time.perf_counter() - began >= seconds:
-            left.append(title)
-            continue
         try:
-            add(path, case, list(case.measure()))
-            print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
+            rows = [row for row in read(path) if row.card == card]
+            measured = case.measure(*([rows] if case.told else []))
+            while time.perf_counter() - began < seconds:
+                found = list(itertools.islice(measured, 1 if case.last else None))
+                add(path, case, found)
+                if found[-1].step == case.last:
+                    print(f"{title} ({time.perf_counter() - began:.0f} s)", flush=True)
+                    break
+            else:
+                left.append(title)
         except jax.errors.JaxRuntimeError as error:  # Such as a lack of memory.
             reason = str(error).partition("\n")[0]
             print(f"{title} failed: {reason}", file=sys.stderr, flush=True)
@@ -101,8 +111,8 @@ def add(path: pathlib.Path, case: Case, found: Iterable[Measured]) -> None:
     device = jax.devices()[0].device_kind
     card = device, nvidia_smi("driver_version"), jax.__version__, nvidia_smi("clocks.sm")
     rows = {_key(row): row for row in read(path)}
-    for quantity, unit, quartiles in found:
-        row = Row(case.name, case.variant, quantity, unit, *quartiles, *card)
+    for quantity, unit, quartiles, step in found:
+        row = Row(case.name, case.variant, step, quantity, unit, *quartiles, *card)
         rows[_key(row)] = row
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_suffix(".new")
@@ -114,8 +124,8 @@ def add(path: pathlib.Path, case: Case, found: Iterable[Measured]) -> None:
     os.replace(new, path)
 
 
-def _key(row: Row) -> tuple[str, str, str, str]:
-    return row.case, row.variant, row.quantity, row.card
+def _key(row: Row) -> tuple[str, str, int, str, str]:
+    return row.case, row.variant, row.step, row.quantity, row.card
 
 
 def nvidia_smi(query: str) -> str:

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from examples.pretrain.models.attention import causal_attention
 from examples.pretrain.models.layers import (
     Block,
     LayerConfig,
     Relu2Mlp,
     SwigluMlp,
-    causal_mixture,
     embedding,
     linear,
     look_up,
@@ -57,6 +57,11 @@ class DenseConfig(LayerConfig):
                 f"width={self.width} with heads={self.heads}: the width has to be an "
                 "even multiple of the heads: rotary positions turn pairs of features"
             )
+
+    @property
+    def attention_features(self) -> tuple[int, int]:
+        """Of a head's queries and keys, and of its values."""
+        return self.width // self.heads, self.width // self.heads
 
     @property
     def hidden(self) -> int:
@@ -137,14 +142,10 @@ class Attention(nnx.Module):
             )
             for x in qkv
         )
-        scores_BxNxTxS = jnp.einsum(
-            "btnh,bsnh->bnts",
-            rotate(q_BxTxNxH, self.config.rope_base),
-            rotate(k_BxTxNxH, self.config.rope_base),
-            preferred_element_type=self.config.precise_dtype,
+        q_BxTxNxH, k_BxTxNxH = (
+            rotate(x, self.config.rope_base) for x in (q_BxTxNxH, k_BxTxNxH)
         )
-        scale = q_BxTxNxH.shape[-1] ** -0.5
-        mixed_BxTxNxH = causal_mixture(scores_BxNxTxS * scale, v_BxTxNxH)
+        mixed_BxTxNxH = causal_attention([q_BxTxNxH], [k_BxTxNxH], v_BxTxNxH)
         return self.out(mixed_BxTxNxH.reshape(B, T, D))
 
 

@@ -5,7 +5,6 @@ of a token. The routing is DeepSeek-V3's (arXiv:2412.19437, section 2.1.2).
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -14,12 +13,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from examples.pretrain.models.attention import causal_attention
 from examples.pretrain.models.experts import routed
 from examples.pretrain.models.layers import (
     Block,
     LayerConfig,
     SwigluMlp,
-    causal_mixture,
     count_parameters,
     embedding,
     linear,
@@ -94,6 +93,11 @@ class MoonlightConfig(LayerConfig):
                 f"rope_dim={self.rope_dim}: rotary positions turn pairs of features; "
                 "choose an even number"
             )
+
+    @property
+    def attention_features(self) -> tuple[int, int]:
+        """Of a head's queries and keys, and of its values."""
+        return self.nope_dim + self.rope_dim, self.value_dim
 
     @property
     def expert_layers(self) -> int:
@@ -198,7 +202,7 @@ class LatentAttention(nnx.Module):
 
     def __call__(self, x_BxTxD: jax.Array) -> jax.Array:
         config = self.config
-        H, P, base = config.nope_dim, config.rope_dim, config.rope_base
+        H, base = config.nope_dim, config.rope_base
         q_BxTxNxH, qp_BxTxNxP = jnp.split(self._heads(self.query(x_BxTxD)), [H], axis=-1)
         latent_BxTxR, kp_BxTxP = jnp.split(
             self.kv_down(x_BxTxD), [config.kv_rank], axis=-1
@@ -208,12 +212,9 @@ class LatentAttention(nnx.Module):
         qp_BxTxNxP = rotate(qp_BxTxNxP, base)
         kp_BxTxP = rotate(kp_BxTxP[:, :, None, :], base)[:, :, 0, :]
 
-        product = functools.partial(
-            jnp.einsum, preferred_element_type=config.precise_dtype
+        mixed_BxTxNxU = causal_attention(
+            [q_BxTxNxH, qp_BxTxNxP], [k_BxTxNxH, kp_BxTxP], v_BxTxNxU
         )
-        scores_BxNxTxS = product("btnh,bsnh->bnts", q_BxTxNxH, k_BxTxNxH)
-        scores_BxNxTxS += product("btnp,bsp->bnts", qp_BxTxNxP, kp_BxTxP)
-        mixed_BxTxNxU = causal_mixture(scores_BxNxTxS * (H + P) ** -0.5, v_BxTxNxU)
         return self.out(mixed_BxTxNxU.reshape(*x_BxTxD.shape[:2], -1))
 
     def _heads(self, x: jax.Array) -> jax.Array:

@@ -46,6 +46,12 @@ def create(make: Callable[[], Model], rules: Rules, mesh: Mesh) -> Model:
     return nnx.merge(graphdef, jax.device_put(state, shardings(abstract, rules, mesh)))
 
 
+def platform() -> str:
+    """Of the mesh in context, such as "gpu"; without one JAX's default."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.platform if device else jax.default_backend()
+
+
 def mesh_axes(name: str) -> tuple[str, ...]:
     """The axes of the mesh in context over which a logical name is sharded."""
     rules = _rules()

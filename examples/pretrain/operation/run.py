@@ -41,6 +41,9 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
     for name in config.optimizer:
         set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
     console.print(data.description, highlight=False)
+    with in_effect(mesh):
+        if note := task.note():
+            console.print(note, highlight=False, soft_wrap=True)
     claimed = claim(config, data)
     with writing(config.out), claimed, StopSignal() as stop:
         for name in config.optimizer:

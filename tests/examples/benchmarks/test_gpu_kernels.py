@@ -1,8 +1,16 @@
 """The kernels of a step, compiled for an H100; `make test-gpu` has the compiler."""
 
+import re
+
+import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from examples.benchmarks import ahead_of_time, hlo_cost, returned_shards, topologies
+from examples.pretrain.meshes import MeshConfig, batch_sharding, in_effect, make_mesh
+from examples.pretrain.models import attention
+from examples.pretrain.models.dense import Dense, DenseConfig
 
 pytest.importorskip("jax_cuda12_plugin", reason="no CUDA plugin: make test-gpu")
 pytestmark = pytest.mark.compiled
@@ -47,3 +55,46 @@ def test_a_step_that_returns_shards_hides_the_gather(optimizer):
     gathers = [x for x in cost.collectives if x.kind == "all-gather"]
     assert sum(not x.flops for x in gathers) == 1 < len(gathers) == 16
     assert cost.exposed_bytes <= 0.3 * cost.collective_bytes
+
+
+def gradient_text(heads, gpus=1, axis_types="auto"):
+    """Of a decoder of two layers 128 wide on 8 sequences of 256 tokens."""
+    sizes = MeshConfig(tensor=2 if gpus > 1 else 1, axis_types=axis_types)
+    mesh = make_mesh(sizes, topologies.h100s(gpus))
+    config = DenseConfig(
+        vocab_size=64, width=128, layers=2, heads=heads, dtype="bfloat16"
+    )
+    model = nnx.eval_shape(lambda: Dense(config, nnx.Rngs(0)))
+    graph, params = nnx.split(model)
+    tokens = jax.ShapeDtypeStruct((8, 256), jnp.int32, sharding=batch_sharding(mesh))
+
+    def gradient(params, tokens):
+        return jax.grad(
+            lambda params: nnx.merge(graph, params)(tokens).astype("float32").sum()
+        )(params)
+
+    if axis_types == "explicit":
+        gradient = jax.sharding.auto_axes(gradient, out_sharding=jax.P())
+    with in_effect(mesh):
+        why = attention.choose("bfloat16", 256, *config.attention_features).why
+        lowered = jax.jit(gradient).lower(params, tokens)
+    options = topologies.GPU_COMPILER_OPTIONS
+    return lowered.compile(compiler_options=options).as_text(), why
+
+
+@pytest.mark.parametrize("gpus, axis_types", [(1, "auto"), (8, "auto"), (8, "explicit")])
+def test_cudnn_computes_attention_and_its_gradient(gpus, axis_types):
+    """A call each in each of two layers, and no array has all scores."""
+    text, why = gradient_text(heads=2, gpus=gpus, axis_types=axis_types)
+    assert why == "Attention is cuDNN's fused kernel, in bfloat16."
+    assert text.count('"__cudnn$fmhaSoftmax"') == 2
+    assert text.count('"__cudnn$fmhaSoftmaxBackward"') == 2
+    local = 8 // max(gpus // 2, 1)
+    assert f"bf16[{local},{2 if gpus == 1 else 1},256,64]" in text
+    assert not re.search(r"[^d]\[\d+,\d+,256,256\]", text)
+
+
+def test_heads_that_cudnn_refuses_are_written_out():
+    text, why = gradient_text(heads=32)
+    assert "written out: cuDNN refuses heads of 4 features: The head dim must" in why
+    assert "__cudnn$fmha" not in text

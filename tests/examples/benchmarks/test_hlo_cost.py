@@ -105,6 +105,12 @@ IN_PLACE = text(
     "%new = f32[8,64]{1,0} dynamic-update-slice(%stack, %scaled, %i)",
     f"%both = {BOTH} tuple(%new, %scaled)",
 )  # fmt: skip
+STARTED = f"((f32[8,64], s32[], f32[64]), {BOTH}, u32[])"
+ASYNCHRONOUS = IN_PLACE + main(
+    STACK,
+    f"%f = {STARTED} fusion-start(%stack, %i, %scale), kind=kLoop, calls=%turn",
+    f"%g = {BOTH} fusion-done(%f)",
+)
 IN_PLACE += main(
     STACK, f"%f = {BOTH} fusion(%stack, %i, %scale), kind=kLoop, calls=%turn"
 )
@@ -138,6 +144,7 @@ def test_a_fusion_is_one_kernel_with_the_products_inside():
     [
         (FUSION, 2 * (4 * 32 + 16 * 32), 4 * 4 * 16),
         (IN_PLACE, 4 * (64 + 64) + 4, 4 * (64 + 64)),
+        (ASYNCHRONOUS, 4 * (64 + 64) + 4, 4 * (64 + 64)),
         # An exchange, a doubling and the two branches, which do the doubling again.
         (CALLS, 4 * 64 * (1 + 2 + 2 + 1), 4 * 64 * 4),
         (loop(noted=NOTED), 4 + 7 * 6152, 4 + 7 * 6148),

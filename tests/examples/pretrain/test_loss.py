@@ -7,9 +7,10 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from examples.pretrain.loss import cross_entropy
+from examples.pretrain.loss import cross_entropy, of_narrow
 
 B, T, D, V = 4, 6, 8, 64
 
@@ -85,6 +86,22 @@ def test_logits_of_bfloat16_are_summed_in_float32(chunks):
     assert {leaf.dtype.name for leaf in gradients} == {"bfloat16"}
     wanted, _ = by_hand(*(np.asarray(x, "float32") for x in (hidden, head)), targets)
     assert found == pytest.approx(float(wanted), rel=0.02)
+
+
+def test_narrow_logits_have_the_gradient_of_those_in_float32():
+    """To the rounding of its entries, at any position's weight."""
+    hidden, head, targets = inputs("float32")
+    logits, weights = (hidden @ head).astype("bfloat16"), jnp.arange(1.0, 1 + B * T)
+
+    def loss(losses_of, logits):
+        return jnp.vdot(losses_of(logits, targets), weights.reshape(B, T))
+
+    wanted, gradient = jax.value_and_grad(
+        lambda x: loss(optax.softmax_cross_entropy_with_integer_labels, x)
+    )(logits.astype("float32"))
+    found, narrow = jax.value_and_grad(lambda x: loss(of_narrow, x))(logits)
+    assert found == pytest.approx(float(wanted), rel=1e-6)
+    assert (narrow == gradient.astype("bfloat16")).all()
 
 
 def largest_array(chunks):

@@ -1,0 +1,45 @@
+"""The model of kernels, on a program that is counted by hand."""
+
+import pytest
+
+from examples.benchmarks import roofline
+from tests.examples.benchmarks.test_hlo_cost import FUSION, NOTED, loop
+
+FORWARD = (
+    "ENTRY %main (q: bf16[8,1024,12,64]) -> bf16[8,12,1024,64] {\n"
+    "  %q = bf16[8,1024,12,64]{3,2,1,0} parameter(0)\n"
+    "  ROOT %o = bf16[8,12,1024,64]{3,1,2,0} custom-call(%q, %q, %q), "
+    'custom_call_target="__cudnn$fmhaSoftmax", backend_config={"x": '
+    '{"intermediate_tensor_shape": {"element_type": "BF16", '
+    '"dimensions": ["8", "12", "1024", "1024"]}}}\n}\n'
+)
+BACKWARD = FORWARD.replace("fmhaSoftmax", "fmhaSoftmaxBackward")
+
+
+@pytest.mark.parametrize("text, products", [(FORWARD, 2), (BACKWARD, 5)])
+def test_attention_counts_as_products(text, products):
+    [kernel] = roofline.kernels(text)
+    assert kernel.flops == products * 2 * 8 * 12 * 1024 * 1024 * 64
+    assert kernel.nbytes == 4 * 2 * 8 * 1024 * 12 * 64
+    assert kernel.seconds == pytest.approx(2e-6 + kernel.flops / 650e12)
+
+
+def test_a_loop_and_a_fusion():
+    [start, *body] = roofline.kernels(loop(noted=NOTED))
+    assert [kernel.times for kernel in (start, *body)] == [1, 7, 7, 7]
+    [fused] = roofline.kernels(FUSION)
+    assert fused.flops == 2 * 4 * 16 * 32
+    assert fused.seconds == pytest.approx(2e-6 + fused.nbytes / 2.9e12)
+
+
+def test_the_report_names_the_dearest_and_the_largest_first(tmp_path, capsys):
+    path = tmp_path / "program.txt"
+    path.write_text(loop(noted=NOTED))
+    assert roofline.main([str(path)]) == 0
+    found = capsys.readouterr().out
+    assert "22 kernels" in found
+    dearest, largest = (
+        part.splitlines()[2] for part in found.split("| ms |")[1].split("| MB |")
+    )
+    assert dearest.startswith("| 0.01 | 7 |")
+    assert largest == "| 0.0 | f32[8, 128] | 1 |"
