@@ -245,11 +245,14 @@ def where_nonzero_stage(
     """:func:`where_nonzero` for given matrices."""
     inner = optax.with_extra_args_support(inner)
 
-    def is_entry(x: jax.Array) -> jax.Array:
-        # Some platforms flush subnormal numbers to zero, some only where they round. NaN
-        # is no zero. Integers, so that meshes do not sum them together with norms, which
-        # depend on them.
+    def count(x: jax.Array) -> jax.Array:
         return (~(jnp.abs(x) < jnp.finfo(x.dtype).tiny)).astype(jnp.int32)
+
+    def is_zero(total: jax.Array) -> jax.Array:
+        # Some platforms flush subnormal numbers to zero, some only where they round. NaN
+        # is no zero.
+        integers = jnp.issubdtype(total.dtype, jnp.integer)
+        return total < (1 if integers else jnp.finfo(total.dtype).tiny)
 
     def keep(axes: MatrixAxes, leaf: jax.Array, zero: jax.Array) -> jax.Array:
         return jnp.where(broadcast(axes, zero, leaf), jnp.zeros_like(leaf), leaf)
@@ -261,8 +264,11 @@ def where_nonzero_stage(
     def update(
         updates: PyTree, state: Any, params: PyTree | None = None, **extra_args: Any
     ) -> tuple[PyTree, Any]:
-        counts = matrices.sums(is_entry, updates)
-        zero = matrices.at_once(lambda count: count == 0, updates, counts)
+        mesh = typed_sharding.mesh_of(matrices.leaves(updates), None)
+        # A sum of magnitudes is a single kernel. But a mesh would exchange it together
+        # with some of the norms, which depend on it, and then needs more exchanges.
+        totals = matrices.sums(jnp.abs if mesh is None else count, updates)
+        zero = matrices.at_once(is_zero, updates, totals)
         updates, state = inner.update(updates, state, params, **extra_args)
         return matrices.map(keep, updates, zero), state
 
