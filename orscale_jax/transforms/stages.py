@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 from orscale_jax import _checks
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
+from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import (
     Matrices,
     broadcast,
