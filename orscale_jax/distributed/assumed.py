@@ -77,8 +77,7 @@ def _require(mesh: AbstractMesh, devices: int) -> None:
 _devices_p = Primitive("on_devices_of_mesh")
 
 
-@_devices_p.def_impl  # type: ignore[untyped-decorator]
-def _(x: jax.Array, *, mesh: AbstractMesh) -> jax.Array:
+def _run_devices(x: jax.Array, *, mesh: AbstractMesh) -> jax.Array:
     _require(mesh, len(x.sharding.device_set))
     return x
 
@@ -88,6 +87,7 @@ def _lower_devices(ctx: Any, x: Any, *, mesh: AbstractMesh) -> list[Any]:
     return [x]
 
 
+_devices_p.def_impl(_run_devices)
 _devices_p.def_abstract_eval(lambda x, *, mesh: x)
 ad.deflinear2(_devices_p, lambda x, _, *, mesh: [on_devices_of(x, mesh)])
 batching.defvectorized(_devices_p)

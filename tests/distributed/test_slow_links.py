@@ -414,7 +414,7 @@ def test_under_inject_hyperparams():
             1e-2,
             weight_dimension_numbers=lambda _: NUMBERS,
             slow_axes=slow,
-            param_shardings=P("fsdp"),
+            param_shardings=jax.tree.map(lambda x: x.sharding, params),
         )
         with jax.set_mesh(mesh):
             state = optimizer.init(params)
