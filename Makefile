@@ -63,13 +63,15 @@ test-oldest: ## Run the tests that touch JAX and Optax most, on their oldest ver
 	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check $(OLDEST)
 	.venv-oldest/bin/python -m pytest -n 2 -m "$(QUICK)" $(OLDEST_TESTS) $(ARGS)
 
-# Two environments, since levanter and marin-levanter install the same modules. The extra
+# Environments of their own, since levanter and marin-levanter install the same modules. The extra
 # `haliax` would do the same to marin-haliax, so it belongs into neither.
 CLIENTS := jax==0.10.2 jaxlib==0.10.2 optax==0.2.8 haliax==1.4.dev453 keras==3.15.1 \
 	numpyro==0.22.0 ray==2.60.0 # Spares pip a search.
 # It pins Optax below 0.2.7, whose schedules of weight decay do not advance (and 0.2.7 fails to
 # import with JAX 0.10).
 MARIN := chex hypothesis 'pytest>=9' marin-levanter==0.2.227.dev40316220070
+# It needs a newer Flax than Python 3.11 has.
+TUNIX := chex hypothesis 'pytest>=9' google-tunix==0.1.7
 CLIENT_TESTS = -m pytest -m client -W ignore tests/clients $(ARGS)
 install = $(if $(shell command -v uv),uv pip install -q --python $(1)/bin/python,$(1)/bin/python -m pip \
 	install --quiet --disable-pip-version-check)
@@ -85,6 +87,9 @@ clients: ## Train with other people's trainers, as they are; takes minutes to in
 	$(call install,.venv-marin) $(MARIN)
 	$(call install,.venv-marin) 'optax>=0.2.8' -e .
 	.venv-marin/bin/python $(CLIENT_TESTS)
+	@$(MAKE) --no-print-directory VENV=.venv-tunix PYTHON='$(NEWER_PYTHON)' .venv-tunix/pyvenv.cfg
+	$(call install,.venv-tunix) $(TUNIX) -e .
+	.venv-tunix/bin/python $(CLIENT_TESTS)
 
 test-gpu: ## Count the kernels of steps compiled for a GPU, which it needs none of.
 	@$(MAKE) --no-print-directory VENV=.venv-gpu .venv-gpu/.has-examples,gpu,test
