@@ -77,10 +77,10 @@ def kernels(text: str) -> Iterator[Kernel]:
 def report(text: str, flops: float | None = None) -> str:
     """Tables in Markdown; with the model's FLOPs also the share of the card's peak."""
     found = list(kernels(text))
-    seconds: collections.Counter[str] = collections.Counter()
+    seconds: dict[str, float] = collections.defaultdict(float)
     for kernel in found:
         seconds[kernel.scope or "other"] += kernel.times * kernel.seconds
-    total = seconds.total()
+    total = sum(seconds.values())
     parts = ", ".join(f"{name} {1e3 * part:.2f}" for name, part in seconds.items())
     nbytes = sum(kernel.times * kernel.nbytes for kernel in found)
     lines = [

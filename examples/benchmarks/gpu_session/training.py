@@ -182,10 +182,10 @@ def texts(*roots: pathlib.Path) -> tuple[np.ndarray, np.ndarray]:
 class Runner(NamedTuple):
     """Training with an optimizer, compiled once for all rates and seeds."""
 
-    start: Function  # Of a seed: parameters and state.
+    start: Callable[[int], Any]  # Of a seed: parameters and state.
     # Of these, a rate, a seed, the number of the first step, and both texts: what some
     # steps make of them, and the losses of validation.
-    some_steps: Function
+    some_steps: Callable[..., Any]
 
 
 @functools.cache
