@@ -135,10 +135,10 @@ def test_a_computation_goes_on_after_attributes_in_several_lines():
         "x: f32[64]{0}",
         "%k = f32[64]{0} custom-call(%x), frontend_attributes={kernel_metadata={\n"
         '"a":"b"\n}}, metadata={op_name="jit(step)/gradient/pallas_call"}',
-        f"%y = f32[64]{{0}} add(%k, %k), {traced('optimizer/add')}",
+        f"%y = f32[64]{{0}} add(%k, %k), {cycles(2**63 - 1)}, {traced('optimizer/add')}",
     )
     costs = hlo_cost.by_scope(program, ("gradient", "optimizer"))
-    assert [cost.kernels for cost in costs.values()] == [1, 1, 0]
+    assert [(x.kernels, x.cycles) for x in costs.values()] == [(1, 0), (1, 0), (0, 0)]
 
 
 def test_a_loop_that_is_not_understood_is_refused():
