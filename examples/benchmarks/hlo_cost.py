@@ -69,6 +69,7 @@ NO_KERNELS = CALLS - FUSIONS | {
 ATTENTION = (
     r'"intermediate_tensor_shape": \{"element_type": "\w+", "dimensions": (\[[^]]*\])'
 )
+UNKNOWN = 2**63 - 1  # What the TPU compiler says of kernels that it cannot estimate.
 SLICES, UPDATE = {"slice", "dynamic-slice"}, "dynamic-update-slice"
 
 
@@ -156,8 +157,9 @@ def by_scope(text: str, scopes: Collection[str]) -> dict[str, Cost]:
             opcode = instruction.opcode
             # What a call runs is counted instead of it.
             if not place.fused and opcode not in NO_KERNELS:
-                cycles_of = instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0
-                cycles += place.times * int(cycles_of) // place.matrices
+                cycles_of = int(instruction.attribute(r'"estimated_cycles":"(\d+)"') or 0)
+                if cycles_of < UNKNOWN:
+                    cycles += place.times * cycles_of // place.matrices
                 if not opcode.endswith("-done"):
                     kernels += place.times
                     traffic = traffic_of(instruction, computation, program)

@@ -147,6 +147,9 @@ def parse(text: str) -> tuple[Program, str]:
         if header := COMPUTATION.match(line):
             current = program.setdefault(header[2], {})
             entry = header[2] if header[1] else entry
+        elif line.startswith("}}") and current:  # The end of attributes in several lines.
+            name, last = current.popitem()
+            current[name] = last._replace(attributes=last.attributes + line)
         elif line.startswith("}"):
             current = None
         elif current is not None and (found := INSTRUCTION.match(line)):
@@ -232,14 +235,8 @@ def _trips(loop: Instruction, computation: Computation, program: Program) -> int
         first = computation[loop.operands[0]].operands[index]
         *_, root = body.values()
         increment = body[root.operands[index]]
-        while increment.opcode in {"copy", "fusion"}:
-            if increment.opcode == "copy":
-                increment = body[increment.operands[0]]
-            else:
-                body = program[(increment.attribute(r"calls=%?([\w.-]+)") or "")]
-                *_, increment = body.values()
         if increment.opcode != "add":
-            raise ValueError(f"not by addition, but by {increment.opcode}")
+            raise ValueError("not by addition")
         [step] = [name for name in increment.operands if body[name].opcode == "constant"]
         distance = constant(limit, condition) - constant(first, computation)
         return -(-distance // constant(step, body))

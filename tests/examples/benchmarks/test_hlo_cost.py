@@ -129,6 +129,18 @@ def test_a_body_counts_as_often_as_it_runs(noted, times):
     assert cost.looped_bytes == cost.collective_bytes == times * 2048
 
 
+def test_a_computation_goes_on_after_attributes_in_several_lines():
+    """As those of kernels by Pallas are printed."""
+    program = main(
+        "x: f32[64]{0}",
+        "%k = f32[64]{0} custom-call(%x), frontend_attributes={kernel_metadata={\n"
+        '"a":"b"\n}}, metadata={op_name="jit(step)/gradient/pallas_call"}',
+        f"%y = f32[64]{{0}} add(%k, %k), {cycles(2**63 - 1)}, {traced('optimizer/add')}",
+    )
+    costs = hlo_cost.by_scope(program, ("gradient", "optimizer"))
+    assert [(x.kernels, x.cycles) for x in costs.values()] == [(1, 0), (1, 0), (0, 0)]
+
+
 def test_a_loop_that_is_not_understood_is_refused():
     with pytest.raises(ValueError, match="how often does while run"):
         hlo_cost.of(loop("NE"))
