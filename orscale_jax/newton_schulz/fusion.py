@@ -11,7 +11,7 @@ stacked and reduced by one kernel.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,10 +23,6 @@ from orscale_jax.sharding import typed_sharding
 
 # The names of GPUs, as of ``jax.lax.platform_dependent``.
 GPUS = ("cuda", "rocm")
-
-# A function such as ``jnp.sum``, with an argument ``axis``, that gives the same result
-# whether it reduces along several axes at once or along one after the other.
-Reduction: TypeAlias = Callable[..., jax.Array]
 
 # The most entries that XLA reduces to one in a single kernel.
 _IN_ONE_KERNEL = 2**14
@@ -64,17 +60,17 @@ def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
     return _on_gpus(sliced, list, xs)
 
 
-def reduce_all(
-    fn: Reduction, arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
+def sum_all(
+    arrays: Sequence[jax.Array], axes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """``fn(array, axis=axes)`` of every array, whose axes are in ascending order.
+    """The sum of every array over its axes, which are in ascending order.
 
     On a mesh each array is reduced alone, since arrays of one shape may be sharded
     differently.
     """
 
     def alone(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return [fn(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
+        return [jnp.sum(x, axis=along) for x, along in zip(arrays, axes, strict=True)]
 
     def together(arrays: Sequence[jax.Array]) -> list[jax.Array]:
         results: dict[int, jax.Array] = {}
@@ -84,14 +80,14 @@ def reduce_all(
             if x.size <= _IN_ONE_KERNEL:
                 partial[i], rest = x, along
             elif math.prod(x.shape[axis] for axis in along) <= _IN_ONE_KERNEL:
-                results[i] = fn(x, axis=along)
+                results[i] = jnp.sum(x, axis=along)
                 continue
             else:
-                partial[i], rest = fn(x, axis=along[-1:]), along[:-1]
+                partial[i], rest = jnp.sum(x, axis=along[-1:]), along[:-1]
             alike.setdefault((jax.typeof(partial[i]), rest), []).append(i)
         for (*_, rest), members in alike.items():
             stack = jnp.stack([partial[i] for i in members])
-            finished = fn(stack, axis=tuple(1 + axis for axis in rest))
+            finished = jnp.sum(stack, axis=tuple(1 + axis for axis in rest))
             results.update(zip(members, finished, strict=True))
         return [results[i] for i in range(len(arrays))]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.newton_schulz.arithmetic import normalize_all
-from orscale_jax.newton_schulz.fusion import reduce_all, slices_of_stacks, with_layout
+from orscale_jax.newton_schulz.fusion import slices_of_stacks, sum_all, with_layout
 from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
 from orscale_jax.newton_schulz.iteration import NewtonSchulz
 
@@ -129,7 +129,7 @@ class Platform:
         """
 
         def sums(xs: Sequence[jax.Array]) -> list[jax.Array]:
-            totals = reduce_all(jnp.sum, xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
+            totals = sum_all(xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
             if at_once:
                 totals = jax.lax.optimization_barrier(totals)
             return [jnp.expand_dims(each, (-2, -1)) for each in slices_of_stacks(totals)]

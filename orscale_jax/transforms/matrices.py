@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from orscale_jax.newton_schulz.fusion import reduce_all, slices_of_stacks
+from orscale_jax.newton_schulz.fusion import slices_of_stacks, sum_all
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
@@ -124,7 +124,7 @@ class Matrices:
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        return self.entries_of_parts(reduce_all(jnp.sum, parts, along))
+        return self.entries_of_parts(sum_all(parts, along))
 
     def at_once(
         self, fn: Callable[..., jax.Array], tree: PyTree, *entries: PyTree
@@ -153,14 +153,6 @@ class Matrices:
             found = jax.lax.optimization_barrier(jnp.moveaxis(found, -1, 0))
             results |= zip(members, jnp.unstack(found), strict=True)
         return self.tree_of([results[i] for i in range(len(rows))])
-
-    def together(self, entries: PyTree) -> PyTree:
-        """The same entries, computed together on GPUs."""
-        return self.replace(entries, slices_of_stacks(self.leaves(entries)))
-
-    def broadcast(self, entries: PyTree, tree: PyTree) -> PyTree:
-        """Entries in shapes that broadcast against the leaves, sharded as these."""
-        return self.map(broadcast, self.together(entries), tree)
 
     def parts(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""

@@ -53,7 +53,7 @@ class CalibratedTrustRatioState(NamedTuple):
 
     @property
     def calibration(self) -> PyTree:
-        """The constant c: 0 while unset or without initial scale, 1 if not calibrated."""
+        """The constant c, which is 0 while unset, and 1 if it is not calibrated."""
         return self._of("calibration")
 
     @property
