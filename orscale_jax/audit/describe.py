@@ -40,7 +40,8 @@ from orscale_jax.transforms.matrices import ADAMW, MATRIX, compute_dtype
 from orscale_jax.transforms.stages import Scale
 from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, trained, unbox
-from orscale_jax.trees.names import distinct_names, quoted
+from orscale_jax.trees.checks import require_arrays
+from orscale_jax.trees.names import distinct_names
 
 
 def describe(
@@ -110,12 +111,7 @@ def describe(
         optimizer = orscale(0.0)
     params = trained(params, optimizer)
     leaf_of = leaves_by_path(unbox(params))
-    for path, leaf in leaf_of.items():
-        if not (hasattr(leaf, "dtype") or isinstance(leaf, float | complex)):
-            raise ValueError(
-                f"parameter {quoted(path)} is of type {type(leaf).__name__}: pass "
-                "arrays, or abstract ones, such as jax.ShapeDtypeStruct."
-            )
+    require_arrays(unbox(params))
     mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
     platform = _platform(leaf_of.values())
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.

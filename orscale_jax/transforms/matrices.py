@@ -35,6 +35,7 @@ from orscale_jax.trees.boxes import (
     unbox,
 )
 from orscale_jax.trees.checks import (
+    require_arrays,
     require_fitting,
     require_shapes,
     require_state,
@@ -269,7 +270,8 @@ def on_parameters(
     """
 
     def init(params: PyTree) -> PyTree:
-        return optimizer_of(unbox(params)).init(params)
+        require_arrays(bare := unbox(params))
+        return optimizer_of(bare).init(params)
 
     def update(
         updates: PyTree, state: PyTree, params: PyTree | None = None, **extra_args: Any

@@ -46,6 +46,18 @@ def require_params(params: PyTree | None) -> None:
         )
 
 
+def require_arrays(params: PyTree) -> None:
+    """Refuse leaves that nobody trains: functions and strings in a model."""
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+            raise ValueError(
+                f"parameter {quoted(path)} is of type {type(leaf).__name__}: pass "
+                "arrays, or abstract ones, such as jax.ShapeDtypeStruct. Of a model with "
+                "other leaves, pass the arrays alone, as by eqx.filter(model, "
+                "eqx.is_inexact_array)."
+            )
+
+
 def require_fitting(updates: PyTree, params: PyTree) -> None:
     """Refuse gradients that would be broadcast or cast to fit their parameters."""
 

@@ -7,6 +7,7 @@ import io
 import re
 from pathlib import Path
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -437,11 +438,18 @@ def small():
 
 @pytest.mark.parametrize(
     ("params", "kind"),
-    [({"w": (3, 4)}, "'w.0' is of type int"), ("model", "is of type str")],
+    [
+        ({"w": jnp.eye(2), "f": jax.nn.relu}, "'f' is of type custom_jvp"),
+        ({"w": jnp.eye(2), "f": len}, "'f' is of type builtin"),
+        ("model", "is of type str"),
+    ],
 )
-def test_what_is_no_array_has_no_row(params, kind):
-    with pytest.raises(ValueError, match=f"parameter .*{kind}: pass arrays"):
-        describe(params)
+def test_what_is_no_array_is_no_parameter(params, kind):
+    """For any optimizer of this library, which names it and what to pass instead."""
+    for refused in (describe, orscale(0.1).init, FAMILY["hyperball"](0.1).init):
+        with pytest.raises(ValueError, match=f"parameter .*{kind}: pass arrays.*eqx.fil"):
+            refused(params)
+    orscale(0.1).init(eqx.filter(params, eqx.is_inexact_array))  # The remedy.
     state = orscale(0.1).init({"w": jnp.eye(2)})
     with pytest.raises(
         ValueError, match="optimizer is of type PartitionState: pass a grad"
