@@ -87,6 +87,7 @@ def test_on_8_devices(kind):
         params = placed({name: whole[name] for name in specs}, mesh, specs)
         numbers = {name: leaves.DIMENSIONS[name] for name in specs}
         optimizer = orscale(RATE, weight_dimension_numbers=numbers)
+        optimizer.init(params)  # It sees how they are sharded.
         assert check(stepped(optimizer, params, numbers, 6), [*specs][:-1]) > 0
 
 
