@@ -446,7 +446,7 @@ def small():
     ("params", "kind"),
     [
         ({"w": jnp.eye(2), "f": jax.nn.relu}, "'f' is of type custom_jvp"),
-        ({"w": jnp.eye(2), "f": len}, "'f' is of type builtin"),
+        ({"w": jnp.eye(2), "f": len}, "'f' is of type builtin_function_or_method"),
         ("model", "is of type str"),
     ],
 )
