@@ -174,7 +174,10 @@ def spread(
     misfit = f"{argument} must be a tree of the parameters' structure, or a prefix of it"
     both = isinstance(tree, Mapping) and isinstance(numbers, Mapping)
     if both and "params" in tree and "params" not in numbers:
-        misfit += ". Give the optimizer the parameters alone, variables['params']"
+        misfit += (
+            ". Give the optimizer the parameters alone, variables['params'], or wrap the "
+            "numbers as they are: {'params': numbers}"
+        )
     elif both and type(tree) is not dict and type(numbers) is dict:
         misfit += f". Give both as dictionaries, not as {type(tree).__name__}"
     of_leaves = broadcast_prefix(numbers, tree, misfit, is_resolvable)

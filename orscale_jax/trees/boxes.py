@@ -64,11 +64,14 @@ def trained(params: PyTree, optimizer: Any = None) -> PyTree:
     """
     if isinstance(params, _type("flax.nnx", "Pytree")):
         nnx = sys.modules["flax.nnx"]
-        state = nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
 
         def is_variable(node: Any) -> bool:
             return isinstance(node, nnx.Variable)
 
+        variables = (x for _, x in nnx.iter_graph(params) if is_variable(x))
+        if any(getattr(x, "hijax", False) for x in variables):  # JAX maps over no box.
+            params = nnx.with_vars(params, hijax=False, allow_duplicates=True)
+        state = nnx.state(params, getattr(optimizer, "wrt", nnx.Param))
         if hasattr(optimizer, "wrt"):
             return state
         if known := by_name(state, is_variable):

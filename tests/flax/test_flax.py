@@ -1086,3 +1086,14 @@ def test_a_model_that_is_itself_the_tree_of_parameters():
     ] == ["a"]
     only = nnx.Dict(a=nnx.Variable(jnp.ones((4, 4))))  # Whatever they are: all.
     assert [row.path for row in describe(only).rows] == ["a"]
+
+
+def test_a_model_with_hijax_variables():
+    """Its table is that of the same model with other variables."""
+
+    def table(hijax):
+        with nnx.var_defaults(hijax=hijax):
+            model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+            return str(describe(model))
+
+    assert table(True) == table(False) and "matrix" in table(True)
