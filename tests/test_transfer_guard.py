@@ -138,6 +138,9 @@ TRACED = {  # The steps are made of many of them.
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT
     ),
     "keep_master_weights": lambda: orscale_jax.keep_master_weights(orscale(1e-3)),
+    "scale_by_path": lambda: optax.chain(
+        muon(1e-3), orscale_jax.scale_by_path({"a": 0.5, "b": NUMBER})
+    ),
 }
 
 
