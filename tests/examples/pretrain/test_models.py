@@ -328,8 +328,8 @@ def test_every_expert_of_every_layer_has_a_ratio_of_its_own():
     numbers = moonlight.weight_dimension_numbers(model)
     optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
     state = jax.eval_shape(optimizer.init, parameters(model))
-    [(_, numbers)] = optax.tree.get_all_with_path(state, "numbers")
-    shapes = {path: leaf.shape for path, leaf in by_path(numbers).items()}
+    [(_, ratios)] = optax.tree.get_all_with_path(state, "numbers")
+    shapes = {path: leaf.shape for path, leaf in by_path(ratios).items()}
     assert shapes["blocks.mixture.experts.up"] == (7, 2, 8)
     assert shapes["blocks.mixture.router.kernel"] == (7, 2)
     assert shapes["dense_blocks.0.mlp.up.kernel"] == (7,)
