@@ -303,22 +303,18 @@ def test_rank_1(name):
 @pytest.mark.extended
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_momentum_that_cancels(name, nesterov):
-    """With μ = 1/2: M̃ = G/4 − 3/2 G/6 = 0, or M = G/2 − G/2 = 0, exactly."""
+    """With μ = 1/2: M̃ = G/4 − 3/2 G/6 = 0, or M = G/2 − G/2 = 0, exactly: it rests."""
     optimizer = BUILDS[name](RATE, momentum=0.5, nesterov=nesterov)
     grad = {"w": 6 * jnp.round(8 * tree(1)["w"])}
     back = jax.tree.map(lambda g: -g / (6 if nesterov else 2), grad)
-    (_, before, first), (updates, _, state) = train(
+    (_, _, first), (updates, _, state) = train(
         compiled(optimizer), [grad, back], {"w": tree(0)["w"]}
     )
-    ratio = 1.0
     if name != "muon":
         c = readout(state, "calibration")["w"]
         assert c == readout(first, "calibration")["w"]
-        bounds = (0.1, 5.0) if name == "orscale" else (0.5, 1.5)
-        ratio = np.clip(1 / (c * DECAY), *bounds)
-        np.testing.assert_allclose(readout(state, "trust_ratio")["w"], ratio, rtol=1e-5)
-    expected = -RATE * ratio * DECAY * before["w"]
-    np.testing.assert_allclose(updates["w"], expected, rtol=1e-5)
+        assert readout(state, "trust_ratio")["w"] == 1
+    assert not updates["w"].any()
 
 
 # Weights.

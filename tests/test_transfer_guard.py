@@ -23,7 +23,7 @@ import orscale_jax
 import orscale_jax.equinox
 import orscale_jax.flax
 import orscale_jax.haliax
-from orscale_jax import diagnostics, family, muon, orscale, scale_by_path
+from orscale_jax import diagnostics, family, muon, orscale
 from tests.runs import RELATIVES
 from tests.test_docs import public_names
 
@@ -132,7 +132,6 @@ TRACED = {  # The steps are made of many of them.
             "scale_by_shape",
         )
     },
-    "scale_by_path": lambda: scale_by_path({"^a$": 0.5}),
     "where_nonzero": lambda: of_matrices("where_nonzero", optax.identity()),
     "numbers on the device": lambda: orscale(
         1e-3, momentum=NUMBER, r_min=NUMBER, anchor="largest", anchor_steps=COUNT

@@ -262,7 +262,8 @@ def _calibrated(
         entering &= jnp.isfinite(found)
         known = jnp.where(count == 0, 0, c)  # Without calibration before, c was 1.
         smallest = jnp.where(count == 0, found, jnp.minimum(known, found))
-        c, count = jnp.where(entering, smallest, known), count + entering
+        c = jnp.where(entering, smallest, known)
+        count += entering.astype(count.dtype)
     else:
         c, count = jnp.ones_like(c), jnp.zeros_like(count)
     # As in LAMB's public codes: with r = 0 a W of zeros would stay zero.

@@ -538,7 +538,7 @@ def test_select():
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 8)])
+@pytest.mark.parametrize(("name", "outputs"), [("memory.md", 2), ("parameters.md", 7)])
 def test_the_output_on_the_page(name, outputs):
     """A text block is what the Python block above it prints."""
     page = DOCS / name
