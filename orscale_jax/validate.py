@@ -51,21 +51,21 @@ def checks_arguments(
             likely = [ours := "_".join(parts)]
             likely += [other for other in known if other.endswith(f"_{name}")]
             likely += difflib.get_close_matches(ours, known, n=1)
-            found = dict.fromkeys(other for other in likely if other in known)
+            suggestions = dict.fromkeys(other for other in likely if other in known)
             hint = f"its arguments are {', '.join(known)}."
             if name in of_orscale:
                 hint = f"{name} is orscale's argument; {name_of_function} has none."
-            elif found:
-                hint = f"did you mean {' or '.join(found)}?"
+            elif suggestions:
+                hint = f"did you mean {' or '.join(suggestions)}?"
             raise TypeError(
                 f"{name_of_function}() got an unexpected keyword argument {name!r}: "
                 f"{hint}"
             )
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             raise TypeError(f"{name_of_function}(): {error}.") from None
-        for name, value in given.items():
+        for name, value in bound.items():
             is_number = type(known[name].default) in (int, float)
             if is_number and callable(value) and name not in SCHEDULED:
                 required = [n for n, p in known.items() if p.default is p.empty]
@@ -117,12 +117,12 @@ def number(
 
 def not_rounded(name: str, value: Any) -> None:
     """Refuse arrays, also traced ones, of a dtype narrower than float32."""
-    given = getattr(value, "dtype", None)
-    if given is None or not jnp.issubdtype(given, jnp.floating):
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return
-    if jnp.dtype(given).itemsize < 4:  # In Keras they are names.
+    if jnp.dtype(dtype).itemsize < 4:  # In Keras they are names.
         raise ValueError(
-            f"{name} has dtype {given}, which rounds it (0.999 to 1 in bfloat16): pass a "
+            f"{name} has dtype {dtype}, which rounds it (0.999 to 1 in bfloat16): pass a "
             "Python number or float32. optax.inject_hyperparams casts hyperparameters to "
             "the dtype of the parameters unless it is given hyperparam_dtype=jnp.float32."
         )
