@@ -41,7 +41,7 @@ class Recipe:
     adam_b2: float = 0.95
     # Weight decay of all parameters.
     weight_decay: float = 0.1
-    # Momentum of the matrices, and of LARS.
+    # Momentum of the matrices.
     momentum: float = 0.95
     # Lower bound of the trust ratio. None: the optimizer's own.
     r_min: float | None = None

@@ -33,7 +33,7 @@ MODELS: dict[str, Any] = {
     "davidnet": davidnet.PRESETS["davidnet"],
 }
 
-# Of one's own text, and of the demos. They have one rate for all, as the paper does.
+# Of one's own text, and of the demos.
 _SMALL: dict[str, Any] = {
     "optimizer": "orscale",
     "clip": None,
@@ -60,7 +60,6 @@ DEMOS: dict[str, Config] = {
     "text": _OWN_TEXT,
     "demo": dataclasses.replace(
         _OWN_TEXT,
-        recipe=dataclasses.replace(_OWN_TEXT.recipe, rates="shared"),
         optimizer=_COMPARED,
         out=pathlib.Path("runs/demo"),
         measure_every=125,
@@ -68,8 +67,7 @@ DEMOS: dict[str, Config] = {
     "demo-moe": Config(
         # The usual balance rate would take thousands of steps.
         recipe=MixtureRecipe(
-            steps=250, warmup_steps=12, seq_len=128, balance_rate=1e-2, rates="shared",
-            **_TEXT,
+            steps=250, warmup_steps=12, seq_len=128, balance_rate=1e-2, **_TEXT,
         ),
         # A Moonlight of the decoder's width.
         model=MoonlightConfig(
@@ -82,9 +80,8 @@ DEMOS: dict[str, Config] = {
         ),
     "demo-vision": Config(
         recipe=ImageRecipe(
-            learning_rate=0.02, rates="shared", adam_b2=0.999, weight_decay=5e-4,
-            steps=128, warmup_steps=12, batch_size=128, val_every=32, val_batches=None,
-            **_SMALL,
+            learning_rate=0.02, adam_b2=0.999, weight_decay=5e-4, steps=128,
+            warmup_steps=12, batch_size=128, val_every=16, val_batches=None, **_SMALL,
         ),
         # An eighth of DavidNet's widths.
         model=davidnet.DavidNetConfig(widths=(8, 16, 32, 64)),
@@ -256,6 +253,28 @@ def parse(arguments: Sequence[str], prog: str) -> Config:
     )
     _refuse_useless(given, config)
     return config
+
+
+def rates_in_words(config: Config) -> str:
+    """Where the learning rates of a run come from, in a line."""
+    rate = f"{config.recipe.learning_rate:g}"
+    if config.recipe.rates == "shared":
+        return f"Learning rates: {rate} for every optimizer (--rates shared)."
+    like_a_demo = dataclasses.replace(config.recipe, rates="advised", seed=_SMALL["seed"])
+    searched = not config.data and any(
+        (demo.model, demo.recipe) == (config.model, like_a_demo)
+        for demo in DEMOS.values()
+    )
+    told = [f"AdamW {rate}" + ", the best of four (docs/data/demo_rates.csv)" * searched]
+    for name in config.optimizer:
+        of_matrices, beside = find_optimizer(name).advised
+        rest = f" ({beside:g} × for what AdamW trains)" if beside != of_matrices else ""
+        if name != "adamw":
+            told.append(f"{find_optimizer(name).label} {of_matrices:g} × that{rest}")
+    return (
+        f"Learning rates: {'; '.join(told)}. These are the multiples that "
+        "docs/hyperparameters.md advises; --rates shared gives all AdamW's rate."
+    )
 
 
 def _refuse_useless(given: Set[str], config: Config) -> None:

@@ -21,6 +21,7 @@ from examples.pretrain.operation.processes import (
 )
 from examples.pretrain.operation.rundir import claim, write_atomically
 from examples.pretrain.optimizers import find_optimizer, rates_and_decay
+from examples.pretrain.recipes import rates_in_words
 from examples.pretrain.sample import check_prompt, show_samples
 from examples.pretrain.setup import set_up
 from examples.pretrain.task import Data, Task
@@ -40,6 +41,7 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
     evaluation_batch_size(len(data.validation), size, shards)
     for name in config.optimizer:
         set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
+    console.print(rates_in_words(config), highlight=False, soft_wrap=True)
     console.print(data.description, highlight=False)
     with in_effect(mesh):
         if note := task.note():

@@ -40,17 +40,17 @@ def test_a_recipe_without_other_options_is_what_its_name_says(name):
 
 
 def test_options_override_the_recipes():
-    options = "--steps 10 --warmup-steps 2 --model.layers 3 --optimizer adamw lars"
+    options = "--steps 10 --warmup-steps 2 --model.layers 3 --optimizer adamw lamb"
     config = parse(["--recipe", "125m-orscale", *options.split()], "")
     assert config.recipe.num_steps == 10
     assert config.model.layers == 3
     assert [config.recipe_of(name).optimizer for name in config.optimizer] == [
         "adamw",
-        "lars",
+        "lamb",
     ]
     expected = find_config("125m-orscale").to_dict()
     expected |= {"steps": 10, "warmup_steps": 2, "model.layers": 3}
-    assert config.to_dict() == expected | {"optimizer": ("adamw", "lars")}
+    assert config.to_dict() == expected | {"optimizer": ("adamw", "lamb")}
 
 
 def test_a_length_in_tokens_or_epochs_becomes_steps():
@@ -170,13 +170,12 @@ NOTHING = "would change nothing with --optimizer"
         (
             "--optimizer adamw --momentum 0.9",
             f"--momentum 0.9 {NOTHING} adamw. Leave it out, or choose an optimizer that "
-            "takes it, such as lars.",
+            "takes it, such as muon.",
         ),
         ("--optimizer adamw --momentum 0.95", "--momentum 0.95 would change nothing"),
         ("--optimizer adamw muon --r-max 2", "--r-max 2.0 .* --optimizer adamw muon. .*"),
         ("--optimizer unclipped --r_max=2", "--r-max 2.0 would change nothing"),
         ("--optimizer lamb --adam-learning-rate 1", "--adam-learning-rate 1.0 would"),
-        ("--optimizer lars --adam-b2 0.9", "--adam-b2 0.9 would .* such as adamw"),
         # What is for matrices or readings that there are not.
         ("--qkv blocks", f"--qkv blocks {NOTHING}"),  # The text's are not fused.
         ("--optimizer adamw --model.fused-qkv --qkv blocks", f"--qkv blocks {NOTHING}"),
@@ -200,7 +199,6 @@ def test_what_nothing_would_read_is_refused(options, message):
         "--recipe demo-vision --cutout 4 --clip 1",
         "--optimizer adamw orscale --r-max 2 --adam-learning-rate 1e-3",
         "--optimizer adamw --r-max None",  # What the recipe has by default.
-        "--optimizer lars --momentum 0.8",
         "--model.fused-qkv --qkv blocks --per-head --measure-every 5",
         "--optimizer adamw --measure-every None --qkv matrix",
     ],
