@@ -117,19 +117,9 @@ class TextRecipe(Recipe):
     tokens: int | None = None
     # Tokens that a prediction may look back on.
     seq_len: int
-    # Each head of attention is a matrix, and not all heads of a projection together.
-    per_head: bool = False
 
     def _steps_of_data(self) -> int | None:
         return self.tokens and self.tokens // (self.batch_size * self.seq_len)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecoderRecipe(TextRecipe):
-    """A dense decoder's."""
-
-    # A fused query, key and value is one matrix, as the paper has it, or three.
-    qkv: Literal["matrix", "blocks"] = "matrix"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -38,10 +38,11 @@ class Optimizer:
     readable: bool = False
 
     @property
-    def hyperparameters(self) -> frozenset[str]:
-        """The recipe's fields that it takes, apart from the learning rate."""
-        of_adam = {"adam_learning_rate"} if self.has_matrices else set()
-        return frozenset(self.given.values()) | of_adam
+    def options(self) -> frozenset[str]:
+        """The options of a run that it takes, apart from the learning rate."""
+        of_matrices = {"adam_learning_rate", "router"} if self.has_matrices else set()
+        of_readings = {"measure_every"} if self.readable else set()
+        return frozenset(self.given.values()) | of_matrices | of_readings
 
 
 _ADAM = {"b1": "adam_b1", "b2": "adam_b2", "weight_decay": "weight_decay"}

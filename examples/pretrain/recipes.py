@@ -15,10 +15,10 @@ import tyro
 
 from examples.pretrain.config import (
     Config,
-    DecoderRecipe,
     ImageRecipe,
     MixtureRecipe,
     Recipe,
+    TextRecipe,
 )
 from examples.pretrain.errors import UsageError
 from examples.pretrain.models import dense
@@ -47,7 +47,7 @@ _TEXT = _SMALL | {
     "val_batches": 10,
 }
 _OWN_TEXT = Config(
-    recipe=DecoderRecipe(steps=500, warmup_steps=25, seq_len=64, **_TEXT),
+    recipe=TextRecipe(steps=500, warmup_steps=25, seq_len=64, **_TEXT),
     model=dense.DenseConfig(
         vocab_size=256, width=128, layers=3, heads=4, fused_qkv=False, scan=False
     ),
@@ -117,7 +117,7 @@ _PAPERS: dict[str, Any] = {"optimizer": "adamw", "rates": "shared"}
 _BASES = {
     name: Row(
         name,
-        DecoderRecipe(
+        TextRecipe(
             learning_rate=rate, tokens=tokens, seq_len=length, batch_size=batch, **_PAPERS
         ),
     )
@@ -265,7 +265,7 @@ def rates_in_words(config: Config) -> str:
         (demo.model, demo.recipe) == (config.model, like_a_demo)
         for demo in DEMOS.values()
     )
-    told = [f"AdamW {rate}" + ", the best of four (docs/data/demo_rates.csv)" * searched]
+    told = [f"AdamW {rate}" + ", the best of its search (docs/data/demo_rates.csv)" * searched]
     for name in config.optimizer:
         of_matrices, beside = find_optimizer(name).advised
         rest = f" ({beside:g} × for what AdamW trains)" if beside != of_matrices else ""
@@ -278,30 +278,16 @@ def rates_in_words(config: Config) -> str:
 
 
 def _refuse_useless(given: Set[str], config: Config) -> None:
-    """Refuses two lengths, and what no optimizer, matrix or reading would take."""
-    entries = [find_optimizer(name) for name in config.optimizer]
-    unread = not any(entry.readable for entry in entries)
-    without = not any(entry.has_matrices for entry in entries)
-    # What these are where they do nothing, and whether they do.
-    useless: dict[str, tuple[Any, bool]] = {
-        "per_head": (False, without),
-        "router": ("matrix", without),
-        "qkv": ("matrix", without or not getattr(config.model, "fused_qkv", False)),
-        "measure_every": (None, unread),
-    }
+    """Refuses two lengths, and what none of the optimizers would take."""
+    taken = {x for name in config.optimizer for x in find_optimizer(name).options}
     options = {n: v for n, v in config.to_dict().items() if n in given and v is not None}
     for name, value in options.items():
-        takers = [o for o, entry in OPTIMIZERS.items() if name in entry.hyperparameters]
-        no_taker = takers and not any(name in entry.hyperparameters for entry in entries)
-        off, is_useless = useless.get(name, (None, False))
-        if no_taker or (is_useless and value != off):
-            instead = " and the other options. Leave it out."
-            if no_taker:
-                instead = ". Leave it out, or choose an optimizer that takes it, such as "
-                instead += f"{takers[0]}."
+        takers = [o for o, entry in OPTIMIZERS.items() if name in entry.options]
+        if takers and name not in taken:
             raise UsageError(
                 f"--{name.replace('_', '-')} {value} would change nothing with "
-                f"--optimizer {' '.join(config.optimizer)}{instead}"
+                f"--optimizer {' '.join(config.optimizer)}. Leave it out, or choose an "
+                f"optimizer that takes it, such as {takers[0]}."
             )
     of_length = ("steps", "tokens", "epochs")
     lengths = [f"--{name} {options[name]}" for name in of_length if name in options]

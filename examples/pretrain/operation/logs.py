@@ -13,13 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from examples.pretrain.config import Config
 from examples.pretrain.errors import RunError
@@ -38,11 +31,8 @@ SECONDS_BETWEEN_LINES = 15.0
 OF_MOMENTUM = ("momentum_stable_rank", "polar_error")
 
 
-class Logs(contextlib.ExitStack):
-    """Writes down and shows what each interval tells; a context manager.
-
-    On a terminal there is a progress bar, elsewhere a line now and then.
-    """
+class Logs:
+    """Writes down what each interval tells, and shows a line of it now and then."""
 
     def __init__(
         self,
@@ -52,27 +42,12 @@ class Logs(contextlib.ExitStack):
         config: Config,
         console: Console,
     ):
-        super().__init__()
         self._setup, self._config, self._console = setup, config, console
         self._warned: set[str] = set()
         optimizer = OPTIMIZERS[setup.recipe.optimizer]
         self._readouts = Readouts(folder, setup, start) if optimizer.readable else None
         self._recorder = Recorder(folder, setup, start) if is_first() else None
         self._label, self._start = optimizer.label, start
-        bar = Progress(
-            TextColumn("{task.description:<14}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[reading]:<40}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        steps = setup.recipe.num_steps
-        self._bar = self.enter_context(bar)
-        self._shown = bar.add_task(
-            optimizer.label, total=steps, completed=start, reading="compiling"
-        )
         self._began = self._said = time.monotonic()
 
     def write(self, interval: Interval, validation: Mapping[str, float]) -> None:
@@ -95,15 +70,12 @@ class Logs(contextlib.ExitStack):
         _, speed = throughput(self._setup.task, examples, interval.seconds)
         self._recorder.record(interval, validation, with_loads=due)
         steps, now = self._setup.recipe.num_steps, time.monotonic()
-        shown = f"loss {interval.loss:.3f}  {speed}"
-        self._bar.update(self._shown, completed=step, reading=shown)
-        late = now - self._said > SECONDS_BETWEEN_LINES or step == steps
-        if late and not self._console.is_terminal:
+        if now - self._said > SECONDS_BETWEEN_LINES or step == steps:
             self._said = now
             left = (now - self._began) / (step - self._start) * (steps - step)
             self._console.print(
-                f"{self._label:<14} step {step}/{steps}  {shown}  "
-                f"{datetime.timedelta(seconds=round(left))} left",
+                f"{self._label:<14} step {step}/{steps}  loss {interval.loss:.3f}  "
+                f"{speed}  {datetime.timedelta(seconds=round(left))} left",
                 highlight=False,
             )
 

@@ -108,17 +108,17 @@ def train_and_save(
                 f"{recipe.num_steps}.",
                 highlight=False,
             )
-        with Logs(folder, setup, start, config, console) as logs:
-            for interval in train(trainer, state, start, pause):
-                state, step, stopping = interval.state, interval.step, stop.noted
-                check_finite(interval, checkpoints.latest_step)
-                validating = _due(step, recipe.validation_every, recipe)
-                validation = trainer.evaluate(state) if validating else {}
-                logs.write(interval, validation)
-                if stopping or _due(step, config.checkpoint_every, recipe):
-                    checkpoints.save(step, state)
-                if stopping:
-                    stop.check(f"{label} stopped at step {step}")
+        logs = Logs(folder, setup, start, config, console)
+        for interval in train(trainer, state, start, pause):
+            state, step, stopping = interval.state, interval.step, stop.noted
+            check_finite(interval, checkpoints.latest_step)
+            validating = _due(step, recipe.validation_every, recipe)
+            validation = trainer.evaluate(state) if validating else {}
+            logs.write(interval, validation)
+            if stopping or _due(step, config.checkpoint_every, recipe):
+                checkpoints.save(step, state)
+            if stopping:
+                stop.check(f"{label} stopped at step {step}")
     params = setup.abstract["params"]
     result: dict[str, Any] = {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(params)),

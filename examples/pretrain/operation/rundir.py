@@ -133,8 +133,8 @@ def _settle(path: pathlib.Path, config: Config, data: Data) -> None:
     before = read_facts(path.parent)
     # What this program does not know any more decides nothing, and so do hyperparameters
     # that none of the optimizers has.
-    known = {n for entry in OPTIMIZERS.values() for n in entry.hyperparameters}
-    taken = {n for o in config.optimizer for n in find_optimizer(o).hyperparameters}
+    known = {n for entry in OPTIMIZERS.values() for n in entry.options}
+    taken = {n for o in config.optimizer for n in find_optimizer(o).options}
     idle = {"optimizer", *(known - taken)}
     different = differences({name: before.get(name) for name in facts}, facts)
     different = {name: pair for name, pair in different.items() if name not in idle}

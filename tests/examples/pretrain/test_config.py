@@ -108,7 +108,6 @@ def test_an_impossible_cutout_is_refused():
         ("--lr 1", "Unrecognized options: --lr, 1"),
         # Options of other models.
         ("--recipe demo-vision --seq-len 8", "Unrecognized options: --seq-len, 8"),
-        ("--recipe demo-moe --qkv blocks", "Unrecognized options: --qkv, blocks"),
         ("--router adamw", "Unrecognized options: --router, adamw"),
         ("--balance-rate 1e-2", "Unrecognized options: --balance-rate, 1e-2"),
         ("--cutout 8", "Unrecognized options: --cutout, 8"),
@@ -177,9 +176,6 @@ NOTHING = "would change nothing with --optimizer"
         ("--optimizer unclipped --r_max=2", "--r-max 2.0 would change nothing"),
         ("--optimizer lamb --adam-learning-rate 1", "--adam-learning-rate 1.0 would"),
         # What is for matrices or readings that there are not.
-        ("--qkv blocks", f"--qkv blocks {NOTHING}"),  # The text's are not fused.
-        ("--optimizer adamw --model.fused-qkv --qkv blocks", f"--qkv blocks {NOTHING}"),
-        ("--optimizer adamw --per-head", f"--per-head True {NOTHING}"),
         (
             "--recipe demo-moe --optimizer adamw --router adamw",
             f"--router adamw {NOTHING}",
@@ -199,8 +195,8 @@ def test_what_nothing_would_read_is_refused(options, message):
         "--recipe demo-vision --cutout 4 --clip 1",
         "--optimizer adamw orscale --r-max 2 --adam-learning-rate 1e-3",
         "--optimizer adamw --r-max None",  # What the recipe has by default.
-        "--model.fused-qkv --qkv blocks --per-head --measure-every 5",
-        "--optimizer adamw --measure-every None --qkv matrix",
+        "--optimizer adamw orscale --measure-every 5",
+        "--optimizer adamw --measure-every None",
     ],
 )
 def test_options_that_something_reads_are_taken(options):

@@ -16,7 +16,8 @@ from examples.pretrain.models import dense, moonlight
 from examples.pretrain.models.layers import count_parameters, rotate
 from examples.pretrain.models.moonlight import MOONLIGHT_16B_A3B
 from examples.pretrain.models.sharding import create, shardings
-from orscale_jax import BlockDimensionNumbers, describe, diagnostics, orscale
+from orscale_jax import describe, diagnostics, orscale
+from orscale_jax.flax import nnx_dimension_numbers
 from tests.examples.pretrain import tiny
 from tests.examples.pretrain.recorded_models import (
     expert_layers,
@@ -56,9 +57,7 @@ def by_path(tree):
 @pytest.mark.quick_first_case
 @in_both_precisions
 @scanned_or_not
-@pytest.mark.parametrize(
-    "name", ["dense", "dense_swiglu_untied", "moe", "moe_six_experts"]
-)
+@pytest.mark.parametrize("name", ["dense", "moe", "moe_six_experts"])
 def test_a_model_is_the_recorded_one(name, scan, dtype):
     recording, mixture = recorded(name), name.startswith("moe")
     build = recorded_moonlight if mixture else recorded_dense
@@ -151,7 +150,6 @@ def test_parameters_of_moonlight_16b_a3b(scan):
 @pytest.mark.parametrize(
     "config, changes, message",
     [
-        (tiny.DENSE, {"mlp": "gelu"}, "mlp='gelu': choose one of relu2, swiglu"),
         (tiny.DENSE, {"heads": 3}, "width=64 with heads=3: the width has to be an even"),
         (tiny.MOONLIGHT, {"dense_layers": 3}, "dense_layers=3 of layers=3: at least one"),
         (tiny.MOONLIGHT, {"experts_per_token": 9}, "=9: choose between 1 and experts=8"),
@@ -167,10 +165,7 @@ def test_sizes_that_make_no_model(config, changes, message):
 
 MODELS = {
     "dense": (dense.Dense, tiny.DENSE),
-    "swiglu": (
-        dense.Dense,
-        dataclasses.replace(tiny.DENSE, mlp="swiglu", tied=False, fused_qkv=False),
-    ),
+    "apart": (dense.Dense, dataclasses.replace(tiny.DENSE, fused_qkv=False)),
     "moonlight": (moonlight.Moonlight, tiny.MOONLIGHT),
 }
 
@@ -274,26 +269,12 @@ def matrices(model, numbers):
 
 
 def test_matrices_of_dense_models():
-    model = abstract("dense")
-    mlp = {"mlp.up.kernel": (2, 64, 256), "mlp.down.kernel": (2, 256, 64)}
-    rest = mlp | {"attention.out.kernel": (2, 64, 64)}
-    numbers = dense.weight_dimension_numbers
-    assert matrices(model, numbers(model)) == rest | {
-        "attention.qkv.kernel": (2, 64, 192)
-    }
-    blocks = numbers(model, qkv="blocks")
-    assert matrices(model, blocks) == rest | {"attention.qkv.kernel": (6, 64, 64)}
-    found = by_path(blocks(parameters(model)))["blocks.attention.qkv.kernel"]
-    assert found == BlockDimensionNumbers(-2, -1, block_axis=-1, blocks=3)
-    assert matrices(model, numbers(model, per_head=True)) == mlp | {
-        "attention.qkv.kernel": (12, 64, 32),
-        "attention.out.kernel": (4, 32, 64),
-    }
-    apart = abstract("swiglu")
-    for qkv in ("matrix", "blocks"):
-        assert len(matrices(apart, numbers(apart, qkv=qkv))) == 7
-    with pytest.raises(ValueError, match="qkv='heads': choose 'matrix' or 'blocks'"):
-        numbers(model, qkv="heads")
+    rest = {"attention.out.kernel": (2, 64, 64)}
+    rest |= {"mlp.up.kernel": (2, 64, 256), "mlp.down.kernel": (2, 256, 64)}
+    model, apart = abstract("dense"), abstract("apart")
+    found = matrices(model, nnx_dimension_numbers(model))
+    assert found == rest | {"attention.qkv.kernel": (2, 64, 192)}
+    assert len(matrices(apart, nnx_dimension_numbers(apart))) == 6
 
 
 @pytest.mark.quick_first_case

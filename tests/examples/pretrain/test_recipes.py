@@ -419,9 +419,9 @@ def test_a_run_says_first_which_rates_it_takes_and_why():
             if row["recipe"] == name
         }
         rate = min(losses, key=losses.__getitem__)
-        assert len(losses) == 4 and min(losses) < rate < max(losses)
+        assert min(losses) < rate < max(losses)
         line = rates_in_words(DEMOS[name])
-        assert f"AdamW {rate:g}, the best of four (docs/data/demo_rates.csv); " in line
+        assert f"AdamW {rate:g}, the best of its search (docs/data/demo_rates.csv); " in line
         multiples = (
             "Muon+Moonlight 2 × that; OrScale 1 × that (2 × for what AdamW trains)."
         )
@@ -433,6 +433,6 @@ def test_a_run_says_first_which_rates_it_takes_and_why():
         parse(["--learning-rate", "1"], ""),
         parse(["--steps", "99"], ""),
     ):
-        assert "best of four" not in rates_in_words(config)
+        assert "of its search" not in rates_in_words(config)
     shared = parse(["--recipe", "demo", "--rates", "shared"], "")
     assert "for every optimizer (--rates shared)." in rates_in_words(shared)

@@ -85,7 +85,6 @@ FLOPS = 6 * WEIGHTS * T + 12 * D * T**2
     [
         ({}, 0),
         ({"model.fused_qkv": True, "loss_chunks": 4}, 0),
-        ({"model.tied": False}, 0),  # The embedding is looked up, the head multiplied.
         ({"model.layers": 2}, 6 * (12 * D**2 + 2 * D) * T + 12 * D * T**2),
     ],
 )
