@@ -41,7 +41,8 @@ def run(config: Config, task: Task, data: Data, mesh: Mesh, console: Console) ->
     evaluation_batch_size(len(data.validation), size, shards)
     for name in config.optimizer:
         set_up(task, config.recipe_of(name), mesh, config.mesh.zero1)
-    console.print(rates_in_words(config), highlight=False, soft_wrap=True)
+    if len(config.optimizer) > 1:
+        console.print(rates_in_words(config), highlight=False, soft_wrap=True)
     console.print(data.description, highlight=False)
     with in_effect(mesh):
         if note := task.note():
