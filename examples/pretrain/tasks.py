@@ -97,8 +97,6 @@ class DecoderTask(Task):
 class MixtureTask(DecoderTask):
     """The same with routing, whose biases move after every step."""
 
-    has_experts = True
-
     def create(self, rngs: nnx.Rngs) -> nnx.Module:
         return moonlight.Moonlight(self.config, rngs)
 

@@ -68,7 +68,7 @@ class Logs:
                     self._console.print(f"Step {step}: {problem}", highlight=False)
         examples = self._setup.recipe.batch_size * len(interval.metrics)
         _, speed = throughput(self._setup.task, examples, interval.seconds)
-        self._recorder.record(interval, validation, with_loads=due)
+        self._recorder.record(interval, validation)
         steps, now = self._setup.recipe.num_steps, time.monotonic()
         if now - self._said > SECONDS_BETWEEN_LINES or step == steps:
             self._said = now
@@ -98,19 +98,10 @@ class Recorder:
             self._metrics = StepFile(folder / "metrics.csv", columns)
             self._metrics.rewind(start)
             rows = read_csv(self._metrics.path)
-            if setup.task.has_experts:
-                of_loads = ("step", "layer", "expert", "share")
-                self._loads = StepFile(folder / "expert_loads.csv", of_loads)
-                self._loads.rewind(start)
         self._seconds = float(rows[-1]["seconds"]) if rows else 0.0
 
-    def record(
-        self, interval: Interval, validation: Mapping[str, float], with_loads: bool
-    ) -> None:
-        """Writes an interval down; the validation belongs to its last step.
-
-        With `with_loads` also the experts' shares in the last step, if the model has any.
-        """
+    def record(self, interval: Interval, validation: Mapping[str, float]) -> None:
+        """Writes an interval down; the validation belongs to its last step."""
         items_per_step = self._recipe.batch_size * self._task.items_per_example
         rows: list[dict[str, str]] = []
         for step, metrics in enumerate(interval.metrics, start=interval.first_step):
@@ -131,11 +122,6 @@ class Recorder:
         self._metrics.append(
             [row.get(name, "") for name in self._metrics.columns] for row in rows
         )
-        if with_loads and self._task.has_experts:
-            self._loads.append(
-                (str(interval.step), str(layer), str(expert), f"{share:.6f}")
-                for (layer, expert), share in np.ndenumerate(metrics["expert_load"])
-            )
 
 
 class Readouts:

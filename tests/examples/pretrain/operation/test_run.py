@@ -138,7 +138,6 @@ def test_figures_and_a_report(finished):
     assert "<html" in (finished / "orscale" / "report" / "report.html").read_text()
     for name in ("adamw", "muon_moonlight"):  # Nothing of what there is not.
         assert not (finished / name / "report").exists()
-    assert not list(finished.glob("*/expert_loads.*"))
 
 
 @pytest.mark.slow
