@@ -9,13 +9,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import AxisType
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from examples.pretrain.meshes import MeshConfig, make_mesh, rules_of
 from examples.pretrain.models import dense, moonlight
 from examples.pretrain.models.layers import count_parameters, rotate
 from examples.pretrain.models.moonlight import MOONLIGHT_16B_A3B
-from examples.pretrain.models.sharding import create, shardings
+from examples.pretrain.models.sharding import shardings
 from orscale_jax import describe, diagnostics, orscale
 from orscale_jax.flax import nnx_dimension_numbers
 from tests.examples.pretrain import tiny
@@ -318,92 +318,29 @@ def test_every_expert_of_every_layer_has_a_ratio_of_its_own():
     assert found == Dims(2, 3)
 
 
-# On meshes
+# On meshes: what a run there comes to is in test_meshes.py.
 
-RULES = (
-    *(("batch", ("data", "expert")), ("length", None), ("vocab", "tensor")),
-    *(("embed", "data"), ("mlp", "tensor"), ("heads", "tensor"), ("qkv", "tensor")),
-    *(("kv", None), ("norm", None), ("layers", None), ("router", None)),
-    *(("expert", "expert"), ("expert_embed", "data"), ("expert_mlp", "tensor")),
-)
-AXES = ("data", "tensor", "expert")
-
-
-def mesh_of(kind):
-    return jax.make_mesh((2, 2, 2), AXES, axis_types=(kind,) * 3)
+MESH = make_mesh(MeshConfig(fsdp=2, expert=2, tensor=2))
 
 
 def test_names_of_axes_become_axes_of_the_mesh():
-    mesh = mesh_of(AxisType.Auto)
     state = nnx.state(abstract("moonlight"))
-    where = by_path(nnx.to_pure_dict(shardings(state, RULES, mesh)))
+    where = by_path(nnx.to_pure_dict(shardings(state, rules_of(MESH), MESH)))
     specs = {path: sharding.spec for path, sharding in where.items()}
     assert specs["routing_bias"] == jax.P(None, None)
-    assert specs["blocks.mixture.experts.up"] == jax.P(None, "expert", "data", "tensor")
-    assert specs["blocks.mixture.experts.down"] == jax.P(None, "expert", "tensor", "data")
-    assert specs["dense_blocks.0.mlp.down.kernel"] == jax.P("tensor", "data")
-    assert specs["embed.embedding"] == jax.P("tensor", "data")
+    assert specs["blocks.mixture.experts.up"] == jax.P(None, "expert", "fsdp", "tensor")
+    assert specs["blocks.mixture.experts.down"] == jax.P(None, "expert", "tensor", "fsdp")
+    assert specs["dense_blocks.0.mlp.down.kernel"] == jax.P("tensor", "fsdp")
+    assert specs["embed.embedding"] == jax.P("tensor", "fsdp")
     ranks = {path: x.ndim for path, x in by_path(nnx.to_pure_dict(state)).items()}
     assert ranks == {path: len(spec) for path, spec in specs.items()}
 
 
 def test_a_name_without_a_rule():
-    rules = [rule for rule in RULES if rule[0] != "length"]
+    rules = [rule for rule in rules_of(MESH) if rule[0] != "length"]
     with (
-        jax.set_mesh(mesh_of(AxisType.Auto)),
+        jax.set_mesh(MESH),
         nnx.logical_axis_rules(rules),
         pytest.raises(ValueError, match="no rule for the logical axis 'length': add one"),
     ):
         nnx.eval_shape(lambda m: m(jnp.zeros((8, 8), jnp.int32)), abstract("dense"))
-
-
-def value_and_grad_on(model, tokens, explicit=False):
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, rest, tokens):
-        out = nnx.merge(graphdef, params, rest)(tokens[:, :-1])
-        logits, routing = out if isinstance(out, tuple) else (out, None)
-        aux = routing.aux_loss if routing else 0
-        return log_likelihood_loss(logits, tokens[:, 1:]) + aux
-
-    if explicit:
-        loss = jax.sharding.auto_axes(loss, out_sharding=jax.P())
-    return jax.jit(jax.value_and_grad(loss))(params, rest, tokens)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "name, kind",
-    [
-        ("dense", AxisType.Explicit),
-        ("moonlight", AxisType.Auto),
-        pytest.param("dense", AxisType.Auto, marks=pytest.mark.slow),
-        pytest.param("moonlight", AxisType.Explicit, marks=pytest.mark.slow),
-    ],
-)
-def test_a_model_on_a_mesh_is_that_on_one_device(name, kind):
-    cls, config = MODELS[name]
-    config = dataclasses.replace(config, vocab_size=32, width=32, layers=2, scan=False)
-    if name == "moonlight":
-        config = dataclasses.replace(config, aux=0.01)
-
-    mesh = mesh_of(kind)
-    model = create(lambda: cls(config, nnx.Rngs(0)), RULES, mesh)
-    kernel = model.blocks[0].attention.out.kernel.get_value()
-    assert kernel.sharding == jax.NamedSharding(mesh, jax.P("tensor", "data"))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (4, 9)))
-    alone = jax.tree.map(np.asarray, nnx.state(model))
-    wanted, wanted_gradients = value_and_grad_on(
-        nnx.merge(nnx.graphdef(model), alone), tokens
-    )
-    with jax.set_mesh(mesh), nnx.logical_axis_rules(RULES):
-        where = jax.NamedSharding(mesh, jax.P(("data", "expert")))
-        tokens = jax.device_put(tokens, where)
-        loss, gradients = value_and_grad_on(model, tokens, kind == AxisType.Explicit)
-    np.testing.assert_allclose(loss, wanted, rtol=1e-5)
-    for (path, x), y in zip(
-        jax.tree.leaves_with_path(gradients),
-        jax.tree.leaves(wanted_gradients),
-        strict=True,
-    ):
-        assert_close(np.asarray(x), np.asarray(y), "float32", str(path))
