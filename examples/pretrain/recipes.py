@@ -90,28 +90,27 @@ DEMOS: dict[str, Config] = {
 _PAPERS: dict[str, Any] = {"optimizer": "adamw", "rates": "shared"}
 # By name: the model, what its runs share, and the optimizers of the paper's main tables
 # with the learning rates of those that have their own. Of dense decoders learning rate,
-# tokens, sequence length and batch size are the appendix's, "Full hyperparameters". It
-# gives tokens in billions to two decimals; these make its numbers of steps.
+# steps, sequence length and batch size are the appendix's, "Full hyperparameters".
 _MAIN = dict.fromkeys(_COMPARED)
 _BASES: dict[str, tuple[Any, Recipe, dict[str, float | None]]] = {
     name: (
         dense.PRESETS[name],
         TextRecipe(
-            learning_rate=rate, tokens=tokens, seq_len=length, batch_size=batch, **_PAPERS
+            learning_rate=rate, steps=steps, seq_len=length, batch_size=batch, **_PAPERS
         ),
         _MAIN,
     )
-    for name, rate, tokens, length, batch in (
-        ("125m", 1e-3, 5_242_880_000, 1024, 256),
-        ("399m", 9.503e-4, 8_919_711_744, 8192, 96),
-        ("545m", 9.143e-4, 14_040_432_640, 4096, 256),
-        ("1.1b", 8.561e-4, 28_541_190_144, 4096, 384),
+    for name, rate, steps, length, batch in (
+        ("125m", 1e-3, 20_000, 1024, 256),
+        ("399m", 9.503e-4, 11_342, 8192, 96),
+        ("545m", 9.143e-4, 13_390, 4096, 256),
+        ("1.1b", 8.561e-4, 18_146, 4096, 384),
     )
 } | {
     "16b-a3b": (
         MOONLIGHT_16B_A3B,
         MixtureRecipe(
-            learning_rate=4.2e-4, tokens=9_999_220_736, seq_len=8192, batch_size=2048,
+            learning_rate=4.2e-4, steps=596, seq_len=8192, batch_size=2048,
             warmup_steps=60, val_every=50, val_batches=10, param_dtype="bfloat16",
             **_PAPERS,
         ),
@@ -121,7 +120,8 @@ _BASES: dict[str, tuple[Any, Recipe, dict[str, float | None]]] = {
         davidnet.PRESETS["davidnet"],
         ImageRecipe(
             learning_rate=0.01, adam_learning_rate=1e-3, adam_b2=0.999, weight_decay=5e-4,
-            clip=None, warmup_steps=500, epochs=24, batch_size=512, val_every=None,
+            # 24 epochs of 97 whole batches.
+            clip=None, warmup_steps=500, steps=24 * 97, batch_size=512, val_every=97,
             val_batches=None, **_PAPERS,
         ),
         {"adamw": None, "lamb": None, "muon_moonlight": None, "muon": 0.04,
@@ -157,8 +157,6 @@ def parse(arguments: Sequence[str], prog: str) -> Config:
     chosen, options = first.parse_known_args(arguments)
     flags = (text.partition("=")[0] for text in options if text.startswith("--"))
     given = {flag.removeprefix("--").replace("-", "_") for flag in flags}
-    if given & {"tokens", "epochs"} and "steps" not in given:
-        options += ["--steps", "None"]  # They replace the recipe's.
     config = tyro.cli(
         Config,
         args=options,
@@ -194,7 +192,7 @@ def rates_in_words(config: Config) -> str:
 
 
 def _refuse_useless(given: Set[str], config: Config) -> None:
-    """Refuses two lengths, and what none of the optimizers would take."""
+    """Refuses what none of the optimizers would take."""
     taken = {x for name in config.optimizer for x in find_optimizer(name).options}
     options = {n: v for n, v in config.to_dict().items() if n in given and v is not None}
     for name, value in options.items():
@@ -205,10 +203,3 @@ def _refuse_useless(given: Set[str], config: Config) -> None:
                 f"--optimizer {' '.join(config.optimizer)}. Leave it out, or choose an "
                 f"optimizer that takes it, such as {takers[0]}."
             )
-    of_length = ("steps", "tokens", "epochs")
-    lengths = [f"--{name} {options[name]}" for name in of_length if name in options]
-    if len(lengths) > 1:
-        raise UsageError(
-            f"{' and '.join(lengths)}: each decides how many steps there are. Pass only "
-            "one of them."
-        )

@@ -69,7 +69,7 @@ class Logs:
         examples = self._setup.recipe.batch_size * len(interval.metrics)
         _, speed = throughput(self._setup.task, examples, interval.seconds)
         self._recorder.record(interval, validation)
-        steps, now = self._setup.recipe.num_steps, time.monotonic()
+        steps, now = self._setup.recipe.steps, time.monotonic()
         if now - self._said > SECONDS_BETWEEN_LINES or step == steps:
             self._said = now
             left = (now - self._began) / (step - self._start) * (steps - step)
@@ -89,7 +89,7 @@ class Recorder:
 
     def __init__(self, folder: pathlib.Path, setup: Setup, start: int):
         self._recipe, self._task = setup.recipe, setup.task
-        steps = np.arange(setup.recipe.num_steps)
+        steps = np.arange(setup.recipe.steps)
         self._rates = jax.device_get(jax.jit(jax.vmap(setup.schedule))(steps))
         accuracy = ["val_accuracy"] if setup.task.item == "images" else []
         columns = ["optimizer", "step", setup.task.item, "train_loss", "val_loss"]

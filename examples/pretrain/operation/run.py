@@ -92,7 +92,7 @@ def train_and_save(
         config.log_every,
         config.measure_every,
         config.checkpoint_every,
-        recipe.validation_every,
+        recipe.val_every,
     )
 
     def pause(step: int) -> bool:
@@ -105,15 +105,14 @@ def train_and_save(
         state, start = checkpoints.restore(setup) or (setup.initial_state(), 0)
         if start:
             console.print(
-                f"{label} resumes from its checkpoint of step {start} of "
-                f"{recipe.num_steps}.",
+                f"{label} resumes from its checkpoint of step {start} of {recipe.steps}.",
                 highlight=False,
             )
         logs = Logs(folder, setup, start, config, console)
         for interval in train(trainer, state, start, pause):
             state, step, stopping = interval.state, interval.step, stop.noted
             check_finite(interval, checkpoints.latest_step)
-            validating = _due(step, recipe.validation_every, recipe)
+            validating = _due(step, recipe.val_every, recipe)
             validation = trainer.evaluate(state) if validating else {}
             logs.write(interval, validation)
             if stopping or _due(step, config.checkpoint_every, recipe):
@@ -131,4 +130,4 @@ def train_and_save(
 
 
 def _due(step: int, every: int | None, recipe: Recipe) -> bool:
-    return step == recipe.num_steps or (every is not None and step % every == 0)
+    return step == recipe.steps or (every is not None and step % every == 0)

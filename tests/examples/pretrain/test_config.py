@@ -7,7 +7,7 @@ import pytest
 
 from examples.pretrain.__main__ import main
 from examples.pretrain.errors import UsageError
-from examples.pretrain.recipes import DEMOS, PAPER, find_config, parse
+from examples.pretrain.recipes import DEMOS, find_config, parse
 from tests.examples.pretrain import tiny
 
 
@@ -35,7 +35,7 @@ def test_a_recipe_without_other_options_is_what_its_name_says(name):
 def test_options_override_the_recipes():
     options = "--steps 10 --warmup-steps 2 --model.layers 3 --optimizer adamw lamb"
     config = parse(["--recipe", "125m-orscale", *options.split()], "")
-    assert config.recipe.num_steps == 10
+    assert config.recipe.steps == 10
     assert config.model.layers == 3
     assert [config.recipe_of(name).optimizer for name in config.optimizer] == [
         "adamw",
@@ -44,15 +44,6 @@ def test_options_override_the_recipes():
     expected = find_config("125m-orscale").to_dict()
     expected |= {"steps": 10, "warmup_steps": 2, "model.layers": 3}
     assert config.to_dict() == expected | {"optimizer": ("adamw", "lamb")}
-
-
-def test_a_length_in_tokens_or_epochs_becomes_steps():
-    recipe = PAPER["125m-orscale"].recipe
-    assert dataclasses.replace(recipe, tokens=10**9).num_steps == 3814
-    images = PAPER["cifar10-adamw"].recipe
-    assert dataclasses.replace(images, epochs=7).num_steps == 7 * 97
-    assert images.validation_every == 97
-    assert recipe.validation_every == 500
 
 
 COUNTS = """steps batch_size val_every val_batches per_device_batch loss_chunks log_every
@@ -66,7 +57,6 @@ COUNTS = """steps batch_size val_every val_batches per_device_batch loss_chunks 
             ({name: 0}, f"--{name.replace('_', '-')} 0 must be at least 1")
             for name in COUNTS.split()
         ),
-        ({"steps": None}, "--steps, or --tokens or --epochs of data: set one of them"),
         ({"seq_len": -1}, "--seq-len -1 must be at least 1"),
         ({"seed": 2**32}, r"--seed .* below 2\*\*32"),
         ({"seed": -1}, "--seed -1 must be at least 0"),
@@ -130,34 +120,12 @@ def test_an_empty_argument_is_refused(option, capsys):
     assert "an argument is empty" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ("--tokens 999999", 976),
-        ("--tokens=999999 --warmup-steps 600", 976),  # More than the recipe's steps.
-        ("--steps None --tokens 999999", 976),
-        ("--recipe 125m-adamw --steps 2000", 2000),
-        ("--recipe demo-vision --epochs 2", 780),
-        ("--recipe cifar10-adamw --steps 2000", 2000),
-    ],
-)
-def test_a_length_replaces_the_recipes(options, steps):
-    assert parse(options.split(), "").recipe.num_steps == steps
-
-
 NOTHING = "would change nothing with --optimizer"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--steps 9999 --tokens 9999999", "--steps 9999 and --tokens 9999999: .* one of"),
-        # The recipe's own value, and the other way to write an option.
-        ("--tokens=9999999 --steps=500", "--steps 500 and --tokens 9999999: .* one of"),
-        (
-            "--recipe demo-vision --steps 99 --epochs 2",
-            "--steps 99 and --epochs 2: .* one",
-        ),
         # Hyperparameters that no optimizer takes.
         (
             "--optimizer adamw --momentum 0.9",

@@ -103,9 +103,9 @@ def test_recipes_of_a_dense_scale_have_its_settings():
         for recipe in recipes:
             assert recipe.seq_len == int(seq_len)
             assert recipe.batch_size == int(batch_size)
-            assert f"{recipe.tokens / 1e9:.2f}B" == tokens
-            assert recipe.num_steps == int(steps)
-            assert recipe.num_steps * recipe.batch_size * recipe.seq_len == recipe.tokens
+            assert recipe.steps == int(steps)
+            read = recipe.steps * recipe.batch_size * recipe.seq_len
+            assert f"{read / 1e9:.2f}B" == tokens
             assert recipe.warmup_steps == int(warmup)
         assert RECIPES[f"{MODELS[scale]}-orscale"].learning_rate == number(rate)
 
@@ -145,7 +145,7 @@ def test_the_mixture_has_the_public_configuration():
     for recipe in recipes:
         assert recipe.batch_size * recipe.seq_len == 16_777_216
         assert (recipe.batch_size, recipe.seq_len) == (2048, 8192)
-        assert (recipe.num_steps, recipe.tokens) == (596, 9_999_220_736)
+        assert recipe.steps == 596
         assert (recipe.warmup_steps, recipe.seed) == (60, 42)
         assert (recipe.val_every, recipe.val_batches) == (50, 10)
         assert (recipe.learning_rate, recipe.clip) == (4.2e-4, 1.0)
@@ -165,8 +165,8 @@ def test_images_have_the_appendixs_hyperparameters():
     recipes = [row for name, row in RECIPES.items() if name.startswith("cifar")]
     assert len(recipes) == 5
     for recipe in recipes:
-        assert (recipe.epochs, recipe.batch_size, recipe.warmup_steps) == (24, 512, 500)
-        assert recipe.num_steps == 24 * 97
+        assert (recipe.batch_size, recipe.warmup_steps) == (512, 500)
+        assert recipe.steps == 24 * (50_000 // 512)
         assert (recipe.clip, recipe.weight_decay) == (None, 5e-4)
         assert recipe.adam_learning_rate == 1e-3
         assert (recipe.adam_b1, recipe.adam_b2) == (0.9, 0.999)
@@ -188,7 +188,7 @@ def test_a_batch_that_does_not_divide_is_refused(devices, per_device_batch):
 
 
 SMALL = TextRecipe(
-    optimizer="adamw", learning_rate=0.1, tokens=100, seq_len=1, batch_size=1,
+    optimizer="adamw", learning_rate=0.1, steps=100, seq_len=1, batch_size=1,
     warmup_steps=0,
 )  # fmt: skip
 PARAMS = {"kernel": jnp.eye(4, 6) + 0.1, "bias": jnp.ones(6)}
