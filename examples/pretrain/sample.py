@@ -29,8 +29,12 @@ BYTES = 256
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How to sample."""
+    """Continue a text with the model of a run's newest checkpoint."""
 
+    # The text to continue. None: a new document.
+    prompt: tyro.conf.Positional[str] = ""
+    # Folder of a run: of one optimizer, or of several, whose models then take turns.
+    run: pathlib.Path = pathlib.Path("runs/text")
     # Bytes to write, at most: the model may end the text before.
     length: int = 200
     # The logits are divided by it. 0 takes the likeliest byte every time.
@@ -47,18 +51,6 @@ class Sampling:
             if not fine:
                 option = f"--{name.replace('_', '-')} {getattr(self, name)}"
                 raise UsageError(f"{option} must be {wanted}.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Command:
-    """Continue a text with the model of a run's newest checkpoint."""
-
-    # The text to continue. None: a new document.
-    prompt: tyro.conf.Positional[str] = ""
-    # Folder of a run: of one optimizer, or of several, whose models then take turns.
-    run: pathlib.Path = pathlib.Path("runs/text")
-    # How to sample.
-    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()
 
 
 def sample(folder: pathlib.Path, prompt: str, sampling: Sampling) -> str:
@@ -155,8 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run() -> None:
         prog = "python -m examples.pretrain.sample"
-        command = tyro.cli(Command, args=arguments, prog=prog)
-        show_samples(command.run, command.prompt, Console(), command.sampling)
+        sampling = tyro.cli(Sampling, args=arguments, prog=prog)
+        show_samples(sampling.run, sampling.prompt, Console(), sampling)
 
     return exit_code_of(run)
 
