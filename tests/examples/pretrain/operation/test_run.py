@@ -111,7 +111,7 @@ def test_the_audit_is_of_the_optimizer_of_the_run(finished):
     assert rows("orscale")[up].scale == pytest.approx(0.2 * 64**0.5)
     for name in ("muon", "orscale_vision"):
         assert rows(name)[up].scale == 1
-    assert rows("muon")[up].state_bytes == 4 * 16 * 64 + 1  # M, a flag.
+    assert rows("muon")[up].state_bytes == 4 * 16 * 64  # M.
     assert rows("adamw")[up].rule != "matrix" and rows("adamw")[up].scale is None
     written = {r["parameter"]: r for r in tiny.rows(finished / "orscale" / "audit.csv")}
     assert written[up]["s"] == "1.6" and written[up]["state_bytes"]
