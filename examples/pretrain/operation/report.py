@@ -173,13 +173,13 @@ def draw_losses(
     figure, [[axes]] = style.new_figure(3.7)
     for name, (steps, losses) in curves.items():
         told = reaching(name, curves)
-        told = f"; AdamW's after {told}" if told else ""
-        label = f"{OPTIMIZERS[name].label}: {losses[-1]:.4f}{told}"
+        told = f", AdamW's loss after {told}" if told else ""
+        label = f"{OPTIMIZERS[name].label} {losses[-1]:.4f}{told}"
         axes.plot(steps, losses, label=label, **look(name))
     if BASELINE in curves:
         axes.axhline(curves[BASELINE][1][-1], color=INK, lw=1, ls=":")
     axes.set(xlabel="step", ylabel=f"validation loss, nats per {unit}")
     axes.grid(axis="y")
     axes.legend()
-    style.set_title(figure, "Validation loss, and when AdamW's last one is reached", run)
+    style.set_title(figure, "Validation loss; the dotted line is AdamW's final loss", run)
     style.save(figure, path)
