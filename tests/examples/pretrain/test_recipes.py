@@ -297,29 +297,25 @@ def test_a_line_says_what_becomes_of_rates_and_decay(name, rates, line):
 
 def test_a_run_says_first_which_rates_it_takes_and_why():
     assert {recipe.rates for recipe in RECIPES.values()} == {"shared"}
+    page = (ROOT / "docs" / "results.md").read_text()
     with open(ROOT / "docs" / "data" / "demo_rates.csv", newline="") as file:
-        searched = [row for row in csv.DictReader(file) if row["optimizer"] == "adamw"]
+        rows = list(csv.DictReader(file))
     for name in ("demo", "demo-moe", "demo-vision"):
         losses = {
             float(row["learning_rate"]): float(row["val_loss"])
-            for row in searched
-            if row["recipe"] == name
+            for row in rows
+            if (row["recipe"], row["optimizer"]) == (name, "adamw")
         }
         rate = min(losses, key=losses.__getitem__)
-        assert min(losses) < rate < max(losses)
+        assert sorted(losses) == [rate / 2, rate, 2 * rate]
+        shown = " | ".join(f"{losses[x]:.3f}" for x in sorted(losses))
+        assert f"| `{name}`, {rate:g} | {shown} |" in page
         line = rates_in_words(DEMOS[name])
         assert f"AdamW {rate:g}, the best one in docs/data/demo_rates.csv; " in line
-        multiples = (
-            "Muon+Moonlight 2 × that; OrScale 1 × that (2 × for what AdamW trains)."
-        )
-        assert multiples in line
+        assert "light 2 × that; OrScale 1 × that (2 × for what AdamW trains)." in line
     own = parse(["--data", "a.txt"], "")
     assert own.optimizer == ("adamw", "muon_moonlight") and own.recipe.rates == "advised"
-    for config in (
-        own,
-        parse(["--learning-rate", "1"], ""),
-        parse(["--steps", "99"], ""),
-    ):
-        assert "the best one" not in rates_in_words(config)
+    for options in ("--data a.txt", "--learning-rate 1", "--steps 99"):
+        assert "the best one" not in rates_in_words(parse(options.split(), ""))
     shared = parse(["--recipe", "demo", "--rates", "shared"], "")
     assert "for every optimizer (--rates shared)." in rates_in_words(shared)
