@@ -242,14 +242,22 @@ def test_other_parameters_have_a_rate_of_their_own():
     np.testing.assert_allclose(apart["bias"], at_rate["bias"] / 8, rtol=1e-6)
 
 
-# Rates as the page advises them: of the matrices, and of the rest, over AdamW's.
-ADVISED = {
-    "adamw": (1, 1),
-    "muon_moonlight": (2, 2),
-    "optax_muon": (2, 2),
-    "orscale": (1, 2),
-    "muon": (4, 6),
-    "normuon": (2, 6),
+# The page's multiples of AdamW's rate: of the matrices, and of the rest.
+_CALLS = {
+    "muon": ("muon_moonlight", "optax_muon"),
+    "muon(consistent_rms=None)": ("muon",),
+    "family.normuon": ("normuon",),
+    "orscale`, `family.cautious": ("orscale", "cautious"),
+}
+_ROWS = re.findall(
+    r"^\| `(.*)` \| (\d) \| (\d) \|$",
+    (ROOT / "docs" / "hyperparameters.md").read_text(),
+    re.MULTILINE,
+)
+ADVISED = {"adamw": (1, 1)} | {
+    name: (int(of_matrices), int(beside))
+    for call, of_matrices, beside in _ROWS
+    for name in _CALLS[call]
 }
 
 
