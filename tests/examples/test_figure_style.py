@@ -38,7 +38,7 @@ def test_paper_is_white_whatever_the_users_style(tmp_path):
     curve = np.array([1, 2]), np.array([3.0, 2.0])
     path = tmp_path / "new" / "losses.png"
     with matplotlib.rc_context(dict.fromkeys(DARK, "black")):
-        report.draw_losses(path, {"adamw": curve}, {"adamw": curve}, "byte", "A run")
+        report.draw_losses(path, {"adamw": curve}, "byte", "A run")
     drawn = np.asarray(Image.open(path).convert("RGB"))
     assert drawn.shape[1] == style.WIDTH * style.DPI
     assert np.all(drawn[[0, 0, -1, -1], [0, -1, 0, -1]] == 255)
