@@ -18,7 +18,6 @@ from orscale_jax import (
     BlockDimensionNumbers,
     convert_state,
     family,
-    keep_master_weights,
     muon,
     orscale,
     polar_factor,
@@ -67,30 +66,6 @@ def our_muon(nesterov, rate=RATE, **kwargs):
         adam_nesterov=nesterov,
         **kwargs,
     )
-
-
-WRAPPERS = {
-    "alone": lambda tx: tx,
-    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-    "partition": lambda tx: optax.partition({"all": tx}, lambda params: "all"),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("nesterov", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_optax_muon_continues_as_muon(nesterov, wrapper):
-    """The next updates are the same where 0.95^t has vanished, or without Nesterov."""
-    wrap = WRAPPERS[wrapper]
-    old, new = wrap(optax_muon(nesterov=nesterov)), wrap(our_muon(nesterov))
-    steps = 250 if nesterov else 3
-    state, _ = after(old, steps)
-    converted = convert_state(state, new, tree(0), momentum=0.95, nesterov=nesterov)
-    for start in range(steps, steps + 3):
-        state, wanted = after(old, 1, state, start)
-        converted, found = after(new, 1, converted, start)
-        assert_close(found, wanted, rtol=2e-5)
 
 
 @pytest.mark.quick_first_case
@@ -611,28 +586,6 @@ def test_what_is_known_of_each_matrix_begins_anew(make, options, before, after):
     if make is orscale:
         for ratio in jax.tree.leaves(readout(state, "trust_ratio")):
             np.testing.assert_allclose(ratio, 1, rtol=1e-5)
-
-
-@pytest.mark.parametrize("wrap", [keep_master_weights, lambda x: optax.MultiSteps(x, 2)])
-@pytest.mark.extended
-def test_inside_of_wrappers(wrap):
-    old, new = (wrap(build(orscale, *numbers)) for numbers in KINDS[0])
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), leaves(0))
-    state = old.init(params)
-    _, state = old.update(leaves(1), state, params)
-    converted = convert_state(state, new, params)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        *(optax.tree.get_all_with_path(x, "trace")[0][1] for x in (converted, state)),
-    )
-    new.update(leaves(2), converted, params)
-
-
-def test_other_shapes_of_parameters_are_still_refused():
-    params, state = trained(build(orscale, WHOLE, EXPERTS))
-    narrow = params | {"w": params["w"][:, :3]}
-    with pytest.raises(ValueError, match=r"of 'w' has shape \(4, 6\) in the old state"):
-        convert_state(state, build(orscale, HEADS, EXPERTS), narrow)
 
 
 def test_a_state_with_a_field_for_a_state():

@@ -14,9 +14,11 @@ from haliax.nn import (
     Linear,
     MoELinear,
     RmsNorm,
+    Stacked,
 )
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from orscale_jax import by_path, describe, orscale
 from orscale_jax.haliax import NamedWeight, dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
@@ -169,3 +171,33 @@ def test_abstract_parameters_and_heads():
     assert numbers(abstract)["readout"].weight is None
     with pytest.raises(ValueError, match="'other' is no floating-point array"):
         dimension_numbers(abstract)({"other": jnp.asarray(np.ones(2))})
+
+
+class Block(eqx.Module):
+    norm: LayerNorm
+    mlp: hax.nn.MLP
+
+    @staticmethod
+    def init(key):
+        mlp = hax.nn.MLP.init(Embed, Embed.alias("embed_out"), Out, 1, key=key)
+        return Block(LayerNorm.init(Embed), mlp)
+
+
+def test_the_table_of_stacked_blocks():
+    """The same by types and by path: norms and biases of a stack have two axes."""
+    model = {
+        "embeddings": Embedding.init(Experts, Embed, key=KEY),
+        "blocks": Stacked.init(Layers, Block)(key=jax.random.split(KEY, Layers.size)),
+        "lm_head": Linear.init(Embed, Experts, key=KEY),
+    }
+    rules = {r"mlp\.layers\.\d\.weight": Dims(-1, -2), "blocks": "adamw"}
+    with jax.numpy_rank_promotion("allow"):
+        for numbers in (dimension_numbers(model), by_path(rules)):
+            optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+            rows = describe(trained(model), optimizer).rows
+            found = {r.path: (r.matrices, r.m, r.n) for r in rows if r.rule == "matrix"}
+            assert found == {
+                "blocks.stacked.mlp.layers.0.weight": (3, 4, 3),
+                "blocks.stacked.mlp.layers.1.weight": (3, 3, 4),
+            }
+            assert {r.rule for r in rows if r.path not in found} == {"adamw"}

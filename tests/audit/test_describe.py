@@ -136,17 +136,6 @@ def test_norms_against_numpy():
     np.testing.assert_allclose(row.norms, [6**0.5] * 2, rtol=1e-6)
 
 
-def test_scales():
-    def scale(shape, **arguments):
-        return describe({"w": jnp.ones(shape)}, muon(1e-3, **arguments)).rows[0].scale
-
-    for rms, expected in [(None, 1.0), (0.2, 1.0), (1, 5.0), (jnp.float32(2), 10.0)]:
-        assert scale((4, 25), consistent_rms=rms) == expected
-    for mode, wide, tall in [("shape_scaling", 2.5, 1.0), ("unit_rms_norm", 2.5, 0.4)]:
-        assert scale((4, 25), scale_mode=mode) == wide
-        assert scale((25, 4), scale_mode=mode) == tall
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("blocks", [3, (4, 1, 1)])
 def test_bytes_of_state_that_is_not_divided_into_blocks(blocks):
@@ -244,11 +233,6 @@ def test_wrong_numbers_are_still_an_error():
     for numbers in (Dims(0, 1), by_path({"x": Dims(0, 3)}), by_path({"y": "adamw"})):
         with pytest.raises(ValueError, match=r"does not fit|matches no parameter"):
             describe({"x": jnp.ones((2, 3, 4)), "b": jnp.ones(3)}, with_numbers(numbers))
-
-
-def test_matrices_without_entries_are_not_planned():
-    description = describe({"none": jnp.ones((0, 8)), "w": jnp.ones((4, 8))})
-    assert [group.names for group in description.plan.groups] == [("w",)]
 
 
 def test_nothing_to_describe():

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
@@ -265,40 +264,6 @@ class TestWrappers:
             train_state = train_state.apply_gradients(grads=grads)
         found = read(train_state, train_state.params, learning_rate=0.1)
         chex.assert_trees_all_close(found, self.expected(), rtol=1e-6)
-
-    @pytest.mark.extended
-    def test_nnx(self):
-        model = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-        optimizer = nnx.Optimizer(model, orscale(0.1), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer):
-            grads = nnx.grad(lambda m: (m(jnp.ones((2, 4))) ** 2).sum())(model)
-            optimizer.update(model, grads)
-            return read(optimizer, nnx.state(model, nnx.Param), learning_rate=0.1)
-
-        first = np.linalg.norm(model.kernel[...])
-        for _ in range(2):
-            reading = step(model, optimizer)
-        after = np.linalg.norm(model.kernel[...])
-        assert reading.weight_norm["kernel"] == pytest.approx(after, rel=1e-5)
-        assert reading.growth["kernel"] == pytest.approx(after / first, rel=1e-5)
-        assert len(jax.tree.leaves(reading.trust_ratio)) == 1
-
-    @pytest.mark.extended
-    def test_scan(self):
-        optimizer = orscale(0.1)
-
-        def step(carry, seed):
-            params, state = carry
-            grads = gradients(params, seed)
-            updates, state = optimizer.update(grads, state, params)
-            params = optax.apply_updates(params, updates)
-            return (params, state), read(state, params, learning_rate=0.1)
-
-        _, readings = jax.lax.scan(step, (TREE, optimizer.init(TREE)), jnp.arange(3))
-        last = jax.tree.map(lambda x: x[-1], readings)
-        chex.assert_trees_all_close(last, self.expected(), rtol=1e-5)
 
 
 @pytest.mark.extended

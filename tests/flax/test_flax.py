@@ -370,12 +370,6 @@ def test_an_nnx_transformer(scanned):
     train_nnx(model, lambda model: squares(model(TOKENS)), numbers)
 
 
-@pytest.mark.extended
-def test_an_nnx_model_that_is_only_shapes():
-    abstract = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
-    assert nnx_table(abstract) == nnx_table(Block(nnx.Rngs(0)))
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
     "kinds", [{"hijax": True}, {"ref": True}, {"hijax": True, "ref": True}]
@@ -569,24 +563,6 @@ class LinenTransformer(nn.Module):
             )(name="blocks")(x, None)
         x = nn.LayerNorm(name="ln")(x)
         return embed.attend(x) if self.tied else nn.Dense(11, name="logitdense")(x)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_linen_transformer(tied):
-    module = LinenTransformer(tied=tied)
-    overrides = {} if tied else {"logitdense": "adamw"}
-    numbers = linen_dimension_numbers(module, TOKENS, overrides=overrides)
-    expected = LINEN_AROUND | {
-        f"block{layer}.{path}": numbers
-        for path, numbers in LINEN_BLOCK.items()
-        for layer in range(2)
-    }
-    if not tied:
-        expected |= linear("logitdense", kernel=None)
-    assert table(numbers) == expected
-    params = module.init(jax.random.key(0), TOKENS)["params"]
-    train(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
 
 
 # As many layers as features: the shapes alone would not tell the axes apart.

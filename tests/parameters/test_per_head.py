@@ -461,11 +461,6 @@ def test_latent_attention_has_heads_of_three_sizes():
         by_path({}, head_size=6)(tree)
 
 
-def test_without_it_nothing_changes():
-    tree = {"attn": shapes(c_attn=(D, 3 * D), query=(D, D))}
-    assert by_path({}, head_size=False)(tree) == by_path({})(tree)
-
-
 def test_numbers_of_another_rule_are_divided():
     model = {"attention": shapes(query=(D, H, F), out=(H, F, D)), "bias": jnp.ones(D)}
     given = {
@@ -486,8 +481,3 @@ def test_of_a_masked_tree():
     optimizer = optax.partition(groups, labels)
     rows = {row.path: row for row in describe(tree, optimizer).rows}
     assert rows["attention.q_proj"].state_bytes - rows["mlp.up"].state_bytes == 28 * 3
-
-
-def test_an_array_of_jax_is_no_size_of_heads():
-    with pytest.raises(ValueError, match="head_size="):
-        by_path({}, head_size=jnp.int32(8))

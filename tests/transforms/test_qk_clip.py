@@ -10,11 +10,9 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
-from jax.sharding import PartitionSpec as P
-from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import AttentionHeads, QKClipState, QueryKey, orscale, qk_clip
-from tests.runs import EXPLICIT, assert_close, assert_same_bits, mesh_of, placed, types_of
+from orscale_jax import AttentionHeads, QKClipState, QueryKey, qk_clip
+from tests.runs import assert_close, assert_same_bits
 
 INPUTS, HEADS, FEATURES, ROTARY, TOKENS = 12, 4, 6, 4, 9
 PLAIN = QueryKey("query.kernel", "key.kernel")
@@ -380,23 +378,6 @@ def test_several_modules_as_any_tree_or_a_callable():
 # In a chain.
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("make", [orscale, optax.adamw])
-def test_last_link_of_a_chain(make):
-    """The result is the optimizer's own step, then scaled by the factors."""
-    params, grads = as_jax(projections()), as_jax(projections(seed=50))
-    numbers = {key: {"kernel": Dims(0, (1, 2)), "bias": None} for key in ("query", "key")}
-    given = {"weight_dimension_numbers": numbers} if make is orscale else {}
-    optimizer = make(1e-2, **given)
-    after, _, state = step(optax.chain(optimizer, qk_clip(BIASED)), params, LOGITS, grads)
-    moved, _ = optimizer.update(grads, optimizer.init(params), params)
-    moved = optax.apply_updates(params, moved)
-    expected = jax.tree.map(lambda leaf: np.asarray(leaf) * FACTOR[:, None], moved)
-    assert_close(after, expected, rtol=1e-4, atol=1e-6)
-    found = optax.tree.get(state, "qk_clip_factor")
-    np.testing.assert_allclose(found, FACTOR**2, rtol=1e-6)
-
-
 SGD = optax.chain(optax.sgd(0.1), qk_clip(BIASED))
 
 
@@ -478,26 +459,6 @@ def test_state_maps():
         assert_same_bits(mapped, state)  # It has no array of a parameter's shape.
     abstract = jax.eval_shape(transform.init, params)
     assert abstract.qk_clip_factor["a"].shape == (HEADS,)
-
-
-@pytest.mark.extended
-def test_sharding_types_are_kept():
-    mesh = mesh_of({"a": 2, "b": 2}, EXPLICIT)
-    params, updates = (as_jax(projections(seed=seed)) for seed in (0, 50))
-    _, expected, _ = step(qk_clip(BIASED), params, LOGITS, updates)
-
-    def shard(tree):
-        specs = {"kernel": P("a", "b"), "bias": P("b")}
-        return {name: placed(of_name, mesh, specs) for name, of_name in tree.items()}
-
-    with jax.set_mesh(mesh):
-        sharded = shard(params)
-        max_logits = jax.device_put(LOGITS, jax.NamedSharding(mesh, P("b")))
-        _, found, state = step(qk_clip(BIASED), sharded, max_logits, shard(updates))
-        before = jax.jit(qk_clip(BIASED).init)(sharded)
-    assert types_of(found) == types_of(sharded)
-    assert types_of(state) == types_of(before)
-    assert_close(jax.tree.map(np.asarray, found), expected, rtol=1e-6, atol=0)
 
 
 # Refused arguments.
