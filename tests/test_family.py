@@ -296,30 +296,6 @@ class TestAnchors:
         np.testing.assert_array_equal(readout(state, "anchor_count")["w"], [count] * 3)
 
     @pytest.mark.extended
-    @pytest.mark.parametrize("anchor", ["first", "largest"])
-    def test_degenerate_matrices(self, anchor):
-        """One without scale, one without a first gradient, one with a NaN in it."""
-        optimizer = orscale(
-            1e-3, anchor=anchor, anchor_steps=2, weight_dimension_numbers=self.numbers
-        )
-        params = {"w": self.params["w"].at[0].set(0)}
-
-        def gradients(step):
-            grads = self.gradients(step + 1)["w"]
-            bad = grads.at[1].set(0).at[2].set(jnp.nan)
-            return {"w": bad if step == 1 else jnp.where(jnp.isnan(bad), 0, grads)}
-
-        (_, first), (_, second) = run(optimizer, params, 2, gradients)
-        c = readout(first, "calibration")["w"]
-        np.testing.assert_array_equal(c, 0)
-        np.testing.assert_array_equal(readout(first, "anchor_count")["w"], [1, 0, 0])
-        raw = readout(first, "raw_trust_ratio")["w"]
-        assert raw[0] == 1 and raw[1] == 1 and jnp.isnan(raw[2])
-        c = readout(second, "calibration")["w"]
-        assert c[0] == 0 and c[1] > 0
-        assert readout(second, "trust_ratio")["w"][0] == 1
-
-    @pytest.mark.extended
     def test_a_calibrated_run_goes_on_with_another_anchor(self):
         """c falls if the next direction is larger, as in a run of the other."""
         first, largest = (

@@ -40,11 +40,8 @@ def numbers_of(model, **kwargs):
 
 LAYERS = {
     "linear": (lambda: Linear.init(In, Out, key=KEY), (In,)),
-    "linear_in_first": (lambda: Linear.init(In, Out, key=KEY, out_first=False), (In,)),
     "merge_heads": (lambda: Linear.init((Heads, Size), Embed, key=KEY), (Heads, Size)),
     "split_heads": (lambda: Linear.init(Embed, (Heads, Size), key=KEY), (Embed,)),
-    "conv": (lambda: Conv.init(("h", "w"), In, Out, 2, key=KEY), (In, H, W)),
-    "conv_1d": (lambda: Conv.init("h", In, Out, 2, key=KEY), (In, H)),
     "conv_transpose": (
         lambda: ConvTranspose.init((H, W), In, Out, 2, key=KEY),
         (In, H, W),
@@ -52,18 +49,8 @@ LAYERS = {
 }
 
 
-# The other cases cover these.
-SLOW = {"linear_in_first", "conv", "conv_1d"}
-
-
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in LAYERS
-    ],
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_by_its_derivatives(name):
     if "conv" not in name and not hasattr(jax.core, "is_constant_dim"):
         pytest.skip("haliax.dot needs an older JAX")

@@ -656,21 +656,3 @@ def test_state_bytes_that_are_not_known(shapes, spec, optimizer, each):
     assert description.state_bytes_per_parameter == each
     assert spec == () or description.state_bytes_per_device is None
     assert ("state:" in str(description)) == (each is not None)
-
-
-def test_placement_where_only_some_matrices_are_shared():
-    mesh = jax.make_mesh((8,), ("fsdp",))
-    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
-    shapes = {"wide": (16, 512), **dict.fromkeys(("q", "k", "v"), (16, 128))}
-    params = {
-        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-        for name, shape in shapes.items()
-    }
-    description = describe(params)
-    [placed] = description.plan.groups
-    assert placed.matrices == ((3, 16, 128, 1), (1, 16, 512, 4))
-    line = str(description).splitlines()[-2]
-    assert line.startswith(
-        "3 of 16 × 128 and 1 of 16 × 512 over 8 devices, 1 each or 4 to one, "
-    )
-    assert line.endswith(" bytes sent per device: wide, k, q, v")

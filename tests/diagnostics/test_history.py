@@ -43,15 +43,6 @@ def written(path, steps=(1, 2, 3), **arguments):
     return history
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("params", [jnp.eye(3), {"NA": jnp.eye(3), "null": jnp.eye(3)}])
-def test_names_in_a_frame_are_texts(params, tmp_path):
-    history = History(tmp_path / "history.csv")
-    history.append(1, read(orscale(1e-3).init(params), params))
-    names = [""] if isinstance(params, jax.Array) else ["NA", "null"]
-    assert history.frame().matrix.tolist() == names
-
-
 def test_a_name_of_two_lines_is_written_in_one(tmp_path):
     params = {"a\nb": jnp.eye(3), "c": jnp.eye(3)}
     of_two = read(orscale(1e-3).init(params), params)

@@ -247,9 +247,7 @@ class TestWrappers:
         [
             lambda o: optax.chain(optax.clip_by_global_norm(1e9), o),
             lambda o: optax.MultiSteps(o, 1).gradient_transformation(),
-            lambda o: optax.apply_if_finite(o, 3),
             lambda o: optax.partition({"all": o}, lambda tree: "all"),
-            lambda o: optax.masked(o, True),
         ],
     )
     def test_of_optax(self, wrap):

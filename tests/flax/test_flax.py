@@ -314,7 +314,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """TransformerLM of lm1b_nnx; ``stack`` is what runs the blocks."""
+    """TransformerLM of lm1b_nnx, whose blocks are scanned."""
 
     def __init__(self, rngs, blocks, width=4, vocabulary=11):
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
@@ -325,25 +325,11 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens):
         x = self.embed(tokens) + self.pos_embedding
-        if isinstance(self.blocks, nnx.List):
-            for block in self.blocks:
-                x = block(x)
-        else:
-            run = nnx.scan(
-                lambda x, block: block(x),
-                in_axes=(nnx.Carry, 0),
-                out_axes=nnx.Carry,
-            )
-            x = run(x, self.blocks)
+        run = nnx.scan(
+            lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        x = run(x, self.blocks)
         return self.logitdense(self.ln(x))
-
-
-def blocks_table(prefix):
-    return (
-        attention(f"{prefix}.attention")
-        | linear(f"{prefix}.mlp.wi", f"{prefix}.mlp.wo")
-        | norms(f"{prefix}.ln1", f"{prefix}.ln2")
-    )
 
 
 AROUND = adamw(
@@ -353,16 +339,15 @@ TOKENS = jnp.arange(10).reshape(2, 5)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("scanned", [False, True])
-def test_an_nnx_transformer(scanned):
+def test_an_nnx_transformer():
     rngs = nnx.Rngs(0)
-    if scanned:
-        blocks = nnx.vmap(Block)(rngs.split(2))
-        rows = {path: inserted(of) for path, of in blocks_table("blocks").items()}
-    else:
-        blocks = nnx.List([Block(rngs) for _ in range(2)])
-        rows = blocks_table("blocks.0") | blocks_table("blocks.1")
-    model = Transformer(rngs, blocks)
+    model = Transformer(rngs, nnx.vmap(Block)(rngs.split(2)))
+    block = (
+        attention("blocks.attention")
+        | linear("blocks.mlp.wi", "blocks.mlp.wo")
+        | norms("blocks.ln1", "blocks.ln2")
+    )
+    rows = {path: inserted(numbers) for path, numbers in block.items()}
     numbers = nnx_dimension_numbers(model, overrides={"logitdense": "adamw"})
     state = nnx.state(model, nnx.Param)
     for params in (state, nnx.to_pure_dict(state)):
@@ -371,9 +356,7 @@ def test_an_nnx_transformer(scanned):
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(
-    "kinds", [{"hijax": True}, {"ref": True}, {"hijax": True, "ref": True}]
-)
+@pytest.mark.parametrize("kinds", [{"hijax": True}, {"hijax": True, "ref": True}])
 def test_variables_that_are_leaves_or_hold_references(kinds):
     """They train as plain variables do, by whoever computes the gradients."""
 
@@ -541,28 +524,21 @@ LINEN_AROUND = {"embed.embedding": None} | norms("ln")
 
 
 class LinenTransformer(nn.Module):
-    """TransformerLM of flax/examples/lm1b, with tied embeddings or a dense layer."""
+    """TransformerLM of flax/examples/lm1b, scanned, with tied embeddings."""
 
-    layers: int = 2
-    axis: int | None = None
-    tied: bool = False
+    layers: int
+    axis: int
 
     @nn.compact
     def __call__(self, tokens):
         embed = nn.Embed(11, 4, name="embed")
-        x = embed(tokens)
-        if self.axis is None:
-            for layer in range(self.layers):
-                x, _ = LinenBlock(name=f"block{layer}")(x)
-        else:
-            x, _ = nn.scan(
-                nn.remat(LinenBlock),
-                variable_axes={"params": self.axis},
-                split_rngs={"params": True},
-                length=self.layers,
-            )(name="blocks")(x, None)
-        x = nn.LayerNorm(name="ln")(x)
-        return embed.attend(x) if self.tied else nn.Dense(11, name="logitdense")(x)
+        x, _ = nn.scan(
+            nn.remat(LinenBlock),
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=self.layers,
+        )(name="blocks")(embed(tokens), None)
+        return embed.attend(nn.LayerNorm(name="ln")(x))
 
 
 # As many layers as features: the shapes alone would not tell the axes apart.
@@ -570,7 +546,7 @@ class LinenTransformer(nn.Module):
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("layers", [3, 4])
 def test_linen_stacks_along_any_axis(axis, layers):
-    scanned = LinenTransformer(layers, axis=axis, tied=True)
+    scanned = LinenTransformer(layers, axis)
     assert linen_table(scanned, TOKENS) == LINEN_AROUND | {
         f"blocks.{path}": inserted(numbers, axis) for path, numbers in LINEN_BLOCK.items()
     }
@@ -773,17 +749,6 @@ def test_a_leaf_of_another_shape_than_its_module_declares(shape):
     model.kernel = nnx.Param(jnp.ones(shape))
     with pytest.raises(ValueError, match="'kernel' of shape"):
         nnx_dimension_numbers(model)
-
-
-@pytest.mark.extended
-def test_twice_stacked_nnx_modules():
-    @nnx.vmap
-    @nnx.vmap
-    def build(rngs):
-        return nnx.Conv(2, 3, (3, 3), rngs=rngs)
-
-    stacked = build(nnx.Rngs(0).split((4, 5)))
-    assert nnx_table(stacked) == {"kernel": Dims((2, 3, 4), 5), "bias": None}
 
 
 @pytest.mark.quick_first_case

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from orscale_jax import by_path, muon, orscale, orthogonalize
@@ -71,27 +70,6 @@ def test_the_first_expression_applies():
     assert numbers(tree) == {"a": {"kernel": None}, "b": {"kernel": Dims(1, 0)}}
     one = by_path({"": "adamw"})
     assert one(jnp.ones((2, 3))) is None  # The path of the only leaf is empty.
-
-
-@pytest.mark.extended
-def test_equinox_and_nnx_modules():
-    model = eqx.nn.MLP(3, 4, 5, 2, key=jax.random.key(0))
-    model = eqx.filter(model, eqx.is_inexact_array)
-    found = by_path({r"layers\.1\.weight$": "adamw"})(model)
-    assert [layer.weight for layer in found.layers] == [PLAIN, None, PLAIN]
-    assert [layer.bias for layer in found.layers] == [None] * 3
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(3, 4, rngs=rngs)
-            self.gate = nnx.Linear(3, 4, rngs=rngs)
-
-    params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
-    # Flax's parameters are nodes of their own: their paths end in ".value".
-    for end in ("kernel", r"kernel\.value$"):
-        found = by_path({f"gate.{end}": "adamw"})(params)
-        assert found["first"]["kernel"].get_value() == PLAIN
-        assert found["gate"]["kernel"].get_value() is None
 
 
 @pytest.mark.parametrize(

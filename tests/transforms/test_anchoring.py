@@ -124,25 +124,12 @@ def converted(run):
     run.state = convert_state(run.state, run.optimizer, run.params)
 
 
-def from_raw(run):
-    """A state that was restored as arrays of NumPy, by its structure."""
-    again(run)
-    leaves, structure = jax.tree.flatten(run.state)
-    run.state = jax.tree.unflatten(structure, list(map(np.asarray, leaves)))
-
-
-def wrapped(wrapper):
-    return lambda rate, **arguments: wrapper(orscale(rate, **arguments))
-
-
 PATHS = {
     "anchor all again": ({}, again),
     "one expert's momentum and c": ({}, reset_one),
-    "restored": ({}, from_raw),
     "calibrate": ({"calibrate": False}, calibrated),
     "from muon": ({}, converted),
     "injected": ({"factory": optax.inject_hyperparams(orscale)}, again),
-    "finite": ({"factory": wrapped(lambda o: optax.apply_if_finite(o, 2))}, again),
 }
 
 
@@ -208,7 +195,6 @@ SETTINGS = {
     "auto": (orscale, {}, lambda: sharded(AUTO)),
     "blocks": (orscale, {"weight_dimension_numbers": BLOCKS}, lambda: (None, fused)),
     "bfloat16": (orscale, {}, lambda: (None, lambda x: x.astype(jnp.bfloat16))),
-    "accumulated": (wrapped(lambda o: optax.MultiSteps(o, 1)), {}, None),
 }
 
 
@@ -216,7 +202,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_in_which_an_idle_expert_waits(name):
     factory, arguments, make = SETTINGS[name]
-    mesh, place = make() if make else (None, lambda x: x)
+    mesh, place = make()
     params = jax.tree.map(place, PARAMS)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         optimizer, step = build(factory, **arguments)
