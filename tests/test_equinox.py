@@ -252,8 +252,7 @@ def test_trees_that_are_callable(build):
         {path: leaf.ndim > 1 for path, leaf in bare.items()},
     )
     for given in (
-        (numbers, mask),
-        (numbers(model), lambda _: mask),
+        (numbers, lambda _: mask),
         (by_path({"bias": "adamw"}, otherwise=numbers(model)), mask),
     ):
         assert_close(steps(model, *given), expected, atol=0)

@@ -26,6 +26,7 @@ from orscale_jax import (
     where_nonzero,
 )
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+from orscale_jax.transforms.trust_ratio import R_MIN
 from tests.runs import (
     FAMILY,
     NUMBERS,
@@ -339,7 +340,7 @@ def test_zero_weights(name):
     "scale, c, ratio",
     [
         (1e-30, lambda c: c == 0, 1),  # ‖W‖² underflows: like zero weights.
-        (1e-12, lambda c: 0 < c < 99, 0.1),  # ε outweighs c‖D‖: r < r_min.
+        (1e-12, lambda c: 0 < c < 99, R_MIN),  # ε outweighs c‖D‖: r < r_min.
         (1e-3, lambda c: 0 < c < 99, 1),
         (1e15, lambda c: 0 < c < np.inf, 1),
         (1e25, lambda c: c == 0, np.nan),  # ‖W‖² overflows.

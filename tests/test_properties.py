@@ -61,7 +61,7 @@ def as_a_dict():
     return two_steps(OPTIMIZERS["orscale"], dict)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(st.permutations(sorted(FIELDS)), st.booleans())
 def test_names_and_order_of_leaves_do_not_matter(order, rename):
     """To the bit. JAX sorts a dict's keys, so only new names change its order."""

@@ -15,6 +15,7 @@ from orscale_jax import (
     orscale,
 )
 from orscale_jax.diagnostics import read, summarize
+from orscale_jax.transforms.trust_ratio import R_MAX, R_MIN
 from tests import leaves, oracle
 from tests.runs import AUTO, EXPLICIT, FAMILY, has_ratios, mesh_of, placed
 
@@ -37,13 +38,13 @@ def check(steps, names):
                     "trust_ratio": own.clipped, "raw_trust_ratio": own.r,
                     "calibration": own.c, "weight_norm": norm, "direction_norm": d,
                     "relative_step": RATE * own.clipped * d / np.linalg.norm(weight),
-                    "growth": norm / own.first_weight_norm, "at_r_min": own.r <= 0.1,
-                    "at_r_max": own.r >= 5.0, "started": True, "anchored": True,
+                    "growth": norm / own.first_weight_norm, "at_r_min": own.r <= R_MIN,
+                    "at_r_max": own.r >= R_MAX, "started": True, "anchored": True,
                 }  # fmt: skip
                 for field, value in expected.items():
                     found = np.ravel(getattr(reading, field)[name])[index]
                     assert found == pytest.approx(value, rel=1e-5), (name, field)
-                clipped.append(own.r >= 5.0)
+                clipped.append(own.r >= R_MAX)
     return np.mean(clipped)
 
 

@@ -121,19 +121,6 @@ def test_replicas_and_experts_and_layers_stay():
         assert slow_bytes(plan_buckets(arrays, mesh, LARGE, V5P)) == 0
 
 
-def test_column_shards_of_several_slices_add_over_slow_links():
-    """Neighbours are of one slice first: four share a matrix in it, eight do not."""
-    for shards, crosses in ((4, False), (8, True)):
-        part = MatrixSlice(0, 0, 8 // shards, transposed=False)
-        layout = LayoutGroup((part,), (), (), shards)
-        replicas = ("dcn", "fsdp")
-        bucket = Bucket(
-            (layout,), (64, 128), BFLOAT16, (), replicas, 8, 1, slice_counts=(1, 2)
-        )
-        gathered = bucket.nbytes
-        assert (bucket.traffic.slow_bytes > gathered) == crosses
-
-
 def planted(**rates):
     slow = Link(rates.get("slow", 6.25e9), rates.get("latency", 0.0))
     return CostModel(TPU_V5P._replace(slow=slow))

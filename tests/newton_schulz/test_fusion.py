@@ -183,4 +183,4 @@ def test_kernels_of_a_matrix_on_a_cpu(build, most):
         program = traced.lower().compile(compiler_options=WITH_FUSION_EMITTERS)
         return program.as_text().partition("ENTRY")[2].count(" fusion(")
 
-    assert (kernels(12) - kernels(4)) / 8 <= most
+    assert (kernels(7) - kernels(3)) / 4 <= most

@@ -85,7 +85,7 @@ def arrays(draw):
     return x, draw(st.integers(0, len(shape) - 1))
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=15)
 @hypothesis.given(arrays())
 def test_every_entry_is_within_half_a_step(case):
     x, axis = case
@@ -176,7 +176,7 @@ def test_no_block_has_entries_of_two_matrices(name):
 # Steps.
 
 MU = 0.75
-MATRICES = {name: leaves.DIMENSIONS[name] for name in leaves.KINDS}
+MATRICES = {name: leaves.DIMENSIONS[name] for name in leaves.FEW if name != "bias"}
 
 
 def stage(nesterov, dims=MATRICES, params=None):

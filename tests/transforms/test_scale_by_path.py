@@ -36,7 +36,8 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.quick_first_case
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", MAKERS)
 def test_updates_are_multiplied_and_rounded_once(name, dtype):
     optimizer = MAKERS[name](SCHEDULE)

@@ -28,8 +28,8 @@ def matrices_only(tree):
 
 
 def test_orthogonalize_treats_each_matrix_separately():
-    grads = matrices_only(leaves.random_tree(0))
-    stage = orthogonalize(weight_dimension_numbers=matrices_only(leaves.DIMENSIONS))
+    tree, numbers = leaves.some("wide", "convolution", "experts", "middle", "fused_rows")
+    grads, stage = tree(0), orthogonalize(weight_dimension_numbers=numbers)
     updates, _ = jax.jit(stage.update)(grads, stage.init(grads))
     for name in updates:
         pairs = (leaves.matrices(name, tree[name]) for tree in (updates, grads))
