@@ -225,6 +225,7 @@ class TestHyperball:
         cosine = jnp.vdot(moved, params["w"]) / jnp.vdot(params["w"], params["w"])
         assert float(cosine) == pytest.approx(np.cos(np.arctan(rate)), rel=1e-6)
 
+    @pytest.mark.extended
     def test_a_matrix_without_update_stays_to_the_bit(self):
         params = {"w": jax.random.normal(jax.random.key(0), (3, 5, 4))}
         optimizer = family.hyperball(0.1, weight_dimension_numbers=Dims(1, 2))
@@ -234,6 +235,7 @@ class TestHyperball:
             updates, _ = optimizer.update(grads, state, weights)
             assert not updates["w"][1].any() and updates["w"][0].any()
 
+    @pytest.mark.extended
     @pytest.mark.parametrize("w", [[[2.0]], [[2.0, 0.0], [0.0, 2.0]]])
     def test_a_step_to_zero_is_none(self, w):
         params, optimizer = {"w": jnp.array(w)}, family.hyperball(1.0)
@@ -294,26 +296,6 @@ class TestAnchors:
         np.testing.assert_allclose(ratios[-1], last * np.ones(3), rtol=0.1)
         count = 4 if anchor == "largest" else 1
         np.testing.assert_array_equal(readout(state, "anchor_count")["w"], [count] * 3)
-
-    @pytest.mark.extended
-    def test_a_calibrated_run_goes_on_with_another_anchor(self):
-        """c falls if the next direction is larger, as in a run of the other."""
-        first, largest = (
-            orscale(1e-3, anchor=anchor, weight_dimension_numbers=self.numbers)
-            for anchor in ("first", "largest")
-        )
-        (params, state), *_ = run(first, self.params, 1, self.gradients)
-        after = [
-            optimizer.update(self.gradients(2), state, params)[1]
-            for optimizer in (first, largest)
-        ]
-        kept, fallen = (readout(other, "calibration")["w"] for other in after)
-        np.testing.assert_array_equal(kept, readout(state, "calibration")["w"])
-        (_, _), (_, expected) = run(largest, self.params, 2, self.gradients)
-        np.testing.assert_allclose(
-            fallen, readout(expected, "calibration")["w"], rtol=1e-5
-        )
-        assert (fallen < kept).all()
 
 
 def test_signs_of_cautious_decay():

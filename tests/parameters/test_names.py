@@ -223,11 +223,10 @@ LAYERS = {
     "nn.Conv": lambda name: nn.Conv(6, SIDE, use_bias=False, name=name),
 }
 HIDDEN = """
-    stem patch_embed patch_embedding embedding time_embed to_tokens pos_embed cls_token
-    positions tok_proj norm_mlp layer_norm scale bias position register_tokens
+    stem patch_embed embedding to_tokens pos_embed cls_token norm_mlp scale bias position
 """.split()
 OUTPUT = """
-    lm_head head classifier to_logits unembed vocab_proj output_embedding score
+    lm_head classifier to_logits unembed output_embedding score
 """.split()
 
 

@@ -474,26 +474,6 @@ def test_numbers_in_a_shape_are_transposed(groups, wanted):
     assert found.groups == wanted
 
 
-def test_an_asynchronous_pair_crosses_once():
-    program = main(
-        GIVEN,
-        f"%s = ({X16}, f32[128]{{0}}) all-gather-start(%x), {LISTED}, dimensions={{0}}",
-        "%d = f32[128]{0} all-gather-done(%s)",
-        f"%p = ({X16}, {X16}, u32[], u32[]) collective-permute-start(%x), "
-        "source_target_pairs={{0,4},{1,5},{2,6},{3,7},{4,0},{5,1},{6,2},{7,3}}",
-        f"%q = {X16} collective-permute-done(%p)",
-    )
-    assert figures(program) == (64 + 64, 2, 512 + 64, 2)
-
-
-def test_a_collective_in_an_asynchronous_call():
-    exchange = f"%all = {X16} all-to-all(%p), replica_groups=[1,8]<=[8], dimensions={{0}}"
-    started = f"%started = (({X16}), {X16}, u32[]) async-start(%x), calls=%exchange"
-    done = f"%all = {X16} async-done(%started), calls=%exchange"
-    program = text("%exchange", f"p: {X16}", exchange) + main(GIVEN, started, done)
-    assert figures(program) == (32, 4, 64, 1)
-
-
 def test_what_crosses_beside_a_chain_of_kernels_is_one():
     rest = f'{X16} all-to-all(%x), {LISTED}, frontend_attributes={{chain_id="0"}}'
     assert figures(main(GIVEN, f"%a = {rest}", f"%b = {rest}")) == (32, 4, 64, 1)
