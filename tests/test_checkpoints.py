@@ -104,7 +104,7 @@ def test_every_step_can_be_resumed_to_the_bit(name, tmp_path):
     optimizer = OPTIMIZERS[name]
     begin = start(optimizer)
     seen = advance(optimizer, begin, range(1, STEPS + 1))
-    for step in (0, 2, 3, 5):
+    for step in (0, 3):
         run = [begin, *seen][step]
         folder = tmp_path / str(step)
         restored = save_and_restore(folder, run, optimizer)

@@ -346,7 +346,7 @@ def test_what_cannot_be_converted_and_what_then_can(change, words, remedy):
 
 @pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["", "int8"])
 @pytest.mark.parametrize("length", [12, 7], ids=["grown", "shrunk"])
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 def test_a_vocabulary_of_another_length(options, length):
     """What both have is kept: the next step of its rows is as if nothing had changed."""
     names = {"embed": (10, 8), "up": (8, 10), "other": (8, 8)}

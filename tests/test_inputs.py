@@ -64,7 +64,7 @@ def tier(name):
     return pytest.param(name, marks=() if name == "orscale" else pytest.mark.extended)
 
 
-ALL = pytest.mark.parametrize("name", map(tier, [*BUILDS, "normuon"]))
+ALL = pytest.mark.parametrize("name", [tier(name) for name in (*BUILDS, "normuon")])
 
 
 @pytest.fixture(params=map(tier, BUILDS))

@@ -148,6 +148,7 @@ class TestBeforeAndWithout:
         growth = [float(r.growth["w"]) for r, _ in seen]
         np.testing.assert_allclose(growth, [1, 2, 3], rtol=1e-5)
 
+    @pytest.mark.extended
     def test_relative_steps_of_a_matrix_that_starts_from_zero(self):
         """Infinite at first, left out of the statistics, and 0 at a rate of 0."""
         params, rate = {"w": jnp.eye(3), "z": jnp.zeros((3, 3))}, lambda t: 0.1 * t

@@ -300,6 +300,7 @@ def test_parts_of_matrices_in_boxes_are_refused(kind):
     jax.eval_shape(manually(of_layers, mesh, P("a")), jnp.ones((8, 16, 8)))
 
 
+@pytest.mark.extended
 def test_remedies_for_parts_of_matrices():
     """Gradients inside and the optimizer outside, or AdamW."""
     mesh = mesh_of(SIZES)

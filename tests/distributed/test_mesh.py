@@ -123,7 +123,7 @@ def update_alone(values, **arguments):
     return orthogonalize(**arguments).update(values, ())[0]
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
 def test_float64_that_a_context_enables(enable_x64, kind):
     mesh = mesh_of({"data": 8}, kind)

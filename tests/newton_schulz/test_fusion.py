@@ -172,6 +172,7 @@ def test_a_gpu_reduces_few_times_for_many_leaves(monkeypatch):
 
 
 @pytest.mark.compiled
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(("build", "most"), [(muon, 5), (orscale, 9)])
 def test_kernels_of_a_matrix_on_a_cpu(build, most):
     """XLA compiles each by itself, which takes longer than anything else."""

@@ -85,7 +85,7 @@ def arrays(draw):
     return x, draw(st.integers(0, len(shape) - 1))
 
 
-@hypothesis.settings(deadline=None, max_examples=15)
+@hypothesis.settings(deadline=None, max_examples=8)
 @hypothesis.given(arrays())
 def test_every_entry_is_within_half_a_step(case):
     x, axis = case

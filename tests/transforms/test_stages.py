@@ -238,6 +238,7 @@ class TestCalibratedTrustRatio:
         ratio = 2 * w / (w / (d + 1e-6) * d + 1e-6)
         np.testing.assert_allclose(state.trust_ratio, ratio, rtol=1e-14)
 
+    @pytest.mark.extended
     def test_c_is_set_once_where_other_leaves_are_float64(self, enable_x64):
         """Also a c of 1: the count says whether it is set."""
         params = {"w": jnp.eye(4, dtype="float32"), "b": jnp.zeros((), "float64")}
