@@ -13,7 +13,7 @@ from orscale_jax.distributed.costs import (
     Bucket,
     CostModel,
     LayoutGroup,
-    MatrixSlice,
+    MatrixRange,
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, count_devices
@@ -224,7 +224,7 @@ def planned(model, *groups):
     buckets = []
     for index, (m, n, shards, *shared) in enumerate(groups):
         [column_shards] = shared or [1]
-        part = MatrixSlice(index, 0, 8 // column_shards, transposed=False)
+        part = MatrixRange(index, 0, 8 // column_shards, transposed=False)
         axes = ("fsdp",) if shards == 8 else ()
         layout = LayoutGroup((part,), axes, (), column_shards)
         sharing = () if shards in (0, 8) else ("fsdp",)

@@ -20,7 +20,7 @@ from orscale_jax.distributed.costs import (
     Bucket,
     CostModel,
     LayoutGroup,
-    MatrixSlice,
+    MatrixRange,
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, slices_of_axes
@@ -179,7 +179,7 @@ def every_bucket(count, shape, rows, mesh):
                 continue
             of_replicas = size(set(replicas) & {*mesh.slow})
             slices = size(set(rows) & {*mesh.slow}), math.ceil(of_replicas / parts)
-            part = MatrixSlice(0, 0, count, transposed=False)
+            part = MatrixRange(0, 0, count, transposed=False)
             layout = LayoutGroup((part,), rows, (), shards)
             sizes = ((m, n // shards), BFLOAT16, rows, replicas, devices, size(rows))
             bucket = Bucket((layout,), *sizes, slices, V5P)
