@@ -70,17 +70,22 @@ def our_muon(nesterov, rate=RATE, **kwargs):
 
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
-    "old, new",
+    "nesterov, old, new",
     [
-        (optax_muon(consistent_rms=None), our_muon(True, scale_mode="shape_scaling")),
-        (optax_muon(), our_muon(True)),
+        (
+            *(True, optax_muon(consistent_rms=None)),
+            our_muon(True, scale_mode="shape_scaling"),
+        ),
+        (True, optax_muon(), our_muon(True)),
+        (False, optax_muon(nesterov=False), our_muon(False)),
     ],
-    ids=["shape_scaling", "consistent_rms"],
+    ids=["shape_scaling", "consistent_rms", "without nesterov"],
 )
-def test_the_next_update_of_a_young_run_is_the_same(old, new):
+def test_the_next_update_of_a_young_run_is_the_same(nesterov, old, new):
     for steps in (1, 2, 10):
         state, _ = after(old, steps)
-        converted = convert_state(state, new, tree(0), momentum=0.95)
+        given = {"momentum": 0.95, "nesterov": nesterov}
+        converted = convert_state(state, new, tree(0), **given)
         _, wanted = after(old, 1, state, steps)
         _, found = after(new, 1, converted, steps)
         assert_close(found, wanted, rtol=2e-5)

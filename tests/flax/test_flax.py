@@ -27,7 +27,7 @@ from orscale_jax import (
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
-from tests.runs import assert_all_change, assert_close, squares, train
+from tests.runs import assert_all_change, assert_close, squares
 
 MATRIX = Dims(0, 1)
 CONVOLUTION = Dims((0, 1, 2), 3)
@@ -555,54 +555,6 @@ def test_linen_stacks_along_any_axis(axis, layers):
     assert linen_table(scanned, TOKENS) == LINEN_AROUND | {
         f"blocks.{path}": inserted(numbers, axis) for path, numbers in LINEN_BLOCK.items()
     }
-
-
-class Partitioned(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-        logical = nn.with_logical_partitioning(
-            nn.initializers.lecun_normal(), ("embed", "mlp")
-        )
-        x = nn.Dense(6, kernel_init=init, name="first")(x)
-        return nn.tanh(x) + nn.Dense(6, kernel_init=logical, name="second")(x), None
-
-
-class ManyPartitioned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.scan(
-            Partitioned,
-            variable_axes={"params": 1},
-            split_rngs={"params": True},
-            length=3,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )(name="layers")(x, None)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "module, prefix, kernel",
-    [(Partitioned(), "", MATRIX), (ManyPartitioned(), "layers.", Dims(0, 2))],
-)
-def test_boxed_linen_parameters(module, prefix, kernel):
-    x = jax.random.normal(jax.random.key(1), (4, 6))
-    numbers = linen_dimension_numbers(module, x)
-    expected = linear(f"{prefix}first", f"{prefix}second", kernel=kernel)
-    assert table(numbers) == expected
-    boxed = module.init(jax.random.key(0), x)["params"]
-    kinds = {
-        type(leaf)
-        for leaf in jax.tree.leaves(boxed, is_leaf=lambda n: hasattr(n, "unbox"))
-    }
-    assert nn.Partitioned in kinds and nn.LogicallyPartitioned in kinds
-
-    def loss(params):
-        return squares(module.apply({"params": params}, x)[0])
-
-    trained = train(boxed, loss, numbers)
-    unboxed = train(nn.unbox(boxed), loss, numbers)
-    assert_close(nn.unbox(trained), unboxed, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.extended
