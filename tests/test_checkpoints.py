@@ -11,12 +11,7 @@ import orbax.checkpoint as ocp
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    family,
-    keep_master_weights,
-    muon,
-    orscale,
-)
+from orscale_jax import family, keep_master_weights, muon, orscale
 from tests.runs import assert_same_bits, readout, tree
 
 ROOT = pathlib.Path(__file__).parents[1]

@@ -9,11 +9,7 @@ import optax
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    family,
-    muon,
-    orscale,
-)
+from orscale_jax import family, muon, orscale
 from orscale_jax.family.decay import cautious_stage
 from orscale_jax.transforms.stages import decay_stage
 from tests import leaves, oracle
@@ -131,11 +127,7 @@ class TestNeurons:
     @pytest.mark.extended
     @pytest.mark.parametrize(
         "make",
-        [
-            family.normuon,
-            functools.partial(family.normuon, eps=0.0),
-            family.muon_plus,
-        ],
+        [family.normuon, functools.partial(family.normuon, eps=0.0), family.muon_plus],
     )
     def test_zeros_stay_zeros(self, make):
         optimizer = make(0.1, weight_decay=0.0)
@@ -287,8 +279,7 @@ class TestAnchors:
 
     @pytest.mark.quick_first_case
     @pytest.mark.parametrize(
-        "anchor, first, last",
-        [("largest", 1, 1), ("first", 1, 1 / 3)],
+        "anchor, first, last", [("largest", 1, 1), ("first", 1, 1 / 3)]
     )
     def test_the_largest_returns_to_1_and_the_first_never_does(self, anchor, first, last):
         ratios, state = self.ratios(anchor=anchor, anchor_steps=4)

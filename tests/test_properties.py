@@ -13,11 +13,7 @@ import pytest
 from flax import nnx
 from hypothesis import Phase, given, settings, strategies as st
 
-from orscale_jax import (
-    family,
-    muon,
-    orscale,
-)
+from orscale_jax import family, muon, orscale
 from tests.runs import VISION, assert_same_bits, readout
 
 OPTIMIZERS = {

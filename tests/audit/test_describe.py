@@ -449,10 +449,7 @@ def test_stacks():
     params |= {"down": jnp.ones((8, 6)), "experts": jnp.ones((3, 6, 8))}
     params["qkv"] = jnp.ones((6, 20))
     numbers = by_path(
-        {
-            "experts": Dims(1, 2),
-            "qkv": Blocks(0, 1, block_axis=1, blocks=(8, 8, 4)),
-        }
+        {"experts": Dims(1, 2), "qkv": Blocks(0, 1, block_axis=1, blocks=(8, 8, 4))}
     )
 
     def found(**given):

@@ -10,12 +10,7 @@ import pandas
 import pytest
 
 from orscale_jax import muon, orscale
-from orscale_jax.diagnostics import (
-    History,
-    Reading,
-    read,
-    tabulate,
-)
+from orscale_jax.diagnostics import History, Reading, read, tabulate
 from orscale_jax.diagnostics.history import StepFile
 
 PARAMS = {"up": jnp.ones((2, 8)), "experts": jnp.arange(24.0).reshape(2, 3, 4)}

@@ -10,10 +10,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    muon,
-    orscale,
-)
+from orscale_jax import muon, orscale
 from orscale_jax.diagnostics import read, summarize
 from orscale_jax.transforms.trust_ratio import R_MAX, R_MIN
 from tests import leaves, oracle

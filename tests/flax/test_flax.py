@@ -802,9 +802,7 @@ def test_modules_that_are_used_twice():
         @nn.compact
         def __call__(self, x):
             stack = nn.vmap(
-                nn.DenseGeneral,
-                variable_axes={"params": -2},
-                split_rngs={"params": True},
+                nn.DenseGeneral, variable_axes={"params": -2}, split_rngs={"params": True}
             )((2, 2), axis=(-2, -1), use_bias=False, name="stack")
             return stack(stack(x))
 

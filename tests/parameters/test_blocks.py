@@ -11,25 +11,11 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
 from examples.benchmarks import hlo_cost
-from orscale_jax import (
-    BlockDimensionNumbers as Blocks,
-    by_path,
-    describe,
-    orscale,
-)
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, orscale
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests import leaves
 from tests.compiled import WITH_FUSION_EMITTERS
-from tests.runs import (
-    AUTO,
-    EXPLICIT,
-    assert_close,
-    mesh_of,
-    placed,
-    readout,
-    run,
-    tree,
-)
+from tests.runs import AUTO, EXPLICIT, assert_close, mesh_of, placed, readout, run, tree
 
 # A fused shape, its numbers, and the parameters of which it is made, with theirs.
 FUSED = {

@@ -15,13 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    BlockDimensionNumbers as Blocks,
-    by_path,
-    describe,
-    muon,
-    orscale,
-)
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, muon, orscale
 from orscale_jax.equinox import dimension_numbers as equinox_numbers
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.haliax import dimension_numbers as haliax_numbers

@@ -24,15 +24,7 @@ from orscale_jax import (
     where_nonzero,
 )
 from tests import oracle
-from tests.runs import (
-    AUTO,
-    EXPLICIT,
-    FAMILY,
-    has_ratios,
-    mesh_of,
-    readout,
-    step_of,
-)
+from tests.runs import AUTO, EXPLICIT, FAMILY, has_ratios, mesh_of, readout, step_of
 
 EXPERTS, RATE = 3, 0.05
 # M underflows to zero in three steps without a gradient, M̃ in two.
