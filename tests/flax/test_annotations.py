@@ -138,22 +138,6 @@ def on_mesh_alone():
     return Pair(nnx.Rngs(0))
 
 
-@pytest.mark.extended
-def test_nnx_with_logical_names_and_wrappers():
-    """Rules, and accumulation over two steps."""
-
-    def wrapped():
-        return optax.MultiSteps(orscale(RATE), every_k_schedule=2)
-
-    alone = on_mesh_alone()
-    wanted = nnx_trained(alone, nnx.Optimizer(alone, wrapped(), wrt=nnx.Param))
-    with jax.set_mesh(mesh_of()), nnx.logical_axis_rules(RULES):
-        model = Pair(nnx.Rngs(0), "rows", "columns")
-        optimizer = nnx.Optimizer(model, wrapped(), wrt=nnx.Param)
-        assert_close(nnx_trained(model, optimizer), wanted)
-        assert model.down.kernel.get_value().sharding.spec == P("tensor", "fsdp")
-
-
 def in_turn(tx_of, *models):
     """The parameters of models that are trained a step at a time, one after the other."""
     pairs = [(model, nnx.Optimizer(model, tx_of(), wrt=nnx.Param)) for model in models]

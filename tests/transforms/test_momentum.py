@@ -252,17 +252,6 @@ def test_every_optimizer_takes_it(name):
     assert all(0 < errors[key] < 5e-3 for key in ("w", "stack"))
 
 
-@pytest.mark.extended
-def test_adamw_keeps_its_floats():
-    for dtype in (jnp.float32, jnp.bfloat16):
-        params = tree(0, dtype)
-        optimizer = orscale(1.0, mu_dtype="int8", weight_dimension_numbers=NUMBERS)
-        updates, state = optimizer.update(params, optimizer.init(params), params)
-        for name in ("mu", "nu"):
-            assert readout(state, name)["b"].dtype == dtype
-        assert updates["w"].dtype == updates["b"].dtype == dtype
-
-
 @pytest.mark.parametrize("mu_dtype", ["float32", "bfloat16", "int8"])
 def test_the_first_moment_of_complex_parameters_stays_complex(mu_dtype):
     params, *grads = ({"b": tree(s)["b"] + 1j * tree(s + 9)["b"]} for s in range(3))
