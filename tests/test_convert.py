@@ -411,6 +411,7 @@ def test_counts_that_differ_on_purpose():
     assert sorted(counts) == [2, 7, 7]
 
 
+@pytest.mark.extended
 def test_moments_keep_their_age_and_schedules_start_at_the_runs_step():
     """Whatever else counts, and also under jit, where counts cannot be compared."""
     window = optax.contrib.reduce_on_plateau(patience=100, accumulation_size=10)

@@ -246,8 +246,8 @@ def test_trees_that_are_callable(build):
         {path: leaf.ndim > 1 for path, leaf in bare.items()},
     )
     for given in (
-        (numbers, lambda _: mask),
-        (by_path({"bias": "adamw"}, otherwise=numbers(model)), mask),
+        (numbers(model), mask),
+        (by_path({"bias": "adamw"}, otherwise=numbers(model)), lambda _: mask),
     ):
         assert_close(steps(model, *given), expected, atol=0)
 

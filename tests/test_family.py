@@ -164,6 +164,7 @@ class TestAurora:
         updates, _ = optimizer.update(grads, optimizer.init(grads), grads)
         return jax.tree.map(lambda u: -np.asarray(u, np.float64), updates)
 
+    @pytest.mark.extended
     def test_scales_of_gradients_vanish_and_zeros_stay(self):
         """A row of zeros, one that is zero beside the others, and a matrix of zeros."""
         w = jax.random.normal(jax.random.key(0), (8, 3)).at[0].set(0)

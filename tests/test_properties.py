@@ -167,7 +167,7 @@ def test_dtypes_never_change(name, double):
     kinds = FLOATS + [jnp.float64] * double
 
     # Shrinking a failure would take minutes, as every example is traced.
-    @settings(max_examples=12, phases=[Phase.generate])
+    @settings(max_examples=6, phases=[Phase.generate])
     @given(draw_dtypes(kinds), draw_dtypes(kinds), st.sampled_from([None, *kinds]))
     def check(params_dtypes, grads_dtypes, mu_dtype):
         optimizer = OPTIMIZERS[name](mu_dtype=mu_dtype)

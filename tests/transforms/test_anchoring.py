@@ -256,7 +256,7 @@ def test_resets_of_the_family():
 PATTERN = st.tuples(*[st.booleans()] * EXPERTS)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(PATTERN, min_size=1, max_size=4),
     st.lists(PATTERN, min_size=2, max_size=5),
