@@ -417,6 +417,7 @@ def test_moments_keep_their_age_and_schedules_start_at_the_runs_step():
     window = optax.contrib.reduce_on_plateau(patience=100, accumulation_size=10)
     for old in (
         optax.chain(window, orscale(RATE)),
+        optax.chain(optax.apply_every(3), orscale(RATE)),
         optax.chain(orscale(RATE), optax.ema(0.9)),
     ):
         state = old.init(tree(0))
