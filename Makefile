@@ -32,9 +32,11 @@ $(VENV)/.has-%: pyproject.toml constraints.txt | $(VENV)/pyvenv.cfg
 
 PYTEST := $(RUN) pytest -n 2 --dist worksteal
 QUICK := not extended and not slow and not client
+# They have no such test, and what they import takes seconds.
+IMPORTING := tests/clients $(addprefix tests/examples/,benchmarks pretrain study vision)
 
 test: $(VENV)/.has-examples,test ## Run the quick tests of the package, and see that the programs start.
-	$(PYTEST) -m "$(QUICK) and not examples" $(ARGS)
+	$(PYTEST) -m "$(QUICK) and not examples" $(IMPORTING:%=--ignore=%) $(ARGS)
 
 test-examples: $(VENV)/.has-examples,test ## Run the quick tests of the programs in examples/.
 	$(PYTEST) -m "$(QUICK)" tests/examples $(ARGS)
