@@ -115,6 +115,7 @@ def describe(
     mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
     platform = _platform(leaf_of.values())
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
+    _checks.transformation("optimizer", optimizer)
     refused: dict[Any, UndecidedError] = {}
     while True:
         try:
@@ -124,11 +125,14 @@ def describe(
             if probe or not leaf_of.keys() - refused >= {*error.paths}:
                 raise
             refused |= dict.fromkeys(error.paths, error)
-            # In place of each, a vector, which any optimizer gives to AdamW.
+            # In place of a dtype, float32. In place of an ambiguous shape, that of a
+            # vector, which any optimizer gives to AdamW.
             leaves = (
-                jax.ShapeDtypeStruct((np.size(leaf),), jnp.float32)
-                if path in refused
-                else leaf
+                leaf
+                if (why := refused.get(path)) is None
+                else jax.ShapeDtypeStruct(
+                    np.shape(leaf) if why.of_dtype else (np.size(leaf),), jnp.float32
+                )
                 for path, leaf in leaf_of.items()
             )
             params = jax.tree.unflatten(jax.tree.structure(unbox(params)), leaves)
@@ -136,7 +140,8 @@ def describe(
     axes_of = {
         path: kept.axes or MatrixAxes((), (0,), (1,))
         for path, kept in state.kept.items()
-        if kept.axes or (kept.rule == MATRIX and np.ndim(leaf_of[path]) == 2)
+        if path not in refused
+        and (kept.axes or (kept.rule == MATRIX and np.ndim(leaf_of[path]) == 2))
     }
     stages = state.polar or [PolarOptions(DEFAULTS)]
     probed = first_updates(optimizer, params, axes_of) if probe else {}
@@ -146,7 +151,7 @@ def describe(
     for name, (path, leaf) in zip(distinct_names(leaf_of), leaf_of.items(), strict=True):
         kept = state.kept[path]
         if path in refused:
-            kept = kept._replace(rule=REFUSED, arrays=None)
+            kept = kept._replace(rule=REFUSED, arrays=None)  # Those of a stand-in.
         row = ParameterRow(
             path=name,
             shape=np.shape(leaf),

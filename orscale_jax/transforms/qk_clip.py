@@ -290,7 +290,10 @@ def _place(where: str, given: Any, layer_axes: Any, leaves: Mapping[Any, Any]) -
 
     def axis_of(argument: str, axis: Any) -> int:
         fits = _checks.is_whole(axis) and -len(shape) <= axis < len(shape)
-        require(fits, f"it has {len(shape)} axes, so pass another {argument} than {axis}")
+        axes = "axis" if len(shape) == 1 else "axes"
+        require(
+            fits, f"it has {len(shape)} {axes}, so pass another {argument} than {axis}"
+        )
         return int(axis) % len(shape)
 
     def along(axis: int, values: Any) -> Any:
