@@ -1,8 +1,6 @@
 """OrScale for JAX: orthogonalized optimization with layer-wise trust-ratio scaling."""
 
 from orscale_jax import family as family
-from orscale_jax._convert import convert_state as convert_state
-from orscale_jax._optimizers import muon as muon, orscale as orscale
 from orscale_jax.audit.describe import describe as describe
 from orscale_jax.audit.description import (
     Description as Description,
@@ -10,10 +8,14 @@ from orscale_jax.audit.description import (
     Total as Total,
 )
 from orscale_jax.audit.plan import Group as Group, Plan as Plan
+from orscale_jax.convert import convert_state as convert_state
+from orscale_jax.family.neurons import NeuronRMSState as NeuronRMSState
+from orscale_jax.family.sphere import InitialNormState as InitialNormState
 from orscale_jax.newton_schulz.coefficients import (
     polar_express_coefficients as polar_express_coefficients,
 )
 from orscale_jax.newton_schulz.polar import polar_factor as polar_factor
+from orscale_jax.optimizers import muon as muon, orscale as orscale
 from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers as BlockDimensionNumbers,
 )
@@ -31,10 +33,6 @@ from orscale_jax.transforms.qk_clip import (
     QKClipState as QKClipState,
     QueryKey as QueryKey,
     qk_clip as qk_clip,
-)
-from orscale_jax.transforms.relatives import (
-    InitialNormState as InitialNormState,
-    NeuronRMSState as NeuronRMSState,
 )
 from orscale_jax.transforms.scale_by_path import scale_by_path as scale_by_path
 from orscale_jax.transforms.stages import (

@@ -157,7 +157,7 @@ def optimizers_of(module):
         name: value
         for name, value in vars(module).items()
         if inspect.isfunction(value)
-        and value.__module__ == module.__name__
+        and value.__module__.startswith(module.__name__)
         and not name.startswith("_")
     }
 

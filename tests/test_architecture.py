@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from orscale_jax import diagnostics, orthogonalize, polar_factor
+from orscale_jax import diagnostics, family, orthogonalize, polar_factor
 from orscale_jax.newton_schulz.platforms import PLATFORMS
 from orscale_jax.transforms import trust_ratio
 
@@ -30,11 +30,12 @@ FOLDERS = {
     "distributed": {"newton_schulz", "sharding"},
     "parameters": {"sharding", "trees"},
     "transforms": BELOW_STAGES,
-    "audit": BELOW_STAGES | {"transforms", "_optimizers"},
-    "diagnostics": BELOW_STAGES | {"transforms"},
+    "family": BELOW_STAGES | {"transforms", "arguments", "optimizers"},
+    "audit": BELOW_STAGES | {"transforms", "family", "optimizers"},
+    "diagnostics": BELOW_STAGES | {"transforms", "family"},
     "flax": {"parameters", "trees"},
 }
-SHARED = {"_checks"}  # Modules of the package itself that every folder may import.
+SHARED = {"validate"}  # Modules of the package itself that every folder may import.
 
 
 def imports(path):
@@ -176,7 +177,10 @@ TABLES = {
     for part in ("orscale_jax", "examples")
     for path in sorted((ROOT / part).rglob("__init__.py"))
 }
-OF_FUNCTIONS = TABLES.pop("orscale_jax/diagnostics")
+OF_FUNCTIONS = {
+    module: TABLES.pop(module.__name__.replace(".", "/"))
+    for module in (diagnostics, family)
+}
 
 
 @pytest.mark.parametrize("folder", [folder for folder, table in TABLES.items() if table])
@@ -191,6 +195,7 @@ def test_tables_of_contents_list_every_file(folder):
     assert not gone, f"{folder}/__init__.py lists what is not there: {sorted(gone)}"
 
 
-def test_the_table_of_diagnostics_lists_functions():
-    assert OF_FUNCTIONS
-    assert all(callable(getattr(diagnostics, name)) for name in OF_FUNCTIONS)
+@pytest.mark.parametrize("module", OF_FUNCTIONS, ids=lambda module: module.__name__)
+def test_the_tables_of_public_modules_list_functions(module):
+    assert OF_FUNCTIONS[module]
+    assert all(callable(getattr(module, name)) for name in OF_FUNCTIONS[module])

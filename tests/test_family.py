@@ -14,7 +14,7 @@ from orscale_jax import (
     muon,
     orscale,
 )
-from orscale_jax.transforms.relatives import cautious_stage
+from orscale_jax.family.decay import cautious_stage
 from orscale_jax.transforms.stages import decay_stage
 from tests import leaves, oracle
 from tests.runs import RELATIVES, Oracles, readout, run

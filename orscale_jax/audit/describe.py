@@ -12,8 +12,7 @@ import numpy as np
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
-from orscale_jax import _checks
-from orscale_jax._optimizers import orscale
+from orscale_jax import validate
 from orscale_jax.audit.checks import Checks
 from orscale_jax.audit.description import Description, ParameterRow
 from orscale_jax.audit.plan import Group, Plan
@@ -32,6 +31,7 @@ from orscale_jax.distributed.mesh import MeshShape
 from orscale_jax.distributed.slow_links import slices_of_mesh
 from orscale_jax.newton_schulz.platforms import DEFAULTS, Platform
 from orscale_jax.newton_schulz.stacks import StackKey, plan_stacks
+from orscale_jax.optimizers import orscale
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import UndecidedError
 from orscale_jax.parameters.layer_classes import layer_classes
@@ -107,7 +107,7 @@ def describe(
     """
     if optimizer is None:
         if probe:
-            _checks.refuse("probe", probe, "pass the optimizer to run")
+            validate.refuse("probe", probe, "pass the optimizer to run")
         optimizer = orscale(0.0)
     params = trained(params, optimizer)
     leaf_of = leaves_by_path(unbox(params))
@@ -115,7 +115,7 @@ def describe(
     mesh = next((mesh for mesh in map(_mesh, leaf_of.values()) if mesh is not None), None)
     platform = _platform(leaf_of.values())
     optimizer = getattr(optimizer, "tx", optimizer)  # That of a flax.nnx.Optimizer.
-    _checks.transformation("optimizer", optimizer)
+    validate.transformation("optimizer", optimizer)
     refused: dict[Any, UndecidedError] = {}
     while True:
         try:
@@ -221,17 +221,17 @@ def _parts(
 ) -> Iterator[ParameterRow]:
     """The rows of the parts of a leaf of matrices, from that of the leaf."""
     mesh = _mesh(leaf)
-    specs = () if mesh is None else typed_sharding.inferred(axes.matrices, leaf, mesh)
+    specs = () if mesh is None else typed_sharding.inferred(axes.batches, leaf, mesh)
 
     batch, axis = axes.batch_shape(leaf), axes.block_axis
 
     def share(array: Any, index: int) -> Any:
         """What a part has of an array; the first part has what is not divided."""
         alike = array.ndim == leaf.ndim and array.shape[axis] == leaf.shape[axis]
-        if axes.cut and alike:  # Also the scales of 8-bit momentum.
+        if axes.has_unequal_blocks and alike:  # Also the scales of 8-bit momentum.
             return jax.eval_shape(functools.partial(axes.part, index=index), array)
-        if axes.cut and array.shape in (batch, (len(NUMBERS), *batch)):
-            place = array.ndim - len(batch) + axes.place
+        if axes.has_unequal_blocks and array.shape in (batch, (len(NUMBERS), *batch)):
+            place = array.ndim - len(batch) + axes.block_position
             own = array.shape[:place] + array.shape[place + 1 :]
             return jax.ShapeDtypeStruct(own, array.dtype)
         return array if index == 0 else jax.ShapeDtypeStruct((0,), array.dtype)

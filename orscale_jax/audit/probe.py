@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.audit.state import leaves_by_path
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.transforms.master_weights import MasterWeightsState
@@ -117,7 +117,7 @@ def _drawn(leaf: Any, seed: int, size: float) -> jax.Array:
     sharding = getattr(leaf, "sharding", None)
     if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
         remedy = "the optimizer runs, so that the parameters' mesh must not be abstract"
-        _checks.refuse("probe", True, remedy)
+        validate.refuse("probe", True, remedy)
     if not isinstance(sharding, NamedSharding):
         sharding = None  # Beside others on a mesh, one device's would not be accepted.
     return _draw(np.shape(leaf), jnp.result_type(leaf), sharding)(seed, size)

@@ -10,19 +10,19 @@ import numpy as np
 import optax
 from optax.transforms import MaskedState, PartitionState
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.distributed.engine import PolarOptions
+from orscale_jax.family.sphere import InitialNormState
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import is_axes_leaf
 from orscale_jax.sharding.state_shardings import state_shardings
 from orscale_jax.transforms import orthogonalize, stages
 from orscale_jax.transforms.matrices import ADAMW, MATRIX
 from orscale_jax.transforms.momentum import Int8TraceState
-from orscale_jax.transforms.relatives import InitialNormState
 from orscale_jax.transforms.stages import Scale
 from orscale_jax.transforms.trust_ratio import CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, unbox
-from orscale_jax.trees.checks import entries
+from orscale_jax.trees.checks import state_arrays
 from orscale_jax.trees.names import Path, name_and_shape, names_on
 from orscale_jax.trees.nodes import is_masked, nodes_of
 
@@ -35,7 +35,7 @@ _OURS = frozenset(field for state in _STATES for field in state._fields)
 _SUMMED = "acc_grads"  # Of optax.MultiSteps: kept for every parameter, by no optimizer.
 
 
-class Kept(NamedTuple):
+class ParameterState(NamedTuple):
     """What an optimizer keeps for one parameter."""
 
     rule: str  # See ParameterRow, as for the label.
@@ -61,7 +61,7 @@ class _Part(NamedTuple):
 class AbstractState(NamedTuple):
     """The state that an optimizer would have."""
 
-    kept: Mapping[Any, Kept]  # By the path of the parameter.
+    kept: Mapping[Any, ParameterState]  # By the path of the parameter.
     shared_bytes: int  # Of what belongs to no parameter.
     polar: Sequence[PolarOptions]  # Of the stages that orthogonalize.
 
@@ -70,7 +70,7 @@ class AbstractState(NamedTuple):
         """Trace an optimizer's ``init``, and find what it keeps for each parameter."""
         # optax.tree.map_params would find it, too, but calls init with a placeholder that
         # most label functions of optax.partition cannot read.
-        _checks.transformation("optimizer", optimizer)
+        validate.transformation("optimizer", optimizer)
         with (
             orthogonalize.initialized.open() as polar,
             stages.scaled.open() as scaled,
@@ -110,7 +110,7 @@ class AbstractState(NamedTuple):
             ):
                 axes = None
             rules |= {MATRIX} if axes else set()
-            kept[path] = Kept(
+            kept[path] = ParameterState(
                 next((x for x in (MATRIX, ADAMW, OTHER) if x in rules), STATELESS),
                 " and ".join(labels) or without_state,
                 [array for part in own for array in part.arrays[name]],
@@ -158,7 +158,7 @@ def _parts(state: Any, params: PyTree) -> Iterator[_Part]:
     ) -> _Part:
         arrays: dict[Path | None, list[Any]] = {}
         owners: set[Path | None] = set()
-        for entry in entries(node, params, by_structure=True):
+        for entry in state_arrays(node, params, by_structure=True):
             owner = entry.owner
             # Of a single array without a name, shapes and fields tell its state.
             if owner == () and entry.array.shape != np.shape(params):
@@ -203,7 +203,7 @@ def _parts(state: Any, params: PyTree) -> Iterator[_Part]:
 
 
 def _refuse_vectors(
-    parts: Sequence[_Part], leaf_of: Mapping[Any, Any], kept: Mapping[Any, Kept]
+    parts: Sequence[_Part], leaf_of: Mapping[Any, Any], kept: Mapping[Any, ParameterState]
 ) -> None:
     """Refuse a state of vectors that hold several parameters, as optax.flatten makes."""
     without = [path for path, found in kept.items() if found.rule == STATELESS]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.diagnostics.reading import Reading
 from orscale_jax.diagnostics.summaries import tabulate
 from orscale_jax.trees.boxes import PyTree
@@ -127,7 +127,7 @@ class History:
         """Open the file, or begin it."""
         for name, given in (("measurements", measurements), ("scalars", scalars)):
             if isinstance(given, str):
-                _checks.refuse(name, given, "pass a sequence of names")
+                validate.refuse(name, given, "pass a sequence of names")
         self.path, self.classes = pathlib.Path(path), classes
         self.measurements, self.scalars = tuple(measurements), tuple(scalars)
         own = *self.measurements, *self.scalars
@@ -135,7 +135,7 @@ class History:
         arguments = {"reading", "measurements"}.intersection(self.scalars)
         if arguments or len(set(columns)) < len(columns):
             remedy = "give each column a different name, and none of append's arguments"
-            _checks.refuse("measurements and scalars", own, remedy)
+            validate.refuse("measurements and scalars", own, remedy)
         self._file = StepFile(self.path, columns)
 
     @property
@@ -163,7 +163,7 @@ class History:
             last one, a scalar is no real number, or the matrices are not those of the
             file.
         """
-        step, measurements = _checks.whole("step", step), measurements or {}
+        step, measurements = validate.whole("step", step), measurements or {}
         unknown = {*measurements} - {*self.measurements} | {*scalars} - {*self.scalars}
         if unknown:
             raise ValueError(
@@ -194,9 +194,9 @@ class History:
         given = {"step": str(step)}
         for name, value in jax.device_get(scalars).items():
             array = np.asarray(value)
-            real = array.dtype == bool or _checks.is_real(array.dtype)
+            real = array.dtype == bool or validate.is_real(array.dtype)
             if array.size != 1 or not real:
-                _checks.refuse(name, value, "pass a real number")
+                validate.refuse(name, value, "pass a real number")
             given[name] = _text(array.reshape(())[()])
         columns = [
             [given[name]] * len(matrices) if name in given

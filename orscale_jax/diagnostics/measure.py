@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.diagnostics.reading import held, matrices_of
 from orscale_jax.newton_schulz.polar import polar_factor
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
@@ -81,10 +81,10 @@ def measure(
       3.0
     """
     if isinstance(names, str):
-        _checks.refuse("names", names, "pass a sequence of names")
+        validate.refuse("names", names, "pass a sequence of names")
     names = tuple(names)
     for name in names:
-        _checks.choice("names", name, MEASUREMENTS)
+        validate.choice("names", name, MEASUREMENTS)
     if previous is None and "direction_angle" in names:
         raise ValueError(
             "'direction_angle' compares two states: pass previous=, the optimizer's "
@@ -101,7 +101,7 @@ def measure(
         before = _momenta(previous, matrices, params)
     pairs = zip(now, before, strict=True)
     found = [_measured(names, polar, *pair) for pair in pairs]
-    return {n: matrices.entries_of_parts([part[n] for part in found]) for n in names}
+    return {n: matrices.scalars_of_batches([part[n] for part in found]) for n in names}
 
 
 # Compiled once for equal shapes, and without the measurements that are not requested.
@@ -164,5 +164,5 @@ def _momenta(state: Any, matrices: Matrices, params: PyTree) -> list[jax.Array]:
     wide = matrices.map(lambda _, leaf: leaf.astype(compute_dtype(leaf)), tree)
     return [
         typed_sharding.gather(part, (part.ndim - 2, part.ndim - 1))
-        for part in matrices.parts(wide)
+        for part in matrices.batches(wide)
     ]

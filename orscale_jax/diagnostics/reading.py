@@ -9,13 +9,13 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
+from orscale_jax.family.sphere import InitialNormState
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers, matrix_axes
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.master_weights import MasterWeightsState, with_master_weights
 from orscale_jax.transforms.matrices import MATRIX, Matrices, compute_dtype
 from orscale_jax.transforms.momentum import Int8TraceState
-from orscale_jax.transforms.relatives import InitialNormState
 from orscale_jax.transforms.trust_ratio import NUMBERS, CalibratedTrustRatioState
 from orscale_jax.trees.boxes import PyTree, trained, unbox
 from orscale_jax.trees.names import Path, by_name, name_and_shape, names_on
@@ -140,12 +140,12 @@ def read(
     initial = _by_path(x.initial_norm for x in nodes_of(state, InitialNormState))
     if (like := held(state)) is None:
         remedy = "pass the state of an optimizer of orscale_jax"
-        _checks.refuse("state", type(state), remedy)
+        validate.refuse("state", type(state), remedy)
     matrices = matrices_of(params, weight_dimension_numbers, like, "the state")
     norms: ByPath = {}
     found: dict[Path, dict[str, Any]] = {}
     momenta = _momenta(state)
-    for path, (axes, leaf) in zip(matrices.paths, matrices.rows(params), strict=True):
+    for path, (axes, leaf) in zip(matrices.paths, matrices.each(params), strict=True):
         name = names_on(path)
         norm = axes.norms(jnp.asarray(leaf).astype(compute_dtype(leaf)))
         if like[name] is not None:
@@ -325,9 +325,9 @@ def _learning_rates(
             rate = rate(jnp.maximum(jnp.asarray(count) - 1, 0))
         if rate is not None:
             if np.ndim(rate):
-                _checks.refuse("learning_rate", rate, _FORMS)
+                validate.refuse("learning_rate", rate, _FORMS)
             if not isinstance(rate, jax.Array):  # Looking at one would wait for its step.
-                _checks.number("learning_rate", rate, at_least=0)
+                validate.number("learning_rate", rate, at_least=0)
             rates[path] = rate
     unknown = [path for path in groups if path not in rates]
     if rates and unknown:

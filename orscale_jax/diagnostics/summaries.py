@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.diagnostics.reading import Reading, fields_of, known_leaves
 from orscale_jax.parameters.expressions import matching
 from orscale_jax.sharding import typed_sharding
@@ -248,12 +248,12 @@ def _names_of(tree: PyTree) -> list[str]:
 def classes_of(classes: PyTree | None, tree: PyTree) -> list[str]:
     """The class of each leaf; "other" where none is given."""
     if is_function(classes, _is_label):
-        _checks.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
+        validate.refuse("classes", classes, "pass a tree, such as layer_classes(params)")
     misfit = "classes must be a tree of the parameters' structure, or a prefix of it"
     labels = broadcast_prefix(unbox(classes, _is_label), tree, misfit, _is_label)
     for label in jax.tree.leaves(labels, is_leaf=_is_label):
         if not _is_label(label):
-            _checks.refuse("classes", label, "pass a tree of strings")
+            validate.refuse("classes", label, "pass a tree of strings")
     # By the leaves of the tree, which may hold None beside them.
     return jax.tree.leaves(jax.tree.map(lambda _, label: label or OTHER, tree, labels))
 

@@ -100,7 +100,7 @@ class ShardedArray(NamedTuple):
         return m < n or (m == n and not transposed)
 
 
-class MatrixSlice(NamedTuple):
+class MatrixRange(NamedTuple):
     """Consecutive matrices of one array, of those of which a device holds a shard."""
 
     array: int
@@ -118,7 +118,7 @@ class MatrixSlice(NamedTuple):
 class LayoutGroup:
     """Matrices of a bucket that are sharded alike, over axes of the mesh."""
 
-    slices: tuple[MatrixSlice, ...]
+    slices: tuple[MatrixRange, ...]
     row_axes: MeshAxes
     column_axes: MeshAxes
     column_shards: int = 1  # The devices that share the columns of one matrix.
@@ -168,7 +168,7 @@ class Bucket(NamedTuple):
     cost_model: CostModel = DEFAULT_COSTS
 
     @property
-    def slices(self) -> Iterator[MatrixSlice]:
+    def slices(self) -> Iterator[MatrixRange]:
         """The slices of all layout groups."""
         return itertools.chain.from_iterable(layout.slices for layout in self.layouts)
 
@@ -259,7 +259,7 @@ class Bucket(NamedTuple):
         """The cost of each device, in FLOPs."""
         return self.cost_model.cost(self.flops, self.traffic)
 
-    def with_slices(self, slices: Iterable[MatrixSlice]) -> "Bucket":
+    def with_slices(self, slices: Iterable[MatrixRange]) -> "Bucket":
         """The bucket, of one layout, with these of the slices that are not empty."""
         [layout] = self.layouts
         filled = tuple(part for part in slices if part.matrices)

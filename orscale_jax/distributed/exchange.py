@@ -24,7 +24,7 @@ from orscale_jax.distributed.costs import (
     Bucket,
     CostModel,
     LayoutGroup,
-    MatrixSlice,
+    MatrixRange,
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, count_devices
@@ -67,14 +67,14 @@ class _Packing:
             wide = n * self.layout.column_shards - x.shape[-1]
             padded.append(jnp.pad(x, [(0, 0), (0, m - x.shape[-2]), (0, wide)]))
         stays = self.bucket.group_size == 1
-        x = platform.join(padded) if stays else jnp.concatenate(padded)
+        x = platform.concatenate(padded) if stays else jnp.concatenate(padded)
         x = x.reshape(len(x), m, self.layout.column_shards, -1).swapaxes(1, 2)
         x = x.reshape(-1, m, n)
         return x.mT if self.is_transposed else x
 
     def unpack(
         self, packed: jax.Array, shards: Sequence[jax.Array]
-    ) -> dict[MatrixSlice, jax.Array]:
+    ) -> dict[MatrixRange, jax.Array]:
         """Invert :meth:`pack`."""
         m, n = self.shape
         x = packed.reshape(-1, *self.sent_shape)
@@ -91,7 +91,7 @@ class _Packing:
             first += part.matrices
         return slices
 
-    def join(self, arrived: jax.Array) -> jax.Array:
+    def to_matrices(self, arrived: jax.Array) -> jax.Array:
         """Matrices, or column shards, from what each device of the group has sent."""
         lengths = [self.mesh.factors[name] for name in self.bucket.shard_axes]
         k = self.bucket.matrices_per_device
@@ -100,8 +100,8 @@ class _Packing:
         whole = x.reshape(-1, *((n, m) if self.is_transposed else (m, n)))
         return whole.mT if self.is_transposed else whole
 
-    def divide(self, whole: jax.Array) -> jax.Array:
-        """Invert :meth:`join`."""
+    def to_shards(self, whole: jax.Array) -> jax.Array:
+        """Invert :meth:`to_matrices`."""
         rows, columns = (
             [self.mesh.factors[name] for name in axes] for axes in self.sent_axes
         )
@@ -167,7 +167,7 @@ def on_each_device(
             stacks[i] = stacks[i][0]  # A column shard has no batch axis.
     qs = polar_in_chunks(platform, [stacks[i] for i in order], [*columns.values()])
     of_bucket = dict(zip(order, qs, strict=True))
-    slices: dict[MatrixSlice, jax.Array] = {}
+    slices: dict[MatrixRange, jax.Array] = {}
     for i, some in enumerate(packings):
         slices |= _return(of_bucket[i], some, shards)
     factors = []
@@ -226,23 +226,23 @@ def _send(
         return packed
     packed = packed.reshape(bucket.shards, -1, *shape)
     arrived = all_to_all(packed, bucket.shard_axes, mesh).reshape(-1, *shape)
-    return _as_sharded(packings, lambda packing: packing.join(arrived))
+    return _as_sharded(packings, lambda packing: packing.to_matrices(arrived))
 
 
 def _return(
     q: jax.Array, packings: Sequence[_Packing], shards: Sequence[jax.Array]
-) -> dict[MatrixSlice, jax.Array]:
+) -> dict[MatrixRange, jax.Array]:
     """Invert :func:`_send`. Zeros must have stayed zeros."""
     bucket, mesh = packings[0].bucket, packings[0].mesh
     shape = packings[0].sent_shape
     x = q.reshape(-1, *q.shape[-2:])
     if bucket.shards > 1:
-        x = _as_sharded(packings, lambda each: each.divide(x).reshape(-1, *shape))
+        x = _as_sharded(packings, lambda each: each.to_shards(x).reshape(-1, *shape))
         x = x.reshape(bucket.shards, -1, *shape)
         x = all_to_all(x, bucket.shard_axes, mesh).reshape(-1, *shape)
     if bucket.replica_axes:
         x = all_gather(x, bucket.replica_axes, bucket.replicas, mesh)
-    slices: dict[MatrixSlice, jax.Array] = {}
+    slices: dict[MatrixRange, jax.Array] = {}
     first = 0
     for packing in packings:
         after = first + packing.layout.slots

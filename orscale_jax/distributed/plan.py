@@ -29,7 +29,7 @@ from orscale_jax.distributed.costs import (
     Bucket,
     CostModel,
     LayoutGroup,
-    MatrixSlice,
+    MatrixRange,
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, count_devices
@@ -86,7 +86,7 @@ def _group_alike(
     arrays: Sequence[ShardedArray], mesh: MeshShape, cost_model: CostModel
 ) -> list[Bucket]:
     """One bucket for all matrices of one shape and one sharding."""
-    alike: dict[Any, list[MatrixSlice]] = {}
+    alike: dict[Any, list[MatrixRange]] = {}
     for index, array in enumerate(arrays):
         batch_axes = frozenset(name for axes in array.axes[:-2] for name in axes)
         held = math.prod(array.shape[:-2]) // count_devices(batch_axes, mesh.factors)
@@ -95,7 +95,7 @@ def _group_alike(
         shape, sides = array.shape[-2:], array.axes[-2:]
         if transposed:
             shape, sides = shape[::-1], sides[::-1]
-        part = MatrixSlice(index, 0, held, transposed)
+        part = MatrixRange(index, 0, held, transposed)
         alike.setdefault((shape, array.dtype, batch_axes, sides), []).append(part)
     buckets = []
     for (shape, dtype, batch_axes, (rows, columns)), slices in alike.items():
@@ -226,7 +226,7 @@ def _in_shape(
 ) -> Bucket | None:
     """A bucket of this shape, with column shards of wider matrices, if that fits."""
     _, n = shape
-    slices: dict[Any, list[MatrixSlice]] = {}
+    slices: dict[Any, list[MatrixRange]] = {}
     for remainder in remainders:
         [layout] = remainder.layouts
         needed = 1 if remainder.shape[1] <= n else column_shards
@@ -247,7 +247,7 @@ def _as_they_are(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
 
     Transposing matrices that stay where they are costs a copy, for fewer stacks at best.
     """
-    by_form: dict[bool, list[MatrixSlice]] = {}
+    by_form: dict[bool, list[MatrixRange]] = {}
     for part in bucket.slices:
         by_form.setdefault(part.transposed, []).append(part)
     if bucket.group_size > 1 or bucket.nbytes <= stack_bytes or True not in by_form:
@@ -272,7 +272,7 @@ def _split(bucket: Bucket, stack_bytes: int) -> Iterator[Bucket]:
     stacks = max(1, math.ceil(bucket.matrices / capacity))
     per_device = math.ceil(bucket.matrices / stacks / bucket.group_size)
     length = per_device * bucket.group_size
-    stack: list[MatrixSlice] = []
+    stack: list[MatrixRange] = []
     held = 0
     for part in bucket.slices:
         missing = -held % bucket.group_size

@@ -16,5 +16,5 @@ restarts      where the Gram form restarts, and when it is cheaper (NumPy)
 fusion        small results of many arrays in few GPU kernels; layouts
 ============  ========================================================================
 
-Imports ``sharding`` and ``_checks``.
+Imports ``sharding`` and ``validate``.
 """

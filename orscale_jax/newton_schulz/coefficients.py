@@ -27,7 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.newton_schulz.restarts import Table
 
 Coefficients: TypeAlias = str | Sequence[float] | Sequence[Sequence[float]] | ArrayLike
@@ -72,7 +72,7 @@ def coefficient_table(
         are fewer than those of a preset that has no prefix.
     """
     argument = f"{prefix}coeffs"
-    _checks.not_rounded(argument, coeffs)
+    validate.not_rounded(argument, coeffs)
     table: Any
     if isinstance(coeffs, jax.core.Tracer):
         table, fits = jnp.atleast_2d(coeffs), True
@@ -80,7 +80,7 @@ def coefficient_table(
         try:
             rows = np.asarray(PRESETS[coeffs] if isinstance(coeffs, str) else coeffs)
             table = np.atleast_2d(rows.astype(np.float64))
-            fits = _checks.is_real(rows.dtype) and bool(np.isfinite(table).all())
+            fits = validate.is_real(rows.dtype) and bool(np.isfinite(table).all())
         except (KeyError, TypeError, ValueError):
             fits = False
     if not fits or table.ndim != 2 or table.shape[0] == 0 or table.shape[1] != 3:
@@ -88,7 +88,7 @@ def coefficient_table(
             f"pass a preset ({', '.join(sorted(PRESETS))}), one (a, b, c), or a sequence "
             "of them, one per step, all finite"
         )
-        _checks.refuse(argument, coeffs, remedy)
+        validate.refuse(argument, coeffs, remedy)
     if isinstance(table, jax.Array):
         return table
     if isinstance(coeffs, str) and coeffs in _NO_PREFIX:
@@ -96,7 +96,7 @@ def coefficient_table(
         if known and int(jax.device_get(steps)) < len(table):
             remedy = f"{coeffs!r} is a sequence of {len(table)} steps"
             remedy += f": pass {prefix}steps={len(table)} or more"
-            _checks.refuse(f"{prefix}steps", steps, remedy)
+            validate.refuse(f"{prefix}steps", steps, remedy)
     return tuple(map(tuple, table.tolist()))
 
 
@@ -153,10 +153,10 @@ def polar_express_coefficients(
       Amsel, Persson, Musco, Gower, *The Polar Express: Optimal Matrix Sign Methods and
       Their Application to the Muon Algorithm*, 2025, https://arxiv.org/abs/2505.16932.
     """
-    _checks.number("lower_bound", lower_bound, at_least=_SMALLEST_BOUND, below=1)
-    _checks.count("steps", steps)
-    _checks.number("safety_factor", safety_factor, at_least=1)
-    _checks.number("cushion", cushion, at_least=0, below=1)
+    validate.number("lower_bound", lower_bound, at_least=_SMALLEST_BOUND, below=1)
+    validate.count("steps", steps)
+    validate.number("safety_factor", safety_factor, at_least=1)
+    validate.number("cushion", cushion, at_least=0, below=1)
     lower, upper = float(lower_bound), 1.0
     cushion = float(cushion)
     rows = []

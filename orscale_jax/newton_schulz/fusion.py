@@ -33,7 +33,7 @@ _SMALL = 2**14
 _ARRAYS = 126
 
 
-def slices_of_stacks(xs: Sequence[jax.Array]) -> list[jax.Array]:
+def fuse_small_on_gpu(xs: Sequence[jax.Array]) -> list[jax.Array]:
     """The same arrays; on GPUs small ones of one shape are slices of a common array.
 
     Large arrays, and arrays on a mesh, are left alone.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.newton_schulz.arithmetic import (
     PRECONDITIONINGS,
     Arithmetic,
@@ -65,9 +65,9 @@ class NewtonSchulz:
         prefix: str = "",
     ) -> Self:
         """Check arguments, whose names in messages begin with a prefix."""
-        _checks.count(f"{prefix}steps", steps)
-        _checks.dtype(f"{prefix}dtype", dtype)
-        _checks.choice(f"{prefix}preconditioning", preconditioning, PRECONDITIONINGS)
+        validate.count(f"{prefix}steps", steps)
+        validate.dtype(f"{prefix}dtype", dtype)
+        validate.choice(f"{prefix}preconditioning", preconditioning, PRECONDITIONINGS)
         table = coefficient_table(coeffs, steps, prefix=prefix)
         traced = isinstance(steps, jax.core.Tracer)
         steps = jnp.int32(steps) if traced else int(jax.device_get(steps))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from orscale_jax.newton_schulz.arithmetic import normalize_all
-from orscale_jax.newton_schulz.fusion import slices_of_stacks, sum_all, with_layout
+from orscale_jax.newton_schulz.fusion import fuse_small_on_gpu, sum_all, with_layout
 from orscale_jax.newton_schulz.hardware import H100, TPU_V5P, VIRTUAL, Hardware
 from orscale_jax.newton_schulz.iteration import NewtonSchulz
 
@@ -132,7 +132,7 @@ class Platform:
             totals = sum_all(xs, [(x.ndim - 2, x.ndim - 1) for x in xs])
             if at_once:
                 totals = jax.lax.optimization_barrier(totals)
-            return [jnp.expand_dims(each, (-2, -1)) for each in slices_of_stacks(totals)]
+            return [jnp.expand_dims(each, (-2, -1)) for each in fuse_small_on_gpu(totals)]
 
         unit = normalize_all(xs, self.iteration.arithmetic(), sums)
         return [x.astype(self.packed_dtype(x.dtype)) for x in unit]
@@ -145,7 +145,7 @@ class Platform:
             with_layout(q, range(q.ndim)) if q.shape[-2] > q.shape[-1] else q for q in qs
         ]
 
-    def join(self, parts: Sequence[jax.Array]) -> jax.Array:
+    def concatenate(self, parts: Sequence[jax.Array]) -> jax.Array:
         """A stack of matrices that do not leave their device."""
         if not self.keeps_layouts:
             return jnp.concatenate(parts)

@@ -11,5 +11,5 @@ module_types       dimension numbers from the types of modules
 output_layers      the kernels whose product a model returns, from its trace
 =================  ===================================================================
 
-Imports ``sharding``, ``trees`` and ``_checks``.
+Imports ``sharding``, ``trees`` and ``validate``.
 """

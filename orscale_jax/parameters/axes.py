@@ -43,14 +43,14 @@ class MatrixAxes:
     # Parts.
 
     @property
-    def cut(self) -> bool:
+    def has_unequal_blocks(self) -> bool:
         """Whether there are blocks of several sizes."""
         return len(set(self.sizes)) > 1
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The place of each part in the leaf, as NumPy slices; empty for all of it."""
-        if not self.cut:
+        if not self.has_unequal_blocks:
             return ("",)
         before = [":"] * self.block_axis
         return tuple(f"[{', '.join([*before, f'{a}:{b}'])}]" for a, b in self._bounds)
@@ -58,7 +58,7 @@ class MatrixAxes:
     @property
     def within(self) -> "MatrixAxes":
         """The axes of every part, which has no blocks."""
-        if not self.sizes or self.cut:
+        if not self.sizes or self.has_unequal_blocks:
             return MatrixAxes(self.batch, self.rows, self.columns)
         # The blocks' axis is split in two, the count in front.
         batch, rows, columns = (
@@ -70,18 +70,18 @@ class MatrixAxes:
     def part(self, array: jax.Array, index: int) -> jax.Array:
         """A part of an array of the leaf's shape or of the batch shape."""
         is_leaf = np.ndim(array) == len(self.batch) + len(self.matrix)
-        if not self.cut:
+        if not self.has_unequal_blocks:
             split = bool(self.sizes) and is_leaf
             count = len(self.sizes)
             return typed_sharding.split(array, self.block_axis, count) if split else array
         if not is_leaf:
-            return jax.lax.index_in_dim(array, index, self.place, keepdims=False)
+            return jax.lax.index_in_dim(array, index, self.block_position, keepdims=False)
         whole = typed_sharding.gather(array, (self.block_axis,))
         return jax.lax.slice_in_dim(whole, *self._bounds[index], axis=self.block_axis)
 
     def join(self, parts: Sequence[jax.Array]) -> jax.Array:
         """The inverse of :meth:`part`, for all parts of a leaf."""
-        if self.cut:
+        if self.has_unequal_blocks:
             return jnp.concatenate(parts, axis=self.block_axis)
         [array] = parts
         return typed_sharding.merge(array, self.block_axis) if self.sizes else array
@@ -92,7 +92,7 @@ class MatrixAxes:
 
     # The matrices of a part.
 
-    def matrices(self, leaf: jax.Array) -> list[jax.Array]:
+    def batches(self, leaf: jax.Array) -> list[jax.Array]:
         """The matrices of each part, of shape ``(*batch, m, n)``."""
         parts = (self.part(leaf, index) for index in range(len(self.labels)))
         return [self.within.to_matrices(part) for part in parts]
@@ -121,13 +121,13 @@ class MatrixAxes:
     # Arrays of the batch shape, with one entry for each matrix.
 
     @property
-    def place(self) -> int:
+    def block_position(self) -> int:
         """The position of the blocks among the batch axes."""
         return sum(axis < self.block_axis for axis in self.batch)
 
     def _with_blocks(self, batch: Sequence[Any], entry: Any) -> tuple[Any, ...]:
         own = (entry,) if self.sizes else ()
-        return (*batch[: self.place], *own, *batch[self.place :])
+        return (*batch[: self.block_position], *own, *batch[self.block_position :])
 
     def of_batch(self, entries: Sequence[Any]) -> tuple[Any, ...]:
         """The entries for the batch axes, given one for each axis; None for blocks."""
@@ -140,7 +140,7 @@ class MatrixAxes:
 
     def batch_sharding(self, leaf: jax.Array) -> tuple[Any, ...]:
         """The sharding of an array with one entry per matrix."""
-        if self.sizes and not self.cut:
+        if self.sizes and not self.has_unequal_blocks:
             return self.within.batch_sharding(self.part(leaf, 0))
         return self.of_batch(typed_sharding.spec(leaf))
 
@@ -148,22 +148,30 @@ class MatrixAxes:
         """``fn(matrices, axis=...)`` per matrix, of the batch shape."""
         along = self.within.matrix
         found = [fn(self.part(leaf, i), axis=along) for i in range(len(self.labels))]
-        return jnp.stack(found, axis=self.place) if self.cut else found[0]
+        return (
+            jnp.stack(found, axis=self.block_position)
+            if self.has_unequal_blocks
+            else found[0]
+        )
 
     def norms(self, leaf: jax.Array) -> jax.Array:
         """Frobenius norm of every matrix, of the batch shape, in the leaf's dtype."""
         return square_root(self.reduce(jnp.sum, jnp.square(leaf)))
 
-    def per_matrix(self, scalars: jax.Array) -> jax.Array:
+    def expand(self, scalars: jax.Array) -> jax.Array:
         """Scalars of the batch shape, shaped to broadcast against the leaf."""
         if not self.sizes:
             return jnp.expand_dims(scalars, self.matrix)
-        if self.cut:  # A vector along the blocks' axis: the leaf is not cut.
+        if (
+            self.has_unequal_blocks
+        ):  # A vector along the blocks' axis: the leaf is not cut.
             sizes, total = np.asarray(self.sizes), sum(self.sizes)
-            spread = jnp.repeat(scalars, sizes, self.place, total_repeat_length=total)
+            spread = jnp.repeat(
+                scalars, sizes, self.block_position, total_repeat_length=total
+            )
             others = [axis for axis in self.matrix if axis != self.block_axis]
             return jnp.expand_dims(spread, others)
-        spread = self.within.per_matrix(scalars)
+        spread = self.within.expand(scalars)
         shape = list(spread.shape)
         shape[self.block_axis + 1] = self.sizes[0]
         return typed_sharding.merge(jnp.broadcast_to(spread, shape), self.block_axis)
@@ -171,7 +179,7 @@ class MatrixAxes:
     def by_shape(self, fn: Callable[[int, int], float], leaf: jax.Array) -> ArrayLike:
         """``fn(m, n)``, in a shape that broadcasts against the leaf."""
         values = self.batch_by_shape(fn, leaf)
-        if not self.cut:
+        if not self.has_unequal_blocks:
             return values
         shape = [1] * leaf.ndim
         shape[self.block_axis] = -1
@@ -188,12 +196,12 @@ class MatrixAxes:
         in_rows = self.block_axis in self.rows
         values = [
             fn(m // length * size, n) if in_rows else fn(m, n // length * size)
-            for size in (self.sizes if self.cut else self.sizes[:1])
+            for size in (self.sizes if self.has_unequal_blocks else self.sizes[:1])
         ]
-        if not self.cut:
+        if not self.has_unequal_blocks:
             return values[0]
         shape = [1] * (len(self.batch) + 1)
-        shape[self.place] = -1
+        shape[self.block_position] = -1
         return np.reshape(values, shape)
 
     # Vectors of the matrices.
@@ -222,7 +230,7 @@ class MatrixAxes:
         neurons = self.neurons
         order = list(neurons.batch)
         if neurons.sizes:  # Blocks of the rows have entries of their own.
-            order.insert(neurons.place, -1)
+            order.insert(neurons.block_position, -1)
         columns = tuple(order.index(axis) for axis in self.columns)
         batch = tuple(i for i in range(len(order)) if i not in columns)
         if self.sizes and not neurons.sizes:

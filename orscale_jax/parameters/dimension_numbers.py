@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.layer_classes import Names
 from orscale_jax.trees.boxes import PyTree, unbox
@@ -74,10 +74,10 @@ class BlockDimensionNumbers:
     def __post_init__(self) -> None:
         """Check the fields."""
         sizes = self.blocks if isinstance(self.blocks, tuple) else (self.blocks,)
-        if not sizes or not all(_checks.is_whole(size) and size > 0 for size in sizes):
-            _checks.refuse("blocks", self.blocks, "pass a number, or a tuple of sizes")
-        if not _checks.is_whole(self.block_axis):
-            _checks.refuse("block_axis", self.block_axis, "pass one axis, an integer")
+        if not sizes or not all(validate.is_whole(size) and size > 0 for size in sizes):
+            validate.refuse("blocks", self.blocks, "pass a number, or a tuple of sizes")
+        if not validate.is_whole(self.block_axis):
+            validate.refuse("block_axis", self.block_axis, "pass one axis, an integer")
 
     def sizes(self, length: int) -> tuple[int, ...]:
         """The sizes of the blocks along an axis of this length."""

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias, TypeVar
 import jax
 import jax.numpy as jnp
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.trees.boxes import PyTree
 from orscale_jax.trees.names import Path, dotted, names_on
 from orscale_jax.trees.nodes import is_masked
@@ -35,7 +35,7 @@ def compiled(
         isinstance(pair, tuple | list) and len(pair) == 2 for pair in pairs
     ):
         remedy = f"pass a mapping, or pairs, from regular expressions to {kind}"
-        _checks.refuse(argument, pairs, remedy)
+        validate.refuse(argument, pairs, remedy)
 
     name = f"an expression of {argument}"
     return tuple(
@@ -50,7 +50,7 @@ def matching(argument: str, expression: Any, names: Iterable[str]) -> set[str]:
     found = {name for name in names if pattern.search(name)}
     if not found:
         remedy = f"no name has it; the first are {names[:3]}"
-        _checks.refuse(argument, expression, remedy)
+        validate.refuse(argument, expression, remedy)
     return found
 
 
@@ -93,7 +93,7 @@ def _pattern(name: str, expression: Any) -> re.Pattern[str]:
     if isinstance(expression, re.Pattern) and isinstance(expression.pattern, str):
         return expression
     if not isinstance(expression, str):
-        _checks.refuse(name, expression, "pass a string or a compiled pattern of one")
+        validate.refuse(name, expression, "pass a string or a compiled pattern of one")
     try:
         return re.compile(expression)
     except re.error as error:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.parameters import expressions
 from orscale_jax.parameters.dimension_numbers import (
     BlockDimensionNumbers,
@@ -48,9 +48,9 @@ def compiled(given: HeadSizes) -> tuple[HeadSize, expressions.Pairs[HeadSize]]:
 
 def _checked(name: str, value: Any) -> HeadSize:
     sizes = value if isinstance(value, tuple) and value else (value,)
-    if isinstance(value, bool) or all(_checks.is_whole(x) and x > 0 for x in sizes):
+    if isinstance(value, bool) or all(validate.is_whole(x) and x > 0 for x in sizes):
         return value
-    _checks.refuse(name, value, "pass the number of features of a head, True or False")
+    validate.refuse(name, value, "pass the number of features of a head, True or False")
 
 
 def divided(

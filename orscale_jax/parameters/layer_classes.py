@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import numpy as np
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.parameters import expressions
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.names import Path, keys_on, names_on, words
@@ -318,7 +318,7 @@ def layer_classes(params: PyTree, rules: ClassRules | None = None) -> PyTree:
 
     def checked(name: str, value: Any) -> str:
         named = isinstance(value, str) and value
-        return named or _checks.refuse(name, value, "pass the name of a class")
+        return named or validate.refuse(name, value, "pass the name of a class")
 
     given = () if rules is None else rules
     pairs = expressions.compiled(given, "rules", "names of classes", checked)

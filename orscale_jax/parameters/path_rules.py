@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 import jax
 import numpy as np
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.parameters import expressions, heads
 from orscale_jax.parameters.dimension_numbers import (
     PLAIN,
@@ -158,7 +158,7 @@ def _checked(name: str, value: Any) -> Rule:
             'pass "matrix", "adamw", an optax.contrib.MuonDimensionNumbers or an '
             "orscale_jax.BlockDimensionNumbers"
         )
-        _checks.refuse(name, value, remedy)
+        validate.refuse(name, value, remedy)
     return value
 
 

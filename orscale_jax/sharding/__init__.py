@@ -6,5 +6,5 @@ param_shardings  shardings from an argument or from annotations
 state_shardings  the public ``state_shardings``
 ===============  ======================================================================
 
-Imports ``trees`` and ``_checks``.
+Imports ``trees`` and ``validate``.
 """

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, annotated_spec, is_box, unbox
 from orscale_jax.trees.names import Path, name_and_shape, names_on
@@ -37,7 +37,7 @@ class ParamSpecs:
     def __init__(self, given: ParamShardings) -> None:
         """Take ``param_shardings`` of :func:`orscale_jax.orscale`."""
         if isinstance(given, Mesh | AbstractMesh):
-            _checks.refuse("param_shardings", given, "pass a mesh as mesh=")
+            validate.refuse("param_shardings", given, "pass a mesh as mesh=")
         self._given = given
         # The specs that init has seen, the last one last: of arrays, and of types.
         self._placed: dict[_Key, list[PartitionSpec]] = {}
@@ -151,7 +151,7 @@ def _given_specs(given: PyTree, tree: PyTree, mesh: AbstractMesh) -> PyTree:
             if spec is None or isinstance(spec, jax.sharding.Sharding):
                 spec = PartitionSpec()
             elif not isinstance(spec, PartitionSpec):
-                _checks.refuse(
+                validate.refuse(
                     "param_shardings",
                     node,
                     "pass a tree of jax.sharding.NamedSharding or PartitionSpec, or of "

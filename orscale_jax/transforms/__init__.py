@@ -1,4 +1,4 @@
-"""The stages of OrScale and its relatives, and wrappers around whole optimizers.
+"""The stages of OrScale and Muon, and wrappers around whole optimizers.
 
 ==================  ==================================================================
 matrices            the matrices of a tree; the boundary between users and stages
@@ -6,12 +6,11 @@ momentum            G to M̃, with a state of floats or 8-bit integers; Adam's i
 orthogonalize       M̃ to Q
 stages              s, λW, the wait for a matrix's first update
 trust_ratio         multiplies D by the clipped, calibrated ratio; the rules that set c
-relatives           the stages of NorMuon, Muon+, Aurora, Hyperball, cautious decay
 scale_by_path       multiplies the updates of some parameters, after any optimizer
 master_weights      wraps any optimizer, for bfloat16 weights that lose no update
 qk_clip             finds queries and keys, and rescales those of large logits
 ==================  ==================================================================
 
 Imports ``distributed``, ``newton_schulz``, ``parameters``, ``sharding``, ``trees`` and
-``_checks``.
+``validate``.
 """

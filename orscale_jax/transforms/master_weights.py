@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
 from orscale_jax.trees.checks import require_shapes
@@ -99,7 +99,7 @@ def keep_master_weights(
       master weights. Transformer Engine's ``store_param_remainders`` and modded-nanogpt's
       mantissa buffers keep the lower halves in the same way.
     """
-    _checks.transformation("inner", inner)
+    validate.transformation("inner", inner)
     inner = optax.with_extra_args_support(inner)
 
     def init(params: PyTree) -> MasterWeightsState:

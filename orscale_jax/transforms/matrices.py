@@ -17,7 +17,7 @@ import optax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from orscale_jax.newton_schulz.fusion import slices_of_stacks, sum_all
+from orscale_jax.newton_schulz.fusion import fuse_small_on_gpu, sum_all
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import (
     WeightDimensionNumbers,
@@ -53,9 +53,9 @@ MATRIX, ADAMW = "matrix", "adamw"
 class Matrices:
     """Which leaves of a tree hold matrices, and along which axes. Hashable.
 
-    Trees are without boxes, except for ``params`` of :meth:`entries` and :meth:`full`.
-    *Entries* are a tree whose leaves of matrices are arrays of the batch shape: they have
-    one entry for each matrix, such as its norm.
+    Trees are without boxes, except for ``params`` of :meth:`scalars` and :meth:`full`.
+    *Scalars* are a tree whose leaves of matrices are arrays of the batch shape: they have
+    one number for each matrix, such as its norm.
     """
 
     structure: Any  # Of the tree.
@@ -66,8 +66,8 @@ class Matrices:
         cls, numbers: WeightDimensionNumbers, tree: PyTree, *, only: bool = False
     ) -> "Matrices":
         """The matrices of a tree by their dimension numbers; ``only`` refuses others."""
-        found = (require_matrices if only else matrix_axes)(numbers, tree)
-        leaves, structure = jax.tree.flatten(found, is_leaf=is_axes_leaf)
+        axes_tree = (require_matrices if only else matrix_axes)(numbers, tree)
+        leaves, structure = jax.tree.flatten(axes_tree, is_leaf=is_axes_leaf)
         axes = (leaf if isinstance(leaf, MatrixAxes) else None for leaf in leaves)
         return cls(structure, tuple(axes))
 
@@ -99,9 +99,9 @@ class Matrices:
     def replace(self, tree: PyTree, leaves: Sequence[Any]) -> PyTree:
         """The tree with other leaves of matrices."""
         nodes = self.structure.flatten_up_to(tree)
-        places = (i for i, axes in enumerate(self.axes) if axes is not None)
-        for place, leaf in zip(places, leaves, strict=True):
-            nodes[place] = leaf
+        indices = (i for i, axes in enumerate(self.axes) if axes is not None)
+        for i, leaf in zip(indices, leaves, strict=True):
+            nodes[i] = leaf
         return self.structure.unflatten(nodes)
 
     def tree_of(self, leaves: Sequence[Any]) -> PyTree:
@@ -109,33 +109,33 @@ class Matrices:
         masked = self.structure.unflatten([optax.MaskedNode()] * len(self.axes))
         return self.replace(masked, leaves)
 
-    def rows(self, *trees: PyTree) -> Iterator[Any]:
+    def each(self, *trees: PyTree) -> Iterator[Any]:
         """The axes of each leaf of matrices, and that leaf of each tree."""
         return zip(self.of_leaves, *map(self.leaves, trees), strict=True)
 
     def map(self, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
         """``fn(axes, *leaves)`` of the leaves of matrices; others as in the first."""
-        return self.replace(trees[0], [fn(*row) for row in self.rows(*trees)])
+        return self.replace(trees[0], [fn(*row) for row in self.each(*trees)])
 
     def sums(self, fn: Callable[[jax.Array], jax.Array], tree: PyTree) -> PyTree:
-        """Entries: the sum over every matrix of ``fn`` of its entries."""
+        """Scalars: the sum over every matrix of ``fn`` of its entries."""
         parts = [
             axes.part(fn(leaf), index)
-            for axes, leaf in self.rows(tree)
+            for axes, leaf in self.each(tree)
             for index in range(len(axes.labels))
         ]
         along = [axes.within.matrix for axes in self.of_leaves for _ in axes.labels]
-        return self.entries_of_parts(sum_all(parts, along))
+        return self.scalars_of_batches(sum_all(parts, along))
 
     def at_once(
-        self, fn: Callable[..., jax.Array], tree: PyTree, *entries: PyTree
+        self, fn: Callable[..., jax.Array], tree: PyTree, *scalars: PyTree
     ) -> PyTree:
-        """``fn(*entries)`` of every leaf; leaves of one plain shape are stacked for it.
+        """``fn(*scalars)`` of every leaf; leaves of one plain shape are stacked for it.
 
         ``fn`` is elementwise. Its arguments and its result may have several numbers of
         each matrix, along their first axis.
         """
-        rows = list(zip(*map(self.leaves, entries), strict=True))
+        rows = list(zip(*map(self.leaves, scalars), strict=True))
         alike: dict[Any, list[int]] = {}
         for i, (leaf, row) in enumerate(zip(self.leaves(tree), rows, strict=True)):
             types = tuple(map(jax.typeof, row))
@@ -147,36 +147,39 @@ class Matrices:
                 results[members[0]] = fn(*rows[members[0]])
                 continue
             stacks = zip(*(rows[i] for i in members), strict=True)
-            found = fn(*(jnp.stack(stack, axis=-1) for stack in stacks))
+            stacked = fn(*(jnp.stack(stack, axis=-1) for stack in stacks))
             # With the numbers of a matrix side by side, a GPU needs one kernel to take
             # all matrices apart. Without the barrier, XLA would compute the whole again
             # for each of them.
-            found = jax.lax.optimization_barrier(jnp.moveaxis(found, -1, 0))
-            results |= zip(members, jnp.unstack(found), strict=True)
+            stacked = jax.lax.optimization_barrier(jnp.moveaxis(stacked, -1, 0))
+            results |= zip(members, jnp.unstack(stacked), strict=True)
         return self.tree_of([results[i] for i in range(len(rows))])
 
-    def parts(self, tree: PyTree) -> list[jax.Array]:
+    def batches(self, tree: PyTree) -> list[jax.Array]:
         """All matrices, as arrays of shape ``(*batch, m, n)``, one for each part."""
-        return [part for axes, leaf in self.rows(tree) for part in axes.matrices(leaf)]
+        return [x for axes, leaf in self.each(tree) for x in axes.batches(leaf)]
 
-    def join(self, parts: Sequence[jax.Array], tree: PyTree) -> PyTree:
-        """The inverse of :meth:`parts`: leaves shaped and sharded as a tree's."""
-        left = iter(parts)
+    def from_batches(self, batches: Sequence[jax.Array], tree: PyTree) -> PyTree:
+        """The inverse of :meth:`batches`: leaves shaped and sharded as a tree's."""
+        left = iter(batches)
 
         def joined(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
             indices = range(len(axes.labels))
             shapes = jax.eval_shape(lambda x: [axes.part(x, i) for i in indices], leaf)
-            found = [axes.within.from_matrices(next(left), like) for like in shapes]
-            return typed_sharding.shard_like(axes.join(found), leaf)
+            parts = [axes.within.from_matrices(next(left), like) for like in shapes]
+            return typed_sharding.shard_like(axes.join(parts), leaf)
 
-        return self.tree_of([joined(*row) for row in self.rows(tree)])
+        return self.tree_of([joined(*row) for row in self.each(tree)])
 
-    def entries_of_parts(self, entries: Sequence[jax.Array]) -> PyTree:
-        """Entries from those of :meth:`parts`, which have the parts' batch shapes."""
-        left, leaves = iter(entries), []
+    def scalars_of_batches(self, scalars: Sequence[jax.Array]) -> PyTree:
+        """Scalars from those of :meth:`batches`, which have their batch shapes."""
+        left, leaves = iter(scalars), []
         for axes in self.of_leaves:
-            own = [next(left) for _ in axes.labels]
-            leaves.append(jnp.stack(own, axis=axes.place) if axes.cut else own[0])
+            of_parts = [next(left) for _ in axes.labels]
+            unequal = axes.has_unequal_blocks
+            leaves.append(
+                jnp.stack(of_parts, axis=axes.block_position) if unequal else of_parts[0]
+            )
         return self.tree_of(leaves)
 
     def require_whole(self, params: PyTree) -> None:
@@ -201,8 +204,8 @@ class Matrices:
                         "to AdamW, with None in weight_dimension_numbers."
                     )
 
-    def entries(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
-        """Entries ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes.
+    def scalars(self, params: PyTree, fn: Callable[..., Any], *trees: PyTree) -> PyTree:
+        """Scalars ``fn(axes, leaf, *nodes)``, sharded and boxed as the batch axes.
 
         They may have several numbers of each matrix, along a first axis.
         """
@@ -221,37 +224,37 @@ class Matrices:
         if type(params).__name__ == "_ParamsPlaceholder":
             return jnp.ones(())
         self.require_whole(params)
-        return self.tree_of([make(*row) for row in self.rows(params, *trees)])
+        return self.tree_of([make(*row) for row in self.each(params, *trees)])
 
     def full(
         self, params: PyTree, value: float, dtype: Callable[[jax.Array], DTypeLike]
     ) -> PyTree:
-        """Entries that all have one value, sharded and boxed as the batch axes."""
+        """Scalars that all have one value, sharded and boxed as the batch axes."""
         full = typed_sharding.full
-        return self.entries(
+        return self.scalars(
             params, lambda axes, x: full(axes.batch_shape(x), value, dtype(x), x)
         )
 
     def numbers(self, params: PyTree, values: Sequence[float]) -> PyTree:
-        """Entries with several numbers of each matrix, in the dtype of norms."""
+        """Several scalars of each matrix, along a first axis, in the dtype of norms."""
 
         def of(axes: MatrixAxes, leaf: jax.Array) -> jax.Array:
             full = functools.partial(typed_sharding.full, axes.batch_shape(leaf))
             return jnp.stack([full(value, compute_dtype(leaf), leaf) for value in values])
 
-        return self.entries(params, of)
+        return self.scalars(params, of)
 
 
-def broadcast(axes: MatrixAxes, entries: jax.Array, leaf: jax.Array) -> jax.Array:
-    """Entries of a leaf in a shape that broadcasts against it, sharded as it is."""
-    x = axes.per_matrix(entries)
+def broadcast(axes: MatrixAxes, scalars: jax.Array, leaf: jax.Array) -> jax.Array:
+    """Scalars of a leaf's matrices, to broadcast against it, sharded as it is."""
+    x = axes.expand(scalars)
     like = zip(x.shape, leaf.shape, typed_sharding.spec(leaf), strict=True)
-    sharding = [entry if size == full else None for size, full, entry in like]
+    sharding = [names if size == full else None for size, full, names in like]
     return typed_sharding.shard_as(x, leaf, sharding)
 
 
 # Makes a transformation of bare arrays, given the matrices of the tree.
-Stage: TypeAlias = Callable[[Matrices], optax.GradientTransformation]
+MakeStage: TypeAlias = Callable[[Matrices], optax.GradientTransformation]
 
 
 def on_parameters(
@@ -313,7 +316,7 @@ def on_parameters(
         optimizer = optimizer_of(wide_grads if weights is None else wide_weights)
         if not keep_dtypes:  # On GPUs XLA computes small leaves of one shape together.
             leaves, structure = jax.tree.flatten(wide_grads)
-            wide_grads = jax.tree.unflatten(structure, slices_of_stacks(leaves))
+            wide_grads = jax.tree.unflatten(structure, fuse_small_on_gpu(leaves))
         steps, state_after = optimizer.update(
             wide_grads, wide_state, wide_weights, **extra_args
         )
@@ -324,7 +327,7 @@ def on_parameters(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def on_matrices(numbers: WeightDimensionNumbers, stage: Stage) -> Optimizer:
+def on_matrices(numbers: WeightDimensionNumbers, stage: MakeStage) -> Optimizer:
     """A stage for the matrices of the trees that it is given, which hold nothing else."""
 
     def optimizer_of(tree: PyTree) -> Optimizer:

@@ -25,10 +25,10 @@ TRACE, TRACE_SCALE = "trace", "trace_scale"
 #: Entries that share a scale, along one axis.
 BLOCK = 32
 #: The largest code. −128 is left out, so that x and −x have opposite codes.
-LARGEST = 127
+LARGEST_CODE = 127
 #: The smallest scale. Its quotient by 127 and the inverse of that are normal floats,
 #: which no platform flushes to zero.
-SMALLEST = 2.0**-119
+SMALLEST_SCALE = 2.0**-119
 
 
 class Int8TraceState(NamedTuple):
@@ -133,11 +133,11 @@ def momentum_stage(
 
     def init(params: PyTree) -> Int8TraceState:
         codes = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.int8), params)
-        # For optax.tree.map_params, as in Matrices.entries.
+        # For optax.tree.map_params, as in Matrices.scalars.
         if type(codes).__name__ == "_ParamsPlaceholder":
             return Int8TraceState(codes, jnp.ones(()))
         all_scales = []
-        for axes, node in matrices.rows(codes):
+        for axes, node in matrices.each(codes):
             leaf = unbox(node)
             axis = block_axis(axes, leaf.shape)
             shape = [*leaf.shape]
@@ -166,7 +166,7 @@ def momentum_stage(
     def update(
         updates: PyTree, state: Int8TraceState, params: PyTree | None = None
     ) -> tuple[PyTree, Int8TraceState]:
-        rows = matrices.rows(updates, state.trace, state.trace_scale)
+        rows = matrices.each(updates, state.trace, state.trace_scale)
         stepped = [step(*row) for row in rows]
         out, codes, scales = (
             matrices.tree_of([leaf[i] for leaf in stepped]) for i in range(3)
@@ -211,7 +211,7 @@ def _encode_pieces(
     # Not casts to bfloat16 and back, which XLA may leave out. Rounding is monotone: the
     # largest of the pieces' rounded values is the block's, rounded.
     rounded = jax.lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=7)
-    rounded = jnp.where(rounded < SMALLEST, 0, rounded).astype(jnp.bfloat16)
+    rounded = jnp.where(rounded < SMALLEST_SCALE, 0, rounded).astype(jnp.bfloat16)
     scales = typed_sharding.shard_as(rounded, like, _spec_of_scales(like, axis))
     count = _count(like, axis)
     if scales.shape[axis] != count:  # The pieces' scales to those of the blocks.
@@ -222,7 +222,7 @@ def _encode_pieces(
     scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
     known = scales > 0
     inverse = jnp.where(known, scales, 1).astype(pieces.dtype)
-    inverse = jnp.where(known, LARGEST / inverse, 0)
+    inverse = jnp.where(known, LARGEST_CODE / inverse, 0)
     inverse = jnp.expand_dims(_of_pieces(inverse, like, axis), axis + 1)
     codes = jnp.round(pieces * inverse)
     return jnp.where(jnp.isnan(codes), 0, codes).astype(jnp.int8), scales
@@ -236,7 +236,7 @@ def _decode_pieces(
     # it would store the step of every entry.
     pieces = jax.lax.optimization_barrier(_split(codes, axis)).astype(dtype)
     # XLA replaces a division by this multiplication, but not in all programs.
-    steps = scales.astype(dtype) * jnp.asarray(1 / LARGEST, dtype)
+    steps = scales.astype(dtype) * jnp.asarray(1 / LARGEST_CODE, dtype)
     return pieces * jnp.expand_dims(_of_pieces(steps, codes, axis), axis + 1)
 
 

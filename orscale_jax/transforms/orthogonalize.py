@@ -10,7 +10,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.distributed import engine
 from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.slow_links import SlowAxes
@@ -23,10 +23,10 @@ from orscale_jax.sharding import typed_sharding
 from orscale_jax.sharding.param_shardings import ParamShardings, ParamSpecs
 from orscale_jax.transforms.matrices import Matrices, on_matrices
 from orscale_jax.trees.boxes import PyTree
-from orscale_jax.trees.nodes import Watch
+from orscale_jax.trees.nodes import TraceLog
 
 # What the audit reads: each stage with its matrices, without tracers.
-initialized: Watch[tuple[Matrices, PolarOptions]] = Watch("polar")
+initialized: TraceLog[tuple[Matrices, PolarOptions]] = TraceLog("polar")
 
 
 def orthogonalize(
@@ -97,9 +97,9 @@ def polar_options(
         ns_steps, ns_coeffs, ns_dtype, ns_preconditioning, prefix="ns_"
     )
     if max_stack_bytes is not None:
-        _checks.count("max_stack_bytes", max_stack_bytes)
-    _checks.mesh("mesh", mesh)
-    _checks.slow_axes("slow_axes", slow_axes)
+        validate.count("max_stack_bytes", max_stack_bytes)
+    validate.mesh("mesh", mesh)
+    validate.slow_axes("slow_axes", slow_axes)
     return PolarOptions(settings, max_stack_bytes, mesh, slow_axes)
 
 
@@ -127,9 +127,11 @@ def orthogonalize_stage(
         # Factors are sharded as the parameters: where momentum is sharded and weights
         # are not, Q is gathered here, in the dtype of the products.
         like = updates if params is None else params
-        parts = matrices.parts(updates)
+        parts = matrices.batches(updates)
         if any(map(typed_sharding.is_sharded, matrices.leaves(like))):
-            specs = [PartitionSpec(*typed_sharding.spec(x)) for x in matrices.parts(like)]
+            specs = [
+                PartitionSpec(*typed_sharding.spec(x)) for x in matrices.batches(like)
+            ]
         else:
             specs = [PartitionSpec(*[None] * x.ndim) for x in parts]
         mesh = typed_sharding.mesh_of(jax.tree.leaves(updates), options.mesh)
@@ -143,7 +145,7 @@ def orthogonalize_stage(
                 for part in _part_specs(axes, x.shape, spec, mesh)
             ]
         qs = engine.polar_factors(parts, specs, auto_specs, options)
-        return matrices.join(qs, like), state
+        return matrices.from_batches(qs, like), state
 
     return optax.GradientTransformation(init, update)
 
@@ -159,4 +161,4 @@ def _part_specs(
     if spec is None:
         return (None,) * len(axes.labels)
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-    return tuple(typed_sharding.inferred(axes.matrices, leaf, mesh))
+    return tuple(typed_sharding.inferred(axes.batches, leaf, mesh))

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.transforms.matrices import compute_dtype
 from orscale_jax.trees.boxes import PyTree
@@ -159,11 +159,11 @@ def qk_clip(
     References:
       Kimi Team 2025, *Kimi K2*, arXiv:2507.20534, section 2.1 and Algorithm 1 (MuonClip).
     """
-    _checks.number("threshold", threshold, at_least=float(np.finfo(np.float32).tiny))
-    _checks.number("alpha", alpha, at_least=0, below=np.nextafter(1, 2))
+    validate.number("threshold", threshold, at_least=float(np.finfo(np.float32).tiny))
+    validate.number("alpha", alpha, at_least=0, below=np.nextafter(1, 2))
 
     def init(params: PyTree) -> QKClipState:
-        # For the placeholder of optax.tree.map_params, as in Matrices.entries.
+        # For the placeholder of optax.tree.map_params, as in Matrices.scalars.
         if not jax.tree.leaves(params):
             return QKClipState(jnp.ones(()))
         modules, structure = _find(attentions, params)
@@ -234,13 +234,13 @@ def _find(attentions: PyTree, params: PyTree) -> tuple[list[Any], Any]:
     for path, entry in entries or [((), attentions)]:
         name = f"attention {dotted(path)!r}" if path else "the attention"
         if not isinstance(entry, QueryKey):
-            _checks.refuse("attentions", entry, "pass a QueryKey, or a pytree of them")
+            validate.refuse("attentions", entry, "pass a QueryKey, or a pytree of them")
         parts = []
         for part in ("query", "key", "rotary_query"):
             given = getattr(entry, part)
             several = given if isinstance(given, tuple | list) else (given,)
             if not several and part != "rotary_query":
-                _checks.refuse(part, given, "pass a path, an AttentionHeads, or several")
+                validate.refuse(part, given, "pass a path, an AttentionHeads, or several")
             where = f"{part} of {name}"
             parts.append([_place(where, x, entry.layer_axes, leaves) for x in several])
         (*layers, heads), (*_, groups) = parts[0][0].shape, parts[1][0].shape
@@ -268,7 +268,7 @@ def _place(where: str, given: Any, layer_axes: Any, leaves: Mapping[Any, Any]) -
     """The heads in the one parameter that has their path, or is below it."""
     heads = AttentionHeads(given) if isinstance(given, str) else given
     if not isinstance(heads, AttentionHeads):
-        _checks.refuse(where, given, "pass a path, an AttentionHeads, or several")
+        validate.refuse(where, given, "pass a path, an AttentionHeads, or several")
     names = {path: dotted(path) for path in leaves}
     found = [(p, x) for p, x in names.items() if f"{x}.".startswith(f"{heads.path}.")]
     if len(found) != 1:
@@ -289,7 +289,7 @@ def _place(where: str, given: Any, layer_axes: Any, leaves: Mapping[Any, Any]) -
             )
 
     def axis_of(argument: str, axis: Any) -> int:
-        fits = _checks.is_whole(axis) and -len(shape) <= axis < len(shape)
+        fits = validate.is_whole(axis) and -len(shape) <= axis < len(shape)
         axes = "axis" if len(shape) == 1 else "axes"
         require(
             fits, f"it has {len(shape)} {axes}, so pass another {argument} than {axis}"
@@ -318,7 +318,7 @@ def _place(where: str, given: Any, layer_axes: Any, leaves: Mapping[Any, Any]) -
     inside = within("span", positions, shape[axis])
     length = int(inside.sum())
     sizes[-1] = count = length if heads.heads is None else heads.heads
-    whole = _checks.is_whole(count) and count > 0 and length % count == 0
+    whole = validate.is_whole(count) and count > 0 and length % count == 0
     require(whole, f"{count} heads do not divide the {length} positions of axis")
     head, feature = np.divmod(positions - np.argmax(inside), length // count)
     mask = along(axis, inside)
@@ -345,7 +345,7 @@ def _matched(modules: list[Any], structure: Any, max_logits: PyTree) -> list[Any
         raise ValueError(f"max_logits does not fit ({error}): {remedy}.") from error
     for (name, [[query, *_], *_]), logits in zip(modules, entries, strict=True):
         shape, dtype = np.shape(logits), getattr(logits, "dtype", type(logits))
-        if shape != query.shape or not _checks.is_real(dtype):
+        if shape != query.shape or not validate.is_real(dtype):
             raise ValueError(
                 f"max_logits of {name} has shape {shape} and dtype {dtype}: {remedy}, "
                 f"here a real array of shape (layers..., query heads) = {query.shape}."

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.parameters import expressions
 from orscale_jax.sharding import typed_sharding
 from orscale_jax.trees.boxes import PyTree, rebox, unbox
@@ -111,12 +111,12 @@ def _checked(name: str, value: Any) -> ArrayLike:
         "of optax.partition freezes parameters or gives them a schedule"
     )
     known = isinstance(value, int | float | np.generic | np.ndarray | jax.Array)
-    if not known or not _checks.is_real(getattr(value, "dtype", type(value))):
-        _checks.refuse(name, value, remedy)
-    _checks.not_rounded(name, value)
+    if not known or not validate.is_real(getattr(value, "dtype", type(value))):
+        validate.refuse(name, value, remedy)
+    validate.not_rounded(name, value)
     if not isinstance(value, jax.core.Tracer):
         with np.errstate(over="ignore", under="ignore"):
             finite = np.asarray(jax.device_get(value)).astype(np.float32)
         if not (np.isfinite(finite) & (finite > 0)).all():
-            _checks.refuse(name, value, remedy)
+            validate.refuse(name, value, remedy)
     return value

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.parameters.axes import MatrixAxes
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
@@ -23,7 +23,7 @@ from orscale_jax.transforms.matrices import (
 )
 from orscale_jax.trees.boxes import PyTree, unbox
 from orscale_jax.trees.nodes import (
-    Watch,
+    TraceLog,
     broadcast_prefix,
     is_function,
     mask_like,
@@ -44,7 +44,7 @@ CONSISTENT_RMS, WEIGHT_DECAY = 0.2, 0.1
 
 Mask: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 
-MATRICES = "matrices"  # The mask that an optimizer of this library makes itself.
+MATRICES_ONLY = "matrices"  # The mask that an optimizer of this library makes itself.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Scale:
     @classmethod
     def of(cls, consistent_rms: ArrayLike | None, scale_mode: str = SPECTRAL) -> "Scale":
         """The scale that an optimizer has with these arguments, which are checked."""
-        _checks.number("consistent_rms", consistent_rms, at_least=0, optional=True)
-        _checks.choice("scale_mode", scale_mode, _SQUARES)
+        validate.number("consistent_rms", consistent_rms, at_least=0, optional=True)
+        validate.choice("scale_mode", scale_mode, _SQUARES)
         square = _SQUARES[scale_mode]
         if scale_mode == SPECTRAL:
             return cls(consistent_rms, None if consistent_rms is None else square)
@@ -68,7 +68,7 @@ class Scale:
             CONSISTENT_RMS
         ):
             remedy = f"it has no effect with scale_mode={scale_mode!r}; leave it out"
-            _checks.refuse("consistent_rms", consistent_rms, remedy)
+            validate.refuse("consistent_rms", consistent_rms, remedy)
         return cls(None, square)
 
     def value(self, m: int, n: int) -> float:
@@ -82,7 +82,7 @@ class Scale:
 
 
 # What the audit reads: the matrices of each stage that scales.
-scaled: Watch[tuple[Matrices, Scale]] = Watch("scales")
+scaled: TraceLog[tuple[Matrices, Scale]] = TraceLog("scales")
 
 
 def scale_by_shape(
@@ -170,7 +170,7 @@ def where_nonzero(
     References:
       Lou & You, *OrScale*, Definition 2.
     """
-    _checks.transformation("inner", inner)
+    validate.transformation("inner", inner)
     stage = functools.partial(where_nonzero_stage, inner)
     return on_matrices(weight_dimension_numbers, stage)
 
@@ -223,7 +223,7 @@ def resolve_mask(
     remedy = "pass a tree of booleans with the parameters' structure, or a prefix of it"
     is_one = jax.tree_util.all_leaves([mask]) and len(jax.tree.leaves(tree)) > 1
     if is_one and matrices is not None:  # A stage by itself takes it.
-        _checks.refuse(
+        validate.refuse(
             "weight_decay_mask",
             mask,
             f"{remedy} with more than one leaf. To optax.inject_hyperparams, which takes "
@@ -231,7 +231,7 @@ def resolve_mask(
         )
     for leaf in jax.tree.leaves(mask):  # Python takes others for True or False, too.
         if not _is_boolean(leaf):
-            _checks.refuse("weight_decay_mask", leaf, remedy)
+            validate.refuse("weight_decay_mask", leaf, remedy)
     return broadcast_prefix(mask, tree, f"weight_decay_mask does not fit: {remedy}")
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.parameters.axes import MatrixAxes, square_root
 from orscale_jax.parameters.dimension_numbers import WeightDimensionNumbers
 from orscale_jax.sharding import typed_sharding
@@ -181,17 +181,17 @@ class TrustRatio:
 
     def __post_init__(self) -> None:
         """Refuse bad values."""
-        _checks.flag("calibrate", self.calibrate)
-        _checks.choice("anchor", self.anchor, ANCHORS)
-        _checks.number("anchor_steps", self.anchor_steps, at_least=1)
+        validate.flag("calibrate", self.calibrate)
+        validate.choice("anchor", self.anchor, ANCHORS)
+        validate.number("anchor_steps", self.anchor_steps, at_least=1)
         # optax.inject_hyperparams makes a float of it.
         steps = self.anchor_steps
         if not isinstance(steps, jax.core.Tracer) and jax.device_get(steps) % 1:
-            _checks.refuse("anchor_steps", steps, "pass a whole number")
-        _checks.number("r_min", self.r_min)
-        _checks.number("r_max", self.r_max, at_least=0, infinite=True)
-        _checks.ordered("r_min", self.r_min, "r_max", self.r_max)
-        _checks.number("eps", self.eps, at_least=0)
+            validate.refuse("anchor_steps", steps, "pass a whole number")
+        validate.number("r_min", self.r_min)
+        validate.number("r_max", self.r_max, at_least=0, infinite=True)
+        validate.ordered("r_min", self.r_min, "r_max", self.r_max)
+        validate.number("eps", self.eps, at_least=0)
 
     @property
     def directions(self) -> ArrayLike:

@@ -18,7 +18,7 @@ _NO_PARAMS = frozenset(
 )
 
 
-class Entry(NamedTuple):
+class StateArray(NamedTuple):
     """An array of a state."""
 
     place: Path  # The names down to its field, such as ("0", "mu").
@@ -132,7 +132,7 @@ def require_state(state: PyTree, wanted: PyTree, params: PyTree) -> None:
     types = [[*map(array_type, leaves)] for leaves in (arrays, jax.tree.leaves(wanted))]
     if types[0] == types[1]:
         return
-    for found, entry in zip(arrays, entries(wanted, params), strict=True):
+    for found, entry in zip(arrays, state_arrays(wanted, params), strict=True):
         if array_type(found) == array_type(entry.array):
             continue
         of = where = ""
@@ -155,12 +155,12 @@ def array_type(leaf: Any) -> tuple[Any, ...]:
     return np.shape(leaf), *(jnp.issubdtype(dtype, kind) for kind in kinds)
 
 
-def entries(
+def state_arrays(
     state: PyTree,
     params: PyTree,
     fields: Collection[str] = (),
     by_structure: bool = False,
-) -> list[Entry]:
+) -> list[StateArray]:
     """The arrays of a state, in the order of its leaves; all trees without boxes."""
     # Parameters may be called mu or count, too: what holds a tree of parameters is told
     # by the types in the state: a field of a named tuple that is not itself a state. In a
@@ -168,22 +168,24 @@ def entries(
     # may be any node that has an array, or several, where the parameters have one.
     names, types = by_name(params).keys(), _types_in(params)
 
-    def below(node: Any, parent: Any, place: Path) -> list[Entry]:
+    def below(node: Any, parent: Any, place: Path) -> list[StateArray]:
         arrays = by_name(node)
         if place and place[-1] in _NO_PARAMS:
-            return [Entry(place + path, None, array) for path, array in arrays.items()]
+            return [
+                StateArray(place + path, None, array) for path, array in arrays.items()
+            ]
         like = _like(params, node) if by_structure and names != {()} else None
         named = _holds_params(node, parent, place, types, fields)
         if (like and all(map(_is_leaf, like.values()))) or (named and names & arrays):
             return [
-                Entry(place, path, array)
+                StateArray(place, path, array)
                 if path in names
-                else Entry(place + path, None, array)
+                else StateArray(place + path, None, array)
                 for path, array in arrays.items()
             ]
         if _is_leaf(node):
-            return [Entry(place, None, node)]
-        found: list[Entry] = []
+            return [StateArray(place, None, node)]
+        found: list[StateArray] = []
         for key, child in children(node).items():
             found += below(child, node, (*place, key))
         if like and all(entry.owner is None for entry in found):
@@ -191,7 +193,7 @@ def entries(
             kinds = {type(part) for part in like.values()}
             if len(kinds) == 1 and not any(hasattr(kind, "_fields") for kind in kinds):
                 return [
-                    Entry(place + path, owner, array)
+                    StateArray(place + path, owner, array)
                     for owner, part in like.items()
                     for path, array in by_name(part).items()
                 ]

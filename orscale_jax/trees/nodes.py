@@ -17,7 +17,7 @@ Labels: TypeAlias = tuple[Any, ...]
 Value = TypeVar("Value")
 
 
-class Watch(Generic[Value]):
+class TraceLog(Generic[Value]):
     """What optimizers note while they are traced, for the audit that has opened it."""
 
     def __init__(self, name: str) -> None:

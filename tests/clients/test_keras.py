@@ -32,7 +32,8 @@ def test_both_ways_train(page):
 
 
 def test_which_variables_are_matrices(page):
-    rows = page["describe"](page["params"], page["numbers"]).rows
+    optimizer = muon(0.01, weight_dimension_numbers=page["numbers"])
+    rows = page["describe"](page["params"], optimizer).rows
     matrices = {row.path for row in rows if row.rule == "matrix"}
     kernels = {name for name in page["params"] if name.endswith("kernel")}
     assert matrices == kernels - {"head/kernel"}

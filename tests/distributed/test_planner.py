@@ -13,7 +13,7 @@ from orscale_jax.distributed.costs import (
     Bucket,
     CostModel,
     LayoutGroup,
-    MatrixSlice,
+    MatrixRange,
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, count_devices
@@ -130,7 +130,7 @@ def test_layers_in_one_array_take_no_more_than_layers_apart(most):
 
 
 def test_without_a_mesh_one_device_has_all():
-    layout = LayoutGroup((MatrixSlice(0, 0, 3, transposed=False),), (), ())
+    layout = LayoutGroup((MatrixRange(0, 0, 3, transposed=False),), (), ())
     bucket = Bucket((layout,), (4, 8), FLOAT, (), (), group_size=1, shards=1)
     assert plan_buckets([array(3, 4, 8)], MeshShape({}), LARGE) == (bucket,)
     [several] = plan_buckets([array(3, 5, 4, 8)], MeshShape({}), LARGE)
@@ -242,7 +242,7 @@ def planned(model, *groups):
     buckets = []
     for index, (m, n, shards, *shared) in enumerate(groups):
         [column_shards] = shared or [1]
-        part = MatrixSlice(index, 0, 8 // column_shards, transposed=False)
+        part = MatrixRange(index, 0, 8 // column_shards, transposed=False)
         axes = ("fsdp",) if shards == 8 else ()
         layout = LayoutGroup((part,), axes, (), column_shards)
         sharing = () if shards in (0, 8) else ("fsdp",)

@@ -20,7 +20,7 @@ from orscale_jax.distributed.costs import (
     Bucket,
     CostModel,
     LayoutGroup,
-    MatrixSlice,
+    MatrixRange,
     ShardedArray,
 )
 from orscale_jax.distributed.mesh import MeshShape, slices_of_axes
@@ -124,7 +124,7 @@ def test_replicas_and_experts_and_layers_stay():
 def test_column_shards_of_several_slices_add_over_slow_links():
     """Neighbours are of one slice first: four share a matrix in it, eight do not."""
     for shards, crosses in ((4, False), (8, True)):
-        part = MatrixSlice(0, 0, 8 // shards, transposed=False)
+        part = MatrixRange(0, 0, 8 // shards, transposed=False)
         layout = LayoutGroup((part,), (), (), shards)
         replicas = ("dcn", "fsdp")
         bucket = Bucket(
@@ -192,7 +192,7 @@ def every_bucket(count, shape, rows, mesh):
                 continue
             of_replicas = size(set(replicas) & {*mesh.slow})
             slices = size(set(rows) & {*mesh.slow}), math.ceil(of_replicas / parts)
-            part = MatrixSlice(0, 0, count, transposed=False)
+            part = MatrixRange(0, 0, count, transposed=False)
             layout = LayoutGroup((part,), rows, (), shards)
             sizes = ((m, n // shards), BFLOAT16, rows, replicas, devices, size(rows))
             bucket = Bucket((layout,), *sizes, slices, V5P)

@@ -11,7 +11,7 @@ import pytest
 
 from orscale_jax import muon, orscale
 from orscale_jax.newton_schulz import fusion
-from orscale_jax.newton_schulz.fusion import slices_of_stacks
+from orscale_jax.newton_schulz.fusion import fuse_small_on_gpu
 from tests import leaves
 from tests.compiled import WITH_FUSION_EMITTERS
 from tests.runs import EXPLICIT, assert_close, assert_same_bits, mesh_of, run, tree
@@ -32,8 +32,8 @@ def test_the_same_arrays_in_order(as_on_gpus, monkeypatch):
     random = np.random.default_rng(0)
     kinds = ((), "float32"), ((3,), "float32"), ((), "int8"), ((3, 4), "bfloat16")
     arrays = [jnp.asarray(random.integers(-9, 9, s), t) for s, t in kinds * 5]
-    assert_same_bits(slices_of_stacks(arrays), arrays)
-    assert slices_of_stacks([]) == []
+    assert_same_bits(fuse_small_on_gpu(arrays), arrays)
+    assert fuse_small_on_gpu([]) == []
 
 
 def program(fn, *args, platform="cuda"):
@@ -41,7 +41,7 @@ def program(fn, *args, platform="cuda"):
 
 
 def test_a_stack_holds_no_more_than_a_kernel_concatenates():
-    text = program(slices_of_stacks, [jnp.ones(())] * 300)
+    text = program(fuse_small_on_gpu, [jnp.ones(())] * 300)
     sizes = re.findall(r"stablehlo\.optimization_barrier .* tensor<(\d+)xf32>", text)
     assert sizes == ["127", "127", "49"]
 
@@ -57,13 +57,13 @@ def test_a_stack_holds_no_more_than_a_kernel_concatenates():
     ids=["large", "of different shapes", "on a CPU", "on a TPU"],
 )
 def test_what_is_left_alone(arrays, platform):
-    text = program(slices_of_stacks, arrays, platform=platform)
+    text = program(fuse_small_on_gpu, arrays, platform=platform)
     assert "concatenate" not in text and "optimization_barrier" not in text
 
 
 def test_what_is_on_a_mesh_is_left_alone():
     with jax.set_mesh(mesh_of({"data": 1}, EXPLICIT)):
-        text = program(slices_of_stacks, [jnp.ones((2, 2))] * 3)
+        text = program(fuse_small_on_gpu, [jnp.ones((2, 2))] * 3)
     assert "concatenate" not in text
 
 

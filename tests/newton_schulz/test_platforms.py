@@ -127,7 +127,7 @@ def test_chunks(max_bytes, interleave, monkeypatch):
 def test_join_in_place_concatenates(lengths):
     rng = np.random.default_rng(0)
     parts = [jnp.asarray(rng.normal(size=(length, 3, 5)), HALF) for length in lengths]
-    np.testing.assert_array_equal(TPU.join(parts), jnp.concatenate(parts))
+    np.testing.assert_array_equal(TPU.concatenate(parts), jnp.concatenate(parts))
 
 
 # Of another scale than 1: TPUs normalize before they stack.

@@ -90,9 +90,7 @@ def test_the_layouts_of_fused_kernels(name):
     expected, shape, numbers = LAYOUTS[name]
     leaf = jnp.asarray(KERNEL.reshape(shape))
     axes = matrix_axes(numbers, leaf)
-    found = [
-        m for part in axes.matrices(leaf) for m in part.reshape(-1, *part.shape[-2:])
-    ]
+    found = [m for part in axes.batches(leaf) for m in part.reshape(-1, *part.shape[-2:])]
     assert sorted(m.tolist() for m in found) == sorted(m.tolist() for m in expected)
 
 

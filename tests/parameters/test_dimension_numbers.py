@@ -44,7 +44,7 @@ def test_conversion_to_matrices_and_back(name):
     by_size = [np.linalg.norm(matrix) for matrix in expected]
     np.testing.assert_allclose(norms.ravel(), by_size, rtol=1e-6)
     scalars = jnp.arange(len(expected), dtype=leaf.dtype).reshape(batch)
-    scaled = leaf * axes.per_matrix(scalars)
+    scaled = leaf * axes.expand(scalars)
     for i, matrix in enumerate(leaves.matrices(name, scaled)):
         np.testing.assert_allclose(matrix, i * expected[i], rtol=1e-6)
     sized = jnp.broadcast_to(axes.by_shape(lambda m, n: 100 * m + n, leaf), leaf.shape)

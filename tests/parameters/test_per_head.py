@@ -176,7 +176,7 @@ def heads_are_matrices(name):
         matrix_axes(numbers_of(name), tree),
         is_leaf=lambda node: hasattr(node, "matrices"),
     )
-    stacks = axes.matrices(jnp.asarray(weight))
+    stacks = axes.batches(jnp.asarray(weight))
     found = [m for stack in stacks for m in stack.reshape(-1, *stack.shape[-2:])]
     assert len(found) == len(by_hand(weight))
     by_first = {float(m[0, 0]): np.asarray(m) for m in found}

@@ -12,8 +12,8 @@ from flax import linen
 from flax.core import meta
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from orscale_jax import _checks
-from orscale_jax.flax._types import LINEN_RULES, is_holder, with_adapters
+from orscale_jax import validate
+from orscale_jax.flax.rules import LINEN_RULES, is_holder, with_adapters
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import Declared, ModuleRules, Numbers
@@ -126,7 +126,7 @@ def linen_dimension_numbers(
     References:
       https://flax-linen.readthedocs.io/en/latest/api_reference/flax.linen/layers.html
     """
-    _checks.model("module", module, linen.Module)
+    validate.model("module", module, linen.Module)
     if rngs is None:  # Abstract: a key would be sent to the device.
         rngs = jax.eval_shape(lambda: jax.random.key(0))
     owners: dict[Path, type] = {(): type(module)}

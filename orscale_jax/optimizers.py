@@ -10,14 +10,14 @@ from typing import TypeAlias
 import jax
 import optax
 
-from orscale_jax._arguments import Arguments, MuonArguments, OrScaleArguments, takes
+from orscale_jax.arguments import Arguments, MuonArguments, OrScaleArguments, takes
 from orscale_jax.sharding.param_shardings import ParamSpecs
 from orscale_jax.transforms.matrices import (
     ADAMW,
     MATRIX,
+    MakeStage,
     Matrices,
     Optimizer,
-    Stage,
     on_parameters,
 )
 from orscale_jax.transforms.momentum import (
@@ -104,7 +104,7 @@ class Stages:
     add_decayed_weights: optax.GradientTransformation  # Adds λW.
     scale_by_trust_ratio: optax.GradientTransformation  # D to r̂D.
     scale_by_learning_rate: optax.GradientTransformation  # By −η.
-    polar: Stage  # M̃ to Q, for any of the matrices.
+    polar: MakeStage  # M̃ to Q, for any of the matrices.
 
     @property
     def direction(self) -> optax.GradientTransformation:

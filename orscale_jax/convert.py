@@ -11,12 +11,12 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.transforms import momentum as int8_blocks
 from orscale_jax.transforms.momentum import TRACE, TRACE_SCALE
 from orscale_jax.transforms.trust_ratio import NUMBERS
 from orscale_jax.trees.boxes import PyTree, rebox, trained, unbox
-from orscale_jax.trees.checks import Entry, array_type, entries
+from orscale_jax.trees.checks import StateArray, array_type, state_arrays
 from orscale_jax.trees.names import Path, listed, names_on
 
 _NUMBERS = "numbers"  # The field of the ratio's state that holds NUMBERS.
@@ -27,15 +27,15 @@ _MOMENTS = frozenset({TRACE, "mu", "nu"})
 _SETTINGS = frozenset({"ns_coeffs", "b1"})
 
 
-class _Held:
+class _OldState:
     """What a state holds."""
 
-    def __init__(self, found: Iterable[Entry]) -> None:
+    def __init__(self, found: Iterable[StateArray]) -> None:
         #: The entries of parameters, by field and owner; the arrays of others, by place.
-        self.of_params: dict[tuple[str, Path], list[Entry]] = {}
+        self.of_params: dict[tuple[str, Path], list[StateArray]] = {}
         self.others: dict[Path, Any] = {}
         #: All entries but settings, by the place of the node that they are fields of.
-        self.nodes: dict[Path, list[Entry]] = {}
+        self.nodes: dict[Path, list[StateArray]] = {}
         for entry in found:
             if entry.field not in _SETTINGS:
                 self.nodes.setdefault(entry.place[:-1], []).append(entry)
@@ -56,7 +56,7 @@ class _Held:
         held = [] if owner is None else [self.of_params.get((f, owner)) for f in fields]
         return {np.shape(entry.array) for found in held for entry in found or ()}
 
-    def array(self, field: str, wanted: Entry) -> Any:
+    def array(self, field: str, wanted: StateArray) -> Any:
         """The array of a field of an entry's parameter, at its own place or the only."""
         assert wanted.owner is not None
         found = self.of_params[field, wanted.owner]
@@ -90,14 +90,14 @@ class _Held:
 class _Conversion:
     """From what the old state holds to the arrays of the new one."""
 
-    old: _Held
-    new: _Held
+    old: _OldState
+    new: _OldState
     shapes: dict[Path, tuple[int, ...]]
     momentum: Any
     nesterov: bool
     allow_new: bool
 
-    def array(self, entry: Entry) -> jax.Array:
+    def array(self, entry: StateArray) -> jax.Array:
         """The array that replaces an initial one in the new state."""
         owner, shape, found = entry.owner, np.shape(entry.array), self.found(entry)
         of_param = self.shapes.get(owner or (), shape)
@@ -116,7 +116,7 @@ class _Conversion:
         # A copy, so that a donated step does not delete the arrays of the old state.
         return jnp.array(found, jnp.result_type(entry.array), copy=True)
 
-    def found(self, entry: Entry) -> Any:
+    def found(self, entry: StateArray) -> Any:
         """What the old state knows of an entry of the new one, or None."""
         old, (place, owner, initial), field = self.old, entry, entry.field
         setting = field in _SETTINGS or place[-2:-1] == ("hyperparams",)
@@ -141,7 +141,7 @@ class _Conversion:
             return self._sum_of_average(entry, muon) * average
         return None
 
-    def _sum_of_average(self, entry: Entry, muon: bool) -> Any:
+    def _sum_of_average(self, entry: StateArray, muon: bool) -> Any:
         """The factor that makes M of an average of gradients: the next Q is the same."""
         if (mu := self.momentum) is None:
             raise ValueError(
@@ -157,7 +157,7 @@ class _Conversion:
             factor = factor * (whole * (mu + 1) / (mu * whole + last))
         return factor
 
-    def _count(self, entry: Entry) -> Any:
+    def _count(self, entry: StateArray) -> Any:
         """The count of a schedule, of moments, or of optax.MultiSteps."""
         if entry.field != "count":
             others = self.old.others.items()
@@ -274,16 +274,16 @@ def convert_state(
     transformation = getattr(optimizer, "tx", optimizer)
     if hasattr(optimizer, "wrt"):
         params = trained(params, optimizer)
-    _checks.transformation("optimizer", transformation)
-    _checks.number("momentum", momentum, at_least=0, below=1, optional=True)
-    _checks.flag("nesterov", nesterov)
+    validate.transformation("optimizer", transformation)
+    validate.number("momentum", momentum, at_least=0, below=1, optional=True)
+    validate.flag("nesterov", nesterov)
     # A new state begins with numbers from the host, as that of optimizer.init does.
     with jax.transfer_guard_host_to_device("allow"):
         new = transformation.init(params)
         bare, bare_params = unbox(new), unbox(params)
         if isinstance(bare_params, optax.LookaheadParams):
             bare_params = bare_params.fast  # Of which the state is.
-        wanted = entries(bare, bare_params)
+        wanted = state_arrays(bare, bare_params)
         fields = {TRACE, TRACE_SCALE, "mu", "nu"}
         fields |= {entry.field for entry in wanted if entry.owner is not None}
         # Restored without a target, a state of NNX has each array under "value".
@@ -293,16 +293,16 @@ def convert_state(
             is_leaf=_is_variable,
         )
         readings = (
-            entries(unbox(tree), bare_params, fields)
+            state_arrays(unbox(tree), bare_params, fields)
             for tree in (state, without_variables)
         )
         held = max(readings, key=lambda read: sum(x.owner is not None for x in read))
-        old = _Held(_decoded(held))
+        old = _OldState(_decoded(held))
         decoded = _decoded(wanted)
         leaves = jax.tree.leaves_with_path(bare_params)
         shapes = {names_on(path): np.shape(leaf) for path, leaf in leaves}
         conversion = _Conversion(
-            old, _Held(decoded), shapes, momentum, nesterov, allow_new
+            old, _OldState(decoded), shapes, momentum, nesterov, allow_new
         )
         _refuse_unfit(conversion)
         arrays = {entry[:2]: conversion.array(entry) for entry in decoded}
@@ -336,7 +336,7 @@ def _in_shape_of(initial: jax.Array, found: Any) -> Any:
     return initial.at[both].set(jnp.asarray(found, initial.dtype)[both])
 
 
-def _decoded(found: Sequence[Entry]) -> list[Entry]:
+def _decoded(found: Sequence[StateArray]) -> list[StateArray]:
     """The entries of a state, float32 for 8-bit codes, and each number of a ratio."""
     scales_of = {
         ((*place[:-1], TRACE), owner): scales
@@ -351,7 +351,7 @@ def _decoded(found: Sequence[Entry]) -> list[Entry]:
         if entry.field == _NUMBERS and entry.owner is not None:
             for name, number in zip(NUMBERS, jnp.asarray(entry.array), strict=True):
                 place = (*entry.place[:-1], name)
-                decoded.append(Entry(place, entry.owner, number))
+                decoded.append(StateArray(place, entry.owner, number))
         elif entry.field != TRACE_SCALE:
             decoded.append(entry)
     return decoded
@@ -398,7 +398,7 @@ def _refuse_unfit(conversion: _Conversion) -> None:
             "AdamW. Start over with optimizer.init(params)."
         )
     for place, array in new.others.items():
-        entry = Entry(place, None, array)
+        entry = StateArray(place, None, array)
         if entry.field in _MOMENTS and conversion.found(entry) is None:
             raise ValueError(
                 f"the new optimizer keeps {'.'.join(place)!r} of shape {np.shape(array)} "

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from orscale_jax import _checks
-from orscale_jax.flax._types import NNX_RULES, is_holder, with_adapters
+from orscale_jax import validate
+from orscale_jax.flax.rules import NNX_RULES, is_holder, with_adapters
 from orscale_jax.parameters import module_types, output_layers
 from orscale_jax.parameters.heads import HeadSizes
 from orscale_jax.parameters.module_types import ModuleRules, Rule, adamw_only
@@ -93,7 +93,7 @@ def nnx_dimension_numbers(
     References:
       https://flax.readthedocs.io/en/latest/api_reference/flax.nnx/nn/index.html
     """
-    _checks.model("model", model, nnx.Module)
+    validate.model("model", model, nnx.Module)
 
     def adapted(rule: Rule) -> Rule:
         return lambda module: with_adapters(rule(module), vars(module))

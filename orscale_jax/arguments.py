@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
-from orscale_jax import _checks
+from orscale_jax import validate
 from orscale_jax.distributed.engine import PolarOptions
 from orscale_jax.distributed.slow_links import SlowAxes, without_devices
 from orscale_jax.newton_schulz.coefficients import Coefficients
@@ -25,7 +25,7 @@ from orscale_jax.transforms.momentum import is_int8
 from orscale_jax.transforms.orthogonalize import polar_options
 from orscale_jax.transforms.stages import (
     CONSISTENT_RMS,
-    MATRICES,
+    MATRICES_ONLY,
     SPECTRAL,
     WEIGHT_DECAY,
     Mask,
@@ -145,37 +145,37 @@ class Arguments:
         """Check the arguments; the stages check those that are missing here."""
         for field in dataclasses.fields(self):
             value = as_python_scalar(field.name, getattr(self, field.name))
-            if field.name in _checks.SCHEDULED:
-                value = _checks.scheduled(field.name, value)
+            if field.name in validate.SCHEDULED:
+                value = validate.scheduled(field.name, value)
             object.__setattr__(self, field.name, value)
         if not callable(self.param_shardings):
             specs = jax.tree.map(_spec_of, self.param_shardings, is_leaf=is_box)
             object.__setattr__(self, "param_shardings", specs)
-        number = functools.partial(_checks.number, at_least=0)
+        number = functools.partial(validate.number, at_least=0)
         ascent = "; to ascend, put optax.scale(-1) before it in an optax.chain"
         number("learning_rate", self.learning_rate, schedule=True, instead=ascent)
         number("adam_learning_rate", self.adam_rate, schedule=True, instead=ascent)
         number("momentum", self.momentum, below=1)
-        _checks.flag("nesterov", self.nesterov)
+        validate.flag("nesterov", self.nesterov)
         if not is_int8(self.mu_dtype):
-            _checks.dtype("mu_dtype", self.mu_dtype, also='"int8" ')
+            validate.dtype("mu_dtype", self.mu_dtype, also='"int8" ')
         number("weight_decay", self.weight_decay, schedule=True)
         mask = self.weight_decay_mask
-        if isinstance(mask, str) and mask != MATRICES:
-            remedy = f"pass {MATRICES!r}, a tree of booleans or a function to one"
-            _checks.refuse("weight_decay_mask", mask, remedy)
+        if isinstance(mask, str) and mask != MATRICES_ONLY:
+            remedy = f"pass {MATRICES_ONLY!r}, a tree of booleans or a function to one"
+            validate.refuse("weight_decay_mask", mask, remedy)
         number("adam_b1", self.adam_b1, below=1)
         number("adam_b2", self.adam_b2, below=1)
         number("adam_eps", self.adam_eps)
         number("adam_eps_root", self.adam_eps_root)
-        _checks.flag("adam_nesterov", self.adam_nesterov)
+        validate.flag("adam_nesterov", self.adam_nesterov)
         number("adam_weight_decay", self.adam_decay, schedule=True)
         decay = self.adam_weight_decay
         known = decay is not None and not isinstance(decay, jax.core.Tracer)
         decays = known and (callable(decay) or jax.device_get(decay) != 0)
         if decays and isinstance(mask, str):
             remedy = "it has no effect with weight_decay_mask='matrices'; leave one out"
-            _checks.refuse("adam_weight_decay", decay, remedy)
+            validate.refuse("adam_weight_decay", decay, remedy)
 
     def __getstate__(self) -> dict[str, Any]:
         """What is sent to another process."""
@@ -270,7 +270,7 @@ def as_python_scalar(name: str, value: Any) -> Any:
     """Convert NumPy's scalars, which would promote arrays to float64 where enabled."""
     if not isinstance(value, np.generic | np.ndarray) or value.ndim:
         return value
-    _checks.not_rounded(name, value)
+    validate.not_rounded(name, value)
     return value.item()
 
 
@@ -304,6 +304,6 @@ def takes(
         shown = signature.replace(return_annotation=result)
         optimizer.__signature__ = shown  # type: ignore[attr-defined]
         of_orscale = inspect.signature(OrScaleArguments).parameters
-        return _checks.checks_arguments(optimizer, of_orscale)
+        return validate.checks_arguments(optimizer, of_orscale)
 
     return decorate
