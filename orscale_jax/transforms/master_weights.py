@@ -149,7 +149,7 @@ def keep_master_weights(
 
 
 def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
-    """The float32 master weights of bfloat16 parameters, such as for an export.
+    """Return the float32 master weights of bfloat16 parameters, for example to export.
 
     Args:
       state: A state with one :class:`MasterWeightsState` in it, at any depth.
