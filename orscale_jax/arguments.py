@@ -117,12 +117,12 @@ class Arguments:
         axes, where their types do not hold the shardings. A tree of
         :class:`jax.sharding.NamedSharding` or :class:`jax.sharding.PartitionSpec`, or of
         arrays or :class:`jax.ShapeDtypeStruct` with shardings; a prefix of such a tree;
-        or a callable from the parameters to one. None: the shardings that ``init`` of this
-        optimizer, or :func:`~orscale_jax.state_shardings`, has seen of parameters with
-        these names and shapes, placed or annotated. If they have seen none, shardings are
-        assumed, with a warning. The argument only decides where Newton–Schulz runs, and
-        how updates are sharded if ``out_shardings`` do not say it. Arrays with other
-        shardings are resharded. Explicit axes do not need it.
+        or a callable from the parameters to one. None: the shardings of parameters with
+        these names and shapes that ``init`` of this optimizer, or
+        :func:`~orscale_jax.state_shardings`, has seen, placed or annotated. If they have
+        seen none, shardings are assumed, with a warning. The argument only decides where
+        Newton–Schulz runs, and how updates are sharded if ``out_shardings`` do not say
+        it. Arrays with other shardings are resharded. Explicit axes do not need it.
     """
 
     learning_rate: ScalarOrSchedule = dataclasses.field(kw_only=False)
