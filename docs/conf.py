@@ -40,8 +40,8 @@ copybutton_prompt_is_regexp = True
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 
-# In plain text, with the names that the pages use, as these projects' sources of docs have
-# them on 2026-11-28: the site builds without a network.
+# The site builds without a network: each inventory is plain text, and has the names that
+# the pages use. It was written by the project's own docs sources on 2026-11-28.
 intersphinx_mapping = {
     project: (f"https://{host}/en/latest/", f"inventories/{project}.inv")
     for project, host in {
