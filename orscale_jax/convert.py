@@ -200,27 +200,27 @@ def convert_state(
     nesterov: bool = True,
     allow_new: bool = False,
 ) -> optax.OptState:
-    r"""Convert another optimizer's state, so that ``optimizer`` continues the run.
+    r"""Convert the state of another optimizer, so that ``optimizer`` continues the run.
 
     Both may be :func:`orscale`, :func:`muon`, one of the family,
     :func:`optax.contrib.muon` or :func:`optax.adamw`, in any of Optax's wrappers
-    (``chain``, ``partition``, ``MultiSteps``), and the old one SGD. States whose first
-    moment is missing or is none of gradients, such as those of :func:`optax.rmsprop` and
-    :func:`optax.novograd`, are refused. Do not convert those of
+    (``chain``, ``partition``, ``MultiSteps``). The old optimizer may also be SGD. If a
+    state has no first moment of the gradients, as with :func:`optax.rmsprop` and
+    :func:`optax.novograd`, it is refused. Do not convert the states of
     :func:`optax.lars`, :func:`optax.lion`, :func:`optax.adamax`, :func:`optax.adabelief`
     and :func:`optax.contrib.adopt`: they look like those of SGD and AdamW, but their
     moments are other quantities.
 
     Arrays that both states hold for a parameter under the same name are kept: momentum,
-    AdamW's moments, c, r. So is what wrappers know of the run, at the same place in both
-    states, such as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New
-    schedules start at the run's step, or at 0 where no count in the old state tells it,
-    and bias corrections at the age of their moments. Momentum is rounded to the new
+    AdamW's moments, c, r. Arrays of wrappers at the same place in both states are kept as
+    well, such as the ``weight_sum`` of :func:`optax.contrib.schedule_free`. New schedules
+    start at the step of the run, or at 0 if no count in the old state tells the step.
+    Bias corrections start at the age of their moments. Momentum is rounded to the new
     ``mu_dtype``; "int8" to float32 and back changes nothing. Hyperparameters are those of
-    ``optimizer``, and everything else starts as in ``optimizer.init``; a c that is new is
-    anchored at the next direction. A leaf may hold other matrices than before (heads or
-    experts apart, a fused projection divided): its momentum is kept, and what is known
-    of each matrix, such as c, starts over.
+    ``optimizer``. Everything else starts as in ``optimizer.init``, and a new c is
+    anchored at the next direction. A leaf may hold other matrices than before, such as a
+    matrix for each head or parts of a fused projection. Its momentum is kept, and the
+    numbers of each matrix, such as c, start over.
 
     The momentum of :func:`optax.contrib.muon` is an average, :math:`(1 - \mu)` times the
     sum M here, and the two terms of its Nesterov momentum have different bias
@@ -239,15 +239,15 @@ def convert_state(
       momentum: :math:`\mu` of the matrices' momentum, in [0, 1); needed where one of the
         states has an average and the other a sum.
       nesterov: Whether :func:`optax.contrib.muon` uses Nesterov's momentum.
-      allow_new: Whether the old state may lack something, which then starts over:
-        parameters, the moments of those that AdamW did not train before, and, if a
-        parameter has another length along one axis, what it has more than before. Entries
-        of the same index are kept; what is known of each matrix, such as c, starts over.
+      allow_new: Whether the old state may lack something, which then starts over. It may
+        lack parameters, the moments of parameters that AdamW did not train before, and
+        the new entries of a parameter that has another length along one axis. Entries
+        of the same index are kept, and the numbers of each matrix, such as c, start over.
         A parameter of a quite different shape starts over as a whole.
 
     Returns:
       A tree like ``optimizer.init(params)``, with its dtypes, also under ``jax.jit``. It
-      shares no array with ``state``: a step to which it is donated does not delete that.
+      shares no array with ``state``, so that a step that donates it keeps ``state``.
 
     Raises:
       ValueError: If a parameter is missing from the old state (and ``allow_new`` is not

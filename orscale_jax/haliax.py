@@ -61,7 +61,7 @@ def dimension_numbers(
     head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
-    """The ``weight_dimension_numbers`` of a Haliax model, from its modules' types.
+    """Make ``weight_dimension_numbers`` of a Haliax model from its modules' types.
 
     Weights of ``Linear`` (and so of ``MLP``), ``MoELinear``, ``Conv`` and
     ``ConvTranspose`` are matrices, from their ``In`` (and window) to their ``Out``.

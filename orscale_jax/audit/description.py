@@ -13,6 +13,7 @@ import numpy as np
 
 from orscale_jax.audit.plan import Group, Plan
 from orscale_jax.parameters.expressions import matching
+from orscale_jax.parameters.layer_classes import EMBEDDING_OR_HEAD, VECTORS
 from orscale_jax.trees.merging import merged
 
 _NAMES_WIDTH = 72  # Of the names shown for a group, which are one at least.
@@ -91,6 +92,22 @@ class ParameterRow:
     def name(self) -> str:
         """Path and block, as the table shows them."""
         return (self.path or "(the only leaf)") + self.block
+
+    @property
+    def why(self) -> str:
+        """Why it has the rule ``"matrix"`` or ``"adamw"``; empty for other rules.
+
+        ``"shape"`` or ``"name"``, if the default rule gives the same by these; otherwise
+        ``"dimension numbers"``: a rule, a module's type or a traced output.
+        """
+        if self.rule not in ("matrix", "adamw"):
+            return ""
+        if len(self.shape) < 2:
+            return "shape"
+        if self.layer_class in EMBEDDING_OR_HEAD | VECTORS:
+            return "name" if self.rule == "adamw" else "dimension numbers"
+        by_shape = self.rule == "matrix" and len(self.shape) == 2
+        return "shape" if by_shape else "dimension numbers"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +270,12 @@ def _of_matrices(value: Callable[[ParameterRow], Any]) -> Callable[[ParameterRow
     return lambda row: value(row) if row.matrices else None
 
 
+def _class(row: ParameterRow) -> str:
+    """The class of a row; why AdamW has it, where neither name nor shape says so."""
+    unclear = row.rule == "adamw" and row.layer_class == "other"
+    return f"other ({row.why})" if unclear and row.why != "shape" else row.layer_class
+
+
 _COLUMNS = (
     _Column("parameter", "parameter", lambda row: row.name, lambda name, _: name, "<"),
     _Column(
@@ -272,7 +295,7 @@ _COLUMNS = (
     _Column(
         "its RMS", "first_update_rms", lambda row: row.first_update_rms, optional=True
     ),
-    _Column("class", "class", lambda row: row.layer_class, side="<", nothing="other"),
+    _Column("class", "class", _class, side="<", nothing="other"),
     _Column(
         "blocks", "blocks",
         lambda row: f"{row.blocks} contiguous" if row.blocks else "", optional=True,

@@ -42,10 +42,11 @@ class FirstUpdate(NamedTuple):
 def first_updates(
     optimizer: Any, params: PyTree, axes_of: Mapping[Any, MatrixAxes]
 ) -> dict[Any, FirstUpdate]:
-    """The first updates by random gradients, by path; where axes are known, along them.
+    """The first updates by random gradients, by path; along the axes that are known.
 
-    Those of the parameters themselves give the sizes. What they are is told by those of
-    tiny ones, where neither decay nor the rounding of bfloat16 hides it.
+    The root mean square is measured at the parameters themselves. The kind of an update
+    is measured at tiny parameters, where neither decay nor the rounding of bfloat16 hides
+    it.
     """
     leaves, structure = jax.tree.flatten(params)
     drawn: list[tuple[jax.Array, ...]] = []

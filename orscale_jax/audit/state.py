@@ -87,7 +87,7 @@ class AbstractState(NamedTuple):
             names_on(path): scale for matrices, scale in scaled for path in matrices.paths
         }
         parts = list(_parts(state, bare))
-        # What keeps no state is told by elimination, as far as that goes.
+        # Groups without a state are inferred by elimination, as far as that goes.
         keeping = {part.label for part in parts if part.has_trees}
         unsure = [
             part.label

@@ -89,9 +89,10 @@ class History:
     If the file is called ``history.csv``, ``python -m orscale_jax.diagnostics`` makes a
     report of its folder.
 
-    A step is on the disk when :meth:`append` returns, and the next process drops one that
-    is incomplete. A run that continues from a checkpoint calls :meth:`rewind` with the
-    checkpoint's step. Only one process may write a file.
+    When :meth:`append` returns, the step is on the disk. If a process is killed in the
+    middle of a step, the next process drops this step. A run that continues from a
+    checkpoint calls :meth:`rewind` with the step of the checkpoint. Only one process may
+    write a file.
 
     Attributes:
       path: The file.

@@ -34,17 +34,18 @@ def measure(
 ) -> dict[str, PyTree]:
     r"""Measure the momentum M of every matrix and its polar factor Q.
 
-    Call it every hundredth step or so: unlike :func:`read`, it computes. Q is the polar
-    factor of the M in the state. With Nesterov's momentum, the optimizer uses the polar
-    factor of :math:`\mu M + G` instead, and the state does not hold G. By name:
+    Call it every hundred steps or so, because unlike :func:`read` it has to compute. Q is
+    the polar factor of the M in the state. With Nesterov's momentum, the optimizer uses
+    the polar factor of :math:`\mu M + G` instead, and the state does not hold G. The
+    measurements are:
 
     ``"momentum_stable_rank"``
       :math:`\|M\|_F^2 / \|M\|_2^2`, between 1 and min(m, n); 0 for a zero matrix. Costs
       the singular values of M.
     ``"polar_error"``
       :math:`\|Q^\top Q - I\|_F / \sqrt{\min(m, n)}`, of the smaller Gram matrix: 0 for an
-      orthogonal Q, 1 for a zero one. Did Newton–Schulz converge? Costs a Newton–Schulz
-      and a product.
+      orthogonal Q, 1 for a zero Q. It is small if Newton–Schulz has converged. Costs a
+      Newton–Schulz and a product.
     ``"direction_angle"``
       The angle between the Q of ``previous`` and this Q, in degrees: how much the
       direction turned in between. Costs two Newton–Schulz.

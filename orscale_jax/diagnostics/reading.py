@@ -81,35 +81,34 @@ def read(
     *,
     learning_rate: LearningRate = None,
 ) -> Reading:
-    r"""Read norms, ratios and steps of every matrix off an optimizer's state.
+    r"""Read the norms, ratios and steps of every matrix from the state of an optimizer.
 
-    Call it with what a training loop holds after ``optax.apply_updates``, inside or
-    outside of ``jax.jit``. The update itself computed everything but ``weight_norm``, so
-    the cost is one norm of the parameters and, without ratios, one of the momentum.
+    Call it with state and parameters after ``optax.apply_updates``, inside or outside of
+    ``jax.jit``. The update itself has computed everything but ``weight_norm``. The cost
+    is therefore one norm of the parameters and, without ratios, one norm of the momentum.
     Nothing is sent to the host. On a mesh, one number per matrix is summed over the
     devices that share it.
 
     Args:
       state: The state after the update, of :func:`orscale_jax.orscale`,
-        :func:`orscale_jax.muon`, an ablation or one of the family, in any of Optax's
-        wrappers; or an object that holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or
-        a ``TrainState``.
+        :func:`orscale_jax.muon` or one of the family, in any of Optax's wrappers; or an
+        object that holds it as ``opt_state``: a ``flax.nnx.Optimizer`` or a
+        ``TrainState``.
       params: The parameters after the update, or a model of Flax NNX or Equinox.
       weight_dimension_numbers: The dimension numbers of the optimizer.
-      learning_rate: The :math:`\eta` of the last update, or the schedule that the
-        optimizer was given, whose count is in the state. Where groups of
-        :func:`optax.partition` have different ones: a mapping from their labels to
-        numbers and schedules. None: the rates of :func:`optax.inject_hyperparams`, if the
-        state has them; otherwise ``relative_step`` is None. A later
-        :func:`orscale_jax.scale_by_path` does not count.
+      learning_rate: The :math:`\eta` of the last update, or the schedule of the
+        optimizer, whose count is in the state. If groups of :func:`optax.partition` have
+        different rates, a mapping from their labels to numbers and schedules. None: the
+        rates of :func:`optax.inject_hyperparams`, if the state has them; otherwise
+        ``relative_step`` is None. A later :func:`orscale_jax.scale_by_path` is ignored.
 
     Returns:
       A :class:`Reading`. It shares no array with ``state``.
 
     Raises:
-      ValueError: If the state is of another optimizer, has other matrices or has none, a
-        schedule is given and the state has no count, or one rate is given although the
-        state shows that groups have different ones.
+      ValueError: If the state is of another optimizer, has other matrices or no matrices,
+        a schedule is given and the state has no count, or one rate is given although the
+        state shows that groups have different rates.
 
     Example:
       >>> import jax.numpy as jnp, optax

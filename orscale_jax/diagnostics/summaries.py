@@ -41,16 +41,18 @@ def summarize(
 ) -> dict[str, jax.Array]:
     r"""Summarize a reading as flat scalars, over all matrices and over each class.
 
-    For :math:`\hat r`, r, the relative step and the growth it gives ``mean``, ``p05``,
+    :math:`\hat r`, r, the relative step and the growth each have ``mean``, ``p05``,
     ``p50``, ``p95``, ``min`` and ``max``. Every matrix has weight 1, also in stacks and
-    blocks; the first relative step of a matrix that was zero is infinite, and left out
+    blocks. The first relative step of a matrix that was zero is infinite, and is left out
     (NaN if there is no other).
+
     ``trust_ratio/uniform`` is the geometric mean of :math:`\hat r`, weighted by the
-    relative steps if the reading has them: a ratio that all matrices share acts as a
+    relative steps if the reading has them. A ratio that all matrices share acts as a
     factor of the learning rate. ``trust_ratio/spread`` is the standard deviation of
-    :math:`\log \hat r` with these weights: only what differs is layer-wise. Both are over
-    the matrices that have been measured: c is set and finite, D is not zero, and
-    :math:`\hat r` is positive and finite (1 and 0 if there is none).
+    :math:`\log \hat r` with the same weights. Both are over matrices whose c is set and
+    finite, whose D is not zero, and whose :math:`\hat r` is positive and finite. If there
+    are no such matrices, they are 1 and 0.
+
     The shares of matrices are ``share_at_r_min``, ``share_at_r_max``,
     ``share_not_started`` (no update so far), ``share_not_anchored`` (c is still unset),
     ``share_without_scale`` (no initial scale) and ``share_not_finite`` (their norms).
@@ -60,8 +62,8 @@ def summarize(
       classes: Tree of strings like the parameters, such as :func:`layer_classes` makes,
         or a prefix of one. None: no classes.
       prefix: The beginning of all names.
-      matrices: Regular expression: single matrices with a match anywhere in their names
-        (such as ``experts.up[3]``) are reported, too. None: none.
+      matrices: A regular expression. Matrices with a match anywhere in their names, such
+        as ``experts.up[3]``, are also reported one by one. None: no matrices.
 
     Returns:
       Scalars by name, such as ``optimizer/trust_ratio/mean`` and
@@ -70,8 +72,8 @@ def summarize(
       ``optimizer/blocks.0.up.kernel/growth``. Arrays of JAX, also under ``jax.jit``.
 
     Raises:
-      ValueError: If it is no reading, ``classes`` does not fit, or ``matrices`` is no
-        expression or matches none.
+      ValueError: If ``reading`` is not a reading, ``classes`` does not fit, or
+        ``matrices`` is not an expression or matches no matrix.
 
     Example:
       >>> import jax.numpy as jnp

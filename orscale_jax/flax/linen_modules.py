@@ -84,7 +84,7 @@ def linen_dimension_numbers(
     head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> PyTree:
-    """The ``weight_dimension_numbers`` of a Linen model, from its modules' types.
+    """Make ``weight_dimension_numbers`` of a Linen model from the types of its modules.
 
     The modules of a model are known only while it runs, so ``module.init`` is traced,
     without computing anything. Kernels of ``Dense``, ``DenseGeneral`` (and so attention),

@@ -30,7 +30,7 @@ def nnx_dimension_numbers(
     head_size: HeadSizes = False,
     **kwargs: Any,
 ) -> Callable[[PyTree], PyTree]:
-    """The ``weight_dimension_numbers`` of an NNX model, from its modules' types.
+    """Make ``weight_dimension_numbers`` of an NNX model from the types of its modules.
 
     Kernels of ``Linear``, ``LinearGeneral`` (and so ``MultiHeadAttention``), ``Einsum``,
     ``Conv``, ``ConvTranspose``, ``LoRA`` and of the cells made of them are matrices, one

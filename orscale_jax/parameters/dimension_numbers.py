@@ -96,10 +96,10 @@ class Unresolved:
 class UndecidedError(ValueError):
     """Says that leaves, whose paths it has, need dimension numbers or AdamW."""
 
-    def __init__(self, message: str, paths: list[Any]) -> None:
-        """Keep the paths."""
+    def __init__(self, message: str, paths: list[Any], of_dtype: bool = False) -> None:
+        """Keep the paths, and whether their dtypes are the reason."""
         super().__init__(message)
-        self.paths = paths
+        self.paths, self.of_dtype = paths, of_dtype
 
 
 DimensionNumbers: TypeAlias = MuonDimensionNumbers | BlockDimensionNumbers
@@ -196,7 +196,7 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
     elif not all(jnp.issubdtype(type(axis), jnp.integer) for axis in used):
         misfit = "axes must be integers"
     elif not all(-rank <= axis < rank for axis in used):
-        misfit = f"the leaf has {rank} axes"
+        misfit = f"the leaf has {rank} {'axis' if rank == 1 else 'axes'}"
     elif len({axis % rank for axis in used}) < len(used):
         misfit = "an axis is named twice"
     elif blocks and all(blocks.block_axis - a % rank not in (0, -rank) for a in used):
@@ -211,11 +211,14 @@ def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> Matr
             '("adamw" in by_path).'
         )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        remedy = "Put None for it in weight_dimension_numbers: AdamW then trains it."
+        if not jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+            remedy = "Nothing trains it: keep it out of the parameters."
         raise UndecidedError(
             f"parameter {name_and_shape(path, leaf)} has dtype {leaf.dtype}, and only "
-            "real floating-point matrices can be orthogonalized. Put None for a complex "
-            "one in weight_dimension_numbers; keep integers out of the parameters.",
+            f"real floating-point matrices can be orthogonalized. {remedy}",
             [path],
+            of_dtype=True,
         )
     rows, columns = (tuple(int(a) % rank for a in axes) for axes in (rows, columns))
     batch = tuple(a for a in range(rank) if a not in rows + columns)

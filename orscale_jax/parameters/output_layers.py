@@ -1,9 +1,10 @@
 """Output layers: the parameters with which a model computes the product that it returns.
 
-A model is traced, and a walk over its operations keeps for each array what it is made of.
-A product stays one under what an output layer is followed by: a bias, a scale, softmax, a
-squashing function, a choice, sums and means. At everything else it ends: a ReLU, a gate,
-a norm, a sum with what the product was computed from (a residual stream), a loop's carry.
+A model is traced. A walk over its operations records which parameters each array is made
+of. A product still counts as the output after operations that may follow an output layer:
+a bias, a scale, softmax, a squashing function, a choice, sums and means. It no longer
+counts after any other operation: a ReLU, a gate, a norm, a sum with the input of the
+product (a residual stream), the carry of a loop.
 """
 
 from collections.abc import Callable, Iterable, Sequence

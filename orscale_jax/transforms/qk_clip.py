@@ -296,7 +296,10 @@ def _place(
 
     def axis_of(argument: str, axis: Any) -> int:
         fits = validate.is_whole(axis) and -len(shape) <= axis < len(shape)
-        require(fits, f"it has {len(shape)} axes, so pass another {argument} than {axis}")
+        axes = "axis" if len(shape) == 1 else "axes"
+        require(
+            fits, f"it has {len(shape)} {axes}, so pass another {argument} than {axis}"
+        )
         return int(axis) % len(shape)
 
     def along(axis: int, values: Any) -> Any:

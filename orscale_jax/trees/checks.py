@@ -107,7 +107,7 @@ def require_shapes(updates: PyTree, params: PyTree | None) -> None:
 
 
 def where_gradients_are(updates: PyTree, params: PyTree) -> PyTree:
-    """The parameters without those that have no gradients or masks, which may be any."""
+    """Drop the parameters whose gradient is None or a mask."""
     if updates is None:  # Of a function without a return: require_fitting refuses it.
         return params
     try:
