@@ -117,8 +117,8 @@ def test_the_recipe_for_another_rule_that_sets_c(monkeypatch):
         ),
         ("if self.anchor == LARGEST else 1", "if self.anchor != FIRST else 1"),
         (
-            "jnp.minimum(known, found)",
-            "(known * count + found) / (count + 1)",
+            "jnp.minimum(known, candidate)",
+            "(known * count + candidate) / (count + 1)",
         ),
         (
             "_calibrated(ratio.calibrate, before",
