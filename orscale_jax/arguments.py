@@ -190,14 +190,14 @@ class Arguments:
     @property
     def adam_rate(self) -> ScalarOrSchedule:
         """AdamW's learning rate."""
-        own = self.adam_learning_rate
-        return self.learning_rate if own is None else own
+        rate = self.adam_learning_rate
+        return self.learning_rate if rate is None else rate
 
     @property
     def adam_decay(self) -> ScalarOrSchedule:
         """AdamW's weight decay."""
-        own = self.adam_weight_decay
-        return self.weight_decay if own is None else own
+        decay = self.adam_weight_decay
+        return self.weight_decay if decay is None else decay
 
     @functools.cached_property
     def polar_options(self) -> PolarOptions:

@@ -174,7 +174,9 @@ def build(chain: Chain, h: Arguments) -> Optimizer:
             polar=polar,
         )
         groups = {MATRIX: chain(stages), ADAMW: adamw_chain(h, mask)}
-        labels = jax.tree.map(lambda own: MATRIX if own else ADAMW, matrices.mask)
+        labels = jax.tree.map(
+            lambda is_matrix: MATRIX if is_matrix else ADAMW, matrices.mask
+        )
         # Labels replace whole boxes: no box is without an array. In a function, since
         # optax.partition would call a tree of labels that is callable.
         return optax.partition(groups, lambda _: labels)

@@ -52,7 +52,7 @@ def checks_arguments(
             likely = [ours := "_".join(parts), *_PAIRS.get(name, ())]
             likely += [other for other in known if other.endswith(f"_{name}")]
             likely += difflib.get_close_matches(ours, known, n=1)
-            found = dict.fromkeys(other for other in likely if other in known)
+            suggestions = dict.fromkeys(other for other in likely if other in known)
             hint = f"its arguments are {', '.join(known)}."
             if name in of_orscale:
                 hint = f"{name} is orscale's argument; {name_of_function} has none."
@@ -61,21 +61,21 @@ def checks_arguments(
                     "it is an argument of by_path and of nnx_dimension_numbers: pass "
                     "weight_dimension_numbers=by_path({}, head_size=...)."
                 )
-            elif found:
+            elif suggestions:
                 joined = " and " if name in _PAIRS else " or "
-                hint = f"did you mean {joined.join(found)}?"
+                hint = f"did you mean {joined.join(suggestions)}?"
             raise TypeError(
                 f"{name_of_function}() got an unexpected keyword argument {name!r}: "
                 f"{hint}"
             )
         try:
-            given = signature.bind(*args, **kwargs).arguments
+            bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
             by_name = [n for n, p in known.items() if p.kind is p.KEYWORD_ONLY]
             remedy = f": pass {by_name[0]} and the others by name" if by_name else ""
             remedy = remedy if "too many" in str(error) else ""
             raise TypeError(f"{name_of_function}(): {error}{remedy}.") from None
-        for name, value in given.items():
+        for name, value in bound.items():
             is_number = type(known[name].default) in (int, float)
             if is_number and callable(value) and name not in SCHEDULED:
                 required = [n for n, p in known.items() if p.default is p.empty]
@@ -127,12 +127,12 @@ def number(
 
 def not_rounded(name: str, value: Any) -> None:
     """Refuse arrays, also traced ones, of a dtype narrower than float32."""
-    given = getattr(value, "dtype", None)
-    if given is None or not jnp.issubdtype(given, jnp.floating):
+    dtype = getattr(value, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         return
-    if jnp.dtype(given).itemsize < 4:  # In Keras they are names.
+    if jnp.dtype(dtype).itemsize < 4:  # In Keras they are names.
         raise ValueError(
-            f"{name} has dtype {given}, which rounds it (0.999 to 1 in bfloat16): pass a "
+            f"{name} has dtype {dtype}, which rounds it (0.999 to 1 in bfloat16): pass a "
             "Python number or float32. optax.inject_hyperparams casts hyperparameters to "
             "the dtype of the parameters unless it is given hyperparam_dtype=jnp.float32."
         )

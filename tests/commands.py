@@ -113,9 +113,8 @@ class Run:
         """The last state by name, and what is written down of every step."""
         rows = [row | {"seconds": ""} for row in tiny.rows(self.folder / "metrics.csv")]
         result = tiny.last_state(self.folder) | {"metrics.csv": np.array(rows)}
-        for name in ("history.csv", "expert_loads.csv"):
-            if (self.folder / name).exists():
-                result[name] = np.array((self.folder / name).read_text())
+        if (history := self.folder / "history.csv").exists():
+            result["history.csv"] = np.array(history.read_text())
         return result
 
 

@@ -76,6 +76,10 @@ DIMENSIONS = {name: dims for name, (_, dims, _) in KINDS.items()} | {
 }
 
 
+# A tall, a turned, a merged and a stacked one, blocks of several sizes, and a vector.
+FEW = ("tall", "transposed", "out", "layers", "grouped_query", "bias")
+
+
 def matrices(name, leaf):
     """The matrices of a leaf as float64 arrays, in the order of its batch."""
     return KINDS[name][2](np.asarray(leaf, np.float64))

@@ -10,7 +10,6 @@ named beside it in mutants.csv fail. `make mutants` runs all, `.ci/run` a sample
 
 import argparse
 import ast
-import collections
 import csv
 import datetime
 import functools
@@ -21,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -51,92 +49,44 @@ with (ROOT / "tests" / "mutants.csv").open() as file:
     MUTANTS = [Mutant(**row) for row in csv.DictReader(file)]
 
 
-class Place(NamedTuple):
-    """Where code stands in a file; lines count from 1, columns in bytes."""
-
-    path: pathlib.Path
-    node: ast.AST
-
-
 @functools.lru_cache(maxsize=AT_ONCE)
-def named(tree: pathlib.Path) -> dict[str, list[Place]]:
-    """The functions and classes of the package, by name."""
-    found = collections.defaultdict(list)
-    for path in sorted((tree / "orscale_jax").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.FunctionDef | ast.ClassDef):
-                found[node.name].append(Place(path, node))
-    return found
-
-
-def places(tree: pathlib.Path, mutant: Mutant) -> list[Place]:
-    """All places in the package at which the mutant's code occurs."""
-    wanted = ast.dump(parsed(mutant.code))
+def functions(tree: pathlib.Path) -> list[tuple[pathlib.Path, ast.AST]]:
+    """The functions and classes of the package, with their files."""
     return [
-        Place(path, node)
-        for path, outer in named(tree)[mutant.function]
-        for node in ast.walk(outer)
-        if ast.dump(node) == wanted
+        (path, node)
+        for path in sorted((tree / "orscale_jax").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
     ]
 
 
-def parsed(code: str) -> ast.AST:
+def the_place(tree: pathlib.Path, mutant: Mutant) -> tuple[pathlib.Path, ast.expr]:
+    """The file and the node of the mutant's code, or a LookupError unless it is one."""
     try:
-        return ast.parse(code, mode="eval").body
+        wanted = ast.dump(ast.parse(mutant.code, mode="eval").body)
     except SyntaxError:
-        return ast.parse(code).body[0]
-
-
-def the_place(tree: pathlib.Path, mutant: Mutant) -> Place:
-    """The one place of the mutant's code.
-
-    Raises:
-      LookupError: If it stands nowhere, or in several places.
-    """
-    found = places(tree, mutant)
+        wanted = ast.dump(ast.parse(mutant.code).body[0])
+    found = [
+        (path, node)
+        for path, outer in functions(tree)
+        if outer.name == mutant.function
+        for node in ast.walk(outer)
+        if ast.dump(node) == wanted
+    ]
     if len(found) != 1:
-        where = [f"{path.relative_to(tree)}:{node.lineno}" for path, node in found]
-        raise LookupError(
-            f"{mutant.code!r} stands in {mutant.function} {len(found)} times, not once: "
-            f"{', '.join(where) or 'nowhere'}"
-        )
+        places = [f"{path.relative_to(tree)}:{node.lineno}" for path, node in found]
+        raise LookupError(f"{mutant.code!r} stands in {mutant.function} at {places}")
     return found[0]
 
 
 def break_code(tree: pathlib.Path, mutant: Mutant) -> pathlib.Path:
     """Break a copy's code in its one place; return the file, relative to the tree."""
     path, node = the_place(tree, mutant)
-    lines = path.read_bytes().splitlines(keepends=True)
-    before = (
-        b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
-    )
-    after = lines[node.end_lineno - 1][node.end_col_offset :]
-    after += b"".join(lines[node.end_lineno :])
-    path.write_bytes(before + mutant.broken.encode() + after)
+    lines = path.read_bytes().splitlines(keepends=True)  # Columns count bytes.
+    before = [*lines[: node.lineno - 1], lines[node.lineno - 1][: node.col_offset]]
+    after = [lines[node.end_lineno - 1][node.end_col_offset :], *lines[node.end_lineno :]]
+    path.write_bytes(b"".join([*before, mutant.broken.encode(), *after]))
     return path.relative_to(tree)
-
-
-def failing_test(tree: pathlib.Path, tests: str) -> str | None:
-    """The first test that fails in the tree, or None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    arguments = [located(argument) for argument in tests.split()]
-    # Most programs of a mutant are those of the original, which are compiled already.
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "compiled")}
-    done = subprocess.run(
-        [*command, "-m", "not slow", *arguments],
-        cwd=tree,
-        env=os.environ | cache,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode not in (0, 1):
-        raise SystemExit(f"The tests {tests} could not run:\n{done.stdout}{done.stderr}")
-    if not done.returncode:
-        return None
-    found = re.search(
-        r"^(?:FAILED|ERROR) tests/(.*?)(?: - |$)", done.stdout, re.MULTILINE
-    )
-    return found[1] if found else "pytest"
 
 
 def located(argument: str) -> str:
@@ -148,6 +98,25 @@ def located(argument: str) -> str:
     if len(found) != 1:
         raise LookupError(f"{name} names {len(found)} files, not one: {found}")
     return "::".join([*found, *test])
+
+
+def failing_test(tree: pathlib.Path, tests: str) -> str | None:
+    """The first test that fails in the tree, or None if all pass."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    # Most programs of a mutant are those of the original, which are compiled already.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".pytest_cache" / "compiled")}
+    done = subprocess.run(
+        [*command, "-m", "not slow", *map(located, tests.split())],
+        cwd=tree,
+        env=os.environ | cache,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode not in (0, 1):
+        raise SystemExit(f"The tests {tests} could not run:\n{done.stdout}{done.stderr}")
+    pattern = r"^(?:FAILED|ERROR) tests/(.*?)(?: - |$)"
+    found = re.search(pattern, done.stdout, re.MULTILINE)
+    return (found[1] if found else "pytest") if done.returncode else None
 
 
 def survives(number: int) -> bool:
@@ -172,28 +141,15 @@ def survives(number: int) -> bool:
     return caught is None
 
 
-def whose_turn_it_is(size: int, day: datetime.date) -> list[int]:
-    """The numbers of a day's mutants; those of the next day follow, so that all come."""
-    start = day.toordinal() * size
-    return [(start + i) % len(MUTANTS) + 1 for i in range(min(size, len(MUTANTS)))]
-
-
-def chosen(arguments: Sequence[str]) -> Iterable[int]:
-    """The numbers of the mutants that the command line asks for."""
+def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.mutants")
     parser.add_argument("numbers", type=int, nargs="*", help="which of them")
     parser.add_argument("--sample", type=int, metavar="N", help="N, others each day")
-    given = parser.parse_args(arguments)
-    if given.sample is None:
-        return given.numbers or range(1, len(MUTANTS) + 1)
-    day = datetime.date.today()
-    numbers = whose_turn_it_is(given.sample, day)
-    print(f"Mutants of {day}: {' '.join(map(str, numbers))}", flush=True)
-    return numbers
-
-
-def main(arguments: Sequence[str]) -> int:
-    numbers = list(chosen(arguments))
+    given = parser.parse_args()
+    numbers = given.numbers or range(1, len(MUTANTS) + 1)
+    if given.sample:  # Those of the next day follow, so that all come.
+        start = datetime.date.today().toordinal() * given.sample
+        numbers = [(start + i) % len(MUTANTS) + 1 for i in range(given.sample)]
     with ThreadPoolExecutor(AT_ONCE) as pool:
         survived = list(pool.map(survives, numbers))
     survivors = [n for n, missed in zip(numbers, survived, strict=True) if missed]
@@ -203,4 +159,4 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -1,13 +1,15 @@
 """Algorithm 1 of the paper in float64 NumPy, written from the paper alone.
 
-It shares no code with the package: matrices are 2-D arrays in a dict, one Python object
-per matrix, plain loops.
+It shares no code with the package but the default clip: matrices are 2-D arrays in a
+dict, one Python object per matrix, plain loops.
 """
 
 import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+
+from orscale_jax.transforms.trust_ratio import R_MAX, R_MIN
 
 # Amsel et al. 2025 (arXiv:2505.16932): 5 steps, lower bound 1e-3, safety factor 1.02.
 POLAR_EXPRESS = (
@@ -111,8 +113,8 @@ class Matrix:
     momentum: float = 0.95
     nesterov: bool = True
     decay: float = 0.1
-    r_min: float = 0.1
-    r_max: float = 5.0
+    r_min: float = R_MIN
+    r_max: float = R_MAX
     eps: float = 1e-6
     denominator: str = "D"
     norm: Callable = frobenius

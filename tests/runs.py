@@ -166,7 +166,7 @@ def optimizers_of(module):
 VISION = {"consistent_rms": None, "calibrate": False, "r_min": 0.5, "r_max": 1.5}
 RELATIVES = optimizers_of(family)
 FAMILY = RELATIVES | {
-    "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3),
+    "largest_anchor": functools.partial(orscale, anchor="largest", anchor_steps=3)
 }
 
 

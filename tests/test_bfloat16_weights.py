@@ -160,7 +160,7 @@ def test_training_is_float32_training_to_the_bit(name):
     # Outside of one program XLA fuses nothing across the edge of the wrapper.
     step = jax.jit(inner.update)
     optimizer = keep_master_weights(optax.GradientTransformation(inner.init, step))
-    for seed in range(1, 8):
+    for seed in range(1, 5):
         updates, state = optimizer.update(gradients(seed), state, params)
         params = optax.apply_updates(params, updates)
         updates, wanted = step(as_float32(gradients(seed)), wanted, weights)
@@ -323,23 +323,6 @@ def test_a_mesh_changes_no_bit(axes):
         assert shardings.low_bits[name].spec == specs[name]
         where = NamedSharding(mesh, specs[name])
         assert low.sharding.is_equivalent_to(where, low.ndim)
-
-
-@pytest.mark.parametrize("axes", [AUTO, EXPLICIT])
-@pytest.mark.extended
-def test_low_bits_may_be_sharded_where_parameters_are_not(axes):
-    mesh = mesh_of({"data": 8}, axes)
-    params = {"w": jnp.ones((8, 4), jnp.bfloat16)}
-    optimizer = keep_master_weights(optax.sgd(RATE))
-    wanted = optimizer.update(params, optimizer.init(params), params)
-    with jax.set_mesh(mesh):
-        state = jax.device_put(optimizer.init(params), NamedSharding(mesh, P("data")))
-        params = placed(params, mesh, P())
-        found = jax.jit(optimizer.update)(params, state, params)
-    assert_same_bits(found, wanted)
-    assert found[1].low_bits["w"].sharding.spec[0] == "data"
-    if axes == EXPLICIT:
-        assert found[0]["w"].sharding.is_fully_replicated
 
 
 BOXES = {

@@ -11,13 +11,8 @@ import orbax.checkpoint as ocp
 import pytest
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    family,
-    keep_master_weights,
-    muon,
-    orscale,
-)
-from tests.runs import VISION, assert_same_bits, readout, tree
+from orscale_jax import family, keep_master_weights, muon, orscale
+from tests.runs import assert_same_bits, readout, tree
 
 ROOT = pathlib.Path(__file__).parents[1]
 NUMBERS = {"w": Dims(0, 1), "late": Dims(0, 1), "stack": Dims(1, 2), "b": None}
@@ -31,18 +26,13 @@ def build(factory=orscale, rate=1e-2, **arguments):
 ORSCALE, UNCALIBRATED = build(), build(calibrate=False)
 OPTIMIZERS = {
     "orscale": ORSCALE,
-    "vision": build(**VISION),
     "muon": build(muon),
     "bfloat16_momentum": build(mu_dtype=jnp.bfloat16),
     "int8_momentum": build(mu_dtype="int8"),
     "master_weights": keep_master_weights(ORSCALE),  # Of bfloat16 parameters.
-    "schedule": build(rate=optax.linear_schedule(1e-2, 0.0, STEPS)),
     "injected": optax.inject_hyperparams(orscale)(
         learning_rate=optax.linear_schedule(1e-2, 0.0, STEPS),
         weight_dimension_numbers=NUMBERS,
-    ),
-    "hyperball": build(
-        family.hyperball, weight_dimension_numbers=NUMBERS | {"stack": None}
     ),
     "normuon": build(family.normuon),
     "largest": build(anchor="largest", anchor_steps=3),
@@ -54,10 +44,6 @@ OPTIMIZERS = {
         ),
     ),
 }
-# Their states are built like those of the others.
-SLOW = {"vision", "schedule", "hyperball"}
-
-
 SHAPES = {"w": (6, 4), "late": (4, 4), "stack": (3, 4, 5), "b": (4,)}
 
 
@@ -108,18 +94,13 @@ def save_and_restore(folder, run, optimizer):
 
 
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in OPTIMIZERS
-    ],
-)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_step_can_be_resumed_to_the_bit(name, tmp_path):
     optimizer = OPTIMIZERS[name]
     begin = start(optimizer)
     seen = advance(optimizer, begin, range(1, STEPS + 1))
-    for step, run in enumerate([begin, *seen[:-1]]):
+    for step in (0, 3):
+        run = [begin, *seen][step]
         folder = tmp_path / str(step)
         restored = save_and_restore(folder, run, optimizer)
         assert_same_bits(restored, run)
@@ -155,13 +136,6 @@ def after(optimizer, steps):
         {"ns_steps": 7},
         {"ns_dtype": jnp.bfloat16},
         {"mu_dtype": jnp.bfloat16},
-    ]
-    + [
-        pytest.param(arguments, marks=pytest.mark.slow)
-        for arguments in (
-            *({"momentum": 0.8}, {"nesterov": False}, {"eps": 1e-3}),
-            *({"ns_coeffs": "jordan"}, {"adam_b2": 0.9}),
-        )
     ],
     ids=lambda arguments: next(iter(arguments)),
 )

@@ -40,14 +40,10 @@ OPTIMIZERS = {
     **FAMILY,
 }
 # Others have the same stages, in another order or with other hyperparameters.
-FAST = {"orscale", "muon", "int8_momentum", "hyperball", "normuon"}
-SOME_SLOW = [
-    pytest.param(name, marks=() if name in FAST else pytest.mark.slow)
-    for name in OPTIMIZERS
-]
+FAST = ("orscale", "muon", "int8_momentum", "hyperball", "normuon")
 
 
-@pytest.fixture(params=SOME_SLOW)
+@pytest.fixture(params=FAST)
 def build(request):
     return functools.partial(OPTIMIZERS[request.param], weight_dimension_numbers=NUMBERS)
 
@@ -62,9 +58,8 @@ def assert_trees_close(found, expected, rtol=1e-5, atol=1e-7):
 
 
 def rounding(build):
-    """The error of updates: Hyperball's round as weights do, Aurora has two passes."""
-    rounded = {family.hyperball, family.aurora}
-    return {"atol": 1e-6} if getattr(build, "func", build) in rounded else {}
+    """The error of updates: Hyperball's round as weights do."""
+    return {"atol": 1e-6} if getattr(build, "func", build) is family.hyperball else {}
 
 
 def test_no_backend_is_started_before_init():
@@ -102,9 +97,8 @@ def test_the_precision_of_the_models_products_is_not_the_optimizers(ns_dtype):
     given = params, optimizer.init(params)
     expected = str(jax.make_jaxpr(everything)(*given))
     assert "dot_general" in expected
-    for precision in ("bfloat16", "F16_F16_F16"):
-        with jax.default_matmul_precision(precision):
-            assert str(jax.make_jaxpr(everything)(*given)) == expected
+    with jax.default_matmul_precision("F16_F16_F16"):
+        assert str(jax.make_jaxpr(everything)(*given)) == expected
 
 
 def signature(tree):
@@ -237,7 +231,7 @@ def test_schedules_are_followed(build):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("name", SOME_SLOW)
+@pytest.mark.parametrize("name", FAST)
 def test_inject_hyperparams_without_static_args(name):
     factory = OPTIMIZERS[name]
     params, grads = ({key: tree(seed)[key] for key in ("w", "b")} for seed in (0, 1))
@@ -258,45 +252,6 @@ def test_inject_hyperparams_without_static_args(name):
     state.hyperparams["weight_decay"] = jnp.float32(0.3)
     assert_as(factory(2e-3, ns_steps=7, weight_decay=0.3), "w")
     assert update._cache_size() == 1
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("make", [muon, orscale])
-def test_the_situations_of_optax_for_contributed_optimizers(make):
-    """A quadratic's minimum is reached, and injected hyperparameters change nothing.
-
-    Constant gradients have rank 1, and Newton–Schulz multiplies rounding in their other
-    directions by 970: their last digit moves an update by up to 2e-4 of its size, and a
-    number of steps that is injected, and so makes a loop of them, by 1e-5.
-    """
-    signs = {"w": -1.0, "stack": 1.0, "b": 1.0}
-    params = {name: jnp.full(leaf.shape, signs[name]) for name, leaf in tree(0).items()}
-    grads = jax.tree.map(jnp.negative, params)
-    others = jax.tree.map(lambda g, x: g * (1 + 2.0**-23 * jnp.sign(x)), grads, tree(1))
-    plain, injected = (
-        f(0.1, weight_dimension_numbers=NUMBERS)
-        for f in (make, optax.inject_hyperparams(make))
-    )
-    expected, _, state = first_update(plain, params, grads)
-    found, _, after = first_update(injected, params, grads)
-    assert_trees_close((found, after.inner_state), (expected, state), rtol=1e-4)
-    moved, _, _ = first_update(plain, params, others)
-    differ = (
-        max(
-            jax.tree.leaves(
-                jax.tree.map(lambda x, y: abs((x - y) / y).max(), a, expected)
-            )
-        )
-        for a in (found, moved)
-    )
-    assert next(differ) < 3e-5 < next(differ)
-    rate, target = optax.linear_schedule(0.3, 0.0, 150), tree(2)
-    optimizer = make(rate, weight_decay=0.0, weight_dimension_numbers=NUMBERS)
-    step, state = step_of(optimizer), optimizer.init(params)
-    for _ in range(150):
-        grads = jax.tree.map(lambda x, y: 2 * (x - y), params, target)
-        params, state = step(params, state, grads)
-    assert_trees_close(params, target, rtol=3e-2, atol=3e-2)
 
 
 @pytest.mark.parametrize("argument", ["mu_dtype", "ns_dtype"])
@@ -465,24 +420,6 @@ def test_the_step_of_a_matrix_is_bounded():
         for name in ("w", "stack"):
             rms = np.sqrt(np.mean(np.square(updates[name])))
             assert rms < 0.2 * RATE * 1.15  # Newton–Schulz is not exact.
-
-
-@pytest.mark.parametrize("b2, bound", [(0.95, 1.16), (0.999, 7.3)])
-def test_the_step_of_an_entry_of_adamw_is_bounded(b2, bound):
-    """The worst gradients: g grows so that m is parallel to v in Cauchy–Schwarz."""
-    b1, steps = 0.9, 10_000 if b2 > 0.99 else 500
-    limit = (1 - b1) / np.sqrt((1 - b2) * (1 - b1**2 / b2))
-    assert round(limit, 2 if b2 < 0.99 else 1) == bound
-    worst = jnp.float32((b1 / b2) ** np.arange(60)[::-1])
-    grads = jnp.concatenate([jnp.full(steps, worst[0]), worst])
-    adam = optax.scale_by_adam(b1=b1, b2=b2, eps=0.0)
-
-    def step(state, gradient):
-        update, state = adam.update(gradient, state)
-        return state, jnp.abs(update)
-
-    _, updates = jax.lax.scan(step, adam.init(jnp.float32(0)), grads)
-    assert 0.8 * limit < updates[steps:].max() <= limit * (1 + 1e-3)
 
 
 @pytest.mark.parametrize("name", ["learning_rate", "adam_learning_rate"])

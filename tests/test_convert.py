@@ -18,7 +18,6 @@ from orscale_jax import (
     BlockDimensionNumbers,
     convert_state,
     family,
-    keep_master_weights,
     muon,
     orscale,
     polar_factor,
@@ -69,43 +68,24 @@ def our_muon(nesterov, rate=RATE, **kwargs):
     )
 
 
-WRAPPERS = {
-    "alone": lambda tx: tx,
-    "chain": lambda tx: optax.chain(optax.clip_by_global_norm(1.0), tx),
-    "partition": lambda tx: optax.partition({"all": tx}, lambda params: "all"),
-    "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-@pytest.mark.parametrize("nesterov", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_optax_muon_continues_as_muon(nesterov, wrapper):
-    """The next updates are the same where 0.95^t has vanished, or without Nesterov."""
-    wrap = WRAPPERS[wrapper]
-    old, new = wrap(optax_muon(nesterov=nesterov)), wrap(our_muon(nesterov))
-    steps = 250 if nesterov else 3
-    state, _ = after(old, steps)
-    converted = convert_state(state, new, tree(0), momentum=0.95, nesterov=nesterov)
-    for start in range(steps, steps + 3):
-        state, wanted = after(old, 1, state, start)
-        converted, found = after(new, 1, converted, start)
-        assert_close(found, wanted, rtol=2e-5)
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
-    "old, new",
+    "nesterov, old, new",
     [
-        (optax_muon(consistent_rms=None), our_muon(True, scale_mode="shape_scaling")),
-        (optax_muon(), our_muon(True)),
+        (
+            *(True, optax_muon(consistent_rms=None)),
+            our_muon(True, scale_mode="shape_scaling"),
+        ),
+        (True, optax_muon(), our_muon(True)),
+        (False, optax_muon(nesterov=False), our_muon(False)),
     ],
-    ids=["shape_scaling", "consistent_rms"],
+    ids=["shape_scaling", "consistent_rms", "without nesterov"],
 )
-def test_the_next_update_of_a_young_run_is_the_same(old, new):
+def test_the_next_update_of_a_young_run_is_the_same(nesterov, old, new):
     for steps in (1, 2, 10):
         state, _ = after(old, steps)
-        converted = convert_state(state, new, tree(0), momentum=0.95)
+        given = {"momentum": 0.95, "nesterov": nesterov}
+        converted = convert_state(state, new, tree(0), **given)
         _, wanted = after(old, 1, state, steps)
         _, found = after(new, 1, converted, steps)
         assert_close(found, wanted, rtol=2e-5)
@@ -365,12 +345,13 @@ def test_what_cannot_be_converted_and_what_then_can(change, words, remedy):
     found = convert(**{**change, **remedy})
     optimizer = (change | remedy).get("optimizer", given["optimizer"])
     params = (change | remedy).get("params", given["params"])
-    updates, _ = optimizer.update(jax.tree.map(jnp.ones_like, params), found, params)
-    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(updates))
+    updates, _ = jax.eval_shape(optimizer.update, params, found, params)
+    assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
 
 
 @pytest.mark.parametrize("options", [{}, {"mu_dtype": "int8"}], ids=["", "int8"])
 @pytest.mark.parametrize("length", [12, 7], ids=["grown", "shrunk"])
+@pytest.mark.extended
 def test_a_vocabulary_of_another_length(options, length):
     """What both have is kept: the next step of its rows is as if nothing had changed."""
     names = {"embed": (10, 8), "up": (8, 10), "other": (8, 8)}
@@ -430,12 +411,12 @@ def test_counts_that_differ_on_purpose():
     assert sorted(counts) == [2, 7, 7]
 
 
+@pytest.mark.extended
 def test_moments_keep_their_age_and_schedules_start_at_the_runs_step():
     """Whatever else counts, and also under jit, where counts cannot be compared."""
     window = optax.contrib.reduce_on_plateau(patience=100, accumulation_size=10)
     for old in (
         optax.chain(window, orscale(RATE)),
-        optax.chain(orscale(RATE), window),
         optax.chain(optax.apply_every(3), orscale(RATE)),
         optax.chain(orscale(RATE), optax.ema(0.9)),
     ):
@@ -445,8 +426,7 @@ def test_moments_keep_their_age_and_schedules_start_at_the_runs_step():
         later = optax.scale_by_schedule(lambda _: 1.0)
         for new in (
             optax.chain(orscale(optax.constant_schedule(RATE)), later),
-            optax.chain(muon(RATE), later),
-            optax.chain(optax.clip(1.0), orscale(RATE)),
+            optax.chain(optax.clip(1.0), muon(RATE)),
         ):
             for convert in (convert_state, jax.jit(convert_state, static_argnums=1)):
                 found = convert(state, new, tree(0))
@@ -613,28 +593,7 @@ def test_what_is_known_of_each_matrix_begins_anew(make, options, before, after):
             np.testing.assert_allclose(ratio, 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize("wrap", [keep_master_weights, lambda x: optax.MultiSteps(x, 2)])
 @pytest.mark.extended
-def test_inside_of_wrappers(wrap):
-    old, new = (wrap(build(orscale, *numbers)) for numbers in KINDS[0])
-    params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), leaves(0))
-    state = old.init(params)
-    _, state = old.update(leaves(1), state, params)
-    converted = convert_state(state, new, params)
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        *(optax.tree.get_all_with_path(x, "trace")[0][1] for x in (converted, state)),
-    )
-    new.update(leaves(2), converted, params)
-
-
-def test_other_shapes_of_parameters_are_still_refused():
-    params, state = trained(build(orscale, WHOLE, EXPERTS))
-    narrow = params | {"w": params["w"][:, :3]}
-    with pytest.raises(ValueError, match=r"of 'w' has shape \(4, 6\) in the old state"):
-        convert_state(state, build(orscale, HEADS, EXPERTS), narrow)
-
-
 def test_a_state_with_a_field_for_a_state():
     """Of optax.contrib.sam, which is no nnx.Optimizer: all of it goes on."""
     params = {"w": jnp.eye(4, 8)}

@@ -9,13 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec as P
 from jax.tree_util import keystr
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    BlockDimensionNumbers as Blocks,
-    by_path,
-    describe,
-    muon,
-    orscale,
-)
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, muon, orscale
 from orscale_jax.diagnostics import layer_classes, read, summarize, tabulate
 from orscale_jax.equinox import Weight, dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
@@ -252,9 +246,8 @@ def test_trees_that_are_callable(build):
         {path: leaf.ndim > 1 for path, leaf in bare.items()},
     )
     for given in (
-        (numbers, mask),
-        (numbers(model), lambda _: mask),
-        (by_path({"bias": "adamw"}, otherwise=numbers(model)), mask),
+        (numbers(model), mask),
+        (by_path({"bias": "adamw"}, otherwise=numbers(model)), lambda _: mask),
     ):
         assert_close(steps(model, *given), expected, atol=0)
 

@@ -14,9 +14,11 @@ from haliax.nn import (
     Linear,
     MoELinear,
     RmsNorm,
+    Stacked,
 )
 from optax.contrib import MuonDimensionNumbers as Dims
 
+from orscale_jax import by_path, describe, orscale
 from orscale_jax.haliax import NamedWeight, dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
@@ -38,11 +40,8 @@ def numbers_of(model, **kwargs):
 
 LAYERS = {
     "linear": (lambda: Linear.init(In, Out, key=KEY), (In,)),
-    "linear_in_first": (lambda: Linear.init(In, Out, key=KEY, out_first=False), (In,)),
     "merge_heads": (lambda: Linear.init((Heads, Size), Embed, key=KEY), (Heads, Size)),
     "split_heads": (lambda: Linear.init(Embed, (Heads, Size), key=KEY), (Embed,)),
-    "conv": (lambda: Conv.init(("h", "w"), In, Out, 2, key=KEY), (In, H, W)),
-    "conv_1d": (lambda: Conv.init("h", In, Out, 2, key=KEY), (In, H)),
     "conv_transpose": (
         lambda: ConvTranspose.init((H, W), In, Out, 2, key=KEY),
         (In, H, W),
@@ -50,18 +49,8 @@ LAYERS = {
 }
 
 
-# The other cases cover these.
-SLOW = {"linear_in_first", "conv", "conv_1d"}
-
-
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
-        for name in LAYERS
-    ],
-)
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_by_its_derivatives(name):
     if "conv" not in name and not hasattr(jax.core, "is_constant_dim"):
         pytest.skip("haliax.dot needs an older JAX")
@@ -169,3 +158,37 @@ def test_abstract_parameters_and_heads():
     assert numbers(abstract)["readout"].weight is None
     with pytest.raises(ValueError, match="'other' is no floating-point array"):
         dimension_numbers(abstract)({"other": jnp.asarray(np.ones(2))})
+
+
+class Block(eqx.Module):
+    norm: LayerNorm
+    mlp: hax.nn.MLP
+
+    @staticmethod
+    def init(key):
+        mlp = hax.nn.MLP.init(Embed, Embed.alias("embed_out"), Out, 1, key=key)
+        return Block(LayerNorm.init(Embed), mlp)
+
+
+def test_the_table_of_stacked_blocks():
+    """The same by types and by path: norms and biases of a stack have two axes."""
+
+    def build():
+        return {
+            "embeddings": Embedding.init(Experts, Embed, key=KEY),
+            "blocks": Stacked.init(Layers, Block)(key=jax.random.split(KEY, 3)),
+            "lm_head": Linear.init(Embed, Experts, key=KEY),
+        }
+
+    rules = {r"mlp\.layers\.\d\.weight": Dims(-1, -2), "blocks": "adamw"}
+    with jax.numpy_rank_promotion("allow"):
+        model = eqx.filter_eval_shape(build)
+        for numbers in (dimension_numbers(model), by_path(rules)):
+            optimizer = orscale(1e-3, weight_dimension_numbers=numbers)
+            rows = describe(model, optimizer).rows
+            found = {r.path: (r.matrices, r.m, r.n) for r in rows if r.rule == "matrix"}
+            assert found == {
+                "blocks.stacked.mlp.layers.0.weight": (3, 4, 3),
+                "blocks.stacked.mlp.layers.1.weight": (3, 3, 4),
+            }
+            assert {r.rule for r in rows if r.path not in found} == {"adamw"}

@@ -26,6 +26,7 @@ from orscale_jax import (
     where_nonzero,
 )
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
+from orscale_jax.transforms.trust_ratio import R_MIN
 from tests.runs import (
     FAMILY,
     NUMBERS,
@@ -60,12 +61,10 @@ ORSCALE_MUON = pytest.mark.parametrize("name", ["orscale", "muon"])
 
 
 def tier(name):
-    extended = pytest.mark.extended if name in {*BUILDS, "normuon"} else pytest.mark.slow
-    return pytest.param(name, marks=() if name == "orscale" else extended)
+    return pytest.param(name, marks=() if name == "orscale" else pytest.mark.extended)
 
 
-# All optimizers whose matrices do not see each other.
-ALL = pytest.mark.parametrize("name", [tier(name) for name in {**BUILDS, **FAMILY}])
+ALL = pytest.mark.parametrize("name", [tier(name) for name in (*BUILDS, "normuon")])
 
 
 @pytest.fixture(params=map(tier, BUILDS))
@@ -341,7 +340,7 @@ def test_zero_weights(name):
     "scale, c, ratio",
     [
         (1e-30, lambda c: c == 0, 1),  # ‖W‖² underflows: like zero weights.
-        (1e-12, lambda c: 0 < c < 99, 0.1),  # ε outweighs c‖D‖: r < r_min.
+        (1e-12, lambda c: 0 < c < 99, R_MIN),  # ε outweighs c‖D‖: r < r_min.
         (1e-3, lambda c: 0 < c < 99, 1),
         (1e15, lambda c: 0 < c < np.inf, 1),
         (1e25, lambda c: c == 0, np.nan),  # ‖W‖² overflows.
@@ -542,14 +541,7 @@ def test_debug_infs():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(
-    "dtype, anchor",
-    [
-        ("float32", "first"),
-        ("bfloat16", "first"),
-        ("float32", "largest"),
-    ],
-)
+@pytest.mark.parametrize("dtype, anchor", [("bfloat16", "first"), ("float32", "largest")])
 def test_strict_dtype_promotion(dtype, anchor):
     """A chain of the stages by hand takes the steps of orscale."""
     numbers = {"w": Dims(0, 1), "stack": Dims(1, 2)}
@@ -607,16 +599,6 @@ def test_learning_rate_zero(name):
 @pytest.mark.extended
 def test_weight_decay_zero(name):
     optimizer = BUILDS[name](RATE, weight_decay=0.0, weight_dimension_numbers=NUMBERS)
-    (updates, _, state), *_ = train(compiled(optimizer), gradients(1))
-    stages = optax.chain(
-        orthogonalize(), scale_by_shape(None if name == "vision" else 0.2)
-    )
-    [matrix] = jax.tree.leaves(stages.update({"w": tree(1)["w"]}, stages.init({}))[0])
-    ratio = 1.0 if name == "muon" else readout(state, "trust_ratio")["w"]
-    np.testing.assert_allclose(updates["w"], -RATE * ratio * matrix, rtol=1e-4, atol=1e-8)
-    if name == "orscale":
-        c = np.linalg.norm(tree(0)["w"]) / (np.linalg.norm(matrix) + 1e-6)
-        np.testing.assert_allclose(readout(state, "calibration")["w"], c, rtol=1e-4)
     [(_, params, _)] = train(compiled(optimizer), [jax.tree.map(jnp.zeros_like, tree(1))])
     assert_same_bits(params, tree(0))  # Including the bias.
 
@@ -654,9 +636,7 @@ FORMS = {
 @pytest.mark.parametrize(
     ("masked", "form"),
     [
-        (["embed"], "trees"),
         (["embed", "blocks.query"], "trees"),
-        (["blocks"], "trees"),
         (["blocks"], "by_path"),  # Without any kernel.
         (["embed"], "otherwise"),  # Without any table.
         (["embed", "blocks.query"], "functions"),
@@ -1077,12 +1057,9 @@ def test_gradients_with_a_leaf_missing_or_too_many(name, leaf):
     "leaf, shape, dtype",
     [
         ("w", (4, 6), "float32"),
-        ("w", (1, 4), "float32"),
         ("w", (), "float32"),
         ("stack", (1, 4, 5), "float32"),
         ("b", (1,), "float32"),
-        ("w", (6, 4), "int32"),
-        ("w", (6, 4), "bool"),
         ("w", (6, 4), "complex64"),
         ("b", (4,), "int32"),
     ],

@@ -1,6 +1,5 @@
 """The mutants of tests/mutants.csv have not gone stale; `make mutants` runs them."""
 
-import datetime
 import re
 
 from tests import mutants
@@ -24,14 +23,3 @@ def test_every_mutant_stands_once_and_names_its_tests():
     found = {number: stale(m) for number, m in enumerate(mutants.MUTANTS, 1)}
     wrong = [f"mutant {number}: {why}" for number, why in found.items() if why]
     assert not wrong, "\n".join(["mend tests/mutants.csv:", *wrong])
-
-
-def test_every_mutant_has_its_day():
-    days = -(-len(mutants.MUTANTS) // 8)
-    first = datetime.date(2026, 1, 1)
-    numbers = [
-        n
-        for day in range(days)
-        for n in mutants.whose_turn_it_is(8, first + datetime.timedelta(day))
-    ]
-    assert set(numbers) == set(range(1, len(mutants.MUTANTS) + 1))

@@ -79,6 +79,7 @@ def test_float32(variant):
     assert compared == 16 + 40 * sum(f"w0/{name}" in recorded for name in RATIOS.values())
 
 
+@pytest.mark.extended
 def test_bfloat16():
     """In units of what bfloat16 does to the paper's own code, which rounds every sum."""
     exact, rounded = (

@@ -132,6 +132,7 @@ def test_every_stage(name):
     assert_survives(STAGES[name](), names, mesh, **EXTRA.get(name, {}))
 
 
+@pytest.mark.extended
 def test_in_another_process(tmp_path):
     optimizer = orscale(SCHEDULE, **arrays() | expressions())
     params = tree(0)

@@ -126,11 +126,7 @@ STEPS = {
 TRACED = {  # The steps are made of many of them.
     **{
         name: functools.partial(of_matrices, name)
-        for name in (
-            "orthogonalize",
-            "scale_by_calibrated_trust_ratio",
-            "scale_by_shape",
-        )
+        for name in ("orthogonalize", "scale_by_calibrated_trust_ratio", "scale_by_shape")
     },
     "where_nonzero": lambda: of_matrices("where_nonzero", optax.identity()),
     "numbers on the device": lambda: orscale(

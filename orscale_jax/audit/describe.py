@@ -162,7 +162,7 @@ def describe(
             layer_class=class_of[path],
             label=kept.label,
         )
-        parts, found = [row], probed.get(path)
+        parts, first = [row], probed.get(path)
         if path in axes_of:
             parts = list(_parts(row, leaf, axes_of[path], kept.arrays, kept.scale))
         for index, part in enumerate(parts):
@@ -172,11 +172,11 @@ def describe(
             if path in refused:
                 real = jnp.issubdtype(row.dtype, jnp.floating)
                 check.append("ambiguous" if real else str(row.dtype))
-            if found is not None:
-                kind = found.kinds[index if len(found.kinds) == len(parts) else 0]
-                check += ["master weights drift"] * found.drifts
+            if first is not None:
+                kind = first.kinds[index if len(first.kinds) == len(parts) else 0]
+                check += ["master weights drift"] * first.drifts
                 part = dataclasses.replace(
-                    part, first_update=kind, first_update_rms=found.rms
+                    part, first_update=kind, first_update_rms=first.rms
                 )
             rows.append(dataclasses.replace(part, check=tuple(check)))
             if part.matrices and part.parameters:
@@ -294,10 +294,10 @@ def _plan(
 ) -> Plan:
     """The plan of Newton–Schulz of the stages, each for its own rows of matrices."""
     groups, buckets, of_buckets = [], list[Bucket](), list[list[str]]()
-    for platform, own in zip(stages, rows, strict=True):
-        names = [row.name for row in own]
+    for platform, of_stage in zip(stages, rows, strict=True):
+        names = [row.name for row in of_stage]
         arrays = []
-        for row in own:
+        for row in of_stage:
             shape = (*row.batch_shape, row.m, row.n)
             dtype = compute_dtype(jax.ShapeDtypeStruct((), row.dtype))
             axes = row.mesh_axes or ((),) * len(shape)

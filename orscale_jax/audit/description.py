@@ -212,11 +212,11 @@ class Description:
             hidden.add("m × n")
         table = []
         for column in _COLUMNS:
-            own = [_text(column.of_row(row)) for row in rows]
+            texts = [_text(column.of_row(row)) for row in rows]
             sums = [_text(column.of_total(*total)) for total in totals.items()]
-            if column.heading not in hidden and {*own, *sums} - {"", column.nothing}:
-                width = max(map(len, (column.heading, *own, *sums)))
-                cells = (column.heading, "─" * width, *own, "─" * width, *sums)
+            if column.heading not in hidden and {*texts, *sums} - {"", column.nothing}:
+                width = max(map(len, (column.heading, *texts, *sums)))
+                cells = (column.heading, "─" * width, *texts, "─" * width, *sums)
                 table.append([f"{cell:{column.side}{width}}" for cell in cells])
         lines = ["  ".join(cells).rstrip() for cells in zip(*table, strict=True)]
         notes = [f"all parameters are {dtype}" for dtype in dtypes if len(dtypes) == 1]
@@ -351,7 +351,7 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
         dataclasses.replace(row, path="", norms=None, first_update_rms=None)
         for row in rows
     ]
-    found = []
+    merged_rows = []
     for name, indexes in merged([row.name for row in rows], keys):
         members = [rows[index] for index in indexes]
         total, norms = _total(members), [x for row in members for x in row.norms or ()]
@@ -370,8 +370,8 @@ def _merged_rows(rows: Sequence[ParameterRow]) -> list[ParameterRow]:
             parameters=total.parameters,
             state_bytes=total.state_bytes,
         )
-        found.append(row)
-    return found
+        merged_rows.append(row)
+    return merged_rows
 
 
 def _of_group(group: Group, on_mesh: bool) -> str:

@@ -101,8 +101,8 @@ def measure(
     if previous is not None:
         before = _momenta(previous, matrices, params)
     pairs = zip(now, before, strict=True)
-    found = [_measured(names, polar, *pair) for pair in pairs]
-    return {n: matrices.scalars_of_batches([part[n] for part in found]) for n in names}
+    measured = [_measured(names, polar, *pair) for pair in pairs]
+    return {n: matrices.scalars_of_batches([part[n] for part in measured]) for n in names}
 
 
 # Compiled once for equal shapes, and without the measurements that are not requested.
@@ -127,12 +127,12 @@ def _measured(
     error = gram - jnp.broadcast_to(jnp.eye(min(m, n), dtype=q.dtype), gram.shape)
     norms = jnp.sqrt(inner(q, q) * inner(earlier, earlier))
     cosine = inner(q, earlier) / jnp.where(norms == 0, 1, norms)
-    found = (
+    measurements = (
         jnp.sum(shares, axis=-1),
         jnp.sqrt(inner(error, error)) / max(min(m, n), 1) ** 0.5,
         jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1))),
     )
-    by_name = dict(zip(MEASUREMENTS, found, strict=True))
+    by_name = dict(zip(MEASUREMENTS, measurements, strict=True))
     return {name: by_name[name] for name in names}
 
 

@@ -86,8 +86,8 @@ def summarize(
     """
     trees = fields_of(reading)
     leaves = {name: known_leaves(tree, reading) for name, tree in trees.items()}
-    given = classes_of(classes, reading.weight_norm)
-    labels = [label.replace(" ", "_") + "/" for label in given]
+    class_tree = classes_of(classes, reading.weight_norm)
+    labels = [label.replace(" ", "_") + "/" for label in class_tree]
     scalars: dict[str, jax.Array] = {}
     for group in ["", *sorted({*labels} if classes is not None else ())]:
         members = [i for i, label in enumerate(labels) if group in ("", label)]
@@ -98,8 +98,8 @@ def summarize(
         }
         if not any(x.size for x in vectors.values()):
             continue  # Stacks without matrices have no mean.
-        found = _statistics(vectors)
-        scalars |= {f"{prefix}{group}{key}": value for key, value in found.items()}
+        statistics = _statistics(vectors)
+        scalars |= {f"{prefix}{group}{key}": value for key, value in statistics.items()}
     if matrices is None:
         return scalars
     chosen = matching("matrices", matrices, _names_of(reading.weight_norm))
@@ -150,8 +150,8 @@ def tabulate(
     labels = np.repeat(classes_of(classes, like), sizes)
     columns = {"matrix": np.array(_names_of(like)), "class": labels}
     for name, tree in trees.items():
-        found = jax.tree.leaves_with_path(tree)
-        shapes = {path: np.shape(leaf) for path, leaf in found}
+        rows_of_tree = jax.tree.leaves_with_path(tree)
+        shapes = {path: np.shape(leaf) for path, leaf in rows_of_tree}
         # The optimizers of some leaves may not hold a field of the reading.
         lacking = shapes != wanted and name in (measurements or {})
         if lacking or not shapes.items() <= wanted.items():
@@ -159,7 +159,7 @@ def tabulate(
                 f"{name} does not have one entry for each matrix: pass a tree like those "
                 "of the reading, with arrays of their shapes."
             )
-        for path, leaf in found:
+        for path, leaf in rows_of_tree:
             here = getattr(leaf, "is_fully_addressable", True)
             if not here and not leaf.is_fully_replicated:
                 raise ValueError(
@@ -192,7 +192,7 @@ def _is_label(node: Any) -> bool:
 @jax.jit
 def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
     """Statistics of all quantities, from one sort, and the shares."""
-    found: dict[str, jax.Array] = {}
+    statistics: dict[str, jax.Array] = {}
     fields = {name: vectors[name] for name in QUANTITIES if name in vectors}
     if fields:
         # Some matrices may lack a quantity; infinity is left out below.
@@ -214,7 +214,7 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         broken = jnp.isnan(values).any(axis=1)
         for statistic, row in rows.items():
             row = jnp.where(broken, jnp.nan, row)
-            found |= {f"{name}/{statistic}": row[i] for i, name in enumerate(fields)}
+            statistics |= {f"{name}/{statistic}": row[i] for i, name in enumerate(fields)}
     if "trust_ratio" in vectors:
         ratio, c = vectors["trust_ratio"], vectors["calibration"]
         measured = (c > 0) & jnp.isfinite(c) & (ratio > 0) & jnp.isfinite(ratio)
@@ -225,13 +225,13 @@ def _statistics(vectors: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         total, log = jnp.sum(weight), jnp.log(jnp.where(measured, ratio, 1))
         weight /= jnp.where(total > 0, total, 1)
         mean = jnp.sum(weight * log)
-        found["trust_ratio/uniform"] = jnp.exp(mean)
+        statistics["trust_ratio/uniform"] = jnp.exp(mean)
         variance = jnp.sum(weight * jnp.square(log - mean))
-        found["trust_ratio/spread"] = jnp.sqrt(variance)
+        statistics["trust_ratio/spread"] = jnp.sqrt(variance)
     for share, (field, condition) in SHARES.items():
         if field in vectors:
-            found[share] = jnp.mean(condition(vectors[field]), dtype=jnp.float32)
-    return found
+            statistics[share] = jnp.mean(condition(vectors[field]), dtype=jnp.float32)
+    return statistics
 
 
 def _names_of(tree: PyTree) -> list[str]:

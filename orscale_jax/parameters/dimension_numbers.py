@@ -113,12 +113,12 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
     """The axes of each leaf of matrices; masked nodes for other leaves. No boxes."""
     if not jax.tree.leaves(tree):  # optax.tree.map_params passes a placeholder.
         return tree
-    tree, given = unbox(tree), weight_dimension_numbers
-    if is_function(given, is_resolvable):
-        given = given(tree)
-    given = unbox(given, is_resolvable)
-    if given is None:
-        given = default_numbers(tree)
+    tree, numbers_tree = unbox(tree), weight_dimension_numbers
+    if is_function(numbers_tree, is_resolvable):
+        numbers_tree = numbers_tree(tree)
+    numbers_tree = unbox(numbers_tree, is_resolvable)
+    if numbers_tree is None:
+        numbers_tree = default_numbers(tree)
 
     def resolve(path: Any, numbers: Any, leaf: jax.Array) -> Any:
         if numbers is None or is_masked(numbers):
@@ -127,7 +127,7 @@ def matrix_axes(weight_dimension_numbers: WeightDimensionNumbers, tree: PyTree) 
             return numbers
         return explicit_axes(path, leaf, numbers)
 
-    return spread(resolve, given, tree, "weight_dimension_numbers")
+    return spread(resolve, numbers_tree, tree, "weight_dimension_numbers")
 
 
 def require_matrices(
@@ -164,11 +164,11 @@ def spread(
     fn: Callable[[Any, Any, Any], Any], numbers: PyTree, tree: PyTree, argument: str
 ) -> PyTree:
     """``fn(path, its numbers, leaf)`` of all leaves; the numbers may be a prefix."""
-    for path, own in jax.tree.leaves_with_path(numbers, is_leaf=is_resolvable):
-        if not is_resolvable(own):
+    for path, own_numbers in jax.tree.leaves_with_path(numbers, is_leaf=is_resolvable):
+        if not is_resolvable(own_numbers):
             raise ValueError(
-                f"{argument}: found {own!r} at {quoted(path)}, which is neither None nor "
-                "an optax.contrib.MuonDimensionNumbers or an "
+                f"{argument}: found {own_numbers!r} at {quoted(path)}, which is neither "
+                "None nor an optax.contrib.MuonDimensionNumbers or an "
                 "orscale_jax.BlockDimensionNumbers."
             )
     misfit = f"{argument} must be a tree of the parameters' structure, or a prefix of it"
@@ -181,7 +181,7 @@ def spread(
     elif both and type(tree) is not dict and type(numbers) is dict:
         misfit += f". Give both as dictionaries, not as {type(tree).__name__}"
     of_leaves = broadcast_prefix(numbers, tree, misfit, is_resolvable)
-    return jax.tree.map_with_path(lambda p, x, own: fn(p, own, x), tree, of_leaves)
+    return jax.tree.map_with_path(lambda path, x, n: fn(path, n, x), tree, of_leaves)
 
 
 def explicit_axes(path: Any, leaf: jax.Array, numbers: DimensionNumbers) -> MatrixAxes:
@@ -279,7 +279,9 @@ def _function_of_modules(tree: PyTree, paths: list[Any]) -> str:
     nnx = any(map(str.isdigit, names))
     faces = {"linen_dimension_numbers(module, *inputs)": linen}
     faces["nnx_dimension_numbers(model)"] = nnx
-    named = [f"orscale_jax.flax.{x}" for x, own in faces.items() if own or linen == nnx]
+    named = [
+        f"orscale_jax.flax.{x}" for x, likely in faces.items() if likely or linen == nnx
+    ]
     return (
         f" If the model is Flax's, {' or '.join(named)} takes all of this from the "
         "types of its modules."

@@ -131,8 +131,8 @@ def resolver(
         whole = of_all(decided)
         if not sizes and default_size is False:
             return whole
-        found = by_name(whole, is_resolvable)
-        by_head = heads.divided(leaves, found, default_size, sizes)
+        by_rule = by_name(whole, is_resolvable)
+        by_head = heads.divided(leaves, by_rule, default_size, sizes)
         unclear = [
             (dotted(path), of_shape(leaf))
             for path, leaf in leaves
@@ -178,8 +178,8 @@ def _decided(
     for pattern, _ in pairs:
         misfits = [
             (dotted(path), of_shape(leaf))
-            for path, leaf, own, rule in arrays
-            if own == pattern.pattern and rule == "matrix" and np.ndim(leaf) != 2
+            for path, leaf, matched, rule in arrays
+            if matched == pattern.pattern and rule == "matrix" and np.ndim(leaf) != 2
         ]
         if misfits:
             raise ValueError(

@@ -163,14 +163,14 @@ def master_weights(state: optax.OptState, params: PyTree) -> PyTree:
       ValueError: If there is no :class:`MasterWeightsState` in the state or more than
         one, or it is of parameters of other shapes or dtypes.
     """
-    found = nodes_of(state, MasterWeightsState)
-    if len(found) != 1:
+    states = nodes_of(state, MasterWeightsState)
+    if len(states) != 1:
         raise ValueError(
-            f"the state has {len(found)} MasterWeightsState instead of one: pass the "
+            f"the state has {len(states)} MasterWeightsState instead of one: pass the "
             "state of one optimizer that keep_master_weights made, and then the "
             "parameters."
         )
-    return with_master_weights(found, params)
+    return with_master_weights(states, params)
 
 
 def with_master_weights(states: Iterable[MasterWeightsState], params: PyTree) -> PyTree:

@@ -112,8 +112,10 @@ def box_like(
         return array
 
     def of_axes(names: Iterable[Any]) -> tuple[Any, ...]:
-        given = tuple(names)
-        return tuple(pick(given + (None,) * (unbox(node).ndim - len(given))))
+        names_of_axes = tuple(names)
+        return tuple(
+            pick(names_of_axes + (None,) * (unbox(node).ndim - len(names_of_axes)))
+        )
 
     def in_its_form(names: Any) -> Any:
         if isinstance(names, NamedSharding):

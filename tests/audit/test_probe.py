@@ -20,7 +20,7 @@ from orscale_jax import (
     orthogonalize,
     polar_factor,
 )
-from tests.runs import AUTO, EXPLICIT, VISION, mesh_of, placed, tree
+from tests.runs import AUTO, EXPLICIT, mesh_of, placed, tree
 
 SHAPES = {"w": (24, 16), "x": (8, 32), "b": (6,)}
 FROZEN = {"w": True, "x": False, "b": True}
@@ -54,14 +54,12 @@ CASES = {
         "b:none w:orthogonal x:other",
     ),
     "adamw": (optax.adamw(1e-3, weight_decay=10.0), ALL("element-wise")),
-    "lion": (optax.lion(WARMUP), ALL("element-wise")),
     "sgd": (optax.sgd(1e-2, 0.9), ALL("other")),
     "clipped": (optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1)), ALL("other")),
     "rounded": (optax.adamw(1e-3, mu_dtype=jnp.bfloat16), ALL("element-wise")),
     # Entries that are almost of one size, as thin rows of which are almost orthogonal.
     "damped": (by_hand(lambda g: g / jnp.sqrt(0.2 + g**2)), ALL("other")),
     "nothing": (optax.set_to_zero(), ALL("none")),
-    "no rate": (orscale(optax.constant_schedule(0.0)), ALL("none")),
     # Of decay alone, which does not wait for a gradient.
     "decay": (
         optax.chain(optax.set_to_zero(), optax.add_decayed_weights(1.0)), ALL("other"),
@@ -71,7 +69,6 @@ CASES = {
         ALL("element-wise"),
     ),
     "orscale": (orscale(WARMUP, weight_decay=10.0), OURS),
-    "vision": (orscale(1e-2, **VISION), OURS),
     "optax's muon": (optax.contrib.muon(1e-2, weight_decay=1.0), OURS),
     "accumulated": (optax.MultiSteps(muon(1e-2), 5), OURS),
     "on a sphere": (family.hyperball(1e-2, adam_learning_rate=1e-2), OURS),

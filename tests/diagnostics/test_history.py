@@ -10,12 +10,7 @@ import pandas
 import pytest
 
 from orscale_jax import muon, orscale
-from orscale_jax.diagnostics import (
-    History,
-    Reading,
-    read,
-    tabulate,
-)
+from orscale_jax.diagnostics import History, Reading, read, tabulate
 from orscale_jax.diagnostics.history import StepFile
 
 PARAMS = {"up": jnp.ones((2, 8)), "experts": jnp.arange(24.0).reshape(2, 3, 4)}
@@ -41,15 +36,6 @@ def written(path, steps=(1, 2, 3), **arguments):
     for step in steps:
         history.append(step, reading(step), loss=1 / step)
     return history
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("params", [jnp.eye(3), {"NA": jnp.eye(3), "null": jnp.eye(3)}])
-def test_names_in_a_frame_are_texts(params, tmp_path):
-    history = History(tmp_path / "history.csv")
-    history.append(1, read(orscale(1e-3).init(params), params))
-    names = [""] if isinstance(params, jax.Array) else ["NA", "null"]
-    assert history.frame().matrix.tolist() == names
 
 
 def test_a_name_of_two_lines_is_written_in_one(tmp_path):

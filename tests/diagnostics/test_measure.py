@@ -7,13 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers
 
 from orscale_jax import by_path, orscale, orthogonalize, polar_factor
 from orscale_jax.diagnostics import measure, read, tabulate
-from orscale_jax.flax import nnx_dimension_numbers
 from tests import leaves
 from tests.runs import AUTO, EXPLICIT, mesh_of, placed
 
@@ -158,34 +156,6 @@ def test_parameters_of_other_optimizers_are_masked(numbers):
     for name, tree in expected.items():
         assert found[name] == tree | dict.fromkeys(others, optax.MaskedNode())
     assert tabulate(read(state, params, numbers), measurements=found)["matrix"] == ["w"]
-
-
-class Adapted(nnx.Module):
-    """A frozen layer with an adapter, and statistics that no optimizer has."""
-
-    def __init__(self, rngs):
-        base = nnx.Linear(8, 8, rngs=rngs)
-        self.layer = nnx.LoRA(8, 2, 8, base_module=base, rngs=rngs)
-        self.norm = nnx.BatchNorm(8, rngs=rngs)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("wrt", [nnx.LoRAParam, nnx.Param])
-@pytest.mark.parametrize("numbers_of", [nnx_dimension_numbers, lambda *_, **__: None])
-def test_of_a_model_of_flax(wrt, numbers_of):
-    model = Adapted(nnx.Rngs(0))
-    numbers, params = numbers_of(model, wrt=wrt), nnx.state(model, wrt)
-    transformation = orscale(0.1, weight_dimension_numbers=numbers)
-    optimizer = nnx.Optimizer(model, transformation, wrt=wrt)
-    optimizer.update(model, params)
-    found = measure(optimizer, model, numbers)
-    reading = read(optimizer, model, numbers)
-    errors = tabulate(reading, measurements=found)["polar_error"]
-    assert len(errors) == (2 if wrt is nnx.LoRAParam else 3)
-    expected = measure(optimizer, params, numbers)["polar_error"]
-    np.testing.assert_array_equal(errors, jax.tree.leaves(expected))
-    found = measure(optimizer.opt_state, model, numbers)["polar_error"]
-    np.testing.assert_array_equal(errors, jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """The report of a run: what the page holds, and that no history breaks it."""
 
 import html.parser
-import os
 import re
-import shutil
-import subprocess
 import sys
 
 import numpy as np
@@ -338,28 +335,3 @@ class TestNumbers:
         found = module.occurrences(run_of(rows, tmp_path))
         told = [(problem.title, first, last) for problem, first, last in found]
         assert told == [("Large steps", 40, 50), ("Not finite", 20, 20)]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
-@pytest.mark.parametrize("scheme", ["", "--blink-settings=preferredColorScheme=0"])
-def test_a_browser_shows_the_page_without_errors(report, tmp_path, scheme):
-    command = [
-        shutil.which("chromium"), "--headless=new", "--no-sandbox", "--disable-gpu",
-        "--enable-logging=stderr", "--v=0", f"--user-data-dir={tmp_path / 'profile'}",
-        "--host-resolver-rules=MAP * ~NOTFOUND", "--window-size=1280,2400",
-        f"--screenshot={tmp_path / 'page.png'}", *filter(None, [scheme]), report.as_uri(),
-    ]  # fmt: skip
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env=environment, check=True
-    )
-    assert "CONSOLE" not in done.stderr, done.stderr
-    assert (tmp_path / "page.png").stat().st_size > 20_000
-
-
-@pytest.mark.slow
-def test_thousands_of_matrices(tmp_path):
-    rows = history(layers=1700, steps=30)
-    path = write_report(write(tmp_path / "run", rows))
-    assert path.stat().st_size < 5_000_000

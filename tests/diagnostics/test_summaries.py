@@ -139,6 +139,7 @@ def test_on_8_devices(kind):
     np.testing.assert_array_equal(table["growth"], expected["growth"])
 
 
+@pytest.mark.extended
 def test_the_uniform_part_without_relative_steps_and_before_the_first():
     reading = trees()._replace(relative_step=None)
     c, ratio = flat(reading.calibration), flat(reading.trust_ratio)

@@ -96,6 +96,7 @@ def test_a_step_is_that_of_one_device(layout, kinds):
         assert_close(found, on_one_device(name))
 
 
+@pytest.mark.extended
 def test_layers_in_one_array_are_spread_by_parts():
     """Each of eight devices takes three of the twenty-four matrices, in two stacks."""
     shapes, most = {"gate": (12, 8, 16), "up": (12, 8, 16)}, 2 * 4 * 8 * 16

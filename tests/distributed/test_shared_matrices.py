@@ -84,27 +84,14 @@ def assert_alone(found, names=SHAPES, **arguments):
         np.testing.assert_allclose(found[name], wanted[name], atol=1e-5)
 
 
-slow = pytest.mark.slow
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize(
-    "layout, kind",
-    [(layout, EXPLICIT) for layout in LAYOUTS]
-    + [
-        pytest.param(layout, AUTO, marks=slow)
-        for layout in ("replicated", "rows", "rows × columns")
-    ]
-    + [("rows, columns or copies", AUTO)],
-)
-@pytest.mark.parametrize(
-    "arguments",
+    "layout, kind, arguments",
     [
-        {},
-        pytest.param({"ns_coeffs": "jordan", "ns_steps": 3}, marks=slow),
-        pytest.param({"ns_preconditioning": "aol", "ns_steps": 4}, marks=slow),
+        *((layout, EXPLICIT, {}) for layout in LAYOUTS),
+        ("rows, columns or copies", AUTO, {}),
+        ("rows", EXPLICIT, {"ns_preconditioning": "aol"}),
     ],
-    ids=["defaults", "jordan", "aol"],
 )
 def test_values_are_those_of_one_device(layout, kind, arguments):
     mesh, sharded = placed(layout, kind)

@@ -120,26 +120,19 @@ def test_cifar():
 @pytest.mark.extended
 def test_lora(monkeypatch):
     monkeypatch.setattr(lora, "RATES", (3e-3,))
-    calibrations = []
-    for steps in (1, 40):
-        found = lora.main(steps, width=16, rank=2)
-        assert [*found] == ["no training", "AdamW", "Muon", "OrScale"]
-        _, _, base, _ = found["no training"]
-        losses = [float(loss) for loss, *_ in found.values()]
-        for _, rate, model, _ in [*found.values()][1:]:
-            assert rate == 3e-3
-            assert_same(*(nnx.state(m, lora.FROZEN) for m in (model, base)))
-        state = nnx.to_pure_dict(nnx.state(found["OrScale"][3]))["opt_state"]
-        [(_, numbers)] = optax.tree.get_all_with_path(state, "numbers")
-        adapter = numbers["layers"][0]["lora"]
-        calibrations.append([adapter[name][:2] for name in ("lora_a", "lora_b")])
+    found = lora.main(40, width=16, rank=2)
+    assert [*found] == ["no training", "AdamW", "Muon", "OrScale"]
+    _, _, base, _ = found["no training"]
+    losses = [float(loss) for loss, *_ in found.values()]
+    for _, rate, model, _ in [*found.values()][1:]:
+        assert rate == 3e-3
+        assert_same(*(nnx.state(m, lora.FROZEN) for m in (model, base)))
     assert max(losses[1:]) < losses[0]
-    # A waits for B, which has no initial scale.
-    (waiting, without), (anchored, still_without) = calibrations
-    np.testing.assert_array_equal(waiting, 0)
-    assert anchored[0] > 0 and anchored[1] == 1
-    for c_and_count in (without, still_without):
-        np.testing.assert_array_equal(c_and_count, [0, 1])
+    # A has waited for B, which has no initial scale.
+    state = nnx.to_pure_dict(nnx.state(found["OrScale"][3]))["opt_state"]
+    [(_, numbers)] = optax.tree.get_all_with_path(state, "numbers")
+    adapter = numbers["layers"][0]["lora"]
+    assert adapter["lora_a"][0] > 0 == adapter["lora_b"][0]
 
 
 @pytest.mark.extended
@@ -240,15 +233,3 @@ def test_two_momenta():
     losses = two_momenta.main(steps=40, width=8)
     assert losses.keys() == {"muon", "two momenta"}
     assert max(losses.values()) < 2.5
-
-
-def test_two_momenta_are_averaged():
-    one, two = (optax.ema(decay) for decay in (0.5, 0.9))
-    both = two_momenta.average_of_two(0.5, 0.9, 0.25)
-    grads = [{"w": jnp.array([g])} for g in (1.0, -3.0, 2.0)]
-    state = both.init(grads[0])
-    ones, twos = one.init(grads[0]), two.init(grads[0])
-    for g in grads:
-        found, state = both.update(g, state)
-        (a, ones), (b, twos) = one.update(g, ones), two.update(g, twos)
-        np.testing.assert_allclose(found["w"], 0.75 * a["w"] + 0.25 * b["w"], rtol=1e-6)

@@ -27,7 +27,7 @@ from orscale_jax import (
 from orscale_jax.flax import Weight, linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.parameters.dimension_numbers import matrix_axes
 from tests.derivatives import axes_by_derivatives
-from tests.runs import assert_all_change, assert_close, squares, train
+from tests.runs import assert_all_change, assert_close, squares
 
 MATRIX = Dims(0, 1)
 CONVOLUTION = Dims((0, 1, 2), 3)
@@ -61,6 +61,11 @@ def table(numbers):
 def nnx_table(model, **kwargs):
     numbers = nnx_dimension_numbers(model, **kwargs)
     return table(numbers(nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+
+
+def abstract(build):
+    """A model of shapes alone."""
+    return nnx.eval_shape(lambda: build(nnx.Rngs(0)))
 
 
 def linen_table(module, *args, **kwargs):
@@ -216,7 +221,7 @@ WITHOUT = [
 @pytest.mark.parametrize("layer, shape", WITHOUT)
 def test_layers_without_matrices(layer, shape):
     if shape is None:
-        found = nnx_table(layer(nnx.Rngs(0)))
+        found = nnx_table(abstract(layer))
     else:
         dtype = jnp.int32 if isinstance(layer, nn.Embed) else jnp.float32
         found = linen_table(layer, jax.ShapeDtypeStruct(shape, dtype))
@@ -224,21 +229,21 @@ def test_layers_without_matrices(layer, shape):
 
 
 def test_nnx_recurrent_cells_and_wrappers():
-    rngs = nnx.Rngs(0)
     for cell in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.GRUCell, nnx.SimpleCell):
-        model = nnx.RNN(cell(3, 4, rngs=rngs), rngs=rngs)
+        model = abstract(lambda rngs: nnx.RNN(cell(3, 4, rngs=rngs), rngs=rngs))
         arrays = nnx.to_pure_dict(nnx.state(model, nnx.Param))["cell"]
         for path, numbers in nnx_table(model).items():
             _, layer, name = path.split(".")
             gates = arrays[layer][name].shape[-1] // 4
             matrix = Blocks(0, 1, block_axis=1, blocks=gates) if gates > 1 else MATRIX
             assert numbers == (matrix if name == "kernel" else None)
-    stack = nnx.vmap(lambda rngs: nnx.GRUCell(3, 4, rngs=rngs))(rngs.split(2))
+    stacked = nnx.vmap(lambda rngs: nnx.GRUCell(3, 4, rngs=rngs))
+    stack = abstract(lambda rngs: stacked(rngs.split(2)))
     gates = Blocks(1, 2, block_axis=2, blocks=3)
     assert nnx_table(stack)["dense_h.kernel"] == gates
     for wrapper in (nnx.WeightNorm, nnx.SpectralNorm):
-        wrapped = wrapper(nnx.Conv(2, 3, (2, 2), rngs=rngs), rngs=rngs)
-        found = nnx_table(wrapped)
+        convolution = nnx.Conv(2, 3, (2, 2), rngs=nnx.Rngs(0))
+        found = nnx_table(wrapper(convolution, rngs=nnx.Rngs(0)))
         assert found.pop("layer_instance.kernel") == CONVOLUTION
         assert set(found.values()) == {None}
 
@@ -314,7 +319,7 @@ class Block(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """TransformerLM of lm1b_nnx; ``stack`` is what runs the blocks."""
+    """TransformerLM of lm1b_nnx, whose blocks are scanned."""
 
     def __init__(self, rngs, blocks, width=4, vocabulary=11):
         self.embed = nnx.Embed(vocabulary, width, rngs=rngs)
@@ -325,25 +330,11 @@ class Transformer(nnx.Module):
 
     def __call__(self, tokens):
         x = self.embed(tokens) + self.pos_embedding
-        if isinstance(self.blocks, nnx.List):
-            for block in self.blocks:
-                x = block(x)
-        else:
-            run = nnx.scan(
-                lambda x, block: block(x),
-                in_axes=(nnx.Carry, 0),
-                out_axes=nnx.Carry,
-            )
-            x = run(x, self.blocks)
+        run = nnx.scan(
+            lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        x = run(x, self.blocks)
         return self.logitdense(self.ln(x))
-
-
-def blocks_table(prefix):
-    return (
-        attention(f"{prefix}.attention")
-        | linear(f"{prefix}.mlp.wi", f"{prefix}.mlp.wo")
-        | norms(f"{prefix}.ln1", f"{prefix}.ln2")
-    )
 
 
 AROUND = adamw(
@@ -353,16 +344,15 @@ TOKENS = jnp.arange(10).reshape(2, 5)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("scanned", [False, True])
-def test_an_nnx_transformer(scanned):
+def test_an_nnx_transformer():
     rngs = nnx.Rngs(0)
-    if scanned:
-        blocks = nnx.vmap(Block)(rngs.split(2))
-        rows = {path: inserted(of) for path, of in blocks_table("blocks").items()}
-    else:
-        blocks = nnx.List([Block(rngs) for _ in range(2)])
-        rows = blocks_table("blocks.0") | blocks_table("blocks.1")
-    model = Transformer(rngs, blocks)
+    model = Transformer(rngs, nnx.vmap(Block)(rngs.split(2)))
+    block = (
+        attention("blocks.attention")
+        | linear("blocks.mlp.wi", "blocks.mlp.wo")
+        | norms("blocks.ln1", "blocks.ln2")
+    )
+    rows = {path: inserted(numbers) for path, numbers in block.items()}
     numbers = nnx_dimension_numbers(model, overrides={"logitdense": "adamw"})
     state = nnx.state(model, nnx.Param)
     for params in (state, nnx.to_pure_dict(state)):
@@ -370,16 +360,8 @@ def test_an_nnx_transformer(scanned):
     train_nnx(model, lambda model: squares(model(TOKENS)), numbers)
 
 
-@pytest.mark.extended
-def test_an_nnx_model_that_is_only_shapes():
-    abstract = nnx.eval_shape(lambda: Block(nnx.Rngs(0)))
-    assert nnx_table(abstract) == nnx_table(Block(nnx.Rngs(0)))
-
-
 @pytest.mark.quick_first_case
-@pytest.mark.parametrize(
-    "kinds", [{"hijax": True}, {"ref": True}, {"hijax": True, "ref": True}]
-)
+@pytest.mark.parametrize("kinds", [{"hijax": True}, {"hijax": True, "ref": True}])
 def test_variables_that_are_leaves_or_hold_references(kinds):
     """They train as plain variables do, by whoever computes the gradients."""
 
@@ -547,46 +529,21 @@ LINEN_AROUND = {"embed.embedding": None} | norms("ln")
 
 
 class LinenTransformer(nn.Module):
-    """TransformerLM of flax/examples/lm1b, with tied embeddings or a dense layer."""
+    """TransformerLM of flax/examples/lm1b, scanned, with tied embeddings."""
 
-    layers: int = 2
-    axis: int | None = None
-    tied: bool = False
+    layers: int
+    axis: int
 
     @nn.compact
     def __call__(self, tokens):
         embed = nn.Embed(11, 4, name="embed")
-        x = embed(tokens)
-        if self.axis is None:
-            for layer in range(self.layers):
-                x, _ = LinenBlock(name=f"block{layer}")(x)
-        else:
-            x, _ = nn.scan(
-                nn.remat(LinenBlock),
-                variable_axes={"params": self.axis},
-                split_rngs={"params": True},
-                length=self.layers,
-            )(name="blocks")(x, None)
-        x = nn.LayerNorm(name="ln")(x)
-        return embed.attend(x) if self.tied else nn.Dense(11, name="logitdense")(x)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_linen_transformer(tied):
-    module = LinenTransformer(tied=tied)
-    overrides = {} if tied else {"logitdense": "adamw"}
-    numbers = linen_dimension_numbers(module, TOKENS, overrides=overrides)
-    expected = LINEN_AROUND | {
-        f"block{layer}.{path}": numbers
-        for path, numbers in LINEN_BLOCK.items()
-        for layer in range(2)
-    }
-    if not tied:
-        expected |= linear("logitdense", kernel=None)
-    assert table(numbers) == expected
-    params = module.init(jax.random.key(0), TOKENS)["params"]
-    train(params, lambda p: squares(module.apply({"params": p}, TOKENS)), numbers)
+        x, _ = nn.scan(
+            nn.remat(LinenBlock),
+            variable_axes={"params": self.axis},
+            split_rngs={"params": True},
+            length=self.layers,
+        )(name="blocks")(embed(tokens), None)
+        return embed.attend(nn.LayerNorm(name="ln")(x))
 
 
 # As many layers as features: the shapes alone would not tell the axes apart.
@@ -594,58 +551,10 @@ def test_a_linen_transformer(tied):
 @pytest.mark.parametrize("axis", [0, 1, -1])
 @pytest.mark.parametrize("layers", [3, 4])
 def test_linen_stacks_along_any_axis(axis, layers):
-    scanned = LinenTransformer(layers, axis=axis, tied=True)
+    scanned = LinenTransformer(layers, axis)
     assert linen_table(scanned, TOKENS) == LINEN_AROUND | {
         f"blocks.{path}": inserted(numbers, axis) for path, numbers in LINEN_BLOCK.items()
     }
-
-
-class Partitioned(nn.Module):
-    @nn.compact
-    def __call__(self, x, _=None):
-        init = nn.with_partitioning(nn.initializers.lecun_normal(), ("in", "out"))
-        logical = nn.with_logical_partitioning(
-            nn.initializers.lecun_normal(), ("embed", "mlp")
-        )
-        x = nn.Dense(6, kernel_init=init, name="first")(x)
-        return nn.tanh(x) + nn.Dense(6, kernel_init=logical, name="second")(x), None
-
-
-class ManyPartitioned(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.scan(
-            Partitioned,
-            variable_axes={"params": 1},
-            split_rngs={"params": True},
-            length=3,
-            metadata_params={nn.PARTITION_NAME: "layers"},
-        )(name="layers")(x, None)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize(
-    "module, prefix, kernel",
-    [(Partitioned(), "", MATRIX), (ManyPartitioned(), "layers.", Dims(0, 2))],
-)
-def test_boxed_linen_parameters(module, prefix, kernel):
-    x = jax.random.normal(jax.random.key(1), (4, 6))
-    numbers = linen_dimension_numbers(module, x)
-    expected = linear(f"{prefix}first", f"{prefix}second", kernel=kernel)
-    assert table(numbers) == expected
-    boxed = module.init(jax.random.key(0), x)["params"]
-    kinds = {
-        type(leaf)
-        for leaf in jax.tree.leaves(boxed, is_leaf=lambda n: hasattr(n, "unbox"))
-    }
-    assert nn.Partitioned in kinds and nn.LogicallyPartitioned in kinds
-
-    def loss(params):
-        return squares(module.apply({"params": params}, x)[0])
-
-    trained = train(boxed, loss, numbers)
-    unboxed = train(nn.unbox(boxed), loss, numbers)
-    assert_close(nn.unbox(trained), unboxed, rtol=1e-7, atol=1e-6)
 
 
 @pytest.mark.extended
@@ -799,17 +708,6 @@ def test_a_leaf_of_another_shape_than_its_module_declares(shape):
         nnx_dimension_numbers(model)
 
 
-@pytest.mark.extended
-def test_twice_stacked_nnx_modules():
-    @nnx.vmap
-    @nnx.vmap
-    def build(rngs):
-        return nnx.Conv(2, 3, (3, 3), rngs=rngs)
-
-    stacked = build(nnx.Rngs(0).split((4, 5)))
-    assert nnx_table(stacked) == {"kernel": Dims((2, 3, 4), 5), "bias": None}
-
-
 @pytest.mark.quick_first_case
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
 def test_names_that_match_no_path(kind):
@@ -879,14 +777,12 @@ def test_a_parameter_that_is_a_tuple(stacked):
         linen_dimension_numbers(model, x)
     first = {r"^VmapF.*kernel\.1": Dims(0, 2)} if stacked else {}
     overrides = first | {r"^Factored_0\.kernel\.1": "matrix"}
-    params = model.init(jax.random.key(0), x)["params"]
     for given in ({"rules": rules}, {"overrides": overrides}):
         numbers = linen_dimension_numbers(model, x, **given)
         assert numbers["Factored_0"] == {"bias": None, "kernel": (None, MATRIX)}
         assert numbers["CheckpointFactored_0"]["kernel"] == (None, None)  # The output
         if stacked:
             assert numbers["VmapFactored_0"]["kernel"] == (None, Dims(0, 2))
-        train(params, lambda p: squares(model.apply({"params": p}, x)), numbers)
 
 
 def test_modules_that_are_used_twice():
@@ -906,9 +802,7 @@ def test_modules_that_are_used_twice():
         @nn.compact
         def __call__(self, x):
             stack = nn.vmap(
-                nn.DenseGeneral,
-                variable_axes={"params": -2},
-                split_rngs={"params": True},
+                nn.DenseGeneral, variable_axes={"params": -2}, split_rngs={"params": True}
             )((2, 2), axis=(-2, -1), use_bias=False, name="stack")
             return stack(stack(x))
 
@@ -1025,8 +919,7 @@ def test_of_an_nnx_model_what_is_trained_counts():
     optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
     for described in (None, optimizer, transformation):
         assert {row.path for row in describe(model, described).rows} == wanted
-    grads = nnx.grad(lambda model: jnp.sum(model(jnp.eye(4)) ** 2))(model)
-    optimizer.update(model, grads)
+    optimizer.update(model, nnx.state(model, nnx.Param))
     found = diagnostics.read(optimizer, model, numbers)
     assert {x.item() for x in jax.tree.leaves(found.anchored)} == {True}
     of_model = diagnostics.read(optimizer.opt_state, model, numbers)
@@ -1047,11 +940,9 @@ def test_of_an_nnx_model_what_is_trained_counts():
 def test_an_nnx_optimizer_goes_on_from_another_ones_state():
     """As convert_state does on bare trees, also where the variables are not trained."""
     model = Normalized(nnx.Rngs(0))
-    x = jnp.eye(4)
 
     def step(model, optimizer):
-        grads = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
-        optimizer.update(model, grads)
+        optimizer.update(model, nnx.state(model, nnx.Param))
 
     old = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
     for _ in range(3):

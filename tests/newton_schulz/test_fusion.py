@@ -14,7 +14,7 @@ from orscale_jax.newton_schulz import fusion
 from orscale_jax.newton_schulz.fusion import fuse_small_on_gpu
 from tests import leaves
 from tests.compiled import WITH_FUSION_EMITTERS
-from tests.runs import EXPLICIT, assert_close, assert_same_bits, mesh_of, run, tree
+from tests.runs import EXPLICIT, assert_close, mesh_of, run, tree
 
 
 @pytest.fixture
@@ -24,16 +24,6 @@ def as_on_gpus(monkeypatch):
 
 
 # Stacks of small arrays.
-
-
-@pytest.mark.extended
-def test_the_same_arrays_in_order(as_on_gpus, monkeypatch):
-    monkeypatch.setattr(fusion, "_ARRAYS", 2)
-    random = np.random.default_rng(0)
-    kinds = ((), "float32"), ((3,), "float32"), ((), "int8"), ((3, 4), "bfloat16")
-    arrays = [jnp.asarray(random.integers(-9, 9, s), t) for s, t in kinds * 5]
-    assert_same_bits(fuse_small_on_gpu(arrays), arrays)
-    assert fuse_small_on_gpu([]) == []
 
 
 def program(fn, *args, platform="cuda"):
@@ -114,17 +104,6 @@ def arrays_of(dtype):
     return [jnp.asarray(random.integers(-9, 9, shape), dtype) for shape in shapes]
 
 
-@pytest.mark.extended
-def test_arrays_of_several_shapes_and_dtypes(as_on_gpus):
-    arrays = [*arrays_of(jnp.float32), *arrays_of(jnp.int32)]
-    axes = [SHAPES[x.shape] for x in arrays]
-    found = fusion.sum_all(arrays, axes)
-    for x, along, value in zip(arrays, axes, found, strict=True):
-        expected = np.sum(np.asarray(x), axis=along)
-        np.testing.assert_array_equal(value, expected)
-        assert value.dtype == x.dtype
-
-
 @pytest.mark.parametrize(("platform", "count"), [("cuda", 9 + 4), ("cpu", 12)])
 def test_a_gpu_finishes_arrays_of_one_shape_together(platform, count, monkeypatch):
     monkeypatch.setattr(fusion, "_IN_ONE_KERNEL", 12)
@@ -172,6 +151,7 @@ def test_a_gpu_reduces_few_times_for_many_leaves(monkeypatch):
 
 
 @pytest.mark.compiled
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize(("build", "most"), [(muon, 5), (orscale, 9)])
 def test_kernels_of_a_matrix_on_a_cpu(build, most):
     """XLA compiles each by itself, which takes longer than anything else."""
@@ -183,4 +163,4 @@ def test_kernels_of_a_matrix_on_a_cpu(build, most):
         program = traced.lower().compile(compiler_options=WITH_FUSION_EMITTERS)
         return program.as_text().partition("ENTRY")[2].count(" fusion(")
 
-    assert (kernels(12) - kernels(4)) / 8 <= most
+    assert (kernels(7) - kernels(3)) / 4 <= most

@@ -171,9 +171,3 @@ def test_limits_of_the_arguments_give_finite_tables(lower_bound, safety_factor, 
         lower_bound, 20, safety_factor=safety_factor, cushion=cushion
     )
     assert np.isfinite(rows).all() and (rows[:, 0] > 0).all()
-
-
-def test_numpy_scalars_are_accepted():
-    rows = polar_express_coefficients(np.float32(0.25), np.int64(2))
-    np.testing.assert_array_equal(rows, polar_express_coefficients(0.25, 2))
-    assert coefficients.evaluate(rows[0], 0.0) == 0

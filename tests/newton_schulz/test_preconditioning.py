@@ -206,7 +206,7 @@ def test_aol_needs_no_more_products_than_plain_steps(shape, dtype):
 # In the optimizers.
 
 
-@pytest.mark.quick_first_case
+@pytest.mark.extended
 @pytest.mark.parametrize("build", [orscale, muon])
 def test_the_first_step_differs_only_in_q(build):
     """At c's first step r̂ is 1: W - η(λW + sQ). The default is Frobenius."""

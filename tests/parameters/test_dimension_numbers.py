@@ -150,28 +150,6 @@ def test_only_real_floating_point_matrices(dtype):
         dimension_numbers.matrix_axes(None, {"w": jnp.ones((2, 3), dtype)})
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class Named:
-    """A foreign container, whose keys are plain strings."""
-
-    def __init__(self, embedding, kernel):
-        self.embedding, self.kernel = embedding, kernel
-
-    def tree_flatten_with_keys(self):
-        return [("embedding", self.embedding), ("kernel", self.kernel)], None
-
-    @classmethod
-    def tree_unflatten(cls, _, children):
-        return cls(*children)
-
-
-def test_names_of_any_container():
-    axes = is_matrix(Named(jnp.ones((2, 3)), jnp.ones((2, 3))))
-    assert (axes.embedding, axes.kernel) == (False, True)
-    with pytest.raises(ValueError, match=r"'kernel' of shape \(2, 3, 4\) is ambiguous"):
-        dimension_numbers.matrix_axes(None, Named(jnp.ones(3), jnp.ones((2, 3, 4))))
-
-
 LINEN = "linen_dimension_numbers(module, *inputs)"
 NNX = "nnx_dimension_numbers(model)"
 

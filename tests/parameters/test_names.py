@@ -211,29 +211,22 @@ def test_expressions_match_tuples_as_keys():
 SIDE, (IN, OUT) = (3, 3), hax.make_axes(inputs=4, outputs=6)
 LAYERS = {
     "nnx.Linear": lambda r: nnx.Linear(4, 6, use_bias=False, rngs=r),
-    "nnx.LinearGeneral": lambda r: nnx.LinearGeneral(4, 6, use_bias=False, rngs=r),
     "nnx.Einsum": lambda r: nnx.Einsum("bi,io->bo", (4, 6), rngs=r),
     "nnx.Conv": lambda r: nnx.Conv(4, 6, SIDE, use_bias=False, rngs=r),
     "nnx.Embed": lambda r: nnx.Embed(4, 6, rngs=r),
     "eqx.Linear": lambda _: eqx.nn.Linear(4, 6, use_bias=False, key=jax.random.key(0)),
-    "eqx.Conv": lambda _: eqx.nn.Conv2d(4, 6, 3, use_bias=False, key=jax.random.key(0)),
     "eqx.Embedding": lambda _: eqx.nn.Embedding(4, 6, key=jax.random.key(0)),
     "hax.Linear": lambda _: hax.nn.Linear.init(
         IN, OUT, key=jax.random.key(0), use_bias=False
     ),
-    "hax.Conv": lambda _: hax.nn.Conv.init(
-        ("h", "w"), IN, OUT, 3, key=jax.random.key(0), use_bias=False
-    ),
     "nn.Dense": lambda name: nn.Dense(6, use_bias=False, name=name),
-    "nn.DenseGeneral": lambda name: nn.DenseGeneral(6, use_bias=False, name=name),
     "nn.Conv": lambda name: nn.Conv(6, SIDE, use_bias=False, name=name),
 }
 HIDDEN = """
-    stem patch_embed patch_embedding embedding time_embed to_tokens pos_embed cls_token
-    positions tok_proj norm_mlp layer_norm scale bias position register_tokens
+    stem patch_embed embedding to_tokens pos_embed cls_token norm_mlp scale bias position
 """.split()
 OUTPUT = """
-    lm_head head classifier to_logits unembed vocab_proj output_embedding score
+    lm_head classifier to_logits unembed output_embedding score
 """.split()
 
 

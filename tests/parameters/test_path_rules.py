@@ -1,21 +1,17 @@
 """Dimension numbers by path."""
 
-import functools
 import re
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from flax import nnx
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import by_path, muon, orscale, orthogonalize
+from orscale_jax import by_path, muon, orscale
 from orscale_jax.diagnostics import layer_classes
 from orscale_jax.equinox import dimension_numbers
-from tests.runs import first_update
 
 PLAIN, W = Dims(0, 1), jnp.ones((2, 3))
 QUERY, STACK, CONV = Dims(0, (1, 2)), Dims(-2, -1), Dims((0, 1, 2), 3)
@@ -73,27 +69,6 @@ def test_the_first_expression_applies():
     assert one(jnp.ones((2, 3))) is None  # The path of the only leaf is empty.
 
 
-@pytest.mark.extended
-def test_equinox_and_nnx_modules():
-    model = eqx.nn.MLP(3, 4, 5, 2, key=jax.random.key(0))
-    model = eqx.filter(model, eqx.is_inexact_array)
-    found = by_path({r"layers\.1\.weight$": "adamw"})(model)
-    assert [layer.weight for layer in found.layers] == [PLAIN, None, PLAIN]
-    assert [layer.bias for layer in found.layers] == [None] * 3
-
-    class Model(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(3, 4, rngs=rngs)
-            self.gate = nnx.Linear(3, 4, rngs=rngs)
-
-    params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
-    # Flax's parameters are nodes of their own: their paths end in ".value".
-    for end in ("kernel", r"kernel\.value$"):
-        found = by_path({f"gate.{end}": "adamw"})(params)
-        assert found["first"]["kernel"].get_value() == PLAIN
-        assert found["gate"]["kernel"].get_value() is None
-
-
 @pytest.mark.parametrize(
     "otherwise",
     [
@@ -119,42 +94,6 @@ def test_otherwise_is_the_default_rule():
         assert found == {"a": PLAIN, "wte": None, "c": None}
     with pytest.raises(ValueError, match=r"^otherwise must be a tree.*structure"):
         by_path({"c": "adamw"}, otherwise={"x": None})(tree)
-
-
-def in_partition(numbers):
-    groups = {
-        "train": orscale(0.1, weight_dimension_numbers=numbers),
-        "freeze": optax.set_to_zero(),
-    }
-    return optax.partition(groups, {"gate": "freeze", "w": "train", "b": "train"})
-
-
-def masked(make, numbers, b):
-    stage = make(weight_dimension_numbers=numbers)
-    return optax.masked(stage, {"gate": False, "w": True, "b": b})
-
-
-PLACES = {
-    "orscale": lambda n: orscale(0.1, weight_dimension_numbers=n),
-    "muon": lambda n: muon(0.1, weight_dimension_numbers=n),
-    "optax": lambda n: optax.contrib.muon(0.1, muon_weight_dimension_numbers=n),
-    "masked": lambda n: masked(functools.partial(orscale, 0.1), n, True),
-    "partition": in_partition,
-    "stage": lambda n: masked(orthogonalize, n, False),
-}
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("place", PLACES)
-def test_every_place_that_takes_dimension_numbers(place):
-    params = {"gate": jnp.eye(4), "w": jnp.ones((3, 4, 4)), "b": jnp.ones(4)}
-    grads = jax.tree.map(lambda p: p + 0.5, params)
-    explicit = {"gate": None, "w": STACK, "b": None}
-    numbers = by_path({"gate": "adamw", "w": STACK})
-    steps = [
-        first_update(PLACES[place](n), params, grads)[0] for n in (numbers, explicit)
-    ]
-    jax.tree.map(np.testing.assert_array_equal, *steps)
 
 
 def test_no_callable_sees_the_placeholder_of_map_params():

@@ -15,13 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers as Dims
 
-from orscale_jax import (
-    BlockDimensionNumbers as Blocks,
-    by_path,
-    describe,
-    muon,
-    orscale,
-)
+from orscale_jax import BlockDimensionNumbers as Blocks, by_path, describe, muon, orscale
 from orscale_jax.equinox import dimension_numbers as equinox_numbers
 from orscale_jax.flax import linen_dimension_numbers, nnx_dimension_numbers
 from orscale_jax.haliax import dimension_numbers as haliax_numbers
@@ -57,16 +51,11 @@ LAYOUTS = {
         "attn.q_proj.weight", (H * F, D), Dims(1, 0), F, lambda w: cut(w.T, H),
     ),
     "query of Gemma": ("attn.q_einsum", (H, D, F), Dims(1, (0, 2)), True, list),
-    "query of MaxText": (
-        "attention.query", (D, L, H, F), Dims(0, (2, 3)), True,
-        lambda w: [w[:, layer, head] for layer in range(L) for head in range(H)],
-    ),
     "queries by group": (
         "attn.q_proj", (K, H // K, F, D), Dims(3, (0, 1, 2)), True,
         lambda w: [w[k, g].T for k in range(K) for g in range(H // K)],
     ),
     "key": ("attention.key", (D, K, F), Dims(0, (1, 2)), F, lambda w: along(w, 1)),
-    "value, 2-D": ("attn.v_proj", (D, K * F), None, F, lambda w: cut(w, K)),
     "key of one head": ("attn.k_proj", (D, F), None, F, lambda w: [w]),
     "output": (OUT, (H, F, D), Dims((0, 1), 2), True, list),
     "output, 2-D": ("attn.c_proj", (H * F, D), None, F, lambda w: cut(w, H, 0)),
@@ -81,9 +70,6 @@ LAYOUTS = {
         QKV, (D, (H + 2 * K) * F), None, F, lambda w: cut(w, H + 2 * K),
     ),
     "qkv, of one head": (QKV, (D, 24), None, 8, lambda w: cut(w, 3)),
-    "qkv, grouped, 3-D": (
-        QKV, (D, H + 2 * K, F), Dims(0, (1, 2)), F, lambda w: along(w, 1),
-    ),
     "qkv by group": (
         QKV, (D, K, (H // K + 2) * F), Dims(0, (1, 2)), F,
         lambda w: cut(w.reshape(D, -1), H + 2 * K),
@@ -92,19 +78,12 @@ LAYOUTS = {
         QKV, (D, 3, H, F), Dims(0, (1, 2, 3)), True,
         lambda w: cut(w.reshape(D, -1), 3 * H),
     ),
-    "qkv, heads first": (
-        QKV, (D, H, 3, F), Dims(0, (1, 2, 3)), F, lambda w: cut(w.reshape(D, -1), 3 * H),
-    ),
     "qkv in front": (
         QKV, (3, D, H * F), Dims(1, (0, 2)), F,
         lambda w: [head for part in w for head in cut(part, H)],
     ),
     "qkv within heads": (
         QKV, (D, H, 3 * F), Dims(0, (1, 2)), F, lambda w: cut(w.reshape(D, -1), 3 * H),
-    ),
-    "qkv within heads, in blocks": (
-        QKV, (D, H, 3 * F), Blocks(0, (1, 2), block_axis=2, blocks=3), True,
-        lambda w: cut(w.reshape(D, -1), 3 * H),
     ),
     "kv of Gemma": (
         "attn.kv_einsum", (2, K, D, F), Dims(2, (0, 1, 3)), F,
@@ -129,15 +108,10 @@ LAYOUTS = {
         "layers.attention.qkv", (L, D, 3 * H * F), Dims(1, 2), F,
         in_layers(lambda w: cut(w, 3 * H)),
     ),
-    "layers, output": (
-        "layers.attention.out", (L, H * F, D), Dims(-2, -1), F,
-        in_layers(lambda w: cut(w, H, 0)),
-    ),
     "by expression": (
         "attn.c_attn", (D, 3 * H * F), None, {"c_attn": F}, lambda w: cut(w, 3 * H),
     ),
     "pairs, 2-D": ("attn.q_proj", (D, H * F), None, 2 * F, lambda w: cut(w, 2)),
-    "pairs, output": (OUT, (H * F, D), None, 2 * F, lambda w: cut(w, 2, 0)),
     "pairs, qkv": (
         QKV, (D, 3 * H * F), Blocks(0, 1, block_axis=1, blocks=3), 2 * F,
         lambda w: cut(w, 6),
@@ -359,18 +333,10 @@ REFUSED = {
         "'attn.q_proj' of shape (8, 8), class 'attention query': heads of 3 do not "
         "divide its 8 features",
     ),
-    "another number than the shape's": (
-        {"attention": shapes(key=(D, K, F))}, {"key": Dims(0, (1, 2))}, 2 * F,
-        "heads of 8 do not divide its 4 features",
-    ),
     "a weight of PyTorch without a rule": (
         {"attn": {"q_proj": shapes(weight=(D, D))}}, {}, F,
         "parameter 'attn.q_proj.weight' of shape (8, 8) is to be divided by head_size, "
         "and a weight is (outputs, inputs) in PyTorch",
-    ),
-    "triples": (
-        {"attn": shapes(q_proj=(D, 16))}, {}, 3 * F,
-        "heads of 12 do not divide its 16 features",
     ),
     "blocks across heads": (
         {"attn": shapes(q_proj=(D, 18))},
@@ -385,10 +351,6 @@ REFUSED = {
     "blocks of the inputs": (
         {"attn": shapes(q_proj=(D, 16))},
         {"q_proj": Blocks(0, 1, block_axis=0, blocks=2)}, F, "lie along another axis",
-    ),
-    "features of keys and values": (
-        {"mla": shapes(kv_up=(D, 20))}, {}, (3, 3),
-        "heads of 6 do not divide its 20 features",
     ),
     "no axis for a class without one": (
         {"mixer": jnp.ones((D, D))}, {}, {"mixer": F},
@@ -427,7 +389,6 @@ def test_what_is_unknown_or_does_not_fit_is_refused(case):
         ((), r"head_size=\(\) is not valid"),
         ([4], r"head_size=\[4\] is not valid: pass a map"),
         (np.array(8), "head_size="),
-        (np.array([8]), "head_size="),
     ],
 )
 def test_arguments_are_checked_at_once(given, message):
@@ -461,11 +422,6 @@ def test_latent_attention_has_heads_of_three_sizes():
         by_path({}, head_size=6)(tree)
 
 
-def test_without_it_nothing_changes():
-    tree = {"attn": shapes(c_attn=(D, 3 * D), query=(D, D))}
-    assert by_path({}, head_size=False)(tree) == by_path({})(tree)
-
-
 def test_numbers_of_another_rule_are_divided():
     model = {"attention": shapes(query=(D, H, F), out=(H, F, D)), "bias": jnp.ones(D)}
     given = {
@@ -486,8 +442,3 @@ def test_of_a_masked_tree():
     optimizer = optax.partition(groups, labels)
     rows = {row.path: row for row in describe(tree, optimizer).rows}
     assert rows["attention.q_proj"].state_bytes - rows["mlp.up"].state_bytes == 28 * 3
-
-
-def test_an_array_of_jax_is_no_size_of_heads():
-    with pytest.raises(ValueError, match="head_size="):
-        by_path({}, head_size=jnp.int32(8))

@@ -227,6 +227,7 @@ def wanted_alone(name):
     return optimizer.update(grads, optimizer.init(params), params)[0][name]
 
 
+@pytest.mark.extended
 def test_optimizers_models_and_meshes_do_not_confuse_each_other():
     other = mesh_of({"tensor": 2, "fsdp": 4}, AUTO)
     models = {
@@ -251,6 +252,7 @@ def test_optimizers_models_and_meshes_do_not_confuse_each_other():
         jax.jit(lambda *x: optimizer.update(*x))(grads, states["first"], params)
 
 
+@pytest.mark.quick_first_case
 @pytest.mark.parametrize("kinds", [(EXPLICIT, AUTO), (AUTO, EXPLICIT)])
 @pytest.mark.parametrize("known", [True, False])
 def test_axes_of_both_kinds(kinds, known):

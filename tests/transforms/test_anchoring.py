@@ -24,15 +24,7 @@ from orscale_jax import (
     where_nonzero,
 )
 from tests import oracle
-from tests.runs import (
-    AUTO,
-    EXPLICIT,
-    FAMILY,
-    has_ratios,
-    mesh_of,
-    readout,
-    step_of,
-)
+from tests.runs import AUTO, EXPLICIT, FAMILY, has_ratios, mesh_of, readout, step_of
 
 EXPERTS, RATE = 3, 0.05
 # M underflows to zero in three steps without a gradient, M̃ in two.
@@ -124,25 +116,12 @@ def converted(run):
     run.state = convert_state(run.state, run.optimizer, run.params)
 
 
-def from_raw(run):
-    """A state that was restored as arrays of NumPy, by its structure."""
-    again(run)
-    leaves, structure = jax.tree.flatten(run.state)
-    run.state = jax.tree.unflatten(structure, list(map(np.asarray, leaves)))
-
-
-def wrapped(wrapper):
-    return lambda rate, **arguments: wrapper(orscale(rate, **arguments))
-
-
 PATHS = {
     "anchor all again": ({}, again),
     "one expert's momentum and c": ({}, reset_one),
-    "restored": ({}, from_raw),
     "calibrate": ({"calibrate": False}, calibrated),
     "from muon": ({}, converted),
     "injected": ({"factory": optax.inject_hyperparams(orscale)}, again),
-    "finite": ({"factory": wrapped(lambda o: optax.apply_if_finite(o, 2))}, again),
 }
 
 
@@ -208,7 +187,6 @@ SETTINGS = {
     "auto": (orscale, {}, lambda: sharded(AUTO)),
     "blocks": (orscale, {"weight_dimension_numbers": BLOCKS}, lambda: (None, fused)),
     "bfloat16": (orscale, {}, lambda: (None, lambda x: x.astype(jnp.bfloat16))),
-    "accumulated": (wrapped(lambda o: optax.MultiSteps(o, 1)), {}, None),
 }
 
 
@@ -216,7 +194,7 @@ SETTINGS = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_settings_in_which_an_idle_expert_waits(name):
     factory, arguments, make = SETTINGS[name]
-    mesh, place = make() if make else (None, lambda x: x)
+    mesh, place = make()
     params = jax.tree.map(place, PARAMS)
     with jax.set_mesh(mesh) if mesh else contextlib.nullcontext():
         optimizer, step = build(factory, **arguments)
@@ -278,7 +256,7 @@ def test_resets_of_the_family():
 PATTERN = st.tuples(*[st.booleans()] * EXPERTS)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(PATTERN, min_size=1, max_size=4),
     st.lists(PATTERN, min_size=2, max_size=5),
@@ -334,18 +312,10 @@ def test_small_numbers_of_narrow_dtypes_are_updates(dtype):
 # Zero matrices.
 
 
-@pytest.mark.parametrize(
-    "calibrate, r_min",
-    [
-        pytest.param(False, 0.0, id="zero"),
-        pytest.param(False, -np.inf, id="none", marks=pytest.mark.extended),
-        pytest.param(True, 0.0, id="calibrated", marks=pytest.mark.extended),
-    ],
-)
 @pytest.mark.parametrize("factory", [orscale, family.cautious])
-def test_a_zero_matrix_moves(factory, calibrate, r_min):
+def test_a_zero_matrix_moves(factory):
     given = {"weight_dimension_numbers": Dims(1, 2)}
-    optimizer = factory(RATE, r_min=r_min, calibrate=calibrate, **given)
+    optimizer = factory(RATE, r_min=0.0, calibrate=False, **given)
     params = {"w": PARAMS["w"].at[1].set(0)}
     updates, state = optimizer.update(gradient(0), optimizer.init(params), params)
     plain = muon(RATE, **given)

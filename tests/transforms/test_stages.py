@@ -28,8 +28,8 @@ def matrices_only(tree):
 
 
 def test_orthogonalize_treats_each_matrix_separately():
-    grads = matrices_only(leaves.random_tree(0))
-    stage = orthogonalize(weight_dimension_numbers=matrices_only(leaves.DIMENSIONS))
+    tree, numbers = leaves.some("wide", "convolution", "experts", "middle", "fused_rows")
+    grads, stage = tree(0), orthogonalize(weight_dimension_numbers=numbers)
     updates, _ = jax.jit(stage.update)(grads, stage.init(grads))
     for name in updates:
         pairs = (leaves.matrices(name, tree[name]) for tree in (updates, grads))
@@ -238,6 +238,7 @@ class TestCalibratedTrustRatio:
         ratio = 2 * w / (w / (d + 1e-6) * d + 1e-6)
         np.testing.assert_allclose(state.trust_ratio, ratio, rtol=1e-14)
 
+    @pytest.mark.extended
     def test_c_is_set_once_where_other_leaves_are_float64(self, enable_x64):
         """Also a c of 1: the count says whether it is set."""
         params = {"w": jnp.eye(4, dtype="float32"), "b": jnp.zeros((), "float64")}
@@ -265,17 +266,12 @@ class TestCalibratedTrustRatio:
     "build, words",
     [
         (lambda: orthogonalize(ns_steps=0), "ns_steps=0"),
-        (lambda: orthogonalize(ns_coeffs="x"), "ns_coeffs='x'"),
-        (lambda: orthogonalize(ns_dtype=jnp.int8), "ns_dtype="),
         (lambda: scale_by_shape(-1.0), "consistent_rms=-1"),
-        (lambda: scale_by_shape(scale_mode="rms"), "scale_mode='rms'.*'shape_scaling'"),
         (
             lambda: scale_by_shape(0.3, scale_mode="unit_rms_norm"),
             "consistent_rms=0.3.*no effect with scale_mode='unit_rms_norm'",
         ),
         (lambda: scale_by_calibrated_trust_ratio(r_min=2, r_max=1), "r_min=2.*r_max=1"),
-        (lambda: scale_by_calibrated_trust_ratio(eps=-1), "eps=-1"),
-        (lambda: scale_by_calibrated_trust_ratio(calibrate=None), "calibrate=None"),
         (lambda: scale_by_calibrated_trust_ratio(anchor_steps=1.5), "anchor_steps=1.5"),
         (
             lambda: where_nonzero(optax.sgd),

@@ -41,22 +41,6 @@ def names_of(box):
     return box.names
 
 
-@pytest.mark.parametrize("name", BOXES)
-def test_a_box_is_taken_off_and_put_back(name):
-    box = BOXES[name]
-    tree = {"kernel": box, "bias": jnp.ones(2), "none": None}
-    bare = boxes.unbox(tree)
-    assert bare["kernel"].shape == (3, 4, 5) and not boxes.is_box(bare["kernel"])
-    back = boxes.rebox(jax.tree.map(lambda x: x + 1, bare), tree)
-    assert jax.tree.structure(back) == jax.tree.structure(tree)
-    np.testing.assert_array_equal(boxes.unbox(back)["kernel"], LAYERS + 1)
-
-
-@pytest.mark.parametrize("content", [optax.MaskedNode(), None])
-def test_a_box_without_an_array(content):
-    assert boxes.unbox({"w": nnx.Param(content)}) == {"w": content}
-
-
 def test_nodes_that_are_no_box_of_one_array():
     assert not boxes.is_box(nnx.Param({"a": 1, "b": 2}))
     assert not boxes.is_box({"value": 1}) and not boxes.is_box(jnp.ones(2))

@@ -29,7 +29,6 @@ LARGE = tuple(f"{kind}-large{init}" for kind in ("dense", "mixture")
 IMAGES = tuple(f"vision-{size}{init}" for size in ("small", "large")
                for init in ("", "-small-init"))  # fmt: skip
 ALL = (*TEXT, *LARGE, *IMAGES)
-LONGER = ("dense-small-{}-steps", "mixture-small-small-init-{}-steps")
 MUON, RATIO = "muon_moonlight", "OrScale − Muon+Moonlight"
 ARMS = {
     "OrScale": "orscale", "Muon+Moonlight": MUON, "Muon (s = 1)": "muon",
@@ -43,11 +42,6 @@ ARMS = {
     "OrScale, twice the decay": "orscale_twice_the_decay",
 }  # fmt: skip
 INTERVAL = r"[+-]\d\.\d{{{0}}} \[[+-]\d\.\d{{{0}}}, [+-]\d\.\d{{{0}}}\]"
-OVER = {
-    "text": TEXT, "images": (IMAGES[1], IMAGES[3]), "three workloads": THREE,
-    "the large workloads": LARGE, "`like-16b`": ("like-16b",),
-    **{f"{n:,} steps": [x.format(n) for x in LONGER] for n in (1200, 4800)},
-}  # fmt: skip
 
 
 @functools.cache
@@ -185,38 +179,6 @@ def test_differences_and_rates_of_workloads():
     assert seen == 6 * 3 + 6 * 4 + 11 * 3
 
 
-def test_the_list_with_holms_correction():
-    p, rows = [], the_table("two_rates", "significant")
-    for title, over, interval, counts, *_ in rows:
-        arms = [ARMS[label] for label in re.sub(r"^\d+\. ", "", title).split(" − ")]
-        if over.startswith("slope"):
-            names, by_seed = list(LADDER.values()), slope(LADDER.values())
-        elif over == "mixtures minus dense":
-            names = [
-                f"{x}-small{y}" for x in ("mixture", "dense") for y in ("", "-small-init")
-            ]
-            by_seed = contrast(second, names[:2], names[2:])
-        else:
-            names = OVER.get(over) or OVER[f"`{over}`"]
-            by_seed = mean(names, *arms)
-        assert interval == told(by_seed)
-        assert counts == counted([second(name, *arms) for name in names]), title
-        p.append(stats.ttest_1samp(by_seed, 0).pvalue)
-    corrected, largest = {}, 0.0
-    for rank, i in enumerate(np.argsort(p[:12])):
-        corrected[i] = largest = max(largest, min(1, p[i] * (12 - rank)))
-    for i, (*_, interval, _, p_corrected, verdict) in enumerate(rows[:12]):
-        side = "higher" if interval[0] == "+" else "lower"
-        assert verdict == (side if corrected[i] < 0.05 else "no")
-        assert p_corrected == f"{corrected[i]:.2g}"
-
-
-def test_one_ratio_for_all_on_the_ladder():
-    names = [*LADDER.values(), "experts-32-first-batch-64"]
-    for name, (*_, pooled) in zip(names, the_table("two_rates", "experts"), strict=True):
-        assert pooled in ("", told(second(name, "orscale", "pooled")) if pooled else "")
-
-
 def shared(cell, rate=None):
     """At one rate, on the third protocol's ladder: AdamW's best where none is given."""
     rate = rate or ("0.004" if cell == "ladder-1-small-init" else "0.008")
@@ -292,29 +254,6 @@ def told_of_searches(weights, lowest=False, digits=4):
     return f"{mean} [{low}, {high}]"
 
 
-def test_the_ladder_searched():
-    page = words(STUDY / "two_rates.md")
-    for arm, at_low_decay, below, first_rates, at_first in (
-        ("orscale", 3, 0, ("0.008", "0.032"), 4),
-        (MUON, 7, 7, ("0.016", "0.04"), 7),
-    ):
-        every = [x for cell in CELLS for x in searches(cell, arm)]
-        missed = [np.mean(end) - np.mean(lowest) for end, lowest, *_ in every]
-        numbers = [np.mean(missed), max(missed)]
-        numbers += [np.mean(missed[:8]), np.mean(missed[8:])] if arm == "orscale" else []
-        assert all(f" {number:.3f}" in page for number in numbers)
-        lowest, tried = [x[2] for x in every[:8]], [x[3] for x in every[:8]]
-        assert sum(float(x[2]) < 0.055 for x in lowest) == at_low_decay
-        decays = [min(float(x[2]) for x in points) for points in tried]
-        assert sum(decay < 0.045 for decay in decays) == below
-        assert sum(x[:2] == first_rates for x in lowest) == at_first
-    ends = zip(*(searches("ladder-4", arm) for arm in ("orscale", MUON)), strict=True)
-    for both in ends:
-        assert " against ".join(f"{np.mean(end):.4f}" for end, *_ in both) in page
-    first, second = (x.mean() for x in searched(CELLS[3], False))
-    assert f"{first:+.3f} in one search and {second:+.3f} in the other" in page
-
-
 def anchored(cell, arm="largest_anchor"):
     """After a first batch of 8 sequences, another anchor minus the paper's."""
     few = f"ladder/{cell}-first-batch-8"
@@ -384,54 +323,6 @@ def test_intervals_in_sentences(page):
     assert len(intervals) > 7 and set(intervals) <= {*table, *known()}
 
 
-def test_calls_to_start_from():
-    for arm, call in (("muon", "muon(0.032, consistent_rms=None, "),
-                      ("normuon", "family.normuon(0.016, ")):  # fmt: skip
-        rates = [found(f"two_rates/{name}", arm)[0] for name in TEXT]
-        assert f"`{call}adam_learning_rate=0.045)`" in words(STUDY / "two_rates.md")
-        assert max(rates, key=rates.count) == re.findall(r"0\.\d+", call)[0] + ", 0.0453"
-
-
-def test_the_candidates_for_a_better_rule():
-    candidates, ratio = list(tables(STUDY / "better_rule_protocol.md"))[-2:]
-    for label, name, rates, interval in candidates[1]:
-        arm = ARMS[label]
-        seeds = range(300, 312) if arm == "orscale_twice_the_decay" else range(200, 212)
-        names = TEXT if name.startswith("all") else [name]
-        of = functools.partial(candidate, ours=arm, seeds=seeds)
-        assert interval == told(mean(names, of=of))
-        if len(names) == 1:
-            assert rates == found(f"better_rule/{name}", arm, seeds)[0]
-        else:
-            lower, _, higher = counted(map(of, TEXT)).partition(" : ")
-            assert name == f"all: lower in {lower}, higher in {higher}"
-            assert (rates == "a better rule") == (int(lower) >= 3 and higher == "0")
-    for label, name, interval in ratio[1]:
-        of = decayed if "twice" in label else ratio_on_normuon
-        assert interval == told(mean(TEXT if name.startswith("all") else [name], of=of))
-
-
-def test_one_matrix_per_head():
-    rows = list(tables(STUDY / "per_head_protocol.md"))[-1][1]
-    assert len(rows) == 6
-    for name, label, *cells in rows:
-        both = [
-            found(f"per_head/{name}{kind}", ARMS[label], range(300, 305))
-            for kind in ("", "-per-head")
-        ]
-        rates, losses = zip(*both, strict=True)
-        means = [f"{np.mean(x):.4f}" for x in losses]
-        assert cells == [*rates, *means, told(losses[1] - losses[0])]
-
-
-FIRST = {
-    "AdamW": "adamw", "OrScale": "orscale", "One ratio for all": "pooled",
-    "One ratio per class": "pooled_by_class", "OrScale's mean replayed": "replayed",
-    "OrScale, full-rank anchor": "full_rank_anchor", "NorMuon": "normuon",
-    "OrScale, largest anchor": "largest_anchor", "Muon (s = 1)": "muon",
-    "One ratio for all, full-rank anchor": "pooled_full_rank_anchor",
-    "Hyperball": "hyperball",
-}  # fmt: skip
 SEARCHED_TWICE = {"adamw", MUON, "orscale", "pooled", "replayed", "full_rank_anchor"}
 
 
@@ -456,21 +347,6 @@ def first_losses(name, arm, column):
 def first(one, other, names=ALL):
     """Differences of two optimizers, each with a column, by workload and seed."""
     return [first_losses(n, *one) - first_losses(n, *other) for n in names]
-
-
-def test_every_optimizer_of_the_first_study():
-    [rows] = [rows for heading, rows in tables(STUDY / "does_it_work.md")
-              if heading[1:2] == ["at AdamW's rate"]]  # fmt: skip
-    text = (STUDY / "does_it_work.md").read_text()
-    for label, *cells in rows:
-        starred = f"| {label}* |" in text and (label, *cells) != tuple(rows[1])
-        than = f"{MUON}_apart" if starred else MUON
-        arm = "orscale_apart" if starred and label == "OrScale" else FIRST[label]
-        expected = []
-        for column in ("inherited", "own"):
-            differences = first((arm, column), (than, column))
-            expected += [f"{np.mean(differences):+.3f}", counted(differences)]
-        assert cells == expected, label
 
 
 def kinds():

@@ -12,7 +12,7 @@ from examples.pretrain.setup import set_up
 from examples.pretrain.tasks import make_task
 from examples.study import prose, repeat
 from examples.study.contrasts import REFERENCE, confirmed
-from examples.study.workloads import WORKLOADS, Workload, find_workload
+from examples.study.workloads import Workload, find_workload
 from tests.examples.pretrain import tiny
 
 
@@ -99,20 +99,6 @@ def test_old_and_new_differences_stand_side_by_side(monkeypatch, tmp_path):
     row = repeat.run(options).splitlines()[-1].strip("| ").split(" | ")
     assert row[:2] == ["`dense-small`", "OrScale − Muon+Moonlight"]
     assert row[2] == row[3] and row[4] == "24 of 24"
-
-
-def test_workloads_differ_in_what_their_names_say():
-    def of(name, **same):
-        config = WORKLOADS[name].config
-        recipe = dataclasses.replace(config.recipe, **same)
-        config = dataclasses.replace(config, recipe=recipe)
-        return dataclasses.replace(WORKLOADS[name], config=config)
-
-    small = [name for name in WORKLOADS if name.endswith("-small-init")]
-    assert len(small) == 7
-    for name in small:
-        usual = of(name.removesuffix("-small-init"))
-        assert of(name) == dataclasses.replace(usual, initial_scale=0.27)
 
 
 def test_prose_has_every_paragraph_on_one_side(tmp_path, monkeypatch):

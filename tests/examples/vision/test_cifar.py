@@ -75,13 +75,6 @@ def test_both_versions_are_read_in_the_order_of_their_files(folder):
     np.testing.assert_array_equal(test.labels, contents(5)[0])
 
 
-def test_the_folder_that_an_archive_makes_is_found(tmp_path):
-    below = tmp_path / "cifar-10-batches-bin"
-    below.mkdir()
-    write_binary(below)
-    assert len(read_cifar10(tmp_path, COUNT)[0]) == 5 * COUNT
-
-
 def test_missing_files_are_named(folder):
     [third] = [path for path in folder.iterdir() if "batch_3" in path.name]
     third.unlink()
@@ -179,21 +172,6 @@ def test_augmentation_pads_crops_flips_and_cuts(top, left, cut_top, cut_left, fl
     )
     np.testing.assert_array_equal(changed["pixels"], expected)
     assert changed["labels"] == 0
-
-
-def test_all_crops_flips_and_cuts_are_drawn():
-    example = {"pixels": images(1).pixels[0], "labels": np.int32(0)}
-
-    drawn = []
-
-    class Spy(Drawn):
-        def integers(self, high):
-            drawn.append(np.random.default_rng(len(drawn)).integers(high))
-            return drawn[-1]
-
-    for _ in range(1500):
-        Augmentation(PLAIN)(example, Spy())
-    assert [len(set(column)) for column in np.transpose(drawn)] == [9, 9, 25, 25, 2]
 
 
 def stream(seed=3, batch_size=4):
