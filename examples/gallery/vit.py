@@ -86,7 +86,7 @@ def main(
     for key in jax.random.split(jax.random.key(2), steps):
         loss, state = train_step(state, key)
         losses.append(float(loss))
-    found = jnp.argmax(model.apply({"params": state.params}, images), axis=-1)
+    found = jnp.argmax(state.apply_fn({"params": state.params}, images), axis=-1)
     return losses, float((found == labels).mean()), state
 
 
